@@ -1,0 +1,73 @@
+.POSIX:
+.SUFFIXES:
+.DELETE_ON_ERROR:
+
+# The Pythons to try, in this order; `make setup PYTHON=/path/to/python3` names one.
+PYTHON = python3.11 python3 python3.12 python3.13 python3.14
+BIN = .venv/bin
+PIP = $(BIN)/python -m pip install -qq
+# Sets $$python to the first one that is new enough.
+FIND_PYTHON = for python in $(PYTHON); do \
+	    "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; \
+	    python=; \
+	done; \
+	test -n "$$python" || { \
+	    echo 'no Python 3.11 or newer among: $(PYTHON)' >&2; \
+	    echo 'hint: install one, or name it: make setup PYTHON=/path/to/python3' >&2; \
+	    exit 1; \
+	}
+
+.PHONY: help setup check test test-all demo bench fmt constraints clean
+
+help:  ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+
+setup: .venv/.stamp  ## Build .venv: everything, at the versions of constraints.txt
+
+check: setup  ## Format, lint, types, arrows, fast tests
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q -n 2 -m "not process and not slow"
+
+test: check  ## check, and the tests that start processes
+	$(BIN)/python -m pytest -q -m "process and not slow"
+
+test-all: test  ## test, and the slow tests
+	$(BIN)/python -m pytest -q -m slow || test $$? -eq 5  # pytest's 5: none is slow
+
+demo: setup  ## From a Hugging Face folder to a training pipeline and back
+	@./demo/run.sh
+
+bench: setup  ## Time pack against cp
+	$(BIN)/python bench/pack.py
+
+fmt: setup  ## Format, and mend what the linter can
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+# torch comes first and alone, so that no other package chooses the build of it.
+.venv/.stamp: pyproject.toml constraints.txt
+	@$(FIND_PYTHON); \
+	test -x $(BIN)/pip || { echo "setup: .venv from $$python"; "$$python" -m venv --clear .venv; }
+	@echo 'setup: torch'
+	@$(PIP) -c constraints.txt torch
+	@echo 'setup: everything else'
+	@$(PIP) -c constraints.txt --no-build-isolation -e '.[runner,test,dev]'
+	@touch $@
+
+constraints:  ## Write constraints.txt anew, from the newest releases that pyproject.toml allows
+	@$(FIND_PYTHON); set -e; \
+	"$$python" -m venv --clear .constraints; \
+	.constraints/bin/python -m pip install -qq "$$(sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)"; \
+	.constraints/bin/python -m pip install -qq --no-build-isolation -e '.[runner,test,dev]'; \
+	.constraints/bin/python -m pip freeze --all --exclude-editable --exclude pip >.constraints/pins; \
+	{ sed -n '/^#/p' constraints.txt; sed 's/+[^ ]*//' .constraints/pins; } >.constraints/new; \
+	mv .constraints/new constraints.txt; \
+	rm -rf .constraints
+
+clean:  ## Remove .venv and every cache
+	rm -rf .venv .constraints build dist *.egg-info
+	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

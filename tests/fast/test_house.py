@@ -1,0 +1,81 @@
+"""The house keeps its own rules: pins, file sizes, start-up time, what may be imported where."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("manifests", "reshard", "runner")
+MAX_FILE_LINES = 400
+MAX_HELP_S = 0.3
+# Packages that a packing node does not have, or that are slow to import.
+HEAVY = {"numpy", "pyarrow", "safetensors", "tokenizers", "torch", "torchtitan", "transformers", "triton"}
+
+
+def run_python(code: str, *args: str) -> str:
+    """Give what a fresh interpreter prints."""
+    command = [sys.executable, "-c", code, *args]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def read_constraints() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(pin.name): str(pin.specifier) for pin in pins}
+
+
+def test_constraints_pin_every_dependency_to_one_version_that_pyproject_allows() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    listed = [project["dependencies"], *project["optional-dependencies"].values()]
+    pins = read_constraints()
+    for wanted in (Requirement(text) for texts in listed for text in texts):
+        pin = pins[canonicalize_name(wanted.name)]
+        assert pin.startswith("=="), wanted
+        assert wanted.specifier.contains(pin.removeprefix("=="), prereleases=True), wanted
+
+
+def test_every_constraint_is_one_exact_public_version() -> None:
+    pins = read_constraints()
+    inexact = {name: pin for name, pin in pins.items() if not pin.startswith("==") or set(pin) & set("+*,")}
+    assert inexact == {}
+
+
+def test_ci_runs_make_test_and_nothing_else() -> None:
+    script = ROOT / ".ci" / "run"
+    commands = [line for line in script.read_text().splitlines() if not line.startswith("#")]
+    assert commands == ["set -euo pipefail", 'cd "$(dirname "${BASH_SOURCE[0]}")/.."', "make test"]
+    assert script.stat().st_mode & 0o111
+
+
+def test_no_source_file_is_longer_than_400_lines() -> None:
+    sources = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in sources}
+    assert lengths
+    assert {name: lines for name, lines in lengths.items() if lines > MAX_FILE_LINES} == {}
+
+
+@pytest.mark.parametrize("module", ["manifests.store", "manifests.models", "reshard.cli", "runner.cli"])
+def test_import_brings_in_neither_torch_nor_other_heavy_packages(module: str) -> None:
+    loaded = run_python(f"import sys, {module}; print(*{{name.partition('.')[0] for name in sys.modules}})")
+    assert set(loaded.split()) & HEAVY == set()
+
+
+@pytest.mark.parametrize("command", ["reshard", "runner"])
+def test_help_shows_in_under_a_third_of_a_second(command: str) -> None:
+    took_s = []
+    for _ in range(5):
+        start = time.perf_counter()
+        shown = run_python(f"from {command}.cli import main; main()", "--help")
+        took_s.append(time.perf_counter() - start)
+        assert "Usage:" in shown
+    assert min(took_s) < MAX_HELP_S, took_s
