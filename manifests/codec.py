@@ -1,0 +1,96 @@
+"""Manifest to JSON and back. The decoder names the path of whatever it refuses."""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, asdict, fields, is_dataclass
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from manifests.errors import InputError
+from manifests.invariants import check_manifest
+from manifests.jsontext import kind_of, parse_json_object
+from manifests.schema import FORMAT, VERSION, Manifest
+
+__all__ = ["decode_manifest", "encode_manifest", "manifest_document"]
+
+T = TypeVar("T")
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Give the text of manifest.json, ending in a newline."""
+    return (json.dumps(manifest_document(manifest), indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def manifest_document(manifest: Manifest) -> dict[str, Any]:
+    """Give the manifest as the object that manifest.json holds."""
+    return {"format": FORMAT, "version": VERSION, **asdict(manifest)}
+
+
+def decode_manifest(text: bytes, where: str = "manifest.json") -> Manifest:
+    """Read a manifest and check that it agrees with itself.
+
+    Raises:
+        InputError: not JSON, not a manifest, another version, a field missing, unknown or of the
+            wrong kind, or any broken invariant (all of them are named).
+    """
+    document = parse_json_object(text, where)
+    if document.pop("format", None) != FORMAT:
+        raise InputError(f"{where}: format", f"expected {FORMAT!r}", "this file was not written by reshard")
+    version = document.pop("version", None)
+    if type(version) is not int or version != VERSION:
+        raise InputError(
+            f"{where}: version",
+            f"expected {VERSION}, found {str(version)[:40]}",
+            "write it again with this version of reshard, or read it with the one that wrote it",
+        )
+    try:
+        manifest = _decode_fields(document, Manifest, "")
+    except InputError as error:
+        raise error.within(where) from None
+    check_manifest(manifest, where)
+    return manifest
+
+
+def _decode(found: Any, wanted: Any, path: str) -> Any:
+    if is_dataclass(wanted) and isinstance(wanted, type):
+        return _decode_fields(found, wanted, path)
+    origin, args = get_origin(wanted), get_args(wanted)
+    if origin is tuple:
+        if not isinstance(found, list):
+            raise InputError(path, f"expected a list, found {kind_of(found)}")
+        return tuple(_decode(item, args[0], f"{path}[{index}]") for index, item in enumerate(found))
+    if origin is types.UnionType:
+        return None if found is None else _decode(found, args[0], path)
+    if origin is Literal:
+        if found not in args or not isinstance(found, str):
+            raise InputError(path, f"expected one of {', '.join(map(repr, args))}, found {str(found)[:80]!r}")
+        return found
+    if type(found) is not wanted:
+        raise InputError(path, f"expected {_NAMES[wanted]}, found {kind_of(found)}")
+    if wanted is int and not 0 <= found < _COUNT_LIMIT:
+        raise InputError(path, f"expected a count below 2^63, found {str(found)[:80]}")
+    return found
+
+
+def _decode_fields(found: Any, wanted: Callable[..., T], path: str) -> T:
+    if not isinstance(found, Mapping):
+        raise InputError(path, f"expected an object, found {kind_of(found)}")
+    hints = get_type_hints(wanted)
+    known = {field.name: field for field in fields(wanted)}  # type: ignore[arg-type]
+    prefix = f"{path}." if path else ""
+    for key in found:
+        if key not in known:
+            raise InputError(f"{prefix}{key}", "is no field of version 1", "known: " + ", ".join(known))
+    values = {}
+    for name, field in known.items():
+        if name in found:
+            values[name] = _decode(found[name], hints[name], prefix + name)
+        elif field.default is MISSING:
+            raise InputError(f"{prefix}{name}", "is missing")
+    return wanted(**values)
+
+
+_COUNT_LIMIT = 1 << 63
+_NAMES = {str: "a string", int: "a count", bool: "true or false"}

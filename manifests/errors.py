@@ -1,0 +1,59 @@
+"""Errors that a user can mend: each says where, what is wrong and what to do."""
+
+from __future__ import annotations
+
+import json
+
+__all__ = ["DifferenceError", "InputError", "RankError", "UsageError", "UserError", "error_json"]
+
+
+class UserError(Exception):
+    """Something the user can mend. Anything else that escapes is our bug and keeps its traceback.
+
+    `where` names a file, a flag or a path into a document (`stages[2].shards[0].digest`).
+    """
+
+    exit_code = 3
+
+    def __init__(self, where: str, problem: str, hint: str = "") -> None:
+        self.where, self.problem, self.hint = where, problem, hint
+        super().__init__(where, problem, hint)
+
+    def __str__(self) -> str:
+        head = f"{self.where}: {self.problem}" if self.where else self.problem
+        return f"{head}\nhint: {self.hint}" if self.hint else head
+
+    def within(self, prefix: str) -> UserError:
+        """Give back the same error, seen from one level further out."""
+        where = f"{prefix}: {self.where}" if self.where else prefix
+        return type(self)(where, self.problem, self.hint)
+
+
+class UsageError(UserError):
+    """A flag, or a combination of flags, that makes no sense."""
+
+    exit_code = 2
+
+
+class InputError(UserError):
+    """A source, layout, manifest or shard that is not what it must be."""
+
+    exit_code = 3
+
+
+class DifferenceError(UserError):
+    """Bytes that were to be equal and are not."""
+
+    exit_code = 4
+
+
+class RankError(UserError):
+    """A rank that failed while the job was running."""
+
+    exit_code = 5
+
+
+def error_json(error: UserError) -> str:
+    """Give the one object that `--json` prints for a failure."""
+    body = {"where": error.where, "problem": error.problem, "hint": error.hint}
+    return json.dumps({"version": 1, "error": body})

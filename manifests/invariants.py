@@ -1,0 +1,141 @@
+"""Truths that span the manifest's fields. Every broken one is reported, not the first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from manifests.digest import is_digest
+from manifests.errors import InputError
+from manifests.models.shape import ModelShape
+from manifests.paths import problem_with_path
+from manifests.schema import CarriedFile, Manifest, Shard
+
+__all__ = ["MANIFEST_NAME", "SOURCE_NAME", "check_manifest", "check_model", "problems"]
+
+MANIFEST_NAME = "manifest.json"
+SOURCE_NAME = "source.json"
+_MOST_SHOWN = 20
+
+
+def check_manifest(manifest: Manifest, where: str = "manifest.json") -> None:
+    """Raise one InputError that lists every invariant the manifest breaks."""
+    _raise_all(list(problems(manifest)), where)
+
+
+def check_model(manifest: Manifest, shape: ModelShape, where: str = "manifest.json") -> None:
+    """Raise one InputError unless the stages hold the config's model: each module once, in order, tied alike."""
+    _raise_all(list(_model_problems(manifest, shape)), where)
+
+
+def problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Give each problem as (path, sentence)."""
+    yield from _layout_problems(manifest)
+    yield from _stage_problems(manifest)
+    yield from _file_problems(manifest)
+    yield from _tie_problems(manifest)
+
+
+def _raise_all(found: list[tuple[str, str]], where: str) -> None:
+    if not found:
+        return
+    if len(found) == 1:
+        raise InputError(f"{where}: {found[0][0]}", found[0][1])
+    lines = [f"\n  {path}: {problem}" for path, problem in found[:_MOST_SHOWN]]
+    rest = f"\n  and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""
+    raise InputError(where, f"{len(found)} problems:{''.join(lines)}{rest}")
+
+
+def _model_problems(manifest: Manifest, shape: ModelShape) -> Iterator[tuple[str, str]]:
+    for name in ("architecture", "num_layers", "num_params"):
+        expected, found = getattr(shape, name), getattr(manifest.model, name)
+        if found != expected:
+            yield f"model.{name}", f"expected {expected} (config.json), found {found}"
+    modules = tuple(module for stage in manifest.stages for module in stage.modules)
+    if missing := [module for module in shape.modules if module not in set(modules)]:
+        yield "stages", f"no stage holds {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}"
+    elif modules != shape.modules:
+        odd = next(
+            module for module, expected in zip(modules, (*shape.modules, ""), strict=False) if module != expected
+        )
+        yield "stages", f"{odd!r} stands where the model of config.json has another module"
+    expected_ties = {frozenset(group) for group in shape.ties}
+    if {frozenset(member.fqn for member in group.members) for group in manifest.ties} != expected_ties:
+        shown = " and ".join(" = ".join(group) for group in shape.ties) or "none"
+        yield "ties", f"expected {shown} (config.json)"
+
+
+def _layout_problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    layout = manifest.layout
+    if layout.num_stages != len(manifest.stages):
+        yield "layout.num_stages", f"expected {len(manifest.stages)} (stages), found {layout.num_stages}"
+    if layout.num_ranks * layout.num_virtual != layout.num_stages or layout.num_stages == 0:
+        product = layout.num_ranks * layout.num_virtual
+        yield (
+            "layout.num_stages",
+            f"expected num_ranks x num_virtual = {product}, at least 1, found {layout.num_stages}",
+        )
+    elif layout.style == "v" and layout.num_virtual != 2:
+        yield "layout.num_virtual", f"expected 2 (style v), found {layout.num_virtual}"
+
+
+def _stage_problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    placement = None if any(_layout_problems(manifest)) else manifest.placement
+    owners: dict[str, int] = {}
+    for position, stage in enumerate(manifest.stages):
+        path = f"stages[{position}]"
+        if stage.index != position:
+            yield f"{path}.index", f"expected {position}, found {stage.index}"
+        if placement:
+            for name, expected, found in (
+                ("rank", placement.rank_of(position), stage.rank),
+                ("virtual", placement.virtual_of(position), stage.virtual),
+            ):
+                if found != expected:
+                    yield f"{path}.{name}", f"expected {expected} (style {placement.style}), found {found}"
+        for module in stage.modules:
+            if module in owners:
+                yield f"{path}.modules", f"{module!r} is on stage {owners[module]} already"
+            owners[module] = position
+        if stage.nbytes > sum(shard.nbytes for shard in stage.shards):
+            yield f"{path}.nbytes", f"its shards are smaller than {stage.nbytes} bytes"
+
+
+def _file_problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    named: list[tuple[str, Shard | CarriedFile]] = [
+        (f"stages[{i}].shards[{j}]", shard)
+        for i, stage in enumerate(manifest.stages)
+        for j, shard in enumerate(stage.shards)
+    ]
+    named += [(f"files[{i}]", file) for i, file in enumerate(manifest.files)]
+    seen = {MANIFEST_NAME: "manifest.json itself"}
+    for path, file in named:
+        problem = problem_with_path(file.path)
+        if problem:
+            yield f"{path}.path", f"{problem}, found {file.path[:80]!r}"
+        elif file.path in seen:
+            yield f"{path}.path", f"{file.path!r} is taken by {seen[file.path]}"
+        seen[file.path] = path
+        if not is_digest(file.digest):
+            yield f"{path}.digest", f"expected blake3: and 64 hex digits, found {file.digest[:80]!r}"
+    for index, parent in enumerate(manifest.parents):
+        if not is_digest(parent.digest):
+            yield (
+                f"parents[{index}].digest",
+                f"expected blake3: and 64 hex digits, found {parent.digest[:80]!r}",
+            )
+
+
+def _tie_problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    seen: set[tuple[str, int]] = set()
+    for position, group in enumerate(manifest.ties):
+        path = f"ties[{position}]"
+        if not group.replicas:
+            yield f"{path}.replicas", "expected at least one"
+        for member in group.members:
+            if member.stage >= len(manifest.stages):
+                yield path, f"{member.fqn!r} names stage {member.stage}, there are {len(manifest.stages)}"
+            elif not any(member.fqn.startswith(f"{module}.") for module in manifest.stages[member.stage].modules):
+                yield path, f"{member.fqn!r} belongs to no module of stage {member.stage}"
+            if (member.fqn, member.stage) in seen:
+                yield path, f"{member.fqn!r} is tied twice"
+            seen.add((member.fqn, member.stage))

@@ -1,0 +1,25 @@
+"""Paths inside a checkpoint folder: relative, below it, the same on every system."""
+
+from __future__ import annotations
+
+__all__ = ["problem_with_path"]
+
+_MAX_CHARS = 1024
+_MAX_PART_NBYTES = 240  # file systems take 255; ours are written as `.NAME.partial` first
+
+
+def problem_with_path(path: str) -> str | None:
+    """Say why a path may not be used below a checkpoint's folder; None when it may."""
+    if not path or len(path) > _MAX_CHARS:
+        return f"expected a path of 1 to {_MAX_CHARS} characters, found {len(path)}"
+    if path.startswith("/") or "\\" in path or any(ord(char) < 32 or ord(char) == 127 for char in path):
+        return "expected a relative path with / between its parts and no control characters"
+    if any(part in ("", ".", "..") for part in path.split("/")):
+        return "expected a path that stays below its folder"
+    try:
+        longest = max(len(part.encode()) for part in path.split("/"))
+    except UnicodeEncodeError:
+        return "expected a path that is valid Unicode"
+    if longest > _MAX_PART_NBYTES:
+        return f"expected parts of at most {_MAX_PART_NBYTES} bytes"
+    return None

@@ -1,0 +1,56 @@
+"""Which pipeline rank holds which stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from manifests.errors import InputError
+
+__all__ = ["Placement", "Style"]
+
+Style = Literal["loop", "v"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """Stages laid over pipeline ranks, all ranks holding equally many.
+
+    `loop` deals stages round and round: stage s sits on rank s % P. `v` goes down and comes back,
+    two stages a rank: stages s and S - 1 - s share one.
+    """
+
+    num_stages: int
+    num_ranks: int
+    style: Style = "loop"
+
+    def __post_init__(self) -> None:
+        if self.num_stages < 1 or self.num_ranks < 1:
+            raise InputError(
+                "layout",
+                f"expected at least 1 stage and 1 rank, found {self.num_stages} and {self.num_ranks}",
+            )
+        if self.num_stages % self.num_ranks:
+            raise InputError("layout", f"{self.num_stages} stages do not divide over {self.num_ranks} ranks")
+        if self.style == "v" and self.num_virtual != 2:
+            raise InputError(
+                "layout",
+                f"style v puts exactly 2 stages on each rank, found {self.num_virtual}",
+                f"ask for {2 * self.num_ranks} stages, or for style loop",
+            )
+
+    @property
+    def num_virtual(self) -> int:
+        """Stages held by each rank."""
+        return self.num_stages // self.num_ranks
+
+    def rank_of(self, stage: int) -> int:
+        if self.style == "v":
+            return min(stage, self.num_stages - 1 - stage)
+        return stage % self.num_ranks
+
+    def virtual_of(self, stage: int) -> int:
+        return stage // self.num_ranks
+
+    def stages_on(self, rank: int) -> tuple[int, ...]:
+        return tuple(stage for stage in range(self.num_stages) if self.rank_of(stage) == rank)

@@ -1,0 +1,130 @@
+"""Folders that appear whole or not at all: written beside the target, then renamed."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from manifests.errors import InputError
+from manifests.store import sync_folder
+
+__all__ = ["publishing"]
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+
+
+@contextmanager
+def publishing(out: Path, *, force: bool, is_ours: Callable[[Path], bool]) -> Iterator[Path]:
+    """Give a folder to write in, which becomes `out` when the block ends well and vanishes when it does not.
+
+    A kill leaves `.NAME.partial` beside `out`, and `out` as it was; the next run clears it away.
+    With `force`, a folder that `is_ours` recognises is replaced in one step.
+
+    Raises:
+        InputError: `out` exists and may not be replaced, or another process is writing it.
+    """
+    if out.name in ("", ".."):
+        out = out.resolve()  # `.` has no name to write beside
+    _check_target(out, force, is_ours)
+    partial = out.parent / f".{out.name}.partial"
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir(exist_ok=True)
+    except OSError as error:
+        raise InputError(str(out), f"cannot be written here: {error.strerror}") from error
+    lock = _lock(partial, out)
+    try:
+        for entry in partial.iterdir():
+            _remove(entry)
+        yield partial
+        _sync_tree(partial)
+        _check_target(out, force, is_ours)  # it may have come to be since
+        _swap_in(partial, out)
+    except BaseException as error:
+        hint = _space_hint(error, out.parent)
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise InputError(str(error.filename or out), f"cannot be written: {error.strerror}", hint) from error
+        raise
+    finally:
+        os.close(lock)
+
+
+def _check_target(out: Path, force: bool, is_ours: Callable[[Path], bool]) -> None:
+    if not os.path.lexists(out) or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not force:
+        raise InputError(str(out), "exists already", "choose another --out, or replace it with --force")
+    if not out.is_dir() or out.is_symlink() or not is_ours(out):
+        raise InputError(
+            str(out),
+            "exists, and is not a folder that this command writes; --force does not replace it",
+            "choose another --out, or remove it yourself",
+        )
+
+
+def _lock(folder: Path, out: Path) -> int:
+    """Hold a folder for this process until the descriptor is closed."""
+    descriptor = -1
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.stat(folder).st_ino != os.fstat(descriptor).st_ino:
+            raise BlockingIOError  # the holder published or removed it meanwhile
+    except OSError as error:
+        if descriptor >= 0:
+            os.close(descriptor)
+        if isinstance(error, BlockingIOError | FileNotFoundError):
+            problem, hint = "another process is writing it", "wait for that one, or stop it"
+        else:
+            problem, hint = f"{folder} cannot be locked: {error.strerror}", ""
+        raise InputError(str(out), problem, hint) from error
+    return descriptor
+
+
+def _remove(entry: Path) -> None:
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry)
+    else:
+        entry.unlink()
+
+
+def _sync_tree(folder: Path) -> None:
+    for parent, _, _ in os.walk(folder, topdown=False):
+        sync_folder(Path(parent))
+
+
+def _swap_in(partial: Path, out: Path) -> None:
+    # Commit point: one rename, so that a reader sees the old folder or the new one.
+    if out.exists() and any(out.iterdir()):
+        old = _lock(out, out)  # it takes the name of the partial one: nobody may write in it
+        try:
+            _exchange(partial, out)
+            sync_folder(out.parent)
+            shutil.rmtree(partial, ignore_errors=True)
+        finally:
+            os.close(old)
+    else:
+        os.rename(partial, out)
+    sync_folder(out.parent)
+
+
+def _exchange(partial: Path, out: Path) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(_AT_FDCWD, bytes(partial), _AT_FDCWD, bytes(out), _RENAME_EXCHANGE):
+        code = ctypes.get_errno()
+        raise InputError(
+            str(out), f"cannot be replaced in one step here: {os.strerror(code)}", "remove it, then run again"
+        )
+
+
+def _space_hint(error: BaseException, folder: Path) -> str:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{shutil.disk_usage(folder).free} bytes were free there"
+    return ""

@@ -1,0 +1,251 @@
+"""Safetensors headers: read with every bound checked, written so that the `safetensors` library opens them.
+
+Source: safetensors README, "Format", v0.8.0; dtypes and their widths from its `Dtype` enum.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from manifests.digest import digest_bytes
+from manifests.errors import InputError
+from manifests.jsontext import parse_json_object
+
+__all__ = [
+    "ALIGNMENT",
+    "DIGESTS_KEY",
+    "DTYPE_BITS",
+    "Header",
+    "TensorEntry",
+    "encode_header",
+    "header_template",
+    "layout_tensors",
+    "parse_header",
+    "read_header",
+]
+
+ALIGNMENT = 4096  # data area of the shards that we write, in bytes
+DIGESTS_KEY = "blake3"  # in `__metadata__`: hex digests of the tensors' bytes, in header order
+_DIGEST_CHARS = 64
+_LENGTH_NBYTES = 8
+_MAX_HEADER_NBYTES = 100_000_000  # the safetensors library refuses more
+_MAX_DIM = 1 << 63
+_MAX_RANK = 64  # dimensions of one tensor; torch and NumPy allow no more
+
+DTYPE_BITS: Mapping[str, int] = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
+    "C64": 64, "F64": 64, "I64": 64, "U64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorEntry:
+    """One tensor of a shard. `begin` and `end` are byte offsets in the data area."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Header:
+    """A shard's table of tensors, in header order. `raw` is its JSON text as it stands in the file."""
+
+    tensors: tuple[TensorEntry, ...]
+    metadata: Mapping[str, str]
+    raw: bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Where the data area starts, in bytes from the start of the file."""
+        return _LENGTH_NBYTES + len(self.raw)
+
+    @property
+    def data_nbytes(self) -> int:
+        return max((entry.end for entry in self.tensors), default=0)
+
+    @property
+    def digest(self) -> str:
+        """The shard's digest: BLAKE3 of the file up to the data area.
+
+        The header holds every tensor's digest, so it vouches for the data too (docs/adr/0002).
+        """
+        return digest_bytes(len(self.raw).to_bytes(_LENGTH_NBYTES, "little") + self.raw)
+
+    def digests(self, where: str) -> dict[str, str]:
+        """Give each tensor's hex digest; a shard without them, or with too few, is refused."""
+        found = self.metadata.get(DIGESTS_KEY, "").split(" ") if self.tensors else []
+        if len(found) != len(self.tensors) or any(len(digits) != _DIGEST_CHARS for digits in found):
+            raise InputError(
+                f"{where}: __metadata__.{DIGESTS_KEY}",
+                f"expected {len(self.tensors)} digests of {_DIGEST_CHARS} digits, found {len(found)} words",
+                "this shard was not written by reshard; pack it again",
+            )
+        return {entry.name: digits for entry, digits in zip(self.tensors, found, strict=True)}
+
+
+def read_header(path: Path, *, where: str | None = None) -> Header:
+    """Read and check the header of a safetensors file.
+
+    Raises:
+        InputError: the file is no safetensors file, is cut short, or its header lies about the data.
+    """
+    place = where or str(path)
+    try:
+        with open(path, "rb") as file:
+            file_nbytes = os.fstat(file.fileno()).st_size
+            raw_nbytes = header_nbytes(file.read(_LENGTH_NBYTES), file_nbytes, place)
+            raw = file.read(raw_nbytes)
+    except OSError as error:
+        raise InputError(place, f"cannot be read: {error.strerror}") from error
+    if len(raw) != raw_nbytes:
+        raise InputError(place, f"header cut short: expected {raw_nbytes} bytes, found {len(raw)}")
+    return parse_header(raw, data_nbytes=file_nbytes - _LENGTH_NBYTES - raw_nbytes, where=place)
+
+
+def header_nbytes(first: bytes, file_nbytes: int, where: str) -> int:
+    """Give the length of the JSON text that follows the first 8 bytes of a file of `file_nbytes`."""
+    if len(first) < _LENGTH_NBYTES:
+        raise InputError(where, f"too short for a safetensors file: {len(first)} bytes")
+    length = int.from_bytes(first, "little")
+    if length > min(_MAX_HEADER_NBYTES, file_nbytes - _LENGTH_NBYTES):
+        raise InputError(
+            where,
+            f"header length {length} is beyond the end of the file or the limit of {_MAX_HEADER_NBYTES} bytes",
+            "the file is damaged or is not a safetensors file; download it again",
+        )
+    return length
+
+
+def parse_header(raw: bytes, *, data_nbytes: int | None, where: str) -> Header:
+    """Parse a header's JSON text and check it against the `data_nbytes` that follow it in the file.
+
+    Without `data_nbytes` (a header that stands alone) the data may be of any length.
+
+    Raises:
+        InputError: not UTF-8 JSON, a key twice, a field missing or of the wrong kind, offsets that
+            overlap, leave a gap, disagree with dtype and shape, or do not end where the file ends.
+    """
+    table = parse_json_object(raw, f"{where}: header")
+    metadata = _metadata(table.pop("__metadata__", {}), where)
+    entries = tuple(_entry(name, fields, where) for name, fields in table.items())
+    _check_offsets(entries, data_nbytes, where)
+    return Header(tensors=entries, metadata=metadata, raw=raw)
+
+
+def layout_tensors(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[TensorEntry, ...]:
+    """Lay (name, dtype, shape) one after the other, without gaps."""
+    entries, begin = [], 0
+    for name, dtype, shape in tensors:
+        end = begin + nbytes_of(dtype, shape)
+        entries.append(TensorEntry(name=name, dtype=dtype, shape=shape, begin=begin, end=end))
+        begin = end
+    return tuple(entries)
+
+
+def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
+    """Give the bytes of a tensor; sub-byte dtypes must fill whole bytes."""
+    bits = prod(shape) * DTYPE_BITS[dtype]
+    if bits % 8:
+        raise ValueError(f"{dtype} {list(shape)} does not fill whole bytes")
+    return bits // 8
+
+
+def encode_header(tensors: Iterable[TensorEntry], metadata: Mapping[str, str], *, alignment: int = ALIGNMENT) -> bytes:
+    """Give the bytes of a file up to its data area: length, JSON text, spaces up to `alignment`."""
+    table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    for entry in tensors:
+        table[entry.name] = {
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "data_offsets": [entry.begin, entry.end],
+        }
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(_LENGTH_NBYTES + len(text)) % alignment)
+    return len(text).to_bytes(_LENGTH_NBYTES, "little") + text
+
+
+def header_template(
+    tensors: tuple[TensorEntry, ...], metadata: Mapping[str, str], digests: Mapping[str, str] | None = None
+) -> bytes:
+    """Give a shard's header with its tensors' hex digests; zeros stand in while they are not known.
+
+    The digests have a fixed width, so the template and the final header are equally long and the
+    data can be written first.
+    """
+    blank = "0" * _DIGEST_CHARS
+    words = " ".join(blank if digests is None else digests[entry.name] for entry in tensors)
+    return encode_header(tensors, {"format": "pt", **metadata, DIGESTS_KEY: words})
+
+
+def _metadata(found: object, where: str) -> dict[str, str]:
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise InputError(f"{where}: __metadata__", "expected an object of strings")
+    return found
+
+
+def _entry(name: str, fields: object, where: str) -> TensorEntry:
+    place = f"{where}: {name!r}"
+    if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
+        raise InputError(place, "expected an object with dtype, shape and data_offsets")
+    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise InputError(f"{place}.dtype", f"unknown dtype {dtype!r}", "known: " + ", ".join(sorted(DTYPE_BITS)))
+    if not _are_counts(shape):
+        raise InputError(f"{place}.shape", f"expected a list of counts, found {str(shape)[:80]}")
+    if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise InputError(f"{place}.data_offsets", f"expected [begin, end], found {str(offsets)[:80]}")
+    if prod(dim for dim in shape if dim) * DTYPE_BITS[dtype] >= _MAX_DIM:
+        raise InputError(f"{place}.shape", f"expected less than 2^63 bits, found {dtype} {str(shape)[:80]}")
+    bits = prod(shape) * DTYPE_BITS[dtype]
+    if bits != 8 * (offsets[1] - offsets[0]):
+        taken = bits / 8 if bits % 8 else bits // 8
+        raise InputError(
+            f"{place}.data_offsets",
+            f"{dtype} {str(shape)[:80]} takes {taken} bytes, found {offsets[1] - offsets[0]}",
+        )
+    return TensorEntry(name=name, dtype=dtype, shape=tuple(shape), begin=offsets[0], end=offsets[1])
+
+
+def _are_counts(found: object) -> bool:
+    return (
+        isinstance(found, list)
+        and len(found) <= _MAX_RANK
+        and all(type(item) is int and 0 <= item < _MAX_DIM for item in found)
+    )
+
+
+def _check_offsets(entries: tuple[TensorEntry, ...], data_nbytes: int | None, where: str) -> None:
+    position = 0
+    for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
+        if entry.begin != position:
+            kind = "overlaps the tensor before it" if entry.begin < position else "leaves a gap before it"
+            raise InputError(
+                f"{where}: {entry.name!r}.data_offsets",
+                f"expected to begin at {position}, found {entry.begin}: {kind}",
+            )
+        position = entry.end
+    if data_nbytes is not None and position != data_nbytes:
+        kind = "is cut short" if position > data_nbytes else "has bytes that no tensor owns"
+        raise InputError(
+            where,
+            f"expected {position} bytes of data (header), found {data_nbytes}: the file {kind}",
+            "download or copy the file again",
+        )

@@ -1,0 +1,110 @@
+"""Files of a checkpoint folder: read with checks, written so that a kill leaves the old or the new."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from manifests.codec import decode_manifest, encode_manifest
+from manifests.digest import digest_bytes
+from manifests.errors import InputError
+from manifests.invariants import MANIFEST_NAME, check_manifest
+from manifests.safetensors import Header, read_header
+from manifests.schema import Manifest, Shard
+
+__all__ = [
+    "find_manifest",
+    "open_shard",
+    "read_manifest",
+    "read_small_file",
+    "sync_folder",
+    "write_file",
+    "write_manifest",
+]
+
+_MAX_SMALL_NBYTES = 1 << 30
+
+
+def find_manifest(path: Path) -> Path:
+    """Give the path of manifest.json, from itself or from its folder."""
+    return path / MANIFEST_NAME if path.is_dir() else path
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read and check a manifest, named by its file or by its folder.
+
+    Raises:
+        InputError: absent, unreadable or wrong (see `decode_manifest`).
+    """
+    file = find_manifest(path)
+    if not file.exists():
+        raise InputError(
+            str(path),
+            f"no {MANIFEST_NAME} here",
+            "a folder without one was never finished; make one with reshard pack SOURCE --layout SPEC --out DIR",
+        )
+    return decode_manifest(read_small_file(file), str(file))
+
+
+def open_shard(folder: Path, shard: Shard) -> Header:
+    """Read a shard's header and check it against the manifest.
+
+    Raises:
+        InputError: absent, of another size, or with another digest than the manifest says.
+    """
+    path = folder / shard.path
+    if not path.is_file():
+        raise InputError(str(path), "the manifest names this shard, and it is missing")
+    if path.stat().st_size != shard.nbytes:
+        raise InputError(str(path), f"expected {shard.nbytes} bytes (manifest.json), found {path.stat().st_size}")
+    header = read_header(path)
+    if header.digest != shard.digest:
+        raise InputError(str(path), f"header: expected {shard.digest} (manifest.json), found {header.digest}")
+    return header
+
+
+def read_small_file(path: Path, digest: str | None = None) -> bytes:
+    """Read a whole file of at most 1 GiB, checking its digest when one is given."""
+    try:
+        with open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_size > _MAX_SMALL_NBYTES:
+                raise InputError(str(path), f"expected at most {_MAX_SMALL_NBYTES} bytes")
+            data = file.read()
+    except OSError as error:
+        raise InputError(str(path), f"cannot be read: {error.strerror}") from error
+    if digest is not None and digest_bytes(data) != digest:
+        raise InputError(
+            str(path),
+            f"expected {digest}, found {digest_bytes(data)}",
+            "the file was changed or damaged after it was written",
+        )
+    return data
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Commit a checkpoint: everything else is in `folder` and on disk when this is called.
+
+    # Commit point: readers ignore a directory without manifest.json.
+    """
+    check_manifest(manifest)
+    write_file(folder / MANIFEST_NAME, encode_manifest(manifest))
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file and its name to disk, replacing the old one only when the new one is whole."""
+    partial = path.with_name(f".{path.name}.partial")
+    with open(partial, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring a folder's names to disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
