@@ -1,0 +1,1 @@
+"""Readers of what people have: each gives a `Checkpoint` from headers alone."""

@@ -1,0 +1,205 @@
+"""A Hugging Face folder: config.json, safetensors shards, their index, and the small files beside them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from manifests.errors import InputError
+from manifests.invariants import MANIFEST_NAME, SOURCE_NAME
+from manifests.jsontext import kind_of, parse_json_object
+from manifests.models import ModelShape, model_shape
+from manifests.paths import problem_with_path
+from manifests.safetensors import Header, read_header
+from manifests.schema import Source
+from manifests.store import read_small_file
+from reshard.checkpoint import CarriedAt, Checkpoint, TensorAt, tensors_in
+from reshard.record import INDEX_NAME, SUFFIX, RecordedShard, SourceRecord
+
+__all__ = ["CONFIG_NAME", "check_coverage", "open_folder"]
+
+CONFIG_NAME = "config.json"
+_SINGLE_NAME = "model.safetensors"
+# The same weights once more, in formats that nobody here reads. They are left out, by name.
+_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".npz")
+_HIDDEN_FOLDERS = (".git", ".cache")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Shards:
+    """The shard names, and which tensor the index puts where (None without an index)."""
+
+    names: tuple[str, ...]
+    weight_map: Mapping[str, str] | None
+    index_text: str | None
+
+
+def open_folder(folder: Path, drop: frozenset[str] = frozenset()) -> Checkpoint:
+    """Read the headers of a Hugging Face folder and check that they cover the model exactly.
+
+    Raises:
+        InputError: no such folder, no config, unknown architecture, shards and index that disagree,
+            a header that lies, or tensors missing, unexpected or misshapen.
+    """
+    if not folder.is_dir():
+        raise InputError(str(folder), "no such folder", "give the folder that holds config.json and the weights")
+    config_path = folder / CONFIG_NAME
+    if not config_path.is_file():
+        raise InputError(str(config_path), "no such file", "SOURCE must be a Hugging Face model folder")
+    config = parse_json_object(read_small_file(config_path), str(config_path))
+    shape = model_shape(config, str(config_path))
+    files = tuple(_files_below(folder))
+    shards = _find_shards(folder, files)
+    headers = {name: read_header(folder / name) for name in shards.names}
+    tensors = _tensors_of(folder, headers, shards)
+    dropped = _drop(tensors, drop)
+    check_coverage(tensors, shape, str(folder))
+    left_out = tuple(name for name in files if name.endswith(_OTHER_WEIGHTS))
+    return Checkpoint(
+        shape=shape,
+        tensors=tensors,
+        carried=_carried(folder, files, {*shards.names, *left_out, INDEX_NAME}),
+        record=SourceRecord(
+            shards=tuple(RecordedShard(name, header.raw.decode()) for name, header in headers.items()),
+            index_text=shards.index_text,
+            dropped=dropped,
+        ),
+        source=Source(kind="huggingface", location=str(folder.resolve()), left_out=left_out),
+    )
+
+
+def check_coverage(tensors: Mapping[str, TensorAt], shape: ModelShape, where: str) -> None:
+    """Raise unless every tensor of the model is there once, as wide as the config says, and no other."""
+    stored_for_tie = {fqn for group in shape.ties if any(name in tensors for name in group) for fqn in group}
+    missing = [fqn for fqn in shape.tensors if fqn not in tensors and fqn not in stored_for_tie]
+    if missing:
+        raise InputError(
+            where,
+            f"{_count(missing, 'tensor')} of the model missing: {_some(missing)}",
+            "the checkpoint is incomplete; download it again",
+        )
+    unknown = [
+        fqn for fqn in tensors if fqn not in shape.tensors and not fqn.endswith(shape.ignored_suffixes or ("\0",))
+    ]
+    if unknown:
+        raise InputError(
+            where,
+            f"{_count(unknown, 'tensor')} that {shape.architecture} does not have: {_some(unknown)}",
+            f"weights and config disagree; to leave one behind say --drop {unknown[0]}",
+        )
+    for fqn, tensor in tensors.items():
+        expected = shape.tensors.get(fqn, tensor.shape)
+        if tensor.shape != expected:
+            raise InputError(
+                f"{tensor.path}: {fqn!r}.shape",
+                f"expected {list(expected)} ({CONFIG_NAME}), found {list(tensor.shape)}",
+                "weights and config disagree; download both from one revision",
+            )
+
+
+def _files_below(folder: Path) -> Iterator[str]:
+    for parent, folders, names in os.walk(folder, onerror=_refuse):
+        folders[:] = sorted(name for name in folders if name not in _HIDDEN_FOLDERS)
+        for path in (Path(parent, name) for name in folders):
+            if path.is_symlink():
+                raise InputError(str(path), "is a link to a folder", "put the folder itself there, or remove the link")
+        for name in sorted(names):
+            path = Path(parent, name)
+            if not path.is_file():
+                raise InputError(str(path), "is no regular file", "a dangling link? remove it or mend it")
+            yield path.relative_to(folder).as_posix()
+
+
+def _refuse(error: OSError) -> None:
+    raise InputError(str(error.filename), f"cannot be read: {error.strerror}") from error
+
+
+def _find_shards(folder: Path, files: tuple[str, ...]) -> _Shards:
+    found = [name for name in files if name.endswith(SUFFIX)]
+    if INDEX_NAME not in files:
+        if found == [_SINGLE_NAME]:
+            return _Shards(names=(_SINGLE_NAME,), weight_map=None, index_text=None)
+        if not found:
+            raise InputError(str(folder), "no safetensors shard here", "SOURCE must hold safetensors weights")
+        raise InputError(
+            str(folder),
+            f"expected {_SINGLE_NAME} alone or an {INDEX_NAME}, found {_some(found)} and no index",
+        )
+    where = str(folder / INDEX_NAME)
+    raw = read_small_file(folder / INDEX_NAME)
+    weight_map = parse_json_object(raw, where).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise InputError(f"{where}: weight_map", f"expected an object of file names, found {kind_of(weight_map)}")
+    names = tuple(dict.fromkeys(sorted(weight_map.values())))
+    for name in names:
+        if problem := problem_with_path(name):
+            raise InputError(f"{where}: weight_map", f"{problem}, found {name[:80]!r}")
+        if name not in found:
+            raise InputError(
+                f"{where}: weight_map",
+                f"names {name!r}, which is not in the folder",
+                "download the missing shard",
+            )
+    stray = [name for name in found if name not in names]
+    if stray:
+        raise InputError(
+            str(folder / stray[0]),
+            f"stray shard: {INDEX_NAME} does not name it",
+            "remove it, or download the index that belongs to these shards",
+        )
+    return _Shards(names=names, weight_map=weight_map, index_text=raw.decode())
+
+
+def _tensors_of(folder: Path, headers: Mapping[str, Header], shards: _Shards) -> dict[str, TensorAt]:
+    tensors: dict[str, TensorAt] = {}
+    for shard, header in headers.items():
+        path = folder / shard
+        for tensor in tensors_in(path, header):
+            listed = shard if shards.weight_map is None else shards.weight_map.get(tensor.name)
+            if listed != shard:
+                said = "does not list it" if listed is None else f"puts it in {listed}"
+                raise InputError(
+                    f"{path}: {tensor.name!r}",
+                    f"is in this shard, but {INDEX_NAME} {said}",
+                    "shards and index come from different checkpoints; download them again",
+                )
+            tensors[tensor.name] = tensor
+    for fqn, shard in (shards.weight_map or {}).items():
+        if fqn not in tensors:
+            raise InputError(
+                f"{folder / INDEX_NAME}: weight_map[{fqn!r}]",
+                f"{shard} does not hold this tensor",
+                "shards and index come from different checkpoints; download them again",
+            )
+    return tensors
+
+
+def _drop(tensors: dict[str, TensorAt], drop: frozenset[str]) -> tuple[str, ...]:
+    for fqn in sorted(drop):
+        if fqn not in tensors:
+            raise InputError("--drop", f"{fqn!r} is no tensor of the source")
+        del tensors[fqn]
+    return tuple(sorted(drop))
+
+
+def _carried(folder: Path, files: tuple[str, ...], weights: set[str]) -> tuple[CarriedAt, ...]:
+    carried = []
+    for name in files:
+        if name in weights:
+            continue
+        if name in (MANIFEST_NAME, SOURCE_NAME) or name.startswith("stage-"):
+            raise InputError(str(folder / name), "this name belongs to the manifest's own files", "rename the file")
+        if problem := problem_with_path(name):
+            raise InputError(str(folder / name), problem, "rename the file")
+        carried.append(CarriedAt(path=name, file=folder / name))
+    return tuple(carried)
+
+
+def _count(items: list[str], noun: str) -> str:
+    return f"{len(items)} {noun}{'s' if len(items) > 1 else ''}"
+
+
+def _some(items: list[str]) -> str:
+    return ", ".join(items[:5]) + (", ..." if len(items) > 5 else "")

@@ -1,0 +1,80 @@
+"""inspect: what a manifest says of itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from manifests.codec import manifest_document
+from manifests.schema import Manifest
+from manifests.store import find_manifest, open_shard, read_manifest
+from reshard.checkpoint import TensorAt, tensors_in
+from reshard.layout.model import compress_modules
+from reshard.report import show_bytes, table, tie_lines
+
+__all__ = ["inspect_json", "inspect_text"]
+
+
+def inspect_text(path: Path, with_tensors: bool) -> str:
+    manifest = read_manifest(path)
+    layout = manifest.layout
+    rows = [
+        (
+            str(stage.index),
+            str(stage.rank),
+            str(stage.virtual),
+            compress_modules(stage.modules) or "(empty)",
+            str(stage.num_tensors),
+            f"{stage.num_params:,}",
+            show_bytes(stage.nbytes),
+        )
+        for stage in manifest.stages
+    ]
+    head = ("stage", "rank", "virtual", "modules", "tensors", "params", "bytes")
+    training = manifest.training
+    lines = [
+        f"{manifest.model.architecture}, {manifest.model.num_layers} layers, {manifest.model.num_params:,} parameters",
+        f"from {manifest.source.kind}: {manifest.source.location}",
+        f"written by {manifest.created_by}"
+        + (f" after step {training.step}, {training.num_tokens:,} tokens" if training else ""),
+        f"layout {layout.spec}: {layout.num_stages} stages on {layout.num_ranks} ranks, style {layout.style}",
+        table(head, rows, left=frozenset({"modules"})),
+        *tie_lines(manifest.ties),
+        "files: " + ", ".join(file.path for file in manifest.files),
+    ]
+    if with_tensors:
+        tensors = [
+            (str(stage), tensor.name, tensor.dtype, str(list(tensor.shape)), tensor.digest or "")
+            for stage, tensor in _tensors(manifest, find_manifest(path).parent)
+        ]
+        columns = ("stage", "tensor", "dtype", "shape", "blake3")
+        lines.append(table(columns, tensors, left=frozenset(columns[1:])))
+    return "\n".join(lines)
+
+
+def inspect_json(path: Path, with_tensors: bool) -> dict[str, Any]:
+    manifest = read_manifest(path)
+    found: dict[str, Any] = {"version": 1, "manifest": manifest_document(manifest)}
+    if with_tensors:
+        found["tensors"] = [
+            {
+                "stage": stage,
+                "fqn": tensor.name,
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "nbytes": tensor.nbytes,
+                "blake3": tensor.digest,
+            }
+            for stage, tensor in _tensors(manifest, find_manifest(path).parent)
+        ]
+    return found
+
+
+def _tensors(manifest: Manifest, folder: Path) -> list[tuple[int, TensorAt]]:
+    found = []
+    for stage in manifest.stages:
+        for shard in stage.shards:
+            header = open_shard(folder, shard)
+            path = folder / shard.path
+            found += [(stage.index, tensor) for tensor in tensors_in(path, header, header.digests(str(path)))]
+    return found

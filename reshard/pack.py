@@ -1,0 +1,130 @@
+"""pack: a checkpoint and a layout become bundles and a manifest."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from manifests.digest import digest_bytes
+from manifests.errors import InputError
+from manifests.invariants import MANIFEST_NAME, SOURCE_NAME
+from manifests.publish import publishing
+from manifests.schema import CarriedFile, Layout, Manifest, Model, Shard, Stage
+from manifests.store import read_small_file, write_file, write_manifest
+from reshard.checkpoint import CarriedAt, Checkpoint
+from reshard.engine import WrittenShard, hash_tensors, write_shards
+from reshard.plan import PackPlan, plan_pack
+from reshard.record import encode_record
+
+__all__ = ["PackOptions", "carry_files", "pack", "plan_pack"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackOptions:
+    out: Path
+    force: bool = False
+    progress: Callable[[int], object] = lambda nbytes: None
+
+
+def pack(checkpoint: Checkpoint, plan: PackPlan, options: PackOptions) -> Manifest:
+    """Write one bundle per stage and, last, the manifest that commits them.
+
+    Raises:
+        InputError: `out` exists, the disk is full, a source file changed or is damaged, or two stored
+            copies of a tied weight differ.
+    """
+    _check_stored_ties(checkpoint)
+    with publishing(options.out, force=options.force, is_ours=_is_bundle_folder) as folder:
+        _check_space(plan, options.out, folder)
+        files = carry_files(checkpoint.carried, folder)
+        record = encode_record(checkpoint.record)
+        write_file(folder / SOURCE_NAME, record)
+        files += (CarriedFile(path=SOURCE_NAME, nbytes=len(record), digest=digest_bytes(record)),)
+        shards = [shard for stage in plan.stages for shard in stage.shards]
+        written = {shard.path: shard for shard in write_shards(shards, folder, options.progress)}
+        manifest = _manifest(checkpoint, plan, written, files)
+        write_manifest(folder, manifest)
+    return manifest
+
+
+def carry_files(carried: tuple[CarriedAt, ...], folder: Path) -> tuple[CarriedFile, ...]:
+    """Copy small files below `folder`, byte for byte, checking the digests that are known."""
+    files = []
+    for item in carried:
+        data = read_small_file(item.file, item.digest)
+        target = folder / item.path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_file(target, data)
+        files.append(CarriedFile(path=item.path, nbytes=len(data), digest=digest_bytes(data)))
+    return tuple(files)
+
+
+def _check_space(plan: PackPlan, out: Path, folder: Path) -> None:
+    free = shutil.disk_usage(folder).free
+    if plan.write_nbytes > free:
+        raise InputError(str(out), f"{plan.write_nbytes} bytes needed, {free} free", "choose another disk for --out")
+
+
+def _check_stored_ties(checkpoint: Checkpoint) -> None:
+    """Refuse a source that stores a tied weight twice with different bytes: one of them would be lost."""
+    for group in checkpoint.shape.ties:
+        stored = [checkpoint.tensors[fqn] for fqn in group if fqn in checkpoint.tensors]
+        if len(stored) > 1 and len(set(hash_tensors(stored))) > 1:
+            raise InputError(
+                str(stored[0].path.parent),
+                f"the config ties {' and '.join(group)}, and the files store different values for them",
+                f"set tie_word_embeddings to false to keep both, or say --drop {stored[-1].name}",
+            )
+
+
+def _is_bundle_folder(folder: Path) -> bool:
+    return (folder / MANIFEST_NAME).is_file()
+
+
+def _manifest(
+    checkpoint: Checkpoint,
+    plan: PackPlan,
+    written: dict[str, WrittenShard],
+    files: tuple[CarriedFile, ...],
+) -> Manifest:
+    placement = plan.layout.placement
+    return Manifest(
+        created_by=f"reshard {version('reshard')}",
+        model=Model(
+            architecture=checkpoint.shape.architecture,
+            num_layers=checkpoint.shape.num_layers,
+            num_params=checkpoint.shape.num_params,
+        ),
+        source=checkpoint.source,
+        layout=Layout(
+            spec=plan.layout.spec,
+            style=placement.style,
+            num_stages=placement.num_stages,
+            num_ranks=placement.num_ranks,
+            num_virtual=placement.num_virtual,
+            schedule=plan.layout.schedule,
+        ),
+        stages=tuple(
+            Stage(
+                index=stage.index,
+                rank=stage.rank,
+                virtual=stage.virtual,
+                modules=stage.modules,
+                num_tensors=stage.num_tensors,
+                num_params=stage.num_params,
+                nbytes=stage.nbytes,
+                shards=tuple(
+                    Shard(path=shard.path, nbytes=shard.nbytes, digest=written[shard.path].digest)
+                    for shard in stage.shards
+                ),
+            )
+            for stage in plan.stages
+        ),
+        ties=plan.ties,
+        files=files,
+        parents=checkpoint.parents,
+        training=checkpoint.manifest.training if checkpoint.manifest else None,
+    )

@@ -1,0 +1,147 @@
+"""The plan: which bytes go where. Pure; another file moves them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from manifests.errors import InputError
+from manifests.models import ModelShape, module_of
+from manifests.safetensors import TensorEntry, header_template, layout_tensors
+from manifests.schema import TieGroup, TieMember
+from reshard.checkpoint import Checkpoint, TensorAt
+from reshard.layout.model import Layout
+
+__all__ = ["OutputShard", "PackPlan", "StagePlan", "lay_out_shard", "plan_pack", "stage_folder"]
+
+SHARD_NAME = "model.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputShard:
+    """A shard to be written: `entries[i]` gets the bytes of `origins[i]`, `header` stands before them.
+
+    The header of a shard that carries digests is a template of the final length.
+    """
+
+    path: str
+    header: bytes
+    entries: tuple[TensorEntry, ...]
+    origins: tuple[TensorAt, ...]
+    with_digests: bool
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.header) + sum(entry.nbytes for entry in self.entries)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagePlan:
+    index: int
+    rank: int
+    virtual: int
+    modules: tuple[str, ...]
+    num_params: int
+    nbytes: int
+    shards: tuple[OutputShard, ...]
+
+    @property
+    def num_tensors(self) -> int:
+        return sum(len(shard.entries) for shard in self.shards)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackPlan:
+    """Every stage's shards. `read_nbytes` counts a tied tensor once for each copy that is written."""
+
+    layout: Layout
+    stages: tuple[StagePlan, ...]
+    ties: tuple[TieGroup, ...]
+
+    @property
+    def read_nbytes(self) -> int:
+        return sum(stage.nbytes for stage in self.stages)
+
+    @property
+    def write_nbytes(self) -> int:
+        return sum(shard.nbytes for stage in self.stages for shard in stage.shards)
+
+
+def plan_pack(checkpoint: Checkpoint, layout: Layout) -> PackPlan:
+    """Lay every tensor of a checkpoint onto the stage that owns its module.
+
+    A tied FQN that its stage needs and nobody stores there becomes a copy of the one that is stored.
+
+    Raises:
+        InputError: a tensor belongs to no module of the layout.
+    """
+    stage_of = {module: index for index, modules in enumerate(layout.stages) for module in modules}
+    bundles: list[list[TensorAt]] = [[] for _ in layout.stages]
+    for tensor in checkpoint.tensors.values():
+        bundles[_stage_of(tensor.name, stage_of)].append(tensor)
+    ties = tuple(_tie_group(group, checkpoint, stage_of) for group in checkpoint.shape.ties)
+    for tie in ties:
+        for member in tie.replicas:
+            if member.fqn not in checkpoint.tensors and member.stage != tie.owner.stage:
+                bundles[member.stage].append(_renamed(checkpoint.tensors[tie.owner.fqn], member.fqn))
+    placement = layout.placement
+    return PackPlan(
+        layout=layout,
+        stages=tuple(
+            StagePlan(
+                index=index,
+                rank=placement.rank_of(index),
+                virtual=placement.virtual_of(index),
+                modules=modules,
+                num_params=_num_params(checkpoint.shape, modules, ties, index),
+                nbytes=sum(tensor.nbytes for tensor in bundle),
+                shards=(lay_out_shard(f"{stage_folder(index)}/{SHARD_NAME}", bundle),) if bundle else (),
+            )
+            for index, (modules, bundle) in enumerate(zip(layout.stages, bundles, strict=True))
+        ),
+        ties=ties,
+    )
+
+
+def lay_out_shard(path: str, tensors: Sequence[TensorAt]) -> OutputShard:
+    """Lay tensors one after the other in a shard of ours, with room for their digests."""
+    entries = layout_tensors((tensor.name, tensor.dtype, tensor.shape) for tensor in tensors)
+    return OutputShard(
+        path=path,
+        header=header_template(entries, {}),
+        entries=entries,
+        origins=tuple(tensors),
+        with_digests=True,
+    )
+
+
+def stage_folder(index: int) -> str:
+    return f"stage-{index:03d}"
+
+
+def _stage_of(fqn: str, stage_of: Mapping[str, int]) -> int:
+    module = module_of(fqn, stage_of)
+    if module is None:
+        raise InputError("layout", f"no stage holds the module of {fqn!r}")
+    return stage_of[module]
+
+
+def _tie_group(group: tuple[str, ...], checkpoint: Checkpoint, stage_of: Mapping[str, int]) -> TieGroup:
+    """Give the group with its owner in front: the first FQN that is stored (coverage saw to one)."""
+    owner = next(fqn for fqn in group if fqn in checkpoint.tensors)
+    replicas = tuple(TieMember(fqn=fqn, stage=_stage_of(fqn, stage_of)) for fqn in group if fqn != owner)
+    return TieGroup(owner=TieMember(fqn=owner, stage=_stage_of(owner, stage_of)), replicas=replicas)
+
+
+def _renamed(tensor: TensorAt, fqn: str) -> TensorAt:
+    return TensorAt(fqn, tensor.dtype, tensor.shape, tensor.path, tensor.begin, tensor.nbytes, tensor.digest)
+
+
+def _num_params(shape: ModelShape, modules: Iterable[str], ties: tuple[TieGroup, ...], stage: int) -> int:
+    """Count the parameters that a stage trains; two tied names on one stage are one parameter."""
+    own = set(modules)
+    aliases = {member.fqn for tie in ties for member in tie.replicas if member.stage == tie.owner.stage == stage}
+    return sum(
+        prod(dims) for fqn, dims in shape.tensors.items() if fqn not in aliases and module_of(fqn, own) is not None
+    )

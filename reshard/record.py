@@ -1,0 +1,110 @@
+"""source.json: the original shards' names, headers and order, which a byte-identical export needs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from manifests.errors import InputError
+from manifests.jsontext import parse_json_object
+from manifests.paths import problem_with_path
+from manifests.safetensors import Header, parse_header
+
+__all__ = ["INDEX_NAME", "SUFFIX", "RecordedShard", "SourceRecord", "decode_record", "encode_record"]
+
+INDEX_NAME = "model.safetensors.index.json"
+SUFFIX = ".safetensors"
+_FORMAT, _VERSION = "reshard-source", 1
+_FIELDS = {"format", "version", "shards", "index", "dropped"}
+
+
+@dataclass(frozen=True)
+class RecordedShard:
+    """One shard of the original checkpoint: its name and the JSON text of its header."""
+
+    name: str
+    header_text: str
+
+    @cached_property
+    def header(self) -> Header:
+        return parse_header(self.header_text.encode(), data_nbytes=None, where=f"source.json: {self.name}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceRecord:
+    """The original checkpoint's shards in their order, and its index as it was written.
+
+    `dropped` names tensors of those headers that `--drop` left behind.
+    """
+
+    shards: tuple[RecordedShard, ...]
+    index_text: str | None = None
+    dropped: tuple[str, ...] = field(default=())
+
+
+def encode_record(record: SourceRecord) -> bytes:
+    document = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "shards": [{"name": shard.name, "header": shard.header_text} for shard in record.shards],
+        "index": record.index_text,
+        "dropped": list(record.dropped),
+    }
+    return (json.dumps(document, indent=1, ensure_ascii=True) + "\n").encode()
+
+
+def decode_record(text: bytes, where: str = "source.json") -> SourceRecord:
+    """Read source.json.
+
+    Raises:
+        InputError: not source.json, or of another version.
+    """
+    document = parse_json_object(text, where)
+    version = document.get("version")
+    if document.get("format") != _FORMAT or type(version) is not int or version != _VERSION:
+        raise InputError(where, f"expected format {_FORMAT!r}, version {_VERSION}")
+    if unknown := sorted(document.keys() - _FIELDS):
+        raise InputError(f"{where}: {unknown[0]}", f"is no field of version {_VERSION}")
+    shards, index, dropped = document.get("shards"), document.get("index"), document.get("dropped")
+    if not isinstance(shards, list) or not all(_is_shard(shard) for shard in shards):
+        raise InputError(f"{where}: shards", "expected a list of objects with name and header, both strings")
+    if not (index is None or isinstance(index, str)):
+        raise InputError(f"{where}: index", "expected a string or null")
+    if not isinstance(dropped, list) or not all(isinstance(name, str) for name in dropped):
+        raise InputError(f"{where}: dropped", "expected a list of strings")
+    record = SourceRecord(
+        shards=tuple(RecordedShard(shard["name"], shard["header"]) for shard in shards),
+        index_text=index,
+        dropped=tuple(dropped),
+    )
+    _check_names(record, where)
+    return record
+
+
+def _check_names(record: SourceRecord, where: str) -> None:
+    """Refuse a file that would be written twice, or outside its folder, and a tensor that is in two files."""
+    names: set[str] = set()
+    tensors: set[str] = set()
+    for position, shard in enumerate(record.shards):
+        place = f"{where}: shards[{position}]"
+        if problem := problem_with_path(shard.name):
+            raise InputError(f"{place}.name", problem)
+        if not shard.name.endswith(SUFFIX) or shard.name in names:
+            raise InputError(f"{place}.name", f"expected a {SUFFIX} file of its own, found {shard.name!r}")
+        names.add(shard.name)
+        for entry in shard.header.tensors:
+            if entry.name in tensors:
+                raise InputError(f"{place}.header: {entry.name!r}", "is in two shards")
+            tensors.add(entry.name)
+    if unknown := sorted(set(record.dropped) - tensors):
+        raise InputError(f"{where}: dropped", f"{unknown[0]!r} is in no shard")
+
+
+def _is_shard(found: object) -> bool:
+    return (
+        isinstance(found, dict)
+        and isinstance(found.get("name"), str)
+        and isinstance(found.get("header"), str)
+        and found.keys() == {"name", "header"}
+    )

@@ -1,0 +1,27 @@
+"""SOURCE as the user names it, opened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from manifests.errors import InputError
+from manifests.invariants import MANIFEST_NAME
+from reshard.checkpoint import Checkpoint
+from reshard.formats.bundles import open_manifest
+from reshard.formats.huggingface import open_folder
+
+__all__ = ["open_source"]
+
+
+def open_source(source: str, drop: frozenset[str] = frozenset()) -> Checkpoint:
+    """Open a Hugging Face folder, or a manifest by its file or folder.
+
+    Raises:
+        InputError: nothing there, or not what it must be (see the formats).
+    """
+    path = Path(source)
+    if path.name == MANIFEST_NAME or (path / MANIFEST_NAME).is_file():
+        if drop:
+            raise InputError("--drop", "a manifest's tensors cannot be dropped", "drop them when packing the source")
+        return open_manifest(path)
+    return open_folder(path, drop)
