@@ -1,0 +1,50 @@
+"""torchrun, ending with our exit codes and one sentence instead of a traceback (docs/adr/0006)."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+__all__ = ["main"]
+
+_OUR_CODES = (1, 2, 3, 4, 5, 130)  # a worker that ended with one of these has said why
+_RANK_FAILED = 5
+
+
+def main() -> None:
+    """Run torchrun on this process's arguments."""
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.getLogger("torch.distributed.run").setLevel(logging.ERROR)
+    try:
+        run.main(sys.argv[1:])
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        sys.exit(_end(rank, failure))
+    except SignalException as error:
+        print(f"interrupted by {_signal_name(int(error.sigval))}", file=sys.stderr)
+        sys.exit(130)
+
+
+def _end(rank: int, failure: ProcessFailure) -> int:
+    if failure.exitcode < 0:
+        name = _signal_name(-failure.exitcode)
+        hint = "\nhint: out of memory? the kernel kills with SIGKILL; see dmesg" if name == "SIGKILL" else ""
+        print(f"error: rank {rank}: ended by {name}; all ranks were stopped{hint}", file=sys.stderr)
+        return _RANK_FAILED
+    return failure.exitcode if failure.exitcode in _OUR_CODES else _RANK_FAILED
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""The sequences of one optimizer step, as the model takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+
+__all__ = ["IGNORED", "Batch", "Sample", "batch_samples"]
+
+IGNORED = -100  # the label of a position that does not count in the loss
+
+Sample = tuple[torch.Tensor, torch.Tensor]  # the tokens and labels of one sequence, (L,) each
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Batch:
+    """The sequences of one optimizer step.
+
+    Shapes: tokens and labels (B, L), int64; labels are the next tokens, IGNORED where none counts.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    num_tokens: int  # labels that count, at least 1
+
+
+def batch_samples(samples: Iterator[Sample], global_batch: int) -> Iterator[Batch]:
+    """Give batches of `global_batch` sequences for as long as whole ones come."""
+    while group := tuple(islice(samples, global_batch)):
+        if len(group) < global_batch:
+            return
+        tokens, labels = (torch.stack(parts) for parts in zip(*group, strict=True))
+        yield Batch(tokens=tokens, labels=labels, num_tokens=int((labels != IGNORED).sum()))

@@ -1,0 +1,1 @@
+"""Starting torchrun: on this machine, and later through a scheduler. No torch is imported here."""

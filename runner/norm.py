@@ -1,0 +1,115 @@
+"""One norm over every gradient of the pipeline, and the step's loss, known to every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from manifests.errors import RankError
+from runner.chunk import NamedParameter
+from runner.ties import Tie
+
+__all__ = ["StepTotals", "Totals", "clip_gradients"]
+
+_PART = 1 << 24  # elements squared at a time, so that float64 copies stay small
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Totals:
+    """What one step came to, over the whole pipeline."""
+
+    loss: float  # mean over the valid tokens
+    num_tokens: int  # valid ones
+    norm: float  # L2, of all gradients taken as one vector
+
+
+class StepTotals:
+    """Sums over the ranks of a pipeline. Building one is a collective: ranks learn each other's names.
+
+    Squares are summed in float64, parameter by parameter, and then exactly (`math.fsum`): the norm
+    does not depend on how stages are cut or which rank holds what.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[NamedParameter],
+        ties: Sequence[Tie],
+        *,
+        device: torch.device,
+        pipeline: dist.ProcessGroup | None = None,
+    ) -> None:
+        elsewhere = {id(tie.leader) for tie in ties if not tie.is_counted_here}
+        counted = [(fqn, parameter) for fqn, parameter in parameters if id(parameter) not in elsewhere]
+        self._counted = [parameter for _, parameter in counted]
+        self._device, self._pipeline = device, pipeline
+        names = [fqn for fqn, _ in counted]
+        self._names = [names]  # by rank
+        if dist.is_initialized():
+            self._names = [[] for _ in range(dist.get_world_size(pipeline))]
+            dist.all_gather_object(self._names, names, group=pipeline)
+
+    def reduce(self, loss: float | None, num_tokens: int) -> Totals:
+        """Give the totals of this step; `loss` is None on every rank but that of the last stage.
+
+        Every rank calls this after `sync_gradients`; it runs one collective.
+
+        Raises:
+            RankError: on all ranks alike, if a gradient is infinite or not a number.
+        """
+        head = [0.0, 0.0] if loss is None else [loss, float(num_tokens)]
+        rows = self._gather(head + _squared_norms(self._counted))
+        for rank, (row, names) in enumerate(zip(rows, self._names, strict=True)):
+            for name, square in zip(names, row[2:], strict=False):
+                if not math.isfinite(square):
+                    raise RankError(
+                        f"rank {rank}",
+                        f"the gradient of {name} is not finite",
+                        "a lower --lr, a longer warm-up or float32 usually cures it",
+                    )
+        return Totals(
+            loss=math.fsum(row[0] for row in rows),
+            num_tokens=int(sum(row[1] for row in rows)),
+            norm=math.sqrt(math.fsum(square for row in rows for square in row[2:])),
+        )
+
+    def reduce_loss(self, loss: float | None) -> float:
+        """Tell every rank the loss that only the rank of the last stage knows."""
+        return math.fsum(row[0] for row in self._gather([loss or 0.0]))
+
+    def _gather(self, row: list[float]) -> list[list[float]]:
+        if not dist.is_initialized():
+            return [row]
+        width = 2 + max(len(names) for names in self._names)
+        mine = torch.zeros(width, dtype=torch.float64)
+        mine[: len(row)] = torch.tensor(row, dtype=torch.float64)
+        everyone = torch.empty(len(self._names) * width, dtype=torch.float64, device=self._device)
+        dist.all_gather_single(everyone, mine.to(self._device), group=self._pipeline)
+        rows: list[list[float]] = everyone.view(-1, width).tolist()
+        return rows
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, max_norm: float) -> None:
+    """Scale gradients whose common norm is `norm` down to `max_norm`; 0 leaves them alone."""
+    if not max_norm:
+        return
+    factor = min(1.0, max_norm / (norm + 1e-6))
+    for parameter in parameters if factor < 1 else ():
+        if parameter.grad is not None:
+            parameter.grad *= factor
+
+
+def _squared_norms(parameters: Iterable[nn.Parameter]) -> list[float]:
+    squares = [_squared_norm(parameter.grad) for parameter in parameters]
+    return torch.stack(squares).tolist() if squares else []
+
+
+def _squared_norm(gradient: torch.Tensor | None) -> torch.Tensor:
+    if gradient is None:
+        return torch.zeros((), dtype=torch.float64)
+    parts = [part.double().square().sum() for part in torch.split(gradient.reshape(-1), _PART)]
+    return torch.stack(parts).sum()

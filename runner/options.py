@@ -1,0 +1,127 @@
+"""What follows `--` on `runner launch`: the training options, read by the launcher and by every rank."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+
+from manifests.errors import UsageError
+from runner.recipe import SCHEDULES, BatchOptions, DataOptions, OptimOptions
+
+__all__ = ["TrainOptions", "parse_training", "training_command"]
+
+Dtype = Literal["fp32", "bf16"]
+Device = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainOptions:
+    """One training run. `timeout_s` bounds every wait for another rank, in seconds."""
+
+    steps: int
+    batch: BatchOptions
+    optim: OptimOptions
+    data: DataOptions
+    eval_data: DataOptions | None
+    schedule: str | None
+    dtype: Dtype
+    device: Device
+    save: Path | None
+    force: bool
+    log_dir: Path
+    timeout_s: int
+
+
+def parse_training(args: Sequence[str]) -> TrainOptions:
+    """Read the training options.
+
+    Raises:
+        UsageError: an unknown flag, a value of the wrong kind, or values that do not go together.
+    """
+    try:
+        with training_command.make_context("runner launch MANIFEST --", list(args)) as context:
+            return _options(**context.params)
+    except click.exceptions.Exit as done:  # --help was asked for, and shown
+        sys.exit(done.exit_code)
+    except click.UsageError as error:
+        raise UsageError(
+            "training options", error.format_message(), "runner launch MANIFEST -- --help lists them"
+        ) from error
+
+
+@click.command(
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 100},
+    epilog="Example: runner launch DIR/manifest.json -- --steps 100 --seq-len 512 --global-batch 16 --data text/",
+)
+@click.option("--steps", type=click.IntRange(min=0), default=10, help="Optimizer steps.")
+@click.option("--seq-len", type=int, default=512, help="Tokens in a sequence.")
+@click.option("--global-batch", type=int, default=8, help="Sequences in an optimizer step.")
+@click.option("--microbatch", type=int, default=1, help="Sequences that go through a stage at a time.")
+@click.option(
+    "--schedule",
+    metavar="NAME",
+    show_default="the manifest's, or 1F1B, or Interleaved1F1B for several stages a rank",
+    help=f"Pipeline schedule: {', '.join(SCHEDULES)}.",
+)
+@click.option(
+    "--data", multiple=True, required=True, metavar="PATH",
+    help="Text: .txt, .jsonl or .parquet files, folders or globs of them, or the word synthetic. May be repeated.",
+)  # fmt: skip
+@click.option("--text-field", default="text", help="Field or column that holds the text.")
+@click.option("--pack/--no-pack", default=True, help="Documents end to end, or one padded document a sequence.")
+@click.option("--seed", type=int, default=0, help="Seed of synthetic data.")
+@click.option("--eval-data", multiple=True, metavar="PATH", help="Text whose loss is reported after the last step.")
+@click.option("--lr", type=click.FloatRange(min=0), default=1e-4, help="Learning rate of AdamW, after warm-up.")
+@click.option("--beta1", type=click.FloatRange(0, 1, max_open=True), default=0.9)
+@click.option("--beta2", type=click.FloatRange(0, 1, max_open=True), default=0.95)
+@click.option("--eps", type=click.FloatRange(min=0), default=1e-8)
+@click.option("--weight-decay", type=click.FloatRange(min=0), default=0.1)
+@click.option("--max-norm", type=click.FloatRange(min=0), default=1.0, help="Clip gradients to this norm; 0: never.")
+@click.option("--warmup-steps", type=click.IntRange(min=0), default=0, help="Steps of linear warm-up.")
+@click.option("--decay", type=click.Choice(["constant", "cosine"]), default="constant", help="After warm-up.")
+@click.option("--min-lr", type=click.FloatRange(min=0), default=0.0, help="Where the cosine ends.")
+@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", help="Of weights and activations.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
+@click.option("--save", type=click.Path(path_type=Path), help="Write the trained weights to this folder at the end.")
+@click.option("--force", is_flag=True, help="Let --save replace a checkpoint that exists.")
+@click.option("--log-dir", type=click.Path(path_type=Path), default=Path("runner-log"), help="Folder of metrics.jsonl.")
+@click.option("--timeout", type=click.IntRange(min=1), default=600, help="Seconds to wait for another rank.")
+def training_command(**_: Any) -> None:
+    """Training options, given after -- on runner launch."""
+
+
+def _options(
+    *, steps: int, seq_len: int, global_batch: int, microbatch: int, schedule: str | None, data: tuple[str, ...],
+    text_field: str, pack: bool, seed: int, eval_data: tuple[str, ...], lr: float, beta1: float, beta2: float,
+    eps: float, weight_decay: float, max_norm: float, warmup_steps: int, decay: Literal["constant", "cosine"],
+    min_lr: float, dtype: Dtype, device: Device, save: Path | None, force: bool, log_dir: Path, timeout: int,
+) -> TrainOptions:  # fmt: skip
+    return TrainOptions(
+        steps=steps,
+        batch=BatchOptions(global_batch=global_batch, microbatch=microbatch, seq_len=seq_len),
+        optim=OptimOptions(
+            lr=lr,
+            betas=(beta1, beta2),
+            eps=eps,
+            weight_decay=weight_decay,
+            max_norm=max_norm,
+            warmup_steps=warmup_steps,
+            decay=decay,
+            decay_steps=steps,
+            min_lr=min_lr,
+        ),
+        data=DataOptions(sources=data, text_field=text_field, pack=pack, seed=seed),
+        eval_data=DataOptions(sources=eval_data, text_field=text_field, pack=pack, seed=seed) if eval_data else None,
+        schedule=schedule,
+        dtype=dtype,
+        device=device,
+        save=save,
+        force=force,
+        log_dir=log_dir,
+        timeout_s=timeout,
+    )

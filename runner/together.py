@@ -1,0 +1,60 @@
+"""Fail together: what is wrong on one rank ends all ranks, with the same message everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from manifests.errors import UserError
+
+__all__ = ["AloneError", "alone", "together"]
+
+
+class AloneError(UserError):
+    """What one rank met while the others went on: it says so itself, and its end ends them."""
+
+
+@contextmanager
+def together(task: str) -> Iterator[None]:
+    """Run a block on every rank; when any rank's block raised, raise on all of them.
+
+    The block may run no collectives of its own. The message names each rank that failed, once.
+
+    Raises:
+        UserError: what the first failing rank met, with a line for each of the others.
+    """
+    failure: UserError | None = None
+    unexpected: BaseException | None = None
+    try:
+        yield
+    except UserError as error:
+        failure = error
+    except Exception as error:  # our bug: the other ranks must end too, this one keeps its traceback
+        unexpected = error
+        failure = UserError(task, f"{type(error).__name__}: {error}")
+    failures: list[UserError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    if unexpected is not None:
+        raise unexpected
+    failed = {rank: error for rank, error in enumerate(failures) if error is not None}
+    if failed:
+        raise _joined(failed)
+
+
+def _joined(failed: dict[int, UserError]) -> UserError:
+    (rank, first), *others = failed.items()
+    problem = first.problem + "".join(
+        f"\nrank {rank}: {error.where}: {error.problem}" for rank, error in others if str(error) != str(first)
+    )
+    return type(first)(f"rank {rank}: {first.where}", problem, first.hint)
+
+
+@contextmanager
+def alone(rank: int) -> Iterator[None]:
+    """Run a block where a gather at every turn would cost too much; its errors name the rank."""
+    try:
+        yield
+    except UserError as error:
+        raise AloneError(f"rank {rank}: {error.where}", error.problem, error.hint) from error

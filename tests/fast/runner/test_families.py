@@ -1,0 +1,135 @@
+"""What a family builds, what it calls things, and what it refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from manifests.errors import InputError
+from manifests.models import model_shape
+from runner.families import family_for
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 40,
+}
+LLAMA_405B = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 16384,
+    "intermediate_size": 53248,
+    "num_hidden_layers": 126,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+
+
+def test_names_map_both_ways_for_every_tensor_of_the_model() -> None:
+    family = family_for(LLAMA, max_seq_len=8)
+    shape = model_shape(LLAMA)
+    built = dict(family.build(family.modules).named_parameters())
+    assert {family.to_hf(name): tuple(parameter.shape) for name, parameter in built.items()} == shape.tensors
+    assert {family.from_hf(fqn) for fqn in shape.tensors} == built.keys()
+    assert all(family.from_hf(family.to_hf(name)) == name for name in built)
+
+
+def test_name_of_no_tensor_is_refused() -> None:
+    family = family_for(LLAMA, max_seq_len=8)
+    with pytest.raises(InputError) as error:
+        family.from_hf("model.layers.12.mlp.up_proj.weight")
+    assert str(error.value) == "model.layers.12.mlp.up_proj.weight: is no tensor of this LlamaForCausalLM"
+    with pytest.raises(KeyError):
+        family.to_hf("layers.0.attention.wqkv.weight")
+
+
+def test_stage_is_built_alone_on_meta_with_the_whole_models_numbers() -> None:
+    family = family_for(LLAMA_405B, max_seq_len=8192)
+    stage = family.build(("model.layers.124", "model.layers.125", "model.norm"))
+    fqns = {family.to_hf(name) for name, _ in stage.named_parameters()}
+    expected = {
+        fqn for fqn in model_shape(LLAMA_405B).tensors if fqn.startswith(("model.layers.124.", "model.layers.125."))
+    }
+    assert fqns == expected | {"model.norm.weight"}
+    assert all(tensor.is_meta for tensor in (*stage.parameters(), *stage.buffers()))
+
+
+def test_rotary_cache_holds_the_training_length_in_float32() -> None:
+    family = family_for(LLAMA, max_seq_len=6)
+    stage = family.build(("model.layers.3",)).to(torch.bfloat16).to_empty(device="cpu")
+    family.init_buffers(stage, torch.device("cpu"))
+    caches = dict(stage.named_buffers())
+    assert [(tuple(cache.shape), cache.dtype) for cache in caches.values()] == [((6, 8), torch.float32)]
+    assert all(torch.equal(cache[0], torch.tensor([1.0] * 4 + [0.0] * 4)) for cache in caches.values())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"attention_bias": True},
+            "config.json: attention_bias: True is not modelled; expected False or nothing",
+        ),
+        ({"mlp_bias": True}, "config.json: mlp_bias: True is not modelled; expected False or nothing"),
+        (
+            {"hidden_act": "gelu"},
+            "config.json: hidden_act: 'gelu' is not modelled; expected 'silu' or nothing",
+        ),
+        ({"pretraining_tp": 2}, "config.json: pretraining_tp: 2 is not modelled; expected 1 or nothing"),
+        (
+            {"attention_dropout": 0.1},
+            "config.json: attention_dropout: 0.1 is not modelled; expected 0.0 or nothing",
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            "config.json: rope_scaling.rope_type: 'linear' is not modelled\nhint: known: default, llama3",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+            "config.json: rope_parameters.rope_type: 'yarn' is not modelled\nhint: known: default, llama3",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": -8}},
+            "config.json: rope_parameters.factor: expected a number above 0, found -8",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}},
+            "config.json: rope_scaling.high_freq_factor: expected a number above 0, found nothing",
+        ),
+        ({"rope_scaling": "llama3"}, "config.json: rope_scaling: expected an object, found a string"),
+        (
+            {"partial_rotary_factor": 0.5},
+            "config.json: partial_rotary_factor: is not modelled; expected 1.0 or nothing",
+        ),
+        ({"rope_theta": True}, "config.json: rope_theta: expected a number above 0, found True"),
+        ({"rms_norm_eps": 0}, "config.json: rms_norm_eps: expected a number above 0, found 0"),
+        ({"head_dim": 5}, "config.json: head_dim: expected an even width for RoPE, found 5"),
+        (
+            {"architectures": ["BertModel"]},
+            "config.json: architectures: 'BertModel' is not known\nhint: known: LlamaForCausalLM",
+        ),
+        ({"vocab_size": None}, "config.json: vocab_size: expected a positive integer, found nothing"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_field_that_is_not_modelled_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError) as error:
+        family_for({**LLAMA, **fields}, max_seq_len=8)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [("runner.recipe", "torch"), ("runner.families", "torchtitan"), ("runner.step", "torchtitan")],
+)
+def test_import_brings_in_no_more_than_needed(module: str, absent: str) -> None:
+    script = f"import sys, {module}; sys.exit({absent!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 0

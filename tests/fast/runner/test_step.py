@@ -1,0 +1,178 @@
+"""Ties, norm, clip and step, on one rank without processes."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from manifests.errors import RankError
+from manifests.placement import Placement
+from runner.chunk import StageChunk, build_chunks, named_hf_parameters
+from runner.families import family_for
+from runner.norm import StepTotals, clip_gradients
+from runner.optim import Optimizer, lr_at
+from runner.recipe import BatchOptions, OptimOptions
+from runner.schedule import build_schedule
+from runner.step import Engine, eval_step, train_step
+from runner.ties import Tie, build_ties, check_equal, lead_parameters, sync_gradients
+from runner.wire import plan_wire
+from tests.fast.runner.tiny import (
+    CPU,
+    EMBEDDING,
+    HEAD,
+    fill,
+    head_tie,
+    padded_batch,
+    read_config,
+    save_model,
+    split_evenly,
+)
+
+OPTIM = OptimOptions(lr=1e-2, max_norm=0.5, warmup_steps=2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save_model(path, num_hidden_layers=2, tie_word_embeddings=True)
+    return path
+
+
+def build(folder: Path, num_stages: int) -> tuple[tuple[StageChunk, ...], tuple[Tie, ...], Engine]:
+    family = family_for(read_config(folder), max_seq_len=16)
+    stage_modules = split_evenly(family.modules, num_stages)
+    placement = Placement(num_stages=num_stages, num_ranks=1)
+    chunks = build_chunks(family, stage_modules, range(num_stages))
+    fill(chunks, folder)
+    ties = build_ties([head_tie(stage_modules)], chunks, placement, timedelta(seconds=1))
+    parameters = lead_parameters(chunks, ties)
+    schedule = build_schedule(
+        "1F1B" if num_stages == 1 else "Interleaved1F1B",
+        chunks,
+        plan_wire(family, stage_modules, torch.float32),
+        placement,
+        BatchOptions(global_batch=4, microbatch=1, seq_len=16),
+    )
+    totals = StepTotals(parameters, ties, device=CPU)
+    engine = Engine(schedule=schedule, ties=ties, totals=totals, optimizer=Optimizer(parameters, OPTIM))
+    return chunks, ties, engine
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_tied_weight_is_one_storage_with_one_leader(folder: Path, num_stages: int) -> None:
+    chunks, ties, engine = build(folder, num_stages)
+    named = dict(item for chunk in chunks for item in named_hf_parameters(chunk))
+    assert named[EMBEDDING].data_ptr() == named[HEAD].data_ptr()
+    assert [fqn for fqn, _ in engine.optimizer.parameters] == [fqn for fqn in named if fqn != HEAD]
+    assert [(tie.fqn, tie.ranks, tie.is_counted_here, tie.group) for tie in ties] == [(EMBEDDING, (0,), True, None)]
+    check_equal(ties)
+
+    train_step(engine, padded_batch(0, size=4, seq_len=16), 0)
+    assert torch.equal(named[EMBEDDING], named[HEAD])
+    assert named[HEAD].grad is None
+
+
+def test_replica_gradient_is_summed_into_the_owner_and_zeros_stand_for_none(folder: Path) -> None:
+    chunks, ties, _ = build(folder, 1)
+    named = dict(named_hf_parameters(chunks[0]))
+    owner, replica = named[EMBEDDING], named[HEAD]
+    owner.grad, replica.grad = torch.full_like(owner, 2.0), torch.full_like(replica, 3.0)
+    sync_gradients(ties)
+    assert owner.grad is not None
+    assert bool((owner.grad == 5).all())
+    assert replica.grad is None
+    owner.grad = None
+    replica.grad = torch.full_like(replica, 3.0)
+    sync_gradients(ties)
+    assert bool((owner.grad == 3).all())
+    owner.grad = replica.grad = None
+    sync_gradients(ties)
+    assert bool((owner.grad == 0).all())
+
+
+def test_norm_is_exact_and_clipping_keeps_the_direction() -> None:
+    parameters = [(name, nn.Parameter(torch.zeros(3))) for name in ("a", "b", "c")]
+    for (_, parameter), value in zip(parameters, (2.0, -1.0, None), strict=True):
+        parameter.grad = None if value is None else torch.full((3,), value)
+    totals = StepTotals(parameters, (), device=CPU).reduce(0.25, 7)
+    assert (totals.loss, totals.num_tokens, totals.norm) == (0.25, 7, math.sqrt(15))
+    clip_gradients([parameter for _, parameter in parameters], totals.norm, 1.5)
+    factor = torch.tensor(1.5 / (math.sqrt(15) + 1e-6))
+    first, second = parameters[0][1].grad, parameters[1][1].grad
+    assert first is not None
+    assert second is not None
+    assert torch.equal(first, torch.full((3,), 2.0) * factor)
+    assert torch.equal(second, -torch.ones(3) * factor)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 2.0])
+def test_gradients_within_the_norm_are_left_alone(max_norm: float) -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.ones(1)
+    clip_gradients([parameter], 1.0, max_norm)
+    assert parameter.grad.item() == 1.0
+
+
+def test_norm_of_a_large_gradient_is_summed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameter = nn.Parameter(torch.zeros(10, 10))
+    parameter.grad = torch.arange(100.0).view(10, 10).t()
+    whole = StepTotals([("a", parameter)], (), device=CPU)
+    monkeypatch.setattr("runner.norm._PART", 7)
+    assert whole.reduce(None, 0).norm == math.sqrt(sum(n * n for n in range(100)))
+
+
+def test_gradient_that_is_not_finite_stops_the_step_before_any_weight_changes(folder: Path) -> None:
+    chunks, _, engine = build(folder, 1)
+    named = dict(named_hf_parameters(chunks[0]))
+    name = "model.layers.1.mlp.down_proj.weight"
+    named[name].data[0, 0] = math.inf
+    before = {fqn: parameter.detach().clone() for fqn, parameter in named.items()}
+    with pytest.raises(RankError, match="^rank 0: the gradient of model.* is not finite\nhint: a lower --lr"):
+        train_step(engine, padded_batch(0, size=4, seq_len=16), 0)
+    assert all(torch.equal(parameter, before[fqn]) for fqn, parameter in named.items())
+
+
+def test_step_reports_what_torch_computes(folder: Path) -> None:
+    _, _, engine = build(folder, 2)
+    model_chunks, ties, _ = build(folder, 1)
+    model = model_chunks[0].body
+    named = dict(named_hf_parameters(model_chunks[0]))
+    reference = torch.optim.AdamW(
+        [p for fqn, p in named.items() if fqn != HEAD], lr=0.0, betas=(0.9, 0.95), weight_decay=0.1
+    )
+    for step in range(3):
+        batch = padded_batch(step, size=4, seq_len=16)
+        loss = torch.nn.functional.cross_entropy(model(batch.tokens).flatten(0, 1), batch.labels.flatten())
+        for parameter in named.values():
+            parameter.grad = None
+        torch.autograd.backward(loss)
+        sync_gradients(ties)
+        norm = nn.utils.clip_grad_norm_([p for p in named.values() if p.grad is not None], 0.5)
+        reference.param_groups[0]["lr"] = lr_at(step, OPTIM)
+        reference.step()
+        assert eval_step(engine, batch) == pytest.approx(loss.item(), rel=1e-5)
+        report = train_step(engine, batch, step)
+        assert report.loss == pytest.approx(loss.item(), rel=1e-5)
+        assert report.grad_norm == pytest.approx(norm.item(), rel=1e-4)
+        assert (report.num_tokens, report.lr) == (batch.num_tokens, lr_at(step, OPTIM))
+
+
+def test_learning_rate_warms_up_and_follows_the_cosine_down() -> None:
+    options = OptimOptions(lr=1.0, warmup_steps=4, decay="cosine", decay_steps=8, min_lr=0.1)
+    rates = [lr_at(step, options) for step in range(10)]
+    assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert rates[6] == pytest.approx(0.55)
+    assert rates[8:] == [0.1, 0.1]
+    assert [lr_at(step, OptimOptions(lr=0.5)) for step in (0, 100)] == [0.5, 0.5]
+
+
+def test_rank_without_parameters_still_steps() -> None:
+    optimizer = Optimizer((), OptimOptions(lr=0.5))
+    optimizer.zero_gradients()
+    assert optimizer.step(0) == 0.5
+    assert StepTotals((), (), device=CPU).reduce(1.0, 2).norm == 0.0

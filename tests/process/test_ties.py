@@ -1,0 +1,83 @@
+"""Tie groups of several members on several ranks, as four real ranks see them."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from tests.fast.runner.tiny import EMBEDDING, SIZES, save_model
+from tests.process.ties_worker import QUERY, UP
+from tests.process.torchrun import launch
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("ties")
+    save_model(folder / "model")
+    launch(4, "ties_worker.py", folder / "model", folder)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(4)]
+
+
+QUERIES, UPS = QUERY.format(4), UP.format(7)  # groups go by their owners
+
+
+def test_each_rank_knows_its_own_groups(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["ties"] for rank in ranks] == [
+        {QUERIES: [0, 1, 2], EMBEDDING: [0, 3]},
+        {QUERIES: [0, 1, 2]},
+        {QUERIES: [0, 1, 2]},
+        {EMBEDDING: [0, 3]},
+    ]
+
+
+def test_members_on_one_rank_share_storage_and_one_leads(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["shared"] for rank in ranks] == [[QUERIES], [], [], [UPS]]
+    assert [rank["led"] for rank in ranks] == [[QUERY.format(0)], [], [], [UP.format(3)]]
+    assert all(rank["followers"] == [] for rank in ranks)
+
+
+def test_gradients_are_summed_once_over_all_members(ranks: list[dict[str, Any]]) -> None:
+    queries, ups, embedding = [5 + 1 + 2 + 0.0], [8 + 4.0], [11 + 11.0]
+    assert [rank["sums"] for rank in ranks] == [
+        {QUERIES: queries, EMBEDDING: embedding},
+        {QUERIES: queries},
+        {QUERIES: queries},
+        {UPS: ups, EMBEDDING: embedding},
+    ]
+
+
+def test_norm_counts_each_group_once(ranks: list[dict[str, Any]]) -> None:
+    width, ffn, vocab, kv_width = SIZES["hidden_size"], SIZES["intermediate_size"], SIZES["vocab_size"], 32
+    query, up = width * width, ffn * width
+    square = 8**2 * query + 12**2 * up + 22**2 * vocab * width + 11**2 * width
+    for layer in range(8):
+        others = query + 2 * kv_width * width + 2 * up + 2 * width  # without q_proj and up_proj
+        others += query * (layer not in (0, 1, 4, 6)) + up * (layer not in (3, 7))
+        square += (layer + 1) ** 2 * others
+    assert [rank["totals"] for rank in ranks] == [[math.sqrt(square)]] * 4
+
+
+def test_one_step_leaves_all_copies_equal(ranks: list[dict[str, Any]]) -> None:
+    copies = [tuple(member) for rank in ranks for members in rank["stepped"].values() for member in members]
+    assert all(len(copy) == 1 and copy[0] != 0.5 for copy in copies)
+    assert len(set(copies)) == 1
+
+
+def test_copies_that_differ_are_refused_on_all_ranks_alike(ranks: list[dict[str, Any]]) -> None:
+    messages = {rank["unequal"] for rank in ranks}
+    assert len(messages) == 1
+    message = messages.pop()
+    assert message.startswith(f"{EMBEDDING}: the copies of this tied weight differ: rank 0 blake3:")
+    assert ", rank 3 blake3:" in message
+
+
+def test_gradient_that_is_not_finite_is_named_on_all_ranks_alike(ranks: list[dict[str, Any]]) -> None:
+    assert {rank["not_finite"] for rank in ranks} == {
+        f"rank 2: the gradient of {UP.format(2)} is not finite\n"
+        "hint: a lower --lr, a longer warm-up or float32 usually cures it"
+    }
