@@ -1,0 +1,51 @@
+"""Llama-shaped checkpoints of any size, written without torch: true headers, random bytes."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+from manifests.models import model_shape
+from manifests.safetensors import encode_header, layout_tensors
+
+__all__ = ["llama_config", "write_checkpoint"]
+
+
+def llama_config(num_layers: int, width: int) -> dict[str, object]:
+    """Give the config of a Llama with 3.1's proportions."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": width,
+        "intermediate_size": 7 * width // 2,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": width // 128,
+        "num_key_value_heads": max(1, width // 512),
+        "vocab_size": 32000,
+        "tie_word_embeddings": False,
+    }
+
+
+def write_checkpoint(folder: Path, config: dict[str, object], num_shards: int, dtype: str = "BF16") -> int:
+    """Write a Hugging Face folder of `num_shards` shards, and give the bytes of its weights."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    tensors = list(model_shape(config).tensors.items())
+    weight_map, total = {}, 0
+    noise = random.Random(0).randbytes(8 << 20)
+    for index in range(num_shards):
+        name = f"model-{index + 1:05d}-of-{num_shards:05d}.safetensors"
+        part = tensors[index * len(tensors) // num_shards : (index + 1) * len(tensors) // num_shards]
+        entries = layout_tensors((fqn, dtype, shape) for fqn, shape in part)
+        with open(folder / name, "wb") as file:
+            file.write(encode_header(entries, {"format": "pt"}, alignment=8))
+            for entry in entries:
+                left = entry.nbytes
+                while left:
+                    left -= file.write(memoryview(noise)[: min(left, len(noise))])
+                total += entry.nbytes
+        weight_map |= dict.fromkeys((fqn for fqn, _ in part), name)
+    index_text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True)
+    (folder / "model.safetensors.index.json").write_text(index_text + "\n")
+    return total

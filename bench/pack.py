@@ -1,0 +1,112 @@
+"""Time `reshard pack` beside `cp -r` of the same folder, run by run, and write the result as JSON.
+
+python bench/pack.py [--gb 2] [--runs 5] [--folder DIR] [--out bench/results/pack.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from checkpoints import llama_config, write_checkpoint
+
+WIDTH = 2048
+LAYER_NBYTES = 2 * (2 * WIDTH * WIDTH + 2 * WIDTH * WIDTH // 4 + 3 * 7 * WIDTH * WIDTH // 2)
+
+
+def main() -> None:
+    options = _options()
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-pack-") as scratch:
+        root = Path(scratch)
+        source = root / "source"
+        num_layers = max(4, round((options.gb * 1e9 - 4 * 32000 * WIDTH) / LAYER_NBYTES))
+        nbytes = write_checkpoint(source, llama_config(num_layers, WIDTH), num_shards=4)
+        reshard = [sys.executable, "-m", "reshard.cli"]
+        pack = [*reshard, "pack", str(source), "--layout", "pp=4", "--out", str(root / "packed"), "--quiet"]
+        copy = ["cp", "-r", str(source), str(root / "copied")]
+        _check(reshard, pack, source, root)
+        rows = [(_run(pack, root / "packed"), _run(copy, root / "copied")) for _ in range(options.runs + 1)][1:]
+    result = {
+        "what": "reshard pack, 4 shards to 4 stages with digests, and cp -r, in turn; warm cache",
+        "date": date.today().isoformat(),
+        "commit": _commit(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+        "nbytes": nbytes,
+        "runs": options.runs,
+        "pack_s": [round(pack["wall_s"], 3) for pack, _ in rows],
+        "cp_s": [round(copy["wall_s"], 3) for _, copy in rows],
+        "pack_gib_per_s": round(nbytes / 2**30 / statistics.median(pack["wall_s"] for pack, _ in rows), 2),
+        "ratio_to_cp_median": round(statistics.median(pack["wall_s"] / copy["wall_s"] for pack, copy in rows), 3),
+        "pack_peak_anonymous_mb": round(max(pack["anonymous_nbytes"] for pack, _ in rows) / 1e6, 1),
+        "cp_peak_anonymous_mb": round(max(copy["anonymous_nbytes"] for _, copy in rows) / 1e6, 1),
+    }
+    text = json.dumps(result, indent=2) + "\n"
+    print(text, end="")
+    if options.out:
+        Path(options.out).write_text(text)
+
+
+def _check(reshard: list[str], pack: list[str], source: Path, root: Path) -> None:
+    """The result first, then the time: an export of the pack is the source, byte for byte."""
+    subprocess.run(pack, check=True, stdout=subprocess.DEVNULL)
+    back = root / "back"
+    export = [*reshard, "export", str(root / "packed"), "--to", "hf", "--out", str(back), "--quiet"]
+    subprocess.run(export, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(["diff", "-r", str(source), str(back)], check=True)
+    shutil.rmtree(back)
+    shutil.rmtree(root / "packed")
+
+
+def _run(command: list[str], out: Path) -> dict[str, float]:
+    """Run a command, and give its wall time and the most anonymous memory it was seen with."""
+    started_s = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    most = 0
+    while process.poll() is None:
+        most = max(most, _anonymous_nbytes(process.pid))
+        time.sleep(0.005)
+    wall_s = time.perf_counter() - started_s
+    if process.returncode:
+        raise SystemExit(f"{command[0]} ended with {process.returncode}")
+    shutil.rmtree(out)
+    os.sync()  # what one run left to write is not for the next one to wait for
+    return {"wall_s": wall_s, "anonymous_nbytes": most}
+
+
+def _anonymous_nbytes(pid: int) -> int:
+    try:
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+    except (FileNotFoundError, ProcessLookupError):
+        pass
+    return 0
+
+
+def _commit() -> str:
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return found.stdout.strip()
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gb", type=float, default=2.0)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--folder", help="where to put the scratch folder")
+    parser.add_argument("--out")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
