@@ -7,11 +7,14 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from manifests.errors import InputError, UserError, error_json
+
+if TYPE_CHECKING:
+    from reshard.blocks import Io
 
 __all__ = ["main"]
 
@@ -29,6 +32,15 @@ ranks_option = click.option(
     help="Pipeline ranks, for a SPEC that does not say (a Megatron string).",
 )  # fmt: skip
 drop_option = click.option("--drop", multiple=True, metavar="FQN", help="Leave this tensor behind; may be repeated.")
+io_option = click.option(
+    "--io",
+    type=click.Choice(["direct", "buffered"]),
+    default="direct",
+    help="Write past the page cache, where the file system can, or through it.",
+)
+sync_option = click.option(
+    "--sync/--no-sync", default=True, help="Wait until the disk has everything, or leave that to the kernel."
+)
 manifest_argument = click.argument("manifest", type=click.Path(path_type=Path))
 
 
@@ -71,12 +83,14 @@ def plan(source: str, spec: str, num_ranks: int | None, drop: tuple[str, ...], a
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write; it must not exist.")
 @drop_option
 @force
+@io_option
+@sync_option
 @click.option("--dry-run", is_flag=True, help="Print the plan and stop.")
 @as_json
 @quiet
 def pack(
-    source: str, spec: str, num_ranks: int | None, out: Path, drop: tuple[str, ...], force: bool, dry_run: bool,
-    as_json: bool, quiet: bool,
+    source: str, spec: str, num_ranks: int | None, out: Path, drop: tuple[str, ...], force: bool, io: Io, sync: bool,
+    dry_run: bool, as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
     """Write one bundle per stage, and a manifest.
 
@@ -87,6 +101,7 @@ def pack(
       reshard pack ./Llama-3.2-1B --layout pp=2 --out ./Llama-3.2-1B-pp2
     """
     from reshard import report
+    from reshard.engine import WriteOptions
     from reshard.pack import PackOptions
     from reshard.pack import pack as run
 
@@ -97,7 +112,8 @@ def pack(
     for name in checkpoint.source.left_out:
         click.echo(f"left out: {name} (weights in a format that reshard does not read)", err=True)
     with _progress("pack", planned.read_nbytes, quiet) as progress:
-        manifest = run(checkpoint, planned, PackOptions(out=out, force=force, progress=progress))
+        write = WriteOptions(io=io, sync=sync, progress=progress)
+        manifest = run(checkpoint, planned, PackOptions(out=out, force=force, write=write))
     click.echo(json.dumps(report.pack_json(manifest, out)) if as_json else report.pack_text(manifest, out))
 
 
@@ -106,9 +122,13 @@ def pack(
 @click.option("--to", "form", type=click.Choice(["hf"]), required=True, help="Format to write.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write; it must not exist.")
 @force
+@io_option
+@sync_option
 @as_json
 @quiet
-def export(manifest: Path, form: str, out: Path, force: bool, as_json: bool, quiet: bool) -> None:
+def export(
+    manifest: Path, form: str, out: Path, force: bool, io: Io, sync: bool, as_json: bool, quiet: bool
+) -> None:  # fmt: skip
     """Write a manifest's model as a Hugging Face folder.
 
     Tensors that were not trained come back byte for byte, in the files they came from.
@@ -118,13 +138,15 @@ def export(manifest: Path, form: str, out: Path, force: bool, as_json: bool, qui
       reshard export ./Llama-3.2-1B-pp2 --to hf --out ./Llama-3.2-1B-again
     """
     from reshard import report
+    from reshard.engine import WriteOptions
     from reshard.export import export_huggingface
     from reshard.formats.bundles import open_manifest
 
     checkpoint = open_manifest(manifest)
     nbytes = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
     with _progress("export", nbytes, quiet) as progress:
-        done = export_huggingface(checkpoint, out, force=force, progress=progress)
+        options = WriteOptions(io=io, sync=sync, progress=progress)
+        done = export_huggingface(checkpoint, out, force=force, options=options)
     click.echo(json.dumps(report.export_json(done, form, out)) if as_json else report.export_text(done, out))
 
 

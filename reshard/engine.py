@@ -1,31 +1,41 @@
 """The one executor of plans: byte ranges from files to files, hashed on the way.
 
-Memory: `NUM_THREADS` buffers of `BUFFER_NBYTES`, whatever the size of the model.
+Memory: `NUM_THREADS` blocks of `BLOCK_NBYTES`, and a few hundred bytes for each tensor in the plan.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from manifests.digest import Hasher, digest_bytes
 from manifests.errors import InputError
-from manifests.safetensors import header_template
+from manifests.safetensors import TensorEntry, header_template
+from reshard.blocks import BLOCK_NBYTES, Io, OutputFile, aligned_buffer, open_input, read_exactly
 from reshard.checkpoint import TensorAt
 from reshard.plan import OutputShard
 
-__all__ = ["BUFFER_NBYTES", "NUM_THREADS", "WrittenShard", "hash_tensors", "write_shards"]
+__all__ = ["NUM_THREADS", "WriteOptions", "WrittenShard", "hash_tensors", "write_shards"]
 
-BUFFER_NBYTES = 1 << 20  # stays in the processor's cache between read, hash and write
 NUM_THREADS = 2
+_MOST_OPEN = 128  # output files open at a time
 _RUN_NBYTES = 64 << 20  # a run is one thread's piece of work: whole tensors, about this long
 
 Progress = Callable[[int], object]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WriteOptions:
+    """How shards reach the disk. Without `sync`, the kernel flushes them when it likes, as after `cp`."""
+
+    io: Io = "direct"
+    sync: bool = True
+    progress: Progress = lambda nbytes: None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,17 +50,17 @@ class WrittenShard:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """One tensor on its way: where its bytes go in the output file (None: hashed, not written)."""
+    """One tensor on its way, and where its bytes begin in the output file (None: hashed, not written)."""
 
     origin: TensorAt
-    output: Path | None
+    output: OutputFile | None
     position: int
 
 
 def write_shards(
-    shards: Sequence[OutputShard], folder: Path, progress: Progress = lambda nbytes: None
+    shards: Sequence[OutputShard], folder: Path, options: WriteOptions | None = None
 ) -> tuple[WrittenShard, ...]:
-    """Write shards below `folder` and bring them to disk.
+    """Write shards below `folder`.
 
     Every byte is read once and hashed as it passes; a tensor whose digest is known must match it.
 
@@ -58,56 +68,60 @@ def write_shards(
         InputError: a source file is shorter than planned, or a tensor's bytes are not what its
             digest says.
     """
-    pieces = []
-    for shard in shards:
-        path = folder / shard.path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _reserve(path, shard)
-        start = len(shard.header)
-        pieces += [
-            _Piece(origin, path, start + entry.begin)
-            for entry, origin in sorted(zip(shard.entries, shard.origins, strict=True), key=lambda pair: pair[0].begin)
-        ]
-    digests = _carry_out(pieces, progress)
-    written, first = [], 0
-    for shard in shards:
-        last = first + len(shard.entries)
-        named = {
-            piece.origin.name: digest for piece, digest in zip(pieces[first:last], digests[first:last], strict=True)
-        }
-        written.append(_finish(folder / shard.path, shard, named))
-        first = last
+    options = options or WriteOptions()
+    written: list[WrittenShard] = []
+    for first in range(0, len(shards), _MOST_OPEN):
+        written += _write_together(shards[first : first + _MOST_OPEN], folder, options)
     return tuple(written)
 
 
 def hash_tensors(tensors: Sequence[TensorAt], progress: Progress = lambda nbytes: None) -> tuple[str, ...]:
     """Give the hex digest of each tensor's bytes; known digests are not consulted."""
-    return tuple(_carry_out([_Piece(_unknown(tensor), None, 0) for tensor in tensors], progress))
+    unknown = (
+        TensorAt(tensor.name, tensor.dtype, tensor.shape, tensor.path, tensor.begin, tensor.nbytes)
+        for tensor in tensors
+    )
+    return tuple(_carry_out([_Piece(tensor, None, 0) for tensor in unknown], progress))
 
 
-def _reserve(path: Path, shard: OutputShard) -> None:
-    """Make the file at its full size, so that a full disk is met before the bytes move."""
-    with open(path, "wb") as file:
-        if shard.nbytes:
-            os.posix_fallocate(file.fileno(), 0, shard.nbytes)
-        file.write(shard.header)
+def _write_together(shards: Sequence[OutputShard], folder: Path, options: WriteOptions) -> list[WrittenShard]:
+    with ExitStack() as stack:
+        files, pieces = [], []
+        for shard in shards:
+            path = folder / shard.path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            files.append(OutputFile(path, shard.nbytes, options.io))
+            stack.callback(files[-1].close)
+            pieces += _pieces(shard, files[-1])
+        digests = iter(_carry_out(pieces, options.progress))
+        return [_finish(shard, file, digests, sync=options.sync) for shard, file in zip(shards, files, strict=True)]
 
 
-def _finish(path: Path, shard: OutputShard, digests: Mapping[str, str]) -> WrittenShard:
-    header = header_template(shard.entries, {}, digests) if shard.with_digests else shard.header
-    with open(path, "r+b") as file:
-        file.write(header)
-        file.flush()
-        os.fsync(file.fileno())
-    return WrittenShard(path=shard.path, nbytes=shard.nbytes, digest=digest_bytes(header), tensor_digests=digests)
+def _finish(shard: OutputShard, file: OutputFile, digests: Iterator[str], *, sync: bool) -> WrittenShard:
+    """Put the header before the data, now that the digests are known."""
+    named = {entry.name: next(digests) for entry in _in_data_order(shard.entries)}
+    header = header_template(shard.entries, {}, named) if shard.with_digests else shard.header
+    file.finish(header, sync=sync)
+    return WrittenShard(path=shard.path, nbytes=shard.nbytes, digest=digest_bytes(header), tensor_digests=named)
+
+
+def _in_data_order(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
+    return sorted(entries, key=lambda entry: (entry.begin, entry.end))
+
+
+def _pieces(shard: OutputShard, file: OutputFile) -> list[_Piece]:
+    """Give a shard's tensors in the order of their bytes in it."""
+    data_begin = len(shard.header)
+    origins = dict(zip((entry.name for entry in shard.entries), shard.origins, strict=True))
+    return [_Piece(origins[entry.name], file, data_begin + entry.begin) for entry in _in_data_order(shard.entries)]
 
 
 def _carry_out(pieces: Sequence[_Piece], progress: Progress) -> list[str]:
     """Move and hash every piece, in runs shared out to a few threads; the first failure stops all."""
     stop = threading.Event()
-    with _open_files(pieces) as (sources, outputs), ThreadPoolExecutor(NUM_THREADS) as pool:
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
         try:
-            jobs = [pool.submit(_carry_run, run, sources, outputs, progress, stop) for run in _runs(pieces)]
+            jobs = [pool.submit(_carry_run, run, progress, stop) for run in _runs(pieces)]
             wait(jobs, return_when=FIRST_EXCEPTION)
             failed = next((job for job in jobs if job.done() and job.exception()), None)
             return [digest for job in ([failed] if failed else jobs) for digest in job.result()]
@@ -117,30 +131,12 @@ def _carry_out(pieces: Sequence[_Piece], progress: Progress) -> list[str]:
             raise
 
 
-@contextmanager
-def _open_files(pieces: Sequence[_Piece]) -> Iterator[tuple[dict[Path, int], dict[Path, int]]]:
-    with ExitStack() as stack:
-
-        def opened(paths: set[Path], flags: int) -> dict[Path, int]:
-            descriptors = {}
-            for path in paths:
-                try:
-                    descriptors[path] = os.open(path, flags | os.O_CLOEXEC)
-                except OSError as error:
-                    raise InputError(str(path), f"cannot be opened: {error.strerror}") from error
-                stack.callback(os.close, descriptors[path])
-            return descriptors
-
-        sources = opened({piece.origin.path for piece in pieces}, os.O_RDONLY)
-        yield sources, opened({piece.output for piece in pieces if piece.output}, os.O_WRONLY)
-
-
 def _runs(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
-    """Cut pieces into runs of whole tensors, in order."""
+    """Cut pieces into runs of whole tensors that lie one after the other in one file."""
     run: list[_Piece] = []
     nbytes = 0
     for piece in pieces:
-        if run and nbytes + piece.origin.nbytes > _RUN_NBYTES:
+        if run and (nbytes + piece.origin.nbytes > _RUN_NBYTES or piece.output is not run[-1].output):
             yield run
             run, nbytes = [], 0
         run.append(piece)
@@ -149,52 +145,55 @@ def _runs(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
         yield run
 
 
-def _carry_run(
-    run: list[_Piece],
-    sources: Mapping[Path, int],
-    outputs: Mapping[Path, int],
-    progress: Progress,
-    stop: threading.Event,
-) -> list[str]:
-    buffer = memoryview(bytearray(BUFFER_NBYTES))
-    digests = []
-    for piece in run:
-        origin, hasher, moved = piece.origin, Hasher(), 0
-        source = sources[origin.path]
-        while moved < origin.nbytes and not stop.is_set():
-            part = buffer[: min(BUFFER_NBYTES, origin.nbytes - moved)]
-            found = _read_some(source, part, origin, moved)
-            part = part[:found]
-            hasher.update(part)
-            if piece.output is not None:
-                _write_all(outputs[piece.output], part, piece.position + moved)
-            moved += found
-            progress(found)
-        digests.append(hasher.hexdigest())
-        if origin.digest is not None and digests[-1] != origin.digest and not stop.is_set():
-            raise InputError(
-                f"{origin.path}: {origin.name!r}",
-                f"expected blake3:{origin.digest}, found blake3:{digests[-1]}",
-                "the shard was changed or damaged after it was written; pack it again from its source",
-            )
+def _carry_run(run: list[_Piece], progress: Progress, stop: threading.Event) -> list[str]:
+    """Fill, hash and write one block after the other; a block may hold the ends of several tensors."""
+    buffer, output = aligned_buffer(), run[0].output
+    digests: list[str] = []
+    # Block and file position are equal modulo a block, so that whole sectors can be written directly.
+    position = run[0].position
+    begin = end = position % BLOCK_NBYTES
+    with ExitStack() as stack:
+        sources = _Sources(stack)
+        for piece in run:
+            origin, hasher, moved = piece.origin, Hasher(), 0
+            while moved < origin.nbytes:
+                if stop.is_set():
+                    return []
+                count = min(BLOCK_NBYTES - end, origin.nbytes - moved)
+                part = buffer[end : end + count]
+                read_exactly(sources[origin.path], part, origin.begin + moved, origin.path)
+                hasher.update(part)
+                moved, end = moved + count, end + count
+                if end == BLOCK_NBYTES:
+                    if output is not None:
+                        output.write(buffer, begin, end, position)
+                    progress(end - begin)
+                    position, begin, end = position + end - begin, 0, 0
+            digests.append(hasher.hexdigest())
+            _check(origin, digests[-1])
+        if output is not None:
+            output.write(buffer, begin, end, position)
+        progress(end - begin)
     return digests
 
 
-def _read_some(descriptor: int, part: memoryview, origin: TensorAt, moved: int) -> int:
-    try:
-        found = os.preadv(descriptor, [part], origin.begin + moved)
-    except OSError as error:
-        raise InputError(str(origin.path), f"cannot be read: {error.strerror}") from error
-    if found == 0:
-        raise InputError(str(origin.path), f"ends within {origin.name!r}", "the file was cut short while it was read")
-    return found
+class _Sources(dict[Path, int]):
+    """Descriptors of one run's own: the kernel reads ahead for each run apart."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        super().__init__()
+        self._stack = stack
+
+    def __missing__(self, path: Path) -> int:
+        self[path] = open_input(path)
+        self._stack.callback(os.close, self[path])
+        return self[path]
 
 
-def _write_all(descriptor: int, part: memoryview, position: int) -> None:
-    while part:
-        written = os.pwrite(descriptor, part, position)
-        part, position = part[written:], position + written
-
-
-def _unknown(tensor: TensorAt) -> TensorAt:
-    return TensorAt(tensor.name, tensor.dtype, tensor.shape, tensor.path, tensor.begin, tensor.nbytes)
+def _check(origin: TensorAt, found: str) -> None:
+    if origin.digest is not None and found != origin.digest:
+        raise InputError(
+            f"{origin.path}: {origin.name!r}",
+            f"expected blake3:{origin.digest}, found blake3:{found}",
+            "the shard was changed or damaged after it was written; pack it again from its source",
+        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from manifests.publish import publishing
 from manifests.safetensors import TensorEntry, encode_header, layout_tensors
 from manifests.store import write_file
 from reshard.checkpoint import Checkpoint, TensorAt
-from reshard.engine import write_shards
+from reshard.engine import WriteOptions, write_shards
 from reshard.formats.huggingface import CONFIG_NAME
 from reshard.pack import carry_files
 from reshard.plan import OutputShard
@@ -46,7 +45,7 @@ def plan_export(checkpoint: Checkpoint) -> tuple[OutputShard, ...]:
 
 
 def export_huggingface(
-    checkpoint: Checkpoint, out: Path, *, force: bool, progress: Callable[[int], object] = lambda nbytes: None
+    checkpoint: Checkpoint, out: Path, *, force: bool, options: WriteOptions | None = None
 ) -> ExportReport:
     """Write a Hugging Face folder: shards, index and small files as they came.
 
@@ -56,7 +55,7 @@ def export_huggingface(
     shards = plan_export(checkpoint)
     with publishing(out, force=force, is_ours=_is_model_folder) as folder:
         carried = carry_files(checkpoint.carried, folder)
-        written = write_shards(shards, folder, progress)
+        written = write_shards(shards, folder, options)
         index = _index_text(checkpoint, shards)
         if index is not None:
             write_file(folder / INDEX_NAME, index.encode())

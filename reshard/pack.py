@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from manifests.publish import publishing
 from manifests.schema import CarriedFile, Layout, Manifest, Model, Shard, Stage
 from manifests.store import read_small_file, write_file, write_manifest
 from reshard.checkpoint import CarriedAt, Checkpoint
-from reshard.engine import WrittenShard, hash_tensors, write_shards
+from reshard.engine import WriteOptions, WrittenShard, hash_tensors, write_shards
 from reshard.plan import PackPlan, plan_pack
 from reshard.record import encode_record
 
@@ -26,7 +25,7 @@ __all__ = ["PackOptions", "carry_files", "pack", "plan_pack"]
 class PackOptions:
     out: Path
     force: bool = False
-    progress: Callable[[int], object] = lambda nbytes: None
+    write: WriteOptions = field(default_factory=WriteOptions)
 
 
 def pack(checkpoint: Checkpoint, plan: PackPlan, options: PackOptions) -> Manifest:
@@ -44,7 +43,7 @@ def pack(checkpoint: Checkpoint, plan: PackPlan, options: PackOptions) -> Manife
         write_file(folder / SOURCE_NAME, record)
         files += (CarriedFile(path=SOURCE_NAME, nbytes=len(record), digest=digest_bytes(record)),)
         shards = [shard for stage in plan.stages for shard in stage.shards]
-        written = {shard.path: shard for shard in write_shards(shards, folder, options.progress)}
+        written = {shard.path: shard for shard in write_shards(shards, folder, options.write)}
         manifest = _manifest(checkpoint, plan, written, files)
         write_manifest(folder, manifest)
     return manifest
@@ -72,7 +71,8 @@ def _check_stored_ties(checkpoint: Checkpoint) -> None:
     """Refuse a source that stores a tied weight twice with different bytes: one of them would be lost."""
     for group in checkpoint.shape.ties:
         stored = [checkpoint.tensors[fqn] for fqn in group if fqn in checkpoint.tensors]
-        if len(stored) > 1 and len(set(hash_tensors(stored))) > 1:
+        kinds = {tensor.dtype for tensor in stored}
+        if len(stored) > 1 and (len(kinds) > 1 or len(set(hash_tensors(stored))) > 1):
             raise InputError(
                 str(stored[0].path.parent),
                 f"the config ties {' and '.join(group)}, and the files store different values for them",

@@ -1,0 +1,109 @@
+"""Files read and written in blocks, past the page cache where the file system lets us."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from pathlib import Path
+from typing import Literal
+
+from manifests.errors import InputError
+
+__all__ = ["BLOCK_NBYTES", "Io", "OutputFile", "aligned_buffer", "open_input", "read_exactly"]
+
+BLOCK_NBYTES = 1 << 20  # stays in the processor's cache between read, hash and write
+_SECTOR_NBYTES = 4096
+
+Io = Literal["direct", "buffered"]
+
+
+def aligned_buffer(nbytes: int = BLOCK_NBYTES) -> memoryview:
+    """Give memory that starts on a page, as direct writes need."""
+    return memoryview(mmap.mmap(-1, nbytes))
+
+
+def open_input(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise InputError(str(path), f"cannot be opened: {error.strerror}") from error
+
+
+def read_exactly(descriptor: int, part: memoryview, position: int, path: Path) -> None:
+    """Fill `part` with the bytes at `position`.
+
+    Raises:
+        InputError: the file ends before that, or the disk fails.
+    """
+    while part:
+        try:
+            found = os.preadv(descriptor, [part], position)
+        except OSError as error:
+            raise InputError(str(path), f"cannot be read at byte {position}: {error.strerror}") from error
+        if found == 0:
+            raise InputError(
+                str(path), f"ends at byte {position}, within a tensor", "the file was cut short after it was planned"
+            )
+        part, position = part[found:], position + found
+
+
+class OutputFile:
+    """One file under construction, written at any position by several threads.
+
+    With `direct`, whole sectors go past the page cache, so that nothing is left to flush at the end;
+    what a sector shares with another piece of work, and file systems that refuse, go through it.
+    """
+
+    def __init__(self, path: Path, nbytes: int, io: Io) -> None:
+        self.path = path
+        self._buffered = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        os.truncate(self._buffered, nbytes)
+        self._direct = _open_direct(path) if io == "direct" else None
+        self._is_open = True
+
+    def write(self, buffer: memoryview, begin: int, end: int, position: int) -> None:
+        """Write `buffer[begin:end]` at `position`; begin and position are equal modulo a sector."""
+        first = begin + -begin % _SECTOR_NBYTES
+        last = end - end % _SECTOR_NBYTES
+        if self._direct is None or first >= last:
+            _write_all(self._buffered, buffer[begin:end], position)
+            return
+        _write_all(self._buffered, buffer[begin:first], position)
+        try:
+            _write_all(self._direct, buffer[first:last], position + first - begin)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # this file system takes no direct writes after all
+                raise
+            _write_all(self._buffered, buffer[first:last], position + first - begin)
+        _write_all(self._buffered, buffer[last:end], position + last - begin)
+
+    def finish(self, header: bytes, *, sync: bool) -> None:
+        """Write the start of the file, bring the whole to disk if asked, and close it."""
+        try:
+            _write_all(self._buffered, memoryview(header), 0)
+            if sync:
+                os.fsync(self._buffered)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Let go of the file; closing it twice does no harm."""
+        if self._is_open:
+            self._is_open = False
+            os.close(self._buffered)
+            if self._direct is not None:
+                os.close(self._direct)
+
+
+def _open_direct(path: Path) -> int | None:
+    try:
+        return os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError:  # tmpfs and some network file systems
+        return None
+
+
+def _write_all(descriptor: int, part: memoryview, position: int) -> None:
+    while part:
+        written = os.pwrite(descriptor, part, position)
+        part, position = part[written:], position + written
