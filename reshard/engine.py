@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
@@ -22,7 +23,7 @@ from reshard.plan import OutputShard
 
 __all__ = ["NUM_THREADS", "WriteOptions", "WrittenShard", "hash_tensors", "write_shards"]
 
-NUM_THREADS = 2
+NUM_THREADS = 2  # one from each end of the plan, see `_carry_out`
 _MOST_OPEN = 128  # output files open at a time
 _RUN_NBYTES = 64 << 20  # a run is one thread's piece of work: whole tensors, about this long
 
@@ -117,18 +118,32 @@ def _pieces(shard: OutputShard, file: OutputFile) -> list[_Piece]:
 
 
 def _carry_out(pieces: Sequence[_Piece], progress: Progress) -> list[str]:
-    """Move and hash every piece, in runs shared out to a few threads; the first failure stops all."""
+    """Move and hash every piece; give the hex digests in the same order. The first failure stops all.
+
+    One thread takes runs from the front, the other from the back, so that they meet in one file only
+    at the end: two threads that write one file wait for each other.
+    """
+    runs = deque(enumerate(_runs(pieces)))
+    digests: dict[int, list[str]] = {}
     stop = threading.Event()
+
+    def work(take: Callable[[], tuple[int, list[_Piece]]]) -> None:
+        while not stop.is_set():
+            try:
+                number, run = take()
+            except IndexError:  # none left
+                return
+            digests[number] = _carry_run(run, progress, stop)
+
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         try:
-            jobs = [pool.submit(_carry_run, run, progress, stop) for run in _runs(pieces)]
-            wait(jobs, return_when=FIRST_EXCEPTION)
-            failed = next((job for job in jobs if job.done() and job.exception()), None)
-            return [digest for job in ([failed] if failed else jobs) for digest in job.result()]
-        except BaseException:
+            jobs = [pool.submit(work, take) for take in (runs.popleft, runs.pop)]
+            done, _ = wait(jobs, return_when=FIRST_EXCEPTION)
+            for job in done:
+                job.result()
+        finally:
             stop.set()
-            pool.shutdown(cancel_futures=True)
-            raise
+    return [digest for number in sorted(digests) for digest in digests[number]]
 
 
 def _runs(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:

@@ -23,11 +23,22 @@ def main() -> None:
     try:
         run.main(sys.argv[1:])
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        sys.exit(_end(rank, failure))
+        sys.exit(_end(*_root_cause(error)))
     except SignalException as error:
         print(f"interrupted by {_signal_name(int(error.sigval))}", file=sys.stderr)
         sys.exit(130)
+
+
+def _root_cause(error: ChildFailedError) -> tuple[int, ProcessFailure]:
+    """Give the rank that a signal ended, if any: its peers fail at once, and may be noticed before it.
+
+    SIGTERM does not count: the agent sends it to the ranks that are left.
+    """
+    for rank, failure in sorted(error.failures.items()):
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+            return rank, failure
+    rank, failure = error.get_first_failure()
+    return rank, failure
 
 
 def _end(rank: int, failure: ProcessFailure) -> int:

@@ -1,0 +1,209 @@
+"""`runner launch` as a user calls it: real torchrun ranks on real bundles."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from tests.fast.runner.tiny import save_model
+
+pytestmark = pytest.mark.process
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ("--seq-len", "16", "--global-batch", "8", "--microbatch", "2", "--steps", "3", "--lr", "1e-3")
+WORDS = [f"w{number}" for number in range(300)]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny tied Llama with a tokenizer of whole words."""
+    folder = tmp_path_factory.mktemp("models") / "tied"
+    save_model(folder, tie_word_embeddings=True, bos_token_id=300, eos_token_id=301)
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def packed(source: Path) -> Path:
+    return pack(source, "pp=2", source.parent / "pp2")
+
+
+@pytest.fixture(scope="module")
+def text(source: Path) -> Path:
+    """Documents of very different lengths, so that sequences made of them are padded."""
+    path = source.parent / "text.jsonl"
+    lengths = [3, 40, 9, 17, 2, 25, 31, 5, 12, 8, 19, 4]
+    documents = (" ".join(WORDS[(7 * row + 3 * i) % 300] for i in range(n)) for row, n in enumerate(lengths))
+    path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+    return path
+
+
+def pack(source: Path, layout: str, out: Path) -> Path:
+    command = [sys.executable, "-m", "reshard.cli", "pack", str(source), "--layout", layout, "--out", str(out)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
+    return out
+
+
+def launch(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "runner.cli", "launch", *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+
+
+def copied(folder: Path, out: Path) -> Path:
+    subprocess.run(["cp", "-r", str(folder), str(out)], check=True)
+    return out
+
+
+def test_each_rank_opens_its_own_stages_shards_and_no_other(packed: Path, tmp_path: Path) -> None:
+    log = tmp_path / "opened"
+    opened = os.pathsep.join((str(ROOT / "tests/process/opened"), str(ROOT)))
+    done = launch(
+        packed, "--", "--data", "synthetic", *SMALL, "--log-dir", tmp_path, OPENED_LOG=str(log), PYTHONPATH=opened
+    )
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        shards = set(Path(f"{log}.{rank}").read_text().split())
+        assert shards == {str(packed / f"stage-00{rank}" / "model.safetensors")}
+
+
+def test_trained_weights_export_to_a_folder_that_transformers_loads_with_the_same_loss(
+    packed: Path, text: Path, tmp_path: Path
+) -> None:
+    trained, exported = tmp_path / "trained", tmp_path / "exported"
+    done = launch(
+        packed, "--", "--data", text, "--eval-data", text, *SMALL, "--no-pack",
+        "--save", trained, "--log-dir", tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == [1, 2, 3, 3]
+    assert len(done.stdout.splitlines()) == 5
+    command = ["export", str(trained), "--to", "hf", "--out", str(exported)]
+    subprocess.run([sys.executable, "-m", "reshard.cli", *command], cwd=ROOT, check=True, timeout=60)
+    model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    loss, num_tokens = loss_of(model, text)
+    assert num_tokens == steps[-1]["num_tokens"]
+    assert loss == pytest.approx(steps[-1]["eval_loss"], rel=1e-6)
+    assert sorted(path.name for path in exported.iterdir()) == sorted(
+        path.name for path in (packed.parent / "tied").iterdir()
+    )
+
+
+def loss_of(model: LlamaForCausalLM, text: Path) -> tuple[float, int]:
+    """One document a sequence, bos and eos around it, cut at 16 tokens."""
+    total, count = 0.0, 0
+    for line in text.read_text().splitlines():
+        ids = [300, *(int(word[1:]) for word in json.loads(line)["text"].split()), 301][:17]
+        with torch.no_grad():
+            logits = model(torch.tensor([ids[:-1]])).logits[0]
+        total += torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="sum").item()
+        count += len(ids) - 1
+    return total / count, count
+
+
+def test_wrong_world_size_is_refused_before_torchrun_starts(packed: Path) -> None:
+    done = launch(packed, "--nproc-per-node", "3", "--", "--data", "synthetic")
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr == (
+        "error: manifest needs 2 ranks, WORLD_SIZE is 3\n"
+        "hint: runner launch MANIFEST --nproc-per-node 2, or reshard pack MANIFEST --layout pp=3 --out DIR\n"
+    )
+
+
+def test_worker_refuses_a_wrong_world_size_before_any_collective(packed: Path) -> None:
+    # RANK 1 of 3 alone: a collective would wait for the others until the timeout.
+    done = subprocess.run(
+        [sys.executable, "-m", "runner.worker", str(packed / "manifest.json"), "--data", "synthetic"],
+        cwd=ROOT,
+        env={**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 3
+    assert "error: manifest needs 2 ranks, WORLD_SIZE is 3\n" in done.stderr
+
+
+def test_flipped_byte_ends_all_ranks_soon_with_one_message(packed: Path, tmp_path: Path) -> None:
+    bad = copied(packed, tmp_path / "bad")
+    shard = bad / "stage-001" / "model.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-5] ^= 1
+    shard.write_bytes(data)
+    started = time.monotonic()
+    done = launch(bad, "--", "--data", "synthetic", *SMALL, "--log-dir", tmp_path)
+    assert time.monotonic() - started < 20
+    assert (done.returncode, done.stdout) == (3, "")
+    (message,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
+    assert message.startswith(f"error: rank 1: {shard}: 'lm_head.weight': expected blake3:")
+    assert "Traceback" not in done.stderr
+
+
+def test_missing_shard_is_named_with_its_rank(packed: Path, tmp_path: Path) -> None:
+    bad = copied(packed, tmp_path / "bad")
+    shard = bad / "stage-001" / "model.safetensors"
+    shard.unlink()
+    done = launch(bad, "--", "--data", "synthetic", *SMALL, "--log-dir", tmp_path)
+    assert (done.returncode, done.stdout) == (3, "")
+    assert f"error: rank 1: {shard}: the manifest names this shard, and it is missing\n" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def endless(packed: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A run of many steps, in a session of its own, that is stopped at the end whatever happened."""
+    command = [sys.executable, "-m", "runner.cli", "launch", str(packed), "--", "--data", "synthetic", *SMALL]
+    process = subprocess.Popen(
+        [*command, "--steps", "100000", "--log-dir", str(tmp_path)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    yield process
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def test_killed_rank_ends_the_others_with_exit_code_5_and_no_orphan(endless: subprocess.Popen[str]) -> None:
+    assert endless.stdout is not None
+    assert endless.stdout.readline().startswith("step 1/")
+    ranks = worker_pids(endless.pid)
+    assert len(ranks) == 2
+    os.kill(ranks[1], signal.SIGKILL)
+    _, errors = endless.communicate(timeout=60)
+    assert endless.returncode == 5
+    assert "Traceback" not in errors
+    assert "error: rank " in errors
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+
+
+def worker_pids(agent: int) -> list[int]:
+    """The agent's children that are ranks, in the order of their RANK."""
+    children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+    ranks = {}
+    for pid in children:
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        ranks |= {int(item[5:]): int(pid) for item in environment if item.startswith(b"RANK=")}
+    return [ranks[rank] for rank in sorted(ranks)]
