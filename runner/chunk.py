@@ -24,6 +24,7 @@ class StageChunk(nn.Module):
         super().__init__()
         self.family, self.stage, self.module_names = family, stage, modules
         self.body = family.build(modules)
+        self.device = torch.device("meta")
 
     def forward(self, tensor: torch.Tensor) -> torch.Tensor:
         # The pipeline takes gradients from a stage's input and output: they may not be one tensor.
@@ -42,6 +43,7 @@ def materialize(chunk: StageChunk, *, device: torch.device, dtype: torch.dtype) 
     """Give a chunk memory on `device`: parameters of `dtype`, not yet filled, and computed buffers."""
     chunk.to(dtype)
     chunk.to_empty(device=device)
+    chunk.device = device
     chunk.family.init_buffers(chunk.body, device)
 
 

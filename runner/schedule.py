@@ -1,4 +1,4 @@
-"""Microbatches through stages. Every private name of torch's pipelining that we use is in this file."""
+"""Microbatches through stages. The only file that knows torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class _Plain:
 
     def __init__(self, chunks: Sequence[StageChunk], options: BatchOptions) -> None:
         self._chunks, self._options = tuple(chunks), options
-        self._device = _device_of(chunks)
+        self._device = chunks[0].device
 
     def train(self, batch: Batch | None) -> float:
         losses = []
@@ -220,18 +220,13 @@ def _stages(
             chunk,
             chunk.stage,
             placement.num_stages,
-            _device_of(chunks),
+            chunk.device,
             input_args=wire.example(chunk.stage, options.microbatch, options.seq_len),
             output_args=wire.example(chunk.stage + 1, options.microbatch, options.seq_len),
             group=group,
         )
         for chunk in chunks
     ]
-
-
-def _device_of(chunks: Sequence[StageChunk]) -> torch.device:
-    found = (tensor.device for chunk in chunks for tensor in chunk.parameters())
-    return next(found, torch.device("cpu"))
 
 
 def _check_shape(tokens: torch.Tensor | None, options: BatchOptions) -> None:

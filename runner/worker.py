@@ -209,7 +209,7 @@ def _modules(manifest: Manifest) -> tuple[tuple[str, ...], ...]:
 def _report(error: Exception, world: World) -> int:
     """Say what ended this rank: a lost peer in a line, our own bug with its traceback."""
     if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0].partition(". ")[0][:200]
         logger.error("[rank %d] another rank is gone or too slow: %s", world.rank, reason)
         return RankError.exit_code
     logger.error("[rank %d] %s", world.rank, traceback.format_exc())

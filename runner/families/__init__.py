@@ -58,7 +58,7 @@ def family_for(config: Mapping[str, object], *, max_seq_len: int, where: str = "
     if architecture not in FAMILIES:
         raise InputError(
             f"{where}: architectures",
-            f"{architecture!r} can be packed, but not trained yet",
+            f"{architecture!r} can be packed, but the runner has no family for it",
             "known to the runner: " + ", ".join(sorted(FAMILIES)),
         )
     return FAMILIES[architecture](config, max_seq_len, where)

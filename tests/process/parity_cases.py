@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import torch
+
 from manifests.placement import Placement
 from runner.recipe import BatchOptions, OptimOptions, ScheduleName
 
@@ -28,12 +30,14 @@ class Case:
     num_virtual: int
     weights: Weights
     shares: tuple[int, ...] = ()  # modules on each stage; none means as even as possible
+    dtype: torch.dtype = torch.float32
     plant: Plant | None = None  # a known mistake
 
     @property
     def name(self) -> str:
         parts = [self.schedule, f"pp{self.num_ranks}", f"vpp{self.num_virtual}", self.weights]
         parts += ["-".join(map(str, self.shares))] if self.shares else []
+        parts += ["bf16"] if self.dtype == torch.bfloat16 else []
         return "_".join([*parts, self.plant] if self.plant else parts)
 
     @property
@@ -75,4 +79,5 @@ UNEVEN = (
     ),
 )
 PLANTED = tuple(Case(schedule="1F1B", num_ranks=2, num_virtual=1, weights="tied", plant=plant) for plant in _PLANTS)
-CASES = MATRIX + UNEVEN + PLANTED
+HALF = (Case(schedule="Interleaved1F1B", num_ranks=2, num_virtual=2, weights="tied", dtype=torch.bfloat16),)
+CASES = MATRIX + UNEVEN + HALF + PLANTED

@@ -34,12 +34,12 @@ def run_case(case: Case, models: Path) -> dict[str, Any]:
         cut(family.modules, case.shares) if case.shares else split_evenly(family.modules, placement.num_stages)
     )
     chunks = build_chunks(family, stage_modules, placement.stages_on(dist.get_rank()))
-    fill(chunks, folder)
+    fill(chunks, folder, case.dtype)
     groups = [head_tie(stage_modules)] if case.weights == "tied" else []
     ties = build_ties(groups, chunks, placement, TIMEOUT)
     check_equal(ties)
     parameters = lead_parameters(chunks, ties)
-    schedule = build_schedule(case.schedule, chunks, plan_wire(family, stage_modules, torch.float32), placement, BATCH)
+    schedule = build_schedule(case.schedule, chunks, plan_wire(family, stage_modules, case.dtype), placement, BATCH)
     if case.plant == "scale_grads":
         schedule.torch_schedule.scale_grads = True  # type: ignore[attr-defined]
     engine = Engine(

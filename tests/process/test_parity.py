@@ -21,7 +21,7 @@ from runner.batches import Batch
 from runner.chunk import build_chunks
 from runner.families import family_for
 from tests.fast.runner.tiny import EMBEDDING, HEAD, fill, load_model, padded_batch, read_config, save_model
-from tests.process.parity_cases import BATCH, MATRIX, OPTIM, PLANTED, SEQ_LEN, STEPS, UNEVEN, Case
+from tests.process.parity_cases import BATCH, CASES, HALF, MATRIX, OPTIM, PLANTED, SEQ_LEN, STEPS, UNEVEN, Case
 from tests.process.torchrun import launch
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
@@ -56,8 +56,11 @@ def runs(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def strict(models: Path) -> dict[str, Run]:
-    return {weights: train_same_code(models / weights, weights == "tied") for weights in ("untied", "tied")}
+def strict(models: Path) -> dict[tuple[str, torch.dtype], Run]:
+    return {
+        (weights, dtype): train_same_code(models / weights, weights == "tied", dtype)
+        for weights, dtype in {(case.weights, case.dtype) for case in CASES}
+    }
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +68,11 @@ def hugging_face(models: Path) -> dict[str, Run]:
     return {weights: train_transformers(models / weights) for weights in ("untied", "tied")}
 
 
-def train_same_code(folder: Path, tied: bool) -> Run:
+def train_same_code(folder: Path, tied: bool, dtype: torch.dtype) -> Run:
     """Accumulate the microbatches in order through the runner's whole model; two copies of a tied weight."""
     family = family_for(read_config(folder), max_seq_len=SEQ_LEN)
     chunks = build_chunks(family, (family.modules,), (0,))
-    fill(chunks, folder)
+    fill(chunks, folder, dtype)
     model = chunks[0].body
     named = {family.to_hf(name): parameter for name, parameter in model.named_parameters()}
     optimizer = torch.optim.AdamW(
@@ -97,7 +100,7 @@ def accumulate(model: nn.Module, step: int) -> list[float]:
     batch = padded_batch(step)
     losses = []
     for tokens, labels in microbatches(batch):
-        logits = model(tokens)
+        logits = model(tokens).float()
         loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / batch.num_tokens
         torch.autograd.backward(loss)
         losses.append(loss.item())
@@ -186,9 +189,9 @@ def test_pipeline_equals_transformers(case: Case, runs: Path, hugging_face: dict
     assert worst(found.parameters, expected.parameters) <= 1e-3
 
 
-@pytest.mark.parametrize("case", CORRECT, ids=lambda case: case.name)
-def test_pipeline_is_bitwise_one_process(case: Case, runs: Path, strict: dict[str, Run]) -> None:
-    found, expected = read_run(runs, case), strict[case.weights]
+@pytest.mark.parametrize("case", CORRECT + HALF, ids=lambda case: case.name)
+def test_pipeline_is_bitwise_one_process(case: Case, runs: Path, strict: dict[tuple[str, torch.dtype], Run]) -> None:
+    found, expected = read_run(runs, case), strict[case.weights, case.dtype]
     assert found.losses == expected.losses
     assert found.norms == expected.norms
     assert all(same_bits(*pair) for pair in zip(found.gradients, expected.gradients, strict=True))
@@ -204,10 +207,10 @@ def test_every_rank_learns_the_token_count_and_the_loss_before_each_step(case: C
 
 @pytest.mark.parametrize("case", PLANTED, ids=lambda case: case.plant)
 def test_planted_mistake_is_caught(
-    case: Case, runs: Path, strict: dict[str, Run], hugging_face: dict[str, Run]
+    case: Case, runs: Path, strict: dict[tuple[str, torch.dtype], Run], hugging_face: dict[str, Run]
 ) -> None:
     found = read_run(runs, case)
-    exact, other = strict[case.weights], hugging_face[case.weights]
+    exact, other = strict[case.weights, case.dtype], hugging_face[case.weights]
     # None of the three shows in the first loss.
     assert found.losses[0] == exact.losses[0]
     assert found.norms != exact.norms
@@ -216,11 +219,11 @@ def test_planted_mistake_is_caught(
     assert worst(found.gradients[0], other.gradients[0]) > 1e-5
 
 
-def test_wrong_mean_over_microbatches_is_caught(models: Path, strict: dict[str, Run]) -> None:
+def test_wrong_mean_over_microbatches_is_caught(models: Path, strict: dict[tuple[str, torch.dtype], Run]) -> None:
     """The mean of each microbatch's mean is the classic mistake under padding."""
     model = load_model(models / "untied")
     batch = padded_batch(0)
     for tokens, labels in microbatches(batch):
         loss = cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten()) / len(batch.tokens)
         torch.autograd.backward(loss)
-    assert norm_of(model.parameters()) != pytest.approx(strict["untied"].norms[0], rel=1e-2)
+    assert norm_of(model.parameters()) != pytest.approx(strict["untied", torch.float32].norms[0], rel=1e-2)

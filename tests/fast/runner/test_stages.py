@@ -117,6 +117,7 @@ def test_loss_is_the_mean_over_all_valid_tokens(folder: Path, num_stages: int) -
     batch = padded_batch(0, size=4, seq_len=16)
     logits = schedule.logits(batch.tokens)
     assert logits is not None
+    assert not logits.requires_grad  # evaluation keeps no activations
     expected = cross_entropy(logits.flatten(0, 1), batch.labels.flatten()).item()
     loss = schedule.evaluate(batch)
     assert loss is not None

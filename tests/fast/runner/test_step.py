@@ -132,7 +132,7 @@ def test_gradient_that_is_not_finite_stops_the_step_before_any_weight_changes(fo
     name = "model.layers.1.mlp.down_proj.weight"
     named[name].data[0, 0] = math.inf
     before = {fqn: parameter.detach().clone() for fqn, parameter in named.items()}
-    with pytest.raises(RankError, match="^rank 0: the gradient of model.* is not finite\nhint: a lower --lr"):
+    with pytest.raises(RankError, match=r"^rank 0: the gradient of model\..* is not finite\nhint: a lower --lr"):
         train_step(engine, padded_batch(0, size=4, seq_len=16), 0)
     assert all(torch.equal(parameter, before[fqn]) for fqn, parameter in named.items())
 

@@ -6,16 +6,17 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from manifests.placement import Placement
 from manifests.schema import TieGroup, TieMember
 from runner.batches import IGNORED, Batch
 from runner.chunk import StageChunk, materialize, named_hf_parameters
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 CPU = torch.device("cpu")
@@ -35,6 +36,8 @@ SIZES: Mapping[str, Any] = {
 
 def save_model(folder: Path, **overrides: Any) -> LlamaForCausalLM:
     """Save a random model whose norms are not all ones, and give it."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # slow to import, and ranks do without
+
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**{**SIZES, **overrides}))
     for name, parameter in model.named_parameters():
@@ -45,6 +48,8 @@ def save_model(folder: Path, **overrides: Any) -> LlamaForCausalLM:
 
 
 def load_model(folder: Path) -> LlamaForCausalLM:
+    from transformers import LlamaForCausalLM
+
     model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model
 
@@ -54,12 +59,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def fill(chunks: Iterable[StageChunk], folder: Path) -> None:
+def fill(chunks: Iterable[StageChunk], folder: Path, dtype: torch.dtype = torch.float32) -> None:
     """Give chunks memory and the weights that the `safetensors` library reads."""
     with safe_open(folder / "model.safetensors", "pt") as file:
         stored = set(file.keys())
         for chunk in chunks:
-            materialize(chunk, device=CPU, dtype=torch.float32)
+            materialize(chunk, device=CPU, dtype=dtype)
             for fqn, parameter in named_hf_parameters(chunk):
                 name = EMBEDDING if fqn == HEAD and HEAD not in stored else fqn
                 parameter.data.copy_(file.get_tensor(name))
@@ -89,7 +94,3 @@ def padded_batch(step: int, *, size: int = 8, seq_len: int = 32, vocab_size: int
     for row, length in enumerate(torch.randint(1, seq_len + 1, (size,), generator=generator)):
         labels[row, int(length) :] = IGNORED
     return Batch(tokens=tokens[:, :-1].contiguous(), labels=labels, num_tokens=int((labels != IGNORED).sum()))
-
-
-def one_rank(num_stages: int = 1) -> Placement:
-    return Placement(num_stages=num_stages, num_ranks=1)

@@ -1,0 +1,138 @@
+"""Documents come out of files whole, in order, and with errors that name file and line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from manifests.errors import InputError
+from runner.data import Document, find_files, read_documents
+
+
+def texts(*files: Path, field: str = "text") -> list[str]:
+    return ["".join(document.pieces) for document in read_documents(files, field)]
+
+
+def refusal(*files: Path, field: str = "text") -> str:
+    with pytest.raises(InputError) as error:
+        texts(*files, field=field)
+    return str(error.value)
+
+
+LINES = st.text(st.characters(codec="utf-8", exclude_characters="\ufeff"), max_size=40)
+
+
+@given(lines=st.lists(LINES), repeats=st.integers(1, 4000))
+def test_pieces_of_a_text_file_add_up_to_it_and_end_at_line_ends(
+    lines: list[str], repeats: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    text = "\n".join(lines * repeats)
+    file = tmp_path_factory.mktemp("text") / "a.txt"
+    file.write_bytes(text.encode())
+    (document,) = read_documents([file], "text")
+    pieces = list(document.pieces)
+    assert "".join(pieces) == text
+    assert all(piece.endswith("\n") for piece in pieces[:-1])
+    assert all(len(piece.encode()) <= (64 << 10) + 200 for piece in pieces)
+
+
+def test_line_without_end_is_cut_between_characters(tmp_path: Path) -> None:
+    text = "é" * 200_001
+    file = tmp_path / "a.txt"
+    file.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    (document,) = read_documents([file], "text")
+    pieces = list(document.pieces)
+    assert len(pieces) > 1
+    assert "".join(pieces) == text
+
+
+def test_document_ends_where_its_record_ends(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\r\ntwo\n", newline="")
+    (tmp_path / "b.jsonl").write_text('{"text": "three\\nfour"}\n\n{"id": 7, "text": ""}')
+    table = pyarrow.table({"text": [f"row {number}" for number in range(150)], "id": list(range(150))})
+    parquet.write_table(table, tmp_path / "c.parquet", row_group_size=40)
+    files = find_files([str(tmp_path)])
+    assert texts(*files) == ["one\r\ntwo\n", "three\nfour", "", *(f"row {number}" for number in range(150))]
+    documents: list[Document] = list(read_documents(files, "text"))
+    assert [document.where for document in documents[:3]] == [
+        str(tmp_path / "a.txt"),
+        f"{tmp_path / 'b.jsonl'}:1",
+        f"{tmp_path / 'b.jsonl'}:3",
+    ]
+    assert documents[-1].where == f"{tmp_path / 'c.parquet'}: row 150"
+
+
+def test_another_field_or_column_can_hold_the_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "one"}\n')
+    parquet.write_table(pyarrow.table({"body": ["two"]}), tmp_path / "b.parquet")
+    assert texts(*find_files([str(tmp_path)]), field="body") == ["one", "two"]
+
+
+def test_sources_keep_their_order_and_folders_and_globs_are_sorted(tmp_path: Path) -> None:
+    for name in ("z/2.txt", "z/1.txt", "z/deep/0.txt", "z/notes.md", "a.txt", "b.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    found = find_files([str(tmp_path / "b.txt"), str(tmp_path / "z"), str(tmp_path / "?.txt")])
+    names = [file.relative_to(tmp_path).as_posix() for file in found]
+    assert names == ["b.txt", "z/1.txt", "z/2.txt", "z/deep/0.txt", "a.txt", "b.txt"]
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("none.txt", "no such file or folder, and no file matches it"),
+        ("*.jsonl", "no such file or folder, and no file matches it"),
+        ("empty", "no file in this folder ends in .txt, .jsonl, .parquet"),
+        ("a.md", "expected a file that ends in .txt, .jsonl, .parquet"),
+        ("*.md", "expected a file that ends in .txt, .jsonl, .parquet"),
+    ],
+)
+def test_source_that_names_no_text_is_refused(source: str, problem: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a.md").touch()
+    with pytest.raises(InputError) as error:
+        find_files([str(tmp_path / source)])
+    shown = "a.md" if source == "*.md" else source
+    assert str(error.value) == f"{tmp_path / shown}: {problem}"
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("[1]", "expected a JSON object, found a list"),
+        ('{"id": 1, "body": "x"}', "no field 'text'; it has 'body', 'id'"),
+        ('{"text": null}', "expected text in 'text', found null"),
+        ("{", "is not a line of JSON: Expecting property name enclosed in double quotes: line 2 column 1 (char 2)"),
+    ],
+)
+def test_bad_json_line_is_named(line: str, problem: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(f'{{"text": "good"}}\n{line}\n')
+    assert refusal(file) == f"{file}:2: {problem}"
+
+
+def test_bytes_that_are_not_text_are_named_by_line(tmp_path: Path) -> None:
+    text, lines = tmp_path / "a.txt", tmp_path / "a.jsonl"
+    text.write_bytes(b"good\n" * 40_000 + b"bad \xff\n")
+    lines.write_bytes(b'{"text": "good"}\n{"text": "\xff"}\n')
+    assert refusal(text) == f"{text}:40001: is not UTF-8: invalid start byte"
+    assert refusal(lines).startswith(f"{lines}:2: is not a line of JSON: 'utf-8' codec can't decode byte 0xff")
+    text.write_bytes(b"good\n\xe2\x82")
+    assert refusal(text) == f"{text}:2: is not UTF-8: unexpected end of data"
+
+
+def test_bad_parquet_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "a.parquet"
+    file.write_bytes(b"PAR1 no")
+    assert refusal(file).startswith(f"{file}: cannot be read as Parquet: ")
+    parquet.write_table(pyarrow.table({"id": [1], "body": ["x"]}), file)
+    assert refusal(file) == f"{file}: no column 'text'; it has 'id', 'body'"
+    parquet.write_table(pyarrow.table({"text": [1]}), file)
+    assert refusal(file) == f"{file}: expected text in column 'text', found int64"
+    parquet.write_table(pyarrow.table({"text": ["a", None]}), file)
+    assert refusal(file) == f"{file}: row 2: expected text in column 'text', found null"
