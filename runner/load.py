@@ -47,8 +47,8 @@ def load_bundle(
     """Fill a stage's parameters, keyed by HF FQN, with its bundle's tensors, in place.
 
     Every rank calls this for its own stages; it runs no collectives. A parameter that is stored in
-    another floating dtype is cast. A tied parameter whose other name is stored on this stage is left
-    to its tie.
+    another floating dtype is cast. A tied parameter that is stored under its group's first name on this
+    stage alone is copied from there.
 
     Shapes: as stored; see `manifests.models`.
     Raises:
@@ -57,7 +57,8 @@ def load_bundle(
     """
     started_s = time.perf_counter()
     headers = {root / shard.path: open_shard(root, shard) for shard in stage.shards}
-    _check_names(parameters, headers.values(), manifest, stage, ignored_suffixes)
+    copies = _copies(parameters, headers.values(), manifest, stage)
+    _check_names(parameters, headers.values(), stage, copies, ignored_suffixes)
     num_tensors, nbytes = 0, 0
     for path, header in headers.items():
         digests = header.digests(str(path))
@@ -77,21 +78,29 @@ def load_bundle(
     return LoadReport(stage=stage.index, num_tensors=num_tensors, nbytes=nbytes, load_s=time.perf_counter() - started_s)
 
 
+def _copies(
+    parameters: Mapping[str, torch.Tensor], headers: Iterable[Header], manifest: Manifest, stage: Stage
+) -> dict[str, str]:
+    """Give each tied parameter that this stage does not store, with the name that it is stored under here."""
+    stored = {entry.name for header in headers for entry in header.tensors}
+    copies = {}
+    for group in manifest.ties:
+        here = [member.fqn for member in group.members if member.stage == stage.index]
+        if here and here[0] in stored:
+            copies |= {fqn: here[0] for fqn in here[1:] if fqn not in stored and fqn in parameters}
+    return copies
+
+
 def _check_names(
     parameters: Mapping[str, torch.Tensor],
     headers: Iterable[Header],
-    manifest: Manifest,
     stage: Stage,
+    copies: Mapping[str, str],
     ignored_suffixes: tuple[str, ...],
 ) -> None:
     where = f"stages[{stage.index}]"
     entries = {entry.name: entry for header in headers for entry in header.tensors}
-    tied_here = set()
-    for group in manifest.ties:
-        names = {member.fqn for member in group.members if member.stage == stage.index}
-        if names & entries.keys():
-            tied_here |= names
-    missing = sorted(parameters.keys() - entries.keys() - tied_here)
+    missing = sorted(parameters.keys() - entries.keys() - copies.keys())
     if missing:
         raise InputError(where, f"no shard holds {_some(missing)}", "the bundle is incomplete; pack it again")
     unexpected = sorted(

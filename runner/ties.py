@@ -18,12 +18,12 @@ from torch import distributed as dist
 from torch import nn
 
 from manifests.digest import digest_bytes
-from manifests.errors import RankError
+from manifests.errors import InputError, RankError
 from manifests.placement import Placement
 from manifests.schema import TieGroup
 from runner.chunk import NamedParameter, StageChunk, named_hf_parameters
 
-__all__ = ["Tie", "build_ties", "check_equal", "lead_parameters", "sync_gradients"]
+__all__ = ["Tie", "build_ties", "check_equal", "check_loaded", "lead_parameters", "sync_gradients"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -41,6 +41,24 @@ class Tie:
         return self.members[0]
 
 
+def check_loaded(groups: Iterable[TieGroup], chunks: Sequence[StageChunk]) -> None:
+    """Make sure that the copies of a tied weight that this rank has read are equal; no collective.
+
+    Raises:
+        InputError: naming two that differ.
+    """
+    found = _by_name(chunks)
+    for group in groups:
+        keys = [(member.fqn, member.stage) for member in group.members if (member.fqn, member.stage) in found]
+        for key in keys[1:]:
+            if not torch.equal(found[key], found[keys[0]]):
+                raise InputError(
+                    f"tied weight {group.owner.fqn}",
+                    f"{keys[0][0]} on stage {keys[0][1]} and {key[0]} on stage {key[1]} hold different values",
+                    "the bundles disagree; pack the source again",
+                )
+
+
 def build_ties(
     groups: Iterable[TieGroup],
     chunks: Sequence[StageChunk],
@@ -53,7 +71,7 @@ def build_ties(
     Every rank calls this with the same groups: it creates a process group for each that spans ranks.
     A replica takes over the values of the first member on its rank.
     """
-    found = {(fqn, chunk.stage): parameter for chunk in chunks for fqn, parameter in named_hf_parameters(chunk)}
+    found = _by_name(chunks)
     ties = []
     for group in groups:
         members = tuple(
@@ -129,6 +147,10 @@ def check_equal(ties: Sequence[Tie], pipeline: dist.ProcessGroup | None = None) 
                 f"the copies of this tied weight differ: {shown}",
                 "if this is the first step, the bundles disagree: pack the source again",
             )
+
+
+def _by_name(chunks: Sequence[StageChunk]) -> dict[tuple[str, int], nn.Parameter]:
+    return {(fqn, chunk.stage): parameter for chunk in chunks for fqn, parameter in named_hf_parameters(chunk)}
 
 
 def _process_group(

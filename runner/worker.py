@@ -36,7 +36,7 @@ from runner.save import save_weights
 from runner.schedule import build_schedule
 from runner.sequences import read_batches, read_once
 from runner.step import Engine, eval_step, train_step
-from runner.ties import build_ties, check_equal, lead_parameters
+from runner.ties import build_ties, check_equal, check_loaded, lead_parameters
 from runner.together import AloneError, alone, together
 from runner.wire import plan_wire
 
@@ -127,6 +127,7 @@ def load_stages(
             report.nbytes / 2**30,
             report.load_s,
         )
+    check_loaded(manifest.ties, chunks)
     return chunks
 
 

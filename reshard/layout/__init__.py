@@ -1,0 +1,25 @@
+"""Layouts: every way to say which stage holds which modules, read to one form, solved for and printed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from manifests.models import ModelShape
+from reshard.layout.inventory import inventory_of_modules
+from reshard.layout.model import Costs, Layout
+from reshard.layout.spelling import parse_layout
+
+__all__ = ["Layout", "layout_for", "parse_layout"]
+
+
+def layout_for(
+    shape: ModelShape,
+    spec: str,
+    *,
+    num_ranks: int | None = None,
+    strict_megatron: bool = False,
+    costs: Mapping[str, Costs] | None = None,
+) -> Layout:
+    """Read a layout of a known model; see `parse_layout`."""
+    inventory = inventory_of_modules(shape.modules, shape.num_layers, shape.architecture)
+    return parse_layout(spec, inventory, num_ranks=num_ranks, strict_megatron=strict_megatron, costs=costs)

@@ -1,0 +1,172 @@
+"""Layouts that are solved for: `balance:COST`, and DeepSpeed's `parameters` and `type:REGEX`."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+
+from manifests.errors import InputError
+from reshard.layout.deepspeed import matching_weights
+from reshard.layout.inventory import Inventory
+from reshard.layout.items import pin_windows
+from reshard.layout.model import Costs, Layout, Request
+from reshard.layout.names import NameProblem, Names
+from reshard.layout.options import DEGREES, Degrees, Options, Word, layout_of, read_words
+from reshard.layout.solve import Problem, solve
+from reshard.layout.wording import error_at, list_words, nearest_word, shorten
+
+__all__ = ["COSTS", "read_balance"]
+
+logger = logging.getLogger(__name__)
+
+COSTS = ("params", "bytes", "flops", "time", "memory")
+KEYS = (*DEGREES, "pin", "limit")
+UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def read_balance(request: Request) -> Layout:
+    """Read `balance:COST,pp=N[,vpp=K][,style=v][,pin=MODULE@STAGE]...[,limit=BYTES][,schedule=NAME]`.
+
+    `parameters` is `balance:params`; `type:REGEX` counts the modules whose class matches. `limit` is the
+    most memory of one rank, over all its stages (`80GB`, `75GiB`). The first module stays on the first
+    stage and the last on the last (so tied ones share a rank in style v), unless pinned elsewhere. Norm
+    and head are parted only when that lowers the slowest stage or rank.
+
+    Raises:
+        InputError: an unknown cost, one that the caller has not given, a bad pin, or no split that fits.
+    """
+    method, words = _split_method(request.spec)
+    pins = [word for word in words if word.key == "pin"]
+    options = Options(request, [word for word in words if word.key != "pin"], KEYS)
+    degrees = Degrees.read(options)
+    placement, inventory = degrees.placement(request), request.inventory
+    costs = _costs(request, method)
+    if placement.num_stages > len(costs):
+        raise options.error(
+            "pp", f"{placement.num_stages} stages for {len(costs)} modules, some would be empty", "lower pp or vpp"
+        )
+    limit = _limit(options)
+    memory = _cost_of_each(request, "memory", "limit") if limit is not None else ()
+    pinned = [_pin(request, word, placement.num_stages) for word in pins]
+    problem = Problem(
+        costs=costs,
+        placement=placement,
+        memory=memory,
+        memory_limit=limit,
+        pins=_with_ends(pinned, len(inventory.modules), placement.num_stages),
+        together=_together(inventory),
+    )
+    split = solve(problem)
+    if split is None:
+        raise _no_split(request, problem, pins)
+    if not split.proven:
+        logger.warning("%s: the search was cut short; there may be a better split", shorten(request.spec))
+    return layout_of(request, split.bounds, degrees)
+
+
+def _split_method(spec: str) -> tuple[str, tuple[Word, ...]]:
+    """Part what is balanced (`balance:params`, `type:a{1,2}`, commas and all) from the options after it."""
+    words = read_words(spec)
+    first_option = 1
+    if spec.lstrip().startswith("type:"):
+        first_option = len(words)
+        while first_option > 1 and words[first_option - 1].key in KEYS:
+            first_option -= 1
+    options = words[first_option:]
+    return spec[: options[0].start - 1 if options else len(spec)], options
+
+
+def _costs(request: Request, text: str) -> tuple[float, ...]:
+    method, colon, name = text.partition(":")
+    position = len(method) + len(colon)
+    if method.strip() == "type":
+        weights = matching_weights(request, name.rstrip(), position)
+        return tuple(weights[module] for module in request.inventory.modules)
+    if method.strip() == "parameters":
+        return _cost_of_each(request, "params", "parameters")
+    if name.strip() not in COSTS:
+        found = shorten(name.strip())
+        nearest = nearest_word(found, COSTS)
+        hint = f"did you mean {nearest}?" if nearest else ""
+        raise error_at(request.spec, position, f"balance by {list_words(COSTS)}, not {found!r}", hint)
+    return _cost_of_each(request, name.strip(), f"balance:{name.strip()}")
+
+
+def _cost_of_each(request: Request, name: str, asker: str) -> tuple[float, ...]:
+    """Give the cost of every module, from what the caller has.
+
+    Raises:
+        InputError: the caller has none of that name, or one that leaves a module out or is no cost.
+    """
+    costs: Costs | None = (request.costs or {}).get(name)
+    if costs is None:
+        hint = (
+            "measured times come from a file: --cost times.json"
+            if name == "time"
+            else "sizes come from a model: reshard plan SOURCE --layout " + shorten(request.spec)
+        )
+        raise InputError("layout", f"{asker} needs the {name} of every module, which are not known here", hint)
+    for module in request.inventory.modules:
+        cost = costs.get(module)
+        if cost is None or not math.isfinite(cost) or cost < 0:
+            found = "nothing" if cost is None else str(cost)
+            raise InputError(f"{name} of {module}", f"expected a number, 0 or more, found {found}")
+    return tuple(costs[module] for module in request.inventory.modules)
+
+
+def _limit(options: Options) -> float | None:
+    text = options.text("limit")
+    if text is None:
+        return None
+    found = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?) ?([KMGT]?)(i?)B?", text, re.IGNORECASE)
+    if not found or float(found[1]) == 0:
+        raise options.error("limit", f"limit must be a number of bytes, found {shorten(text)!r}", "write 80GB or 75GiB")
+    unit: int = (1024 if found[3] else 1000) ** UNITS[found[2].upper()]
+    return float(found[1]) * unit
+
+
+def _pin(request: Request, word: Word, num_stages: int) -> tuple[int, int]:
+    name, at, stage = word.value.rpartition("@")
+    position = word.value_position
+    if not at or not re.fullmatch(r"[0-9]{1,9}", stage):
+        raise error_at(request.spec, position, "a pin is MODULE@STAGE", "write pin=lm_head@3")
+    try:
+        item = Names(request.inventory).one(name)
+    except NameProblem as problem:
+        raise error_at(request.spec, position, str(problem), problem.hint) from problem
+    if int(stage) >= num_stages:
+        stages = f"the stages are 0 to {num_stages - 1}"
+        raise error_at(request.spec, position + len(name) + 1, f"there is no stage {int(stage)}", stages)
+    return item, int(stage)
+
+
+def _with_ends(pins: list[tuple[int, int]], num_items: int, num_stages: int) -> tuple[tuple[int, int], ...]:
+    """Add that the first module is on the first stage and the last on the last, where no pin says otherwise."""
+    for item, stage in ((0, 0), (num_items - 1, num_stages - 1)):
+        if pin_windows(num_items, num_stages, [*pins, (item, stage)]):
+            pins = [*pins, (item, stage)]
+    return tuple(pins)
+
+
+def _together(inventory: Inventory) -> frozenset[int]:
+    """Give the bounds inside Megatron's E and L."""
+    return frozenset((*range(1, inventory.num_inputs), *range(inventory.layers_stop + 1, len(inventory.modules))))
+
+
+def _no_split(request: Request, problem: Problem, pins: list[Word]) -> InputError:
+    modules, placement = request.inventory.modules, problem.placement
+    for index, word in enumerate(pins):
+        if not pin_windows(len(modules), placement.num_stages, problem.pins[: index + 1]):
+            hint = "stages follow the order the modules run in"
+            return error_at(request.spec, word.position, "this pin contradicts those before it", hint)
+    limit = problem.memory_limit or 0
+    largest = max(range(len(modules)), key=lambda item: problem.memory[item])
+    hint = "raise limit, or ask for more ranks"
+    if problem.memory[largest] > limit:
+        found = f"{modules[largest]} alone takes {problem.memory[largest]:,.0f} bytes"
+    elif sum(problem.memory) > limit * placement.num_ranks:
+        found = f"the model takes {sum(problem.memory):,.0f} bytes over {placement.num_ranks} ranks"
+    else:
+        found = "no contiguous split was found that fits"
+    return InputError("layout", f"a rank may hold {limit:,.0f} bytes; {found}", hint)

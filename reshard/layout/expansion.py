@@ -1,0 +1,189 @@
+"""A Megatron layout string written out: repeats expanded, every letter with the place it came from.
+
+Source: NVIDIA/Megatron-LM d98e8a64, `megatron/core/transformer/pipeline_parallel_layer_layout.py`,
+`parse_str_to_list`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from manifests.errors import InputError
+from reshard.layout.wording import error_at
+
+__all__ = ["LETTERS", "MAX_LETTERS", "Expansion", "expand"]
+
+LETTERS = "EtmL"
+MAX_LETTERS = 16384  # bars included; more stages and layers than any model has
+
+# Megatron's two passes, in order: (body)*n, then x*n.
+PASSES = (re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)"))
+LEGAL = frozenset(LETTERS + "|")
+CASES = {"e": "E", "T": "t", "M": "m", "l": "L"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expansion:
+    """`text` has only layer letters and bars; `text[i]` stands at `origins[i]` of the spec."""
+
+    text: str
+    origins: list[int]
+
+
+def expand(spec: str, strict: bool) -> Expansion:
+    """Write out a layout string.
+
+    What Megatron accepts means what it means there. Beyond that, unless `strict`, white space is
+    skipped and groups nest.
+
+    Raises:
+        InputError: a character that is no layer letter, a bare parenthesis, a bad or huge repeat.
+    """
+    theirs = _expand_as_megatron(spec)
+    if LEGAL.issuperset(theirs.text):
+        return theirs
+    ours = _Reader(spec).read()
+    if not strict:
+        return ours
+    space = next((at for at, letter in enumerate(spec) if letter.isspace()), None)
+    if space is not None:
+        raise error_at(spec, space, "Megatron takes no white space here", f"write {''.join(spec.split())}")
+    raise error_at(spec, _nested_group(spec), "Megatron takes no group inside a group", "write the inner one out")
+
+
+def _expand_as_megatron(spec: str) -> Expansion:
+    """Do what Megatron does: drop the commas, then one pass for groups and one for characters."""
+    origins = [at for at, letter in enumerate(spec) if letter != ","]
+    text = spec.replace(",", "")
+    if "*" not in text:
+        return Expansion(text=text, origins=origins)
+    for pattern in PASSES:
+        done, pieces, places = 0, [], []
+        num_letters = len(text)
+        for found in pattern.finditer(text):
+            times = _times(found[2], spec, origins[found.start(2)])
+            num_letters += len(found[1]) * times - len(found[0])
+            _check_length(num_letters, spec, origins[found.start(2)])
+            pieces += [text[done : found.start()], found[1] * times]
+            places += origins[done : found.start()]
+            places += origins[found.start(1) : found.end(1)] * times
+            done = found.end()
+        text, origins = "".join(pieces) + text[done:], places + origins[done:]
+    return Expansion(text=text, origins=origins)
+
+
+class _Reader:
+    """Reads our own grammar: letters, bars, groups that nest, repeats of either, white space between."""
+
+    def __init__(self, spec: str) -> None:
+        self.spec = spec
+        self.tokens = [(letter, at) for at, letter in enumerate(spec) if letter != ","]
+        self.next = 0
+        # Groups that are open, the whole layout first: where each opened, its letters and their origins.
+        self.open: list[tuple[int, list[str], list[int]]] = [(0, [], [])]
+
+    def read(self) -> Expansion:
+        while (token := self._take()) is not None:
+            letter, at = token
+            if letter in LEGAL:
+                self._append([letter], [at])
+            elif letter == "(":
+                self.open.append((at, [], []))
+            elif letter == ")":
+                self._close(at)
+            else:
+                raise self._refusal(letter, at)
+        if len(self.open) > 1:
+            raise error_at(self.spec, self.open[-1][0], "this group is never closed", "close it with )*n")
+        _, letters, origins = self.open[0]
+        return Expansion(text="".join(letters), origins=origins)
+
+    def _take(self) -> tuple[str, int] | None:
+        self._skip_space()
+        if self.next == len(self.tokens):
+            return None
+        self.next += 1
+        return self.tokens[self.next - 1]
+
+    def _skip_space(self) -> None:
+        while self.next < len(self.tokens) and self.tokens[self.next][0].isspace():
+            self.next += 1
+
+    def _peek(self) -> str:
+        self._skip_space()
+        return self.tokens[self.next][0] if self.next < len(self.tokens) else ""
+
+    def _close(self, at: int) -> None:
+        if len(self.open) == 1:
+            raise error_at(self.spec, at, "this closes no group")
+        opened, letters, origins = self.open.pop()
+        if self._peek() != "*":
+            raise error_at(
+                self.spec, opened, "a group stands for a repeat: (…)*n", "add *n after it, or drop the parentheses"
+            )
+        if not letters and self.spec[opened + 1 : at].strip(", ") == "":
+            raise error_at(self.spec, opened, "this group is empty")
+        self._append(letters, origins)
+
+    def _append(self, letters: list[str], origins: list[int]) -> None:
+        """Put letters, repeated if a repeat follows, into the innermost open group."""
+        times, at = self._repeat()
+        _, into, places = self.open[-1]
+        _check_length(len(letters) * times + sum(len(group[1]) for group in self.open), self.spec, at)
+        into += letters * times
+        places += origins * times
+
+    def _repeat(self) -> tuple[int, int]:
+        """Take `*n` if it is next: how often, and where n stands."""
+        if self._peek() != "*":
+            return 1, self.tokens[self.next - 1][1]
+        star = self.tokens[self.next][1]
+        self.next += 1
+        self._skip_space()
+        digits = []
+        while self.next < len(self.tokens) and self.tokens[self.next][0].isdecimal():
+            digits.append(self.tokens[self.next])
+            self.next += 1
+        if not digits:
+            raise error_at(self.spec, star, "a repeat needs a number after *")
+        if self._peek() == "*":
+            at = self.tokens[self.next][1]
+            raise error_at(self.spec, at, "a repeat cannot be repeated", "put it in a group: (t*2)*3")
+        return _times("".join(digit for digit, _ in digits), self.spec, digits[0][1]), digits[0][1]
+
+    def _refusal(self, letter: str, at: int) -> InputError:
+        if letter == "*":
+            return error_at(self.spec, at, "there is nothing before * to repeat")
+        if letter.isdecimal():
+            return error_at(self.spec, at, "a number stands only after *", "write t*3 for three layers")
+        hint = "E embedding, t decoder layer, m MTP layer, L norm and head, | next stage"
+        if letter in CASES:
+            hint = f"did you mean {CASES[letter]}? {hint}"
+        return error_at(self.spec, at, f"{letter!r} is no layer letter", hint)
+
+
+def _times(digits: str, spec: str, at: int) -> int:
+    digits = digits.lstrip("0")
+    if len(digits) > 9:
+        raise _too_long(spec, at)
+    return int(digits or "0")
+
+
+def _check_length(num_letters: int, spec: str, at: int) -> None:
+    if num_letters > MAX_LETTERS:
+        raise _too_long(spec, at)
+
+
+def _too_long(spec: str, at: int) -> InputError:
+    return error_at(spec, at, f"this repeat makes the layout longer than {MAX_LETTERS} letters")
+
+
+def _nested_group(spec: str) -> int:
+    """Find the first parenthesis opened inside another."""
+    depth = 0
+    for at, letter in enumerate(spec):
+        depth += (letter == "(") - (letter == ")")
+        if depth == 2:
+            return at
+    return 0

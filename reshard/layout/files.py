@@ -1,0 +1,215 @@
+"""Explicit layouts: a TOML or JSON file of module lists, and `cut=`."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from manifests.errors import InputError
+from manifests.jsontext import kind_of, parse_json_object
+from reshard.layout.inventory import Inventory
+from reshard.layout.model import MAX_STAGES, SCHEDULES, Layout, Request, compress_modules
+from reshard.layout.names import NameProblem, Names
+from reshard.layout.options import DEGREES, Degrees, Options, agreed_ranks, layout_of, read_words
+from reshard.layout.wording import error_at, list_words, nearest_word, printable
+
+__all__ = ["read_cuts", "read_file"]
+
+FILE_KEYS = ("stages", "num_ranks", "style", "schedule")
+MOST_BYTES = 4 << 20
+MOST_SHOWN = 10
+
+
+def read_file(request: Request) -> Layout:
+    """Read a file of module lists, one list a stage.
+
+    `stages` with `num_ranks`, `style` and `schedule` beside it if wanted, or in JSON a bare list of lists
+    (torchtitan's and NeMo AutoModel's `module_fqns_per_model_part`). Names are Hugging Face's or
+    torchtitan's, whole or short; `layers.0-7` is a range and `layers.*` every layer. The order within a
+    stage is free.
+
+    Raises:
+        InputError: not such a file; a module that is unknown, on two stages, on none, or out of order.
+    """
+    path = printable(request.spec.strip())
+    document = _load(Path(request.spec.strip()), path)
+    stages = _stages(document.get("stages"), path)
+    degrees = Degrees(
+        num_ranks=agreed_ranks(_num_ranks(document.get("num_ranks"), path), request),
+        style="v" if _word(document, "style", ("loop", "v"), path) == "v" else None,
+        schedule=_word(document, "schedule", SCHEDULES, path),
+    )
+    if degrees.schedule and SCHEDULES[degrees.schedule] == "v" and "style" not in document:
+        degrees = Degrees(num_ranks=degrees.num_ranks, style="v", schedule=degrees.schedule)
+    return layout_of(request, _bounds(stages, request.inventory, path), degrees)
+
+
+def read_cuts(request: Request) -> Layout:
+    """Read `cut=MODULE[,MODULE]...[,pp=N][,vpp=K][,style=v][,schedule=NAME]`.
+
+    Each module named is the first of a new stage. (Slapo's `cut_pipeline_stage` names the last of one.)
+
+    Raises:
+        InputError: an unknown module, modules out of order, or the very first module.
+    """
+    words = read_words(request.spec)
+    cuts = [word for word in words if word.key in ("cut", "")]
+    options = Options(request, [word for word in words if word.key not in ("cut", "")], DEGREES)
+    names, bounds = Names(request.inventory), [0]
+    for word in cuts:
+        try:
+            position = names.one(word.value)
+        except NameProblem as problem:
+            raise error_at(request.spec, word.value_position, str(problem), problem.hint) from problem
+        if position <= bounds[-1]:
+            module, before = (request.inventory.modules[at] for at in (position, bounds[-1]))
+            found = (
+                f"{module} starts the stage before already" if module == before else f"{module} runs before {before}"
+            )
+            hint = "name the cuts once each, in the order the modules run"
+            raise error_at(request.spec, word.value_position, found, hint)
+        bounds.append(position)
+    return layout_of(request, (*bounds, len(request.inventory.modules)), Degrees.read(options))
+
+
+def _load(file: Path, path: str) -> Mapping[str, object]:
+    try:
+        if not file.is_file():
+            raise InputError(path, "no such file", "a layout ending in .toml or .json is a file of module lists")
+        if file.stat().st_size > MOST_BYTES:
+            raise InputError(path, f"is larger than {MOST_BYTES} bytes")
+        data = file.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+        raise InputError(path, f"cannot be read: {error}") from error
+    document = _parse(data, path)
+    for key in document:
+        if key not in FILE_KEYS:
+            nearest = nearest_word(key, FILE_KEYS)
+            hint = f"did you mean {nearest}?" if nearest else f"known: {list_words(FILE_KEYS, 'and')}"
+            raise InputError(f"{path}: {key}", "is not known here", hint)
+    return document
+
+
+def _parse(data: bytes, path: str) -> Mapping[str, object]:
+    if path.lower().endswith(".json"):
+        if not data.lstrip().startswith(b"["):
+            return parse_json_object(data, path)
+        try:
+            return {"stages": json.loads(data)}
+        except (RecursionError, ValueError) as error:
+            raise InputError(path, f"is not JSON: {error}") from error
+    try:
+        return tomllib.loads(data.decode("utf-8"))
+    except (RecursionError, ValueError) as error:  # UnicodeDecodeError and TOMLDecodeError too
+        raise InputError(path, f"is not TOML: {error}") from error
+
+
+def _stages(found: object, path: str) -> list[list[str]]:
+    if not isinstance(found, list) or not found:
+        shown = "nothing" if found is None else "an empty list" if found == [] else kind_of(found)
+        hint = 'stages = [["model.embed_tokens", "layers.0-7"], ["layers.8-15", "norm", "lm_head"]]'
+        raise InputError(f"{path}: stages", f"expected a list of lists of module names, found {shown}", hint)
+    if len(found) > MAX_STAGES:
+        raise InputError(f"{path}: stages", f"{len(found)} stages, more than {MAX_STAGES}")
+    for index, stage in enumerate(found):
+        if not isinstance(stage, list):
+            problem = f"expected a list of module names, found {kind_of(stage)}"
+            raise InputError(f"{path}: stages[{index}]", problem)
+        for place, name in enumerate(stage):
+            if not isinstance(name, str):
+                problem = f"expected a module name, found {kind_of(name)}"
+                raise InputError(f"{path}: stages[{index}][{place}]", problem)
+    return found
+
+
+def _num_ranks(found: object, path: str) -> int | None:
+    if found is None:
+        return None
+    if type(found) is not int or not 1 <= found <= MAX_STAGES:
+        problem = f"expected a whole number from 1 to {MAX_STAGES}, found {_shown(found)}"
+        raise InputError(f"{path}: num_ranks", problem)
+    return found
+
+
+def _word(
+    document: Mapping[str, object], key: str, known: Sequence[str] | Mapping[str, object], path: str
+) -> str | None:
+    found = document.get(key)
+    if found is None:
+        return None
+    for word in known:
+        if isinstance(found, str) and found.lower() == word.lower():
+            return word
+    raise InputError(f"{path}: {key}", f"expected {list_words(known)}, found {_shown(found)}")
+
+
+def _shown(found: object) -> str:
+    if isinstance(found, str):
+        return repr(found[:40])
+    return str(found) if type(found) is int and abs(found) < 10**9 else kind_of(found)
+
+
+def _bounds(stages: list[list[str]], inventory: Inventory, path: str) -> tuple[int, ...]:
+    """Check that every module is on one stage, in order; give the bounds. Reports every problem."""
+    names, problems = Names(inventory), list[tuple[str, str, str]]()
+    stage_of: dict[int, int] = {}
+    for index, stage in enumerate(stages):
+        where = f"{path}: stages[{index}]"
+        for entry in stage:
+            try:
+                positions = names.some(entry)
+            except NameProblem as problem:
+                problems.append((where, str(problem), problem.hint))
+                continue
+            for position in positions:
+                if position in stage_of:
+                    twice = f"{inventory.modules[position]} is on stage {stage_of[position]} already"
+                    problems.append((where, twice, "leave it on one stage"))
+                stage_of.setdefault(position, index)
+    problems = problems or _order_problems(stage_of, inventory, path) or _uncovered(stage_of, inventory, path)
+    if problems:
+        raise _one_error(problems, path)
+    ends = [0] * (len(stages) + 1)
+    for position in range(len(inventory.modules)):
+        ends[stage_of[position] + 1] = position + 1
+    for index in range(1, len(ends)):
+        ends[index] = max(ends[index], ends[index - 1])
+    return tuple(ends)
+
+
+def _order_problems(stage_of: Mapping[int, int], inventory: Inventory, path: str) -> list[tuple[str, str, str]]:
+    """Name the first modules that run after one on a later stage."""
+    latest = 0  # the latest stage so far, and the module that is there
+    before = ""
+    for position in sorted(stage_of):
+        stage, module = stage_of[position], inventory.modules[position]
+        if stage < latest:
+            here = [at for at in range(position, len(inventory.modules)) if stage_of.get(at) == stage]
+            shown = compress_modules(inventory.modules[at] for at in here)
+            problem = f"{shown} must run after {before}, which is on stage {latest}"
+            return [(f"{path}: stages[{stage}]", problem, "number the stages in the order the modules run")]
+        latest, before = stage, module
+    return []
+
+
+def _uncovered(stage_of: Mapping[int, int], inventory: Inventory, path: str) -> list[tuple[str, str, str]]:
+    missing = [position for position in range(len(inventory.modules)) if position not in stage_of]
+    if not missing:
+        return []
+    before = [position for position in stage_of if position < missing[0]]
+    stage = stage_of[max(before)] if before else min(stage_of.values(), default=0)
+    shown = compress_modules(inventory.modules[position] for position in missing)
+    first = inventory.modules[missing[0]]
+    return [
+        (f"{path}: stages", f"no stage holds {shown}", f"{first} belongs on stage {stage}, or at the start of the next")
+    ]
+
+
+def _one_error(problems: list[tuple[str, str, str]], path: str) -> InputError:
+    if len(problems) == 1:
+        return InputError(*problems[0])
+    lines = [f"\n  {where.removeprefix(path + ': ')}: {problem}" for where, problem, _ in problems[:MOST_SHOWN]]
+    rest = f"\n  and {len(problems) - MOST_SHOWN} more" if len(problems) > MOST_SHOWN else ""
+    return InputError(path, f"{len(problems)} problems:{''.join(lines)}{rest}", problems[0][2])

@@ -1,0 +1,88 @@
+"""What there is to deal out: a model's modules, in the order they run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Inventory", "class_names", "inventory_of_layers", "inventory_of_modules", "positions_by_name"]
+
+# The names of the common Hugging Face decoder, for layouts read without a model.
+EMBEDDING, LAYER, NORM, HEAD = "model.embed_tokens", "model.layers.", "model.norm", "lm_head"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inventory:
+    """Modules in the order they run: what comes in, decoder layers, MTP layers, what goes out.
+
+    A layout cuts `modules` into contiguous stages, so a layout is a tuple of bounds into it.
+    """
+
+    modules: tuple[str, ...]
+    num_inputs: int  # Megatron's E: the embedding
+    num_layers: int  # decoder layers, MTP not counted
+    num_mtp: int  # multi-token prediction layers, numbered after the decoders
+    architecture: str = ""  # "LlamaForCausalLM"; empty without a model
+
+    @property
+    def num_outputs(self) -> int:
+        """Megatron's L: the final norm and the head."""
+        return len(self.modules) - self.layers_stop
+
+    @property
+    def layers_stop(self) -> int:
+        """The position after the last decoder or MTP layer."""
+        return self.num_inputs + self.num_layers + self.num_mtp
+
+    @property
+    def mtp_start(self) -> int:
+        return self.num_inputs + self.num_layers
+
+
+def inventory_of_layers(num_layers: int, num_mtp: int = 0) -> Inventory:
+    """Give the modules of a decoder with that many layers, by their Hugging Face names."""
+    layers = tuple(f"{LAYER}{index}" for index in range(num_layers + num_mtp))
+    return Inventory(modules=(EMBEDDING, *layers, NORM, HEAD), num_inputs=1, num_layers=num_layers, num_mtp=num_mtp)
+
+
+def inventory_of_modules(modules: Sequence[str], num_layers: int, architecture: str = "") -> Inventory:
+    """Sort a model's modules, given in the order they run, into inputs, layers and outputs.
+
+    Names that end in a number are layers; those past `num_layers` are MTP layers.
+    """
+    numbered = [index for index, name in enumerate(modules) if name.rpartition(".")[2].isdecimal()]
+    first = numbered[0] if numbered else 0
+    if numbered != list(range(first, first + len(numbered))) or not 0 < num_layers <= len(numbered):
+        raise ValueError(f"layers are not one run of at least {num_layers}: {modules}")
+    return Inventory(
+        modules=tuple(modules),
+        num_inputs=first,
+        num_layers=num_layers,
+        num_mtp=len(numbered) - num_layers,
+        architecture=architecture,
+    )
+
+
+def positions_by_name(inventory: Inventory) -> dict[str, int]:
+    """Give every name a module may go by and its position: the Hugging Face name, short, or torchtitan's."""
+    table = {name: position for position, name in enumerate(inventory.modules)}
+    last = len(inventory.modules) - 1
+    aliases = [(name.removeprefix("model."), position) for name, position in table.items()]
+    aliases += [("tok_embeddings", 0), ("output", last), ("lm_head", last)]
+    aliases += [(f"mtp_layers.{index}", inventory.mtp_start + index) for index in range(inventory.num_mtp)]
+    for alias, position in aliases:
+        table.setdefault(alias, position)
+    return table
+
+
+def class_names(inventory: Inventory) -> tuple[str, ...]:
+    """Name the class of each module, as transformers does; without a model, without its family's prefix."""
+    family = re.sub(r"For[A-Z]\w*$", "", inventory.architecture)
+    num_layers = inventory.num_layers + inventory.num_mtp
+    return (
+        *["Embedding"] * inventory.num_inputs,
+        *[f"{family}DecoderLayer"] * num_layers,
+        *[f"{family}RMSNorm"] * (inventory.num_outputs - 1),
+        "Linear",
+    )

@@ -1,0 +1,136 @@
+"""Megatron-Core's `--pipeline-model-parallel-layout`: one letter a layer, `|` between stages.
+
+Source: NVIDIA/Megatron-LM d98e8a64, `megatron/core/transformer/pipeline_parallel_layer_layout.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import accumulate, groupby
+
+from manifests.errors import InputError
+from reshard.layout.expansion import Expansion, expand
+from reshard.layout.inventory import Inventory
+from reshard.layout.model import MAX_STAGES, Layout, Request
+from reshard.layout.options import Degrees, layout_of, nearest_divisors
+from reshard.layout.wording import counted, error_at, shorten
+
+__all__ = ["read_megatron", "write_letters"]
+
+LAYERS = {"t": "decoder layer", "m": "MTP layer"}
+HINT = "E (embedding) comes first, L (norm and head) last, each once"
+
+
+def read_megatron(request: Request) -> Layout:
+    """Read a layout string; its stages go round over the ranks: stage i on rank i % PP.
+
+    Without a number of ranks from the caller every stage gets its own.
+
+    Raises:
+        InputError: what Megatron refuses, less white space, nested groups and MTP layers on several
+            stages or early ones; with `strict_megatron` those too. Points at the character.
+    """
+    expansion = expand(request.spec, request.strict_megatron)
+    stages = expansion.text.split("|")
+    places = [at for at, letter in enumerate(expansion.text) if letter != "|"]
+    if not places:
+        raise error_at(request.spec, 0, "names no layer", HINT)
+    _check_stages(request, stages)
+    _check_ends(request, expansion, places)
+    _check_layers(request, expansion, len(stages))
+    if request.strict_megatron:
+        _check_mtp_as_megatron(request, expansion, stages)
+    inventory = request.inventory
+    widths = {"E": inventory.num_inputs, "t": 1, "m": 1, "L": inventory.num_outputs}
+    sizes = [sum(widths[letter] for letter in stage) for stage in stages]
+    return layout_of(request, tuple(accumulate(sizes, initial=0)), Degrees(num_ranks=request.num_ranks))
+
+
+def write_letters(stages: list[str]) -> str:
+    """Write stages of letters as briefly as Megatron reads them: `Et*3|(tt|)*29,m|L`."""
+    pieces = []
+    for stage, run in groupby(stages[:-1]):
+        times, once = len(list(run)), f"{_write_stage(stage)}|"
+        repeated = f"({once})*{times}" if stage else f"|*{times}"
+        pieces.append(min(once * times, repeated, key=len))
+    text = "".join(pieces) + _write_stage(stages[-1])
+    return re.sub(r"(\*\d+)(?=[EtmL])", r"\1,", text)
+
+
+def _write_stage(stage: str) -> str:
+    runs = ((letter, len(list(run))) for letter, run in groupby(stage))
+    return "".join(min(f"{letter}*{times}", letter * times, key=len) for letter, times in runs)
+
+
+def _check_stages(request: Request, stages: list[str]) -> None:
+    num_stages, num_ranks = len(stages), request.num_ranks
+    spec = shorten(request.spec)
+    if num_stages > MAX_STAGES:
+        raise InputError("layout", f"{spec} has {num_stages} stages, more than {MAX_STAGES}")
+    if num_ranks and num_stages % num_ranks:
+        raise InputError(
+            "layout",
+            f"{counted(request.inventory.num_layers, 'layer')} and {counted(num_ranks, 'rank')}: {spec} has "
+            f"{counted(num_stages, 'stage')}, which need PP {nearest_divisors(num_stages, num_ranks)}",
+        )
+
+
+def _check_ends(request: Request, expansion: Expansion, places: list[int]) -> None:
+    """Check that E is first, L last, and neither stands again; `places` are where layers stand."""
+    spec, text = request.spec, expansion.text
+    for letter, place, where in (("E", places[0], "start"), ("L", places[-1], "end")):
+        if text[place] != letter:
+            found = f"must {where} with {letter}, found {text[place]!r}"
+            raise error_at(spec, expansion.origins[place], found, HINT)
+    for letter, second in (("E", text.find("E", places[0] + 1)), ("L", text.find("L", 0, places[-1]))):
+        if second >= 0:
+            raise error_at(spec, expansion.origins[second], f"{letter} must stand exactly once", HINT)
+
+
+def _check_layers(request: Request, expansion: Expansion, num_stages: int) -> None:
+    """Check that there are as many t and m as the model has layers, and no t after an m."""
+    spec, text, inventory = request.spec, expansion.text, request.inventory
+    for letter, expected in (("t", inventory.num_layers), ("m", inventory.num_mtp)):
+        found = text.count(letter)
+        if found != expected:
+            place = _place_of_count(text, letter, expected)
+            raise error_at(
+                spec,
+                expansion.origins[place],
+                f"the model has {counted(expected, LAYERS[letter])}, the layout has {found} {letter}",
+                f"{counted(num_stages, 'stage')} of this model: {_even_layout(num_stages, inventory)}",
+            )
+    first_mtp = text.find("m")
+    if first_mtp >= 0 and (late := text.find("t", first_mtp)) >= 0:
+        raise error_at(spec, expansion.origins[late], "t after m: MTP layers come after every decoder layer")
+
+
+def _place_of_count(text: str, letter: str, expected: int) -> int:
+    """Point at the first letter too many, or at the last one when there are too few."""
+    places = [at for at, found in enumerate(text) if found == letter]
+    if len(places) > expected:
+        return places[expected]
+    return places[-1] if places else len(text) - 1
+
+
+def _check_mtp_as_megatron(request: Request, expansion: Expansion, stages: list[str]) -> None:
+    holding = [stage for stage, letters in enumerate(stages) if "m" in letters]
+    num_ranks = request.num_ranks or len(stages)
+    first = expansion.origins[expansion.text.find("m")] if holding else 0
+    if holding and holding[0] < len(stages) - num_ranks:
+        raise error_at(
+            request.spec,
+            first,
+            f"Megatron takes m only in the last virtual stage of its rank, this is stage {holding[0]}",
+        )
+    if len(holding) > 1:
+        raise error_at(request.spec, first, f"Megatron takes all m in one stage, these are in {holding}")
+
+
+def _even_layout(num_stages: int, inventory: Inventory) -> str:
+    """Write a layout with that many stages and the model's layers dealt out evenly."""
+    base, extra = divmod(inventory.num_layers, num_stages)
+    stages = ["t" * (base + (stage < extra)) for stage in range(num_stages)]
+    stages[0] = "E" + stages[0]
+    stages[-1] += "m" * inventory.num_mtp + "L"
+    return write_letters(stages)

@@ -1,0 +1,226 @@
+"""The `key=value` words of a spec, and the number of ranks and stages they come to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from manifests.errors import InputError, UsageError
+from manifests.placement import Placement, Style
+from reshard.layout.model import MAX_STAGES, SCHEDULES, SINGLE_STAGE_SCHEDULES, Layout, Request, cut_modules
+from reshard.layout.wording import counted, error_at, list_words, nearest_word, shorten
+
+__all__ = [
+    "DEGREES",
+    "Degrees",
+    "Options",
+    "Word",
+    "agreed_ranks",
+    "layout_of",
+    "nearest_divisors",
+    "read_words",
+]
+
+DEGREES = ("pp", "vpp", "style", "schedule")  # what every spelling but Megatron's may add
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Word:
+    """One comma-separated part of a spec: `pp=4` has key `pp`; a word without `=` has no key."""
+
+    key: str
+    value: str
+    start: int  # after the comma before it
+    position: int  # of its first character that is not white space
+    value_position: int
+
+
+def read_words(spec: str, start: int = 0) -> tuple[Word, ...]:
+    """Split `spec[start:]` at its commas."""
+    words = []
+    for part in spec[start:].split(","):
+        key, equals, value = part.partition("=") if "=" in part else ("", "", part)
+        words.append(
+            Word(
+                key=key.strip(),
+                value=value.strip(),
+                start=start,
+                position=start + _indent(part),
+                value_position=start + len(key) + len(equals) + _indent(value),
+            )
+        )
+        start += len(part) + 1
+    return tuple(words)
+
+
+class Options:
+    """Reads the words of a spec with errors that point at them."""
+
+    def __init__(self, request: Request, words: Collection[Word], known: Collection[str]) -> None:
+        self.request = request
+        self._table: dict[str, Word] = {}
+        for word in words:
+            self._check(word, known)
+            self._table[word.key] = word
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._table
+
+    def error(self, key: str, problem: str, hint: str = "") -> InputError:
+        """Make an error that points at the word of that key, or at the start when it is absent."""
+        word = self._table.get(key)
+        return error_at(self.request.spec, word.position if word else 0, problem, hint)
+
+    def text(self, key: str) -> str | None:
+        """Give the value as written; nothing when the key is absent."""
+        word = self._table.get(key)
+        return word.value if word else None
+
+    def count(self, key: str, least: int = 1) -> int | None:
+        """Give a whole number of `least` or more; nothing when the key is absent."""
+        text = self.text(key)
+        if text is None:
+            return None
+        if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < least:
+            raise self.error(key, f"{key} must be a whole number, {least} or more, found {shorten(text)!r}")
+        return int(text)
+
+    def choice(self, key: str, known: Collection[str]) -> str | None:
+        """Give one of the known words, however its letters are cased; nothing when the key is absent."""
+        text = self.text(key)
+        if text is None:
+            return None
+        for word in known:
+            if word.lower() == text.lower():
+                return word
+        raise self.error(key, f"{key} must be {list_words(known)}, found {shorten(text)!r}", _did_you_mean(text, known))
+
+    def _check(self, word: Word, known: Collection[str]) -> None:
+        spec = self.request.spec
+        if not word.key:
+            found = shorten(word.value)
+            raise error_at(
+                spec, word.position, f"expected key=value, found {found!r}", f"known: {list_words(known, 'and')}"
+            )
+        if word.key not in known:
+            hint = _did_you_mean(word.key, known) or f"known: {list_words(known, 'and')}"
+            raise error_at(spec, word.position, f"{shorten(word.key)!r} is not known here", hint)
+        if word.key in self._table:
+            raise error_at(spec, word.position, f"{word.key} stands twice")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Degrees:
+    """What is said of ranks and stages; what is not said follows from what is."""
+
+    num_ranks: int | None = None
+    num_virtual: int | None = None
+    style: Style | None = None
+    schedule: str | None = None
+
+    @classmethod
+    def read(cls, options: Options) -> Degrees:
+        """Take `pp`, `vpp`, `style` and `schedule`; a v schedule brings style v along."""
+        schedule = options.choice("schedule", SCHEDULES)
+        style: Style | None = "v" if schedule and SCHEDULES[schedule] == "v" else None
+        if asked := options.choice("style", ("loop", "v")):
+            style = "v" if asked == "v" else "loop"
+        return cls(
+            num_ranks=agreed_ranks(options.count("pp"), options.request),
+            num_virtual=options.count("vpp"),
+            style=style,
+            schedule=schedule,
+        )
+
+    def placement(self, request: Request, num_stages: int | None = None) -> Placement:
+        """Lay the stages over the ranks. Without `num_stages` they are pp x vpp."""
+        num_virtual = self.num_virtual or (2 if self.style == "v" else None)
+        if num_stages is None:
+            if self.num_ranks is None:
+                raise error_at(request.spec, len(request.spec), "says no pp", "add pp=N, the number of pipeline ranks")
+            num_stages = self.num_ranks * (num_virtual or 1)
+        check_num_stages(request, num_stages)
+        num_ranks = self.num_ranks or max(1, num_stages // (num_virtual or 1))
+        self._check(request, num_stages, num_ranks)
+        return Placement(num_stages=num_stages, num_ranks=num_ranks, style=self.style or "loop")
+
+    def _check(self, request: Request, num_stages: int, num_ranks: int) -> None:
+        spec = shorten(request.spec)
+        if num_stages % num_ranks:
+            raise InputError(
+                "layout",
+                f"{spec} has {counted(num_stages, 'stage')}, which do not divide over {counted(num_ranks, 'rank')}",
+                f"{counted(num_stages, 'stage')} need PP {nearest_divisors(num_stages, num_ranks)}",
+            )
+        num_virtual = num_stages // num_ranks
+        if self.num_virtual not in (None, num_virtual):
+            raise InputError(
+                "layout",
+                f"{spec} puts {num_virtual} of its {num_stages} stages on each rank, but says vpp={self.num_virtual}",
+                f"say vpp={num_virtual}, or leave it out",
+            )
+        if self.style == "v" and num_virtual != 2:
+            raise InputError(
+                "layout",
+                f"style v puts exactly 2 stages on each rank, {spec} puts {num_virtual}",
+                f"ask for {2 * num_ranks} stages, or for style=loop",
+            )
+        self._check_schedule(spec, num_virtual)
+
+    def _check_schedule(self, spec: str, num_virtual: int) -> None:
+        if self.schedule is None:
+            return
+        if SCHEDULES[self.schedule] != (self.style or "loop"):
+            raise InputError(
+                "layout",
+                f"{self.schedule} runs style {SCHEDULES[self.schedule]}, {spec} says style {self.style or 'loop'}",
+                f"say style={SCHEDULES[self.schedule]}",
+            )
+        if self.schedule in SINGLE_STAGE_SCHEDULES and num_virtual != 1:
+            raise InputError(
+                "layout",
+                f"{self.schedule} runs 1 stage a rank, {spec} puts {num_virtual}",
+                "say schedule=Interleaved1F1B, or leave vpp out",
+            )
+
+
+def layout_of(request: Request, bounds: Collection[int], degrees: Degrees) -> Layout:
+    """Make the layout whose stages lie between `bounds`."""
+    stages = cut_modules(request.inventory.modules, tuple(bounds))
+    placement = degrees.placement(request, len(stages))
+    return Layout(spec=request.spec, stages=stages, placement=placement, schedule=degrees.schedule)
+
+
+def agreed_ranks(said: int | None, request: Request) -> int | None:
+    """Give the one number of ranks that the spec and the caller name."""
+    if said and request.num_ranks and said != request.num_ranks:
+        raise UsageError(
+            "--pp",
+            f"{counted(request.num_ranks, 'rank')}, but {shorten(request.spec)} is for {said}",
+            "leave one of the two out",
+        )
+    return said or request.num_ranks
+
+
+def check_num_stages(request: Request, num_stages: int) -> None:
+    """Refuse more stages than any pipeline has, before anything is made for each."""
+    if num_stages > MAX_STAGES:
+        raise InputError(
+            "layout", f"{shorten(request.spec)} has {num_stages} stages, more than {MAX_STAGES}", "lower pp or vpp"
+        )
+
+
+def nearest_divisors(number: int, asked: int) -> str:
+    """List the (up to three) divisors of `number` nearest to `asked`: `8, 16 or 32`."""
+    divisors = [value for value in range(1, number + 1) if number % value == 0]
+    return list_words(sorted(sorted(divisors, key=lambda value: (abs(value - asked), value))[:3]))
+
+
+def _indent(text: str) -> int:
+    return len(text) - len(text.lstrip())
+
+
+def _did_you_mean(word: str, known: Collection[str]) -> str:
+    found = nearest_word(word, known)
+    return f"did you mean {found}?" if found else ""

@@ -1,0 +1,149 @@
+"""A layout in other people's spellings, or the reason why it has none there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
+
+from manifests.errors import InputError
+from reshard.layout.deepspeed import balanced_bounds, uniform_bounds
+from reshard.layout.inventory import Inventory, class_names
+from reshard.layout.megatron import write_letters
+from reshard.layout.model import Costs, Layout, module_ranges
+from reshard.layout.spelling import parse_layout
+
+__all__ = ["SPELLINGS", "print_layout", "to_deepspeed", "to_megatron", "to_toml", "to_torchtitan"]
+
+AllCosts = Mapping[str, Costs]
+
+
+def to_megatron(layout: Layout, inventory: Inventory, costs: AllCosts | None = None) -> str:
+    """Give Megatron's `--pipeline-model-parallel-layout` string.
+
+    Raises:
+        InputError: embedding, or norm and head, on two stages; MTP layers where Megatron has none; style v.
+    """
+    placement = layout.placement
+    if any(placement.rank_of(stage) != stage % placement.num_ranks for stage in range(placement.num_stages)):
+        raise InputError("layout", "Megatron lays stages round the ranks, this layout is of style v", "say style=loop")
+    ends = list(accumulate((len(stage) for stage in layout.stages), initial=0))
+    for name, start, stop in (("E", 0, inventory.num_inputs), ("L", inventory.layers_stop, len(inventory.modules))):
+        parted = [stage for stage, end in enumerate(ends[1:-1]) if start < end < stop]
+        if parted:
+            first, last = inventory.modules[start], inventory.modules[stop - 1]
+            raise InputError(
+                "layout",
+                f"Megatron's {name} is {first} to {last} on one stage, this layout parts them after stage {parted[0]}",
+                f"put {first} on stage {parted[-1] + 1} (when balancing: pin={first}@{parted[-1] + 1})",
+            )
+    letters = (
+        "E" + "." * (inventory.num_inputs - 1)
+        + "t" * inventory.num_layers
+        + "m" * inventory.num_mtp
+        + "L" + "." * (inventory.num_outputs - 1)
+    )  # fmt: skip
+    stages = [letters[start:stop].replace(".", "") for start, stop in pairwise(ends)]
+    _check_mtp(stages, placement.num_ranks)
+    return write_letters(stages)
+
+
+def to_torchtitan(layout: Layout, inventory: Inventory, costs: AllCosts | None = None) -> str:
+    """Give torchtitan's `module_fqns_per_model_part` as JSON: a list of module names for each stage.
+
+    The placement is not in it; in torchtitan that is the schedule's.
+
+    Raises:
+        InputError: a model with more modules than torchtitan's decoder has.
+    """
+    if inventory.num_inputs != 1 or inventory.num_outputs != 2:
+        raise InputError("layout", "torchtitan's decoder is one embedding, layers, one norm and one head")
+    names = ["tok_embeddings"]
+    names += [f"layers.{index}" for index in range(inventory.num_layers)]
+    names += [f"mtp_layers.{index}" for index in range(inventory.num_mtp)]
+    names += ["norm", "lm_head"]
+    theirs = dict(zip(inventory.modules, names, strict=True))
+    return json.dumps([[theirs[module] for module in stage] for stage in layout.stages])
+
+
+def to_toml(layout: Layout, inventory: Inventory | None = None, costs: AllCosts | None = None) -> str:
+    """Give the TOML file of module lists that says everything this layout does."""
+    lines = [f"num_ranks = {layout.placement.num_ranks}", f'style = "{layout.placement.style}"']
+    if layout.schedule:
+        lines.append(f'schedule = "{layout.schedule}"')
+    stages = [f"    {json.dumps(module_ranges(stage))}," for stage in layout.stages]
+    return "\n".join([*lines, "stages = [", *stages, "]", ""])
+
+
+def to_deepspeed(layout: Layout, inventory: Inventory, costs: AllCosts | None = None) -> str:
+    """Give the DeepSpeed `partition_method` that makes this layout, here and in DeepSpeed.
+
+    `parameters` is tried if `costs` has the parameters.
+
+    Raises:
+        InputError: virtual stages, which DeepSpeed has not; or no method that makes these cuts.
+    """
+    num_stages, num_ranks = layout.placement.num_stages, layout.placement.num_ranks
+    if num_stages != num_ranks:
+        raise InputError("layout", f"DeepSpeed has one stage a rank, this layout has {layout.placement.num_virtual}")
+    bounds = tuple(accumulate((len(stage) for stage in layout.stages), initial=0))
+    if bounds == uniform_bounds(len(inventory.modules), num_stages):
+        return f"uniform,pp={num_stages}"
+    for method, weights in _methods(inventory, costs):
+        spec = f"{method},pp={num_stages}"
+        if bounds == balanced_bounds(weights, num_stages) and _gives(spec, layout, inventory, costs):
+            return spec
+    tried = (
+        "uniform, parameters or type:" if costs and "params" in costs else "uniform or type: (parameters are not known)"
+    )
+    raise InputError(
+        "layout",
+        f"no partition_method of DeepSpeed makes these cuts: not {tried}",
+        "DeepSpeed takes no explicit list; use toml, torchtitan or megatron",
+    )
+
+
+SPELLINGS: Mapping[str, Callable[[Layout, Inventory, AllCosts | None], str]] = {
+    "megatron": to_megatron,
+    "torchtitan": to_torchtitan,
+    "toml": to_toml,
+    "deepspeed": to_deepspeed,
+}
+
+
+def print_layout(spelling: str, layout: Layout, inventory: Inventory, costs: AllCosts | None = None) -> str:
+    """Give the layout in a spelling of SPELLINGS.
+
+    Raises:
+        InputError: it cannot be said there; the message says why.
+    """
+    return SPELLINGS[spelling](layout, inventory, costs)
+
+
+def _check_mtp(stages: Sequence[str], num_ranks: int) -> None:
+    holding = [stage for stage, letters in enumerate(stages) if "m" in letters]
+    if len(holding) > 1:
+        raise InputError("layout", f"Megatron takes all MTP layers on one stage, these are on {holding}")
+    if holding and holding[0] < len(stages) - num_ranks:
+        raise InputError(
+            "layout",
+            f"Megatron takes MTP layers only in the last virtual stage of their rank, these are on stage {holding[0]} "
+            f"of {len(stages)}",
+        )
+
+
+def _methods(inventory: Inventory, costs: AllCosts | None) -> list[tuple[str, list[float]]]:
+    methods = []
+    if costs and "params" in costs:
+        methods.append(("parameters", [costs["params"][module] for module in inventory.modules]))
+    classes = class_names(inventory)
+    layer = classes[inventory.num_inputs]
+    methods.append((f"type:{layer}", [float(name == layer) for name in classes]))
+    return methods
+
+
+def _gives(spec: str, layout: Layout, inventory: Inventory, costs: AllCosts | None) -> bool:
+    try:
+        return parse_layout(spec, inventory, costs=costs).stages == layout.stages
+    except InputError:
+        return False

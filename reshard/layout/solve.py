@@ -1,0 +1,207 @@
+"""The best contiguous split: no other has a cheaper slowest stage.
+
+Among the splits that fit in memory and keep the pins, the one chosen has, in this order,
+
+1. the least cost of the slowest stage;
+2. the least cost of the slowest rank (a rank's stages together: what a microbatch costs it);
+3. even stages: fewest cuts inside `together`, least sum of squared costs, then of squared numbers of
+   items; of equals the one whose cuts come earliest.
+
+With one stage a rank all of it is exact. With several, 1 and 2 are, unless a search was cut short, which
+`Split.proven` says (two stages a rank are far from it; with three or more, 1 is still exact when there is
+no memory limit); for 3, stages are evened out P neighbours at a time, the others held still, until nothing
+changes.
+
+Method: stages of cost B or less suffice if and only if cutting as late as B allows gets to the end, so
+bisection finds 1. What ranks with several stages may hold is searched by `reshard.layout.rows`. All
+arithmetic is on integers.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeVar
+
+from manifests.placement import Placement
+from reshard.layout.even import Caps, even_bounds
+from reshard.layout.items import Items, Windows, exact_integers, pin_windows, possible_rank_costs, prefix_sums, tighten
+from reshard.layout.rows import Limits, OutOfStepsError, Steps, fit_ranks
+
+__all__ = ["Problem", "Split", "solve"]
+
+T = TypeVar("T")
+
+MOST_STEPS = 1_000_000  # about a second
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """Items to cut into contiguous stages, in order. Costs and memory add up and are not negative."""
+
+    costs: tuple[float, ...]  # per item, any unit
+    placement: Placement
+    memory: tuple[float, ...] = ()  # per item, any unit; unused without a limit
+    memory_limit: float | None = None  # of one rank, over all its stages
+    pins: tuple[tuple[int, int], ...] = ()  # (item, stage)
+    together: frozenset[int] = frozenset()  # bounds that are cut at only when nothing is lost by it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    """Stage s is items `bounds[s]` to `bounds[s + 1] - 1`."""
+
+    bounds: tuple[int, ...]
+    proven: bool  # False: a search was cut short; there may be a better split
+
+
+def solve(problem: Problem) -> Split | None:
+    """Give the best split. None when none was found that keeps the pins within the memory limit."""
+    items = _items(problem)
+    windows = pin_windows(items.num_items, problem.placement.num_stages, problem.pins)
+    if windows is None:
+        return None
+    search = _Search(items, windows)
+    bounds = search.best()
+    return Split(bounds=bounds, proven=search.proven) if bounds else None
+
+
+def _items(problem: Problem) -> Items:
+    memory, limit = [0] * len(problem.costs), 0
+    if problem.memory_limit is not None:
+        *memory, limit = exact_integers((*problem.memory, problem.memory_limit))
+    return Items(
+        costs=prefix_sums(exact_integers(problem.costs)),
+        memory=prefix_sums(memory),
+        memory_limit=limit,
+        placement=problem.placement,
+        together=problem.together,
+    )
+
+
+class _Search:
+    def __init__(self, items: Items, windows: Windows) -> None:
+        self.items, self.windows = items, windows
+        self.num_ranks, self.num_virtual = items.placement.num_ranks, items.placement.num_virtual
+        self.steps_left, self.proven = MOST_STEPS, True
+
+    def best(self) -> tuple[int, ...] | None:
+        total, num_stages = self.items.costs[-1], len(self.windows.most) - 1
+        least = -(-total // num_stages)
+        reached = _first(least, total, lambda bound: tighten(self.items, self.windows, bound))
+        if reached is None:
+            return None
+        bound, windows = reached
+        caps = [Caps(cost=bound, memory=self.items.memory_limit)] * num_stages
+        bounds = _found(even_bounds(self.items, caps, windows.least, windows.most))
+        if self.num_virtual == 1:
+            return bounds
+        if self._most_memory(bounds) > self.items.memory_limit:
+            fitted = _first(bound, total, lambda bound: self._fit(bound, total))
+            if fitted is None:
+                return None
+            bound, bounds = fitted
+        bounds = self._lower_slowest_rank(bounds, bound)
+        return self._even_out(bounds, bound, self._slowest_rank(bounds))
+
+    def _fit(self, bound: int, rank_bound: int) -> tuple[int, ...] | None:
+        """Give bounds of stages and ranks within the bounds, and within memory; None when none is found."""
+        windows = tighten(self.items, self.windows, bound)
+        if windows is None:
+            return None
+        limits = Limits(stage=bound, rank=rank_bound, memory=self.items.memory_limit)
+        steps = Steps(self.steps_left // 4)
+        self.steps_left -= steps.left
+        try:
+            return fit_ranks(self.items, windows, limits, steps)
+        except OutOfStepsError:
+            self.proven = False
+            return None
+        finally:
+            self.steps_left += max(0, steps.left)
+
+    def _lower_slowest_rank(self, bounds: tuple[int, ...], bound: int) -> tuple[int, ...]:
+        """Give a split with the least slowest rank among those within `bound`."""
+        least = max(bound, -(-self.items.costs[-1] // self.num_ranks))
+        most = self._slowest_rank(bounds)
+        sums = possible_rank_costs(self.items, bound)
+        while (middle := _middle(sums, least, most)) is not None:
+            found = self._fit(bound, middle)
+            if found is None:
+                least = middle + 1
+            else:
+                bounds, most = found, self._slowest_rank(found)
+        return bounds
+
+    def _even_out(self, bounds: tuple[int, ...], bound: int, rank_bound: int) -> tuple[int, ...]:
+        """Even out P neighbouring stages at a time, the others held still, until nothing changes.
+
+        In a loop any P neighbours sit on P ranks; in a v the first P do, and the last P.
+        """
+        num_stages = len(bounds) - 1
+        step = self.num_ranks if self.items.placement.style == "v" else -(-self.num_ranks // 2)
+        before = None
+        while bounds != before:
+            before = bounds
+            for first in range(0, num_stages - self.num_ranks + 1, step):
+                bounds = self._even_out_row(bounds, first, bound, rank_bound)
+        return bounds
+
+    def _even_out_row(self, bounds: tuple[int, ...], first: int, bound: int, rank_bound: int) -> tuple[int, ...]:
+        """Even out stages first to first + P - 1, each within what the other stages of its rank leave."""
+        stages = range(first, first + self.num_ranks)
+        rank_of = self.items.placement.rank_of
+        costs, memory = self._per_rank(self.items.costs, bounds), self._per_rank(self.items.memory, bounds)
+        caps = []
+        for stage in stages:
+            rank, (start, stop) = rank_of(stage), bounds[stage : stage + 2]
+            others_cost = costs[rank] - (self.items.costs[stop] - self.items.costs[start])
+            others_memory = memory[rank] - (self.items.memory[stop] - self.items.memory[start])
+            caps.append(Caps(cost=min(bound, rank_bound - others_cost), memory=self.items.memory_limit - others_memory))
+        ends = bounds[first], bounds[stages.stop]
+        least = (ends[0], *(max(ends[0], end) for end in self.windows.least[first + 1 : stages.stop]), ends[1])
+        most = (ends[0], *(min(ends[1], end) for end in self.windows.most[first + 1 : stages.stop]), ends[1])
+        found = _found(even_bounds(self.items, caps, least, most))
+        return (*bounds[:first], *found, *bounds[stages.stop + 1 :])
+
+    def _slowest_rank(self, bounds: tuple[int, ...]) -> int:
+        return max(self._per_rank(self.items.costs, bounds))
+
+    def _most_memory(self, bounds: tuple[int, ...]) -> int:
+        return max(self._per_rank(self.items.memory, bounds))
+
+    def _per_rank(self, sums: Sequence[int], bounds: tuple[int, ...]) -> list[int]:
+        held = [0] * self.num_ranks
+        for stage, (start, stop) in enumerate(pairwise(bounds)):
+            held[self.items.placement.rank_of(stage)] += sums[stop] - sums[start]
+        return held
+
+
+def _first(least: int, most: int, attempt: Callable[[int], T | None]) -> tuple[int, T] | None:
+    """Give the first of least to most whose attempt succeeds, as all after it do, with what came of it."""
+    found = attempt(most)
+    if found is None:
+        return None
+    while least < most:
+        middle = (least + most) // 2
+        attempted = attempt(middle)
+        if attempted is None:
+            least = middle + 1
+        else:
+            most, found = middle, attempted
+    return most, found
+
+
+def _middle(values: Sequence[int] | None, least: int, most: int) -> int | None:
+    """Give the middle one of the values from least up to, not with, most; all integers if values is None."""
+    if values is None:
+        return (least + most) // 2 if least < most else None
+    first, last = bisect_left(values, least), bisect_left(values, most)
+    return values[(first + last) // 2] if first < last else None
+
+
+def _found(bounds: tuple[int, ...] | None) -> tuple[int, ...]:
+    assert bounds is not None  # the caps were taken from bounds that are one way
+    return bounds

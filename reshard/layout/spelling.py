@@ -1,0 +1,83 @@
+"""The one door: a layout in any spelling, told apart by its looks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+from manifests.errors import InputError, UsageError
+from reshard.layout.balance import read_balance
+from reshard.layout.deepspeed import read_uniform
+from reshard.layout.expansion import LETTERS
+from reshard.layout.files import read_cuts, read_file
+from reshard.layout.inventory import Inventory
+from reshard.layout.megatron import read_megatron
+from reshard.layout.model import Costs, Layout, Request
+from reshard.layout.split import SPLIT_KEYS, read_split
+from reshard.layout.wording import nearest_word, shorten
+
+__all__ = ["parse_layout"]
+
+MAX_SPEC = 16384  # characters
+HINT = (
+    "a layout is pp=N[,vpp=K], a Megatron string (Et*3|(tt|)*29,m|L), balance:params,pp=N, uniform,pp=N, "
+    "cut=model.layers.8, or a .toml or .json file of module lists"
+)
+
+_READERS: Mapping[str, Callable[[Request], Layout]] = {
+    **dict.fromkeys((f"{key}=" for key in SPLIT_KEYS), read_split),
+    "cut=": read_cuts,
+    "uniform": read_uniform,
+    "parameters": read_balance,
+    "balance:": read_balance,
+    "type:": read_balance,
+}
+_FIRST_WORD = re.compile(r"\s*([A-Za-z-]+)\s*([=:]|(?=,|$))")
+
+
+def parse_layout(
+    spec: str,
+    inventory: Inventory,
+    *,
+    num_ranks: int | None = None,
+    strict_megatron: bool = False,
+    costs: Mapping[str, Costs] | None = None,
+) -> Layout:
+    """Read a layout, whatever its spelling.
+
+    `num_ranks` is for spellings that name no ranks (a Megatron string, cuts, a file); without it each
+    stage gets its own. `strict_megatron` refuses what Megatron would. `costs` has, under `params`,
+    `bytes`, `flops`, `time` or `memory`, the cost of every module.
+
+    Raises:
+        InputError: a spec that says nothing, or not this model's modules each exactly once, in order.
+        UsageError: `num_ranks` is none, or not what the spec says; `strict_megatron` for another spelling.
+    """
+    if num_ranks is not None and num_ranks < 1:
+        raise UsageError("--pp", f"expected 1 rank or more, found {num_ranks}")
+    if not spec.strip():
+        raise InputError("layout", "is empty", HINT)
+    if len(spec) > MAX_SPEC:
+        raise InputError("layout", f"is {len(spec)} characters long, more than {MAX_SPEC}", "write it to a .toml file")
+    reader = _reader(spec)
+    if strict_megatron and reader is not read_megatron:
+        raise UsageError("--strict-megatron", f"{shorten(spec)} is no Megatron string", "leave the flag out")
+    return reader(
+        Request(spec=spec, inventory=inventory, num_ranks=num_ranks, strict_megatron=strict_megatron, costs=costs)
+    )
+
+
+def _reader(spec: str) -> Callable[[Request], Layout]:
+    text = spec.strip()
+    if text.lower().endswith((".toml", ".json")):
+        return read_file
+    word = _FIRST_WORD.match(text)
+    if word and (reader := _READERS.get(word[1] + word[2])):
+        return reader
+    if "|" in text or text[0] in "E(" or set(text) <= set(LETTERS + "*(),0123456789 "):
+        return read_megatron
+    first = word[1] + word[2] if word else text
+    nearest = nearest_word(first, _READERS)
+    raise InputError(
+        "layout", f"{shorten(spec)!r} is no layout", f"did you mean {nearest}? {HINT}" if nearest else HINT
+    )

@@ -1,0 +1,50 @@
+"""How the errors here are worded; some point at a character of the spec."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+from manifests.errors import InputError
+
+__all__ = ["counted", "error_at", "list_words", "nearest_word", "printable", "shorten"]
+
+WHERE = "layout"
+WIDTH = 72  # characters of the spec shown around the caret
+
+
+def error_at(spec: str, position: int, problem: str, hint: str = "") -> InputError:
+    """Make an error that shows the spec with a caret under `position`."""
+    start = max(0, min(position - WIDTH // 2, len(spec) - WIDTH))
+    head, tail = "…" if start else "", "…" if len(spec) > start + WIDTH else ""
+    shown = head + printable(spec[start : start + WIDTH]) + tail
+    return InputError(WHERE, f"{problem}\n  {shown}\n  {' ' * (len(head) + position - start)}^", hint)
+
+
+def shorten(spec: str) -> str:
+    """Fit a spec into a sentence."""
+    return printable(spec if len(spec) <= WIDTH else spec[: WIDTH - 1] + "…")
+
+
+def nearest_word(word: str, known: Iterable[str]) -> str:
+    """Give the known word most like this one, or nothing when none is like it."""
+    found = difflib.get_close_matches(word[:WIDTH], list(known), n=1)
+    return found[0] if found else ""
+
+
+def list_words(words: Iterable[object], conjunction: str = "or") -> str:
+    """Join words as a sentence does: `8, 16 or 32`."""
+    *head, last = map(str, words)
+    return f"{', '.join(head)} {conjunction} {last}" if head else last
+
+
+def counted(number: int, noun: str) -> str:
+    """Give `1 stage`, `2 stages`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def printable(text: str) -> str:
+    """Put a space for white space and ? for what cannot be shown, one for one."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() else " " if letter.isspace() else "?" for letter in text)

@@ -1,0 +1,231 @@
+"""Megatron layout strings: every row of Megatron's own behaviour, what is ours beyond it, and every refusal.
+
+Vectors: NVIDIA/Megatron-LM d98e8a64, `pipeline_parallel_layer_layout.py` and its unit tests and documentation,
+run with that code.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from manifests.errors import InputError, UsageError
+from reshard.layout.inventory import inventory_of_layers
+from reshard.layout.megatron import write_letters
+from reshard.layout.model import Layout
+from reshard.layout.spelling import parse_layout
+
+
+def read(spec: str, num_ranks: int | None, num_layers: int, num_mtp: int = 0, strict: bool = False) -> Layout:
+    inventory = inventory_of_layers(num_layers, num_mtp)
+    return parse_layout(spec, inventory, num_ranks=num_ranks, strict_megatron=strict)
+
+
+def letters(layout: Layout, num_layers: int) -> str:
+    """Write a layout out in full: `Et|tttt|t|tL`."""
+
+    def letter(module: str) -> str:
+        named = {"model.embed_tokens": "E", "model.norm": "", "lm_head": "L"}
+        return named[module] if module in named else "t" if int(module.split(".")[-1]) < num_layers else "m"
+
+    return "|".join("".join(map(letter, stage)) for stage in layout.stages)
+
+
+def refusal(spec: str, num_ranks: int | None, num_layers: int, num_mtp: int = 0, strict: bool = False) -> str:
+    with pytest.raises(InputError) as error:
+        read(spec, num_ranks, num_layers, num_mtp, strict)
+    return str(error.value)
+
+
+ACCEPTED = [
+    ("Et|t*4|t|tL", 2, 7, 0, "Et|tttt|t|tL"),
+    ("E|t*6|t|L", 2, 7, 0, "E|tttttt|t|L"),
+    ("E|t*7||L", 2, 7, 0, "E|ttttttt||L"),
+    ("Et*3|(tt|)*29,m|L", 8, 61, 1, "Ettt|" + "tt|" * 29 + "m|L"),
+    ("Et*3|(tt|)*29,m|L", 16, 61, 1, "Ettt|" + "tt|" * 29 + "m|L"),
+    ("Et*2|(tt|)*29,t|mL", 16, 61, 1, "Ett|" + "tt|" * 29 + "t|mL"),
+    ("E|t|t*2|t||(t|)*2,t*2,L", 4, 8, 0, "E|t|tt|t||t|t|ttL"),
+    ("Et*0|ttL", 2, 2, 0, "E|ttL"),
+    ("E|*3tL", 4, 1, 0, "E|||tL"),
+    ("Et|tL|", 3, 2, 0, "Et|tL|"),
+    ("|Et|tL", 3, 2, 0, "|Et|tL"),
+    ("E||t|L", 4, 1, 0, "E||t|L"),
+    ("EtL", 1, 1, 0, "EtL"),
+    ("Et*1,2|tL", 2, 13, 0, "E" + "t" * 12 + "|tL"),  # a comma goes even from inside a number
+    ("E(tt)*2*3|L", 2, 6, 0, "Etttttt|L"),  # the second repeat takes the last letter alone
+    ("Eq*0t|tL", 2, 2, 0, "Et|tL"),  # what is repeated no times is not looked at
+    ("E((t)*0t|tL", 2, 2, 0, "Et|tL"),  # nor is the parenthesis inside
+    ("Et*0000000000003|tL", 2, 4, 0, "Ettt|tL"),
+]
+
+
+@pytest.mark.parametrize(("spec", "num_ranks", "num_layers", "num_mtp", "stages"), ACCEPTED)
+@pytest.mark.parametrize("strict", [False, True])
+def test_layouts_that_megatron_accepts_mean_the_same_here(spec, num_ranks, num_layers, num_mtp, stages, strict):
+    layout = read(spec, num_ranks, num_layers, num_mtp, strict)
+    assert letters(layout, num_layers) == stages
+    assert layout.spec == spec
+    assert (layout.placement.num_ranks, layout.placement.style) == (num_ranks, "loop")
+
+
+def test_stage_i_sits_on_rank_i_modulo_pp():
+    layout = read("E|t|t*2|t||(t|)*2,t*2,L", 4, 8)
+    layers = [
+        [
+            [int(name.split(".")[-1]) for name in layout.stages[stage] if ".layers." in name]
+            for stage in layout.placement.stages_on(rank)
+        ]
+        for rank in range(4)
+    ]
+    assert layers == [[[], []], [[0], [4]], [[1, 2], [5]], [[3], [6, 7]]]
+
+
+def test_deepseek_v3_on_8_ranks_gives_rank_0_its_four_stages():
+    layout = read("Et*3|(tt|)*29,m|L", 8, 61, 1)
+    assert (layout.placement.num_stages, layout.placement.num_virtual) == (32, 4)
+    names = [name for stage in layout.placement.stages_on(0) for name in layout.stages[stage]]
+    assert names == ["model.embed_tokens", *(f"model.layers.{at}" for at in (0, 1, 2, 17, 18, 33, 34, 49, 50))]
+
+
+def test_deepseek_v3_on_16_ranks_gives_the_table_of_the_documentation():
+    layout = read("Et*3|(tt|)*29,m|L", 16, 61, 1)
+    table = [
+        [letters(layout, 61).split("|")[stage] for stage in layout.placement.stages_on(rank)] for rank in range(16)
+    ]
+    assert table == [["Ettt", "tt"], *[["tt", "tt"]] * 13, ["tt", "m"], ["tt", "L"]]
+
+
+def test_without_ranks_every_stage_gets_its_own():
+    assert read("Et|tt|L", None, 3).placement.num_ranks == 3
+
+
+@pytest.mark.parametrize(
+    ("spec", "num_layers", "stages"),
+    [
+        ("Et | t L", 2, "Et|tL"),
+        ("E t * 3 |\n(t t |) * 2\tL", 7, "Ettt|tt|tt|L"),
+        ("E((t|)*2t|)*2L", 6, "Et|t|t|t|t|t|L"),
+        ("E(((t)*2)*2|)*2L", 8, "Etttt|tttt|L"),
+        ("E(t*2|,t)*2,L", 6, "Ett|ttt|tL"),
+    ],
+)
+def test_white_space_and_nested_groups_are_read_but_not_by_strict(spec, num_layers, stages):
+    assert letters(read(spec, None, num_layers), num_layers) == stages
+    if stages != "Ett|ttt|tL":  # Megatron reads that one
+        assert "Megatron takes no" in refusal(spec, None, num_layers, strict=True)
+
+
+def test_mtp_layers_may_lie_on_several_stages_but_not_in_megatron():
+    layout = read("Et|t|m|mL", 2, 2, 2)
+    assert letters(layout, 2) == "Et|t|m|mL"
+    assert refusal("Et|t|m|mL", 2, 2, 2, strict=True) == (
+        "layout: Megatron takes all m in one stage, these are in [2, 3]\n  Et|t|m|mL\n       ^"
+    )
+    assert letters(read("Et|tm||L", 2, 2, 1), 2) == "Et|tm||L"
+    assert refusal("Et|tm||L", 2, 2, 1, strict=True) == (
+        "layout: Megatron takes m only in the last virtual stage of its rank, this is stage 1\n  Et|tm||L\n      ^"
+    )
+
+
+HINT = "hint: E (embedding) comes first, L (norm and head) last, each once"
+LETTERS = "E embedding, t decoder layer, m MTP layer, L norm and head, | next stage"
+REFUSED = [
+    (
+        "Ettt|ttt|L", 2, 6, 0,
+        "layout: 6 layers and 2 ranks: Ettt|ttt|L has 3 stages, which need PP 1 or 3",
+    ),
+    (
+        "Et*3|(tt|)*29,m|L", 24, 61, 1,
+        "layout: 61 layers and 24 ranks: Et*3|(tt|)*29,m|L has 32 stages, which need PP 8, 16 or 32",
+    ),
+    ("tE|tL", 2, 2, 0, f"layout: must start with E, found 't'\n  tE|tL\n  ^\n{HINT}"),
+    ("Et|t", 2, 2, 0, f"layout: must end with L, found 't'\n  Et|t\n     ^\n{HINT}"),
+    ("EEt|tL", 2, 2, 0, f"layout: E must stand exactly once\n  EEt|tL\n   ^\n{HINT}"),
+    ("EtL|tL", 2, 2, 0, f"layout: L must stand exactly once\n  EtL|tL\n    ^\n{HINT}"),
+    ("Em|tL", 2, 1, 1, "layout: t after m: MTP layers come after every decoder layer\n  Em|tL\n     ^"),
+    (
+        "(E)t|tL", 2, 2, 0,
+        "layout: a group stands for a repeat: (…)*n\n  (E)t|tL\n  ^\n"
+        "hint: add *n after it, or drop the parentheses",
+    ),
+    (
+        "Ett|tL", 2, 2, 0,
+        "layout: the model has 2 decoder layers, the layout has 3 t\n  Ett|tL\n      ^\n"
+        "hint: 2 stages of this model: Et|tL",
+    ),
+    (
+        "Et*2|(tt|)*28,m|L", None, 61, 1,
+        "layout: the model has 61 decoder layers, the layout has 58 t\n  Et*2|(tt|)*28,m|L\n         ^\n"
+        "hint: 31 stages of this model: Ett|(tt|)*29,tmL",
+    ),
+    (
+        "Et|tL", 2, 2, 1,
+        "layout: the model has 1 MTP layer, the layout has 0 m\n  Et|tL\n      ^\n"
+        "hint: 2 stages of this model: Et|tmL",
+    ),
+    ("||", 3, 1, 0, f"layout: names no layer\n  ||\n  ^\n{HINT}"),
+    ("||", 2, 1, 0, f"layout: names no layer\n  ||\n  ^\n{HINT}"),
+    ("Et|TL", 2, 2, 0, f"layout: 'T' is no layer letter\n  Et|TL\n     ^\nhint: did you mean t? {LETTERS}"),
+    ("Et|xL", 2, 2, 0, f"layout: 'x' is no layer letter\n  Et|xL\n     ^\nhint: {LETTERS}"),
+    ("Et|3L", 2, 2, 0, "layout: a number stands only after *\n  Et|3L\n     ^\nhint: write t*3 for three layers"),
+    ("Et*2*3|L", 2, 6, 0, "layout: a repeat cannot be repeated\n  Et*2*3|L\n      ^\nhint: put it in a group: (t*2)*3"),
+    ("Et*|L", 2, 1, 0, "layout: a repeat needs a number after *\n  Et*|L\n    ^"),
+    ("*3Et|L", 2, 1, 0, "layout: there is nothing before * to repeat\n  *3Et|L\n  ^"),
+    ("E()*3t|L", 2, 1, 0, "layout: this group is empty\n  E()*3t|L\n   ^"),
+    ("Et)|L", 2, 1, 0, "layout: this closes no group\n  Et)|L\n    ^"),
+    ("E((t)*2|L", 2, 2, 0, "layout: this group is never closed\n  E((t)*2|L\n   ^\nhint: close it with )*n"),
+    (
+        "Et*999999999|L", 2, 1, 0,
+        "layout: this repeat makes the layout longer than 16384 letters\n  Et*999999999|L\n     ^",
+    ),
+    (
+        "E(((t*999)*999)*999)*999|L", 2, 1, 0,
+        "layout: this repeat makes the layout longer than 16384 letters\n  E(((t*999)*999)*999)*999|L\n        ^",
+    ),
+    (
+        "Et*" + "9" * 5000 + "|L", 2, 1, 0,
+        "layout: this repeat makes the layout longer than 16384 letters\n  Et*" + "9" * 69 + "…\n     ^",
+    ),
+    ("E(|)*5000tL", 1, 1, 0, "layout: E(|)*5000tL has 5001 stages, more than 4096"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "num_ranks", "num_layers", "num_mtp", "message"), REFUSED)
+def test_refusal_says_where_and_what_to_do(spec, num_ranks, num_layers, num_mtp, message):
+    assert refusal(spec, num_ranks, num_layers, num_mtp) == message
+
+
+def test_strict_points_at_what_megatron_would_not_read():
+    assert refusal("Et|t L", 2, 2, strict=True) == (
+        "layout: Megatron takes no white space here\n  Et|t L\n      ^\nhint: write Et|tL"
+    )
+    assert refusal("E((t|)*2t|)*2L", 7, 6, strict=True) == (
+        "layout: Megatron takes no group inside a group\n  E((t|)*2t|)*2L\n    ^\nhint: write the inner one out"
+    )
+
+
+def test_strict_is_for_megatron_strings_only():
+    with pytest.raises(UsageError, match=r"--strict-megatron: pp=2 is no Megatron string"):
+        read("pp=2", None, 4, strict=True)
+
+
+def test_caret_stays_under_its_character_in_a_long_layout():
+    spec = "E" + "t|" * 100 + "x" + "t|" * 100 + "L"
+    _, shown, caret, _ = refusal(spec, None, 200).split("\n")
+    assert shown[len(caret) - 1] == "x"
+    assert len(shown) < 80
+
+
+@pytest.mark.parametrize(
+    ("stages", "written"),
+    [
+        (["Ettt", *["tt"] * 29, "m", "L"], "Et*3|(tt|)*29,m|L"),
+        (["E", "", "", "", "", "tL"], "E||*4,tL"),
+        (["Et", "t", "t", "tL"], "Et|t|t|tL"),
+        (["Etttt", "", "L"], "Et*4||L"),
+        (["Et", *["ttt"] * 9, "tttL", ""], "Et|(t*3|)*9,t*3,L|"),
+    ],
+)
+def test_written_letters_are_brief(stages, written):
+    assert write_letters(stages) == written
+    num_layers, num_mtp = (sum(stage.count(letter) for stage in stages) for letter in "tm")
+    assert letters(read(written, None, num_layers, num_mtp, strict=True), num_layers) == "|".join(stages)

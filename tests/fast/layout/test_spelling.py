@@ -1,0 +1,138 @@
+"""One door for all spellings, and no string that breaks it."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from manifests.errors import InputError, UserError
+from manifests.models import model_shape
+from reshard.layout import layout_for
+from reshard.layout.inventory import inventory_of_layers, inventory_of_modules
+from reshard.layout.model import compress_modules, module_ranges
+from reshard.layout.spelling import parse_layout
+
+INVENTORY = inventory_of_layers(5, 1)
+COSTS = {name: dict.fromkeys(INVENTORY.modules, 1.0) for name in ("params", "memory")}
+
+HINT = (
+    "a layout is pp=N[,vpp=K], a Megatron string (Et*3|(tt|)*29,m|L), balance:params,pp=N, uniform,pp=N, "
+    "cut=model.layers.8, or a .toml or .json file of module lists"
+)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("", f"layout: is empty\nhint: {HINT}"),
+        (" \n", f"layout: is empty\nhint: {HINT}"),
+        ("pp8", f"layout: 'pp8' is no layout\nhint: did you mean pp=? {HINT}"),
+        ("balnce:params", f"layout: 'balnce:params' is no layout\nhint: did you mean balance:? {HINT}"),
+        ("ngpu=4", f"layout: 'ngpu=4' is no layout\nhint: {HINT}"),
+        ("4", "layout: a number stands only after *\n  4\n  ^\nhint: write t*3 for three layers"),
+        ("\udcff", f"layout: '?' is no layout\nhint: {HINT}"),
+        ("E" * 20_000, "layout: is 20000 characters long, more than 16384\nhint: write it to a .toml file"),
+    ],
+)
+def test_what_is_no_layout_is_answered_with_what_is(spec, message):
+    with pytest.raises(InputError) as error:
+        parse_layout(spec, INVENTORY)
+    assert str(error.value) == message
+
+
+def test_spellings_of_one_split_agree():
+    inventory = inventory_of_layers(6)
+    costs = {"params": dict.fromkeys(inventory.modules, 1.0)}
+    specs = ["pp=3,first=0,last=0", "Ett|tt|ttL", "cut=layers.2,model.layers.4,pp=3", "type:decoder,pp=3"]
+    stages = {parse_layout(spec, inventory, costs=costs).stages for spec in specs}
+    assert len(stages) == 1
+
+
+def test_layout_for_takes_the_modules_from_the_models_config():
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "vocab_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+    }
+    layout = layout_for(model_shape(config), "type:LlamaDecoderLayer,pp=2", num_ranks=2)
+    assert [compress_modules(stage) for stage in layout.stages] == [
+        "model.embed_tokens, model.layers.0-1",
+        "model.layers.2-3, model.norm, lm_head",
+    ]
+
+
+def test_layers_past_the_decoders_are_mtp():
+    inventory = inventory_of_modules(inventory_of_layers(3, 2).modules, 3)
+    assert (inventory.num_layers, inventory.num_mtp, inventory.num_outputs) == (3, 2, 2)
+    with pytest.raises(ValueError, match="layers are not one run"):
+        inventory_of_modules(("a.0", "norm", "a.1"), 2)
+
+
+def test_runs_of_layers_are_shown_as_ranges():
+    assert module_ranges(("a.0", "a.1", "a.3", "b.4", "norm", "a.00")) == ("a.0-1", "a.3", "b.4", "norm", "a.00")
+    assert compress_modules(()) == ""
+
+
+WORDS = [
+    *("pp=", "vpp=", "style=v", "first=", "last=", "layers-per-stage=", "uniform", "parameters", "type:", "balance:"),
+    *("params", "cut=", "layers.1", "model.norm", "lm_head", "schedule=", "DualPipeV", "pin=", "@", "limit=", "GB"),
+    *("1", "2", "4", ",", ",", ",", "E", "t", "|", "(", ")", "*", "L", "m", " "),
+]
+LETTERS = "EEttttmmLL||||(())**,,0123 9"
+
+
+def check_total(rng: random.Random, count: int) -> int:
+    """Read random strings; give how many were layouts. Anything but a layout or a UserError escapes."""
+    accepted = 0
+    for at in range(count):
+        parts = rng.choices(LETTERS, k=rng.randint(0, 12)) if at % 4 else rng.choices(WORDS, k=rng.randint(1, 8))
+        try:
+            layout = parse_layout("".join(parts), INVENTORY, num_ranks=at % 3 or None, costs=COSTS)
+        except UserError:
+            continue
+        accepted += 1
+        assert tuple(name for stage in layout.stages for name in stage) == INVENTORY.modules
+    return accepted
+
+
+def test_200_000_short_strings_are_layouts_or_refused():
+    assert check_total(random.Random(0), 200_000) > 0
+
+
+@pytest.mark.slow
+def test_a_million_short_strings_take_less_than_a_minute():
+    begun = time.perf_counter()
+    assert check_total(random.Random(1), 1_000_000) > 0
+    assert time.perf_counter() - begun < 60
+
+
+@settings(max_examples=500, deadline=None)
+@given(spec=st.text(max_size=40) | st.lists(st.sampled_from(WORDS), max_size=12).map("".join), strict=st.booleans())
+def test_any_text_is_a_layout_or_refused(spec, strict):
+    with contextlib.suppress(UserError):
+        layout = parse_layout(spec, INVENTORY, strict_megatron=strict, costs=COSTS)
+        assert tuple(name for stage in layout.stages for name in stage) == INVENTORY.modules
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *("(" * 5000, "(" * 5000 + ")" * 5000, "t*" * 5000, "|" * 16000, "E" + "t," * 8000, "(t)*9" * 3000),
+        *("pp=" * 5000, "," * 16000, "type:" + "," * 16000, "cut=" + "a," * 8000, "balance:" + "pin=a@0," * 1000),
+        *("type:(a+)+$,pp=2", "pp=" + "9" * 5000, "limit=" + "9" * 5000, "((((t*9)*9)*9)*9)*9"),
+        "balance:params,pp=2,limit=" + "9" * 5000,
+    ],
+)
+def test_hostile_strings_are_refused_soon(spec):
+    begun = time.perf_counter()
+    with pytest.raises(UserError):
+        parse_layout(spec, INVENTORY, costs=COSTS)
+    assert time.perf_counter() - begun < 2
