@@ -83,7 +83,7 @@ def _copies(
 ) -> dict[str, str]:
     """Give each tied parameter that this stage does not store, with the name that it is stored under here."""
     stored = {entry.name for header in headers for entry in header.tensors}
-    copies = {}
+    copies: dict[str, str] = {}
     for group in manifest.ties:
         here = [member.fqn for member in group.members if member.stage == stage.index]
         if here and here[0] in stored:
