@@ -1,0 +1,33 @@
+"""Pipeline schedules as tables of actions: made, checked, written as CSV, and run against a clock without a machine."""
+
+from manifests.schedules.actions import Action, LoweredTable, Overlap, Step, Table, Transfer, Upkeep, actions_of
+from manifests.schedules.csvtext import read_csv, read_lowered_csv, write_csv
+from manifests.schedules.lower import compute_part, lower
+from manifests.schedules.rules import SCHEDULES, ScheduleName, check_schedule
+from manifests.schedules.simulate import Costs, Span, Timeline, peak_held, simulate
+from manifests.schedules.tables import schedule_table
+
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Costs",
+    "LoweredTable",
+    "Overlap",
+    "ScheduleName",
+    "Span",
+    "Step",
+    "Table",
+    "Timeline",
+    "Transfer",
+    "Upkeep",
+    "actions_of",
+    "check_schedule",
+    "compute_part",
+    "lower",
+    "peak_held",
+    "read_csv",
+    "read_lowered_csv",
+    "schedule_table",
+    "simulate",
+    "write_csv",
+]

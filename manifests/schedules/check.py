@@ -1,0 +1,144 @@
+"""What must hold of a table that came from outside. Every broken rule is reported, not the first."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import islice, zip_longest
+
+from manifests.errors import InputError
+from manifests.placement import Placement
+from manifests.schedules.actions import LoweredStep, LoweredTable, Table, Transfer, Upkeep, actions_of
+from manifests.schedules.order import Result, in_order, input_of, result_of
+
+__all__ = ["check_lowered", "check_table", "stages_in"]
+
+_MOST_SHOWN = 8
+
+
+def check_table(table: Table | LoweredTable, where: str) -> None:
+    """Raise one InputError unless every stage computes every microbatch once, on its rank, in an order that runs."""
+    _raise_all(_misplaced(table), where)
+    _raise_all(_uncovered(table), where)
+    try:
+        for _ in in_order(table.ranks, table.placement):
+            pass
+    except InputError as error:
+        raise InputError(where, error.problem) from None
+
+
+def check_lowered(lowered: LoweredTable, where: str) -> None:
+    """Raise as `check_table`, and unless tensors are sent, received and reduced as they must be.
+
+    See Note [Order of transfers] in lower.py.
+    """
+    check_table(lowered, where)
+    _raise_all(_unreduced(lowered), where)
+    _raise_all(_mistransferred(lowered), where)
+
+
+def stages_in(steps: Sequence[LoweredStep]) -> list[int]:
+    """Give the stages that one rank's steps name, in ascending order."""
+    named = {action.stage for step in steps for action in actions_of(step)}
+    return sorted(named | {step.stage for step in steps if isinstance(step, Transfer | Upkeep)})
+
+
+def _raise_all(problems: Iterator[str], where: str) -> None:
+    found = list(islice(problems, _MOST_SHOWN + 1))
+    if len(found) > _MOST_SHOWN:
+        found[_MOST_SHOWN:] = ["and so on"]
+    if found:
+        raise InputError(where, "; ".join(found))
+
+
+def _misplaced(table: Table | LoweredTable) -> Iterator[str]:
+    num_ranks = table.placement.num_ranks
+    if len(table.ranks) != num_ranks:
+        yield f"expected {num_ranks} rows, one for each rank, found {len(table.ranks)}"
+        return
+    for rank, steps in enumerate(table.ranks):
+        for stage in stages_in(steps):
+            if stage >= table.placement.num_stages:
+                yield f"rank {rank} has stage {stage} of a layout with {table.placement.num_stages} stages"
+            elif table.placement.rank_of(stage) != rank:
+                yield f"rank {rank} has stage {stage}, which is placed on rank {table.placement.rank_of(stage)}"
+
+
+def _uncovered(table: Table | LoweredTable) -> Iterator[str]:
+    counts = Counter[tuple[int, int, str]](
+        (action.stage, action.microbatch, action.kind)
+        for steps in table.ranks
+        for step in steps
+        for action in actions_of(step)
+    )
+    # However large the numbers in the file: what is not there is reported, and ends this, after a few turns.
+    for stage in range(table.placement.num_stages):
+        for microbatch in range(table.num_microbatches):
+            forwards, *backwards = (counts[stage, microbatch, kind] for kind in "FBIW")
+            if not forwards and not any(backwards):
+                yield f"stage {stage} never computes microbatch {microbatch}"
+                continue
+            if forwards != 1:
+                yield f"{stage}F{microbatch} stands {forwards} times"
+            if backwards not in ([1, 0, 0], [0, 1, 1]):
+                found = ", ".join(f"{number} {kind}" for number, kind in zip(backwards, "BIW", strict=True))
+                yield f"stage {stage} takes microbatch {microbatch} back by {found}; expected 1 B, or 1 I and 1 W"
+
+
+def _unreduced(lowered: LoweredTable) -> Iterator[str]:
+    for rank, steps in enumerate(lowered.ranks):
+        reduced = Counter[int]()
+        for step in steps:
+            if isinstance(step, Upkeep) and step.kind == "REDUCE_GRAD":
+                reduced[step.stage] += 1
+            for action in actions_of(step):
+                if action.kind != "F" and reduced[action.stage]:
+                    yield f"rank {rank} reduces stage {action.stage} before {action}"
+        for stage in lowered.placement.stages_on(rank):
+            if reduced[stage] != 1:
+                yield f"{stage}REDUCE_GRAD stands {reduced[stage]} times"
+
+
+def _mistransferred(lowered: LoweredTable) -> Iterator[str]:
+    placement = lowered.placement
+    sent, received = defaultdict[tuple[int, int], list[Result]](list), defaultdict[tuple[int, int], list[Result]](list)
+    for rank, steps in enumerate(lowered.ranks):
+        computed, arrived = set[Result](), set[Result]()
+        for step in steps:
+            if isinstance(step, Transfer):
+                result, peer = _passed(step, placement)
+                if peer is None or peer == rank:
+                    yield f"{step} has no other rank on its far side"
+                elif step.kind.startswith("RECV"):
+                    if result in arrived:
+                        yield f"rank {rank} receives twice by {step}"
+                    received[peer, rank].append(result)
+                    arrived.add(result)
+                else:
+                    sent[rank, peer].append(result)
+                    if result not in computed:
+                        yield f"rank {rank} sends by {step} what it has not computed yet"
+            for action in actions_of(step):
+                needed = input_of(action, placement.num_stages)
+                if needed is not None and placement.rank_of(needed[0]) != rank and needed not in arrived:
+                    yield f"rank {rank} computes {action} without having received its input"
+                computed.add(result_of(action))
+    for source, target in sorted(sent.keys() | received.keys()):
+        for leaves, enters in zip_longest(sent[source, target], received[source, target]):
+            if leaves != enters:
+                yield f"rank {source} sends {_shown(leaves)} to rank {target}, which takes it for {_shown(enters)}"
+                break
+
+
+def _passed(transfer: Transfer, placement: Placement) -> tuple[Result, int | None]:
+    """Give the result that a transfer passes on and the rank on its far side, if that stage exists."""
+    forward = transfer.kind.endswith("F")
+    receives = transfer.kind.startswith("RECV")
+    other = transfer.stage + (1 if forward != receives else -1)
+    producer = other if receives else transfer.stage
+    peer = placement.rank_of(other) if 0 <= other < placement.num_stages else None
+    return (producer, "F" if forward else "B", transfer.microbatch), peer
+
+
+def _shown(result: Result | None) -> str:
+    return "nothing" if result is None else "{}SEND_{}{}".format(*result)

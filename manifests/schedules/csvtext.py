@@ -1,0 +1,146 @@
+"""Tables as the CSV text that torch's schedule runtime loads (`_PipelineScheduleRuntime._load_csv`).
+
+One row a rank, one cell a step: `2F0` is stage 2's forward of microbatch 0, `(2F4;5B1)OVERLAP_F_B` two
+actions that may run as one. The format `compute_only` has nothing else; `compute_comms` has the
+transfers (`2SEND_F0`) and the upkeep (`2REDUCE_GRAD`) too.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Callable, Sequence
+from typing import TypeVar, cast
+
+from manifests.errors import InputError
+from manifests.placement import Placement
+from manifests.schedules.actions import (
+    Action,
+    ComputeKind,
+    LoweredStep,
+    LoweredTable,
+    Overlap,
+    Step,
+    Table,
+    Transfer,
+    TransferKind,
+    Upkeep,
+    UpkeepKind,
+    actions_of,
+)
+from manifests.schedules.check import check_lowered, check_table, stages_in
+
+__all__ = ["read_csv", "read_lowered_csv", "write_csv"]
+
+StepT = TypeVar("StepT", bound=LoweredStep)
+_ACTION = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})", re.ASCII)
+_TRANSFER = re.compile(r"(\d{1,6})(SEND_F|RECV_F|SEND_B|RECV_B)(\d{1,6})", re.ASCII)
+_UPKEEP = re.compile(r"(\d{1,6})(UNSHARD|RESHARD|REDUCE_GRAD)", re.ASCII)
+_OVERLAP = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
+
+
+def write_csv(table: Table | LoweredTable) -> str:
+    """Give the text of a table: `compute_only` of a Table, `compute_comms` of a LoweredTable."""
+    return "".join(",".join(map(str, steps)) + "\n" for steps in table.ranks)
+
+
+def read_csv(text: str, where: str, placement: Placement | None = None) -> Table:
+    """Give the table of a `compute_only` text, which can run as it stands.
+
+    Without a placement, the stages must lie over the ranks in a loop or in a v. Empty cells, with
+    which torch marks idle time, are left out.
+
+    Raises:
+        InputError: a cell that is no compute action; a stage on another rank than its own; a
+            microbatch computed twice or not at all; ranks that would wait for ever.
+    """
+    ranks = _read_rows(text, where, _read_step)
+    table = Table(
+        placement=placement or _placement_of(ranks, where), num_microbatches=_count_microbatches(ranks), ranks=ranks
+    )
+    check_table(table, where)
+    return table
+
+
+def read_lowered_csv(text: str, where: str, placement: Placement | None = None) -> LoweredTable:
+    """Give the table of a `compute_comms` text, which can run as it stands.
+
+    Raises:
+        InputError: as `read_csv`; a tensor not sent, not received, or received in another order
+            than sent; gradients not reduced once at the end.
+    """
+    ranks = _read_rows(text, where, _read_lowered_step)
+    table = LoweredTable(
+        placement=placement or _placement_of(ranks, where), num_microbatches=_count_microbatches(ranks), ranks=ranks
+    )
+    check_lowered(table, where)
+    return table
+
+
+def _read_rows(text: str, where: str, read: Callable[[str, str], StepT]) -> tuple[tuple[StepT, ...], ...]:
+    try:
+        rows = list(csv.reader(io.StringIO(text, newline=""), strict=True))
+    except csv.Error as error:
+        raise InputError(where, f"this is no CSV: {error}") from error
+    ranks = tuple(
+        tuple(
+            read(cell.strip(), f"{where}: row {row_number}, cell {cell_number}")
+            for cell_number, cell in enumerate(row, start=1)
+            if cell.strip()
+        )
+        for row_number, row in enumerate(rows, start=1)
+    )
+    for row_number, steps in enumerate(ranks, start=1):
+        if not any(actions_of(step) for step in steps):
+            raise InputError(f"{where}: row {row_number}", "this rank computes nothing", "each row is one rank's part")
+    if not ranks:
+        raise InputError(where, "the file is empty", "expected one row of actions for each rank")
+    return ranks
+
+
+def _read_step(cell: str, where: str) -> Step:
+    step = _read_lowered_step(cell, where)
+    if isinstance(step, Transfer | Upkeep):
+        raise InputError(where, f"{cell!r} is no compute action", "this is a file of the format compute_comms")
+    return step
+
+
+def _read_lowered_step(cell: str, where: str) -> LoweredStep:
+    if action := _read_action(cell):
+        return action
+    if found := _TRANSFER.fullmatch(cell):
+        return Transfer(stage=int(found[1]), kind=cast(TransferKind, found[2]), microbatch=int(found[3]))
+    if found := _UPKEEP.fullmatch(cell):
+        return Upkeep(stage=int(found[1]), kind=cast(UpkeepKind, found[2]))
+    if found := _OVERLAP.fullmatch(cell):
+        forward, backward = map(_read_action, found.groups())
+        if forward and backward and (forward.kind, backward.kind) == ("F", "B"):
+            return Overlap(forward=forward, backward=backward)
+    raise InputError(
+        where, f"{cell[:40]!r} is no action", "expected such as 2F0, 2B0, 2I0, 2W0 or (2F4;5B1)OVERLAP_F_B"
+    )
+
+
+def _read_action(text: str) -> Action | None:
+    found = _ACTION.fullmatch(text.strip())
+    return found and Action(stage=int(found[1]), kind=cast(ComputeKind, found[2]), microbatch=int(found[3]))
+
+
+def _count_microbatches(ranks: Sequence[Sequence[LoweredStep]]) -> int:
+    return 1 + max(action.microbatch for steps in ranks for step in steps for action in actions_of(step))
+
+
+def _placement_of(ranks: Sequence[Sequence[LoweredStep]], where: str) -> Placement:
+    stages = [stages_in(steps) for steps in ranks]
+    num_stages, num_ranks = 1 + max(own[-1] for own in stages), len(ranks)
+    if num_stages % num_ranks:
+        raise InputError(where, f"{num_stages} stages do not divide over {num_ranks} rows, one for each rank")
+    placements = [Placement(num_stages=num_stages, num_ranks=num_ranks)]
+    if num_stages == 2 * num_ranks:
+        placements.append(Placement(num_stages=num_stages, num_ranks=num_ranks, style="v"))
+    for placement in placements:
+        if all(placement.rank_of(stage) == rank for rank, own in enumerate(stages) for stage in own):
+            return placement
+    shown = "; ".join(f"rank {rank} has {', '.join(map(str, own[:4]))}" for rank, own in enumerate(stages[:4]))
+    raise InputError(where, f"the stages lie over the ranks neither in a loop nor in a v: {shown}")

@@ -1,0 +1,103 @@
+"""Files on this machine's file systems."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from manifests.errors import InputError
+from stores.base import Range
+
+__all__ = ["LocalFile", "LocalFolder"]
+
+_HIDDEN_FOLDERS = (".git", ".cache")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFile:
+    path: Path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def nbytes(self) -> int:
+        try:
+            return self.path.stat().st_size
+        except OSError as error:
+            raise InputError(str(self.path), f"cannot be read: {error.strerror}") from error
+
+    def open(self, ranges: Sequence[Range]) -> LocalReader:
+        """Open the file. The kernel reads ahead by itself, so the ranges are not used."""
+        return LocalReader(self.path)
+
+
+class LocalReader:
+    """A descriptor of its own, so that the kernel reads ahead for each reader apart."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise InputError(str(path), f"cannot be opened: {error.strerror}") from error
+
+    def read_into(self, part: memoryview, position: int) -> None:
+        while part:
+            try:
+                found = os.preadv(self._descriptor, [part], position)
+            except OSError as error:
+                where = f"cannot be read at byte {position}"
+                raise InputError(str(self._path), f"{where}: {error.strerror}") from error
+            if found == 0:
+                raise InputError(
+                    str(self._path), f"ends at byte {position}", "the file was cut short after its header was read"
+                )
+            part, position = part[found:], position + found
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFolder:
+    path: Path
+    kind: str = "huggingface"
+
+    @property
+    def location(self) -> str:
+        return str(self.path.resolve())
+
+    @property
+    def revision(self) -> None:
+        return None
+
+    def names(self) -> tuple[str, ...]:
+        """Give every file below the folder but those of hidden folders.
+
+        Raises:
+            InputError: a folder that cannot be read, a link to a folder, or a name that is no file.
+        """
+        return tuple(_files_below(self.path))
+
+    def file(self, name: str) -> LocalFile:
+        return LocalFile(self.path / name)
+
+
+def _files_below(folder: Path) -> Iterator[str]:
+    for parent, folders, names in os.walk(folder, onerror=_refuse):
+        folders[:] = sorted(name for name in folders if name not in _HIDDEN_FOLDERS)
+        for path in (Path(parent, name) for name in folders):
+            if path.is_symlink():
+                raise InputError(str(path), "is a link to a folder", "put the folder itself there, or remove the link")
+        for name in sorted(names):
+            path = Path(parent, name)
+            if not path.is_file():
+                raise InputError(str(path), "is no regular file", "a dangling link? remove it or mend it")
+            yield path.relative_to(folder).as_posix()
+
+
+def _refuse(error: OSError) -> None:
+    raise InputError(str(error.filename), f"cannot be read: {error.strerror}") from error
