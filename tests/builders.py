@@ -1,0 +1,219 @@
+"""Tiny Hugging Face folders, written byte by byte, and the `reshard` command run on them."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from safetensors import deserialize
+
+from reshard import cli
+
+__all__ = [
+    "DTYPE_BITS",
+    "EMBEDDING",
+    "HEAD",
+    "INDEX",
+    "Ended",
+    "Tensor",
+    "files_in",
+    "header_of",
+    "index_of",
+    "leftovers",
+    "llama_config",
+    "llama_shapes",
+    "random_tensors",
+    "read_safetensors",
+    "reshard",
+    "write_model",
+    "write_safetensors",
+]
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+INDEX = "model.safetensors.index.json"
+
+# safetensors v0.8.0, `Dtype::bitsize`.
+DTYPE_BITS: Mapping[str, int] = {
+    "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8,
+    "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
+    "C64": 64, "F64": 64, "I64": 64, "U64": 64,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tensor:
+    """A tensor as a file holds it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """How a run of the command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+def reshard(*args: str | Path) -> Ended:
+    """Run the whole `reshard` command in this process."""
+    out, err, code, argv = io.StringIO(), io.StringIO(), 0, sys.argv
+    sys.argv = ["reshard", *map(str, args)]
+    try:
+        with redirect_stdout(out), redirect_stderr(err):
+            cli.main()
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    finally:
+        sys.argv = argv
+    return Ended(code=code, out=out.getvalue(), err=err.getvalue())
+
+
+def llama_config(**overrides: Any) -> dict[str, Any]:
+    """Give the config of a Llama of a few kilobytes."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 40,
+        "tie_word_embeddings": False,
+        **overrides,
+    }
+
+
+def llama_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Give every tensor of a bias-free Llama and its shape; a test holds this against transformers."""
+    width, ffn, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    heads = config["num_attention_heads"]
+    kv_width = config["num_key_value_heads"] * (width // heads)
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (vocab, width)}
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        shapes |= {
+            f"{prefix}.self_attn.q_proj.weight": (width, width),
+            f"{prefix}.self_attn.k_proj.weight": (kv_width, width),
+            f"{prefix}.self_attn.v_proj.weight": (kv_width, width),
+            f"{prefix}.self_attn.o_proj.weight": (width, width),
+            f"{prefix}.mlp.gate_proj.weight": (ffn, width),
+            f"{prefix}.mlp.up_proj.weight": (ffn, width),
+            f"{prefix}.mlp.down_proj.weight": (width, ffn),
+            f"{prefix}.input_layernorm.weight": (width,),
+            f"{prefix}.post_attention_layernorm.weight": (width,),
+        }
+    return shapes | {"model.norm.weight": (width,), HEAD: (vocab, width)}
+
+
+def random_tensors(config: Mapping[str, Any], *, dtypes: Sequence[str] = ("BF16",), seed: int = 0) -> dict[str, Tensor]:
+    """Fill a model's tensors with random bytes, dealing out dtypes; a tied head is not among them."""
+    generator = random.Random(seed)
+    return {
+        fqn: Tensor(dtype=dtype, shape=shape, data=generator.randbytes(prod(shape) * DTYPE_BITS[dtype] // 8))
+        for fqn, shape in llama_shapes(config).items()
+        if not (fqn == HEAD and config["tie_word_embeddings"])
+        for dtype in [generator.choice(dtypes)]
+    }
+
+
+def header_of(
+    tensors: Mapping[str, Tensor],
+    *,
+    data_order: Iterable[str] | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Give a header's JSON object, listed in the order of `tensors`, laid out in `data_order`."""
+    begin, offsets = 0, {}
+    for fqn in data_order or tensors:
+        offsets[fqn] = [begin, begin + len(tensors[fqn].data)]
+        begin += len(tensors[fqn].data)
+    table: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    return table | {
+        fqn: {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": offsets[fqn]}
+        for fqn, tensor in tensors.items()
+    }
+
+
+def write_safetensors(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    data_order: Sequence[str] | None = None,
+    metadata: Mapping[str, str] | None = None,
+    padding: int = 0,
+) -> None:
+    """Write a safetensors file with no help from any library."""
+    header = json.dumps(header_of(tensors, data_order=data_order, metadata=metadata)).encode() + b" " * padding
+    data = b"".join(tensors[fqn].data for fqn in data_order or tensors)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
+
+
+def read_safetensors(file: bytes) -> dict[str, Tensor]:
+    """Give what the `safetensors` library finds in a file."""
+    found: list[tuple[str, dict[str, Any]]] = deserialize(file)  # type: ignore[no-untyped-call]
+    return {
+        name: Tensor(dtype=tensor["dtype"], shape=tuple(tensor["shape"]), data=bytes(tensor["data"]))
+        for name, tensor in found
+    }
+
+
+def index_of(shards: Mapping[str, Iterable[str]], total_nbytes: int) -> bytes:
+    """Give the text of an index as transformers writes it."""
+    weight_map = {fqn: shard for shard, names in shards.items() for fqn in names}
+    document = {"metadata": {"total_size": total_nbytes}, "weight_map": weight_map}
+    return (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()
+
+
+def write_model(
+    folder: Path,
+    config: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
+    *,
+    num_shards: int = 1,
+) -> dict[str, Tensor]:
+    """Write a whole Hugging Face folder, in one file or in shards with an index, and give its tensors."""
+    config = llama_config() if config is None else config
+    tensors = random_tensors(config) if tensors is None else dict(tensors)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "generation_config.json").write_text('{"bos_token_id": 1}\n')
+    (folder / "tokenizer.json").write_bytes('{"é": "\\u0000"}'.encode())
+    if num_shards == 1:
+        write_safetensors(folder / "model.safetensors", tensors, metadata={"format": "pt"})
+        return tensors
+    names = list(tensors)
+    shards = {f"model-{i + 1:05d}-of-{num_shards:05d}.safetensors": names[i::num_shards] for i in range(num_shards)}
+    for shard, held in shards.items():
+        write_safetensors(folder / shard, {fqn: tensors[fqn] for fqn in held}, metadata={"format": "pt"})
+    total_nbytes = sum(len(tensor.data) for tensor in tensors.values())
+    (folder / INDEX).write_bytes(index_of(shards, total_nbytes))
+    return tensors
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    """Give every file below a folder, whole."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def leftovers(out: Path) -> list[str]:
+    """Give what a command left of a folder that it was to write: itself, and anything begun beside it."""
+    return sorted(path.name for path in out.parent.iterdir() if out.name in path.name)

@@ -1,0 +1,143 @@
+"""Manifests that agree with themselves, drawn by hypothesis, and one of every feature."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from manifests.placement import Placement, Style
+from manifests.schema import (
+    CarriedFile,
+    Layout,
+    Manifest,
+    Model,
+    Parent,
+    Shard,
+    Source,
+    Stage,
+    TieGroup,
+    TieMember,
+    TrainingState,
+)
+
+__all__ = ["digest_of", "full_manifest", "manifests"]
+
+COUNTS = st.integers(0, 2**63 - 1)
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+DIGESTS = st.text("0123456789abcdef", min_size=64, max_size=64).map("blake3:".__add__)
+PARTS = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="/\\"), min_size=1, max_size=12)
+PATHS = st.lists(PARTS.filter(lambda part: part not in (".", "..")), min_size=1, max_size=3).map("/".join)
+
+
+def digest_of(digit: str) -> str:
+    return "blake3:" + 64 * digit
+
+
+@st.composite
+def manifests(draw: st.DrawFn) -> Manifest:
+    """Draw a manifest that breaks no invariant."""
+    style: Style = draw(st.sampled_from(("loop", "v")))
+    num_ranks, num_virtual = draw(st.integers(1, 3)), 2 if style == "v" else draw(st.integers(1, 3))
+    placement = Placement(num_stages=num_ranks * num_virtual, num_ranks=num_ranks, style=style)
+    paths = iter(draw(st.lists(PATHS.filter("manifest.json".__ne__), min_size=12, max_size=12, unique=True)))
+    modules = iter(draw(st.lists(TEXTS.filter(bool), min_size=18, max_size=18, unique=True)))
+    held = [tuple(next(modules) for _ in range(draw(st.integers(0, 2)))) for _ in range(placement.num_stages)]
+    return Manifest(
+        created_by=draw(TEXTS),
+        model=Model(architecture=draw(TEXTS), num_layers=draw(COUNTS), num_params=draw(COUNTS)),
+        source=Source(
+            kind=draw(TEXTS),
+            location=draw(TEXTS),
+            revision=draw(st.none() | TEXTS),
+            left_out=tuple(draw(st.lists(TEXTS, max_size=2))),
+        ),
+        layout=Layout(
+            spec=draw(TEXTS),
+            style=style,
+            num_stages=placement.num_stages,
+            num_ranks=num_ranks,
+            num_virtual=num_virtual,
+            schedule=draw(st.none() | TEXTS),
+        ),
+        stages=tuple(_stage(draw, index, placement, held[index], next(paths)) for index in range(len(held))),
+        ties=_ties(draw, held),
+        files=tuple(
+            CarriedFile(path=next(paths), nbytes=draw(COUNTS), digest=draw(DIGESTS))
+            for _ in range(draw(st.integers(0, 2)))
+        ),
+        parents=tuple(Parent(location=draw(TEXTS), digest=draw(DIGESTS)) for _ in range(draw(st.integers(0, 2)))),
+        training=draw(st.none() | st.builds(TrainingState, step=COUNTS, num_tokens=COUNTS)),
+    )
+
+
+def full_manifest() -> Manifest:
+    """Give a manifest with every field filled: what tests/data/golden/manifest-v1.json says."""
+    held = (("model.embed_tokens", "model.layers.0"), ("model.layers.1",), (), ("model.norm", "lm_head"))
+    ranks = Placement(num_stages=4, num_ranks=2, style="v")
+    return Manifest(
+        created_by="reshard 0.1.0",
+        model=Model(architecture="LlamaForCausalLM", num_layers=2, num_params=4_288),
+        source=Source(
+            kind="huggingface", location="/models/täst", revision="5d3a2f1", left_out=("original/consolidated.00.pth",)
+        ),
+        layout=Layout(
+            spec="pp=2,style=v", style="v", num_stages=4, num_ranks=2, num_virtual=2, schedule="ZBVZeroBubble"
+        ),
+        stages=tuple(
+            Stage(
+                index=index,
+                rank=ranks.rank_of(index),
+                virtual=ranks.virtual_of(index),
+                modules=modules,
+                num_tensors=len(modules),
+                num_params=64 * len(modules),
+                nbytes=128 * len(modules),
+                shards=(
+                    Shard(
+                        path=f"stage-{index:03d}/model.safetensors",
+                        nbytes=4096 + 128 * len(modules),
+                        digest=digest_of(str(index)),
+                    ),
+                )
+                if modules
+                else (),
+            )
+            for index, modules in enumerate(held)
+        ),
+        ties=(
+            TieGroup(
+                owner=TieMember(fqn="model.embed_tokens.weight", stage=0),
+                replicas=(TieMember(fqn="lm_head.weight", stage=3),),
+            ),
+        ),
+        files=(
+            CarriedFile(path="config.json", nbytes=612, digest=digest_of("c")),
+            CarriedFile(path="original/params.json", nbytes=180, digest=digest_of("e")),
+            CarriedFile(path="source.json", nbytes=2048, digest=digest_of("d")),
+        ),
+        parents=(Parent(location="/packed/pp4", digest=digest_of("f")),),
+        training=TrainingState(step=300, num_tokens=1_228_800),
+    )
+
+
+def _stage(draw: st.DrawFn, index: int, placement: Placement, modules: tuple[str, ...], path: str) -> Stage:
+    shards = tuple(Shard(path=path, nbytes=draw(COUNTS), digest=draw(DIGESTS)) for _ in range(draw(st.integers(0, 1))))
+    return Stage(
+        index=index,
+        rank=placement.rank_of(index),
+        virtual=placement.virtual_of(index),
+        modules=modules,
+        num_tensors=draw(COUNTS),
+        num_params=draw(COUNTS),
+        nbytes=draw(st.integers(0, sum(shard.nbytes for shard in shards))),
+        shards=shards,
+    )
+
+
+def _ties(draw: st.DrawFn, held: list[tuple[str, ...]]) -> tuple[TieGroup, ...]:
+    """Tie the weights of the first two modules, if there are two."""
+    members = [
+        TieMember(fqn=f"{module}.weight", stage=stage) for stage, modules in enumerate(held) for module in modules
+    ][:2]
+    if len(members) < 2 or draw(st.booleans()):
+        return ()
+    return (TieGroup(owner=members[0], replicas=(members[1],)),)

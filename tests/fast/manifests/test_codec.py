@@ -1,0 +1,199 @@
+"""manifest.json: what is written is read back, and what is not a manifest is refused by its path."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+
+import manifests
+from manifests.codec import decode_manifest, encode_manifest
+from manifests.errors import InputError
+from manifests.schema import Manifest
+from tests.fast.manifests.drawn_manifests import full_manifest
+from tests.fast.manifests.drawn_manifests import manifests as drawn_manifests
+
+GOLDEN = Path(__file__).parents[2] / "data" / "golden" / "manifest-v1.json"
+SCHEMA = Draft202012Validator(json.loads(Path(manifests.__file__).with_name("schema.json").read_text()))
+OPTIONAL = {"schedule", "revision", "left_out", "ties", "files", "parents", "training"}
+NULLABLE = {"schedule", "revision", "training"}
+KINDS = {dict: "an object", list: "a list", str: "a string", bool: "true or false", int: "a count"}
+FOUND = {**KINDS, int: "a number", float: "a number", type(None): "null"}
+OTHERS: tuple[Any, ...] = (None, True, 7, -1.5, "seven", [], {})
+
+
+@dataclass(frozen=True, slots=True)
+class Corruption:
+    """A document with one field spoiled, and how the refusal must begin."""
+
+    document: dict[str, Any]
+    message: str
+
+
+def corruptions(document: dict[str, Any]) -> Iterator[Corruption]:
+    """Spoil every field of a document in every way that its kind allows."""
+    for keys in _paths(document):
+        path, value = _shown(keys), _at(document, keys)
+        if path in ("", "format", "version"):
+            continue
+        for other in OTHERS:
+            if type(other) in _kinds_allowed(keys, value):
+                continue
+            yield Corruption(_with(document, keys, other), f"{path}: {_expected(keys, value, other)}")
+        if type(value) is int:
+            yield Corruption(_with(document, keys, -1), f"{path}: expected a count below 2^63, found -1")
+            yield Corruption(_with(document, keys, 2**63), f"{path}: expected a count below 2^63, found {2**63}")
+    for keys in _paths(document):
+        value, path = _at(document, keys), _shown(keys)
+        for key in list(value) if isinstance(value, dict) else ():
+            if key not in OPTIONAL | {"format", "version"}:
+                yield Corruption(_with(document, [*keys, key], _REMOVED), f"{_shown([*keys, key])}: is missing")
+        if isinstance(value, dict):
+            stray = _shown([*keys, "stray"])
+            yield Corruption(_with(document, [*keys, "stray"], 1), f"{stray}: is no field of version 1")
+
+
+@given(drawn_manifests())
+def test_decoding_what_was_encoded_gives_the_same_manifest(manifest: Manifest) -> None:
+    assert decode_manifest(encode_manifest(manifest)) == manifest
+
+
+@given(drawn_manifests())
+def test_schema_allows_every_manifest_that_is_encoded(manifest: Manifest) -> None:
+    SCHEMA.validate(json.loads(encode_manifest(manifest)))
+
+
+@settings(max_examples=40)
+@given(drawn_manifests(), st.data())
+def test_decoder_and_schema_refuse_a_spoiled_field_of_any_manifest(manifest: Manifest, data: st.DataObject) -> None:
+    spoiled = data.draw(st.sampled_from(list(corruptions(json.loads(encode_manifest(manifest))))))
+    assert not SCHEMA.is_valid(spoiled.document)
+    with pytest.raises(InputError) as error:
+        decode_manifest(json.dumps(spoiled.document).encode())
+    assert str(error.value).startswith(f"manifest.json: {spoiled.message}")
+
+
+def test_decoder_and_schema_refuse_every_spoiled_field_of_the_full_manifest_by_its_path() -> None:
+    spoiled = list(corruptions(json.loads(GOLDEN.read_bytes())))
+    assert len(spoiled) > 500
+    allowed = [one.message for one in spoiled if SCHEMA.is_valid(one.document)]
+    assert allowed == []
+    for one in spoiled:
+        with pytest.raises(InputError) as error:
+            decode_manifest(json.dumps(one.document).encode())
+        assert str(error.value).startswith(f"manifest.json: {one.message}"), one.message
+
+
+@pytest.mark.parametrize("field", sorted(OPTIONAL))
+def test_a_field_with_a_default_may_be_left_out(field: str) -> None:
+    document = json.loads(GOLDEN.read_bytes())
+    for keys in list(_paths(document)):
+        if keys and keys[-1] == field:
+            document = _with(document, keys, _REMOVED)
+    SCHEMA.validate(document)
+    decode_manifest(json.dumps(document).encode())
+
+
+def test_golden_file_of_version_1_decodes_to_the_full_manifest() -> None:
+    assert decode_manifest(GOLDEN.read_bytes()) == full_manifest()
+
+
+def test_golden_file_of_version_1_is_what_is_written_today() -> None:
+    assert encode_manifest(full_manifest()) == GOLDEN.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"", "m: is not JSON: Expecting value: line 1 column 1 (char 0)"),
+        (b"\xff{}", "m: is not JSON: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
+        (b"[1]", "m: expected a JSON object, found a list"),
+        (b'{"a": 1, "a": 2}', "m: is not JSON: key 'a' stands twice"),
+        (b'{"a": NaN}', "m: is not JSON: NaN is not JSON"),
+        (b'{"a": -Infinity}', "m: is not JSON: -Infinity is not JSON"),
+        (b'{"a":' * 100_000, "m: is nested too deeply"),
+        (
+            b'{"a": "\\ud800"}',
+            "m: is not JSON: 'utf-8' codec can't encode character '\\ud800' in position 7: surrogates not allowed",
+        ),
+        (b"{}", "m: format: expected 'reshard-manifest'\nhint: this file was not written by reshard"),
+        (
+            b'{"format": "reshard-manifest"}',
+            "m: version: expected 1, found None\n"
+            "hint: write it again with this version of reshard, or read it with the one that wrote it",
+        ),
+        (
+            b'{"format": "reshard-manifest", "version": true}',
+            "m: version: expected 1, found True\n"
+            "hint: write it again with this version of reshard, or read it with the one that wrote it",
+        ),
+        (
+            b'{"format": "reshard-manifest", "version": 2, "shape": "unheard of"}',
+            "m: version: expected 1, found 2\n"
+            "hint: write it again with this version of reshard, or read it with the one that wrote it",
+        ),
+    ],
+)
+def test_text_that_is_no_manifest_is_refused_with_one_sentence(text: bytes, message: str) -> None:
+    with pytest.raises(InputError) as error:
+        decode_manifest(text, "m")
+    assert str(error.value) == message
+
+
+def test_numbers_of_thousands_of_digits_are_refused_without_being_printed() -> None:
+    document = json.loads(GOLDEN.read_bytes())
+    document["layout"]["num_ranks"] = int("9" * 4000)
+    with pytest.raises(InputError) as error:
+        decode_manifest(json.dumps(document).encode())
+    assert str(error.value) == (f"manifest.json: layout.num_ranks: expected a count below 2^63, found {'9' * 80}")
+
+
+_REMOVED = object()
+
+
+def _paths(value: Any, keys: tuple[Any, ...] = ()) -> Iterator[list[Any]]:
+    yield list(keys)
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield from _paths(item, (*keys, key))
+
+
+def _shown(keys: list[Any]) -> str:
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).removeprefix(".")
+
+
+def _at(document: Any, keys: list[Any]) -> Any:
+    for key in keys:
+        document = document[key]
+    return document
+
+
+def _with(document: dict[str, Any], keys: list[Any], value: object) -> dict[str, Any]:
+    changed = copy.deepcopy(document)
+    parent = _at(changed, keys[:-1])
+    if value is _REMOVED:
+        del parent[keys[-1]]
+    else:
+        parent[keys[-1]] = value
+    return changed
+
+
+def _kinds_allowed(keys: list[Any], value: Any) -> set[type]:
+    if keys[-1] not in NULLABLE:
+        return {type(value)}
+    return {type(None), dict if keys[-1] == "training" else str}
+
+
+def _expected(keys: list[Any], value: Any, other: Any) -> str:
+    if keys[-1] == "style":
+        return f"expected one of 'loop', 'v', found {str(other)!r}"
+    wanted = "an object" if keys[-1] == "training" else "a string" if value is None else KINDS[type(value)]
+    return f"expected {wanted}, found {FOUND[type(other)]}"

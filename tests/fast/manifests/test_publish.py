@@ -1,0 +1,212 @@
+"""Folders that appear whole or not at all."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from manifests.errors import InputError
+from manifests.publish import publishing
+
+ROOT = Path(__file__).parents[3]
+NOT_OURS = (
+    "exists, and is not a folder that this command writes; --force does not replace it\n"
+    "hint: choose another --out, or remove it yourself"
+)
+
+
+def is_ours(folder: Path) -> bool:
+    return (folder / "ours").exists()
+
+
+def publish(
+    out: Path, text: str = "new", *, force: bool = False, meanwhile: Callable[[], object] = lambda: None
+) -> None:
+    with publishing(out, force=force, is_ours=is_ours) as folder:
+        (folder / "ours").write_text(text)
+        meanwhile()
+        (folder / "below").mkdir()
+        (folder / "below" / "file").write_text(text)
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def refusal(out: Path, *, force: bool = False) -> str:
+    with pytest.raises(InputError) as error:
+        publish(out, force=force)
+    return str(error.value)
+
+
+def test_folder_appears_when_the_block_ends_and_not_before(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "out"
+    with publishing(out, force=False, is_ours=is_ours) as folder:
+        (folder / "ours").write_text("new")
+        assert not out.exists()
+        assert folder == tmp_path / "deep" / ".out.partial"
+    assert names_in(tmp_path / "deep") == ["out"]
+    assert names_in(out) == ["ours"]
+
+
+def test_empty_folder_is_filled(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    publish(tmp_path / "out")
+    assert names_in(tmp_path) == ["out"]
+    assert names_in(tmp_path / "out") == ["below", "ours"]
+
+
+def test_working_folder_is_filled_by_its_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    publish(Path("."))
+    assert names_in(tmp_path) == ["out"]
+    assert names_in(tmp_path / "out") == ["below", "ours"]
+
+
+def test_folder_that_exists_is_refused_and_kept(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    publish(out, "old")
+    assert refusal(out) == f"{out}: exists already\nhint: choose another --out, or replace it with --force"
+    assert (out / "ours").read_text() == "old"
+    assert names_in(tmp_path) == ["out"]
+
+
+def test_force_replaces_the_old_folder(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    publish(out, "old")
+    (out / "old file").touch()
+    publish(out, "new", force=True)
+    assert names_in(tmp_path) == ["out"]
+    assert names_in(out) == ["below", "ours"]
+    assert (out / "below" / "file").read_text() == "new"
+
+
+def test_force_keeps_the_old_folder_until_the_new_one_is_whole(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    publish(out, "old")
+    with publishing(out, force=True, is_ours=is_ours) as folder:
+        (folder / "ours").write_text("new")
+        assert (out / "ours").read_text() == "old"
+    assert (out / "ours").read_text() == "new"
+
+
+def test_force_replaces_only_folders_of_ours(tmp_path: Path) -> None:
+    home, file, link = tmp_path / "home", tmp_path / "file", tmp_path / "link"
+    home.mkdir()
+    (home / "thesis.tex").touch()
+    file.touch()
+    publish(tmp_path / "out")
+    link.symlink_to(tmp_path / "out")
+    before = names_in(tmp_path)
+    for out in (home, file, link):
+        assert refusal(out, force=True) == f"{out}: {NOT_OURS}"
+    assert names_in(tmp_path) == before
+    assert names_in(home) == ["thesis.tex"]
+
+
+def test_failure_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        publish(tmp_path / "out", meanwhile=lambda: 1 / 0)
+    assert names_in(tmp_path) == []
+
+
+def test_failure_leaves_the_old_folder(tmp_path: Path) -> None:
+    publish(tmp_path / "out", "old")
+    with pytest.raises(KeyboardInterrupt):
+        publish(tmp_path / "out", force=True, meanwhile=lambda: signal.raise_signal(signal.SIGINT))
+    assert names_in(tmp_path) == ["out"]
+    assert (tmp_path / "out" / "ours").read_text() == "old"
+
+
+def test_what_a_kill_left_is_cleared_away(tmp_path: Path) -> None:
+    partial = tmp_path / ".out.partial"
+    (partial / "stage-000").mkdir(parents=True)
+    (partial / "stage-000" / "model.safetensors").write_bytes(b"half")
+    (partial / "link").symlink_to(tmp_path)
+    publish(tmp_path / "out")
+    assert names_in(tmp_path) == ["out"]
+    assert names_in(tmp_path / "out") == ["below", "ours"]
+
+
+def test_a_partial_folder_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "thesis.tex").touch()
+    (tmp_path / ".out.partial").symlink_to(home)
+    assert refusal(tmp_path / "out") == f"{tmp_path}/out: {tmp_path}/.out.partial cannot be locked: Not a directory"
+    assert names_in(home) == ["thesis.tex"]
+
+
+def test_folder_that_another_process_is_writing_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    code = (
+        "import sys; from pathlib import Path; from manifests.publish import publishing\n"
+        "with publishing(Path(sys.argv[1]), force=False, is_ours=Path.is_dir) as folder:\n"
+        "    (folder / 'ours').write_text('theirs'); print('writing', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, out], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        assert other.stdout.readline() == "writing\n"
+        assert refusal(out) == f"{out}: another process is writing it\nhint: wait for that one, or stop it"
+        assert names_in(tmp_path) == [".out.partial"]
+        other.stdin.close()
+        assert other.wait(30) == 0
+    assert (out / "ours").read_text() == "theirs"
+    assert names_in(tmp_path) == ["out"]
+
+
+def test_folder_that_came_to_be_meanwhile_is_not_replaced_unasked(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def appear() -> None:
+        out.mkdir()
+        (out / "ours").write_text("theirs")
+
+    with pytest.raises(InputError, match="exists already"):
+        publish(out, meanwhile=appear)
+    assert (out / "ours").read_text() == "theirs"
+    assert names_in(tmp_path) == ["out"]
+
+
+def test_old_folder_is_locked_while_it_is_taken_away(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    publish(out, "old")
+    held = os.open(out, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert refusal(out, force=True) == f"{out}: another process is writing it\nhint: wait for that one, or stop it"
+    finally:
+        os.close(held)
+    assert (out / "ours").read_text() == "old"
+    assert names_in(tmp_path) == ["out"]
+
+
+def test_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert refusal(tmp_path / "file" / "out") == (f"{tmp_path}/file/out: cannot be written here: File exists")
+
+
+def test_write_that_the_system_refuses_is_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    code = (
+        "import resource, signal, sys; from pathlib import Path; from manifests.publish import publishing\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "try:\n"
+        "    with publishing(Path(sys.argv[1]), force=False, is_ours=Path.is_dir) as folder:\n"
+        "        (folder / 'big').write_bytes(bytes(8192))\n"
+        "except Exception as error: print(type(error).__name__, error)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, out], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.stdout == f"InputError {out}: cannot be written: File too large\n"
+    assert names_in(tmp_path) == []

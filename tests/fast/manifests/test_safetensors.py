@@ -1,0 +1,201 @@
+"""Safetensors headers, held against the `safetensors` library in both directions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from blake3 import blake3
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save, save_file
+
+from manifests.errors import InputError
+from manifests.safetensors import (
+    ALIGNMENT,
+    Header,
+    TensorEntry,
+    encode_header,
+    header_template,
+    layout_tensors,
+    parse_header,
+    read_header,
+)
+from tests.builders import DTYPE_BITS, Tensor, read_safetensors
+
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=20).filter("__metadata__".__ne__)
+SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
+METADATA = st.dictionaries(
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=8), st.text('aé\\"\n', max_size=8)
+)
+TORCH_DTYPES: Mapping[str, torch.dtype] = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
+    "F16": torch.float16, "BF16": torch.bfloat16, "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32,
+    "F64": torch.float64, "I64": torch.int64, "U64": torch.uint64, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+}  # fmt: skip
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Draw (name, dtype, shape) of tensors that fill whole bytes."""
+    table = []
+    for name in draw(st.lists(NAMES, max_size=5, unique=True)):
+        dtype, shape = draw(st.sampled_from(sorted(DTYPE_BITS))), draw(SHAPES)
+        table.append((name, dtype, shape if prod(shape) * DTYPE_BITS[dtype] % 8 == 0 else (*shape, 8)))
+    return table
+
+
+def file_of(header: Mapping[str, Any] | bytes, data: bytes = b"") -> bytes:
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(raw).to_bytes(8, "little") + raw + data
+
+
+def library_accepts(file: bytes) -> bool:
+    try:
+        read_safetensors(file)
+    except SafetensorError:
+        return False
+    return True
+
+
+def read(file: bytes) -> Header:
+    """Parse a file's header the way `read_header` does."""
+    nbytes = int.from_bytes(file[:8], "little")
+    return parse_header(file[8 : 8 + nbytes], data_nbytes=len(file) - 8 - nbytes, where="f")
+
+
+@given(st.dictionaries(NAMES, st.tuples(st.sampled_from(sorted(TORCH_DTYPES)), SHAPES), max_size=5), METADATA)
+def test_reader_sees_what_the_library_wrote(table: dict[str, tuple[str, tuple[int, ...]]], metadata: Any) -> None:
+    tensors = {name: torch.zeros(shape, dtype=TORCH_DTYPES[dtype]) for name, (dtype, shape) in table.items()}
+    file = save(tensors, metadata or None)  # with {} for both, safetensors 0.8.0 writes what it cannot read
+    header = read(file)
+    assert {entry.name: (entry.dtype, entry.shape) for entry in header.tensors} == table
+    assert dict(header.metadata) == metadata
+    data = file[header.nbytes :]
+    assert {entry.name: data[entry.begin : entry.end] for entry in header.tensors} == {
+        name: tensor.data for name, tensor in read_safetensors(file).items()
+    }
+
+
+def test_reader_agrees_with_safe_open_on_a_file_of_every_torch_dtype(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    tensors = {
+        dtype: torch.randint(0, 2, (3, 4)).to(torch.uint8).to(torch_dtype)
+        for dtype, torch_dtype in TORCH_DTYPES.items()
+    }
+    save_file(tensors, path, {"format": "pt"})
+    header = read_header(path)
+    with safe_open(path, "pt") as file:
+        assert sorted(entry.name for entry in header.tensors) == sorted(file.keys())
+        assert header.metadata == file.metadata()
+        for entry in header.tensors:
+            view = file.get_slice(entry.name)
+            assert (entry.dtype, list(entry.shape)) == (view.get_dtype(), view.get_shape())
+    with open(path, "rb") as raw:
+        data = raw.read()[header.nbytes :]
+    for entry in header.tensors:
+        assert data[entry.begin : entry.end] == bytes(tensors[entry.name].view(torch.uint8).numpy().tobytes())
+
+
+@given(tables(), METADATA, st.sampled_from([1, 8, 64, ALIGNMENT]))
+def test_library_opens_what_we_write_for_every_dtype(table: Any, metadata: Any, alignment: int) -> None:
+    entries = layout_tensors(table)
+    nbytes = sum(entry.nbytes for entry in entries)
+    data = bytes(index % 251 for index in range(nbytes))
+    head = encode_header(entries, metadata, alignment=alignment)
+    assert len(head) % alignment == 0
+    assert read_safetensors(head + data) == {
+        entry.name: Tensor(dtype=entry.dtype, shape=entry.shape, data=data[entry.begin : entry.end])
+        for entry in entries
+    }
+    assert read(head + data) == Header(tensors=entries, metadata=metadata, raw=head[8:])
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPE_BITS))
+def test_library_opens_a_shard_of_ours_that_holds_this_dtype(dtype: str, tmp_path: Path) -> None:
+    entries = layout_tensors([("a.weight", dtype, (4, 8)), ("b.weight", dtype, (8,))])
+    assert entries[1].end == 40 * DTYPE_BITS[dtype] // 8
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(header_template(entries, {"note": "x"}) + bytes(entries[1].end))
+    with safe_open(path, "np") as file:
+        assert file.keys() == ["a.weight", "b.weight"]
+        assert [file.get_slice(name).get_dtype() for name in file.keys()] == [dtype, dtype]  # noqa: SIM118
+        assert file.get_slice("a.weight").get_shape() == [4, 8]
+        assert file.metadata()["note"] == "x"
+    assert read_header(path).nbytes == ALIGNMENT
+
+
+@given(tables())
+def test_template_and_final_header_are_equally_long_and_differ_in_digests_alone(table: Any) -> None:
+    entries = layout_tensors(table)
+    digests = {entry.name: blake3(entry.name.encode()).hexdigest() for entry in entries}
+    blank, final = header_template(entries, {}), header_template(entries, {}, digests)
+    assert len(blank) == len(final)
+    data = bytes(sum(entry.nbytes for entry in entries))
+    assert read(final + data).digests("f") == digests
+    assert read(blank + data).tensors == read(final + data).tensors
+
+
+@given(tables())
+def test_digest_of_a_shard_is_blake3_of_everything_before_its_data(table: Any) -> None:
+    entries = layout_tensors(table)
+    head = header_template(entries, {})
+    data = bytes(sum(entry.nbytes for entry in entries))
+    assert read(head + data).digest == "blake3:" + blake3(head).hexdigest()
+
+
+@given(tables(), st.data())
+def test_what_the_reader_accepts_of_a_spoiled_header_the_library_accepts_too(table: Any, data: st.DataObject) -> None:
+    header = json.loads(encode_header(layout_tensors(table), {"format": "pt"})[8:])
+    fields = [(name, field) for name in header if name != "__metadata__" for field in header[name]]
+    if fields:
+        name, field = data.draw(st.sampled_from(fields))
+        header[name][field] = data.draw(SPOILED[field])
+    file = file_of(header, bytes(data.draw(st.integers(0, 64))))
+    try:
+        read(file)
+    except InputError:
+        return
+    assert library_accepts(file)
+
+
+def test_header_order_need_not_be_the_order_of_the_data() -> None:
+    header = {
+        "b": {"dtype": "U8", "shape": [1], "data_offsets": [2, 3]},
+        "a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]},
+    }
+    assert read(file_of(header, b"xyz")).tensors == (
+        TensorEntry(name="b", dtype="U8", shape=(1,), begin=2, end=3),
+        TensorEntry(name="a", dtype="U8", shape=(2,), begin=0, end=2),
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "found"), [("", 1), ("0" * 64, 1), (" ".join(["0" * 64] * 3), 3), (f"{'0' * 64}  {'0' * 64}", 3)]
+)
+def test_a_shard_without_a_digest_for_each_tensor_is_refused(words: str, found: int) -> None:
+    entries = layout_tensors([("a", "U8", (1,)), ("b", "U8", (1,))])
+    header = read(encode_header(entries, {"blake3": words}) + b"ab")
+    with pytest.raises(InputError) as error:
+        header.digests("stage-000/model.safetensors")
+    assert str(error.value) == (
+        "stage-000/model.safetensors: __metadata__.blake3: "
+        f"expected 2 digests of 64 digits, found {found} words\n"
+        "hint: this shard was not written by reshard; pack it again"
+    )
+
+
+COUNTS = st.sampled_from([-1, 0, 1, 2, 2**31, 2**62, 2**63, 2**64]) | st.booleans() | st.floats(0, 2) | st.none()
+SPOILED: Mapping[str, st.SearchStrategy[Any]] = {
+    "dtype": st.sampled_from([*DTYPE_BITS, "F7", "f32", "", 1, None, []]),
+    "shape": st.lists(COUNTS, max_size=4) | st.none() | st.just({}) | st.just("11"),
+    "data_offsets": st.lists(COUNTS, max_size=3) | st.none(),
+}

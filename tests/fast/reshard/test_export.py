@@ -1,0 +1,210 @@
+"""export: the source's own files where nothing changed, honest new ones where training or --drop did."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from tests.builders import (
+    EMBEDDING,
+    HEAD,
+    INDEX,
+    Tensor,
+    files_in,
+    header_of,
+    leftovers,
+    llama_config,
+    random_tensors,
+    read_safetensors,
+    reshard,
+    write_model,
+    write_safetensors,
+)
+from tests.fast.reshard.forged import change_manifest, change_stage
+
+UP = "model.layers.1.mlp.up_proj.weight"
+STRAY = "model.layers.1.mlp.side_proj.weight"
+INV_FREQ = "model.layers.1.self_attn.rotary_emb.inv_freq"
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+def pack(source: Path, *args: str, layout: str = "pp=2") -> Path:
+    out = source.parent / "out"
+    packed = reshard("pack", source, "--layout", layout, "--out", out, *args)
+    assert packed.code == 0, packed.err
+    return out
+
+
+def export(out: Path, *args: str) -> Path:
+    exported = out.parent / "exported"
+    ended = reshard("export", out, "--to", "hf", "--out", exported, *args)
+    assert ended.code == 0, ended.err
+    return exported
+
+
+def train(out: Path, *, lose: tuple[str, ...] = ()) -> dict[str, Tensor]:
+    """Change every tensor to other values in F32 and lose some, as training does, and give them by name."""
+    trained: dict[str, Tensor] = {}
+
+    def step(tensors: dict[str, Tensor]) -> None:
+        for name in lose:
+            tensors.pop(name, None)
+        for name, tensor in tensors.items():
+            data = bytes(len(name) for _ in range(4 * prod(tensor.shape)))
+            tensors[name] = replace(tensor, dtype="F32", data=data)
+            if name == HEAD and EMBEDDING in trained:
+                tensors[name] = trained[EMBEDDING]
+        trained.update(tensors)
+
+    for index in range(len(json.loads((out / "manifest.json").read_text())["stages"])):
+        change_stage(out, index, step)
+    change_manifest(out, lambda document: document.update(training={"step": 3, "num_tokens": 96}))
+    assert reshard("verify", out).code == 0, reshard("verify", out).out
+    return trained
+
+
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for shard in sorted(folder.glob("*.safetensors")):
+        found |= read_safetensors(shard.read_bytes())
+    return found
+
+
+def test_trained_weights_are_exported_in_the_files_and_the_order_of_the_source(tmp_path: Path) -> None:
+    write_model(tmp_path / "source", num_shards=2)
+    out = pack(tmp_path / "source")
+    trained = train(out)
+    exported = export(out)
+    assert tensors_in(exported) == trained
+    for shard in SHARDS:
+        with safe_open(tmp_path / "source" / shard, "np") as before, safe_open(exported / shard, "np") as after:
+            assert after.keys() == before.keys()
+            assert after.metadata() == before.metadata() == {"format": "pt"}
+    before, after = (json.loads((folder / INDEX).read_text()) for folder in (tmp_path / "source", exported))
+    assert after["weight_map"] == before["weight_map"]
+    assert after["metadata"] == {"total_size": 2 * before["metadata"]["total_size"]}
+    same = {"config.json", "generation_config.json", "tokenizer.json"}
+    assert {name for name, data in files_in(tmp_path / "source").items() if files_in(exported)[name] == data} == same
+
+
+def test_trained_weights_pack_anew_and_export_the_same(tmp_path: Path) -> None:
+    write_model(tmp_path / "source", num_shards=2)
+    out = pack(tmp_path / "source")
+    train(out)
+    exported = files_in(export(out))
+    assert reshard("pack", out, "--layout", "pp=3", "--out", tmp_path / "three").code == 0
+    assert json.loads((tmp_path / "three/manifest.json").read_text())["training"] == {"step": 3, "num_tokens": 96}
+    ended = reshard("export", tmp_path / "three", "--to", "hf", "--out", tmp_path / "again")
+    assert ended.out.startswith("exported 6 files, ")
+    assert ended.out.endswith(f" (new headers: dtypes or tensors differ from the source): {tmp_path}/again\n")
+    assert files_in(tmp_path / "again") == exported
+
+
+@pytest.mark.parametrize("layout", ["pp=1", "pp=2", "pp=2,style=v"])
+def test_trained_tied_weight_is_exported_under_both_names_that_the_source_stored(layout: str, tmp_path: Path) -> None:
+    tensors = random_tensors(llama_config(tie_word_embeddings=True))
+    tensors[HEAD] = tensors[EMBEDDING]
+    write_model(tmp_path / "source", llama_config(tie_word_embeddings=True), tensors)
+    out = pack(tmp_path / "source", layout=layout)
+    trained = train(out, lose=(HEAD,) if layout == "pp=1" else ())
+    found = tensors_in(export(out))
+    assert found == {**trained, HEAD: trained[EMBEDDING]}
+
+
+def test_tensors_that_the_model_recomputes_do_not_outlive_training(tmp_path: Path) -> None:
+    tensors = random_tensors(llama_config()) | {INV_FREQ: Tensor(dtype="F32", shape=(2,), data=b"rotating")}
+    write_model(tmp_path / "source", llama_config(), tensors, num_shards=2)
+    out = pack(tmp_path / "source")
+    trained = train(out, lose=(INV_FREQ,))
+    exported = export(out)
+    assert tensors_in(exported) == trained
+    assert INV_FREQ not in json.loads((exported / INDEX).read_text())["weight_map"]
+    assert reshard("plan", exported, "--layout", "pp=2").code == 0
+
+
+def test_dropped_tensor_is_gone_from_export_and_index(tmp_path: Path) -> None:
+    stray = Tensor(dtype="U8", shape=(4,), data=b"lost")
+    tensors = random_tensors(llama_config())
+    write_model(tmp_path / "source", llama_config(), tensors | {STRAY: stray}, num_shards=2)
+    exported = export(pack(tmp_path / "source", "--drop", STRAY))
+    assert tensors_in(exported) == tensors
+    index = json.loads((exported / INDEX).read_text())
+    assert sorted(index["weight_map"]) == sorted(tensors)
+    assert index["metadata"]["total_size"] == sum(len(tensor.data) for tensor in tensors.values())
+    assert reshard("plan", exported, "--layout", "pp=2").code == 0
+
+
+def test_shard_of_which_everything_was_dropped_is_not_exported(tmp_path: Path) -> None:
+    stray = Tensor(dtype="U8", shape=(4,), data=b"lost")
+    write_model(tmp_path / "source", num_shards=2)
+    write_safetensors(tmp_path / "source" / "stray.safetensors", {STRAY: stray})
+    index = json.loads((tmp_path / "source" / INDEX).read_text())
+    index["weight_map"][STRAY] = "stray.safetensors"
+    (tmp_path / "source" / INDEX).write_text(json.dumps(index))
+    exported = export(pack(tmp_path / "source", "--drop", STRAY))
+    assert sorted(path.name for path in exported.glob("*.safetensors")) == list(SHARDS)
+    for shard in SHARDS:
+        assert (exported / shard).read_bytes() == (tmp_path / "source" / shard).read_bytes()
+    assert reshard("plan", exported, "--layout", "pp=2").code == 0
+
+
+def test_weights_in_other_formats_are_left_out_by_name(tmp_path: Path) -> None:
+    write_model(tmp_path / "source")
+    (tmp_path / "source" / "original").mkdir()
+    for name in ("pytorch_model.bin", "original/consolidated.00.pth"):
+        (tmp_path / "source" / name).write_bytes(b"the same weights once more")
+    packed = reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out")
+    assert packed.err == "".join(
+        f"left out: {name} (weights in a format that reshard does not read)\n"
+        for name in ("pytorch_model.bin", "original/consolidated.00.pth")
+    )
+    left_out = json.loads((tmp_path / "out/manifest.json").read_text())["source"]["left_out"]
+    assert left_out == ["pytorch_model.bin", "original/consolidated.00.pth"]
+    assert files_in(tmp_path / "source").keys() - files_in(export(tmp_path / "out")).keys() == set(left_out)
+
+
+def test_folder_of_links_like_the_hubs_cache_is_packed_and_exported_as_files(tmp_path: Path) -> None:
+    write_model(tmp_path / "blobs", num_shards=2)
+    source = tmp_path / "models--a--b" / "snapshots" / "0123"
+    source.mkdir(parents=True)
+    for name in files_in(tmp_path / "blobs"):
+        (source / name).symlink_to(os.path.relpath(tmp_path / "blobs" / name, source))
+    packed = reshard("pack", source, "--layout", "pp=2", "--out", tmp_path / "out")
+    assert packed.code == 0, packed.err
+    exported = export(tmp_path / "out")
+    assert files_in(exported) == files_in(tmp_path / "blobs")
+    assert not any(path.is_symlink() for path in [*exported.rglob("*"), *(tmp_path / "out").rglob("*")])
+
+
+def test_export_refuses_a_folder_that_exists_and_replaces_a_model_folder_when_forced(tmp_path: Path) -> None:
+    write_model(tmp_path / "source")
+    out = pack(tmp_path / "source")
+    exported = export(out)
+    ended = reshard("export", out, "--to", "hf", "--out", exported)
+    assert ended.err == (f"error: {exported}: exists already\nhint: choose another --out, or replace it with --force\n")
+    (exported / "config.json").write_text("{}")
+    export(out, "--force")
+    assert files_in(exported) == files_in(tmp_path / "source")
+
+
+def test_export_never_replaces_a_checkpoint_of_bundles(tmp_path: Path) -> None:
+    write_model(tmp_path / "source")
+    out = pack(tmp_path / "source")
+    ended = reshard("export", out, "--to", "hf", "--out", out, "--force")
+    assert ended.code == 3
+    assert reshard("verify", out).code == 0
+    assert leftovers(out) == ["out"]
+
+
+def test_header_that_lists_tensors_in_another_order_than_their_bytes_comes_back(tmp_path: Path) -> None:
+    tensors = write_model(tmp_path / "source")
+    order = sorted(tensors, key=lambda fqn: fqn[::-1])
+    write_safetensors(tmp_path / "source" / "model.safetensors", tensors, data_order=order, padding=3)
+    assert list(header_of(tensors, data_order=order)) != order
+    assert files_in(export(pack(tmp_path / "source"))) == files_in(tmp_path / "source")

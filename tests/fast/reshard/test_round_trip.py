@@ -1,0 +1,162 @@
+"""Law 2: a pack's export is its source, byte for byte, whatever the layout and however often it changed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from manifests.store import read_manifest
+from tests.builders import (
+    DTYPE_BITS,
+    EMBEDDING,
+    HEAD,
+    Tensor,
+    files_in,
+    llama_config,
+    random_tensors,
+    read_safetensors,
+    reshard,
+    write_model,
+)
+from tests.fast.reshard.drawn_folders import Folder, folders, specs
+
+
+def run(*args: str | Path) -> None:
+    ended = reshard(*args)
+    assert ended.code == 0, ended.err
+
+
+def digests_in(out: Path) -> dict[str, str]:
+    """Give what each tensor's digest is said to be, in every bundle."""
+    return {row["fqn"]: row["blake3"] for row in reshard("inspect", out, "--tensors", "--json").json["tensors"]}
+
+
+@settings(max_examples=150)
+@given(folders(), st.data())
+def test_export_of_a_pack_is_the_source_byte_for_byte(folder: Folder, data: st.DataObject) -> None:
+    with TemporaryDirectory() as place:
+        source, packed, exported = Path(place, "source"), Path(place, "packed"), Path(place, "exported")
+        folder.write(source)
+        spec = data.draw(specs(folder.config["num_hidden_layers"], Path(place)))
+        run("pack", source, "--layout", spec, "--out", packed)
+        run("export", packed, "--to", "hf", "--out", exported)
+        assert files_in(exported) == folder.files
+
+
+@settings(max_examples=80)
+@given(folders(), st.data())
+def test_packing_a_manifest_equals_packing_its_source(folder: Folder, data: st.DataObject) -> None:
+    with TemporaryDirectory() as place:
+        source, first, again, fresh = (Path(place, name) for name in ("source", "first", "again", "fresh"))
+        folder.write(source)
+        num_layers = folder.config["num_hidden_layers"]
+        run("pack", source, "--layout", data.draw(specs(num_layers, Path(place))), "--out", first)
+        spec = data.draw(specs(num_layers, Path(place)))
+        run("pack", first, "--layout", spec, "--out", again)
+        run("pack", source, "--layout", spec, "--out", fresh)
+        packed, expected = files_in(again), files_in(fresh)
+        manifest = json.loads(packed.pop("manifest.json"))
+        assert [parent.pop("location") for parent in manifest["parents"]] == [str(first)]
+        assert manifest | {"parents": []} == json.loads(expected.pop("manifest.json"))
+        assert packed == expected
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_four_stages_to_two_and_back_keep_every_digest(tied: bool, tmp_path: Path) -> None:
+    write_model(tmp_path / "source", llama_config(tie_word_embeddings=tied), num_shards=3)
+    run("pack", tmp_path / "source", "--layout", "pp=4", "--out", tmp_path / "a")
+    run("pack", tmp_path / "a", "--layout", "pp=2", "--out", tmp_path / "b")
+    run("pack", tmp_path / "b" / "manifest.json", "--layout", "pp=4", "--out", tmp_path / "c")
+    assert digests_in(tmp_path / "a") == digests_in(tmp_path / "b") == digests_in(tmp_path / "c")
+    first, last = files_in(tmp_path / "a"), files_in(tmp_path / "c")
+    assert {name for name in first if first[name] != last[name]} == {"manifest.json"}
+    locations = [parent.location for parent in read_manifest(tmp_path / "c").parents]
+    assert locations == [str(tmp_path / "a"), str(tmp_path / "b")]
+
+
+def test_pack_replaces_the_very_manifest_that_it_reads(tmp_path: Path) -> None:
+    write_model(tmp_path / "source")
+    run("pack", tmp_path / "source", "--layout", "pp=4", "--out", tmp_path / "out")
+    before = digests_in(tmp_path / "out")
+    run("pack", tmp_path / "out", "--layout", "pp=2", "--out", tmp_path / "out", "--force")
+    assert read_manifest(tmp_path / "out").layout.num_stages == 2
+    assert digests_in(tmp_path / "out") == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPE_BITS))
+def test_bundles_of_every_dtype_open_with_the_library_and_hold_the_same_bytes(dtype: str, tmp_path: Path) -> None:
+    config = llama_config()
+    tensors = write_model(tmp_path / "source", config, random_tensors(config, dtypes=[dtype]))
+    run("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out")
+    found: dict[str, Tensor] = {}
+    for shard in sorted((tmp_path / "out").rglob("*.safetensors")):
+        found |= read_safetensors(shard.read_bytes())
+    assert found == tensors
+
+
+def test_each_untied_fqn_is_in_exactly_one_bundle(tmp_path: Path) -> None:
+    write_model(tmp_path / "source", llama_config(), num_shards=2)
+    run("pack", tmp_path / "source", "--layout", "pp=3", "--out", tmp_path / "out")
+    names = []
+    for shard in sorted((tmp_path / "out").rglob("*.safetensors")):
+        with safe_open(shard, "np") as file:
+            names += file.keys()
+    assert sorted(names) == sorted(random_tensors(llama_config()))
+
+
+@pytest.mark.parametrize(("stored", "stage"), [(EMBEDDING, 1), (HEAD, 0)])
+def test_tied_copy_that_the_source_lacks_is_in_the_bundle_of_the_stage_that_uses_it(
+    stored: str, stage: int, tmp_path: Path
+) -> None:
+    config = llama_config(tie_word_embeddings=True)
+    tensors = random_tensors(config)
+    tensors[stored] = tensors.pop(EMBEDDING)
+    write_model(tmp_path / "source", config, tensors)
+    run("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out")
+    missing = HEAD if stored == EMBEDDING else EMBEDDING
+    bundle = read_safetensors((tmp_path / f"out/stage-00{stage}/model.safetensors").read_bytes())
+    assert bundle[missing] == tensors[stored]
+    (tie,) = read_manifest(tmp_path / "out").ties
+    assert (tie.owner.fqn, [replica.fqn for replica in tie.replicas]) == (stored, [missing])
+
+
+def test_tied_copy_on_its_owners_stage_is_not_stored_twice(tmp_path: Path) -> None:
+    write_model(tmp_path / "source", llama_config(tie_word_embeddings=True))
+    run("pack", tmp_path / "source", "--layout", "pp=1", "--out", tmp_path / "out")
+    bundle = read_safetensors((tmp_path / "out/stage-000/model.safetensors").read_bytes())
+    assert EMBEDDING in bundle
+    assert HEAD not in bundle
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_model_that_transformers_saved_comes_back_and_loads(tied: bool, tmp_path: Path) -> None:
+    sizes = {key: value for key, value in llama_config().items() if key not in ("architectures", "model_type")}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**{**sizes, "tie_word_embeddings": tied}))
+    model.save_pretrained(tmp_path / "source", max_shard_size="10KB")
+    run("pack", tmp_path / "source", "--layout", "pp=3", "--out", tmp_path / "out")
+    run("export", tmp_path / "out", "--to", "hf", "--out", tmp_path / "exported")
+    assert len(files_in(tmp_path / "source")) > 4
+    assert files_in(tmp_path / "exported") == files_in(tmp_path / "source")
+    again = LlamaForCausalLM.from_pretrained(tmp_path / "exported")
+    tokens = torch.arange(8)[None]
+    assert torch.equal(again(tokens).logits, model(tokens).logits)
+
+
+def test_rotary_frequencies_of_old_files_travel_with_their_layer(tmp_path: Path) -> None:
+    tensors = random_tensors(llama_config())
+    name = "model.layers.3.self_attn.rotary_emb.inv_freq"
+    tensors[name] = Tensor(dtype="F32", shape=(2,), data=b"rotating")
+    write_model(tmp_path / "source", llama_config(), tensors)
+    run("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out")
+    run("export", tmp_path / "out", "--to", "hf", "--out", tmp_path / "exported")
+    assert files_in(tmp_path / "exported") == files_in(tmp_path / "source")

@@ -1,0 +1,151 @@
+"""verify: every damage is found, all of it in one run, and the exit code is 4."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.builders import Ended, llama_config, reshard, write_model
+from tests.fast.reshard.forged import digest, read_stage
+
+UP = "model.layers.3.mlp.up_proj.weight"
+SHARD = "stage-001/model.safetensors"
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """Pack a tied model into two stages."""
+    write_model(tmp_path / "source", llama_config(tie_word_embeddings=True))
+    packed = reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out")
+    assert packed.code == 0, packed.err
+    return tmp_path / "out"
+
+
+def differences(out: Path) -> list[tuple[str, str]]:
+    """Give what verify says differs, without the folder's own path; text and JSON say the same."""
+    shown, told = reshard("verify", out / "manifest.json", "--json"), reshard("verify", out)
+    assert (shown.code, told.code, shown.err, told.err) == (4, 4, "", "")
+    assert shown.json["equal"] is False
+    lines = [f"  {found['where']}: {found['problem']}" for found in shown.json["differences"]]
+    assert told.out.splitlines()[1:] == lines
+    assert told.out.startswith(f"{out}: {len(lines)} differ, of ")
+    return [
+        (found["where"].replace(str(out), "OUT"), found["problem"].replace(str(out), "OUT"))
+        for found in shown.json["differences"]
+    ]
+
+
+def flip(path: Path, position: int) -> None:
+    """Flip one bit of a file; positions count from the end when negative."""
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+def test_whole_checkpoint_verifies(out: Path) -> None:
+    ended = reshard("verify", out)
+    assert ended == Ended(code=0, out="verified 39 tensors, 17.78 KiB: every digest is as the manifest says\n", err="")
+    assert reshard("verify", out, "--json").json == {
+        "version": 1, "equal": True, "num_tensors": 39, "nbytes": 18208, "differences": []
+    }  # fmt: skip
+
+
+def test_flipped_byte_is_found_in_its_tensor(out: Path) -> None:
+    before = read_stage(out, 1)[UP].data
+    file = (out / SHARD).read_bytes()
+    flip(out / SHARD, file.index(before) + 7)
+    after = read_stage(out, 1)[UP].data
+    assert before != after
+    assert differences(out) == [(f"OUT/{SHARD}: '{UP}'", f"expected {digest(before)}, found {digest(after)}")]
+
+
+@pytest.mark.parametrize("position", [-1, 4096])
+def test_first_and_last_byte_of_the_data_are_covered(position: int, out: Path) -> None:
+    assert (out / SHARD).read_bytes()[4090:4096] == b" " * 6
+    flip(out / SHARD, position)
+    assert len(differences(out)) == 1
+
+
+def test_flipped_byte_of_a_header_is_found(out: Path) -> None:
+    expected = digest((out / SHARD).read_bytes()[:4096])
+    flip(out / SHARD, 4095)  # padding, a space becomes an exclamation mark
+    ((where, problem),) = differences(out)
+    assert where == f"OUT/{SHARD}: header"
+    assert problem.startswith("is not JSON: Extra data: ")
+    (out / SHARD).write_bytes((out / SHARD).read_bytes().replace(b"!", b"\n", 1))
+    found = digest((out / SHARD).read_bytes()[:4096])
+    assert differences(out) == [(f"OUT/{SHARD}", f"header: expected {expected} (manifest.json), found {found}")]
+
+
+def test_truncated_shard_is_found(out: Path) -> None:
+    file = (out / SHARD).read_bytes()
+    (out / SHARD).write_bytes(file[:-100])
+    assert differences(out) == [
+        (f"OUT/{SHARD}", f"expected {len(file)} bytes (manifest.json), found {len(file) - 100}")
+    ]
+
+
+def test_longer_shard_is_found(out: Path) -> None:
+    file = (out / SHARD).read_bytes()
+    (out / SHARD).write_bytes(file + b"x")
+    assert differences(out) == [(f"OUT/{SHARD}", f"expected {len(file)} bytes (manifest.json), found {len(file) + 1}")]
+
+
+def test_missing_shard_is_found(out: Path) -> None:
+    (out / SHARD).unlink()
+    assert differences(out) == [(f"OUT/{SHARD}", "the manifest names this shard, and it is missing")]
+
+
+def test_changed_config_is_found(out: Path) -> None:
+    before = (out / "config.json").read_bytes()
+    after = before.replace(b"true", b"false")
+    (out / "config.json").write_bytes(after)
+    assert differences(out) == [("OUT/config.json", f"expected {digest(before)}, found {digest(after)}")]
+
+
+def test_missing_small_file_is_found(out: Path) -> None:
+    (out / "tokenizer.json").unlink()
+    assert differences(out) == [("OUT/tokenizer.json", "cannot be read: No such file or directory")]
+
+
+def test_all_damage_is_named_in_one_run(out: Path) -> None:
+    flip(out / "stage-000" / "model.safetensors", 5000)
+    flip(out / "stage-000" / "model.safetensors", -1)
+    (out / SHARD).unlink()
+    flip(out / "source.json", 100)
+    assert [where for where, _ in differences(out)] == [
+        f"OUT/{SHARD}",
+        "OUT/stage-000/model.safetensors: 'model.embed_tokens.weight'",
+        "OUT/stage-000/model.safetensors: 'model.layers.1.post_attention_layernorm.weight'",
+        "OUT/source.json",
+    ]
+
+
+def test_verify_of_no_checkpoint_is_bad_input(tmp_path: Path) -> None:
+    ended = reshard("verify", tmp_path, "--json")
+    assert (ended.code, ended.err) == (3, "")
+    assert ended.json == {
+        "version": 1,
+        "error": {
+            "where": str(tmp_path),
+            "problem": "no manifest.json here",
+            "hint": "a folder without one was never finished; "
+            "make one with reshard pack SOURCE --layout SPEC --out DIR",
+        },
+    }
+
+
+@pytest.mark.parametrize("verb", ["pack", "export"])
+def test_damaged_bundle_is_neither_packed_nor_exported(verb: str, out: Path) -> None:
+    before = read_stage(out, 1)[UP].data
+    flip(out / SHARD, (out / SHARD).read_bytes().index(before))
+    after = read_stage(out, 1)[UP].data
+    options = ("--layout", "pp=1") if verb == "pack" else ("--to", "hf")
+    ended = reshard(verb, out, *options, "--out", out.parent / "again")
+    assert ended.err == (
+        f"error: {out}/{SHARD}: '{UP}': expected {digest(before)}, found {digest(after)}\n"
+        "hint: the shard was changed or damaged after it was written; pack it again from its source\n"
+    )
+    assert (ended.code, ended.out) == (3, "")
+    assert sorted(path.name for path in out.parent.iterdir()) == ["out", "source"]
