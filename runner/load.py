@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import os
+import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from manifests.digest import PREFIX, Hasher
+from manifests.digest import PREFIX
 from manifests.errors import InputError
 from manifests.safetensors import Header, TensorEntry
 from manifests.schema import Manifest, Stage
 from manifests.store import open_shard
+from runner.fill import TORCH_DTYPES, fill
+from stores.base import Reader
+from stores.local import LocalFile
 
-__all__ = ["TORCH_DTYPES", "LoadReport", "load_bundle"]
-
-_BUFFER_NBYTES = 4 << 20
-TORCH_DTYPES: Mapping[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+__all__ = ["LoadReport", "load_bundle"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,23 +56,70 @@ def load_bundle(
     headers = {root / shard.path: open_shard(root, shard) for shard in stage.shards}
     copies = _copies(parameters, headers.values(), manifest, stage)
     _check_names(parameters, headers.values(), stage, copies, ignored_suffixes)
-    num_tensors, nbytes = 0, 0
-    for path, header in headers.items():
-        digests = header.digests(str(path))
-        with open(path, "rb", buffering=0) as file:
-            for entry in sorted(header.tensors, key=lambda entry: (entry.begin, entry.end)):
-                if entry.name not in parameters:
-                    continue
-                place = f"{path}: {entry.name!r}"
-                found = _fill(parameters[entry.name], entry, file.fileno(), header.nbytes, place)
-                if found != digests[entry.name]:
-                    raise InputError(
-                        place,
-                        f"expected {PREFIX}{digests[entry.name]}, found {PREFIX}{found}",
-                        "the shard was damaged after it was packed; reshard verify names all damage; pack it again",
-                    )
-                num_tensors, nbytes = num_tensors + 1, nbytes + entry.nbytes
-    return LoadReport(stage=stage.index, num_tensors=num_tensors, nbytes=nbytes, load_s=time.perf_counter() - started_s)
+    jobs = [
+        _Job(parameters[entry.name], entry, path, header.nbytes + entry.begin, digests[entry.name])
+        for path, header in headers.items()
+        for digests in (header.digests(str(path)),)
+        for entry in sorted(header.tensors, key=lambda entry: (entry.begin, entry.end))
+        if entry.name in parameters
+    ]
+    _fill_all(jobs)
+    for fqn, leader in copies.items():
+        parameters[fqn].detach().copy_(parameters[leader].detach())
+    return LoadReport(
+        stage=stage.index,
+        num_tensors=len(jobs),
+        nbytes=sum(job.entry.nbytes for job in jobs),
+        load_s=time.perf_counter() - started_s,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    parameter: torch.Tensor
+    entry: TensorEntry
+    path: Path
+    position: int
+    digest: str
+
+
+def _fill_all(jobs: Sequence[_Job]) -> None:
+    """Fill every parameter, with one thread from the front of the shards and one from the back."""
+    queue, stop = deque(jobs), threading.Event()
+
+    def work(take: Callable[[], _Job]) -> None:
+        readers: dict[Path, Reader] = {}
+        try:
+            while not stop.is_set():
+                try:
+                    job = take()
+                except IndexError:  # none left
+                    return
+                if job.path not in readers:
+                    readers[job.path] = LocalFile(job.path).open(())
+                _fill(job, readers[job.path])
+        finally:
+            for reader in readers.values():
+                reader.close()
+
+    with ThreadPoolExecutor(2) as pool:
+        workers = [pool.submit(work, take) for take in (queue.popleft, queue.pop)]
+        try:
+            done, _ = wait(workers, return_when=FIRST_EXCEPTION)
+            for worker in done:
+                worker.result()
+        finally:
+            stop.set()
+
+
+def _fill(job: _Job, reader: Reader) -> None:
+    found = fill(job.parameter, TORCH_DTYPES[job.entry.dtype], reader, job.position)
+    if found != job.digest:
+        raise InputError(
+            f"{job.path}: {job.entry.name!r}",
+            f"expected {PREFIX}{job.digest}, found {PREFIX}{found}",
+            "the shard was damaged after it was packed; reshard verify names all damage; pack it again",
+        )
 
 
 def _copies(
@@ -121,38 +165,6 @@ def _check_names(
                 f"{where}: {fqn!r}.dtype",
                 f"expected one of {', '.join(TORCH_DTYPES)}, found {entry.dtype}",
             )
-
-
-@torch.no_grad()
-def _fill(parameter: torch.Tensor, entry: TensorEntry, file: int, data_begin: int, place: str) -> str:
-    """Read one tensor into `parameter` and give the hex digest of its bytes.
-
-    The bytes go straight into the parameter where it lies on the CPU in the stored dtype, and
-    through one small buffer where it does not.
-    """
-    dtype, hasher = TORCH_DTYPES[entry.dtype], Hasher()
-    target = parameter.detach().view(-1)
-    direct = target.device.type == "cpu" and target.dtype == dtype
-    staging = target if direct else torch.empty(_BUFFER_NBYTES // dtype.itemsize, dtype=dtype)
-    room = staging.view(torch.uint8).numpy().data
-    position = 0
-    while position < entry.nbytes:
-        part = room[position:][:_BUFFER_NBYTES] if direct else room[: entry.nbytes - position]
-        _read_exactly(file, part, data_begin + entry.begin + position, place)
-        hasher.update(part)
-        if not direct:
-            first, count = position // dtype.itemsize, len(part) // dtype.itemsize
-            target[first : first + count].copy_(staging[:count])
-        position += len(part)
-    return hasher.hexdigest()
-
-
-def _read_exactly(file: int, part: memoryview, position: int, place: str) -> None:
-    while part:
-        found = os.preadv(file, [part], position)
-        if found == 0:
-            raise InputError(place, "the file ends within this tensor", "the shard was cut short; pack it again")
-        part, position = part[found:], position + found
 
 
 def _some(names: list[str]) -> str:

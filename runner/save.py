@@ -18,7 +18,7 @@ from manifests.publish import publishing
 from manifests.safetensors import header_template, layout_tensors
 from manifests.schema import Manifest, Parent, Shard, Stage, TrainingState
 from manifests.store import read_small_file, write_file, write_manifest
-from runner.load import TORCH_DTYPES
+from runner.fill import TORCH_DTYPES
 from runner.together import together
 
 __all__ = ["save_weights", "write_bundle"]

@@ -120,6 +120,15 @@ def loss_of(model: LlamaForCausalLM, text: Path) -> tuple[float, int]:
     return total / count, count
 
 
+def test_tied_weight_stored_once_trains_on_one_rank(source: Path, tmp_path: Path) -> None:
+    packed = pack(source, "pp=1", tmp_path / "pp1")
+    trained = tmp_path / "trained"
+    done = launch(packed, "--", "--data", "synthetic", *SMALL, "--save", trained, "--log-dir", tmp_path)
+    assert done.returncode == 0, done.stderr
+    two = pack(trained, "pp=2", tmp_path / "pp2")
+    assert launch(two, "--", "--data", "synthetic", *SMALL, "--log-dir", tmp_path).returncode == 0
+
+
 def test_wrong_world_size_is_refused_before_torchrun_starts(packed: Path) -> None:
     done = launch(packed, "--nproc-per-node", "3", "--", "--data", "synthetic")
     assert (done.returncode, done.stdout) == (3, "")
