@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 
 from manifests.errors import InputError
-from manifests.models.llama import llama_shape
-from manifests.models.shape import ConfigReader, ModelShape
+from manifests.models.config import ConfigReader
+from manifests.models.deepseek_v3 import deepseek_v3_shape
+from manifests.models.gpt_oss import gpt_oss_shape
+from manifests.models.llama import llama_shape, mistral_shape
+from manifests.models.qwen3 import qwen3_moe_shape, qwen3_shape
+from manifests.models.shape import ModelShape, Work, module_of
 
-__all__ = ["ARCHITECTURES", "ConfigReader", "ModelShape", "model_shape", "module_of"]
+__all__ = ["ARCHITECTURES", "ConfigReader", "ModelShape", "Work", "model_shape", "module_of"]
 
 ARCHITECTURES: Mapping[str, Callable[[ConfigReader], ModelShape]] = {
+    "DeepseekV3ForCausalLM": deepseek_v3_shape,
+    "GptOssForCausalLM": gpt_oss_shape,
     "LlamaForCausalLM": llama_shape,
+    "MistralForCausalLM": mistral_shape,
+    "Qwen3ForCausalLM": qwen3_shape,
+    "Qwen3MoeForCausalLM": qwen3_moe_shape,
 }
 
 
@@ -19,7 +28,7 @@ def model_shape(config: Mapping[str, object], where: str = "config.json") -> Mod
     """Give the modules and tensors of the model that a Hugging Face config describes.
 
     Raises:
-        InputError: an architecture that is not known, or a field missing or of the wrong kind.
+        InputError: an architecture that is not known, or a field missing, of the wrong kind or not modelled.
     """
     found = config.get("architectures")
     name = found[0] if isinstance(found, list) and len(found) == 1 else found
@@ -30,13 +39,3 @@ def model_shape(config: Mapping[str, object], where: str = "config.json") -> Mod
             "known: " + ", ".join(sorted(ARCHITECTURES)),
         )
     return ARCHITECTURES[name](ConfigReader(config, where))
-
-
-def module_of(fqn: str, modules: Container[str]) -> str | None:
-    """Give the module that owns a tensor: the longest dotted prefix among `modules`."""
-    prefix = fqn
-    while "." in prefix:
-        prefix = prefix.rpartition(".")[0]
-        if prefix in modules:
-            return prefix
-    return None

@@ -1,64 +1,109 @@
-"""A model as its files see it, and a typed reader of the config it comes from."""
+"""A model as its files see it, and what one token costs each of its modules."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Container, Mapping
+from dataclasses import dataclass, field, replace
 from math import prod
-from types import MappingProxyType
 
-from manifests.errors import InputError
-from manifests.jsontext import kind_of
+__all__ = ["BACKWARD_SHARE", "ModelShape", "Shape", "Work", "module_of"]
 
-__all__ = ["MAX_LAYERS", "ConfigReader", "ModelShape"]
+Shape = tuple[int, ...]
+BACKWARD_SHARE = 2  # backward FLOPs for each forward one: a product for either operand's gradient
 
-MAX_LAYERS = 10_000
-_MAX_COUNT = (1 << 31) - 1
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What one token costs a module on its way forward, and what is kept of it for the way back.
+
+    FLOPs are those of matrix products, a multiplication and an addition counted as two, as
+    `torch.utils.flop_counter` counts them. Attention is counted over all keys of the sequence, masked
+    ones too: what a causal mask or a window saves depends on the kernel.
+
+    Kept are the inputs of the operations whose gradients need them, each tensor once, under fused
+    norms and fused attention and without recomputation.
+    """
+
+    flops: int = 0
+    flops_per_key: int = 0  # for each token that is attended to
+    saved: int = 0  # elements, in the compute dtype
+    saved_fp32: int = 0  # elements, in float32 whatever the compute dtype
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            flops=self.flops + other.flops,
+            flops_per_key=self.flops_per_key + other.flops_per_key,
+            saved=self.saved + other.saved,
+            saved_fp32=self.saved_fp32 + other.saved_fp32,
+        )
+
+    def forward_flops(self, seq_len: int) -> int:
+        """Give the FLOPs of one token's forward pass in a sequence of `seq_len` tokens."""
+        return self.flops + self.flops_per_key * seq_len
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
     """The modules, in the order they run, and every tensor they hold, by FQN.
 
-    Each tied FQN is listed in `tensors`; `ties` groups them, owner first.
+    Each tied FQN is listed in `tensors`; `ties` groups them, owner first. Decoder layers past
+    `num_layers` are multi-token prediction (MTP) layers.
     """
 
     architecture: str
     num_layers: int
     modules: tuple[str, ...]
-    tensors: Mapping[str, tuple[int, ...]]
+    tensors: Mapping[str, Shape]
     ties: tuple[tuple[str, ...], ...] = ()
     ignored_suffixes: tuple[str, ...] = ()  # tensors that old files carry and the model recomputes
+    untrained_suffixes: tuple[str, ...] = ()  # tensors that hold no parameters: buffers and scales
+    packed_suffixes: tuple[str, ...] = ()  # tensors that hold two parameters in each element
+    optional: frozenset[str] = frozenset()  # modules that a checkpoint may lack, each as a whole
+    work: Mapping[str, Work] = field(default_factory=dict)  # of each module
+    hidden_size: int = 0  # width of what one module hands to the next
 
     @property
     def num_params(self) -> int:
         """Parameters of the whole model; a tied one counts once."""
         replicas = {fqn for group in self.ties for fqn in group[1:]}
-        return sum(prod(shape) for fqn, shape in self.tensors.items() if fqn not in replicas)
+        return sum(self.count_params(fqn) for fqn in self.tensors if fqn not in replicas)
+
+    def count_params(self, fqn: str) -> int:
+        """Give the number of trained parameters that a tensor holds."""
+        if fqn.endswith(self.untrained_suffixes or ("\0",)):
+            return 0
+        return prod(self.tensors[fqn]) * (2 if fqn.endswith(self.packed_suffixes or ("\0",)) else 1)
+
+    def train_flops(self, seq_len: int) -> int:
+        """Give the FLOPs of one token's way through the whole model and back."""
+        return (1 + BACKWARD_SHARE) * sum(work.forward_flops(seq_len) for work in self.work.values())
+
+    def by_module(self) -> dict[str, tuple[str, ...]]:
+        """Give the FQNs of each module's tensors, in the order of `tensors`."""
+        found: dict[str, list[str]] = {module: [] for module in self.modules}
+        for fqn in self.tensors:
+            module = module_of(fqn, found)
+            assert module is not None, fqn
+            found[module].append(fqn)
+        return {module: tuple(fqns) for module, fqns in found.items()}
+
+    def without(self, modules: Collection[str]) -> ModelShape:
+        """Give the shape of a checkpoint that lacks some of the `optional` modules."""
+        assert self.optional.issuperset(modules), modules
+        return replace(
+            self,
+            modules=tuple(module for module in self.modules if module not in modules),
+            tensors={fqn: shape for fqn, shape in self.tensors.items() if module_of(fqn, modules) is None},
+            optional=self.optional.difference(modules),
+            work={module: work for module, work in self.work.items() if module not in modules},
+        )
 
 
-class ConfigReader:
-    """Reads a Hugging Face config with errors that name the field."""
-
-    def __init__(self, config: Mapping[str, object], where: str) -> None:
-        self.config, self.where = MappingProxyType(dict(config)), where
-
-    def count(self, name: str, default: int | None = None, most: int = _MAX_COUNT) -> int:
-        """Give a positive integer, at most `most`; null or absent means `default`."""
-        found = self.config.get(name)
-        if found is None and default is not None:
-            return default
-        if type(found) is not int or found < 1:
-            shown = "nothing" if found is None else repr(found)[:80]
-            raise InputError(f"{self.where}: {name}", f"expected a positive integer, found {shown}")
-        if found > most:
-            raise InputError(f"{self.where}: {name}", f"expected at most {most}, found {str(found)[:80]}")
-        return found
-
-    def flag(self, name: str, default: bool) -> bool:
-        found = self.config.get(name)
-        if found is None:
-            return default
-        if not isinstance(found, bool):
-            raise InputError(f"{self.where}: {name}", f"expected true or false, found {kind_of(found)}")
-        return found
+def module_of(fqn: str, modules: Container[str]) -> str | None:
+    """Give the module that owns a tensor: the longest dotted prefix among `modules`."""
+    prefix = fqn
+    while "." in prefix:
+        prefix = prefix.rpartition(".")[0]
+        if prefix in modules:
+            return prefix
+    return None

@@ -1,0 +1,129 @@
+"""Compare the solver's splits with DeepSpeed's and torchtitan's on true model shapes, and print the table.
+
+python bench/layouts.py [--write docs/layouts.md]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from manifests.models import model_shape
+from manifests.placement import Placement
+from reshard.costs import costs_of
+from reshard.layout import layout_for
+from reshard.layout.deepspeed import balanced_bounds
+
+__all__ = ["DEGREES", "MODELS", "SEQ_LEN", "Row", "compare", "show", "write"]
+
+CONFIGS = Path(__file__).resolve().parents[1] / "tests" / "data" / "configs"
+SEQ_LEN = 4096
+# Name of the config, and the model's own.
+MODELS: Mapping[str, str] = {
+    "llama-3.1-8b": "Llama-3.1 8B",
+    "llama-3.1-70b": "Llama-3.1 70B",
+    "llama-3.1-405b": "Llama-3.1 405B",
+    "qwen3-32b": "Qwen3-32B",
+    "qwen3-235b-a22b": "Qwen3-235B-A22B",
+    "deepseek-v3": "DeepSeek-V3",
+    "gpt-oss-120b": "GPT-OSS-120B",
+}
+DEGREES = ((8, 1), (16, 1), (16, 2))  # PP, VPP
+BEGIN, END = "<!-- python bench/layouts.py --write docs/layouts.md -->", "<!-- end -->"
+SECTION = "## Against DeepSpeed's and torchtitan's splits"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Imbalance:
+    """How much slower the slowest is than the mean: 1 is even."""
+
+    stage: float
+    rank: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One model on one number of ranks and stages per rank."""
+
+    model: str
+    num_ranks: int
+    num_virtual: int
+    deepspeed: Imbalance
+    torchtitan: Imbalance
+    ours: Imbalance
+
+
+def compare(name: str) -> Iterator[Row]:
+    """Give the rows of one model. MTP layers are left out: nobody trains them in a pipeline."""
+    shape = model_shape(json.loads((CONFIGS / f"{name}.json").read_text()))
+    shape = shape.without(shape.optional)
+    costs = costs_of(shape, seq_len=SEQ_LEN, nbytes={})
+    params = [costs["params"][module] for module in shape.modules]
+    for num_ranks, num_virtual in DEGREES:
+        placement = Placement(num_stages=num_ranks * num_virtual, num_ranks=num_ranks)
+        bounds = balanced_bounds(params, placement.num_stages)
+        spec = f"pp={num_ranks},vpp={num_virtual}"
+        splits = {
+            "deepspeed": tuple(shape.modules[start:stop] for start, stop in pairwise(bounds)),
+            "torchtitan": layout_for(shape, spec).stages,
+            "ours": layout_for(shape, f"balance:time,{spec}", costs=costs).stages,
+        }
+        yield Row(
+            model=name,
+            num_ranks=num_ranks,
+            num_virtual=num_virtual,
+            **{who: _imbalance(stages, costs["time"], placement) for who, stages in splits.items()},
+        )
+
+
+def show(rows: Sequence[Row]) -> str:
+    """Give the rows as a Markdown table; of equals the best are bold."""
+    head = "| model | PP x VPP | DeepSpeed | torchtitan | ours | by rank: DeepSpeed | torchtitan | ours |"
+    lines = [head, "|---|---|--:|--:|--:|--:|--:|--:|"]
+    for row in rows:
+        three = (row.deepspeed, row.torchtitan, row.ours)
+        cells = _bold([one.stage for one in three]) + _bold([one.rank for one in three])
+        degrees = f"{row.num_ranks} x {row.num_virtual}"
+        lines.append(f"| {' | '.join([MODELS[row.model], degrees, *cells])} |")
+    return "\n".join(lines)
+
+
+def write(table: str, path: Path) -> None:
+    """Put the table into its place in a document, or the whole section at the end of one that has none."""
+    text = path.read_text() if path.exists() else "# Layouts\n"
+    if BEGIN not in text:
+        text = f"{text.rstrip()}\n\n{SECTION}\n\n{BEGIN}\n{END}\n"
+    before, _, rest = text.partition(BEGIN)
+    after = rest.partition(END)[2]
+    path.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{after}")
+
+
+def _imbalance(stages: Sequence[Sequence[str]], times: Mapping[str, float], placement: Placement) -> Imbalance:
+    by_stage = [sum(times[module] for module in modules) for modules in stages]
+    by_rank = [sum(by_stage[stage] for stage in placement.stages_on(rank)) for rank in range(placement.num_ranks)]
+    total = sum(by_stage)
+    return Imbalance(stage=max(by_stage) * len(by_stage) / total, rank=max(by_rank) * len(by_rank) / total)
+
+
+def _bold(values: Sequence[float]) -> list[str]:
+    shown = [f"{value:.3f}" for value in values]
+    return [f"**{text}**" if text == min(shown) else text for text in shown]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", type=Path, metavar="FILE", help="put the table into this document")
+    options = parser.parse_args()
+    table = show([row for name in MODELS for row in compare(name)])
+    if options.write:
+        write(table, options.write)
+    else:
+        print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""What training takes on each stage and rank: weights, gradients, moments, activations in flight, wires."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from manifests.models import ModelShape, module_of
+from manifests.placement import Placement
+from manifests.schedules import Table, peak_held
+
+__all__ = ["POLICIES", "DtypePolicy", "Memory", "MemoryEstimate", "Training", "estimate_memory", "memory_of"]
+
+FP32_NBYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DtypePolicy:
+    """Bytes that training with AdamW keeps for each parameter, and for each element of an activation."""
+
+    name: str
+    weights: int
+    gradients: int
+    optimizer: int  # two moments, and a master copy where there is one
+    compute: int
+
+    @property
+    def nbytes_per_param(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+POLICIES: Mapping[str, DtypePolicy] = {
+    policy.name: policy
+    for policy in (
+        # Everything in float32: 16 bytes for each parameter.
+        DtypePolicy(name="fp32", weights=4, gradients=4, optimizer=4 + 4, compute=4),
+        # Everything in bfloat16, moments too: 8 bytes.
+        DtypePolicy(name="bf16", weights=2, gradients=2, optimizer=2 + 2, compute=2),
+        # bfloat16 weights; gradients, master weights and moments in float32: 18 bytes.
+        DtypePolicy(name="mixed", weights=2, gradients=4, optimizer=4 + 4 + 4, compute=2),
+    )
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """What is assumed of a training run. A microbatch is so many sequences of `seq_len` tokens."""
+
+    policy: DtypePolicy
+    microbatch: int
+    seq_len: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.microbatch * self.seq_len
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """Bytes in use at the end of a step's last backward pass, but activations, which count at their peak.
+
+    Not in it: buffers such as the rotary cache, what operations need only while they run, and the
+    allocator's own losses.
+    """
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    wires: int = 0  # buffers that torch's pipelining receives activations and gradients into
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.wires
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryEstimate:
+    """By stage, and by rank.
+
+    A rank's stages need not hold the most activations at the same moment: the rank's may be fewer than
+    the sum of theirs.
+    """
+
+    stages: tuple[Memory, ...]
+    ranks: tuple[Memory, ...]
+
+
+def estimate_memory(
+    shape: ModelShape, stages: Sequence[Sequence[str]], table: Table, training: Training
+) -> MemoryEstimate:
+    """Estimate what each stage, a list of modules, and each rank needs to train on a schedule.
+
+    Tied parameters on one rank are one parameter with as many gradients as names; each other rank has
+    a copy of its own. Activations: see `manifests.models.shape.Work`; as many microbatches as the
+    schedule has in flight at once. Wires: torch 2.13 keeps, for every microbatch of a step, a buffer for
+    what each stage but the first receives, and one for the gradient that each but the last does.
+
+    Source: torch 2.13, `distributed/pipelining/stage.py`, `_setup_forward_recv_info`,
+        `_create_grad_recv_info`.
+    """
+    placement, policy = table.placement, training.policy
+    kept = [sum(_activation_nbytes(shape, module, training) for module in modules) for modules in stages]
+    peaks = _peak_by_stage(table, kept)
+    fqns_of, followers = shape.by_module(), _followers(shape, stages, placement)
+    wire = table.num_microbatches * training.num_tokens * shape.hidden_size * policy.compute
+    by_stage = []
+    for stage, modules in enumerate(stages):
+        fqns = [fqn for module in modules for fqn in fqns_of[module]]
+        num_params = sum(map(shape.count_params, fqns))
+        led = num_params - sum(shape.count_params(fqn) for fqn in fqns if fqn in followers)
+        by_stage.append(
+            Memory(
+                weights=led * policy.weights,
+                gradients=num_params * policy.gradients,
+                optimizer=led * policy.optimizer,
+                activations=peaks[stage],
+                wires=wire * ((stage > 0) + (stage < placement.num_stages - 1)),
+            )
+        )
+    at_once = peak_held(table, kept)
+    by_rank = [
+        _sum((by_stage[stage] for stage in placement.stages_on(rank)), activations=at_once[rank])
+        for rank in range(placement.num_ranks)
+    ]
+    return MemoryEstimate(stages=tuple(by_stage), ranks=tuple(by_rank))
+
+
+def memory_of(shape: ModelShape, training: Training, in_flight: int) -> dict[str, int]:
+    """Give what each module takes on a stage that has so many microbatches in flight; wires not counted.
+
+    Costs of a solver add up, so `in_flight` must be one number: the most of any stage keeps every rank
+    within its limit.
+    """
+    per_param = training.policy.nbytes_per_param
+    return {
+        module: per_param * sum(map(shape.count_params, fqns)) + in_flight * _activation_nbytes(shape, module, training)
+        for module, fqns in shape.by_module().items()
+    }
+
+
+def _activation_nbytes(shape: ModelShape, module: str, training: Training) -> int:
+    """Give the bytes that a module keeps of one microbatch."""
+    work = shape.work[module]
+    return training.num_tokens * (work.saved * training.policy.compute + work.saved_fp32 * FP32_NBYTES)
+
+
+def _peak_by_stage(table: Table, sizes: Sequence[int]) -> list[int]:
+    """Give the most that each stage holds at once: one look at the table for each stage of a rank."""
+    placement, peaks = table.placement, [0] * len(sizes)
+    for virtual in range(placement.num_virtual):
+        own = [size if placement.virtual_of(stage) == virtual else 0 for stage, size in enumerate(sizes)]
+        for rank, peak in enumerate(peak_held(table, own)):
+            peaks[placement.stages_on(rank)[virtual]] = peak
+    return peaks
+
+
+def _followers(shape: ModelShape, stages: Sequence[Sequence[str]], placement: Placement) -> frozenset[str]:
+    """Name the tied tensors that share the weight of another on their rank."""
+    rank_of = {module: placement.rank_of(stage) for stage, modules in enumerate(stages) for module in modules}
+    followers = []
+    for group in shape.ties:
+        modules = [module_of(fqn, rank_of) for fqn in group]
+        ranks = [rank_of[module] for module in modules if module is not None]
+        followers += [fqn for position, fqn in enumerate(group) if ranks[position] in ranks[:position]]
+    return frozenset(followers)
+
+
+def _sum(parts: Iterable[Memory], *, activations: int) -> Memory:
+    weights, gradients, optimizer, wires = 0, 0, 0, 0
+    for part in parts:
+        weights, gradients = weights + part.weights, gradients + part.gradients
+        optimizer, wires = optimizer + part.optimizer, wires + part.wires
+    return Memory(weights=weights, gradients=gradients, optimizer=optimizer, activations=activations, wires=wires)

@@ -1,0 +1,111 @@
+"""What modules cost: against packed bundles, and from measured times."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from manifests.errors import InputError
+from manifests.models import ModelShape, model_shape
+from reshard.costs import ModuleTime, costs_of, parse_times, read_times, times_of
+from reshard.layout import layout_for
+from tests.builders import reshard
+from tests.fast.models.built import TINY, build, read_config
+
+LLAMA = model_shape(read_config("tiny-llama"))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", TINY)
+def test_params_and_bytes_of_modules_add_up_to_those_of_packed_stages(name: str, tied: bool, tmp_path: Path) -> None:
+    model = build(read_config(name, tie_word_embeddings=tied))
+    model.model.norm.half()  # sizes come from the files, not from one dtype
+    source, out = tmp_path / "source", tmp_path / "out"
+    model.save_pretrained(source)
+    packed = reshard("pack", source, "--layout", "pp=3", "--out", out, "--quiet", "--json")
+    assert packed.code == 0, packed.err
+    shape = model_shape(json.loads((source / "config.json").read_text()))
+    with safe_open(source / "model.safetensors", "pt") as file:
+        stored = {fqn: file.get_tensor(fqn).nbytes for fqn in file.keys()}  # noqa: SIM118
+    costs = costs_of(shape, seq_len=8, nbytes=stored)
+    stages = json.loads((out / "manifest.json").read_text())["stages"]
+    assert len(stages) == 3
+    for stage in stages:
+        assert sum(costs["bytes"][module] for module in stage["modules"]) == stage["nbytes"]
+        assert sum(costs["params"][module] for module in stage["modules"]) == stage["num_params"]
+    copies = shape.hidden_size * 96 if tied else 0
+    assert sum(costs["params"].values()) == shape.num_params + copies
+
+
+def test_every_cost_is_of_every_module_and_balances_a_layout() -> None:
+    memory = dict.fromkeys(LLAMA.modules, 1)
+    costs = costs_of(LLAMA, seq_len=8, nbytes=dict.fromkeys(LLAMA.tensors, 2), memory=memory)
+    assert list(costs) == ["params", "bytes", "flops", "time", "memory"]
+    assert all(list(cost) == list(LLAMA.modules) for cost in costs.values())
+    for name in costs:
+        assert len(layout_for(LLAMA, f"balance:{name},pp=2", costs=costs).stages) == 2
+    assert "memory" not in costs_of(LLAMA, seq_len=8, nbytes={})
+
+
+def test_time_is_three_forward_passes_of_flops_until_it_is_measured() -> None:
+    costs = costs_of(LLAMA, seq_len=8, nbytes={})
+    assert costs["time"] == {module: 3 * flops for module, flops in costs["flops"].items()}
+    assert costs["time"]["model.embed_tokens"] == costs["time"]["model.norm"] == 0
+    measured = {module: ModuleTime(forward=index, backward=0.5) for index, module in enumerate(LLAMA.modules)}
+    assert costs_of(LLAMA, seq_len=8, nbytes={}, measured=measured)["time"] == {
+        module: index + 0.5 for index, module in enumerate(LLAMA.modules)
+    }
+    assert list(times_of(LLAMA, 8, dict(reversed(measured.items())))) == list(LLAMA.modules)
+
+
+def times_document(shape: ModelShape, **changes: Any) -> dict[str, Any]:
+    modules = {module: {"forward_s": 0.25, "backward_s": 1} for module in shape.modules}
+    return {"version": 1, "modules": modules, **changes}
+
+
+def test_measured_times_are_read_from_their_file(tmp_path: Path) -> None:
+    path = tmp_path / "times.json"
+    path.write_text(json.dumps(times_document(LLAMA)))
+    assert read_times(path) == {module: ModuleTime(forward=0.25, backward=1.0) for module in LLAMA.modules}
+    with pytest.raises(InputError, match=r"cannot be read: No such file"):
+        read_times(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"version": 2}, "times.json: version: expected 1, found 2"),
+        ({"version": None}, "times.json: version: expected 1, found None"),
+        ({"version": True}, "times.json: version: expected 1, found True"),
+        ({"modules": None}, "times.json: modules: expected an object, found null"),
+        ({"modules": [1]}, "times.json: modules: expected an object, found a list"),
+        ({"modules": {"lm_head": 1}}, "times.json: modules['lm_head']: expected an object, found a number"),
+        ({"modules": {"lm_head": {"forward_s": 1}}},
+         "times.json: modules['lm_head'].backward_s: expected seconds, 0 or more, found None"),
+        ({"modules": {"lm_head": {"forward_s": -1, "backward_s": 1}}},
+         "times.json: modules['lm_head'].forward_s: expected seconds, 0 or more, found -1"),
+        ({"modules": {"lm_head": {"forward_s": True, "backward_s": 1}}},
+         "times.json: modules['lm_head'].forward_s: expected seconds, 0 or more, found True"),
+        ({"modules": {"lm_head": {"forward_s": 1e999, "backward_s": 1}}},
+         "times.json: modules['lm_head'].forward_s: expected seconds, 0 or more, found inf"),
+    ],
+)  # fmt: skip
+def test_file_that_holds_no_times_is_refused(changes: dict[str, Any], message: str) -> None:
+    text = json.dumps(times_document(LLAMA, **changes)).replace("Infinity", "1e999").encode()
+    with pytest.raises(InputError) as error:
+        parse_times(text, "times.json")
+    assert str(error.value) == message
+
+
+def test_times_of_another_model_are_refused() -> None:
+    measured = dict.fromkeys(LLAMA.modules, ModuleTime(forward=1, backward=1))
+    with pytest.raises(InputError) as error:
+        times_of(LLAMA, 8, {module: time for module, time in measured.items() if "layers.2" not in module})
+    assert str(error.value) == ("--cost: no time for model.layers.2\nhint: measure all modules of LlamaForCausalLM")
+    with pytest.raises(InputError) as error:
+        times_of(LLAMA, 8, {**measured, "model.layers.4": ModuleTime(forward=1, backward=1)})
+    assert str(error.value) == "--cost: LlamaForCausalLM has no model.layers.4\nhint: measured on another model?"

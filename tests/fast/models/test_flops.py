@@ -1,0 +1,66 @@
+"""FLOPs of every family against `torch.utils.flop_counter` on the model that transformers builds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedModel
+
+from manifests.models import model_shape
+from tests.fast.models.built import TINY, build, read_config
+
+BATCH, SEQ_LEN = 2, 48
+VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    *((name, {}) for name in TINY),
+    ("tiny-llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1, "head_dim": 24}),
+    ("tiny-qwen3-moe", {"num_experts_per_tok": 5, "decoder_sparse_step": 2}),
+    ("tiny-deepseek-v3", {"q_lora_rank": None, "n_shared_experts": 2, "first_k_dense_replace": 2}),
+)
+
+
+def count(model: PreTrainedModel, *, backward: bool) -> tuple[int, dict[str, int]]:
+    """Give the counted FLOPs of the whole model, and of each of its modules."""
+    tokens = torch.randint(0, model.config.vocab_size, (BATCH, SEQ_LEN), generator=torch.Generator().manual_seed(0))
+    with FlopCounterMode(display=False) as counter:
+        logits = model(tokens).logits
+        if backward:
+            torch.autograd.backward(logits.sum())
+    root = type(model).__name__
+    by_module = {
+        name.removeprefix(f"{root}."): sum(counts.values()) for name, counts in counter.get_flop_counts().items()
+    }
+    return counter.get_total_flops(), by_module
+
+
+@pytest.mark.parametrize(("name", "changes"), VARIANTS)
+def test_forward_flops_are_those_counted_on_the_model_and_on_each_module(name: str, changes: dict[str, Any]) -> None:
+    config = read_config(name, **changes)
+    model = build(config)
+    model.set_attn_implementation("eager")  # its products are seen one by one
+    if hasattr(model.model.layers[-1].mlp, "experts"):
+        model.set_experts_implementation("eager")
+    shape = model_shape(config)
+    ours = {module: BATCH * SEQ_LEN * work.forward_flops(SEQ_LEN) for module, work in shape.work.items()}
+    counted, by_module = count(model, backward=False)
+    assert {module: by_module.get(module, 0) for module in shape.modules} == ours
+    assert counted == sum(ours.values())
+    assert count(model, backward=True)[0] == BATCH * SEQ_LEN * shape.train_flops(SEQ_LEN) == 3 * counted
+
+
+def test_mtp_layer_costs_a_decoder_layer_its_projection_and_its_head() -> None:
+    config = read_config("tiny-deepseek-v3", num_nextn_predict_layers=1)
+    work = model_shape(config).work
+    mtp, decoder, head = (work[f"{module}"] for module in ("model.layers.4", "model.layers.3", "lm_head"))
+    width = config["hidden_size"]
+    assert mtp.flops == decoder.flops + 2 * 2 * width * width + head.flops
+    assert mtp.flops_per_key == decoder.flops_per_key
+
+
+@pytest.mark.parametrize(("name", "billions"), [("gpt-oss-120b", "5.1"), ("llama-3.1-8b", "7.5")])
+def test_a_token_goes_through_the_active_parameters_once(name: str, billions: str) -> None:
+    # gpt-oss model card, table 1: 5.13B active, the embedding not counted; Llama 8.03B less its embedding, 0.53B.
+    work = model_shape(read_config(name)).work
+    assert f"{sum(module.flops for module in work.values()) / 2 / 1e9:.1f}" == billions

@@ -1,0 +1,59 @@
+"""The solver on true model shapes, beside DeepSpeed's and torchtitan's splits."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from bench.layouts import MODELS, Row, compare, show, write
+from manifests.models import model_shape
+from reshard.costs import costs_of
+from reshard.layout import layout_for
+from tests.fast.models.built import TRUE, read_config
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "layouts.md"
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    return [row for name in MODELS for row in compare(name)]
+
+
+def test_no_split_of_theirs_has_a_faster_slowest_stage_or_rank(rows: list[Row]) -> None:
+    assert {row.model for row in rows} == set(TRUE)
+    for row in rows:
+        for theirs in (row.deepspeed, row.torchtitan):
+            assert row.ours.stage <= theirs.stage * (1 + 1e-12), row
+            assert row.ours.rank <= theirs.rank * (1 + 1e-12), row
+
+
+def test_the_documented_table_is_the_one_computed(rows: list[Row]) -> None:
+    assert show(rows) in DOCUMENT.read_text()
+
+
+def test_writing_the_table_leaves_the_rest_of_the_document(rows: list[Row], tmp_path: Path) -> None:
+    path = tmp_path / "layouts.md"
+    path.write_text("# Layouts\n\nText.\n")
+    write("| old |", path)
+    path.write_text(path.read_text() + "\nMore.\n")
+    write(show(rows), path)
+    text = path.read_text()
+    assert text.startswith("# Layouts\n\nText.\n\n## Against DeepSpeed's")
+    assert text.endswith("<!-- end -->\n\nMore.\n")
+    assert show(rows) in text
+    assert "old" not in text
+
+
+def test_deepseek_v3_on_16_ranks_of_2_stages_solves_in_a_tenth_of_a_second() -> None:
+    shape = model_shape(read_config("deepseek-v3"))
+    for model in (shape, shape.without(shape.optional)):
+        costs = costs_of(model, seq_len=4096, nbytes={})
+        for cost in ("params", "flops", "time"):
+            took_s = []
+            for _ in range(3):
+                started_s = time.perf_counter()
+                layout_for(model, f"balance:{cost},pp=16,vpp=2", costs=costs)
+                took_s.append(time.perf_counter() - started_s)
+            assert min(took_s) < 0.1

@@ -1,0 +1,66 @@
+"""What the memory ranks train, and how the planner is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal
+
+from manifests.models import ModelShape, model_shape
+from manifests.placement import Placement
+from manifests.schedules import schedule_table
+from reshard.memory import POLICIES, MemoryEstimate, Training, estimate_memory
+from runner.recipe import BatchOptions
+
+Policy = Literal["fp32", "bf16"]
+
+# About 27 million parameters; the tied embedding is a sixth of them.
+CONFIG: Mapping[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 8192,
+    "tie_word_embeddings": True,
+}
+BATCH = BatchOptions(global_batch=4, microbatch=1, seq_len=16)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """Two ranks' stages, as each stage's number of modules, and the dtype policy."""
+
+    name: str
+    policy: Policy
+    schedule: Literal["1F1B", "Interleaved1F1B"]
+    shares: tuple[int, ...]
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(num_stages=len(self.shares), num_ranks=2)
+
+    @property
+    def shape(self) -> ModelShape:
+        return model_shape(CONFIG)
+
+    @property
+    def stages(self) -> tuple[tuple[str, ...], ...]:
+        ends = tuple(accumulate(self.shares))
+        return tuple(self.shape.modules[end - share : end] for end, share in zip(ends, self.shares, strict=True))
+
+    def estimate(self) -> MemoryEstimate:
+        table = schedule_table(self.schedule, self.placement, BATCH.num_microbatches)
+        training = Training(policy=POLICIES[self.policy], microbatch=BATCH.microbatch, seq_len=BATCH.seq_len)
+        return estimate_memory(self.shape, self.stages, table, training)
+
+
+# 11 modules: embedding, 8 layers, norm, head.
+CASES = (
+    Case(name="fp32", policy="fp32", schedule="1F1B", shares=(5, 6)),
+    Case(name="bf16", policy="bf16", schedule="1F1B", shares=(5, 6)),
+    Case(name="both ends on one rank", policy="fp32", schedule="1F1B", shares=(0, 11)),
+    Case(name="interleaved", policy="fp32", schedule="Interleaved1F1B", shares=(2, 3, 3, 3)),
+)

@@ -1,0 +1,89 @@
+"""A rank that trains one case for two steps and counts what it holds. Started by torchrun on 2 ranks.
+
+usage: memory_worker.py CASE OUT
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from collections.abc import Iterable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import distributed as dist
+
+from runner.chunk import build_chunks, materialize, named_hf_parameters
+from runner.families import family_for
+from runner.norm import StepTotals
+from runner.optim import Optimizer
+from runner.recipe import OptimOptions
+from runner.schedule import build_schedule
+from runner.step import Engine, train_step
+from runner.ties import build_ties, lead_parameters
+from runner.wire import plan_wire
+from tests.fast.runner.tiny import CPU, head_tie, padded_batch
+from tests.process.memory_cases import BATCH, CASES, CONFIG, Case
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TIMEOUT = timedelta(seconds=60)
+
+
+def measure(case: Case) -> dict[str, int]:
+    """Give the bytes held at the end of the second step's last backward pass."""
+    dtype, placement = DTYPES[case.policy], case.placement
+    family = family_for(CONFIG, max_seq_len=BATCH.seq_len)
+    chunks = build_chunks(family, case.stages, placement.stages_on(dist.get_rank()))
+    before = resident_nbytes()  # everything is imported, and the modules are on meta
+    for chunk in chunks:
+        materialize(chunk, device=CPU, dtype=dtype)
+        for _, parameter in named_hf_parameters(chunk):
+            torch.nn.init.normal_(parameter, std=0.02)
+    ties = build_ties([head_tie(case.stages)], chunks, placement, TIMEOUT)
+    parameters = lead_parameters(chunks, ties)
+    engine = Engine(
+        schedule=build_schedule(case.schedule, chunks, plan_wire(family, case.stages, dtype), placement, BATCH),
+        ties=ties,
+        totals=StepTotals(parameters, ties, device=CPU),
+        optimizer=Optimizer(parameters, OptimOptions(lr=1e-3)),
+    )
+    batch = padded_batch(0, size=BATCH.global_batch, seq_len=BATCH.seq_len)
+    train_step(engine, batch, 0)
+    engine.optimizer.zero_gradients()
+    engine.schedule.train(batch)
+    held = [parameter for chunk in chunks for _, parameter in named_hf_parameters(chunk)]
+    states = engine.optimizer.adamw.state.values() if engine.optimizer.adamw else ()
+    return {
+        "weights": nbytes_of(held),
+        "gradients": nbytes_of(parameter.grad for parameter in held if parameter.grad is not None),
+        "optimizer": nbytes_of(tensor for state in states for tensor in state.values()),
+        "resident": resident_nbytes() - before,
+    }
+
+
+def nbytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Give the bytes of all storages, each counted once."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def resident_nbytes() -> int:
+    """Give the anonymous memory of this process, less what the allocator keeps for later."""
+    ctypes.CDLL(None).malloc_trim(0)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+
+def main(name: str, out: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    case = next(case for case in CASES if case.name == name)
+    (out / f"rank{dist.get_rank()}.json").write_text(json.dumps(measure(case)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
