@@ -46,11 +46,12 @@ def _raise_all(found: list[tuple[str, str]], where: str) -> None:
 
 
 def _model_problems(manifest: Manifest, shape: ModelShape) -> Iterator[tuple[str, str]]:
+    modules = tuple(module for stage in manifest.stages for module in stage.modules)
+    shape = shape.without(shape.optional.difference(modules))
     for name in ("architecture", "num_layers", "num_params"):
         expected, found = getattr(shape, name), getattr(manifest.model, name)
         if found != expected:
             yield f"model.{name}", f"expected {expected} (config.json), found {found}"
-    modules = tuple(module for stage in manifest.stages for module in stage.modules)
     if missing := [module for module in shape.modules if module not in set(modules)]:
         yield "stages", f"no stage holds {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}"
     elif modules != shape.modules:

@@ -20,10 +20,17 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 
 @contextmanager
-def publishing(out: Path, *, force: bool, is_ours: Callable[[Path], bool]) -> Iterator[Path]:
+def publishing(
+    out: Path,
+    *,
+    force: bool,
+    is_ours: Callable[[Path], bool],
+    is_resumable: Callable[[Path], bool] = lambda partial: False,
+) -> Iterator[Path]:
     """Give a folder to write in, which becomes `out` when the block ends well and vanishes when it does not.
 
-    A kill leaves `.NAME.partial` beside `out`, and `out` as it was; the next run clears it away.
+    A kill leaves `.NAME.partial` beside `out`, and `out` as it was. The next run clears it away, or
+    goes on in it where `is_resumable` says that it can; such a folder outlives an interrupt too.
     With `force`, a folder that `is_ours` recognises is replaced in one step.
 
     Raises:
@@ -40,15 +47,17 @@ def publishing(out: Path, *, force: bool, is_ours: Callable[[Path], bool]) -> It
         raise InputError(str(out), f"cannot be written here: {error.strerror}") from error
     lock = _lock(partial, out)
     try:
-        for entry in partial.iterdir():
-            _remove(entry)
+        if not is_resumable(partial):
+            for entry in partial.iterdir():
+                _remove(entry)
         yield partial
         _sync_tree(partial)
         _check_target(out, force, is_ours)  # it may have come to be since
         _swap_in(partial, out)
     except BaseException as error:
         hint = _space_hint(error, out.parent)
-        shutil.rmtree(partial, ignore_errors=True)
+        if not (isinstance(error, KeyboardInterrupt) and is_resumable(partial)):
+            shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError):
             raise InputError(str(error.filename or out), f"cannot be written: {error.strerror}", hint) from error
         raise

@@ -1,4 +1,4 @@
-"""Files read and written in blocks, past the page cache where the file system lets us."""
+"""Files written in blocks, past the page cache where the file system lets us."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from manifests.errors import InputError
-
-__all__ = ["BLOCK_NBYTES", "Io", "OutputFile", "aligned_buffer", "open_input", "read_exactly"]
+__all__ = ["BLOCK_NBYTES", "Io", "OutputFile", "aligned_buffer"]
 
 BLOCK_NBYTES = 1 << 20  # stays in the processor's cache between read, hash and write
 _SECTOR_NBYTES = 4096
@@ -23,33 +21,8 @@ def aligned_buffer(nbytes: int = BLOCK_NBYTES) -> memoryview:
     return memoryview(mmap.mmap(-1, nbytes))
 
 
-def open_input(path: Path) -> int:
-    try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise InputError(str(path), f"cannot be opened: {error.strerror}") from error
-
-
-def read_exactly(descriptor: int, part: memoryview, position: int, path: Path) -> None:
-    """Fill `part` with the bytes at `position`.
-
-    Raises:
-        InputError: the file ends before that, or the disk fails.
-    """
-    while part:
-        try:
-            found = os.preadv(descriptor, [part], position)
-        except OSError as error:
-            raise InputError(str(path), f"cannot be read at byte {position}: {error.strerror}") from error
-        if found == 0:
-            raise InputError(
-                str(path), f"ends at byte {position}, within a tensor", "the file was cut short after it was planned"
-            )
-        part, position = part[found:], position + found
-
-
 class OutputFile:
-    """One file under construction, written at any position by several threads.
+    """One file under construction, written at any position by several threads; what it holds already stays.
 
     With `direct`, whole sectors go past the page cache, so that nothing is left to flush at the end;
     what a sector shares with another piece of work, and file systems that refuse, go through it.
@@ -57,7 +30,7 @@ class OutputFile:
 
     def __init__(self, path: Path, nbytes: int, io: Io) -> None:
         self.path = path
-        self._buffered = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        self._buffered = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         os.truncate(self._buffered, nbytes)
         self._direct = _open_direct(path) if io == "direct" else None
         self._is_open = True

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from manifests.models import ModelShape
 from manifests.safetensors import Header
 from manifests.schema import Manifest, Parent, Source
 from reshard.record import SourceRecord
+from stores.base import InputFile
 
 __all__ = ["CarriedAt", "Checkpoint", "TensorAt", "tensors_in"]
 
@@ -21,20 +21,20 @@ class TensorAt:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    path: Path
+    file: InputFile
     begin: int  # from the start of the file, in bytes
     nbytes: int
     digest: str | None = None
 
 
-def tensors_in(path: Path, header: Header, digests: Mapping[str, str] | None = None) -> list[TensorAt]:
+def tensors_in(file: InputFile, header: Header, digests: Mapping[str, str] | None = None) -> list[TensorAt]:
     """Give a shard's tensors in the order of their bytes."""
     return [
         TensorAt(
             entry.name,
             entry.dtype,
             entry.shape,
-            path,
+            file,
             header.nbytes + entry.begin,
             entry.nbytes,
             digests[entry.name] if digests else None,
@@ -48,7 +48,7 @@ class CarriedAt:
     """A small file that travels with the weights: its path in the checkpoint, and where it is now."""
 
     path: str
-    file: Path
+    file: InputFile
     digest: str | None = None
 
 

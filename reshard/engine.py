@@ -5,21 +5,23 @@ Memory: `NUM_THREADS` blocks of `BLOCK_NBYTES`, and a few hundred bytes for each
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from manifests.digest import Hasher, digest_bytes
 from manifests.errors import InputError
 from manifests.safetensors import TensorEntry, header_template
-from reshard.blocks import BLOCK_NBYTES, Io, OutputFile, aligned_buffer, open_input, read_exactly
+from reshard.blocks import BLOCK_NBYTES, Io, OutputFile, aligned_buffer
 from reshard.checkpoint import TensorAt
+from reshard.journal import Journal
 from reshard.plan import OutputShard
+from stores.base import InputFile, Reader, merge_ranges
+from stores.local import LocalFile
 
 __all__ = ["NUM_THREADS", "WriteOptions", "WrittenShard", "hash_tensors", "write_shards"]
 
@@ -36,6 +38,7 @@ class WriteOptions:
 
     io: Io = "direct"
     sync: bool = True
+    journal: Journal | None = None
     progress: Progress = lambda nbytes: None
 
 
@@ -78,11 +81,7 @@ def write_shards(
 
 def hash_tensors(tensors: Sequence[TensorAt], progress: Progress = lambda nbytes: None) -> tuple[str, ...]:
     """Give the hex digest of each tensor's bytes; known digests are not consulted."""
-    unknown = (
-        TensorAt(tensor.name, tensor.dtype, tensor.shape, tensor.path, tensor.begin, tensor.nbytes)
-        for tensor in tensors
-    )
-    return tuple(_carry_out([_Piece(tensor, None, 0) for tensor in unknown], progress))
+    return tuple(_carry_out([_Piece(_unknown(tensor), None, 0) for tensor in tensors], progress))
 
 
 def _write_together(shards: Sequence[OutputShard], folder: Path, options: WriteOptions) -> list[WrittenShard]:
@@ -94,7 +93,7 @@ def _write_together(shards: Sequence[OutputShard], folder: Path, options: WriteO
             files.append(OutputFile(path, shard.nbytes, options.io))
             stack.callback(files[-1].close)
             pieces += _pieces(shard, files[-1])
-        digests = iter(_carry_out(pieces, options.progress))
+        digests = iter(_carry_out(pieces, options.progress, options.journal))
         return [_finish(shard, file, digests, sync=options.sync) for shard, file in zip(shards, files, strict=True)]
 
 
@@ -117,8 +116,10 @@ def _pieces(shard: OutputShard, file: OutputFile) -> list[_Piece]:
     return [_Piece(origins[entry.name], file, data_begin + entry.begin) for entry in _in_data_order(shard.entries)]
 
 
-def _carry_out(pieces: Sequence[_Piece], progress: Progress) -> list[str]:
+def _carry_out(pieces: Sequence[_Piece], progress: Progress, journal: Journal | None = None) -> list[str]:
     """Move and hash every piece; give the hex digests in the same order. The first failure stops all.
+
+    What the journal says an earlier run has done is read again, and done again only where it differs.
 
     One thread takes runs from the front, the other from the back, so that they meet in one file only
     at the end: two threads that write one file wait for each other.
@@ -133,7 +134,7 @@ def _carry_out(pieces: Sequence[_Piece], progress: Progress) -> list[str]:
                 number, run = take()
             except IndexError:  # none left
                 return
-            digests[number] = _carry_run(run, progress, stop)
+            digests[number] = _carry_journaled(run, progress, stop, journal)
 
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         try:
@@ -160,6 +161,31 @@ def _runs(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
         yield run
 
 
+def _carry_journaled(
+    run: list[_Piece], progress: Progress, stop: threading.Event, journal: Journal | None
+) -> list[str]:
+    output, position = run[0].output, run[0].position
+    if journal is None or output is None:
+        return _carry_run(run, progress, stop)
+    name = output.path.relative_to(journal.path.parent).as_posix()
+    known = journal.digests(name, position)
+    if known is not None:
+        there = [
+            _Piece(replace(_unknown(piece.origin), file=LocalFile(output.path), begin=piece.position), None, 0)
+            for piece in run
+        ]
+        if _carry_run(there, progress, stop) == known:
+            return known
+    digests = _carry_run(run, progress, stop)
+    if not stop.is_set():
+        journal.record(name, position, digests)
+    return digests
+
+
+def _unknown(tensor: TensorAt) -> TensorAt:
+    return replace(tensor, digest=None)
+
+
 def _carry_run(run: list[_Piece], progress: Progress, stop: threading.Event) -> list[str]:
     """Fill, hash and write one block after the other; a block may hold the ends of several tensors."""
     buffer, output = aligned_buffer(), run[0].output
@@ -168,7 +194,7 @@ def _carry_run(run: list[_Piece], progress: Progress, stop: threading.Event) -> 
     position = run[0].position
     begin = end = position % BLOCK_NBYTES
     with ExitStack() as stack:
-        sources = _Sources(stack)
+        sources = _Sources(run, stack)
         for piece in run:
             origin, hasher, moved = piece.origin, Hasher(), 0
             while moved < origin.nbytes:
@@ -176,7 +202,7 @@ def _carry_run(run: list[_Piece], progress: Progress, stop: threading.Event) -> 
                     return []
                 count = min(BLOCK_NBYTES - end, origin.nbytes - moved)
                 part = buffer[end : end + count]
-                read_exactly(sources[origin.path], part, origin.begin + moved, origin.path)
+                sources[origin.file].read_into(part, origin.begin + moved)
                 hasher.update(part)
                 moved, end = moved + count, end + count
                 if end == BLOCK_NBYTES:
@@ -192,23 +218,24 @@ def _carry_run(run: list[_Piece], progress: Progress, stop: threading.Event) -> 
     return digests
 
 
-class _Sources(dict[Path, int]):
-    """Descriptors of one run's own: the kernel reads ahead for each run apart."""
+class _Sources(dict[InputFile, Reader]):
+    """The readers of one run, each told beforehand which ranges will be read."""
 
-    def __init__(self, stack: ExitStack) -> None:
+    def __init__(self, run: list[_Piece], stack: ExitStack) -> None:
         super().__init__()
-        self._stack = stack
+        self._run, self._stack = run, stack
 
-    def __missing__(self, path: Path) -> int:
-        self[path] = open_input(path)
-        self._stack.callback(os.close, self[path])
-        return self[path]
+    def __missing__(self, file: InputFile) -> Reader:
+        origins = (piece.origin for piece in self._run if piece.origin.file == file)
+        self[file] = file.open(merge_ranges((origin.begin, origin.begin + origin.nbytes) for origin in origins))
+        self._stack.callback(self[file].close)
+        return self[file]
 
 
 def _check(origin: TensorAt, found: str) -> None:
     if origin.digest is not None and found != origin.digest:
         raise InputError(
-            f"{origin.path}: {origin.name!r}",
+            f"{origin.file}: {origin.name!r}",
             f"expected blake3:{origin.digest}, found blake3:{found}",
             "the shard was changed or damaged after it was written; pack it again from its source",
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -12,11 +12,13 @@ from manifests.errors import InputError
 from manifests.invariants import MANIFEST_NAME, SOURCE_NAME
 from manifests.publish import publishing
 from manifests.schema import CarriedFile, Layout, Manifest, Model, Shard, Stage
-from manifests.store import read_small_file, write_file, write_manifest
+from manifests.store import write_file, write_manifest
 from reshard.checkpoint import CarriedAt, Checkpoint
 from reshard.engine import WriteOptions, WrittenShard, hash_tensors, write_shards
+from reshard.journal import JOURNAL_NAME, Journal, plan_key
 from reshard.plan import PackPlan, plan_pack
 from reshard.record import encode_record
+from stores.base import read_whole
 
 __all__ = ["PackOptions", "carry_files", "pack", "plan_pack"]
 
@@ -36,14 +38,25 @@ def pack(checkpoint: Checkpoint, plan: PackPlan, options: PackOptions) -> Manife
             copies of a tied weight differ.
     """
     _check_stored_ties(checkpoint)
-    with publishing(options.out, force=options.force, is_ours=_is_bundle_folder) as folder:
+    shards = [shard for stage in plan.stages for shard in stage.shards]
+    key = plan_key(shards)
+    with publishing(
+        options.out,
+        force=options.force,
+        is_ours=_is_bundle_folder,
+        is_resumable=lambda folder: Journal(folder, key).is_begun and not options.force,
+    ) as folder:
+        journal = Journal(folder, key)
+        _keep_only(folder, {JOURNAL_NAME, *(shard.path for shard in shards)})
         _check_space(plan, options.out, folder)
+        journal.begin()
         files = carry_files(checkpoint.carried, folder)
         record = encode_record(checkpoint.record)
         write_file(folder / SOURCE_NAME, record)
         files += (CarriedFile(path=SOURCE_NAME, nbytes=len(record), digest=digest_bytes(record)),)
-        shards = [shard for stage in plan.stages for shard in stage.shards]
-        written = {shard.path: shard for shard in write_shards(shards, folder, options.write)}
+        write = replace(options.write, journal=journal)
+        written = {shard.path: shard for shard in write_shards(shards, folder, write)}
+        journal.finish()
         manifest = _manifest(checkpoint, plan, written, files)
         write_manifest(folder, manifest)
     return manifest
@@ -53,7 +66,7 @@ def carry_files(carried: tuple[CarriedAt, ...], folder: Path) -> tuple[CarriedFi
     """Copy small files below `folder`, byte for byte, checking the digests that are known."""
     files = []
     for item in carried:
-        data = read_small_file(item.file, item.digest)
+        data = read_whole(item.file, item.digest)
         target = folder / item.path
         target.parent.mkdir(parents=True, exist_ok=True)
         write_file(target, data)
@@ -61,8 +74,16 @@ def carry_files(carried: tuple[CarriedAt, ...], folder: Path) -> tuple[CarriedFi
     return tuple(files)
 
 
+def _keep_only(folder: Path, names: set[str]) -> None:
+    """Clear away what an earlier run left behind but for these: half-written small files."""
+    for path in folder.rglob("*"):
+        if not path.is_dir() and path.relative_to(folder).as_posix() not in names:
+            path.unlink()
+
+
 def _check_space(plan: PackPlan, out: Path, folder: Path) -> None:
-    free = shutil.disk_usage(folder).free
+    there = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+    free = shutil.disk_usage(folder).free + there
     if plan.write_nbytes > free:
         raise InputError(str(out), f"{plan.write_nbytes} bytes needed, {free} free", "choose another disk for --out")
 
@@ -74,7 +95,7 @@ def _check_stored_ties(checkpoint: Checkpoint) -> None:
         kinds = {tensor.dtype for tensor in stored}
         if len(stored) > 1 and (len(kinds) > 1 or len(set(hash_tensors(stored))) > 1):
             raise InputError(
-                str(stored[0].path.parent),
+                str(stored[0].file),
                 f"the config ties {' and '.join(group)}, and the files store different values for them",
                 f"set tie_word_embeddings to false to keep both, or say --drop {stored[-1].name}",
             )

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 
 from manifests.errors import InputError
 from manifests.models import ModelShape, module_of
 from manifests.safetensors import TensorEntry, header_template, layout_tensors
 from manifests.schema import TieGroup, TieMember
 from reshard.checkpoint import Checkpoint, TensorAt
+from reshard.costs import params_of
 from reshard.layout.model import Layout
 
 __all__ = ["OutputShard", "PackPlan", "StagePlan", "lay_out_shard", "plan_pack", "stage_folder"]
@@ -85,7 +85,8 @@ def plan_pack(checkpoint: Checkpoint, layout: Layout) -> PackPlan:
         for member in tie.replicas:
             if member.fqn not in checkpoint.tensors and member.stage != tie.owner.stage:
                 bundles[member.stage].append(_renamed(checkpoint.tensors[tie.owner.fqn], member.fqn))
-    placement = layout.placement
+    placement, params = layout.placement, params_of(checkpoint.shape)
+    doubled = _doubled_params(checkpoint.shape, ties, placement.num_stages)
     return PackPlan(
         layout=layout,
         stages=tuple(
@@ -94,7 +95,7 @@ def plan_pack(checkpoint: Checkpoint, layout: Layout) -> PackPlan:
                 rank=placement.rank_of(index),
                 virtual=placement.virtual_of(index),
                 modules=modules,
-                num_params=_num_params(checkpoint.shape, modules, ties, index),
+                num_params=sum(params[module] for module in modules) - doubled[index],
                 nbytes=sum(tensor.nbytes for tensor in bundle),
                 shards=(lay_out_shard(f"{stage_folder(index)}/{SHARD_NAME}", bundle),) if bundle else (),
             )
@@ -135,13 +136,15 @@ def _tie_group(group: tuple[str, ...], checkpoint: Checkpoint, stage_of: Mapping
 
 
 def _renamed(tensor: TensorAt, fqn: str) -> TensorAt:
-    return TensorAt(fqn, tensor.dtype, tensor.shape, tensor.path, tensor.begin, tensor.nbytes, tensor.digest)
+    return TensorAt(fqn, tensor.dtype, tensor.shape, tensor.file, tensor.begin, tensor.nbytes, tensor.digest)
 
 
-def _num_params(shape: ModelShape, modules: Iterable[str], ties: tuple[TieGroup, ...], stage: int) -> int:
-    """Count the parameters that a stage trains; two tied names on one stage are one parameter."""
-    own = set(modules)
-    aliases = {member.fqn for tie in ties for member in tie.replicas if member.stage == tie.owner.stage == stage}
-    return sum(
-        prod(dims) for fqn, dims in shape.tensors.items() if fqn not in aliases and module_of(fqn, own) is not None
-    )
+def _doubled_params(shape: ModelShape, ties: Sequence[TieGroup], num_stages: int) -> list[int]:
+    """Count what each stage's modules name twice: two tied names on one stage are one parameter."""
+    doubled = [0] * num_stages
+    for tie in ties:
+        stages = [member.stage for member in tie.members]
+        for position, member in enumerate(tie.members):
+            if member.stage in stages[:position]:
+                doubled[member.stage] += shape.count_params(member.fqn)
+    return doubled

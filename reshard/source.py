@@ -9,6 +9,7 @@ from manifests.invariants import MANIFEST_NAME
 from reshard.checkpoint import Checkpoint
 from reshard.formats.bundles import open_manifest
 from reshard.formats.huggingface import open_folder
+from stores.local import LocalFolder
 
 __all__ = ["open_source"]
 
@@ -24,4 +25,4 @@ def open_source(source: str, drop: frozenset[str] = frozenset()) -> Checkpoint:
         if drop:
             raise InputError("--drop", "a manifest's tensors cannot be dropped", "drop them when packing the source")
         return open_manifest(path)
-    return open_folder(path, drop)
+    return open_folder(LocalFolder(path), drop)

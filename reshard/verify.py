@@ -13,6 +13,7 @@ from manifests.store import find_manifest, open_shard, read_manifest, read_small
 from reshard.checkpoint import TensorAt, tensors_in
 from reshard.engine import hash_tensors
 from reshard.formats.bundles import open_manifest
+from stores.local import LocalFile
 
 __all__ = ["VerifyReport", "verify"]
 
@@ -41,7 +42,7 @@ def verify(path: Path, progress: Callable[[int], object] = lambda nbytes: None) 
         if found is not None and found != tensor.digest:
             differences.append(
                 (
-                    f"{tensor.path}: {tensor.name!r}",
+                    f"{tensor.file}: {tensor.name!r}",
                     f"expected {PREFIX}{tensor.digest}, found {PREFIX}{found}",
                 )
             )
@@ -72,7 +73,7 @@ def _read_headers(manifest: Manifest, folder: Path) -> tuple[list[TensorAt], lis
         except InputError as error:
             differences.append((error.where, error.problem))
             continue
-        tensors += tensors_in(path, header, digests)
+        tensors += tensors_in(LocalFile(path), header, digests)
     return tensors, differences
 
 
@@ -88,6 +89,6 @@ def _hash_each(
             try:
                 found += hash_tensors([tensor])
             except (InputError, OSError) as error:
-                differences.append((str(tensor.path), str(error)))
+                differences.append((str(tensor.file), str(error)))
                 found.append(None)
         return found

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from manifests.errors import InputError, RankError, UserError
+from manifests.invariants import MANIFEST_NAME, check_model
 from manifests.jsontext import parse_json_object
 from manifests.models import model_shape
 from manifests.schema import Manifest, TrainingState
@@ -114,11 +115,14 @@ def load_stages(
     """Build this rank's stages on the meta device, then fill them from their own bundles."""
     config = _config(manifest, root)
     family = family_for(config, max_seq_len=options.batch.seq_len)
-    ignored = model_shape(config).ignored_suffixes
+    shape = model_shape(config)
+    check_model(manifest, shape, str(root / MANIFEST_NAME))
     chunks = build_chunks(family, _modules(manifest), manifest.placement.stages_on(world.rank))
     for chunk in chunks:
         materialize(chunk, device=device, dtype=_DTYPES[options.dtype])
-        report = load_bundle(dict(named_hf_parameters(chunk)), manifest, manifest.stages[chunk.stage], root, ignored)
+        report = load_bundle(
+            dict(named_hf_parameters(chunk)), manifest, manifest.stages[chunk.stage], root, shape.ignored_suffixes
+        )
         logger.info(
             "[rank %d stage %d] loaded %d tensors, %.2f GiB in %.2f s",
             world.rank,
@@ -198,7 +202,7 @@ def _device(options: TrainOptions, world: World) -> torch.device:
 def _config(manifest: Manifest, root: Path) -> dict[str, object]:
     digest = next((file.digest for file in manifest.files if file.path == "config.json"), None)
     if digest is None:
-        raise InputError(str(root / "manifest.json"), "config.json is not among its files")
+        raise InputError(str(root / MANIFEST_NAME), "config.json is not among its files")
     path = root / "config.json"
     return parse_json_object(read_small_file(path, digest), str(path))
 

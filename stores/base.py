@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from manifests.digest import digest_bytes
 from manifests.errors import InputError
 from manifests.safetensors import Header, header_nbytes, parse_header
 
-__all__ = ["Folder", "InputFile", "Reader", "read_file_header", "read_whole"]
+__all__ = ["Folder", "InputFile", "Reader", "merge_ranges", "read_file_header", "read_whole"]
 
 _LENGTH_NBYTES = 8  # of a safetensors file: the length of its header
 _MAX_WHOLE_NBYTES = 1 << 30
@@ -37,6 +37,11 @@ class InputFile(Protocol):
     @property
     def nbytes(self) -> int: ...
 
+    @property
+    def pin(self) -> str:
+        """What changes when the file's bytes do: its size and etag, or its size and time of change."""
+        ...
+
     def open(self, ranges: Sequence[Range]) -> Reader:
         """Open the file to read these ranges, given in ascending order, and nothing else."""
         ...
@@ -57,6 +62,17 @@ class Folder(Protocol):
         ...
 
     def file(self, name: str) -> InputFile: ...
+
+
+def merge_ranges(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """Give the same bytes as fewer ranges, ascending: those that touch or overlap become one."""
+    merged: list[Range] = []
+    for begin, end in sorted(ranges):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((begin, end))
+    return tuple(merged)
 
 
 def read_whole(file: InputFile, digest: str | None = None) -> bytes:

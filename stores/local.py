@@ -29,6 +29,14 @@ class LocalFile:
         except OSError as error:
             raise InputError(str(self.path), f"cannot be read: {error.strerror}") from error
 
+    @property
+    def pin(self) -> str:
+        try:
+            found = self.path.stat()
+        except OSError as error:
+            raise InputError(str(self.path), f"cannot be read: {error.strerror}") from error
+        return f"{found.st_size} bytes, changed at {found.st_mtime_ns}"
+
     def open(self, ranges: Sequence[Range]) -> LocalReader:
         """Open the file. The kernel reads ahead by itself, so the ranges are not used."""
         return LocalReader(self.path)
@@ -66,6 +74,9 @@ class LocalFolder:
     path: Path
     kind: str = "huggingface"
 
+    def __str__(self) -> str:
+        return str(self.path)
+
     @property
     def location(self) -> str:
         return str(self.path.resolve())
@@ -80,6 +91,8 @@ class LocalFolder:
         Raises:
             InputError: a folder that cannot be read, a link to a folder, or a name that is no file.
         """
+        if not self.path.is_dir():
+            raise InputError(str(self), "no such folder", "give the folder that holds config.json and the weights")
         return tuple(_files_below(self.path))
 
     def file(self, name: str) -> LocalFile:

@@ -14,8 +14,9 @@ from manifests.models import ModelShape, model_shape, module_of
 from manifests.schema import CarriedFile, Manifest, Parent, Stage
 from manifests.store import find_manifest, open_shard, read_manifest, read_small_file
 from reshard.checkpoint import CarriedAt, Checkpoint, TensorAt, tensors_in
-from reshard.formats.huggingface import CONFIG_NAME, check_coverage
+from reshard.formats.huggingface import CONFIG_NAME, check_coverage, without_absent
 from reshard.record import INDEX_NAME, SourceRecord, decode_record
+from stores.local import LocalFile
 
 __all__ = ["open_manifest"]
 
@@ -44,6 +45,7 @@ def open_manifest(path: Path) -> Checkpoint:
     record = decode_record(record_text, str(folder / SOURCE_NAME))
     _check_files(manifest.files, record, str(file))
     stored = _stored_tensors(manifest, file)
+    shape = without_absent(shape, stored)
     _check_ties(manifest, stored, str(file))
     tensors, record = _tensors_of_source(manifest, stored, record, shape)
     _check_strays(manifest, stored, tensors, str(file))
@@ -52,7 +54,7 @@ def open_manifest(path: Path) -> Checkpoint:
         shape=shape,
         tensors=tensors,
         carried=tuple(
-            CarriedAt(path=carried.path, file=folder / carried.path, digest=carried.digest)
+            CarriedAt(path=carried.path, file=LocalFile(folder / carried.path), digest=carried.digest)
             for carried in manifest.files
             if carried.path != SOURCE_NAME
         ),
@@ -82,7 +84,7 @@ def _stored_tensors(manifest: Manifest, file: Path) -> dict[str, TensorAt]:
         for shard in stage.shards:
             path = file.parent / shard.path
             header = open_shard(file.parent, shard)
-            for tensor in tensors_in(path, header, header.digests(str(path))):
+            for tensor in tensors_in(LocalFile(path), header, header.digests(str(path))):
                 if module_of(tensor.name, modules) is None:
                     raise InputError(f"{path}: {tensor.name!r}", f"belongs to no module of stage {stage.index}")
                 if tensor.name in tensors:
@@ -149,4 +151,4 @@ def _check_strays(
     replicas = {replica.fqn for group in manifest.ties for replica in group.replicas}
     for name, tensor in stored.items():
         if name not in tensors and name not in replicas:
-            raise InputError(f"{tensor.path}: {name!r}", f"the source had no such tensor ({SOURCE_NAME})")
+            raise InputError(f"{tensor.file}: {name!r}", f"the source had no such tensor ({SOURCE_NAME})")

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from manifests.errors import InputError
 from manifests.invariants import MANIFEST_NAME, SOURCE_NAME
 from manifests.jsontext import kind_of, parse_json_object
-from manifests.models import ModelShape, model_shape
+from manifests.models import ModelShape, model_shape, module_of
 from manifests.paths import problem_with_path
-from manifests.safetensors import Header, read_header
+from manifests.safetensors import Header
 from manifests.schema import Source
-from manifests.store import read_small_file
 from reshard.checkpoint import CarriedAt, Checkpoint, TensorAt, tensors_in
 from reshard.record import INDEX_NAME, SUFFIX, RecordedShard, SourceRecord
+from stores.base import Folder, read_file_header, read_whole
 
-__all__ = ["CONFIG_NAME", "check_coverage", "open_folder"]
+__all__ = ["CONFIG_NAME", "check_coverage", "open_folder", "without_absent"]
 
 CONFIG_NAME = "config.json"
 _SINGLE_NAME = "model.safetensors"
 # The same weights once more, in formats that nobody here reads. They are left out, by name.
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".npz")
-_HIDDEN_FOLDERS = (".git", ".cache")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,25 +33,24 @@ class _Shards:
     index_text: str | None
 
 
-def open_folder(folder: Path, drop: frozenset[str] = frozenset()) -> Checkpoint:
+def open_folder(folder: Folder, drop: frozenset[str] = frozenset()) -> Checkpoint:
     """Read the headers of a Hugging Face folder and check that they cover the model exactly.
 
     Raises:
         InputError: no such folder, no config, unknown architecture, shards and index that disagree,
             a header that lies, or tensors missing, unexpected or misshapen.
     """
-    if not folder.is_dir():
-        raise InputError(str(folder), "no such folder", "give the folder that holds config.json and the weights")
-    config_path = folder / CONFIG_NAME
-    if not config_path.is_file():
-        raise InputError(str(config_path), "no such file", "SOURCE must be a Hugging Face model folder")
-    config = parse_json_object(read_small_file(config_path), str(config_path))
-    shape = model_shape(config, str(config_path))
-    files = tuple(_files_below(folder))
+    files = folder.names()
+    config_file = folder.file(CONFIG_NAME)
+    if CONFIG_NAME not in files:
+        raise InputError(str(config_file), "no such file", "SOURCE must be a Hugging Face model folder")
+    config = parse_json_object(read_whole(config_file), str(config_file))
+    shape = model_shape(config, str(config_file))
     shards = _find_shards(folder, files)
-    headers = {name: read_header(folder / name) for name in shards.names}
+    headers = {name: read_file_header(folder.file(name)) for name in shards.names}
     tensors = _tensors_of(folder, headers, shards)
     dropped = _drop(tensors, drop)
+    shape = without_absent(shape, tensors)
     check_coverage(tensors, shape, str(folder))
     left_out = tuple(name for name in files if name.endswith(_OTHER_WEIGHTS))
     return Checkpoint(
@@ -66,8 +62,14 @@ def open_folder(folder: Path, drop: frozenset[str] = frozenset()) -> Checkpoint:
             index_text=shards.index_text,
             dropped=dropped,
         ),
-        source=Source(kind="huggingface", location=str(folder.resolve()), left_out=left_out),
+        source=Source(kind=folder.kind, location=folder.location, revision=folder.revision, left_out=left_out),
     )
+
+
+def without_absent(shape: ModelShape, tensors: Collection[str]) -> ModelShape:
+    """Give the shape less the optional modules, such as MTP layers, of which no tensor is stored."""
+    stored = {module_of(fqn, shape.optional) for fqn in tensors}
+    return shape.without(shape.optional.difference(module for module in stored if module))
 
 
 def check_coverage(tensors: Mapping[str, TensorAt], shape: ModelShape, where: str) -> None:
@@ -93,30 +95,13 @@ def check_coverage(tensors: Mapping[str, TensorAt], shape: ModelShape, where: st
         expected = shape.tensors.get(fqn, tensor.shape)
         if tensor.shape != expected:
             raise InputError(
-                f"{tensor.path}: {fqn!r}.shape",
+                f"{tensor.file}: {fqn!r}.shape",
                 f"expected {list(expected)} ({CONFIG_NAME}), found {list(tensor.shape)}",
                 "weights and config disagree; download both from one revision",
             )
 
 
-def _files_below(folder: Path) -> Iterator[str]:
-    for parent, folders, names in os.walk(folder, onerror=_refuse):
-        folders[:] = sorted(name for name in folders if name not in _HIDDEN_FOLDERS)
-        for path in (Path(parent, name) for name in folders):
-            if path.is_symlink():
-                raise InputError(str(path), "is a link to a folder", "put the folder itself there, or remove the link")
-        for name in sorted(names):
-            path = Path(parent, name)
-            if not path.is_file():
-                raise InputError(str(path), "is no regular file", "a dangling link? remove it or mend it")
-            yield path.relative_to(folder).as_posix()
-
-
-def _refuse(error: OSError) -> None:
-    raise InputError(str(error.filename), f"cannot be read: {error.strerror}") from error
-
-
-def _find_shards(folder: Path, files: tuple[str, ...]) -> _Shards:
+def _find_shards(folder: Folder, files: tuple[str, ...]) -> _Shards:
     found = [name for name in files if name.endswith(SUFFIX)]
     if INDEX_NAME not in files:
         if found == [_SINGLE_NAME]:
@@ -127,8 +112,8 @@ def _find_shards(folder: Path, files: tuple[str, ...]) -> _Shards:
             str(folder),
             f"expected {_SINGLE_NAME} alone or an {INDEX_NAME}, found {_some(found)} and no index",
         )
-    where = str(folder / INDEX_NAME)
-    raw = read_small_file(folder / INDEX_NAME)
+    where = str(folder.file(INDEX_NAME))
+    raw = read_whole(folder.file(INDEX_NAME))
     weight_map = parse_json_object(raw, where).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise InputError(f"{where}: weight_map", f"expected an object of file names, found {kind_of(weight_map)}")
@@ -145,23 +130,23 @@ def _find_shards(folder: Path, files: tuple[str, ...]) -> _Shards:
     stray = [name for name in found if name not in names]
     if stray:
         raise InputError(
-            str(folder / stray[0]),
+            str(folder.file(stray[0])),
             f"stray shard: {INDEX_NAME} does not name it",
             "remove it, or download the index that belongs to these shards",
         )
     return _Shards(names=names, weight_map=weight_map, index_text=raw.decode())
 
 
-def _tensors_of(folder: Path, headers: Mapping[str, Header], shards: _Shards) -> dict[str, TensorAt]:
+def _tensors_of(folder: Folder, headers: Mapping[str, Header], shards: _Shards) -> dict[str, TensorAt]:
     tensors: dict[str, TensorAt] = {}
     for shard, header in headers.items():
-        path = folder / shard
-        for tensor in tensors_in(path, header):
+        file = folder.file(shard)
+        for tensor in tensors_in(file, header):
             listed = shard if shards.weight_map is None else shards.weight_map.get(tensor.name)
             if listed != shard:
                 said = "does not list it" if listed is None else f"puts it in {listed}"
                 raise InputError(
-                    f"{path}: {tensor.name!r}",
+                    f"{file}: {tensor.name!r}",
                     f"is in this shard, but {INDEX_NAME} {said}",
                     "shards and index come from different checkpoints; download them again",
                 )
@@ -169,7 +154,7 @@ def _tensors_of(folder: Path, headers: Mapping[str, Header], shards: _Shards) ->
     for fqn, shard in (shards.weight_map or {}).items():
         if fqn not in tensors:
             raise InputError(
-                f"{folder / INDEX_NAME}: weight_map[{fqn!r}]",
+                f"{folder.file(INDEX_NAME)}: weight_map[{fqn!r}]",
                 f"{shard} does not hold this tensor",
                 "shards and index come from different checkpoints; download them again",
             )
@@ -184,16 +169,16 @@ def _drop(tensors: dict[str, TensorAt], drop: frozenset[str]) -> tuple[str, ...]
     return tuple(sorted(drop))
 
 
-def _carried(folder: Path, files: tuple[str, ...], weights: set[str]) -> tuple[CarriedAt, ...]:
+def _carried(folder: Folder, files: tuple[str, ...], weights: set[str]) -> tuple[CarriedAt, ...]:
     carried = []
     for name in files:
         if name in weights:
             continue
         if name in (MANIFEST_NAME, SOURCE_NAME) or name.startswith("stage-"):
-            raise InputError(str(folder / name), "this name belongs to the manifest's own files", "rename the file")
+            raise InputError(str(folder.file(name)), "this name belongs to the manifest's own files", "rename the file")
         if problem := problem_with_path(name):
-            raise InputError(str(folder / name), problem, "rename the file")
-        carried.append(CarriedAt(path=name, file=folder / name))
+            raise InputError(str(folder.file(name)), problem, "rename the file")
+        carried.append(CarriedAt(path=name, file=folder.file(name)))
     return tuple(carried)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from tests.fast.runner.tiny import save_model
 
@@ -216,3 +216,17 @@ def worker_pids(agent: int) -> list[int]:
         environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         ranks |= {int(item[5:]): int(pid) for item in environment if item.startswith(b"RANK=")}
     return [ranks[rank] for rank in sorted(ranks)]
+
+
+def test_architecture_that_only_packs_is_refused_by_name(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    MistralForCausalLM(
+        MistralConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
+    ).save_pretrained(tmp_path / "mistral")
+    packed = pack(tmp_path / "mistral", "pp=1", tmp_path / "packed")
+    done = launch(packed, "--", "--data", "synthetic", *SMALL, "--log-dir", tmp_path)
+    assert (done.returncode, done.stdout) == (3, "")
+    assert (
+        "error: rank 0: config.json: architectures: 'MistralForCausalLM' can be packed, but not trained yet\n"
+        "hint: known to the runner: LlamaForCausalLM\n"
+    ) in done.stderr

@@ -212,7 +212,7 @@ def test_file_too_large_to_be_carried_is_refused_before_the_weights_move(tmp_pat
     with open(tmp_path / "source" / "dataset.arrow", "wb") as file:
         file.truncate((1 << 30) + 1)  # sparse
     ended = reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out")
-    assert ended.err == f"error: {tmp_path}/source/dataset.arrow: expected at most 1073741824 bytes\n"
+    assert ended.err == f"error: {tmp_path}/source/dataset.arrow: expected at most 1073741824 bytes, found 1073741825\n"
     assert leftovers(tmp_path / "out") == []
 
 

@@ -1,0 +1,174 @@
+"""One file of a commit on the hub, read by ranges from wherever the hub says that its bytes lie."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from urllib.parse import urljoin, urlsplit
+
+from huggingface_hub import constants, get_hf_file_metadata, get_session, hf_hub_url, hf_raise_for_status
+from huggingface_hub.utils import build_hf_headers
+
+from manifests.errors import InputError
+from stores.address import HubAddress
+from stores.base import Range
+from stores.hub_errors import ClientError, asking, busy, is_passing, unreachable
+from stores.ranges import RangeReader
+from stores.retries import PassingError, Retries, keep_trying
+
+__all__ = ["AGENT", "HubFile"]
+
+AGENT = "reshard"
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HubFile:
+    """A file as its repository's listing describes it. Threads may share it, each with a reader of its own.
+
+    The token goes to the hub's endpoint alone. Large files lie elsewhere, behind a signed address that
+    expires; it is asked for once and kept, since asking is what the hub limits.
+    """
+
+    address: HubAddress  # as the user wrote it
+    commit: str
+    name: str
+    nbytes: int
+    sha256: str | None  # None: the file is stored in git itself
+    retries: Retries = field(default_factory=Retries, compare=False, repr=False)
+    _route: _Route = field(default_factory=lambda: _Route(), compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return f"{self.address}/{self.name}"
+
+    def open(self, ranges: Sequence[Range]) -> RangeReader:
+        """Fetch these ranges ahead of whoever reads them; see `stores.ranges` for the memory that takes."""
+        return RangeReader(self._fetch, ranges)
+
+    def _fetch(self, into: memoryview, position: int, stop: threading.Event) -> None:
+        """Fill `into` with the bytes at `position`. What arrived before a connection broke is kept.
+
+        Raises:
+            InputError: the hub refuses, or answers with other bytes than were asked for.
+        """
+        if position + len(into) > self.nbytes:
+            raise InputError(str(self), f"ends at byte {self.nbytes}, and was read to {position + len(into)}")
+        wanted = _Wanted(into, position)
+        keep_trying(lambda: self._attempt(wanted, stop), str(self), self.retries, stop)
+
+    def _attempt(self, wanted: _Wanted, stop: threading.Event) -> None:
+        place = self._find_place()
+        is_whole = wanted.begin == 0 and wanted.end == self.nbytes  # then a server need not know ranges
+        headers = dict(place.headers)
+        if not is_whole:
+            headers["Range"] = f"bytes={wanted.begin}-{wanted.end - 1}"
+        timeout_s = constants.HF_HUB_DOWNLOAD_TIMEOUT
+        try:
+            with get_session().stream(
+                "GET", place.url, headers=headers, timeout=timeout_s, follow_redirects=True
+            ) as response:
+                status = response.status_code
+                if status >= 400 and place.is_endpoint and not is_passing(status):
+                    asking(self.address, lambda: hf_raise_for_status(response))
+                self._check_status(status, response.headers, place)
+                self._check_answer(response.headers, place, wanted, is_whole=is_whole and status == HTTPStatus.OK)
+                for piece in response.iter_raw():
+                    if stop.is_set():
+                        raise CancelledError
+                    wanted.take(piece)
+        except ClientError as error:
+            raise unreachable(place.host, error) from error
+        if wanted.begin < wanted.end:
+            raise PassingError(f"{place.host} cut its answer short at byte {wanted.begin}")
+
+    def _find_place(self) -> _Place:
+        """Give where the bytes lie; ask the hub if nobody has yet, or the answer has expired."""
+        with self._route.lock:
+            if self._route.place is None:
+                url = hf_hub_url(self.address.repo, self.name, revision=self.commit, endpoint=constants.ENDPOINT)
+                timeout_s = constants.HF_HUB_ETAG_TIMEOUT
+                found = asking(
+                    self.address, lambda: get_hf_file_metadata(url, timeout=timeout_s, library_name=AGENT)
+                )
+                self._expect("commit", self.commit, found.commit_hash)
+                self._expect("size", self.nbytes, found.size)
+                self._expect("SHA-256", self.sha256, found.etag)
+                self._route.place = _Place(urljoin(url, found.location))
+            return self._route.place
+
+    def _check_status(self, status: int, headers: Mapping[str, str], place: _Place) -> None:
+        if is_passing(status):
+            raise busy(place.host, status, headers)
+        if status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+            raise InputError(str(self), f"{place.host} has fewer bytes of it than the {self.nbytes} that are listed")
+        if status >= 400:
+            with self._route.lock:
+                if self._route.place is place:
+                    self._route.place = None
+            raise PassingError(f"{place.host} refuses the address that the hub signed ({status})")
+
+    def _check_answer(self, headers: Mapping[str, str], place: _Place, wanted: _Wanted, *, is_whole: bool) -> None:
+        """Raise unless the body will be the bytes that were asked for, of the file that was listed."""
+        asked = (wanted.begin, wanted.end - 1, self.nbytes)
+        found = _CONTENT_RANGE.fullmatch(headers.get("content-range", ""))
+        if not is_whole and (found is None or tuple(map(int, found.groups())) != asked):
+            said = headers.get("content-range", "the whole file")
+            raise self._wrong(place, f"expected bytes {asked[0]}-{asked[1]}/{asked[2]}, found {said}")
+        length = headers.get("content-length", str(wanted.end - wanted.begin))
+        if length != str(wanted.end - wanted.begin):
+            raise self._wrong(place, f"expected {wanted.end - wanted.begin} bytes, found {length}")
+        if (encoding := headers.get("content-encoding", "identity")) != "identity":
+            raise self._wrong(place, f"expected plain bytes, found the encoding {encoding!r}")
+        etag = headers.get("etag", place.etag).removeprefix("W/")
+        if place.etag and etag != place.etag:
+            raise self._wrong(place, f"expected the ETag {place.etag} of the answers before, found {etag}")
+        place.etag = etag
+
+    def _wrong(self, place: _Place, problem: str) -> InputError:
+        fetch = f"hf download {self.address.repo} {self.name} --revision {self.commit}"
+        hint = f"a proxy before {place.host} may be changing answers; go around it, or fetch the file whole: {fetch}"
+        return InputError(str(self), problem, hint)
+
+    def _expect(self, what: str, listed: int | str | None, found: int | str | None) -> None:
+        if None not in (listed, found) and listed != found:
+            raise InputError(
+                str(self), f"expected the {what} {listed} (listing of {self.commit}), found {found}", "is HF_ENDPOINT right?"
+            )
+
+
+class _Route:
+    """Where a file's bytes lie, once that is known."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.place: _Place | None = None
+
+
+class _Place:
+    """An address to fetch from. `etag` is that of the first answer: all others must have it too."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.etag = url, ""
+        self.host = urlsplit(url).netloc
+        self.is_endpoint = urlsplit(url)[:2] == urlsplit(constants.ENDPOINT)[:2]
+        token = None if self.is_endpoint else False  # None: whatever token is configured
+        self.headers = {**build_hf_headers(token=token, library_name=AGENT), "Accept-Encoding": "identity"}
+
+
+class _Wanted:
+    """The bytes of one request that have not arrived yet: [begin, end) of the file."""
+
+    def __init__(self, into: memoryview, position: int) -> None:
+        self._into = into
+        self.begin, self.end = position, position + len(into)
+
+    def take(self, piece: bytes) -> None:
+        first = len(self._into) - (self.end - self.begin)
+        if len(piece) > self.end - self.begin:
+            raise PassingError("more bytes arrived than were asked for")
+        self._into[first : first + len(piece)] = piece
+        self.begin += len(piece)

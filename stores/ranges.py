@@ -1,0 +1,137 @@
+"""Byte ranges fetched over a network: few large requests, several at a time, read from front to back.
+
+Memory: `NUM_PARALLEL` requests of at most `REQUEST_NBYTES` for each open reader, 64 MiB.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Protocol
+
+from stores.base import Range, merge_ranges
+
+__all__ = ["GAP_NBYTES", "NUM_PARALLEL", "REQUEST_NBYTES", "Fetch", "RangeReader", "plan_requests"]
+
+GAP_NBYTES = 1 << 20  # a gap this long is fetched along: it takes less time than another request
+REQUEST_NBYTES = 16 << 20
+NUM_PARALLEL = 4
+
+
+class Fetch(Protocol):
+    def __call__(self, into: memoryview, position: int, stop: threading.Event) -> None:
+        """Fill `into` with the bytes at `position`. Called from several threads at once.
+
+        Once `stop` is set, nobody wants the bytes: give up soon, with any exception.
+
+        Raises:
+            InputError: they cannot be had.
+        """
+        ...
+
+
+def plan_requests(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """Give the requests that fetch these ranges, ascending: gaps bridged, long runs cut in equal pieces."""
+    runs: list[Range] = []
+    for begin, end in merge_ranges(ranges):
+        if begin == end:
+            continue
+        if runs and begin - runs[-1][1] <= GAP_NBYTES:
+            begin = runs.pop()[0]
+        runs.append((begin, end))
+    return tuple(piece for run in runs for piece in _cut(*run))
+
+
+class RangeReader:
+    """Reads a file's ranges, fetching ahead of the reading thread.
+
+    Reading back, or outside the ranges, costs a request each time.
+    """
+
+    def __init__(self, fetch: Fetch, ranges: Iterable[Range]) -> None:
+        self._fetch = fetch
+        self._planned = deque(plan_requests(ranges))
+        self._longest = max((end - begin for begin, end in self._planned), default=0)
+        self._running: deque[_Request] = deque()  # ascending, before all that are planned
+        self._spare: list[memoryview] = []
+        self._stop = threading.Event()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def read_into(self, part: memoryview, position: int) -> None:
+        while part:
+            request = self._request_at(position, len(part))
+            if request is None:
+                self._fetch(part, position, self._stop)
+                return
+            first = position - request.begin
+            count = min(len(part), request.end - position)
+            part[:count] = request.data.result()[first : first + count]
+            part, position = part[count:], position + count
+            if position == request.end:
+                self._leave_behind(position)
+                self._fetch_ahead()
+
+    def close(self) -> None:
+        """Abandon what is on its way; closing twice does no harm."""
+        self._stop.set()
+        self._planned.clear()
+        self._running.clear()
+        self._spare.clear()
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def _request_at(self, position: int, nbytes: int) -> _Request | None:
+        """Give the request that holds `position`; None when the caller had better fetch by itself."""
+        self._leave_behind(position)
+        if not self._running and len(self._planned) == 1:
+            begin, end = self._planned[0]
+            if position <= begin and end <= position + nbytes:  # nothing to read ahead: no thread, no copy
+                self._planned.clear()
+                return None
+        self._fetch_ahead()
+        if self._running and self._running[0].begin <= position:
+            return self._running[0]
+        return None
+
+    def _leave_behind(self, position: int) -> None:
+        """Forget the requests that end before `position`, and keep their memory for others."""
+        while self._running and self._running[0].end <= position:
+            data = self._running.popleft().data
+            if data.cancel():
+                continue
+            wait((data,))  # one that is skipped: there is never memory for more than NUM_PARALLEL
+            if data.exception() is None:
+                self._spare.append(data.result())
+        while self._planned and not self._running and self._planned[0][1] <= position:
+            self._planned.popleft()
+
+    def _fetch_ahead(self) -> None:
+        if self._planned and self._pool is None:
+            self._pool = ThreadPoolExecutor(NUM_PARALLEL, thread_name_prefix="fetch")
+        while self._pool and self._planned and len(self._running) < NUM_PARALLEL:
+            begin, end = self._planned.popleft()
+            self._running.append(_Request(begin, end, self._pool.submit(self._run, begin, end)))
+
+    def _run(self, begin: int, end: int) -> memoryview:
+        try:
+            memory = self._spare.pop()
+        except IndexError:
+            memory = memoryview(bytearray(self._longest))
+        self._fetch(memory[: end - begin], begin, self._stop)
+        return memory
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    begin: int
+    end: int
+    data: Future[memoryview]
+
+
+def _cut(begin: int, end: int) -> Iterable[Range]:
+    num_pieces = -(-(end - begin) // REQUEST_NBYTES)
+    cuts = [begin + (end - begin) * piece // num_pieces for piece in range(num_pieces + 1)]
+    return zip(cuts, cuts[1:], strict=False)
