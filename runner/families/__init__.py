@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["FAMILIES", "Family", "family_for"]
+__all__ = ["FAMILIES", "Family", "check_trainable", "family_for"]
 
 
 class Family(Protocol):
@@ -48,6 +48,20 @@ class Family(Protocol):
         ...
 
 
+def check_trainable(architecture: str, where: str = "config.json") -> None:
+    """Raise unless the runner has a family for this architecture.
+
+    Raises:
+        InputError: naming those it has.
+    """
+    if architecture not in FAMILIES:
+        raise InputError(
+            f"{where}: architectures",
+            f"{architecture!r} can be packed, but the runner has no family for it",
+            "known to the runner: " + ", ".join(sorted(FAMILIES)),
+        )
+
+
 def family_for(config: Mapping[str, object], *, max_seq_len: int, where: str = "config.json") -> Family:
     """Give the family of a Hugging Face config, for sequences of at most `max_seq_len` tokens.
 
@@ -55,12 +69,7 @@ def family_for(config: Mapping[str, object], *, max_seq_len: int, where: str = "
         InputError: an architecture that is not known, or a field that the family does not model.
     """
     architecture = model_shape(config, where).architecture
-    if architecture not in FAMILIES:
-        raise InputError(
-            f"{where}: architectures",
-            f"{architecture!r} can be packed, but the runner has no family for it",
-            "known to the runner: " + ", ".join(sorted(FAMILIES)),
-        )
+    check_trainable(architecture, where)
     return FAMILIES[architecture](config, max_seq_len, where)
 
 

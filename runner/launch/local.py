@@ -14,6 +14,7 @@ import click
 from manifests.errors import InputError, UserError
 from manifests.schema import Manifest
 from manifests.store import find_manifest, read_manifest
+from runner.families import check_trainable
 from runner.options import parse_training
 from runner.recipe import check_schedule, default_schedule
 
@@ -31,6 +32,7 @@ def launch_here(manifest_path: Path, training: Sequence[str], *, nproc_per_node:
     manifest = read_manifest(path)
     nproc = manifest.layout.num_ranks if nproc_per_node is None else nproc_per_node
     check_world(manifest, nproc)
+    check_trainable(manifest.model.architecture)
     schedule = options.schedule or manifest.layout.schedule or default_schedule(manifest.placement)
     check_schedule(schedule, manifest.placement, options.batch.num_microbatches)
     if find_spec("torch") is None:
