@@ -7,22 +7,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from manifests.errors import UsageError
+from manifests.errors import InputError, UsageError
 from manifests.placement import Placement
 
 __all__ = [
     "SCHEDULES",
     "SYNTHETIC",
+    "TRAINED",
     "BatchOptions",
     "DataOptions",
     "Decay",
     "OptimOptions",
     "ScheduleName",
     "check_schedule",
+    "check_trainable",
     "default_schedule",
 ]
 
 ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B"]
+# The architectures that have a family, known here so that launch can refuse the others without torch.
+TRAINED = ("LlamaForCausalLM",)
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 Decay = Literal["constant", "cosine"]
 SYNTHETIC = "synthetic"  # as a data source: random tokens
@@ -115,6 +119,20 @@ class DataOptions:
     def __post_init__(self) -> None:
         if not self.sources or (SYNTHETIC in self.sources and len(self.sources) > 1):
             raise UsageError("--data", f"expected files, folders or globs, or the one word {SYNTHETIC!r}")
+
+
+def check_trainable(architecture: str, where: str = "config.json") -> None:
+    """Raise unless the runner has a family for this architecture.
+
+    Raises:
+        InputError: naming those it has.
+    """
+    if architecture not in TRAINED:
+        raise InputError(
+            f"{where}: architectures",
+            f"{architecture!r} can be packed, but the runner has no family for it",
+            "known to the runner: " + ", ".join(TRAINED),
+        )
 
 
 def default_schedule(placement: Placement) -> ScheduleName:

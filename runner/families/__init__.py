@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from manifests.errors import InputError
 from manifests.models import model_shape
+from runner.recipe import check_trainable
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["FAMILIES", "Family", "check_trainable", "family_for"]
+__all__ = ["FAMILIES", "Family", "family_for"]
 
 
 class Family(Protocol):
@@ -46,20 +46,6 @@ class Family(Protocol):
     def from_hf(self, fqn: str) -> str:
         """Give the name that `build` gives to the parameter with this Hugging Face FQN."""
         ...
-
-
-def check_trainable(architecture: str, where: str = "config.json") -> None:
-    """Raise unless the runner has a family for this architecture.
-
-    Raises:
-        InputError: naming those it has.
-    """
-    if architecture not in FAMILIES:
-        raise InputError(
-            f"{where}: architectures",
-            f"{architecture!r} can be packed, but the runner has no family for it",
-            "known to the runner: " + ", ".join(sorted(FAMILIES)),
-        )
 
 
 def family_for(config: Mapping[str, object], *, max_seq_len: int, where: str = "config.json") -> Family:

@@ -14,9 +14,8 @@ import click
 from manifests.errors import InputError, UserError
 from manifests.schema import Manifest
 from manifests.store import find_manifest, read_manifest
-from runner.families import check_trainable
 from runner.options import parse_training
-from runner.recipe import check_schedule, default_schedule
+from runner.recipe import check_schedule, check_trainable, default_schedule
 
 __all__ = ["check_world", "launch_here"]
 

@@ -11,7 +11,8 @@ import torch
 
 from manifests.errors import InputError
 from manifests.models import ARCHITECTURES, model_shape
-from runner.families import family_for
+from runner.families import FAMILIES, family_for
+from runner.recipe import TRAINED
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -133,3 +134,7 @@ def test_field_that_is_not_modelled_is_refused_by_name(fields: dict[str, Any], m
 def test_import_brings_in_no_more_than_needed(module: str, absent: str) -> None:
     script = f"import sys, {module}; sys.exit({absent!r} in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 0
+
+
+def test_every_architecture_that_launch_lets_through_has_a_family() -> None:
+    assert sorted(TRAINED) == sorted(FAMILIES)
