@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 from transformers.utils import logging
 
 VOCAB_SIZE = 4096
+PIECE_CHARS, NUM_PIECES, NUM_EVAL = 1500, 1500, 60
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
 
 
@@ -46,17 +47,24 @@ def main(root: Path) -> None:
     model = LlamaForCausalLM(config)
     model.save_pretrained(folder, max_shard_size="6MB")
     tokenizer.save_pretrained(folder)
-    _write_lines(root / "text" / "train.jsonl", texts[8:])
-    _write_lines(root / "text" / "eval.jsonl", texts[:8])
+    _write_lines(root / "text" / "train.jsonl", texts[NUM_EVAL:])
+    _write_lines(root / "text" / "eval.jsonl", texts[:NUM_EVAL])
     print(f"{folder}: {sum(weight.numel() for weight in model.parameters()):,} parameters")
 
 
 def _standard_library() -> list[str]:
-    """Give the sources of Python's standard library, in an order that is fixed and mixed."""
+    """Give pieces of the sources of Python's standard library, mixed in an order that is fixed."""
     folder = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(file for file in folder.glob("*.py") if 4_000 < file.stat().st_size < 40_000)
-    random.Random(0).shuffle(files)
-    return [file.read_text(encoding="utf-8", errors="ignore") for file in files]
+    pieces: list[str] = []
+    for file in sorted(folder.glob("*.py")):
+        piece = ""
+        for block in file.read_text(encoding="utf-8", errors="ignore").split("\n\n"):
+            piece += block + "\n\n"
+            if len(piece) > PIECE_CHARS:
+                pieces.append(piece)
+                piece = ""
+    random.Random(0).shuffle(pieces)
+    return pieces[:NUM_PIECES]
 
 
 def _train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:

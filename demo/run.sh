@@ -26,7 +26,7 @@ run reshard verify "$work/pp2"
 
 say "Train: each rank builds and reads only its own stage"
 run runner launch "$work/pp2/manifest.json" --nproc-per-node 2 -- \
-    --steps 30 --seq-len 128 --global-batch 16 --microbatch 2 --lr 2e-3 --warmup-steps 5 \
+    --steps 30 --seq-len 128 --global-batch 32 --microbatch 4 --lr 3e-3 --warmup-steps 5 \
     --data "$work/text/train.jsonl" --eval-data "$work/text/eval.jsonl" \
     --save "$work/trained" --log-dir "$work/log"
 
