@@ -9,13 +9,13 @@ from manifests.invariants import MANIFEST_NAME
 from reshard.checkpoint import Checkpoint
 from reshard.formats.bundles import open_manifest
 from reshard.formats.huggingface import open_folder
-from stores.local import LocalFolder
+from stores.open import open_store
 
 __all__ = ["open_source"]
 
 
 def open_source(source: str, drop: frozenset[str] = frozenset()) -> Checkpoint:
-    """Open a Hugging Face folder, or a manifest by its file or folder.
+    """Open a manifest by its file or folder, or a Hugging Face folder: on this machine, the hub or an object store.
 
     Raises:
         InputError: nothing there, or not what it must be (see the formats).
@@ -25,4 +25,4 @@ def open_source(source: str, drop: frozenset[str] = frozenset()) -> Checkpoint:
         if drop:
             raise InputError("--drop", "a manifest's tensors cannot be dropped", "drop them when packing the source")
         return open_manifest(path)
-    return open_folder(LocalFolder(path), drop)
+    return open_folder(open_store(source), drop)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from huggingface_hub import HfApi, constants, snapshot_download, try_to_load_from_cache
+from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.hf_api import ModelInfo, RepoSibling
 
@@ -16,15 +16,15 @@ from manifests.errors import InputError
 from manifests.paths import problem_with_path
 from stores.address import SCHEME, HubAddress
 from stores.base import InputFile, Range, Reader
-from stores.hub_errors import asking, offline_error
+from stores.hub_calls import asking, offline_error
 from stores.hub_file import AGENT, HubFile
-from stores.local import LocalFile, LocalFolder
+from stores.local import LocalFolder
 from stores.retries import Retries, keep_trying
 
 __all__ = ["HubFolder", "open_hub"]
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+_HIDDEN_FOLDERS = (".git", ".cache")  # as in a folder on this machine
 _NUM_LISTING_ATTEMPTS = 3  # nothing was done yet, and whoever mistyped an address is waiting
 
 
@@ -45,7 +45,7 @@ def open_hub(address: HubAddress, retries: Retries | None = None) -> HubFolder:
     info = keep_trying(lambda: asking(address, lambda: _list(address)), str(address), few, threading.Event())
     if info.sha is None or not _COMMIT.fullmatch(info.sha):
         raise InputError(str(address), f"expected a commit hash from {constants.ENDPOINT}, found {info.sha!r}")
-    files = [_listed(address, info.sha, sibling, retries) for sibling in info.siblings or ()]
+    files = [_listed(address, info.sha, sibling, retries) for sibling in info.siblings or () if not _is_hidden(sibling)]
     return HubFolder(address=address, revision=info.sha, files={file.name: file for file in files})
 
 
@@ -55,7 +55,7 @@ class HubFolder:
 
     address: HubAddress  # as the user wrote it
     revision: str
-    files: Mapping[str, HubFile | LocalFile] = field(hash=False, repr=False)
+    files: Mapping[str, HubFile] = field(hash=False, repr=False)
     is_offline: bool = False
     kind: str = "huggingface"
 
@@ -70,11 +70,76 @@ class HubFolder:
         return tuple(sorted(self.files))
 
     def file(self, name: str) -> InputFile:
-        file = self.files.get(name)
-        if file is None:
-            return _AbsentFile(self, name)
-        if isinstance(file, HubFile):
-            cached = try_to_load_from_cache(self.address.repo, name, revision=self.revision)
-            if isinstance(cached, str) and (local := LocalFile(Path(cached))).nbytes == file.nbytes:
-                return local
-        return file
+        return self.files.get(name) or _AbsentFile(self, name)
+
+
+@dataclass(frozen=True, slots=True)
+class _AbsentFile:
+    """A file that the folder does not have: whoever wants to know more about it hears so."""
+
+    folder: HubFolder
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.folder.address}/{self.name}"
+
+    @property
+    def nbytes(self) -> int:
+        raise self._error()
+
+    @property
+    def pin(self) -> str:
+        raise self._error()
+
+    def open(self, ranges: Sequence[Range]) -> Reader:
+        raise self._error()
+
+    def _error(self) -> InputError:
+        if self.folder.is_offline:
+            return offline_error(replace(self.folder.address, revision=self.folder.revision), str(self), self.name)
+        return InputError(str(self), "no such file", f"at commit {self.folder.revision}")
+
+
+def _list(address: HubAddress) -> ModelInfo:
+    timeout_s = constants.HF_HUB_DOWNLOAD_TIMEOUT
+    api = HfApi(library_name=AGENT)
+    return api.model_info(address.repo, revision=address.revision, timeout=timeout_s, files_metadata=True)
+
+
+def _listed(address: HubAddress, commit: str, sibling: RepoSibling, retries: Retries) -> HubFile:
+    """Check what the hub says of a file: a listing is input like any other."""
+    name, nbytes = sibling.rfilename, sibling.size
+    if problem := problem_with_path(name):
+        raise InputError(str(address), f"{problem}, found {name[:80]!r} in the listing of {constants.ENDPOINT}")
+    if not isinstance(nbytes, int) or nbytes < 0:
+        raise InputError(f"{address}/{name}", f"expected its size from {constants.ENDPOINT}, found {nbytes!r}")
+    etag = sibling.lfs.sha256 if sibling.lfs else sibling.blob_id
+    return HubFile(address=address, commit=commit, name=name, nbytes=nbytes, etag=etag or commit, retries=retries)
+
+
+def _is_hidden(sibling: RepoSibling) -> bool:
+    return any(part in _HIDDEN_FOLDERS for part in sibling.rfilename.split("/"))
+
+
+def _open_cached(address: HubAddress) -> HubFolder:
+    try:
+        path = asking(
+            address, lambda: snapshot_download(address.repo, revision=address.revision, local_files_only=True)
+        )
+    except LocalEntryNotFoundError as error:
+        # Newer versions of huggingface_hub refuse a snapshot that lacks files, and say where it is.
+        path = getattr(error, "snapshot_path", "")
+        if not path:
+            raise offline_error(address, str(address)) from error
+    snapshot = LocalFolder(Path(path))
+    files = [_cached(address, snapshot, name) for name in snapshot.names()]
+    return HubFolder(
+        address=address, revision=snapshot.path.name, files={file.name: file for file in files}, is_offline=True
+    )
+
+
+def _cached(address: HubAddress, snapshot: LocalFolder, name: str) -> HubFile:
+    """Describe a cached file as the hub's listing would: a snapshot links to blobs that are named by their etag."""
+    file, commit = snapshot.file(name), snapshot.path.name
+    etag = file.path.resolve().name if file.path.is_symlink() else commit
+    return HubFile(address=address, commit=commit, name=name, nbytes=file.nbytes, etag=etag)

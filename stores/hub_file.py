@@ -8,21 +8,38 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from pathlib import Path
 from urllib.parse import urljoin, urlsplit
 
-from huggingface_hub import constants, get_hf_file_metadata, get_session, hf_hub_url, hf_raise_for_status
-from huggingface_hub.utils import build_hf_headers
+from huggingface_hub import (
+    constants,
+    get_hf_file_metadata,
+    get_session,
+    hf_hub_url,
+    hf_raise_for_status,
+    try_to_load_from_cache,
+)
 
 from manifests.errors import InputError
 from stores.address import HubAddress
-from stores.base import Range
-from stores.hub_errors import ClientError, asking, busy, is_passing, unreachable
+from stores.base import Range, Reader
+from stores.hub_calls import (
+    ClientError,
+    asking,
+    busy,
+    configured_token,
+    is_passing,
+    offline_error,
+    unreachable,
+)
+from stores.local import LocalReader
 from stores.ranges import RangeReader
 from stores.retries import PassingError, Retries, keep_trying
 
 __all__ = ["AGENT", "HubFile"]
 
 AGENT = "reshard"
+_SHA256_CHARS = 64
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 
@@ -38,15 +55,24 @@ class HubFile:
     commit: str
     name: str
     nbytes: int
-    sha256: str | None  # None: the file is stored in git itself
+    etag: str  # SHA-256, or the git hash of a small file
     retries: Retries = field(default_factory=Retries, compare=False, repr=False)
     _route: _Route = field(default_factory=lambda: _Route(), compare=False, repr=False)
 
     def __str__(self) -> str:
         return f"{self.address}/{self.name}"
 
-    def open(self, ranges: Sequence[Range]) -> RangeReader:
-        """Fetch these ranges ahead of whoever reads them; see `stores.ranges` for the memory that takes."""
+    @property
+    def pin(self) -> str:
+        return f"{self.nbytes} bytes, etag {self.etag}"
+
+    def open(self, ranges: Sequence[Range]) -> Reader:
+        """Open the local cache's copy; without one, fetch these ranges ahead of whoever reads them."""
+        cached = try_to_load_from_cache(self.address.repo, self.name, revision=self.commit)
+        if isinstance(cached, str) and Path(cached).stat().st_size == self.nbytes:
+            return LocalReader(Path(cached))
+        if constants.HF_HUB_OFFLINE:
+            raise offline_error(self.address, str(self), self.name)
         return RangeReader(self._fetch, ranges)
 
     def _fetch(self, into: memoryview, position: int, stop: threading.Event) -> None:
@@ -75,7 +101,9 @@ class HubFile:
                 if status >= 400 and place.is_endpoint and not is_passing(status):
                     asking(self.address, lambda: hf_raise_for_status(response))
                 self._check_status(status, response.headers, place)
-                self._check_answer(response.headers, place, wanted, is_whole=is_whole and status == HTTPStatus.OK)
+                if not is_whole or status != HTTPStatus.OK:
+                    self._check_range(response.headers, place, wanted)
+                self._check_body(response.headers, place, wanted)
                 for piece in response.iter_raw():
                     if stop.is_set():
                         raise CancelledError
@@ -91,12 +119,11 @@ class HubFile:
             if self._route.place is None:
                 url = hf_hub_url(self.address.repo, self.name, revision=self.commit, endpoint=constants.ENDPOINT)
                 timeout_s = constants.HF_HUB_ETAG_TIMEOUT
-                found = asking(
-                    self.address, lambda: get_hf_file_metadata(url, timeout=timeout_s, library_name=AGENT)
-                )
+                found = asking(self.address, lambda: get_hf_file_metadata(url, timeout=timeout_s, library_name=AGENT))
                 self._expect("commit", self.commit, found.commit_hash)
                 self._expect("size", self.nbytes, found.size)
-                self._expect("SHA-256", self.sha256, found.etag)
+                if len(self.etag) == _SHA256_CHARS:
+                    self._expect("SHA-256", self.etag, found.etag)
                 self._route.place = _Place(urljoin(url, found.location))
             return self._route.place
 
@@ -111,21 +138,24 @@ class HubFile:
                     self._route.place = None
             raise PassingError(f"{place.host} refuses the address that the hub signed ({status})")
 
-    def _check_answer(self, headers: Mapping[str, str], place: _Place, wanted: _Wanted, *, is_whole: bool) -> None:
-        """Raise unless the body will be the bytes that were asked for, of the file that was listed."""
+    def _check_range(self, headers: Mapping[str, str], place: _Place, wanted: _Wanted) -> None:
+        """Raise unless the body will be the very range that was asked for: a server may ignore ranges."""
         asked = (wanted.begin, wanted.end - 1, self.nbytes)
-        found = _CONTENT_RANGE.fullmatch(headers.get("content-range", ""))
-        if not is_whole and (found is None or tuple(map(int, found.groups())) != asked):
-            said = headers.get("content-range", "the whole file")
+        said = headers.get("content-range", "the whole file")
+        found = _CONTENT_RANGE.fullmatch(said)
+        if found is None or tuple(map(int, found.groups())) != asked:
             raise self._wrong(place, f"expected bytes {asked[0]}-{asked[1]}/{asked[2]}, found {said}")
-        length = headers.get("content-length", str(wanted.end - wanted.begin))
-        if length != str(wanted.end - wanted.begin):
-            raise self._wrong(place, f"expected {wanted.end - wanted.begin} bytes, found {length}")
+
+    def _check_body(self, headers: Mapping[str, str], place: _Place, wanted: _Wanted) -> None:
+        """Raise unless the body will be as long as asked, unencoded, and of the file that answered before."""
+        nbytes = str(wanted.end - wanted.begin)
+        if (found := headers.get("content-length", nbytes)) != nbytes:
+            raise self._wrong(place, f"expected {nbytes} bytes, found {found}")
         if (encoding := headers.get("content-encoding", "identity")) != "identity":
             raise self._wrong(place, f"expected plain bytes, found the encoding {encoding!r}")
         etag = headers.get("etag", place.etag).removeprefix("W/")
         if place.etag and etag != place.etag:
-            raise self._wrong(place, f"expected the ETag {place.etag} of the answers before, found {etag}")
+            raise self._wrong(place, f"expected the ETag {place.etag} of earlier answers, found {etag}")
         place.etag = etag
 
     def _wrong(self, place: _Place, problem: str) -> InputError:
@@ -136,7 +166,9 @@ class HubFile:
     def _expect(self, what: str, listed: int | str | None, found: int | str | None) -> None:
         if None not in (listed, found) and listed != found:
             raise InputError(
-                str(self), f"expected the {what} {listed} (listing of {self.commit}), found {found}", "is HF_ENDPOINT right?"
+                str(self),
+                f"expected the {what} {listed} (listing of {self.commit}), found {found}",
+                "is HF_ENDPOINT right?",
             )
 
 
@@ -155,8 +187,9 @@ class _Place:
         self.url, self.etag = url, ""
         self.host = urlsplit(url).netloc
         self.is_endpoint = urlsplit(url)[:2] == urlsplit(constants.ENDPOINT)[:2]
-        token = None if self.is_endpoint else False  # None: whatever token is configured
-        self.headers = {**build_hf_headers(token=token, library_name=AGENT), "Accept-Encoding": "identity"}
+        self.headers = {"User-Agent": AGENT, "Accept-Encoding": "identity"}
+        if self.is_endpoint and (token := configured_token()):
+            self.headers["Authorization"] = f"Bearer {token}"
 
 
 class _Wanted:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 from stores.base import Range, merge_ranges
@@ -134,4 +135,4 @@ class _Request:
 def _cut(begin: int, end: int) -> Iterable[Range]:
     num_pieces = -(-(end - begin) // REQUEST_NBYTES)
     cuts = [begin + (end - begin) * piece // num_pieces for piece in range(num_pieces + 1)]
-    return zip(cuts, cuts[1:], strict=False)
+    return pairwise(cuts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 from collections.abc import Callable
@@ -12,6 +13,9 @@ from typing import TypeVar
 from manifests.errors import InputError
 
 __all__ = ["PassingError", "Retries", "keep_trying"]
+
+logger = logging.getLogger(__name__)
+_NOTICED_S = 2.0  # whoever watches wonders at a wait from here on
 
 Result = TypeVar("Result")
 
@@ -46,11 +50,15 @@ def keep_trying(step: Callable[[], Result], where: str, retries: Retries, stop: 
             return step()
         except PassingError as error:
             if error.asked_s is not None and error.asked_s > retries.longest_wait_s:
-                raise InputError(where, f"{error.problem}, wait {error.asked_s:.0f} s", error.hint) from error
+                raise InputError(
+                    where, f"{error.problem}, and asks for a wait of {error.asked_s:.0f} s", error.hint
+                ) from error
             if attempt == retries.num_attempts:
                 raise InputError(where, f"{error.problem} (attempt {attempt}, the last)", error.hint) from error
-            wait_s = error.asked_s or 0.0
+            problem, wait_s = error.problem, error.asked_s or 0.0
             wait_s += min(retries.first_wait_s * 2 ** (attempt - 1), retries.longest_wait_s) * random.uniform(0.5, 1)
+        level = logging.WARNING if wait_s >= _NOTICED_S else logging.DEBUG
+        logger.log(level, "%s: %s; trying again in %.1f s", where, problem, wait_s)
         attempt += 1
         if stop.wait(wait_s):
             raise CancelledError

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("manifests", "reshard", "runner")
+PACKAGES = ("manifests", "reshard", "runner", "stores")
 MAX_FILE_LINES = 400
 MAX_HELP_S = 0.3
 # Packages that a packing node does not have, or that are slow to import.

@@ -1,0 +1,67 @@
+"""Addresses of stores: what is local, what is on the hub, what is neither."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from manifests.errors import InputError
+from stores.address import HubAddress, parse_hub_address
+from stores.local import LocalFolder
+from stores.open import open_store
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("hf://org/name", HubAddress(repo="org/name")),
+        ("hf://org/name@main", HubAddress(repo="org/name", revision="main")),
+        ("hf://gpt2", HubAddress(repo="gpt2")),
+        ("org/name", HubAddress(repo="org/name", is_bare=True)),
+        ("org/na-me_1.5B@refs/pr/1", HubAddress(repo="org/na-me_1.5B", revision="refs/pr/1", is_bare=True)),
+        ("name", None),
+        ("./org/name", None),
+        ("../name", None),
+        ("/org/name", None),
+        ("~/name", None),
+        ("a/b/c", None),
+        ("org/name@", None),
+        ("", None),
+    ],
+)
+def test_address_is_read_as_its_user_means_it(text: str, address: HubAddress | None) -> None:
+    assert parse_hub_address(text) == address
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["hf://", "hf:///name", "hf://a/b/c", "hf://org/name@", "hf://org/name@a\nb", "hf://../x", "hf://datasets/a/b"],
+)
+def test_hub_scheme_with_something_else_behind_it_is_refused(text: str) -> None:
+    with pytest.raises(InputError) as refused:
+        parse_hub_address(text)
+    assert str(refused.value) == (
+        f"{text}: expected hf://org/name or hf://org/name@revision\nhint: only model repositories are read"
+    )
+
+
+def test_address_is_written_with_its_scheme_and_revision() -> None:
+    assert str(HubAddress(repo="org/name", revision="v1", is_bare=True)) == "hf://org/name@v1"
+
+
+def test_what_exists_here_is_local_whatever_it_looks_like(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    assert open_store("org/name") == LocalFolder(Path("org/name"))
+    assert open_store(str(tmp_path / "nothing")) == LocalFolder(tmp_path / "nothing")
+
+
+def test_local_folders_are_opened_without_any_client() -> None:
+    code = "import sys, stores.open as s; s.open_store('.'); print('huggingface_hub' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (ended.stdout, ended.stderr) == ("False\n", "")

@@ -1,0 +1,172 @@
+"""Ranges become few requests, and a reader fetches ahead in bounded memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manifests.errors import InputError
+from stores.base import Range
+from stores.ranges import GAP_NBYTES, NUM_PARALLEL, REQUEST_NBYTES, RangeReader, plan_requests
+
+MIB = 1 << 20
+ranges_of_files = st.lists(
+    st.builds(lambda begin, nbytes: (begin, begin + nbytes), st.integers(0, 200 * MIB), st.integers(0, 40 * MIB)),
+    max_size=8,
+)
+
+
+class Source:
+    """Bytes in memory, given slowly, that remember how they were asked for."""
+
+    def __init__(self, nbytes: int, delay_s: float = 0.0) -> None:
+        self.data = (bytes(range(251)) * (nbytes // 251 + 1))[:nbytes]  # 251 is prime: no two blocks are equal
+        self.delay_s = delay_s
+        self.asked: list[Range] = []
+        self.most_at_once = self._at_once = 0
+        self._lock = threading.Lock()
+
+    def fetch(self, into: memoryview, position: int, stop: threading.Event) -> None:
+        with self._lock:
+            self.asked.append((position, position + len(into)))
+            self._at_once += 1
+            self.most_at_once = max(self.most_at_once, self._at_once)
+        into[:] = self.data[position : position + len(into)]
+        stopped = stop.wait(self.delay_s)
+        with self._lock:
+            self._at_once -= 1
+        if stopped:
+            raise CancelledError
+
+
+def read(reader: RangeReader, begin: int, end: int, block_nbytes: int = MIB) -> bytes:
+    data = bytearray(end - begin)
+    for first in range(begin, end, block_nbytes):
+        last = min(first + block_nbytes, end)
+        reader.read_into(memoryview(data)[first - begin : last - begin], first)
+    return bytes(data)
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """Return soon after something is so, and let whatever else would happen have its time too."""
+    deadline = time.monotonic() + 10
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.05)
+
+
+@given(ranges_of_files)
+def test_requests_hold_each_wanted_byte_once_and_of_gaps_only_the_short_ones(ranges: list[Range]) -> None:
+    requests = plan_requests(ranges)
+    assert all(0 < end - begin <= REQUEST_NBYTES for begin, end in requests)
+    assert all(ahead[1] <= behind[0] for ahead, behind in pairwise(requests))
+    edges = sorted({edge for range_ in (*ranges, *requests) for edge in range_})
+    gap = 0  # bytes since the last wanted one
+    for begin, end in pairwise(edges):
+        is_wanted = any(first <= begin and end <= last for first, last in ranges)
+        is_fetched = any(first <= begin and end <= last for first, last in requests)
+        assert is_fetched or not is_wanted
+        gap = 0 if is_wanted else gap + end - begin
+        assert gap <= GAP_NBYTES or not is_fetched
+
+
+@pytest.mark.parametrize(
+    ("ranges", "requests"),
+    [
+        ([], ()),
+        ([(5, 5)], ()),
+        ([(0, 8)], ((0, 8),)),
+        ([(0, 8), (8 + MIB, 9 + MIB)], ((0, 9 + MIB),)),
+        ([(0, 8), (9 + MIB, 10 + MIB)], ((0, 8), (9 + MIB, 10 + MIB))),
+        ([(0, 16 * MIB)], ((0, 16 * MIB),)),
+        ([(0, 18 * MIB)], ((0, 9 * MIB), (9 * MIB, 18 * MIB))),
+    ],
+)
+def test_gaps_of_a_mebibyte_are_bridged_and_runs_above_16_cut_evenly(
+    ranges: list[Range], requests: tuple[Range, ...]
+) -> None:
+    assert plan_requests(ranges) == requests
+
+
+def test_reader_gives_the_bytes_of_its_ranges_in_blocks_of_any_size() -> None:
+    source = Source(40 * MIB)
+    ranges = [(3, 20 * MIB), (25 * MIB, 25 * MIB + 7), (39 * MIB, 40 * MIB)]
+    for block_nbytes in (MIB - 1, 64 * MIB):
+        reader = RangeReader(source.fetch, ranges)
+        assert b"".join(read(reader, *range_, block_nbytes) for range_ in ranges) == b"".join(
+            source.data[begin:end] for begin, end in ranges
+        )
+        reader.close()
+    assert sorted(source.asked) == sorted(plan_requests(ranges) * 2)
+
+
+def test_reader_fetches_ahead_but_never_more_than_its_share() -> None:
+    source = Source(6 * REQUEST_NBYTES)
+    reader = RangeReader(source.fetch, [(0, len(source.data))])
+    read(reader, 0, MIB)
+    wait_until(lambda: len(source.asked) >= NUM_PARALLEL)
+    assert sorted(source.asked) == [(n * REQUEST_NBYTES, (n + 1) * REQUEST_NBYTES) for n in range(NUM_PARALLEL)]
+    read(reader, MIB, REQUEST_NBYTES)
+    wait_until(lambda: len(source.asked) >= NUM_PARALLEL + 1)
+    assert len(source.asked) == NUM_PARALLEL + 1
+    reader.close()
+
+
+def test_requests_run_at_the_same_time() -> None:
+    source = Source(6 * REQUEST_NBYTES, delay_s=0.05)
+    reader = RangeReader(source.fetch, [(0, len(source.data))])
+    assert read(reader, 0, len(source.data)) == source.data
+    assert source.most_at_once == NUM_PARALLEL
+    reader.close()
+
+
+def test_one_request_that_is_read_at_once_takes_no_thread() -> None:
+    source = Source(100)
+    before = threading.active_count()
+    reader = RangeReader(source.fetch, [(0, 100)])
+    assert read(reader, 0, 100) == source.data
+    assert threading.active_count() == before
+    reader.close()
+
+
+def test_reading_back_and_outside_the_ranges_gives_the_right_bytes() -> None:
+    source = Source(80 * MIB)
+    reader = RangeReader(source.fetch, [(0, 20 * MIB), (40 * MIB, 80 * MIB)])
+    for begin in (41 * MIB, 3 * MIB, 30 * MIB, 79 * MIB, 78 * MIB):
+        assert read(reader, begin, begin + MIB) == source.data[begin : begin + MIB]
+    reader.close()
+
+
+def test_failure_reaches_whoever_reads() -> None:
+    def fail(into: memoryview, position: int, stop: threading.Event) -> None:
+        raise InputError("model.safetensors", f"no byte {position}")
+
+    reader = RangeReader(fail, [(0, 40 * MIB)])
+    with pytest.raises(InputError, match="no byte 0"):
+        read(reader, 0, MIB)
+    reader.close()
+
+
+def test_close_does_not_wait_for_what_is_on_its_way() -> None:
+    source = Source(80 * MIB, delay_s=30)
+    reader = RangeReader(source.fetch, [(0, 80 * MIB)])
+
+    def read_until_stopped() -> None:
+        with pytest.raises(CancelledError):
+            read(reader, 0, MIB)
+
+    reading = threading.Thread(target=read_until_stopped)
+    reading.start()
+    wait_until(lambda: source.most_at_once >= NUM_PARALLEL)
+    start = time.monotonic()
+    reader.close()
+    reader.close()
+    reading.join()
+    assert time.monotonic() - start < 5

@@ -1,0 +1,248 @@
+"""A real S3 server on loopback, in a process of its own: moto's, with a log of its requests and faults on demand.
+
+It checks signatures and permissions as S3 does: `owner` may do everything, `stranger` nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import unquote
+
+import boto3
+
+__all__ = ["Account", "Fault", "MotoServer", "Request", "S3Server", "start_moto"]
+
+ROOT = Path(__file__).parents[2]
+REGION = "us-east-1"
+_FAULTS_PATH = "/faults"
+_POLICY = {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": "s3:*", "Resource": "*"}]}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Account:
+    access_key: str
+    secret_key: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """A request as the server answered it: `sent_nbytes` of body, sent back."""
+
+    method: str
+    path: str
+    query: str
+    range: str
+    status: int
+    sent_nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """What goes wrong with the next `times` requests of a method whose address contains `address`."""
+
+    method: str
+    address: str
+    what: Literal["status", "lost", "redirect", "cut", "short", "ignore if-match", "ignore range"]
+    status: int = 503  # of "status"; "lost" does as it is told, and answers with that too
+    times: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class S3Server:
+    endpoint: str
+    owner: Account
+    stranger: Account
+
+    def client(self) -> Any:
+        """Give boto3's client, as the owner."""
+        return self._client("s3", self.owner)
+
+    def bucket(self, name: str) -> str:
+        self.client().create_bucket(Bucket=name)
+        return name
+
+    def environment(self, account: Account | None = None) -> dict[str, str]:
+        account = account or self.owner
+        return {
+            "AWS_ACCESS_KEY_ID": account.access_key,
+            "AWS_SECRET_ACCESS_KEY": account.secret_key,
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_REGION": REGION,
+            "AWS_ALLOW_HTTP": "true",
+        }
+
+    def objects(self, bucket: str, prefix: str = "") -> dict[str, bytes]:
+        """Give every object below a prefix, by its whole key."""
+        client = self.client()
+        pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
+        keys = [item["Key"] for page in pages for item in page.get("Contents", ())]
+        return {key: client.get_object(Bucket=bucket, Key=key)["Body"].read() for key in keys}
+
+    def uploads(self, bucket: str, prefix: str = "") -> list[str]:
+        """Give the keys of unfinished multipart uploads below a prefix."""
+        return [
+            item["Key"]
+            for item in self.client().list_multipart_uploads(Bucket=bucket, Prefix=prefix).get("Uploads", ())
+        ]
+
+    def _client(self, service: str, account: Account) -> Any:
+        return boto3.client(
+            service,
+            endpoint_url=self.endpoint,
+            region_name=REGION,
+            aws_access_key_id=account.access_key,
+            aws_secret_access_key=account.secret_key,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MotoServer(S3Server):
+    log: Path
+
+    def requests(self, method: str, path: str) -> list[Request]:
+        """Give the requests of a method for paths that contain `path`, oldest first."""
+        found = (Request(**json.loads(line)) for line in self.log.read_text().splitlines())
+        return [request for request in found if request.method == method and path in request.path]
+
+    def fail(self, *faults: Fault) -> None:
+        """Let requests go wrong; nothing is left of faults that were asked for before."""
+        _post(self.endpoint + _FAULTS_PATH, json.dumps([asdict(fault) for fault in faults]))
+
+
+@contextmanager
+def start_moto(folder: Path) -> Iterator[MotoServer]:
+    """Run the server until the block ends; its log lies below `folder`."""
+    log = folder / "requests.jsonl"
+    log.touch()
+    with open(folder / "stderr", "w") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.servers.s3", log], cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True
+        )
+    try:
+        assert process.stdout is not None
+        port = process.stdout.readline().strip()
+        anybody = Account(access_key="anybody", secret_key="anything")
+        server = MotoServer(endpoint=f"http://127.0.0.1:{port}", owner=anybody, stranger=anybody, log=log)
+        iam = server._client("iam", anybody)
+        owner, stranger = _account(iam, "owner"), _account(iam, "stranger")
+        iam.put_user_policy(UserName="owner", PolicyName="all", PolicyDocument=json.dumps(_POLICY))
+        _post(f"{server.endpoint}/moto-api/reset-auth", "0")  # from now on, everybody is checked
+        yield MotoServer(endpoint=server.endpoint, owner=owner, stranger=stranger, log=log)
+    finally:
+        process.terminate()
+        process.communicate(timeout=10)
+
+
+def _account(iam: Any, name: str) -> Account:
+    iam.create_user(UserName=name)
+    key = iam.create_access_key(UserName=name)["AccessKey"]
+    return Account(access_key=key["AccessKeyId"], secret_key=key["SecretAccessKey"])
+
+
+def _post(url: str, body: str) -> None:
+    headers = {"Content-Type": "application/octet-stream"}
+    with urllib.request.urlopen(urllib.request.Request(url, body.encode(), headers)):
+        pass
+
+
+class _Watched:
+    """moto's application, logged and disturbed. A request is in the log before its answer is sent."""
+
+    def __init__(self, application: Any, log: Path) -> None:
+        self._application = application
+        self._log = log
+        self._lock = threading.Lock()
+        self._faults: list[dict[str, Any]] = []
+
+    def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        method, path, query = environ["REQUEST_METHOD"], unquote(environ["PATH_INFO"]), environ["QUERY_STRING"]
+        if path == _FAULTS_PATH:
+            self._faults = json.loads(environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"])))
+            start_response("200 OK", [("Content-Length", "0")])
+            return [b""]
+        answer: list[Any] = []
+
+        def keep(status: str, headers: list[tuple[str, str]], _: object = None) -> None:
+            answer[:] = status, headers
+
+        range_asked, what = environ.get("HTTP_RANGE", ""), ""
+        fault = self._take(method, f"{path}?{query}")
+        if fault is not None:
+            what = fault["what"]
+        if what.startswith("ignore"):
+            del environ["HTTP_" + what.removeprefix("ignore ").upper().replace("-", "_")]
+        if what in ("status", "redirect"):
+            environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+            status, body = fault["status"] if fault and what == "status" else 301, b""
+            keep(f"{status} Fault", [])
+        else:
+            with _everybody_allowed() if what.startswith("ignore") else nullcontext():
+                body = b"".join(self._application(environ, keep))
+        if what == "lost" and fault:
+            body = b""
+            keep(f"{fault['status']} Fault", [])
+        status, headers = answer
+        whole_nbytes = len(body)
+        if what in ("cut", "short"):
+            body = body[: whole_nbytes // 2]
+        if what == "short":
+            whole_nbytes = len(body)
+        if method != "HEAD":
+            headers = [item for item in headers if item[0].lower() != "content-length"]
+            headers.append(("Content-Length", str(whole_nbytes)))
+        self._write(Request(
+            method=method, path=path, query=query, range=range_asked, status=int(status[:3]), sent_nbytes=len(body)
+        ))  # fmt: skip
+        start_response(status, headers)
+        return self._send(body, cut=what == "cut")
+
+    def _send(self, body: bytes, *, cut: bool) -> Iterator[bytes]:
+        yield body
+        if cut:
+            raise ConnectionAbortedError("cut on demand")
+
+    def _take(self, method: str, address: str) -> dict[str, Any] | None:
+        with self._lock:
+            for fault in self._faults:
+                if fault["times"] and fault["method"] == method and fault["address"] in address:
+                    fault["times"] -= 1
+                    return fault
+        return None
+
+    def _write(self, request: Request) -> None:
+        with self._lock, open(self._log, "a") as log:
+            log.write(json.dumps(asdict(request)) + "\n")
+
+
+@contextmanager
+def _everybody_allowed() -> Iterator[None]:
+    """Check no signature: it covers the headers that are taken away."""
+    from moto import settings
+
+    settings.INITIAL_NO_AUTH_ACTION_COUNT = math.inf
+    yield
+    settings.INITIAL_NO_AUTH_ACTION_COUNT = 0
+
+
+def _serve(log: Path) -> None:
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+    from werkzeug.serving import make_server
+
+    application = _Watched(DomainDispatcherApplication(create_backend_app), log)
+    server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=MotoRequestHandler)
+    print(server.port, flush=True)
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    _serve(Path(sys.argv[1]))
