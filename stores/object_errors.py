@@ -1,0 +1,111 @@
+"""What an object store refuses, in sentences that say what to do about it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from manifests.errors import InputError
+
+__all__ = ["explained", "explanation"]
+
+# obstore gives one long text: what it did, the server's status line, its answer, then a dump of the error.
+_DUMP = "\n\nDebug source"
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"(?:<Code>\s*|\(code: )([\w.]+)")
+_MESSAGE = re.compile(r"<Message>\s*([^<]+?)\s*</Message>")
+_ENDPOINT = re.compile(r"Error performing \S+ (\w+://[^/\s?]+)")
+# Clouds hand out credentials at these paths of their metadata servers: the last resort, after the environment.
+_METADATA_PATHS = ("/latest/api/token", "/latest/meta-data", "/computeMetadata/", "/metadata/identity")
+_ANSWERS_FOR_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Cloud:
+    """The variables that tell obstore how to reach a cloud."""
+
+    credentials: str
+    skip_signature: str
+    endpoint: str
+    allow_http: str
+    region: str = ""
+
+
+_S3 = _Cloud(
+    credentials="AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE with boto3 installed",
+    skip_signature="AWS_SKIP_SIGNATURE",
+    endpoint="AWS_ENDPOINT_URL",
+    allow_http="AWS_ALLOW_HTTP",
+    region="AWS_REGION",
+)
+_GOOGLE = _Cloud(
+    credentials="GOOGLE_APPLICATION_CREDENTIALS",
+    skip_signature="GOOGLE_SKIP_SIGNATURE",
+    endpoint="GOOGLE_BASE_URL",
+    allow_http="GOOGLE_ALLOW_HTTP",
+)
+_AZURE = _Cloud(
+    credentials="AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+    skip_signature="AZURE_SKIP_SIGNATURE",
+    endpoint="AZURE_STORAGE_ENDPOINT",
+    allow_http="AZURE_ALLOW_HTTP",
+)
+_CLOUDS = {"gs": _GOOGLE, "az": _AZURE, "abfs": _AZURE, "abfss": _AZURE}
+
+
+@contextmanager
+def explained(where: str) -> Iterator[None]:
+    """Turn what obstore raises in this block into an InputError about `where`, an address."""
+    from obstore.exceptions import BaseError
+
+    try:
+        yield
+    except (BaseError, OSError, ValueError) as error:
+        raise explanation(where, error) from error
+
+
+def explanation(where: str, error: Exception) -> InputError:
+    """Say what an exception of obstore means. Queries of addresses, which may carry a signature, are left out."""
+    from obstore.exceptions import InvalidPathError, PermissionDeniedError, PreconditionError, UnauthenticatedError
+
+    text = str(error).partition(_DUMP)[0].strip()
+    status, code = _first(_STATUS, text), _first(_CODE, text)
+    cloud = _CLOUDS.get(where.partition("://")[0], _S3)
+    if any(path in text for path in _METADATA_PATHS):
+        hint = f"set {cloud.credentials}; for a public bucket, {cloud.skip_signature}=true"
+        return InputError(where, "no credentials were found", hint)
+    if code in _ANSWERS_FOR_NO_BUCKET:
+        return InputError(where, "there is no such bucket", f"check its name, and {cloud.endpoint}")
+    if isinstance(error, FileNotFoundError):
+        return InputError(where, "there is no such object")
+    if isinstance(error, PreconditionError):
+        return InputError(where, "was changed after it was listed", "start again, so that all is read as it is now")
+    if isinstance(error, InvalidPathError):
+        return InputError(where, "holds an object whose name cannot be a file's path", text.partition(": ")[2])
+    is_denied = isinstance(error, PermissionDeniedError | UnauthenticatedError) or status in ("401", "403")
+    if is_denied or code == "AccessDenied":
+        return InputError(where, f"access is denied ({code or status})", "check the credentials and what they allow")
+    endpoint = _first(_ENDPOINT, text)
+    if "builder error" in text:
+        hint = f"set {cloud.allow_http}=true to send everything unencrypted"
+        return InputError(where, f"{endpoint} is no https address", hint)
+    if "redirect" in text and cloud.region:
+        return InputError(where, "the bucket is elsewhere", f"set {cloud.region} to the bucket's")
+    if "non-partial response" in text:
+        return InputError(where, "the store sends the whole object where a range is asked for")
+    if status is None and "HTTP error: " in text:
+        problem = f"no answer from {endpoint}" if endpoint else "the connection broke"
+        why = text.partition("HTTP error: ")[2]
+        return InputError(where, f"{problem}: {why}", f"check the network, and {cloud.endpoint}")
+    if status is not None:
+        said = ": ".join(part for part in (code, _first(_MESSAGE, text)) if part)
+        hint = "AWS_CONDITIONAL_PUT=disabled does without conditional writes" if status == "501" else ""
+        return InputError(where, f"the store answers {status}" + (f" ({said})" if said else ""), hint)
+    return InputError(where, re.sub(r"\?\S*", "", text.partition("\n")[0]))
+
+
+def _first(pattern: re.Pattern[str], text: str) -> str | None:
+    found = pattern.search(text)
+    return found[1] if found else None

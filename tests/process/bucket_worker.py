@@ -1,0 +1,56 @@
+"""Moves one object to or from a bucket, block by block: `read URL NAME`, or `write URL NAME NBYTES`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import sys
+from pathlib import Path
+
+BLOCK_NBYTES = 1 << 20
+
+
+def read(url: str, name: str) -> tuple[int, str]:
+    from stores.objects import open_objects
+
+    file = open_objects(url).file(name)
+    reader, block, digest, peak_nbytes = file.open([(0, file.nbytes)]), bytearray(BLOCK_NBYTES), hashlib.sha256(), 0
+    for position in range(0, file.nbytes, BLOCK_NBYTES):
+        part = memoryview(block)[: min(BLOCK_NBYTES, file.nbytes - position)]
+        reader.read_into(part, position)
+        digest.update(part)
+        peak_nbytes = max(peak_nbytes, anonymous_nbytes())
+    reader.close()
+    return peak_nbytes, digest.hexdigest()
+
+
+def write(url: str, name: str, nbytes: int) -> tuple[int, str]:
+    """Write a header of one block and random blocks after it, all through one buffer."""
+    from stores.object_output import open_output
+
+    generator, block, digest, peak_nbytes = random.Random(0), bytearray(BLOCK_NBYTES), hashlib.sha256(), 0
+    with open_output(url) as target:
+        header = generator.randbytes(BLOCK_NBYTES)
+        digest.update(header)
+        writer = target.writer(name, nbytes, header)
+        for position in range(BLOCK_NBYTES, nbytes, BLOCK_NBYTES):
+            block[:] = generator.randbytes(BLOCK_NBYTES)
+            digest.update(block)
+            writer.write(memoryview(block), 0, BLOCK_NBYTES, position)
+            peak_nbytes = max(peak_nbytes, anonymous_nbytes())
+            print(position, flush=True)
+        writer.finish()
+        target.commit(b"{}")
+    return peak_nbytes, digest.hexdigest()
+
+
+def anonymous_nbytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("RssAnon:")[2].split()[0])
+
+
+if __name__ == "__main__":
+    verb, url, name, *nbytes = sys.argv[1:]
+    peak_nbytes, digest = read(url, name) if verb == "read" else write(url, name, int(nbytes[0]))
+    print(json.dumps({"peak_nbytes": peak_nbytes, "sha256": digest}))

@@ -1,0 +1,135 @@
+"""Stores that only fsspec knows, as a fallback: the same bytes, the same refusals."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from stores.base import read_whole
+from stores.objects import open_objects
+from tests.process.buckets import MIB, problem
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture
+def memory() -> Iterator[fsspec.AbstractFileSystem]:
+    filesystem = fsspec.filesystem("memory")
+    filesystem.pipe({"/model/config.json": b"{}", "/model/stage-000/a.safetensors": bytes(range(256)) * 4096})
+    yield filesystem
+    filesystem.rm("/model", recursive=True)
+
+
+class _WithRanges(SimpleHTTPRequestHandler):
+    """Answers one range a request, as RFC 9110, 14.2 has it; the standard library's own handler ignores them."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        path, asked = Path(self.translate_path(self.path)), self.headers.get("Range")
+        if asked is None or not path.is_file():
+            super().do_GET()
+            return
+        data = path.read_bytes()
+        first, last = (int(number) for number in asked.removeprefix("bytes=").split("-"))
+        part = data[first : last + 1]
+        self.send_response(206)
+        self.send_header("Content-Range", f"bytes {first}-{first + len(part) - 1}/{len(data)}")
+        self.send_header("Content-Length", str(len(part)))
+        self.end_headers()
+        self.wfile.write(part)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+class _WithoutRanges(SimpleHTTPRequestHandler):
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def serve(folder: Path, handler: type[SimpleHTTPRequestHandler]) -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(folder))) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def read(url: str, name: str, begin: int, end: int) -> bytes:
+    data = bytearray(end - begin)
+    with contextlib.closing(open_objects(url).file(name).open([(begin, end)])) as reader:
+        reader.read_into(memoryview(data), begin)
+    return bytes(data)
+
+
+@pytest.mark.usefixtures("memory")
+def test_folder_in_memory_reads_as_one_in_a_bucket() -> None:
+    folder = open_objects("memory://model")
+    assert folder.names() == ("config.json", "stage-000/a.safetensors")
+    assert folder.location == "memory://model"
+    assert read_whole(folder.file("config.json")) == b"{}"
+    assert read("memory://model", "stage-000/a.safetensors", 255, 258) == b"\xff\x00\x01"
+
+
+def test_file_that_changed_or_is_gone_is_refused(memory: fsspec.AbstractFileSystem) -> None:
+    file = open_objects("memory://model").file("config.json")
+    pin = file.pin
+    memory.pipe("/model/config.json", b"[]")
+    assert problem(lambda: read_whole(file)).startswith("memory://model/config.json: was changed after it was listed")
+    assert open_objects("memory://model").file("config.json").pin != pin
+    memory.rm("/model/config.json")
+    assert problem(lambda: read_whole(file)) == "memory://model/config.json: there is no such file"
+
+
+def test_web_server_with_ranges_is_read(tmp_path: Path) -> None:
+    data = bytes(range(256)) * 8192
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "a.safetensors").write_bytes(data)
+    with serve(tmp_path, _WithRanges) as address:
+        assert open_objects(f"{address}/model/").names() == ("a.safetensors",)
+        assert read(f"{address}/model", "a.safetensors", 1000, MIB) == data[1000:MIB]
+        assert (
+            problem(lambda: open_objects(f"{address}/model").file("b")) == f"{address}/model/b: there is no such file"
+        )
+
+
+def test_web_server_without_ranges_never_gives_wrong_bytes(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(bytes(range(256)) * 8192)
+    with serve(tmp_path, _WithoutRanges) as address:
+        assert read(address, "a.safetensors", 0, 1000) == (bytes(range(256)) * 4)[:1000]
+        assert problem(lambda: read(address, "a.safetensors", 1000, 2000)).startswith(
+            f"{address}/a.safetensors: cannot be read: The HTTP server doesn't appear to support range requests."
+        )
+
+
+def test_server_that_does_not_answer_is_named() -> None:
+    url = "http://127.0.0.1:1/model"
+    assert problem(lambda: open_objects(url).file("config.json")).startswith(
+        f"{url}/config.json: cannot be read: Cannot connect to host 127.0.0.1:1"
+    )
+
+
+def test_scheme_that_nobody_knows_is_refused() -> None:
+    assert problem(lambda: open_objects("gopher://host/model")) == (
+        "gopher://host/model: cannot be read: Protocol not known: gopher"
+    )
+
+
+def test_missing_fsspec_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)  # as when it is not installed
+    assert problem(lambda: open_objects("memory://model")) == (
+        "memory://model: memory:// is read with fsspec\nhint: pip install fsspec"
+    )

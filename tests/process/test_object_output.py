@@ -1,0 +1,348 @@
+"""Checkpoints written into a bucket of a real S3 server: whole or unreadable, whatever happens to the writer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from stores.base import read_whole
+from stores.object_output import MAX_PARTS, NUM_PARTS, ObjectTarget, open_output, part_nbytes
+from stores.objects import CLAIM_NAME, open_objects
+from tests.process.buckets import MIB, SERVERS, become, measured, problem, start_server, start_worker
+from tests.servers.s3 import Fault, MotoServer, S3Server, start_moto
+
+pytestmark = pytest.mark.process
+
+BUCKET = "checkpoints"
+MANIFEST = b'{"version": 1}'
+CONFIG = b'{"architectures": []}'
+
+
+@pytest.fixture(scope="module", params=SERVERS)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    with start_server(request.param, tmp_path_factory.mktemp("server")) as server:
+        server.bucket(BUCKET)
+        yield server
+
+
+@pytest.fixture
+def s3(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    become(monkeypatch, server.environment())
+    return server
+
+
+@pytest.fixture(scope="module")
+def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MotoServer]:
+    with start_moto(tmp_path_factory.mktemp("moto")) as server:
+        server.bucket(BUCKET)
+        yield server
+
+
+@pytest.fixture
+def moto(moto_server: MotoServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[MotoServer]:
+    """Give the server that logs its requests and fails on demand."""
+    become(monkeypatch, moto_server.environment())
+    yield moto_server
+    moto_server.fail()
+
+
+def url_of(name: str) -> str:
+    return f"s3://{BUCKET}/{name}"
+
+
+def shard(nbytes: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(nbytes)
+
+
+def write(target: ObjectTarget, name: str, data: bytes, header_nbytes: int = 4096) -> None:
+    """Write an object as the engine does: its header, then blocks of 1 MiB through one buffer."""
+    writer = target.writer(name, len(data), data[:header_nbytes])
+    buffer = memoryview(bytearray(MIB + 8))
+    for position in range(header_nbytes, len(data), MIB):
+        piece = data[position : position + MIB]
+        buffer[8 : 8 + len(piece)] = piece
+        writer.write(buffer, 8, 8 + len(piece), position)
+        buffer[:] = bytes(len(buffer))
+    writer.finish()
+
+
+def write_checkpoint(url: str, seed: int = 0, *, force: bool = False) -> bytes:
+    """Write a checkpoint of one stage, and give its shard."""
+    data = shard(MIB, seed)
+    with open_output(url, force=force) as target:
+        target.put("config.json", CONFIG)
+        write(target, "stage-000/model.safetensors", data)
+        target.commit(MANIFEST)
+    return data
+
+
+def test_what_is_written_reads_back(s3: S3Server) -> None:
+    large, small = shard(30 * MIB + 123), shard(5000, seed=1)  # several parts, and less than one
+    with open_output(url_of("whole/1")) as target:
+        target.put("config.json", CONFIG)
+        write(target, "stage-000/model.safetensors", large)
+        write(target, "stage-001/model.safetensors", small)
+        target.commit(MANIFEST)
+    expected = {
+        "config.json": CONFIG,
+        "manifest.json": MANIFEST,
+        "stage-000/model.safetensors": large,
+        "stage-001/model.safetensors": small,
+    }
+    assert s3.objects(BUCKET, "whole/") == {f"whole/1/{name}": data for name, data in expected.items()}
+    folder = open_objects(url_of("whole/1"))
+    assert {name: read_whole(folder.file(name)) for name in folder.names()} == expected
+    assert s3.uploads(BUCKET, "whole/") == []
+
+
+def test_writers_may_be_open_together(s3: S3Server) -> None:
+    data = [shard(20 * MIB, seed) for seed in range(2)]
+    with open_output(url_of("together")) as target:
+        writers = [target.writer(f"{number}", len(one), one[:1]) for number, one in enumerate(data)]
+        for position in range(1, 20 * MIB, MIB):
+            for writer, one in zip(writers, data, strict=True):
+                piece = one[position : position + MIB]
+                writer.write(memoryview(piece), 0, len(piece), position)
+        for writer in writers:
+            writer.finish()
+        target.commit(MANIFEST)
+    assert s3.objects(BUCKET, "together/") == {
+        "together/0": data[0], "together/1": data[1], "together/manifest.json": MANIFEST
+    }  # fmt: skip
+
+
+def test_nothing_is_readable_before_the_commit(s3: S3Server) -> None:
+    url = url_of("early")
+    with open_output(url) as target:
+        target.put("config.json", CONFIG)
+        write(target, "stage-000/model.safetensors", shard(MIB))
+        assert problem(open_objects(url).names) == (
+            f"{url}: is not finished: it is being written, or its writing was interrupted\n"
+            "hint: wait for the command that writes it, or run that again with --force"
+        )
+        assert problem(lambda: open_objects(url).file("manifest.json")).endswith("there is no such object")
+        target.commit(MANIFEST)
+    assert open_objects(url).names() == ("config.json", "manifest.json", "stage-000/model.safetensors")
+
+
+def test_failure_leaves_nothing_and_no_unfinished_upload(s3: S3Server) -> None:
+    def fail() -> None:
+        with open_output(url_of("failed")) as target:
+            target.put("config.json", CONFIG)
+            write(target, "stage-000/model.safetensors", shard(MIB))
+            writer = target.writer("stage-001/model.safetensors", 32 * MIB, shard(20 * MIB))
+            assert writer.is_open
+            assert s3.uploads(BUCKET, "failed/") == ["failed/stage-001/model.safetensors"]
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert s3.uploads(BUCKET, "failed/") == []
+    assert s3.objects(BUCKET, "failed") == {}
+
+
+def test_checkpoint_that_is_there_is_replaced_by_force_only(s3: S3Server) -> None:
+    url = url_of("replaced")
+    first = write_checkpoint(url)
+    s3.client().put_object(Bucket=BUCKET, Key="replaced/stage-007/model.safetensors", Body=b"of the old one")
+    assert problem(lambda: open_output(url)) == (
+        f"{url}: exists already\nhint: choose another --out, or replace it with --force"
+    )
+    assert s3.objects(BUCKET, "replaced/")["replaced/stage-000/model.safetensors"] == first
+    second = write_checkpoint(url, seed=1, force=True)
+    assert s3.objects(BUCKET, "replaced/") == {
+        "replaced/config.json": CONFIG,
+        "replaced/manifest.json": MANIFEST,
+        "replaced/stage-000/model.safetensors": second,
+    }
+
+
+def test_objects_of_others_are_never_replaced(s3: S3Server) -> None:
+    s3.client().put_object(Bucket=BUCKET, Key="theirs/data.csv", Body=b"1,2")
+    url = url_of("theirs")
+    assert problem(lambda: open_output(url, force=True)) == (
+        f"{url}: exists, and is not what this command writes; --force does not replace it\n"
+        "hint: choose another --out, or remove it yourself"
+    )
+    with open_output(url, force=True, is_ours=lambda names: "data.csv" in names) as target:
+        target.commit(b"{}", name="config.json")  # an export: another file makes it whole
+    assert s3.objects(BUCKET, "theirs/") == {"theirs/config.json": b"{}"}
+
+
+def test_second_writer_is_refused_until_the_first_has_ended(s3: S3Server) -> None:
+    url = url_of("contended")
+    with open_output(url):
+        assert problem(lambda: open_output(url)) == (
+            f"{url}: is being written by another command, or was left unfinished by one\n"
+            "hint: wait for that one, or start over with --force"
+        )
+    write_checkpoint(url)
+
+
+def test_writer_that_was_taken_over_commits_nothing_and_removes_nothing(s3: S3Server) -> None:
+    url = url_of("taken")
+    first = open_output(url)
+    first.put("config.json", b"of the first")
+    second = write_checkpoint(url, seed=1, force=True)
+    expected = {
+        "taken/config.json": CONFIG,
+        "taken/manifest.json": MANIFEST,
+        "taken/stage-000/model.safetensors": second,
+    }
+    assert "there is no such object" in problem(lambda: first.commit(MANIFEST))
+    first.abort()
+    assert s3.objects(BUCKET, "taken/") == expected
+
+    with open_output(url, force=True) as third:
+        fourth = open_output(url, force=True)
+        assert problem(lambda: third.commit(MANIFEST)) == (
+            f"{url}: another process took it over with --force\nhint: choose another --out"
+        )
+    fourth.commit(MANIFEST)
+    assert s3.objects(BUCKET, "taken/") == {"taken/manifest.json": MANIFEST}
+
+
+def test_object_that_got_lost_is_missed_before_the_commit(s3: S3Server) -> None:
+    url = url_of("lost")
+    with open_output(url) as target:
+        target.put("config.json", CONFIG)
+        s3.client().delete_object(Bucket=BUCKET, Key="lost/config.json")
+        assert problem(lambda: target.commit(MANIFEST)) == (
+            f"{url}/config.json: {len(CONFIG)} bytes were written, the store has 0"
+        )
+    assert s3.objects(BUCKET, "lost/") == {}
+
+
+def test_stranger_and_wrong_bucket_are_refused_before_anything_is_written(
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = "s3://no-such-bucket/a"
+    assert problem(lambda: open_output(url)) == (
+        f"{url}: there is no such bucket\nhint: check its name, and AWS_ENDPOINT_URL"
+    )
+    become(monkeypatch, s3.environment(s3.stranger))
+    assert problem(lambda: open_output(url_of("denied"))) == (
+        f"{url_of('denied')}: access is denied (AccessDenied)\nhint: check the credentials and what they allow"
+    )
+    assert s3.objects(BUCKET, "denied") == {}
+
+
+def test_other_stores_are_not_written() -> None:
+    assert problem(lambda: open_output("memory://out")) == (
+        "memory://out: cannot be written: expected a folder here, or one of "
+        "s3://, s3a://, gs://, az://, abfs://, abfss://"
+    )
+
+
+def test_store_without_conditional_writes_still_refuses_what_is_there(
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_CONDITIONAL_PUT", "disabled")
+    url = url_of("unconditional")
+    write_checkpoint(url)
+    assert problem(lambda: open_output(url)).startswith(f"{url}: exists already")
+    assert CLAIM_NAME not in "".join(s3.objects(BUCKET, "unconditional/"))
+
+
+def test_store_that_has_no_conditional_writes_is_told_how_to_be_used(moto: MotoServer) -> None:
+    moto.fail(Fault(method="PUT", address=CLAIM_NAME, what="status", status=501, times=99))
+    assert problem(lambda: open_output(url_of("unsupported"))) == (
+        f"{url_of('unsupported')}/{CLAIM_NAME}: the store answers 501\n"
+        "hint: AWS_CONDITIONAL_PUT=disabled does without conditional writes"
+    )
+
+
+@pytest.mark.parametrize(("method", "address"), [("PUT", "partNumber=2"), ("POST", "uploadId="), ("POST", "uploads=")])
+def test_upload_that_the_store_refuses_is_aborted(moto: MotoServer, method: str, address: str) -> None:
+    url = url_of("refused")
+    moto.fail(Fault(method=method, address=address, what="status", status=403))
+
+    def upload() -> None:
+        with open_output(url) as target:
+            write(target, "stage-000/model.safetensors", shard(40 * MIB))
+
+    assert problem(upload) == (
+        f"{url}/stage-000/model.safetensors: access is denied (403)\nhint: check the credentials and what they allow"
+    )
+    assert moto.uploads(BUCKET, "refused/") == []
+    assert moto.objects(BUCKET, "refused") == {}
+
+
+def test_busy_server_gets_its_parts_again(moto: MotoServer) -> None:
+    moto.fail(
+        Fault(method="PUT", address="busy/model.safetensors", what="status", times=2),
+        Fault(method="PUT", address="busy/manifest.json", what="status"),
+    )
+    data = shard(20 * MIB)
+    with open_output(url_of("busy")) as target:
+        write(target, "model.safetensors", data)
+        target.commit(MANIFEST)
+    assert moto.objects(BUCKET, "busy/") == {"busy/manifest.json": MANIFEST, "busy/model.safetensors": data}
+
+
+def test_write_whose_answer_is_lost_is_known_to_be_ours(moto: MotoServer) -> None:
+    moto.fail(
+        Fault(method="PUT", address=f"answerless/{CLAIM_NAME}", what="lost"),
+        Fault(method="PUT", address="answerless/manifest.json", what="lost"),
+    )
+    data = write_checkpoint(url_of("answerless"))
+    assert moto.objects(BUCKET, "answerless/") == {
+        "answerless/config.json": CONFIG,
+        "answerless/manifest.json": MANIFEST,
+        "answerless/stage-000/model.safetensors": data,
+    }
+    assert [request.status for request in moto.requests("PUT", "answerless/manifest.json")] == [503, 412]
+
+
+def test_commit_without_any_answer_removes_nothing(moto: MotoServer) -> None:
+    moto.fail(Fault(method="PUT", address="undecided/manifest.json", what="lost", status=403))
+    assert problem(lambda: write_checkpoint(url_of("undecided"))) == (
+        f"{url_of('undecided')}/manifest.json: access is denied (403)\nhint: check the credentials and what they allow"
+    )
+    names = ("config.json", "manifest.json", "stage-000/model.safetensors")
+    assert open_objects(url_of("undecided")).names() == names  # it had taken place
+
+
+def test_manifest_is_the_last_object_that_is_written(moto: MotoServer) -> None:
+    write_checkpoint(url_of("order"))
+    written = [request.path.removeprefix(f"/{BUCKET}/order/") for request in moto.requests("PUT", "/order/")]
+    assert written == [CLAIM_NAME, "config.json", "stage-000/model.safetensors", "manifest.json"]
+
+
+def test_killed_writer_leaves_nothing_readable_and_force_makes_the_whole(s3: S3Server) -> None:
+    url = url_of("killed")
+    worker = start_worker("write", url, "stage-000/model.safetensors", 256 * MIB)
+    assert worker.stdout is not None
+    while int(worker.stdout.readline()) < 40 * MIB:
+        pass
+    worker.kill()
+    worker.communicate(timeout=10)
+    assert list(s3.objects(BUCKET, "killed/")) == [f"killed/{CLAIM_NAME}"]
+    assert problem(open_objects(url).names).startswith(f"{url}: is not finished")
+    assert problem(lambda: open_output(url)).endswith("wait for that one, or start over with --force")
+    data = write_checkpoint(url, force=True)
+    assert s3.objects(BUCKET, "killed/") == {
+        "killed/config.json": CONFIG,
+        "killed/manifest.json": MANIFEST,
+        "killed/stage-000/model.safetensors": data,
+    }
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 8 * MIB * MAX_PARTS, 8 * MIB * MAX_PARTS + 1, 345 << 30, 1 << 40])
+def test_object_of_any_length_fits_in_the_parts_that_a_store_takes(nbytes: int) -> None:
+    assert part_nbytes(nbytes) >= 8 * MIB
+    assert part_nbytes(nbytes) % MIB == 0
+    assert nbytes <= part_nbytes(nbytes) * MAX_PARTS
+
+
+def test_written_memory_does_not_grow_with_the_object(s3: S3Server) -> None:
+    nbytes = (64 if isinstance(s3, MotoServer) else 512) * MIB
+    peak_nbytes, digest = measured("write", url_of("long"), "file", nbytes)
+    (key,) = [key for key in s3.objects(BUCKET, "long/") if key.endswith("/file")]
+    assert hashlib.sha256(s3.objects(BUCKET, key)[key]).hexdigest() == digest
+    assert peak_nbytes < (8 * (NUM_PARTS + 1) + 24) * MIB  # parts, and Python
+    assert json.loads(s3.objects(BUCKET, "long/manifest.json")["long/manifest.json"]) == {}

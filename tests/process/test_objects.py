@@ -1,0 +1,384 @@
+"""Folders in a bucket, read by ranges from a real S3 server: exactly what was asked, or a refusal that says why."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stores.base import InputFile, Range, read_file_header, read_whole
+from stores.objects import open_objects
+from stores.open import open_store
+from tests.builders import Tensor, write_safetensors
+from tests.process.buckets import MIB, SERVERS, become, measured, problem, start_server
+from tests.servers.s3 import Fault, MotoServer, S3Server, start_moto
+
+pytestmark = pytest.mark.process
+
+BUCKET = "models"
+
+
+@pytest.fixture(scope="module", params=SERVERS)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    with start_server(request.param, tmp_path_factory.mktemp("server")) as server:
+        server.bucket(BUCKET)
+        yield server
+
+
+@pytest.fixture
+def s3(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    become(monkeypatch, server.environment())
+    return server
+
+
+@pytest.fixture(scope="module")
+def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MotoServer]:
+    with start_moto(tmp_path_factory.mktemp("moto")) as server:
+        server.bucket(BUCKET)
+        yield server
+
+
+@pytest.fixture
+def moto(moto_server: MotoServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[MotoServer]:
+    """Give the server that logs its requests and fails on demand."""
+    become(monkeypatch, moto_server.environment())
+    yield moto_server
+    moto_server.fail()
+
+
+def put(s3: S3Server, key: str, data: bytes) -> bytes:
+    s3.client().put_object(Bucket=BUCKET, Key=key, Body=data)
+    return data
+
+
+def noise(nbytes: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(nbytes)
+
+
+def read(file: InputFile, *ranges: Range) -> list[bytes]:
+    """Read ranges as the engine does: in order, a block of 1 MiB at a time."""
+    with contextlib.closing(file.open(ranges)) as reader:
+        return [b"".join(_blocks(reader.read_into, begin, end)) for begin, end in ranges]
+
+
+def _blocks(read_into: Callable[[memoryview, int], None], begin: int, end: int) -> Iterator[bytes]:
+    block = memoryview(bytearray(MIB))
+    for position in range(begin, end, MIB):
+        part = block[: min(MIB, end - position)]
+        read_into(part, position)
+        yield bytes(part)
+
+
+def test_names_are_those_below_the_prefix_and_no_others(s3: S3Server) -> None:
+    for key in ("named/config.json", "named/b c/ü%41+&?#.json", "named/.cache/x", "named/.git/y", "named2/z", "namedz"):
+        put(s3, key, b"{}")
+    put(s3, "named/", b"")  # as consoles and file browsers mark a folder
+    put(s3, "named/b c/", b"")
+    folder = open_store(f"s3://{BUCKET}/named/")
+    assert folder.names() == ("b c/ü%41+&?#.json", "config.json")
+    assert (folder.kind, folder.location, folder.revision) == ("huggingface", f"s3://{BUCKET}/named", None)
+    assert [read_whole(folder.file(name)) for name in folder.names()] == [b"{}", b"{}"]
+    assert open_objects(f"s3://{BUCKET}/nothing").names() == ()
+
+
+def test_names_come_from_as_many_pages_as_there_are(s3: S3Server) -> None:
+    client, names = s3.client(), [f"{number:04}" for number in range(1001)]  # a page has 1000
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda name: client.put_object(Bucket=BUCKET, Key=f"pages/{name}", Body=b""), names))
+    assert list(open_objects(f"s3://{BUCKET}/pages").names()) == names
+
+
+def test_address_is_taken_as_it_is_written(s3: S3Server) -> None:
+    put(s3, "ü%41+&#/x", b"found")
+    folder = open_objects(f"s3://{BUCKET}/ü%41+&#")
+    assert folder.names() == ("x",)
+    assert read_whole(folder.file("x")) == b"found"
+
+
+@pytest.mark.parametrize("key", ["hostile-1/../x", "hostile-2/a//b"])
+def test_object_whose_name_is_no_path_below_its_folder_is_refused(s3: S3Server, key: str) -> None:
+    put(s3, key, b"")
+    folder = f"s3://{BUCKET}/{key.partition('/')[0]}"
+    assert problem(open_objects(folder).names).startswith(f"{folder}: holds an object whose name cannot be a file's")
+
+
+def test_object_with_a_name_that_no_system_takes_is_refused(s3: S3Server) -> None:
+    put(s3, "hostile-3/back\\slash", b"")
+    assert problem(open_objects(f"s3://{BUCKET}/hostile-3").names) == (
+        f"s3://{BUCKET}/hostile-3: holds an object 'back\\\\slash': "
+        "expected a relative path with / between its parts and no control characters"
+    )
+
+
+def test_ranges_give_their_bytes_in_whatever_order_they_are_read(s3: S3Server) -> None:
+    data = put(s3, "ranges/file", noise(40 * MIB))
+    file = open_objects(f"s3://{BUCKET}/ranges").file("file")
+    assert file.nbytes == len(data)
+    ranges = [(5, 6), (100, 3 * MIB), (20 * MIB, 20 * MIB + 7), (21 * MIB, 40 * MIB)]
+    assert read(file, *ranges) == [data[begin:end] for begin, end in ranges]
+    assert read(file, (0, len(data))) == [data]
+    with contextlib.closing(file.open(ranges)) as reader:
+        part = bytearray(1000)
+        for position in (21 * MIB, 5, 30 * MIB, 10 * MIB, 40 * MIB - 1000):  # back, and what was not asked for
+            reader.read_into(memoryview(part), position)
+            assert part == data[position : position + 1000]
+
+
+def test_bytes_sent_are_the_bytes_asked_for(moto: MotoServer) -> None:
+    put(moto, "counted/file", noise(24 * MIB))
+    file = open_objects(f"s3://{BUCKET}/counted").file("file")
+    ranges = [(MIB, MIB + 10), (4 * MIB, 5 * MIB), (8 * MIB, 24 * MIB)]
+    read(file, *ranges)
+    sent = moto.requests("GET", "counted/file")
+    assert sum(request.sent_nbytes for request in sent) == sum(end - begin for begin, end in ranges)
+    assert sorted(request.range for request in sent) == ["bytes=1048576-1048585", "bytes=4194304-5242879",
+                                                         "bytes=8388608-25165823"]  # fmt: skip
+    assert {request.status for request in sent} == {206}
+
+
+def test_file_that_is_named_is_read_without_a_listing(moto: MotoServer) -> None:
+    put(moto, "unlisted/manifest.json", b"{}")
+    assert read_whole(open_objects(f"s3://{BUCKET}/unlisted").file("manifest.json")) == b"{}"
+    assert [len(moto.requests(method, "unlisted/manifest.json")) for method in ("HEAD", "GET")] == [1, 1]
+    assert not [request for request in moto.requests("GET", BUCKET) if "prefix=unlisted" in request.query]
+
+
+def test_header_of_a_shard_is_read_without_its_data(moto: MotoServer, tmp_path: Path) -> None:
+    tensor = Tensor(dtype="BF16", shape=(1024, 1024), data=noise(2 * MIB))
+    write_safetensors(tmp_path / "model.safetensors", {"weight": tensor})
+    data = put(moto, "header/model.safetensors", (tmp_path / "model.safetensors").read_bytes())
+    header = read_file_header(open_objects(f"s3://{BUCKET}/header").file("model.safetensors"))
+    assert [entry.name for entry in header.tensors] == ["weight"]
+    sent = sum(request.sent_nbytes for request in moto.requests("GET", "header/model.safetensors"))
+    assert sent == header.nbytes < len(data)
+
+
+def test_changed_object_is_refused(s3: S3Server) -> None:
+    put(s3, "changed/file", noise(2 * MIB))
+    folder = open_objects(f"s3://{BUCKET}/changed")
+    folder.names()
+    file, pin = folder.file("file"), folder.file("file").pin
+    put(s3, "changed/file", noise(2 * MIB, seed=1))
+    changed = (
+        f"s3://{BUCKET}/changed/file: was changed after it was listed\n"
+        "hint: start again, so that all is read as it is now"
+    )
+    assert problem(lambda: read(file, (0, MIB))) == changed
+    assert problem(lambda: read(folder.file("file"), (0, MIB))) == changed  # pinned by its folder
+    assert open_objects(f"s3://{BUCKET}/changed").file("file").pin != pin
+
+
+def test_changed_object_is_refused_by_its_etag_where_the_server_ignores_conditions(moto: MotoServer) -> None:
+    put(moto, "unconditional/file", noise(2 * MIB))
+    file = open_objects(f"s3://{BUCKET}/unconditional").file("file")
+    put(moto, "unconditional/file", noise(2 * MIB, seed=1))
+    moto.fail(Fault(method="GET", address="unconditional/file", what="ignore if-match", times=9))
+    assert "was changed after it was listed" in problem(lambda: read(file, (0, MIB)))
+    assert [request.status for request in moto.requests("GET", "unconditional/file")] == [206]
+
+
+def test_object_changed_while_it_is_read_is_refused(s3: S3Server) -> None:
+    data = put(s3, "midway/file", noise(90 * MIB))
+    file, part = open_objects(f"s3://{BUCKET}/midway").file("file"), bytearray(MIB)
+    with contextlib.closing(file.open([(0, len(data))])) as reader:
+        reader.read_into(memoryview(part), 0)
+        assert part == data[:MIB]
+        put(s3, "midway/file", noise(90 * MIB, seed=1))
+        assert "was changed after it was listed" in problem(lambda: reader.read_into(memoryview(part), 89 * MIB))
+
+
+def test_object_that_is_gone_or_shorter_is_refused(s3: S3Server) -> None:
+    put(s3, "gone/file", b"12345")
+    file = open_objects(f"s3://{BUCKET}/gone").file("file")
+    assert problem(lambda: read(file, (3, 9))) == (
+        f"s3://{BUCKET}/gone/file: ends at byte 5\nhint: it was cut short after its header was read"
+    )
+    s3.client().delete_object(Bucket=BUCKET, Key="gone/file")
+    assert problem(lambda: read(file, (0, 5))) == f"s3://{BUCKET}/gone/file: there is no such object"
+    assert problem(lambda: open_objects(f"s3://{BUCKET}/gone").file("file")) == (
+        f"s3://{BUCKET}/gone/file: there is no such object"
+    )
+
+
+def test_bucket_that_does_not_exist_is_named(s3: S3Server) -> None:
+    expected = "s3://no-such-bucket/a: there is no such bucket\nhint: check its name, and AWS_ENDPOINT_URL"
+    assert problem(open_objects("s3://no-such-bucket/a").names) == expected
+
+
+def test_strangers_are_refused(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(s3, "secret/file", b"12345")
+    hint = "\nhint: check the credentials and what they allow"
+    mistyped = {"AWS_SECRET_ACCESS_KEY": "mistyped"}
+    unknown = {"AWS_ACCESS_KEY_ID": "UNKNOWNUNKNOWNUNKNOW"}
+    for environment, code in [
+        (s3.environment(s3.stranger), "AccessDenied"),
+        (s3.environment() | mistyped, "SignatureDoesNotMatch"),
+        (s3.environment() | unknown, "InvalidAccessKeyId"),
+    ]:
+        become(monkeypatch, environment)
+        folder = open_objects(f"s3://{BUCKET}/secret")
+        assert problem(folder.names) == f"s3://{BUCKET}/secret: access is denied ({code})" + hint
+        # The answer to a HEAD has no body that could say more.
+        denied = f"s3://{BUCKET}/secret/file: access is denied (403)" + hint
+        assert problem(lambda folder=folder: folder.file("file")) == denied
+
+
+def test_missing_credentials_are_asked_for(s3: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    environment = {"AWS_ENDPOINT_URL": s3.endpoint, "AWS_ALLOW_HTTP": "true"}
+    become(monkeypatch, environment)
+    assert problem(open_objects(f"s3://{BUCKET}/secret").names) == (
+        f"s3://{BUCKET}/secret: no credentials were found\n"
+        "hint: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE with boto3 installed; "
+        "for a public bucket, AWS_SKIP_SIGNATURE=true"
+    )
+
+
+def test_profile_of_the_aws_command_is_used(s3: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    put(s3, "profile/file", b"12345")
+    profile = tmp_path / "credentials"
+    profile.write_text(
+        f"[team]\naws_access_key_id = {s3.owner.access_key}\naws_secret_access_key = {s3.owner.secret_key}\n"
+    )
+    environment = {"AWS_ENDPOINT_URL": s3.endpoint, "AWS_ALLOW_HTTP": "true"}
+    environment |= {"AWS_SHARED_CREDENTIALS_FILE": str(profile), "AWS_PROFILE": "team"}
+    become(monkeypatch, environment)
+    assert open_objects(f"s3://{BUCKET}/profile").names() == ("file",)
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    assert problem(lambda: open_objects(f"s3://{BUCKET}/profile")) == (
+        f"s3://{BUCKET}/profile: AWS profile: The config profile (nobody) could not be found"
+    )
+
+
+def test_endpoint_that_does_not_answer_is_named_soon(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    assert problem(open_objects(f"s3://{BUCKET}/a").names) == (
+        f"s3://{BUCKET}/a: no answer from http://127.0.0.1:1: error sending request\n"
+        "hint: check the network, and AWS_ENDPOINT_URL"
+    )
+
+
+def test_endpoint_without_encryption_needs_consent(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ALLOW_HTTP")
+    assert problem(open_objects(f"s3://{BUCKET}/a").names) == (
+        f"s3://{BUCKET}/a: {s3.endpoint} is no https address\n"
+        "hint: set AWS_ALLOW_HTTP=true to send everything unencrypted"
+    )
+
+
+@pytest.mark.parametrize(
+    ("url", "environment", "hint"),
+    [
+        ("gs://b/a", {"GOOGLE_BASE_URL": "http://127.0.0.1:1", "GOOGLE_SKIP_SIGNATURE": "true"}, "GOOGLE_BASE_URL"),
+        (
+            "az://b/a",
+            {
+                "AZURE_STORAGE_ACCOUNT_NAME": "a",
+                "AZURE_STORAGE_ENDPOINT": "http://127.0.0.1:1",
+                "AZURE_SKIP_SIGNATURE": "true",
+                "AZURE_ALLOW_HTTP": "true",
+            },
+            "AZURE_STORAGE_ENDPOINT",
+        ),
+    ],
+)
+def test_other_clouds_are_reached_by_their_own_settings(
+    monkeypatch: pytest.MonkeyPatch, url: str, environment: dict[str, str], hint: str
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert problem(open_objects(url).names) == (
+        f"{url}: no answer from http://127.0.0.1:1: error sending request\nhint: check the network, and {hint}"
+    )
+
+
+def test_bucket_in_another_region_is_said_to_be(moto: MotoServer) -> None:
+    moto.fail(Fault(method="GET", address=BUCKET, what="redirect"))
+    assert problem(open_objects(f"s3://{BUCKET}/a").names) == (
+        f"s3://{BUCKET}/a: the bucket is elsewhere\nhint: set AWS_REGION to the bucket's"
+    )
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("s3://", "s3://: names no bucket\nhint: expected s3://BUCKET/PREFIX"),
+        ("s3://b/a/../c", "s3://b/a/../c: expected a path that stays below its folder\n"
+                          "hint: expected s3://BUCKET/PREFIX"),
+        ("s3://key:secret@b/a", "s3://…: credentials do not belong in an address\nhint: set them in the environment"),
+        ("sftp://me:secret@host/a", "sftp://…: a password does not belong in an address"),
+    ],
+)  # fmt: skip
+def test_malformed_address_is_refused(url: str, expected: str) -> None:
+    assert problem(lambda: open_objects(url)) == expected
+
+
+def test_missing_client_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore.store", None)  # as when it is not installed
+    assert problem(lambda: open_objects("s3://b/a")) == (
+        "s3://b/a: object stores are read with obstore\nhint: pip install 'reshard[objects]'"
+    )
+
+
+def test_busy_server_is_asked_again(moto: MotoServer) -> None:
+    data = put(moto, "busy/file", noise(MIB))
+    folder = open_objects(f"s3://{BUCKET}/busy")
+    moto.fail(
+        Fault(method="GET", address="prefix=busy", what="status", status=503),
+        Fault(method="GET", address="busy/file", what="status", status=500, times=2),
+    )
+    assert folder.names() == ("file",)
+    assert read(folder.file("file"), (0, MIB)) == [data]
+    assert [request.status for request in moto.requests("GET", "busy/file")] == [500, 500, 206]
+
+
+def test_answer_that_is_cut_is_completed(moto: MotoServer) -> None:
+    data = put(moto, "cut/file", noise(8 * MIB))
+    file = open_objects(f"s3://{BUCKET}/cut").file("file")
+    moto.fail(Fault(method="GET", address="cut/file", what="cut"))
+    assert read(file, (0, 8 * MIB)) == [data]
+    assert [request.range for request in moto.requests("GET", "cut/file")] == [
+        "bytes=0-8388607",
+        "bytes=4194304-8388607",  # the other half
+    ]
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("short", "asked for 2097152 bytes at 1048576, the server sent 1048576"),
+        ("ignore range", "the store sends the whole object where a range is asked for"),
+        ("cut", "the connection broke: request or response body error\n"
+                "hint: check the network, and AWS_ENDPOINT_URL"),
+    ],
+)  # fmt: skip
+def test_answer_that_is_never_whole_is_refused(moto: MotoServer, what: Any, expected: str) -> None:
+    put(moto, "never/file", noise(4 * MIB))
+    file = open_objects(f"s3://{BUCKET}/never").file("file")
+    moto.fail(Fault(method="GET", address="never/file", what=what, times=99))
+    assert problem(lambda: read(file, (MIB, 3 * MIB))) == f"s3://{BUCKET}/never/file: {expected}"
+
+
+def test_reader_that_is_closed_early_stops(s3: S3Server) -> None:
+    data = put(s3, "early/file", noise(64 * MIB))
+    reader = open_objects(f"s3://{BUCKET}/early").file("file").open([(0, len(data))])
+    part = bytearray(10)
+    reader.read_into(memoryview(part), 0)
+    reader.close()
+    reader.close()
+    assert part == data[:10]
+
+
+def test_read_memory_does_not_grow_with_the_object(s3: S3Server) -> None:
+    nbytes = (128 if isinstance(s3, MotoServer) else 512) * MIB
+    data = noise(MIB) * (nbytes // MIB)
+    put(s3, "long/file", data)
+    peak_nbytes, digest = measured("read", f"s3://{BUCKET}/long", "file")
+    assert digest == hashlib.sha256(data).hexdigest()
+    assert peak_nbytes < 110 * MIB  # four answers of 16 MiB, what is on its way to them, and Python
