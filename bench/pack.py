@@ -1,6 +1,6 @@
 """Time `reshard pack` beside `cp -r` of the same folder, run by run, and write the result as JSON.
 
-python bench/pack.py [--gb 2] [--runs 5] [--folder DIR] [--out bench/results/pack.json]
+python bench/pack.py [--gb 2] [--runs 5] [--peers] [--folder DIR] [--out bench/results/pack.json]
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from checkpoints import llama_config, write_checkpoint
 
 WIDTH = 2048
+PEERS = ("script", "transformers", "dcp")
+PEERS_SCRIPT = Path(__file__).with_name("peers.py")
 LAYER_NBYTES = 2 * (2 * WIDTH * WIDTH + 2 * WIDTH * WIDTH // 4 + 3 * 7 * WIDTH * WIDTH // 2)
 
 
@@ -36,25 +38,35 @@ def main() -> None:
         pack = [*reshard, "pack", str(source), "--layout", "pp=4", "--out", str(root / "packed"), "--quiet"]
         copy = ["cp", "-r", str(source), str(root / "copied")]
         _check(reshard, pack, source, root)
-        rows = [(_run(pack, root / "packed"), _run(copy, root / "copied")) for _ in range(options.runs + 1)][1:]
+        commands = {"pack": (pack, root / "packed"), "cp": (copy, root / "copied")}
+        if options.peers:
+            for peer in PEERS:
+                out = root / peer
+                commands[peer] = ([sys.executable, str(PEERS_SCRIPT), peer, str(source), str(out)], out)
+        turns = [{name: _run(*command) for name, command in commands.items()} for _ in range(options.runs + 1)][1:]
     result = {
         "what": "reshard pack, 4 shards to 4 stages with digests, and cp -r, in turn; warm cache",
         "date": date.today().isoformat(),
         "commit": _commit(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
         "nbytes": nbytes,
-        "runs": options.runs,
-        "pack_s": [round(pack["wall_s"], 3) for pack, _ in rows],
-        "cp_s": [round(copy["wall_s"], 3) for _, copy in rows],
-        "pack_gib_per_s": round(nbytes / 2**30 / statistics.median(pack["wall_s"] for pack, _ in rows), 2),
-        "ratio_to_cp_median": round(statistics.median(pack["wall_s"] / copy["wall_s"] for pack, copy in rows), 3),
-        "pack_peak_anonymous_mb": round(max(pack["anonymous_nbytes"] for pack, _ in rows) / 1e6, 1),
-        "cp_peak_anonymous_mb": round(max(copy["anonymous_nbytes"] for _, copy in rows) / 1e6, 1),
+        "turns": options.runs,
+        "pack_gib_per_s": round(nbytes / 2**30 / statistics.median(turn["pack"]["wall_s"] for turn in turns), 2),
+        "commands": {name: _summary(name, turns) for name in commands},
     }
     text = json.dumps(result, indent=2) + "\n"
     print(text, end="")
     if options.out:
         Path(options.out).write_text(text)
+
+
+def _summary(name: str, turns: list[dict[str, dict[str, float]]]) -> dict[str, object]:
+    """Give a command's times, and the median over the turns of its time over that of cp in the same turn."""
+    return {
+        "wall_s": [round(turn[name]["wall_s"], 3) for turn in turns],
+        "ratio_to_cp": round(statistics.median(turn[name]["wall_s"] / turn["cp"]["wall_s"] for turn in turns), 3),
+        "peak_anonymous_mb": round(max(turn[name]["anonymous_nbytes"] for turn in turns) / 1e6, 1),
+    }
 
 
 def _check(reshard: list[str], pack: list[str], source: Path, root: Path) -> None:
@@ -71,7 +83,7 @@ def _check(reshard: list[str], pack: list[str], source: Path, root: Path) -> Non
 def _run(command: list[str], out: Path) -> dict[str, float]:
     """Run a command, and give its wall time and the most anonymous memory it was seen with."""
     started_s = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     most = 0
     while process.poll() is None:
         most = max(most, _anonymous_nbytes(process.pid))
@@ -103,6 +115,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gb", type=float, default=2.0)
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--peers", action="store_true", help="time what people do today as well")
     parser.add_argument("--folder", help="where to put the scratch folder")
     parser.add_argument("--out")
     return parser.parse_args()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass
@@ -67,11 +68,21 @@ def _decode(found: Any, wanted: Any, path: str) -> Any:
         if found not in args or not isinstance(found, str):
             raise InputError(path, f"expected one of {', '.join(map(repr, args))}, found {str(found)[:80]!r}")
         return found
+    if wanted is float:
+        return _number(found, path)
     if type(found) is not wanted:
         raise InputError(path, f"expected {_NAMES[wanted]}, found {kind_of(found)}")
     if wanted is int and not 0 <= found < _COUNT_LIMIT:
         raise InputError(path, f"expected a count below 2^63, found {str(found)[:80]}")
     return found
+
+
+def _number(found: Any, path: str) -> float:
+    if isinstance(found, bool) or not isinstance(found, (int, float)):
+        raise InputError(path, f"expected a number, found {kind_of(found)}")
+    if not 0 <= found <= _LARGEST:
+        raise InputError(path, f"expected a number from 0 up, found {str(found)[:80]}")
+    return float(found)
 
 
 def _decode_fields(found: Any, wanted: Callable[..., T], path: str) -> T:
@@ -93,4 +104,5 @@ def _decode_fields(found: Any, wanted: Callable[..., T], path: str) -> T:
 
 
 _COUNT_LIMIT = 1 << 63
+_LARGEST = sys.float_info.max
 _NAMES = {str: "a string", int: "a count", bool: "true or false"}

@@ -8,13 +8,23 @@ from manifests.digest import is_digest
 from manifests.errors import InputError
 from manifests.models.shape import ModelShape
 from manifests.paths import problem_with_path
-from manifests.schema import CarriedFile, Manifest, Shard
+from manifests.schema import (
+    MOMENTS,
+    WEIGHTS,
+    CarriedFile,
+    Manifest,
+    OptimizerState,
+    PinnedFile,
+    Shard,
+    Stage,
+)
 
 __all__ = ["MANIFEST_NAME", "SOURCE_NAME", "check_manifest", "check_model", "problems"]
 
 MANIFEST_NAME = "manifest.json"
 SOURCE_NAME = "source.json"
 _MOST_SHOWN = 20
+_Named = Shard | CarriedFile | PinnedFile
 
 
 def check_manifest(manifest: Manifest, where: str = "manifest.json") -> None:
@@ -33,6 +43,8 @@ def problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
     yield from _stage_problems(manifest)
     yield from _file_problems(manifest)
     yield from _tie_problems(manifest)
+    yield from _virtual_problems(manifest)
+    yield from _training_problems(manifest)
 
 
 def _raise_all(found: list[tuple[str, str]], where: str) -> None:
@@ -97,18 +109,37 @@ def _stage_problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
             if module in owners:
                 yield f"{path}.modules", f"{module!r} is on stage {owners[module]} already"
             owners[module] = position
-        if stage.nbytes > sum(shard.nbytes for shard in stage.shards):
-            yield f"{path}.nbytes", f"its shards are smaller than {stage.nbytes} bytes"
+        yield from _nbytes_problems(stage, path)
+
+
+def _nbytes_problems(stage: Stage, path: str) -> Iterator[tuple[str, str]]:
+    in_shards = sum(shard.nbytes for shard in stage.shards if shard.holds == WEIGHTS)
+    in_spans = sum(s.end - s.begin for s in stage.spans)
+    if stage.shards and stage.spans:
+        yield f"{path}.spans", "expected none beside shards: a bundle is the one or the other"
+    elif stage.spans and stage.nbytes != in_spans:
+        yield f"{path}.nbytes", f"expected {in_spans} (its spans), found {stage.nbytes}"
+    elif not stage.spans and stage.nbytes > in_shards:
+        yield f"{path}.nbytes", f"its shards are smaller than {stage.nbytes} bytes"
 
 
 def _file_problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
-    named: list[tuple[str, Shard | CarriedFile]] = [
+    named: list[tuple[str, _Named]] = [
         (f"stages[{i}].shards[{j}]", shard)
         for i, stage in enumerate(manifest.stages)
         for j, shard in enumerate(stage.shards)
     ]
     named += [(f"files[{i}]", file) for i, file in enumerate(manifest.files)]
-    seen = {MANIFEST_NAME: "manifest.json itself"}
+    yield from _path_problems(named, {MANIFEST_NAME: "manifest.json itself"})
+    for index, parent in enumerate(manifest.parents):
+        if not is_digest(parent.digest):
+            yield (
+                f"parents[{index}].digest",
+                f"expected blake3: and 64 hex digits, found {parent.digest[:80]!r}",
+            )
+
+
+def _path_problems(named: list[tuple[str, _Named]], seen: dict[str, str]) -> Iterator[tuple[str, str]]:
     for path, file in named:
         problem = problem_with_path(file.path)
         if problem:
@@ -118,12 +149,6 @@ def _file_problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
         seen[file.path] = path
         if not is_digest(file.digest):
             yield f"{path}.digest", f"expected blake3: and 64 hex digits, found {file.digest[:80]!r}"
-    for index, parent in enumerate(manifest.parents):
-        if not is_digest(parent.digest):
-            yield (
-                f"parents[{index}].digest",
-                f"expected blake3: and 64 hex digits, found {parent.digest[:80]!r}",
-            )
 
 
 def _tie_problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
@@ -140,3 +165,93 @@ def _tie_problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
             if (member.fqn, member.stage) in seen:
                 yield path, f"{member.fqn!r} is tied twice"
             seen.add((member.fqn, member.stage))
+
+
+def _virtual_problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    virtual = manifest.virtual
+    if virtual is None:
+        for position, stage in enumerate(manifest.stages):
+            if stage.spans:
+                yield f"stages[{position}].spans", "expected none: virtual is null"
+        return
+    if manifest.training is not None:
+        yield "training", "expected null: nobody trained what the original files hold"
+    if not any(stage.spans for stage in manifest.stages):
+        yield "virtual", "expected null: no stage has spans"
+    if not virtual.location.startswith("/") and "://" not in virtual.location:
+        yield "virtual.location", f"expected an absolute path or a URL, found {virtual.location[:80]!r}"
+    yield from _path_problems([(f"virtual.files[{i}]", file) for i, file in enumerate(virtual.files)], {})
+    yield from _span_problems(manifest, virtual.files)
+    yield from _overlaps(manifest)
+
+
+def _span_problems(manifest: Manifest, files: tuple[PinnedFile, ...]) -> Iterator[tuple[str, str]]:
+    for position, stage in enumerate(manifest.stages):
+        before = (0, 0)
+        for number, span in enumerate(stage.spans):
+            path = f"stages[{position}].spans[{number}]"
+            if span.file >= len(files):
+                yield f"{path}.file", f"expected less than {len(files)} (virtual.files), found {span.file}"
+            elif not span.begin < span.end <= files[span.file].nbytes:
+                limit = f"{files[span.file].nbytes} (virtual.files[{span.file}].nbytes)"
+                yield path, f"expected begin < end <= {limit}, found {span.begin} and {span.end}"
+            elif (span.file, span.begin) < before:
+                yield path, "expected to begin after the span before it"
+            before = (span.file, span.end)
+
+
+def _overlaps(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Name the bytes that two stages claim, unless a weight may be tied between them."""
+    tied = [{member.stage for member in group.members} for group in manifest.ties]
+    spans = sorted((s.file, s.begin, s.end, i) for i, stage in enumerate(manifest.stages) for s in stage.spans)
+    last_file, last_end, last_stage = -1, 0, -1  # of the span that reaches furthest so far
+    for file, begin, end, stage in spans:
+        is_shared = file == last_file and begin < last_end and stage != last_stage
+        if is_shared and not any({stage, last_stage} <= stages for stages in tied):
+            shown = f"from byte {begin} of virtual.files[{file}] on"
+            yield (
+                f"stages[{stage}].spans",
+                f"overlap those of stage {last_stage} {shown}, and nothing is tied between them",
+            )
+        if (file, end) > (last_file, last_end):
+            last_file, last_end, last_stage = file, end, stage
+
+
+def _training_problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    training, moments = manifest.training, set()
+    for i, stage in enumerate(manifest.stages):
+        for j, shard in enumerate(stage.shards):
+            if shard.holds != WEIGHTS:
+                moments.add(shard.holds)
+                if training is None or training.optimizer is None:
+                    yield f"stages[{i}].shards[{j}].holds", "moments need training.optimizer, which is null"
+    if training is None:
+        return
+    if training.optimizer is not None:
+        for moment in MOMENTS:
+            if moment not in moments:
+                yield "training.optimizer", f"expected null: no shard holds {moment}"
+        yield from _group_problems(training.optimizer)
+    if training.data is not None and not is_digest(training.data.digest):
+        yield "training.data.digest", f"expected blake3: and 64 hex digits, found {training.data.digest[:80]!r}"
+    seen: set[tuple[int, str]] = set()
+    for position, random in enumerate(training.random):
+        if (random.rank, random.generator) in seen:
+            yield f"training.random[{position}]", f"rank {random.rank} has a state of {random.generator!r} already"
+        seen.add((random.rank, random.generator))
+
+
+def _group_problems(optimizer: OptimizerState) -> Iterator[tuple[str, str]]:
+    where, seen = "training.optimizer.groups", set[str]()
+    if not optimizer.groups:
+        yield where, "expected at least one"
+    if sum(not group.fqns for group in optimizer.groups) > 1:
+        yield where, "expected at most one group without fqns: the one for all other parameters"
+    for position, group in enumerate(optimizer.groups):
+        for name in ("beta1", "beta2"):
+            if not getattr(group, name) < 1:
+                yield f"{where}[{position}].{name}", f"expected a number below 1, found {getattr(group, name)}"
+        for fqn in group.fqns:
+            if fqn in seen:
+                yield f"{where}[{position}].fqns", f"{fqn!r} is in a group already"
+            seen.add(fqn)

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-__all__ = ["problem_with_path"]
+from manifests.schema import WEIGHTS, Holds
+
+__all__ = ["problem_with_path", "shard_path"]
 
 _MAX_CHARS = 1024
 _MAX_PART_NBYTES = 240  # file systems take 255; ours are written as `.NAME.partial` first
+
+
+def shard_path(stage: int, holds: Holds = WEIGHTS) -> str:
+    """Give the path of a stage's one shard of weights or of moments.
+
+    Moments have folders of their own: other tools take all shards of a folder for one set of tensors.
+    """
+    return "/".join((f"stage-{stage:03d}", *(() if holds == WEIGHTS else (holds,)), "model.safetensors"))
 
 
 def problem_with_path(path: str) -> str | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from manifests.errors import InputError
 from manifests.store import sync_folder
 
-__all__ = ["publishing"]
+__all__ = ["holding", "publishing"]
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
@@ -61,6 +61,24 @@ def publishing(
         if isinstance(error, OSError):
             raise InputError(str(error.filename or out), f"cannot be written: {error.strerror}", hint) from error
         raise
+    finally:
+        os.close(lock)
+
+
+@contextmanager
+def holding(folder: Path) -> Iterator[None]:
+    """Keep a folder for this process while the block runs; it is made if it is not there.
+
+    Raises:
+        InputError: it cannot be made, or another process holds it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(str(folder), f"cannot be written here: {error.strerror}") from error
+    lock = _lock(folder, folder)
+    try:
+        yield
     finally:
         os.close(lock)
 

@@ -212,7 +212,7 @@ def _entry(name: str, fields: object, where: str) -> TensorEntry:
         raise InputError(f"{place}.shape", f"expected a list of counts, found {str(shape)[:80]}")
     if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise InputError(f"{place}.data_offsets", f"expected [begin, end], found {str(offsets)[:80]}")
-    if prod(dim for dim in shape if dim) * DTYPE_BITS[dtype] >= _MAX_DIM:
+    if prod(filter(None, shape)) * DTYPE_BITS[dtype] >= _MAX_DIM:
         raise InputError(f"{place}.shape", f"expected less than 2^63 bits, found {dtype} {str(shape)[:80]}")
     bits = prod(shape) * DTYPE_BITS[dtype]
     if bits != 8 * (offsets[1] - offsets[0]):
@@ -225,11 +225,11 @@ def _entry(name: str, fields: object, where: str) -> TensorEntry:
 
 
 def _are_counts(found: object) -> bool:
-    return (
-        isinstance(found, list)
-        and len(found) <= _MAX_RANK
-        and all(type(item) is int and 0 <= item < _MAX_DIM for item in found)
-    )
+    return isinstance(found, list) and len(found) <= _MAX_RANK and all(map(_is_count, found))
+
+
+def _is_count(found: object) -> bool:
+    return type(found) is int and 0 <= found < _MAX_DIM
 
 
 def _check_offsets(entries: tuple[TensorEntry, ...], data_nbytes: int | None, where: str) -> None:

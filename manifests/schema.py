@@ -4,27 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from manifests.placement import Placement, Style
 
 __all__ = [
     "FORMAT",
+    "MOMENTS",
     "VERSION",
+    "WEIGHTS",
+    "BatchSizes",
     "CarriedFile",
+    "DataPosition",
+    "Holds",
     "Layout",
+    "LearningRate",
     "Manifest",
     "Model",
+    "OptimizerState",
+    "ParameterGroup",
     "Parent",
+    "PinnedFile",
+    "RandomState",
     "Shard",
     "Source",
+    "Span",
     "Stage",
     "TieGroup",
     "TieMember",
     "TrainingState",
+    "Virtual",
 ]
 
 FORMAT = "reshard-manifest"
 VERSION = 1
+
+Holds = Literal["weights", "exp_avg", "exp_avg_sq"]
+WEIGHTS: Holds = "weights"
+MOMENTS: tuple[Holds, ...] = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,11 +51,24 @@ class Shard:
     path: str  # below the manifest's folder, "/" between its parts
     nbytes: int
     digest: str
+    holds: Holds = WEIGHTS  # or what AdamW calls the moments, under the FQNs of their parameters
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """Bytes `begin` to `end` of file number `file` of `Virtual.files`: whole tensors, one after the other."""
+
+    file: int
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """A contiguous piece of the model and the bundle that holds its tensors (`nbytes` of data)."""
+    """A contiguous piece of the model and the bundle that holds its tensors (`nbytes` of data).
+
+    A bundle is shards of its own or, where it is virtual, spans of the original files.
+    """
 
     index: int
     rank: int
@@ -48,6 +78,7 @@ class Stage:
     num_params: int
     nbytes: int
     shards: tuple[Shard, ...]
+    spans: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,11 +148,96 @@ class CarriedFile:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterGroup:
+    """An optimizer's options, and the parameters they are for; no FQNs: all that no other group names."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    fqns: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerState:
+    """The optimizer whose moments the shards hold. `name` is its class in `torch.optim`."""
+
+    name: str
+    max_norm: float  # gradients were scaled down to this norm; 0: never
+    groups: tuple[ParameterGroup, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LearningRate:
+    """A linear warm-up to `peak`, then `decay` down to `minimum`, which it reaches at step `decay_steps`."""
+
+    peak: float
+    warmup_steps: int
+    decay: str
+    decay_steps: int
+    minimum: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchSizes:
+    """Sequences in an optimizer step and in a microbatch, and tokens in a sequence."""
+
+    global_batch: int
+    microbatch: int
+    seq_len: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataPosition:
+    """Where the data was left: sequences that all ranks together have used up."""
+
+    num_sequences: int
+    digest: str  # of what decides which sequence has which number
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RandomState:
+    """A rank's random numbers: the state of its generator, in base64."""
+
+    rank: int
+    generator: str
+    state: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingState:
-    """How far the weights were trained: optimizer steps, and tokens that counted in the loss."""
+    """How far the weights were trained, and what it takes to go on; without `optimizer`, no moments are there.
+
+    Steps and tokens that counted in the loss are those of one run, resumed or not.
+    """
 
     step: int
     num_tokens: int
+    dtype: str | None = None  # of the parameters while they are trained, as in a shard's header
+    optimizer: OptimizerState | None = None
+    learning_rate: LearningRate | None = None
+    batch: BatchSizes | None = None
+    data: DataPosition | None = None
+    random: tuple[RandomState, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PinnedFile:
+    """A weight file of the source as it stood when the manifest was written, and must still stand."""
+
+    path: str  # below the location
+    nbytes: int
+    pin: str  # see `stores.base.InputFile.pin`
+    digest: str  # of its header, see `Header.digest`
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Virtual:
+    """The original files that virtual bundles refer to, and the folder they are in."""
+
+    location: str  # an absolute path or a URL, without the revision
+    files: tuple[PinnedFile, ...]
+    revision: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,6 +253,7 @@ class Manifest:
     files: tuple[CarriedFile, ...] = ()
     parents: tuple[Parent, ...] = ()
     training: TrainingState | None = None
+    virtual: Virtual | None = None
 
     @property
     def placement(self) -> Placement:

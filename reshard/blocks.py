@@ -18,7 +18,7 @@ Io = Literal["direct", "buffered"]
 
 def aligned_buffer(nbytes: int = BLOCK_NBYTES) -> memoryview:
     """Give memory that starts on a page, as direct writes need."""
-    return memoryview(mmap.mmap(-1, nbytes))
+    return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 class OutputFile:

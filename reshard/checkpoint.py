@@ -3,44 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from manifests.models import ModelShape
-from manifests.safetensors import Header
-from manifests.schema import Manifest, Parent, Source
+from manifests.schema import Holds, Manifest, Parent, Source
 from reshard.record import SourceRecord
 from stores.base import InputFile
+from stores.bundles import TensorAt, tensors_in
 
-__all__ = ["CarriedAt", "Checkpoint", "TensorAt", "tensors_in"]
-
-
-@dataclass(frozen=True, slots=True)
-class TensorAt:
-    """A tensor's bytes in a file. `digest` is bare hex, None where nobody has computed it yet."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    file: InputFile
-    begin: int  # from the start of the file, in bytes
-    nbytes: int
-    digest: str | None = None
-
-
-def tensors_in(file: InputFile, header: Header, digests: Mapping[str, str] | None = None) -> list[TensorAt]:
-    """Give a shard's tensors in the order of their bytes."""
-    return [
-        TensorAt(
-            entry.name,
-            entry.dtype,
-            entry.shape,
-            file,
-            header.nbytes + entry.begin,
-            entry.nbytes,
-            digests[entry.name] if digests else None,
-        )
-        for entry in sorted(header.tensors, key=lambda entry: (entry.begin, entry.end))
-    ]
+__all__ = ["CarriedAt", "Checkpoint", "OriginalFiles", "TensorAt", "tensors_in"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,10 +24,20 @@ class CarriedAt:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OriginalFiles:
+    """The source's own weight files, by their names in its folder."""
+
+    location: str
+    revision: str | None
+    files: Mapping[str, InputFile]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
     """Everything known of a source before a tensor is read.
 
-    `tensors` holds each stored FQN once; a tied FQN that no file stores is absent.
+    `tensors` holds each stored FQN once; a tied FQN that no file stores is absent. Each kind of `moments` is
+    the same of the parameters, under their FQNs.
     """
 
     shape: ModelShape
@@ -66,3 +47,5 @@ class Checkpoint:
     source: Source
     parents: tuple[Parent, ...] = ()
     manifest: Manifest | None = None  # when the source is a manifest
+    originals: OriginalFiles | None = None  # when tensors still lie in them
+    moments: Mapping[Holds, Mapping[str, TensorAt]] = field(default_factory=dict)  # of a training checkpoint

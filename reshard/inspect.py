@@ -7,10 +7,11 @@ from typing import Any
 
 from manifests.codec import manifest_document
 from manifests.schema import Manifest
-from manifests.store import find_manifest, open_shard, read_manifest
-from reshard.checkpoint import TensorAt, tensors_in
+from manifests.store import find_manifest, read_manifest
 from reshard.layout.model import compress_modules
-from reshard.report import show_bytes, table, tie_lines
+from reshard.report.text import table, tie_lines
+from reshard.units import show_bytes, show_numbers
+from stores.bundles import Bundles, TensorAt
 
 __all__ = ["inspect_json", "inspect_text"]
 
@@ -40,6 +41,7 @@ def inspect_text(path: Path, with_tensors: bool) -> str:
         f"layout {layout.spec}: {layout.num_stages} stages on {layout.num_ranks} ranks, style {layout.style}",
         table(head, rows, left=frozenset({"modules"})),
         *tie_lines(manifest.ties),
+        *_virtual_lines(manifest),
         "files: " + ", ".join(file.path for file in manifest.files),
     ]
     if with_tensors:
@@ -71,10 +73,14 @@ def inspect_json(path: Path, with_tensors: bool) -> dict[str, Any]:
 
 
 def _tensors(manifest: Manifest, folder: Path) -> list[tuple[int, TensorAt]]:
-    found = []
-    for stage in manifest.stages:
-        for shard in stage.shards:
-            header = open_shard(folder, shard)
-            path = folder / shard.path
-            found += [(stage.index, tensor) for tensor in tensors_in(path, header, header.digests(str(path)))]
-    return found
+    bundles = Bundles(manifest, folder)
+    return [(stage.index, tensor) for stage in manifest.stages for tensor in bundles.tensors_on(stage)]
+
+
+def _virtual_lines(manifest: Manifest) -> list[str]:
+    virtual = manifest.virtual
+    if virtual is None:
+        return []
+    place = virtual.location + (f"@{virtual.revision}" if virtual.revision else "")
+    stages = show_numbers(stage.index for stage in manifest.stages if stage.spans)
+    return [f"virtual: stages {stages} are bytes of {len(virtual.files)} files in {place}"]

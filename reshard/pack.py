@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -16,8 +17,9 @@ from manifests.store import write_file, write_manifest
 from reshard.checkpoint import CarriedAt, Checkpoint
 from reshard.engine import WriteOptions, WrittenShard, hash_tensors, write_shards
 from reshard.journal import JOURNAL_NAME, Journal, plan_key
-from reshard.plan import PackPlan, plan_pack
+from reshard.plan import OutputShard, PackPlan, StagePlan, plan_pack
 from reshard.record import encode_record
+from reshard.virtual import References, refer_to_originals
 from stores.base import read_whole
 
 __all__ = ["PackOptions", "carry_files", "pack", "plan_pack"]
@@ -25,8 +27,11 @@ __all__ = ["PackOptions", "carry_files", "pack", "plan_pack"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackOptions:
+    """Where to write, and which `stages` to pack (None: all); the bundles of the others are virtual."""
+
     out: Path
     force: bool = False
+    stages: frozenset[int] | None = None
     write: WriteOptions = field(default_factory=WriteOptions)
 
 
@@ -34,11 +39,13 @@ def pack(checkpoint: Checkpoint, plan: PackPlan, options: PackOptions) -> Manife
     """Write one bundle per stage and, last, the manifest that commits them.
 
     Raises:
-        InputError: `out` exists, the disk is full, a source file changed or is damaged, or two stored
-            copies of a tied weight differ.
+        InputError: `out` exists, the disk is full, a source file changed or is damaged, two stored copies
+            of a tied weight differ, or a bundle that is to be virtual has nothing to refer to.
     """
     _check_stored_ties(checkpoint)
-    shards = [shard for stage in plan.stages for shard in stage.shards]
+    wanted = range(len(plan.stages)) if options.stages is None else options.stages
+    references = refer_to_originals([stage for stage in plan.stages if stage.index not in wanted], checkpoint)
+    shards = [shard for stage in plan.stages if stage.index in wanted for shard in stage.shards]
     key = plan_key(shards)
     with publishing(
         options.out,
@@ -48,7 +55,7 @@ def pack(checkpoint: Checkpoint, plan: PackPlan, options: PackOptions) -> Manife
     ) as folder:
         journal = Journal(folder, key)
         _keep_only(folder, {JOURNAL_NAME, *(shard.path for shard in shards)})
-        _check_space(plan, options.out, folder)
+        _check_space(shards, options.out, folder)
         journal.begin()
         files = carry_files(checkpoint.carried, folder)
         record = encode_record(checkpoint.record)
@@ -57,7 +64,7 @@ def pack(checkpoint: Checkpoint, plan: PackPlan, options: PackOptions) -> Manife
         write = replace(options.write, journal=journal)
         written = {shard.path: shard for shard in write_shards(shards, folder, write)}
         journal.finish()
-        manifest = _manifest(checkpoint, plan, written, files)
+        manifest = _manifest(checkpoint, plan, _Outcome(written, references, files))
         write_manifest(folder, manifest)
     return manifest
 
@@ -81,11 +88,12 @@ def _keep_only(folder: Path, names: set[str]) -> None:
             path.unlink()
 
 
-def _check_space(plan: PackPlan, out: Path, folder: Path) -> None:
+def _check_space(shards: Sequence[OutputShard], out: Path, folder: Path) -> None:
+    needed = sum(shard.nbytes for shard in shards)
     there = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
     free = shutil.disk_usage(folder).free + there
-    if plan.write_nbytes > free:
-        raise InputError(str(out), f"{plan.write_nbytes} bytes needed, {free} free", "choose another disk for --out")
+    if needed > free:
+        raise InputError(str(out), f"{needed} bytes needed, {free} free", "choose another disk for --out")
 
 
 def _check_stored_ties(checkpoint: Checkpoint) -> None:
@@ -105,12 +113,16 @@ def _is_bundle_folder(folder: Path) -> bool:
     return (folder / MANIFEST_NAME).is_file()
 
 
-def _manifest(
-    checkpoint: Checkpoint,
-    plan: PackPlan,
-    written: dict[str, WrittenShard],
-    files: tuple[CarriedFile, ...],
-) -> Manifest:
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What is on disk, and what is referred to instead."""
+
+    written: Mapping[str, WrittenShard]
+    references: References
+    files: tuple[CarriedFile, ...]
+
+
+def _manifest(checkpoint: Checkpoint, plan: PackPlan, done: _Outcome) -> Manifest:
     placement = plan.layout.placement
     return Manifest(
         created_by=f"reshard {version('reshard')}",
@@ -128,24 +140,29 @@ def _manifest(
             num_virtual=placement.num_virtual,
             schedule=plan.layout.schedule,
         ),
-        stages=tuple(
-            Stage(
-                index=stage.index,
-                rank=stage.rank,
-                virtual=stage.virtual,
-                modules=stage.modules,
-                num_tensors=stage.num_tensors,
-                num_params=stage.num_params,
-                nbytes=stage.nbytes,
-                shards=tuple(
-                    Shard(path=shard.path, nbytes=shard.nbytes, digest=written[shard.path].digest)
-                    for shard in stage.shards
-                ),
-            )
-            for stage in plan.stages
-        ),
+        stages=tuple(_stage(stage, done) for stage in plan.stages),
         ties=plan.ties,
-        files=files,
+        files=done.files,
         parents=checkpoint.parents,
         training=checkpoint.manifest.training if checkpoint.manifest else None,
+        virtual=done.references.virtual,
+    )
+
+
+def _stage(stage: StagePlan, done: _Outcome) -> Stage:
+    spans = done.references.spans.get(stage.index, ())
+    shards = () if spans else stage.shards
+    return Stage(
+        index=stage.index,
+        rank=stage.rank,
+        virtual=stage.virtual,
+        modules=stage.modules,
+        num_tensors=done.references.num_tensors[stage.index] if spans else stage.num_tensors,
+        num_params=stage.num_params,
+        nbytes=sum(span.end - span.begin for span in spans) if spans else stage.nbytes,
+        shards=tuple(
+            Shard(path=shard.path, nbytes=shard.nbytes, digest=done.written[shard.path].digest, holds=shard.holds)
+            for shard in shards
+        ),
+        spans=spans,
     )

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 
 from manifests.errors import InputError
 from manifests.models import ModelShape, module_of
+from manifests.paths import shard_path
 from manifests.safetensors import TensorEntry, header_template, layout_tensors
-from manifests.schema import TieGroup, TieMember
+from manifests.schema import WEIGHTS, Holds, TieGroup, TieMember
 from reshard.checkpoint import Checkpoint, TensorAt
 from reshard.costs import params_of
 from reshard.layout.model import Layout
 
-__all__ = ["OutputShard", "PackPlan", "StagePlan", "lay_out_shard", "plan_pack", "stage_folder"]
-
-SHARD_NAME = "model.safetensors"
+__all__ = ["OutputShard", "PackPlan", "StagePlan", "lay_out_shard", "plan_pack"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +29,7 @@ class OutputShard:
     entries: tuple[TensorEntry, ...]
     origins: tuple[TensorAt, ...]
     with_digests: bool
+    holds: Holds = WEIGHTS
 
     @property
     def nbytes(self) -> int:
@@ -38,6 +38,8 @@ class OutputShard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagePlan:
+    """A stage and its shards; `nbytes` counts its weights."""
+
     index: int
     rank: int
     virtual: int
@@ -48,7 +50,7 @@ class StagePlan:
 
     @property
     def num_tensors(self) -> int:
-        return sum(len(shard.entries) for shard in self.shards)
+        return sum(len(shard.entries) for shard in self.shards if shard.holds == WEIGHTS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +63,7 @@ class PackPlan:
 
     @property
     def read_nbytes(self) -> int:
-        return sum(stage.nbytes for stage in self.stages)
+        return sum(entry.nbytes for stage in self.stages for shard in stage.shards for entry in shard.entries)
 
     @property
     def write_nbytes(self) -> int:
@@ -69,7 +71,7 @@ class PackPlan:
 
 
 def plan_pack(checkpoint: Checkpoint, layout: Layout) -> PackPlan:
-    """Lay every tensor of a checkpoint onto the stage that owns its module.
+    """Lay every tensor of a checkpoint onto the stage that owns its module, and moments beside their weights.
 
     A tied FQN that its stage needs and nobody stores there becomes a copy of the one that is stored.
 
@@ -77,14 +79,9 @@ def plan_pack(checkpoint: Checkpoint, layout: Layout) -> PackPlan:
         InputError: a tensor belongs to no module of the layout.
     """
     stage_of = {module: index for index, modules in enumerate(layout.stages) for module in modules}
-    bundles: list[list[TensorAt]] = [[] for _ in layout.stages]
-    for tensor in checkpoint.tensors.values():
-        bundles[_stage_of(tensor.name, stage_of)].append(tensor)
     ties = tuple(_tie_group(group, checkpoint, stage_of) for group in checkpoint.shape.ties)
-    for tie in ties:
-        for member in tie.replicas:
-            if member.fqn not in checkpoint.tensors and member.stage != tie.owner.stage:
-                bundles[member.stage].append(_renamed(checkpoint.tensors[tie.owner.fqn], member.fqn))
+    kinds: dict[Holds, Mapping[str, TensorAt]] = {WEIGHTS: checkpoint.tensors, **checkpoint.moments}
+    dealt = {holds: _deal_out(tensors, ties, stage_of, len(layout.stages)) for holds, tensors in kinds.items()}
     placement, params = layout.placement, params_of(checkpoint.shape)
     doubled = _doubled_params(checkpoint.shape, ties, placement.num_stages)
     return PackPlan(
@@ -96,16 +93,20 @@ def plan_pack(checkpoint: Checkpoint, layout: Layout) -> PackPlan:
                 virtual=placement.virtual_of(index),
                 modules=modules,
                 num_params=sum(params[module] for module in modules) - doubled[index],
-                nbytes=sum(tensor.nbytes for tensor in bundle),
-                shards=(lay_out_shard(f"{stage_folder(index)}/{SHARD_NAME}", bundle),) if bundle else (),
+                nbytes=sum(tensor.nbytes for tensor in dealt[WEIGHTS][index]),
+                shards=tuple(
+                    lay_out_shard(shard_path(index, holds), bundles[index], holds)
+                    for holds, bundles in dealt.items()
+                    if bundles[index]
+                ),
             )
-            for index, (modules, bundle) in enumerate(zip(layout.stages, bundles, strict=True))
+            for index, modules in enumerate(layout.stages)
         ),
         ties=ties,
     )
 
 
-def lay_out_shard(path: str, tensors: Sequence[TensorAt]) -> OutputShard:
+def lay_out_shard(path: str, tensors: Sequence[TensorAt], holds: Holds = WEIGHTS) -> OutputShard:
     """Lay tensors one after the other in a shard of ours, with room for their digests."""
     entries = layout_tensors((tensor.name, tensor.dtype, tensor.shape) for tensor in tensors)
     return OutputShard(
@@ -114,11 +115,22 @@ def lay_out_shard(path: str, tensors: Sequence[TensorAt]) -> OutputShard:
         entries=entries,
         origins=tuple(tensors),
         with_digests=True,
+        holds=holds,
     )
 
 
-def stage_folder(index: int) -> str:
-    return f"stage-{index:03d}"
+def _deal_out(
+    tensors: Mapping[str, TensorAt], ties: Sequence[TieGroup], stage_of: Mapping[str, int], num_stages: int
+) -> list[list[TensorAt]]:
+    """Give each stage's tensors; a replica that has to be stored and nobody stores is a copy of its owner."""
+    bundles: list[list[TensorAt]] = [[] for _ in range(num_stages)]
+    for tensor in tensors.values():
+        bundles[_stage_of(tensor.name, stage_of)].append(tensor)
+    for tie in ties:
+        for member in tie.replicas:
+            if member.fqn not in tensors and member.stage != tie.owner.stage:
+                bundles[member.stage].append(_renamed(tensors[tie.owner.fqn], member.fqn))
+    return bundles
 
 
 def _stage_of(fqn: str, stage_of: Mapping[str, int]) -> int:

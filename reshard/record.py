@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from manifests.digest import digest_bytes
 from manifests.errors import InputError
 from manifests.jsontext import parse_json_object
 from manifests.paths import problem_with_path
@@ -25,6 +26,12 @@ class RecordedShard:
 
     name: str
     header_text: str
+
+    @property
+    def digest(self) -> str:
+        """As `Header.digest`, without parsing."""
+        text = self.header_text.encode()
+        return digest_bytes(len(text).to_bytes(8, "little") + text)
 
     @cached_property
     def header(self) -> Header:

@@ -7,8 +7,10 @@ from collections.abc import Iterable
 from fractions import Fraction
 from itertools import groupby
 
-__all__ = ["parse_bytes", "show_bytes", "show_count", "show_numbers"]
+__all__ = ["number_runs", "parse_bytes", "parse_numbers", "show_bytes", "show_count", "show_numbers", "write_bytes"]
 
+_MOST_RUNS = 8
+_BASES = ((1000, "B"), (1024, "iB"))
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -19,6 +21,13 @@ def parse_bytes(text: str) -> int | None:
         return None
     unit: int = (1024 if found[3] else 1000) ** _POWERS[found[2].upper()]
     return int(Fraction(found[1]) * unit) or None
+
+
+def write_bytes(nbytes: int) -> str:
+    """Give a size exactly, as `parse_bytes` reads it: `80GB`, `75GiB`."""
+    units = [(base**power, letter + suffix) for letter, power in _POWERS.items() if power for base, suffix in _BASES]
+    unit, name = max([(size, name) for size, name in units if nbytes % size == 0], default=(1, ""))
+    return f"{nbytes // unit}{name}"
 
 
 def show_bytes(nbytes: int) -> str:
@@ -43,9 +52,29 @@ def show_count(count: float) -> str:
 
 
 def show_numbers(numbers: Iterable[int]) -> str:
-    """Shorten rising numbers: `0-2, 5`."""
-    shown = []
+    """Shorten rising numbers: `0-2, 5`. Of many pieces only the first are named."""
+    listed = list(numbers)
+    runs = [str(first) if first == last else f"{first}-{last}" for first, last in number_runs(listed)]
+    if len(runs) > _MOST_RUNS:
+        runs = [*runs[: _MOST_RUNS - 1], f"... ({len(listed)} in all)"]
+    return ", ".join(runs)
+
+
+def parse_numbers(text: str) -> frozenset[int] | None:
+    """Read what `show_numbers` writes: `0-2, 5`; None when it is no such thing, or names more than 4096."""
+    numbers: set[int] = set()
+    for piece in text.split(","):
+        found = re.fullmatch(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?", piece)
+        if found is None:
+            return None
+        numbers.update(range(int(found[1]), int(found[2] or found[1]) + 1))
+    return frozenset(numbers) or None
+
+
+def number_runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """Give the first and last of each run of rising numbers without gaps."""
+    runs = []
     for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
         members = [number for _, number in run]
-        shown.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
-    return ", ".join(shown)
+        runs.append((members[0], members[-1]))
+    return runs

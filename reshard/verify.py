@@ -1,57 +1,75 @@
-"""verify: proof that what is on disk is what the manifest says."""
+"""verify: proof that what is on disk is what the manifest says, and what its source holds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from manifests.digest import PREFIX
-from manifests.errors import InputError
-from manifests.schema import Manifest
-from manifests.store import find_manifest, open_shard, read_manifest, read_small_file
-from reshard.checkpoint import TensorAt, tensors_in
-from reshard.engine import hash_tensors
+from manifests.errors import InputError, UsageError
+from manifests.invariants import SOURCE_NAME
+from manifests.models import module_of
+from manifests.schema import MOMENTS, WEIGHTS, Holds, Manifest, Stage
+from manifests.store import find_manifest, read_manifest, read_small_file
+from reshard.checkpoint import Checkpoint, TensorAt
+from reshard.compare import Difference, differences_from, hash_each, missing_from
 from reshard.formats.bundles import open_manifest
-from stores.local import LocalFile
+from reshard.record import decode_record
+from stores.bundles import Bundles
 
-__all__ = ["VerifyReport", "verify"]
+__all__ = ["VerifyOptions", "VerifyReport", "nbytes_to_read", "verify"]
+
+Progress = Callable[[int], object]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyOptions:
+    """What to look at: `quick` reads no tensor; `against` is a source that must hold the same ones."""
+
+    quick: bool = False
+    against: Checkpoint | None = None
+    stages: frozenset[int] | None = None  # None: all
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyReport:
-    """What was read, and every difference found, as (where, problem)."""
+    """What was looked at, how much of it was compared, with which source, and every difference found."""
 
     num_tensors: int
     nbytes: int
-    differences: tuple[tuple[str, str], ...]
+    compared_nbytes: int
+    source: str | None
+    differences: tuple[Difference, ...]
 
 
-def verify(path: Path, progress: Callable[[int], object] = lambda nbytes: None) -> VerifyReport:
-    """Read every shard and carried file of a manifest, and compare all digests.
+def verify(path: Path, options: VerifyOptions | None = None, progress: Progress = lambda nbytes: None) -> VerifyReport:
+    """Look at every file of a manifest, and compare sizes, headers, pins and digests.
 
-    Damage is reported, not raised: one run names all of it.
+    Damage is reported, not raised: one run names all of it. Virtual bundles have no digests; their
+    bytes are read when there is a source to compare them with.
 
     Raises:
         InputError: there is no readable manifest.
+        UsageError: it has no such stage.
     """
+    options = options or VerifyOptions()
     file = find_manifest(path)
     manifest = read_manifest(file)
-    tensors, differences = _read_headers(manifest, file.parent)
-    for tensor, found in zip(tensors, _hash_each(tensors, progress, differences), strict=True):
-        if found is not None and found != tensor.digest:
-            differences.append(
-                (
-                    f"{tensor.file}: {tensor.name!r}",
-                    f"expected {PREFIX}{tensor.digest}, found {PREFIX}{found}",
-                )
-            )
-    for carried in manifest.files:
-        try:
-            read_small_file(file.parent / carried.path, carried.digest)
-        except InputError as error:
-            differences.append((error.where, error.problem))
-    if not differences:
+    stages, bundles = _choose(manifest, options.stages), Bundles(manifest, file.parent)
+    differences: list[Difference] = []
+    weights = _read_headers(bundles, stages, (WEIGHTS,), differences)
+    tensors = weights + _read_headers(bundles, stages, MOMENTS, differences)
+    compared = [tensor for tensor in tensors if options.against or (tensor.digest and not options.quick)]
+    digests = dict(zip(compared, hash_each(compared, progress, differences), strict=True))
+    differences += _unlike_their_digests(digests)
+    differences += _unlike_their_files(manifest, file.parent)
+    if options.against is not None:
+        stored = {tensor: digests[tensor] for tensor in weights}
+        differences += differences_from(options.against, stored, manifest.ties, progress)
+        wanted = _wanted(options.against, stages, manifest, file.parent)
+        differences += missing_from({tensor.name for tensor in weights}, list(wanted), manifest.ties)
+    if not differences and options.stages is None:
         try:
             open_manifest(file)
         except InputError as error:  # whole bytes of an incomplete model
@@ -59,36 +77,62 @@ def verify(path: Path, progress: Callable[[int], object] = lambda nbytes: None) 
     return VerifyReport(
         num_tensors=len(tensors),
         nbytes=sum(tensor.nbytes for tensor in tensors),
-        differences=tuple(differences),
+        compared_nbytes=sum(tensor.nbytes for tensor in compared),
+        source=options.against.source.location if options.against else None,
+        differences=tuple(dict.fromkeys(differences)),  # stages may share an original file
     )
 
 
-def _read_headers(manifest: Manifest, folder: Path) -> tuple[list[TensorAt], list[tuple[str, str]]]:
-    tensors, differences = [], []
-    for shard in manifest.shards:
-        path = folder / shard.path
+def nbytes_to_read(path: Path, options: VerifyOptions) -> int:
+    """Give about the bytes that progress will have counted in the end; raises as `verify`."""
+    stages = _choose(read_manifest(path), options.stages)
+    own = 0 if options.quick else sum(shard.nbytes for stage in stages for shard in stage.shards)
+    return own if options.against is None else own + sum(stage.nbytes * (2 if stage.spans else 1) for stage in stages)
+
+
+def _choose(manifest: Manifest, wanted: frozenset[int] | None) -> list[Stage]:
+    for index in sorted(wanted or ()):
+        if index >= len(manifest.stages):
+            raise UsageError("--stage", f"there is no stage {index}: the manifest has {len(manifest.stages)}")
+    return [stage for stage in manifest.stages if wanted is None or stage.index in wanted]
+
+
+def _read_headers(
+    bundles: Bundles, stages: Sequence[Stage], holds: Sequence[Holds], differences: list[Difference]
+) -> list[TensorAt]:
+    tensors = []
+    for read in (part for stage in stages for part in bundles.parts_of(stage, holds)):
         try:
-            header = open_shard(folder, shard)
-            digests = header.digests(str(path))
+            tensors += read()
         except InputError as error:
             differences.append((error.where, error.problem))
-            continue
-        tensors += tensors_in(LocalFile(path), header, digests)
-    return tensors, differences
+    return tensors
 
 
-def _hash_each(
-    tensors: list[TensorAt], progress: Callable[[int], object], differences: list[tuple[str, str]]
-) -> list[str | None]:
-    """Hash all tensors; where a file cannot be read to its end, say so and go on with the others."""
+def _unlike_their_digests(digests: Mapping[TensorAt, str | None]) -> Iterator[Difference]:
+    for tensor, found in digests.items():
+        if None not in (found, tensor.digest) and found != tensor.digest:
+            problem = f"expected {PREFIX}{tensor.digest}, found {PREFIX}{found}"
+            yield f"{tensor.file}: {tensor.name!r}", problem
+
+
+def _unlike_their_files(manifest: Manifest, folder: Path) -> Iterator[Difference]:
+    for carried in manifest.files:
+        try:
+            read_small_file(folder / carried.path, carried.digest)
+        except InputError as error:
+            yield error.where, error.problem
+
+
+def _wanted(source: Checkpoint, stages: Sequence[Stage], manifest: Manifest, folder: Path) -> Iterator[TensorAt]:
+    """Give the source's tensors that these stages should hold, less what was left behind with good reason."""
     try:
-        return list(hash_tensors(tensors, progress))
-    except (InputError, OSError):
-        found: list[str | None] = []
-        for tensor in tensors:
-            try:
-                found += hash_tensors([tensor])
-            except (InputError, OSError) as error:
-                differences.append((str(tensor.file), str(error)))
-                found.append(None)
-        return found
+        dropped = set(decode_record(read_small_file(folder / SOURCE_NAME)).dropped)
+    except InputError:  # which is a difference, and named as one
+        dropped = set()
+    modules = {module for stage in stages for module in stage.modules}
+    is_all = len(stages) == len(manifest.stages)
+    for fqn, tensor in source.tensors.items():
+        is_recomputed = manifest.training is not None and fqn not in source.shape.tensors
+        if fqn not in dropped and not is_recomputed and (is_all or module_of(fqn, modules) is not None):
+            yield tensor

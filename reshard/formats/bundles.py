@@ -11,18 +11,19 @@ from manifests.errors import InputError
 from manifests.invariants import SOURCE_NAME, check_model
 from manifests.jsontext import parse_json_object
 from manifests.models import ModelShape, model_shape, module_of
-from manifests.schema import CarriedFile, Manifest, Parent, Stage
-from manifests.store import find_manifest, open_shard, read_manifest, read_small_file
-from reshard.checkpoint import CarriedAt, Checkpoint, TensorAt, tensors_in
+from manifests.schema import MOMENTS, WEIGHTS, CarriedFile, Holds, Manifest, Parent, Stage
+from manifests.store import find_manifest, read_manifest, read_small_file
+from reshard.checkpoint import CarriedAt, Checkpoint, OriginalFiles, TensorAt
 from reshard.formats.huggingface import CONFIG_NAME, check_coverage, without_absent
 from reshard.record import INDEX_NAME, SourceRecord, decode_record
+from stores.bundles import Bundles
 from stores.local import LocalFile
 
 __all__ = ["open_manifest"]
 
 
 def open_manifest(path: Path) -> Checkpoint:
-    """Read a manifest's headers and check that they cover the model exactly.
+    """Read a manifest's headers and check that they cover the model exactly, moments too if there are any.
 
     The tensors stand in the order of the source they came from, whatever the stages are.
 
@@ -44,12 +45,17 @@ def open_manifest(path: Path) -> Checkpoint:
     check_model(manifest, shape, str(file))
     record = decode_record(record_text, str(folder / SOURCE_NAME))
     _check_files(manifest.files, record, str(file))
-    stored = _stored_tensors(manifest, file)
+    bundles = Bundles(manifest, folder)
+    originals = _open_originals(bundles, record, str(file))
+    stored = _stored_tensors(bundles, WEIGHTS, str(file))
     shape = without_absent(shape, stored)
     _check_ties(manifest, stored, str(file))
     tensors, record = _tensors_of_source(manifest, stored, record, shape)
     _check_strays(manifest, stored, tensors, str(file))
     check_coverage(tensors, shape, str(file))
+    moments = {}
+    if manifest.training and manifest.training.optimizer:
+        moments = {holds: _moments(bundles, holds, record, shape) for holds in MOMENTS}
     return Checkpoint(
         shape=shape,
         tensors=tensors,
@@ -65,7 +71,23 @@ def open_manifest(path: Path) -> Checkpoint:
             Parent(location=str(folder.resolve()), digest=digest_bytes(read_small_file(file))),
         ),
         manifest=manifest,
+        originals=originals,
+        moments=moments,
     )
+
+
+def _moments(bundles: Bundles, holds: Holds, record: SourceRecord, shape: ModelShape) -> dict[str, TensorAt]:
+    """Give one kind of moments, seen to cover the parameters as the weights do."""
+    where = f"{bundles.root}: {holds}"
+    untrained = shape.untrained_suffixes or ("\0",)
+    parameters = {fqn: dims for fqn, dims in shape.tensors.items() if not fqn.endswith(untrained)}
+    trained = replace(shape, tensors=parameters, ignored_suffixes=())
+    stored = _stored_tensors(bundles, holds, where)
+    _check_ties(bundles.manifest, stored, where)
+    tensors, _ = _tensors_of_source(bundles.manifest, stored, record, trained)
+    _check_strays(bundles.manifest, stored, tensors, where)
+    check_coverage(tensors, trained, where)
+    return tensors
 
 
 def _check_files(files: Iterable[CarriedFile], record: SourceRecord, where: str) -> None:
@@ -76,29 +98,42 @@ def _check_files(files: Iterable[CarriedFile], record: SourceRecord, where: str)
             raise InputError(f"{where}: files[{position}].path", f"{carried.path!r} is a weight file of the source")
 
 
-def _stored_tensors(manifest: Manifest, file: Path) -> dict[str, TensorAt]:
-    """Give every tensor of every shard; each lies on the stage that holds its module."""
+def _open_originals(bundles: Bundles, record: SourceRecord, where: str) -> OriginalFiles | None:
+    """Find the files that virtual bundles refer to: each is recorded as a weight file of the source."""
+    virtual = bundles.manifest.virtual
+    if virtual is None:
+        return None
+    recorded = {shard.name: shard for shard in record.shards}
+    for position, pinned in enumerate(virtual.files):
+        if pinned.path not in recorded or recorded[pinned.path].digest != pinned.digest:
+            problem = f"{SOURCE_NAME} has no {pinned.path!r} with the header {pinned.digest}"
+            raise InputError(f"{where}: virtual.files[{position}]", problem)
+    files = {pinned.path: bundles.original_file(number) for number, pinned in enumerate(virtual.files)}
+    return OriginalFiles(location=virtual.location, revision=virtual.revision, files=files)
+
+
+def _stored_tensors(bundles: Bundles, holds: Holds, where: str) -> dict[str, TensorAt]:
+    """Give every stored tensor of one kind; each lies on the stage that holds its module."""
     tensors: dict[str, TensorAt] = {}
-    for stage in manifest.stages:
-        modules, here = frozenset(stage.modules), []
-        for shard in stage.shards:
-            path = file.parent / shard.path
-            header = open_shard(file.parent, shard)
-            for tensor in tensors_in(LocalFile(path), header, header.digests(str(path))):
-                if module_of(tensor.name, modules) is None:
-                    raise InputError(f"{path}: {tensor.name!r}", f"belongs to no module of stage {stage.index}")
-                if tensor.name in tensors:
-                    raise InputError(f"{path}: {tensor.name!r}", "is in two shards")
-                tensors[tensor.name] = tensor
-                here.append(tensor)
-        _check_counts(stage, here, f"{file}: stages[{stage.index}]")
+    for stage in bundles.manifest.stages:
+        modules, here = frozenset(stage.modules), bundles.tensors_on(stage, holds)
+        for tensor in here:
+            if module_of(tensor.name, modules) is None:
+                raise InputError(f"{tensor.file}: {tensor.name!r}", f"belongs to no module of stage {stage.index}")
+            if tensor.name in tensors:
+                raise InputError(f"{tensor.file}: {tensor.name!r}", "is in two shards")
+            tensors[tensor.name] = tensor
+        if holds == WEIGHTS:
+            _check_counts(stage, here, f"{where}: stages[{stage.index}]")
     return tensors
 
 
 def _check_counts(stage: Stage, tensors: list[TensorAt], where: str) -> None:
+    # Two tied names may stand for the same bytes of an original file.
+    sizes = {(tensor.file, tensor.begin, tensor.name if stage.shards else ""): tensor.nbytes for tensor in tensors}
     for name, expected, found in (
-        ("num_tensors", len(tensors), stage.num_tensors),
-        ("nbytes", sum(tensor.nbytes for tensor in tensors), stage.nbytes),
+        ("num_tensors", len(sizes), stage.num_tensors),
+        ("nbytes", sum(sizes.values()), stage.nbytes),
     ):
         if found != expected:
             raise InputError(f"{where}.{name}", f"expected {expected} (its shards), found {found}")
@@ -112,7 +147,8 @@ def _check_ties(manifest: Manifest, stored: Mapping[str, TensorAt], where: str) 
             if member.fqn not in stored and (member == group.owner or member.stage != group.owner.stage):
                 raise InputError(place, f"no shard of stage {member.stage} holds {member.fqn!r}")
         copies = [(member, stored[member.fqn]) for member in group.members if member.fqn in stored]
-        if len({(copy.dtype, copy.digest) for _, copy in copies}) > 1:
+        digests = {copy.digest for _, copy in copies} - {None}  # original files have none
+        if len({copy.dtype for _, copy in copies}) > 1 or len(digests) > 1:
             shown = ", ".join(
                 f"{member.fqn} on stage {member.stage} {copy.dtype} {copy.digest}" for member, copy in copies
             )

@@ -12,7 +12,7 @@ from manifests.models import ModelShape, model_shape, module_of
 from manifests.paths import problem_with_path
 from manifests.safetensors import Header
 from manifests.schema import Source
-from reshard.checkpoint import CarriedAt, Checkpoint, TensorAt, tensors_in
+from reshard.checkpoint import CarriedAt, Checkpoint, OriginalFiles, TensorAt, tensors_in
 from reshard.record import INDEX_NAME, SUFFIX, RecordedShard, SourceRecord
 from stores.base import Folder, read_file_header, read_whole
 
@@ -63,6 +63,11 @@ def open_folder(folder: Folder, drop: frozenset[str] = frozenset()) -> Checkpoin
             dropped=dropped,
         ),
         source=Source(kind=folder.kind, location=folder.location, revision=folder.revision, left_out=left_out),
+        originals=OriginalFiles(
+            location=folder.location,
+            revision=folder.revision,
+            files={name: folder.file(name) for name in shards.names},
+        ),
     )
 
 

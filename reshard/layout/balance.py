@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+from dataclasses import replace
 
 from manifests.errors import InputError
 from reshard.layout.deepspeed import matching_weights
@@ -15,6 +16,7 @@ from reshard.layout.names import NameProblem, Names
 from reshard.layout.options import DEGREES, Degrees, Options, Word, layout_of, read_words
 from reshard.layout.solve import Problem, solve
 from reshard.layout.wording import error_at, list_words, nearest_word, shorten
+from reshard.units import parse_bytes
 
 __all__ = ["COSTS", "read_balance"]
 
@@ -22,7 +24,6 @@ logger = logging.getLogger(__name__)
 
 COSTS = ("params", "bytes", "flops", "time", "memory")
 KEYS = (*DEGREES, "pin", "limit")
-UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def read_balance(request: Request) -> Layout:
@@ -46,20 +47,19 @@ def read_balance(request: Request) -> Layout:
         raise options.error(
             "pp", f"{placement.num_stages} stages for {len(costs)} modules, some would be empty", "lower pp or vpp"
         )
-    limit = _limit(options)
-    memory = _cost_of_each(request, "memory", "limit") if limit is not None else ()
     pinned = [_pin(request, word, placement.num_stages) for word in pins]
     problem = Problem(
         costs=costs,
         placement=placement,
-        memory=memory,
-        memory_limit=limit,
         pins=_with_ends(pinned, len(inventory.modules), placement.num_stages),
         together=_together(inventory),
     )
+    limit = _limit(options)
+    if limit is not None:
+        problem = _within(limit, request, problem)
     split = solve(problem)
     if split is None:
-        raise _no_split(request, problem, pins)
+        raise _no_split(request, problem, pins, limit or 0)
     if not split.proven:
         logger.warning("%s: the search was cut short; there may be a better split", shorten(request.spec))
     return layout_of(request, split.bounds, degrees)
@@ -115,15 +115,30 @@ def _cost_of_each(request: Request, name: str, asker: str) -> tuple[float, ...]:
     return tuple(costs[module] for module in request.inventory.modules)
 
 
-def _limit(options: Options) -> float | None:
+def _limit(options: Options) -> int | None:
     text = options.text("limit")
     if text is None:
         return None
-    found = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?) ?([KMGT]?)(i?)B?", text, re.IGNORECASE)
-    if not found or float(found[1]) == 0:
+    limit = parse_bytes(text)
+    if limit is None:
         raise options.error("limit", f"limit must be a number of bytes, found {shorten(text)!r}", "write 80GB or 75GiB")
-    unit: int = (1024 if found[3] else 1000) ** UNITS[found[2].upper()]
-    return float(found[1]) * unit
+    return limit
+
+
+def _within(limit: int, request: Request, problem: Problem) -> Problem:
+    """Add to a problem that no rank may hold more than so many bytes."""
+    memory, schedule = _cost_of_each(request, "memory", "limit"), request.in_flight
+    if schedule is None:
+        return replace(problem, memory=memory, memory_limit=limit)
+    kept = tuple(schedule.activations[module] for module in request.inventory.modules)
+    most = max(schedule.microbatches)
+    return replace(
+        problem,
+        memory=tuple(taken - most * each for taken, each in zip(memory, kept, strict=True)),
+        kept=kept,
+        in_flight=schedule.microbatches,
+        memory_limit=max(0, limit - schedule.reserved),
+    )
 
 
 def _pin(request: Request, word: Word, num_stages: int) -> tuple[int, int]:
@@ -154,19 +169,24 @@ def _together(inventory: Inventory) -> frozenset[int]:
     return frozenset((*range(1, inventory.num_inputs), *range(inventory.layers_stop + 1, len(inventory.modules))))
 
 
-def _no_split(request: Request, problem: Problem, pins: list[Word]) -> InputError:
+def _no_split(request: Request, problem: Problem, pins: list[Word], limit: int) -> InputError:
     modules, placement = request.inventory.modules, problem.placement
     for index, word in enumerate(pins):
         if not pin_windows(len(modules), placement.num_stages, problem.pins[: index + 1]):
             hint = "stages follow the order the modules run in"
             return error_at(request.spec, word.position, "this pin contradicts those before it", hint)
-    limit = problem.memory_limit or 0
-    largest = max(range(len(modules)), key=lambda item: problem.memory[item])
+    free = problem.memory_limit or 0
+    memory = problem.memory
+    if problem.in_flight:  # no stage has less
+        fewest = min(problem.in_flight)
+        memory = tuple(taken + fewest * each for taken, each in zip(memory, problem.kept, strict=True))
+    largest = max(range(len(modules)), key=lambda item: memory[item])
     hint = "raise limit, or ask for more ranks"
-    if problem.memory[largest] > limit:
-        found = f"{modules[largest]} alone takes {problem.memory[largest]:,.0f} bytes"
-    elif sum(problem.memory) > limit * placement.num_ranks:
-        found = f"the model takes {sum(problem.memory):,.0f} bytes over {placement.num_ranks} ranks"
+    if memory[largest] > free:
+        found = f"{modules[largest]} alone takes {memory[largest]:,.0f} bytes"
+    elif sum(memory) > free * placement.num_ranks:
+        found = f"the model takes {sum(memory):,.0f} bytes over {placement.num_ranks} ranks"
     else:
         found = "no contiguous split was found that fits"
-    return InputError("layout", f"a rank may hold {limit:,.0f} bytes; {found}", hint)
+    wires = f", {limit - free:,} of them for buffers between ranks" if free < limit else ""
+    return InputError("layout", f"a rank may hold {limit:,} bytes{wires}; {found}", hint)

@@ -12,10 +12,11 @@ __all__ = ["Caps", "even_bounds"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Caps:
-    """Most cost and memory of one stage."""
+    """Most cost and memory of one stage, and the prefix sums of what its items take there."""
 
     cost: int
     memory: int
+    memory_sums: tuple[int, ...]
 
 
 def even_bounds(
@@ -27,13 +28,14 @@ def even_bounds(
     of squared costs, least sum of squared numbers of items, earliest cuts. Dynamic programming from the
     end over (stage, position); the three sums are packed into one integer, high digits first.
     """
-    costs, memory = items.costs, items.memory
+    costs = items.costs
     count_unit = items.num_items**2 + 1
     together_unit = (costs[-1] ** 2 + 1) * count_unit
     best: dict[int, int] = {most[-1]: 0}
     choices: list[dict[int, int]] = []
     for stage in range(len(caps) - 1, -1, -1):
         cap, better, choice = caps[stage], dict[int, int](), dict[int, int]()
+        memory = cap.memory_sums
         ends = sorted(best)
         for start in range(least[stage], most[stage] + 1):
             for end in ends:

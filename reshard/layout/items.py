@@ -18,10 +18,10 @@ MOST_COSTS = 500
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Items:
-    """Prefix sums: `costs[j] - costs[i]` is the cost of items i to j - 1; `memory` likewise."""
+    """Prefix sums: `costs[j] - costs[i]` is the cost of items i to j - 1; `memory[s]` likewise, on stage s."""
 
     costs: tuple[int, ...]
-    memory: tuple[int, ...]
+    memory: tuple[tuple[int, ...], ...]
     memory_limit: int  # per rank
     placement: Placement
     together: frozenset[int] = frozenset()  # bounds better not cut at
@@ -74,10 +74,10 @@ def tighten(items: Items, windows: Windows, bound: int) -> Windows | None:
 
     Cutting as late as possible leaves the least to do, so it finds a split whenever there is one.
     """
-    costs, memory, limit = items.costs, items.memory, items.memory_limit
+    costs, limit = items.costs, items.memory_limit
     most, least = [0], [items.num_items]
     for stage in range(len(windows.most) - 1):
-        here = most[-1]
+        here, memory = most[-1], items.memory[stage]
         there = min(
             bisect_right(costs, costs[here] + bound) - 1,
             bisect_right(memory, memory[here] + limit) - 1,
@@ -87,7 +87,7 @@ def tighten(items: Items, windows: Windows, bound: int) -> Windows | None:
             return None
         most.append(there)
     for stage in range(len(windows.most) - 2, -1, -1):
-        here = least[-1]
+        here, memory = least[-1], items.memory[stage]
         least.append(
             max(
                 bisect_left(costs, costs[here] - bound),

@@ -15,6 +15,7 @@ __all__ = [
     "SCHEDULES",
     "SINGLE_STAGE_SCHEDULES",
     "Costs",
+    "InFlight",
     "Layout",
     "Request",
     "compress_modules",
@@ -54,6 +55,18 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class InFlight:
+    """What a memory limit must know of the schedule that the stages will run on.
+
+    `costs["memory"]` of a module counts as many microbatches as the stage with the most has in flight.
+    """
+
+    microbatches: tuple[int, ...]  # the most in flight, by stage
+    activations: Costs  # bytes that each module keeps of one of them
+    reserved: int  # bytes of each rank that are no module's
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
     """What a reader is given: the spec, what there is to deal out, and the caller's flags."""
 
@@ -62,6 +75,7 @@ class Request:
     num_ranks: int | None = None
     strict_megatron: bool = False
     costs: Mapping[str, Costs] | None = None
+    in_flight: InFlight | None = None
 
 
 def cut_modules(modules: Sequence[str], bounds: Sequence[int]) -> tuple[tuple[str, ...], ...]:

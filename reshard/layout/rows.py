@@ -46,7 +46,7 @@ class Row:
     """
 
     costs: tuple[int, ...]  # prefix sums
-    memory: tuple[int, ...]
+    memory: tuple[tuple[int, ...], ...]  # on each rank
     least: tuple[int, ...]
     most: tuple[int, ...]
 
@@ -70,7 +70,7 @@ def fit_ranks(items: Items, windows: Windows, limits: Limits, steps: Steps) -> t
     """
     if items.costs[-1] > limits.rank * items.placement.num_ranks:
         return None
-    if items.memory[-1] > limits.memory * items.placement.num_ranks:
+    if min(sums[-1] for sums in items.memory) > limits.memory * items.placement.num_ranks:
         return None
     for ends in _row_ends(items, windows, limits.stage):
         steps.take(1)
@@ -100,10 +100,10 @@ def _rows(items: Items, windows: Windows, ends: Sequence[int]) -> list[Row]:
     rows = []
     for number, (start, stop) in enumerate(pairwise(ends)):
         first, last = number * num_ranks, (number + 1) * num_ranks
-        costs, memory = items.costs, items.memory
+        costs, memory = items.costs, items.memory[first:last]
         least, most = windows.least[first + 1 : last], windows.most[first + 1 : last]
         if items.placement.style == "v" and number == 1:
-            costs, memory = _reversed(costs), _reversed(memory)
+            costs, memory = _reversed(costs), tuple(_reversed(sums) for sums in reversed(memory))
             least, most = (
                 tuple(num_items - end for end in reversed(most)),
                 tuple(num_items - end for end in reversed(least)),
@@ -162,8 +162,9 @@ def _ways(
     """Give every way for these rows to advance by one stage, with the cost and memory the rank then has."""
     ways: list[tuple[tuple[int, ...], tuple[int, int]]] = [((), (0, 0))]
     for row, at in zip(rows, here, strict=True):
+        sums = row.memory[rank]
         ways = [
-            ((*ends, end), (cost + row.costs[end] - row.costs[at], memory + row.memory[end] - row.memory[at]))
+            ((*ends, end), (cost + row.costs[end] - row.costs[at], memory + sums[end] - sums[at]))
             for ends, (cost, memory) in ways
             for end in range(max(at, row.least[rank + 1]), _furthest(row, at, rank, limits, (cost, memory)) + 1)
         ]
@@ -172,10 +173,10 @@ def _ways(
 
 def _furthest(row: Row, at: int, rank: int, limits: Limits, load: tuple[int, int]) -> int:
     """Give the furthest end of the row's stage on this rank, which holds `load` (cost, memory) already."""
-    cost, memory = load
+    (cost, memory), sums = load, row.memory[rank]
     return min(
         bisect_right(row.costs, row.costs[at] + min(limits.stage, limits.rank - cost)) - 1,
-        bisect_right(row.memory, row.memory[at] + limits.memory - memory) - 1,
+        bisect_right(sums, sums[at] + limits.memory - memory) - 1,
         row.most[rank + 1],
     )
 

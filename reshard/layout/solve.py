@@ -39,11 +39,16 @@ MOST_STEPS = 1_000_000  # about a second
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """Items to cut into contiguous stages, in order. Costs and memory add up and are not negative."""
+    """Items to cut into contiguous stages, in order. Costs and memory add up and are not negative.
+
+    On stage s an item takes `memory`, and `kept` for each of `in_flight[s]` microbatches.
+    """
 
     costs: tuple[float, ...]  # per item, any unit
     placement: Placement
     memory: tuple[float, ...] = ()  # per item, any unit; unused without a limit
+    kept: tuple[float, ...] = ()  # per item, in the unit of memory
+    in_flight: tuple[int, ...] = ()  # per stage; without it, nothing is kept
     memory_limit: float | None = None  # of one rank, over all its stages
     pins: tuple[tuple[int, int], ...] = ()  # (item, stage)
     together: frozenset[int] = frozenset()  # bounds that are cut at only when nothing is lost by it
@@ -69,12 +74,19 @@ def solve(problem: Problem) -> Split | None:
 
 
 def _items(problem: Problem) -> Items:
-    memory, limit = [0] * len(problem.costs), 0
+    num_items, num_stages = len(problem.costs), problem.placement.num_stages
+    memory, kept, limit = [0] * num_items, [0] * num_items, 0
     if problem.memory_limit is not None:
-        *memory, limit = exact_integers((*problem.memory, problem.memory_limit))
+        *both, limit = exact_integers((*problem.memory, *(problem.kept or kept), problem.memory_limit))
+        memory, kept = both[:num_items], both[num_items:]
+    in_flight = problem.in_flight or (0,) * num_stages
+    sums = {
+        number: prefix_sums([own + number * each for own, each in zip(memory, kept, strict=True)])
+        for number in set(in_flight)
+    }
     return Items(
         costs=prefix_sums(exact_integers(problem.costs)),
-        memory=prefix_sums(memory),
+        memory=tuple(sums[number] for number in in_flight),
         memory_limit=limit,
         placement=problem.placement,
         together=problem.together,
@@ -94,7 +106,7 @@ class _Search:
         if reached is None:
             return None
         bound, windows = reached
-        caps = [Caps(cost=bound, memory=self.items.memory_limit)] * num_stages
+        caps = [Caps(cost=bound, memory=self.items.memory_limit, memory_sums=sums) for sums in self.items.memory]
         bounds = _found(even_bounds(self.items, caps, windows.least, windows.most))
         if self.num_virtual == 1:
             return bounds
@@ -153,13 +165,14 @@ class _Search:
         """Even out stages first to first + P - 1, each within what the other stages of its rank leave."""
         stages = range(first, first + self.num_ranks)
         rank_of = self.items.placement.rank_of
-        costs, memory = self._per_rank(self.items.costs, bounds), self._per_rank(self.items.memory, bounds)
+        costs = self._per_rank([self.items.costs] * (len(bounds) - 1), bounds)
+        memory = self._per_rank(self.items.memory, bounds)
         caps = []
         for stage in stages:
-            rank, (start, stop) = rank_of(stage), bounds[stage : stage + 2]
+            rank, (start, stop), sums = rank_of(stage), bounds[stage : stage + 2], self.items.memory[stage]
             others_cost = costs[rank] - (self.items.costs[stop] - self.items.costs[start])
-            others_memory = memory[rank] - (self.items.memory[stop] - self.items.memory[start])
-            caps.append(Caps(cost=min(bound, rank_bound - others_cost), memory=self.items.memory_limit - others_memory))
+            left = self.items.memory_limit - (memory[rank] - (sums[stop] - sums[start]))
+            caps.append(Caps(cost=min(bound, rank_bound - others_cost), memory=left, memory_sums=sums))
         ends = bounds[first], bounds[stages.stop]
         least = (ends[0], *(max(ends[0], end) for end in self.windows.least[first + 1 : stages.stop]), ends[1])
         most = (ends[0], *(min(ends[1], end) for end in self.windows.most[first + 1 : stages.stop]), ends[1])
@@ -167,14 +180,15 @@ class _Search:
         return (*bounds[:first], *found, *bounds[stages.stop + 1 :])
 
     def _slowest_rank(self, bounds: tuple[int, ...]) -> int:
-        return max(self._per_rank(self.items.costs, bounds))
+        return max(self._per_rank([self.items.costs] * (len(bounds) - 1), bounds))
 
     def _most_memory(self, bounds: tuple[int, ...]) -> int:
         return max(self._per_rank(self.items.memory, bounds))
 
-    def _per_rank(self, sums: Sequence[int], bounds: tuple[int, ...]) -> list[int]:
+    def _per_rank(self, of_stage: Sequence[Sequence[int]], bounds: tuple[int, ...]) -> list[int]:
+        """Add up, over the stages of each rank, what these prefix sums say of each."""
         held = [0] * self.num_ranks
-        for stage, (start, stop) in enumerate(pairwise(bounds)):
+        for stage, (sums, (start, stop)) in enumerate(zip(of_stage, pairwise(bounds), strict=True)):
             held[self.items.placement.rank_of(stage)] += sums[stop] - sums[start]
         return held
 

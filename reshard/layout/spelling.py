@@ -12,7 +12,7 @@ from reshard.layout.expansion import LETTERS
 from reshard.layout.files import read_cuts, read_file
 from reshard.layout.inventory import Inventory
 from reshard.layout.megatron import read_megatron
-from reshard.layout.model import Costs, Layout, Request
+from reshard.layout.model import Costs, InFlight, Layout, Request
 from reshard.layout.split import SPLIT_KEYS, read_split
 from reshard.layout.wording import nearest_word, shorten
 
@@ -42,12 +42,14 @@ def parse_layout(
     num_ranks: int | None = None,
     strict_megatron: bool = False,
     costs: Mapping[str, Costs] | None = None,
+    in_flight: InFlight | None = None,
 ) -> Layout:
     """Read a layout, whatever its spelling.
 
     `num_ranks` is for spellings that name no ranks (a Megatron string, cuts, a file); without it each
     stage gets its own. `strict_megatron` refuses what Megatron would. `costs` has, under `params`,
-    `bytes`, `flops`, `time` or `memory`, the cost of every module.
+    `bytes`, `flops`, `time` or `memory`, the cost of every module. With `in_flight`, a memory limit counts
+    for each stage what it keeps itself.
 
     Raises:
         InputError: a spec that says nothing, or not this model's modules each exactly once, in order.
@@ -63,7 +65,14 @@ def parse_layout(
     if strict_megatron and reader is not read_megatron:
         raise UsageError("--strict-megatron", f"{shorten(spec)} is no Megatron string", "leave the flag out")
     return reader(
-        Request(spec=spec, inventory=inventory, num_ranks=num_ranks, strict_megatron=strict_megatron, costs=costs)
+        Request(
+            spec=spec,
+            inventory=inventory,
+            num_ranks=num_ranks,
+            strict_megatron=strict_megatron,
+            costs=costs,
+            in_flight=in_flight,
+        )
     )
 
 

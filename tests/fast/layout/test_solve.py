@@ -35,7 +35,12 @@ def per_rank(asked: Problem, values, bounds) -> list[Fraction]:
 def fits(asked: Problem, bounds) -> bool:
     if any(not bounds[stage] <= item < bounds[stage + 1] for item, stage in asked.pins):
         return False
-    return asked.memory_limit is None or max(per_rank(asked, asked.memory, bounds)) <= asked.memory_limit
+    if asked.memory_limit is None:
+        return True
+    held = per_rank(asked, asked.memory, bounds)
+    for stage, kept in enumerate(per_stage(asked.kept, bounds)):
+        held[asked.placement.rank_of(stage)] += kept * (asked.in_flight or [0] * len(bounds))[stage]
+    return max(held) <= asked.memory_limit
 
 
 def key(asked: Problem, bounds) -> Key:
@@ -66,12 +71,15 @@ def random_problem(rng: random.Random) -> Problem:
     memory = tuple(rng.randint(0, 10) for _ in range(num_items)) if rng.random() < 0.6 else ()
     limit = rng.uniform(0.7, 2) * max(1, sum(memory) / num_ranks) if memory else None
     num_stages = num_ranks * num_virtual
+    keeps = bool(memory) and rng.random() < 0.5
     return problem(
         [cost / 10 for cost in costs] if rng.random() < 0.2 else costs,
         num_ranks,
         num_virtual,
         "v" if num_virtual == 2 and rng.random() < 0.5 else "loop",
         memory=memory,
+        kept=tuple(rng.randint(0, 3) for _ in range(num_items)) if keeps else (),
+        in_flight=tuple(rng.randint(0, 3) for _ in range(num_stages)) if keeps else (),
         memory_limit=int(limit) if limit and rng.random() < 0.7 else limit,
         pins=tuple((rng.randrange(num_items), rng.randrange(num_stages)) for _ in range(rng.choice([0, 0, 0, 1, 2]))),
         together=frozenset([num_items - 1]) if rng.random() < 0.3 else frozenset(),
@@ -132,6 +140,11 @@ def test_memory_limit_moves_the_cut_even_when_that_is_slower():
     assert solve(problem(costs, 2, memory=memory, memory_limit=9)) == Split(bounds=(0, 2, 4), proven=True)
     assert solve(problem(costs, 2, memory=memory, memory_limit=8)) == Split(bounds=(0, 1, 4), proven=True)
     assert solve(problem(costs, 2, memory=memory, memory_limit=7)) is None
+
+
+def test_stage_with_less_in_flight_takes_more_layers():
+    asked = problem([1] * 8, 2, memory=(1,) * 8, kept=(1,) * 8, in_flight=(2, 1), memory_limit=11)
+    assert solve(asked) == Split(bounds=(0, 3, 8), proven=True)
 
 
 def test_contradicting_pins_have_no_split():

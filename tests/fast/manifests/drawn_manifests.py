@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from manifests.placement import Placement, Style
@@ -11,15 +13,18 @@ from manifests.schema import (
     Manifest,
     Model,
     Parent,
+    PinnedFile,
     Shard,
     Source,
+    Span,
     Stage,
     TieGroup,
     TieMember,
     TrainingState,
+    Virtual,
 )
 
-__all__ = ["digest_of", "full_manifest", "manifests"]
+__all__ = ["digest_of", "full_manifest", "manifests", "virtual_manifest"]
 
 COUNTS = st.integers(0, 2**63 - 1)
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -41,6 +46,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
     paths = iter(draw(st.lists(PATHS.filter("manifest.json".__ne__), min_size=12, max_size=12, unique=True)))
     modules = iter(draw(st.lists(TEXTS.filter(bool), min_size=18, max_size=18, unique=True)))
     held = [tuple(next(modules) for _ in range(draw(st.integers(0, 2)))) for _ in range(placement.num_stages)]
+    virtual, spans = _virtual(draw, placement.num_stages)
     return Manifest(
         created_by=draw(TEXTS),
         model=Model(architecture=draw(TEXTS), num_layers=draw(COUNTS), num_params=draw(COUNTS)),
@@ -58,14 +64,17 @@ def manifests(draw: st.DrawFn) -> Manifest:
             num_virtual=num_virtual,
             schedule=draw(st.none() | TEXTS),
         ),
-        stages=tuple(_stage(draw, index, placement, held[index], next(paths)) for index in range(len(held))),
+        stages=tuple(
+            _stage(draw, index, placement, held[index], here or next(paths)) for index, here in enumerate(spans)
+        ),
         ties=_ties(draw, held),
         files=tuple(
             CarriedFile(path=next(paths), nbytes=draw(COUNTS), digest=draw(DIGESTS))
             for _ in range(draw(st.integers(0, 2)))
         ),
         parents=tuple(Parent(location=draw(TEXTS), digest=draw(DIGESTS)) for _ in range(draw(st.integers(0, 2)))),
-        training=draw(st.none() | st.builds(TrainingState, step=COUNTS, num_tokens=COUNTS)),
+        training=None if virtual else draw(st.none() | st.builds(TrainingState, step=COUNTS, num_tokens=COUNTS)),
+        virtual=virtual,
     )
 
 
@@ -119,8 +128,43 @@ def full_manifest() -> Manifest:
     )
 
 
-def _stage(draw: st.DrawFn, index: int, placement: Placement, modules: tuple[str, ...], path: str) -> Stage:
-    shards = tuple(Shard(path=path, nbytes=draw(COUNTS), digest=draw(DIGESTS)) for _ in range(draw(st.integers(0, 1))))
+def virtual_manifest() -> Manifest:
+    """Give the full manifest with virtual bundles on all stages but one: tests/data/golden/manifest-v1-virtual.json.
+
+    The head's bytes are the embedding's.
+    """
+    full = full_manifest()
+    embedding = Span(file=0, begin=80, end=208)
+    spans = {0: (embedding, Span(file=1, begin=72, end=200)), 3: (embedding, Span(file=1, begin=200, end=328))}
+    return replace(
+        full,
+        stages=tuple(
+            replace(stage, shards=() if stage.index in spans else stage.shards, spans=spans.get(stage.index, ()))
+            for stage in full.stages
+        ),
+        training=None,
+        virtual=Virtual(
+            location="hf://org/name",
+            revision="5d3a2f1",
+            files=tuple(
+                PinnedFile(path=path, nbytes=nbytes, pin=f"{nbytes} bytes, etag 9c1f", digest=digest_of(digit))
+                for path, nbytes, digit in (("model-00001.safetensors", 208, "a"), ("more/model.safetensors", 328, "b"))
+            ),
+        ),
+    )
+
+
+def _stage(
+    draw: st.DrawFn, index: int, placement: Placement, modules: tuple[str, ...], bundle: str | tuple[Span, ...]
+) -> Stage:
+    """Draw a stage whose bundle is at most one shard, at this path, or these spans."""
+    spans, shards = (), ()
+    if isinstance(bundle, tuple):
+        spans, nbytes = bundle, sum(span.end - span.begin for span in bundle)
+    else:
+        num_shards = draw(st.integers(0, 1))
+        shards = tuple(Shard(path=bundle, nbytes=draw(COUNTS), digest=draw(DIGESTS)) for _ in range(num_shards))
+        nbytes = draw(st.integers(0, sum(shard.nbytes for shard in shards)))
     return Stage(
         index=index,
         rank=placement.rank_of(index),
@@ -128,9 +172,30 @@ def _stage(draw: st.DrawFn, index: int, placement: Placement, modules: tuple[str
         modules=modules,
         num_tensors=draw(COUNTS),
         num_params=draw(COUNTS),
-        nbytes=draw(st.integers(0, sum(shard.nbytes for shard in shards))),
+        nbytes=nbytes,
         shards=shards,
+        spans=spans,
     )
+
+
+def _virtual(draw: st.DrawFn, num_stages: int) -> tuple[Virtual | None, list[tuple[Span, ...]]]:
+    """Draw two files, and cut them into spans that are dealt out to some of the stages."""
+    spans: list[tuple[Span, ...]] = [()] * num_stages
+    owners = draw(st.lists(st.none() | st.integers(0, num_stages - 1), max_size=4))
+    if not any(owner is not None for owner in owners):
+        return None, spans
+    sizes = [0, 0]
+    for owner, number in zip(owners, sorted(draw(st.integers(0, 1)) for _ in owners), strict=True):
+        begin, sizes[number] = sizes[number], sizes[number] + draw(st.integers(1, 2**40))
+        if owner is not None:
+            spans[owner] += (Span(file=number, begin=begin, end=sizes[number]),)
+    paths = draw(st.lists(PATHS, min_size=2, max_size=2, unique=True))
+    files = tuple(
+        PinnedFile(path=path, nbytes=nbytes, pin=draw(TEXTS), digest=draw(DIGESTS))
+        for path, nbytes in zip(paths, sizes, strict=True)
+    )
+    location = draw(st.sampled_from(("/", "hf://", "s3://"))) + draw(TEXTS)
+    return Virtual(location=location, revision=draw(st.none() | TEXTS), files=files), spans
 
 
 def _ties(draw: st.DrawFn, held: list[tuple[str, ...]]) -> tuple[TieGroup, ...]:

@@ -12,11 +12,11 @@ from manifests.errors import InputError
 from manifests.invariants import check_manifest, check_model, problems
 from manifests.models import ModelShape
 from manifests.paths import problem_with_path
-from manifests.schema import Layout, Manifest, Shard, TieGroup, TieMember
-from tests.fast.manifests.drawn_manifests import digest_of, full_manifest
+from manifests.schema import Layout, Manifest, Shard, Span, TieGroup, TieMember, TrainingState
+from tests.fast.manifests.drawn_manifests import digest_of, full_manifest, virtual_manifest
 from tests.fast.manifests.drawn_manifests import manifests as drawn_manifests
 
-FULL = full_manifest()
+FULL, VIRTUAL = full_manifest(), virtual_manifest()
 MODULES = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head")
 SHAPE = ModelShape(
     architecture="LlamaForCausalLM",
@@ -36,6 +36,27 @@ def with_stage(position: int, /, **changes: Any) -> Manifest:
 def with_layout(**changes: Any) -> Manifest:
     layout: Layout = replace(FULL.layout, **changes)
     return replace(FULL, layout=layout)
+
+
+def with_spans(position: int, /, *spans: tuple[int, int, int]) -> Manifest:
+    """Give a stage of the virtual manifest these spans, (file, begin, end)."""
+    stages = list(VIRTUAL.stages)
+    found = tuple(Span(file=file, begin=begin, end=end) for file, begin, end in spans)
+    nbytes = sum(end - begin for _, begin, end in spans)
+    stages[position] = replace(stages[position], shards=(), spans=found, nbytes=nbytes)
+    return replace(VIRTUAL, stages=tuple(stages))
+
+
+def with_virtual(**changes: Any) -> Manifest:
+    assert VIRTUAL.virtual is not None
+    return replace(VIRTUAL, virtual=replace(VIRTUAL.virtual, **changes))
+
+
+def with_pinned(position: int, /, **changes: Any) -> Manifest:
+    assert VIRTUAL.virtual is not None
+    files = list(VIRTUAL.virtual.files)
+    files[position] = replace(files[position], **changes)
+    return with_virtual(files=tuple(files))
 
 
 def with_tie(owner: TieMember, *replicas: TieMember) -> Manifest:
@@ -93,6 +114,55 @@ def test_a_manifest_that_was_drawn_by_the_rules_breaks_none(manifest: Manifest) 
         (
             with_tie(FULL.ties[0].owner, TieMember(fqn="lm_head.weight", stage=2)),
             "ties[0]: 'lm_head.weight' belongs to no module of stage 2",
+        ),
+        (
+            replace(VIRTUAL, stages=(*VIRTUAL.stages[:1], *FULL.stages[1:]), virtual=None),
+            "stages[0].spans: expected none: virtual is null",
+        ),
+        (replace(VIRTUAL, stages=FULL.stages), "virtual: expected null: no stage has spans"),
+        (
+            replace(VIRTUAL, training=TrainingState(step=0, num_tokens=0)),
+            "training: expected null: nobody trained what the original files hold",
+        ),
+        (with_virtual(location="models"), "virtual.location: expected an absolute path or a URL, found 'models'"),
+        (
+            with_pinned(0, path="../model.safetensors"),
+            "virtual.files[0].path: expected a path that stays below its folder, found '../model.safetensors'",
+        ),
+        (
+            with_pinned(1, path="model-00001.safetensors"),
+            "virtual.files[1].path: 'model-00001.safetensors' is taken by virtual.files[0]",
+        ),
+        (
+            with_pinned(0, digest="blake3:"),
+            "virtual.files[0].digest: expected blake3: and 64 hex digits, found 'blake3:'",
+        ),
+        (
+            replace(VIRTUAL, stages=(replace(VIRTUAL.stages[0], shards=FULL.stages[0].shards), *VIRTUAL.stages[1:])),
+            "stages[0].spans: expected none beside shards: a bundle is the one or the other",
+        ),
+        (
+            replace(VIRTUAL, stages=(replace(VIRTUAL.stages[0], nbytes=255), *VIRTUAL.stages[1:])),
+            "stages[0].nbytes: expected 256 (its spans), found 255",
+        ),
+        (with_spans(0, (2, 0, 128)), "stages[0].spans[0].file: expected less than 2 (virtual.files), found 2"),
+        (
+            with_spans(0, (1, 0, 0)),
+            "stages[0].spans[0]: expected begin < end <= 328 (virtual.files[1].nbytes), found 0 and 0",
+        ),
+        (
+            with_spans(0, (0, 80, 209)),
+            "stages[0].spans[0]: expected begin < end <= 208 (virtual.files[0].nbytes), found 80 and 209",
+        ),
+        (with_spans(0, (1, 72, 100), (0, 80, 208)), "stages[0].spans[1]: expected to begin after the span before it"),
+        (with_spans(0, (1, 72, 100), (1, 90, 200)), "stages[0].spans[1]: expected to begin after the span before it"),
+        (
+            with_spans(1, (1, 190, 210)),
+            "2 problems:\n"
+            "  stages[1].spans: overlap those of stage 0 from byte 190 of virtual.files[1] on, "
+            "and nothing is tied between them\n"
+            "  stages[3].spans: overlap those of stage 1 from byte 200 of virtual.files[1] on, "
+            "and nothing is tied between them",
         ),
     ],
 )

@@ -8,6 +8,8 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import manifests
 from manifests import schema
 from manifests.safetensors import DTYPE_BITS
@@ -33,7 +35,7 @@ def tables_of_fields() -> list[dict[str, str]]:
 
 
 def fields_of(type_: Any) -> dict[str, str]:
-    shown = {MISSING: "", None: "null", (): "[]"}
+    shown = {MISSING: "", None: "null", (): "[]", "weights": '"weights"'}
     return {field.name: shown[field.default] for field in fields(type_)}
 
 
@@ -54,15 +56,16 @@ def test_dtypes_of_the_table_are_the_ones_that_are_read() -> None:
     assert found == dict(DTYPE_BITS) == dict(LIBRARY_BITS)
 
 
-def test_reader_of_the_specification_reads_a_packed_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("flags", "reader"), [((), "tensors_of_stage"), (("--virtual",), "tensors_in_spans")])
+def test_readers_of_the_specification_read_a_packed_model(tmp_path: Path, flags: tuple[str, ...], reader: str) -> None:
     tensors = write_model(tmp_path / "source", llama_config(tie_word_embeddings=True), num_shards=2)
-    assert reshard("pack", tmp_path / "source", "--layout", "pp=3", "--out", tmp_path / "out").code == 0
+    assert reshard("pack", tmp_path / "source", "--layout", "pp=3", "--out", tmp_path / "out", *flags).code == 0
     code = textwrap.dedent(SPEC.partition("## Reading\n")[2].partition("A real reader")[0])
     names: dict[str, Any] = {}
     exec(compile(code, "SPEC.md", "exec"), names)
     found = {
         fqn: Tensor(dtype=dtype, shape=tuple(shape), data=data)
         for stage in range(3)
-        for fqn, dtype, shape, data in names["tensors_of_stage"](tmp_path / "out", stage)
+        for fqn, dtype, shape, data in names[reader](tmp_path / "out", stage)
     }
     assert found == {**tensors, HEAD: tensors["model.embed_tokens.weight"]}

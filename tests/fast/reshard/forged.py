@@ -12,7 +12,7 @@ from blake3 import blake3
 
 from tests.builders import Tensor, header_of, read_safetensors
 
-__all__ = ["change_file", "change_manifest", "change_stage", "digest", "read_stage"]
+__all__ = ["change_file", "change_manifest", "change_stage", "digest", "read_stage", "shard_of"]
 
 
 def digest(data: bytes) -> str:
@@ -46,7 +46,7 @@ def change_stage(out: Path, index: int, change: Callable[[dict[str, Tensor]], ob
     """Rewrite a stage's one shard as SPEC.md says a shard is written, and its lines in the manifest."""
     tensors = read_stage(out, index)
     change(tensors)
-    head, data = _shard(tensors)
+    head, data = shard_of(tensors)
     path = f"stage-{index:03d}/model.safetensors"
     (out / path).write_bytes(head + data)
 
@@ -58,7 +58,7 @@ def change_stage(out: Path, index: int, change: Callable[[dict[str, Tensor]], ob
     change_manifest(out, fit)
 
 
-def _shard(tensors: Mapping[str, Tensor]) -> tuple[bytes, bytes]:
+def shard_of(tensors: Mapping[str, Tensor]) -> tuple[bytes, bytes]:
     assert all(prod(tensor.shape) for tensor in tensors.values())
     words = " ".join(blake3(tensor.data).hexdigest() for tensor in tensors.values())
     text = json.dumps(header_of(tensors, metadata={"format": "pt", "blake3": words})).encode()

@@ -122,7 +122,8 @@ def test_tied_copies_that_differ_are_refused_and_one_may_be_dropped(tmp_path: Pa
     tensors = random_tensors(llama_config())
     write_model(tmp_path / "source", config, tensors)
     assert refusal(tmp_path / "source") == (
-        f"error: SOURCE/model.safetensors: the config ties {EMBEDDING} and {HEAD}, and the files store different values for them\n"
+        f"error: SOURCE/model.safetensors: the config ties {EMBEDDING} and {HEAD}, "
+        "and the files store different values for them\n"
         f"hint: set tie_word_embeddings to false to keep both, or say --drop {HEAD}"
     )
     ended = reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out", "--drop", HEAD)
@@ -136,7 +137,9 @@ def test_tied_copies_of_equal_bytes_in_two_dtypes_are_refused(tmp_path: Path) ->
     tensors = random_tensors(config, dtypes=["BF16"])
     tensors[HEAD] = replace(tensors[EMBEDDING], dtype="F16")
     write_model(tmp_path / "source", config, tensors)
-    assert refusal(tmp_path / "source").startswith(f"error: SOURCE/model.safetensors: the config ties {EMBEDDING} and {HEAD}, ")
+    assert refusal(tmp_path / "source").startswith(
+        f"error: SOURCE/model.safetensors: the config ties {EMBEDDING} and {HEAD}, "
+    )
 
 
 def test_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:

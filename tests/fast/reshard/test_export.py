@@ -99,7 +99,8 @@ def test_trained_weights_pack_anew_and_export_the_same(tmp_path: Path) -> None:
     train(out)
     exported = files_in(export(out))
     assert reshard("pack", out, "--layout", "pp=3", "--out", tmp_path / "three").code == 0
-    assert json.loads((tmp_path / "three/manifest.json").read_text())["training"] == {"step": 3, "num_tokens": 96}
+    training = json.loads((tmp_path / "three/manifest.json").read_text())["training"]
+    assert (training["step"], training["num_tokens"]) == (3, 96)
     ended = reshard("export", tmp_path / "three", "--to", "hf", "--out", tmp_path / "again")
     assert ended.out.startswith("exported 6 files, ")
     assert ended.out.endswith(f" (new headers: dtypes or tensors differ from the source): {tmp_path}/again\n")

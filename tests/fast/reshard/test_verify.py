@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.builders import Ended, llama_config, reshard, write_model
+from tests.builders import Ended, Tensor, llama_config, random_tensors, reshard, write_model
 from tests.fast.reshard.forged import digest, read_stage
 
 UP = "model.layers.3.mlp.up_proj.weight"
@@ -36,6 +37,11 @@ def differences(out: Path) -> list[tuple[str, str]]:
     ]
 
 
+def run(*args: str | Path) -> None:
+    ended = reshard(*args)
+    assert ended.code == 0, ended.err
+
+
 def flip(path: Path, position: int) -> None:
     """Flip one bit of a file; positions count from the end when negative."""
     data = bytearray(path.read_bytes())
@@ -47,7 +53,7 @@ def test_whole_checkpoint_verifies(out: Path) -> None:
     ended = reshard("verify", out)
     assert ended == Ended(code=0, out="verified 39 tensors, 17.78 KiB: every digest is as the manifest says\n", err="")
     assert reshard("verify", out, "--json").json == {
-        "version": 1, "equal": True, "num_tensors": 39, "nbytes": 18208, "differences": []
+        "version": 1, "equal": True, "num_tensors": 39, "nbytes": 18208, "compared_nbytes": 18208, "differences": []
     }  # fmt: skip
 
 
@@ -149,3 +155,94 @@ def test_damaged_bundle_is_neither_packed_nor_exported(verb: str, out: Path) -> 
     )
     assert (ended.code, ended.out) == (3, "")
     assert sorted(path.name for path in out.parent.iterdir()) == ["out", "source"]
+
+
+def test_quick_reads_no_tensor(out: Path) -> None:
+    flip(out / SHARD, -1)
+    assert reshard("verify", out, "--quick") == Ended(
+        code=0,
+        out="looked at 39 tensors, 17.78 KiB: sizes, headers and pins are as the manifest says; "
+        "17.78 KiB of data were not compared\n",
+        err="",
+    )
+    flip(out / SHARD, 4095)
+    assert reshard("verify", out, "--quick").code == 4
+
+
+def test_only_the_chosen_stages_are_looked_at(out: Path) -> None:
+    flip(out / "stage-000" / "model.safetensors", -1)
+    chosen = reshard("verify", out, "--stage", "1", "--json")
+    assert (chosen.code, chosen.json["num_tensors"], chosen.json["compared_nbytes"]) == (0, 20, 9120)
+    assert reshard("verify", out, "--stage", "1", "--stage", "0").code == 4
+    (out / "stage-000" / "model.safetensors").unlink()
+    assert reshard("verify", out, "--stage", "1").code == 0
+
+
+def test_stage_that_is_not_there_is_a_usage_error(out: Path) -> None:
+    ended = reshard("verify", out, "--stage", "2")
+    assert (ended.code, ended.err) == (2, "error: --stage: there is no stage 2: the manifest has 2\n")
+
+
+def test_bundles_equal_their_source(out: Path) -> None:
+    source = out.parent / "source"
+    assert reshard("verify", out, "--against", source) == Ended(
+        code=0, out=f"verified 39 tensors, 17.78 KiB: every tensor is as in {source}\n", err=""
+    )
+    run("pack", out, "--layout", "pp=3", "--out", out.parent / "other")
+    assert reshard("verify", out.parent / "other", "--against", out).code == 0
+
+
+def test_whatever_differs_from_the_source_is_listed(out: Path, tmp_path: Path) -> None:
+    config = llama_config(tie_word_embeddings=True)
+    tensors = random_tensors(config)
+    changed, wider = tensors[UP], "model.norm.weight"
+    tensors[UP] = replace(changed, data=bytes(len(changed.data)))
+    tensors[wider] = Tensor(dtype="F32", shape=(16,), data=bytes(64))
+    more = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    tensors[more] = Tensor(dtype="F32", shape=(2,), data=bytes(8))
+    write_model(tmp_path / "other", config, tensors)
+    other = tmp_path / "other" / "model.safetensors"
+    ended = reshard("verify", out, "--against", tmp_path / "other", "--json")
+    assert ended.code == 4
+    assert [(found["where"], found["problem"]) for found in ended.json["differences"]] == [
+        (f"{out}/{SHARD}: '{wider}'", f"expected F32 [16] ({other}), found BF16 [16]"),
+        (f"{out}/{SHARD}: '{UP}'", f"expected {digest(tensors[UP].data)} ({other}), found {digest(changed.data)}"),
+        (f"{other}: '{more}'", "no bundle holds it"),
+    ]
+    first = reshard("verify", out, "--against", tmp_path / "other", "--stage", "0", "--json")
+    assert [found["where"] for found in first.json["differences"]] == [f"{other}: '{more}'"]
+
+
+def test_tensors_that_the_source_lacks_are_listed(out: Path, tmp_path: Path) -> None:
+    config = llama_config(tie_word_embeddings=True)
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    tensors = random_tensors(config) | {name: Tensor(dtype="F32", shape=(2,), data=bytes(8))}
+    write_model(tmp_path / "more", config, tensors)
+    run("pack", tmp_path / "more", "--layout", "pp=1", "--out", tmp_path / "out2")
+    ended = reshard("verify", tmp_path / "out2", "--against", tmp_path / "source", "--json")
+    assert [found["problem"] for found in ended.json["differences"]] == ["the source has no such tensor"]
+
+
+def test_tensors_that_were_dropped_are_not_missed(tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    tensors = random_tensors(llama_config()) | {name: Tensor(dtype="F32", shape=(2,), data=bytes(8))}
+    write_model(tmp_path / "source", llama_config(), tensors)
+    run("pack", tmp_path / "source", "--layout", "pp=1", "--drop", name, "--out", tmp_path / "out")
+    assert reshard("verify", tmp_path / "out", "--against", tmp_path / "source").code == 0
+
+
+def test_virtual_bundles_are_compared_where_there_is_a_source(out: Path) -> None:
+    source, virtual = out.parent / "source", out.parent / "virtual"
+    run("pack", source, "--layout", "pp=2", "--virtual", "--out", virtual)
+    alone = reshard("verify", virtual, "--json").json
+    assert (alone["equal"], alone["nbytes"], alone["compared_nbytes"]) == (True, 18208, 0)
+    against = reshard("verify", virtual, "--against", out, "--json").json
+    assert (against["equal"], against["compared_nbytes"]) == (True, 18208)
+
+
+def test_quick_and_against_do_not_go_together(out: Path) -> None:
+    ended = reshard("verify", out, "--quick", "--against", out.parent / "source")
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err == (
+        "error: --quick: reads no tensor, --against reads all of them\nhint: leave one of the two out\n"
+    )

@@ -1,0 +1,179 @@
+"""Time the runner's loading of one stage of four beside reading its bytes, and beside other loaders.
+
+    python bench/load.py [--gb 4] [--runs 5] [--folder DIR] [--out bench/results/load.json]
+
+Each loader runs in a process of its own, which times itself after its imports; every one ends with
+all bytes touched in memory of its own. Warm cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+from checkpoints import llama_config, write_checkpoint  # noqa: E402
+from pack import LAYER_NBYTES, WIDTH  # noqa: E402
+
+STAGE = 1
+
+
+def read_once(source: Path, packed: Path) -> int:
+    """The limit: the stage's shard into one fresh piece of memory, by the same two threads."""
+    import mmap
+    from concurrent.futures import ThreadPoolExecutor
+
+    shard = next((packed / f"stage-{STAGE:03d}").glob("*.safetensors"))
+    nbytes = shard.stat().st_size
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    view, descriptor = memoryview(memory), os.open(shard, os.O_RDONLY)
+
+    def read(begin: int, end: int) -> None:
+        while begin < end:
+            begin += os.preadv(descriptor, [view[begin : min(end, begin + (1 << 20))]], begin)
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(read, *half) for half in ((0, nbytes // 2), (nbytes // 2, nbytes))]:
+            done.result()
+    return nbytes
+
+
+def runner(source: Path, packed: Path) -> int:
+    """What a rank does: its stage's modules on meta, memory for them, its bundle into it, digests checked."""
+    import torch
+
+    from manifests.jsontext import parse_json_object
+    from manifests.store import read_manifest, read_small_file
+    from runner.chunk import build_chunks, materialize, named_hf_parameters
+    from runner.families import family_for
+    from runner.load import load_bundle
+
+    manifest = read_manifest(packed)
+    config = parse_json_object(read_small_file(packed / "config.json"), "config.json")
+    family = family_for(config, max_seq_len=512)
+    modules = [stage.modules for stage in manifest.stages]
+
+    def load() -> int:
+        (chunk,) = build_chunks(family, modules, (STAGE,))
+        materialize(chunk, device=torch.device("cpu"), dtype=torch.bfloat16)
+        return load_bundle(dict(named_hf_parameters(chunk)), manifest, manifest.stages[STAGE], packed).nbytes
+
+    build_chunks(family, modules, (STAGE,))  # torchtitan is imported at the first build
+    return _timed(load)
+
+
+def load_file(source: Path, packed: Path) -> int:
+    """The safetensors library, its tensors copied out of the mapped file."""
+    from safetensors.torch import load_file as load
+
+    shard = next((packed / f"stage-{STAGE:03d}").glob("*.safetensors"))
+    return _timed(lambda: _nbytes([tensor.clone() for tensor in load(shard).values()]))
+
+
+def whole(source: Path, packed: Path) -> int:
+    """What each rank does elsewhere: the whole checkpoint into memory."""
+    from safetensors.torch import load_file as load
+
+    shards = sorted(source.glob("*.safetensors"))
+    return _timed(lambda: _nbytes([tensor.clone() for shard in shards for tensor in load(shard).values()]))
+
+
+def _nbytes(tensors: list[Any]) -> int:
+    """Add up tensors that are all held at once."""
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+LOADERS: dict[str, Callable[[Path, Path], int]] = {
+    "read_once": read_once,
+    "runner": runner,
+    "load_file": load_file,
+    "whole": whole,
+}
+_began_s = 0.0
+
+
+def _timed(load: Callable[[], int]) -> int:
+    global _began_s
+    _began_s = time.perf_counter()
+    return load()
+
+
+def _child(name: str, source: Path, packed: Path) -> None:
+    global _began_s
+    _began_s = time.perf_counter()
+    nbytes = LOADERS[name](source, packed)
+    seconds = time.perf_counter() - _began_s
+    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    print(json.dumps({"load_s": seconds, "nbytes": nbytes, "peak_mb": int(peak.split()[1]) / 1e3}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gb", type=float, default=4.0)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--folder")
+    parser.add_argument("--out")
+    parser.add_argument("--child", nargs=3)
+    options = parser.parse_args()
+    if options.child:
+        name, source, packed = options.child
+        _child(name, Path(source), Path(packed))
+        return
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-load-") as scratch:
+        source, packed = Path(scratch, "source"), Path(scratch, "packed")
+        num_layers = max(4, round((options.gb * 1e9 - 4 * 32000 * WIDTH) / LAYER_NBYTES))
+        write_checkpoint(source, llama_config(num_layers, WIDTH), num_shards=4)
+        pack = [sys.executable, "-m", "reshard.cli", "pack", str(source), "--layout", "pp=4", "--out", str(packed)]
+        subprocess.run(pack, check=True, stdout=subprocess.DEVNULL)
+        turns = [
+            {name: _run([sys.executable, __file__, "--child", name, str(source), str(packed)]) for name in LOADERS}
+            for _ in range(options.runs + 1)
+        ][1:]
+    result = {
+        "what": "one stage of four into memory of its own, all bytes touched, warm cache; whole: all four",
+        "date": date.today().isoformat(),
+        "commit": subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+        "turns": options.runs,
+        "loaders": {name: _summary(name, turns) for name in LOADERS},
+    }
+    text = json.dumps(result, indent=2) + "\n"
+    print(text, end="")
+    if options.out:
+        Path(options.out).write_text(text)
+
+
+def _run(command: list[str]) -> dict[str, float]:
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _summary(name: str, turns: list[dict[str, dict[str, float]]]) -> dict[str, object]:
+    mine = [turn[name] for turn in turns]
+    ratio = statistics.median(turn[name]["load_s"] / turn["read_once"]["load_s"] for turn in turns)
+    return {
+        "load_s": [round(run["load_s"], 3) for run in mine],
+        "nbytes": mine[0]["nbytes"],
+        "gib_per_s": round(mine[0]["nbytes"] / 2**30 / statistics.median(run["load_s"] for run in mine), 2),
+        "ratio_to_read_once": round(ratio, 3),
+        "peak_resident_mb": round(max(run["peak_mb"] for run in mine)),
+    }
+
+
+if __name__ == "__main__":
+    main()

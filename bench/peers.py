@@ -1,0 +1,65 @@
+"""What people do today in place of `reshard pack` and the runner's loader, to be timed beside them.
+
+python bench/peers.py script|transformers|dcp SOURCE OUT
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+NUM_STAGES = 4
+
+
+def script(source: Path, out: Path) -> None:
+    """The usual script: open every shard, gather each stage's tensors, save them."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    weight_map = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
+    num_layers = json.loads((source / "config.json").read_text())["num_hidden_layers"]
+    out.mkdir()
+    for stage in range(NUM_STAGES):
+        tensors = {}
+        for shard in sorted(set(weight_map.values())):
+            with safe_open(source / shard, "pt") as file:
+                for name in file.keys():  # noqa: SIM118 - not a dict
+                    if _stage_of(name, num_layers) == stage:
+                        tensors[name] = file.get_tensor(name)
+        save_file(tensors, out / f"stage-{stage}.safetensors")
+
+
+def transformers(source: Path, out: Path) -> None:
+    """Load the model and save it again."""
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(source).save_pretrained(out)
+
+
+def dcp(source: Path, out: Path) -> None:
+    """torch.distributed.checkpoint's Hugging Face reader and writer."""
+    import torch
+    import torch.distributed.checkpoint as checkpoint
+    from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+
+    reader = HuggingFaceStorageReader(str(source))
+    entries = reader.read_metadata().state_dict_metadata
+    state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+    checkpoint.load(state, storage_reader=HuggingFaceStorageReader(str(source)))
+    num_layers = json.loads((source / "config.json").read_text())["num_hidden_layers"]
+    mapping = {name: 1 + _stage_of(name, num_layers) for name in state}
+    writer = HuggingFaceStorageWriter(str(out), fqn_to_index_mapping=mapping, thread_count=4)
+    checkpoint.save(state, storage_writer=writer)
+
+
+def _stage_of(name: str, num_layers: int) -> int:
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    if layer:
+        return int(layer[1]) * NUM_STAGES // num_layers
+    return 0 if name.startswith("model.embed") else NUM_STAGES - 1
+
+
+if __name__ == "__main__":
+    {"script": script, "transformers": transformers, "dcp": dcp}[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]))

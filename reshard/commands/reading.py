@@ -1,0 +1,65 @@
+"""verify and inspect: the verbs that read bundles and say what they found."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from manifests.errors import UsageError
+from reshard.commands import options
+
+__all__ = ["inspect", "verify"]
+
+
+@click.command()
+@options.manifest
+@click.option("--quick", is_flag=True, help="Read no tensor: compare sizes and headers.")
+@click.option("--against", metavar="SOURCE", help="Compare with every tensor of SOURCE, too; none may be missing.")
+@click.option("--stage", "stages", type=click.IntRange(min=0), multiple=True, metavar="N",
+              help="Look at this stage alone; may be repeated.")  # fmt: skip
+@options.as_json
+@options.quiet
+def verify(
+    manifest: Path, quick: bool, against: str | None, stages: tuple[int, ...], as_json: bool, quiet: bool
+) -> None:  # fmt: skip
+    """Read every byte that MANIFEST names, and compare digests. Exit code 4 says that something differs.
+
+    Virtual bundles have no digests: sizes, headers and times of change are compared, and bytes with --against.
+
+    \b
+    Example:
+      reshard verify ./Llama-3.2-1B-pp2 --against ./Llama-3.2-1B
+    """
+    from reshard.report.done import verify_json, verify_text
+    from reshard.source import open_source
+    from reshard.verify import VerifyOptions, nbytes_to_read
+    from reshard.verify import verify as run
+
+    if quick and against:
+        raise UsageError("--quick", "reads no tensor, --against reads all of them", "leave one of the two out")
+    source = open_source(against) if against else None
+    asked = VerifyOptions(quick=quick, against=source, stages=frozenset(stages) if stages else None)
+    with options.progress("verify", nbytes_to_read(manifest, asked), quiet) as progress:
+        done = run(manifest, asked, progress)
+    click.echo(json.dumps(verify_json(done)) if as_json else verify_text(done, manifest))
+    if done.differences:
+        sys.exit(4)
+
+
+@click.command()
+@options.manifest
+@click.option("--tensors", is_flag=True, help="List every tensor with its stage, dtype, shape and digest.")
+@options.as_json
+def inspect(manifest: Path, tensors: bool, as_json: bool) -> None:
+    """Say what a manifest holds, from headers alone.
+
+    \b
+    Example:
+      reshard inspect ./Llama-3.2-1B-pp2 --tensors
+    """
+    from reshard.inspect import inspect_json, inspect_text
+
+    click.echo(json.dumps(inspect_json(manifest, tensors)) if as_json else inspect_text(manifest, tensors))

@@ -1,0 +1,56 @@
+"""Pictures of a plan: its stages, a step of its schedule, and what each rank computes and holds.
+
+matplotlib draws them. It is an extra, `reshard[draw]`, imported when a picture is asked for.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from manifests.errors import InputError, UsageError
+from manifests.store import write_file
+
+if TYPE_CHECKING:
+    from reshard.planning import Planned
+
+__all__ = ["check_picture", "draw_plan"]
+
+SUFFIXES = (".svg", ".png", ".html")
+
+
+def check_picture(path: Path, force: bool) -> None:
+    """Refuse early what could not be drawn, or may not be written over.
+
+    Raises:
+        UsageError: another kind of file, or no matplotlib.
+        InputError: the file exists and `force` is not given.
+    """
+    if path.suffix.lower() not in SUFFIXES:
+        raise UsageError("--draw", f"{path.name!r} is no picture", f"end it in {', '.join(SUFFIXES)}")
+    if find_spec("matplotlib") is None:
+        raise UsageError("--draw", "matplotlib draws the pictures, and is not installed", "pip install 'reshard[draw]'")
+    if path.exists() and not force:
+        raise InputError(str(path), "exists already", "choose another --draw, or replace it with --force")
+
+
+def draw_plan(planned: Planned, path: Path, theme: str = "light") -> None:
+    """Write the picture of a plan, of the kind that its name says. The same plan gives the same bytes.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    from reshard.draw.page import html_page
+    from reshard.draw.sheet import draw_sheet
+    from reshard.draw.theme import THEMES
+
+    suffix = path.suffix.lower()
+    if suffix == ".html":
+        data = html_page(planned).encode()
+    else:
+        data = draw_sheet(planned, THEMES[theme], "svg" if suffix == ".svg" else "png")
+    try:
+        write_file(path, data)
+    except OSError as error:
+        raise InputError(str(path), f"cannot be written: {error.strerror}") from error

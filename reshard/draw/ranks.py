@@ -1,0 +1,115 @@
+"""The ranks, a row each: the work of a microbatch, and memory against the limit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from reshard.draw.scale import byte_scale, height_of, ticks
+from reshard.draw.theme import ACCENT, MEMORY_COLOURS, PLAIN, Theme
+from reshard.forecast import Forecast
+from reshard.units import number_runs, show_bytes
+
+__all__ = ["draw_memory", "draw_work", "number_rows", "put_legend", "row_height"]
+
+MOST_LABELLED = 40  # ranks whose rows have room for a number
+_ROW = 0.82  # of a row, filled
+_LEGEND_PT = 38  # below the axis
+_DASHED = (0, (4, 2))
+
+
+def draw_work(axes: Axes, forecast: Forecast, theme: Theme) -> None:
+    """Draw how long each rank computes for a microbatch, beside the slowest."""
+    times, marked = forecast.rank_times, forecast.bottleneck
+    most = max(times) or 1.0
+    shares = [100 * time / most for time in times]
+    colours = [ACCENT if rank in marked else PLAIN for rank in range(len(times))]
+    axes.barh(range(len(times)), shares, height=row_height(len(times)), color=colours, linewidth=0)
+    mean = sum(shares) / len(shares)
+    axes.axvline(mean, color=theme.ink, linewidth=0.9, linestyle=_DASHED)
+    if len(times) <= MOST_LABELLED:
+        for rank, share in enumerate(shares):
+            _write_right(axes, rank, f"{share:.0f} %", bold=rank in marked)
+    axes.set(xlim=(0, 135), xticks=(0, 50, 100), xlabel="% of the slowest rank's time")
+    axes.set_title("Work")
+    number_rows(axes, forecast, labels=False)
+    put_legend(axes, [Line2D([], [], color=theme.ink, linewidth=0.9, linestyle=_DASHED, label=f"mean, {mean:.0f} %")])
+
+
+def draw_memory(axes: Axes, forecast: Forecast, theme: Theme) -> None:
+    """Draw what each rank holds, in parts, and the limit."""
+    ranks, limit = forecast.memory.ranks, forecast.assumed.memory_limit
+    most = max(memory.total for memory in ranks)
+    scale = byte_scale(max(most, limit or 0))
+    starts = [0.0] * len(ranks)
+    for part, colour in MEMORY_COLOURS.items():
+        sizes = [getattr(memory, part) / scale.unit for memory in ranks]
+        axes.barh(range(len(ranks)), sizes, left=starts, height=row_height(len(ranks)), color=colour, linewidth=0)
+        starts = [start + size for start, size in zip(starts, sizes, strict=True)]
+    if len(ranks) <= MOST_LABELLED:
+        for rank, memory in enumerate(ranks):
+            is_over = rank in forecast.ranks_over_limit
+            _write_right(axes, rank, ("over: " if is_over else "") + scale.show(memory.total), bold=is_over)
+    title = "Memory"
+    if limit:
+        axes.axvline(limit / scale.unit, color=ACCENT, linewidth=1.4)
+        num_over = len(forecast.ranks_over_limit)
+        title += f": {num_over} of {len(ranks)} over the limit" if num_over else ": within the limit"
+    axes.set(
+        xlim=(0, max(most, limit or 0) / scale.unit * 1.35 or 1),
+        xlabel=f"{scale.name}, estimated for {forecast.assumed.policy}",
+    )
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
+    axes.set_title(title)
+    number_rows(axes, forecast, labels=False)
+    handles = [Patch(color=colour, label=part) for part, colour in MEMORY_COLOURS.items()]
+    if limit:
+        handles.append(Patch(color=ACCENT, label=f"limit, {show_bytes(limit)}"))
+    put_legend(axes, handles)
+
+
+def row_height(num_ranks: int) -> float:
+    return _ROW if num_ranks <= MOST_LABELLED else 1.0
+
+
+def number_rows(axes: Axes, forecast: Forecast, *, labels: bool = True) -> None:
+    """Number the rows, rank 0 on top, and mark the bottleneck's."""
+    num_ranks, marked = forecast.placement.num_ranks, forecast.bottleneck
+    axes.set_ylim(num_ranks - 0.45, -0.55)
+    axes.tick_params(axis="y", length=0, pad=6)
+    for first, last in number_runs(marked):
+        axes.axhspan(first - 0.5, last + 0.5, facecolor=ACCENT, alpha=0.13, linewidth=0, zorder=0)
+    if not labels:
+        axes.set_yticks([])
+        return
+    shown = ticks(num_ranks, MOST_LABELLED, marked[:8])
+    axes.set_yticks(shown, [str(rank) for rank in shown])
+    axes.set_ylabel("rank")
+    for rank, label in zip(shown, axes.get_yticklabels(), strict=True):
+        if rank in marked:
+            label.set(color=ACCENT, fontweight="bold")
+    for first, last in number_runs(marked):
+        axes.plot(
+            (-0.004, -0.004), (first - 0.45, last + 0.45), transform=axes.get_yaxis_transform(), color=ACCENT,
+            linewidth=3, clip_on=False, solid_capstyle="butt",
+        )  # fmt: skip
+
+
+def _write_right(axes: Axes, rank: int, text: str, *, bold: bool) -> None:
+    axes.annotate(
+        text, (1, rank), (-3, 0), xycoords=axes.get_yaxis_transform(), textcoords="offset points", ha="right",
+        va="center_baseline", fontsize=7, fontweight="bold" if bold else "normal",
+    )  # fmt: skip
+
+
+def put_legend(axes: Axes, handles: Sequence[Artist], ncols: int = 3) -> None:
+    height_pt = height_of(axes)
+    axes.legend(
+        handles=handles, loc="upper left", bbox_to_anchor=(0, -_LEGEND_PT / height_pt), ncols=ncols, borderaxespad=0,
+        borderpad=0, handlelength=1, handleheight=0.9, columnspacing=1.1,
+    )  # fmt: skip

@@ -1,0 +1,66 @@
+"""Units, steps and sizes of axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+
+__all__ = ["Scale", "byte_scale", "height_of", "second_scale", "ticks", "width_of"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scale:
+    """An axis in multiples of `unit`."""
+
+    name: str
+    unit: float
+
+    def show(self, value: float) -> str:
+        """Give a value with three digits, without its unit."""
+        if not value:
+            return "0"
+        scaled = value / self.unit
+        return f"{scaled:.0f}" if scaled >= 99.95 else f"{scaled:.1f}" if scaled >= 9.995 else f"{scaled:.2f}"
+
+
+def byte_scale(most: int) -> Scale:
+    """Choose the unit in which the largest size has one to four digits before the point."""
+    name, unit = "B", 1
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if most < 1000 * unit:
+            break
+        name, unit = larger, unit * 1024
+    return Scale(name=name, unit=unit)
+
+
+def second_scale(most: float) -> Scale:
+    for name, unit in (("s", 1.0), ("ms", 1e-3)):
+        if most >= unit:
+            return Scale(name=name, unit=unit)
+    return Scale(name="µs", unit=1e-6)
+
+
+def ticks(count: int, most: int, wanted: Sequence[int] = ()) -> list[int]:
+    """Choose which of `count` numbers to show: all up to `most`, else some, and among them the wanted and the last."""
+    step = 1
+    while count > most * step:
+        step *= 2
+    kept = sorted({*wanted, count - 1})
+    regular = (number for number in range(0, count, step) if all(abs(number - other) >= 0.75 * step for other in kept))
+    return sorted({*regular, *kept})
+
+
+def width_of(axes: Axes) -> float:
+    """Give the width of axes in points."""
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    return float(axes.get_position().width * figure.get_figwidth() * 72)
+
+
+def height_of(axes: Axes) -> float:
+    """Give the height of axes in points."""
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    return float(axes.get_position().height * figure.get_figheight() * 72)

@@ -1,0 +1,190 @@
+"""SOURCE and SPEC become a plan of bytes and a forecast of the training that it is for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from manifests.errors import UsageError
+from manifests.invariants import MANIFEST_NAME
+from manifests.models import ModelShape
+from manifests.schedules import Costs, schedule_table, simulate
+from manifests.schema import Manifest
+from reshard.checkpoint import Checkpoint
+from reshard.costs import costs_of
+from reshard.forecast import Assumptions, Forecast, forecast
+from reshard.formats.config import find_config, open_config
+from reshard.formats.huggingface import CONFIG_NAME
+from reshard.layout import Layout, parse_layout
+from reshard.layout.inventory import Inventory, inventory_of_modules
+from reshard.layout.model import InFlight
+from reshard.layout.options import read_words
+from reshard.memory import estimate_memory, memory_of
+from reshard.plan import PackPlan, plan_pack
+from reshard.source import open_source
+from reshard.units import parse_bytes, write_bytes
+
+__all__ = ["LayoutRequest", "Planned", "model_name", "open_model", "plan_training"]
+
+_SOLVED = re.compile(r"\s*(balance:|parameters\b|type:)")  # the spellings that take limit=
+_LIMIT = "--memory-limit"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayoutRequest:
+    """A layout as it was asked for; see `parse_layout`. Without a spec, a manifest keeps the layout that it has."""
+
+    spec: str | None
+    num_ranks: int | None = None
+    strict_megatron: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """Everything there is to say of a layout before a byte moves."""
+
+    name: str  # of the model, as its source calls it
+    checkpoint: Checkpoint
+    inventory: Inventory
+    costs: Mapping[str, Mapping[str, float]]
+    plan: PackPlan
+    forecast: Forecast
+
+    @property
+    def layout(self) -> Layout:
+        return self.plan.layout
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.checkpoint.shape
+
+
+def open_model(source: str, drop: frozenset[str] = frozenset()) -> Checkpoint:
+    """Open a source, or the config that stands there alone.
+
+    Raises:
+        InputError: see `open_source` and `open_config`.
+        UsageError: tensors to drop where there are none.
+    """
+    config = find_config(source)
+    if config is None:
+        return open_source(source, drop)
+    if drop:
+        raise UsageError("--drop", f"{source} has no weights to leave behind", "leave --drop out")
+    return open_config(config)
+
+
+def model_name(source: str) -> str:
+    """Name a model after its folder, or after its config where that has a name of its own."""
+    path = Path(source)
+    if path.suffix == ".json":
+        path = path.resolve().parent if path.name in (CONFIG_NAME, MANIFEST_NAME) else path.with_suffix("")
+    return path.name or path.resolve().name
+
+
+def plan_training(name: str, checkpoint: Checkpoint, asked: LayoutRequest, assumed: Assumptions) -> Planned:
+    """Read or solve for the layout, lay the tensors out on it and simulate a step.
+
+    A memory limit is the solver's too, as if the spec said `limit=`; a limit in the spec is assumed here.
+
+    Raises:
+        InputError: a layout that is wrong or that does not fit, or times of another model.
+        UsageError: two limits, no layout, or a schedule that cannot run on the layout.
+    """
+    shape = checkpoint.shape
+    asked, assumed = _agree_on_limit(asked, assumed)
+    inventory = inventory_of_modules(shape.modules, shape.num_layers, shape.architecture)
+    sizes = {fqn: tensor.nbytes for fqn, tensor in checkpoint.tensors.items()}
+    costs = costs_of(shape, seq_len=assumed.seq_len, nbytes=sizes, measured=assumed.measured)
+    if asked.spec is None:
+        layout = _layout_of(checkpoint.manifest)
+    elif _SOLVED.match(asked.spec):
+        layout = _solve(asked, shape, inventory, costs, assumed)
+    else:
+        layout = _read(asked, inventory, costs)
+    forecasted = forecast(shape, layout, assumed)
+    if assumed.schedule:
+        layout = replace(layout, schedule=forecasted.schedule)
+    return Planned(
+        name=name,
+        checkpoint=checkpoint,
+        inventory=inventory,
+        costs=costs,
+        plan=plan_pack(checkpoint, layout),
+        forecast=forecasted,
+    )
+
+
+def _agree_on_limit(asked: LayoutRequest, assumed: Assumptions) -> tuple[LayoutRequest, Assumptions]:
+    if asked.spec is None or not _SOLVED.match(asked.spec):
+        return asked, assumed
+    said = next((word.value for word in read_words(asked.spec) if word.key == "limit"), None)
+    if said is None:
+        if assumed.memory_limit is None:
+            return asked, assumed
+        return replace(asked, spec=f"{asked.spec},limit={write_bytes(assumed.memory_limit)}"), assumed
+    if assumed.memory_limit is not None:
+        raise UsageError(_LIMIT, f"the layout says limit={said} itself", "leave one of the two out")
+    return asked, replace(assumed, memory_limit=parse_bytes(said))  # what is no size, the layout's reader refuses
+
+
+def _layout_of(manifest: Manifest | None) -> Layout:
+    if manifest is None:
+        raise UsageError("--layout", "is missing", "only a manifest has a layout already; --layout pp=4 asks for one")
+    return Layout(
+        spec=manifest.layout.spec,
+        stages=tuple(stage.modules for stage in manifest.stages),
+        placement=manifest.placement,
+        schedule=manifest.layout.schedule,
+    )
+
+
+def _read(
+    asked: LayoutRequest,
+    inventory: Inventory,
+    costs: Mapping[str, Mapping[str, float]],
+    in_flight: InFlight | None = None,
+) -> Layout:
+    assert asked.spec is not None
+    return parse_layout(
+        asked.spec,
+        inventory,
+        num_ranks=asked.num_ranks,
+        strict_megatron=asked.strict_megatron,
+        costs=costs,
+        in_flight=in_flight,
+    )
+
+
+def _solve(
+    asked: LayoutRequest,
+    shape: ModelShape,
+    inventory: Inventory,
+    costs: Mapping[str, Mapping[str, float]],
+    assumed: Assumptions,
+) -> Layout:
+    """Solve for a layout whose ranks keep within the memory limit, if there is one.
+
+    The schedule says how many microbatches each stage has in flight, which a limit must know before there
+    are stages; it depends on their number and places alone, and any costs give those.
+    """
+    nothing = dict.fromkeys(shape.modules, 0.0)
+    placed = _read(asked, inventory, dict.fromkeys((*costs, "memory"), nothing))
+    placement, training = placed.placement, assumed.training
+    table = schedule_table(assumed.schedule_for(placed), placement, assumed.microbatches_for(placement))
+    ones = [1.0] * placement.num_stages
+    in_flight = simulate(table, Costs.of(ones, ones)).peak_by_stage
+    without, with_one = memory_of(shape, training, 0), memory_of(shape, training, 1)
+    wires = [rank.wires for rank in estimate_memory(shape, placed.stages, table, training).ranks]
+    return _read(
+        asked,
+        inventory,
+        {**costs, "memory": memory_of(shape, training, max(in_flight))},
+        InFlight(
+            microbatches=in_flight,
+            activations={module: with_one[module] - without[module] for module in shape.modules},
+            reserved=max(wires),
+        ),
+    )

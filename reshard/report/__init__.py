@@ -1,0 +1,1 @@
+"""What the verbs print: tables for people, one JSON object for programs."""

@@ -1,0 +1,76 @@
+"""What the verbs that move or read bytes say when they are done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from manifests.schema import Manifest
+from reshard.export import ExportReport
+from reshard.units import show_bytes
+from reshard.verify import VerifyReport
+
+__all__ = ["export_json", "export_text", "pack_json", "pack_text", "verify_json", "verify_text"]
+
+
+def pack_json(manifest: Manifest, out: Path) -> dict[str, Any]:
+    return {
+        "version": 1,
+        "manifest": str(out / "manifest.json"),
+        "num_stages": manifest.layout.num_stages,
+        "num_ranks": manifest.layout.num_ranks,
+        "num_tensors": sum(stage.num_tensors for stage in manifest.stages),
+        "nbytes": sum(shard.nbytes for shard in manifest.shards),
+        "virtual_nbytes": sum(stage.nbytes for stage in manifest.stages if stage.spans),
+    }
+
+
+def pack_text(manifest: Manifest, out: Path) -> str:
+    done = pack_json(manifest, out)
+    packed, virtual = show_bytes(done["nbytes"]), show_bytes(done["virtual_nbytes"])
+    how = f"{packed}, and left {virtual} where they are" if manifest.virtual else packed
+    return (
+        f"packed {done['num_tensors']} tensors, {how}, in {done['num_stages']} stages: {done['manifest']}\n"
+        f"next: runner launch {done['manifest']} --nproc-per-node {done['num_ranks']} -- --help"
+    )
+
+
+def export_json(done: ExportReport, form: str, out: Path) -> dict[str, Any]:
+    return {
+        "version": 1,
+        "out": str(out),
+        "format": form,
+        "num_files": done.num_files,
+        "nbytes": done.nbytes,
+        "same_headers": done.identical,
+    }
+
+
+def export_text(done: ExportReport, out: Path) -> str:
+    how = "headers as in the source" if done.identical else "new headers: dtypes or tensors differ from the source"
+    return f"exported {done.num_files} files, {show_bytes(done.nbytes)} of weights ({how}): {out}"
+
+
+def verify_json(done: VerifyReport) -> dict[str, Any]:
+    return {
+        "version": 1,
+        "equal": not done.differences,
+        "num_tensors": done.num_tensors,
+        "nbytes": done.nbytes,
+        "compared_nbytes": done.compared_nbytes,
+        "differences": [{"where": where, "problem": problem} for where, problem in done.differences],
+    }
+
+
+def verify_text(done: VerifyReport, manifest: Path) -> str:
+    read = f"{done.num_tensors} tensors, {show_bytes(done.nbytes)}"
+    unread = done.nbytes - done.compared_nbytes
+    if not done.differences and done.source:
+        return f"verified {read}: every tensor is as in {done.source}"
+    if not done.differences and unread:
+        same = "sizes, headers and pins are as the manifest says"
+        return f"looked at {read}: {same}; {show_bytes(unread)} of data were not compared"
+    if not done.differences:
+        return f"verified {read}: every digest is as the manifest says"
+    lines = [f"{manifest}: {len(done.differences)} differ, of {read}"]
+    return "\n".join(lines + [f"  {where}: {problem}" for where, problem in done.differences])

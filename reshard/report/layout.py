@@ -1,0 +1,70 @@
+"""What a layout means, without a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reshard.layout import Layout
+from reshard.layout.wording import counted
+from reshard.report.text import group_stages, modules_shown, shorten_rows, table
+from reshard.units import show_numbers
+
+__all__ = ["layout_json", "layout_text", "placement_json", "placement_line", "spelling_json"]
+
+
+def layout_json(layout: Layout) -> dict[str, Any]:
+    placement = layout.placement
+    return {
+        **placement_json(layout),
+        "stages": [
+            {
+                "index": index,
+                "rank": placement.rank_of(index),
+                "virtual": placement.virtual_of(index),
+                "modules": list(modules),
+            }
+            for index, modules in enumerate(layout.stages)
+        ],
+    }
+
+
+def layout_text(layout: Layout) -> str:
+    placement, stages = layout.placement, layout.stages
+    likeness = [
+        (placement.virtual_of(index), len(modules), all(name.rpartition(".")[2].isdecimal() for name in modules))
+        for index, modules in enumerate(stages)
+    ]
+    rows = []
+    for run in group_stages(range(len(stages)), likeness):
+        modules = modules_shown([module for index in run for module in stages[index]])
+        rows.append(
+            (
+                show_numbers(run),
+                show_numbers(map(placement.rank_of, run)),
+                str(placement.virtual_of(run[0])),
+                modules if len(run) == 1 else f"{modules}: {len(stages[run[0]])} each",
+            )
+        )
+    head = ("stage", "rank", "virtual", "modules")
+    return "\n".join([placement_line(layout), table(head, shorten_rows(rows, 3), left=frozenset({"modules"}))])
+
+
+def placement_json(layout: Layout) -> dict[str, Any]:
+    placement = layout.placement
+    return {
+        "version": 1,
+        "num_stages": placement.num_stages,
+        "num_ranks": placement.num_ranks,
+        "num_virtual": placement.num_virtual,
+        "style": placement.style,
+    }
+
+
+def placement_line(layout: Layout) -> str:
+    placement = layout.placement
+    stages, ranks = counted(placement.num_stages, "stage"), counted(placement.num_ranks, "pipeline rank")
+    return f"{stages} on {ranks}, style {placement.style}"
+
+
+def spelling_json(spelling: str, text: str) -> dict[str, Any]:
+    return {"version": 1, "as": spelling, "layout": text}

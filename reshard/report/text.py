@@ -1,0 +1,60 @@
+"""Aligned columns, and few rows for many stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TypeVar
+
+from manifests.schema import TieGroup
+from reshard.layout.model import compress_modules
+
+__all__ = ["group_stages", "modules_shown", "shorten_rows", "table", "tie_lines"]
+
+MOST_ROWS = 40  # a table of more groups stages that are alike
+_ENDS = 12  # rows kept at either end of one that is too long even so
+
+T = TypeVar("T")
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: frozenset[str] = frozenset()) -> str:
+    """Align columns; those named in `left` flush left, the others right."""
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    lines = []
+    for row in (head, *rows):
+        cells = (
+            cell.ljust(width) if name in left else cell.rjust(width)
+            for cell, width, name in zip(row, widths, head, strict=True)
+        )
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def group_stages(stages: Sequence[T], likeness: Sequence[object]) -> list[Sequence[T]]:
+    """Part stages into runs to share a row: each alone when there are few, else neighbours that are alike."""
+    if len(stages) <= MOST_ROWS:
+        return [[stage] for stage in stages]
+    runs = groupby(zip(stages, likeness, strict=True), key=lambda pair: pair[1])
+    return [[stage for stage, _ in run] for _, run in runs]
+
+
+def shorten_rows(rows: Sequence[tuple[str, ...]], left: int) -> Sequence[tuple[str, ...]]:
+    """Leave out the middle of too many rows, and say in column `left` how many."""
+    if len(rows) <= MOST_ROWS:
+        return rows
+    cells = [""] * len(rows[0])
+    cells[left] = f"... {len(rows) - 2 * _ENDS} rows more, see --json ..."
+    return [*rows[:_ENDS], tuple(cells), *rows[-_ENDS:]]
+
+
+def modules_shown(modules: Sequence[str]) -> str:
+    """Name modules in few words, as layout files may: `embed_tokens, layers.0-7`."""
+    return compress_modules(name.removeprefix("model.") for name in modules) or "(empty)"
+
+
+def tie_lines(ties: Sequence[TieGroup]) -> list[str]:
+    return [
+        f"tied: {tie.owner.fqn} (stage {tie.owner.stage}) = "
+        + ", ".join(f"{replica.fqn} (stage {replica.stage})" for replica in tie.replicas)
+        for tie in ties
+    ]

@@ -1,0 +1,106 @@
+"""Manifests of training checkpoints: drawn by hypothesis, and one of every feature."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
+from manifests.schema import (
+    MOMENTS,
+    BatchSizes,
+    DataPosition,
+    LearningRate,
+    Manifest,
+    OptimizerState,
+    ParameterGroup,
+    RandomState,
+    Shard,
+    TrainingState,
+)
+from tests.fast.manifests.drawn_manifests import COUNTS, DIGESTS, TEXTS, digest_of, full_manifest, manifests
+
+__all__ = ["trained_manifests", "training_manifest"]
+
+NUMBERS = st.floats(0, allow_infinity=False).map(abs)  # a zero may be drawn with its sign
+BETAS = st.floats(0, math.nextafter(1, 0)).map(abs)
+
+
+@st.composite
+def optimizers(draw: st.DrawFn) -> OptimizerState:
+    names = draw(st.lists(st.lists(TEXTS, min_size=1, max_size=2), max_size=2))
+    options = {"beta1": BETAS, "beta2": BETAS, "eps": NUMBERS, "weight_decay": NUMBERS}
+    groups = [
+        draw(st.builds(ParameterGroup, **options, fqns=st.just(tuple(f"{i} {j} {fqn}" for j, fqn in enumerate(fqns)))))
+        for i, fqns in enumerate([[], *names])
+    ]
+    return OptimizerState(name=draw(TEXTS), max_norm=draw(NUMBERS), groups=tuple(groups))
+
+
+@st.composite
+def trained_manifests(draw: st.DrawFn) -> Manifest:
+    """Draw a manifest that breaks no invariant and has training state, with moments or without."""
+    bare = draw(manifests().filter(lambda manifest: manifest.virtual is None))
+    optimizer, stages = draw(st.none() | optimizers()), list(bare.stages)
+    if optimizer is not None:
+        held = draw(st.integers(0, len(stages) - 1))
+        shards = tuple(
+            Shard(path=f"{holds}/ of stage", nbytes=draw(COUNTS), digest=draw(DIGESTS), holds=holds)
+            for holds in MOMENTS
+        )
+        stages[held] = replace(stages[held], shards=stages[held].shards + shards)
+    training = TrainingState(
+        step=draw(COUNTS),
+        num_tokens=draw(COUNTS),
+        dtype=draw(st.none() | TEXTS),
+        optimizer=optimizer,
+        learning_rate=draw(
+            st.none()
+            | st.builds(
+                LearningRate, peak=NUMBERS, warmup_steps=COUNTS, decay=TEXTS, decay_steps=COUNTS, minimum=NUMBERS
+            )
+        ),
+        batch=draw(st.none() | st.builds(BatchSizes, global_batch=COUNTS, microbatch=COUNTS, seq_len=COUNTS)),
+        data=draw(st.none() | st.builds(DataPosition, num_sequences=COUNTS, digest=DIGESTS)),
+        random=tuple(
+            RandomState(rank=rank, generator=draw(TEXTS), state=draw(TEXTS)) for rank in range(draw(st.integers(0, 2)))
+        ),
+    )
+    return replace(bare, stages=tuple(stages), training=training)
+
+
+def training_manifest() -> Manifest:
+    """Give the full manifest with moments and state: what tests/data/golden/manifest-v1-training.json says."""
+    full = full_manifest()
+    stages = tuple(
+        replace(
+            stage,
+            shards=stage.shards
+            + tuple(
+                replace(shard, path=f"stage-{stage.index:03d}/{holds}/model.safetensors", holds=holds)
+                for shard in stage.shards
+                for holds in MOMENTS
+            ),
+        )
+        for stage in full.stages
+    )
+    options = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+    training = TrainingState(
+        step=300,
+        num_tokens=1_228_800,
+        dtype="F32",
+        optimizer=OptimizerState(
+            name="AdamW",
+            max_norm=1.0,
+            groups=(
+                ParameterGroup(**options, weight_decay=0.1),
+                ParameterGroup(**options, weight_decay=0.0, fqns=("model.norm.weight",)),
+            ),
+        ),
+        learning_rate=LearningRate(peak=3e-4, warmup_steps=20, decay="cosine", decay_steps=1000, minimum=3e-5),
+        batch=BatchSizes(global_batch=32, microbatch=2, seq_len=128),
+        data=DataPosition(num_sequences=9600, digest=digest_of("7")),
+        random=(RandomState(rank=0, generator="cpu", state="AAEC"), RandomState(rank=1, generator="cpu", state="AwQF")),
+    )
+    return replace(full, stages=stages, training=training)

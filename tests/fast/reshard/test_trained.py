@@ -1,0 +1,169 @@
+"""Training checkpoints offline: moments are cut, checked and kept like weights, and never exported."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.builders import EMBEDDING, HEAD, Tensor, files_in, llama_config, read_safetensors, reshard
+from tests.fast.trained import MOMENTS, STATE, random_moments, read_moments, write_moments, write_trained
+
+UP, LAST_UP = "model.layers.1.mlp.up_proj.weight", "model.layers.3.mlp.up_proj.weight"
+LAYOUTS = ("pp=1", "pp=2", "pp=4", "pp=2,vpp=2", "pp=2,style=v", "pp=3")
+
+
+def pack(source: Path, layout: str, out: Path) -> Path:
+    packed = reshard("pack", source, "--layout", layout, "--out", out)
+    assert packed.code == 0, packed.err
+    return out
+
+
+def manifest_of(out: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((out / "manifest.json").read_text())
+    return document
+
+
+def moments_in(out: Path) -> dict[tuple[int, str, str], Tensor]:
+    """Give every moment by stage, kind and FQN; each kind is in a folder of its own."""
+    found = {}
+    for stage in manifest_of(out)["stages"]:
+        for shard in stage["shards"]:
+            if shard["holds"] == "weights":
+                continue
+            assert shard["path"] == f"stage-{stage['index']:03d}/{shard['holds']}/model.safetensors"
+            for fqn, tensor in read_safetensors((out / shard["path"]).read_bytes()).items():
+                found[stage["index"], shard["holds"], fqn] = tensor
+    return found
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_moments_are_cut_anew_beside_their_weights(layout: str, tied: bool, tmp_path: Path) -> None:
+    trained = write_trained(tmp_path, "pp=4", tie_word_embeddings=tied)
+    out = pack(trained, layout, tmp_path / "out")
+    assert reshard("verify", out).code == 0, reshard("verify", out).out
+    expected, found = random_moments(llama_config(tie_word_embeddings=tied)), moments_in(out)
+    for stage in manifest_of(out)["stages"]:
+        weights = set()
+        for shard in stage["shards"]:
+            if shard["holds"] == "weights":
+                weights = read_safetensors((out / shard["path"]).read_bytes()).keys()
+        for moment in MOMENTS:
+            here = {fqn for index, holds, fqn in found if (index, holds) == (stage["index"], moment)}
+            assert here == weights
+    assert {(holds, fqn) for _, holds, fqn in found} >= {(holds, fqn) for holds in MOMENTS for fqn in (EMBEDDING, UP)}
+    assert all(tensor == expected[holds][fqn] for (_, holds, fqn), tensor in found.items())
+    assert manifest_of(out)["training"] == STATE
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_and_back_gives_every_byte_again(layout: str, tied: bool, tmp_path: Path) -> None:
+    trained = pack(write_trained(tmp_path, "pp=2", tie_word_embeddings=tied), "pp=4", tmp_path / "first")
+    again = pack(pack(trained, layout, tmp_path / "other"), "pp=4", tmp_path / "again")
+    before, after = files_in(trained), files_in(again)
+    assert {name for name in after if after[name] != before.get(name)} == {"manifest.json"}
+    assert after.keys() == before.keys()
+
+
+def test_export_of_a_training_checkpoint_is_the_model_alone(tmp_path: Path) -> None:
+    trained = write_trained(tmp_path, "pp=2", tie_word_embeddings=True)
+    exported = tmp_path / "exported"
+    assert reshard("export", trained, "--to", "hf", "--out", exported).code == 0
+    assert files_in(exported) == files_in(tmp_path / "source")
+
+
+def test_verify_names_every_damage_to_moments(tmp_path: Path) -> None:
+    trained = write_trained(tmp_path, "pp=2")
+    flipped, gone = trained / "stage-000/exp_avg/model.safetensors", trained / "stage-001/exp_avg_sq/model.safetensors"
+    data = bytearray(flipped.read_bytes())
+    data[-1] ^= 1
+    flipped.write_bytes(data)
+    gone.unlink()
+    ended = reshard("verify", trained)
+    assert ended.code == 4
+    _, *lines = ended.out.splitlines()
+    assert sorted(line.strip().partition(": expected")[0] for line in lines) == [
+        f"{flipped}: 'model.layers.1.post_attention_layernorm.weight'",
+        f"{gone}: the manifest names this shard, and it is missing",
+    ]
+
+
+def without_one(out: Path) -> None:
+    tensors = read_moments(out, 1, "exp_avg")
+    del tensors[LAST_UP]
+    write_moments(out, 1, "exp_avg", tensors)
+
+
+def with_stray(out: Path) -> None:
+    stray = {"model.layers.3.mlp.side_proj.weight": Tensor(dtype="F32", shape=(1,), data=b"lost")}
+    write_moments(out, 1, "exp_avg_sq", read_moments(out, 1, "exp_avg_sq") | stray)
+
+
+def with_moved_one(out: Path) -> None:
+    write_moments(
+        out, 0, "exp_avg", read_moments(out, 0, "exp_avg") | {LAST_UP: read_moments(out, 1, "exp_avg")[LAST_UP]}
+    )
+
+
+def misshapen(out: Path) -> None:
+    tensors = read_moments(out, 1, "exp_avg")
+    tensors[LAST_UP] = replace(tensors[LAST_UP], shape=tensors[LAST_UP].shape[::-1])
+    write_moments(out, 1, "exp_avg", tensors)
+
+
+def with_copies_that_differ(out: Path) -> None:
+    tensors = read_moments(out, 1, "exp_avg")
+    tensors[HEAD] = replace(tensors[HEAD], data=bytes(len(tensors[HEAD].data)))
+    write_moments(out, 1, "exp_avg", tensors)
+
+
+def without_the_copy(out: Path) -> None:
+    tensors = read_moments(out, 1, "exp_avg")
+    del tensors[HEAD]
+    write_moments(out, 1, "exp_avg", tensors)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without_one, f"OUT: exp_avg: 1 tensor of the model missing: {LAST_UP}"),
+        (
+            with_stray,
+            "OUT/stage-001/exp_avg_sq/model.safetensors: 'model.layers.3.mlp.side_proj.weight': "
+            "the source had no such tensor (source.json)",
+        ),
+        (
+            with_moved_one,
+            f"OUT/stage-000/exp_avg/model.safetensors: '{LAST_UP}': belongs to no module of stage 0",
+        ),
+        (
+            misshapen,
+            f"OUT/stage-001/exp_avg/model.safetensors: '{LAST_UP}'.shape: "
+            "expected [24, 16] (config.json), found [16, 24]",
+        ),
+        (
+            with_copies_that_differ,
+            "OUT: exp_avg: ties[0]: expected equal copies, found model.embed_tokens.weight on stage 0",
+        ),
+        (without_the_copy, "OUT: exp_avg: ties[0]: no shard of stage 1 holds 'lm_head.weight'"),
+    ],
+)
+def test_moments_that_are_not_the_models_are_refused(
+    change: Callable[[Path], None], message: str, tmp_path: Path
+) -> None:
+    trained = write_trained(tmp_path, "pp=2", tie_word_embeddings=True)
+    change(trained)
+    for verb in (("pack", trained, "--layout", "pp=4"), ("export", trained, "--to", "hf")):
+        ended = reshard(*verb, "--out", tmp_path / "out")
+        assert ended.code == 3
+        assert ended.err.replace(str(trained), "OUT").startswith(f"error: {message}")
+        assert not (tmp_path / "out").exists()
+    verified = reshard("verify", trained)
+    assert verified.code == 4
+    assert message in verified.out.replace(str(trained), "OUT")

@@ -1,0 +1,159 @@
+"""Which tensors a stage stores, and where: from original files as from shards, and from the hub by ranges alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from manifests.digest import digest_bytes
+from manifests.errors import InputError
+from manifests.schema import Layout, Manifest, Model, PinnedFile, Source, Span, Stage, TieGroup, TieMember, Virtual
+from manifests.store import read_manifest
+from stores.bundles import Bundles
+from stores.local import LocalFile
+from tests.builders import (
+    INDEX,
+    Tensor,
+    files_in,
+    index_of,
+    llama_config,
+    random_tensors,
+    reshard,
+    write_model,
+    write_safetensors,
+)
+from tests.servers.hub import Hub
+
+OWNER, REPLICAS = "a.weight", ("b.weight", "c.weight")
+
+
+def write_original(folder: Path, tensors: dict[str, Tensor]) -> tuple[PinnedFile, int]:
+    """Write a file of tensors, and give its pin and where its data begin."""
+    path = folder / "model.safetensors"
+    write_safetensors(path, tensors)
+    data = path.read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    digest, pin = digest_bytes(data[:begin]), LocalFile(path).pin
+    return PinnedFile(path=path.name, nbytes=len(data), pin=pin, digest=digest), begin
+
+
+def two_stages(folder: Path, pinned: PinnedFile, spans: Sequence[tuple[Span, ...]]) -> Manifest:
+    """Give a manifest of modules a, b and c, which share a weight: a on one stage, b and c on another."""
+    owner, *replicas = (
+        TieMember(fqn=fqn, stage=stage) for fqn, stage in zip((OWNER, *REPLICAS), (0, 1, 1), strict=True)
+    )
+    return Manifest(
+        created_by="a test",
+        model=Model(architecture="Abc", num_layers=0, num_params=4),
+        source=Source(kind="huggingface", location=str(folder)),
+        layout=Layout(spec="pp=2", style="loop", num_stages=2, num_ranks=2, num_virtual=1),
+        stages=tuple(
+            Stage(
+                index=index, rank=index, virtual=0, modules=modules, num_tensors=1, num_params=4,
+                nbytes=sum(span.end - span.begin for span in here), shards=(), spans=here,
+            )
+            for index, (modules, here) in enumerate(zip((("a",), ("b", "c")), spans, strict=True))
+        ),
+        ties=(TieGroup(owner=owner, replicas=tuple(replicas)),),
+        virtual=Virtual(location=str(folder), files=(pinned,)),
+    )  # fmt: skip
+
+
+def test_bytes_of_an_owner_elsewhere_stand_for_every_member_of_its_group_on_the_stage(tmp_path: Path) -> None:
+    pinned, begin = write_original(tmp_path, {OWNER: Tensor(dtype="U8", shape=(4,), data=b"abcd")})
+    span = Span(file=0, begin=begin, end=begin + 4)
+    manifest = two_stages(tmp_path, pinned, ((span,), (span,)))
+    bundles = Bundles(manifest, tmp_path / "nowhere")
+    assert [tensor.name for tensor in bundles.tensors_on(manifest.stages[0])] == [OWNER]
+    replicas = bundles.tensors_on(manifest.stages[1])
+    assert tuple(tensor.name for tensor in replicas) == REPLICAS
+    assert {(tensor.file, tensor.begin, tensor.end) for tensor in replicas} == {
+        (LocalFile(tmp_path / "model.safetensors"), begin, begin + 4)
+    }
+
+
+def test_tensors_without_bytes_are_in_no_span(tmp_path: Path) -> None:
+    empty, four = Tensor(dtype="U8", shape=(0,), data=b""), Tensor(dtype="U8", shape=(4,), data=b"abcd")
+    pinned, begin = write_original(tmp_path, {"b.empty": empty, OWNER: four, "c.empty": empty, "c.other": four})
+    spans = ((Span(file=0, begin=begin, end=begin + 4),), (Span(file=0, begin=begin + 4, end=begin + 8),))
+    manifest = two_stages(tmp_path, pinned, spans)
+    bundles = Bundles(manifest, tmp_path)
+    assert [[tensor.name for tensor in bundles.tensors_on(stage)] for stage in manifest.stages] == [
+        [OWNER],
+        ["c.other"],
+    ]
+
+
+@pytest.mark.parametrize(("begin", "end"), [(1, 4), (0, 3), (1, 3), (0, 5), (4, 7), (3, 8), (8, 9)])
+def test_span_that_cuts_a_tensor_is_refused(begin: int, end: int, tmp_path: Path) -> None:
+    four = Tensor(dtype="U8", shape=(4,), data=b"abcd")
+    pinned, first = write_original(tmp_path, {OWNER: four, "a.bias": four})
+    manifest = two_stages(tmp_path, pinned, ((Span(file=0, begin=first + begin, end=first + end),), ()))
+    with pytest.raises(InputError) as error:
+        Bundles(manifest, tmp_path).tensors_on(manifest.stages[0])
+    assert str(error.value) == (
+        f"stages[0].spans: {tmp_path}/model.safetensors: bytes {first + begin} to {first + end} are not whole tensors"
+    )
+
+
+def test_span_of_the_header_is_refused(tmp_path: Path) -> None:
+    pinned, first = write_original(tmp_path, {OWNER: Tensor(dtype="U8", shape=(4,), data=b"abcd")})
+    manifest = two_stages(tmp_path, pinned, ((Span(file=0, begin=0, end=first),), ()))
+    with pytest.raises(InputError, match="are not whole tensors"):
+        Bundles(manifest, tmp_path).tensors_on(manifest.stages[0])
+
+
+def push_in_order(hub: Hub, folder: Path) -> str:
+    """Push a model of 8 MiB, whose layers lie one after the other in two files."""
+    config = llama_config(hidden_size=256, intermediate_size=1024)
+    tensors = random_tensors(config)
+    write_model(folder, config, tensors)
+    (folder / "model.safetensors").unlink()
+    names = list(tensors)
+    shards = {"model-1.safetensors": names[:20], "model-2.safetensors": names[20:]}
+    for shard, held in shards.items():
+        write_safetensors(folder / shard, {fqn: tensors[fqn] for fqn in held})
+    (folder / INDEX).write_bytes(index_of(shards, sum(len(tensor.data) for tensor in tensors.values())))
+    return hub.push("org/model", files_in(folder))
+
+
+def test_virtual_bundles_on_the_hub_are_read_by_their_own_bytes_at_the_pinned_commit(hub: Hub, tmp_path: Path) -> None:
+    commit = push_in_order(hub, tmp_path / "source")
+    headers = sum(
+        8 + int.from_bytes(path.read_bytes()[:8], "little") for path in (tmp_path / "source").glob("*.safetensors")
+    )
+    packed = reshard("pack", "hf://org/model", "--layout", "pp=4", "--virtual", "--out", tmp_path / "virtual")
+    assert packed.code == 0, packed.err
+    virtual = read_manifest(tmp_path / "virtual").virtual
+    assert virtual is not None
+    assert (virtual.location, virtual.revision) == ("hf://org/model", commit)
+    weights = [request for request in hub.take_requests() if request.is_cdn and request.range]
+    assert sum(request.nbytes for request in weights) == headers
+
+    hub.push("org/model", {"config.json": b"{}"})  # the branch moves on
+    part = reshard("pack", tmp_path / "virtual", "--stages", "1", "--out", tmp_path / "part")
+    assert part.code == 0, part.err
+    sent = sum(request.nbytes for request in hub.take_requests())
+    stage = read_manifest(tmp_path / "part").stages[1]
+    assert stage.nbytes + headers <= sent <= 1.02 * stage.nbytes + headers + 20_000  # and a listing of the commit
+
+    assert reshard("pack", tmp_path / "source", "--layout", "pp=4", "--out", tmp_path / "whole").code == 0
+    bundle = "stage-001/model.safetensors"
+    assert (tmp_path / "part" / bundle).read_bytes() == (tmp_path / "whole" / bundle).read_bytes()
+
+
+def test_a_stage_asks_the_hub_for_the_headers_of_its_own_files_alone(hub: Hub, tmp_path: Path) -> None:
+    commit = push_in_order(hub, tmp_path / "source")
+    packed = reshard("pack", "hf://org/model", "--layout", "pp=4", "--virtual", "--out", tmp_path / "virtual")
+    assert packed.code == 0, packed.err
+    hub.take_requests()
+    manifest = read_manifest(tmp_path / "virtual")
+    tensors = Bundles(manifest, tmp_path / "virtual").tensors_on(manifest.stages[0])
+    asked = {request.path for request in hub.take_requests() if request.path.endswith(".safetensors")}
+    assert asked == {f"/org/model/resolve/{commit}/model-1.safetensors"}
+    assert {str(tensor.file) for tensor in tensors} == {f"hf://org/model@{commit}/model-1.safetensors"}
+    index = json.loads((tmp_path / "source" / INDEX).read_text())["weight_map"]
+    assert {tensor.name for tensor in tensors} <= {fqn for fqn, file in index.items() if file == "model-1.safetensors"}
