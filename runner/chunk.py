@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from runner.families import Family
+from runner.pages import empty_like
 
 __all__ = ["NamedParameter", "StageChunk", "build_chunks", "materialize", "named_hf_parameters"]
 
@@ -42,7 +43,7 @@ def build_chunks(
 def materialize(chunk: StageChunk, *, device: torch.device, dtype: torch.dtype) -> None:
     """Give a chunk memory on `device`: parameters of `dtype`, not yet filled, and computed buffers."""
     chunk.to(dtype)
-    chunk.to_empty(device=device)
+    chunk._apply(lambda tensor: empty_like(tensor, device))  # type: ignore[no-untyped-call] # as to_empty does
     chunk.device = device
     chunk.family.init_buffers(chunk.body, device)
 

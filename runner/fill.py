@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping
 
 import torch
@@ -13,8 +12,6 @@ from stores.base import Reader
 __all__ = ["TORCH_DTYPES", "fill"]
 
 _BLOCK_NBYTES = 1 << 20  # stays in the processor's cache between read, hash and copy
-_HUGE_PAGE_NBYTES = 2 << 20
-_MADV_HUGEPAGE = 14  # linux/mman.h
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -25,17 +22,17 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
 
 
 @torch.no_grad()
-def fill(parameter: torch.Tensor, dtype: torch.dtype, reader: Reader, position: int) -> str:
-    """Read a whole tensor, stored as `dtype` from `position` on, and give the hex digest of its bytes.
+def fill(
+    parameter: torch.Tensor, dtype: torch.dtype, reader: Reader, position: int, hasher: Hasher | None = None
+) -> None:
+    """Read a whole tensor, stored as `dtype` from `position` on, and hash its bytes as they pass if asked.
 
     The bytes go straight into the parameter where it lies on the CPU in the stored dtype, and
     through one small block where it does not.
     """
-    target, hasher = parameter.detach().view(-1), Hasher()
+    target = parameter.detach().view(-1)
     nbytes = target.numel() * dtype.itemsize
     direct = target.device.type == "cpu" and target.dtype == dtype
-    if direct:
-        _ask_for_huge_pages(target)
     staging = target if direct else torch.empty(_BLOCK_NBYTES // dtype.itemsize, dtype=dtype)
     room = staging.view(torch.uint8).numpy().data
     done = 0
@@ -43,18 +40,9 @@ def fill(parameter: torch.Tensor, dtype: torch.dtype, reader: Reader, position: 
         begin = done if direct else 0
         part = room[begin : begin + min(_BLOCK_NBYTES, nbytes - done)]
         reader.read_into(part, position + done)
-        hasher.update(part)
+        if hasher is not None:
+            hasher.update(part)
         if not direct:
             first, count = done // dtype.itemsize, len(part) // dtype.itemsize
             target[first : first + count].copy_(staging[:count])
         done += len(part)
-    return hasher.hexdigest()
-
-
-def _ask_for_huge_pages(tensor: torch.Tensor) -> None:
-    """Let fresh memory come 2 MiB at a time: page by page, faults take longer than the reading."""
-    begin = -(-tensor.data_ptr() // _HUGE_PAGE_NBYTES) * _HUGE_PAGE_NBYTES
-    nbytes = tensor.data_ptr() + tensor.nbytes - begin
-    if nbytes >= _HUGE_PAGE_NBYTES:
-        # Advice: where the kernel declines, reading is slower and no less right.
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(nbytes), _MADV_HUGEPAGE)

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from runner.saver import SaveReport
 from runner.step import StepReport
 
 __all__ = ["Metrics"]
@@ -18,7 +19,9 @@ class Metrics:
 
     JSON fields: `step` (1 is the first), `loss` (mean over the valid tokens of the global batch,
     before the step), `grad_norm` (before clipping), `lr`, `num_tokens`, `step_s` and `tokens_per_s`;
-    an evaluation has `step`, `eval_loss` and `num_tokens`. `time` is seconds since the epoch.
+    an evaluation has `step`, `eval_loss` and `num_tokens`. A checkpoint has the `step` after which it was
+    saved, `checkpoint` (its folder), `save_nbytes` (over all ranks), `stall_s` (training stood still) and
+    `save_s` (from there on until it was committed), or `save_error`. `time` is seconds since the epoch.
     """
 
     def __init__(self, path: Path | None, *, num_steps: int) -> None:
@@ -47,6 +50,23 @@ class Metrics:
     def evaluation(self, step: int, loss: float, num_tokens: int) -> None:
         self._write(step=step, eval_loss=loss, num_tokens=num_tokens)
         self._say(f"after step {step}: loss {loss:.6f} over {num_tokens:,} tokens of the evaluation data")
+
+    def checkpoint(self, report: SaveReport) -> None:
+        if report.failure is not None:
+            self._write(step=report.step, checkpoint=str(report.path), save_error=str(report.failure))
+            self._say(f"after step {report.step}: no checkpoint, training goes on: {report.failure}")
+            return
+        self._write(
+            step=report.step,
+            checkpoint=str(report.path),
+            save_nbytes=report.nbytes,
+            stall_s=report.stall_s,
+            save_s=report.save_s,
+        )
+        self._say(
+            f"after step {report.step}: saved {report.path}, {report.nbytes / 2**30:.2f} GiB in {report.save_s:.2f} s;"
+            f" training stood still for {report.stall_s:.3f} s"
+        )
 
     def saved(self, out: Path) -> None:
         self._say(f"saved the trained weights: {out / 'manifest.json'}")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from manifests.schema import MOMENTS, Holds
 from runner.chunk import NamedParameter
 from runner.recipe import OptimOptions
 
@@ -14,7 +15,10 @@ __all__ = ["Optimizer", "lr_at"]
 
 
 class Optimizer:
-    """AdamW that steps each parameter once; `parameters` pairs each with its Hugging Face FQN."""
+    """AdamW that steps each parameter once; `parameters` pairs each with its Hugging Face FQN.
+
+    The moments are there from the start, as zeros, so that a checkpoint can be read into them.
+    """
 
     def __init__(self, parameters: Sequence[NamedParameter], options: OptimOptions) -> None:
         self.parameters, self.options = tuple(parameters), options
@@ -27,6 +31,21 @@ class Optimizer:
                 eps=options.eps,
                 weight_decay=options.weight_decay,
             )
+            for _, parameter in parameters:
+                zeros = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
+                self.adamw.state[parameter] = {"step": torch.tensor(0.0), **zeros}
+
+    def moment(self, parameter: torch.nn.Parameter, moment: Holds) -> torch.Tensor:
+        """Give what AdamW keeps of a parameter's gradients, which it changes in place."""
+        assert self.adamw is not None
+        kept: torch.Tensor = self.adamw.state[parameter][moment]
+        return kept
+
+    def resume(self, num_steps: int) -> None:
+        """Go on as after so many steps; the moments have been filled."""
+        for _, parameter in self.parameters:
+            assert self.adamw is not None
+            self.adamw.state[parameter]["step"].fill_(num_steps)
 
     def zero_gradients(self) -> None:
         for _, parameter in self.parameters:

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import click
+from click.core import ParameterSource
 
 from manifests.errors import UsageError
-from runner.recipe import SCHEDULES, BatchOptions, DataOptions, OptimOptions
+from runner.recipe import SCHEDULES, BatchOptions, CheckpointOptions, DataOptions, OptimOptions, ResumeOptions
 
-__all__ = ["TrainOptions", "parse_training", "training_command"]
+__all__ = ["TrainOptions", "flag_of", "parse_training", "recall", "training_command"]
 
 Dtype = Literal["fp32", "bf16"]
 Device = Literal["auto", "cpu", "cuda"]
+_WRITTEN = ParameterSource.COMMANDLINE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainOptions:
-    """One training run. `timeout_s` bounds every wait for another rank, in seconds."""
+    """One training run. `timeout_s` bounds every wait for another rank, in seconds.
+
+    `values` are those of the flags by the names of their parameters, and `given` the ones that were written.
+    """
 
     steps: int
     batch: BatchOptions
@@ -35,6 +41,16 @@ class TrainOptions:
     force: bool
     log_dir: Path
     timeout_s: int
+    checkpoint: CheckpointOptions | None
+    resume: ResumeOptions
+    values: Mapping[str, Any]
+    given: frozenset[str]
+
+    def saves_after(self, step: int) -> bool:
+        """Whether a checkpoint is due after so many steps: the last one of a run, or one in between."""
+        if self.checkpoint is None:
+            return False
+        return step == self.steps or (self.checkpoint.every is not None and step % self.checkpoint.every == 0)
 
 
 def parse_training(args: Sequence[str]) -> TrainOptions:
@@ -45,7 +61,8 @@ def parse_training(args: Sequence[str]) -> TrainOptions:
     """
     try:
         with training_command.make_context("runner launch MANIFEST --", list(args)) as context:
-            return _options(**context.params)
+            written = (name for name in context.params if context.get_parameter_source(name) is _WRITTEN)
+            return replace(_options(**context.params), given=frozenset(written))
     except click.exceptions.Exit as done:  # --help was asked for, and shown
         sys.exit(done.exit_code)
     except click.UsageError as error:
@@ -54,11 +71,26 @@ def parse_training(args: Sequence[str]) -> TrainOptions:
         ) from error
 
 
+def recall(options: TrainOptions, remembered: Mapping[str, Any]) -> TrainOptions:
+    """Give the same options, with what a checkpoint remembers in place of every flag that was not written.
+
+    Raises:
+        UsageError: values that do not go together.
+    """
+    unwritten = {name: value for name, value in remembered.items() if name not in options.given}
+    return replace(_options(**{**options.values, **unwritten}), given=options.given)
+
+
+def flag_of(name: str) -> str:
+    """Give the flag of a parameter: `--warmup-steps` of `warmup_steps`."""
+    return "--" + name.replace("_", "-")
+
+
 @click.command(
     context_settings={"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 100},
     epilog="Example: runner launch DIR/manifest.json -- --steps 100 --seq-len 512 --global-batch 16 --data text/",
 )
-@click.option("--steps", type=click.IntRange(min=0), default=10, help="Optimizer steps.")
+@click.option("--steps", type=click.IntRange(min=0), default=10, help="Optimizer steps of the whole run.")
 @click.option("--seq-len", type=int, default=512, help="Tokens in a sequence.")
 @click.option("--global-batch", type=int, default=8, help="Sequences in an optimizer step.")
 @click.option("--microbatch", type=int, default=1, help="Sequences that go through a stage at a time.")
@@ -84,9 +116,27 @@ def parse_training(args: Sequence[str]) -> TrainOptions:
 @click.option("--max-norm", type=click.FloatRange(min=0), default=1.0, help="Clip gradients to this norm; 0: never.")
 @click.option("--warmup-steps", type=click.IntRange(min=0), default=0, help="Steps of linear warm-up.")
 @click.option("--decay", type=click.Choice(["constant", "cosine"]), default="constant", help="After warm-up.")
+@click.option(
+    "--decay-steps", type=click.IntRange(min=1), metavar="N", show_default="--steps", help="Step at which decay ends."
+)
 @click.option("--min-lr", type=click.FloatRange(min=0), default=0.0, help="Where the cosine ends.")
 @click.option("--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", help="Of weights and activations.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
+@click.option(
+    "--checkpoint", type=click.Path(path_type=Path), metavar="DIR",
+    help="Save checkpoints below this folder: after the last step, and in between.",
+)  # fmt: skip
+@click.option("--checkpoint-every", type=click.IntRange(min=1), metavar="N", help="Save after every N steps.")
+@click.option("--keep", type=click.IntRange(min=1), metavar="K", show_default="all", help="Checkpoints that stay.")
+@click.option("--checkpoint-sync", is_flag=True, help="Stop training until a checkpoint is on disk.")
+@click.option(
+    "--resume", metavar="auto|DIR|step-N",
+    help="Go on from the newest checkpoint that can be read (auto; without any, from MANIFEST), or from this one.",
+)  # fmt: skip
+@click.option(
+    "--resume-weights-only", is_flag=True, help="Take only the weights of what is resumed, and begin at step 0."
+)
+@click.option("--restart-data", is_flag=True, help="Begin the data at its first sequence when going on.")
 @click.option("--save", type=click.Path(path_type=Path), help="Write the trained weights to this folder at the end.")
 @click.option("--force", is_flag=True, help="Let --save replace a checkpoint that exists.")
 @click.option("--log-dir", type=click.Path(path_type=Path), default=Path("runner-log"), help="Folder of metrics.jsonl.")
@@ -99,8 +149,17 @@ def _options(
     *, steps: int, seq_len: int, global_batch: int, microbatch: int, schedule: str | None, data: tuple[str, ...],
     text_field: str, pack: bool, seed: int, eval_data: tuple[str, ...], lr: float, beta1: float, beta2: float,
     eps: float, weight_decay: float, max_norm: float, warmup_steps: int, decay: Literal["constant", "cosine"],
-    min_lr: float, dtype: Dtype, device: Device, save: Path | None, force: bool, log_dir: Path, timeout: int,
+    decay_steps: int | None, min_lr: float, dtype: Dtype, device: Device, checkpoint: Path | None,
+    checkpoint_every: int | None, keep: int | None, checkpoint_sync: bool, resume: str | None,
+    resume_weights_only: bool, restart_data: bool, save: Path | None, force: bool, log_dir: Path, timeout: int,
 ) -> TrainOptions:  # fmt: skip
+    values = dict(locals())
+    if checkpoint is None and (checkpoint_every or keep):
+        raise UsageError("--checkpoint-every" if checkpoint_every else "--keep", "needs --checkpoint DIR")
+    if checkpoint is None and resume and re.fullmatch(r"step-\d+", resume):
+        raise UsageError(f"--resume {resume}", "needs --checkpoint DIR, below which it is looked up")
+    if resume == "auto" and resume_weights_only:
+        raise UsageError("--resume-weights-only", "needs a checkpoint by name: auto goes on where a run was")
     return TrainOptions(
         steps=steps,
         batch=BatchOptions(global_batch=global_batch, microbatch=microbatch, seq_len=seq_len),
@@ -112,7 +171,7 @@ def _options(
             max_norm=max_norm,
             warmup_steps=warmup_steps,
             decay=decay,
-            decay_steps=steps,
+            decay_steps=steps if decay_steps is None else decay_steps,
             min_lr=min_lr,
         ),
         data=DataOptions(sources=data, text_field=text_field, pack=pack, seed=seed),
@@ -124,4 +183,12 @@ def _options(
         force=force,
         log_dir=log_dir,
         timeout_s=timeout,
+        checkpoint=CheckpointOptions(
+            history=checkpoint, every=checkpoint_every, keep=keep, is_async=not checkpoint_sync
+        )
+        if checkpoint
+        else None,
+        resume=ResumeOptions(source=resume, weights_only=resume_weights_only, restart_data=restart_data),
+        values=values,
+        given=frozenset(),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 from manifests.errors import InputError, UsageError
@@ -15,9 +16,11 @@ __all__ = [
     "SYNTHETIC",
     "TRAINED",
     "BatchOptions",
+    "CheckpointOptions",
     "DataOptions",
     "Decay",
     "OptimOptions",
+    "ResumeOptions",
     "ScheduleName",
     "check_schedule",
     "check_trainable",
@@ -119,6 +122,25 @@ class DataOptions:
     def __post_init__(self) -> None:
         if not self.sources or (SYNTHETIC in self.sources and len(self.sources) > 1):
             raise UsageError("--data", f"expected files, folders or globs, or the one word {SYNTHETIC!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointOptions:
+    """Where a run saves its checkpoints, after how many steps, and how many of them stay; None: all."""
+
+    history: Path
+    every: int | None  # besides the one after the last step
+    keep: int | None
+    is_async: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResumeOptions:
+    """What a run goes on from: `auto`, `step-N` or a checkpoint's path; None: the manifest that is launched."""
+
+    source: str | None
+    weights_only: bool
+    restart_data: bool
 
 
 def check_trainable(architecture: str, where: str = "config.json") -> None:

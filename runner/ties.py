@@ -9,7 +9,7 @@ optimizer step. The norm counts the group once, on the rank of its owner.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -125,8 +125,13 @@ def sync_gradients(ties: Sequence[Tie]) -> None:
             dist.all_reduce(leader.grad, group=tie.group)
 
 
-def check_equal(ties: Sequence[Tie], pipeline: dist.ProcessGroup | None = None) -> None:
-    """Make sure that all copies of each tied weight hold the same bytes.
+def check_equal(
+    ties: Sequence[Tie],
+    pipeline: dist.ProcessGroup | None = None,
+    *,
+    of: Callable[[nn.Parameter], torch.Tensor] = lambda weight: weight,
+) -> None:
+    """Make sure that all copies of each tied weight, or of what `of` gives for it, hold the same bytes.
 
     Every rank of the pipeline calls this.
 
@@ -135,7 +140,7 @@ def check_equal(ties: Sequence[Tie], pipeline: dist.ProcessGroup | None = None) 
     """
     if not dist.is_initialized():
         return
-    mine = {tie.fqn: _digest(tie.leader) for tie in ties if tie.group is not None}
+    mine = {tie.fqn: _digest(of(tie.leader)) for tie in ties if tie.group is not None}
     everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(pipeline))]
     dist.all_gather_object(everyone, mine, group=pipeline)
     for fqn in sorted({fqn for digests in everyone for fqn in digests}):
@@ -162,6 +167,6 @@ def _process_group(
     return group
 
 
-def _digest(parameter: nn.Parameter) -> str:
-    flat = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8)
+def _digest(tensor: torch.Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return digest_bytes(flat.numpy().data)

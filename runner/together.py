@@ -17,8 +17,8 @@ class AloneError(UserError):
 
 
 @contextmanager
-def together(task: str) -> Iterator[None]:
-    """Run a block on every rank; when any rank's block raised, raise on all of them.
+def together(task: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Run a block on every rank of a group; when any rank's block raised, raise on all of them.
 
     The block may run no collectives of its own. The message names each rank that failed, once.
 
@@ -34,8 +34,8 @@ def together(task: str) -> Iterator[None]:
     except Exception as error:  # our bug: the other ranks must end too, this one keeps its traceback
         unexpected = error
         failure = UserError(task, f"{type(error).__name__}: {error}")
-    failures: list[UserError | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, failure)
+    failures: list[UserError | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(failures, failure, group=group)
     if unexpected is not None:
         raise unexpected
     failed = {rank: error for rank, error in enumerate(failures) if error is not None}

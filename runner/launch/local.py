@@ -32,8 +32,9 @@ def launch_here(manifest_path: Path, training: Sequence[str], *, nproc_per_node:
     nproc = manifest.layout.num_ranks if nproc_per_node is None else nproc_per_node
     check_world(manifest, nproc)
     check_trainable(manifest.model.architecture)
-    schedule = options.schedule or manifest.layout.schedule or default_schedule(manifest.placement)
-    check_schedule(schedule, manifest.placement, options.batch.num_microbatches)
+    if options.resume.source is None:  # a checkpoint may remember other batch sizes: the ranks check them
+        schedule = options.schedule or manifest.layout.schedule or default_schedule(manifest.placement)
+        check_schedule(schedule, manifest.placement, options.batch.num_microbatches)
     if find_spec("torch") is None:
         raise UserError("runner", "torch is not installed here", "pip install 'reshard[runner]'")
     command = [

@@ -1,0 +1,79 @@
+"""The checkpoints of one training run: a folder of them, `step-000100` the one after 100 steps. No torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from manifests.errors import InputError
+from manifests.invariants import MANIFEST_NAME
+from manifests.publish import holding
+from manifests.store import open_shard, read_manifest, sync_folder
+
+__all__ = ["checkpoint_path", "find_checkpoints", "hold_history", "retire", "step_of"]
+
+_NAME = re.compile(r"step-(\d{6,18})")
+_LEFT = re.compile(r"\.step-\d{6,18}\.(partial|removed)")
+
+
+def checkpoint_path(history: Path, step: int) -> Path:
+    return history / f"step-{step:06d}"
+
+
+def step_of(checkpoint: Path) -> int | None:
+    """Give the step that a folder is named after, if it is named as `checkpoint_path` does."""
+    match = _NAME.fullmatch(checkpoint.name)
+    return int(match[1]) if match and checkpoint_path(checkpoint.parent, int(match[1])) == checkpoint else None
+
+
+def find_checkpoints(history: Path) -> tuple[Path, ...]:
+    """Give the checkpoints of a folder, the one of the most steps first; clocks play no part."""
+    found = {}
+    for path in history.iterdir() if history.is_dir() else ():
+        step = step_of(path)
+        if step is not None and (path / MANIFEST_NAME).is_file():
+            found[step] = path
+    return tuple(found[step] for step in sorted(found, reverse=True))
+
+
+@contextmanager
+def hold_history(history: Path) -> Iterator[None]:
+    """Keep other runs from saving here while the block runs, and clear away what kills have left.
+
+    Raises:
+        InputError: another run saves here, or the folder cannot be made.
+    """
+    with holding(history):
+        for path in history.iterdir():
+            if _LEFT.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+        yield
+
+
+def retire(history: Path, newest: Path, keep: int) -> None:
+    """Take away all but the last `keep` checkpoints up to `newest`, once that one proves readable.
+
+    Later ones stay: they are not this run's.
+
+    Raises:
+        InputError: `newest` cannot be read back; nothing was taken away.
+    """
+    for shard in read_manifest(newest).shards:
+        open_shard(newest, shard)
+    last = step_of(newest)
+    assert last is not None
+    past = [path for path in find_checkpoints(history) if (step_of(path) or 0) <= last]
+    for path in past[keep:]:
+        # Renamed first: a checkpoint vanishes whole.
+        removed = path.with_name(f".{path.name}.removed")
+        try:
+            shutil.rmtree(removed, ignore_errors=True)
+            os.rename(path, removed)
+            sync_folder(history)
+            shutil.rmtree(removed)
+        except OSError as error:
+            raise InputError(str(path), f"cannot be taken away: {error.strerror}") from error

@@ -1,0 +1,60 @@
+"""A manifest as the runner opens it, with the model that its config promises. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from manifests.errors import InputError
+from manifests.invariants import MANIFEST_NAME, check_model
+from manifests.jsontext import parse_json_object
+from manifests.models import ModelShape, model_shape
+from manifests.schema import Manifest
+from manifests.store import read_manifest, read_small_file
+
+__all__ = ["Packed", "open_packed"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Packed:
+    """A manifest in the folder `root`, seen to hold its config's model."""
+
+    root: Path
+    manifest: Manifest
+    config: Mapping[str, Any]
+    shape: ModelShape
+
+    @property
+    def where(self) -> str:
+        return str(self.root / MANIFEST_NAME)
+
+    @property
+    def tokenizer(self) -> str | None:
+        """The digest of tokenizer.json, if there is one."""
+        return _digest_of("tokenizer.json", self.manifest)
+
+    @property
+    def stage_modules(self) -> tuple[tuple[str, ...], ...]:
+        return tuple(stage.modules for stage in self.manifest.stages)
+
+
+def open_packed(folder: Path) -> Packed:
+    """Read a manifest and its config.
+
+    Raises:
+        InputError: one of them cannot be read, or the stages do not hold the config's model.
+    """
+    manifest, path = read_manifest(folder), folder / "config.json"
+    digest = _digest_of(path.name, manifest)
+    if digest is None:
+        raise InputError(str(folder / MANIFEST_NAME), f"{path.name} is not among its files")
+    config = parse_json_object(read_small_file(path, digest), str(path))
+    shape = model_shape(config, str(path))
+    check_model(manifest, shape, str(folder / MANIFEST_NAME))
+    return Packed(root=folder, manifest=manifest, config=config, shape=shape)
+
+
+def _digest_of(name: str, manifest: Manifest) -> str | None:
+    return next((file.digest for file in manifest.files if file.path == name), None)

@@ -1,0 +1,32 @@
+"""The states of a rank's random numbers, kept in checkpoints."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+
+import torch
+
+from manifests.schema import RandomState
+
+__all__ = ["random_state", "restore_random"]
+
+
+def random_state(rank: int, device: torch.device) -> RandomState:
+    """Give the state of the generator that this rank draws from."""
+    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    text = base64.b64encode(state.numpy().tobytes()).decode()
+    return RandomState(rank=rank, generator=device.type, state=text)
+
+
+def restore_random(states: Sequence[RandomState], rank: int, num_ranks: int, device: torch.device) -> bool:
+    """Go on with the random numbers of a run that had as many ranks on the same kind of device, or say False."""
+    mine = {state.rank: state.state for state in states if state.generator == device.type}
+    if sorted(mine) != list(range(num_ranks)):
+        return False
+    state = torch.frombuffer(bytearray(base64.b64decode(mine[rank])), dtype=torch.uint8)
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+    return True

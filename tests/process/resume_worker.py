@@ -1,0 +1,52 @@
+"""A rank that runs training jobs one after the other, as `runner.worker` does. Started by torchrun.
+
+usage: resume_worker.py JOBS
+
+JOBS is a JSON list of {"root": …, "args": […], "log": …}; a job's log gets what rank 0 says, its refusal too.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from manifests.errors import UserError
+from runner.options import parse_training
+from runner.worker import run
+from runner.world import World, join_world
+
+CPU = torch.device("cpu")
+
+
+def run_job(job: dict[str, Any], world: World) -> None:
+    logger = logging.getLogger("runner")
+    handler = logging.FileHandler(job["log"]) if world.rank == 0 else logging.NullHandler()
+    logger.addHandler(handler)
+    try:
+        run(Path(job["root"]), parse_training(job["args"]), world, CPU)
+    except UserError as error:
+        logger.error("error: %s", error)
+    finally:
+        logger.removeHandler(handler)
+        handler.close()
+
+
+def main(jobs: Path) -> None:
+    logging.getLogger("runner").setLevel(logging.INFO)
+    world = World.from_environment(os.environ)
+    join_world(CPU, timeout_s=60)
+    for job in json.loads(jobs.read_text()):
+        run_job(job, world)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

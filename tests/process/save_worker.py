@@ -1,0 +1,82 @@
+"""One of two ranks that save checkpoints one after the other, with no model: every number in one is its step.
+
+usage: save_worker.py PACKED HISTORY LAST [FULL]
+
+Goes on after the newest checkpoint until step LAST. In step FULL, rank 1's disk is full. Rank 0 prints a
+line for each save: `saved N` or `failed N MESSAGE`.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import distributed as dist
+
+from manifests.models import module_of
+from manifests.schema import MOMENTS, WEIGHTS, DataPosition, Holds
+from runner.held import Held
+from runner.history import find_checkpoints, hold_history, step_of
+from runner.options import parse_training
+from runner.packed import Packed, open_packed
+from runner.resume import remember
+from runner.save import Job, parent_of
+from runner.saver import Saver, SaveReport
+
+TIMEOUT = timedelta(seconds=60)
+
+
+def held_by(rank: int, packed: Packed) -> Held:
+    modules = packed.stage_modules[rank]
+    shapes = {fqn: shape for fqn, shape in packed.shape.tensors.items() if module_of(fqn, modules)}
+    kinds: tuple[Holds, ...] = (WEIGHTS, *MOMENTS)
+    return {rank: {holds: {fqn: torch.zeros(shape) for fqn, shape in shapes.items()} for holds in kinds}}
+
+
+def tell(reports: tuple[SaveReport, ...], rank: int) -> None:
+    for report in reports if rank == 0 else ():
+        print(f"failed {report.step} {report.failure}" if report.failure else f"saved {report.step}", flush=True)
+
+
+def main(folder: Path, history: Path, last: int, full: int) -> None:
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    rank, packed = dist.get_rank(), open_packed(folder)
+    options = parse_training(["--data", "synthetic", "--checkpoint", str(history), "--keep", "2"])
+    held = held_by(rank, packed)
+    first = (step_of(found[0]) or 0) + 1 if (found := find_checkpoints(history)) else 1
+    dist.barrier()
+    with ExitStack() as stack:
+        if rank == 0:
+            stack.enter_context(hold_history(history))
+        job = Job(manifest=packed.manifest, root=packed.root, parents=(parent_of(packed.root),))
+        assert options.checkpoint is not None
+        saver = stack.enter_context(Saver(job, options.checkpoint, held, TIMEOUT))
+        for step in range(first, last + 1):
+            for tensor in (tensor for kinds in held.values() for named in kinds.values() for tensor in named.values()):
+                tensor.fill_(step)
+            data = DataPosition(num_sequences=step, digest="blake3:" + 64 * "0")
+            if rank == 1:
+                tell(saver.reports(wait=True), rank)  # the limit is the process's: not before the last save has ended
+                limit = 1 << 16 if step == full else resource.RLIM_INFINITY
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+            saver.save(held, remember(options, step=step, num_tokens=step, data=data))
+            tell(saver.reports(), rank)
+        tell(saver.reports(wait=True), rank)
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]) if sys.argv[4:] else 0)
+    except Exception as error:
+        print(f"rank {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
+    os._exit(0)

@@ -1,0 +1,385 @@
+"""Training that was interrupted, on the same ranks or on others, against training that was not.
+
+Every resumed run starts in fresh processes. Checkpoints are compared by the digests of their tensors,
+weights and moments alike, and losses by their bits.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from safetensors import safe_open
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
+
+from manifests.publish import holding
+from manifests.store import open_shard, read_manifest
+from runner.recipe import BatchOptions, DataOptions
+from runner.sequences import read_batches
+from tests.builders import reshard
+from tests.fast.runner.tiny import load_model, save_model
+from tests.process.torchrun import launch
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+
+Weights = Literal["tied", "untied"]
+WEIGHTS: tuple[Weights, ...] = ("tied", "untied")
+LAYOUTS = {ranks: {"1F1B": f"pp={ranks}", "Interleaved1F1B": f"pp={ranks},vpp=2"} for ranks in (1, 2, 4)}
+STEPS, SEQ_LEN, GLOBAL_BATCH = 12, 24, 8
+LR, WARMUP, MIN_LR, MAX_NORM, WEIGHT_DECAY = 2e-3, 3, 2e-4, 0.5, 0.1
+RECIPE = (
+    "--seq-len", SEQ_LEN, "--global-batch", GLOBAL_BATCH, "--lr", LR, "--warmup-steps", WARMUP, "--decay", "cosine",
+    "--decay-steps", STEPS, "--min-lr", MIN_LR, "--max-norm", MAX_NORM, "--weight-decay", WEIGHT_DECAY,
+)  # fmt: skip
+WORDS = [f"w{number}" for number in range(300)]
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Where everything lies; a run is known by its name."""
+
+    place: Path
+
+    def history(self, name: str) -> Path:
+        return self.place / name / "checkpoints"
+
+    def checkpoint(self, name: str, step: int = STEPS) -> Path:
+        return self.history(name) / f"step-{step:06d}"
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.place / name / "metrics.jsonl").read_text().splitlines()]
+
+    def losses(self, name: str) -> dict[int, tuple[float, float, float]]:
+        """Give loss, norm and learning rate of each step."""
+        steps = (line for line in self.lines(name) if "loss" in line)
+        return {line["step"]: (line["loss"], line["grad_norm"], line["lr"]) for line in steps}
+
+    def said(self, name: str) -> str:
+        return (self.place / name / "log").read_text()
+
+    def packed(self, weights: str, layout: str) -> Path:
+        return self.place / "packed" / weights / layout
+
+    def job(self, name: str, root: Path, *args: object, steps: int = STEPS) -> dict[str, Any]:
+        (self.place / name).mkdir(exist_ok=True)
+        fixed = ("--steps", steps, "--log-dir", self.place / name)
+        return {"root": str(root), "args": [str(arg) for arg in (*args, *fixed)], "log": str(self.place / name / "log")}
+
+
+def digests_in(checkpoint: Path) -> dict[tuple[str, str], str]:
+    """Give the digest of every tensor, by kind and FQN; tied copies of one kind are equal."""
+    manifest, found = read_manifest(checkpoint), dict[tuple[str, str], str]()
+    for shard in manifest.shards:
+        header = open_shard(checkpoint, shard)
+        found |= {(shard.holds, fqn): digest for fqn, digest in header.digests(shard.path).items()}
+    for replica in (replica.fqn for group in manifest.ties for replica in group.replicas):
+        for holds in ("weights", "exp_avg", "exp_avg_sq"):
+            owner = found[holds, manifest.ties[0].owner.fqn]
+            assert found.setdefault((holds, replica), owner) == owner
+    return found
+
+
+def data_of(weights: Weights, place: Path) -> tuple[object, ...]:
+    """Text in whole words for the tied model, random tokens for the other."""
+    return ("--data", place / "text.jsonl") if weights == "tied" else ("--data", "synthetic", "--seed", 7)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    runs = Runs(tmp_path_factory.mktemp("resume"))
+    make_sources(runs.place)
+    for weights in WEIGHTS:
+        for layout in (layout for layouts in LAYOUTS.values() for layout in layouts.values()):
+            packed = reshard("pack", runs.place / weights, "--layout", layout, "--out", runs.packed(weights, layout))
+            assert packed.code == 0, packed.err
+    launch_jobs(runs, 4, whole(runs, 4))
+    launch_jobs(runs, 2, [*whole(runs, 2), *across(runs, "pp=2", "whole-4-1F1B", 6, 8)])
+    launch_jobs(runs, 1, [*whole(runs, 1), *across(runs, "pp=1", "across-pp=2", 8, 10)])
+    launch_jobs(runs, 4, [*resumed(runs, 4), *across(runs, "pp=4,vpp=2", "across-pp=1", 10, STEPS)])
+    spoil_copy(runs)
+    with holding(runs.history("held")):
+        launch_jobs(runs, 2, [*resumed(runs, 2), *offline(runs), *on_two_ranks(runs)])
+    launch_jobs(runs, 1, resumed(runs, 1))
+    return runs
+
+
+def make_sources(place: Path) -> None:
+    for weights in WEIGHTS:
+        sizes = {"hidden_size": 32, "intermediate_size": 80, "bos_token_id": 300, "eos_token_id": 301}
+        save_model(place / weights, tie_word_embeddings=weights == "tied", **sizes)
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(place / "tied" / "tokenizer.json"))
+    documents = (" ".join(WORDS[(7 * row + i * i) % 300] for i in range(3 + row % 41)) for row in range(90))
+    (place / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+
+
+def launch_jobs(runs: Runs, num_ranks: int, jobs: list[dict[str, Any]]) -> None:
+    (runs.place / "jobs.json").write_text(json.dumps(jobs))
+    launch(num_ranks, "resume_worker.py", runs.place / "jobs.json")
+
+
+def whole(runs: Runs, num_ranks: int) -> list[dict[str, Any]]:
+    """Train without interruption, saving in the middle and at the end."""
+    return [
+        runs.job(
+            f"whole-{num_ranks}-{schedule}-{weights}", runs.packed(weights, layout), *RECIPE,
+            *data_of(weights, runs.place), "--checkpoint", runs.history(f"whole-{num_ranks}-{schedule}-{weights}"),
+            "--checkpoint-every", 6,
+        )
+        for schedule, layout in LAYOUTS[num_ranks].items()
+        for weights in WEIGHTS
+    ]  # fmt: skip
+
+
+def resumed(runs: Runs, num_ranks: int) -> list[dict[str, Any]]:
+    """Go on from the middle on the same ranks, knowing nothing of the recipe."""
+    return [
+        runs.job(
+            f"resumed-{num_ranks}-{schedule}-{weights}", runs.packed(weights, layout), *data_of(weights, runs.place),
+            "--resume", runs.checkpoint(f"whole-{num_ranks}-{schedule}-{weights}", 6),
+            "--checkpoint", runs.history(f"resumed-{num_ranks}-{schedule}-{weights}"), "--checkpoint-sync",
+        )
+        for schedule, layout in LAYOUTS[num_ranks].items()
+        for weights in WEIGHTS
+    ]  # fmt: skip
+
+
+def across(runs: Runs, layout: str, before: str, first: int, last: int) -> list[dict[str, Any]]:
+    """Go on for a few steps on other ranks than those of the run before."""
+    return [
+        runs.job(
+            f"across-{layout}-{weights}", runs.packed(weights, layout), *data_of(weights, runs.place),
+            "--resume", runs.checkpoint(f"{before}-{weights}", first) / "manifest.json",
+            "--checkpoint", runs.history(f"across-{layout}-{weights}"),
+            steps=last,
+        )
+        for weights in WEIGHTS
+    ]  # fmt: skip
+
+
+def offline(runs: Runs) -> list[dict[str, Any]]:
+    """Cut checkpoints of four ranks for two, without torch, and go on from what came of it."""
+    jobs = []
+    for weights in WEIGHTS:
+        cut = runs.place / f"cut-{weights}"
+        packed = reshard("pack", runs.checkpoint(f"whole-4-1F1B-{weights}", 6), "--layout", "pp=2,vpp=2", "--out", cut)
+        assert packed.code == 0, packed.err
+        name = f"offline-{weights}"
+        data = data_of(weights, runs.place)
+        jobs.append(runs.job(name, cut, *data, "--resume", "auto", "--checkpoint", runs.history(name)))
+    return jobs
+
+
+def spoil_copy(runs: Runs) -> None:
+    """Copy a run's checkpoints and flip a bit of the newest one's moments."""
+    shutil.copytree(runs.history("whole-2-1F1B-untied"), runs.history("spoiled"))
+    shard = runs.checkpoint("spoiled") / "stage-001/exp_avg/model.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-9] ^= 4
+    shard.write_bytes(data)
+
+
+def on_two_ranks(runs: Runs) -> list[dict[str, Any]]:
+    packed, data = runs.packed("untied", "pp=2"), data_of("untied", runs.place)
+    middle = runs.checkpoint("whole-2-1F1B-untied", 6)
+    (runs.place / "spoiled" / "checkpoints" / ".step-000003.partial").mkdir()
+    return [
+        runs.job(
+            "spoiled", packed, *data, "--resume", "auto", "--checkpoint", runs.history("spoiled"),
+            "--checkpoint-every", 2, "--keep", 2,
+        ),
+        runs.job("held", packed, *RECIPE, *data, "--checkpoint", runs.history("held")),
+        runs.job("used", packed, *RECIPE, *data, "--checkpoint", runs.history("whole-2-1F1B-untied")),
+        runs.job("anew", middle, *RECIPE, *data, "--resume-weights-only", "--save", runs.place / "saved", steps=1),
+        runs.job("unsaid", middle, *RECIPE, *data),
+        runs.job("no moments", packed, *RECIPE, *data, "--resume", runs.place / "saved"),
+        runs.job("other model", packed, *data, "--resume", runs.checkpoint("whole-2-1F1B-tied", 6)),
+        runs.job("other data", packed, "--data", "synthetic", "--seed", 8, "--resume", middle),
+        runs.job("other rate", packed, *data, "--resume", middle, "--lr", 4e-3, steps=7),
+    ]  # fmt: skip
+
+
+SAME = [f"{ranks}-{schedule}-{weights}" for ranks in LAYOUTS for schedule in LAYOUTS[ranks] for weights in WEIGHTS]
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_resumed_training_is_bitwise_the_uninterrupted_one(name: str, runs: Runs) -> None:
+    expected = runs.losses(f"whole-{name}")
+    assert list(expected) == list(range(1, STEPS + 1))
+    assert runs.losses(f"resumed-{name}") == {step: expected[step] for step in range(7, STEPS + 1)}
+    assert digests_in(runs.checkpoint(f"resumed-{name}")) == digests_in(runs.checkpoint(f"whole-{name}"))
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_four_ranks_to_two_to_one_to_four_are_bitwise_the_uninterrupted_four(weights: Weights, runs: Runs) -> None:
+    expected = runs.losses(f"whole-4-1F1B-{weights}")
+    found = [runs.losses(f"across-{layout}-{weights}") for layout in ("pp=2", "pp=1", "pp=4,vpp=2")]
+    assert [list(part) for part in found] == [[7, 8], [9, 10], [11, 12]]
+    assert {step: line for part in found for step, line in part.items()} == {s: expected[s] for s in range(7, 13)}
+    last = runs.checkpoint(f"across-pp=4,vpp=2-{weights}")
+    assert digests_in(last) == digests_in(runs.checkpoint(f"whole-4-1F1B-{weights}"))
+    state = read_manifest(last).training
+    assert state is not None
+    assert state.data is not None
+    assert (state.step, state.data.num_sequences) == (STEPS, STEPS * GLOBAL_BATCH)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_checkpoint_that_was_cut_anew_offline_trains_on_bitwise(weights: Weights, runs: Runs) -> None:
+    cut, parent = runs.place / f"cut-{weights}", runs.checkpoint(f"whole-4-1F1B-{weights}", 6)
+    assert digests_in(cut) == digests_in(parent)
+    assert reshard("verify", cut).code == 0
+    expected = runs.losses(f"whole-4-1F1B-{weights}")
+    assert runs.losses(f"offline-{weights}") == {step: expected[step] for step in range(7, STEPS + 1)}
+    last = runs.checkpoint(f"offline-{weights}")
+    assert digests_in(last) == digests_in(runs.checkpoint(f"whole-4-1F1B-{weights}"))
+    locations = [Path(parent.location) for parent in read_manifest(last).parents]
+    assert locations == [runs.packed(weights, "pp=4"), parent, cut]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_resumed_training_agrees_with_transformers_and_plain_adamw(weights: Weights, runs: Runs) -> None:
+    losses, parameters = train_outside(runs, weights)
+    found = {}
+    for name in ("whole-4-1F1B", "across-pp=2", "across-pp=1", "across-pp=4,vpp=2"):
+        found |= runs.losses(f"{name}-{weights}")
+    assert [found[step][0] for step in sorted(found)] == pytest.approx(losses, rel=1e-5)
+    exported = runs.place / f"exported-{weights}"
+    last = runs.checkpoint(f"across-pp=4,vpp=2-{weights}")
+    assert reshard("export", last, "--to", "hf", "--out", exported).code == 0
+    with safe_open(exported / "model.safetensors", "pt") as file:
+        assert sorted(file.keys()) == sorted(parameters)
+        for name, expected in parameters.items():
+            assert (file.get_tensor(name) - expected).norm() <= 1e-3 * expected.norm(), name
+
+
+def train_outside(runs: Runs, weights: Weights) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train the `transformers` model on the same batches, whole, with the schedule as SPEC.md writes it."""
+    folder = runs.packed(weights, "pp=1")
+    data = DataOptions(sources=(str(runs.place / "text.jsonl"),))
+    if weights == "untied":
+        data = DataOptions(sources=("synthetic",), seed=7)
+    sizes = BatchOptions(global_batch=GLOBAL_BATCH, microbatch=1, seq_len=SEQ_LEN)
+    batches = read_batches(data, sizes, folder=folder, vocab_size=320)
+    model = load_model(runs.place / weights).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=WEIGHT_DECAY)
+    losses = []
+    for step, batch in zip(range(STEPS), batches, strict=False):
+        done = (step - WARMUP) / (STEPS - WARMUP)
+        cosine = MIN_LR + (LR - MIN_LR) * (1 + math.cos(math.pi * done)) / 2
+        optimizer.param_groups[0]["lr"] = LR * (step + 1) / WARMUP if step < WARMUP else cosine
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(batch.tokens).logits.flatten(0, 1), batch.labels.flatten())
+        torch.autograd.backward(loss)
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def test_each_save_says_how_long_training_stood_still(runs: Runs) -> None:
+    saves = [line for line in runs.lines("whole-2-1F1B-tied") if "checkpoint" in line]
+    assert [(line["step"], Path(line["checkpoint"]).name) for line in saves] == [
+        (6, "step-000006"),
+        (12, "step-000012"),
+    ]
+    for line in saves:
+        shards = list(read_manifest(Path(line["checkpoint"])).shards)
+        assert line["save_nbytes"] == sum(shard.nbytes for shard in shards)
+        assert line["stall_s"] > 0
+        assert line["save_s"] > 0
+
+
+def test_auto_names_what_is_damaged_and_goes_on_from_the_checkpoint_before(runs: Runs) -> None:
+    newest = runs.checkpoint("spoiled")
+    assert (
+        f"warning: {newest} cannot be resumed: rank 1: {newest}/stage-001/exp_avg/model.safetensors: "
+    ) in runs.said("spoiled")
+    assert f"going on from {runs.checkpoint('spoiled', 6)}: step 6, " in runs.said("spoiled")
+    # The damaged one was replaced on the way, and older ones were taken away.
+    assert sorted(path.name for path in runs.history("spoiled").iterdir()) == ["step-000010", "step-000012"]
+    assert reshard("verify", newest).code == 0
+    assert digests_in(newest) == digests_in(runs.checkpoint("whole-2-1F1B-untied"))
+
+
+def test_flags_that_are_written_win_and_are_said(runs: Runs) -> None:
+    assert "note: --lr 0.004 takes the place of the checkpoint's 0.002" in runs.said("other rate")
+    (line,) = runs.losses("other rate").values()
+    loss, norm, rate = runs.losses("whole-2-1F1B-untied")[7]
+    assert line[:2] == (loss, norm)
+    assert line[2] > 1.9 * rate
+
+
+def test_weights_only_begins_at_step_0_and_says_what_stays_behind(runs: Runs) -> None:
+    middle = runs.checkpoint("whole-2-1F1B-untied", 6)
+    assert (
+        f"beginning at step 0 with the weights of {middle}: the moments of AdamW, step 6, the learning rate's "
+        "schedule, the data's position and the random states stay behind"
+    ) in runs.said("anew")
+    assert [line["step"] for line in runs.lines("anew")] == [1]
+    state = read_manifest(runs.place / "saved").training
+    assert state is not None
+    assert (state.step, state.optimizer) == (1, None)
+
+
+REFUSALS: list[tuple[str, Callable[[Runs], str]]] = [
+    (
+        "held",
+        lambda runs: (
+            f"rank 0: {runs.history('held')}: another process is writing it\nhint: wait for that one, or stop it"
+        ),
+    ),
+    (
+        "used",
+        lambda runs: (
+            f"rank 0: {runs.history('whole-2-1F1B-untied')}: holds step-000012 already, and this run begins after "
+            "step 0\nhint: --resume auto goes on from the newest; or choose another --checkpoint"
+        ),
+    ),
+    (
+        "unsaid",
+        lambda runs: (
+            f"rank 0: {runs.checkpoint('whole-2-1F1B-untied', 6)}/manifest.json: holds optimizer state, and nothing "
+            "says whether training goes on from it\n"
+            "hint: --resume auto does; --resume-weights-only begins a new run with its weights"
+        ),
+    ),
+    (
+        "no moments",
+        lambda runs: (
+            f"rank 0: {runs.place}/saved/manifest.json: holds no optimizer state, so training cannot go on from it\n"
+            "hint: --resume-weights-only begins a new run with its weights"
+        ),
+    ),
+    (
+        "other model",
+        lambda runs: (
+            f"rank 0: {runs.checkpoint('whole-2-1F1B-tied', 6)}/manifest.json: holds another model of this "
+            "architecture: they tie other weights"
+        ),
+    ),
+    (
+        "other data",
+        lambda runs: (
+            "rank 0: --data: is cut into other sequences than those of which the checkpoint has used 48: files, "
+            "their sizes, --seq-len, --text-field, --pack, --seed or the tokenizer changed\n"
+            "hint: say what that run was told, or --restart-data to begin this data at its first sequence"
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "message"), REFUSALS, ids=[name for name, _ in REFUSALS])
+def test_what_cannot_be_resumed_is_refused_in_a_sentence(name: str, message: Callable[[Runs], str], runs: Runs) -> None:
+    said = runs.said(name)
+    assert said[said.index("error: ") :].removesuffix("\n") == "error: " + message(runs)
+    assert not any("loss" in line for line in said.splitlines())
