@@ -18,7 +18,7 @@ run python demo/make_model.py "$work"
 run ls "$work/model"
 
 say "What would two stages be?"
-run reshard plan "$work/model" --layout pp=2
+run reshard plan "$work/model" --layout pp=2 --seq-len 128 --microbatch 4
 
 say "Pack: one bundle per stage, and a manifest"
 run reshard pack "$work/model" --layout pp=2 --out "$work/pp2"

@@ -91,7 +91,7 @@ def plan_training(name: str, checkpoint: Checkpoint, asked: LayoutRequest, assum
 
     Raises:
         InputError: a layout that is wrong or that does not fit, or times of another model.
-        UsageError: two limits, no layout, or a schedule that cannot run on the layout.
+        UsageError: two limits, or a schedule that cannot run on the layout.
     """
     shape = checkpoint.shape
     asked, assumed = _agree_on_limit(asked, assumed)
@@ -131,8 +131,7 @@ def _agree_on_limit(asked: LayoutRequest, assumed: Assumptions) -> tuple[LayoutR
 
 
 def _layout_of(manifest: Manifest | None) -> Layout:
-    if manifest is None:
-        raise UsageError("--layout", "is missing", "only a manifest has a layout already; --layout pp=4 asks for one")
+    assert manifest is not None, "other sources have no layout to keep"
     return Layout(
         spec=manifest.layout.spec,
         stages=tuple(stage.modules for stage in manifest.stages),

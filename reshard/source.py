@@ -11,7 +11,7 @@ from reshard.formats.bundles import open_manifest
 from reshard.formats.huggingface import open_folder
 from stores.open import open_store
 
-__all__ = ["open_source"]
+__all__ = ["names_manifest", "open_source"]
 
 
 def open_source(source: str, drop: frozenset[str] = frozenset()) -> Checkpoint:
@@ -20,9 +20,14 @@ def open_source(source: str, drop: frozenset[str] = frozenset()) -> Checkpoint:
     Raises:
         InputError: nothing there, or not what it must be (see the formats).
     """
-    path = Path(source)
-    if path.name == MANIFEST_NAME or (path / MANIFEST_NAME).is_file():
+    if names_manifest(source):
         if drop:
             raise InputError("--drop", "a manifest's tensors cannot be dropped", "drop them when packing the source")
-        return open_manifest(path)
+        return open_manifest(Path(source))
     return open_folder(open_store(source), drop)
+
+
+def names_manifest(source: str) -> bool:
+    """Tell a manifest, named by its file or its folder, from other sources."""
+    path = Path(source)
+    return path.name == MANIFEST_NAME or (path / MANIFEST_NAME).is_file()

@@ -100,7 +100,10 @@ def layout_flags(command: Command) -> Command:
     @functools.wraps(command)
     def gathered(*, spec: str | None, num_ranks: int | None, strict_megatron: bool, **others: Any) -> Any:
         from reshard.planning import LayoutRequest
+        from reshard.source import names_manifest
 
+        if spec is None and not names_manifest(others["source"]):
+            raise click.UsageError("Missing option '--layout'.", click.get_current_context())
         return command(asked=LayoutRequest(spec=spec, num_ranks=num_ranks, strict_megatron=strict_megatron), **others)
 
     return _with_flags(gathered, (layout, ranks, strict_megatron))

@@ -1,0 +1,104 @@
+"""What a rank holds, as a checkpoint stores it; copies of it; and random states."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from manifests.placement import Placement
+from manifests.schema import MOMENTS, RandomState
+from runner.chunk import build_chunks, named_hf_parameters
+from runner.families import family_for
+from runner.held import Held, HostCopy, held_state, held_weights
+from runner.optim import Optimizer
+from runner.randomness import random_state, restore_random
+from runner.recipe import OptimOptions
+from runner.ties import build_ties, lead_parameters
+from tests.fast.runner.tiny import CPU, EMBEDDING, HEAD, fill, head_tie, read_config, save_model, split_evenly
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save_model(path, num_hidden_layers=2, tie_word_embeddings=True)
+    return path
+
+
+def hold(folder: Path, num_stages: int) -> tuple[Held, Held, Optimizer]:
+    """Hold a tied model on one rank, after a step with gradients of ones."""
+    family = family_for(read_config(folder), max_seq_len=8)
+    stage_modules = split_evenly(family.modules, num_stages)
+    chunks = build_chunks(family, stage_modules, range(num_stages))
+    fill(chunks, folder)
+    groups = [head_tie(stage_modules)]
+    ties = build_ties(groups, chunks, Placement(num_stages=num_stages, num_ranks=1), timedelta(seconds=1))
+    optimizer = Optimizer(lead_parameters(chunks, ties), OptimOptions())
+    for _, parameter in optimizer.parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step(0)
+    names = {fqn for chunk in chunks for fqn, _ in named_hf_parameters(chunk)}
+    assert names >= {EMBEDDING, HEAD}
+    return held_state(chunks, groups, ties, optimizer), held_weights(chunks, groups), optimizer
+
+
+def test_replica_beside_its_owner_is_left_out_and_on_another_stage_it_is_held(folder: Path) -> None:
+    for num_stages, is_held in ((1, False), (2, True)):
+        state, weights, _ = hold(folder, num_stages)
+        last = state[num_stages - 1]
+        assert list(last) == ["weights", *MOMENTS]
+        assert all((HEAD in named) == is_held for named in last.values())
+        assert {stage: list(kinds) for stage, kinds in weights.items()} == {s: ["weights"] for s in range(num_stages)}
+
+
+def test_members_of_a_tie_have_the_moments_of_the_one_that_leads(folder: Path) -> None:
+    state, _, _ = hold(folder, 2)
+    for holds in ("weights", *MOMENTS):
+        assert state[1][holds][HEAD].equal(state[0][holds][EMBEDDING])  # type: ignore[index]
+    assert bool((state[1]["exp_avg"][HEAD] != 0).all())
+
+
+def test_copy_keeps_what_was_held_when_training_goes_on(folder: Path) -> None:
+    state, _, optimizer = hold(folder, 2)
+    copy = HostCopy(state)
+    kept = copy.fill(state)
+    before = state[0]["weights"][EMBEDDING].clone()
+    optimizer.step(1)
+    assert not state[0]["weights"][EMBEDDING].equal(before)
+    assert kept[0]["weights"][EMBEDDING].equal(before)
+    assert copy.fill(state)[0]["weights"][EMBEDDING].equal(state[0]["weights"][EMBEDDING])
+    assert {stage: {k: list(named) for k, named in kinds.items()} for stage, kinds in kept.items()} == {
+        stage: {k: list(named) for k, named in kinds.items()} for stage, kinds in state.items()
+    }
+
+
+def test_optimizer_with_moments_from_the_start_steps_as_torch_does(folder: Path) -> None:
+    state, _, optimizer = hold(folder, 1)
+    weights = {fqn: torch.nn.Parameter(weight.clone()) for fqn, weight in hold(folder, 1)[0][0]["weights"].items()}
+    options = optimizer.options
+    fill_with = {"lr": options.lr, "betas": options.betas, "eps": options.eps, "weight_decay": options.weight_decay}
+    plain = torch.optim.AdamW(weights.values(), **fill_with)
+    for fqn, weight in weights.items():
+        plain.state[weight] = {
+            "step": torch.tensor(1.0),
+            **{holds: state[0][holds][fqn].clone() for holds in MOMENTS},
+        }
+        weight.grad = torch.ones_like(weight)
+    optimizer.step(1)
+    plain.step()
+    assert all(weight.equal(state[0]["weights"][fqn]) for fqn, weight in weights.items())
+
+
+def test_random_numbers_go_on_where_they_were_on_as_many_ranks() -> None:
+    state = random_state(1, CPU)
+    expected = torch.rand(4)
+    other = RandomState(rank=0, generator="cpu", state=state.state)
+    assert restore_random((other, state), 1, 2, CPU)
+    assert torch.rand(4).equal(expected)
+    now = torch.get_rng_state()
+    assert not restore_random((state,), 1, 2, CPU)
+    assert not restore_random((other, state), 0, 1, CPU)
+    assert not restore_random((), 0, 1, CPU)
+    assert torch.get_rng_state().equal(now)

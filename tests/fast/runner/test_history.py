@@ -1,0 +1,105 @@
+"""The folder of a run's checkpoints: found by step, held by one run, and never without a good one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from manifests.errors import InputError
+from runner.history import checkpoint_path, find_checkpoints, hold_history, retire, step_of
+from tests.fast.trained import write_trained
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_trained(tmp_path_factory.mktemp("history"), "pp=2", num_hidden_layers=1)
+
+
+def fill(history: Path, trained: Path, *steps: int) -> None:
+    for step in steps:
+        shutil.copytree(trained, checkpoint_path(history, step))
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("step-000100", 100),
+        ("step-1000000", 1_000_000),
+        ("step-100", None),
+        ("step-0000100", None),
+        ("step-00010a", None),
+        (".step-000100.partial", None),
+    ],
+)
+def test_checkpoint_is_known_by_its_name(name: str, step: int | None) -> None:
+    assert step_of(Path("/history") / name) == step
+
+
+def test_newest_is_the_one_of_the_most_steps_whatever_the_clock_says(trained: Path, tmp_path: Path) -> None:
+    fill(tmp_path, trained, 999_999, 20, 1_000_000, 3)
+    os.utime(checkpoint_path(tmp_path, 3), (2**33, 2**33))
+    checkpoint_path(tmp_path, 50).mkdir()  # no manifest: not a checkpoint
+    (tmp_path / "notes").mkdir()
+    assert [step_of(path) for path in find_checkpoints(tmp_path)] == [1_000_000, 999_999, 20, 3]
+    assert find_checkpoints(tmp_path / "nowhere") == ()
+
+
+def test_what_kills_left_is_cleared_away_and_nothing_else(trained: Path, tmp_path: Path) -> None:
+    fill(tmp_path, trained, 3)
+    for name in (".step-000006.partial", ".step-000001.removed"):
+        (tmp_path / name / "stage-000").mkdir(parents=True)
+    (tmp_path / ".step-mine").mkdir()
+    (tmp_path / ".step-000009.partial").symlink_to(tmp_path / ".step-mine")
+    with hold_history(tmp_path):
+        assert names_in(tmp_path) == [".step-000009.partial", ".step-mine", "step-000003"]
+
+
+def test_folder_is_held_by_one_run_at_a_time(tmp_path: Path) -> None:
+    history = tmp_path / "deep" / "history"
+    with hold_history(history), pytest.raises(InputError) as error, hold_history(history):
+        pass
+    assert str(error.value) == f"{history}: another process is writing it\nhint: wait for that one, or stop it"
+    with hold_history(history):
+        pass
+
+
+def test_all_but_the_last_ones_are_taken_away_and_later_ones_stay(trained: Path, tmp_path: Path) -> None:
+    fill(tmp_path, trained, 10, 20, 30, 40, 90)
+    retire(tmp_path, checkpoint_path(tmp_path, 40), keep=2)
+    assert names_in(tmp_path) == ["step-000030", "step-000040", "step-000090"]
+
+
+def test_what_a_kill_left_of_a_removal_does_not_stop_the_next(trained: Path, tmp_path: Path) -> None:
+    fill(tmp_path, trained, 10, 20)
+    (tmp_path / ".step-000010.removed" / "stage-000").mkdir(parents=True)
+    retire(tmp_path, checkpoint_path(tmp_path, 20), keep=1)
+    assert names_in(tmp_path) == ["step-000020"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "header", "manifest"])
+def test_nothing_is_taken_away_while_the_newest_cannot_be_read_back(damage: str, trained: Path, tmp_path: Path) -> None:
+    fill(tmp_path, trained, 10, 20)
+    newest = checkpoint_path(tmp_path, 20)
+    shard = newest / "stage-001/exp_avg_sq/model.safetensors"
+    data = shard.read_bytes()
+    if damage == "cut":
+        shard.write_bytes(data[:-1])
+    elif damage == "gone":
+        shard.unlink()
+    elif damage == "header":
+        shard.write_bytes(data.replace(b"F32", b"I32", 1))
+    else:
+        document = json.loads((newest / "manifest.json").read_text())
+        del document["layout"]
+        (newest / "manifest.json").write_text(json.dumps(document))
+    with pytest.raises(InputError, match=str(newest)):
+        retire(tmp_path, newest, keep=1)
+    assert names_in(tmp_path) == ["step-000010", "step-000020"]

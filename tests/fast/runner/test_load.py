@@ -1,0 +1,163 @@
+"""Weights and moments into the ranks of any layout, out of a checkpoint of any other."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from manifests.errors import InputError
+from manifests.models import module_of
+from manifests.schema import MOMENTS, WEIGHTS, Holds
+from runner.load import load_tensors
+from runner.packed import Packed, open_packed
+from stores.bundles import Bundles
+from tests.builders import EMBEDDING, HEAD, Tensor, llama_config, random_tensors, reshard
+from tests.fast.trained import random_moments, read_moments, write_moments, write_trained
+
+UP = "model.layers.3.mlp.up_proj.weight"
+LAYOUTS = ("pp=1", "pp=2", "pp=4", "pp=2,vpp=2", "pp=2,style=v", "pp=3")
+KINDS: tuple[Holds, ...] = (WEIGHTS, *MOMENTS)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def checkpoints(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Packed]:
+    """The same weights and moments on every layout."""
+    folder = tmp_path_factory.mktemp("load")
+    trained = write_trained(folder, "pp=2", tie_word_embeddings=request.param)
+    for layout in LAYOUTS:
+        assert reshard("pack", trained, "--layout", layout, "--out", folder / layout).code == 0
+    return {layout: open_packed(folder / layout) for layout in LAYOUTS}
+
+
+def expected_of(packed: Packed) -> dict[Holds, dict[str, Tensor]]:
+    config = llama_config(tie_word_embeddings=packed.config["tie_word_embeddings"])
+    weights = random_tensors(config, dtypes=["F32"])
+    return {WEIGHTS: {HEAD: weights[EMBEDDING], **weights}, **random_moments(config)}  # type: ignore[dict-item]
+
+
+def room_for(packed: Packed, rank: int) -> dict[str, torch.Tensor]:
+    """Give empty tensors for everything that a rank holds, replicas of tied weights too."""
+    stages = packed.manifest.placement.stages_on(rank)
+    modules = {module for stage in stages for module in packed.stage_modules[stage]}
+    return {fqn: torch.full(shape, torch.nan) for fqn, shape in packed.shape.tensors.items() if module_of(fqn, modules)}
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.view(-1).view(torch.uint8).tolist())
+
+
+@pytest.mark.parametrize("written", LAYOUTS)
+@pytest.mark.parametrize("trained", LAYOUTS)
+def test_every_rank_finds_its_own_wherever_they_lie(written: str, trained: str, checkpoints: dict[str, Packed]) -> None:
+    origin, launched = checkpoints[written], checkpoints[trained]
+    expected, bundles = expected_of(origin), Bundles(origin.manifest, origin.root)
+    seen = set()
+    for rank in range(launched.manifest.layout.num_ranks):
+        for holds in KINDS:
+            tensors = room_for(launched, rank)
+            report = load_tensors(tensors, bundles, origin.shape, holds)
+            assert report.num_tensors <= len(tensors)
+            assert all(bytes_of(tensor) == expected[holds][fqn].data for fqn, tensor in tensors.items())
+            seen |= tensors.keys()
+    assert seen == origin.shape.tensors.keys()
+
+
+@pytest.mark.parametrize(
+    ("trained", "needed"), [("pp=4", {0: {0}, 1: {0}, 2: {1}, 3: {1}}), ("pp=2", {0: {0}, 1: {1}})]
+)
+def test_rank_opens_only_the_stages_that_hold_its_own(
+    trained: str, needed: dict[int, set[int]], checkpoints: dict[str, Packed], tmp_path: Path
+) -> None:
+    launched = checkpoints[trained]
+    for rank, stages in needed.items():
+        copy = tmp_path / f"rank{rank}"
+        shutil.copytree(checkpoints["pp=2"].root, copy)
+        for stage in {0, 1} - stages:
+            shutil.rmtree(copy / f"stage-{stage:03d}")
+        origin = open_packed(copy)
+        for holds in KINDS:
+            tensors = room_for(launched, rank)
+            load_tensors(tensors, Bundles(origin.manifest, copy), origin.shape, holds)
+            assert not any(tensor.isnan().all() for tensor in tensors.values())
+
+
+def test_tied_bytes_are_read_once(checkpoints: dict[str, Packed]) -> None:
+    origin = checkpoints["pp=1"]
+    is_tied = bool(origin.manifest.ties)
+    tensors = room_for(origin, 0)
+    report = load_tensors(tensors, Bundles(origin.manifest, origin.root), origin.shape)
+    assert report.num_tensors == len(tensors) - is_tied
+    assert tensors[EMBEDDING].equal(tensors[HEAD]) == is_tied
+
+
+def test_stored_dtype_is_cast_to_the_trained_one(checkpoints: dict[str, Packed]) -> None:
+    origin = checkpoints["pp=2"]
+    tensors = {UP: torch.empty(24, 16, dtype=torch.bfloat16)}
+    load_tensors(tensors, Bundles(origin.manifest, origin.root), origin.shape, "exp_avg")
+    whole = torch.frombuffer(bytearray(expected_of(origin)["exp_avg"][UP].data), dtype=torch.float32).view(24, 16)
+    assert tensors[UP].equal(whole.bfloat16())
+
+
+def lose(tensors: dict[str, Tensor]) -> None:
+    del tensors[UP]
+
+
+def stray(tensors: dict[str, Tensor]) -> None:
+    tensors["model.layers.3.mlp.side_proj.weight"] = Tensor(dtype="F32", shape=(1,), data=b"lost")
+
+
+def move(tensors: dict[str, Tensor]) -> None:
+    tensors["model.layers.0.mlp.up_proj.weight"] = tensors[UP]
+
+
+def reshape(tensors: dict[str, Tensor]) -> None:
+    tensors[UP] = Tensor(dtype="F32", shape=(16, 24), data=tensors[UP].data)
+
+
+def retype(tensors: dict[str, Tensor]) -> None:
+    tensors[UP] = Tensor(dtype="I32", shape=(24, 16), data=tensors[UP].data)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lose, f"OUT: stages[1]: no shard holds the exp_avg of {UP}\nhint: the bundle is incomplete; write it again"),
+        (stray, "OUT: stages[1]: its shards hold model.layers.3.mlp.side_proj.weight, which its modules do not have"),
+        (move, "OUT: stages[1]: its shards hold model.layers.0.mlp.up_proj.weight, which its modules do not have"),
+        (
+            reshape,
+            f"OUT/stage-001/exp_avg/model.safetensors: '{UP}'.shape: expected [24, 16] (config.json), found [16, 24]\n"
+            "hint: weights and config disagree; pack both from one revision",
+        ),
+        (
+            retype,
+            f"OUT/stage-001/exp_avg/model.safetensors: '{UP}'.dtype: expected one of F64, F32, F16, BF16, found I32",
+        ),
+    ],
+)
+def test_moments_that_are_not_the_stages_are_refused(
+    change: Callable[[dict[str, Tensor]], None], message: str, tmp_path: Path
+) -> None:
+    out = write_trained(tmp_path, "pp=2")
+    tensors = read_moments(out, 1, "exp_avg")
+    change(tensors)
+    write_moments(out, 1, "exp_avg", tensors)
+    origin = open_packed(out)
+    with pytest.raises(InputError) as error:
+        load_tensors(room_for(origin, 1), Bundles(origin.manifest, out), origin.shape, "exp_avg")
+    assert str(error.value).replace(str(out), "OUT") == message
+
+
+def test_flipped_bit_of_a_moment_is_named(tmp_path: Path) -> None:
+    out = write_trained(tmp_path, "pp=2")
+    shard = out / "stage-001/exp_avg_sq/model.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 128
+    shard.write_bytes(data)
+    origin = open_packed(out)
+    with pytest.raises(InputError, match=rf"^{shard}: 'lm_head.weight': expected blake3:[0-9a-f]+, found blake3:"):
+        load_tensors(room_for(origin, 1), Bundles(origin.manifest, out), origin.shape, "exp_avg_sq")

@@ -1,0 +1,321 @@
+"""What a run may go on from, what it remembers, and how everything else is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manifests.errors import InputError, UsageError
+from manifests.schema import DataPosition, TrainingState
+from runner.history import checkpoint_path
+from runner.options import TrainOptions, parse_training, recall
+from runner.packed import Packed, open_packed
+from runner.resume import (
+    advance,
+    check_fits,
+    differences,
+    find_origins,
+    find_position,
+    goes_on_from,
+    remember,
+    remembered,
+)
+from tests.builders import reshard
+from tests.fast.reshard.forged import change_file, change_manifest
+from tests.fast.trained import STATE, write_trained
+
+ANEW = "--resume-weights-only begins a new run with its weights"
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that nobody trained, beside `trained`, the same with moments after step 60."""
+    trained = write_trained(tmp_path_factory.mktemp("rules"), "pp=2", num_hidden_layers=1)
+    out = trained.with_name("packed")
+    assert reshard("pack", trained.with_name("source"), "--layout", "pp=1", "--out", out).code == 0
+    return out
+
+
+@pytest.fixture
+def trained(packed: Path, tmp_path: Path) -> Path:
+    shutil.copytree(packed.with_name("trained"), tmp_path / "trained")
+    return tmp_path / "trained"
+
+
+def options(*args: object) -> TrainOptions:
+    return parse_training(["--data", "synthetic", *map(str, args)])
+
+
+def history_of(trained: Path, *steps: int) -> Path:
+    history = trained.parent / "history"
+    for step in steps:
+        shutil.copytree(trained, checkpoint_path(history, step))
+        change_manifest(
+            checkpoint_path(history, step), lambda document, step=step: document["training"].update(step=step)
+        )
+    return history
+
+
+def state_of(trained: Path) -> TrainingState:
+    state = open_packed(trained).manifest.training
+    assert state is not None
+    return state
+
+
+def test_without_resume_a_run_begins_with_what_is_launched(packed: Path, tmp_path: Path) -> None:
+    assert find_origins(packed, options()) == (packed,)
+    assert find_origins(packed, options("--checkpoint", tmp_path / "new")) == (packed,)
+
+
+def test_auto_is_the_newest_then_the_ones_before_then_what_is_launched(packed: Path, trained: Path) -> None:
+    history = trained.parent / "history"
+    auto = options("--resume", "auto", "--checkpoint", history)
+    assert find_origins(packed, auto) == (packed,)
+    history_of(trained, 5, 40, 10)
+    assert find_origins(packed, auto) == tuple(checkpoint_path(history, step) for step in (40, 10, 5))
+
+
+def test_checkpoint_is_named_by_its_step_its_folder_or_its_manifest(packed: Path, trained: Path) -> None:
+    history = history_of(trained, 40)
+    folder = checkpoint_path(history, 40)
+    assert find_origins(packed, options("--resume", "step-40", "--checkpoint", history)) == (folder,)
+    assert find_origins(packed, options("--resume", "step-000040", "--checkpoint", history)) == (folder,)
+    assert find_origins(packed, options("--resume", folder)) == (folder,)
+    assert find_origins(packed, options("--resume", folder / "manifest.json")) == (folder,)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (
+            (),
+            "HISTORY: holds step-000040 already, and this run begins after step 0\n"
+            "hint: --resume auto goes on from the newest; or choose another --checkpoint",
+        ),
+        (
+            ("--resume", "step-10"),
+            "HISTORY: holds step-000040 already, and this run begins after step 10\n"
+            "hint: --resume auto goes on from the newest; or choose another --checkpoint",
+        ),
+        (
+            ("--resume", "step-40", "--resume-weights-only"),
+            "HISTORY: holds step-000040 already, and this run begins after step 0\n"
+            "hint: --resume auto goes on from the newest; or choose another --checkpoint",
+        ),
+        (
+            ("--resume", "step-30"),
+            "--resume step-30: no manifest.json in HISTORY/step-000030\nhint: there are step-000040, step-000010",
+        ),
+        (
+            ("--resume", "nowhere"),
+            "--resume nowhere: no manifest.json in nowhere\nhint: there are step-000040, step-000010",
+        ),
+    ],
+)
+def test_checkpoints_of_another_past_are_refused(
+    args: tuple[str, ...], message: str, packed: Path, trained: Path
+) -> None:
+    history = history_of(trained, 10, 40)
+    with pytest.raises(InputError) as error:
+        find_origins(packed, options(*args, "--checkpoint", history))
+    assert str(error.value).replace(str(history), "HISTORY") == message
+
+
+def test_newest_of_its_own_folder_may_be_named(packed: Path, trained: Path) -> None:
+    history = history_of(trained, 10, 40)
+    named = options("--resume", "step-40", "--checkpoint", history)
+    assert find_origins(packed, named) == (checkpoint_path(history, 40),)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (
+            ("--resume", "step-40"),
+            "--resume step-40: needs --checkpoint DIR, below which it is looked up",
+        ),
+        (
+            ("--resume", "auto", "--resume-weights-only"),
+            "--resume-weights-only: needs a checkpoint by name: auto goes on where a run was",
+        ),
+        (("--checkpoint-every", "5"), "--checkpoint-every: needs --checkpoint DIR"),
+        (("--keep", "5"), "--keep: needs --checkpoint DIR"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(args: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        options(*args)
+    assert str(error.value) == message
+
+
+def test_state_counts_when_it_is_resumed_and_weights_alone_when_asked(packed: Path, trained: Path) -> None:
+    origin, fresh = open_packed(trained), open_packed(packed)
+    resumed = options("--resume", trained).resume
+    assert goes_on_from(origin, resumed, is_launched=False) == state_of(trained)
+    assert goes_on_from(origin, options("--resume", "auto").resume, is_launched=True) == state_of(trained)
+    assert goes_on_from(fresh, options("--resume", "auto").resume, is_launched=True) is None
+    assert goes_on_from(fresh, options().resume, is_launched=True) is None
+    for args in (("--resume-weights-only",), ("--resume", trained, "--resume-weights-only")):
+        assert goes_on_from(origin, options(*args).resume, is_launched=True) is None
+
+
+def state_with(**changes: Any) -> Callable[[Path], None]:
+    def act(trained: Path) -> None:
+        change_manifest(trained, lambda document: document["training"].update(changes))
+
+    return act
+
+
+def without_moments(trained: Path) -> None:
+    def change(document: dict[str, Any]) -> None:
+        document["training"] = {"step": 60, "num_tokens": 0}
+        for stage in document["stages"]:
+            del stage["shards"][1:]
+
+    change_manifest(trained, change)
+
+
+GROUP = STATE["optimizer"]["groups"][0]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (without_moments, "holds no optimizer state, so training cannot go on from it"),
+        (
+            state_with(optimizer={**STATE["optimizer"], "name": "Adafactor"}),
+            "was trained with Adafactor, and this runner steps with AdamW",
+        ),
+        (
+            state_with(optimizer={**STATE["optimizer"], "groups": [GROUP, {**GROUP, "fqns": ["lm_head.weight"]}]}),
+            "has several groups of optimizer options; this runner has one",
+        ),
+        (
+            state_with(learning_rate={**STATE["learning_rate"], "decay": "wsd"}),
+            "decays the learning rate by 'wsd'; this runner knows constant, cosine",
+        ),
+    ],
+)
+def test_state_that_the_runner_cannot_go_on_from_is_refused(
+    change: Callable[[Path], None], problem: str, trained: Path
+) -> None:
+    change(trained)
+    with pytest.raises(InputError) as error:
+        goes_on_from(open_packed(trained), options("--resume", trained).resume, is_launched=False)
+    assert str(error.value) == f"{trained}/manifest.json: {problem}\nhint: {ANEW}"
+    weights_only = options("--resume", trained, "--resume-weights-only").resume
+    assert goes_on_from(open_packed(trained), weights_only, is_launched=False) is None
+
+
+def test_state_that_nobody_spoke_of_is_not_dropped_in_silence(trained: Path) -> None:
+    with pytest.raises(InputError) as error:
+        goes_on_from(open_packed(trained), options().resume, is_launched=True)
+    assert str(error.value) == (
+        f"{trained}/manifest.json: holds optimizer state, and nothing says whether training goes on from it\n"
+        f"hint: --resume auto does; {ANEW}"
+    )
+
+
+def other(tmp_path: Path, **config: Any) -> Packed:
+    return open_packed(write_trained(tmp_path / "other", "pp=1", **{"num_hidden_layers": 1, **config}))
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({"architectures": ["MistralForCausalLM"]}, "holds a MistralForCausalLM, another model than LlamaForCausalLM"),
+        ({"vocab_size": 48}, "has another vocabulary: expected 40 tokens, found 48"),
+        (
+            {"num_hidden_layers": 2},
+            "holds another model of this architecture: they differ in model.layers.1.input_layernorm.weight",
+        ),
+        ({"tie_word_embeddings": True}, "holds another model of this architecture: they tie other weights"),
+    ],
+)
+def test_another_model_is_refused(config: dict[str, Any], problem: str, packed: Path, tmp_path: Path) -> None:
+    origin = other(tmp_path, **config)
+    with pytest.raises(InputError) as error:
+        check_fits(origin, open_packed(packed))
+    assert str(error.value) == f"{origin.where}: {problem}"
+
+
+def test_another_tokenizer_is_refused(packed: Path, trained: Path) -> None:
+    change_file(trained, "tokenizer.json", b"{}")
+    with pytest.raises(InputError) as error:
+        check_fits(open_packed(trained), open_packed(packed))
+    assert str(error.value) == (
+        f"{trained}/manifest.json: has another vocabulary: its tokenizer.json is not the launched manifest's"
+    )
+
+
+def test_config_that_differs_in_what_no_tensor_shows_is_said(packed: Path, trained: Path) -> None:
+    config = json.loads((trained / "config.json").read_text())
+    change_file(trained, "config.json", json.dumps({**config, "rope_theta": 500000.0}).encode())
+    assert check_fits(open_packed(trained), open_packed(packed)) == (
+        "config.json: rope_theta is None here, 500000.0 in the checkpoint",
+    )
+    assert check_fits(open_packed(packed), open_packed(packed)) == ()
+
+
+def test_what_was_remembered_is_recalled_where_nothing_was_written(trained: Path) -> None:
+    state = state_of(trained)
+    found = recall(options(), remembered(state))
+    assert (found.optim.lr, found.optim.warmup_steps, found.optim.decay, found.optim.decay_steps) == (
+        0.002, 3, "cosine", 90,
+    )  # fmt: skip
+    assert (found.batch.global_batch, found.batch.microbatch, found.batch.seq_len) == (16, 2, 8)
+    assert found.optim.max_norm == 0.5
+    assert state.data is not None
+    again = remember(found, step=state.step, num_tokens=state.num_tokens, data=state.data)
+    assert replace(again, random=state.random) == state
+
+
+def test_flags_that_are_written_win_and_are_said(trained: Path) -> None:
+    state, asked = state_of(trained), options("--lr", "0.01", "--seq-len", "8", "--steps", "200", "--dtype", "bf16")
+    found = recall(asked, remembered(state))
+    assert (found.optim.lr, found.steps, found.dtype, found.optim.decay_steps) == (0.01, 200, "bf16", 90)
+    assert differences(asked, state) == (
+        "--dtype bf16 takes the place of the checkpoint's fp32",
+        "--lr 0.01 takes the place of the checkpoint's 0.002",
+    )
+
+
+def test_decay_ends_with_the_run_unless_it_is_said_where() -> None:
+    assert options("--steps", "50").optim.decay_steps == 50
+    assert options("--steps", "50", "--decay-steps", "80").optim.decay_steps == 80
+
+
+def test_data_goes_on_at_the_sequence_that_comes_next(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("one two three")
+    asked = parse_training(["--data", str(tmp_path / "text.txt"), "--seq-len", "8"])
+    begun = find_position(asked, None, "blake3:tokenizer")
+    assert begun.num_sequences == 0
+    state = advance(remember(asked, step=4, num_tokens=10, data=begun), num_tokens=6, num_sequences=32)
+    assert (state.step, state.num_tokens) == (5, 16)
+    assert state.data == DataPosition(num_sequences=32, digest=begun.digest)
+    (tmp_path / "moved").mkdir()
+    shutil.move(tmp_path / "text.txt", tmp_path / "moved")
+    moved = parse_training(["--data", str(tmp_path / "moved"), "--seq-len", "8"])
+    assert find_position(moved, state.data, "blake3:tokenizer") == state.data
+
+
+@pytest.mark.parametrize(
+    "args", [("--seq-len", "9"), ("--seq-len", "8", "--no-pack"), ("--seq-len", "8", "--data", "more.txt"), ()]
+)
+def test_data_that_is_numbered_otherwise_is_refused(
+    args: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("text.txt", "more.txt"):
+        (tmp_path / name).write_text("one two three")
+    begun = find_position(parse_training(["--data", "text.txt", "--seq-len", "8"]), None, "blake3:one")
+    tokenizer = "blake3:one" if args else "blake3:another"
+    asked = parse_training(["--data", "text.txt", *(args or ("--seq-len", "8"))])
+    with pytest.raises(InputError, match=r"^--data: is cut into other sequences than those of which"):
+        find_position(asked, begun, tokenizer)
