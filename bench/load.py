@@ -54,21 +54,20 @@ def runner(source: Path, packed: Path) -> int:
     """What a rank does: its stage's modules on meta, memory for them, its bundle into it, digests checked."""
     import torch
 
-    from manifests.jsontext import parse_json_object
-    from manifests.store import read_manifest, read_small_file
     from runner.chunk import build_chunks, materialize, named_hf_parameters
     from runner.families import family_for
-    from runner.load import load_bundle
+    from runner.load import load_tensors
+    from runner.packed import open_packed
+    from stores.bundles import Bundles
 
-    manifest = read_manifest(packed)
-    config = parse_json_object(read_small_file(packed / "config.json"), "config.json")
-    family = family_for(config, max_seq_len=512)
-    modules = [stage.modules for stage in manifest.stages]
+    found = open_packed(packed)
+    family, modules = family_for(found.config, max_seq_len=512), found.stage_modules
 
     def load() -> int:
         (chunk,) = build_chunks(family, modules, (STAGE,))
         materialize(chunk, device=torch.device("cpu"), dtype=torch.bfloat16)
-        return load_bundle(dict(named_hf_parameters(chunk)), manifest, manifest.stages[STAGE], packed).nbytes
+        bundles = Bundles(found.manifest, found.root)
+        return load_tensors(dict(named_hf_parameters(chunk)), bundles, found.shape).nbytes
 
     build_chunks(family, modules, (STAGE,))  # torchtitan is imported at the first build
     return _timed(load)

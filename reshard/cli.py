@@ -8,7 +8,7 @@ import click
 
 from manifests.errors import InputError, UserError, error_json
 from reshard.commands.planning import layout, plan
-from reshard.commands.reading import inspect, verify
+from reshard.commands.reading import diff, inspect, verify
 from reshard.commands.writing import export, pack
 
 __all__ = ["main"]
@@ -27,7 +27,7 @@ def cli() -> None:
     """
 
 
-for verb in (plan, layout, pack, export, verify, inspect):
+for verb in (plan, layout, pack, export, verify, inspect, diff):
     cli.add_command(verb)
 
 

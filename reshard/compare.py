@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from manifests.digest import PREFIX
 from manifests.errors import InputError
 from manifests.schema import TieGroup
-from reshard.checkpoint import Checkpoint, TensorAt
+from reshard.checkpoint import TensorAt
 from reshard.engine import hash_tensors
 
 __all__ = ["Difference", "differences_from", "hash_each", "missing_from"]
@@ -32,7 +32,7 @@ def hash_each(tensors: Sequence[TensorAt], progress: Progress, differences: list
 
 
 def differences_from(
-    source: Checkpoint, stored: Mapping[TensorAt, str | None], ties: Sequence[TieGroup], progress: Progress
+    source: Mapping[str, TensorAt], stored: Mapping[TensorAt, str | None], ties: Sequence[TieGroup], progress: Progress
 ) -> list[Difference]:
     """Compare tensors, given with the hex digests of their bytes, with those of a source, whose bytes are read.
 
@@ -42,7 +42,7 @@ def differences_from(
     alike: list[tuple[TensorAt, str, TensorAt]] = []
     for tensor, digest in stored.items():
         where = f"{tensor.file}: {tensor.name!r}"
-        origin = next((source.tensors[fqn] for fqn in _names(tensor.name, ties) if fqn in source.tensors), None)
+        origin = next((source[fqn] for fqn in _names(tensor.name, ties) if fqn in source), None)
         if origin is None:
             differences.append((where, "the source has no such tensor"))
         elif (origin.dtype, origin.shape) != (tensor.dtype, tensor.shape):

@@ -37,7 +37,8 @@ def inspect_text(path: Path, with_tensors: bool) -> str:
         f"{manifest.model.architecture}, {manifest.model.num_layers} layers, {manifest.model.num_params:,} parameters",
         f"from {manifest.source.kind}: {manifest.source.location}",
         f"written by {manifest.created_by}"
-        + (f" after step {training.step}, {training.num_tokens:,} tokens" if training else ""),
+        + (f" after step {training.step}, {training.num_tokens:,} tokens" if training else "")
+        + (f", with the moments of {training.optimizer.name}" if training and training.optimizer else ""),
         f"layout {layout.spec}: {layout.num_stages} stages on {layout.num_ranks} ranks, style {layout.style}",
         table(head, rows, left=frozenset({"modules"})),
         *tie_lines(manifest.ties),

@@ -9,7 +9,7 @@ from pathlib import Path
 from manifests.digest import PREFIX
 from manifests.errors import InputError, UsageError
 from manifests.invariants import SOURCE_NAME
-from manifests.models import module_of
+from manifests.models import ModelShape, module_of
 from manifests.schema import MOMENTS, WEIGHTS, Holds, Manifest, Stage
 from manifests.store import find_manifest, read_manifest, read_small_file
 from reshard.checkpoint import Checkpoint, TensorAt
@@ -58,17 +58,21 @@ def verify(path: Path, options: VerifyOptions | None = None, progress: Progress 
     manifest = read_manifest(file)
     stages, bundles = _choose(manifest, options.stages), Bundles(manifest, file.parent)
     differences: list[Difference] = []
-    weights = _read_headers(bundles, stages, (WEIGHTS,), differences)
-    tensors = weights + _read_headers(bundles, stages, MOMENTS, differences)
+    kinds = {holds: _read_headers(bundles, stages, holds, differences) for holds in (WEIGHTS, *MOMENTS)}
+    tensors = [tensor for found in kinds.values() for tensor in found]
     compared = [tensor for tensor in tensors if options.against or (tensor.digest and not options.quick)]
     digests = dict(zip(compared, hash_each(compared, progress, differences), strict=True))
     differences += _unlike_their_digests(digests)
     differences += _unlike_their_files(manifest, file.parent)
     if options.against is not None:
-        stored = {tensor: digests[tensor] for tensor in weights}
-        differences += differences_from(options.against, stored, manifest.ties, progress)
-        wanted = _wanted(options.against, stages, manifest, file.parent)
-        differences += missing_from({tensor.name for tensor in weights}, list(wanted), manifest.ties)
+        for holds, found in kinds.items():
+            expected = options.against.tensors if holds == WEIGHTS else options.against.moments.get(holds)
+            if expected is None:  # a source that nobody trained
+                continue
+            stored = {tensor: digests[tensor] for tensor in found}
+            differences += differences_from(expected, stored, manifest.ties, progress)
+            wanted = _wanted(expected, options.against.shape, stages, manifest, file.parent)
+            differences += missing_from({tensor.name for tensor in found}, list(wanted), manifest.ties)
     if not differences and options.stages is None:
         try:
             open_manifest(file)
@@ -98,10 +102,10 @@ def _choose(manifest: Manifest, wanted: frozenset[int] | None) -> list[Stage]:
 
 
 def _read_headers(
-    bundles: Bundles, stages: Sequence[Stage], holds: Sequence[Holds], differences: list[Difference]
+    bundles: Bundles, stages: Sequence[Stage], holds: Holds, differences: list[Difference]
 ) -> list[TensorAt]:
     tensors = []
-    for read in (part for stage in stages for part in bundles.parts_of(stage, holds)):
+    for read in (part for stage in stages for part in bundles.parts_of(stage, (holds,))):
         try:
             tensors += read()
         except InputError as error:
@@ -124,7 +128,9 @@ def _unlike_their_files(manifest: Manifest, folder: Path) -> Iterator[Difference
             yield error.where, error.problem
 
 
-def _wanted(source: Checkpoint, stages: Sequence[Stage], manifest: Manifest, folder: Path) -> Iterator[TensorAt]:
+def _wanted(
+    tensors: Mapping[str, TensorAt], shape: ModelShape, stages: Sequence[Stage], manifest: Manifest, folder: Path
+) -> Iterator[TensorAt]:
     """Give the source's tensors that these stages should hold, less what was left behind with good reason."""
     try:
         dropped = set(decode_record(read_small_file(folder / SOURCE_NAME)).dropped)
@@ -132,7 +138,7 @@ def _wanted(source: Checkpoint, stages: Sequence[Stage], manifest: Manifest, fol
         dropped = set()
     modules = {module for stage in stages for module in stage.modules}
     is_all = len(stages) == len(manifest.stages)
-    for fqn, tensor in source.tensors.items():
-        is_recomputed = manifest.training is not None and fqn not in source.shape.tensors
+    for fqn, tensor in tensors.items():
+        is_recomputed = manifest.training is not None and fqn not in shape.tensors
         if fqn not in dropped and not is_recomputed and (is_all or module_of(fqn, modules) is not None):
             yield tensor

@@ -1,4 +1,4 @@
-"""verify and inspect: the verbs that read bundles and say what they found."""
+"""verify, inspect and diff: the verbs that read and say what they found."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import click
 from manifests.errors import UsageError
 from reshard.commands import options
 
-__all__ = ["inspect", "verify"]
+__all__ = ["diff", "inspect", "verify"]
 
 
 @click.command()
@@ -63,3 +63,31 @@ def inspect(manifest: Path, tensors: bool, as_json: bool) -> None:
     from reshard.inspect import inspect_json, inspect_text
 
     click.echo(json.dumps(inspect_json(manifest, tensors)) if as_json else inspect_text(manifest, tensors))
+
+
+@click.command()
+@click.argument("a")
+@click.argument("b")
+@click.option("--norms", is_flag=True, help="Read the tensors that differ, and give the norm of the difference.")
+@options.as_json
+@options.quiet
+def diff(a: str, b: str, norms: bool, as_json: bool, quiet: bool) -> None:
+    """Say which tensors of A and B differ, weights and moments, whatever the layouts. Exit code 4: some do.
+
+    A and B are manifests or Hugging Face folders. Manifests carry digests: comparing two of them reads headers alone.
+
+    \b
+    Example:
+      reshard diff ./checkpoints/step-000100 ./checkpoints/step-000200 --norms
+    """
+    from reshard.diff import diff as run
+    from reshard.diff import nbytes_to_hash
+    from reshard.report.diff import diff_json, diff_text
+    from reshard.source import open_source
+
+    left, right = open_source(a), open_source(b)
+    with options.progress("diff", nbytes_to_hash(left, right), quiet) as progress:
+        found = run(left, right, with_norms=norms, progress=progress)
+    click.echo(json.dumps(diff_json(found)) if as_json else diff_text(found))
+    if found.differences:
+        sys.exit(4)

@@ -29,8 +29,9 @@ def pack_text(manifest: Manifest, out: Path) -> str:
     done = pack_json(manifest, out)
     packed, virtual = show_bytes(done["nbytes"]), show_bytes(done["virtual_nbytes"])
     how = f"{packed}, and left {virtual} where they are" if manifest.virtual else packed
+    moments = " and their moments" if manifest.training and manifest.training.optimizer else ""
     return (
-        f"packed {done['num_tensors']} tensors, {how}, in {done['num_stages']} stages: {done['manifest']}\n"
+        f"packed {done['num_tensors']} tensors{moments}, {how}, in {done['num_stages']} stages: {done['manifest']}\n"
         f"next: runner launch {done['manifest']} --nproc-per-node {done['num_ranks']} -- --help"
     )
 

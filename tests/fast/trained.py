@@ -64,7 +64,7 @@ def write_trained(folder: Path, layout: str, *, seed: int = 0, **config: Any) ->
     assert packed.code == 0, packed.err
     for index in range(len(json.loads((out / "manifest.json").read_text())["stages"])):
         for moment, tensors in random_moments(sizes, seed).items():
-            write_moments(out, index, moment, {fqn: tensors[fqn] for fqn in read_stage(out, index)})
+            write_moments(out, index, moment, {fqn: tensors[fqn] for fqn in sorted(read_stage(out, index))})
     change_manifest(out, lambda document: document.update(training=dict(STATE)))
     return out
 

@@ -71,6 +71,14 @@ def test_any_layout_and_back_gives_every_byte_again(layout: str, tied: bool, tmp
     assert after.keys() == before.keys()
 
 
+def test_pack_and_inspect_speak_of_the_moments(tmp_path: Path) -> None:
+    trained = write_trained(tmp_path, "pp=2")
+    packed = reshard("pack", trained, "--layout", "pp=1", "--out", tmp_path / "out")
+    assert packed.out.startswith("packed 39 tensors and their moments, ")
+    (line,) = (line for line in reshard("inspect", tmp_path / "out").out.splitlines() if line.startswith("written by"))
+    assert line.endswith(" after step 60, 7,680 tokens, with the moments of AdamW")
+
+
 def test_export_of_a_training_checkpoint_is_the_model_alone(tmp_path: Path) -> None:
     trained = write_trained(tmp_path, "pp=2", tie_word_embeddings=True)
     exported = tmp_path / "exported"
@@ -89,7 +97,7 @@ def test_verify_names_every_damage_to_moments(tmp_path: Path) -> None:
     assert ended.code == 4
     _, *lines = ended.out.splitlines()
     assert sorted(line.strip().partition(": expected")[0] for line in lines) == [
-        f"{flipped}: 'model.layers.1.post_attention_layernorm.weight'",
+        f"{flipped}: 'model.layers.1.self_attn.v_proj.weight'",
         f"{gone}: the manifest names this shard, and it is missing",
     ]
 

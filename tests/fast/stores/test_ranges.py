@@ -120,7 +120,7 @@ def test_reader_fetches_ahead_but_never_more_than_its_share() -> None:
 
 
 def test_requests_run_at_the_same_time() -> None:
-    source = Source(6 * REQUEST_NBYTES, delay_s=0.05)
+    source = Source(6 * REQUEST_NBYTES, delay_s=0.4)
     reader = RangeReader(source.fetch, [(0, len(source.data))])
     assert read(reader, 0, len(source.data)) == source.data
     assert source.most_at_once == NUM_PARALLEL

@@ -1,0 +1,36 @@
+"""What diff found."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from reshard.diff import DiffReport, TensorDifference
+
+__all__ = ["diff_json", "diff_text"]
+
+
+def diff_json(found: DiffReport) -> dict[str, Any]:
+    return {
+        "version": 1,
+        "equal": not found.differences,
+        "layouts": list(found.layouts),
+        "num_equal": found.num_equal,
+        "num_moved": found.num_moved,
+        "differences": [asdict(difference) for difference in found.differences],
+    }
+
+
+def diff_text(found: DiffReport) -> str:
+    a, b = found.layouts
+    lines = [f"layout: {a}"] if a == b else [f"layout of A: {a}", f"layout of B: {b}"]
+    moved = f", {found.num_moved} of them on another stage" if found.num_moved else ""
+    lines.append(f"{found.num_equal} tensors are equal{moved}; {len(found.differences) or 'none'} differ")
+    return "\n".join([*lines, *map(_line, found.differences)])
+
+
+def _line(difference: TensorDifference) -> str:
+    line = f"  {difference.holds} {difference.fqn}: {difference.problem}"
+    if difference.norm is None or difference.norm_a is None:
+        return line
+    return f"{line}; B - A has norm {difference.norm:.3g}, A has {difference.norm_a:.3g}"

@@ -1,0 +1,117 @@
+"""diff: every tensor that two checkpoints do not share is named, whatever their layouts."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.builders import HEAD, Tensor, llama_config, random_tensors, reshard, write_model
+from tests.fast.trained import read_moments, write_moments, write_trained
+
+UP = "model.layers.3.mlp.up_proj.weight"
+
+
+def pack(source: Path, layout: str, out: Path) -> Path:
+    assert reshard("pack", source, "--layout", layout, "--out", out).code == 0
+    return out
+
+
+def test_same_tensors_on_other_stages_are_equal(tmp_path: Path) -> None:
+    trained = write_trained(tmp_path, "pp=2", tie_word_embeddings=True)
+    other = pack(trained, "pp=2,style=v", tmp_path / "v")
+    ended = reshard("diff", trained, other)
+    assert ended.code == 0
+    assert ended.out.splitlines() == [
+        "layout of A: pp=2: 2 stages on 2 ranks, style loop",
+        "layout of B: pp=2,style=v: 4 stages on 2 ranks, style v",
+        "114 tensors are equal, 57 of them on another stage; none differ",
+    ]
+    assert reshard("diff", trained, trained).out.splitlines() == [
+        "layout: pp=2: 2 stages on 2 ranks, style loop",
+        "114 tensors are equal; none differ",
+    ]
+
+
+def test_each_difference_is_named_with_its_kind(tmp_path: Path) -> None:
+    trained = write_trained(tmp_path, "pp=2")
+    other = pack(trained, "pp=2", tmp_path / "other")
+    moments = read_moments(other, 1, "exp_avg")
+    moments[UP] = replace(moments[UP], data=bytes(len(moments[UP].data)))
+    moments[HEAD] = replace(moments[HEAD], dtype="I32")
+    write_moments(other, 1, "exp_avg", moments)
+    ended = reshard("diff", trained, other, "--json")
+    assert ended.code == 4
+    assert [(one["holds"], one["fqn"], one["problem"]) for one in ended.json["differences"]] == [
+        ("exp_avg", UP, "bytes differ"),
+        ("exp_avg", HEAD, "F32 [40, 16] in A, I32 [40, 16] in B"),
+    ]
+    assert (ended.json["equal"], ended.json["num_equal"], ended.json["num_moved"]) == (False, 115, 0)
+
+
+def test_folder_without_digests_is_read_and_has_no_moments(tmp_path: Path) -> None:
+    trained = write_trained(tmp_path, "pp=2")
+    ended = reshard("diff", tmp_path / "source", trained)
+    assert ended.code == 4
+    assert ended.out.splitlines() == [
+        "layout of A: none",
+        "layout of B: pp=2: 2 stages on 2 ranks, style loop",
+        "39 tensors are equal; 2 differ",
+        "  exp_avg *: all 39 are only in B",
+        "  exp_avg_sq *: all 39 are only in B",
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["F64", "F32", "BF16", "F16"])
+def test_norm_of_a_difference_is_numpys(dtype: str, tmp_path: Path) -> None:
+    config = llama_config(hidden_size=256, intermediate_size=640, num_hidden_layers=1)  # more than a block
+    noise = np.random.default_rng(0)
+    kind = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}[dtype]
+    values: list[dict[str, torch.Tensor]] = [
+        {
+            fqn: torch.from_numpy(noise.normal(size=prod(tensor.shape))).to(kind)
+            for fqn, tensor in random_tensors(config).items()
+        }
+        for _ in range(2)
+    ]
+    for name, of in zip("ab", values, strict=True):
+        tensors = {
+            fqn: Tensor(dtype=dtype, shape=tensor.shape, data=of[fqn].view(torch.uint8).numpy().tobytes())
+            for fqn, tensor in random_tensors(config).items()
+        }
+        write_model(tmp_path / name, config, tensors)
+    found = reshard("diff", tmp_path / "a", tmp_path / "b", "--norms", "--json").json["differences"]
+    assert len(found) == len(values[0])
+    for one in found:
+        left, right = (of[one["fqn"]].double().numpy() for of in values)
+        assert one["norm"] == pytest.approx(np.linalg.norm(right - left), rel=1e-9)
+        assert one["norm_a"] == pytest.approx(np.linalg.norm(left), rel=1e-9)
+
+
+def test_values_that_are_not_finite_are_said_and_the_report_stays_json(tmp_path: Path) -> None:
+    trained = write_trained(tmp_path, "pp=2")
+    other = pack(trained, "pp=2", tmp_path / "other")
+    moments = read_moments(other, 1, "exp_avg")
+    moments[UP] = replace(moments[UP], data=np.full(24 * 16, math.inf, "<f4").tobytes())
+    write_moments(other, 1, "exp_avg", moments)
+    ended = reshard("diff", trained, other, "--norms", "--json")
+    (one,) = json.loads(ended.out, parse_constant=pytest.fail)["differences"]
+    assert (one["problem"], one["norm"]) == ("bytes differ, and not all values are finite", None)
+
+
+def test_verify_against_the_parent_proves_moments_too(tmp_path: Path) -> None:
+    trained = write_trained(tmp_path, "pp=2")
+    other = pack(trained, "pp=4", tmp_path / "other")
+    assert reshard("verify", other, "--against", trained).code == 0
+    moments = read_moments(other, 3, "exp_avg_sq")
+    write_moments(other, 3, "exp_avg_sq", {**moments, HEAD: replace(moments[HEAD], data=bytes(4 * 40 * 16))})
+    ended = reshard("verify", other, "--against", trained)
+    assert ended.code == 4
+    assert f"{other}/stage-003/exp_avg_sq/model.safetensors: '{HEAD}': expected blake3:" in ended.out
+    assert reshard("verify", other, "--against", tmp_path / "source").code == 0
