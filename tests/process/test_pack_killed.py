@@ -121,13 +121,15 @@ def test_forced_pack_killed_at_any_moment_leaves_the_old_checkpoint_or_the_new_o
     assert [path.name for path in source.parent.iterdir() if "forced" in path.name] == ["forced"]
 
 
-def test_pack_interrupted_from_the_keyboard_takes_its_folder_away(source: Path) -> None:
+def test_pack_interrupted_from_the_keyboard_can_be_gone_on_with(source: Path) -> None:
     out = source.with_name("interrupted")
     pack = start_pack(source, out, "pp=2")
     wait_for_bytes(pack, out, 10 << 20)
     pack.send_signal(signal.SIGINT)
     assert pack.wait(60) == 130
-    assert [path.name for path in source.parent.iterdir() if "interrupted" in path.name] == []
+    assert [path.name for path in source.parent.iterdir() if "interrupted" in path.name] == [".interrupted.partial"]
+    assert start_pack(source, out, "pp=2").wait(60) == 0
+    assert [path.name for path in source.parent.iterdir() if "interrupted" in path.name] == ["interrupted"]
 
 
 def _written_nbytes(folder: Path) -> int:
