@@ -109,9 +109,9 @@ def test_200_000_short_strings_are_layouts_or_refused():
 
 @pytest.mark.slow
 def test_a_million_short_strings_take_less_than_a_minute():
-    begun = time.perf_counter()
+    begun = time.process_time()
     assert check_total(random.Random(1), 1_000_000) > 0
-    assert time.perf_counter() - begun < 60
+    assert time.process_time() - begun < 60
 
 
 @settings(max_examples=500, deadline=None)
@@ -132,7 +132,7 @@ def test_any_text_is_a_layout_or_refused(spec, strict):
     ],
 )
 def test_hostile_strings_are_refused_soon(spec):
-    begun = time.perf_counter()
+    begun = time.process_time()
     with pytest.raises(UserError):
         parse_layout(spec, INVENTORY, costs=COSTS)
-    assert time.perf_counter() - begun < 2
+    assert time.process_time() - begun < 2

@@ -223,7 +223,7 @@ def test_file_that_cannot_be_read(tmp_path: Path) -> None:
 def test_refusal_takes_little_memory_and_no_time(file: bytes, tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_bytes(file)
-    start = time.perf_counter()
+    start = time.process_time()
     tracemalloc.start()
     try:
         with pytest.raises(InputError):
@@ -232,4 +232,4 @@ def test_refusal_takes_little_memory_and_no_time(file: bytes, tmp_path: Path) ->
     finally:
         tracemalloc.stop()
     assert peak_nbytes < 10 * len(file) + (1 << 20)
-    assert time.perf_counter() - start < MAX_REFUSAL_S
+    assert time.process_time() - start < MAX_REFUSAL_S
