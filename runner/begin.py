@@ -101,8 +101,10 @@ def _begin(launched: Packed, folder: Path, options: TrainOptions, world: World, 
     check_equal(engine.ties)
     if training is not None:
         _resume(engine, bundles, origin, training)
-        if not restore_random(training.random, world.rank, world.size, device):
-            said += (f"the random states are not those of {world.size} ranks on {device.type}: they begin anew",)
+        with together("load"):
+            is_restored = restore_random(training.random, world.rank, world.size, device)
+        if not is_restored:
+            said += (f"no random states of {world.size} ranks on {device.type} were saved: they begin anew",)
     if world.rank == 0:
         _say_begun(origin, training, said)
     return Ready(options=options, launched=launched, origin=origin, training=training, chunks=chunks, engine=engine)

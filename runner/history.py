@@ -45,12 +45,12 @@ def hold_history(history: Path) -> Iterator[None]:
     """Keep other runs from saving here while the block runs, and clear away what kills have left.
 
     Raises:
-        InputError: another run saves here, or the folder cannot be made.
+        InputError: another run saves here, or the folder cannot be made or cleared.
     """
     with holding(history):
         for path in history.iterdir():
             if _LEFT.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
+                _take_away(path)
         yield
 
 
@@ -70,10 +70,18 @@ def retire(history: Path, newest: Path, keep: int) -> None:
     for path in past[keep:]:
         # Renamed first: a checkpoint vanishes whole.
         removed = path.with_name(f".{path.name}.removed")
+        if removed.exists():
+            _take_away(removed)
         try:
-            shutil.rmtree(removed, ignore_errors=True)
             os.rename(path, removed)
             sync_folder(history)
-            shutil.rmtree(removed)
         except OSError as error:
             raise InputError(str(path), f"cannot be taken away: {error.strerror}") from error
+        _take_away(removed)
+
+
+def _take_away(folder: Path) -> None:
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        raise InputError(str(folder), f"cannot be taken away: {error.strerror}") from error

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from manifests.errors import InputError
 from manifests.schema import RandomState
 
 __all__ = ["random_state", "restore_random"]
@@ -20,13 +21,20 @@ def random_state(rank: int, device: torch.device) -> RandomState:
 
 
 def restore_random(states: Sequence[RandomState], rank: int, num_ranks: int, device: torch.device) -> bool:
-    """Go on with the random numbers of a run that had as many ranks on the same kind of device, or say False."""
+    """Go on with the random numbers of a run that had as many ranks on the same kind of device, or give False.
+
+    Raises:
+        InputError: this rank's state is none.
+    """
     mine = {state.rank: state.state for state in states if state.generator == device.type}
     if sorted(mine) != list(range(num_ranks)):
         return False
-    state = torch.frombuffer(bytearray(base64.b64decode(mine[rank])), dtype=torch.uint8)
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
+    try:
+        state = torch.frombuffer(bytearray(base64.b64decode(mine[rank], validate=True)), dtype=torch.uint8)
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(state, device)
+        else:
+            torch.set_rng_state(state)
+    except (ValueError, RuntimeError) as error:
+        raise InputError("training.random", f"the state of rank {rank} is none of a {device.type} generator") from error
     return True

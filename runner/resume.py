@@ -202,7 +202,8 @@ def _named(source: str, history: Path | None) -> Path:
     else:
         folder = Path(source).parent if Path(source).name == MANIFEST_NAME else Path(source)
     if not (folder / MANIFEST_NAME).is_file():
-        there = ", ".join(path.name for path in find_checkpoints(history or folder)[:5])
+        found = find_checkpoints(folder) or (find_checkpoints(history) if history else ())
+        there = ", ".join(path.name for path in found[:5])
         hint = f"there are {there}" if there else "a folder without one was never finished"
         raise InputError(f"--resume {source}", f"no {MANIFEST_NAME} in {folder}", hint)
     return folder
@@ -215,6 +216,8 @@ def _check_state(training: TrainingState | None, where: str) -> None:
     optimizer, rate = training.optimizer, training.learning_rate
     if optimizer.name != _OPTIMIZER:
         raise InputError(where, f"was trained with {optimizer.name}, and this runner steps with {_OPTIMIZER}", _ANEW)
+    if training.dtype not in (None, *_DTYPES):
+        raise InputError(where, f"was trained in {training.dtype}; this runner trains in {' or '.join(_DTYPES)}", _ANEW)
     if len(optimizer.groups) != 1 or optimizer.groups[0].fqns:
         raise InputError(where, "has several groups of optimizer options; this runner has one", _ANEW)
     if rate is not None and rate.decay not in get_args(Decay):

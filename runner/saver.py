@@ -55,8 +55,9 @@ class Saver:
     def __init__(self, job: Job, options: CheckpointOptions, held: Held, timeout: timedelta) -> None:
         self._job, self._options = job, options
         self._group = dist.new_group(backend="gloo", timeout=timeout)
-        self._copy = HostCopy(held) if options.is_async else None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="save")
+        # Memory takes long to come: it is made while the first steps are taken.
+        self._copy = self._pool.submit(HostCopy, held) if options.is_async else None
         self._running: Future[SaveReport] | None = None
         self._reports: list[SaveReport] = []
 
@@ -74,7 +75,7 @@ class Saver:
         started_s = time.perf_counter()
         self._wait()
         if self._copy is not None:
-            held = self._copy.fill(held)
+            held = self._copy.result().fill(held)
         self._running = self._pool.submit(self._save, held, training, started_s, time.perf_counter())
         if self._copy is None:
             self._wait()

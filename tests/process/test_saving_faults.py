@@ -23,10 +23,9 @@ from runner.history import find_checkpoints, step_of
 from tests.builders import llama_config, reshard, write_model
 from tests.fast.runner.tiny import save_model
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
 ROOT = Path(__file__).resolve().parents[2]
-NUM_KILLS = 6
 ENDLESS = 100_000
 SIZES = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 2048}
 KINDS = ("weights", "exp_avg", "exp_avg_sq")
@@ -76,11 +75,12 @@ def check(checkpoint: Path) -> None:
             assert np.all(tensor == step)
 
 
+@pytest.mark.parametrize("num_kills", [6, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
 def test_rank_killed_while_saving_leaves_whole_checkpoints_and_the_next_run_goes_on(
-    packed: Path, tmp_path: Path
+    num_kills: int, packed: Path, tmp_path: Path
 ) -> None:
-    history, chance, newest = tmp_path / "history", random.Random(6), 0
-    for kill in range(NUM_KILLS):
+    history, chance, newest = tmp_path / "history", random.Random(num_kills), 0
+    for kill in range(num_kills):
         with two_savers(packed, history, ENDLESS) as ranks:
             assert ranks[0].stdout is not None
             assert ranks[0].stdout.readline() == f"saved {newest + 1}\n"

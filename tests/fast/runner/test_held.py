@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from manifests.errors import InputError
 from manifests.placement import Placement
 from manifests.schema import MOMENTS, RandomState
 from runner.chunk import build_chunks, named_hf_parameters
@@ -89,6 +90,13 @@ def test_optimizer_with_moments_from_the_start_steps_as_torch_does(folder: Path)
     optimizer.step(1)
     plain.step()
     assert all(weight.equal(state[0]["weights"][fqn]) for fqn, weight in weights.items())
+
+
+@pytest.mark.parametrize("state", ["", "AAAA", "no base64", "AAA"])
+def test_random_state_that_is_none_is_refused(state: str) -> None:
+    with pytest.raises(InputError) as error:
+        restore_random((RandomState(rank=0, generator="cpu", state=state),), 0, 1, CPU)
+    assert str(error.value) == "training.random: the state of rank 0 is none of a cpu generator"
 
 
 def test_random_numbers_go_on_where_they_were_on_as_many_ranks() -> None:

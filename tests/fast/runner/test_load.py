@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
 from manifests.errors import InputError
 from manifests.models import module_of
+from manifests.paths import shard_path
 from manifests.schema import MOMENTS, WEIGHTS, Holds
 from runner.load import load_tensors
 from runner.packed import Packed, open_packed
@@ -161,3 +163,15 @@ def test_flipped_bit_of_a_moment_is_named(tmp_path: Path) -> None:
     origin = open_packed(out)
     with pytest.raises(InputError, match=rf"^{shard}: 'model.norm.weight': expected blake3:[0-9a-f]+, found blake3:"):
         load_tensors(room_for(origin, 1), Bundles(origin.manifest, out), origin.shape, "exp_avg_sq")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torchs_own_reader_finds_one_kind_in_each_folder(checkpoints: dict[str, Packed]) -> None:
+    origin = checkpoints["pp=2"]
+    expected = expected_of(origin)
+    for holds in KINDS:
+        folder = (origin.root / shard_path(1, holds)).parent
+        modules = origin.stage_modules[1]
+        found = {fqn: torch.zeros(s) for fqn, s in origin.shape.tensors.items() if module_of(fqn, modules)}
+        load(found, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+        assert all(bytes_of(tensor) == expected[holds][fqn].data for fqn, tensor in found.items())

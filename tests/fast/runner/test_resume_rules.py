@@ -192,6 +192,7 @@ GROUP = STATE["optimizer"]["groups"][0]
             state_with(optimizer={**STATE["optimizer"], "name": "Adafactor"}),
             "was trained with Adafactor, and this runner steps with AdamW",
         ),
+        (state_with(dtype="F16"), "was trained in F16; this runner trains in F32 or BF16"),
         (
             state_with(optimizer={**STATE["optimizer"], "groups": [GROUP, {**GROUP, "fqns": ["lm_head.weight"]}]}),
             "has several groups of optimizer options; this runner has one",
