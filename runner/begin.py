@@ -13,7 +13,7 @@ import torch
 
 from manifests.errors import InputError
 from manifests.schema import MOMENTS, TrainingState
-from runner.chunk import StageChunk, build_chunks, materialize, named_hf_parameters
+from runner.chunk import StageChunk, build_chunks, hf_pieces, materialize
 from runner.families import family_for
 from runner.held import Held, held_state, held_weights
 from runner.load import LoadReport, load_tensors
@@ -93,7 +93,7 @@ def _begin(launched: Packed, folder: Path, options: TrainOptions, world: World, 
             options = recall(options, remembered(training))
         bundles = Bundles(origin.manifest, origin.root)
         chunks = _build(launched, options, world, device)
-        weights = {fqn: weight for chunk in chunks for fqn, weight in named_hf_parameters(chunk)}
+        weights = {piece.fqn: piece.memory for chunk in chunks for piece in hf_pieces(chunk)}
         report = load_tensors(weights, bundles, origin.shape)
         check_loaded(launched.manifest.ties, chunks)
     _say_loaded(report, chunks, world)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
 
 from runner.families import Family
 from runner.pages import empty_like
+from runner.pieces import Piece
 
-__all__ = ["NamedParameter", "StageChunk", "build_chunks", "materialize", "named_hf_parameters"]
+__all__ = ["NamedParameter", "StageChunk", "build_chunks", "hf_pieces", "materialize", "named_hf_parameters"]
 
-NamedParameter = tuple[str, nn.Parameter]  # under its Hugging Face FQN
+# Under its Hugging Face FQN; one that is made of several tensors, under the first one's.
+NamedParameter = tuple[str, nn.Parameter]
 
 
 class StageChunk(nn.Module):
@@ -52,3 +54,9 @@ def named_hf_parameters(chunk: StageChunk) -> Iterator[NamedParameter]:
     """Give each parameter of a chunk with its Hugging Face FQN, numbered as in the whole model."""
     for name, parameter in chunk.body.named_parameters():
         yield chunk.family.to_hf(name), parameter
+
+
+def hf_pieces(chunk: StageChunk, of: Callable[[nn.Parameter], torch.Tensor] = lambda weight: weight) -> Iterator[Piece]:
+    """Give a chunk's parameters, or what `of` gives for each, as the Hugging Face tensors that they are."""
+    for name, parameter in chunk.body.named_parameters():
+        yield from chunk.family.pieces(name, of(parameter).detach(), (0,) * parameter.dim())

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from manifests.models import model_shape
+from runner.pieces import Piece
 from runner.recipe import check_trainable
 
 if TYPE_CHECKING:
@@ -40,11 +41,14 @@ class Family(Protocol):
         ...
 
     def to_hf(self, name: str) -> str:
-        """Give the Hugging Face FQN of a parameter that `build` made."""
+        """Give the Hugging Face FQN of a parameter that `build` made; of several, the first."""
         ...
 
-    def from_hf(self, fqn: str) -> str:
-        """Give the name that `build` gives to the parameter with this Hugging Face FQN."""
+    def pieces(self, name: str, memory: torch.Tensor, offset: tuple[int, ...]) -> tuple[Piece, ...]:
+        """Give the parts of Hugging Face tensors that lie in `memory`.
+
+        `memory` is a box of the parameter `name`, or of a moment of it, that begins at `offset`.
+        """
         ...
 
 

@@ -21,6 +21,7 @@ from torchtitan.protocols.module import Module, ModuleDict
 from manifests.errors import InputError
 from manifests.models import ConfigReader, model_shape
 from runner.families.rope import positive_number, rotary_config
+from runner.pieces import Piece
 
 __all__ = ["CausalAttention", "Llama"]
 
@@ -87,8 +88,8 @@ class Llama:
         self._ffn_size = read.count("intermediate_size")
         self._eps = positive_number(config, "rms_norm_eps", f"{where}: ", _DEFAULT_EPS)
         self._rope = rotary_config(config, head_dim=self._head_dim, max_seq_len=max_seq_len, where=where)
-        self._from_hf = {fqn: _name_of(fqn) for fqn in shape.tensors}
-        self._to_hf = {name: fqn for fqn, name in self._from_hf.items()}
+        self._shapes = shape.tensors
+        self._to_hf = {_name_of(fqn): fqn for fqn in shape.tensors}
 
     def build(self, modules: tuple[str, ...]) -> nn.Module:
         """Build these modules, and no others, on the meta device, layers numbered as in the whole model."""
@@ -110,10 +111,9 @@ class Llama:
     def to_hf(self, name: str) -> str:
         return self._to_hf[name]
 
-    def from_hf(self, fqn: str) -> str:
-        if fqn not in self._from_hf:
-            raise InputError(fqn, f"is no tensor of this {self.architecture}")
-        return self._from_hf[fqn]
+    def pieces(self, name: str, memory: torch.Tensor, offset: tuple[int, ...]) -> tuple[Piece, ...]:
+        fqn = self._to_hf[name]
+        return (Piece(fqn=fqn, shape=self._shapes[fqn], offset=offset, memory=memory),)
 
     def _model_config(self, num_layers: int) -> Llama3Model.Config:
         return Llama3Model.Config(

@@ -34,22 +34,20 @@ LLAMA_405B = {
 }
 
 
-def test_names_map_both_ways_for_every_tensor_of_the_model() -> None:
+def test_built_parameters_are_the_tensors_of_the_model_under_their_names() -> None:
     family = family_for(LLAMA, max_seq_len=8)
-    shape = model_shape(LLAMA)
-    built = dict(family.build(family.modules).named_parameters())
-    assert {family.to_hf(name): tuple(parameter.shape) for name, parameter in built.items()} == shape.tensors
-    assert {family.from_hf(fqn) for fqn in shape.tensors} == built.keys()
-    assert all(family.from_hf(family.to_hf(name)) == name for name in built)
+    pieces = [
+        piece
+        for name, parameter in family.build(family.modules).named_parameters()
+        for piece in family.pieces(name, parameter, (0,) * parameter.dim())
+    ]
+    assert {piece.fqn: tuple(piece.memory.shape) for piece in pieces} == model_shape(LLAMA).tensors
+    assert all(piece.shape == tuple(piece.memory.shape) for piece in pieces)
 
 
-def test_name_of_no_tensor_is_refused() -> None:
-    family = family_for(LLAMA, max_seq_len=8)
-    with pytest.raises(InputError) as error:
-        family.from_hf("model.layers.12.mlp.up_proj.weight")
-    assert str(error.value) == "model.layers.12.mlp.up_proj.weight: is no tensor of this LlamaForCausalLM"
+def test_name_of_no_parameter_is_our_mistake() -> None:
     with pytest.raises(KeyError):
-        family.to_hf("layers.0.attention.wqkv.weight")
+        family_for(LLAMA, max_seq_len=8).to_hf("layers.0.attention.wqkv.weight")
 
 
 def test_stage_is_built_alone_on_meta_with_the_whole_models_numbers() -> None:
