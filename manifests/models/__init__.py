@@ -7,8 +7,16 @@ from collections.abc import Callable, Mapping
 from manifests.errors import InputError
 from manifests.models.config import ConfigReader
 from manifests.models.deepseek_v3 import deepseek_v3_shape
+from manifests.models.falcon import falcon_shape
+from manifests.models.gemma import gemma2_shape, gemma3_shape
+from manifests.models.gpt2 import gpt2_shape
 from manifests.models.gpt_oss import gpt_oss_shape
 from manifests.models.llama import llama_shape, mistral_shape
+from manifests.models.mixtral import mixtral_shape
+from manifests.models.mpt import mpt_shape
+from manifests.models.opt import opt_shape
+from manifests.models.phi import phi3_shape, phi_shape
+from manifests.models.qwen2 import qwen2_shape
 from manifests.models.qwen3 import qwen3_moe_shape, qwen3_shape
 from manifests.models.shape import ModelShape, Work, module_of
 
@@ -16,12 +24,26 @@ __all__ = ["ARCHITECTURES", "ConfigReader", "ModelShape", "Work", "model_shape",
 
 ARCHITECTURES: Mapping[str, Callable[[ConfigReader], ModelShape]] = {
     "DeepseekV3ForCausalLM": deepseek_v3_shape,
+    "FalconForCausalLM": falcon_shape,
+    "GPT2LMHeadModel": gpt2_shape,
+    "Gemma2ForCausalLM": gemma2_shape,
+    "Gemma3ForCausalLM": gemma3_shape,
     "GptOssForCausalLM": gpt_oss_shape,
     "LlamaForCausalLM": llama_shape,
+    "MPTForCausalLM": mpt_shape,
     "MistralForCausalLM": mistral_shape,
+    "MixtralForCausalLM": mixtral_shape,
+    "MptForCausalLM": mpt_shape,
+    "OPTForCausalLM": opt_shape,
+    "Phi3ForCausalLM": phi3_shape,
+    "PhiForCausalLM": phi_shape,
+    "Qwen2ForCausalLM": qwen2_shape,
     "Qwen3ForCausalLM": qwen3_shape,
     "Qwen3MoeForCausalLM": qwen3_moe_shape,
 }
+_LAYERS = ("num_hidden_layers", "num_nextn_predict_layers")
+_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")  # what configs call their number in a layer
+_MOST_EXPERTS = 200_000  # ten times DeepSeek-V3's
 
 
 def model_shape(config: Mapping[str, object], where: str = "config.json") -> ModelShape:
@@ -38,4 +60,14 @@ def model_shape(config: Mapping[str, object], where: str = "config.json") -> Mod
             f"{name!r} is not known",
             "known: " + ", ".join(sorted(ARCHITECTURES)),
         )
+    _check_experts(config, where)
     return ARCHITECTURES[name](ConfigReader(config, where))
+
+
+def _check_experts(config: Mapping[str, object], where: str) -> None:
+    """Refuse tables of tensors that no memory holds, before they are made: layers times experts are too many."""
+    layers = sum(found for found in map(config.get, _LAYERS) if type(found) is int)
+    for name, experts in ((name, config.get(name)) for name in _EXPERTS):
+        if type(experts) is int and layers * experts > _MOST_EXPERTS:
+            problem = f"expected at most {_MOST_EXPERTS} experts in all layers, found {layers * experts}"
+            raise InputError(f"{where}: {name}", problem)

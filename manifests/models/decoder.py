@@ -2,45 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from manifests.models.config import ConfigReader
 from manifests.models.parts import Part, linear, norm
 from manifests.models.shape import ModelShape, Work
 
-__all__ = ["decoder", "head"]
+__all__ = ["HEAD", "assemble", "decoder", "embedding", "head", "head_tie"]
 
 EMBEDDING, LAYER, NORM, HEAD = "model.embed_tokens", "model.layers.{}", "model.norm", "lm_head"
 
 
-def decoder(architecture: str, config: ConfigReader, layers: Sequence[Part], mtp: Sequence[Part] = ()) -> ModelShape:
+def decoder(
+    architecture: str,
+    config: ConfigReader,
+    layers: Sequence[Part],
+    mtp: Sequence[Part] = (),
+    *,
+    tied_unless_said: bool = False,
+) -> ModelShape:
     """Give the shape of a decoder with these layers and, numbered after them, these MTP layers.
 
-    Shapes: embedding (V, D). A row of it is looked up, which costs no product and keeps nothing.
+    Shapes: embedding (V, D).
     Source: `LlamaModel`, `LlamaForCausalLM`.
     """
     width, vocab = config.count("hidden_size"), config.count("vocab_size")
     names = [LAYER.format(index) for index in range(len(layers) + len(mtp))]
-    embedding = Part(tensors={"weight": (vocab, width)})
-    parts = {EMBEDDING: embedding, **dict(zip(names, (*layers, *mtp), strict=True)), NORM: norm(width)}
-    parts[HEAD] = head(width, vocab)
+    parts = {
+        EMBEDDING: embedding(vocab, width),
+        **dict(zip(names, (*layers, *mtp), strict=True)),
+        NORM: norm(width),
+        HEAD: head(width, vocab),
+    }
+    shape = assemble(architecture, parts, num_layers=len(layers), hidden_size=width)
+    tied = config.flag("tie_word_embeddings", tied_unless_said)
+    return replace(shape, ties=head_tie(EMBEDDING) if tied else (), optional=frozenset(names[len(layers) :]))
+
+
+def assemble(architecture: str, parts: Mapping[str, Part], *, num_layers: int, hidden_size: int) -> ModelShape:
+    """Give the shape of a model of these modules, in the order they run; nothing is tied."""
     return ModelShape(
         architecture=architecture,
-        num_layers=len(layers),
+        num_layers=num_layers,
         modules=tuple(parts),
         tensors={f"{module}.{leaf}": shape for module, part in parts.items() for leaf, shape in part.tensors.items()},
-        ties=((f"{EMBEDDING}.weight", f"{HEAD}.weight"),) if config.flag("tie_word_embeddings", False) else (),
-        optional=frozenset(names[len(layers) :]),
         work={module: part.work for module, part in parts.items()},
-        hidden_size=width,
+        hidden_size=hidden_size,
     )
 
 
-def head(width: int, vocab: int) -> Part:
+def embedding(rows: int, width: int) -> Part:
+    """A table. A row of it is looked up, which costs no product and keeps nothing."""
+    return Part(tensors={"weight": (rows, width)})
+
+
+def head_tie(module: str) -> tuple[tuple[str, ...], ...]:
+    """Tie the head to an embedding."""
+    return ((f"{module}.weight", f"{HEAD}.weight"),)
+
+
+def head(width: int, vocab: int, *, bias: bool = False) -> Part:
     """The vocabulary head and the cross-entropy after it.
 
-    Shapes: (V, D).
+    Shapes: (V, D), bias (V).
     Kept: its logits, and their log-probabilities in float32.
     Source: `LlamaForCausalLM`; `torch.nn.functional.cross_entropy`.
     """
-    return linear(width, vocab) + Part(work=Work(saved=vocab, saved_fp32=vocab))
+    return linear(width, vocab, bias=bias) + Part(work=Work(saved=vocab, saved_fp32=vocab))

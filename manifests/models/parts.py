@@ -17,7 +17,19 @@ from dataclasses import dataclass, field
 from manifests.models.config import MAX_EXPERTS, ConfigReader
 from manifests.models.shape import Shape, Work
 
-__all__ = ["Part", "attention", "expert_work", "experts", "gated_mlp", "layer", "linear", "norm", "routing"]
+__all__ = [
+    "Part",
+    "attention",
+    "expert_work",
+    "experts",
+    "gated_mlp",
+    "layer",
+    "layer_norm",
+    "linear",
+    "mlp",
+    "norm",
+    "routing",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +52,14 @@ def norm(width: int) -> Part:
     return Part(tensors={"weight": (width,)}, work=Work(saved=2 * width, saved_fp32=1))
 
 
+def layer_norm(width: int, *, weight: bool = True, bias: bool = True) -> Part:
+    """Layer norm. Kept: as of an RMS norm, with two statistics."""
+    tensors: dict[str, Shape] = {"weight": (width,)} if weight else {}
+    if bias:
+        tensors["bias"] = (width,)
+    return Part(tensors=tensors, work=Work(saved=2 * width, saved_fp32=2))
+
+
 def linear(inputs: int, outputs: int, *, bias: bool = False) -> Part:
     """A matrix, and its bias. Its input, which is kept, is counted where it is made."""
     tensors: dict[str, Shape] = {"weight": (outputs, inputs)}
@@ -48,10 +68,13 @@ def linear(inputs: int, outputs: int, *, bias: bool = False) -> Part:
     return Part(tensors=tensors, work=Work(flops=2 * inputs * outputs))
 
 
-def attention(config: ConfigReader, *, head: int, bias: bool, qk_norm: bool = False) -> Part:
+def attention(
+    config: ConfigReader, *, head: int, bias: bool, out_bias: bool | None = None, qk_norm: bool = False
+) -> Part:
     """Attention in which groups of query heads share keys and values.
 
-    Shapes: q_proj (H h, D), k_proj and v_proj (K h, D), o_proj (D, H h), q_norm and k_norm (h).
+    Shapes: q_proj (H h, D), k_proj and v_proj (K h, D), o_proj (D, H h), q_norm and k_norm (h). `out_bias` is
+    o_proj's; None: as the others'.
     FLOPs: the matrices, and 4 H h for each key: 2 H h for the score, 2 H h for the value's share.
     Kept: queries, keys, values, output, and the softmax's sum for each head.
     Source: `LlamaAttention`, `Qwen3Attention`; Ainslie et al. 2023, "GQA".
@@ -65,7 +88,7 @@ def attention(config: ConfigReader, *, head: int, bias: bool, qk_norm: bool = Fa
     part = linear(width, queries, bias=bias).below("q_proj")
     part += linear(width, keys, bias=bias).below("k_proj")
     part += linear(width, keys, bias=bias).below("v_proj")
-    part += linear(queries, width, bias=bias).below("o_proj")
+    part += linear(queries, width, bias=bias if out_bias is None else out_bias).below("o_proj")
     if qk_norm:  # of each head: one weight for all, a statistic for each
         tensors: dict[str, Shape] = {"q_norm.weight": (head,), "k_norm.weight": (head,)}
         part += Part(tensors=tensors, work=Work(saved=queries + keys, saved_fp32=heads + kv_heads))
@@ -84,6 +107,11 @@ def gated_mlp(width: int, ffn: int, *, bias: bool = False) -> Part:
     part += linear(width, ffn, bias=bias).below("up_proj")
     part += linear(ffn, width, bias=bias).below("down_proj")
     return part + Part(work=Work(saved=4 * ffn))
+
+
+def mlp(up: Part, down: Part, ffn: int) -> Part:
+    """down(act(up(x))). Kept: up and act(up), of width F."""
+    return up + down + Part(work=Work(saved=2 * ffn))
 
 
 def routing(config: ConfigReader, num_experts: str) -> tuple[int, int]:

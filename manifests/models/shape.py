@@ -61,6 +61,7 @@ class ModelShape:
     optional: frozenset[str] = frozenset()  # modules that a checkpoint may lack, each as a whole
     work: Mapping[str, Work] = field(default_factory=dict)  # of each module
     hidden_size: int = 0  # width of what one module hands to the next
+    base: str = ""  # what files of the model without its head leave out in front of every name
 
     @property
     def num_params(self) -> int:
@@ -77,6 +78,13 @@ class ModelShape:
     def train_flops(self, seq_len: int) -> int:
         """Give the FLOPs of one token's way through the whole model and back."""
         return (1 + BACKWARD_SHARE) * sum(work.forward_flops(seq_len) for work in self.work.values())
+
+    def fqn_of(self, stored: str) -> str:
+        """Give the FQN of a tensor by the name that a file of the source has for it."""
+        if self.base and module_of(stored, self.modules) is None:
+            whole = f"{self.base}{stored}"
+            return stored if module_of(whole, self.modules) is None else whole
+        return stored
 
     def by_module(self) -> dict[str, tuple[str, ...]]:
         """Give the FQNs of each module's tensors, in the order of `tensors`."""
@@ -101,9 +109,9 @@ class ModelShape:
 
 def module_of(fqn: str, modules: Container[str]) -> str | None:
     """Give the module that owns a tensor: the longest dotted prefix among `modules`."""
-    prefix = fqn
-    while "." in prefix:
-        prefix = prefix.rpartition(".")[0]
-        if prefix in modules:
+    end = fqn.rfind(".")
+    while end >= 0:
+        if (prefix := fqn[:end]) in modules:
             return prefix
+        end = fqn.rfind(".", 0, end)
     return None

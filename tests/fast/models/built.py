@@ -10,12 +10,21 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-__all__ = ["TINY", "TRUE", "build", "read_config", "saved_tensors"]
+__all__ = ["DECODERS", "TINY", "TRUE", "TRUE_DECODERS", "build", "perturb", "read_config", "saved_tensors"]
 
 CONFIGS = Path(__file__).parents[2] / "data" / "configs"
 TINY = ("tiny-deepseek-v3", "tiny-gpt-oss", "tiny-llama", "tiny-mistral", "tiny-qwen3", "tiny-qwen3-moe")
 TRUE = (
     "deepseek-v3", "gpt-oss-120b", "llama-3.1-405b", "llama-3.1-70b", "llama-3.1-8b", "qwen3-235b-a22b", "qwen3-32b",
+)  # fmt: skip
+# Those that train on transformers' own model classes.
+DECODERS = (
+    "tiny-falcon", "tiny-gemma2", "tiny-gemma3", "tiny-gpt2", "tiny-mixtral", "tiny-mpt", "tiny-opt", "tiny-phi",
+    "tiny-phi3", "tiny-qwen2",
+)  # fmt: skip
+TRUE_DECODERS = (
+    "falcon-40b", "falcon-7b", "gemma-2-9b", "gemma-3-1b", "gpt2", "mixtral-8x7b", "mpt-7b", "opt-125m", "opt-350m",
+    "opt-6.7b", "phi-2", "phi-3-mini", "qwen2-0.5b", "qwen2-7b",
 )  # fmt: skip
 
 
@@ -27,10 +36,19 @@ def read_config(name: str, **changes: Any) -> dict[str, Any]:
 def build(config: dict[str, Any], device: str = "cpu") -> PreTrainedModel:
     """Build the model of a config; on `meta` without weights."""
     (architecture,) = config["architectures"]
-    config_class = getattr(transformers, architecture.replace("ForCausalLM", "Config"))
+    model_class = getattr(transformers, architecture)
     torch.manual_seed(0)
     with torch.device(device):
-        model: PreTrainedModel = getattr(transformers, architecture)(config_class(**config))
+        model: PreTrainedModel = model_class(model_class.config_class(**config))
+    return model
+
+
+def perturb(model: PreTrainedModel) -> PreTrainedModel:
+    """Make every weight differ from what it begins with, biases and norms too."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
     return model
 
 

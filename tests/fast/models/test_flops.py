@@ -10,14 +10,18 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from manifests.models import model_shape
-from tests.fast.models.built import TINY, build, read_config
+from tests.fast.models.built import DECODERS, TINY, build, read_config
 
 BATCH, SEQ_LEN = 2, 48
 VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
-    *((name, {}) for name in TINY),
+    *((name, {}) for name in (*TINY, *DECODERS)),
     ("tiny-llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1, "head_dim": 24}),
     ("tiny-qwen3-moe", {"num_experts_per_tok": 5, "decoder_sparse_step": 2}),
     ("tiny-deepseek-v3", {"q_lora_rank": None, "n_shared_experts": 2, "first_k_dense_replace": 2}),
+    ("tiny-falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    ("tiny-falcon", {"multi_query": False, "parallel_attn": False, "alibi": True}),
+    ("tiny-opt", {"word_embed_proj_dim": 16}),
+    ("tiny-phi", {"num_key_value_heads": 2, "qk_layernorm": True}),
 )
 
 
@@ -39,8 +43,8 @@ def count(model: PreTrainedModel, *, backward: bool) -> tuple[int, dict[str, int
 def test_forward_flops_are_those_counted_on_the_model_and_on_each_module(name: str, changes: dict[str, Any]) -> None:
     config = read_config(name, **changes)
     model = build(config)
-    model.set_attn_implementation("eager")  # its products are seen one by one
-    if hasattr(model.model.layers[-1].mlp, "experts"):
+    model.config._attn_implementation = "eager"  # its products are seen one by one
+    if any(name.endswith(".experts") for name, _ in model.named_modules()):
         model.set_experts_implementation("eager")
     shape = model_shape(config)
     ours = {module: BATCH * SEQ_LEN * work.forward_flops(SEQ_LEN) for module, work in shape.work.items()}

@@ -61,6 +61,9 @@ def kept_of_layer(config: dict[str, Any], index: int) -> tuple[int, int]:
     [
         ("tiny-llama", WIDE_HEADS, 0, 0),
         ("tiny-qwen3", WIDE_HEADS, 0, 0),
+        ("tiny-qwen2", WIDE, 0, 0),
+        ("tiny-phi3", WIDE, 0, 0),
+        ("tiny-phi", {**WIDE, "hidden_act": "gelu"}, 0, 0),
         ("tiny-qwen3-moe", WIDE_EXPERTS, 1, 0),  # a dense layer
         # transformers runs expert by expert, with copies of its own.
         ("tiny-qwen3-moe", WIDE_EXPERTS, 0, 0.1),

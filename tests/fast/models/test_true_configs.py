@@ -8,7 +8,7 @@ from math import prod
 import pytest
 
 from manifests.models import model_shape
-from tests.fast.models.built import TRUE, build, read_config
+from tests.fast.models.built import TRUE, TRUE_DECODERS, build, read_config
 
 # Totals of the models' safetensors files, as the hub shows them; gpt-oss's as unpacked (117B on its model card).
 PUBLISHED = {
@@ -18,6 +18,16 @@ PUBLISHED = {
     "qwen3-32b": 32_762_123_264,
     "qwen3-235b-a22b": 235_093_634_560,
     "gpt-oss-120b": 116_829_156_672,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-3-1b": 999_885_952,
+    "gpt2": 137_022_720 - 12 * 1024 * 1024,  # the file's causal masks are no parameters
+    "falcon-7b": 7_217_189_760 - 65_024 * 4_544,  # the file stores the tied head too
+    "mixtral-8x7b": 46_702_792_704,
+    "mpt-7b": 6_649_286_656,
+    "phi-2": 2_779_683_840,
+    "phi-3-mini": 3_821_079_552,
+    "qwen2-0.5b": 494_032_768,
+    "qwen2-7b": 7_615_616_512,
 }
 
 
@@ -36,10 +46,11 @@ def test_deepseek_v3_is_671_billion_and_its_mtp_layer_the_rest() -> None:
     assert f"{(shape.num_params - main.num_params) / 1e9:.1f}" == "13.5"
 
 
-@pytest.mark.parametrize("name", TRUE)
+@pytest.mark.parametrize("name", TRUE + TRUE_DECODERS)
 def test_parameters_are_those_that_transformers_builds(name: str) -> None:
     shape = model_shape(read_config(name))
     config = {key: value for key, value in read_config(name).items() if key != "quantization_config"}
+    config["architectures"] = [shape.architecture]
     model = build(config, "meta")
     assert shape.without(shape.optional).num_params == sum(parameter.numel() for parameter in model.parameters())
 
