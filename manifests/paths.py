@@ -10,12 +10,13 @@ _MAX_CHARS = 1024
 _MAX_PART_NBYTES = 240  # file systems take 255; ours are written as `.NAME.partial` first
 
 
-def shard_path(stage: int, holds: Holds = WEIGHTS) -> str:
-    """Give the path of a stage's one shard of weights or of moments.
+def shard_path(stage: int, holds: Holds = WEIGHTS, *, number: int = 0, of: int = 1) -> str:
+    """Give the path of a stage's shard of weights or of moments: its one, or `number`, from 0, `of` several.
 
     Moments have folders of their own: other tools take all shards of a folder for one set of tensors.
     """
-    return "/".join((f"stage-{stage:03d}", *(() if holds == WEIGHTS else (holds,)), "model.safetensors"))
+    name = "model.safetensors" if of == 1 else f"model-{number + 1:05d}-of-{of:05d}.safetensors"
+    return "/".join((f"stage-{stage:03d}", *(() if holds == WEIGHTS else (holds,)), name))
 
 
 def problem_with_path(path: str) -> str | None:

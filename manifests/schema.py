@@ -169,13 +169,14 @@ class OptimizerState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearningRate:
-    """A linear warm-up to `peak`, then `decay` down to `minimum`, which it reaches at step `decay_steps`."""
+    """A linear warm-up to `peak`, `stable_steps` there, then `decay` to `minimum`, reached at step `decay_steps`."""
 
     peak: float
     warmup_steps: int
     decay: str
     decay_steps: int
     minimum: float
+    stable_steps: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,6 +215,7 @@ class TrainingState:
     step: int
     num_tokens: int
     dtype: str | None = None  # of the parameters while they are trained, as in a shard's header
+    compute_dtype: str | None = None  # of the copies of them that stages compute with; None: of no copies
     optimizer: OptimizerState | None = None
     learning_rate: LearningRate | None = None
     batch: BatchSizes | None = None

@@ -54,11 +54,18 @@ def trained_manifests(draw: st.DrawFn) -> Manifest:
         step=draw(COUNTS),
         num_tokens=draw(COUNTS),
         dtype=draw(st.none() | TEXTS),
+        compute_dtype=draw(st.none() | TEXTS),
         optimizer=optimizer,
         learning_rate=draw(
             st.none()
             | st.builds(
-                LearningRate, peak=NUMBERS, warmup_steps=COUNTS, decay=TEXTS, decay_steps=COUNTS, minimum=NUMBERS
+                LearningRate,
+                peak=NUMBERS,
+                warmup_steps=COUNTS,
+                decay=TEXTS,
+                decay_steps=COUNTS,
+                minimum=NUMBERS,
+                stable_steps=COUNTS,
             )
         ),
         batch=draw(st.none() | st.builds(BatchSizes, global_batch=COUNTS, microbatch=COUNTS, seq_len=COUNTS)),
@@ -90,6 +97,7 @@ def training_manifest() -> Manifest:
         step=300,
         num_tokens=1_228_800,
         dtype="F32",
+        compute_dtype="BF16",
         optimizer=OptimizerState(
             name="AdamW",
             max_norm=1.0,
@@ -98,7 +106,9 @@ def training_manifest() -> Manifest:
                 ParameterGroup(**options, weight_decay=0.0, fqns=("model.norm.weight",)),
             ),
         ),
-        learning_rate=LearningRate(peak=3e-4, warmup_steps=20, decay="cosine", decay_steps=1000, minimum=3e-5),
+        learning_rate=LearningRate(
+            peak=3e-4, warmup_steps=20, decay="cosine", decay_steps=1000, minimum=3e-5, stable_steps=500
+        ),
         batch=BatchSizes(global_batch=32, microbatch=2, seq_len=128),
         data=DataPosition(num_sequences=9600, digest=digest_of("7")),
         random=(RandomState(rank=0, generator="cpu", state="AAEC"), RandomState(rank=1, generator="cpu", state="AwQF")),

@@ -35,7 +35,7 @@ def tables_of_fields() -> list[dict[str, str]]:
 
 
 def fields_of(type_: Any) -> dict[str, str]:
-    shown = {MISSING: "", None: "null", (): "[]", "weights": '"weights"'}
+    shown = {MISSING: "", None: "null", (): "[]", 0: "0", "weights": '"weights"'}
     return {field.name: shown[field.default] for field in fields(type_)}
 
 

@@ -1,0 +1,104 @@
+"""Tensors saved in parts: what a shard's `__metadata__` says of them, in the convention of torch's checkpoints.
+
+Source: `DCP_SHARDING_INFO` in torch/distributed/checkpoint/_hf_utils.py, torch 2.13; `shape` is our addition.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from manifests.errors import InputError
+from manifests.jsontext import parse_json_object
+from manifests.safetensors import Header
+
+__all__ = ["SLICES_KEY", "Slice", "problem_with_slices", "slice_metadata", "slices_in"]
+
+SLICES_KEY = "DCP_SHARDING_INFO"
+_VERSION = ("DCP_VERSION", "1.0")
+_OFFSET, _SHAPE = "saved_offsets", "shape"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slice:
+    """A box of a tensor: where it begins, how far it reaches, and the shape of the whole."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    whole_shape: tuple[int, ...]
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        return tuple(begin + count for begin, count in zip(self.offset, self.shape, strict=True))
+
+
+def slice_metadata(slices: Mapping[str, Slice]) -> dict[str, str]:
+    """Give what the header of a shard of these slices, by FQN, has in `__metadata__` besides digests."""
+    table = {fqn: {_OFFSET: list(part.offset), _SHAPE: list(part.whole_shape)} for fqn, part in slices.items()}
+    return dict((_VERSION, (SLICES_KEY, json.dumps(table, separators=(",", ":"), ensure_ascii=False))))
+
+
+def slices_in(header: Header, where: str) -> dict[str, Slice]:
+    """Give the slice that each tensor of a shard is, by FQN; nothing for a shard of whole tensors.
+
+    Raises:
+        InputError: the header says it of other tensors than its own, or a slice does not lie in its whole.
+    """
+    text = header.metadata.get(SLICES_KEY)
+    if text is None:
+        return {}
+    where = f"{where}: __metadata__.{SLICES_KEY}"
+    table = parse_json_object(text.encode(), where)
+    if odd := table.keys() ^ {entry.name for entry in header.tensors}:
+        raise InputError(where, f"expected the names of the shard's tensors; {min(odd)!r} is on one side only")
+    found = {}
+    for entry in header.tensors:
+        fields, place = table[entry.name], f"{where}: {entry.name!r}"
+        if not isinstance(fields, dict) or fields.keys() != {_OFFSET, _SHAPE}:
+            raise InputError(place, f"expected an object with {_OFFSET} and {_SHAPE}")
+        offset, whole = (_counts(fields[name], len(entry.shape), f"{place}.{name}") for name in (_OFFSET, _SHAPE))
+        part = Slice(offset=offset, shape=entry.shape, whole_shape=whole)
+        if any(end > most for end, most in zip(part.end, whole, strict=True)):
+            raise InputError(place, f"expected to lie in {list(whole)}, found {_shown(part)}")
+        found[entry.name] = part
+    return found
+
+
+def problem_with_slices(slices: Sequence[Slice]) -> str | None:
+    """Say why these are not one tensor, each element of it once; None when they are."""
+    whole = slices[0].whole_shape
+    for part in slices:
+        if part.whole_shape != whole:
+            return f"is a slice of {list(part.whole_shape)} here and of {list(whole)} elsewhere"
+    for one, other in _overlapping(part for part in slices if prod(part.shape)):
+        return f"is stored twice: {_shown(one)} and {_shown(other)}"
+    found, expected = sum(prod(part.shape) for part in slices), prod(whole)
+    return None if found == expected else f"expected {expected} elements in its slices, found {found}"
+
+
+def _overlapping(slices: Iterable[Slice]) -> Iterator[tuple[Slice, Slice]]:
+    open_: list[Slice] = []  # those that reach into the rows at hand
+    for part in sorted(slices, key=lambda part: part.offset):
+        if part.offset:
+            open_ = [other for other in open_ if other.end[0] > part.offset[0]]
+        for other in open_:
+            pairs = zip(part.offset, part.end, other.offset, other.end, strict=True)
+            if all(begin < other_end and other_begin < end for begin, end, other_begin, other_end in pairs):
+                yield other, part
+        open_.append(part)
+
+
+def _counts(found: object, length: int, where: str) -> tuple[int, ...]:
+    if (
+        not isinstance(found, list)
+        or len(found) != length
+        or not all(type(n) is int and 0 <= n < 1 << 63 for n in found)
+    ):
+        raise InputError(where, f"expected {length} counts, found {str(found)[:80]}")
+    return tuple(found)
+
+
+def _shown(part: Slice) -> str:
+    return f"{list(part.offset)} to {list(part.end)}"

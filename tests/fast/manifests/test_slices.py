@@ -1,0 +1,150 @@
+"""Slices of tensors: what a header says of them, and whether they are one tensor."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import manifests
+from manifests.errors import InputError
+from manifests.safetensors import Header, TensorEntry, header_template, layout_tensors, parse_header, read_header
+from manifests.slices import SLICES_KEY, Slice, problem_with_slices, slice_metadata, slices_in
+
+SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
+
+
+def cut(whole: tuple[int, ...], cuts: list[list[int]]) -> list[Slice]:
+    """Cut a tensor along every dimension, as a mesh of ranks does."""
+    bounds = [sorted({0, size, *(at % size for at in dim)}) for size, dim in zip(whole, cuts, strict=True)]
+    return [
+        Slice(
+            offset=tuple(begin for begin, _ in box),
+            shape=tuple(end - begin for begin, end in box),
+            whole_shape=whole,
+        )
+        for box in product(*(pairwise(dim) for dim in bounds))
+    ]
+
+
+def header_of(entries: tuple[TensorEntry, ...], metadata: dict[str, str]) -> Header:
+    raw = header_template(entries, metadata)[8:]
+    return parse_header(raw, data_nbytes=sum(entry.nbytes for entry in entries), where="shard")
+
+
+@given(
+    SIZES.flatmap(
+        lambda whole: st.tuples(st.just(whole), st.tuples(*[st.lists(st.integers(0, 9), max_size=3)] * len(whole)))
+    )
+)
+def test_slices_of_a_mesh_are_one_tensor_and_without_one_or_with_one_twice_they_are_not(drawn: Any) -> None:
+    whole, cuts = drawn
+    slices = cut(whole, cuts)
+    assert problem_with_slices(slices) is None
+    assert problem_with_slices(slices[::-1]) is None
+    assert "is stored twice" in str(problem_with_slices([*slices, slices[-1]]))
+    if len(slices) > 1:
+        assert "elements in its slices, found" in str(problem_with_slices(slices[1:]))
+
+
+def test_slices_that_overlap_are_named_though_their_sizes_add_up() -> None:
+    one = Slice(offset=(0, 0), shape=(2, 4), whole_shape=(4, 4))
+    other = Slice(offset=(1, 0), shape=(2, 4), whole_shape=(4, 4))
+    assert problem_with_slices([one, other]) == "is stored twice: [0, 0] to [2, 4] and [1, 0] to [3, 4]"
+
+
+def test_slices_of_other_tensors_are_named() -> None:
+    one = Slice(offset=(0,), shape=(2,), whole_shape=(4,))
+    other = Slice(offset=(2,), shape=(3,), whole_shape=(5,))
+    assert problem_with_slices([one, other]) == "is a slice of [5] here and of [4] elsewhere"
+
+
+def test_parts_without_elements_do_no_harm() -> None:
+    whole = Slice(offset=(0,), shape=(4,), whole_shape=(4,))
+    assert problem_with_slices([whole, Slice(offset=(4,), shape=(0,), whole_shape=(4,))]) is None
+    assert problem_with_slices([Slice(offset=(), shape=(), whole_shape=())]) is None
+
+
+def test_header_gives_back_what_was_written() -> None:
+    slices = {
+        "a": Slice(offset=(2, 0), shape=(2, 3), whole_shape=(6, 3)),
+        "ü": Slice(offset=(0,), shape=(4,), whole_shape=(4,)),
+    }
+    entries = layout_tensors((name, "F32", part.shape) for name, part in slices.items())
+    header = header_of(entries, slice_metadata(slices))
+    assert slices_in(header, "shard") == slices
+    assert header.metadata["DCP_VERSION"] == "1.0"
+    assert slices_in(header_of(entries, {}), "shard") == {}
+
+
+GOOD = {"saved_offsets": [0], "shape": [4]}
+WHERE = f"shard: __metadata__.{SLICES_KEY}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", None),
+        ("[]", None),
+        ("{}", f"{WHERE}: expected the names of the shard's tensors; 'a' is on one side only"),
+        (
+            json.dumps({"a": GOOD, "b": GOOD}),
+            f"{WHERE}: expected the names of the shard's tensors; 'b' is on one side only",
+        ),
+        (json.dumps({"a": 1}), f"{WHERE}: 'a': expected an object with saved_offsets and shape"),
+        (json.dumps({"a": {"saved_offsets": [0]}}), f"{WHERE}: 'a': expected an object with saved_offsets and shape"),
+        (json.dumps({"a": {**GOOD, "shape": [-4]}}), f"{WHERE}: 'a'.shape: expected 1 counts, found [-4]"),
+        (
+            json.dumps({"a": {**GOOD, "saved_offsets": [0, 0]}}),
+            f"{WHERE}: 'a'.saved_offsets: expected 1 counts, found [0, 0]",
+        ),
+        (
+            json.dumps({"a": {**GOOD, "saved_offsets": [True]}}),
+            f"{WHERE}: 'a'.saved_offsets: expected 1 counts, found [True]",
+        ),
+        (json.dumps({"a": {**GOOD, "shape": [3]}}), f"{WHERE}: 'a': expected to lie in [3], found [0] to [4]"),
+    ],
+)  # fmt: skip
+def test_header_that_lies_about_slices_is_refused(text: str, message: str | None) -> None:
+    entries = layout_tensors([("a", "F32", (4,))])
+    with pytest.raises(InputError) as error:
+        slices_in(header_of(entries, {SLICES_KEY: text}), "shard")
+    assert str(error.value).startswith(WHERE) if message is None else str(error.value) == message
+
+
+GOLDEN = Path(__file__).parents[2] / "data/golden/shard-v1-slices.safetensors"
+IN_GOLDEN = {
+    "model.layers.0.mlp.down_proj.weight": Slice(offset=(0, 2), shape=(4, 2), whole_shape=(4, 4)),
+    "model.norm.weight": Slice(offset=(0,), shape=(4,), whole_shape=(4,)),
+}
+
+
+def test_golden_shard_is_read_and_written_as_it_was() -> None:
+    header = read_header(GOLDEN)
+    assert slices_in(header, "golden") == IN_GOLDEN
+    entries = layout_tensors((name, "U8", part.shape) for name, part in IN_GOLDEN.items())
+    written = header_template(entries, slice_metadata(IN_GOLDEN), header.digests("golden"))
+    assert GOLDEN.read_bytes() == written + bytes(range(12))
+
+
+def test_reader_of_the_specification_gives_each_slice_its_place(tmp_path: Path) -> None:
+    data, header = GOLDEN.read_bytes(), read_header(GOLDEN)
+    (tmp_path / "a.safetensors").write_bytes(data)
+    shard = {"path": "a.safetensors", "nbytes": len(data), "digest": header.digest}
+    document = {"format": "reshard-manifest", "version": 1, "stages": [{"spans": [], "shards": [shard]}]}
+    (tmp_path / "manifest.json").write_text(json.dumps(document))
+    spec = Path(manifests.__file__).with_name("SPEC.md").read_text()
+    code = textwrap.dedent(spec.partition("## Reading\n")[2].partition("A real reader")[0])
+    names: dict[str, Any] = {}
+    exec(compile(code, "SPEC.md", "exec"), names)
+    found = {fqn: (place, whole, data) for fqn, _, _, data, place, whole in names["stored_on_stage"](tmp_path, 0)}
+    assert found == {
+        fqn: (list(part.offset), list(part.whole_shape), data)
+        for (fqn, part), data in zip(IN_GOLDEN.items(), (bytes(range(8)), bytes(range(8, 12))), strict=True)
+    }
