@@ -5,6 +5,8 @@
 # The Pythons to try, in this order; `make setup PYTHON=/path/to/python3` names one.
 PYTHON = python3.11 python3 python3.12 python3.13 python3.14
 BIN = .venv/bin
+# How long `make fuzz` fuzzes each decoder.
+FUZZ_S = 600
 PIP = $(BIN)/python -m pip install -qq
 # Sets $$python to the first one that is new enough.
 FIND_PYTHON = for python in $(PYTHON); do \
@@ -17,7 +19,7 @@ FIND_PYTHON = for python in $(PYTHON); do \
 	    exit 1; \
 	}
 
-.PHONY: help setup check test test-all demo bench fmt constraints clean
+.PHONY: help setup check test test-all fuzz demo bench fmt constraints clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -36,6 +38,12 @@ test: check  ## check, and the tests that start processes
 
 test-all: test  ## test, and the slow tests
 	$(BIN)/python -m pytest -q -m slow || test $$? -eq 5  # pytest's 5: none is slow
+
+fuzz: setup  ## Fuzz every decoder, FUZZ_S seconds each; needs a wheel of atheris for this Python
+	$(PIP) 'atheris>=3.0'
+	set -e; for target in header manifest record; do \
+	    $(BIN)/python tests/fuzz/run.py $$target --seconds $(FUZZ_S); \
+	done
 
 demo: setup  ## From a Hugging Face folder to a training pipeline and back
 	@./demo/run.sh

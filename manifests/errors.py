@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import json
 
-__all__ = ["DifferenceError", "InputError", "RankError", "UsageError", "UserError", "error_json"]
+__all__ = ["DifferenceError", "InputError", "RankError", "UsageError", "UserError", "error_json", "printable"]
+
+_ESCAPED_LINE = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
+_ESCAPED = {code: shown for code, shown in _ESCAPED_LINE.items() if code != ord("\n")}
+
+
+def printable(text: str, *, lines: bool = True) -> str:
+    """Give text that a terminal prints and does not obey: names come from files, and files from anywhere."""
+    return text.translate(_ESCAPED if lines else _ESCAPED_LINE)
 
 
 class UserError(Exception):
@@ -20,8 +28,9 @@ class UserError(Exception):
         super().__init__(where, problem, hint)
 
     def __str__(self) -> str:
-        head = f"{self.where}: {self.problem}" if self.where else self.problem
-        return f"{head}\nhint: {self.hint}" if self.hint else head
+        problem = printable(self.problem)
+        head = f"{printable(self.where, lines=False)}: {problem}" if self.where else problem
+        return f"{head}\nhint: {printable(self.hint)}" if self.hint else head
 
     def within(self, prefix: str) -> UserError:
         """Give back the same error, seen from one level further out."""

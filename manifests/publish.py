@@ -47,7 +47,7 @@ def publishing(
         raise InputError(str(out), f"cannot be written here: {error.strerror}") from error
     lock = _lock(partial, out)
     try:
-        if not is_resumable(partial):
+        if _has_links(partial) or not is_resumable(partial):
             for entry in partial.iterdir():
                 _remove(entry)
         yield partial
@@ -84,7 +84,7 @@ def holding(folder: Path) -> Iterator[None]:
 
 
 def _check_target(out: Path, force: bool, is_ours: Callable[[Path], bool]) -> None:
-    if not os.path.lexists(out) or (out.is_dir() and not any(out.iterdir())):
+    if not os.path.lexists(out) or (out.is_dir() and not out.is_symlink() and not any(out.iterdir())):
         return
     if not force:
         raise InputError(str(out), "exists already", "choose another --out, or replace it with --force")
@@ -113,6 +113,11 @@ def _lock(folder: Path, out: Path) -> int:
             problem, hint = f"{folder} cannot be locked: {error.strerror}", ""
         raise InputError(str(out), problem, hint) from error
     return descriptor
+
+
+def _has_links(folder: Path) -> bool:
+    """Whether writing in a folder could write elsewhere. We make no links: somebody else put them there."""
+    return any(path.is_symlink() for path in folder.rglob("*"))
 
 
 def _remove(entry: Path) -> None:

@@ -13,7 +13,10 @@ from manifests.safetensors import Header, read_header
 from manifests.schema import Manifest, Shard
 
 __all__ = [
+    "check_links",
+    "check_shard",
     "find_manifest",
+    "no_manifest",
     "open_shard",
     "read_manifest",
     "read_small_file",
@@ -38,12 +41,40 @@ def read_manifest(path: Path) -> Manifest:
     """
     file = find_manifest(path)
     if not file.exists():
-        raise InputError(
-            str(path),
-            f"no {MANIFEST_NAME} here",
-            "a folder without one was never finished; make one with reshard pack SOURCE --layout SPEC --out DIR",
-        )
-    return decode_manifest(read_small_file(file), str(file))
+        raise no_manifest(str(path))
+    manifest = decode_manifest(read_small_file(file), str(file))
+    check_links(file.parent, manifest)
+    return manifest
+
+
+def check_links(folder: Path, manifest: Manifest) -> None:
+    """Refuse a file of the manifest that symbolic links take out of its folder.
+
+    The hub's cache is the exception: it keeps the files of `snapshots/REVISION/` in `blobs/`, behind links.
+
+    Raises:
+        InputError: naming the first such file.
+    """
+    root = os.path.realpath(folder)
+    snapshots, cache = os.path.basename(os.path.dirname(root)), os.path.dirname(os.path.dirname(root))
+    allowed = (f"{root}/", f"{cache}/blobs/") if snapshots == "snapshots" else (f"{root.rstrip('/')}/",)
+    for path in (*(shard.path for shard in manifest.shards), *(carried.path for carried in manifest.files)):
+        found = os.path.realpath(folder / path)
+        if not found.startswith(allowed):
+            raise InputError(
+                str(folder / path),
+                f"is not in the checkpoint's folder: a link leads to {found}",
+                "put the file itself there",
+            )
+
+
+def no_manifest(where: str) -> InputError:
+    """Say that a place holds no manifest."""
+    return InputError(
+        where,
+        f"no {MANIFEST_NAME} here",
+        "a folder without one was never finished; make one with reshard pack SOURCE --layout SPEC --out DIR",
+    )
 
 
 def open_shard(folder: Path, shard: Shard) -> Header:
@@ -55,12 +86,18 @@ def open_shard(folder: Path, shard: Shard) -> Header:
     path = folder / shard.path
     if not path.is_file():
         raise InputError(str(path), "the manifest names this shard, and it is missing")
-    if path.stat().st_size != shard.nbytes:
-        raise InputError(str(path), f"expected {shard.nbytes} bytes (manifest.json), found {path.stat().st_size}")
+    check_shard(str(path), shard, path.stat().st_size)
     header = read_header(path)
-    if header.digest != shard.digest:
-        raise InputError(str(path), f"header: expected {shard.digest} (manifest.json), found {header.digest}")
+    check_shard(str(path), shard, shard.nbytes, header)
     return header
+
+
+def check_shard(where: str, shard: Shard, nbytes: int, header: Header | None = None) -> None:
+    """Raise unless a file's size, and its header once that is read, are what the manifest says."""
+    if nbytes != shard.nbytes:
+        raise InputError(where, f"expected {shard.nbytes} bytes (manifest.json), found {nbytes}")
+    if header is not None and header.digest != shard.digest:
+        raise InputError(where, f"header: expected {shard.digest} (manifest.json), found {header.digest}")
 
 
 def read_small_file(path: Path, digest: str | None = None) -> bytes:

@@ -3,7 +3,7 @@
 from manifests.schedules.actions import Action, LoweredTable, Overlap, Step, Table, Transfer, Upkeep, actions_of
 from manifests.schedules.csvtext import read_csv, read_lowered_csv, write_csv
 from manifests.schedules.lower import compute_part, lower
-from manifests.schedules.rules import SCHEDULES, ScheduleName, check_schedule
+from manifests.schedules.rules import SCHEDULES, ScheduleName, check_schedule, default_schedule, schedule_named
 from manifests.schedules.simulate import Costs, Span, Timeline, peak_held, simulate
 from manifests.schedules.tables import schedule_table
 
@@ -23,10 +23,12 @@ __all__ = [
     "actions_of",
     "check_schedule",
     "compute_part",
+    "default_schedule",
     "lower",
     "peak_held",
     "read_csv",
     "read_lowered_csv",
+    "schedule_named",
     "schedule_table",
     "simulate",
     "write_csv",

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from manifests.errors import UsageError
 from manifests.placement import Placement
 
-__all__ = ["SCHEDULES", "ScheduleName", "check_schedule", "default_group", "schedule_named"]
+__all__ = ["SCHEDULES", "ScheduleName", "check_schedule", "default_group", "default_schedule", "schedule_named"]
 
 ScheduleName = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
@@ -33,6 +33,13 @@ def schedule_named(name: str) -> ScheduleName:
     close = get_close_matches(name.lower(), known, n=1, cutoff=0.3)
     guess = f"did you mean {known[close[0]]}? " if close else ""
     raise UsageError(_WHERE, f"{name!r} is not known", f"{guess}known: {', '.join(SCHEDULES)}")
+
+
+def default_schedule(placement: Placement) -> ScheduleName:
+    """Name the schedule for stages that no one asked a schedule for."""
+    if placement.style == "v":
+        return "ZBVZeroBubble"
+    return "1F1B" if placement.num_virtual == 1 else "Interleaved1F1B"
 
 
 def check_schedule(

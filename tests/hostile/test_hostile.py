@@ -1,0 +1,168 @@
+"""Law 9: every hostile file is refused by every verb that reads it, with one sentence, in little memory and time."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import shutil
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from blake3 import blake3
+
+from manifests.errors import InputError
+from runner.cli import main as run_runner
+from runner.load import load_tensors
+from runner.packed import open_packed
+from runner.pieces import whole_pieces
+from stores.bundles import Bundles
+from tests.builders import INDEX, llama_config, reshard, write_model
+from tests.fast.reshard.forged import change_manifest
+from tests.hostile.make import CONFIGS, FILES, INDEXES, MANIFESTS, SHARD_NAMES, SHARDS, Hostile, write_files
+
+pytestmark = pytest.mark.timeout(20)  # none hangs
+
+MAX_NBYTES = 24 << 20  # of Python's memory, at the most
+MAX_ADDRESSES = 1 << 30  # of address space that a refusal may add
+CONFIG = llama_config(num_hidden_layers=2)
+SHARD = "stage-000/model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a model in one file and in two, and pack it."""
+    folder = tmp_path_factory.mktemp("hostile")
+    write_model(folder / "one", CONFIG)
+    write_model(folder / "two", CONFIG, num_shards=2)
+    assert reshard("pack", folder / "one", "--layout", "pp=2", "--out", folder / "packed").code == 0
+    return folder
+
+
+@contextlib.contextmanager
+def in_little_memory() -> Iterator[None]:
+    """Fail what takes much memory, Python's or any other."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MAX_ADDRESSES, hard))
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < MAX_NBYTES
+    finally:
+        tracemalloc.stop()
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def everything_in(folder: Path) -> dict[str, bytes | None]:
+    return {str(path): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def assert_refused(commands: list[tuple[str | Path, ...]], folder: Path, sentence: str) -> None:
+    """Run commands that must all say the same sentence, and that write nothing anywhere below `folder`."""
+    before = everything_in(folder)
+    for command in commands:
+        with in_little_memory():
+            ended = reshard(*command)
+        assert (command[0], ended.code, ended.out, ended.err) == (command[0], 3, "", f"error: {sentence}\n")
+    assert everything_in(folder) == before
+
+
+def source_commands(source: Path, good: Path) -> list[tuple[str | Path, ...]]:
+    """Give every command that reads a Hugging Face folder."""
+    out = source.parent / "out"
+    return [
+        ("plan", source, "--layout", "pp=2"),
+        ("pack", source, "--layout", "pp=2", "--out", out),
+        ("pack", source, "--layout", "pp=2", "--out", out, "--virtual"),
+        ("verify", good / "packed", "--against", source),
+        ("diff", good / "packed", source),
+        ("diff", source, good / "packed"),
+    ]
+
+
+def manifest_commands(packed: Path, good: Path) -> list[tuple[str | Path, ...]]:
+    """Give every command that reads a manifest."""
+    out = packed.parent / "out"
+    return [
+        ("plan", packed),
+        ("pack", packed, "--layout", "pp=1", "--out", out),
+        ("export", packed, "--to", "hf", "--out", out),
+        ("diff", packed, good / "packed"),
+        ("diff", good / "one", packed),
+        ("inspect", packed, "--tensors"),
+    ]
+
+
+def test_files_are_what_the_script_makes(tmp_path: Path) -> None:
+    write_files(tmp_path)
+    made = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert made == {path.relative_to(FILES): path.read_bytes() for path in FILES.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("case", SHARDS, ids=lambda case: case.name)
+def test_hostile_shard_of_a_source(case: Hostile, good: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(good / "one", tmp_path / "source"))
+    file = Path(shutil.copy(FILES / "shards" / case.name, source / "model.safetensors"))
+    assert_refused(source_commands(source, good), tmp_path, case.message.replace("{F}", str(file)))
+
+
+@pytest.mark.parametrize("case", SHARDS, ids=lambda case: case.name)
+def test_hostile_shard_of_a_bundle(case: Hostile, good: Path, tmp_path: Path) -> None:
+    """Size and digest fit what the manifest says: only the reader of the header is left to refuse it."""
+    packed = Path(shutil.copytree(good / "packed", tmp_path / "packed"))
+    file = Path(shutil.copy(FILES / "shards" / case.name, packed / SHARD))
+    begin = 8 + int.from_bytes(case.data[:8], "little")
+    fits = {"nbytes": len(case.data), "digest": f"blake3:{blake3(case.data[:begin]).hexdigest()}"}
+    change_manifest(packed, lambda document: document["stages"][0]["shards"][0].update(fits))
+    if len(case.data) < 8000:  # the manifest may not say more bytes of tensors than the file has
+        change_manifest(packed, lambda document: document["stages"][0].update(nbytes=0))
+    sentence = case.message.replace("{F}", str(file))
+    assert_refused(manifest_commands(packed, good), tmp_path, sentence)
+    verified = reshard("verify", packed, "--json")  # which reports all damage that it finds
+    first = verified.json["differences"][0]
+    assert (verified.code, f"{first['where']}: {first['problem']}") == (4, sentence.partition("\nhint: ")[0])
+    opened = open_packed(packed)
+    wanted = whole_pieces({"model.embed_tokens.weight": torch.empty(40, 16)})
+    with pytest.raises(InputError) as refused, in_little_memory():
+        load_tensors(wanted, Bundles(opened.manifest, packed), opened.shape)
+    assert str(refused.value) == sentence
+
+
+@pytest.mark.parametrize("case", INDEXES, ids=lambda case: case.name)
+def test_hostile_index(case: Hostile, good: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(good / "two", tmp_path / "source"))
+    file = Path(shutil.copy(FILES / "indexes" / case.name, source / INDEX))
+    sentence = case.message.replace("{F}", str(file)).replace("{S}", str(source))
+    assert_refused(source_commands(source, good), tmp_path, sentence)
+
+
+@pytest.mark.parametrize("case", CONFIGS, ids=lambda case: case.name)
+def test_hostile_config(case: Hostile, good: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(good / "one", tmp_path / "source"))
+    file = Path(shutil.copy(FILES / "configs" / case.name, source / "config.json"))
+    sentence = case.message.replace("{F}", str(file))
+    assert_refused([*source_commands(source, good), ("plan", file, "--layout", "pp=1")], tmp_path, sentence)
+
+
+@pytest.mark.parametrize("case", MANIFESTS, ids=lambda case: case.name)
+def test_hostile_manifest(
+    case: Hostile, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    packed = Path(shutil.copytree(good / "packed", tmp_path / "packed"))
+    file = Path(shutil.copy(FILES / "manifests" / case.name, packed / "manifest.json"))
+    sentence = case.message.replace("{F}", str(file))
+    assert_refused([*manifest_commands(packed, good), ("verify", packed)], tmp_path, sentence)
+    with pytest.raises(InputError) as refused, in_little_memory():
+        open_packed(packed)
+    assert str(refused.value) == sentence
+    monkeypatch.setattr("sys.argv", ["runner", "launch", str(packed), "--dry-run", "--", "--data", "x", "--steps", "1"])
+    with pytest.raises(SystemExit) as ended, in_little_memory():
+        run_runner()
+    assert (ended.value.code, capfd.readouterr().err) == (3, f"error: {sentence}\n")
+
+
+def test_names_of_shards_are_those_of_the_builders(good: Path) -> None:
+    assert tuple(sorted(path.name for path in (good / "two").glob("*.safetensors"))) == SHARD_NAMES
