@@ -49,8 +49,11 @@ def refer_to_originals(stages: Sequence[StagePlan], checkpoint: Checkpoint) -> R
     """Give these stages' tensors as spans of the files that they lie in, and pin the files.
 
     Raises:
-        InputError: a tensor does not lie in a weight file of the source, or has no bytes.
+        InputError: a tensor does not lie in a weight file of the source, is not named by its FQN there, or has
+            no bytes.
     """
+    if stages:
+        _check_names(checkpoint)
     originals = checkpoint.originals or OriginalFiles(location="", revision=None, files={})
     names = {file: name for name, file in originals.files.items()}
     ranges: dict[int, dict[str, set[Range]]] = {}
@@ -73,6 +76,17 @@ def refer_to_originals(stages: Sequence[StagePlan], checkpoint: Checkpoint) -> R
         spans={index: tuple(_spans(here, numbers)) for index, here in ranges.items()},
         num_tensors={index: sum(map(len, here.values())) for index, here in ranges.items()},
     )
+
+
+def _check_names(checkpoint: Checkpoint) -> None:
+    for shard in checkpoint.record.shards:
+        for entry in shard.header.tensors:
+            if (fqn := checkpoint.shape.fqn_of(entry.name)) != entry.name:
+                raise InputError(
+                    f"{shard.name}: {entry.name!r}",
+                    f"is {fqn} in the model, and virtual bundles have the names that their files have",
+                    "pack all stages, without --virtual",
+                )
 
 
 def _spans(here: Mapping[str, set[Range]], numbers: Mapping[str, int]) -> list[Span]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeGuard
 
 from manifests.errors import InputError
 
-__all__ = ["SCHEME", "HubAddress", "parse_hub_address"]
+__all__ = ["SCHEME", "HubAddress", "is_url", "parse_hub_address"]
 
 SCHEME = "hf://"
 _PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
@@ -24,6 +26,11 @@ class HubAddress:
 
     def __str__(self) -> str:
         return SCHEME + self.repo + (f"@{self.revision}" if self.revision else "")
+
+
+def is_url(address: str | Path) -> TypeGuard[str]:
+    """Tell what leads off this machine, `scheme://…`, from a path."""
+    return isinstance(address, str) and "://" in address
 
 
 def parse_hub_address(text: str) -> HubAddress | None:

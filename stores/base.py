@@ -9,7 +9,19 @@ from manifests.digest import digest_bytes
 from manifests.errors import InputError
 from manifests.safetensors import Header, header_nbytes, parse_header
 
-__all__ = ["Folder", "InputFile", "Reader", "merge_ranges", "read_file_header", "read_whole"]
+__all__ = [
+    "HIDDEN_FOLDERS",
+    "Folder",
+    "InputFile",
+    "Range",
+    "Reader",
+    "is_hidden",
+    "merge_ranges",
+    "read_file_header",
+    "read_whole",
+]
+
+HIDDEN_FOLDERS = (".git", ".cache")  # what tools keep beside a model, for themselves
 
 _LENGTH_NBYTES = 8  # of a safetensors file: the length of its header
 _MAX_WHOLE_NBYTES = 1 << 30
@@ -62,6 +74,11 @@ class Folder(Protocol):
         ...
 
     def file(self, name: str) -> InputFile: ...
+
+
+def is_hidden(path: str) -> bool:
+    """Tell whether a path leads through a hidden folder: such files are no part of a model."""
+    return not set(HIDDEN_FOLDERS).isdisjoint(path.split("/")[:-1])
 
 
 def merge_ranges(ranges: Iterable[Range]) -> tuple[Range, ...]:

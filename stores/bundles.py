@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -14,33 +15,52 @@ from manifests.errors import InputError
 from manifests.models import module_of
 from manifests.safetensors import Header
 from manifests.schema import WEIGHTS, Holds, Manifest, PinnedFile, Shard, Span, Stage
-from manifests.store import open_shard
+from manifests.slices import Slice, problem_with_slices, slices_in
+from manifests.store import check_shard, open_shard
 from stores.base import Folder, InputFile, read_file_header
-from stores.local import LocalFile
+from stores.headers import at_once
+from stores.local import LocalFolder
 from stores.open import open_store
 
-__all__ = ["Bundles", "TensorAt", "tensors_in"]
+__all__ = ["Bundles", "TensorAt", "join_slices", "tensors_in"]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorAt:
-    """A tensor's bytes in a file. `digest` is bare hex, None where nobody has computed it yet."""
+    """Where the bytes of a tensor lie, or of a slice of it: a box of the whole that begins at `offset`.
+
+    `digest` is bare hex, None where nobody has computed it yet.
+    """
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of what lies here
     file: InputFile
     begin: int  # from the start of the file, in bytes
     nbytes: int
     digest: str | None = None
+    part: Slice | None = None  # None: the whole tensor
 
     @property
     def end(self) -> int:
         return self.begin + self.nbytes
 
+    @property
+    def offset(self) -> tuple[int, ...]:
+        return (0,) * len(self.shape) if self.part is None else self.part.offset
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        return self.shape if self.part is None else self.part.whole_shape
+
 
 def tensors_in(file: InputFile, header: Header, digests: Mapping[str, str] | None = None) -> list[TensorAt]:
-    """Give a shard's tensors in the order of their bytes."""
+    """Give a shard's tensors in the order of their bytes.
+
+    Raises:
+        InputError: what the header of a bundle's shard says of slices cannot be.
+    """
+    slices = slices_in(header, str(file)) if digests is not None else {}
     return [
         TensorAt(
             entry.name,
@@ -50,9 +70,32 @@ def tensors_in(file: InputFile, header: Header, digests: Mapping[str, str] | Non
             header.nbytes + entry.begin,
             entry.nbytes,
             digests[entry.name] if digests else None,
+            slices.get(entry.name),
         )
         for entry in sorted(header.tensors, key=lambda entry: (entry.begin, entry.end))
     ]
+
+
+def join_slices(tensors: Iterable[TensorAt]) -> dict[str, tuple[TensorAt, ...]]:
+    """Give the slices of each tensor, in order; of a tensor that lies whole, that one.
+
+    Raises:
+        InputError: a tensor is stored twice, or its slices are not all of it.
+    """
+    found: dict[str, list[TensorAt]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.name, []).append(tensor)
+    for name, parts in found.items():
+        where = f"{parts[-1].file}: {name!r}"
+        if len(parts) > 1 and any(part.part is None for part in parts):
+            raise InputError(where, "is in two shards")
+        if len({part.dtype for part in parts}) > 1:
+            raise InputError(f"{where}.dtype", f"expected {parts[0].dtype} as in other slices, found {parts[-1].dtype}")
+        slices = [part.part for part in parts if part.part is not None]
+        if slices and (problem := problem_with_slices(slices)):
+            raise InputError(where, problem, "a shard of this stage is missing or stray: write the bundle again")
+        parts.sort(key=attrgetter("offset"))
+    return {name: tuple(parts) for name, parts in found.items()}
 
 
 class Bundles:
@@ -61,13 +104,30 @@ class Bundles:
     An original file is checked once, however many stages share it.
     """
 
-    def __init__(self, manifest: Manifest, root: Path) -> None:
-        self.manifest, self.root = manifest, root
+    def __init__(self, manifest: Manifest, root: Path | Folder) -> None:
+        self.manifest = manifest
+        self.root = LocalFolder(root) if isinstance(root, Path) else root
         self._folder: Folder | None = None
         self._originals: dict[int, list[TensorAt]] = {}
+        self._ahead: dict[Shard | int, Future[Header]] = {}  # by shard, or by the number of an original file
+
+    def read_ahead(self, stages: Iterable[Stage], holds: Container[Holds] = (WEIGHTS,)) -> None:
+        """Read the headers of these stages' files, several at a time, unless they lie on this machine.
+
+        One that is refused is refused again by `tensors_on`.
+        """
+        calls: dict[Shard | int, Callable[[], Header]] = {}
+        for stage in stages:
+            if not isinstance(self.root, LocalFolder):
+                calls |= {shard: partial(self._open_shard, shard) for shard in stage.shards if shard.holds in holds}
+            if stage.spans and WEIGHTS in holds and not isinstance(self._open_folder(), LocalFolder):
+                calls |= {span.file: partial(self._open_original, span.file) for span in stage.spans}
+        self._ahead |= at_once(calls)
 
     def tensors_on(self, stage: Stage, holds: Holds = WEIGHTS) -> list[TensorAt]:
         """Give the tensors that a stage stores, by their names there, in the order of their bytes in each file.
+
+        A tensor that is stored in slices comes once for each; see `join_slices`.
 
         Raises:
             InputError: a file is missing, damaged, or not the one that the manifest was written for; a span
@@ -90,16 +150,32 @@ class Bundles:
         Raises:
             InputError: the folder is malformed or cannot be reached.
         """
+        assert self.manifest.virtual is not None
+        return self._open_folder().file(self.manifest.virtual.files[number].path)
+
+    def _open_folder(self) -> Folder:
+        """Give the folder of the original files."""
         virtual = self.manifest.virtual
         assert virtual is not None
         if self._folder is None:
             revision = f"@{virtual.revision}" if virtual.revision else ""
             self._folder = open_store(virtual.location + revision)
-        return self._folder.file(virtual.files[number].path)
+        return self._folder
 
     def _in_shard(self, shard: Shard) -> list[TensorAt]:
-        header, path = open_shard(self.root, shard), self.root / shard.path
-        return tensors_in(LocalFile(path), header, header.digests(str(path)))
+        header = self._ahead[shard].result() if shard in self._ahead else self._open_shard(shard)
+        file = self.root.file(shard.path)
+        return tensors_in(file, header, header.digests(str(file)))
+
+    def _open_shard(self, shard: Shard) -> Header:
+        """Read a shard's header and check it against the manifest; what is on this machine, as all do there."""
+        if isinstance(self.root, LocalFolder):
+            return open_shard(self.root.path, shard)
+        file = self.root.file(shard.path)
+        check_shard(str(file), shard, file.nbytes)
+        header = read_file_header(file)
+        check_shard(str(file), shard, file.nbytes, header)
+        return header
 
     def _in_spans(self, stage: Stage, number: int, spans: Sequence[Span]) -> list[TensorAt]:
         tensors = self._in_original(number)
@@ -114,12 +190,15 @@ class Bundles:
         return found
 
     def _in_original(self, number: int) -> list[TensorAt]:
-        assert self.manifest.virtual is not None
         if number not in self._originals:
-            file = self.original_file(number)
-            header = _read_pinned(file, self.manifest.virtual.files[number])
-            self._originals[number] = [tensor for tensor in tensors_in(file, header) if tensor.nbytes]
+            header = self._ahead[number].result() if number in self._ahead else self._open_original(number)
+            tensors = tensors_in(self.original_file(number), header)
+            self._originals[number] = [tensor for tensor in tensors if tensor.nbytes]
         return self._originals[number]
+
+    def _open_original(self, number: int) -> Header:
+        assert self.manifest.virtual is not None
+        return _read_pinned(self.original_file(number), self.manifest.virtual.files[number])
 
     def _names_on(self, stage: Stage, tensor: TensorAt) -> Sequence[str]:
         """Give the names of a tensor on a stage: its own, or those that are tied to it."""

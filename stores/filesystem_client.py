@@ -1,9 +1,9 @@
-"""Any other store that fsspec knows (`memory://`, `http://`, `sftp://`, …), as a fallback: read, never written."""
+"""Any other store that fsspec knows (`memory://`, `http://`, `sftp://`, …), as a fallback."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,66 @@ class FilesystemClient:
             raise InputError(where, "was changed after it was listed", "start again, so that all is read as it is now")
         yield memoryview(data)
 
+    def make_folder(self) -> None:
+        """Make the folder, where the file system has any, so that it can be listed."""
+        with _explained(self.url, "written"):
+            self.filesystem.makedirs(self.root, exist_ok=True)
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small file, in place of one that is there."""
+        upload = self.upload(name, len(data))
+        upload.write(data)
+        upload.finish()
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Write a small file unless there is one: fsspec has no way to do both at once."""
+        with _explained(f"{self.url}/{name}", "written"):
+            if self.filesystem.exists(f"{self.root}/{name}"):
+                return False
+        self.put(name, data)
+        return True
+
+    def upload(self, name: str, nbytes: int) -> _FileUpload:
+        """Begin a file. What is there of it before it is finished depends on the file system."""
+        where, path = f"{self.url}/{name}", f"{self.root}/{name}"
+        with _explained(where, "written"):
+            self.filesystem.makedirs(path.rpartition("/")[0], exist_ok=True)
+            file = self.filesystem.open(path, "wb")
+        return _FileUpload(where=where, path=path, filesystem=self.filesystem, file=file)
+
+    def remove(self, names: Collection[str]) -> None:
+        for name in names:
+            with _explained(f"{self.url}/{name}", "removed"):
+                self.filesystem.rm_file(f"{self.root}/{name}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _FileUpload:
+    where: str
+    path: str
+    filesystem: Any
+    file: Any
+
+    def write(self, data: bytes) -> None:
+        with _explained(self.where, "written"):
+            self.file.write(data)
+
+    def finish(self) -> None:
+        try:
+            with _explained(self.where, "written"):
+                self.file.close()
+        except InputError:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """Close the file, which on most file systems makes it appear, and remove it."""
+        with suppress(Exception):  # what made us abandon it may still be so
+            self.file.close()
+        with _explained(self.where, "removed"):
+            if self.filesystem.exists(self.path):
+                self.filesystem.rm_file(self.path)
+
 
 def open_filesystem(url: str) -> FilesystemClient:
     """Open a folder by an address that fsspec understands.
@@ -72,7 +132,7 @@ def open_filesystem(url: str) -> FilesystemClient:
 
 
 @contextmanager
-def _explained(where: str) -> Iterator[None]:
+def _explained(where: str, verb: str = "read") -> Iterator[None]:
     try:
         yield
     except InputError:
@@ -81,6 +141,8 @@ def _explained(where: str) -> Iterator[None]:
         # Over HTTP, every failure to look a file up is this one; the cause says more.
         cause = error.__cause__
         is_absent = cause is None or getattr(cause, "status", None) == 404
-        raise InputError(where, "there is no such file" if is_absent else f"cannot be read: {cause}") from error
+        raise InputError(where, "there is no such file" if is_absent else f"cannot be {verb}: {cause}") from error
+    except NotImplementedError as error:
+        raise InputError(where, f"cannot be {verb}: this kind of store does not do that") from error
     except Exception as error:  # file systems from anywhere, each with errors of its own
-        raise InputError(where, f"cannot be read: {error or type(error).__name__}") from error
+        raise InputError(where, f"cannot be {verb}: {error or type(error).__name__}") from error

@@ -15,7 +15,7 @@ from huggingface_hub.hf_api import ModelInfo, RepoSibling
 from manifests.errors import InputError
 from manifests.paths import problem_with_path
 from stores.address import SCHEME, HubAddress
-from stores.base import InputFile, Range, Reader
+from stores.base import InputFile, Range, Reader, is_hidden
 from stores.hub_calls import asking, offline_error
 from stores.hub_file import AGENT, HubFile
 from stores.local import LocalFolder
@@ -24,7 +24,6 @@ from stores.retries import Retries, keep_trying
 __all__ = ["HubFolder", "open_hub"]
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_HIDDEN_FOLDERS = (".git", ".cache")  # as in a folder on this machine
 _NUM_LISTING_ATTEMPTS = 3  # nothing was done yet, and whoever mistyped an address is waiting
 
 
@@ -45,7 +44,11 @@ def open_hub(address: HubAddress, retries: Retries | None = None) -> HubFolder:
     info = keep_trying(lambda: asking(address, lambda: _list(address)), str(address), few, threading.Event())
     if info.sha is None or not _COMMIT.fullmatch(info.sha):
         raise InputError(str(address), f"expected a commit hash from {constants.ENDPOINT}, found {info.sha!r}")
-    files = [_listed(address, info.sha, sibling, retries) for sibling in info.siblings or () if not _is_hidden(sibling)]
+    files = [
+        _listed(address, info.sha, sibling, retries)
+        for sibling in info.siblings or ()
+        if not is_hidden(sibling.rfilename)
+    ]
     return HubFolder(address=address, revision=info.sha, files={file.name: file for file in files})
 
 
@@ -115,10 +118,6 @@ def _listed(address: HubAddress, commit: str, sibling: RepoSibling, retries: Ret
         raise InputError(f"{address}/{name}", f"expected its size from {constants.ENDPOINT}, found {nbytes!r}")
     etag = sibling.lfs.sha256 if sibling.lfs else sibling.blob_id
     return HubFile(address=address, commit=commit, name=name, nbytes=nbytes, etag=etag or commit, retries=retries)
-
-
-def _is_hidden(sibling: RepoSibling) -> bool:
-    return any(part in _HIDDEN_FOLDERS for part in sibling.rfilename.split("/"))
 
 
 def _open_cached(address: HubAddress) -> HubFolder:

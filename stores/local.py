@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manifests.errors import InputError
-from stores.base import Range
+from stores.base import HIDDEN_FOLDERS, Range
 
 __all__ = ["LocalFile", "LocalFolder"]
-
-_HIDDEN_FOLDERS = (".git", ".cache")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +69,8 @@ class LocalReader:
 
 @dataclass(frozen=True, slots=True)
 class LocalFolder:
+    """A folder as a source. Links to files are followed wherever they lead: the hub's cache is made of them."""
+
     path: Path
     kind: str = "huggingface"
 
@@ -101,7 +101,7 @@ class LocalFolder:
 
 def _files_below(folder: Path) -> Iterator[str]:
     for parent, folders, names in os.walk(folder, onerror=_refuse):
-        folders[:] = sorted(name for name in folders if name not in _HIDDEN_FOLDERS)
+        folders[:] = sorted(name for name in folders if name not in HIDDEN_FOLDERS)
         for path in (Path(parent, name) for name in folders):
             if path.is_symlink():
                 raise InputError(str(path), "is a link to a folder", "put the folder itself there, or remove the link")

@@ -7,11 +7,11 @@ metadata server; AWS profiles through boto3, where it is installed.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote
 
 from manifests.errors import InputError
@@ -19,13 +19,27 @@ from manifests.paths import problem_with_path
 from stores.object_errors import explained
 
 if TYPE_CHECKING:
-    from obstore import GetOptions
+    from obstore import GetOptions, WritableFile
     from obstore.store import ObjectStore, RetryConfig
 
-__all__ = ["SCHEMES", "ObjectEntry", "ObstoreClient", "open_client", "split_url"]
+__all__ = [
+    "MAX_PARTS",
+    "NUM_PARTS",
+    "SCHEMES",
+    "ObjectEntry",
+    "ObstoreClient",
+    "Upload",
+    "open_client",
+    "part_nbytes",
+    "split_url",
+]
 
 SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss")
 
+NUM_PARTS = 4  # of one upload, under way at a time
+MAX_PARTS = 10_000  # of one object, in S3 and Google Cloud Storage
+_PART_NBYTES = 8 << 20
+_MIB = 1 << 20
 _CHUNK_NBYTES = 1 << 20  # what leaves obstore at a time: its own buffers stay small
 _LIST_COUNT = 1000  # names in one answer
 # Any of these tells obstore where its credentials are.
@@ -45,6 +59,20 @@ class ObjectEntry:
     name: str
     nbytes: int
     etag: str | None
+
+
+class Upload(Protocol):
+    """An object under construction, given from its first byte to its last."""
+
+    def write(self, data: bytes) -> None: ...
+
+    def finish(self) -> None:
+        """Complete it: the object is there, or this raises and has abandoned the upload."""
+        ...
+
+    def abandon(self) -> None:
+        """Leave nothing of it, as far as the store still lets us."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +124,61 @@ class ObstoreClient:
             if chunk is None:
                 return
             yield memoryview(chunk)
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small object, in place of one that is there."""
+        with explained(f"{self.url}/{name}"):
+            self.patient.put(name, data)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Write a small object; give whether it is there now, and ours: not, when another one was before."""
+        from obstore.exceptions import AlreadyExistsError
+
+        with explained(f"{self.url}/{name}"):
+            try:
+                self.patient.put(name, data, mode="create")
+            except AlreadyExistsError:
+                # Ours after all, when it was written, the answer was lost and obstore asked again.
+                return bytes(self.patient.get(name).bytes()) == data
+            except NotImplementedError:  # AWS_CONDITIONAL_PUT=disabled: it was not there when it was looked for
+                self.patient.put(name, data)
+        return True
+
+    def upload(self, name: str, nbytes: int) -> Upload:
+        """Begin an object of `nbytes`, which takes `NUM_PARTS` + 1 parts of memory."""
+        import obstore
+
+        where = f"{self.url}/{name}"
+        with explained(where):
+            file = obstore.open_writer(self.patient, name, buffer_size=part_nbytes(nbytes), max_concurrency=NUM_PARTS)
+        return _MultipartUpload(where, file)
+
+    def remove(self, names: Collection[str]) -> None:
+        with explained(self.url):
+            self.patient.delete(list(names))
+
+
+@dataclass(frozen=True, slots=True)
+class _MultipartUpload:
+    where: str
+    file: WritableFile
+
+    def write(self, data: bytes) -> None:
+        with explained(self.where):
+            self.file.write(data)
+
+    def finish(self) -> None:
+        with explained(self.where):
+            self.file.close()  # when it fails, obstore has aborted the upload
+
+    def abandon(self) -> None:
+        with explained(self.where):
+            self.file.__exit__(KeyboardInterrupt, None, None)  # leaving its block by an error aborts
+
+
+def part_nbytes(nbytes: int) -> int:
+    """Give the size of the parts in which an object of `nbytes` is sent."""
+    return max(_PART_NBYTES, -(-nbytes // MAX_PARTS // _MIB) * _MIB)
 
 
 def open_client(url: str) -> ObstoreClient:

@@ -20,6 +20,8 @@ _ENDPOINT = re.compile(r"Error performing \S+ (\w+://[^/\s?]+)")
 # Clouds hand out credentials at these paths of their metadata servers: the last resort, after the environment.
 _METADATA_PATHS = ("/latest/api/token", "/latest/meta-data", "/computeMetadata/", "/metadata/identity")
 _ANSWERS_FOR_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
+_ANSWERS_FOR_ANOTHER_REGION = ("AuthorizationHeaderMalformed", "PermanentRedirect")
+_EXPECTED_REGION = re.compile(r"expecting '([\w-]+)'")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +32,7 @@ class _Cloud:
     skip_signature: str
     endpoint: str
     allow_http: str
+    timeout: str
     region: str = ""
 
 
@@ -38,6 +41,7 @@ _S3 = _Cloud(
     skip_signature="AWS_SKIP_SIGNATURE",
     endpoint="AWS_ENDPOINT_URL",
     allow_http="AWS_ALLOW_HTTP",
+    timeout="AWS_TIMEOUT",
     region="AWS_REGION",
 )
 _GOOGLE = _Cloud(
@@ -45,12 +49,14 @@ _GOOGLE = _Cloud(
     skip_signature="GOOGLE_SKIP_SIGNATURE",
     endpoint="GOOGLE_BASE_URL",
     allow_http="GOOGLE_ALLOW_HTTP",
+    timeout="GOOGLE_TIMEOUT",
 )
 _AZURE = _Cloud(
     credentials="AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
     skip_signature="AZURE_SKIP_SIGNATURE",
     endpoint="AZURE_STORAGE_ENDPOINT",
     allow_http="AZURE_ALLOW_HTTP",
+    timeout="AZURE_TIMEOUT",
 )
 _CLOUDS = {"gs": _GOOGLE, "az": _AZURE, "abfs": _AZURE, "abfss": _AZURE}
 
@@ -91,14 +97,19 @@ def explanation(where: str, error: Exception) -> InputError:
     if "builder error" in text:
         hint = f"set {cloud.allow_http}=true to send everything unencrypted"
         return InputError(where, f"{endpoint} is no https address", hint)
-    if "redirect" in text and cloud.region:
-        return InputError(where, "the bucket is elsewhere", f"set {cloud.region} to the bucket's")
+    if cloud.region and ("redirect" in text or code in _ANSWERS_FOR_ANOTHER_REGION):
+        region = _first(_EXPECTED_REGION, text)
+        hint = f"set {cloud.region}={region}" if region else f"set {cloud.region} to the bucket's"
+        return InputError(where, "the bucket is elsewhere", hint)
     if "non-partial response" in text:
         return InputError(where, "the store sends the whole object where a range is asked for")
     if status is None and "HTTP error: " in text:
         problem = f"no answer from {endpoint}" if endpoint else "the connection broke"
         why = text.partition("HTTP error: ")[2]
-        return InputError(where, f"{problem}: {why}", f"check the network, and {cloud.endpoint}")
+        hint = f"check the network, and {cloud.endpoint}"
+        if "TimedOut" in str(error):
+            hint += f"; over a slow line, set {cloud.timeout}=5min"
+        return InputError(where, f"{problem}: {why}", hint)
     if status is not None:
         said = ": ".join(part for part in (code, _first(_MESSAGE, text)) if part)
         hint = "AWS_CONDITIONAL_PUT=disabled does without conditional writes" if status == "501" else ""

@@ -1,9 +1,8 @@
-"""Checkpoints written into a bucket: every object whole or absent, manifest.json last.
+"""Outputs in a bucket: every object whole or absent, the one that makes them a checkpoint last.
 
 A bucket renames nothing, so an output takes shape under its own name, behind a claim: an object that keeps
-others from writing there and says that the rest is unfinished. Multipart uploads send their parts in order
-(obstore offers nothing else), so a shard's header, which stands first and holds the digests, must be known
-before its data: hash, then upload.
+others from writing there and says that the rest is unfinished. Uploads send their parts in order (obstore
+offers nothing else), so a shard's header, which stands first and holds the digests, is known before its data.
 
 Memory: `NUM_PARTS` + 1 parts for each open writer: 40 MiB for an object of up to 78 GiB, more for longer ones.
 """
@@ -11,94 +10,105 @@ Memory: `NUM_PARTS` + 1 parts for each open writer: 40 MiB for an object of up t
 from __future__ import annotations
 
 import logging
+import os
+import socket
+import time
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Protocol, Self
 
 from manifests.errors import InputError
 from manifests.invariants import MANIFEST_NAME
-from stores.object_client import SCHEMES, ObstoreClient, open_client, split_url
-from stores.object_errors import explained
-from stores.objects import CLAIM_NAME, list_objects
+from stores.address import SCHEME as HUB_SCHEME
+from stores.object_client import SCHEMES, ObjectEntry, Upload, open_client, split_url
+from stores.objects import CLAIM_NAME, Client, list_objects
 
-if TYPE_CHECKING:
-    from obstore import WritableFile
-
-__all__ = ["MAX_PARTS", "NUM_PARTS", "ObjectTarget", "ObjectWriter", "open_output", "part_nbytes"]
+__all__ = ["ObjectTarget", "ObjectWriter", "open_output"]
 
 logger = logging.getLogger(__name__)
 
-NUM_PARTS = 4  # under way at a time
-_PART_NBYTES = 8 << 20
-MAX_PARTS = 10_000  # of one object, in S3 and Google Cloud Storage
-_MIB = 1 << 20
+_CLAIM_CHARS = 200  # of what a claim says, shown
+
+
+class WritableClient(Client, Protocol):
+    def put(self, name: str, data: bytes) -> None: ...
+    def create(self, name: str, data: bytes) -> bool: ...
+    def upload(self, name: str, nbytes: int) -> Upload: ...
+    def remove(self, names: Collection[str]) -> None: ...
 
 
 def open_output(
     url: str, *, force: bool = False, is_ours: Callable[[Collection[str]], bool] = lambda names: MANIFEST_NAME in names
 ) -> ObjectTarget:
-    """Claim a prefix of a bucket for an output, and empty it if it is to be replaced.
+    """Claim a prefix of a bucket for an output.
 
-    With `force`, an unfinished output is taken over, and one whose names `is_ours` recognises is removed:
-    unlike a folder's, it is gone before the new one is there.
+    With `force`, an unfinished output is taken over and removed. One that has a manifest stays readable until
+    the new one is committed, see `ObjectTarget`; any other that `is_ours` recognises by its names is gone
+    before the new one is there.
 
     Raises:
         InputError: something lies there that may not be replaced, another process is writing there, or the
             bucket does not exist, cannot be reached or may not be written.
     """
-    if split_url(url)[0] not in SCHEMES:
-        schemes = ", ".join(f"{scheme}://" for scheme in SCHEMES)
-        raise InputError(url, f"cannot be written: expected a folder here, or one of {schemes}")
-    client = open_client(url)
-    names = set(list_objects(client))
-    is_unfinished = CLAIM_NAME in names and MANIFEST_NAME not in names
-    others = names - {CLAIM_NAME}
-    _check_replaceable(client.url, others, is_unfinished, force, is_ours)
-    target = ObjectTarget(client, take_over=CLAIM_NAME in names)
+    client = _open_writable(url)
+    listed = list_objects(client)
+    is_unfinished = CLAIM_NAME in listed and MANIFEST_NAME not in listed
+    _check_replaceable(client, listed, is_unfinished, force, is_ours)
+    claim = _claim()
+    if CLAIM_NAME in listed:
+        client.put(CLAIM_NAME, claim)
+    elif not client.create(CLAIM_NAME, claim):
+        raise InputError(client.url, "another process has begun to write here", "choose another --out")
+    target = ObjectTarget(client, claim, {})
     try:
-        others = set(list_objects(client)) - {CLAIM_NAME}  # some may have come before the claim
-        _check_replaceable(client.url, others, is_unfinished, force, is_ours)
+        listed = list_objects(client)  # some may have come before the claim
+        _check_replaceable(client, listed, is_unfinished, force, is_ours)
     except BaseException:
         target.abort()
         raise
-    _remove(client, others)  # when it stops halfway, the claim stays: this is unfinished now
+    listed.pop(CLAIM_NAME, None)
+    if MANIFEST_NAME in listed:
+        return ObjectTarget(client, claim, listed)
+    _remove(client, listed)  # when it stops halfway, the claim stays: this is unfinished now
     return target
 
 
 class ObjectTarget:
-    """An output under construction. Leaving its `with` block before `commit` removes what was written."""
+    """An output under construction. Leaving its `with` block before `commit` removes what was written.
 
-    def __init__(self, client: ObstoreClient, *, take_over: bool) -> None:
-        self._client = client
+    Where a manifest is replaced, it stays whole and readable meanwhile: shards go below a folder of their own,
+    and small files are kept in memory until the commit, which ends by writing the new manifest over the old one.
+    """
+
+    def __init__(self, client: WritableClient, claim: bytes, old: Mapping[str, ObjectEntry]) -> None:
+        self._client, self._claim, self._old = client, claim, old
+        self._folder = f"packed-{uuid.uuid4().hex[:12]}/" if old else ""
         self._nbytes: dict[str, int] = {}
+        self._held: dict[str, bytes] = {}
         self._writers: list[ObjectWriter] = []
         self._may_be_committed = False
-        # Unlike any other claim, so that its etag is too.
-        claim = f"A command is writing here, or was interrupted: there is no {MANIFEST_NAME}.\n{uuid.uuid4()}\n"
-        if take_over:
-            with explained(client.url):
-                self._claim = client.quick.put(CLAIM_NAME, claim.encode())["e_tag"]
-        else:
-            self._claim = self._create(CLAIM_NAME, claim.encode(), "another process has begun to write here")
+
+    def place(self, path: str) -> str:
+        """Give the name under which a shard is to be written."""
+        return self._folder + path
 
     def put(self, name: str, data: bytes) -> None:
         """Write a small file."""
-        with explained(self._where(name)):
-            self._client.patient.put(name, data)
-        self._nbytes[name] = len(data)
+        if self._old:
+            self._held[name] = data
+        else:
+            self._client.put(name, data)
+            self._nbytes[name] = len(data)
 
     def writer(self, name: str, nbytes: int, header: bytes) -> ObjectWriter:
         """Begin an object of `nbytes`, of which `header` is the start. Several may be open at a time."""
-        import obstore
-
-        store, size = self._client.patient, part_nbytes(nbytes)
-        with explained(self._where(name)):
-            file = obstore.open_writer(store, name, buffer_size=size, max_concurrency=NUM_PARTS)
+        assert name not in self._old
+        writer = ObjectWriter(f"{self._client.url}/{name}", self._client.upload(name, nbytes), nbytes)
         self._nbytes[name] = nbytes
-        self._writers.append(ObjectWriter(self._where(name), file, nbytes))
-        self._writers[-1].write(memoryview(header), 0, len(header), 0)
-        return self._writers[-1]
+        self._writers.append(writer)
+        writer.write(memoryview(header), 0, len(header), 0)
+        return writer
 
     def commit(self, data: bytes, name: str = MANIFEST_NAME) -> None:
         """Write the file that makes the output one: everything else is there, whole.
@@ -112,20 +122,22 @@ class ObjectTarget:
         for written, nbytes in self._nbytes.items():
             found = listed[written].nbytes if written in listed else 0
             if written not in listed or found != nbytes:
-                raise InputError(self._where(written), f"{nbytes} bytes were written, the store has {found}")
-        done = "exists already: another process has finished here"
-        if name in listed:
-            raise InputError(self._client.url, done, "choose another --out")
-        # Commit point: readers ignore a prefix without manifest.json, and refuse a claimed one.
+                where = f"{self._client.url}/{written}"
+                raise InputError(where, f"{nbytes} bytes were written, the store has {found}")
+        done = InputError(self._client.url, "exists already: another process has finished here", "choose another --out")
+        if name in listed and not self._old:
+            raise done
         # From here on nothing is removed: whether a write without an answer took place is not known.
         self._may_be_committed = True
-        self._create(name, data, done)
-        try:
-            _remove(self._client, [CLAIM_NAME])
-        except InputError as error:  # not allowed to, perhaps
-            if name != MANIFEST_NAME:
-                raise
-            logger.warning("%s is complete, but %s stays there: %s", self._client.url, CLAIM_NAME, error)
+        for held, content in self._held.items():
+            if held not in listed or self._read(listed[held]) != content:
+                self._client.put(held, content)
+        # Commit point: readers ignore a prefix without manifest.json, and refuse a claimed one.
+        if self._old:
+            self._client.put(name, data)
+        elif not self._client.create(name, data):
+            raise done
+        self._clear_away({name, *self._nbytes, *self._held})
 
     def abort(self) -> None:
         """Abandon unfinished uploads and remove what was written, as far as the store still lets us."""
@@ -133,8 +145,7 @@ class ObjectTarget:
             writer.close()
         try:
             self._check_claim()
-            _remove(self._client, self._nbytes)
-            _remove(self._client, [CLAIM_NAME])
+            _remove(self._client, [*(self._nbytes.keys() & list_objects(self._client).keys()), CLAIM_NAME])
         except InputError as error:
             logger.warning("%s: what was written of it may have been left there: %s", self._client.url, error)
 
@@ -147,37 +158,29 @@ class ObjectTarget:
         if not self._may_be_committed:
             self.abort()
 
-    def _create(self, name: str, data: bytes, problem: str) -> str | None:
-        """Write an object that must not exist, and give its etag."""
-        from obstore.exceptions import AlreadyExistsError
-
-        store = self._client.quick if name == CLAIM_NAME else self._client.patient
-        with explained(self._where(name)):
-            try:
-                return store.put(name, data, mode="create")["e_tag"]
-            except AlreadyExistsError as error:
-                found = store.get(name)
-                if bytes(found.bytes()) == data:  # ours: it was written, the answer was lost, and obstore asked again
-                    return found.meta["e_tag"]
-                raise InputError(self._client.url, problem, "choose another --out") from error
-            except NotImplementedError:  # AWS_CONDITIONAL_PUT=disabled: it was not there when it was looked for
-                return store.put(name, data)["e_tag"]
+    def _clear_away(self, new: Collection[str]) -> None:
+        """Remove what was replaced, then the claim."""
+        try:
+            _remove(self._client, [*(name for name in self._old if name not in new), CLAIM_NAME])
+        except InputError as error:  # not allowed to, perhaps
+            if MANIFEST_NAME not in new:  # readers would take it for unfinished
+                raise
+            logger.warning("%s is complete, but more than that stays there: %s", self._client.url, error)
 
     def _check_claim(self) -> None:
-        claim = self._client.look_up(CLAIM_NAME)
-        if self._claim is not None and claim.etag != self._claim.strip('"'):
+        if self._read(self._client.look_up(CLAIM_NAME)) != self._claim:
             raise InputError(self._client.url, "another process took it over with --force", "choose another --out")
 
-    def _where(self, name: str) -> str:
-        return f"{self._client.url}/{name}"
+    def _read(self, entry: ObjectEntry) -> bytes:
+        return b"".join(self._client.read(entry, 0, entry.nbytes)) if entry.nbytes else b""
 
 
 class ObjectWriter:
     """One object under construction: written from its first byte to its last, there once it is finished."""
 
-    def __init__(self, where: str, file: WritableFile, nbytes: int) -> None:
+    def __init__(self, where: str, upload: Upload, nbytes: int) -> None:
         self._where = where
-        self._file = file
+        self._upload = upload
         self._nbytes = nbytes
         self._position = 0
         self.is_open = True
@@ -185,16 +188,14 @@ class ObjectWriter:
     def write(self, buffer: memoryview, begin: int, end: int, position: int) -> None:
         """Write `buffer[begin:end]` at `position`, where the last piece ended. The buffer is free afterwards."""
         assert position == self._position, f"{self._where}: {position} after {self._position}"
-        with explained(self._where):
-            self._file.write(bytes(buffer[begin:end]))  # a copy: it is sent later
+        self._upload.write(bytes(buffer[begin:end]))  # a copy: it is sent later
         self._position += end - begin
 
     def finish(self) -> None:
         """Complete the upload: the object is there, or this raises."""
         assert self._position == self._nbytes, f"{self._where}: {self._position} of {self._nbytes} bytes"
         self.is_open = False
-        with explained(self._where):
-            self._file.close()  # when it fails, obstore has aborted the upload
+        self._upload.finish()
 
     def close(self) -> None:
         """Abandon the upload unless it is finished; closing twice does no harm."""
@@ -202,41 +203,66 @@ class ObjectWriter:
             return
         self.is_open = False
         try:
-            with explained(self._where):
-                self._file.__exit__(KeyboardInterrupt, None, None)  # leaving its block by an error aborts
+            self._upload.abandon()
         except InputError as error:
             logger.warning("an unfinished upload, which takes space and is not listed, may be left: %s", error)
 
 
-def part_nbytes(nbytes: int) -> int:
-    """Give the size of the parts in which an object of `nbytes` is sent."""
-    return max(_PART_NBYTES, -(-nbytes // MAX_PARTS // _MIB) * _MIB)
+def _open_writable(url: str) -> WritableClient:
+    if url.startswith(HUB_SCHEME):
+        raise InputError(url, "the hub is not written", "give a folder as --out, then hf upload REPO FOLDER")
+    if split_url(url)[0] in SCHEMES:
+        return open_client(url)
+    from stores.filesystem_client import open_filesystem
+
+    client = open_filesystem(url)
+    client.make_folder()
+    return client
+
+
+def _claim() -> bytes:
+    """Give a claim, unlike any other."""
+    begun = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    who = f"begun {begun} on {socket.gethostname()} by process {os.getpid()}"
+    return f"{who}\nA command is writing here, or was interrupted.\n{uuid.uuid4()}\n".encode()
 
 
 def _check_replaceable(
-    url: str, names: Collection[str], is_unfinished: bool, force: bool, is_ours: Callable[[Collection[str]], bool]
+    client: WritableClient,
+    listed: Mapping[str, ObjectEntry],
+    is_unfinished: bool,
+    force: bool,
+    is_ours: Callable[[Collection[str]], bool],
 ) -> None:
-    if not names and not is_unfinished:
+    others = {name: entry for name, entry in listed.items() if name != CLAIM_NAME}
+    if not others and not is_unfinished:
         return
     if not force and is_unfinished:
         raise InputError(
-            url,
-            "is being written by another command, or was left unfinished by one",
+            client.url,
+            f"is being written by another command, or was left unfinished by one: {_what_lies_there(client, others)}",
             "wait for that one, or start over with --force",
         )
     if not force:
-        raise InputError(url, "exists already", "choose another --out, or replace it with --force")
-    if not is_unfinished and not is_ours(names):
+        raise InputError(client.url, "exists already", "choose another --out, or replace it with --force")
+    if not is_unfinished and not is_ours(others):
         raise InputError(
-            url,
+            client.url,
             "exists, and is not what this command writes; --force does not replace it",
             "choose another --out, or remove it yourself",
         )
 
 
-def _remove(client: ObstoreClient, names: Collection[str]) -> None:
-    """Remove objects, manifest.json before all others: what is left is no checkpoint."""
-    for batch in ([name for name in names if name == MANIFEST_NAME], [name for name in names if name != MANIFEST_NAME]):
-        if batch:
-            with explained(client.url):
-                client.patient.delete(batch)
+def _what_lies_there(client: WritableClient, others: Mapping[str, ObjectEntry]) -> str:
+    claim = client.look_up(CLAIM_NAME)
+    text = b"".join(client.read(claim, 0, min(claim.nbytes, _CLAIM_CHARS))).decode(errors="replace")
+    nbytes = sum(entry.nbytes for entry in others.values())
+    return f"{len(others)} object{'' if len(others) == 1 else 's'}, {nbytes} bytes, {text.partition(chr(10))[0]}"
+
+
+def _remove(client: WritableClient, names: Collection[str]) -> None:
+    """Remove objects, manifest.json first and the claim last: what is left in between is unfinished."""
+    order = {MANIFEST_NAME: 0, CLAIM_NAME: 2}
+    for turn in range(3):
+        if batch := [name for name in names if order.get(name, 1) == turn]:
+            client.remove(batch)

@@ -12,16 +12,15 @@ from typing import Protocol
 from manifests.errors import InputError
 from manifests.invariants import MANIFEST_NAME
 from manifests.paths import problem_with_path
-from stores.base import Range
+from stores.base import Range, is_hidden
 from stores.object_client import SCHEMES, ObjectEntry, open_client, split_url
 from stores.ranges import RangeReader
 
-__all__ = ["CLAIM_NAME", "ObjectFile", "ObjectFolder", "list_objects", "open_objects"]
+__all__ = ["CLAIM_NAME", "Client", "ObjectFile", "ObjectFolder", "list_objects", "open_objects"]
 
 CLAIM_NAME = ".reshard-unfinished"  # lies in a prefix from the first object written there until the commit
 
 _MAX_COUNT = 100_000  # objects in a checkpoint's folder
-_HIDDEN_FOLDERS = (".git", ".cache")
 
 
 class Client(Protocol):
@@ -59,6 +58,9 @@ class ObjectFolder:
         self._pinned: dict[str, ObjectEntry] = {}
         self._names: tuple[str, ...] | None = None
 
+    def __str__(self) -> str:
+        return self.location
+
     @property
     def location(self) -> str:
         return self._client.url
@@ -79,7 +81,7 @@ class ObjectFolder:
                 )
             for name, entry in listed.items():
                 self._pinned.setdefault(name, entry)
-            self._names = tuple(sorted(name for name in listed if _is_shown(name)))
+            self._names = tuple(sorted(name for name in listed if name != CLAIM_NAME and not is_hidden(name)))
         return self._names
 
     def file(self, name: str) -> ObjectFile:
@@ -139,10 +141,6 @@ def _parents(names: Iterable[str]) -> Iterator[str]:
         while "/" in name:
             name = name.rpartition("/")[0]
             yield name
-
-
-def _is_shown(name: str) -> bool:
-    return name != CLAIM_NAME and not any(part in _HIDDEN_FOLDERS for part in name.split("/")[:-1])
 
 
 def _fetch(file: ObjectFile, into: memoryview, position: int, stop: threading.Event) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stores.address import SCHEME, parse_hub_address
+from stores.address import SCHEME, is_url, parse_hub_address
 from stores.base import Folder
 from stores.local import LocalFolder
 
@@ -20,7 +20,7 @@ def open_store(address: str) -> Folder:
     Raises:
         InputError: the address is malformed, or the store refuses it or cannot be reached.
     """
-    if "://" in address and not address.startswith(SCHEME):
+    if is_url(address) and not address.startswith(SCHEME):
         from stores.objects import open_objects
 
         return open_objects(address)

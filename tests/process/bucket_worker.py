@@ -1,4 +1,4 @@
-"""Moves one object to or from a bucket, block by block: `read URL NAME`, or `write URL NAME NBYTES`."""
+"""Moves one object to or from a bucket, or a model: `read URL NAME`, `write URL NAME NBYTES`, `pack SOURCE URL`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import json
 import random
 import sys
+import threading
 from pathlib import Path
 
 BLOCK_NBYTES = 1 << 20
@@ -45,12 +46,35 @@ def write(url: str, name: str, nbytes: int) -> tuple[int, str]:
     return peak_nbytes, digest.hexdigest()
 
 
+def pack(source: str, url: str) -> int:
+    """Run the command, and look at this process a hundred times a second."""
+    from reshard import cli
+
+    peak_nbytes, ended = 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak_nbytes
+        while not ended.wait(0.01):
+            peak_nbytes = max(peak_nbytes, anonymous_nbytes())
+
+    sys.argv = ["reshard", "pack", source, "--layout", "pp=2", "--out", url]
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    cli.main()
+    ended.set()
+    watcher.join()
+    return peak_nbytes
+
+
 def anonymous_nbytes() -> int:
     status = Path("/proc/self/status").read_text()
     return 1024 * int(status.partition("RssAnon:")[2].split()[0])
 
 
 if __name__ == "__main__":
-    verb, url, name, *nbytes = sys.argv[1:]
-    peak_nbytes, digest = read(url, name) if verb == "read" else write(url, name, int(nbytes[0]))
+    verb, first, second, *nbytes = sys.argv[1:]
+    if verb == "pack":
+        peak_nbytes, digest = pack(first, second), ""
+    else:
+        peak_nbytes, digest = read(first, second) if verb == "read" else write(first, second, int(nbytes[0]))
     print(json.dumps({"peak_nbytes": peak_nbytes, "sha256": digest}))

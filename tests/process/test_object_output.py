@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
+import re
+import socket
 from collections.abc import Iterator
 
 import pytest
 
 from stores.base import read_whole
-from stores.object_output import MAX_PARTS, NUM_PARTS, ObjectTarget, open_output, part_nbytes
+from stores.object_client import MAX_PARTS, NUM_PARTS, part_nbytes
+from stores.object_output import ObjectTarget, open_output
 from stores.objects import CLAIM_NAME, open_objects
 from tests.process.buckets import MIB, SERVERS, become, measured, problem, start_server, start_worker
 from tests.servers.s3 import Fault, MotoServer, S3Server, start_moto
@@ -70,12 +74,12 @@ def write(target: ObjectTarget, name: str, data: bytes, header_nbytes: int = 409
     writer.finish()
 
 
-def write_checkpoint(url: str, seed: int = 0, *, force: bool = False) -> bytes:
+def write_checkpoint(url: str, seed: int = 0, *, force: bool = False, nbytes: int = MIB) -> bytes:
     """Write a checkpoint of one stage, and give its shard."""
-    data = shard(MIB, seed)
+    data = shard(nbytes, seed)
     with open_output(url, force=force) as target:
         target.put("config.json", CONFIG)
-        write(target, "stage-000/model.safetensors", data)
+        write(target, target.place("stage-000/model.safetensors"), data)
         target.commit(MANIFEST)
     return data
 
@@ -154,11 +158,38 @@ def test_checkpoint_that_is_there_is_replaced_by_force_only(s3: S3Server) -> Non
     )
     assert s3.objects(BUCKET, "replaced/")["replaced/stage-000/model.safetensors"] == first
     second = write_checkpoint(url, seed=1, force=True)
-    assert s3.objects(BUCKET, "replaced/") == {
-        "replaced/config.json": CONFIG,
-        "replaced/manifest.json": MANIFEST,
-        "replaced/stage-000/model.safetensors": second,
-    }
+    found = s3.objects(BUCKET, "replaced/")
+    assert found.pop("replaced/config.json") == CONFIG
+    assert found.pop("replaced/manifest.json") == MANIFEST
+    ((name, data),) = found.items()
+    assert re.fullmatch(r"replaced/packed-[0-9a-f]{12}/stage-000/model\.safetensors", name)
+    assert data == second
+
+
+def test_checkpoint_that_is_being_replaced_stays_readable_until_the_new_one_is_committed(s3: S3Server) -> None:
+    url = url_of("kept")
+    write_checkpoint(url)
+    old = s3.objects(BUCKET, "kept/")
+    pins = {name: open_objects(url).file(name).pin for name in open_objects(url).names()}
+    with open_output(url, force=True) as target:
+        target.put("config.json", b"{}")
+        write(target, target.place("stage-000/model.safetensors"), shard(MIB, seed=1))
+        assert {name: s3.objects(BUCKET, "kept/")[name] for name in old} == old
+        folder = open_objects(url)
+        assert {name: folder.file(name).pin for name in folder.names() if name in pins} == pins
+    assert s3.objects(BUCKET, "kept/") == old  # it was not committed
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT"])
+def test_replacement_that_fails_leaves_the_old_checkpoint(moto: MotoServer, method: str) -> None:
+    url = url_of(f"unreplaced-{method}")
+    write_checkpoint(url)
+    old = moto.objects(BUCKET, f"unreplaced-{method}/")
+    moto.fail(Fault(method=method, address="/packed-", what="status", status=403, times=99))
+    assert "access is denied (403)" in problem(lambda: write_checkpoint(url, 1, force=True, nbytes=20 * MIB))
+    moto.fail()
+    assert moto.objects(BUCKET, f"unreplaced-{method}/") == old
+    assert moto.uploads(BUCKET, f"unreplaced-{method}/") == []
 
 
 def test_objects_of_others_are_never_replaced(s3: S3Server) -> None:
@@ -175,10 +206,16 @@ def test_objects_of_others_are_never_replaced(s3: S3Server) -> None:
 
 def test_second_writer_is_refused_until_the_first_has_ended(s3: S3Server) -> None:
     url = url_of("contended")
-    with open_output(url):
-        assert problem(lambda: open_output(url)) == (
-            f"{url}: is being written by another command, or was left unfinished by one\n"
-            "hint: wait for that one, or start over with --force"
+    with open_output(url) as target:
+        target.put("config.json", CONFIG)
+        said = problem(lambda: open_output(url))
+        time = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC"
+        assert re.fullmatch(
+            f"{url}: is being written by another command, or was left unfinished by one: "
+            rf"1 object, {len(CONFIG)} bytes, begun {time} on {re.escape(socket.gethostname())} "
+            rf"by process {os.getpid()}\n"
+            "hint: wait for that one, or start over with --force",
+            said,
         )
     write_checkpoint(url)
 
@@ -231,10 +268,9 @@ def test_stranger_and_wrong_bucket_are_refused_before_anything_is_written(
     assert s3.objects(BUCKET, "denied") == {}
 
 
-def test_other_stores_are_not_written() -> None:
-    assert problem(lambda: open_output("memory://out")) == (
-        "memory://out: cannot be written: expected a folder here, or one of "
-        "s3://, s3a://, gs://, az://, abfs://, abfss://"
+def test_hub_is_not_written() -> None:
+    assert problem(lambda: open_output("hf://org/name")) == (
+        "hf://org/name: the hub is not written\nhint: give a folder as --out, then hf upload REPO FOLDER"
     )
 
 

@@ -55,6 +55,7 @@ class Fault:
     what: Literal["status", "lost", "redirect", "cut", "short", "ignore if-match", "ignore range"]
     status: int = 503  # of "status"; "lost" does as it is told, and answers with that too
     times: int = 1
+    body: str = ""  # of "status"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,7 +184,7 @@ class _Watched:
             del environ["HTTP_" + what.removeprefix("ignore ").upper().replace("-", "_")]
         if what in ("status", "redirect"):
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-            status, body = fault["status"] if fault and what == "status" else 301, b""
+            status, body = (fault["status"], fault["body"].encode()) if fault and what == "status" else (301, b"")
             keep(f"{status} Fault", [])
         else:
             with _everybody_allowed() if what.startswith("ignore") else nullcontext():

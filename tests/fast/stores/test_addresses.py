@@ -45,8 +45,9 @@ def test_address_is_read_as_its_user_means_it(text: str, address: HubAddress | N
 def test_hub_scheme_with_something_else_behind_it_is_refused(text: str) -> None:
     with pytest.raises(InputError) as refused:
         parse_hub_address(text)
+    shown = text.replace("\n", "\\x0a")
     assert str(refused.value) == (
-        f"{text}: expected hf://org/name or hf://org/name@revision\nhint: only model repositories are read"
+        f"{shown}: expected hf://org/name or hf://org/name@revision\nhint: only model repositories are read"
     )
 
 

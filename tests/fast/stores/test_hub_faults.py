@@ -302,6 +302,15 @@ def test_gated_repository_says_how_to_get_access(hub: Hub, monkeypatch: pytest.M
     )
 
 
+def test_file_that_is_listed_and_not_there_is_named(hub: Hub, folder: HubFolder) -> None:
+    hub.fail("/resolve/", method="HEAD", status=404, headers={"X-Error-Code": "EntryNotFound"})
+    with pytest.raises(InputError) as refused:
+        read_range(folder, 0, 5)
+    assert str(refused.value) == (
+        f"hf://org/name: a file that it lists is not there\nhint: look at {hub.endpoint}/org/name"
+    )
+
+
 def test_hub_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")

@@ -1,0 +1,177 @@
+"""Where an output goes: a folder on this machine, or a prefix of a bucket. Both appear whole or not at all."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from manifests.digest import digest_bytes
+from manifests.errors import InputError
+from manifests.publish import publishing
+from manifests.store import write_file
+from reshard.checkpoint import TensorAt
+from reshard.engine import WriteOptions, WrittenShard, hash_tensors, write_in_order, write_shards
+from reshard.journal import Journal
+from reshard.plan import OutputShard
+from stores.address import is_url
+from stores.manifest_file import Address
+from stores.object_output import ObjectTarget, open_output
+
+__all__ = ["NUM_UPLOADS", "BucketTarget", "FolderTarget", "Target", "open_target", "reread_nbytes"]
+
+NUM_UPLOADS = 2  # shards under way at a time: one is hashed while another is sent
+
+Progress = Callable[[int], object]
+
+
+class Target(Protocol):
+    """An output under construction. Of its files, the one that `commit` writes is the last."""
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small file."""
+        ...
+
+    def write_shards(self, shards: Sequence[OutputShard], options: WriteOptions) -> tuple[WrittenShard, ...]:
+        """Write shards, given in return with the paths that they have now.
+
+        Raises:
+            InputError: there is no room for them, as far as can be known, or as `engine.write_shards`.
+        """
+        ...
+
+    def commit(self, name: str, data: bytes) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FolderTarget:
+    """A folder that appears when its `publishing` block ends; with a journal, what is written can be gone on with."""
+
+    folder: Path
+    journal: Journal | None = None
+
+    def put(self, name: str, data: bytes) -> None:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, data)
+
+    def write_shards(self, shards: Sequence[OutputShard], options: WriteOptions) -> tuple[WrittenShard, ...]:
+        _check_space(shards, self.folder)
+        return write_shards(shards, self.folder, replace(options, journal=self.journal))
+
+    def commit(self, name: str, data: bytes) -> None:
+        if self.journal is not None:
+            self.journal.finish()
+        self.put(name, data)
+
+
+@dataclass(frozen=True, slots=True)
+class BucketTarget:
+    """Uploads shards from their first byte to their last, each with its header in front.
+
+    Digests that a header is to hold and nobody knows are computed before: those tensors are read twice, and
+    must be the same both times. Memory: `NUM_UPLOADS` uploads (see `stores.object_output`), and twice as many
+    readers of the source (see `stores.ranges`).
+    """
+
+    objects: ObjectTarget
+
+    def put(self, name: str, data: bytes) -> None:
+        self.objects.put(name, data)
+
+    def write_shards(self, shards: Sequence[OutputShard], options: WriteOptions) -> tuple[WrittenShard, ...]:
+        stop = threading.Event()
+
+        def progress(nbytes: int) -> None:
+            if stop.is_set():
+                raise CancelledError
+            options.progress(nbytes)
+
+        with ThreadPoolExecutor(NUM_UPLOADS, thread_name_prefix="upload") as pool:
+            try:
+                jobs = [pool.submit(self._upload, shard, progress) for shard in shards]
+                for job in wait(jobs, return_when=FIRST_EXCEPTION).done:
+                    job.result()
+            except BaseException:
+                stop.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        return tuple(job.result() for job in jobs)
+
+    def commit(self, name: str, data: bytes) -> None:
+        self.objects.commit(data, name)
+
+    def _upload(self, shard: OutputShard, progress: Progress) -> WrittenShard:
+        unknown = _hashed_first(shard)
+        found = dict(zip((tensor.name for tensor in unknown), hash_tensors(unknown, progress), strict=True))
+        shard = replace(
+            shard,
+            path=self.objects.place(shard.path),
+            origins=tuple(replace(origin, digest=found.get(origin.name, origin.digest)) for origin in shard.origins),
+        )
+        digests = {origin.name: origin.digest for origin in shard.origins if origin.digest}
+        header = shard.header_with(digests)
+        writer = self.objects.writer(shard.path, shard.nbytes, header)
+        write_in_order(shard, writer, progress)
+        writer.finish()
+        return WrittenShard(path=shard.path, nbytes=shard.nbytes, digest=digest_bytes(header), tensor_digests=digests)
+
+
+def reread_nbytes(shards: Iterable[OutputShard], out: Address) -> int:
+    """Give the bytes that are read twice on their way to `out`."""
+    return sum(tensor.nbytes for shard in shards for tensor in _hashed_first(shard)) if is_url(out) else 0
+
+
+def _hashed_first(shard: OutputShard) -> list[TensorAt]:
+    """Give the tensors that are hashed before a shard is uploaded: their digests are to stand in its header."""
+    return [origin for origin in shard.origins if origin.digest is None] if shard.with_digests else []
+
+
+@contextmanager
+def open_target(out: Address, *, force: bool, is_ours: Callable[[Collection[str]], bool]) -> Iterator[Target]:
+    """Give a place to write to, which holds the output when the block ends well and nothing new when it does not.
+
+    With `force`, an output that `is_ours` recognises by its files is replaced: a folder, or a manifest in a
+    bucket, in one step (see `stores.object_output`).
+
+    Raises:
+        InputError: `out` exists and may not be replaced, is being written, or cannot be.
+    """
+    if is_url(out):
+        with _interrupted_by_sigterm(), open_output(out, force=force, is_ours=is_ours) as objects:
+            yield BucketTarget(objects)
+    else:
+        with publishing(Path(out), force=force, is_ours=lambda folder: is_ours(_names(folder))) as folder:
+            yield FolderTarget(folder)
+
+
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM, a scheduler's for one, interrupt: uploads that nobody aborts take space, and are not listed."""
+    if threading.current_thread() is not threading.main_thread():  # only that one may say so
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _check_space(shards: Sequence[OutputShard], folder: Path) -> None:
+    """Refuse to begin what the disk cannot hold; what an interrupted run left there is room, too."""
+    needed = sum(shard.nbytes for shard in shards)
+    there = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+    free = shutil.disk_usage(folder).free + there
+    if needed > free:
+        raise InputError(str(folder.parent), f"{needed} bytes needed, {free} free", "choose another disk for --out")
+
+
+def _names(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()]

@@ -1,0 +1,43 @@
+"""Headers of many files, read several at a time where each is a journey over a network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from functools import partial
+from typing import TypeVar
+
+from manifests.safetensors import Header
+from stores.base import InputFile, read_file_header
+from stores.local import LocalFile
+
+__all__ = ["NUM_AT_ONCE", "at_once", "read_file_headers"]
+
+NUM_AT_ONCE = 8
+
+Key = TypeVar("Key")
+Result = TypeVar("Result")
+
+
+def read_file_headers(files: Iterable[InputFile]) -> dict[InputFile, Header]:
+    """Read and check the headers of safetensors files, in their order.
+
+    Raises:
+        InputError: as `read_file_header`, for the first of them that is refused.
+    """
+    files = tuple(files)
+    if all(isinstance(file, LocalFile) for file in files):
+        return {file: read_file_header(file) for file in files}
+    read = at_once({file: partial(read_file_header, file) for file in files})
+    return {file: header.result() for file, header in read.items()}
+
+
+def at_once(calls: Mapping[Key, Callable[[], Result]]) -> dict[Key, Future[Result]]:
+    """Make calls, several at a time, and give what became of each; once one has failed, no other is begun."""
+    pool = ThreadPoolExecutor(NUM_AT_ONCE, thread_name_prefix="header")
+    try:
+        made = {key: pool.submit(call) for key, call in calls.items()}
+        wait(made.values(), return_when=FIRST_EXCEPTION)
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return {key: call for key, call in made.items() if not call.cancelled()}

@@ -1,0 +1,60 @@
+"""A manifest by its address: on this machine, on the hub or in an object store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from manifests.codec import decode_manifest
+from manifests.digest import digest_bytes
+from manifests.invariants import MANIFEST_NAME
+from manifests.schema import Manifest
+from manifests.store import check_links, find_manifest, no_manifest
+from stores.address import is_url
+from stores.base import Folder, read_whole
+from stores.local import LocalFolder
+from stores.open import open_store
+
+__all__ = ["Address", "ManifestFile", "find_manifest_file"]
+
+Address = str | Path
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestFile:
+    """A manifest's file, and the folder that its paths are below."""
+
+    folder: Folder
+    name: str = MANIFEST_NAME
+
+    def __str__(self) -> str:
+        return str(self.folder.file(self.name))
+
+    def read(self) -> tuple[Manifest, str]:
+        """Give the manifest and the digest of its file.
+
+        Raises:
+            InputError: unreadable or wrong (see `decode_manifest`).
+        """
+        data = read_whole(self.folder.file(self.name))
+        manifest = decode_manifest(data, str(self))
+        if isinstance(self.folder, LocalFolder):
+            check_links(self.folder.path, manifest)
+        return manifest, digest_bytes(data)
+
+
+def find_manifest_file(address: Address) -> ManifestFile:
+    """Find a manifest that is named by its file or by its folder. Only a `scheme://` leads off this machine.
+
+    Raises:
+        InputError: there is none, or its store refuses it or cannot be reached.
+    """
+    if is_url(address):
+        folder = open_store(address.removesuffix(f"/{MANIFEST_NAME}"))
+        if MANIFEST_NAME not in folder.names():
+            raise no_manifest(address)
+        return ManifestFile(folder)
+    path = find_manifest(Path(address))
+    if not path.exists():
+        raise no_manifest(str(address))
+    return ManifestFile(LocalFolder(path.parent), path.name)

@@ -1,0 +1,347 @@
+"""The verbs on buckets of a real S3 server: what they write there is what they write here, byte for byte."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from reshard.target import NUM_UPLOADS
+from stores.object_client import NUM_PARTS
+from stores.object_output import open_output
+from stores.objects import CLAIM_NAME
+from tests.builders import files_in, llama_config, random_tensors, reshard, write_model
+from tests.process.buckets import MIB, SERVERS, become, measured, start_server
+from tests.servers.s3 import Fault, MotoServer, S3Server, start_moto
+
+pytestmark = pytest.mark.process
+
+ROOT = Path(__file__).parents[2]
+BUCKET = "checkpoints"
+STAGE_0 = "stage-000/model.safetensors"
+
+
+@pytest.fixture(scope="module", params=SERVERS)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    with start_server(request.param, tmp_path_factory.mktemp("server")) as server:
+        server.bucket(BUCKET)
+        yield server
+
+
+@pytest.fixture
+def s3(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    become(monkeypatch, server.environment())
+    return server
+
+
+@pytest.fixture(scope="module")
+def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MotoServer]:
+    with start_moto(tmp_path_factory.mktemp("moto")) as server:
+        server.bucket(BUCKET)
+        yield server
+
+
+@pytest.fixture
+def moto(moto_server: MotoServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[MotoServer]:
+    """Give the server that logs its requests and fails on demand."""
+    become(monkeypatch, moto_server.environment())
+    yield moto_server
+    moto_server.fail()
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tied model of 30 MiB in three files: some of its shards are sent in several parts."""
+    folder = tmp_path_factory.mktemp("models") / "source"
+    config = llama_config(hidden_size=512, intermediate_size=1536, vocab_size=8000, tie_word_embeddings=True)
+    write_model(folder, config, random_tensors(config), num_shards=3)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def packed(source: Path) -> Path:
+    out = source.with_name("packed")
+    assert run("pack", source, "--layout", "pp=2", "--out", out)
+    return out
+
+
+def url_of(name: str) -> str:
+    return f"s3://{BUCKET}/{name}"
+
+
+def run(*args: str | Path, code: int = 0) -> str:
+    """Run the command, and give what it said."""
+    ended = reshard(*args)
+    assert ended.code == code, ended.err
+    return ended.out + ended.err
+
+
+def objects_in(s3: S3Server, name: str) -> dict[str, bytes]:
+    """Give the objects of a prefix, named as below it."""
+    return {key.removeprefix(f"{name}/"): data for key, data in s3.objects(BUCKET, f"{name}/").items()}
+
+
+def upload(s3: S3Server, folder: Path, name: str) -> str:
+    for path, data in files_in(folder).items():
+        s3.client().put_object(Bucket=BUCKET, Key=f"{name}/{path}", Body=data)
+    return url_of(name)
+
+
+def without_origin(files: dict[str, bytes]) -> dict[str, object]:
+    """Give files with the manifest as a document, less what says where its source lay."""
+    document = json.loads(files["manifest.json"])
+    for key in ("source", "parents"):
+        del document[key]
+    return {**files, "manifest.json": document}
+
+
+def test_pack_in_a_bucket_is_the_pack_in_a_folder(s3: S3Server, source: Path, packed: Path) -> None:
+    said = run("pack", source, "--layout", "pp=2", "--out", url_of("packed"))
+    assert url_of("packed/manifest.json") in said
+    assert objects_in(s3, "packed") == files_in(packed)
+    assert s3.uploads(BUCKET, "packed/") == []
+
+
+def test_checkpoint_goes_through_buckets_and_comes_back(
+    s3: S3Server, source: Path, packed: Path, tmp_path: Path
+) -> None:
+    model = upload(s3, source, "round/model")
+    first, second = url_of("round/first"), url_of("round/second")
+    run("pack", model, "--layout", "pp=2", "--out", first)
+    assert without_origin(objects_in(s3, "round/first")) == without_origin(files_in(packed))
+    run("pack", f"{first}/manifest.json", "--layout", "pp=4", "--out", second)
+    run("pack", second, "--layout", "pp=2", "--out", tmp_path / "third")
+    assert without_origin(files_in(tmp_path / "third")) == without_origin(files_in(packed))
+    run("export", tmp_path / "third", "--to", "hf", "--out", tmp_path / "here")
+    run("export", second, "--to", "hf", "--out", url_of("round/there"))
+    assert files_in(tmp_path / "here") == objects_in(s3, "round/there") == files_in(source)
+
+
+def test_verbs_that_read_take_a_manifest_in_a_bucket(s3: S3Server, source: Path, packed: Path) -> None:
+    url = upload(s3, packed, "read")
+    assert run("verify", url).endswith("every digest is as the manifest says\n")
+    assert "were not compared" in run("verify", f"{url}/manifest.json", "--quick")
+    assert run("verify", url, "--against", source).endswith(f"every tensor is as in {source}\n")
+    assert run("verify", packed, "--against", url, "--stage", "1")
+    assert run("inspect", url, "--tensors") == run("inspect", packed, "--tensors")
+    assert json.loads(run("inspect", url, "--json")) == json.loads(run("inspect", packed, "--json"))
+    assert "tensors are equal; none differ\n" in run("diff", url, source)
+    assert run("plan", url) == run("plan", packed)
+
+
+def test_damage_in_a_bucket_is_found(s3: S3Server, packed: Path) -> None:
+    url = upload(s3, packed, "damaged")
+    data = (packed / STAGE_0).read_bytes()
+    s3.client().put_object(Bucket=BUCKET, Key=f"damaged/{STAGE_0}", Body=data[:-1] + bytes([data[-1] ^ 1]))
+    found = json.loads(run("verify", url, "--json", code=4))["differences"]
+    assert [difference["where"].partition(": ")[0] for difference in found] == [f"{url}/{STAGE_0}"]
+    s3.client().put_object(Bucket=BUCKET, Key=f"damaged/{STAGE_0}", Body=data[:-1])
+    assert f"{url}/{STAGE_0}: expected {len(data)} bytes (manifest.json), found {len(data) - 1}" in run(
+        "verify", url, "--quick", code=4
+    )
+    s3.client().delete_object(Bucket=BUCKET, Key=f"damaged/{STAGE_0}")
+    assert run("export", url, "--to", "hf", "--out", url_of("undamaged"), code=3) == (
+        f"error: {url}/{STAGE_0}: there is no such object\n"
+    )
+
+
+def test_place_without_a_manifest_is_said_to_be_one(s3: S3Server) -> None:
+    url = url_of("nothing")
+    assert run("verify", url, code=3) == (
+        f"error: {url}: no manifest.json here\nhint: a folder without one was never finished; make one with "
+        "reshard pack SOURCE --layout SPEC --out DIR\n"
+    )
+
+
+def test_virtual_bundles_lie_in_a_bucket_and_refer_to_one(
+    s3: S3Server, source: Path, packed: Path, tmp_path: Path
+) -> None:
+    model, url = upload(s3, source, "virtual/model"), url_of("virtual/packed")
+    run("pack", model, "--layout", "pp=2", "--virtual", "--out", url)
+    assert not [name for name in objects_in(s3, "virtual/packed") if name.startswith("stage-")]
+    run("verify", url, "--against", source)
+    run("pack", url, "--out", tmp_path / "real")
+    run("pack", url, "--stages", "1", "--out", url_of("virtual/half"))
+    run("pack", url_of("virtual/half"), "--out", url_of("virtual/real"))
+    expected = without_origin(files_in(packed))
+    assert without_origin(files_in(tmp_path / "real")) == expected
+    assert without_origin(objects_in(s3, "virtual/real")) == expected
+    upload(s3, source, "virtual/model")  # the same bytes, written again
+    s3.client().put_object(Bucket=BUCKET, Key="virtual/model/model-00002-of-00003.safetensors", Body=b"changed")
+    assert run("pack", url, "--out", tmp_path / "late", code=3).startswith(
+        f"error: {model}/model-00002-of-00003.safetensors: expected "
+    )
+    assert not (tmp_path / "late").exists()
+
+
+def test_manifest_is_replaced_by_force_in_one_step(s3: S3Server, source: Path, packed: Path, tmp_path: Path) -> None:
+    url = upload(s3, packed, "replaced")
+    assert run("pack", source, "--layout", "pp=4", "--out", url, code=3).startswith(f"error: {url}: exists already\n")
+    assert objects_in(s3, "replaced") == files_in(packed)
+    run("pack", url, "--layout", "pp=4", "--out", url, "--force")  # it reads what it replaces
+    found = objects_in(s3, "replaced")
+    assert len([name for name in found if name.endswith(STAGE_0)]) == 1
+    assert STAGE_0 not in found
+    assert run("verify", url, "--against", source)
+    run("export", url, "--to", "hf", "--out", tmp_path / "back")
+    assert files_in(tmp_path / "back") == files_in(source)
+
+
+def test_exported_model_is_replaced_by_force(s3: S3Server, source: Path, packed: Path) -> None:
+    url = upload(s3, source, "exported")
+    s3.client().put_object(Bucket=BUCKET, Key="exported/stale.json", Body=b"{}")
+    assert "exists already" in run("export", packed, "--to", "hf", "--out", url, code=3)
+    run("export", packed, "--to", "hf", "--out", url, "--force")
+    assert objects_in(s3, "exported") == files_in(source)
+
+
+def test_pack_that_is_killed_leaves_no_manifest_and_says_so_when_it_is_tried_again(
+    s3: S3Server, source: Path, packed: Path, tmp_path: Path
+) -> None:
+    url = url_of("killed")
+    command = (sys.executable, "-m", "reshard.cli", "pack", source, "--layout", "pp=2", "--out", url)
+    worker = subprocess.Popen(command, cwd=ROOT, env={**os.environ}, stderr=subprocess.DEVNULL)
+    while not s3.uploads(BUCKET, "killed/") and worker.poll() is None:
+        pass
+    worker.kill()
+    assert worker.wait(10) == -9
+    left = objects_in(s3, "killed")
+    assert "manifest.json" not in left
+    assert run("verify", url, code=3).startswith(f"error: {url}: is not finished: it is being written, or")
+    del left[CLAIM_NAME]
+    said = run("pack", source, "--layout", "pp=2", "--out", url, code=3)
+    assert said.startswith(
+        f"error: {url}: is being written by another command, or was left unfinished by one: {len(left)} objects, "
+        f"{sum(map(len, left.values()))} bytes, begun "
+    )
+    assert said.endswith(f" by process {worker.pid}\nhint: wait for that one, or start over with --force\n")
+    run("pack", source, "--layout", "pp=2", "--out", url, "--force")
+    assert objects_in(s3, "killed") == files_in(packed)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_pack_that_is_interrupted_leaves_nothing(s3: S3Server, source: Path, number: int) -> None:
+    command = (sys.executable, "-m", "reshard.cli", "pack", source, "--layout", "pp=2", "--out", url_of("interrupted"))
+    worker = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    while not s3.uploads(BUCKET, "interrupted/") and worker.poll() is None:
+        pass
+    worker.send_signal(number)
+    assert worker.communicate(timeout=60)[1].split() == ["interrupted"]
+    assert worker.returncode == 130
+    assert objects_in(s3, "interrupted") == {}
+    assert s3.uploads(BUCKET, "interrupted/") == []
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_model(s3: S3Server, tmp_path: Path) -> None:
+    config = llama_config(hidden_size=1024, intermediate_size=4096, vocab_size=16000)
+    write_model(tmp_path / "model", config, random_tensors(config))
+    nbytes = (tmp_path / "model" / "model.safetensors").stat().st_size
+    peak_nbytes, _ = measured("pack", str(tmp_path / "model"), url_of("large"))
+    assert s3.uploads(BUCKET, "large/") == []
+    assert peak_nbytes < NUM_UPLOADS * (NUM_PARTS + 1) * 8 * MIB + 24 * MIB < nbytes  # parts, and Python
+
+
+def test_second_packer_is_refused(s3: S3Server, source: Path) -> None:
+    url = url_of("contended")
+    with open_output(url):
+        assert "is being written by another command" in run("pack", source, "--layout", "pp=2", "--out", url, code=3)
+    assert objects_in(s3, "contended") == {}
+
+
+def test_what_is_wrong_with_the_bucket_is_said_in_a_sentence(
+    s3: S3Server, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusal(url: str) -> str:
+        said = run("pack", source, "--layout", "pp=2", "--out", url, code=3)
+        assert said.startswith(f"error: {url}: ")
+        return said.removeprefix(f"error: {url}: ").partition("\n")[0]
+
+    assert refusal("s3://no-such-bucket/a") == "there is no such bucket"
+    assert refusal("hf://org/name") == "the hub is not written"
+    become(monkeypatch, s3.environment(s3.stranger))
+    assert refusal(url_of("denied")) == "access is denied (AccessDenied)"
+    become(monkeypatch, {"AWS_ENDPOINT_URL": s3.endpoint, "AWS_ALLOW_HTTP": "true"})
+    assert refusal(url_of("nobody")) == "no credentials were found"
+    become(monkeypatch, s3.environment() | {"AWS_ENDPOINT_URL": "http://127.0.0.1:1"})
+    assert refusal(url_of("nowhere")) == "no answer from http://127.0.0.1:1: error sending request"
+
+
+def test_wrong_region_is_said_to_be(moto: MotoServer, source: Path) -> None:
+    moto.fail(Fault(method="GET", address=BUCKET, what="redirect"))
+    assert run("pack", source, "--layout", "pp=2", "--out", url_of("elsewhere"), code=3) == (
+        f"error: {url_of('elsewhere')}: the bucket is elsewhere\nhint: set AWS_REGION to the bucket's\n"
+    )
+
+
+def test_busy_server_gets_everything_in_the_end(moto: MotoServer, source: Path, packed: Path) -> None:
+    moto.fail(
+        Fault(method="POST", address="busy/stage", what="status", times=2),
+        Fault(method="PUT", address="busy/stage", what="status", status=500, times=3),
+        Fault(method="PUT", address="busy/config", what="lost"),
+        Fault(method="PUT", address="busy/manifest", what="lost"),
+    )
+    run("pack", source, "--layout", "pp=2", "--out", url_of("busy"))
+    assert objects_in(moto, "busy") == files_in(packed)
+
+
+@pytest.mark.parametrize(
+    ("method", "address"),
+    [("PUT", "refused/config.json"), ("PUT", "partNumber=2"), ("POST", "uploadId="), ("PUT", "refused/source.json")],
+)
+def test_refusal_halfway_leaves_nothing(moto: MotoServer, source: Path, method: str, address: str) -> None:
+    moto.fail(Fault(method=method, address=address, what="status", status=403, times=99))
+    said = run("pack", source, "--layout", "pp=2", "--out", url_of("refused"), code=3)
+    assert "access is denied (403)" in said
+    assert objects_in(moto, "refused") == {}
+    assert moto.uploads(BUCKET, "refused/") == []
+
+
+def test_commit_that_was_refused_is_made_again_by_force(moto: MotoServer, source: Path, packed: Path) -> None:
+    pack = ("pack", source, "--layout", "pp=2", "--out", url_of("uncommitted"))
+    moto.fail(Fault(method="PUT", address="uncommitted/manifest.json", what="status", status=403))
+    assert "manifest.json: access is denied (403)" in run(*pack, code=3)
+    assert "was left unfinished by one" in run(*pack, code=3)
+    run(*pack, "--force")
+    assert objects_in(moto, "uncommitted") == files_in(packed)
+
+
+def test_manifest_is_the_last_object_and_the_config_that_of_an_export(
+    moto: MotoServer, source: Path, packed: Path
+) -> None:
+    run("pack", source, "--layout", "pp=2", "--out", url_of("order/packed"))
+    run("export", packed, "--to", "hf", "--out", url_of("order/model"))
+    log = [json.loads(line) for line in moto.log.read_text().splitlines()]
+    for name, last in (("order/packed", "manifest.json"), ("order/model", "config.json")):
+        changes = [each for each in log if f"/{name}/" in each["path"] and each["method"] in ("PUT", "POST")]
+        written = [each["path"].partition(f"/{name}/")[2] for each in changes]
+        assert (written[0], written[-1], written.count(last)) == (CLAIM_NAME, last, 1)
+
+
+def test_source_is_read_once_where_digests_are_known_and_twice_where_not(moto: MotoServer, tmp_path: Path) -> None:
+    config = llama_config(hidden_size=256, intermediate_size=1024)
+    write_model(tmp_path / "model", config, random_tensors(config))  # in one file, so that no gap is bridged
+    run("pack", tmp_path / "model", "--layout", "pp=2", "--out", tmp_path / "packed")
+    model = upload(moto, tmp_path / "model", "counted/model")
+    manifest = upload(moto, tmp_path / "packed", "counted/packed")
+    nbytes = (tmp_path / "model" / "model.safetensors").stat().st_size
+
+    def read(*args: str) -> float:
+        """Run the command, and give how often it read the weights."""
+        before = len(moto.requests("GET", "counted/"))
+        run(*args)
+        sent = moto.requests("GET", "counted/")[before:]
+        return sum(request.sent_nbytes for request in sent if request.path.endswith(".safetensors")) / nbytes
+
+    pack = ("pack", model, "--layout", "pp=1", "--out", url_of("counted/a"))
+    plan = json.loads(run(*pack, "--dry-run", "--json"))
+    assert read(*pack) == pytest.approx(2, rel=0.02)
+    assert plan["read_nbytes"] / nbytes == pytest.approx(2, rel=0.02)
+    assert read("pack", manifest, "--out", url_of("counted/b")) == pytest.approx(1, rel=0.02)
+    assert read("export", manifest, "--to", "hf", "--out", url_of("counted/c")) == pytest.approx(1, rel=0.02)

@@ -1,0 +1,111 @@
+"""Servers that refuse or never answer, and sources that change meanwhile: said in a sentence, and nothing is left."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from manifests.errors import InputError
+from reshard.engine import WriteOptions
+from reshard.plan import lay_out_shard
+from reshard.target import BucketTarget
+from stores.base import InputFile, Range, Reader
+from stores.bundles import TensorAt
+from stores.object_output import open_output
+from stores.objects import open_objects
+from tests.process.buckets import become, problem
+from tests.servers.s3 import Fault, MotoServer, start_moto
+
+pytestmark = pytest.mark.process
+
+BUCKET = "refusals"
+
+
+@pytest.fixture(scope="module")
+def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MotoServer]:
+    with start_moto(tmp_path_factory.mktemp("moto")) as server:
+        server.bucket(BUCKET)
+        yield server
+
+
+@pytest.fixture
+def moto(moto_server: MotoServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[MotoServer]:
+    become(monkeypatch, moto_server.environment())
+    yield moto_server
+    moto_server.fail()
+
+
+def test_server_that_takes_too_long_is_named_with_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        become(monkeypatch, {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{mute.getsockname()[1]}", "AWS_TIMEOUT": "100ms",
+            "AWS_ALLOW_HTTP": "true", "AWS_SKIP_SIGNATURE": "true", "AWS_REGION": "us-east-1",
+        })  # fmt: skip
+        assert problem(open_objects(f"s3://{BUCKET}/a").names).endswith(
+            ": error sending request\n"
+            "hint: check the network, and AWS_ENDPOINT_URL; over a slow line, set AWS_TIMEOUT=5min"
+        )
+
+
+def test_signature_for_another_region_says_which_is_right(moto: MotoServer) -> None:
+    # As AWS has it.
+    said = "The authorization header is malformed; the region 'us-east-1' is wrong; expecting 'eu-west-1'"
+    body = f"<Error><Code>AuthorizationHeaderMalformed</Code><Message>{said}</Message></Error>"
+    moto.fail(Fault(method="GET", address=BUCKET, what="status", status=400, body=body))
+    assert problem(open_objects(f"s3://{BUCKET}/a").names) == (
+        f"s3://{BUCKET}/a: the bucket is elsewhere\nhint: set AWS_REGION=eu-west-1"
+    )
+
+
+class Steps(InputFile):
+    """A file of one byte's value, which each opening gives one of `values` in turn; None: it cannot be read."""
+
+    nbytes, pin = 64, "none"
+
+    def __init__(self, *values: int | None) -> None:
+        self._values = itertools.cycle(values)
+
+    def __str__(self) -> str:
+        return "steps"
+
+    def open(self, ranges: Sequence[Range]) -> Reader:
+        return _Reader(next(self._values))
+
+
+class _Reader:
+    def __init__(self, value: int | None) -> None:
+        self._value = value
+
+    def read_into(self, part: memoryview, position: int) -> None:
+        if self._value is None:
+            raise InputError("steps", "cannot be read")
+        part[:] = bytes([self._value]) * len(part)
+
+    def close(self) -> None:
+        pass
+
+
+def write_shards(name: str, files: Sequence[InputFile]) -> None:
+    """Write a shard for each file, which holds it as a tensor."""
+    shards = [
+        lay_out_shard(f"stage-{number:03d}/model.safetensors", [TensorAt("a", "U8", (64,), file, 0, 64)])
+        for number, file in enumerate(files)
+    ]
+    with open_output(f"s3://{BUCKET}/{name}") as objects:
+        BucketTarget(objects).write_shards(shards, WriteOptions())
+
+
+def test_source_that_changes_between_its_two_readings_is_refused(moto: MotoServer) -> None:
+    assert problem(lambda: write_shards("changing", [Steps(0, 1)])).startswith("steps: 'a': expected blake3:")
+    assert moto.objects(BUCKET, "changing/") == {}
+    assert moto.uploads(BUCKET, "changing/") == []
+
+
+def test_one_shard_that_fails_ends_all(moto: MotoServer) -> None:
+    files = [Steps(0), Steps(None), *(Steps(0) for _ in range(50))]
+    assert problem(lambda: write_shards("ended", files)) == "steps: cannot be read"
+    assert moto.objects(BUCKET, "ended/") == {}
+    assert len(moto.requests("PUT", "ended/stage-")) < 50
