@@ -30,7 +30,7 @@ class OutputFile:
 
     def __init__(self, path: Path, nbytes: int, io: Io) -> None:
         self.path = path
-        self._buffered = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._buffered = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         os.truncate(self._buffered, nbytes)
         self._direct = _open_direct(path) if io == "direct" else None
         self._is_open = True

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from manifests.digest import PREFIX
+from manifests.errors import InputError
 from manifests.models import ModelShape
 from manifests.schema import Holds, Manifest, Parent, Source
 from reshard.record import SourceRecord
 from stores.base import InputFile
 from stores.bundles import TensorAt, tensors_in
 
-__all__ = ["CarriedAt", "Checkpoint", "OriginalFiles", "TensorAt", "tensors_in"]
+__all__ = ["CarriedAt", "Checkpoint", "OriginalFiles", "TensorAt", "check_digest", "tensors_in"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,8 +38,8 @@ class OriginalFiles:
 class Checkpoint:
     """Everything known of a source before a tensor is read.
 
-    `tensors` holds each stored FQN once; a tied FQN that no file stores is absent. Each kind of `moments` is
-    the same of the parameters, under their FQNs.
+    `tensors` holds each stored FQN once, merged of its slices if it has any (see `slices_of`); a tied FQN that
+    no file stores is absent. Each kind of `moments` is the same of the parameters, under their FQNs.
     """
 
     shape: ModelShape
@@ -49,3 +51,14 @@ class Checkpoint:
     manifest: Manifest | None = None  # when the source is a manifest
     originals: OriginalFiles | None = None  # when tensors still lie in them
     moments: Mapping[Holds, Mapping[str, TensorAt]] = field(default_factory=dict)  # of a training checkpoint
+    merges_slices: bool = False  # whether tensors that are stored in slices are packed whole
+
+
+def check_digest(tensor: TensorAt, found: str) -> None:
+    """Raise unless bytes with the hex digest `found` are the tensor's, as far as that is known."""
+    if tensor.digest is not None and found != tensor.digest:
+        raise InputError(
+            f"{tensor.file}: {tensor.name!r}",
+            f"expected {PREFIX}{tensor.digest}, found {PREFIX}{found}",
+            "the shard was changed or damaged after it was written; pack it again from its source",
+        )

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-import sys
-from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from struct import unpack
-from typing import Literal
 
 from manifests.models import module_of
 from manifests.schema import MOMENTS, WEIGHTS, Holds
+from manifests.slices import Slice
+from reshard.casting import FLOATS
 from reshard.checkpoint import Checkpoint, TensorAt
 from reshard.engine import hash_tensors
+from reshard.slices import slices_of
 
 __all__ = ["DiffReport", "TensorDifference", "diff", "nbytes_to_hash"]
 
-_BLOCK_NBYTES = 1 << 20
 Progress = Callable[[int], object]
 
 
@@ -31,14 +29,23 @@ class TensorDifference:
     norm: float | None = None
     norm_a: float | None = None
 
+    @property
+    def relative(self) -> float | None:
+        """How large the difference is beside A; None where A is zero."""
+        return self.norm / self.norm_a if self.norm is not None and self.norm_a else None
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiffReport:
-    """What was compared. `num_moved` counts the tensors that are equal and lie on a stage of another number."""
+    """What was compared.
+
+    Of the tensors that are equal, `num_moved` lie on a stage of another number, `num_resliced` in other slices.
+    """
 
     layouts: tuple[str, str]
     num_equal: int
     num_moved: int
+    num_resliced: int
     differences: tuple[TensorDifference, ...]
 
 
@@ -52,12 +59,13 @@ def diff(
     Raises:
         InputError: a file cannot be read to its end.
     """
-    num_equal, num_moved, differences = 0, 0, list[TensorDifference]()
+    num_equal, num_moved, num_resliced, differences = 0, 0, 0, list[TensorDifference]()
     stages = _stages(a), _stages(b)
     for holds in (WEIGHTS, *MOMENTS):
         left, right = _tensors(a, holds), _tensors(b, holds)
         if left and right:
-            left, right = _with_digests(left, progress), _with_digests(right, progress)
+            same = {fqn for fqn in left if fqn in right and _are_same_slices(left[fqn], right[fqn])}
+            left, right = (_with_digests(tensors, same, progress) for tensors in (left, right))
         elif left or right:
             problem = f"all {len(left or right)} are only in {'A' if left else 'B'}"
             differences.append(TensorDifference(holds=holds, fqn="*", problem=problem))
@@ -69,23 +77,39 @@ def diff(
                 continue
             num_equal += 1
             num_moved += len({modules.get(module_of(fqn, modules) or "") for modules in stages} - {None}) > 1
+            num_resliced += _boxes(left[fqn]) != _boxes(right[fqn])
     return DiffReport(
-        layouts=(_layout(a), _layout(b)), num_equal=num_equal, num_moved=num_moved, differences=tuple(differences)
+        layouts=(_layout(a), _layout(b)),
+        num_equal=num_equal,
+        num_moved=num_moved,
+        num_resliced=num_resliced,
+        differences=tuple(differences),
     )
 
 
 def nbytes_to_hash(a: Checkpoint, b: Checkpoint) -> int:
-    """Give the bytes of the tensors that carry no digest."""
-    found = (tensor for checkpoint in (a, b) for tensor in checkpoint.tensors.values())
-    return sum(tensor.nbytes for tensor in found if tensor.digest is None)
+    """Give about the bytes of the tensors that are read to know their digests."""
+    found = (_tensors(checkpoint, holds) for checkpoint in (a, b) for holds in (WEIGHTS, *MOMENTS))
+    return sum(tensor.nbytes for tensors in found for tensor in tensors.values() if tensor.digest is None)
 
 
 def _tensors(checkpoint: Checkpoint, holds: Holds) -> Mapping[str, TensorAt]:
     return checkpoint.tensors if holds == WEIGHTS else checkpoint.moments.get(holds, {})
 
 
-def _with_digests(tensors: Mapping[str, TensorAt], progress: Progress) -> Mapping[str, TensorAt]:
-    unknown = [tensor for tensor in tensors.values() if tensor.digest is None]
+def _are_same_slices(a: TensorAt, b: TensorAt) -> bool:
+    """Tell that two tensors are sliced alike, with equal digests: then neither has to be read."""
+    left, right = ([(one.dtype, one.part, one.digest) for one in slices_of(tensor)] for tensor in (a, b))
+    return len(left) > 1 and left == right
+
+
+def _boxes(tensor: TensorAt) -> list[Slice | None]:
+    return [one.part for one in slices_of(tensor)]
+
+
+def _with_digests(tensors: Mapping[str, TensorAt], same: Collection[str], progress: Progress) -> Mapping[str, TensorAt]:
+    """Give the tensors with digests, but for those that are known to be the same."""
+    unknown = [tensor for tensor in tensors.values() if tensor.digest is None and tensor.name not in same]
     digests = dict(zip((tensor.name for tensor in unknown), hash_tensors(unknown, progress), strict=True))
     return {fqn: replace(tensor, digest=digests.get(fqn, tensor.digest)) for fqn, tensor in tensors.items()}
 
@@ -116,57 +140,12 @@ def _layout(checkpoint: Checkpoint) -> str:
 
 
 def _measure(found: TensorDifference, a: TensorAt | None, b: TensorAt | None) -> TensorDifference:
-    """Add the norms, block by block, where both are numbers of one shape."""
-    if a is None or b is None or a.shape != b.shape or not {a.dtype, b.dtype} <= _READ.keys():
+    """Add the norms, in float64, where both are numbers of one shape."""
+    if a is None or b is None or a.shape != b.shape or not {a.dtype, b.dtype} <= FLOATS:
         return found
-    apart, own = list[float](), list[float]()
-    for left, right in zip(_values(a), _values(b), strict=True):
-        apart.append(math.dist(left, right))
-        own.append(math.hypot(*left))
-    norm, norm_a = math.hypot(*apart), math.hypot(*own)
+    from reshard.transforms import norms_of  # numpy
+
+    norm, norm_a = norms_of(a, b)
     if not (math.isfinite(norm) and math.isfinite(norm_a)):
         return replace(found, problem=f"{found.problem}, and not all values are finite")
     return replace(found, norm=norm, norm_a=norm_a)
-
-
-def _values(tensor: TensorAt) -> Iterator[tuple[float, ...]]:
-    width, read = _READ[tensor.dtype]
-    reader = tensor.file.open(((tensor.begin, tensor.end),))
-    step = _BLOCK_NBYTES // 8 * width  # as many values a block, whatever their width
-    try:
-        for begin in range(tensor.begin, tensor.end, step):
-            block = bytearray(min(step, tensor.end - begin))
-            reader.read_into(memoryview(block), begin)
-            yield tuple(read(block))
-    finally:
-        reader.close()
-
-
-def _native(code: Literal["d", "f"]) -> Callable[[bytearray], array[float]]:
-    def read(block: bytearray) -> array[float]:
-        values = array(code, bytes(block))
-        if sys.byteorder == "big":
-            values.byteswap()
-        return values
-
-    return read
-
-
-def _brain(block: bytearray) -> array[float]:
-    """Widen BF16, the upper half of an F32."""
-    wide = bytearray(2 * len(block))
-    wide[2::4], wide[3::4] = block[::2], block[1::2]
-    return _native("f")(wide)
-
-
-def _half(block: bytearray) -> tuple[float, ...]:
-    return unpack(f"<{len(block) // 2}e", block)
-
-
-# By dtype: bytes a value, and what makes values of a block.
-_READ: Mapping[str, tuple[int, Callable[[bytearray], array[float] | tuple[float, ...]]]] = {
-    "F64": (8, _native("d")),
-    "F32": (4, _native("f")),
-    "BF16": (2, _brain),
-    "F16": (2, _half),
-}

@@ -12,18 +12,18 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from manifests.digest import Hasher, digest_bytes
-from manifests.errors import InputError
-from manifests.safetensors import TensorEntry, header_template
+from manifests.safetensors import TensorEntry
 from reshard.blocks import BLOCK_NBYTES, Io, OutputFile, aligned_buffer
-from reshard.checkpoint import TensorAt
+from reshard.checkpoint import TensorAt, check_digest
 from reshard.journal import Journal
 from reshard.plan import OutputShard
-from stores.base import InputFile, Reader, merge_ranges
+from stores.base import InputFile, Range, Reader, merge_ranges
 from stores.local import LocalFile
 
-__all__ = ["NUM_THREADS", "WriteOptions", "WrittenShard", "hash_tensors", "write_shards"]
+__all__ = ["NUM_THREADS", "Output", "WriteOptions", "WrittenShard", "hash_tensors", "write_in_order", "write_shards"]
 
 NUM_THREADS = 2  # one from each end of the plan, see `_carry_out`
 _MOST_OPEN = 128  # output files open at a time
@@ -52,12 +52,20 @@ class WrittenShard:
     tensor_digests: Mapping[str, str]
 
 
+class Output(Protocol):
+    """A file under construction."""
+
+    def write(self, buffer: memoryview, begin: int, end: int, position: int) -> None:
+        """Write `buffer[begin:end]` at `position`; begin and position are equal modulo a sector."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Piece:
     """One tensor on its way, and where its bytes begin in the output file (None: hashed, not written)."""
 
     origin: TensorAt
-    output: OutputFile | None
+    output: Output | None
     position: int
 
 
@@ -84,6 +92,17 @@ def hash_tensors(tensors: Sequence[TensorAt], progress: Progress = lambda nbytes
     return tuple(_carry_out([_Piece(_unknown(tensor), None, 0) for tensor in tensors], progress))
 
 
+def write_in_order(shard: OutputShard, output: Output, progress: Progress) -> None:
+    """Write a shard's data to `output`, from its first byte to its last, in this thread.
+
+    Raises:
+        InputError: as `write_shards`.
+    """
+    stop = threading.Event()  # whoever wants to stop this raises in `progress`
+    for run in _runs(_pieces(shard, output)):
+        _carry_run(run, progress, stop)
+
+
 def _write_together(shards: Sequence[OutputShard], folder: Path, options: WriteOptions) -> list[WrittenShard]:
     with ExitStack() as stack:
         files, pieces = [], []
@@ -100,7 +119,7 @@ def _write_together(shards: Sequence[OutputShard], folder: Path, options: WriteO
 def _finish(shard: OutputShard, file: OutputFile, digests: Iterator[str], *, sync: bool) -> WrittenShard:
     """Put the header before the data, now that the digests are known."""
     named = {entry.name: next(digests) for entry in _in_data_order(shard.entries)}
-    header = header_template(shard.entries, {}, named) if shard.with_digests else shard.header
+    header = shard.header_with(named)
     file.finish(header, sync=sync)
     return WrittenShard(path=shard.path, nbytes=shard.nbytes, digest=digest_bytes(header), tensor_digests=named)
 
@@ -109,7 +128,7 @@ def _in_data_order(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
     return sorted(entries, key=lambda entry: (entry.begin, entry.end))
 
 
-def _pieces(shard: OutputShard, file: OutputFile) -> list[_Piece]:
+def _pieces(shard: OutputShard, file: Output) -> list[_Piece]:
     """Give a shard's tensors in the order of their bytes in it."""
     data_begin = len(shard.header)
     origins = dict(zip((entry.name for entry in shard.entries), shard.origins, strict=True))
@@ -165,7 +184,7 @@ def _carry_journaled(
     run: list[_Piece], progress: Progress, stop: threading.Event, journal: Journal | None
 ) -> list[str]:
     output, position = run[0].output, run[0].position
-    if journal is None or output is None:
+    if journal is None or not isinstance(output, OutputFile):
         return _carry_run(run, progress, stop)
     name = output.path.relative_to(journal.path.parent).as_posix()
     known = journal.digests(name, position)
@@ -187,35 +206,72 @@ def _unknown(tensor: TensorAt) -> TensorAt:
 
 
 def _carry_run(run: list[_Piece], progress: Progress, stop: threading.Event) -> list[str]:
-    """Fill, hash and write one block after the other; a block may hold the ends of several tensors."""
-    buffer, output = aligned_buffer(), run[0].output
+    """Fill, hash and write one block after the other."""
+    buffer, output, hasher = aligned_buffer(), run[0].output, Hasher()
     digests: list[str] = []
-    # Block and file position are equal modulo a block, so that whole sectors can be written directly.
-    position = run[0].position
-    begin = end = position % BLOCK_NBYTES
     with ExitStack() as stack:
         sources = _Sources(run, stack)
-        for piece in run:
-            origin, hasher, moved = piece.origin, Hasher(), 0
-            while moved < origin.nbytes:
-                if stop.is_set():
-                    return []
-                count = min(BLOCK_NBYTES - end, origin.nbytes - moved)
-                part = buffer[end : end + count]
-                sources[origin.file].read_into(part, origin.begin + moved)
-                hasher.update(part)
-                moved, end = moved + count, end + count
-                if end == BLOCK_NBYTES:
-                    if output is not None:
-                        output.write(buffer, begin, end, position)
-                    progress(end - begin)
-                    position, begin, end = position + end - begin, 0, 0
-            digests.append(hasher.hexdigest())
-            _check(origin, digests[-1])
-        if output is not None:
-            output.write(buffer, begin, end, position)
-        progress(end - begin)
+        for position, parts in _blocks(run):
+            if stop.is_set():
+                return []
+            for file, where, begin, end in _merged_reads(parts):
+                sources[file].read_into(buffer[begin:end], where)
+            for part in parts:
+                hasher.update(buffer[part.begin : part.end])
+                if part.is_last:
+                    digests.append(hasher.hexdigest())
+                    check_digest(part.origin, digests[-1])
+                    hasher = Hasher()
+            begin, end = parts[0].begin, parts[-1].end
+            if output is not None:
+                output.write(buffer, begin, end, position)
+            progress(end - begin)
     return digests
+
+
+class _Part(NamedTuple):
+    """What a block holds of one tensor, from `begin` to `end`; the tensor's bytes there start at `offset`."""
+
+    origin: TensorAt
+    offset: int
+    begin: int
+    end: int
+    is_last: bool
+
+
+def _blocks(run: list[_Piece]) -> Iterator[tuple[int, list[_Part]]]:
+    """Cut a run into blocks: where each goes in the output, and what it holds, one part after the other.
+
+    A block's place in the buffer and in the file are equal modulo its size, so that whole sectors can be
+    written directly.
+    """
+    position = run[0].position
+    begin = end = position % BLOCK_NBYTES
+    parts: list[_Part] = []
+    for origin in (piece.origin for piece in run):
+        offset, is_last = 0, False
+        while not is_last:
+            count = min(BLOCK_NBYTES - end, origin.nbytes - offset)
+            is_last = offset + count == origin.nbytes
+            parts.append(_Part(origin, offset, end, end + count, is_last))
+            offset, end = offset + count, end + count
+            if end == BLOCK_NBYTES:
+                yield position, parts
+                position, begin, end, parts = position + end - begin, 0, 0, []
+    if parts:
+        yield position, parts
+
+
+def _merged_reads(parts: list[_Part]) -> Iterator[tuple[InputFile, int, int, int]]:
+    """Give the reads that fill a block: file, place in it, and begin and end in the block; neighbours are one."""
+    first, last = parts[0], parts[0]
+    for part in parts[1:]:
+        follows = last.origin.begin + last.offset + last.end - last.begin == part.origin.begin + part.offset
+        if not follows or part.origin.file != first.origin.file:
+            yield first.origin.file, first.origin.begin + first.offset, first.begin, last.end
+            first = part
+        last = part
+    yield first.origin.file, first.origin.begin + first.offset, first.begin, last.end
 
 
 class _Sources(dict[InputFile, Reader]):
@@ -223,19 +279,12 @@ class _Sources(dict[InputFile, Reader]):
 
     def __init__(self, run: list[_Piece], stack: ExitStack) -> None:
         super().__init__()
-        self._run, self._stack = run, stack
+        self._stack = stack
+        self._ranges: dict[InputFile, list[Range]] = {}
+        for origin in (piece.origin for piece in run):
+            self._ranges.setdefault(origin.file, []).append((origin.begin, origin.end))
 
     def __missing__(self, file: InputFile) -> Reader:
-        origins = (piece.origin for piece in self._run if piece.origin.file == file)
-        self[file] = file.open(merge_ranges((origin.begin, origin.begin + origin.nbytes) for origin in origins))
+        self[file] = file.open(merge_ranges(self._ranges[file]))
         self._stack.callback(self[file].close)
         return self[file]
-
-
-def _check(origin: TensorAt, found: str) -> None:
-    if origin.digest is not None and found != origin.digest:
-        raise InputError(
-            f"{origin.file}: {origin.name!r}",
-            f"expected blake3:{origin.digest}, found blake3:{found}",
-            "the shard was changed or damaged after it was written; pack it again from its source",
-        )

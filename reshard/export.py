@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
 from manifests.errors import InputError
 from manifests.jsontext import parse_json_object
-from manifests.publish import publishing
-from manifests.safetensors import TensorEntry, encode_header, layout_tensors
-from manifests.store import write_file
-from reshard.checkpoint import Checkpoint, TensorAt
-from reshard.engine import WriteOptions, write_shards
+from manifests.safetensors import encode_header
+from reshard.casting import Dtype, cast_checkpoint, casts_in
+from reshard.checkpoint import CarriedAt, Checkpoint, TensorAt
+from reshard.derived import HeldFile
+from reshard.engine import WriteOptions
 from reshard.formats.huggingface import CONFIG_NAME
 from reshard.pack import carry_files
 from reshard.plan import OutputShard
-from reshard.record import INDEX_NAME, RecordedShard
+from reshard.record import INDEX_NAME, SUFFIX, RecordedShard, index_anew, lay_out_anew
+from reshard.target import open_target
+from stores.base import read_whole
+from stores.manifest_file import Address
 
 __all__ = ["ExportReport", "export_huggingface", "plan_export"]
 
 _HF_ALIGNMENT = 8  # what the safetensors library pads its headers to
+_CONFIG_NAMES: Mapping[Dtype, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,13 +34,14 @@ class ExportReport:
     num_files: int
     nbytes: int
     identical: bool
+    casts: Mapping[tuple[str, str], int]  # tensors, by their dtypes before and after
 
 
 def plan_export(checkpoint: Checkpoint) -> tuple[OutputShard, ...]:
     """Lay every tensor back into the shard it came from.
 
-    A shard whose tensors kept dtype and shape gets its own header again; one whose tensors were
-    trained in another dtype gets a new header, in the same order. A shard of which nothing is left
+    A shard whose tensors have dtype and shape of old gets its own header again; another gets a new
+    header, in the same order. A shard of which nothing is left
     (`--drop`) is not written.
     """
     dropped = set(checkpoint.record.dropped)
@@ -45,31 +50,37 @@ def plan_export(checkpoint: Checkpoint) -> tuple[OutputShard, ...]:
 
 
 def export_huggingface(
-    checkpoint: Checkpoint, out: Path, *, force: bool, options: WriteOptions | None = None
+    checkpoint: Checkpoint, out: Address, *, force: bool, dtype: Dtype = "source", options: WriteOptions | None = None
 ) -> ExportReport:
     """Write a Hugging Face folder: shards, index and small files as they came.
 
     Raises:
         InputError: a bundle's bytes are not what their digests say, or `out` exists.
+        InputError, UsageError: see `cast_checkpoint`.
     """
+    checkpoint = _with_config_for(cast_checkpoint(checkpoint, dtype), dtype)
     shards = plan_export(checkpoint)
-    with publishing(out, force=force, is_ours=_is_model_folder) as folder:
-        carried = carry_files(checkpoint.carried, folder)
-        written = write_shards(shards, folder, options)
+    (config,) = (item for item in checkpoint.carried if item.path == CONFIG_NAME)
+    with open_target(out, force=force, is_ours=_is_model) as target:
+        carried = carry_files(tuple(item for item in checkpoint.carried if item is not config), target)
+        written = target.write_shards(shards, options or WriteOptions())
         index = _index_text(checkpoint, shards)
         if index is not None:
-            write_file(folder / INDEX_NAME, index.encode())
+            target.put(INDEX_NAME, index.encode())
+        # Commit point in a bucket, where nothing appears in one step: a model without config.json is none.
+        target.commit(CONFIG_NAME, read_whole(config.file, config.digest))
     return ExportReport(
-        num_files=len(written) + len(carried) + (index is not None),
+        num_files=len(written) + len(carried) + 1 + (index is not None),
         nbytes=sum(shard.nbytes for shard in written),
         identical=[shard.header for shard in shards] == [_own_header(shard) for shard in checkpoint.record.shards],
+        casts=casts_in(checkpoint),
     )
 
 
 def _shard(recorded: RecordedShard, checkpoint: Checkpoint) -> OutputShard:
     dropped = set(checkpoint.record.dropped)
     entries = tuple(entry for entry in recorded.header.tensors if entry.name not in dropped)
-    origins = tuple(_tensor(checkpoint, entry.name) for entry in entries)
+    origins = tuple(_tensor(checkpoint, checkpoint.shape.fqn_of(entry.name)) for entry in entries)
     same = len(entries) == len(recorded.header.tensors) and all(
         (entry.dtype, entry.shape) == (origin.dtype, origin.shape)
         for entry, origin in zip(entries, origins, strict=True)
@@ -77,7 +88,10 @@ def _shard(recorded: RecordedShard, checkpoint: Checkpoint) -> OutputShard:
     if same:
         header = _own_header(recorded)
     else:
-        entries = _laid_out_again(entries, origins)
+        kinds = {
+            entry.name: (entry.name, origin.dtype, origin.shape) for entry, origin in zip(entries, origins, strict=True)
+        }
+        entries = lay_out_anew(entries, kinds)
         header = encode_header(entries, recorded.header.metadata, alignment=_HF_ALIGNMENT)
     return OutputShard(path=recorded.name, header=header, entries=entries, origins=origins, with_digests=False)
 
@@ -93,34 +107,27 @@ def _tensor(checkpoint: Checkpoint, fqn: str) -> TensorAt:
     return checkpoint.tensors[fqn]
 
 
-def _laid_out_again(entries: tuple[TensorEntry, ...], origins: tuple[TensorAt, ...]) -> tuple[TensorEntry, ...]:
-    """Give new offsets in the old data order, listed in the old header order."""
-    by_name = {origin.name: origin for origin in origins}
-    in_data_order = sorted(entries, key=lambda entry: (entry.begin, entry.end))
-    placed = {
-        entry.name: entry
-        for entry in layout_tensors(
-            (entry.name, by_name[entry.name].dtype, by_name[entry.name].shape) for entry in in_data_order
-        )
-    }
-    return tuple(placed[entry.name] for entry in entries)
-
-
 def _index_text(checkpoint: Checkpoint, shards: tuple[OutputShard, ...]) -> str | None:
-    """Give the index as it was; where sizes or tensors changed, in transformers' own spelling."""
+    """Give the index as it was, unless sizes or tensors changed."""
     text = checkpoint.record.index_text
     if text is None:
         return None
     recorded = [entry.nbytes for shard in checkpoint.record.shards for entry in shard.header.tensors]
     now = [entry.nbytes for shard in shards for entry in shard.entries]
-    if recorded == now:
-        return text
-    index = parse_json_object(text.encode(), INDEX_NAME)
-    metadata = index.get("metadata")
-    index["metadata"] = {**(metadata if isinstance(metadata, dict) else {}), "total_size": sum(now)}
-    index["weight_map"] = {entry.name: shard.path for shard in shards for entry in shard.entries}
-    return json.dumps(index, indent=2, sort_keys=True) + "\n"
+    return text if recorded == now else index_anew(text, {shard.path: shard.entries for shard in shards})
 
 
-def _is_model_folder(folder: Path) -> bool:
-    return (folder / CONFIG_NAME).is_file() and any(folder.glob("*.safetensors"))
+def _with_config_for(checkpoint: Checkpoint, dtype: Dtype) -> Checkpoint:
+    """Let the config name the dtype that all parameters are cast to, if it names one: readers go by it."""
+    item = next(item for item in checkpoint.carried if item.path == CONFIG_NAME)
+    config = parse_json_object(read_whole(item.file, item.digest), str(item.file))
+    key = next((key for key in ("dtype", "torch_dtype") if key in config), None)
+    if dtype == "source" or key is None or config[key] == _CONFIG_NAMES[dtype]:
+        return checkpoint
+    text = json.dumps({**config, key: _CONFIG_NAMES[dtype]}, indent=2, ensure_ascii=False) + "\n"
+    held = CarriedAt(path=CONFIG_NAME, file=HeldFile(f"{item.file} with {key}", text.encode()))
+    return replace(checkpoint, carried=tuple(held if one is item else one for one in checkpoint.carried))
+
+
+def _is_model(names: Collection[str]) -> bool:
+    return CONFIG_NAME in names and any(name.endswith(SUFFIX) and "/" not in name for name in names)

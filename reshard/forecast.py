@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from manifests.models import ModelShape
 from manifests.placement import Placement
-from manifests.schedules import Costs, Timeline, check_schedule, schedule_table, simulate
+from manifests.schedules import Costs, Timeline, check_schedule, default_schedule, schedule_table, simulate
 from reshard.costs import ModuleTime, flops_of, times_of
 from reshard.layout.model import Layout
 from reshard.memory import POLICIES, MemoryEstimate, Training, estimate_memory
 
-__all__ = ["MICROBATCHES_PER_RANK", "Assumptions", "Forecast", "default_schedule", "forecast", "imbalance"]
+__all__ = ["MICROBATCHES_PER_RANK", "Assumptions", "Forecast", "forecast", "imbalance"]
 
 MICROBATCHES_PER_RANK = 4  # when no number is given: every schedule can deal them out
 _EVEN = 0.0005  # times closer than this count as equal
@@ -110,13 +110,6 @@ def forecast(shape: ModelShape, layout: Layout, assumed: Assumptions) -> Forecas
         memory=estimate_memory(shape, layout.stages, table, assumed.training),
         timeline=simulate(table, costs),
     )
-
-
-def default_schedule(placement: Placement) -> str:
-    """Name the schedule for stages that no one asked a schedule for."""
-    if placement.style == "v":
-        return "ZBVZeroBubble"
-    return "1F1B" if placement.num_virtual == 1 else "Interleaved1F1B"
 
 
 def imbalance(times: Sequence[float]) -> float:

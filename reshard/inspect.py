@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from manifests.codec import manifest_document
+from manifests.errors import printable
 from manifests.schema import Manifest
-from manifests.store import find_manifest, read_manifest
 from reshard.layout.model import compress_modules
 from reshard.report.text import table, tie_lines
 from reshard.units import show_bytes, show_numbers
 from stores.bundles import Bundles, TensorAt
+from stores.manifest_file import Address, ManifestFile, find_manifest_file
 
 __all__ = ["inspect_json", "inspect_text"]
 
 
-def inspect_text(path: Path, with_tensors: bool) -> str:
-    manifest = read_manifest(path)
+def inspect_text(address: Address, with_tensors: bool) -> str:
+    file = find_manifest_file(address)
+    manifest, _ = file.read()
     layout = manifest.layout
     rows = [
         (
@@ -47,16 +48,17 @@ def inspect_text(path: Path, with_tensors: bool) -> str:
     ]
     if with_tensors:
         tensors = [
-            (str(stage), tensor.name, tensor.dtype, str(list(tensor.shape)), tensor.digest or "")
-            for stage, tensor in _tensors(manifest, find_manifest(path).parent)
+            (str(stage), tensor.name, tensor.dtype, _shape(tensor), tensor.digest or "")
+            for stage, tensor in _tensors(manifest, file)
         ]
         columns = ("stage", "tensor", "dtype", "shape", "blake3")
         lines.append(table(columns, tensors, left=frozenset(columns[1:])))
-    return "\n".join(lines)
+    return printable("\n".join(lines))
 
 
-def inspect_json(path: Path, with_tensors: bool) -> dict[str, Any]:
-    manifest = read_manifest(path)
+def inspect_json(address: Address, with_tensors: bool) -> dict[str, Any]:
+    file = find_manifest_file(address)
+    manifest, _ = file.read()
     found: dict[str, Any] = {"version": 1, "manifest": manifest_document(manifest)}
     if with_tensors:
         found["tensors"] = [
@@ -65,17 +67,26 @@ def inspect_json(path: Path, with_tensors: bool) -> dict[str, Any]:
                 "fqn": tensor.name,
                 "dtype": tensor.dtype,
                 "shape": list(tensor.shape),
+                "offset": list(tensor.offset),
+                "whole_shape": list(tensor.whole_shape),
                 "nbytes": tensor.nbytes,
                 "blake3": tensor.digest,
             }
-            for stage, tensor in _tensors(manifest, find_manifest(path).parent)
+            for stage, tensor in _tensors(manifest, file)
         ]
     return found
 
 
-def _tensors(manifest: Manifest, folder: Path) -> list[tuple[int, TensorAt]]:
-    bundles = Bundles(manifest, folder)
+def _tensors(manifest: Manifest, file: ManifestFile) -> list[tuple[int, TensorAt]]:
+    bundles = Bundles(manifest, file.folder)
+    bundles.read_ahead(manifest.stages)
     return [(stage.index, tensor) for stage in manifest.stages for tensor in bundles.tensors_on(stage)]
+
+
+def _shape(tensor: TensorAt) -> str:
+    if tensor.shape == tensor.whole_shape:
+        return str(list(tensor.shape))
+    return f"{list(tensor.shape)} at {list(tensor.offset)} of {list(tensor.whole_shape)}"
 
 
 def _virtual_lines(manifest: Manifest) -> list[str]:

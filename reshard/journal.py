@@ -18,13 +18,13 @@ JOURNAL_NAME = ".journal"
 def plan_key(shards: Sequence[OutputShard]) -> str:
     """Give a digest of everything that decides the bytes to be written, the state of the source included."""
     hasher = Hasher()
-    pins = {origin.file: origin.file.pin for shard in shards for origin in shard.origins}
+    files = dict.fromkeys(origin.file for shard in shards for origin in shard.origins)
+    numbers = {file: number for number, file in enumerate(files)}
+    hasher.update(json.dumps([(str(file), file.pin) for file in files]).encode())
     for shard in shards:
-        hasher.update(json.dumps([shard.path, len(shard.header)]).encode())
+        ranges = [(numbers[origin.file], origin.begin, origin.nbytes) for origin in shard.origins]
+        hasher.update(json.dumps([shard.path, len(shard.header), ranges]).encode())
         hasher.update(shard.header)
-        for origin in shard.origins:
-            where = [str(origin.file), pins[origin.file], origin.begin, origin.nbytes]
-            hasher.update(json.dumps(where).encode())
     return hasher.hexdigest()
 
 

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
+from manifests.codec import encode_manifest
 from manifests.digest import digest_bytes
 from manifests.errors import InputError
-from manifests.invariants import MANIFEST_NAME, SOURCE_NAME
+from manifests.invariants import MANIFEST_NAME, SOURCE_NAME, check_manifest
 from manifests.publish import publishing
 from manifests.schema import CarriedFile, Layout, Manifest, Model, Shard, Stage
-from manifests.store import write_file, write_manifest
 from reshard.checkpoint import CarriedAt, Checkpoint
-from reshard.engine import WriteOptions, WrittenShard, hash_tensors, write_shards
+from reshard.engine import WriteOptions, WrittenShard, hash_tensors
 from reshard.journal import JOURNAL_NAME, Journal, plan_key
 from reshard.plan import OutputShard, PackPlan, StagePlan, plan_pack
 from reshard.record import encode_record
+from reshard.target import FolderTarget, Target, open_target
 from reshard.virtual import References, refer_to_originals
+from stores.address import is_url
 from stores.base import read_whole
+from stores.manifest_file import Address
 
 __all__ = ["PackOptions", "carry_files", "pack", "plan_pack"]
 
@@ -29,7 +32,7 @@ __all__ = ["PackOptions", "carry_files", "pack", "plan_pack"]
 class PackOptions:
     """Where to write, and which `stages` to pack (None: all); the bundles of the others are virtual."""
 
-    out: Path
+    out: Address
     force: bool = False
     stages: frozenset[int] | None = None
     write: WriteOptions = field(default_factory=WriteOptions)
@@ -46,39 +49,48 @@ def pack(checkpoint: Checkpoint, plan: PackPlan, options: PackOptions) -> Manife
     wanted = range(len(plan.stages)) if options.stages is None else options.stages
     references = refer_to_originals([stage for stage in plan.stages if stage.index not in wanted], checkpoint)
     shards = [shard for stage in plan.stages if stage.index in wanted for shard in stage.shards]
-    key = plan_key(shards)
+    with _open_target(options, shards) as target:
+        files = carry_files(checkpoint.carried, target)
+        record = encode_record(checkpoint.record)
+        target.put(SOURCE_NAME, record)
+        files += (CarriedFile(path=SOURCE_NAME, nbytes=len(record), digest=digest_bytes(record)),)
+        done = target.write_shards(shards, options.write)
+        written = {shard.path: made for shard, made in zip(shards, done, strict=True)}
+        manifest = _manifest(checkpoint, plan, _Outcome(written, references, files))
+        check_manifest(manifest)
+        # Commit point: readers ignore a place without manifest.json.
+        target.commit(MANIFEST_NAME, encode_manifest(manifest))
+    return manifest
+
+
+def carry_files(carried: tuple[CarriedAt, ...], target: Target) -> tuple[CarriedFile, ...]:
+    """Copy small files, byte for byte, checking the digests that are known."""
+    files = []
+    for item in carried:
+        data = read_whole(item.file, item.digest)
+        target.put(item.path, data)
+        files.append(CarriedFile(path=item.path, nbytes=len(data), digest=digest_bytes(data)))
+    return tuple(files)
+
+
+@contextmanager
+def _open_target(options: PackOptions, shards: Sequence[OutputShard]) -> Iterator[Target]:
+    """Give the place to write to. A folder that an interrupted pack of the same plan left is gone on with."""
+    if is_url(options.out):
+        with open_target(options.out, force=options.force, is_ours=lambda names: MANIFEST_NAME in names) as target:
+            yield target
+        return
+    out, key = Path(options.out), plan_key(shards)
     with publishing(
-        options.out,
+        out,
         force=options.force,
-        is_ours=_is_bundle_folder,
+        is_ours=lambda folder: (folder / MANIFEST_NAME).is_file(),
         is_resumable=lambda folder: Journal(folder, key).is_begun and not options.force,
     ) as folder:
         journal = Journal(folder, key)
         _keep_only(folder, {JOURNAL_NAME, *(shard.path for shard in shards)})
-        _check_space(shards, options.out, folder)
         journal.begin()
-        files = carry_files(checkpoint.carried, folder)
-        record = encode_record(checkpoint.record)
-        write_file(folder / SOURCE_NAME, record)
-        files += (CarriedFile(path=SOURCE_NAME, nbytes=len(record), digest=digest_bytes(record)),)
-        write = replace(options.write, journal=journal)
-        written = {shard.path: shard for shard in write_shards(shards, folder, write)}
-        journal.finish()
-        manifest = _manifest(checkpoint, plan, _Outcome(written, references, files))
-        write_manifest(folder, manifest)
-    return manifest
-
-
-def carry_files(carried: tuple[CarriedAt, ...], folder: Path) -> tuple[CarriedFile, ...]:
-    """Copy small files below `folder`, byte for byte, checking the digests that are known."""
-    files = []
-    for item in carried:
-        data = read_whole(item.file, item.digest)
-        target = folder / item.path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write_file(target, data)
-        files.append(CarriedFile(path=item.path, nbytes=len(data), digest=digest_bytes(data)))
-    return tuple(files)
+        yield FolderTarget(folder, journal)
 
 
 def _keep_only(folder: Path, names: set[str]) -> None:
@@ -86,14 +98,6 @@ def _keep_only(folder: Path, names: set[str]) -> None:
     for path in folder.rglob("*"):
         if not path.is_dir() and path.relative_to(folder).as_posix() not in names:
             path.unlink()
-
-
-def _check_space(shards: Sequence[OutputShard], out: Path, folder: Path) -> None:
-    needed = sum(shard.nbytes for shard in shards)
-    there = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
-    free = shutil.disk_usage(folder).free + there
-    if needed > free:
-        raise InputError(str(out), f"{needed} bytes needed, {free} free", "choose another disk for --out")
 
 
 def _check_stored_ties(checkpoint: Checkpoint) -> None:
@@ -109,13 +113,9 @@ def _check_stored_ties(checkpoint: Checkpoint) -> None:
             )
 
 
-def _is_bundle_folder(folder: Path) -> bool:
-    return (folder / MANIFEST_NAME).is_file()
-
-
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What is on disk, and what is referred to instead."""
+    """What is there now, by the paths that were planned, and what is referred to instead."""
 
     written: Mapping[str, WrittenShard]
     references: References
@@ -161,8 +161,8 @@ def _stage(stage: StagePlan, done: _Outcome) -> Stage:
         num_params=stage.num_params,
         nbytes=sum(span.end - span.begin for span in spans) if spans else stage.nbytes,
         shards=tuple(
-            Shard(path=shard.path, nbytes=shard.nbytes, digest=done.written[shard.path].digest, holds=shard.holds)
-            for shard in shards
+            Shard(path=made.path, nbytes=made.nbytes, digest=made.digest, holds=shard.holds)
+            for shard, made in ((shard, done.written[shard.path]) for shard in shards)
         ),
         spans=spans,
     )

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from manifests.errors import InputError
 from manifests.models import ModelShape, module_of
 from manifests.paths import shard_path
 from manifests.safetensors import TensorEntry, header_template, layout_tensors
 from manifests.schema import WEIGHTS, Holds, TieGroup, TieMember
+from manifests.slices import Slice, slice_metadata
 from reshard.checkpoint import Checkpoint, TensorAt
 from reshard.costs import params_of
 from reshard.layout.model import Layout
+from reshard.slices import slices_of
 
 __all__ = ["OutputShard", "PackPlan", "StagePlan", "lay_out_shard", "plan_pack"]
 
@@ -35,6 +37,10 @@ class OutputShard:
     def nbytes(self) -> int:
         return len(self.header) + sum(entry.nbytes for entry in self.entries)
 
+    def header_with(self, digests: Mapping[str, str]) -> bytes:
+        """Give the header with the hex digests of the tensors' bytes, by name, if it carries any."""
+        return header_template(self.entries, _metadata(self.origins), digests) if self.with_digests else self.header
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagePlan:
@@ -50,7 +56,7 @@ class StagePlan:
 
     @property
     def num_tensors(self) -> int:
-        return sum(len(shard.entries) for shard in self.shards if shard.holds == WEIGHTS)
+        return len({entry.name for shard in self.shards if shard.holds == WEIGHTS for entry in shard.entries})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +79,8 @@ class PackPlan:
 def plan_pack(checkpoint: Checkpoint, layout: Layout) -> PackPlan:
     """Lay every tensor of a checkpoint onto the stage that owns its module, and moments beside their weights.
 
-    A tied FQN that its stage needs and nobody stores there becomes a copy of the one that is stored.
+    A tied FQN that its stage needs and nobody stores there becomes a copy of the one that is stored. Slices
+    travel as they are, unless the checkpoint says to merge them.
 
     Raises:
         InputError: a tensor belongs to no module of the layout.
@@ -95,9 +102,9 @@ def plan_pack(checkpoint: Checkpoint, layout: Layout) -> PackPlan:
                 num_params=sum(params[module] for module in modules) - doubled[index],
                 nbytes=sum(tensor.nbytes for tensor in dealt[WEIGHTS][index]),
                 shards=tuple(
-                    lay_out_shard(shard_path(index, holds), bundles[index], holds)
+                    shard
                     for holds, bundles in dealt.items()
-                    if bundles[index]
+                    for shard in _lay_out_bundle(index, bundles[index], holds, merged=checkpoint.merges_slices)
                 ),
             )
             for index, modules in enumerate(layout.stages)
@@ -111,12 +118,35 @@ def lay_out_shard(path: str, tensors: Sequence[TensorAt], holds: Holds = WEIGHTS
     entries = layout_tensors((tensor.name, tensor.dtype, tensor.shape) for tensor in tensors)
     return OutputShard(
         path=path,
-        header=header_template(entries, {}),
+        header=header_template(entries, _metadata(tensors)),
         entries=entries,
         origins=tuple(tensors),
         with_digests=True,
         holds=holds,
     )
+
+
+def _lay_out_bundle(stage: int, tensors: Sequence[TensorAt], holds: Holds, *, merged: bool) -> Iterable[OutputShard]:
+    """Give one shard, or one for each slice of the tensor that has most of them; whole tensors are in the first."""
+    if merged:
+        shards = [list(tensors)] if tensors else []
+    else:
+        split = [slices_of(tensor) for tensor in tensors]
+        numbers = range(max(map(len, split), default=0))
+        shards = [[slices[number] for slices in split if number < len(slices)] for number in numbers]
+    for number, held in enumerate(shards):
+        yield lay_out_shard(shard_path(stage, holds, number=number, of=len(shards)), held, holds)
+
+
+def _metadata(tensors: Sequence[TensorAt]) -> Mapping[str, str]:
+    """Give what a shard's header says of slices, if it holds any."""
+    if all(tensor.part is None for tensor in tensors):
+        return {}
+    slices = {}
+    for tensor in tensors:
+        all_of_it = Slice(offset=tensor.offset, shape=tensor.shape, whole_shape=tensor.whole_shape)
+        slices[tensor.name] = tensor.part or all_of_it
+    return slice_metadata(slices)
 
 
 def _deal_out(
@@ -129,7 +159,7 @@ def _deal_out(
     for tie in ties:
         for member in tie.replicas:
             if member.fqn not in tensors and member.stage != tie.owner.stage:
-                bundles[member.stage].append(_renamed(tensors[tie.owner.fqn], member.fqn))
+                bundles[member.stage].append(replace(tensors[tie.owner.fqn], name=member.fqn))
     return bundles
 
 
@@ -145,10 +175,6 @@ def _tie_group(group: tuple[str, ...], checkpoint: Checkpoint, stage_of: Mapping
     owner = next(fqn for fqn in group if fqn in checkpoint.tensors)
     replicas = tuple(TieMember(fqn=fqn, stage=_stage_of(fqn, stage_of)) for fqn in group if fqn != owner)
     return TieGroup(owner=TieMember(fqn=owner, stage=_stage_of(owner, stage_of)), replicas=replicas)
-
-
-def _renamed(tensor: TensorAt, fqn: str) -> TensorAt:
-    return TensorAt(fqn, tensor.dtype, tensor.shape, tensor.file, tensor.begin, tensor.nbytes, tensor.digest)
 
 
 def _doubled_params(shape: ModelShape, ties: Sequence[TieGroup], num_stages: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -10,13 +11,23 @@ from manifests.digest import digest_bytes
 from manifests.errors import InputError
 from manifests.jsontext import parse_json_object
 from manifests.paths import problem_with_path
-from manifests.safetensors import Header, parse_header
+from manifests.safetensors import Header, TensorEntry, layout_tensors, parse_header
 
-__all__ = ["INDEX_NAME", "SUFFIX", "RecordedShard", "SourceRecord", "decode_record", "encode_record"]
+__all__ = [
+    "INDEX_NAME",
+    "SUFFIX",
+    "RecordedShard",
+    "SourceRecord",
+    "decode_record",
+    "encode_record",
+    "index_anew",
+    "lay_out_anew",
+]
 
 INDEX_NAME = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
 _FORMAT, _VERSION = "reshard-source", 1
+Kind = tuple[str, str, tuple[int, ...]]  # name, dtype and shape
 _FIELDS = {"format", "version", "shards", "index", "dropped"}
 
 
@@ -87,6 +98,27 @@ def decode_record(text: bytes, where: str = "source.json") -> SourceRecord:
     )
     _check_names(record, where)
     return record
+
+
+def lay_out_anew(entries: Sequence[TensorEntry], kinds: Mapping[str, Kind]) -> tuple[TensorEntry, ...]:
+    """Give what becomes of a shard's tensors, listed in the same order, their data in the same order as well.
+
+    `kinds` says by old names what they are now; tensors that it does not name are gone.
+    """
+    left = [entry for entry in entries if entry.name in kinds]
+    in_data_order = sorted(left, key=lambda entry: (entry.begin, entry.end))
+    placed = {entry.name: entry for entry in layout_tensors(kinds[entry.name] for entry in in_data_order)}
+    return tuple(placed[kinds[entry.name][0]] for entry in left)
+
+
+def index_anew(text: str, shards: Mapping[str, Sequence[TensorEntry]]) -> str:
+    """Give the text of an index for other tensors, by shard, in transformers' own spelling."""
+    index = parse_json_object(text.encode(), INDEX_NAME)
+    metadata = index.get("metadata")
+    total = sum(entry.nbytes for entries in shards.values() for entry in entries)
+    index["metadata"] = {**(metadata if isinstance(metadata, dict) else {}), "total_size": total}
+    index["weight_map"] = {entry.name: name for name, entries in shards.items() for entry in entries}
+    return json.dumps(index, indent=2, sort_keys=True) + "\n"
 
 
 def _check_names(record: SourceRecord, where: str) -> None:

@@ -9,6 +9,9 @@ from manifests.invariants import MANIFEST_NAME
 from reshard.checkpoint import Checkpoint
 from reshard.formats.bundles import open_manifest
 from reshard.formats.huggingface import open_folder
+from stores.address import is_url
+from stores.local import LocalFolder
+from stores.manifest_file import ManifestFile, find_manifest_file
 from stores.open import open_store
 
 __all__ = ["names_manifest", "open_source"]
@@ -20,14 +23,26 @@ def open_source(source: str, drop: frozenset[str] = frozenset()) -> Checkpoint:
     Raises:
         InputError: nothing there, or not what it must be (see the formats).
     """
-    if names_manifest(source):
-        if drop:
-            raise InputError("--drop", "a manifest's tensors cannot be dropped", "drop them when packing the source")
-        return open_manifest(Path(source))
-    return open_folder(open_store(source), drop)
+    if _is_named(source):
+        return _open_manifest(find_manifest_file(source), drop)
+    folder = open_store(source)
+    if not isinstance(folder, LocalFolder) and MANIFEST_NAME in folder.names():
+        return _open_manifest(ManifestFile(folder), drop)
+    return open_folder(folder, drop)
 
 
 def names_manifest(source: str) -> bool:
-    """Tell a manifest, named by its file or its folder, from other sources."""
+    """Tell a manifest, named by its file or its folder, from other sources; a `scheme://` is looked up there."""
+    return _is_named(source) or (is_url(source) and MANIFEST_NAME in open_store(source).names())
+
+
+def _is_named(source: str) -> bool:
+    """Tell what is a manifest without asking a server."""
     path = Path(source)
-    return path.name == MANIFEST_NAME or (path / MANIFEST_NAME).is_file()
+    return path.name == MANIFEST_NAME or (not is_url(source) and (path / MANIFEST_NAME).is_file())
+
+
+def _open_manifest(manifest: ManifestFile, drop: frozenset[str]) -> Checkpoint:
+    if drop:
+        raise InputError("--drop", "a manifest's tensors cannot be dropped", "drop them when packing the source")
+    return open_manifest(manifest)

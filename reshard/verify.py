@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from manifests.digest import PREFIX
 from manifests.errors import InputError, UsageError
 from manifests.invariants import SOURCE_NAME
 from manifests.models import ModelShape, module_of
 from manifests.schema import MOMENTS, WEIGHTS, Holds, Manifest, Stage
-from manifests.store import find_manifest, read_manifest, read_small_file
 from reshard.checkpoint import Checkpoint, TensorAt
 from reshard.compare import Difference, differences_from, hash_each, missing_from
 from reshard.formats.bundles import open_manifest
 from reshard.record import decode_record
-from stores.bundles import Bundles
+from reshard.slices import merge_slices
+from stores.base import Folder, read_whole
+from stores.bundles import Bundles, join_slices
+from stores.manifest_file import Address, find_manifest_file
 
 __all__ = ["VerifyOptions", "VerifyReport", "nbytes_to_read", "verify"]
 
@@ -43,7 +44,9 @@ class VerifyReport:
     differences: tuple[Difference, ...]
 
 
-def verify(path: Path, options: VerifyOptions | None = None, progress: Progress = lambda nbytes: None) -> VerifyReport:
+def verify(
+    address: Address, options: VerifyOptions | None = None, progress: Progress = lambda nbytes: None
+) -> VerifyReport:
     """Look at every file of a manifest, and compare sizes, headers, pins and digests.
 
     Damage is reported, not raised: one run names all of it. Virtual bundles have no digests; their
@@ -54,24 +57,25 @@ def verify(path: Path, options: VerifyOptions | None = None, progress: Progress 
         UsageError: it has no such stage.
     """
     options = options or VerifyOptions()
-    file = find_manifest(path)
-    manifest = read_manifest(file)
-    stages, bundles = _choose(manifest, options.stages), Bundles(manifest, file.parent)
+    file = find_manifest_file(address)
+    manifest, _ = file.read()
+    stages, bundles = _choose(manifest, options.stages), Bundles(manifest, file.folder)
+    bundles.read_ahead(stages, (WEIGHTS, *MOMENTS))
     differences: list[Difference] = []
     kinds = {holds: _read_headers(bundles, stages, holds, differences) for holds in (WEIGHTS, *MOMENTS)}
     tensors = [tensor for found in kinds.values() for tensor in found]
     compared = [tensor for tensor in tensors if options.against or (tensor.digest and not options.quick)]
     digests = dict(zip(compared, hash_each(compared, progress, differences), strict=True))
     differences += _unlike_their_digests(digests)
-    differences += _unlike_their_files(manifest, file.parent)
+    differences += _unlike_their_files(manifest, file.folder)
     if options.against is not None:
         for holds, found in kinds.items():
             expected = options.against.tensors if holds == WEIGHTS else options.against.moments.get(holds)
             if expected is None:  # a source that nobody trained
                 continue
-            stored = {tensor: digests[tensor] for tensor in found}
+            stored = _whole(found, digests, differences, progress)
             differences += differences_from(expected, stored, manifest.ties, progress)
-            wanted = _wanted(expected, options.against.shape, stages, manifest, file.parent)
+            wanted = _wanted(expected, options.against.shape, stages, manifest, file.folder)
             differences += missing_from({tensor.name for tensor in found}, list(wanted), manifest.ties)
     if not differences and options.stages is None:
         try:
@@ -79,7 +83,7 @@ def verify(path: Path, options: VerifyOptions | None = None, progress: Progress 
         except InputError as error:  # whole bytes of an incomplete model
             differences.append((error.where, error.problem))
     return VerifyReport(
-        num_tensors=len(tensors),
+        num_tensors=len({(holds, tensor.name) for holds, found in kinds.items() for tensor in found}),
         nbytes=sum(tensor.nbytes for tensor in tensors),
         compared_nbytes=sum(tensor.nbytes for tensor in compared),
         source=options.against.source.location if options.against else None,
@@ -87,9 +91,9 @@ def verify(path: Path, options: VerifyOptions | None = None, progress: Progress 
     )
 
 
-def nbytes_to_read(path: Path, options: VerifyOptions) -> int:
+def nbytes_to_read(address: Address, options: VerifyOptions) -> int:
     """Give about the bytes that progress will have counted in the end; raises as `verify`."""
-    stages = _choose(read_manifest(path), options.stages)
+    stages = _choose(find_manifest_file(address).read()[0], options.stages)
     own = 0 if options.quick else sum(shard.nbytes for stage in stages for shard in stage.shards)
     return own if options.against is None else own + sum(stage.nbytes * (2 if stage.spans else 1) for stage in stages)
 
@@ -113,6 +117,24 @@ def _read_headers(
     return tensors
 
 
+def _whole(
+    found: Sequence[TensorAt],
+    digests: Mapping[TensorAt, str | None],
+    differences: list[Difference],
+    progress: Progress,
+) -> Mapping[TensorAt, str | None]:
+    """Give whole tensors with their hex digests; those that are stored in slices are read once more."""
+    try:
+        joined = join_slices(found).values()
+    except InputError as error:
+        differences.append((error.where, error.problem))
+        return {}
+    whole = {merge_slices(parts): digests[parts[0]] for parts in joined if len(parts) == 1}
+    sliced = [parts for parts in joined if len(parts) > 1]
+    merged = [merge_slices(parts) for parts in sliced if all(digests[part] == part.digest for part in parts)]
+    return whole | dict(zip(merged, hash_each(merged, progress, differences), strict=True))
+
+
 def _unlike_their_digests(digests: Mapping[TensorAt, str | None]) -> Iterator[Difference]:
     for tensor, found in digests.items():
         if None not in (found, tensor.digest) and found != tensor.digest:
@@ -120,20 +142,20 @@ def _unlike_their_digests(digests: Mapping[TensorAt, str | None]) -> Iterator[Di
             yield f"{tensor.file}: {tensor.name!r}", problem
 
 
-def _unlike_their_files(manifest: Manifest, folder: Path) -> Iterator[Difference]:
+def _unlike_their_files(manifest: Manifest, folder: Folder) -> Iterator[Difference]:
     for carried in manifest.files:
         try:
-            read_small_file(folder / carried.path, carried.digest)
+            read_whole(folder.file(carried.path), carried.digest)
         except InputError as error:
             yield error.where, error.problem
 
 
 def _wanted(
-    tensors: Mapping[str, TensorAt], shape: ModelShape, stages: Sequence[Stage], manifest: Manifest, folder: Path
+    tensors: Mapping[str, TensorAt], shape: ModelShape, stages: Sequence[Stage], manifest: Manifest, folder: Folder
 ) -> Iterator[TensorAt]:
     """Give the source's tensors that these stages should hold, less what was left behind with good reason."""
     try:
-        dropped = set(decode_record(read_small_file(folder / SOURCE_NAME)).dropped)
+        dropped = set(decode_record(read_whole(folder.file(SOURCE_NAME))).dropped)
     except InputError:  # which is a difference, and named as one
         dropped = set()
     modules = {module for stage in stages for module in stage.modules}

@@ -6,22 +6,29 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from manifests.errors import UsageError
+from stores.address import is_url
+
+if TYPE_CHECKING:
+    from reshard.casting import Dtype
+    from reshard.conversion import Plain
 
 __all__ = [
     "SPELLINGS",
     "as_json",
     "as_spelling",
+    "conversion_flags",
     "cost",
     "drop",
     "force",
     "io",
     "layout_flags",
     "manifest",
+    "out",
     "progress",
     "quiet",
     "ranks",
@@ -34,14 +41,19 @@ Command = Callable[..., Any]
 
 # Choices, said again here: --help imports nothing that a verb needs. A test compares them.
 SPELLINGS = ("megatron", "torchtitan", "toml", "deepspeed")
+DTYPES = ("source", "fp32", "bf16", "fp16")
 POLICIES = ("fp32", "bf16", "mixed")
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 quiet = click.option("--quiet", is_flag=True, help="Show no progress.")
 force = click.option("--force", is_flag=True, help="Replace an output that exists, in one step.")
+out = click.option(
+    "--out", required=True, metavar="DIR|URL", callback=lambda _, __, text: text if is_url(text) else Path(text),
+    help="Folder to write, or s3://BUCKET/PREFIX (gs://, az://, or what fsspec writes); it must not exist.",
+)  # fmt: skip
 drop = click.option("--drop", multiple=True, metavar="FQN", help="Leave this tensor behind; may be repeated.")
-manifest = click.argument("manifest", type=click.Path(path_type=Path))
+manifest = click.argument("manifest")
 io = click.option(
     "--io",
     type=click.Choice(["direct", "buffered"]),
@@ -70,6 +82,17 @@ as_spelling = click.option(
 cost = click.option(
     "--cost", type=click.Path(path_type=Path), metavar="FILE",
     help="Measured seconds of each module (JSON), to take in place of FLOPs.",
+)  # fmt: skip
+_CONVERSION = (
+    click.option(
+        "--dtype", type=click.Choice(DTYPES[1:]), help="Cast weights to this dtype.",
+        show_default="as they are",
+    ),
+    click.option(
+        "--dequantise", type=click.Choice(["bf16", "fp32"]), show_default="as they are",
+        help="Turn quantised weights (fp8 in blocks, mxfp4) into plain ones of this dtype.",
+    ),
+    click.option("--merge-slices", is_flag=True, help="Make tensors whole that several ranks wrote in slices."),
 )  # fmt: skip
 _TRAINING = (
     click.option(
@@ -107,6 +130,19 @@ def layout_flags(command: Command) -> Command:
         return command(asked=LayoutRequest(spec=spec, num_ranks=num_ranks, strict_megatron=strict_megatron), **others)
 
     return _with_flags(gathered, (layout, ranks, strict_megatron))
+
+
+def conversion_flags(command: Command) -> Command:
+    """Add the flags that change tensors on their way; the command gets them as `conversion`, a Conversion."""
+
+    @functools.wraps(command)
+    def gathered(*, dtype: Dtype | None, dequantise: Plain | None, merge_slices: bool, **others: Any) -> Any:
+        from reshard.conversion import Conversion
+
+        conversion = Conversion(dtype=dtype, dequantise=dequantise, merge_slices=merge_slices)
+        return command(conversion=conversion, **others)
+
+    return _with_flags(gathered, _CONVERSION)
 
 
 def training_flags(command: Command) -> Command:

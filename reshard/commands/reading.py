@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import click
 
@@ -23,7 +22,7 @@ __all__ = ["diff", "inspect", "verify"]
 @options.as_json
 @options.quiet
 def verify(
-    manifest: Path, quick: bool, against: str | None, stages: tuple[int, ...], as_json: bool, quiet: bool
+    manifest: str, quick: bool, against: str | None, stages: tuple[int, ...], as_json: bool, quiet: bool
 ) -> None:  # fmt: skip
     """Read every byte that MANIFEST names, and compare digests. Exit code 4 says that something differs.
 
@@ -53,7 +52,7 @@ def verify(
 @options.manifest
 @click.option("--tensors", is_flag=True, help="List every tensor with its stage, dtype, shape and digest.")
 @options.as_json
-def inspect(manifest: Path, tensors: bool, as_json: bool) -> None:
+def inspect(manifest: str, tensors: bool, as_json: bool) -> None:
     """Say what a manifest holds, from headers alone.
 
     \b
@@ -68,17 +67,18 @@ def inspect(manifest: Path, tensors: bool, as_json: bool) -> None:
 @click.command()
 @click.argument("a")
 @click.argument("b")
-@click.option("--norms", is_flag=True, help="Read the tensors that differ, and give the norm of the difference.")
+@click.option("--norms/--no-norms", default=True, help="Read the tensors that differ, and give the norm of B - A.")
 @options.as_json
 @options.quiet
 def diff(a: str, b: str, norms: bool, as_json: bool, quiet: bool) -> None:
     """Say which tensors of A and B differ, weights and moments, whatever the layouts. Exit code 4: some do.
 
-    A and B are manifests or Hugging Face folders. Manifests carry digests: comparing two of them reads headers alone.
+    A and B are manifests or Hugging Face folders. Manifests carry digests: to compare two of them, headers are read,
+    and for the norms the tensors that differ.
 
     \b
     Example:
-      reshard diff ./checkpoints/step-000100 ./checkpoints/step-000200 --norms
+      reshard diff ./checkpoints/step-000100 ./checkpoints/step-000200
     """
     from reshard.diff import diff as run
     from reshard.diff import nbytes_to_hash

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from manifests.errors import UsageError
 from reshard.commands import options
 
 if TYPE_CHECKING:
     from reshard.blocks import Io
+    from reshard.casting import Dtype
+    from reshard.conversion import Conversion
     from reshard.forecast import Assumptions
     from reshard.planning import LayoutRequest
+    from stores.manifest_file import Address
 
 __all__ = ["export", "pack"]
 
@@ -21,10 +24,11 @@ __all__ = ["export", "pack"]
 @click.command()
 @click.argument("source")
 @options.layout_flags
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write; it must not exist.")
+@options.out
 @options.drop
 @click.option("--virtual", is_flag=True, help="Write no tensor: let bundles refer to the bytes where they are.")
 @click.option("--stages", metavar="N-M,...", help="Pack these stages alone; the others' bundles are virtual.")
+@options.conversion_flags
 @options.force
 @options.io
 @options.sync
@@ -33,8 +37,9 @@ __all__ = ["export", "pack"]
 @options.quiet
 @options.training_flags
 def pack(
-    source: str, asked: LayoutRequest, assumed: Assumptions, out: Path, drop: tuple[str, ...], virtual: bool,
-    stages: str | None, force: bool, io: Io, sync: bool, dry_run: bool, as_json: bool, quiet: bool,
+    source: str, asked: LayoutRequest, assumed: Assumptions, out: Address, drop: tuple[str, ...], virtual: bool,
+    stages: str | None, conversion: Conversion, force: bool, io: Io, sync: bool, dry_run: bool, as_json: bool,
+    quiet: bool,
 ) -> None:  # fmt: skip
     """Write one bundle per stage, and a manifest.
 
@@ -42,10 +47,14 @@ def pack(
     training decides nothing but layouts that are solved for, and what --dry-run shows. Virtual bundles hold as long
     as SOURCE stays as it is; packing their manifest makes them real.
 
+    Into a bucket, a shard goes from its first byte to its last, and the digests stand at its start: tensors of which
+    none is known are read twice. Where reading is slow, pack into a folder, and its manifest into the bucket.
+
     \b
     Example:
       reshard pack ./Llama-3.2-1B --layout pp=2 --out ./Llama-3.2-1B-pp2
     """
+    from reshard.conversion import convert
     from reshard.engine import WriteOptions
     from reshard.pack import PackOptions
     from reshard.pack import pack as run
@@ -53,18 +62,27 @@ def pack(
     from reshard.report.done import pack_json, pack_text
     from reshard.report.plan import plan_json, plan_text
     from reshard.source import open_source
+    from reshard.target import reread_nbytes
     from reshard.virtual import choose_stages
 
-    checkpoint = open_source(source, frozenset(drop))
+    if conversion.changes_bytes and (virtual or stages is not None):
+        raise UsageError(
+            "--virtual" if virtual else "--stages",
+            "bytes that stay where they are cannot be converted",
+            "pack without it",
+        )
+    checkpoint = convert(open_source(source, frozenset(drop)), conversion)
     planned = plan_training(model_name(source), checkpoint, asked, assumed)
+    packed = choose_stages(planned.plan, virtual, stages)
+    moved = (stage for stage in planned.plan.stages if packed is None or stage.index in packed)
+    shards = [shard for stage in moved for shard in stage.shards]
+    again_nbytes = reread_nbytes(shards, out)
     if dry_run:
-        click.echo(json.dumps(plan_json(planned)) if as_json else plan_text(planned))
+        click.echo(json.dumps(plan_json(planned, again_nbytes)) if as_json else plan_text(planned, again_nbytes))
         return
     for name in checkpoint.source.left_out:
         click.echo(f"left out: {name} (weights in a format that reshard does not read)", err=True)
-    packed = choose_stages(planned.plan, virtual, stages)
-    moved = [stage for stage in planned.plan.stages if packed is None or stage.index in packed]
-    nbytes = sum(entry.nbytes for stage in moved for shard in stage.shards for entry in shard.entries)
+    nbytes = again_nbytes + sum(entry.nbytes for shard in shards for entry in shard.entries)
     with options.progress("pack", nbytes, quiet) as progress:
         write = WriteOptions(io=io, sync=sync, progress=progress)
         manifest = run(checkpoint, planned.plan, PackOptions(out=out, force=force, stages=packed, write=write))
@@ -74,31 +92,40 @@ def pack(
 @click.command()
 @options.manifest
 @click.option("--to", "form", type=click.Choice(["hf"]), required=True, help="Format to write.")
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write; it must not exist.")
+@options.out
+@click.option(
+    "--dtype",
+    type=click.Choice(options.DTYPES),
+    default="source",
+    help="Dtype of the weights: each tensor's in the source, or one for all parameters.",
+)
 @options.force
 @options.io
 @options.sync
 @options.as_json
 @options.quiet
 def export(
-    manifest: Path, form: str, out: Path, force: bool, io: Io, sync: bool, as_json: bool, quiet: bool
+    manifest: str, form: str, out: Address, dtype: Dtype, force: bool, io: Io, sync: bool, as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
     """Write a manifest's model as a Hugging Face folder.
 
-    Tensors that were not trained come back byte for byte, in the files they came from.
+    Tensors that were not trained come back byte for byte, in the files they came from. Those that were trained in
+    another dtype than the source's are rounded to that one, unless --dtype says otherwise. In a bucket, where files
+    of a model cannot be exchanged in one step, --force removes the old ones first.
 
     \b
     Example:
       reshard export ./Llama-3.2-1B-pp2 --to hf --out ./Llama-3.2-1B-again
     """
+    from reshard.casting import cast_checkpoint
     from reshard.engine import WriteOptions
     from reshard.export import export_huggingface
     from reshard.formats.bundles import open_manifest
     from reshard.report.done import export_json, export_text
 
-    checkpoint = open_manifest(manifest)
+    checkpoint = cast_checkpoint(open_manifest(manifest), dtype)
     nbytes = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
     with options.progress("export", nbytes, quiet) as progress:
         write = WriteOptions(io=io, sync=sync, progress=progress)
-        done = export_huggingface(checkpoint, out, force=force, options=write)
-    click.echo(json.dumps(export_json(done, form, out)) if as_json else export_text(done, out))
+        done = export_huggingface(checkpoint, out, force=force, dtype=dtype, options=write)
+    click.echo(json.dumps(export_json(done, form, out)) if as_json else export_text(done, dtype, out))

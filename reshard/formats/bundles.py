@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from manifests.digest import digest_bytes
 from manifests.errors import InputError
 from manifests.invariants import SOURCE_NAME, check_model
 from manifests.jsontext import parse_json_object
 from manifests.models import ModelShape, model_shape, module_of
 from manifests.schema import MOMENTS, WEIGHTS, CarriedFile, Holds, Manifest, Parent, Stage
-from manifests.store import find_manifest, read_manifest, read_small_file
 from reshard.checkpoint import CarriedAt, Checkpoint, OriginalFiles, TensorAt
+from reshard.engine import hash_tensors
 from reshard.formats.huggingface import CONFIG_NAME, check_coverage, without_absent
 from reshard.record import INDEX_NAME, SourceRecord, decode_record
-from stores.bundles import Bundles
-from stores.local import LocalFile
+from reshard.slices import merge_slices, slices_of
+from stores.base import read_whole
+from stores.bundles import Bundles, join_slices
+from stores.manifest_file import Address, ManifestFile, find_manifest_file
 
 __all__ = ["open_manifest"]
 
 
-def open_manifest(path: Path) -> Checkpoint:
+def open_manifest(address: Address | ManifestFile) -> Checkpoint:
     """Read a manifest's headers and check that they cover the model exactly, moments too if there are any.
 
     The tensors stand in the order of the source they came from, whatever the stages are.
@@ -31,21 +31,22 @@ def open_manifest(path: Path) -> Checkpoint:
         InputError: the manifest, a header or a carried file is not what it must be, a tensor is
             missing, strays or is on the wrong stage, or two copies of a tied weight differ.
     """
-    file = find_manifest(path)
-    manifest = read_manifest(file)
-    folder = file.parent
+    file = address if isinstance(address, ManifestFile) else find_manifest_file(address)
+    manifest, digest = file.read()
+    folder = file.folder
     small = {carried.path: carried for carried in manifest.files}
     for needed in (CONFIG_NAME, SOURCE_NAME):
         if needed not in small:
             raise InputError(f"{file}: files", f"{needed} is not among them")
-    config_path = folder / CONFIG_NAME
-    config = parse_json_object(read_small_file(config_path, small[CONFIG_NAME].digest), str(config_path))
-    record_text = read_small_file(folder / SOURCE_NAME, small[SOURCE_NAME].digest)
-    shape = model_shape(config, str(config_path))
+    config_file, record_file = folder.file(CONFIG_NAME), folder.file(SOURCE_NAME)
+    config = parse_json_object(read_whole(config_file, small[CONFIG_NAME].digest), str(config_file))
+    record_text = read_whole(record_file, small[SOURCE_NAME].digest)
+    shape = model_shape(config, str(config_file))
     check_model(manifest, shape, str(file))
-    record = decode_record(record_text, str(folder / SOURCE_NAME))
+    record = decode_record(record_text, str(record_file))
     _check_files(manifest.files, record, str(file))
     bundles = Bundles(manifest, folder)
+    bundles.read_ahead(manifest.stages, (WEIGHTS, *MOMENTS))
     originals = _open_originals(bundles, record, str(file))
     stored = _stored_tensors(bundles, WEIGHTS, str(file))
     shape = without_absent(shape, stored)
@@ -60,16 +61,13 @@ def open_manifest(path: Path) -> Checkpoint:
         shape=shape,
         tensors=tensors,
         carried=tuple(
-            CarriedAt(path=carried.path, file=LocalFile(folder / carried.path), digest=carried.digest)
+            CarriedAt(path=carried.path, file=folder.file(carried.path), digest=carried.digest)
             for carried in manifest.files
             if carried.path != SOURCE_NAME
         ),
         record=record,
         source=manifest.source,
-        parents=(
-            *manifest.parents,
-            Parent(location=str(folder.resolve()), digest=digest_bytes(read_small_file(file))),
-        ),
+        parents=(*manifest.parents, Parent(location=folder.location, digest=digest)),
         manifest=manifest,
         originals=originals,
         moments=moments,
@@ -117,22 +115,23 @@ def _stored_tensors(bundles: Bundles, holds: Holds, where: str) -> dict[str, Ten
     tensors: dict[str, TensorAt] = {}
     for stage in bundles.manifest.stages:
         modules, here = frozenset(stage.modules), bundles.tensors_on(stage, holds)
-        for tensor in here:
-            if module_of(tensor.name, modules) is None:
-                raise InputError(f"{tensor.file}: {tensor.name!r}", f"belongs to no module of stage {stage.index}")
-            if tensor.name in tensors:
-                raise InputError(f"{tensor.file}: {tensor.name!r}", "is in two shards")
-            tensors[tensor.name] = tensor
+        for name, parts in join_slices(here).items():
+            if module_of(name, modules) is None:
+                raise InputError(f"{parts[0].file}: {name!r}", f"belongs to no module of stage {stage.index}")
+            if name in tensors:
+                raise InputError(f"{parts[0].file}: {name!r}", "is in two shards")
+            tensors[name] = merge_slices(parts)
         if holds == WEIGHTS:
             _check_counts(stage, here, f"{where}: stages[{stage.index}]")
     return tensors
 
 
 def _check_counts(stage: Stage, tensors: list[TensorAt], where: str) -> None:
-    # Two tied names may stand for the same bytes of an original file.
+    # Two tied names may stand for the same bytes of an original file, and several slices for one tensor.
     sizes = {(tensor.file, tensor.begin, tensor.name if stage.shards else ""): tensor.nbytes for tensor in tensors}
+    num_tensors = len({tensor.name for tensor in tensors}) if stage.shards else len(sizes)
     for name, expected, found in (
-        ("num_tensors", len(sizes), stage.num_tensors),
+        ("num_tensors", num_tensors, stage.num_tensors),
         ("nbytes", sum(sizes.values()), stage.nbytes),
     ):
         if found != expected:
@@ -147,12 +146,26 @@ def _check_ties(manifest: Manifest, stored: Mapping[str, TensorAt], where: str) 
             if member.fqn not in stored and (member == group.owner or member.stage != group.owner.stage):
                 raise InputError(place, f"no shard of stage {member.stage} holds {member.fqn!r}")
         copies = [(member, stored[member.fqn]) for member in group.members if member.fqn in stored]
-        digests = {copy.digest for _, copy in copies} - {None}  # original files have none
-        if len({copy.dtype for _, copy in copies}) > 1 or len(digests) > 1:
+        digests = _digests_of([copy for _, copy in copies])
+        if len({copy.dtype for _, copy in copies}) > 1 or len({*digests} - {None}) > 1:
             shown = ", ".join(
-                f"{member.fqn} on stage {member.stage} {copy.dtype} {copy.digest}" for member, copy in copies
+                f"{member.fqn} on stage {member.stage} {copy.dtype} {digest}"
+                for (member, copy), digest in zip(copies, digests, strict=True)
             )
             raise InputError(place, f"expected equal copies, found {shown}")
+
+
+def _digests_of(copies: Sequence[TensorAt]) -> Sequence[str | None]:
+    """Give what tells copies of a tensor apart; slices are read where copies are not sliced alike.
+
+    Original files have no digests.
+    """
+    sliced = [slices_of(copy) for copy in copies]
+    if all(len(slices) == 1 for slices in sliced):
+        return [copy.digest for copy in copies]
+    if len({tuple(part.part for part in slices) for slices in sliced}) > 1:
+        return hash_tensors(copies)
+    return [" ".join(part.digest or "" for part in slices) for slices in sliced]
 
 
 def _tensors_of_source(
@@ -164,12 +177,13 @@ def _tensors_of_source(
     """
     owners = {replica.fqn: group.owner.fqn for group in manifest.ties for replica in group.replicas}
     tensors, gone = {}, []
-    for name in _names_in_order(record):
+    for recorded in _names_in_order(record):
+        name = shape.fqn_of(recorded)
         at = stored.get(name) or stored.get(owners.get(name, name))
         if at is not None:
             tensors[name] = replace(at, name=name)
         elif manifest.training and name not in shape.tensors:
-            gone.append(name)
+            gone.append(recorded)
     return tensors, replace(record, dropped=(*record.dropped, *gone))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from manifests.errors import InputError
 from manifests.invariants import MANIFEST_NAME, SOURCE_NAME
@@ -14,7 +14,8 @@ from manifests.safetensors import Header
 from manifests.schema import Source
 from reshard.checkpoint import CarriedAt, Checkpoint, OriginalFiles, TensorAt, tensors_in
 from reshard.record import INDEX_NAME, SUFFIX, RecordedShard, SourceRecord
-from stores.base import Folder, read_file_header, read_whole
+from stores.base import Folder, read_whole
+from stores.headers import read_file_headers
 
 __all__ = ["CONFIG_NAME", "check_coverage", "open_folder", "without_absent"]
 
@@ -41,15 +42,16 @@ def open_folder(folder: Folder, drop: frozenset[str] = frozenset()) -> Checkpoin
             a header that lies, or tensors missing, unexpected or misshapen.
     """
     files = folder.names()
-    config_file = folder.file(CONFIG_NAME)
     if CONFIG_NAME not in files:
-        raise InputError(str(config_file), "no such file", "SOURCE must be a Hugging Face model folder")
+        raise InputError(f"{folder}/{CONFIG_NAME}", "no such file", "SOURCE must be a Hugging Face model folder")
+    config_file = folder.file(CONFIG_NAME)
     config = parse_json_object(read_whole(config_file), str(config_file))
     shape = model_shape(config, str(config_file))
     shards = _find_shards(folder, files)
-    headers = {name: read_file_header(folder.file(name)) for name in shards.names}
+    headers = dict(zip(shards.names, read_file_headers(map(folder.file, shards.names)).values(), strict=True))
     tensors = _tensors_of(folder, headers, shards)
-    dropped = _drop(tensors, drop)
+    dropped = _drop(tensors, drop, shape)
+    tensors = _under_fqns(tensors, shape)
     shape = without_absent(shape, tensors)
     check_coverage(tensors, shape, str(folder))
     left_out = tuple(name for name in files if name.endswith(_OTHER_WEIGHTS))
@@ -166,12 +168,27 @@ def _tensors_of(folder: Folder, headers: Mapping[str, Header], shards: _Shards) 
     return tensors
 
 
-def _drop(tensors: dict[str, TensorAt], drop: frozenset[str]) -> tuple[str, ...]:
-    for fqn in sorted(drop):
-        if fqn not in tensors:
-            raise InputError("--drop", f"{fqn!r} is no tensor of the source")
-        del tensors[fqn]
-    return tuple(sorted(drop))
+def _drop(tensors: dict[str, TensorAt], drop: frozenset[str], shape: ModelShape) -> tuple[str, ...]:
+    stored = {shape.fqn_of(name): name for name in tensors}
+    names = []
+    for asked in sorted(drop):
+        name = asked if asked in tensors else stored.get(asked)
+        if name is None:
+            raise InputError("--drop", f"{asked!r} is no tensor of the source")
+        del tensors[name]
+        names.append(name)
+    return tuple(sorted(names))
+
+
+def _under_fqns(tensors: Mapping[str, TensorAt], shape: ModelShape) -> dict[str, TensorAt]:
+    """Give the tensors under their FQNs, where files of the model without its head leave out a prefix."""
+    found: dict[str, TensorAt] = {}
+    for name, tensor in tensors.items():
+        fqn = shape.fqn_of(name)
+        if fqn in found:
+            raise InputError(f"{tensor.file}: {name!r}", f"is {fqn}, which is stored a second time")
+        found[fqn] = tensor if fqn == name else replace(tensor, name=fqn)
+    return found
 
 
 def _carried(folder: Folder, files: tuple[str, ...], weights: set[str]) -> tuple[CarriedAt, ...]:

@@ -3,10 +3,34 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Inventory", "class_names", "inventory_of_layers", "inventory_of_modules", "positions_by_name"]
+__all__ = [
+    "Inventory",
+    "class_names",
+    "inventory_of_layers",
+    "inventory_of_modules",
+    "positions_by_name",
+    "short_name",
+]
+
+_BASES = ("model.decoder.", "model.", "transformer.")  # what a short name leaves out
+# Classes whose names do not follow from the architecture's, by the last word of a module or of its list of layers.
+_CLASSES: Mapping[str, Mapping[str, str]] = {
+    "FalconForCausalLM": {"ln_f": "LayerNorm"},
+    "GPT2LMHeadModel": {"h": "GPT2Block", "ln_f": "LayerNorm"},
+    "Gemma2ForCausalLM": {"embed_tokens": "Gemma2TextScaledWordEmbedding"},
+    "Gemma3ForCausalLM": {"embed_tokens": "Gemma3TextScaledWordEmbedding"},
+    "MptForCausalLM": {"blocks": "MptBlock", "norm_f": "LayerNorm"},
+    "OPTForCausalLM": {
+        "embed_positions": "OPTLearnedPositionalEmbedding",
+        "final_layer_norm": "LayerNorm",
+        "project_in": "Linear",
+        "project_out": "Linear",
+    },
+    "PhiForCausalLM": {"final_layernorm": "LayerNorm"},
+}
 
 # The names of the common Hugging Face decoder, for layouts read without a model.
 EMBEDDING, LAYER, NORM, HEAD = "model.embed_tokens", "model.layers.", "model.norm", "lm_head"
@@ -68,7 +92,7 @@ def positions_by_name(inventory: Inventory) -> dict[str, int]:
     """Give every name a module may go by and its position: the Hugging Face name, short, or torchtitan's."""
     table = {name: position for position, name in enumerate(inventory.modules)}
     last = len(inventory.modules) - 1
-    aliases = [(name.removeprefix("model."), position) for name, position in table.items()]
+    aliases = [(short_name(name), position) for name, position in table.items()]
     aliases += [("tok_embeddings", 0), ("output", last), ("lm_head", last)]
     aliases += [(f"mtp_layers.{index}", inventory.mtp_start + index) for index in range(inventory.num_mtp)]
     for alias, position in aliases:
@@ -76,13 +100,27 @@ def positions_by_name(inventory: Inventory) -> dict[str, int]:
     return table
 
 
+def short_name(module: str) -> str:
+    """Leave out what all modules but the head have in front: `layers.0` for `model.layers.0`, `h.0` for GPT-2's."""
+    base = next((base for base in _BASES if module.startswith(base)), "")
+    return module.removeprefix(base)
+
+
 def class_names(inventory: Inventory) -> tuple[str, ...]:
     """Name the class of each module, as transformers does; without a model, without its family's prefix."""
     family = re.sub(r"For[A-Z]\w*$", "", inventory.architecture)
     num_layers = inventory.num_layers + inventory.num_mtp
-    return (
+    usual = (
         *["Embedding"] * inventory.num_inputs,
         *[f"{family}DecoderLayer"] * num_layers,
         *[f"{family}RMSNorm"] * (inventory.num_outputs - 1),
         "Linear",
     )
+    own = _CLASSES.get(inventory.architecture, {})
+    return tuple(own.get(_word(module), name) for module, name in zip(inventory.modules, usual, strict=True))
+
+
+def _word(module: str) -> str:
+    """Give the last word of a module's name; of a layer's, the one before its number."""
+    rest, _, last = module.rpartition(".")
+    return rest.rpartition(".")[2] if last.isdecimal() else last

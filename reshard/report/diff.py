@@ -17,7 +17,8 @@ def diff_json(found: DiffReport) -> dict[str, Any]:
         "layouts": list(found.layouts),
         "num_equal": found.num_equal,
         "num_moved": found.num_moved,
-        "differences": [asdict(difference) for difference in found.differences],
+        "num_resliced": found.num_resliced,
+        "differences": [{**asdict(one), "relative": one.relative} for one in found.differences],
     }
 
 
@@ -25,7 +26,8 @@ def diff_text(found: DiffReport) -> str:
     a, b = found.layouts
     lines = [f"layout: {a}"] if a == b else [f"layout of A: {a}", f"layout of B: {b}"]
     moved = f", {found.num_moved} of them on another stage" if found.num_moved else ""
-    lines.append(f"{found.num_equal} tensors are equal{moved}; {len(found.differences) or 'none'} differ")
+    sliced = f", {found.num_resliced} have the same values in other slices" if found.num_resliced else ""
+    lines.append(f"{found.num_equal} tensors are equal{moved}{sliced}; {len(found.differences) or 'none'} differ")
     return "\n".join([*lines, *map(_line, found.differences)])
 
 
@@ -33,4 +35,5 @@ def _line(difference: TensorDifference) -> str:
     line = f"  {difference.holds} {difference.fqn}: {difference.problem}"
     if difference.norm is None or difference.norm_a is None:
         return line
-    return f"{line}; B - A has norm {difference.norm:.3g}, A has {difference.norm_a:.3g}"
+    share = f", {difference.relative:.2g} of A's {difference.norm_a:.3g}" if difference.relative is not None else ""
+    return f"{line}; B - A has norm {difference.norm:.3g}{share}"

@@ -5,18 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from manifests.invariants import MANIFEST_NAME
 from manifests.schema import Manifest
+from reshard.casting import Dtype
 from reshard.export import ExportReport
 from reshard.units import show_bytes
 from reshard.verify import VerifyReport
+from stores.address import is_url
+from stores.manifest_file import Address
 
 __all__ = ["export_json", "export_text", "pack_json", "pack_text", "verify_json", "verify_text"]
 
 
-def pack_json(manifest: Manifest, out: Path) -> dict[str, Any]:
+def pack_json(manifest: Manifest, out: Address) -> dict[str, Any]:
     return {
         "version": 1,
-        "manifest": str(out / "manifest.json"),
+        "manifest": str(out / MANIFEST_NAME if isinstance(out, Path) else f"{out.rstrip('/')}/{MANIFEST_NAME}"),
         "num_stages": manifest.layout.num_stages,
         "num_ranks": manifest.layout.num_ranks,
         "num_tensors": sum(stage.num_tensors for stage in manifest.stages),
@@ -25,18 +29,19 @@ def pack_json(manifest: Manifest, out: Path) -> dict[str, Any]:
     }
 
 
-def pack_text(manifest: Manifest, out: Path) -> str:
+def pack_text(manifest: Manifest, out: Address) -> str:
     done = pack_json(manifest, out)
     packed, virtual = show_bytes(done["nbytes"]), show_bytes(done["virtual_nbytes"])
     how = f"{packed}, and left {virtual} where they are" if manifest.virtual else packed
+    fetch, place = (f"reshard pack {done['manifest']} --out DIR; ", "DIR") if is_url(out) else ("", done["manifest"])
     moments = " and their moments" if manifest.training and manifest.training.optimizer else ""
     return (
         f"packed {done['num_tensors']} tensors{moments}, {how}, in {done['num_stages']} stages: {done['manifest']}\n"
-        f"next: runner launch {done['manifest']} --nproc-per-node {done['num_ranks']} -- --help"
+        f"next: {fetch}runner launch {place} --nproc-per-node {done['num_ranks']} -- --help"
     )
 
 
-def export_json(done: ExportReport, form: str, out: Path) -> dict[str, Any]:
+def export_json(done: ExportReport, form: str, out: Address) -> dict[str, Any]:
     return {
         "version": 1,
         "out": str(out),
@@ -44,12 +49,16 @@ def export_json(done: ExportReport, form: str, out: Path) -> dict[str, Any]:
         "num_files": done.num_files,
         "nbytes": done.nbytes,
         "same_headers": done.identical,
+        "casts": [{"from": before, "to": after, "num_tensors": num} for (before, after), num in done.casts.items()],
     }
 
 
-def export_text(done: ExportReport, out: Path) -> str:
+def export_text(done: ExportReport, dtype: Dtype, out: Address) -> str:
     how = "headers as in the source" if done.identical else "new headers: dtypes or tensors differ from the source"
-    return f"exported {done.num_files} files, {show_bytes(done.nbytes)} of weights ({how}): {out}"
+    lines = [f"exported {done.num_files} files, {show_bytes(done.nbytes)} of weights ({how}): {out}"]
+    why = ", as in the source; --dtype fp32 keeps every bit" if dtype == "source" else ""
+    lines += [f"cast {num} tensors from {before} to {after}{why}" for (before, after), num in done.casts.items()]
+    return "\n".join(lines)
 
 
 def verify_json(done: VerifyReport) -> dict[str, Any]:
@@ -63,7 +72,7 @@ def verify_json(done: VerifyReport) -> dict[str, Any]:
     }
 
 
-def verify_text(done: VerifyReport, manifest: Path) -> str:
+def verify_text(done: VerifyReport, manifest: str) -> str:
     read = f"{done.num_tensors} tensors, {show_bytes(done.nbytes)}"
     unread = done.nbytes - done.compared_nbytes
     if not done.differences and done.source:

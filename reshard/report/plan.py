@@ -20,7 +20,8 @@ __all__ = ["bottleneck", "dtypes_assumed", "memory_line", "plan_json", "plan_tex
 _HEAD = ("stage", "rank", "virtual", "modules", "params", "bytes", "fwd FLOP/token", "memory", "share")
 
 
-def plan_text(planned: Planned) -> str:
+def plan_text(planned: Planned, again_nbytes: int = 0) -> str:
+    """Say it all; `again_nbytes` are read once more than the plan has it."""
     plan, shape = planned.plan, planned.shape
     rows = [_row(planned, run) for run in group_stages(plan.stages, _likeness(planned))]
     lines = [
@@ -37,11 +38,12 @@ def plan_text(planned: Planned) -> str:
     lines += tie_lines(plan.ties)
     if assumed := dtypes_assumed(planned):
         lines.append(f"from the config alone: bytes as if stored in {assumed}")
-    lines.append(f"to read {show_bytes(plan.read_nbytes)}, to write {show_bytes(plan.write_nbytes)}")
+    twice = f" ({show_bytes(again_nbytes)} of it twice: first for the digests)" if again_nbytes else ""
+    lines.append(f"to read {show_bytes(plan.read_nbytes)}{twice}, to write {show_bytes(plan.write_nbytes)}")
     return "\n".join(lines)
 
 
-def plan_json(planned: Planned) -> dict[str, Any]:
+def plan_json(planned: Planned, again_nbytes: int = 0) -> dict[str, Any]:
     plan, forecast = planned.plan, planned.forecast
     placement, assumed = forecast.placement, forecast.assumed
     stage_shares, rank_shares = _shares(forecast.stage_times), _shares(forecast.rank_times)
@@ -86,7 +88,7 @@ def plan_json(planned: Planned) -> dict[str, Any]:
             "stored_dtypes": dtypes_assumed(planned).split(", ") if dtypes_assumed(planned) else None,
         },
         "ties": [_tie_json(tie) for tie in plan.ties],
-        "read_nbytes": plan.read_nbytes,
+        "read_nbytes": plan.read_nbytes + again_nbytes,
         "write_nbytes": plan.write_nbytes,
     }
 

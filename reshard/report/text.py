@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import TypeVar
 
 from manifests.schema import TieGroup
+from reshard.layout.inventory import short_name
 from reshard.layout.model import compress_modules
 
 __all__ = ["group_stages", "modules_shown", "shorten_rows", "table", "tie_lines"]
@@ -49,7 +50,7 @@ def shorten_rows(rows: Sequence[tuple[str, ...]], left: int) -> Sequence[tuple[s
 
 def modules_shown(modules: Sequence[str]) -> str:
     """Name modules in few words, as layout files may: `embed_tokens, layers.0-7`."""
-    return compress_modules(name.removeprefix("model.") for name in modules) or "(empty)"
+    return compress_modules(map(short_name, modules)) or "(empty)"
 
 
 def tie_lines(ties: Sequence[TieGroup]) -> list[str]:

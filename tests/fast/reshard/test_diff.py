@@ -115,3 +115,28 @@ def test_verify_against_the_parent_proves_moments_too(tmp_path: Path) -> None:
     assert ended.code == 4
     assert f"{other}/stage-003/exp_avg_sq/model.safetensors: '{HEAD}': expected blake3:" in ended.out
     assert reshard("verify", other, "--against", tmp_path / "source").code == 0
+
+
+def test_norms_are_given_unless_they_are_not_wanted(tmp_path: Path) -> None:
+    trained = write_trained(tmp_path, "pp=2")
+    other = pack(trained, "pp=2", tmp_path / "other")
+    for out, value in ((trained, 3.0), (other, 4.0)):
+        moments = read_moments(out, 1, "exp_avg")
+        moments[UP] = replace(moments[UP], data=np.full(24 * 16, value, "<f4").tobytes())
+        write_moments(out, 1, "exp_avg", moments)
+    line = f"  exp_avg {UP}: bytes differ"
+    assert reshard("diff", trained, other).out.splitlines()[-1] == f"{line}; B - A has norm 19.6, 0.33 of A's 58.8"
+    assert reshard("diff", trained, other, "--no-norms").out.splitlines()[-1] == line
+    (found,) = reshard("diff", trained, other, "--json").json["differences"]
+    assert (found["norm"] ** 2, found["norm_a"] ** 2) == (pytest.approx(24 * 16), pytest.approx(9 * 24 * 16))
+    assert found["relative"] == pytest.approx(1 / 3)
+
+
+def test_same_values_in_another_dtype_differ_by_nothing(tmp_path: Path) -> None:
+    config = llama_config()
+    tensors = {fqn: replace(tensor, data=bytes(len(tensor.data))) for fqn, tensor in random_tensors(config).items()}
+    write_model(tmp_path / "a", config, tensors)
+    wide = {fqn: replace(tensor, dtype="F32", data=2 * tensor.data) for fqn, tensor in tensors.items()}
+    write_model(tmp_path / "b", config, wide)
+    found = reshard("diff", tmp_path / "a", tmp_path / "b", "--json").json["differences"]
+    assert {(one["norm"], one["relative"]) for one in found} == {(0.0, None)}

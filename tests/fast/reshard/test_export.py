@@ -31,6 +31,7 @@ from tests.fast.reshard.forged import change_manifest, change_stage
 UP = "model.layers.1.mlp.up_proj.weight"
 STRAY = "model.layers.1.mlp.side_proj.weight"
 INV_FREQ = "model.layers.1.self_attn.rotary_emb.inv_freq"
+AS_TRAINED = ("--dtype", "fp32")
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
 
@@ -80,7 +81,7 @@ def test_trained_weights_are_exported_in_the_files_and_the_order_of_the_source(t
     write_model(tmp_path / "source", num_shards=2)
     out = pack(tmp_path / "source")
     trained = train(out)
-    exported = export(out)
+    exported = export(out, *AS_TRAINED)
     assert tensors_in(exported) == trained
     for shard in SHARDS:
         with safe_open(tmp_path / "source" / shard, "np") as before, safe_open(exported / shard, "np") as after:
@@ -97,11 +98,11 @@ def test_trained_weights_pack_anew_and_export_the_same(tmp_path: Path) -> None:
     write_model(tmp_path / "source", num_shards=2)
     out = pack(tmp_path / "source")
     train(out)
-    exported = files_in(export(out))
+    exported = files_in(export(out, *AS_TRAINED))
     assert reshard("pack", out, "--layout", "pp=3", "--out", tmp_path / "three").code == 0
     training = json.loads((tmp_path / "three/manifest.json").read_text())["training"]
     assert (training["step"], training["num_tokens"]) == (3, 96)
-    ended = reshard("export", tmp_path / "three", "--to", "hf", "--out", tmp_path / "again")
+    ended = reshard("export", tmp_path / "three", "--to", "hf", "--out", tmp_path / "again", *AS_TRAINED)
     assert ended.out.startswith("exported 6 files, ")
     assert ended.out.endswith(f" (new headers: dtypes or tensors differ from the source): {tmp_path}/again\n")
     assert files_in(tmp_path / "again") == exported
@@ -114,7 +115,7 @@ def test_trained_tied_weight_is_exported_under_both_names_that_the_source_stored
     write_model(tmp_path / "source", llama_config(tie_word_embeddings=True), tensors)
     out = pack(tmp_path / "source", layout=layout)
     trained = train(out, lose=(HEAD,) if layout == "pp=1" else ())
-    found = tensors_in(export(out))
+    found = tensors_in(export(out, *AS_TRAINED))
     assert found == {**trained, HEAD: trained[EMBEDDING]}
 
 
@@ -123,7 +124,7 @@ def test_tensors_that_the_model_recomputes_do_not_outlive_training(tmp_path: Pat
     write_model(tmp_path / "source", llama_config(), tensors, num_shards=2)
     out = pack(tmp_path / "source")
     trained = train(out, lose=(INV_FREQ,))
-    exported = export(out)
+    exported = export(out, *AS_TRAINED)
     assert tensors_in(exported) == trained
     assert INV_FREQ not in json.loads((exported / INDEX).read_text())["weight_map"]
     assert reshard("plan", exported, "--layout", "pp=2").code == 0

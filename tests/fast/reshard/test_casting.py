@@ -1,0 +1,238 @@
+"""Casts: every value rounded as torch rounds it, streamed, and proven against the digests of what is read."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.builders import (
+    EMBEDDING,
+    INDEX,
+    Tensor,
+    files_in,
+    leftovers,
+    llama_config,
+    random_tensors,
+    read_safetensors,
+    reshard,
+    write_model,
+)
+from tests.fast.reshard.forged import change_manifest, change_stage
+from tests.fast.trained import write_trained
+
+TORCH = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FLAGS = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
+UP = "model.layers.1.mlp.up_proj.weight"
+# Ties to even, the largest values, subnormals, infinities, NaNs: as bits of an F32.
+HARD = (
+    0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F808001, 0x7F7FFFFF, 0xFF7FFFFF, 0x477FE000, 0x477FF000, 0x387FE000,
+    0x33000000, 0x33000001, 0x00000001, 0x807FFFFF, 0x00000000, 0x80000000, 0x7F800000, 0xFF800000, 0x7FC00000,
+    0x7F800001, 0xFFFFFFFF,
+)  # fmt: skip
+
+
+def values_in(tensor: Tensor) -> torch.Tensor:
+    return torch.frombuffer(bytearray(tensor.data), dtype=TORCH[tensor.dtype])
+
+
+def expect_cast(found: Tensor, before: Tensor, dtype: str) -> None:
+    """See that a tensor is torch's cast of another, bit by bit; of a NaN no more than that it is one."""
+    assert (found.dtype, found.shape) == (dtype, before.shape)
+    expected, got = values_in(before).to(TORCH[dtype]), values_in(found)
+    assert torch.equal(expected.isnan(), got.isnan())
+    assert torch.equal(expected.nan_to_num(nan=0.0), got.nan_to_num(nan=0.0))
+    assert torch.equal(expected.signbit()[~expected.isnan()], got.signbit()[~got.isnan()])
+
+
+def write_values(folder: Path, dtype: str) -> dict[str, Tensor]:
+    """Write a model whose embedding holds every 16-bit pattern, or hard and random values of a wider dtype."""
+    config = llama_config(vocab_size=4096)
+    tensors = random_tensors(config, dtypes=[dtype])
+    if dtype in ("F16", "BF16"):
+        data = b"".join(bits.to_bytes(2, "little") for bits in range(1 << 16))
+    else:
+        hard = torch.tensor(HARD, dtype=torch.int64).to(torch.int32).view(torch.float32).to(TORCH[dtype])
+        data = hard.view(torch.uint8).numpy().tobytes() + tensors[EMBEDDING].data
+    tensors[EMBEDDING] = replace(tensors[EMBEDDING], data=data[: len(tensors[EMBEDDING].data)])
+    return write_model(folder, config, tensors, num_shards=2)
+
+
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for shard in sorted(folder.rglob("*.safetensors")):
+        found |= read_safetensors(shard.read_bytes())
+    return found
+
+
+def export(out: Path, *args: str) -> Path:
+    exported = out.parent / "exported"
+    ended = reshard("export", out, "--to", "hf", "--out", exported, *args)
+    assert ended.code == 0, ended.err
+    return exported
+
+
+@pytest.mark.parametrize("after", ["F32", "F16", "BF16"])
+@pytest.mark.parametrize("before", ["F64", "F32", "F16", "BF16"])
+def test_values_are_cast_as_torch_casts_them(before: str, after: str, tmp_path: Path) -> None:
+    tensors = write_values(tmp_path / "source", before)
+    packed = reshard(
+        "pack", tmp_path / "source", "--layout", "pp=2", "--dtype", FLAGS[after], "--out", tmp_path / "out"
+    )
+    assert packed.code == 0, packed.err
+    assert reshard("verify", tmp_path / "out").code == 0
+    found = tensors_in(tmp_path / "out")
+    assert found.keys() == tensors.keys()
+    for fqn, tensor in tensors.items():
+        expect_cast(found[fqn], tensor, after)
+
+
+@pytest.mark.parametrize("dtype", ["F16", "BF16"])
+def test_wider_dtype_and_back_gives_every_byte_of_the_source(dtype: str, tmp_path: Path) -> None:
+    tensors = random_tensors(llama_config())
+    numbers = {fqn: torch.randn(prod(tensor.shape)).to(TORCH[dtype]) for fqn, tensor in tensors.items()}
+    for fqn, values in numbers.items():
+        tensors[fqn] = replace(tensors[fqn], dtype=dtype, data=values.view(torch.uint8).numpy().tobytes())
+    write_model(tmp_path / "source", llama_config(torch_dtype="float16"), tensors, num_shards=2)
+    assert (
+        reshard("pack", tmp_path / "source", "--layout", "pp=2", "--dtype", "fp32", "--out", tmp_path / "out").code == 0
+    )
+    assert {tensor.dtype for tensor in tensors_in(tmp_path / "out").values()} == {"F32"}
+    assert files_in(export(tmp_path / "out")) == files_in(tmp_path / "source")
+
+
+def test_trained_weights_are_exported_in_the_dtype_of_the_source_and_untrained_ones_byte_for_byte(
+    tmp_path: Path,
+) -> None:
+    config = llama_config(torch_dtype="bfloat16")
+    tensors = random_tensors(config)
+    for fqn, tensor in tensors.items():
+        values = torch.randn(prod(tensor.shape), dtype=torch.bfloat16)
+        tensors[fqn] = replace(tensor, data=values.view(torch.uint8).numpy().tobytes())
+    write_model(tmp_path / "source", config, tensors, num_shards=2)
+    out = tmp_path / "out"
+    assert reshard("pack", tmp_path / "source", "--layout", "pp=2", "--dtype", "fp32", "--out", out).code == 0
+    step = torch.randn(24 * 16)
+
+    def train(stage: dict[str, Tensor]) -> None:
+        stage[UP] = replace(stage[UP], data=(values_in(stage[UP]) + step).view(torch.uint8).numpy().tobytes())
+
+    change_stage(out, 0, train)
+    change_manifest(out, lambda document: document.update(training={"step": 1, "num_tokens": 8, "dtype": "F32"}))
+    trained = tensors_in(out)[UP]
+    ended = reshard("export", out, "--to", "hf", "--out", tmp_path / "exported")
+    assert ended.out.splitlines()[1:] == [
+        "cast 39 tensors from F32 to BF16, as in the source; --dtype fp32 keeps every bit"
+    ]
+    before, after = files_in(tmp_path / "source"), files_in(tmp_path / "exported")
+    changed = {name for name in before if before[name] != after[name]}
+    assert after.keys() == before.keys()
+    assert changed == {json.loads(before[INDEX])["weight_map"][UP]}
+    assert {fqn for fqn, tensor in tensors_in(tmp_path / "exported").items() if tensor != tensors[fqn]} == {UP}
+    expect_cast(tensors_in(tmp_path / "exported")[UP], trained, "BF16")
+
+
+@pytest.mark.parametrize(("flag", "stored", "name"), [("bf16", "BF16", "bfloat16"), ("fp32", "F32", "float32")])
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_export_in_one_dtype_says_so_in_index_and_config(
+    flag: str, stored: str, name: str, key: str, tmp_path: Path
+) -> None:
+    config = llama_config(**{key: "float16"})
+    tensors = write_model(tmp_path / "source", config, random_tensors(config, dtypes=["F16"]), num_shards=2)
+    assert reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out").code == 0
+    ended = reshard("export", tmp_path / "out", "--to", "hf", "--dtype", flag, "--out", tmp_path / "exported", "--json")
+    assert ended.json["casts"] == [{"from": "F16", "to": stored, "num_tensors": 39}]
+    for fqn, tensor in tensors_in(tmp_path / "exported").items():
+        expect_cast(tensor, tensors[fqn], stored)
+    exported = files_in(tmp_path / "exported")
+    assert json.loads(exported["config.json"]) == {**config, key: name}
+    total = sum(len(tensor.data) for tensor in tensors.values()) * (2 if stored == "F32" else 1)
+    assert json.loads(exported[INDEX])["metadata"]["total_size"] == total
+    assert reshard("plan", tmp_path / "exported", "--layout", "pp=2").code == 0
+
+
+def test_transformers_loads_trained_weights_in_the_dtype_of_the_source(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64, tie_word_embeddings=True,
+    )  # fmt: skip
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "source")
+    out = tmp_path / "out"
+    assert reshard("pack", tmp_path / "source", "--layout", "pp=2", "--dtype", "fp32", "--out", out).code == 0
+    for dtype, stored in (("source", torch.bfloat16), ("fp32", torch.float32), ("fp16", torch.float16)):
+        exported = tmp_path / f"as-{dtype}"
+        ended = reshard("export", out, "--to", "hf", "--dtype", dtype, "--out", exported)
+        assert ended.code == 0, ended.err
+        model, source = (AutoModelForCausalLM.from_pretrained(folder) for folder in (exported, tmp_path / "source"))
+        assert {weight.dtype for weight in model.parameters()} == {stored}
+        for weight, before in zip(model.parameters(), source.parameters(), strict=True):
+            assert torch.equal(weight, before.to(stored))
+
+
+def test_damage_of_what_is_cast_is_named(tmp_path: Path) -> None:
+    write_model(tmp_path / "source", num_shards=2)
+    out = tmp_path / "out"
+    assert reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", out).code == 0
+    shard = out / "stage-001/model.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    ended = reshard("export", out, "--to", "hf", "--dtype", "fp32", "--out", tmp_path / "exported")
+    assert ended.code == 3
+    assert ended.err.startswith(f"error: {shard}: 'model.norm.weight': expected blake3:")
+    assert leftovers(tmp_path / "exported") == []
+
+
+def test_weights_that_moments_belong_to_are_not_cast_by_pack(tmp_path: Path) -> None:
+    trained = write_trained(tmp_path, "pp=2")
+    ended = reshard("pack", trained, "--layout", "pp=4", "--dtype", "bf16", "--out", tmp_path / "out")
+    assert (ended.code, ended.err) == (
+        2,
+        "error: --dtype: SOURCE has an optimizer's moments, and training goes on with the weights as it left them\n"
+        "hint: leave it out here; reshard export --dtype casts\n",
+    )
+
+
+@pytest.mark.parametrize(("flag", "args"), [("--virtual", ["--virtual"]), ("--stages", ["--stages", "0"])])
+def test_bytes_that_stay_where_they_are_are_not_converted(flag: str, args: list[str], tmp_path: Path) -> None:
+    write_model(tmp_path / "source")
+    asked = ("pack", tmp_path / "source", "--layout", "pp=2", "--dtype", "fp32", "--out", tmp_path / "out", *args)
+    ended = reshard(*asked)
+    assert (ended.code, ended.err) == (
+        2,
+        f"error: {flag}: bytes that stay where they are cannot be converted\nhint: pack without it\n",
+    )
+
+
+def test_source_dtype_that_nothing_is_cast_to_is_refused(tmp_path: Path) -> None:
+    tensors = random_tensors(llama_config())
+    tensors[UP] = replace(tensors[UP], dtype="F8_E4M3", data=random.Random(0).randbytes(24 * 16))
+    write_model(tmp_path / "source", tensors=tensors)
+    out = tmp_path / "out"
+    assert reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", out).code == 0
+    for dtype in ("fp32", "bf16"):
+        ended = reshard("export", out, "--to", "hf", "--dtype", dtype, "--out", tmp_path / "exported")
+        assert (ended.code, ended.err) == (
+            2,
+            f"error: --dtype: '{UP}' is F8_E4M3, which is not cast\n"
+            "hint: quantised weights: reshard pack SOURCE --dequantise bf16\n",
+        )
+
+    def train(stage: dict[str, Tensor]) -> None:
+        stage[UP] = replace(stage[UP], dtype="F32", data=bytes(4 * 24 * 16))
+
+    change_stage(out, 0, train)
+    ended = reshard("export", out, "--to", "hf", "--out", tmp_path / "exported")
+    assert (ended.code, ended.err) == (
+        3,
+        f"error: {out}/stage-000/model.safetensors: '{UP}': "
+        "is F32, was F8_E4M3 in the source, and is not cast to that\n"
+        "hint: say --dtype bf16 or --dtype fp32\n",
+    )

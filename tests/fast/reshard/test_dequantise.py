@@ -1,0 +1,171 @@
+"""Quantised sources packed as plain ones: values as torch and transformers compute them, and no trace of the scales."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from manifests.models import model_shape
+from tests.builders import DTYPE_BITS, INDEX, Tensor, files_in, read_safetensors, reshard, write_model
+from tests.fast.models.built import read_config
+
+TORCH = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "U8": torch.uint8,
+}
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["x"]}
+
+
+def fp8(rows: int, columns: int) -> dict[str, Any]:
+    return {
+        "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [rows, columns],
+    }  # fmt: skip
+
+
+def stored_dtype(fqn: str, names: Mapping[str, object]) -> str:
+    if fqn.endswith("_scale_inv"):
+        return "F32"
+    if f"{fqn}_scale_inv" in names:
+        return "F8_E4M3"
+    return "U8" if fqn.endswith(("_blocks", "_scales")) else "BF16"
+
+
+def write_quantised(folder: Path, config: dict[str, Any]) -> dict[str, Tensor]:
+    """Write a quantised model of random bytes: float8 NaNs and every scale of mxfp4 are among them."""
+    noise, shapes = random.Random(0), model_shape(config).tensors
+    tensors = {}
+    for fqn, shape in shapes.items():
+        dtype = stored_dtype(fqn, shapes)
+        data = noise.randbytes(prod(shape) * DTYPE_BITS[dtype] // 8)
+        if dtype == "F32":
+            data = torch.rand(prod(shape), generator=torch.Generator().manual_seed(len(fqn))).numpy().tobytes()
+        tensors[fqn] = Tensor(dtype=dtype, shape=shape, data=data)
+    return write_model(folder, config, tensors, num_shards=3)
+
+
+def values_in(tensor: Tensor) -> torch.Tensor:
+    return torch.frombuffer(bytearray(tensor.data), dtype=TORCH[tensor.dtype]).reshape(tensor.shape)
+
+
+def expect_same(found: Tensor, expected: torch.Tensor) -> None:
+    got = values_in(found)
+    assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+    assert torch.equal(got.isnan(), expected.isnan())
+    assert torch.equal(got[~got.isnan()], expected[~expected.isnan()])
+
+
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for shard in sorted(folder.rglob("*.safetensors")):
+        found |= read_safetensors(shard.read_bytes())
+    return found
+
+
+def pack(source: Path, out: Path, *args: str) -> Path:
+    packed = reshard("pack", source, "--layout", "pp=2", "--out", out, *args)
+    assert packed.code == 0, packed.err
+    assert reshard("verify", out).code == 0
+    return out
+
+
+@pytest.mark.parametrize(("flag", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
+@pytest.mark.parametrize("block", [(8, 16), (128, 128), (5, 7)])
+def test_float8_weights_are_multiplied_with_their_blocks_scales(
+    block: tuple[int, int], flag: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    config = read_config("tiny-deepseek-v3", num_nextn_predict_layers=1, intermediate_size=200)
+    quantised = {**config, "quantization_config": fp8(*block)}
+    stored = write_quantised(tmp_path / "source", quantised)
+    out = pack(tmp_path / "source", tmp_path / "out", "--dequantise", flag)
+    found = tensors_in(out)
+    assert found.keys() == model_shape(config).tensors.keys()
+    for fqn, tensor in found.items():
+        if f"{fqn}_scale_inv" not in stored:
+            assert tensor == stored[fqn]
+            continue
+        rows, columns = tensor.shape
+        scales = values_in(stored[f"{fqn}_scale_inv"])
+        scales = scales.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+        expect_same(tensor, (values_in(stored[fqn]).float() * scales).to(dtype))
+    assert json.loads((out / "config.json").read_text()) == config
+
+
+@pytest.mark.parametrize(("flag", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
+def test_mxfp4_experts_are_those_of_transformers(flag: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    config = read_config("tiny-gpt-oss", hidden_size=96)
+    stored = write_quantised(tmp_path / "source", {**config, "quantization_config": MXFP4})
+    found = tensors_in(pack(tmp_path / "source", tmp_path / "out", "--dequantise", flag))
+    assert found.keys() == model_shape(config).tensors.keys()
+    for fqn, tensor in found.items():
+        if fqn in stored:
+            assert tensor == stored[fqn]
+        else:
+            blocks, scales = (values_in(stored[f"{fqn}_{part}"]) for part in ("blocks", "scales"))
+            expect_same(tensor, convert_moe_packed_tensors(blocks, scales, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("name", "section"), [("tiny-deepseek-v3", fp8(128, 128)), ("tiny-gpt-oss", MXFP4)], ids=["fp8", "mxfp4"]
+)
+def test_export_is_the_plain_model_in_the_files_and_the_order_of_the_source(
+    name: str, section: dict[str, Any], tmp_path: Path
+) -> None:
+    config = read_config(name)
+    write_quantised(tmp_path / "source", {**config, "quantization_config": section})
+    out = pack(tmp_path / "source", tmp_path / "out", "--dequantise", "bf16")
+    ended = reshard("export", out, "--to", "hf", "--out", tmp_path / "plain")
+    assert ended.out.startswith("exported 7 files, ")
+    assert "(headers as in the source)" in ended.out
+    before = json.loads((tmp_path / "source" / INDEX).read_text())["weight_map"]
+    after = json.loads((tmp_path / "plain" / INDEX).read_text())
+    assert after["metadata"]["total_size"] == sum(len(one.data) for one in tensors_in(tmp_path / "plain").values())
+    expected = {fqn.removesuffix("_blocks"): shard for fqn, shard in before.items() if "_scale" not in fqn}
+    assert after["weight_map"] == expected
+    again = pack(tmp_path / "plain", tmp_path / "again")
+    assert tensors_in(again) == tensors_in(out)
+    assert reshard("diff", out, again).code == 0
+
+
+def test_manifest_of_quantised_bundles_is_dequantised_as_its_source_is(tmp_path: Path) -> None:
+    config = read_config("tiny-deepseek-v3", quantization_config=fp8(8, 16))
+    write_quantised(tmp_path / "source", config)
+    packed = pack(tmp_path / "source", tmp_path / "packed")
+    straight = files_in(pack(tmp_path / "source", tmp_path / "straight", "--dequantise", "bf16"))
+    later = files_in(pack(packed, tmp_path / "later", "--dequantise", "bf16"))
+    assert {name for name in straight if straight[name] != later[name]} == {"manifest.json"}
+
+
+def test_source_that_is_not_quantised_is_refused(tmp_path: Path) -> None:
+    write_model(tmp_path / "source")
+    asked = ("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out")
+    ended = reshard(*asked, "--dequantise", "bf16")
+    assert (ended.code, ended.err) == (
+        2,
+        f"error: --dequantise: {tmp_path}/source/config.json has no quantization_config\n"
+        "hint: the weights are not quantised; leave it out\n",
+    )
+
+
+def test_scale_of_a_dtype_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    config = read_config("tiny-deepseek-v3", quantization_config=fp8(8, 16))
+    tensors = write_quantised(tmp_path / "source", config)
+    name = next(fqn for fqn in tensors if fqn.endswith("_scale_inv"))
+    scale = tensors[name]
+    tensors[name] = Tensor(dtype="I32", shape=scale.shape, data=scale.data)
+    write_model(tmp_path / "other", config, tensors)
+    asked = ("pack", tmp_path / "other", "--layout", "pp=2", "--out", tmp_path / "out")
+    ended = reshard(*asked, "--dequantise", "bf16")
+    assert ended.code == 3
+    assert ended.err.endswith(f"model.safetensors: '{name}'.dtype: expected BF16 or F16 or F32 or F64, found I32\n")

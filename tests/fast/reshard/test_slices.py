@@ -1,0 +1,247 @@
+"""Slices: carried over as they are, merged when asked, never half there."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise, product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from blake3 import blake3
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from manifests.slices import Slice
+from reshard.checkpoint import TensorAt
+from reshard.derived import HeldFile, read_blocks
+from reshard.slices import merge_slices
+from tests.builders import Tensor, files_in, read_safetensors, reshard
+from tests.fast.sliced import CUTS, KINDS, cut_up, rewrite_slices, slices_in
+from tests.fast.trained import write_trained
+
+UP, NORM = "model.layers.1.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight"
+Shards = list[dict[str, tuple[Tensor, list[int], list[int]]]]
+
+
+def pack(source: Path, layout: str, out: Path, *args: str) -> Path:
+    packed = reshard("pack", source, "--layout", layout, "--out", out, *args)
+    assert packed.code == 0, packed.err
+    return out
+
+
+def sliced_and_whole(folder: Path, cut: str, layout: str = "pp=2", **config: Any) -> tuple[Path, Path]:
+    """Give a checkpoint in slices, and the same one in whole tensors."""
+    whole = write_trained(folder, layout, **config)
+    sliced = pack(whole, layout, folder / "sliced")
+    cut_up(sliced, CUTS[cut])
+    return sliced, whole
+
+
+def tensor_files(out: Path) -> dict[str, bytes]:
+    return {name: data for name, data in files_in(out).items() if name != "manifest.json"}
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), shape=st.lists(st.integers(1, 9), min_size=1, max_size=4))
+def test_any_grid_of_slices_is_merged_to_the_whole(data: st.DataObject, shape: list[int]) -> None:
+    axes = []
+    for size in shape:
+        cuts = data.draw(st.sets(st.integers(0, size), max_size=4))
+        axes.append(list(pairwise(sorted({0, size, *cuts}))))
+    values = np.random.default_rng(0).integers(0, 1 << 16, size=shape, dtype="<u2")
+    slices = []
+    for box in product(*axes):
+        part = values[tuple(slice(*ends) for ends in box)].tobytes()
+        offset, size = tuple(begin for begin, _ in box), tuple(end - begin for begin, end in box)
+        of = Slice(offset=offset, shape=size, whole_shape=tuple(shape))
+        slices.append(TensorAt("w", "BF16", size, HeldFile("f", part), 0, len(part), blake3(part).hexdigest(), of))
+    slices.sort(key=lambda one: one.offset)
+    whole = merge_slices(slices)
+    assert (whole.shape, whole.nbytes, whole.part) == (tuple(shape), 2 * prod(shape), None)
+    step = data.draw(st.integers(1, 40))
+    assert b"".join(map(bytes, read_blocks(whole, step))) == values.tobytes()
+
+
+@pytest.mark.parametrize("shape", [(700, 900), (512, 1024)])  # the second ends with a block
+@pytest.mark.parametrize("cut", ["rows", "columns", "both"])
+def test_slices_longer_than_a_block_are_merged(cut: str, shape: tuple[int, int]) -> None:
+    values = np.random.default_rng(0).integers(0, 1 << 32, size=shape, dtype="<u4")
+    slices = []
+    for offset, size in CUTS[cut](values.shape):
+        part = values[tuple(slice(begin, begin + n) for begin, n in zip(offset, size, strict=True))].tobytes()
+        of = Slice(offset=offset, shape=size, whole_shape=values.shape)
+        slices.append(TensorAt("w", "F32", size, HeldFile("f", part), 0, len(part), blake3(part).hexdigest(), of))
+    assert b"".join(map(bytes, read_blocks(merge_slices(slices)))) == values.tobytes()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("cut", CUTS)
+def test_merged_slices_are_the_whole_checkpoint(cut: str, tied: bool, tmp_path: Path) -> None:
+    sliced, whole = sliced_and_whole(tmp_path, cut, tie_word_embeddings=tied)
+    assert reshard("verify", sliced).code == 0, reshard("verify", sliced).out
+    merged = pack(sliced, "pp=4", tmp_path / "merged", "--merge-slices")
+    assert tensor_files(merged) == tensor_files(pack(whole, "pp=4", tmp_path / "expected"))
+    assert reshard("verify", merged, "--against", sliced).code == 0
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_slices_travel_as_they_are_and_keep_their_digests(cut: str, tmp_path: Path) -> None:
+    sliced, whole = sliced_and_whole(tmp_path, cut)
+    four = pack(sliced, "pp=4", tmp_path / "four")
+    assert reshard("verify", four, "--against", sliced).code == 0
+    assert reshard("verify", four, "--against", whole).code == 0
+    before = {(kind, fqn, str(one)) for kind in KINDS for index in range(2) for held in slices_in(sliced, index, kind)
+              for fqn, one in held.items()}  # fmt: skip
+    after = {(kind, fqn, str(one)) for kind in KINDS for index in range(4) for held in slices_in(four, index, kind)
+             for fqn, one in held.items()}  # fmt: skip
+    assert after == before
+    again = pack(pack(four, "pp=2", tmp_path / "two"), "pp=4", tmp_path / "again")
+    assert tensor_files(again) == tensor_files(four)
+
+
+@pytest.mark.parametrize("dtype", ["source", "bf16"])
+def test_export_is_that_of_the_whole_checkpoint(dtype: str, tmp_path: Path) -> None:
+    sliced, whole = sliced_and_whole(tmp_path, "both", tie_word_embeddings=True)
+    for out in (sliced, whole):
+        ended = reshard("export", out, "--to", "hf", "--dtype", dtype, "--out", tmp_path / f"{out.name}-hf")
+        assert ended.code == 0, ended.err
+    assert files_in(tmp_path / "sliced-hf") == files_in(tmp_path / "trained-hf")
+
+
+def test_diff_compares_values_and_says_that_they_are_sliced_otherwise(tmp_path: Path) -> None:
+    sliced, whole = sliced_and_whole(tmp_path, "columns")
+    four = pack(sliced, "pp=4", tmp_path / "four")
+    ended = reshard("diff", sliced, whole)
+    assert (ended.code, ended.out.splitlines()[-1]) == (
+        0, "117 tensors are equal, 90 have the same values in other slices; none differ",
+    )  # fmt: skip
+    ended = reshard("diff", sliced, four, "--json")
+    assert (ended.code, ended.json["num_equal"], ended.json["num_resliced"]) == (0, 117, 0)
+
+    def change(shards: Shards) -> None:
+        tensor, *where = shards[1][UP]
+        shards[1][UP] = (replace(tensor, data=bytes(len(tensor.data))), *where)
+
+    rewrite_slices(sliced, 0, "exp_avg", change)
+    ended = reshard("diff", sliced, four)
+    assert ended.code == 4
+    assert ended.out.splitlines()[-2].endswith("116 tensors are equal, 59 of them on another stage; 1 differ")
+    assert ended.out.splitlines()[-1].startswith(f"  exp_avg {UP}: bytes differ")
+
+
+def test_inspect_shows_where_slices_lie(tmp_path: Path) -> None:
+    sliced, _ = sliced_and_whole(tmp_path, "columns")
+    lines = [line.split() for line in reshard("inspect", sliced, "--tensors").out.splitlines() if UP in line]
+    assert [" ".join(line[2:-1]) for line in lines] == [
+        "F32 [24, 8] at [0, 0] of [24, 16]",
+        "F32 [24, 8] at [0, 8] of [24, 16]",
+    ]
+    stored = [one for one in reshard("inspect", sliced, "--tensors", "--json").json["tensors"] if one["fqn"] == UP]
+    assert [(one["shape"], one["offset"], one["whole_shape"]) for one in stored] == [
+        ([24, 8], [0, 0], [24, 16]),
+        ([24, 8], [0, 8], [24, 16]),
+    ]
+
+
+def without_one(shards: Shards) -> None:
+    del shards[1][UP]
+
+
+def twice(shards: Shards) -> None:
+    shards[1][UP] = shards[0][UP]
+
+
+def of_another_dtype(shards: Shards) -> None:
+    tensor, *where = shards[1][UP]
+    shards[1][UP] = (replace(tensor, dtype="I32"), *where)
+
+
+def of_another_whole(shards: Shards) -> None:
+    tensor, offset, _ = shards[1][UP]
+    shards[1][UP] = (tensor, offset, [24, 17])
+
+
+def beyond_the_whole(shards: Shards) -> None:
+    tensor, _, whole = shards[1][UP]
+    shards[1][UP] = (tensor, [0, 9], whole)
+
+
+@pytest.mark.parametrize("kind", ["weights", "exp_avg_sq"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without_one, "expected 384 elements in its slices, found 192"),
+        (twice, "is stored twice: [0, 0] to [24, 8] and [0, 0] to [24, 8]"),
+        (of_another_dtype, "'.dtype: expected F32 as in other slices, found I32"),
+        (of_another_whole, "is a slice of [24, 17] here and of [24, 16] elsewhere"),
+        (beyond_the_whole, "expected to lie in [24, 16], found [0, 9] to [24, 17]"),
+    ],
+)
+def test_slices_that_are_not_exactly_the_tensor_are_refused_and_nothing_is_written(
+    change: Callable[[Shards], None], message: str, kind: str, tmp_path: Path
+) -> None:
+    sliced, _ = sliced_and_whole(tmp_path, "columns")
+    rewrite_slices(sliced, 0, kind, change)
+    for verb in (("pack", sliced, "--layout", "pp=4"), ("export", sliced, "--to", "hf")):
+        ended = reshard(*verb, "--out", tmp_path / "out")
+        assert ended.code == 3
+        assert UP in ended.err
+        assert message in ended.err
+        assert not (tmp_path / "out").exists()
+    verified = reshard("verify", sliced)
+    assert verified.code == 4
+    assert message in verified.out
+
+
+@pytest.mark.parametrize("verb", ["export", "pack"])
+def test_damage_of_a_slice_is_named(verb: str, tmp_path: Path) -> None:
+    sliced, whole = sliced_and_whole(tmp_path, "columns")
+    shard = sliced / "stage-001/model-00002-of-00002.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    args = ("--to", "hf") if verb == "export" else ("--layout", "pp=1", "--merge-slices")
+    ended = reshard(verb, sliced, *args, "--out", tmp_path / "out")
+    assert ended.code == 3
+    assert re.match(rf"error: {shard}: '([a-z0-9_.]+)': expected blake3:", ended.err), ended.err
+    verified = reshard("verify", sliced, "--against", whole)
+    assert verified.code == 4
+    (line,) = verified.out.splitlines()[1:]
+    assert line.strip().partition(": expected")[0] == ended.err.removeprefix("error: ").partition(": expected")[0]
+
+
+def test_manifest_of_slices_counts_a_tensor_once(tmp_path: Path) -> None:
+    sliced, whole = sliced_and_whole(tmp_path, "both")
+    four = pack(sliced, "pp=4", tmp_path / "four")
+    expected = pack(whole, "pp=4", tmp_path / "expected")
+    counts = [
+        [(stage["num_tensors"], stage["nbytes"]) for stage in json.loads((out / "manifest.json").read_text())["stages"]]
+        for out in (four, expected)
+    ]
+    assert counts[0] == counts[1]
+    assert reshard("verify", four).out.startswith("verified 117 tensors, ")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_torchs_own_reader_loads_a_stage_of_slices(kind: str, tmp_path: Path) -> None:
+    from torch.distributed import checkpoint
+
+    sliced, whole = sliced_and_whole(tmp_path, "both")
+    four = pack(sliced, "pp=4", tmp_path / "four")
+    expected = pack(whole, "pp=4", tmp_path / "expected")
+    below = Path("stage-001") / ("" if kind == "weights" else kind)
+    tensors = read_safetensors((expected / below / "model.safetensors").read_bytes())
+    state = {fqn: torch.zeros(tensor.shape) for fqn, tensor in tensors.items()}
+    with warnings.catch_warnings(action="ignore"):  # there is one process, and it says so
+        checkpoint.load(state, storage_reader=checkpoint.HuggingFaceStorageReader(str(four / below)), no_dist=True)
+    assert {fqn: found.numpy().tobytes() for fqn, found in state.items()} == {
+        fqn: tensor.data for fqn, tensor in tensors.items()
+    }

@@ -1,0 +1,77 @@
+"""How files reach the disk: the same bytes by every road, modes that the umask leaves, synced before they show."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.builders import files_in, llama_config, reshard, write_model
+
+CONFIG = llama_config(hidden_size=256, intermediate_size=1024, num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write some megabytes, so that blocks and sectors are filled."""
+    folder = tmp_path_factory.mktemp("options") / "source"
+    write_model(folder, CONFIG, num_shards=3)
+    return folder
+
+
+@pytest.fixture
+def strict_umask() -> Iterator[None]:
+    before = os.umask(0o027)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.parametrize("flags", [("--io", "direct"), ("--io", "buffered"), ("--no-sync",)], ids=" ".join)
+def test_every_road_to_the_disk_writes_the_same_bytes(flags: tuple[str, ...], source: Path, tmp_path: Path) -> None:
+    assert reshard("pack", source, "--layout", "pp=2", "--out", tmp_path / "plain").code == 0
+    assert reshard("pack", source, "--layout", "pp=2", "--out", tmp_path / "asked", *flags).code == 0
+    assert files_in(tmp_path / "asked") == files_in(tmp_path / "plain")
+    assert reshard("export", tmp_path / "asked", "--to", "hf", "--out", tmp_path / "back", *flags).code == 0
+    assert files_in(tmp_path / "back") == files_in(source)
+
+
+@pytest.mark.usefixtures("strict_umask")
+def test_files_have_the_modes_that_the_umask_leaves(source: Path, tmp_path: Path) -> None:
+    assert reshard("pack", source, "--layout", "pp=2", "--out", tmp_path / "out").code == 0
+    assert reshard("export", tmp_path / "out", "--to", "hf", "--out", tmp_path / "back").code == 0
+    found = [tmp_path / "out", tmp_path / "back", *(tmp_path / "out").rglob("*"), *(tmp_path / "back").rglob("*")]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in found if path.is_file()} == {0o640}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in found if path.is_dir()} == {0o750}
+
+
+@pytest.mark.parametrize("verb", ["pack", "export"])
+def test_everything_is_on_disk_before_the_folder_has_its_name(
+    verb: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel is asked as ever; what it is asked to sync, and when the rename comes, is written down."""
+    events: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def noted_fsync(descriptor: int) -> None:
+        events.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def noted_rename(old: Path, new: Path) -> None:
+        events.append(f"{old} -> {new}")
+        rename(old, new)
+
+    assert reshard("pack", source, "--layout", "pp=2", "--out", tmp_path / "packed").code == 0
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "rename", noted_rename)
+    command = {"pack": ("pack", source, "--layout", "pp=3"), "export": ("export", tmp_path / "packed", "--to", "hf")}
+    out, partial = tmp_path / "out", tmp_path / ".out.partial"
+    assert reshard(*command[verb], "--out", out).code == 0
+    committed = events.index(f"{partial} -> {out}")
+    for path in [out, *out.rglob("*")]:
+        name = partial / path.relative_to(out)
+        names = {str(name), str(name.with_name(f".{name.name}.partial"))}  # small files are renamed
+        assert not names.isdisjoint(events[:committed]), name
+    assert events[committed + 1 :] == [str(tmp_path)]
