@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
+from manifests.errors import InputError
 from manifests.models import model_shape
+from runner.families.decoders import DECODERS
 from runner.pieces import Piece
 from runner.recipe import check_trainable
 
@@ -47,7 +52,8 @@ class Family(Protocol):
     def pieces(self, name: str, memory: torch.Tensor, offset: tuple[int, ...]) -> tuple[Piece, ...]:
         """Give the parts of Hugging Face tensors that lie in `memory`.
 
-        `memory` is a box of the parameter `name`, or of a moment of it, that begins at `offset`.
+        `memory` is a box, which begins at `offset`, of the parameter `name`, of a moment of it, or of a buffer
+        that files hold.
         """
         ...
 
@@ -63,11 +69,33 @@ def family_for(config: Mapping[str, object], *, max_seq_len: int, where: str = "
     return FAMILIES[architecture](config, max_seq_len, where)
 
 
-def _llama(config: Mapping[str, object], max_seq_len: int, where: str) -> Family:
+def _titan(module: str, name: str, config: Mapping[str, object], max_seq_len: int, where: str) -> Family:
     # torchtitan takes seconds to import: not before a model is wanted.
-    from runner.families.llama import Llama
+    family: Family = getattr(import_module(f"runner.families.{module}"), name)(
+        config, max_seq_len=max_seq_len, where=where
+    )
+    return family
 
-    return Llama(config, max_seq_len=max_seq_len, where=where)
+
+def _transformers(config: Mapping[str, object], max_seq_len: int, where: str) -> Family:
+    # Asked of the installation before the import, so that a failing import keeps its traceback.
+    if find_spec("transformers") is None:
+        raise InputError(
+            "transformers",
+            f"{model_shape(config, where).architecture} trains on its model code, and it is not installed",
+            "pip install 'reshard[runner,transformers]'",
+        )
+    from runner.families.transformers import Transformers
+
+    return Transformers(config, max_seq_len=max_seq_len, where=where)
 
 
-FAMILIES: Mapping[str, Callable[[Mapping[str, object], int, str], Family]] = {"LlamaForCausalLM": _llama}
+FAMILIES: Mapping[str, Callable[[Mapping[str, object], int, str], Family]] = {
+    "DeepseekV3ForCausalLM": partial(_titan, "deepseek_v3", "DeepSeekV3"),
+    "GptOssForCausalLM": partial(_titan, "gpt_oss", "GptOss"),
+    "LlamaForCausalLM": partial(_titan, "llama", "Llama"),
+    "MistralForCausalLM": partial(_titan, "llama", "Mistral"),
+    "Qwen3ForCausalLM": partial(_titan, "qwen3", "Qwen3"),
+    "Qwen3MoeForCausalLM": partial(_titan, "qwen3", "Qwen3Moe"),
+    **dict.fromkeys(DECODERS, _transformers),
+}

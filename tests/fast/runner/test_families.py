@@ -89,11 +89,11 @@ def test_rotary_cache_holds_the_training_length_in_float32() -> None:
         ),
         (
             {"rope_scaling": {"type": "linear", "factor": 2.0}},
-            "config.json: rope_scaling.rope_type: 'linear' is not modelled\nhint: known: default, llama3",
+            "config.json: rope_scaling.rope_type: 'linear' is not modelled\nhint: known: default, llama3, yarn",
         ),
         (
-            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
-            "config.json: rope_parameters.rope_type: 'yarn' is not modelled\nhint: known: default, llama3",
+            {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}},
+            "config.json: rope_parameters.rope_type: 'longrope' is not modelled\nhint: known: default, llama3, yarn",
         ),
         (
             {"rope_parameters": {"rope_type": "llama3", "factor": -8}},

@@ -1,0 +1,27 @@
+"""Which layers see a window of the last keys alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from manifests.models import ConfigReader
+
+__all__ = ["windows_of"]
+
+_KINDS = ("full_attention", "sliding_attention")
+
+
+def windows_of(read: ConfigReader, window: int | None, usual: Sequence[bool]) -> tuple[int | None, ...]:
+    """Give each layer's window: where `layer_types` says so, and as usual where the config does not have it.
+
+    Raises:
+        InputError: a kind of layer that is not known, one too many or too few, or windows without a width.
+    """
+    kinds = read.names("layer_types") or tuple(_KINDS[is_sliding] for is_sliding in usual)
+    if len(kinds) != len(usual):
+        raise read.error("layer_types", f"expected {len(usual)}, one for each layer, found {len(kinds)}")
+    if unknown := sorted(set(kinds).difference(_KINDS)):
+        raise read.error("layer_types", f"{unknown[0]!r} is not modelled", f"known: {', '.join(_KINDS)}")
+    if window is None and _KINDS[1] in kinds:
+        raise read.error("sliding_window", "expected a positive integer, found nothing", "layer_types asks for windows")
+    return tuple(window if kind == _KINDS[1] else None for kind in kinds)
