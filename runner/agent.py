@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import signal
+import socket
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from manifests.errors import UserError
+from manifests.store import read_manifest
 
 __all__ = ["main"]
 
@@ -45,9 +52,25 @@ def _end(rank: int, failure: ProcessFailure) -> int:
     if failure.exitcode < 0:
         name = _signal_name(-failure.exitcode)
         hint = "\nhint: out of memory? the kernel kills with SIGKILL; see dmesg" if name == "SIGKILL" else ""
-        print(f"error: rank {rank}: ended by {name}; all ranks were stopped{hint}", file=sys.stderr)
+        print(
+            f"error: rank {rank}{_place_of(rank, sys.argv)}: ended by {name}; all ranks were stopped{hint}",
+            file=sys.stderr,
+        )
         return _RANK_FAILED
     return failure.exitcode if failure.exitcode in _OUR_CODES else _RANK_FAILED
+
+
+def _place_of(rank: int, argv: Sequence[str]) -> str:
+    """Say which stages a rank holds, and on which node, where the command line tells."""
+    flags = dict(itertools.pairwise(argv))
+    try:
+        nnodes, nproc = int(flags.get("--nnodes", "1")), int(flags["--nproc-per-node"])
+        placement = read_manifest(Path(argv[argv.index("runner.worker") + 1])).placement
+        stages = placement.stages_on(rank * placement.num_ranks // (nnodes * nproc))
+    except (UserError, ValueError, KeyError, IndexError):
+        return ""
+    node = f", node {socket.gethostname()}" if nnodes > 1 else ""
+    return f" (stage {', '.join(map(str, stages))}{node})"
 
 
 def _signal_name(number: int) -> str:

@@ -1,0 +1,214 @@
+"""`runner launch`, and `status`, `logs` and `cancel` of what it submitted. No torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from manifests.errors import UsageError
+from manifests.store import find_manifest, read_manifest
+from runner.launch.job import SCHEDULERS, Job, read_environment, read_job_file
+from runner.launch.local import check_request, launch_here
+from runner.launch.nodes import check_memory, parse_nnodes, plan_nodes, printed
+from runner.options import parse_training
+
+__all__ = ["cancel", "launch", "logs", "report", "status"]
+
+
+def _read_job(context: click.Context, parameter: click.Parameter, path: Path | None) -> None:
+    """Let a job file's values be the defaults of the flags."""
+    if path is None:
+        return
+    flags = [param.opts[-1].removeprefix("--") for param in context.command.params if isinstance(param, click.Option)]
+    values = read_job_file(path, [*(flag for flag in flags if flag != "job"), "manifest"])
+    context.obj = values.pop("training")
+    context.default_map = values
+
+
+class _BeforeTraining(click.Command):
+    """A command whose own words end at `--`; what follows is kept for the ranks."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        own = args[: args.index("--")] if "--" in args else args
+        ctx.meta["training"] = tuple(args[len(own) + 1 :])
+        return super().parse_args(ctx, own)
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return [*super().collect_usage_pieces(ctx), "-- [TRAINING OPTIONS]"]
+
+
+@click.command(cls=_BeforeTraining)
+@click.argument("manifest", type=click.Path(path_type=Path), required=False)
+@click.option(
+    "--job", type=click.Path(path_type=Path), is_eager=True, expose_value=False, callback=_read_job, metavar="FILE",
+    help="TOML of flags, manifest and a [training] table; flags given beside it win.",
+)  # fmt: skip
+@click.option("--scheduler", type=click.Choice(SCHEDULERS), default="local", help="Where the ranks are started.")
+@click.option("--nnodes", metavar="N", default="1", help="Nodes of the job.")
+@click.option(
+    "--nproc-per-node", type=click.IntRange(min=1), metavar="N",
+    show_default="the manifest's pipeline ranks, over the nodes", help="Ranks to start on each node.",
+)  # fmt: skip
+@click.option("--gpu-memory", type=click.FloatRange(min=0), metavar="GIB", help="Refuse stages that do not fit this.")
+@click.option("--env", multiple=True, metavar="K[=V]", help="Set K for the ranks; without V, to its value here.")
+@click.option("--image", metavar="NAME", help="Container image (Slurm: with pyxis).")
+@click.option("--mount", multiple=True, metavar="FROM:TO", help="Show a folder, or a volume claim, in the container.")
+@click.option("--partition", metavar="NAME", help="Slurm's.")
+@click.option("--account", metavar="NAME", help="Slurm's.")
+@click.option("--qos", metavar="NAME", help="Slurm's.")
+@click.option("--time", metavar="LIMIT", help="Slurm's time limit, such as 4:00:00.")
+@click.option("--sbatch-arg", multiple=True, metavar="ARG", help="One more line for sbatch, such as --gpus-per-node=8.")
+@click.option("--signal", metavar="USR2@SECONDS", help="Save and stop so long before the time limit.")
+@click.option(
+    "--restarts", type=click.IntRange(min=0), default=0, metavar="N", help="Start all ranks again up to N times."
+)
+@click.option("--requeue", is_flag=True, help="Queue the job again when it was stopped at a signal.")
+@click.option("--name", metavar="NAME", show_default="the manifest's folder", help="Name of the job.")
+@click.option("--log-dir", type=click.Path(path_type=Path), metavar="DIR", help="As --log-dir after --.")
+@click.option("--follow", is_flag=True, help="Print what the job prints until it ends.")
+@click.option("--dry-run", is_flag=True, help="Print what would be run or submitted, and stop.")
+def launch(
+    manifest: Path | None, scheduler: str, nnodes: str,
+    nproc_per_node: int | None, gpu_memory: float | None, follow: bool, dry_run: bool, log_dir: Path | None,
+    name: str | None, **asked: Any,
+) -> None:  # fmt: skip
+    """Train the model of MANIFEST: on this machine, under torchrun, or on the nodes of a cluster.
+
+    What follows -- is for the training; "runner launch MANIFEST -- --help" lists it.
+
+    \b
+    Examples:
+      runner launch ./Llama-3.2-1B-pp2 --nproc-per-node 2 -- --steps 100 --data text/
+      runner launch --job job.toml --scheduler slurm --nnodes 4 --dry-run
+    """
+    context = click.get_current_context()
+    if manifest is None:
+        raise UsageError("MANIFEST", "is missing", "runner launch DIR/manifest.json, or manifest = … in the job file")
+    training = (*(context.obj or ()), *context.meta["training"], *(("--log-dir", str(log_dir)) if log_dir else ()))
+    options = parse_training(training)
+    path = find_manifest(manifest).resolve()
+    found, num_nodes = read_manifest(path), parse_nnodes(nnodes)
+    each = nproc_per_node or max(1, found.layout.num_ranks // num_nodes)
+    degrees = check_request(found, options, num_nodes * each)
+    if gpu_memory is not None:
+        num_shards = degrees.shard * degrees.tensor
+        check_memory(found, num_shards=num_shards, param_nbytes=options.compute.param_nbytes, gpu_gib=gpu_memory)
+    if scheduler == "local":
+        _refuse_clusters(context, num_nodes)
+        launch_here((str(path), *training), nproc_per_node=each, dry_run=dry_run)
+        return
+    plans = plan_nodes(found, num_nodes, each)
+    click.echo(printed(plans), err=True)
+    _submit(
+        Job(
+            manifest=path,
+            training=training,
+            name=name or path.parent.name.lower(),
+            log_dir=options.log_dir.resolve(),
+            nnodes=num_nodes,
+            nproc_per_node=each,
+            environment=read_environment(asked["env"]),
+            image=asked["image"],
+            mounts=asked["mount"],
+            sbatch_args=asked["sbatch_arg"],
+            **{field: asked[field] for field in _PLAIN_FIELDS},
+        ),
+        scheduler,
+        follow=follow,
+        dry_run=dry_run,
+    )
+
+
+_PLAIN_FIELDS = ("partition", "account", "qos", "time", "signal", "restarts", "requeue")
+_CLUSTERS = ("env", "image", "mount", "sbatch_arg", "name", "follow", *_PLAIN_FIELDS)
+
+
+def _refuse_clusters(context: click.Context, num_nodes: int) -> None:
+    given = [name for name in _CLUSTERS if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    if num_nodes > 1:
+        given.insert(0, "nnodes")
+    if given:
+        flag = "--" + given[0].replace("_", "-")
+        raise UsageError(flag, "needs --scheduler slurm or jobset", "without one, all ranks run on this machine")
+
+
+def _submit(job: Job, scheduler: str, *, follow: bool, dry_run: bool) -> None:
+    from runner.launch import jobset, slurm
+    from runner.launch.record import write_record
+    from runner.launch.watch import follow as follow_job
+
+    backend = slurm if scheduler == "slurm" else jobset
+    if dry_run:
+        click.echo(backend.render(job), nl=False)
+        return
+    record = backend.submit(job)
+    write_record(job.log_dir, record)
+    click.echo(f"submitted {record.name} as {scheduler} job {record.id}; runner status {job.log_dir}")
+    if follow:
+        sys.exit(follow_job(record, Path(record.output), lambda text: click.echo(text, nl=False)))
+
+
+_LOG_DIR = click.argument("log_dir", type=click.Path(path_type=Path), metavar="LOG_DIR")
+
+
+@click.command()
+@_LOG_DIR
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def status(log_dir: Path, as_json: bool) -> None:
+    """Say what a submitted job does and how far it has come."""
+    from runner.launch import watch
+
+    found = watch.status(log_dir)
+    if as_json:
+        click.echo(json.dumps(found))
+        return
+    why = f" ({found['reason']})" if found.get("reason") else ""
+    where = f" on {found['nodes']}" if found.get("nodes") else ""
+    again = f", queued again {found['requeues']} times" if found.get("requeues") else ""
+    click.echo(f"{found['name']}: {found['scheduler']} job {found['id']} is {found['state']}{why}{where}{again}")
+    if found["last_step"] is not None:
+        saved = f", last checkpoint {found['last_checkpoint']}" if found["last_checkpoint"] else ""
+        click.echo(f"step {found['last_step']}{saved}")
+
+
+@click.command()
+@_LOG_DIR
+@click.option("-f", "--follow", is_flag=True, help="Go on printing until the job ends.")
+@click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Only what this rank logs.")
+def logs(log_dir: Path, follow: bool, rank: int | None) -> None:
+    """Print what a submitted job has printed."""
+    from runner.launch import watch
+
+    watch.show_logs(log_dir, lambda text: click.echo(text, nl=False), rank=rank, is_followed=follow)
+
+
+@click.command()
+@_LOG_DIR
+def cancel(log_dir: Path) -> None:
+    """End a submitted job."""
+    from runner.launch import watch
+
+    record = watch.cancel(log_dir)
+    click.echo(f"cancelled {record.scheduler} job {record.id}")
+
+
+@click.command()
+@_LOG_DIR
+@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", show_default="LOG_DIR/report.html")
+def report(log_dir: Path, out: Path | None) -> None:
+    """Draw a run as one HTML page: loss, throughput, and, of steps that --trace wrote, the pipeline.
+
+    \b
+    Example:
+      runner launch ./packed -- --data text/ --steps 100 --trace 20-30 && runner report runner-log
+    """
+    from runner.report.page import write_report
+
+    path = out or log_dir / "report.html"
+    said = write_report(log_dir, path)
+    click.echo(f"{path}: {said}")

@@ -1,0 +1,136 @@
+"""Slurm: a batch script that says all, handed to sbatch; what became of it, asked of scontrol. No torch."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from manifests.errors import UserError
+from runner.launch.job import Job
+from runner.launch.record import JobRecord
+
+__all__ = ["SlurmState", "cancel", "find_state", "render", "submit"]
+
+_LIMIT_S = 60  # no command of Slurm's may take longer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlurmState:
+    """What Slurm says of a job: `RUNNING` or another of its words, why, where, and how often it was queued again."""
+
+    word: str
+    reason: str
+    nodes: str
+    num_requeues: int
+    exit_code: int
+
+    @property
+    def is_over(self) -> bool:
+        return self.word in _OVER
+
+
+_OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
+
+
+def render(job: Job) -> str:
+    """Give the batch script of a job: what sbatch is told, what the ranks see, and what runs."""
+    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(job)), ""]
+    # Values hold commas and spaces: sbatch's own --export could not carry them.
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in job.environment]
+    lines += [f"exec {shlex.join(_supervisor(job))}", ""]
+    return "\n".join(lines)
+
+
+def submit(job: Job) -> JobRecord:
+    """Hand a job to Slurm.
+
+    Raises:
+        UserError: there is no Slurm here, or it refuses the job.
+    """
+    job.log_dir.mkdir(parents=True, exist_ok=True)
+    number = _call(["sbatch", "--parsable"], standard_input=render(job)).strip().partition(";")[0]
+    return JobRecord(scheduler="slurm", id=number, name=job.name, output=_output(job).replace("%j", number))
+
+
+def find_state(record: JobRecord) -> SlurmState:
+    """Ask Slurm what a job does.
+
+    Raises:
+        UserError: Slurm cannot be asked, or has forgotten the job.
+    """
+    shown = _call(["scontrol", "show", "job", "-o", record.id])
+    fields = dict(word.partition("=")[::2] for word in shown.split() if "=" in word)
+    return SlurmState(
+        word=fields.get("JobState", "UNKNOWN"),
+        reason="" if fields.get("Reason") == "None" else fields.get("Reason", ""),
+        nodes="" if fields.get("NodeList") == "(null)" else fields.get("NodeList", ""),
+        num_requeues=int(fields.get("Restarts", "0")),
+        exit_code=int(fields.get("ExitCode", "0:0").partition(":")[0]),
+    )
+
+
+def cancel(record: JobRecord) -> None:
+    """End a job; one that has ended stays as it is."""
+    _call(["scancel", record.id])
+
+
+def _options(job: Job) -> list[str]:
+    given: Mapping[str, str | int | None] = {
+        "--job-name": job.name,
+        "--nodes": job.nnodes,
+        "--ntasks-per-node": 1,
+        "--chdir": str(Path.cwd()),
+        "--output": _output(job),
+        "--open-mode": "append",
+        "--partition": job.partition,
+        "--account": job.account,
+        "--qos": job.qos,
+        "--time": job.time,
+        "--signal": job.signal,
+    }
+    options = [f"{flag}={shlex.quote(str(value))}" for flag, value in given.items() if value is not None]
+    return [*options, "--requeue" if job.requeue else "--no-requeue", *job.sbatch_args]
+
+
+def _output(job: Job) -> str:
+    return str(job.log_dir / "slurm-%j.out")
+
+
+def _supervisor(job: Job) -> list[str]:
+    command = [
+        sys.executable, "-m", "runner.supervise",
+        "--nnodes", str(job.nnodes), "--nproc-per-node", str(job.nproc_per_node), "--restarts", str(job.restarts),
+    ]  # fmt: skip
+    if job.requeue:
+        command.append("--requeue")
+    if job.image is not None:
+        command += ["--python", "python3"]  # the image's
+    command += [f"--srun-arg={argument}" for argument in _container(job)]
+    return [*command, str(job.manifest), "--", *job.training]
+
+
+def _container(job: Job) -> list[str]:
+    """Give the flags that the container plugin pyxis adds to srun."""
+    if job.image is None:
+        return []
+    mounts = (f"--container-mounts={','.join(job.mounts)}",) if job.mounts else ()
+    return [f"--container-image={job.image}", *mounts]
+
+
+def _call(command: Sequence[str], standard_input: str = "") -> str:
+    where = command[0]
+    try:
+        done = subprocess.run(command, input=standard_input, capture_output=True, text=True, timeout=_LIMIT_S)
+    except FileNotFoundError as error:
+        hint = "run it where Slurm's commands are, on a login node"
+        raise UserError(where, "is not on this machine", hint) from error
+    except subprocess.TimeoutExpired as error:
+        raise UserError(where, f"did not answer within {_LIMIT_S} s", "is slurmctld up? scontrol ping says") from error
+    if done.returncode:
+        said = " ".join(done.stderr.split()).removeprefix(f"{where}: error: ")
+        raise UserError(where, said or f"ended with code {done.returncode}")
+    return done.stdout

@@ -1,0 +1,43 @@
+"""How far a run has come and how it ended: `state.json` in its log folder, for whoever started it. No torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+__all__ = ["STATE_NAME", "Ended", "RunState", "clear_state", "read_state", "write_state"]
+
+STATE_NAME = "state.json"
+
+# done: all steps are taken; stopped: at a signal, after a checkpoint.
+Ended = Literal["done", "stopped"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunState:
+    """How the last run with this log folder ended; there is none while it runs, and after a failure."""
+
+    step: int
+    ended: Ended
+
+
+def write_state(log_dir: Path, state: RunState) -> None:
+    partial = log_dir / f".{STATE_NAME}.partial"
+    partial.write_text(json.dumps({"version": 1, **asdict(state)}) + "\n")
+    partial.replace(log_dir / STATE_NAME)
+
+
+def clear_state(log_dir: Path) -> None:
+    (log_dir / STATE_NAME).unlink(missing_ok=True)
+
+
+def read_state(log_dir: Path) -> RunState | None:
+    """Give how the last run ended; None where it left no word."""
+    try:
+        found = json.loads((log_dir / STATE_NAME).read_bytes())
+        state = RunState(step=int(found["step"]), ended=found["ended"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return state if state.ended in get_args(Ended) else None

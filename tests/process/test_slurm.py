@@ -1,0 +1,186 @@
+"""Jobs on a real Slurm of this machine: submitted, watched, killed, preempted and gone on with."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fast.runner.tiny import save_model
+from tests.servers.slurm import Slurm, missing_for_slurm, start_slurm
+
+MISSING = missing_for_slurm()
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(MISSING is not None, reason=f"no Slurm: {MISSING}"),
+]
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAINING = ("--data", "synthetic", "--seq-len", "16", "--global-batch", "48", "--microbatch", "1", "--timeout", "60")
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    save_model(folder / "tied", tie_word_embeddings=True)
+    command = [
+        sys.executable,
+        "-m",
+        "reshard.cli",
+        "pack",
+        folder / "tied",
+        "--layout",
+        "pp=4",
+        "--out",
+        folder / "pp4",
+    ]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
+    return folder / "pp4"
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    with start_slurm(tmp_path_factory.mktemp("slurm"), ("node2", "node10")) as cluster:
+        yield cluster
+
+
+def runner(slurm: Slurm, *arguments: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+    return slurm.run("env", f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1", sys.executable, "-m", "runner.cli",
+                     *arguments, check=check)  # fmt: skip
+
+
+def submit(slurm: Slurm, packed: Path, log: Path, *training: str | Path, flags: tuple[str, ...] = ()) -> None:
+    where = ("--scheduler", "slurm", "--nnodes", "2", "--nproc-per-node", "2", "--name", "tiny", "--log-dir", log)
+    runner(slurm, "launch", packed, *where, *flags, "--", *TRAINING, *training)
+
+
+def state(slurm: Slurm, log: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads(runner(slurm, "status", log, "--json").stdout)
+    return found
+
+
+def wait_for_end(slurm: Slurm, log: Path, limit_s: float = 120) -> str:
+    deadline = time.monotonic() + limit_s
+    while (found := state(slurm, log))["state"] in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"):
+        if found["reason"] == "BeginTime":  # after a requeue Slurm waits for two minutes
+            slurm.run("scontrol", "update", f"jobid={found['id']}", "StartTime=now", check=False)
+        assert time.monotonic() < deadline, f"{found}\n{runner(slurm, 'logs', log, check=False).stdout}"
+        time.sleep(0.5)
+    return str(found["state"])
+
+
+def losses(log: Path) -> dict[int, float]:
+    """Give the loss of each step; one taken twice counts as it was taken last."""
+    lines = map(json.loads, (log / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def test_job_over_two_nodes_trains_and_is_watched_by_its_log_folder(slurm: Slurm, packed: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    submit(slurm, packed, log, "--steps", "3")
+    assert wait_for_end(slurm, log) == "COMPLETED", runner(slurm, "logs", log).stdout
+    assert sorted(losses(log)) == [1, 2, 3]
+    said = runner(slurm, "logs", log).stdout
+    assert "step 3/3" in said
+    assert runner(slurm, "status", log).stdout.splitlines()[1] == "step 3"
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(packed: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Give the losses of 40 steps on this machine, without Slurm."""
+    log = tmp_path_factory.mktemp("uninterrupted")
+    command = [sys.executable, "-m", "runner.cli", "launch", packed, "--", *TRAINING, "--steps", "40", "--log-dir", log]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, capture_output=True,
+                   timeout=120)  # fmt: skip
+    return losses(log)
+
+
+def begin_long(slurm: Slurm, packed: Path, tmp_path: Path, *flags: str) -> Path:
+    """Submit a run of 40 steps, and wait until it has saved one of them."""
+    log, history = tmp_path / "log", tmp_path / "history"
+    saving = ("--checkpoint", history, "--checkpoint-every", "5", "--resume", "auto")
+    submit(slurm, packed, log, "--steps", "40", *saving, flags=flags)
+    wait_until(lambda: (history / "step-000005" / "manifest.json").is_file(), slurm, log)
+    return log
+
+
+def wait_until(is_so: Callable[[], bool], slurm: Slurm, log: Path, limit_s: float = 60) -> float:
+    """Wait for something to come true, and give the seconds that it took."""
+    begun = time.monotonic()
+    while not is_so():
+        said = runner(slurm, "logs", log, check=False).stdout
+        assert time.monotonic() < begun + limit_s, f"{state(slurm, log)}\n{said}"
+        time.sleep(0.2)
+    return time.monotonic() - begun
+
+
+def hosts_of_ranks(log: Path) -> list[str]:
+    beats = sorted((log / "heartbeat").glob("rank-*.json"))
+    return [json.loads(beat.read_text())["host"] for beat in beats]
+
+
+def ranks_on(slurm: Slurm, node: str) -> list[int]:
+    """Give the processes of a node's ranks."""
+    commands = {pid: command_of(pid) for pid in slurm.network.pids(node)}
+    return [pid for pid, command in commands.items() if "runner.worker" in command and "runner.agent" not in command]
+
+
+def command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def test_killed_rank_is_started_again_from_the_last_checkpoint_within_a_minute(
+    slurm: Slurm, packed: Path, tmp_path: Path, uninterrupted: dict[int, float]
+) -> None:
+    log = begin_long(slurm, packed, tmp_path, "--restarts", "1")
+    os.kill(ranks_on(slurm, "node10")[0], signal.SIGKILL)
+    said = log / "rank-00000.log"
+    assert wait_until(lambda: said.read_text().count("going on from") == 1, slurm, log) < 60
+    assert wait_for_end(slurm, log) == "COMPLETED", runner(slurm, "logs", log).stdout
+    assert losses(log) == uninterrupted
+
+
+def test_preempted_job_saves_is_queued_again_and_loses_nothing(
+    slurm: Slurm, packed: Path, tmp_path: Path, uninterrupted: dict[int, float]
+) -> None:
+    log = begin_long(slurm, packed, tmp_path, "--requeue")
+    hosts = hosts_of_ranks(log)
+    assert hosts == ["node2", "node2", "node10", "node10"]
+    urgent = slurm.run("sbatch", "--parsable", "-p", "urgent", "-N2", "--exclusive", "--output=/dev/null",
+                       "--wrap", "sleep 1").stdout.strip()  # fmt: skip
+    wait_until(lambda: "COMPLETED" in slurm.run("scontrol", "show", "job", urgent).stdout, slurm, log)
+    assert wait_for_end(slurm, log) == "COMPLETED", runner(slurm, "logs", log).stdout
+    assert state(slurm, log)["requeues"] == 1
+    assert "stopped at a signal after step" in runner(slurm, "logs", log).stdout
+    assert losses(log) == uninterrupted
+    assert hosts_of_ranks(log) == hosts
+
+
+@pytest.mark.slow
+def test_job_whose_node_dies_is_queued_again_and_loses_nothing(
+    slurm: Slurm, packed: Path, tmp_path: Path, uninterrupted: dict[int, float]
+) -> None:
+    log = begin_long(slurm, packed, tmp_path, "--requeue")
+    slurm.network.kill("node10")
+    wait_until(lambda: state(slurm, log)["requeues"] == 1, slurm, log, limit_s=120)
+    slurm.start_node("node10")
+    assert wait_for_end(slurm, log) == "COMPLETED", runner(slurm, "logs", log).stdout
+    assert losses(log) == uninterrupted
+
+
+def test_cancelled_job_ends_and_leaves_no_process(slurm: Slurm, packed: Path, tmp_path: Path) -> None:
+    log = begin_long(slurm, packed, tmp_path)
+    runner(slurm, "cancel", log)
+    assert wait_for_end(slurm, log) == "CANCELLED"
+    wait_until(lambda: not [*ranks_on(slurm, "node2"), *ranks_on(slurm, "node10")], slurm, log)
