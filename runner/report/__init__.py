@@ -1,0 +1,1 @@
+"""A run's metrics and traces turned into one page. No torch."""

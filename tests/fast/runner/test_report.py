@@ -1,0 +1,131 @@
+"""A run's page, from metrics and traces whose numbers are known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from manifests.errors import InputError
+from manifests.placement import Placement
+from manifests.schedules import Costs, schedule_table, simulate
+from runner.report.page import write_report
+from runner.report.plan import planned
+from runner.report.read import read_run
+from runner.trace import Recorder, RunShape, Tracer, trace_path
+
+CASES = (("1F1B", 4, "loop", 6), ("Interleaved1F1B", 8, "loop", 8), ("ZBVZeroBubble", 8, "v", 8))
+
+
+def write_metrics(log_dir: Path, num_steps: int = 4) -> None:
+    lines = [{"step": s, "loss": 4.0 - s / 10, "tokens_per_s": 100.0 + s} for s in range(1, num_steps + 1)]
+    lines += [{"step": 4, "checkpoint": "c/step-000004", "stall_s": 0.25}, {"step": 4, "eval_loss": 3.5}]
+    (log_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def write_traces(log_dir: Path, schedule: str, placement: Placement, num_microbatches: int) -> float:
+    """Write what ranks would run that keep to the schedule, and give its bubble."""
+    num_stages = placement.num_stages
+    costs = Costs(
+        forward_s=tuple(0.010 + 0.001 * stage for stage in range(num_stages)),
+        input_s=tuple(0.012 for _ in range(num_stages)),
+        weight_s=tuple(0.009 for _ in range(num_stages)),
+    )
+    timeline = simulate(schedule_table(schedule, placement, num_microbatches), costs)
+    run = {
+        "schedule": schedule, "num_stages": num_stages, "num_ranks": placement.num_ranks, "style": placement.style,
+        "num_microbatches": num_microbatches,
+    }  # fmt: skip
+    for rank, spans in enumerate(timeline.ranks):
+        events = [
+            {
+                "name": str(span.action), "ph": "X", "pid": rank, "tid": span.action.stage,
+                "ts": 1e9 + span.start_s * 1e6, "dur": (span.end_s - span.start_s) * 1e6,
+                "args": {"step": 3, "kind": span.action.kind, "microbatch": span.action.microbatch},
+            }
+            for span in spans
+        ]  # fmt: skip
+        path = trace_path(log_dir, rank)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"traceEvents": events, "run": run}))
+    return timeline.bubble
+
+
+@pytest.mark.parametrize(("schedule", "num_stages", "style", "num_microbatches"), CASES)
+def test_bubble_of_ranks_that_keep_to_the_schedule_is_the_planned_one(
+    tmp_path: Path, schedule: str, num_stages: int, style: str, num_microbatches: int
+) -> None:
+    write_metrics(tmp_path)
+    placement = Placement(num_stages=num_stages, num_ranks=4, style=style)  # type: ignore[arg-type]
+    bubble = write_traces(tmp_path, schedule, placement, num_microbatches)
+    traces = read_run(tmp_path).traces
+    assert traces is not None
+    assert traces.steps[0].bubble == pytest.approx(bubble, rel=1e-6)
+    assert planned(traces).bubble == pytest.approx(bubble, rel=1e-6)
+
+
+def test_page_stands_alone_and_tells_measured_and_planned(tmp_path: Path) -> None:
+    write_metrics(tmp_path)
+    bubble = write_traces(tmp_path, "1F1B", Placement(num_stages=2, num_ranks=2, style="loop"), 4)
+    said = write_report(tmp_path, tmp_path / "report.html")
+    assert said == f"4 steps, last loss 3.600000; bubble {bubble:.1%} measured, {bubble:.1%} planned"
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<svg") == 4
+    assert "http" not in page.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
+        "http://creativecommons.org", ""
+    ).replace("https://matplotlib.org", "")
+    assert "<td>bubble</td>" in page
+
+
+def test_run_without_traces_has_a_page_too(tmp_path: Path) -> None:
+    write_metrics(tmp_path)
+    assert write_report(tmp_path, tmp_path / "report.html") == "4 steps, last loss 3.600000"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (None, "metrics.jsonl: cannot be read: No such file or directory"),
+        ("", "metrics.jsonl: tells of no step"),
+        ('{"step": 1, "loss": 2}\n{', "metrics.jsonl:2: is no JSON: "),
+        ("3\n", "metrics.jsonl:1: expected an object"),
+    ],
+)
+def test_folder_of_no_run_is_refused(tmp_path: Path, text: str | None, problem: str) -> None:
+    if text is not None:
+        (tmp_path / "metrics.jsonl").write_text(text)
+    with pytest.raises(InputError) as error:
+        read_run(tmp_path)
+    assert str(error.value).startswith(f"{tmp_path}/{problem}")
+
+
+def test_traces_of_different_runs_are_not_mixed(tmp_path: Path) -> None:
+    write_metrics(tmp_path)
+    write_traces(tmp_path, "1F1B", Placement(num_stages=2, num_ranks=2, style="loop"), 4)
+    path = trace_path(tmp_path, 1)
+    path.write_text(path.read_text().replace('"num_microbatches": 4', '"num_microbatches": 8'))
+    with pytest.raises(InputError, match="holds traces of different runs"):
+        read_run(tmp_path)
+
+
+def test_recorded_actions_are_in_the_trace_in_their_order_and_within_the_step(tmp_path: Path) -> None:
+    recorder = Recorder(torch.device("cpu"))
+    shape = RunShape(schedule="1F1B", num_stages=1, num_ranks=1, style="loop", num_microbatches=1)
+    tracer = Tracer(tmp_path, 0, shape)
+    recorder.start()
+    with recorder.action("F", 0, 0):
+        pass
+    recorder.loss(0, lambda: torch.zeros(()))()
+    with recorder.action("B", 0, 0):
+        pass
+    tracer.add(7, recorder)
+    events = [event for event in json.loads(trace_path(tmp_path, 0).read_text())["traceEvents"] if event["ph"] == "X"]
+    whole, *actions = events
+    assert [event["name"] for event in events] == ["step 7", "F0", "L0", "B0"]
+    begins = [event["ts"] for event in actions]
+    assert begins == sorted(begins)
+    for event in actions:
+        assert whole["ts"] <= event["ts"]
+        assert event["ts"] + event["dur"] <= whole["ts"] + whole["dur"] + 1
