@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
 
-__all__ = ["IGNORED", "Batch", "Sample", "batch_samples"]
+__all__ = ["IGNORED", "Batch", "Sample", "batch_samples", "rows_of"]
 
 IGNORED = -100  # the label of a position that does not count in the loss
 
@@ -34,3 +34,10 @@ def batch_samples(samples: Iterator[Sample], global_batch: int) -> Iterator[Batc
             return
         tokens, labels = (torch.stack(parts) for parts in zip(*group, strict=True))
         yield Batch(tokens=tokens, labels=labels, num_tokens=int((labels != IGNORED).sum()))
+
+
+def rows_of(batch: Batch, number: int, count: int) -> Batch:
+    """Give the rows of one of `count` pipelines that share a batch; `num_tokens` stays the whole batch's."""
+    each = len(batch.tokens) // count
+    rows = slice(number * each, (number + 1) * each)
+    return replace(batch, tokens=batch.tokens[rows], labels=batch.labels[rows])

@@ -12,23 +12,32 @@ from pathlib import Path
 import torch
 
 from manifests.errors import InputError
-from manifests.schema import MOMENTS, TrainingState
-from runner.chunk import StageChunk, build_chunks, hf_pieces, materialize
+from manifests.models import ModelShape
+from manifests.schema import MOMENTS, WEIGHTS, Holds, TrainingState
+from runner.batches import Batch, rows_of
+from runner.broadcast import read_for_all
+from runner.chunk import StageChunk, build_chunks, hf_constants, hf_pieces, materialize
+from runner.compute import arrange
 from runner.families import family_for
 from runner.held import Held, held_state, held_weights
-from runner.load import LoadReport, load_tensors
+from runner.load import LoadReport, load_tensors, plan_reads
+from runner.mesh import Mesh, build_mesh
 from runner.norm import StepTotals
 from runner.optim import Optimizer
 from runner.options import TrainOptions, recall
 from runner.packed import Packed, open_packed
-from runner.randomness import restore_random
-from runner.recipe import check_schedule, default_schedule
+from runner.parallel import Parallel, is_sharded, parallelize
+from runner.pieces import Piece
+from runner.precision import keep_masters, kept, round_masters
+from runner.randomness import begin_random, restore_random
+from runner.refusals import check_combination, check_divides, combine, share_of
 from runner.resume import check_fits, differences, goes_on_from, remembered
 from runner.save import Job, parent_of
 from runner.schedule import build_schedule
 from runner.step import Engine
 from runner.ties import build_ties, check_equal, check_loaded, lead_parameters
-from runner.together import together
+from runner.timetable import choose_timetable
+from runner.together import from_rank_0, together
 from runner.wire import plan_wire
 from runner.world import World
 from stores.bundles import Bundles
@@ -49,18 +58,30 @@ class Ready:
     training: TrainingState | None
     chunks: tuple[StageChunk, ...]
     engine: Engine
+    loaded: LoadReport
+    mesh: Mesh
 
     @property
     def job(self) -> Job:
-        parents = (*self.origin.manifest.parents, parent_of(self.origin.root))
-        return Job(manifest=self.launched.manifest, root=self.launched.root, parents=parents)
+        return Job(
+            manifest=self.launched.manifest,
+            root=self.launched.root,
+            parents=(*self.origin.manifest.parents, parent_of(self.origin.root)),
+            writer=self.mesh.writer,
+            num_writers=self.mesh.num_writers,
+        )
+
+    def rows_of(self, batch: Batch) -> Batch:
+        """Give this rank's rows of a batch: those that its pipeline takes."""
+        return rows_of(batch, self.mesh.data_rank, self.mesh.degrees.data)
 
     def held_state(self) -> Held:
-        """Give this rank's weights and moments, as a checkpoint stores them."""
-        return held_state(self.chunks, self.launched.manifest.ties, self.engine.ties, self.engine.optimizer)
+        """Give what this rank writes of the weights and moments, as a checkpoint stores them."""
+        ties, engine = self.launched.manifest.ties, self.engine
+        return held_state(self.chunks, ties, engine.ties, engine.optimizer, self.mesh.owns)
 
     def held_weights(self) -> Held:
-        return held_weights(self.chunks, self.launched.manifest.ties)
+        return held_weights(self.chunks, self.launched.manifest.ties, self.mesh.owns)
 
 
 def begin(
@@ -71,10 +92,15 @@ def begin(
     Raises:
         UserError: on all ranks alike, as for the first folder.
     """
+    with together("ranks"):
+        degrees = options.degrees.resolve(launched.manifest.layout.num_ranks, world.size)
+    mesh = build_mesh(degrees, world.rank, device, timedelta(seconds=options.timeout_s))
+    if world.rank == 0 and degrees.per_stage > 1:
+        logger.info("%d ranks: %s", world.size, degrees)
     first: InputError | None = None
     for folder in folders:
         try:
-            return _begin(launched, folder, options, world, device)
+            return _begin(launched, folder, options, mesh, device)
         except InputError as error:
             first = first or error
             if world.rank == 0 and len(folders) > 1:
@@ -83,7 +109,7 @@ def begin(
     raise first
 
 
-def _begin(launched: Packed, folder: Path, options: TrainOptions, world: World, device: torch.device) -> Ready:
+def _begin(launched: Packed, folder: Path, options: TrainOptions, mesh: Mesh, device: torch.device) -> Ready:
     with together("load"):
         origin = launched if folder == launched.root else open_packed(folder)
         said = check_fits(origin, launched)
@@ -92,68 +118,117 @@ def _begin(launched: Packed, folder: Path, options: TrainOptions, world: World, 
             said += differences(options, training)
             options = recall(options, remembered(training))
         bundles = Bundles(origin.manifest, origin.root)
-        chunks = _build(launched, options, world, device)
-        weights = {piece.fqn: piece.memory for chunk in chunks for piece in hf_pieces(chunk)}
-        report = load_tensors(weights, bundles, origin.shape)
+        shared_by = _SharedBy(mesh=mesh, device=device) if options.degrees.load == "broadcast" else None
+        chunks = _build(launched, options, mesh, device)
+        weights = [piece for chunk in chunks for piece in (*hf_pieces(chunk, kept), *hf_constants(chunk))]
+    report = _load(weights, bundles, origin.shape, WEIGHTS, shared_by)
+    with together("load"):
+        round_masters(parameter for chunk in chunks for parameter in chunk.parameters())
         check_loaded(launched.manifest.ties, chunks)
-    _say_loaded(report, chunks, world)
-    engine = _build_engine(launched, chunks, options, device)
+    _say_loaded(report, chunks, mesh)
+    engine = _build_engine(launched, chunks, options, mesh, device)
     check_equal(engine.ties)
+    begin_random(options.data.seed, mesh.rank // mesh.degrees.tensor)
     if training is not None:
-        _resume(engine, bundles, origin, training)
+        for holds in MOMENTS:
+            moment = partial(_moment, engine.optimizer, holds=holds)
+            moments = [piece for chunk in chunks for piece in hf_pieces(chunk, moment)]
+            _load(moments, bundles, origin.shape, holds, shared_by)
+            check_equal(engine.ties, of=partial(engine.optimizer.moment, moment=holds))
+        engine.optimizer.resume(training.step)
         with together("load"):
-            is_restored = restore_random(training.random, world.rank, world.size, device)
+            is_restored = restore_random(training.random, mesh.rank, mesh.degrees.world_size, device)
         if not is_restored:
-            said += (f"no random states of {world.size} ranks on {device.type} were saved: they begin anew",)
-    if world.rank == 0:
+            said += (
+                f"no random states of {mesh.degrees.world_size} ranks on {device.type} were saved: they begin anew",
+            )
+    if mesh.rank == 0:
         _say_begun(origin, training, said)
-    return Ready(options=options, launched=launched, origin=origin, training=training, chunks=chunks, engine=engine)
+    return Ready(
+        options=options,
+        launched=launched,
+        origin=origin,
+        training=training,
+        chunks=chunks,
+        engine=engine,
+        loaded=report,
+        mesh=mesh,
+    )
 
 
-def _build(launched: Packed, options: TrainOptions, world: World, device: torch.device) -> tuple[StageChunk, ...]:
+def _build(launched: Packed, options: TrainOptions, mesh: Mesh, device: torch.device) -> tuple[StageChunk, ...]:
     """Build this rank's stages, and no others, and give them memory."""
+    check_divides(launched.config, mesh.degrees.tensor)
     family = family_for(launched.config, max_seq_len=options.batch.seq_len)
-    chunks = build_chunks(family, launched.stage_modules, launched.manifest.placement.stages_on(world.rank))
+    chunks = build_chunks(family, launched.stage_modules, launched.manifest.placement.stages_on(mesh.pipeline_rank))
+    is_fsdp, compute = is_sharded(mesh, options.compute), options.compute
+    dtype = _DTYPES[compute.master_dtype if is_fsdp else compute.dtype]
     for chunk in chunks:
-        materialize(chunk, device=device, dtype=_DTYPES[options.dtype])
+        chunk.to(dtype)
+        parallelize(chunk, mesh, compute)
+        materialize(chunk, device=device, dtype=dtype)
+    if compute.has_masters and not is_fsdp:
+        keep_masters(chunks, _DTYPES[compute.master_dtype])
     return chunks
 
 
 def _build_engine(
-    launched: Packed, chunks: tuple[StageChunk, ...], options: TrainOptions, device: torch.device
+    launched: Packed, chunks: tuple[StageChunk, ...], options: TrainOptions, mesh: Mesh, device: torch.device
 ) -> Engine:
     """Tie, schedule and optimize what was loaded; this creates process groups."""
     placement = launched.manifest.placement
-    name = options.schedule or launched.manifest.layout.schedule or default_schedule(placement)
-    schedule = check_schedule(name, placement, options.batch.num_microbatches)
+    with together("schedule"):
+        batch = share_of(options.batch, mesh.degrees.data)
+        timetable = choose_timetable(options.schedule, launched.manifest, batch.num_microbatches)
+        check_combination(combine(launched.manifest, options, timetable, mesh.degrees))
+    timetable = from_rank_0(timetable)  # on another machine, a file of that name may be another one
     wire = plan_wire(chunks[0].family, launched.stage_modules, _DTYPES[options.dtype])
-    ties = build_ties(launched.manifest.ties, chunks, placement, timedelta(seconds=options.timeout_s))
+    ties = build_ties(launched.manifest.ties, chunks, placement, timedelta(seconds=options.timeout_s), mesh.pipelines)
     parameters = lead_parameters(chunks, ties)
+    with together("compute"):
+        arrange(chunks, placement.num_stages, options.compute)
+    parallel = Parallel(mesh=mesh, chunks=chunks, reduce_dtype=_DTYPES[options.compute.reduce_dtype])
+    parallel.rest()
     return Engine(
-        schedule=build_schedule(schedule, chunks, wire, placement, options.batch),
+        schedule=build_schedule(timetable, chunks, wire, batch, mesh.pipeline),
         ties=ties,
-        totals=StepTotals(parameters, ties, device=device),
+        totals=StepTotals(parameters, ties, device=device, mesh=mesh),
         optimizer=Optimizer(parameters, options.optim),
+        parallel=parallel if mesh.degrees.per_stage > 1 else None,
     )
 
 
-def _resume(engine: Engine, bundles: Bundles, origin: Packed, training: TrainingState) -> None:
-    """Fill the moments of what this rank steps, and go on counting."""
-    optimizer = engine.optimizer
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _SharedBy:
+    """The ranks that read a stage's tensors together, and where they send them."""
+
+    mesh: Mesh
+    device: torch.device
+
+
+def _load(
+    pieces: Sequence[Piece], bundles: Bundles, shape: ModelShape, holds: Holds, shared_by: _SharedBy | None
+) -> LoadReport:
+    """Fill what this rank holds of the weights, or of one moment; every rank calls this."""
+    if shared_by is None or shared_by.mesh.stage is None:
+        with together("load"):
+            return load_tensors(pieces, bundles, shape, holds)
     with together("load"):
-        for holds in MOMENTS:
-            moments = {fqn: optimizer.moment(parameter, holds) for fqn, parameter in optimizer.parameters}
-            load_tensors(moments, bundles, origin.shape, holds)
-    for holds in MOMENTS:
-        check_equal(engine.ties, of=partial(optimizer.moment, moment=holds))
-    optimizer.resume(training.step)
+        reads = plan_reads(pieces, bundles, shape, holds)
+    with together("load"):  # the ranks of a stage fail as one, and then the others
+        return read_for_all(reads, shared_by.mesh.stage, shared_by.device)
 
 
-def _say_loaded(report: LoadReport, chunks: Sequence[StageChunk], world: World) -> None:
+def _moment(optimizer: Optimizer, parameter: torch.nn.Parameter, *, holds: Holds) -> torch.Tensor | None:
+    return optimizer.moment(parameter, holds) if optimizer.steps(parameter) else None
+
+
+def _say_loaded(report: LoadReport, chunks: Sequence[StageChunk], mesh: Mesh) -> None:
     stages = ", ".join(str(chunk.stage) for chunk in chunks)
     logger.info(
-        "[rank %d stage %s] loaded %d tensors, %.2f GiB in %.2f s",
-        world.rank, stages, report.num_tensors, report.nbytes / 2**30, report.load_s,
+        "[rank %d stage %s] loaded %d tensors, %.2f GiB in %.2f s%s",
+        mesh.rank, stages, report.num_tensors, report.nbytes / 2**30, report.load_s,
+        f"; {report.num_parts} of them in part, which no digest proves" if report.num_parts else "",
     )  # fmt: skip
 
 

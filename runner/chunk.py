@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from runner.codec import Crossing
 from runner.families import Family
 from runner.pages import empty_like
 from runner.pieces import Piece
+from runner.shards import local_of, local_offset
 
-__all__ = ["NamedParameter", "StageChunk", "build_chunks", "hf_pieces", "materialize", "named_hf_parameters"]
+if TYPE_CHECKING:
+    from runner.head import ChunkedHead
+
+__all__ = [
+    "NamedParameter",
+    "StageChunk",
+    "build_chunks",
+    "hf_constants",
+    "hf_pieces",
+    "materialize",
+    "named_hf_parameters",
+]
 
 # Under its Hugging Face FQN; one that is made of several tensors, under the first one's.
 NamedParameter = tuple[str, nn.Parameter]
 
 
 class StageChunk(nn.Module):
-    """The modules of one stage: one tensor in, one tensor out (see `runner.wire`).
+    """The modules of one stage: what the stage before hands on goes in (see `runner.wire`).
 
-    A stage without modules hands on what it gets.
+    A stage without modules hands on what it gets. In a pipeline, `crossing` says how what comes and
+    goes is taken apart into tensors.
     """
 
     def __init__(self, family: Family, stage: int, modules: tuple[str, ...]) -> None:
@@ -28,11 +43,15 @@ class StageChunk(nn.Module):
         self.family, self.stage, self.module_names = family, stage, modules
         self.body = family.build(modules)
         self.device = torch.device("meta")
+        self.crossing: Crossing | None = None
+        self.head: ChunkedHead | None = None  # where logits are made a few tokens at a time
 
-    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
-        # The pipeline takes gradients from a stage's input and output: they may not be one tensor.
-        handed_on: torch.Tensor = self.body(tensor) if self.module_names else tensor.clone()
-        return handed_on
+    def forward(self, *arrived: Any) -> Any:
+        if self.crossing is None:
+            (given,) = arrived
+            return self.body(given) if self.module_names else given
+        given = self.crossing.arriving.unpack(arrived)
+        return self.crossing.leaving.pack(self.body(given) if self.module_names else given, arrived)
 
 
 def build_chunks(
@@ -56,7 +75,22 @@ def named_hf_parameters(chunk: StageChunk) -> Iterator[NamedParameter]:
         yield chunk.family.to_hf(name), parameter
 
 
-def hf_pieces(chunk: StageChunk, of: Callable[[nn.Parameter], torch.Tensor] = lambda weight: weight) -> Iterator[Piece]:
-    """Give a chunk's parameters, or what `of` gives for each, as the Hugging Face tensors that they are."""
+def hf_pieces(
+    chunk: StageChunk, of: Callable[[nn.Parameter], torch.Tensor | None] = lambda weight: weight
+) -> Iterator[Piece]:
+    """Give what lies here of a chunk's parameters, or of what `of` gives for each, as parts of Hugging Face tensors."""
     for name, parameter in chunk.body.named_parameters():
-        yield from chunk.family.pieces(name, of(parameter).detach(), (0,) * parameter.dim())
+        tensor = of(parameter)
+        if tensor is not None and local_of(tensor).numel():
+            yield from chunk.family.pieces(name, local_of(tensor).detach(), local_offset(tensor))
+
+
+def hf_constants(chunk: StageChunk) -> Iterator[Piece]:
+    """Give a chunk's buffers that files hold, as Hugging Face tensors: they are loaded and saved, and never trained.
+
+    Every rank that shares the chunk has all of them.
+    """
+    for prefix, module in chunk.body.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield from chunk.family.pieces(f"{prefix}.{name}".lstrip("."), buffer, (0,) * buffer.dim())

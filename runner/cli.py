@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import click
 
-from manifests.errors import UserError
+from manifests.errors import UserError, error_json
+from runner.launch.command import cancel, launch, logs, report, status
+from runner.verbs import eval_command, generate_command
 
 __all__ = ["main"]
 
@@ -25,37 +26,17 @@ def cli() -> None:
     """
 
 
-@cli.command()
-@click.argument("manifest", type=click.Path(path_type=Path))
-@click.argument("training", nargs=-1, type=click.UNPROCESSED, metavar="-- [TRAINING OPTIONS]")
-@click.option(
-    "--nproc-per-node",
-    type=click.IntRange(min=1),
-    metavar="N",
-    show_default="as many as the manifest has pipeline ranks",
-    help="Ranks to start on this machine.",
-)
-@click.option("--dry-run", is_flag=True, help="Print the command and stop.")
-def launch(manifest: Path, training: tuple[str, ...], nproc_per_node: int | None, dry_run: bool) -> None:
-    """Train the model of MANIFEST on this machine, under torchrun.
-
-    What follows -- is for the training; "runner launch MANIFEST -- --help" lists it.
-
-    \b
-    Example:
-      runner launch ./Llama-3.2-1B-pp2 --nproc-per-node 2 -- --steps 100 --data text/
-    """
-    from runner.launch.local import launch_here
-
-    launch_here(manifest, training, nproc_per_node=nproc_per_node, dry_run=dry_run)
+for _command in (launch, status, logs, cancel, report, eval_command, generate_command):
+    cli.add_command(_command)
 
 
 def main() -> None:
     """Run the command; end with its exit code."""
+    wants_json = "--json" in sys.argv[1:]
     try:
-        cli.main(standalone_mode=False)
+        cli.main(prog_name="runner", standalone_mode=False)
     except UserError as error:
-        click.echo(f"error: {error}", err=True)
+        click.echo(error_json(error) if wants_json else f"error: {error}", err=not wants_json)
         sys.exit(error.exit_code)
     except (click.exceptions.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)

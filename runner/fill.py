@@ -1,4 +1,4 @@
-"""One tensor's bytes into memory that is already there, hashed on the way."""
+"""A stored tensor's bytes, or those of a box of it, into memory that is already there, hashed on the way."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import torch
 
 from manifests.digest import Hasher
+from manifests.slices import Slice
+from runner.boxes import BLOCK_NBYTES, Block, blocks_of
 from stores.base import Reader
 
-__all__ = ["TORCH_DTYPES", "fill"]
-
-_BLOCK_NBYTES = 1 << 20  # stays in the processor's cache between read, hash and copy
+__all__ = ["TORCH_DTYPES", "bytes_of", "fill"]
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -23,26 +23,42 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
 
 @torch.no_grad()
 def fill(
-    parameter: torch.Tensor, dtype: torch.dtype, reader: Reader, position: int, hasher: Hasher | None = None
+    target: torch.Tensor, dtype: torch.dtype, reader: Reader, position: int, box: Slice, hasher: Hasher | None = None
 ) -> None:
-    """Read a whole tensor, stored as `dtype` from `position` on, and hash its bytes as they pass if asked.
+    """Read a box of a tensor, stored as `dtype` from `position` on, and hash its bytes as they pass if asked.
 
-    The bytes go straight into the parameter where it lies on the CPU in the stored dtype, and
-    through one small block where it does not.
+    The bytes go straight into the target where they lie there as they are stored, on the CPU, in the
+    same dtype and without gaps, and through one small block where they do not.
+
+    Shapes: `target` is the box; `box.whole_shape` is what is stored.
     """
-    target = parameter.detach().view(-1)
-    nbytes = target.numel() * dtype.itemsize
-    direct = target.device.type == "cpu" and target.dtype == dtype
-    staging = target if direct else torch.empty(_BLOCK_NBYTES // dtype.itemsize, dtype=dtype)
-    room = staging.view(torch.uint8).numpy().data
-    done = 0
-    while done < nbytes:
-        begin = done if direct else 0
-        part = room[begin : begin + min(_BLOCK_NBYTES, nbytes - done)]
-        reader.read_into(part, position + done)
+    stored, scalar = box.whole_shape, not box.whole_shape
+    if scalar:
+        target, stored, box = target.view(1), (1,), Slice(offset=(0,), shape=(1,), whole_shape=(1,))
+    staging = torch.empty(0, dtype=dtype)
+    for block in blocks_of(stored, box, dtype.itemsize):
+        rows = target[block.index]
+        direct = _is_direct(rows, block, dtype)
+        if not direct and not staging.numel():
+            staging = torch.empty(BLOCK_NBYTES // dtype.itemsize, dtype=dtype)
+        read = rows if direct else staging[: block.nbytes // dtype.itemsize].view(block.rows)
+        room = bytes_of(read)
+        reader.read_into(room, position + block.begin)
         if hasher is not None:
-            hasher.update(part)
+            hasher.update(room)
         if not direct:
-            first, count = done // dtype.itemsize, len(part) // dtype.itemsize
-            target[first : first + count].copy_(staging[:count])
-        done += len(part)
+            for dim, begin in enumerate(block.inner, start=1):
+                read = read.narrow(dim, begin, rows.shape[dim])
+            rows.copy_(read)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Give the memory of a contiguous tensor on the CPU."""
+    # A view of one element may be contiguous and have a stride, which torch does not look past.
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().data
+
+
+def _is_direct(rows: torch.Tensor, block: Block, dtype: torch.dtype) -> bool:
+    is_as_stored = rows.device.type == "cpu" and rows.dtype == dtype and rows.shape == block.rows
+    return is_as_stored and rows.is_contiguous()

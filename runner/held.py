@@ -2,44 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
+from torch import nn
 
 from manifests.schema import MOMENTS, WEIGHTS, Holds, TieGroup
-from runner.chunk import StageChunk, named_hf_parameters
+from runner.chunk import StageChunk, hf_constants, hf_pieces
 from runner.optim import Optimizer
 from runner.pages import empty_like
+from runner.pieces import Piece, join_pieces
+from runner.precision import kept
 from runner.ties import Tie
 
 __all__ = ["Held", "HostCopy", "held_state", "held_weights", "nbytes_of"]
 
 _CPU = torch.device("cpu")
 
-# By stage, then by kind, then by Hugging Face FQN.
-Held = Mapping[int, Mapping[Holds, Mapping[str, torch.Tensor]]]
+# By stage, then by kind; of one kind, a piece for each Hugging Face FQN.
+Held = Mapping[int, Mapping[Holds, tuple[Piece, ...]]]
+_Chosen = Callable[[torch.Tensor], bool]
 
 
-def held_weights(chunks: Sequence[StageChunk], groups: Iterable[TieGroup]) -> Held:
-    """Give a rank's weights; a replica on its owner's stage is left to its owner."""
-    named = _stored(chunks, groups)
-    return {stage: {WEIGHTS: {fqn: weight.detach() for fqn, weight in named[stage].items()}} for stage in named}
+def held_weights(
+    chunks: Sequence[StageChunk], groups: Iterable[TieGroup], is_written_here: _Chosen = lambda weight: True
+) -> Held:
+    """Give a rank's weights, those that are not trained too; a replica on its owner's stage is left to its owner.
+
+    `is_written_here` chooses one rank of those that hold the same part of a parameter.
+    """
+    left_out = _left_out(groups)
+    return {
+        chunk.stage: {
+            WEIGHTS: (
+                *_pieces(chunk, left_out, lambda weight: kept(weight) if is_written_here(weight) else None),
+                *(piece for piece in hf_constants(chunk) if is_written_here(piece.memory)),
+            )
+        }
+        for chunk in chunks
+    }
 
 
 def held_state(
-    chunks: Sequence[StageChunk], groups: Iterable[TieGroup], ties: Sequence[Tie], optimizer: Optimizer
+    chunks: Sequence[StageChunk],
+    groups: Iterable[TieGroup],
+    ties: Sequence[Tie],
+    optimizer: Optimizer,
+    is_written_here: _Chosen = lambda weight: True,
 ) -> Held:
     """Give a rank's weights and moments; a member of a tie group has those of the one that leads."""
     leaders = {id(member): tie.leader for tie in ties for member in tie.members}
+    left_out = _left_out(groups)
+
+    def moment_of(weight: nn.Parameter, moment: Holds) -> torch.Tensor | None:
+        return optimizer.moment(leaders.get(id(weight), weight), moment) if is_written_here(weight) else None
+
+    weights = held_weights(chunks, groups, is_written_here)
     return {
-        stage: {
-            WEIGHTS: {fqn: weight.detach() for fqn, weight in weights.items()},
-            **{
-                moment: {fqn: optimizer.moment(leaders.get(id(w), w), moment) for fqn, w in weights.items()}
-                for moment in MOMENTS
-            },
+        chunk.stage: {
+            **weights[chunk.stage],
+            **{moment: _pieces(chunk, left_out, partial(moment_of, moment=moment)) for moment in MOMENTS},
         }
-        for stage, weights in _stored(chunks, groups).items()
+        for chunk in chunks
     }
 
 
@@ -51,8 +77,11 @@ class HostCopy:
     """
 
     def __init__(self, held: Held) -> None:
-        self._copies = {
-            stage: {kind: {fqn: _room_for(tensor) for fqn, tensor in named.items()} for kind, named in kinds.items()}
+        self._copies: Held = {
+            stage: {
+                kind: tuple(replace(piece, memory=_room_for(piece.memory)) for piece in pieces)
+                for kind, pieces in kinds.items()
+            }
             for stage, kinds in held.items()
         }
 
@@ -60,25 +89,29 @@ class HostCopy:
         """Copy everything, and give the copies; the next call overwrites them."""
         is_on_gpu = False
         for stage, kinds in held.items():
-            for kind, named in kinds.items():
-                for fqn, tensor in named.items():
-                    self._copies[stage][kind][fqn].copy_(tensor, non_blocking=True)
-                    is_on_gpu |= tensor.is_cuda
+            for kind, pieces in kinds.items():
+                for piece, copy in zip(pieces, self._copies[stage][kind], strict=True):
+                    copy.memory.copy_(piece.memory, non_blocking=True)
+                    is_on_gpu |= piece.memory.is_cuda
         if is_on_gpu:
             torch.cuda.synchronize()
         return self._copies
 
 
 def nbytes_of(held: Held) -> int:
-    return sum(tensor.nbytes for kinds in held.values() for named in kinds.values() for tensor in named.values())
+    return sum(piece.memory.nbytes for kinds in held.values() for pieces in kinds.values() for piece in pieces)
 
 
-def _stored(chunks: Sequence[StageChunk], groups: Iterable[TieGroup]) -> dict[int, dict[str, torch.nn.Parameter]]:
-    left_out = {replica.fqn for group in groups for replica in group.replicas if replica.stage == group.owner.stage}
-    return {
-        chunk.stage: {fqn: weight for fqn, weight in named_hf_parameters(chunk) if fqn not in left_out}
-        for chunk in chunks
-    }
+def _left_out(groups: Iterable[TieGroup]) -> frozenset[str]:
+    return frozenset(
+        replica.fqn for group in groups for replica in group.replicas if replica.stage == group.owner.stage
+    )
+
+
+def _pieces(
+    chunk: StageChunk, left_out: frozenset[str], of: Callable[[nn.Parameter], torch.Tensor | None]
+) -> tuple[Piece, ...]:
+    return join_pieces(piece for piece in hf_pieces(chunk, of) if piece.fqn not in left_out)
 
 
 def _room_for(tensor: torch.Tensor) -> torch.Tensor:

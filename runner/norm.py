@@ -12,10 +12,13 @@ from torch import nn
 
 from manifests.errors import RankError
 from runner.chunk import NamedParameter
+from runner.mesh import Mesh
+from runner.shards import local_of
 from runner.ties import Tie
 
 __all__ = ["StepTotals", "Totals", "clip_gradients"]
 
+_HEAD = 5  # a row's numbers before the squares
 _PART = 1 << 24  # elements squared at a time, so that float64 copies stay small
 
 
@@ -26,13 +29,16 @@ class Totals:
     loss: float  # mean over the valid tokens
     num_tokens: int  # valid ones
     norm: float  # L2, of all gradients taken as one vector
+    is_last: bool  # a rank was asked to stop
+    times_s: tuple[tuple[float, float], ...]  # of each pipeline rank: computing, and in the schedule
 
 
 class StepTotals:
-    """Sums over the ranks of a pipeline. Building one is a collective: ranks learn each other's names.
+    """Sums over all ranks. Building one is a collective: ranks learn each other's names.
 
-    Squares are summed in float64, parameter by parameter, and then exactly (`math.fsum`): the norm
-    does not depend on how stages are cut or which rank holds what.
+    Squares are summed in float64, parameter by parameter and over the ranks that share its stage, each
+    element once, and then exactly (`math.fsum`): the norm does not depend on how stages are cut or
+    which rank holds what.
     """
 
     def __init__(
@@ -41,54 +47,84 @@ class StepTotals:
         ties: Sequence[Tie],
         *,
         device: torch.device,
-        pipeline: dist.ProcessGroup | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         elsewhere = {id(tie.leader) for tie in ties if not tie.is_counted_here}
         counted = [(fqn, parameter) for fqn, parameter in parameters if id(parameter) not in elsewhere]
         self._counted = [parameter for _, parameter in counted]
-        self._device, self._pipeline = device, pipeline
+        self._device, self._mesh = device, mesh
+        pipeline = mesh.pipeline if mesh else None
         names = [fqn for fqn, _ in counted]
         self._names = [names]  # by rank
         if dist.is_initialized():
             self._names = [[] for _ in range(dist.get_world_size(pipeline))]
             dist.all_gather_object(self._names, names, group=pipeline)
 
-    def reduce(self, loss: float | None, num_tokens: int) -> Totals:
+    def reduce(
+        self,
+        loss: float | None,
+        num_tokens: int,
+        *,
+        is_last: bool = False,
+        times_s: tuple[float, float] = (0.0, 0.0),
+    ) -> Totals:
         """Give the totals of this step; `loss` is None on every rank but that of the last stage.
 
-        Every rank calls this after `sync_gradients`; it runs one collective.
+        All ranks learn whether one of them was asked to stop after it, and what time each took.
+
+        Every rank calls this after `sync_gradients`; it runs one collective, and one more where ranks share stages.
 
         Raises:
             RankError: on all ranks alike, if a gradient is infinite or not a number.
         """
-        head = [0.0, 0.0] if loss is None else [loss, float(num_tokens)]
-        rows = self._gather(head + _squared_norms(self._counted))
+        head = [0.0, 0.0] if loss is None or not self._counts_loss else [loss, num_tokens / self._num_losses]
+        shared = self._mesh.degrees.per_stage if self._mesh else 1
+        head += [float(is_last), *(seconds / shared for seconds in times_s)]
+        rows = self._gather(head + _squared_norms(self._counted, self._mesh))
         for rank, (row, names) in enumerate(zip(rows, self._names, strict=True)):
-            for name, square in zip(names, row[2:], strict=False):
+            for name, square in zip(names, row[_HEAD:], strict=False):
                 if not math.isfinite(square):
                     raise RankError(
-                        f"rank {rank}",
+                        f"rank {rank}" if self._num_sharing == 1 else f"pipeline rank {rank}",
                         f"the gradient of {name} is not finite",
                         "a lower --lr, a longer warm-up or float32 usually cures it",
                     )
         return Totals(
             loss=math.fsum(row[0] for row in rows),
-            num_tokens=int(sum(row[1] for row in rows)),
-            norm=math.sqrt(math.fsum(square for row in rows for square in row[2:])),
+            num_tokens=round(sum(row[1] for row in rows)),
+            is_last=any(row[2] for row in rows),
+            times_s=tuple((row[3], row[4]) for row in rows),
+            norm=math.sqrt(math.fsum(square for row in rows for square in row[_HEAD:])),
         )
 
     def reduce_loss(self, loss: float | None) -> float:
-        """Tell every rank the loss that only the rank of the last stage knows."""
-        return math.fsum(row[0] for row in self._gather([loss or 0.0]))
+        """Tell every rank the loss, of which only ranks with the last stage know their parts."""
+        return math.fsum(row[0] for row in self._gather([loss or 0.0 if self._counts_loss else 0.0]))
+
+    @property
+    def _counts_loss(self) -> bool:
+        return self._mesh is None or self._mesh.counts_loss
+
+    @property
+    def _num_losses(self) -> int:
+        return self._mesh.degrees.data if self._mesh else 1
+
+    @property
+    def _num_sharing(self) -> int:
+        return self._mesh.degrees.per_stage if self._mesh else 1
 
     def _gather(self, row: list[float]) -> list[list[float]]:
+        """Give the rows of this pipeline's ranks, each added up over the ranks that share a stage."""
         if not dist.is_initialized():
             return [row]
-        width = 2 + max(len(names) for names in self._names)
+        width = _HEAD + max(len(names) for names in self._names)
         mine = torch.zeros(width, dtype=torch.float64)
         mine[: len(row)] = torch.tensor(row, dtype=torch.float64)
+        mine = mine.to(self._device)
+        if self._mesh is not None and self._mesh.stage is not None:
+            dist.all_reduce(mine, group=self._mesh.stage)
         everyone = torch.empty(len(self._names) * width, dtype=torch.float64, device=self._device)
-        dist.all_gather_single(everyone, mine.to(self._device), group=self._pipeline)
+        dist.all_gather_single(everyone, mine, group=self._mesh.pipeline if self._mesh else None)
         rows: list[list[float]] = everyone.view(-1, width).tolist()
         return rows
 
@@ -103,8 +139,13 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, max_norm: fl
             parameter.grad *= factor
 
 
-def _squared_norms(parameters: Iterable[nn.Parameter]) -> list[float]:
-    squares = [_squared_norm(parameter.grad) for parameter in parameters]
+def _squared_norms(parameters: Iterable[nn.Parameter], mesh: Mesh | None) -> list[float]:
+    squares = [
+        _squared_norm(
+            local_of(parameter.grad) if parameter.grad is not None and (mesh is None or mesh.owns(parameter)) else None
+        )
+        for parameter in parameters
+    ]
     return torch.stack(squares).tolist() if squares else []
 
 

@@ -7,24 +7,35 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import click
 from click.core import ParameterSource
 
 from manifests.errors import UsageError
-from runner.recipe import SCHEDULES, BatchOptions, CheckpointOptions, DataOptions, OptimOptions, ResumeOptions
+from manifests.schedules import SCHEDULES
+from runner.degrees import DegreeOptions, Load
+from runner.recipe import (
+    BatchOptions,
+    CheckpointOptions,
+    ComputeOptions,
+    DataOptions,
+    Decay,
+    Dtype,
+    OptimOptions,
+    ResumeOptions,
+    parse_recompute,
+)
 
 __all__ = ["TrainOptions", "flag_of", "parse_training", "recall", "training_command"]
 
-Dtype = Literal["fp32", "bf16"]
 Device = Literal["auto", "cpu", "cuda"]
 _WRITTEN = ParameterSource.COMMANDLINE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainOptions:
-    """One training run. `timeout_s` bounds every wait for another rank, in seconds.
+    """One training run. `timeout_s` bounds every wait for another rank, `step_timeout_s` every step, in seconds.
 
     `values` are those of the flags by the names of their parameters, and `given` the ones that were written.
     """
@@ -32,19 +43,31 @@ class TrainOptions:
     steps: int
     batch: BatchOptions
     optim: OptimOptions
+    compute: ComputeOptions
+    degrees: DegreeOptions
     data: DataOptions
     eval_data: DataOptions | None
     schedule: str | None
-    dtype: Dtype
     device: Device
     save: Path | None
     force: bool
     log_dir: Path
     timeout_s: int
+    step_timeout_s: int
+    traced: range  # steps, the first being 1
+    check_ties_every: int
     checkpoint: CheckpointOptions | None
     resume: ResumeOptions
     values: Mapping[str, Any]
     given: frozenset[str]
+
+    def checks_ties_after(self, step: int) -> bool:
+        """Whether the copies of tied weights are compared after so many steps; always before a checkpoint."""
+        return self.saves_after(step) or step % self.check_ties_every == 0
+
+    @property
+    def dtype(self) -> Dtype:
+        return self.compute.dtype
 
     def saves_after(self, step: int) -> bool:
         """Whether a checkpoint is due after so many steps: the last one of a run, or one in between."""
@@ -93,12 +116,12 @@ def flag_of(name: str) -> str:
 @click.option("--steps", type=click.IntRange(min=0), default=10, help="Optimizer steps of the whole run.")
 @click.option("--seq-len", type=int, default=512, help="Tokens in a sequence.")
 @click.option("--global-batch", type=int, default=8, help="Sequences in an optimizer step.")
-@click.option("--microbatch", type=int, default=1, help="Sequences that go through a stage at a time.")
+@click.option("--microbatch", type=int, default=1, help="Sequences in a stage at a time; their gradients add up.")
 @click.option(
     "--schedule",
-    metavar="NAME",
-    show_default="the manifest's, or 1F1B, or Interleaved1F1B for several stages a rank",
-    help=f"Pipeline schedule: {', '.join(SCHEDULES)}.",
+    metavar="NAME|FILE.csv",
+    show_default="the manifest's; else 1F1B, or Interleaved1F1B or ZBVZeroBubble for several stages a rank",
+    help=f"Pipeline schedule: {', '.join(SCHEDULES)}; or a table of actions.",
 )
 @click.option(
     "--data", multiple=True, required=True, metavar="PATH",
@@ -106,7 +129,7 @@ def flag_of(name: str) -> str:
 )  # fmt: skip
 @click.option("--text-field", default="text", help="Field or column that holds the text.")
 @click.option("--pack/--no-pack", default=True, help="Documents end to end, or one padded document a sequence.")
-@click.option("--seed", type=int, default=0, help="Seed of synthetic data.")
+@click.option("--seed", type=int, default=0, help="Seed of synthetic data and of dropout.")
 @click.option("--eval-data", multiple=True, metavar="PATH", help="Text whose loss is reported after the last step.")
 @click.option("--lr", type=click.FloatRange(min=0), default=1e-4, help="Learning rate of AdamW, after warm-up.")
 @click.option("--beta1", type=click.FloatRange(0, 1, max_open=True), default=0.9)
@@ -115,12 +138,49 @@ def flag_of(name: str) -> str:
 @click.option("--weight-decay", type=click.FloatRange(min=0), default=0.1)
 @click.option("--max-norm", type=click.FloatRange(min=0), default=1.0, help="Clip gradients to this norm; 0: never.")
 @click.option("--warmup-steps", type=click.IntRange(min=0), default=0, help="Steps of linear warm-up.")
-@click.option("--decay", type=click.Choice(["constant", "cosine"]), default="constant", help="After warm-up.")
+@click.option("--stable-steps", type=click.IntRange(min=0), default=0, help="Steps at --lr before the decay (WSD).")
+@click.option("--decay", type=click.Choice(get_args(Decay)), default="constant", help="How the rate goes down then.")
 @click.option(
     "--decay-steps", type=click.IntRange(min=1), metavar="N", show_default="--steps", help="Step at which decay ends."
 )
-@click.option("--min-lr", type=click.FloatRange(min=0), default=0.0, help="Where the cosine ends.")
-@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", help="Of weights and activations.")
+@click.option("--min-lr", type=click.FloatRange(min=0), default=0.0, help="Where the decay ends.")
+@click.option(
+    "--dtype", type=click.Choice(get_args(Dtype)), default="fp32", help="Of activations and the weights in use."
+)
+@click.option(
+    "--master-dtype", type=click.Choice(get_args(Dtype)), show_default="--dtype",
+    help="Of what AdamW keeps and checkpoints hold: fp32 beside --dtype bf16 is mixed precision.",
+)  # fmt: skip
+@click.option(
+    "--reduce-dtype", type=click.Choice(get_args(Dtype)), show_default="--master-dtype",
+    help="Of gradients while data-parallel ranks add them up.",
+)  # fmt: skip
+@click.option(
+    "--ac", metavar="none|full|selective|N", default="none",
+    help="Compute activations again in the backward: of no layer, of all, all but matrix products, of every Nth layer.",
+)  # fmt: skip
+@click.option(
+    "--loss-chunk", type=click.IntRange(min=1), metavar="N", show_default="a microbatch's",
+    help="Tokens whose logits are in memory at a time.",
+)  # fmt: skip
+@click.option("--compile", "is_compiled", is_flag=True, help="Compile every layer by itself with torch.compile.")
+@click.option(
+    "--check-ties-every", type=click.IntRange(min=1), default=100, metavar="N",
+    help="Steps after which copies of tied weights are compared; also before every checkpoint.",
+)  # fmt: skip
+@click.option(
+    "--dp-replicate", type=click.IntRange(min=1), metavar="N", show_default="what the number of ranks leaves",
+    help="Copies of each stage; every one takes its own rows of a batch.",
+)  # fmt: skip
+@click.option(
+    "--dp-shard", metavar="N|auto", default="1",
+    help="Ranks that share the memory of one copy (FSDP); auto: all that the number of ranks leaves.",
+)  # fmt: skip
+@click.option("--tp", type=click.IntRange(min=1), metavar="N", default=1, help="Ranks that share every matrix product.")
+@click.option(
+    "--load", type=click.Choice(get_args(Load)), default="rows",
+    help="Each rank reads its own rows; or one rank of a stage reads a tensor, checks it and sends it to the others.",
+)  # fmt: skip
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
 @click.option(
     "--checkpoint", type=click.Path(path_type=Path), metavar="DIR",
@@ -139,8 +199,15 @@ def flag_of(name: str) -> str:
 @click.option("--restart-data", is_flag=True, help="Begin the data at its first sequence when going on.")
 @click.option("--save", type=click.Path(path_type=Path), help="Write the trained weights to this folder at the end.")
 @click.option("--force", is_flag=True, help="Let --save replace a checkpoint that exists.")
+@click.option(
+    "--trace", metavar="N|A-B", help="Write what each rank runs in these steps to DIR/trace; runner report draws it."
+)
 @click.option("--log-dir", type=click.Path(path_type=Path), default=Path("runner-log"), help="Folder of metrics.jsonl.")
 @click.option("--timeout", type=click.IntRange(min=1), default=600, help="Seconds to wait for another rank.")
+@click.option(
+    "--step-timeout", type=click.IntRange(min=1), metavar="SECONDS", show_default="twice --timeout",
+    help="Show what each thread does, and end, when a step takes longer.",
+)  # fmt: skip
 def training_command(**_: Any) -> None:
     """Training options, given after -- on runner launch."""
 
@@ -148,10 +215,13 @@ def training_command(**_: Any) -> None:
 def _options(
     *, steps: int, seq_len: int, global_batch: int, microbatch: int, schedule: str | None, data: tuple[str, ...],
     text_field: str, pack: bool, seed: int, eval_data: tuple[str, ...], lr: float, beta1: float, beta2: float,
-    eps: float, weight_decay: float, max_norm: float, warmup_steps: int, decay: Literal["constant", "cosine"],
-    decay_steps: int | None, min_lr: float, dtype: Dtype, device: Device, checkpoint: Path | None,
+    eps: float, weight_decay: float, max_norm: float, warmup_steps: int, stable_steps: int, decay: Decay,
+    decay_steps: int | None, min_lr: float, dtype: Dtype, master_dtype: Dtype | None, reduce_dtype: Dtype | None,
+    ac: str, loss_chunk: int | None, is_compiled: bool, dp_replicate: int | None, dp_shard: str, tp: int,
+    load: Load, check_ties_every: int, device: Device, checkpoint: Path | None,
     checkpoint_every: int | None, keep: int | None, checkpoint_sync: bool, resume: str | None,
     resume_weights_only: bool, restart_data: bool, save: Path | None, force: bool, log_dir: Path, timeout: int,
+    step_timeout: int | None, trace: str | None,
 ) -> TrainOptions:  # fmt: skip
     values = dict(locals())
     if checkpoint is None and (checkpoint_every or keep):
@@ -170,19 +240,31 @@ def _options(
             weight_decay=weight_decay,
             max_norm=max_norm,
             warmup_steps=warmup_steps,
+            stable_steps=stable_steps,
             decay=decay,
             decay_steps=steps if decay_steps is None else decay_steps,
             min_lr=min_lr,
         ),
+        compute=ComputeOptions(
+            dtype=dtype,
+            master_dtype=master_dtype or dtype,
+            reduce_dtype=reduce_dtype or master_dtype or dtype,
+            recompute=parse_recompute(ac),
+            is_compiled=is_compiled,
+            loss_chunk=loss_chunk,
+        ),
+        degrees=DegreeOptions(replicate=dp_replicate, shard=_parse_shards(dp_shard), tensor=tp, load=load),
         data=DataOptions(sources=data, text_field=text_field, pack=pack, seed=seed),
         eval_data=DataOptions(sources=eval_data, text_field=text_field, pack=pack, seed=seed) if eval_data else None,
         schedule=schedule,
-        dtype=dtype,
         device=device,
         save=save,
         force=force,
         log_dir=log_dir,
         timeout_s=timeout,
+        step_timeout_s=step_timeout or 2 * timeout,
+        traced=_parse_trace(trace),
+        check_ties_every=check_ties_every,
         checkpoint=CheckpointOptions(
             history=checkpoint, every=checkpoint_every, keep=keep, is_async=not checkpoint_sync
         )
@@ -192,3 +274,21 @@ def _options(
         values=values,
         given=frozenset(),
     )
+
+
+def _parse_shards(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if text.isascii() and text.isdigit() and int(text):
+        return int(text)
+    raise UsageError("--dp-shard", f"expected auto or a number from 1 up, found {text!r}")
+
+
+def _parse_trace(text: str | None) -> range:
+    if text is None:
+        return range(0)
+    match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= first <= last:
+        raise UsageError("--trace", f"expected a step, or two with - between them, found {text!r}")
+    return range(first, last + 1)

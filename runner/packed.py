@@ -44,13 +44,20 @@ def open_packed(folder: Path) -> Packed:
     """Read a manifest and its config.
 
     Raises:
-        InputError: one of them cannot be read, or the stages do not hold the config's model.
+        InputError: one of them cannot be read, the weights are quantised, or the stages do not hold the
+            config's model.
     """
     manifest, path = read_manifest(folder), folder / "config.json"
     digest = _digest_of(path.name, manifest)
     if digest is None:
         raise InputError(str(folder / MANIFEST_NAME), f"{path.name} is not among its files")
     config = parse_json_object(read_small_file(path, digest), str(path))
+    if config.get("quantization_config"):
+        raise InputError(
+            f"{path}: quantization_config",
+            "the weights are stored quantised, and the runner reads plain ones",
+            f"reshard pack {folder / MANIFEST_NAME} --layout SPEC --dequantise bf16 --out DIR",
+        )
     shape = model_shape(config, str(path))
     check_model(manifest, shape, str(folder / MANIFEST_NAME))
     return Packed(root=folder, manifest=manifest, config=config, shape=shape)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
-__all__ = ["Piece"]
+from manifests.slices import Slice
+
+__all__ = ["Piece", "join_pieces", "whole_pieces"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -20,3 +23,51 @@ class Piece:
     shape: tuple[int, ...]  # of the whole tensor
     offset: tuple[int, ...]
     memory: torch.Tensor  # a view, in any strides
+
+    @property
+    def part(self) -> Slice:
+        return Slice(offset=self.offset, shape=tuple(self.memory.shape), whole_shape=self.shape)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.shape == tuple(self.memory.shape)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the one part of its tensor that begins where the tensor does."""
+        return not any(self.offset)
+
+    def view(self, box: Slice) -> Piece:
+        """Give the part of this one that is a box of the same tensor, which lies in it."""
+        memory = self.memory
+        for dim, (begin, own, count) in enumerate(zip(box.offset, self.offset, box.shape, strict=True)):
+            memory = memory.narrow(dim, begin - own, count)
+        return replace(self, offset=box.offset, memory=memory)
+
+
+def whole_pieces(tensors: Mapping[str, torch.Tensor]) -> tuple[Piece, ...]:
+    """Give tensors that lie here whole, by FQN, as pieces."""
+    return tuple(
+        Piece(fqn=fqn, shape=tuple(memory.shape), offset=(0,) * memory.dim(), memory=memory.detach())
+        for fqn, memory in tensors.items()
+    )
+
+
+def join_pieces(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+    """Give the same parts with one piece for each FQN; those that lie in several memories are copied together."""
+    found: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        found.setdefault(piece.fqn, []).append(piece)
+    return tuple(parts[0] if len(parts) == 1 else _joined(parts) for parts in found.values())
+
+
+def _joined(parts: list[Piece]) -> Piece:
+    offset = tuple(map(min, zip(*(piece.part.offset for piece in parts), strict=True)))
+    end = tuple(map(max, zip(*(piece.part.end for piece in parts), strict=True)))
+    shape = [last - first for first, last in zip(offset, end, strict=True)]
+    memory = torch.empty(shape, dtype=parts[0].memory.dtype, device=parts[0].memory.device)
+    assert memory.numel() == sum(piece.memory.numel() for piece in parts), "a rank's parts of a tensor are one box"
+    joined = replace(parts[0], offset=offset, memory=memory)
+    for piece in parts:
+        joined.view(piece.part).memory.copy_(piece.memory)
+    return joined

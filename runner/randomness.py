@@ -1,16 +1,24 @@
-"""The states of a rank's random numbers, kept in checkpoints."""
+"""A rank's random numbers: where they begin, and their states, kept in checkpoints."""
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
+from hashlib import blake2b
 
 import torch
 
 from manifests.errors import InputError
 from manifests.schema import RandomState
 
-__all__ = ["random_state", "restore_random"]
+__all__ = ["begin_random", "random_state", "restore_random"]
+
+
+def begin_random(seed: int, rank: int) -> None:
+    """Draw from here on random numbers of this rank's own, the same for the same seed and rank: what dropout draws."""
+    # A generator takes up 32 bits of its seed: stir both numbers into them.
+    stirred = blake2b(f"{seed} rank {rank}".encode(), digest_size=4).digest()
+    torch.manual_seed(int.from_bytes(stirred, "little"))
 
 
 def random_state(rank: int, device: torch.device) -> RandomState:

@@ -3,35 +3,55 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from manifests.errors import InputError, UsageError
-from manifests.placement import Placement
 
 __all__ = [
-    "SCHEDULES",
     "SYNTHETIC",
+    "TENSOR_PARALLEL",
     "TRAINED",
     "BatchOptions",
     "CheckpointOptions",
+    "ComputeOptions",
     "DataOptions",
     "Decay",
+    "Dtype",
     "OptimOptions",
+    "Recompute",
     "ResumeOptions",
-    "ScheduleName",
-    "check_schedule",
     "check_trainable",
-    "default_schedule",
+    "parse_recompute",
 ]
 
-ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B"]
 # The architectures that have a family, known here so that launch can refuse the others without torch.
-TRAINED = ("LlamaForCausalLM",)
-SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
-Decay = Literal["constant", "cosine"]
+TRAINED = (
+    "DeepseekV3ForCausalLM",
+    "GptOssForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    # On transformers' own model classes:
+    "FalconForCausalLM",
+    "GPT2LMHeadModel",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "MixtralForCausalLM",
+    "MptForCausalLM",
+    "OPTForCausalLM",
+    "Phi3ForCausalLM",
+    "PhiForCausalLM",
+    "Qwen2ForCausalLM",
+)
+# Those of them whose matrices can be cut over tensor-parallel ranks.
+TENSOR_PARALLEL = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM")
+Decay = Literal["constant", "linear", "cosine", "sqrt"]
+Dtype = Literal["fp32", "bf16"]
+Recompute = Literal["none", "full", "selective"] | int  # a number N: every Nth layer
 SYNTHETIC = "synthetic"  # as a data source: random tokens
 
 
@@ -71,10 +91,10 @@ class BatchOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimOptions:
-    """AdamW and its learning rate: a linear warm-up, then constant or a cosine down to `min_lr`.
+    """AdamW and its learning rate: a linear warm-up, steps at `lr`, then a decay down to `min_lr`.
 
     Raises:
-        UsageError: a value out of its range, or a cosine that ends before it begins.
+        UsageError: a value out of its range, or a decay that ends before it begins.
     """
 
     lr: float = 1e-4
@@ -83,8 +103,9 @@ class OptimOptions:
     weight_decay: float = 0.1
     max_norm: float = 1.0  # gradients are scaled down to this norm; 0 leaves them alone
     warmup_steps: int = 0
+    stable_steps: int = 0  # at `lr`, between warm-up and decay
     decay: Decay = "constant"
-    decay_steps: int = 0  # the step at which the cosine has reached `min_lr`
+    decay_steps: int = 0  # the step at which the decay has reached `min_lr`
     min_lr: float = 0.0
 
     def __post_init__(self) -> None:
@@ -93,17 +114,70 @@ class OptimOptions:
             ("--weight-decay", self.weight_decay),
             ("--max-norm", self.max_norm),
             ("--warmup-steps", self.warmup_steps),
+            ("--stable-steps", self.stable_steps),
             ("--min-lr", self.min_lr),
         ):
             if not 0 <= value < math.inf:
                 raise UsageError(flag, f"expected a number from 0 up, found {value}")
         if not (0 <= self.betas[0] < 1 and 0 <= self.betas[1] < 1):
             raise UsageError("--betas", f"expected two numbers from 0 up to below 1, found {self.betas}")
-        if self.decay == "cosine" and self.decay_steps <= self.warmup_steps:
+        if self.decay == "constant":
+            return
+        if self.decay_steps <= self.warmup_steps + self.stable_steps:
+            stable = f" and --stable-steps {self.stable_steps} together" if self.stable_steps else ""
             raise UsageError(
                 "--decay-steps",
-                f"expected more than --warmup-steps {self.warmup_steps}, found {self.decay_steps}",
+                f"expected more than --warmup-steps {self.warmup_steps}{stable}, found {self.decay_steps}",
             )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComputeOptions:
+    """In which dtypes a step is computed, and what of it is computed again, compiled or cut up.
+
+    Raises:
+        UsageError: masters that are coarser than what is computed with, or a count below 1.
+    """
+
+    dtype: Dtype = "fp32"  # of the weights that stages compute with, and of activations
+    master_dtype: Dtype = "fp32"  # of the weights and moments that the optimizer keeps
+    reduce_dtype: Dtype = "fp32"  # of gradients on their way between data-parallel ranks
+    recompute: Recompute = "none"  # activations of which layers, in the backward
+    is_compiled: bool = False  # every layer by itself
+    loss_chunk: int | None = None  # tokens whose logits exist at a time; None: a microbatch's
+
+    def __post_init__(self) -> None:
+        if self.dtype == "fp32" and self.master_dtype == "bf16":
+            raise UsageError("--master-dtype", "bf16 is coarser than --dtype fp32: what is computed could not be kept")
+        if self.loss_chunk is not None and self.loss_chunk < 1:
+            raise UsageError("--loss-chunk", f"expected at least 1, found {self.loss_chunk}")
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether the weights that the optimizer keeps are others than those that stages compute with."""
+        return self.dtype != self.master_dtype
+
+    @property
+    def param_nbytes(self) -> int:
+        """What one parameter takes in training, in bytes: weight, gradient and two moments, and its master."""
+        return 4 * _NBYTES[self.master_dtype] + (_NBYTES[self.dtype] if self.has_masters else 0)
+
+
+_NBYTES: Mapping[Dtype, int] = {"fp32": 4, "bf16": 2}
+
+
+def parse_recompute(text: str) -> Recompute:
+    """Read the value of --ac.
+
+    Raises:
+        UsageError: it is no word that is known, and no number from 1 up.
+    """
+    match text:
+        case "none" | "full" | "selective":
+            return text
+        case _ if text.isascii() and text.isdigit() and int(text):
+            return int(text)
+    raise UsageError("--ac", f"expected none, full, selective or a number of layers, found {text!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,60 +229,3 @@ def check_trainable(architecture: str, where: str = "config.json") -> None:
             f"{architecture!r} can be packed, but the runner has no family for it",
             "known to the runner: " + ", ".join(TRAINED),
         )
-
-
-def default_schedule(placement: Placement) -> ScheduleName:
-    """Give the schedule for stages that no one asked a schedule for."""
-    return "1F1B" if placement.num_virtual == 1 else "Interleaved1F1B"
-
-
-def check_schedule(name: str, placement: Placement, num_microbatches: int) -> ScheduleName:
-    """Give the schedule's name, if these stages and this many microbatches can run on it.
-
-    Raises:
-        UsageError: an unknown schedule; stages per rank or a placement that it cannot run; too few
-            microbatches, or a number of them that it cannot deal out.
-    """
-    schedule = _known(name, SCHEDULES)
-    per_rank, num_ranks = placement.num_virtual, placement.num_ranks
-    if schedule == "Interleaved1F1B":
-        if per_rank < 2:
-            raise UsageError(
-                "--schedule",
-                f"{schedule} needs at least 2 stages on each rank, the manifest has 1",
-                f"take 1F1B or GPipe, or pack again with more stages: reshard pack … --layout pp={num_ranks},vpp=2",
-            )
-        if placement.style != "loop":
-            raise UsageError(
-                "--schedule",
-                f"{schedule} needs stages placed in a loop, the manifest places them in a {placement.style}",
-                f"pack again: reshard pack … --layout pp={num_ranks},vpp={per_rank}",
-            )
-        rounds = max(1, num_microbatches // num_ranks)
-        if num_microbatches % rounds:
-            raise UsageError(
-                "--microbatch",
-                f"{schedule} deals {num_microbatches} microbatches over {num_ranks} ranks in {rounds} "
-                "rounds, which must come out even",
-                f"take a number of microbatches that is a multiple of {num_ranks}",
-            )
-    elif per_rank > 1:
-        raise UsageError(
-            "--schedule",
-            f"{schedule} needs 1 stage on each rank, the manifest has {per_rank}",
-            f"take Interleaved1F1B, or pack again: reshard pack … --layout pp={num_ranks}",
-        )
-    if schedule == "1F1B" and num_microbatches < placement.num_stages:
-        raise UsageError(
-            "--microbatch",
-            f"1F1B needs at least {placement.num_stages} microbatches (one for each stage), found {num_microbatches}",
-            "make --global-batch larger or --microbatch smaller, or take GPipe",
-        )
-    return schedule
-
-
-def _known(name: str, names: Sequence[ScheduleName]) -> ScheduleName:
-    for known in names:
-        if name.lower() == known.lower():
-            return known
-    raise UsageError("--schedule", f"{name!r} is not known", "known: " + ", ".join(names))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -24,7 +25,7 @@ from runner.data import find_files
 from runner.history import checkpoint_path, find_checkpoints, step_of
 from runner.options import TrainOptions, flag_of
 from runner.packed import Packed
-from runner.recipe import SYNTHETIC, DataOptions, Decay, ResumeOptions
+from runner.recipe import SYNTHETIC, DataOptions, Decay, Dtype, ResumeOptions
 
 __all__ = [
     "advance",
@@ -38,7 +39,8 @@ __all__ = [
 ]
 
 _OPTIMIZER = "AdamW"
-_DTYPES = {"F32": "fp32", "BF16": "bf16"}
+_DTYPES: Mapping[str, Dtype] = {"F32": "fp32", "BF16": "bf16"}
+_STORED = {flag: dtype for dtype, flag in _DTYPES.items()}
 _ANEW = "--resume-weights-only begins a new run with its weights"
 
 
@@ -124,15 +126,17 @@ def check_fits(origin: Packed, launched: Packed) -> tuple[str, ...]:
 def remembered(training: TrainingState) -> dict[str, Any]:
     """Give the values that a checkpoint remembers of training flags, by the names of their parameters."""
     values: dict[str, Any] = {}
-    if training.dtype in _DTYPES:
-        values["dtype"] = _DTYPES[training.dtype]
+    if training.dtype is not None and training.dtype in _DTYPES:
+        values["dtype"] = _DTYPES[training.compute_dtype or training.dtype]
+        if training.compute_dtype is not None:
+            values["master_dtype"] = _DTYPES[training.dtype]
     if training.optimizer is not None:
         (group,) = training.optimizer.groups
         values |= {name: getattr(group, name) for name in ("beta1", "beta2", "eps", "weight_decay")}
         values["max_norm"] = training.optimizer.max_norm
     if (rate := training.learning_rate) is not None:
         values |= {"lr": rate.peak, "min_lr": rate.minimum}
-        values |= {name: getattr(rate, name) for name in ("warmup_steps", "decay", "decay_steps")}
+        values |= {name: getattr(rate, name) for name in ("warmup_steps", "stable_steps", "decay", "decay_steps")}
     if training.batch is not None:
         values |= asdict(training.batch)
     return values
@@ -149,16 +153,18 @@ def differences(options: TrainOptions, training: TrainingState) -> tuple[str, ..
 
 def remember(options: TrainOptions, *, step: int, num_tokens: int, data: DataPosition) -> TrainingState:
     """Give what a checkpoint says of a run; the random states are each rank's own."""
-    optim = options.optim
+    optim, compute = options.optim, options.compute
     group = ParameterGroup(beta1=optim.betas[0], beta2=optim.betas[1], eps=optim.eps, weight_decay=optim.weight_decay)
     return TrainingState(
         step=step,
         num_tokens=num_tokens,
-        dtype={flag: dtype for dtype, flag in _DTYPES.items()}[options.dtype],
+        dtype=_STORED[compute.master_dtype],
+        compute_dtype=_STORED[compute.dtype] if compute.has_masters else None,
         optimizer=OptimizerState(name=_OPTIMIZER, max_norm=optim.max_norm, groups=(group,)),
         learning_rate=LearningRate(
             peak=optim.lr,
             warmup_steps=optim.warmup_steps,
+            stable_steps=optim.stable_steps,
             decay=optim.decay,
             decay_steps=optim.decay_steps,
             minimum=optim.min_lr,
@@ -216,8 +222,9 @@ def _check_state(training: TrainingState | None, where: str) -> None:
     optimizer, rate = training.optimizer, training.learning_rate
     if optimizer.name != _OPTIMIZER:
         raise InputError(where, f"was trained with {optimizer.name}, and this runner steps with {_OPTIMIZER}", _ANEW)
-    if training.dtype not in (None, *_DTYPES):
-        raise InputError(where, f"was trained in {training.dtype}; this runner trains in {' or '.join(_DTYPES)}", _ANEW)
+    for dtype in (training.dtype, training.compute_dtype):
+        if dtype not in (None, *_DTYPES):
+            raise InputError(where, f"was trained in {dtype}; this runner trains in {' or '.join(_DTYPES)}", _ANEW)
     if len(optimizer.groups) != 1 or optimizer.groups[0].fqns:
         raise InputError(where, "has several groups of optimizer options; this runner has one", _ANEW)
     if rate is not None and rate.decay not in get_args(Decay):

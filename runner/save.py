@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from manifests.digest import Hasher, digest_bytes
@@ -19,9 +18,11 @@ from manifests.paths import shard_path
 from manifests.publish import publishing
 from manifests.safetensors import header_template, layout_tensors
 from manifests.schema import WEIGHTS, Holds, Manifest, Parent, RandomState, Shard, Stage, TrainingState
+from manifests.slices import slice_metadata
 from manifests.store import read_small_file, sync_folder, write_file, write_manifest
-from runner.fill import TORCH_DTYPES
+from runner.fill import TORCH_DTYPES, bytes_of
 from runner.held import Held
+from runner.pieces import Piece
 from runner.together import together
 
 __all__ = ["Job", "parent_of", "save", "write_shard"]
@@ -31,11 +32,16 @@ _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What a run's checkpoints have in common: the manifest it trains, in `root`, and what its weights descend from."""
+    """What a run's checkpoints have in common: the manifest it trains, in `root`, and what its weights descend from.
+
+    Of the `num_writers` ranks that write a stage, each its own shards, this is `writer`.
+    """
 
     manifest: Manifest
     root: Path
     parents: tuple[Parent, ...]
+    writer: int = 0
+    num_writers: int = 1
 
 
 def save(
@@ -66,12 +72,12 @@ def save(
         written: list[Stage] = []
         with together("save", group):
             for index, kinds in held.items():
-                written.append(_write_stage(job.manifest.stages[index], kinds, target))
+                written.append(_write_stage(job, job.manifest.stages[index], kinds, target))
         gathered: list[tuple[list[Stage], tuple[RandomState, ...]]] = [([], ())] * dist.get_world_size(group)
         dist.all_gather_object(gathered, (written, training.random), group=group)
         with together("save", group):
             if dist.get_rank() == 0:
-                stages = {stage.index: stage for part, _ in gathered for stage in part}
+                stages = _join_stages(stage for part, _ in gathered for stage in part)
                 random = tuple(state for _, states in gathered for state in states)
                 _commit(job, stages, target, replace(training, random=random))
                 stack.close()
@@ -83,23 +89,25 @@ def parent_of(root: Path) -> Parent:
     return Parent(location=str(root.resolve()), digest=digest_bytes(read_small_file(root / MANIFEST_NAME)))
 
 
-def write_shard(tensors: Mapping[str, torch.Tensor], root: Path, path: str, holds: Holds = WEIGHTS) -> Shard:
-    """Write a shard of these tensors, in this order, with their digests, and bring it to disk.
+def write_shard(pieces: Sequence[Piece], root: Path, path: str, holds: Holds = WEIGHTS) -> Shard:
+    """Write a shard of these tensors or slices, in this order, with their digests, and bring it to disk.
 
     Raises:
         InputError: it cannot be written: the disk is full, or the folder is read-only.
     """
-    entries = layout_tensors((fqn, _NAMES[tensor.dtype], tuple(tensor.shape)) for fqn, tensor in tensors.items())
-    header, digests, file = header_template(entries, {}), dict[str, str](), root / path
+    entries = layout_tensors((piece.fqn, _NAMES[piece.memory.dtype], tuple(piece.memory.shape)) for piece in pieces)
+    slices = {} if all(piece.is_whole for piece in pieces) else {piece.fqn: piece.part for piece in pieces}
+    metadata = slice_metadata(slices) if slices else {}
+    header, digests, file = header_template(entries, metadata), dict[str, str](), root / path
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with open(file, "wb") as stream:
             stream.write(header)
-            for fqn, tensor in tensors.items():
-                data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-                digests[fqn] = Hasher(data).hexdigest()
+            for piece in pieces:
+                data = bytes_of(piece.memory.detach().cpu().contiguous())
+                digests[piece.fqn] = Hasher(data).hexdigest()
                 stream.write(data)
-            header = header_template(entries, {}, digests)
+            header = header_template(entries, metadata, digests)
             stream.seek(0)
             stream.write(header)
             stream.flush()
@@ -111,16 +119,39 @@ def write_shard(tensors: Mapping[str, torch.Tensor], root: Path, path: str, hold
     return Shard(path=path, nbytes=nbytes, digest=digest_bytes(header), holds=holds)
 
 
-def _write_stage(stage: Stage, kinds: Mapping[Holds, Mapping[str, torch.Tensor]], folder: Path) -> Stage:
+def _write_stage(job: Job, stage: Stage, kinds: Mapping[Holds, Sequence[Piece]], folder: Path) -> Stage:
+    """Write one rank's shards of a stage, and give the stage as if they were all of it."""
     shards = tuple(
-        write_shard(tensors, folder, shard_path(stage.index, holds), holds)
-        for holds, tensors in kinds.items()
-        if tensors
+        write_shard(pieces, folder, shard_path(stage.index, holds, number=job.writer, of=job.num_writers), holds)
+        for holds, pieces in kinds.items()
+        if pieces
     )
-    weights = kinds[WEIGHTS].values()
+    weights = kinds[WEIGHTS]
     return replace(
-        stage, shards=shards, spans=(), num_tensors=len(weights), nbytes=sum(weight.nbytes for weight in weights)
+        stage,
+        shards=shards,
+        spans=(),
+        num_tensors=sum(piece.is_first for piece in weights),
+        nbytes=sum(piece.memory.nbytes for piece in weights),
     )
+
+
+def _join_stages(written: Iterable[Stage]) -> dict[int, Stage]:
+    """Put together what several ranks have written of each stage."""
+    stages: dict[int, Stage] = {}
+    for part in written:
+        whole = stages.get(part.index)
+        stages[part.index] = (
+            part
+            if whole is None
+            else replace(
+                whole,
+                shards=(*whole.shards, *part.shards),
+                num_tensors=whole.num_tensors + part.num_tensors,
+                nbytes=whole.nbytes + part.nbytes,
+            )
+        )
+    return stages
 
 
 def _commit(job: Job, stages: Mapping[int, Stage], folder: Path, training: TrainingState) -> None:

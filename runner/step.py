@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from runner.batches import Batch
 from runner.norm import StepTotals, clip_gradients
 from runner.optim import Optimizer
+from runner.parallel import Parallel
+from runner.recipe import BatchOptions
 from runner.schedule import Schedule
-from runner.ties import Tie, sync_gradients
+from runner.ties import Tie, follow_leaders, sync_gradients
 
 __all__ = ["Engine", "StepReport", "eval_step", "train_step"]
 
@@ -21,6 +24,7 @@ class Engine:
     ties: tuple[Tie, ...]
     totals: StepTotals
     optimizer: Optimizer
+    parallel: Parallel | None = None  # None: no rank shares this one's stages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,28 +35,54 @@ class StepReport:
     num_tokens: int  # valid ones
     grad_norm: float  # before clipping
     lr: float
+    is_last: bool = False  # a rank was asked to stop, see `runner.life`
+    busy_s: tuple[float, ...] = ()  # of each pipeline rank: computing
+    schedule_s: tuple[float, ...] = ()  # the same, with the waits between
 
 
-def train_step(engine: Engine, batch: Batch | None, step: int) -> StepReport:
+def train_step(
+    engine: Engine, batch: Batch | None, step: int, cut: BatchOptions | None = None, *, is_last: bool = False
+) -> StepReport:
     """Take optimizer step number `step`, the first being 0; every rank calls this.
 
     The clipped gradients stay in `.grad` until the next step. Ranks with neither the first nor the
-    last stage may pass no batch.
+    last stage may pass no batch. A `cut` that is not the run's own is declared by all of them, see
+    Note [Shapes are declared] in schedule.py.
 
     Raises:
         RankError: on all ranks alike, before any weight changes, if a gradient is not finite.
     """
     optimizer = engine.optimizer
     optimizer.zero_gradients()
-    loss = engine.schedule.train(batch)
+    if engine.parallel is not None:
+        engine.parallel.hold_gradients()
+    recorder = engine.schedule.recorder
+    begun_s = recorder.start()
+    loss = engine.schedule.train(batch, cut)
+    busy_s = sum(action.end_s - action.begin_s for action in recorder.take())
+    times_s = busy_s, time.perf_counter() - begun_s
+    if engine.parallel is not None:
+        engine.parallel.finish_gradients()
     sync_gradients(engine.ties)
-    totals = engine.totals.reduce(loss, batch.num_tokens if batch else 0)
+    totals = engine.totals.reduce(loss, batch.num_tokens if batch else 0, is_last=is_last, times_s=times_s)
     own = (parameter for _, parameter in optimizer.parameters)
     clip_gradients(own, totals.norm, optimizer.options.max_norm)
     lr = optimizer.step(step)
-    return StepReport(loss=totals.loss, num_tokens=totals.num_tokens, grad_norm=totals.norm, lr=lr)
+    follow_leaders(engine.ties)
+    return StepReport(
+        loss=totals.loss,
+        num_tokens=totals.num_tokens,
+        grad_norm=totals.norm,
+        lr=lr,
+        is_last=totals.is_last,
+        busy_s=tuple(busy for busy, _ in totals.times_s),
+        schedule_s=tuple(whole for _, whole in totals.times_s),
+    )
 
 
-def eval_step(engine: Engine, batch: Batch | None) -> float:
+def eval_step(engine: Engine, batch: Batch | None, cut: BatchOptions | None = None) -> float:
     """Give the loss of a batch, on every rank; nothing is trained."""
-    return engine.totals.reduce_loss(engine.schedule.evaluate(batch))
+    loss = engine.schedule.evaluate(batch, cut)
+    if engine.parallel is not None:
+        engine.parallel.rest()
+    return engine.totals.reduce_loss(loss)

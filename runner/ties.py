@@ -22,8 +22,10 @@ from manifests.errors import InputError, RankError
 from manifests.placement import Placement
 from manifests.schema import TieGroup
 from runner.chunk import NamedParameter, StageChunk, named_hf_parameters
+from runner.precision import share_master, zero_gradient
+from runner.shards import local_of, local_offset, mesh_dims
 
-__all__ = ["Tie", "build_ties", "check_equal", "check_loaded", "lead_parameters", "sync_gradients"]
+__all__ = ["Tie", "build_ties", "check_equal", "check_loaded", "follow_leaders", "lead_parameters", "sync_gradients"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -35,6 +37,7 @@ class Tie:
     ranks: tuple[int, ...]  # of the pipeline, ascending: those with a member
     is_counted_here: bool  # in the gradient's norm
     group: dist.ProcessGroup | None = None  # of `ranks`; None when there is one
+    shares_storage: bool = True  # the members here; sharded ones cannot, and follow the leader by a copy
 
     @property
     def leader(self) -> nn.Parameter:
@@ -51,7 +54,7 @@ def check_loaded(groups: Iterable[TieGroup], chunks: Sequence[StageChunk]) -> No
     for group in groups:
         keys = [(member.fqn, member.stage) for member in group.members if (member.fqn, member.stage) in found]
         for key in keys[1:]:
-            if not torch.equal(found[key], found[keys[0]]):
+            if not torch.equal(local_of(found[key]), local_of(found[keys[0]])):
                 raise InputError(
                     f"tied weight {group.owner.fqn}",
                     f"{keys[0][0]} on stage {keys[0][1]} and {key[0]} on stage {key[1]} hold different values",
@@ -64,11 +67,12 @@ def build_ties(
     chunks: Sequence[StageChunk],
     placement: Placement,
     timeout: timedelta,
-    pipeline: dist.ProcessGroup | None = None,
+    pipelines: Sequence[Sequence[int]] | None = None,
 ) -> tuple[Tie, ...]:
     """Tie this rank's parameters, which are loaded, and give the groups that it is part of.
 
-    Every rank calls this with the same groups: it creates a process group for each that spans ranks.
+    Every rank calls this with the same groups: it creates a process group for each that spans ranks, in
+    each of the `pipelines`, which list their ranks; None: all ranks are one.
     A replica takes over the values of the first member on its rank.
     """
     found = _by_name(chunks)
@@ -78,11 +82,13 @@ def build_ties(
             found[member.fqn, member.stage] for member in group.members if (member.fqn, member.stage) in found
         )
         ranks = tuple(sorted({placement.rank_of(member.stage) for member in group.members}))
-        process_group = _process_group(ranks, timeout, pipeline) if len(ranks) > 1 else None
+        process_group = _process_group(ranks, timeout, pipelines) if len(ranks) > 1 else None
         if not members:
             continue
-        for replica in members[1:]:
+        shares_storage = not mesh_dims(members[0])
+        for replica in members[1:] if shares_storage else ():
             replica.data = members[0].data
+        share_master(members)
         owner_here = (group.owner.fqn, group.owner.stage) in found
         ties.append(
             Tie(
@@ -91,9 +97,17 @@ def build_ties(
                 ranks=ranks,
                 is_counted_here=owner_here,
                 group=process_group,
+                shares_storage=shares_storage,
             )
         )
     return tuple(ties)
+
+
+def follow_leaders(ties: Iterable[Tie]) -> None:
+    """Give members with a storage of their own what their leader has become."""
+    for tie in ties:
+        for member in () if tie.shares_storage else tie.members[1:]:
+            local_of(member.detach()).copy_(local_of(tie.leader.detach()))
 
 
 def lead_parameters(chunks: Sequence[StageChunk], ties: Sequence[Tie]) -> tuple[NamedParameter, ...]:
@@ -111,44 +125,45 @@ def sync_gradients(ties: Sequence[Tie]) -> None:
     """Make each leader's gradient the sum over its group; the other members' become None.
 
     Every rank of a group calls this after the backward and before the norm. A member without a
-    gradient counts as zeros.
+    gradient counts as zeros. Of sharded members, ranks add up the parts that they hold.
     """
     for tie in ties:
         leader = tie.leader
         if leader.grad is None:
             leader.grad = torch.zeros_like(leader)
+        total = local_of(leader.grad)
         for member in tie.members[1:]:
             if member.grad is not None:
-                leader.grad += member.grad
-                member.grad = None
+                total += local_of(member.grad)
+                zero_gradient(member)
         if tie.group is not None:
-            dist.all_reduce(leader.grad, group=tie.group)
+            dist.all_reduce(total, group=tie.group)
 
 
 def check_equal(
     ties: Sequence[Tie],
-    pipeline: dist.ProcessGroup | None = None,
     *,
     of: Callable[[nn.Parameter], torch.Tensor] = lambda weight: weight,
 ) -> None:
     """Make sure that all copies of each tied weight, or of what `of` gives for it, hold the same bytes.
 
-    Every rank of the pipeline calls this.
+    Every rank calls this. Ranks that hold the same part of a weight are compared, of all pipelines.
 
     Raises:
         RankError: on all ranks alike, naming the weight and the ranks that differ.
     """
     if not dist.is_initialized():
         return
-    mine = {tie.fqn: _digest(of(tie.leader)) for tie in ties if tie.group is not None}
-    everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(pipeline))]
-    dist.all_gather_object(everyone, mine, group=pipeline)
-    for fqn in sorted({fqn for digests in everyone for fqn in digests}):
-        holders = {rank: digests[fqn] for rank, digests in enumerate(everyone) if fqn in digests}
+    tied = [(tie.fqn, of(tie.leader)) for tie in ties if tie.group is not None]
+    mine = {(fqn, local_offset(tensor)): _digest(local_of(tensor)) for fqn, tensor in tied}
+    everyone: list[dict[tuple[str, tuple[int, ...]], str]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, mine)
+    for key in sorted({key for digests in everyone for key in digests}):
+        holders = {rank: digests[key] for rank, digests in enumerate(everyone) if key in digests}
         if len(set(holders.values())) > 1:
             shown = ", ".join(f"rank {rank} {digest[:23]}…" for rank, digest in holders.items())
             raise RankError(
-                fqn,
+                key[0],
                 f"the copies of this tied weight differ: {shown}",
                 "if this is the first step, the bundles disagree: pack the source again",
             )
@@ -159,12 +174,15 @@ def _by_name(chunks: Sequence[StageChunk]) -> dict[tuple[str, int], nn.Parameter
 
 
 def _process_group(
-    ranks: Sequence[int], timeout: timedelta, pipeline: dist.ProcessGroup | None
+    ranks: Sequence[int], timeout: timedelta, pipelines: Sequence[Sequence[int]] | None
 ) -> dist.ProcessGroup | None:
-    global_ranks = [dist.get_global_rank(pipeline, rank) if pipeline else rank for rank in ranks]
-    # A new group does not take over the world's timeout.
-    group: dist.ProcessGroup | None = dist.new_group(global_ranks, timeout=timeout)
-    return group
+    own: dist.ProcessGroup | None = None
+    for pipeline in pipelines or (range(dist.get_world_size()),):
+        members = [pipeline[rank] for rank in ranks]
+        # A new group does not take over the world's timeout.
+        group: dist.ProcessGroup | None = dist.new_group(members, timeout=timeout)
+        own = group if dist.get_rank() in pipeline else own
+    return own
 
 
 def _digest(tensor: torch.Tensor) -> str:

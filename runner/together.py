@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from manifests.errors import UserError
 
-__all__ = ["AloneError", "alone", "together"]
+__all__ = ["AloneError", "alone", "from_rank_0", "together"]
+
+T = TypeVar("T")
 
 
 class AloneError(UserError):
@@ -49,6 +52,13 @@ def _joined(failed: dict[int, UserError]) -> UserError:
         f"\nrank {rank}: {error.where}: {error.problem}" for rank, error in others if str(error) != str(first)
     )
     return type(first)(f"rank {rank}: {first.where}", problem, first.hint)
+
+
+def from_rank_0(value: T) -> T:
+    """Give rank 0's value, on every rank; each of them calls this."""
+    shared = [value]
+    dist.broadcast_object_list(shared, src=0)
+    return shared[0]
 
 
 @contextmanager

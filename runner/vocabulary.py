@@ -13,7 +13,7 @@ from manifests.jsontext import parse_json_object
 from manifests.store import read_small_file
 from runner.data import Document
 
-__all__ = ["Vocabulary", "load_vocabulary"]
+__all__ = ["Vocabulary", "load_tokenizer", "load_vocabulary"]
 
 _TOKENIZER = "tokenizer.json"
 
@@ -64,16 +64,7 @@ def load_vocabulary(folder: Path, size: int) -> Vocabulary:
     Raises:
         InputError: no tokenizer, a broken one, no eos, or an id beyond the model's.
     """
-    file = folder / _TOKENIZER
-    if not file.exists():
-        raise InputError(str(file), "no such file", "pack the model with its tokenizer, or train on --data synthetic")
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises nothing narrower
-        raise InputError(str(file), f"is no tokenizer: {error}") from error
-    # What the file asks for at inference would cut or fill every document.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+    tokenizer = load_tokenizer(folder, "train on --data synthetic")
     bos, eos = (_special_id(folder, tokenizer, kind, size) for kind in ("bos", "eos"))
     if eos is None:
         raise InputError(
@@ -82,6 +73,25 @@ def load_vocabulary(folder: Path, size: int) -> Vocabulary:
             "set eos_token_id in config.json",
         )
     return Vocabulary(tokenizer=tokenizer, size=size, bos=None if bos == eos else bos, eos=eos)
+
+
+def load_tokenizer(folder: Path, otherwise: str = "give --tokens") -> Tokenizer:
+    """Read the tokenizer of a checkpoint folder, which then gives a text's ids, all of them and no others.
+
+    Raises:
+        InputError: no tokenizer, or a broken one; the hint says what can be done `otherwise`.
+    """
+    file = folder / _TOKENIZER
+    if not file.exists():
+        raise InputError(str(file), "no such file", f"pack the model with its tokenizer, or {otherwise}")
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing narrower
+        raise InputError(str(file), f"is no tokenizer: {error}") from error
+    # What the file asks for at inference would cut or fill every document.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _special_id(folder: Path, tokenizer: Tokenizer, kind: str, size: int) -> int | None:

@@ -2,52 +2,55 @@
 
 from __future__ import annotations
 
-import logging
-import math
-import os
+import socket
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from itertools import repeat
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from manifests.errors import RankError, UserError
+from manifests.schedules import default_schedule
 from manifests.schema import DataPosition, TrainingState
 from manifests.store import read_manifest
 from runner.batches import Batch
 from runner.begin import Ready, begin
+from runner.evaluate import mean_loss
+from runner.gauges import least_step_s, peak_memory_nbytes
 from runner.history import hold_history
-from runner.launch.local import check_world
-from runner.metrics import Metrics
+from runner.launch.state import RunState, clear_state, write_state
+from runner.life import Life, StoppedError, log_to_file
+from runner.metrics import Metrics, RankLoad, StepTimes
 from runner.options import TrainOptions, parse_training
 from runner.packed import open_packed
 from runner.randomness import random_state
+from runner.rank import run_rank
+from runner.refusals import share_of
 from runner.resume import advance, find_origins, find_position, remember
 from runner.save import save
 from runner.saver import Saver
 from runner.sequences import read_batches, read_once
 from runner.step import eval_step, train_step
 from runner.ties import check_equal
-from runner.together import AloneError, alone, together
+from runner.together import alone, from_rank_0, together
+from runner.trace import RunShape, Tracer
 from runner.world import World, device_of, join_world
 
 __all__ = ["main", "run", "train"]
 
 T = TypeVar("T")
-logger = logging.getLogger("runner")
 
 
 def train(path: Path, options: TrainOptions, world: World) -> None:
     """Train the model of a manifest; every rank calls this."""
-    check_world(read_manifest(path), world.size)
+    log_to_file(options.log_dir, world.rank)
+    options.degrees.resolve(read_manifest(path).layout.num_ranks, world.size)
     device = device_of(world, options.device)
     join_world(device, options.timeout_s)
     run(path.resolve().parent, options, world, device)
@@ -60,18 +63,23 @@ def run(root: Path, options: TrainOptions, world: World, device: torch.device) -
         with together("resume"):
             launched = open_packed(root)
             if world.rank == 0:
+                clear_state(options.log_dir)
                 if options.checkpoint:
                     stack.enter_context(hold_history(options.checkpoint.history))
                 folders = find_origins(root, options)
-        ready = begin(launched, _from_rank_0(folders), options, world, device)
+        ready = begin(launched, from_rank_0(folders), options, world, device)
         options = ready.options
-        metrics = Metrics(options.log_dir / "metrics.jsonl" if world.rank == 0 else None, num_steps=options.steps)
+        metrics = open_metrics(ready, world, device)
         saver = None
         if options.checkpoint:
             timeout = timedelta(seconds=options.timeout_s)
             saver = stack.enter_context(Saver(ready.job, options.checkpoint, ready.held_state(), timeout))
-        trained = train_steps(ready, metrics, saver, world, device)
+        life = stack.enter_context(_life(ready, world))
+        trained, is_stopped = train_steps(ready, metrics, saver, life, world)
+        life.beat(trained.step, "end")
         check_equal(ready.engine.ties)
+        if is_stopped:
+            _stop(saver, metrics, trained, options, world)
         if options.eval_data is not None:
             metrics.evaluation(trained.step, *evaluate(ready))
         if saver is not None:
@@ -80,30 +88,60 @@ def run(root: Path, options: TrainOptions, world: World, device: torch.device) -
             weights_only = TrainingState(step=trained.step, num_tokens=trained.num_tokens, dtype=trained.dtype)
             save(ready.held_weights(), ready.job, options.save, weights_only, force=options.force)
             metrics.saved(options.save)
+        metrics.ended(_from_all(peak_memory_nbytes(device), world))
+        if world.rank == 0:
+            write_state(options.log_dir, RunState(step=trained.step, ended="done"))
+
+
+def open_metrics(ready: Ready, world: World, device: torch.device) -> Metrics:
+    """Open metrics.jsonl where rank 0 is, and write what every rank has read."""
+    options = ready.options
+    metrics = Metrics(
+        options.log_dir / "metrics.jsonl" if world.rank == 0 else None,
+        num_steps=options.steps,
+        least_step_s=least_step_s(ready.launched.shape, options, world.size, device),
+    )
+    stages = tuple(chunk.stage for chunk in ready.chunks)
+    metrics.loaded(_from_all(RankLoad(rank=world.rank, stages=stages, report=ready.loaded), world))
+    return metrics
 
 
 def train_steps(
-    ready: Ready, metrics: Metrics, saver: Saver | None, world: World, device: torch.device
-) -> TrainingState:
-    """Take all steps that are left, saving checkpoints in between, and give the state after the last."""
-    options, begun = ready.options, ready.training
+    ready: Ready, metrics: Metrics, saver: Saver | None, life: Life, world: World
+) -> tuple[TrainingState, bool]:
+    """Take all steps that are left, saving checkpoints in between.
+
+    Gives the state after the last one, and whether a signal stopped the run before all were taken.
+    """
+    options, begun, device = ready.options, ready.training, ready.chunks[0].device
     batches, position = open_data(ready, world)
     trained = remember(
         options, step=begun.step if begun else 0, num_tokens=begun.num_tokens if begun else 0, data=position
     )
+    tracer = _tracer(ready, world)
+    life.beat(trained.step)
     for step in range(trained.step, options.steps):
         started_s = time.perf_counter()
         with alone(world.rank):
             batch = next(batches)
-        report = train_step(ready.engine, batch, step)
-        metrics.step(step + 1, report, time.perf_counter() - started_s)
+        read_s = time.perf_counter()
+        report = train_step(ready.engine, batch, step, is_last=life.is_asked_to_stop)
+        life.beat(step + 1)
+        if tracer is not None and step + 1 in options.traced:
+            tracer.add(step + 1, ready.engine.schedule.recorder)
+        times = StepTimes(data_s=read_s - started_s, compute_s=time.perf_counter() - read_s)
+        metrics.step(step + 1, report, times, peak_nbytes=peak_memory_nbytes(device))
         trained = advance(trained, num_tokens=report.num_tokens, num_sequences=options.batch.global_batch)
+        if options.checks_ties_after(step + 1):
+            check_equal(ready.engine.ties)
         if saver is not None:
-            if options.saves_after(step + 1):
+            if options.saves_after(step + 1) or report.is_last:
                 saver.save(ready.held_state(), replace(trained, random=(random_state(world.rank, device),)))
             for ended in saver.reports():
                 metrics.checkpoint(ended)
-    return trained
+        if report.is_last and step + 1 < options.steps:
+            return trained, True
+    return trained, False
 
 
 def open_data(ready: Ready, world: World) -> tuple[Iterator[Batch | None], DataPosition]:
@@ -115,14 +153,15 @@ def open_data(ready: Ready, world: World) -> tuple[Iterator[Batch | None], DataP
     with together("data"):
         if schedule.has_first or schedule.has_last:
             position = find_position(options, left, ready.launched.tokenizer)
-            batches = read_batches(
+            read = read_batches(
                 options.data,
                 options.batch,
                 folder=ready.launched.root,
                 vocab_size=ready.chunks[0].family.vocab_size,
                 start=position.num_sequences,
             )
-    return batches, _from_rank_0(position)
+            batches = map(ready.rows_of, read)
+    return batches, from_rank_0(position)
 
 
 def evaluate(ready: Ready) -> tuple[float, int]:
@@ -132,32 +171,12 @@ def evaluate(ready: Ready) -> tuple[float, int]:
     with together("evaluation data"):
         # Every rank reads it all, so that every rank knows when it ends.
         batches = read_once(options.eval_data, options.batch, folder=ready.launched.root, vocab_size=vocab_size)
-    losses, num_tokens = [], 0
-    for batch in batches:
-        losses.append(eval_step(ready.engine, batch) * batch.num_tokens)
-        num_tokens += batch.num_tokens
-    return math.fsum(losses) / num_tokens, num_tokens
+    return mean_loss(lambda batch: eval_step(ready.engine, ready.rows_of(batch)), batches)
 
 
 def main() -> None:
-    """Run one rank; end with its exit code. What all ranks know is said by rank 0 alone."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     path, *training = sys.argv[1:]
-    world, code = World.from_environment(os.environ), 0
-    try:
-        train(Path(path), parse_training(training), world)
-    except UserError as error:
-        code = error.exit_code
-        if world.rank == 0 or isinstance(error, AloneError):
-            logger.error("error: %s", error)
-    except Exception as error:
-        code = _report(error, world)
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if code:
-        os._exit(code)  # a peer may be gone: waiting for it in destroy_process_group could hang
-    dist.destroy_process_group()
+    run_rank(lambda world: train(Path(path), parse_training(training), world))
 
 
 def _finish_saving(saver: Saver, metrics: Metrics) -> None:
@@ -169,20 +188,47 @@ def _finish_saving(saver: Saver, metrics: Metrics) -> None:
         raise ended[-1].failure
 
 
-def _from_rank_0(value: T) -> T:
-    shared = [value]
-    dist.broadcast_object_list(shared, src=0)
-    return shared[0]
+def _life(ready: Ready, world: World) -> Life:
+    stages = ", ".join(str(chunk.stage) for chunk in ready.chunks)
+    return Life(
+        ready.options.log_dir,
+        world.rank,
+        where=f"rank {world.rank}, stage {stages}, node {socket.gethostname()}",
+        step_timeout_s=ready.options.step_timeout_s,
+        can_stop=ready.options.checkpoint is not None,
+    )
 
 
-def _report(error: Exception, world: World) -> int:
-    """Say what ended this rank: a lost peer in a line, our own bug with its traceback."""
-    if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
-        reason = str(error).splitlines()[0].partition(". ")[0][:200]
-        logger.error("[rank %d] another rank is gone or too slow: %s", world.rank, reason)
-        return RankError.exit_code
-    logger.error("[rank %d] %s", world.rank, traceback.format_exc())
-    return 1
+def _tracer(ready: Ready, world: World) -> Tracer | None:
+    if not ready.options.traced:
+        return None
+    placement = ready.launched.manifest.placement
+    shape = RunShape(
+        schedule=ready.options.schedule or ready.launched.manifest.layout.schedule or default_schedule(placement),
+        num_stages=placement.num_stages,
+        num_ranks=placement.num_ranks,
+        style=placement.style,
+        num_microbatches=share_of(ready.options.batch, ready.mesh.degrees.data).num_microbatches,
+    )
+    return Tracer(ready.options.log_dir, world.rank, shape)
+
+
+def _stop(
+    saver: Saver | None, metrics: Metrics, trained: TrainingState, options: TrainOptions, world: World
+) -> NoReturn:
+    """End a run that was asked to stop, once its checkpoint is on disk and whoever started it can know."""
+    assert saver is not None, "only a run that saves can be asked to stop"
+    _finish_saving(saver, metrics)
+    with together("stop"):
+        if world.rank == 0:
+            write_state(options.log_dir, RunState(step=trained.step, ended="stopped"))
+    raise StoppedError("", f"stopped at a signal after step {trained.step}, and saved", "--resume auto goes on")
+
+
+def _from_all(value: T, world: World) -> list[T]:
+    gathered = [value] * world.size
+    dist.all_gather_object(gathered, value)
+    return gathered
 
 
 if __name__ == "__main__":

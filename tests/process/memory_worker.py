@@ -23,6 +23,7 @@ from runner.recipe import OptimOptions
 from runner.schedule import build_schedule
 from runner.step import Engine, train_step
 from runner.ties import build_ties, lead_parameters
+from runner.timetable import find_timetable
 from runner.wire import plan_wire
 from tests.fast.runner.tiny import CPU, head_tie, padded_batch
 from tests.process.memory_cases import BATCH, CASES, CONFIG, Case
@@ -43,8 +44,9 @@ def measure(case: Case) -> dict[str, int]:
             torch.nn.init.normal_(parameter, std=0.02)
     ties = build_ties([head_tie(case.stages)], chunks, placement, TIMEOUT)
     parameters = lead_parameters(chunks, ties)
+    timetable = find_timetable(case.schedule, placement, BATCH.num_microbatches)
     engine = Engine(
-        schedule=build_schedule(case.schedule, chunks, plan_wire(family, case.stages, dtype), placement, BATCH),
+        schedule=build_schedule(timetable, chunks, plan_wire(family, case.stages, dtype), BATCH),
         ties=ties,
         totals=StepTotals(parameters, ties, device=CPU),
         optimizer=Optimizer(parameters, OptimOptions(lr=1e-3)),

@@ -1,11 +1,12 @@
 """A rank that trains every case of its world size and saves what came of it. Started by torchrun.
 
-usage: parity_worker.py MODELS OUT
+usage: parity_worker.py MODELS OUT normal|slow
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,49 +14,70 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from manifests.schedules import lower, schedule_table, write_csv
 from runner.chunk import StageChunk, build_chunks, named_hf_parameters
 from runner.families import family_for
 from runner.norm import StepTotals
 from runner.optim import Optimizer
-from runner.schedule import build_schedule
+from runner.schedule import Schedule, build_schedule
 from runner.step import Engine, eval_step, train_step
 from runner.ties import build_ties, check_equal, lead_parameters
+from runner.timetable import Timetable, find_timetable
 from runner.wire import plan_wire
 from tests.fast.runner.tiny import CPU, fill, head_tie, padded_batch, read_config, split_evenly
-from tests.process.parity_cases import BATCH, CASES, OPTIM, SEQ_LEN, STEPS, Case, cut
+from tests.process.parity_cases import (
+    BATCH,
+    HALF_BATCH,
+    NORMAL,
+    OPTIM,
+    REPLICATED,
+    SEQ_LEN,
+    SLOW,
+    STEPS,
+    TEXT,
+    Case,
+    Replicated,
+    batch_of,
+    cut_modules,
+    cut_of,
+)
+from tests.process.parity_plants import PIPELINES, DataParallel, StepsFollowersToo, forwards_last_first
 
 TIMEOUT = timedelta(seconds=60)
 
 
-def run_case(case: Case, models: Path) -> dict[str, Any]:
-    folder, placement = models / case.weights, case.placement
+def run_case(case: Case, models: Path, out: Path, rank: int) -> dict[str, Any]:
+    folder, placement = models / case.family / case.weights, case.placement
     family = family_for(read_config(folder), max_seq_len=SEQ_LEN)
     stage_modules = (
-        cut(family.modules, case.shares) if case.shares else split_evenly(family.modules, placement.num_stages)
+        cut_modules(family.modules, case.shares) if case.shares else split_evenly(family.modules, placement.num_stages)
     )
-    chunks = build_chunks(family, stage_modules, placement.stages_on(dist.get_rank()))
+    chunks = build_chunks(family, stage_modules, placement.stages_on(rank))
     fill(chunks, folder, case.dtype)
     groups = [head_tie(stage_modules)] if case.weights == "tied" else []
     ties = build_ties(groups, chunks, placement, TIMEOUT)
     check_equal(ties)
     parameters = lead_parameters(chunks, ties)
-    schedule = build_schedule(case.schedule, chunks, plan_wire(family, stage_modules, case.dtype), placement, BATCH)
-    if case.plant == "scale_grads":
-        schedule.torch_schedule.scale_grads = True  # type: ignore[attr-defined]
+    wire, timetable = plan_wire(family, stage_modules, case.dtype), timetable_of(case, out)
+    if case.plant in PIPELINES:
+        schedule: Schedule = PIPELINES[case.plant](timetable, chunks, wire, BATCH)
+    else:
+        schedule = build_schedule(timetable, chunks, wire, BATCH)
+    optimizer = Optimizer(parameters, OPTIM)
     engine = Engine(
         schedule=schedule,
         ties=() if case.plant == "tie_not_summed" else ties,
         totals=StepTotals(parameters, () if case.plant == "tie_counted_twice" else ties, device=CPU),
-        optimizer=Optimizer(parameters, OPTIM),
+        optimizer=StepsFollowersToo(optimizer, ties) if case.plant == "tie_stepped_twice" else optimizer,
     )
-    found: dict[str, Any] = {"stages": [chunk.stage for chunk in chunks], "losses": [], "norms": []}
-    found |= {"gradients": [], "evals": [], "num_tokens": []}
+    found: dict[str, Any] = {"losses": [], "norms": [], "gradients": [], "evals": [], "num_tokens": []}
     found["logits"] = schedule.logits(padded_batch(0).tokens)
+    found["text_logits"] = schedule.logits(padded_batch(0, size=3, seq_len=19).tokens, TEXT)
     for step in range(STEPS):
-        batch = padded_batch(step)
-        needed = schedule.has_first or schedule.has_last
-        found["evals"].append(eval_step(engine, batch if needed else None))
-        report = train_step(engine, batch if needed else None, step)
+        batch = batch_of(step) if schedule.has_first or schedule.has_last else None
+        cut = replace(cut_of(step), microbatch=case.microbatch)
+        found["evals"].append(eval_step(engine, batch, cut))
+        report = train_step(engine, batch, step, cut)
         found["losses"].append(report.loss)
         found["norms"].append(report.grad_norm)
         found["num_tokens"].append(report.num_tokens)
@@ -64,6 +86,36 @@ def run_case(case: Case, models: Path) -> dict[str, Any]:
     if case.plant is None:
         check_equal(ties)
     return found
+
+
+def timetable_of(case: Case, out: Path) -> Timetable:
+    if case.plant == "losses_out_of_order":
+        table = lower(forwards_last_first(schedule_table(case.schedule, case.placement, BATCH.num_microbatches)))
+        return Timetable(name="unchecked.csv", placement=case.placement, file=table)
+    if not case.is_csv:
+        return find_timetable(case.schedule, case.placement, BATCH.num_microbatches)
+    path = out / f"{case.name}-{dist.get_rank()}.csv"
+    path.write_text(write_csv(schedule_table(case.schedule, case.placement, BATCH.num_microbatches)))
+    return find_timetable(str(path), case.placement, BATCH.num_microbatches)
+
+
+def run_replicated(case: Replicated, models: Path) -> dict[str, Any]:
+    """Give the gradients of one step on ranks (replica, pipeline rank) = (0, 0), (0, 1), (1, 0), (1, 1)."""
+    replica, rank = divmod(dist.get_rank(), 2)
+    pipelines = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    replicas = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    folder = models / "llama" / "untied"
+    family = family_for(read_config(folder), max_seq_len=SEQ_LEN)
+    stage_modules = split_evenly(family.modules, case.placement.num_stages)
+    chunks = build_chunks(family, stage_modules, case.placement.stages_on(rank))
+    fill(chunks, folder)
+    wire = plan_wire(family, stage_modules, torch.float32)
+    timetable = find_timetable(case.schedule, case.placement, HALF_BATCH.num_microbatches)
+    schedule = DataParallel(timetable, chunks, wire, HALF_BATCH, pipelines[replica])
+    schedule.replicas = replicas[rank]
+    whole, half = padded_batch(0), slice(4 * replica, 4 * replica + 4)
+    schedule.train(replace(whole, tokens=whole.tokens[half], labels=whole.labels[half]))
+    return {"gradients": _clone(chunks, gradients=True)}
 
 
 def _clone(chunks: tuple[StageChunk, ...], *, gradients: bool) -> dict[str, torch.Tensor]:
@@ -76,17 +128,23 @@ def _clone(chunks: tuple[StageChunk, ...], *, gradients: bool) -> dict[str, torc
     }
 
 
-def main(models: Path, out: Path) -> None:
+def main(models: Path, out: Path, cases: tuple[Case, ...]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=TIMEOUT)
-    for case in CASES:
+    for case in cases:
         if case.num_ranks == dist.get_world_size():
-            found = run_case(case, models)
-            (out / case.name).mkdir(exist_ok=True)
-            torch.save(found, out / case.name / f"rank{dist.get_rank()}.pt")
+            save(run_case(case, models, out, dist.get_rank()), out / case.name)
+    if cases == NORMAL and dist.get_world_size() == 4:
+        for replicated in REPLICATED:
+            save(run_replicated(replicated, models), out / replicated.schedule)
     dist.barrier()
     dist.destroy_process_group()
 
 
+def save(found: dict[str, Any], folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    torch.save(found, folder / f"rank{dist.get_rank()}.pt")
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), {"normal": NORMAL, "slow": SLOW}[sys.argv[3]])

@@ -25,6 +25,7 @@ from runner.held import Held
 from runner.history import find_checkpoints, hold_history, step_of
 from runner.options import parse_training
 from runner.packed import Packed, open_packed
+from runner.pieces import whole_pieces
 from runner.resume import remember
 from runner.save import Job, parent_of
 from runner.saver import Saver, SaveReport
@@ -36,7 +37,7 @@ def held_by(rank: int, packed: Packed) -> Held:
     modules = packed.stage_modules[rank]
     shapes = {fqn: shape for fqn, shape in packed.shape.tensors.items() if module_of(fqn, modules)}
     kinds: tuple[Holds, ...] = (WEIGHTS, *MOMENTS)
-    return {rank: {holds: {fqn: torch.zeros(shape) for fqn, shape in shapes.items()} for holds in kinds}}
+    return {rank: {holds: whole_pieces({fqn: torch.zeros(shape) for fqn, shape in shapes.items()}) for holds in kinds}}
 
 
 def tell(reports: tuple[SaveReport, ...], rank: int) -> None:
@@ -60,8 +61,8 @@ def main(folder: Path, history: Path, last: int, full: int) -> None:
         assert options.checkpoint is not None
         saver = stack.enter_context(Saver(job, options.checkpoint, held, TIMEOUT))
         for step in range(first, last + 1):
-            for tensor in (tensor for kinds in held.values() for named in kinds.values() for tensor in named.values()):
-                tensor.fill_(step)
+            for piece in (piece for kinds in held.values() for pieces in kinds.values() for piece in pieces):
+                piece.memory.fill_(step)
             data = DataPosition(num_sequences=step, digest="blake3:" + 64 * "0")
             if rank == 1:
                 tell(saver.reports(wait=True), rank)  # the limit is the process's: not before the last save has ended

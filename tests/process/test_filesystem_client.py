@@ -13,8 +13,11 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from manifests.errors import InputError
 from stores.base import read_whole
+from stores.object_output import open_output
 from stores.objects import open_objects
+from tests.builders import files_in, reshard, write_model
 from tests.process.buckets import MIB, problem
 
 pytestmark = pytest.mark.process
@@ -120,6 +123,58 @@ def test_server_that_does_not_answer_is_named() -> None:
     assert problem(lambda: open_objects(url).file("config.json")).startswith(
         f"{url}/config.json: cannot be read: Cannot connect to host 127.0.0.1:1"
     )
+
+
+def test_checkpoint_goes_through_a_folder_that_only_fsspec_knows(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", num_shards=2)
+    assert reshard("pack", tmp_path / "model", "--layout", "pp=2", "--out", tmp_path / "here").code == 0
+    for url in ("memory://written", f"file://{tmp_path}/written"):
+        packed = reshard("pack", tmp_path / "model", "--layout", "pp=2", "--out", url)
+        assert packed.code == 0, packed.err
+        folder = open_objects(url)
+        assert {name: read_whole(folder.file(name)) for name in folder.names()} == files_in(tmp_path / "here")
+        assert reshard("verify", url, "--against", tmp_path / "model").code == 0
+        assert reshard("pack", tmp_path / "model", "--layout", "pp=2", "--out", url).err == (
+            f"error: {url}: exists already\nhint: choose another --out, or replace it with --force\n"
+        )
+        assert reshard("pack", url, "--layout", "pp=1", "--out", url, "--force").code == 0
+        assert reshard("verify", url, "--against", tmp_path / "model").code == 0
+        exported = reshard("export", url, "--to", "hf", "--out", f"{url}-back")
+        assert exported.code == 0, exported.err
+        folder = open_objects(f"{url}-back")
+        assert {name: read_whole(folder.file(name)) for name in folder.names()} == files_in(tmp_path / "model")
+        for name in (url, f"{url}-back"):
+            fsspec.filesystem(url.partition(":")[0]).rm(name, recursive=True)
+
+
+def test_failure_leaves_no_file(tmp_path: Path) -> None:
+    def write() -> None:
+        with open_output(f"file://{tmp_path}/out") as target:
+            target.put("config.json", b"{}")
+            target.writer("a", 100, b"0").write(memoryview(b"1"), 0, 1, 1)
+            raise InputError("source", "cannot be read")
+
+    assert problem(write) == "source: cannot be read"
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_second_writer_is_refused_and_can_take_over(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/out"
+    first = open_output(url)
+    assert "is being written by another command" in problem(lambda: open_output(url))
+    second = open_output(url, force=True)
+    assert problem(lambda: first.commit(b"{}")) == (
+        f"{url}: another process took it over with --force\nhint: choose another --out"
+    )
+    second.commit(b"{}")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["manifest.json"]
+
+
+def test_store_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    with serve(tmp_path, _WithRanges) as address:
+        assert problem(lambda: open_output(address)) == (
+            f"{address}/.reshard-unfinished: cannot be written: this kind of store does not do that"
+        )
 
 
 def test_scheme_that_nobody_knows_is_refused() -> None:

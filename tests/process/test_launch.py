@@ -10,12 +10,15 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+from manifests.store import read_manifest
+from runner.recipe import TRAINED
 from tests.fast.runner.tiny import save_model
 
 pytestmark = pytest.mark.process
@@ -94,7 +97,9 @@ def test_trained_weights_export_to_a_folder_that_transformers_loads_with_the_sam
         "--save", trained, "--log-dir", tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    check_ranks(lines, packed)
+    steps = [line for line in lines if "step" in line]
     assert [step["step"] for step in steps] == [1, 2, 3, 3]
     assert len(done.stdout.splitlines()) == 5
     command = ["export", str(trained), "--to", "hf", "--out", str(exported)]
@@ -106,6 +111,20 @@ def test_trained_weights_export_to_a_folder_that_transformers_loads_with_the_sam
     assert sorted(path.name for path in exported.iterdir()) == sorted(
         path.name for path in (packed.parent / "tied").iterdir()
     )
+
+
+def check_ranks(lines: list[dict[str, Any]], packed: Path) -> None:
+    """See what is said of each rank before the first step and after the last, and where a step's time went."""
+    manifest, before, after = read_manifest(packed), lines[:2], lines[-2:]
+    assert [(line["rank"], line["stages"], line["load_nbytes"]) for line in before] == [
+        (stage.index, [stage.index], stage.nbytes) for stage in manifest.stages
+    ]
+    assert all(line["load_gib_per_s"] == line["load_nbytes"] / 2**30 / line["load_s"] for line in before)
+    assert [line["rank"] for line in after] == [0, 1]
+    for line in (line for line in lines if "loss" in line):
+        assert line["step_s"] == line["data_s"] + line["compute_s"]
+        assert 0 < line["peak_nbytes"] <= after[0]["peak_nbytes"]
+        assert "mfu" not in line
 
 
 def loss_of(model: LlamaForCausalLM, text: Path) -> tuple[float, int]:
@@ -133,8 +152,8 @@ def test_wrong_world_size_is_refused_before_torchrun_starts(packed: Path) -> Non
     done = launch(packed, "--nproc-per-node", "3", "--", "--data", "synthetic")
     assert (done.returncode, done.stdout) == (3, "")
     assert done.stderr == (
-        "error: manifest needs 2 ranks, WORLD_SIZE is 3\n"
-        "hint: runner launch MANIFEST --nproc-per-node 2, or reshard pack MANIFEST --layout pp=3 --out DIR\n"
+        "error: manifest needs 2 ranks, or a multiple of them, WORLD_SIZE is 3\n"
+        "hint: start 2 or 4, or reshard pack MANIFEST --layout pp=3 --out DIR\n"
     )
 
 
@@ -149,7 +168,7 @@ def test_worker_refuses_a_wrong_world_size_before_any_collective(packed: Path) -
         timeout=60,
     )
     assert done.returncode == 3
-    assert "error: manifest needs 2 ranks, WORLD_SIZE is 3\n" in done.stderr
+    assert "error: manifest needs 2 ranks, or a multiple of them, WORLD_SIZE is 3\n" in done.stderr
 
 
 def test_flipped_byte_ends_all_ranks_soon_with_one_message(packed: Path, tmp_path: Path) -> None:
@@ -218,15 +237,17 @@ def worker_pids(agent: int) -> list[int]:
     return [ranks[rank] for rank in sorted(ranks)]
 
 
-def test_architecture_that_only_packs_is_refused_by_name(tmp_path: Path) -> None:
+def test_architecture_without_a_family_is_refused_by_name(tmp_path: Path) -> None:
     torch.manual_seed(0)
     MistralForCausalLM(
         MistralConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=8, vocab_size=64)
     ).save_pretrained(tmp_path / "mistral")
     packed = pack(tmp_path / "mistral", "pp=1", tmp_path / "packed")
+    manifest = packed / "manifest.json"
+    manifest.write_text(manifest.read_text().replace("MistralForCausalLM", "BloomForCausalLM"))  # of a later version
     done = launch(packed, "--", "--data", "synthetic", *SMALL, "--log-dir", tmp_path)
     assert (done.returncode, done.stdout) == (3, "")
     assert done.stderr == (
-        "error: config.json: architectures: 'MistralForCausalLM' can be packed, but the runner has no family for it\n"
-        "hint: known to the runner: LlamaForCausalLM\n"
+        "error: config.json: architectures: 'BloomForCausalLM' can be packed, but the runner has no family for it\n"
+        f"hint: known to the runner: {', '.join(TRAINED)}\n"
     )

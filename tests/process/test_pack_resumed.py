@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +23,8 @@ from manifests.safetensors import read_header
 pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).resolve().parents[2]
+TOTAL_NBYTES = 340 << 20
+COMMIT_S = 0.02  # part of the time between the manifest and the end of the process
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -58,35 +62,46 @@ def pack(source: Path, out: Path) -> list[str]:
     return [*command, "--quiet", "--no-sync"]
 
 
-def killed_after(command: list[str], seconds: float) -> int:
+def kill_at(command: list[str], out: Path, nbytes: int, commit_s: float | None) -> None:
+    """Kill a pack when so many bytes are on disk or, if it is to come that far, so long after its manifest is."""
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    try:
-        process.wait(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        os.kill(process.pid, signal.SIGKILL)
+    partial = out.with_name(f".{out.name}.partial")
+    while process.poll() is None and (commit_s is not None or written_nbytes(partial) < nbytes):
+        if commit_s is not None and (partial / "manifest.json").exists():
+            time.sleep(commit_s)
+            break
+        time.sleep(0.0005)
+    process.kill()
     _, errors = process.communicate(timeout=60)
     assert process.returncode in (0, -signal.SIGKILL), errors
-    return process.returncode
+
+
+def written_nbytes(folder: Path) -> int:
+    """Count what a folder's files take on disk; they are at their full length from the start."""
+    with contextlib.suppress(FileNotFoundError):  # it is being renamed
+        return sum(512 * path.stat().st_blocks for path in folder.rglob("*"))
+    return 0
 
 
 def same_bytes(left: Path, right: Path) -> bool:
     return subprocess.run(["diff", "-r", "--exclude=manifest.json", str(left), str(right)]).returncode == 0
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(20), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(20, 220))])
 def test_killed_pack_resumes_to_the_bytes_of_an_uninterrupted_one(
     source: Path, whole: Path, tmp_path: Path, seed: int
 ) -> None:
-    chance = random.Random(seed)
-    out = tmp_path / "out"
-    for _ in range(3):
-        killed_after(pack(source, out), chance.uniform(0.05, 0.6))
+    chance, out = random.Random(seed), tmp_path / "out"
+    for _ in range(chance.randint(1, 3)):
+        commit_s = chance.uniform(0, COMMIT_S) if chance.random() < 0.2 else None
+        kill_at(pack(source, out), out, chance.randrange(TOTAL_NBYTES), commit_s)
         if out.exists():
             break
     assert out.exists() or subprocess.run(pack(source, out), cwd=ROOT, timeout=60).returncode == 0
     assert same_bytes(whole, out)
     assert json.loads((out / "manifest.json").read_text()) == json.loads((whole / "manifest.json").read_text())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+    shutil.rmtree(out)  # pytest would keep all 220 of them
 
 
 def test_resumed_pack_does_not_copy_again_what_is_done(source: Path, whole: Path, tmp_path: Path) -> None:

@@ -55,7 +55,8 @@ class Runs:
         return self.history(name) / f"step-{step:06d}"
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.place / name / "metrics.jsonl").read_text().splitlines()]
+        lines = map(json.loads, (self.place / name / "metrics.jsonl").read_text().splitlines())
+        return [line for line in lines if "step" in line]
 
     def losses(self, name: str) -> dict[int, tuple[float, float, float]]:
         """Give loss, norm and learning rate of each step."""

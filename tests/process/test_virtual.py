@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.fast.runner.tiny import EMBEDDING, HEAD, save_model
+from tests.servers.s3 import start_moto
 
 pytestmark = pytest.mark.process
 
@@ -41,8 +42,8 @@ def run(module: str, *arguments: str | Path, **environment: str) -> subprocess.C
     )
 
 
-def pack(source: Path, out: Path, *flags: str) -> Path:
-    done = run("reshard.cli", "pack", source, "--layout", "pp=2", "--out", out, *flags)
+def pack(source: str | Path, out: Path, *flags: str, **environment: str) -> Path:
+    done = run("reshard.cli", "pack", source, "--layout", "pp=2", "--out", out, *flags, **environment)
     assert done.returncode == 0, done.stderr
     return out
 
@@ -63,7 +64,8 @@ def trained(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def losses(log_dir: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (log_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (log_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
 
 
 def files_of_rank(source: Path, rank: int) -> set[str]:
@@ -99,6 +101,24 @@ def test_weights_trained_on_virtual_bundles_are_saved_as_copies(trained: Path) -
     verified = run("reshard.cli", "verify", trained / "virtual" / "saved")
     assert (verified.returncode, verified.stderr) == (0, "")
     assert verified.stdout.endswith(": every digest is as the manifest says\n")
+
+
+def test_training_on_originals_in_a_bucket_gives_the_losses_of_copies(
+    source: Path, trained: Path, tmp_path: Path
+) -> None:
+    with start_moto(tmp_path) as server:
+        server.bucket("models")
+        for path in source.iterdir():
+            server.client().put_object(Bucket="models", Key=f"tied/{path.name}", Body=path.read_bytes())
+        environment = {"AWS_CONFIG_FILE": "/nowhere", "AWS_SHARED_CREDENTIALS_FILE": "/nowhere", **server.environment()}
+        packed = pack("s3://models/tied", tmp_path / "virtual", "--virtual", **environment)
+        before = len(server.requests("GET", "models/tied/"))
+        done = run("runner.cli", "launch", packed, "--", *TRAINING, "--log-dir", tmp_path, **environment)
+        assert done.returncode == 0, done.stderr
+        sent = server.requests("GET", "models/tied/")[before:]
+    assert losses(tmp_path) == losses(trained / "copies")
+    files = [file for rank in (0, 1) for file in files_of_rank(source, rank)]
+    assert sum(request.sent_nbytes for request in sent) <= sum(os.path.getsize(file) for file in files)
 
 
 def test_changed_original_ends_all_ranks_with_one_message_that_names_it(source: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from runner.optim import Optimizer
 from runner.recipe import OptimOptions
 from runner.ties import build_ties, check_equal, lead_parameters, sync_gradients
 from tests.fast.runner.tiny import CPU, EMBEDDING, HEAD, fill, read_config
-from tests.process.parity_cases import cut
+from tests.process.parity_cases import cut_modules
 
 PLACEMENT = Placement(num_stages=8, num_ranks=4)
 SHARES = (2, 1, 1, 1, 1, 1, 1, 3)  # layer i is on stage i, on rank i % 4
@@ -48,7 +48,7 @@ def main(folder: Path, out: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     family = family_for(read_config(folder), max_seq_len=8)
-    stage_modules = cut(family.modules, SHARES)
+    stage_modules = cut_modules(family.modules, SHARES)
     chunks = build_chunks(family, stage_modules, PLACEMENT.stages_on(dist.get_rank()))
     fill(chunks, folder)
     named = dict(item for chunk in chunks for item in named_hf_parameters(chunk))

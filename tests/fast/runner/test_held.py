@@ -28,6 +28,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+Named = dict[int, dict[str, dict[str, torch.Tensor]]]
+
+
+def named(held: Held) -> Named:
+    """Give what is held by stage, kind and name; all of it lies here whole."""
+    assert all(piece.is_whole for kinds in held.values() for pieces in kinds.values() for piece in pieces)
+    return {
+        stage: {kind: {piece.fqn: piece.memory for piece in pieces} for kind, pieces in kinds.items()}
+        for stage, kinds in held.items()
+    }
+
+
 def hold(folder: Path, num_stages: int) -> tuple[Held, Held, Optimizer]:
     """Hold a tied model on one rank, after a step with gradients of ones."""
     family = family_for(read_config(folder), max_seq_len=8)
@@ -48,36 +60,37 @@ def hold(folder: Path, num_stages: int) -> tuple[Held, Held, Optimizer]:
 def test_replica_beside_its_owner_is_left_out_and_on_another_stage_it_is_held(folder: Path) -> None:
     for num_stages, is_held in ((1, False), (2, True)):
         state, weights, _ = hold(folder, num_stages)
-        last = state[num_stages - 1]
+        last = named(state)[num_stages - 1]
         assert list(last) == ["weights", *MOMENTS]
-        assert all((HEAD in named) == is_held for named in last.values())
+        assert all((HEAD in tensors) == is_held for tensors in last.values())
         assert {stage: list(kinds) for stage, kinds in weights.items()} == {s: ["weights"] for s in range(num_stages)}
 
 
 def test_members_of_a_tie_have_the_moments_of_the_one_that_leads(folder: Path) -> None:
-    state, _, _ = hold(folder, 2)
+    state = named(hold(folder, 2)[0])
     for holds in ("weights", *MOMENTS):
-        assert state[1][holds][HEAD].equal(state[0][holds][EMBEDDING])  # type: ignore[index]
+        assert state[1][holds][HEAD].equal(state[0][holds][EMBEDDING])
     assert bool((state[1]["exp_avg"][HEAD] != 0).all())
 
 
 def test_copy_keeps_what_was_held_when_training_goes_on(folder: Path) -> None:
-    state, _, optimizer = hold(folder, 2)
-    copy = HostCopy(state)
-    kept = copy.fill(state)
+    held, _, optimizer = hold(folder, 2)
+    copy, state = HostCopy(held), named(held)
+    kept = named(copy.fill(held))
     before = state[0]["weights"][EMBEDDING].clone()
     optimizer.step(1)
     assert not state[0]["weights"][EMBEDDING].equal(before)
     assert kept[0]["weights"][EMBEDDING].equal(before)
-    assert copy.fill(state)[0]["weights"][EMBEDDING].equal(state[0]["weights"][EMBEDDING])
-    assert {stage: {k: list(named) for k, named in kinds.items()} for stage, kinds in kept.items()} == {
-        stage: {k: list(named) for k, named in kinds.items()} for stage, kinds in state.items()
+    assert named(copy.fill(held))[0]["weights"][EMBEDDING].equal(state[0]["weights"][EMBEDDING])
+    assert {stage: {k: list(tensors) for k, tensors in kinds.items()} for stage, kinds in kept.items()} == {
+        stage: {k: list(tensors) for k, tensors in kinds.items()} for stage, kinds in state.items()
     }
 
 
 def test_optimizer_with_moments_from_the_start_steps_as_torch_does(folder: Path) -> None:
-    state, _, optimizer = hold(folder, 1)
-    weights = {fqn: torch.nn.Parameter(weight.clone()) for fqn, weight in hold(folder, 1)[0][0]["weights"].items()}
+    held, _, optimizer = hold(folder, 1)
+    state = named(held)
+    weights = {fqn: torch.nn.Parameter(w.clone()) for fqn, w in named(hold(folder, 1)[0])[0]["weights"].items()}
     options = optimizer.options
     fill_with = {"lr": options.lr, "betas": options.betas, "eps": options.eps, "weight_decay": options.weight_decay}
     plain = torch.optim.AdamW(weights.values(), **fill_with)

@@ -16,6 +16,7 @@ from manifests.paths import shard_path
 from manifests.schema import MOMENTS, WEIGHTS, Holds
 from runner.load import load_tensors
 from runner.packed import Packed, open_packed
+from runner.pieces import whole_pieces
 from stores.bundles import Bundles
 from tests.builders import EMBEDDING, HEAD, Tensor, llama_config, random_tensors, reshard
 from tests.fast.trained import random_moments, read_moments, write_moments, write_trained
@@ -61,7 +62,7 @@ def test_every_rank_finds_its_own_wherever_they_lie(written: str, trained: str, 
     for rank in range(launched.manifest.layout.num_ranks):
         for holds in KINDS:
             tensors = room_for(launched, rank)
-            report = load_tensors(tensors, bundles, origin.shape, holds)
+            report = load_tensors(whole_pieces(tensors), bundles, origin.shape, holds)
             assert report.num_tensors <= len(tensors)
             assert all(bytes_of(tensor) == expected[holds][fqn].data for fqn, tensor in tensors.items())
             seen |= tensors.keys()
@@ -83,7 +84,7 @@ def test_rank_opens_only_the_stages_that_hold_its_own(
         origin = open_packed(copy)
         for holds in KINDS:
             tensors = room_for(launched, rank)
-            load_tensors(tensors, Bundles(origin.manifest, copy), origin.shape, holds)
+            load_tensors(whole_pieces(tensors), Bundles(origin.manifest, copy), origin.shape, holds)
             assert not any(tensor.isnan().all() for tensor in tensors.values())
 
 
@@ -91,7 +92,7 @@ def test_tied_bytes_are_read_once(checkpoints: dict[str, Packed]) -> None:
     origin = checkpoints["pp=1"]
     is_tied = bool(origin.manifest.ties)
     tensors = room_for(origin, 0)
-    report = load_tensors(tensors, Bundles(origin.manifest, origin.root), origin.shape)
+    report = load_tensors(whole_pieces(tensors), Bundles(origin.manifest, origin.root), origin.shape)
     assert report.num_tensors == len(tensors) - is_tied
     assert (bytes_of(tensors[EMBEDDING]) == bytes_of(tensors[HEAD])) == is_tied
 
@@ -99,7 +100,7 @@ def test_tied_bytes_are_read_once(checkpoints: dict[str, Packed]) -> None:
 def test_stored_dtype_is_cast_to_the_trained_one(checkpoints: dict[str, Packed]) -> None:
     origin = checkpoints["pp=2"]
     tensors = {UP: torch.empty(24, 16, dtype=torch.bfloat16)}
-    load_tensors(tensors, Bundles(origin.manifest, origin.root), origin.shape, "exp_avg")
+    load_tensors(whole_pieces(tensors), Bundles(origin.manifest, origin.root), origin.shape, "exp_avg")
     whole = torch.frombuffer(bytearray(expected_of(origin)["exp_avg"][UP].data), dtype=torch.float32).view(24, 16)
     assert tensors[UP].equal(whole.bfloat16())
 
@@ -150,7 +151,7 @@ def test_moments_that_are_not_the_stages_are_refused(
     write_moments(out, 1, "exp_avg", tensors)
     origin = open_packed(out)
     with pytest.raises(InputError) as error:
-        load_tensors(room_for(origin, 1), Bundles(origin.manifest, out), origin.shape, "exp_avg")
+        load_tensors(whole_pieces(room_for(origin, 1)), Bundles(origin.manifest, out), origin.shape, "exp_avg")
     assert str(error.value).replace(str(out), "OUT") == message
 
 
@@ -162,7 +163,7 @@ def test_flipped_bit_of_a_moment_is_named(tmp_path: Path) -> None:
     shard.write_bytes(data)
     origin = open_packed(out)
     with pytest.raises(InputError, match=rf"^{shard}: 'model.norm.weight': expected blake3:[0-9a-f]+, found blake3:"):
-        load_tensors(room_for(origin, 1), Bundles(origin.manifest, out), origin.shape, "exp_avg_sq")
+        load_tensors(whole_pieces(room_for(origin, 1)), Bundles(origin.manifest, out), origin.shape, "exp_avg_sq")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

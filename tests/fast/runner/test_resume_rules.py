@@ -199,7 +199,7 @@ GROUP = STATE["optimizer"]["groups"][0]
         ),
         (
             state_with(learning_rate={**STATE["learning_rate"], "decay": "wsd"}),
-            "decays the learning rate by 'wsd'; this runner knows constant, cosine",
+            "decays the learning rate by 'wsd'; this runner knows constant, linear, cosine, sqrt",
         ),
     ],
 )

@@ -9,16 +9,19 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from manifests.errors import InputError, UsageError
+from manifests.errors import InputError
 from manifests.placement import Placement
 from runner.batches import Batch
 from runner.chunk import build_chunks, materialize, named_hf_parameters
+from runner.codec import Crossing, form_of
 from runner.families import Family, family_for
 from runner.recipe import BatchOptions
 from runner.schedule import Schedule, build_schedule
-from runner.wire import plan_wire
+from runner.timetable import find_timetable
+from runner.wire import PlainWire, plan_wire
 from tests.fast.runner.test_families import LLAMA
 from tests.fast.runner.tiny import CPU, fill, padded_batch, read_config, save_model, split_evenly
+from tests.process.nested_cases import Toy
 
 FAMILY = family_for(LLAMA, max_seq_len=8)
 EMBEDDING, *LAYERS, NORM, HEAD = FAMILY.modules
@@ -27,13 +30,29 @@ EMBEDDING, *LAYERS, NORM, HEAD = FAMILY.modules
 def test_cargo_follows_the_embedding_and_the_head() -> None:
     stages = ((), (EMBEDDING,), tuple(LAYERS), (NORM, HEAD), ())
     wire = plan_wire(FAMILY, stages, torch.bfloat16)
+    assert isinstance(wire, PlainWire)
     assert wire.cargo == ("tokens", "tokens", "hidden", "hidden", "logits", "logits")
-    examples = [wire.example(boundary, 2, 8) for boundary in (0, 2, 4)]
+    examples = [example for boundary in (0, 2, 4) for example in wire.form(boundary, 2, 8).examples()]
     assert [(tuple(e.shape), e.dtype, e.requires_grad) for e in examples] == [
         ((2, 8), torch.int64, False),
         ((2, 8, 16), torch.bfloat16, True),
         ((2, 8, 40), torch.bfloat16, True),
     ]
+
+
+def test_wire_of_a_family_that_hands_on_trees_is_traced() -> None:
+    wire = plan_wire(Toy(), split_evenly(Toy.modules, 4), torch.float32)
+    tokens, first, *_, logits = (wire.form(boundary, 2, 5) for boundary in range(5))
+    assert [(tuple(e.shape), e.dtype) for e in tokens.examples()] == [((2, 5), torch.int64)]
+    assert [(tuple(e.shape), e.dtype, e.requires_grad) for e in logits.examples()] == [
+        ((2, 5, 40), torch.float32, True)
+    ]
+    assert [str(leaf) for leaf in first.leaves] == [
+        *("float32 [2, 5, 16]", "float32 [2, 5, 16]"),  # hidden, and the same for the head
+        *("float32 [5, 16]", "float32 [5, 16]", "int64 [2, 5]", "bool [2, 5]"),  # angles, tokens, mask
+        *("1", "'toy'", "0.5", "True"),
+    ]
+    assert wire.form(1, 2, 9).examples()[0].shape == (2, 9, 16)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +100,8 @@ def test_materialized_chunk_computes_in_the_dtype_asked_for() -> None:
 def test_stage_without_modules_hands_on_its_input_and_its_gradient() -> None:
     (chunk,) = build_chunks(FAMILY, ((),), (0,))
     sent = torch.randn(2, 8, 16, requires_grad=True)
+    assert chunk(sent) is sent  # on one rank
+    chunk.crossing = Crossing(arriving=form_of(sent), leaving=form_of(sent))
     received = chunk(sent)
     assert received is not sent
     assert torch.equal(received, sent)
@@ -94,13 +115,9 @@ def one_rank_schedule(family: Family, folder: Path, num_stages: int) -> Schedule
     stage_modules = split_evenly(family.modules, num_stages)
     chunks = build_chunks(family, stage_modules, range(num_stages))
     fill(chunks, folder)
-    return build_schedule(
-        "GPipe" if num_stages == 1 else "Interleaved1F1B",
-        chunks,
-        plan_wire(family, stage_modules, torch.float32),
-        Placement(num_stages=num_stages, num_ranks=1),
-        BatchOptions(global_batch=4, microbatch=2, seq_len=16),
-    )
+    batch = BatchOptions(global_batch=4, microbatch=2, seq_len=16)
+    timetable = find_timetable("DualPipeV", Placement(num_stages=num_stages, num_ranks=1), batch.num_microbatches)
+    return build_schedule(timetable, chunks, plan_wire(family, stage_modules, torch.float32), batch)
 
 
 @pytest.fixture(scope="module")
@@ -135,12 +152,14 @@ def test_sequences_of_another_length_are_refused_before_they_meet_stale_buffers(
         schedule.logits(padded_batch(0, size=2, seq_len=16).tokens)
 
 
-def test_schedule_checks_its_stages_itself() -> None:
-    stage_modules = split_evenly(FAMILY.modules, 2)
-    wire = plan_wire(FAMILY, stage_modules, torch.float32)
-    options = BatchOptions(global_batch=1, microbatch=1, seq_len=8)
-    with pytest.raises(UsageError, match="1F1B needs at least 2 microbatches"):
-        build_schedule("1F1B", (), wire, Placement(num_stages=2, num_ranks=2), options)
+def test_shape_that_is_declared_may_be_any(folder: Path) -> None:
+    schedule = one_rank_schedule(family_for(read_config(folder), max_seq_len=16), folder, 2)
+    cut = BatchOptions(global_batch=3, microbatch=1, seq_len=9)
+    batch = padded_batch(0, size=3, seq_len=9)
+    logits = schedule.logits(batch.tokens, cut)
+    assert logits is not None
+    expected = cross_entropy(logits.flatten(0, 1), batch.labels.flatten()).item()
+    assert schedule.train(batch, cut) == schedule.evaluate(batch, cut) == pytest.approx(expected, rel=1e-6)
 
 
 def test_batch_counts_its_labels() -> None:

@@ -20,6 +20,7 @@ from runner.recipe import BatchOptions, OptimOptions
 from runner.schedule import build_schedule
 from runner.step import Engine, eval_step, train_step
 from runner.ties import Tie, build_ties, check_equal, lead_parameters, sync_gradients
+from runner.timetable import find_timetable
 from runner.wire import plan_wire
 from tests.fast.runner.tiny import (
     CPU,
@@ -51,13 +52,9 @@ def build(folder: Path, num_stages: int) -> tuple[tuple[StageChunk, ...], tuple[
     fill(chunks, folder)
     ties = build_ties([head_tie(stage_modules)], chunks, placement, timedelta(seconds=1))
     parameters = lead_parameters(chunks, ties)
-    schedule = build_schedule(
-        "1F1B" if num_stages == 1 else "Interleaved1F1B",
-        chunks,
-        plan_wire(family, stage_modules, torch.float32),
-        placement,
-        BatchOptions(global_batch=4, microbatch=1, seq_len=16),
-    )
+    batch = BatchOptions(global_batch=4, microbatch=1, seq_len=16)
+    timetable = find_timetable("1F1B", placement, batch.num_microbatches)
+    schedule = build_schedule(timetable, chunks, plan_wire(family, stage_modules, torch.float32), batch)
     totals = StepTotals(parameters, ties, device=CPU)
     engine = Engine(schedule=schedule, ties=ties, totals=totals, optimizer=Optimizer(parameters, OPTIM))
     return chunks, ties, engine

@@ -1,0 +1,156 @@
+"""Which schedule a pipeline runs, and its table of actions: chosen and checked before torch is imported."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from manifests.errors import InputError, UsageError
+from manifests.placement import Placement
+from manifests.schedules import (
+    Action,
+    LoweredTable,
+    Table,
+    actions_of,
+    check_schedule,
+    compute_part,
+    default_schedule,
+    lower,
+    read_csv,
+    read_lowered_csv,
+    schedule_named,
+    schedule_table,
+)
+from manifests.schema import Manifest
+
+__all__ = ["Timetable", "choose_timetable", "find_timetable", "read_timetable"]
+
+_SUFFIX = ".csv"
+_SPLIT = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+_TRANSFERS = re.compile(r"SEND_|RECV_|SHARD|REDUCE_GRAD")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timetable:
+    """What every rank of a pipeline computes, and when: by a schedule's name, or as a file says.
+
+    A single rank takes its microbatches in turn, whatever the schedule.
+    """
+
+    name: str  # the schedule's, or the file's
+    placement: Placement
+    file: LoweredTable | None = None
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights are computed apart from those of activations (zero bubble)."""
+        if self.placement.num_ranks == 1:
+            return False
+        if self.file is None:
+            return self.name in _SPLIT
+        return any(action.kind in "IW" for steps in self.file.ranks for step in steps for action in actions_of(step))
+
+    def check(self, num_microbatches: int) -> None:
+        """Make sure that so many microbatches can be trained on.
+
+        Raises:
+            UsageError: too few, a number that the schedule cannot deal out, or not the file's.
+        """
+        if self.file is not None and self.file.num_microbatches != num_microbatches:
+            raise UsageError(
+                "--schedule",
+                f"{self.name} is for {self.file.num_microbatches} microbatches, found {num_microbatches}",
+                f"make --global-batch {self.file.num_microbatches} times --microbatch",
+            )
+        if self.file is None and self.placement.num_ranks > 1:
+            check_schedule(self.name, self.placement, num_microbatches)
+
+    def training(self, num_microbatches: int) -> LoweredTable:
+        """Give the actions of a training step.
+
+        Raises:
+            UsageError: see `check`.
+        """
+        self.check(num_microbatches)
+        return self.file or lower(schedule_table(self.name, self.placement, num_microbatches))
+
+    def forward(self, num_microbatches: int) -> LoweredTable:
+        """Give the actions of an evaluation: forwards alone, each stage's microbatches one after the other.
+
+        They do not depend on the schedule, so any number of microbatches can be evaluated on all of them.
+        """
+        ranks = tuple(
+            tuple(
+                Action(stage=stage, kind="F", microbatch=microbatch)
+                for stage in self.placement.stages_on(rank)
+                for microbatch in range(num_microbatches)
+            )
+            for rank in range(self.placement.num_ranks)
+        )
+        return lower(Table(placement=self.placement, num_microbatches=num_microbatches, ranks=ranks))
+
+
+def choose_timetable(asked: str | None, manifest: Manifest, num_microbatches: int) -> Timetable:
+    """Give the timetable that was asked for, or else the manifest's, or else the usual one for its stages.
+
+    Raises:
+        UsageError, InputError: see `find_timetable`.
+    """
+    placement = manifest.placement
+    name = manifest.layout.schedule or default_schedule(placement)
+    return find_timetable(asked or name, placement, num_microbatches)
+
+
+def find_timetable(asked: str, placement: Placement, num_microbatches: int) -> Timetable:
+    """Give the timetable of a schedule's name, or of a file whose name ends in .csv.
+
+    Raises:
+        UsageError: an unknown schedule, or one that these stages or this many microbatches cannot run on.
+        InputError: a file that cannot be read or run.
+    """
+    timetable = (
+        read_timetable(Path(asked), placement)
+        if asked.endswith(_SUFFIX)
+        else Timetable(name=schedule_named(asked), placement=placement)
+    )
+    timetable.check(num_microbatches)
+    return timetable
+
+
+def read_timetable(path: Path, placement: Placement) -> Timetable:
+    """Read a table that `manifests.schedules.write_csv` or torch has written, with or without transfers.
+
+    Raises:
+        InputError: it cannot be read, is not for these stages, or would wait for ever or train wrong.
+    """
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(str(path), f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if _TRANSFERS.search(text):
+        # Its transfers are replaced: see Note [Waiting for sends] in pipeline.py.
+        table = lower(compute_part(read_lowered_csv(text, str(path), placement)))
+    else:
+        table = lower(read_csv(text, str(path), placement))
+    _check_last_stage(table, str(path))
+    return Timetable(name=path.name, placement=placement, file=table)
+
+
+def _check_last_stage(table: LoweredTable, where: str) -> None:
+    """Refuse what torch 2.13 trains wrong in silence: it numbers losses in the order in which they come.
+
+    Source: `_maybe_compute_loss` and `_maybe_get_loss` in torch/distributed/pipelining/schedules.py.
+    """
+    last = table.placement.num_stages - 1
+    steps = table.ranks[table.placement.rank_of(last)]
+    order = [
+        action.microbatch for step in steps for action in actions_of(step) if (action.stage, action.kind) == (last, "F")
+    ]
+    if order != sorted(order):
+        shown = ", ".join(map(str, order[:8]))
+        raise InputError(
+            where,
+            f"stage {last}, the last one, takes the microbatches in the order {shown}",
+            "number them in the order in which the last stage computes them: torch numbers losses so",
+        )

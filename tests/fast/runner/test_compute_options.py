@@ -1,0 +1,125 @@
+"""Learning rates against schedules of torch and transformers, dtypes, and what is refused of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
+from transformers import get_wsd_schedule
+
+from manifests.errors import UsageError
+from runner.optim import lr_at
+from runner.options import parse_training
+from runner.recipe import ComputeOptions, Decay, OptimOptions
+
+PEAK, MINIMUM, STEPS = 3e-4, 3e-5, 60
+WARMUP, STABLE = 8, 20
+
+
+def rates_of(make: Callable[[torch.optim.Optimizer], Any], steps: int = STEPS) -> list[float]:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
+    schedule: LRScheduler = make(optimizer)
+    rates = []
+    for _ in range(steps):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    return [float(rate) for rate in rates]
+
+
+def options(decay: Decay, warmup: int = 0, stable: int = 0, minimum: float = 0.0) -> OptimOptions:
+    return OptimOptions(
+        lr=PEAK, warmup_steps=warmup, stable_steps=stable, decay=decay, decay_steps=STEPS, min_lr=minimum
+    )
+
+
+def ours(chosen: OptimOptions) -> list[float]:
+    return [lr_at(step, chosen) for step in range(STEPS)]
+
+
+@pytest.mark.parametrize(
+    ("decay", "after"),
+    [
+        ("constant", lambda optimizer: ConstantLR(optimizer, factor=1.0)),
+        ("linear", lambda optimizer: LinearLR(optimizer, 1.0, MINIMUM / PEAK, total_iters=STEPS - WARMUP)),
+        ("cosine", lambda optimizer: CosineAnnealingLR(optimizer, STEPS - WARMUP, eta_min=MINIMUM)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")  # SequentialLR's own (torch 2.13.0)
+def test_rate_is_that_of_torchs_schedules(decay: Decay, after: Callable[[torch.optim.Optimizer], LRScheduler]) -> None:
+    def make(optimizer: torch.optim.Optimizer) -> LRScheduler:
+        warmup = LinearLR(optimizer, 1 / WARMUP, 1.0, total_iters=WARMUP - 1)
+        return SequentialLR(optimizer, [warmup, after(optimizer)], [WARMUP])
+
+    assert ours(options(decay, WARMUP, minimum=MINIMUM)) == pytest.approx(rates_of(make), rel=1e-9)
+
+
+@pytest.mark.parametrize(("decay", "theirs"), [("linear", "linear"), ("cosine", "cosine"), ("sqrt", "1-sqrt")])
+@pytest.mark.parametrize("stable", [0, STABLE])
+def test_rate_is_that_of_transformers_wsd(decay: Decay, theirs: str, stable: int) -> None:
+    expected = rates_of(
+        lambda optimizer: get_wsd_schedule(
+            optimizer,
+            num_warmup_steps=WARMUP,
+            num_stable_steps=stable,
+            num_decay_steps=STEPS - WARMUP - stable,
+            decay_type=theirs,
+            min_lr_ratio=MINIMUM / PEAK,
+        )
+    )
+    found = ours(options(decay, WARMUP, stable, MINIMUM))
+    assert found[WARMUP:] == pytest.approx(expected[WARMUP:], rel=1e-9)  # before, theirs begins at the minimum
+
+
+@pytest.mark.parametrize("decay", ["linear", "cosine", "sqrt"])
+def test_rate_stays_at_its_end(decay: Decay) -> None:
+    chosen = options(decay, WARMUP, STABLE, MINIMUM)
+    assert [lr_at(step, chosen) for step in (STEPS, STEPS + 1, 10 * STEPS)] == pytest.approx([MINIMUM] * 3)
+
+
+def test_flags_say_warm_up_stable_and_decay() -> None:
+    args = "--data synthetic --steps 60 --warmup-steps 8 --stable-steps 20 --decay sqrt --lr 3e-4 --min-lr 3e-5"
+    assert parse_training(args.split()).optim == options("sqrt", WARMUP, STABLE, MINIMUM)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (
+            "--warmup-steps 30 --stable-steps 30 --decay linear --steps 60",
+            "--decay-steps: expected more than --warmup-steps 30 and --stable-steps 30 together, found 60",
+        ),
+        (
+            "--master-dtype bf16",
+            "--master-dtype: bf16 is coarser than --dtype fp32: what is computed could not be kept",
+        ),
+        ("--ac 0", "--ac: expected none, full, selective or a number of layers, found '0'"),
+        ("--ac some", "--ac: expected none, full, selective or a number of layers, found 'some'"),
+    ],
+)
+def test_flags_that_make_no_sense_are_refused(args: str, message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        parse_training(["--data", "synthetic", *args.split()])
+    assert str(error.value) == message
+
+
+def test_dtypes_follow_one_another() -> None:
+    dtypes = [
+        parse_training(["--data", "synthetic", *args.split()]).compute
+        for args in ("", "--dtype bf16", "--dtype bf16 --master-dtype fp32", "--dtype bf16 --reduce-dtype fp32")
+    ]
+    assert [(each.dtype, each.master_dtype, each.reduce_dtype) for each in dtypes] == [
+        ("fp32", "fp32", "fp32"),
+        ("bf16", "bf16", "bf16"),
+        ("bf16", "fp32", "fp32"),
+        ("bf16", "bf16", "fp32"),
+    ]
+
+
+def test_bytes_of_a_parameter_count_its_master() -> None:
+    mixed = ComputeOptions(dtype="bf16", master_dtype="fp32")
+    half = ComputeOptions(dtype="bf16", master_dtype="bf16")
+    assert [each.param_nbytes for each in (ComputeOptions(), half, mixed)] == [16, 8, 18]

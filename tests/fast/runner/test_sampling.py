@@ -1,0 +1,41 @@
+"""Drawing the next token, against the filters of `transformers`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from runner.sampling import draw, generators_of, shares
+from runner.verbs import Sampling
+
+LOGITS = torch.randn(50, generator=torch.Generator().manual_seed(3)) * 3
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+@pytest.mark.parametrize("top_k", [0, 1, 7, 500])
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.5, 0.01])
+def test_shares_are_those_that_transformers_draws_from(temperature: float, top_k: int, top_p: float) -> None:
+    scores = TemperatureLogitsWarper(temperature)(None, LOGITS[None])
+    if top_k:
+        scores = TopKLogitsWarper(top_k)(None, scores)
+    if top_p < 1:
+        scores = TopPLogitsWarper(top_p)(None, scores)
+    found = shares(LOGITS, Sampling(temperature=temperature, top_k=top_k, top_p=top_p))
+    torch.testing.assert_close(found, scores[0].softmax(-1), rtol=1e-6, atol=1e-7)
+
+
+def test_without_a_temperature_the_likeliest_token_is_taken() -> None:
+    (generator,) = generators_of(Sampling(), 1)
+    before = generator.get_state()
+    assert draw(LOGITS, Sampling(), generator) == LOGITS.argmax()
+    assert torch.equal(generator.get_state(), before)
+
+
+def test_draws_follow_the_shares_and_the_seed() -> None:
+    sampling = Sampling(temperature=1.0, top_k=3, seed=7)
+    drawn = [draw(LOGITS, sampling, generator) for generator in generators_of(sampling, 4000)]
+    expected = shares(LOGITS, sampling)
+    found = torch.bincount(torch.tensor(drawn), minlength=50) / 4000
+    assert float((found - expected).abs().max()) < 0.03
+    assert drawn[:9] == [draw(LOGITS, sampling, generator) for generator in generators_of(sampling, 9)]

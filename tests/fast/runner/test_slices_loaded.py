@@ -1,0 +1,112 @@
+"""Checkpoints that several ranks wrote in slices, read whole and in whatever other parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from manifests.errors import InputError
+from manifests.models import module_of
+from manifests.paths import shard_path
+from manifests.slices import Slice
+from runner.load import load_tensors
+from runner.packed import Packed, open_packed
+from runner.pieces import Piece, join_pieces, whole_pieces
+from runner.save import write_shard
+from stores.bundles import Bundles
+from tests.fast.trained import write_trained
+
+STAGE = 1
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Packed:
+    return open_packed(write_trained(tmp_path, "pp=2"))
+
+
+def weights_of(packed: Packed) -> dict[str, torch.Tensor]:
+    modules = frozenset(packed.stage_modules[STAGE])
+    tensors = {fqn: torch.empty(shape) for fqn, shape in packed.shape.tensors.items() if module_of(fqn, modules)}
+    load_tensors(whole_pieces(tensors), Bundles(packed.manifest, packed.root), packed.shape)
+    return tensors
+
+
+def cut(tensor: torch.Tensor, rows: int, columns: int) -> Iterator[Slice]:
+    """Cut a tensor as ranks do that share it: rows among some, and columns of matrices among others."""
+    counts = [rows, *([columns] if tensor.dim() == 2 else [])]
+    for place in product(*map(range, counts)):
+        bounds = [
+            (size * number // count, size * (number + 1) // count)
+            for size, number, count in zip(tensor.shape, place, counts, strict=True)
+        ]
+        yield Slice(
+            offset=tuple(begin for begin, _ in bounds),
+            shape=tuple(end - begin for begin, end in bounds),
+            whole_shape=tuple(tensor.shape),
+        )
+
+
+def in_slices(packed: Packed, tensors: dict[str, torch.Tensor], rows: int, columns: int) -> Packed:
+    """Write a stage's weights anew, in shards of slices."""
+    ranks: list[list[Piece]] = [[] for _ in range(rows * columns)]
+    for piece in whole_pieces(tensors):
+        for number, box in enumerate(cut(piece.memory, rows, columns)):
+            ranks[number].append(piece.view(box))
+    shards = tuple(
+        write_shard(pieces, packed.root, shard_path(STAGE, number=number, of=len(ranks)))
+        for number, pieces in enumerate(ranks)
+        if pieces
+    )
+    stages = list(packed.manifest.stages)
+    stages[STAGE] = replace(stages[STAGE], shards=shards)
+    return replace(packed, manifest=replace(packed.manifest, stages=tuple(stages)))
+
+
+@pytest.mark.parametrize("stored", [(1, 1), (2, 1), (2, 2), (3, 1), (5, 4)])
+@pytest.mark.parametrize("wanted", [(1, 1), (2, 2), (3, 2)])
+def test_slices_are_read_into_whatever_is_wanted(
+    stored: tuple[int, int], wanted: tuple[int, int], whole: Packed
+) -> None:
+    expected = weights_of(whole)
+    packed = in_slices(whole, expected, *stored)
+    pieces = [
+        replace(piece.view(box), memory=torch.full(box.shape, torch.nan))
+        for piece in whole_pieces(expected)
+        for box in cut(piece.memory, *wanted)
+    ]
+    report = load_tensors(pieces, Bundles(packed.manifest, packed.root), packed.shape)
+    assert {piece.fqn: piece.memory for piece in join_pieces(pieces)}.keys() == expected.keys()
+    for piece in join_pieces(pieces):
+        assert piece.is_whole
+        bits, expected_bits = (tensor.view(torch.int32) for tensor in (piece.memory, expected[piece.fqn]))
+        assert bits.equal(expected_bits)  # random bytes may be no numbers
+    assert report.num_tensors == len(expected)
+    assert (report.num_parts == 0) == (stored == wanted or wanted == (1, 1))
+
+
+def test_a_slice_that_is_missing_is_named(whole: Packed) -> None:
+    packed = in_slices(whole, weights_of(whole), 2, 1)
+    stages = list(packed.manifest.stages)
+    stages[STAGE] = replace(stages[STAGE], shards=stages[STAGE].shards[:1])
+    found = Bundles(replace(packed.manifest, stages=tuple(stages)), packed.root)
+    norm = {"model.norm.weight": torch.empty(packed.shape.tensors["model.norm.weight"])}
+    with pytest.raises(
+        InputError, match=r"expected \d+ elements in its slices, found \d+\nhint: a shard of this stage"
+    ):
+        load_tensors(whole_pieces(norm), found, packed.shape)
+
+
+def test_a_flipped_bit_of_a_slice_is_named_by_who_reads_all_of_it(whole: Packed) -> None:
+    packed = in_slices(whole, weights_of(whole), 2, 1)
+    shard = packed.root / packed.manifest.stages[STAGE].shards[1].path
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 128
+    shard.write_bytes(data)
+    tensors = {fqn: torch.empty_like(tensor) for fqn, tensor in weights_of(whole).items()}
+    with pytest.raises(InputError, match=rf"^{shard}: '.*': expected blake3:[0-9a-f]+, found blake3:"):
+        load_tensors(whole_pieces(tensors), Bundles(packed.manifest, packed.root), packed.shape)

@@ -1,0 +1,107 @@
+"""What `runner eval` and `runner generate` take, and what they refuse before any rank starts."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from manifests.errors import UsageError
+from runner.cli import main
+from runner.generate import stop_tokens
+from runner.recipe import DataOptions
+from runner.verbs import Sampling, parse_eval, parse_generate
+from tests.fast.trained import write_trained
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_trained(tmp_path_factory.mktemp("verbs"), "pp=2", num_hidden_layers=1)
+
+
+def run(arguments: Sequence[object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    monkeypatch.setattr("sys.argv", ["runner", *map(str, arguments)])
+    main()
+    return capsys.readouterr().out
+
+
+def test_ranks_get_the_flags_as_they_were_written(
+    packed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--prompt", "two words", "--top-k", "3", "--temperature", "0.5", "--dry-run"]
+    command = shlex.split(run(["generate", packed, *flags], monkeypatch, capsys))
+    assert command[command.index("--nproc-per-node") + 1] == "2"
+    assert command[command.index("runner.generate") + 1 :] == [str(packed), *flags]
+    options = parse_generate(command[command.index("runner.generate") + 1 :])
+    assert (options.prompts, options.sampling) == (("two words",), Sampling(temperature=0.5, top_k=3))
+    assert options.read.manifest == packed
+
+
+def test_two_dashes_before_the_flags_mean_nothing(
+    packed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--data", "a.txt", "--no-pack", "--dry-run"]
+    with_dashes = run(["eval", packed, "--", *flags], monkeypatch, capsys)
+    assert with_dashes == run(["eval", packed, *flags], monkeypatch, capsys)
+    assert parse_eval([str(packed), *flags]).data == DataOptions(sources=("a.txt",), pack=False)
+
+
+def test_ids_may_be_given_in_place_of_text() -> None:
+    options = parse_generate(["folder", "--tokens", "1,2,3", "--tokens", "4 5"])
+    assert options.tokens == ((1, 2, 3), (4, 5))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((), "--prompt: expected a text, or --tokens with ids"),
+        (("--prompt", ""), "--prompt: expected a text, found an empty one"),
+        (("--tokens", "1,x"), "--tokens: expected ids such as 1,2,3, found '1,x'"),
+        (("--tokens", ","), "--tokens: expected ids such as 1,2,3, found ','"),
+        (
+            ("--prompt", "a", "--top-p", "0.5"),
+            "--top-p: needs --temperature above 0: at 0 the likeliest token is taken",
+        ),
+        (("--prompt", "a", "--seed", "1"), "--seed: needs --temperature above 0: at 0 the likeliest token is taken"),
+        (("--prompts", "a"), "runner generate: No such option '--prompts'. Did you mean '--prompt'?"),
+    ],
+)
+def test_prompts_and_draws_that_make_no_sense_are_refused(args: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        parse_generate(["folder", *args])
+    assert str(error.value).partition("\nhint")[0] == message
+
+
+def test_endless_data_cannot_be_evaluated() -> None:
+    with pytest.raises(UsageError, match=r"^--data: synthetic has no end"):
+        parse_eval(["folder", "--data", "synthetic"])
+
+
+def test_refusal_is_one_json_object_where_that_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        run(["eval", tmp_path / "nothing", "--data", "a.txt", "--json"], monkeypatch, capsys)
+    assert exit_.value.code == 3
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["version"], str(tmp_path / "nothing") in printed["error"]["where"]) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"config.json": {}}, set()),
+        ({"config.json": {"eos_token_id": 0}}, {0}),
+        ({"config.json": {"eos_token_id": 2}, "generation_config.json": {"eos_token_id": [7, 8]}}, {7, 8}),
+        ({"config.json": {"eos_token_id": 2}, "generation_config.json": {"do_sample": True}}, {2}),
+    ],
+)
+def test_text_ends_where_transformers_ends_it(
+    files: dict[str, dict[str, object]], expected: set[int], tmp_path: Path
+) -> None:
+    for name, fields in files.items():
+        (tmp_path / name).write_text(json.dumps(fields))
+    assert stop_tokens(tmp_path) == expected

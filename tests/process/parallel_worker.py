@@ -1,0 +1,129 @@
+"""A rank that trains every case it is given, and saves its part of what came of it. Started by torchrun.
+
+usage: parallel_worker.py CASES OUT
+
+CASES is a JSON list of {"name": …, "root": …, "args": […]}; OUT/NAME-RANK.pt is what this rank found.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from runner.begin import Ready, begin
+from runner.chunk import hf_pieces
+from runner.load import load_tensors
+from runner.options import parse_training
+from runner.packed import open_packed
+from runner.step import eval_step, train_step
+from runner.world import World, join_world
+from stores.base import InputFile, Range, Reader
+from stores.bundles import Bundles
+from stores.local import LocalFolder
+from tests.fast.runner.tiny import padded_batch
+
+CPU = torch.device("cpu")
+STEPS, VOCAB_SIZE = 2, 96
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A folder on this machine, and every range that was read of its files."""
+
+    folder: LocalFolder
+    ranges: list[tuple[str, int, int]] = field(default_factory=list)
+
+    kind, location, revision = "local", "", None
+
+    def names(self) -> tuple[str, ...]:
+        return self.folder.names()
+
+    def file(self, name: str) -> InputFile:
+        return CountedFile(self, name)
+
+
+@dataclass(frozen=True)
+class CountedFile:
+    counted: Counted
+    name: str
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    @property
+    def nbytes(self) -> int:
+        return self.counted.folder.file(self.name).nbytes
+
+    @property
+    def pin(self) -> str:
+        return self.counted.folder.file(self.name).pin
+
+    def open(self, ranges: Sequence[Range]) -> Reader:
+        return CountedReader(self, self.counted.folder.file(self.name).open(ranges))
+
+
+@dataclass(frozen=True)
+class CountedReader:
+    file: CountedFile
+    reader: Reader
+
+    def read_into(self, part: memoryview, position: int) -> None:
+        self.file.counted.ranges.append((self.file.name, position, position + len(part)))
+        self.reader.read_into(part, position)
+
+    def close(self) -> None:
+        self.reader.close()
+
+
+def run_case(case: dict[str, Any], world: World) -> dict[str, Any]:
+    launched = open_packed(Path(case["root"]))
+    options = parse_training(["--data", "synthetic", *case["args"]])
+    ready = begin(launched, (launched.root,), options, world, CPU)
+    found: dict[str, Any] = {"loaded": ready.loaded.nbytes, "num_parts": ready.loaded.num_parts, "read": read_of(ready)}
+    found["stages"] = [chunk.stage for chunk in ready.chunks]
+    engine, schedule = ready.engine, ready.engine.schedule
+    reports = []
+    for step in range(STEPS):
+        whole = padded_batch(step, vocab_size=VOCAB_SIZE)
+        batch = ready.rows_of(whole) if schedule.has_first or schedule.has_last else None
+        loss = eval_step(engine, batch)
+        reports.append((train_step(engine, batch, step), loss))
+        if step == 0:
+            found["gradients"] = parts_of(ready, lambda weight: weight.grad)
+    found["reports"] = [(report.loss, report.grad_norm, report.num_tokens, loss) for report, loss in reports]
+    found["weights"] = parts_of(ready, lambda weight: weight)
+    return found
+
+
+def parts_of(ready: Ready, of: Any) -> list[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]:
+    pieces = (piece for chunk in ready.chunks for piece in hf_pieces(chunk, of))
+    return [(piece.fqn, piece.shape, piece.offset, piece.memory.clone()) for piece in pieces]
+
+
+def read_of(ready: Ready) -> list[tuple[str, int, int]]:
+    """Give the ranges that this rank reads when it loads its weights."""
+    counted = Counted(LocalFolder(ready.origin.root))
+    pieces = [piece for chunk in ready.chunks for piece in hf_pieces(chunk)]
+    load_tensors(pieces, Bundles(ready.origin.manifest, counted), ready.origin.shape)
+    return counted.ranges
+
+
+def main(cases: Path, out: Path) -> None:
+    world = World.from_environment(os.environ)
+    join_world(CPU, timeout_s=60)
+    for case in json.loads(cases.read_text()):
+        torch.save(run_case(case, world), out / f"{case['name']}-{world.rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,48 @@
+"""A rank that evaluates and generates with packed models, one job after the other. Started by torchrun.
+
+usage: reading_worker.py JOBS OUT
+
+JOBS is a JSON list of {"eval": [args]} and {"generate": [args]}; rank 0 writes a line of JSON for each to OUT.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from manifests.store import find_manifest
+from runner.evaluate import loss_over
+from runner.generate import completions_of
+from runner.verbs import parse_eval, parse_generate
+from runner.world import World, join_world
+
+CPU = torch.device("cpu")
+
+
+def run_job(job: dict[str, list[str]], world: World) -> Any:
+    if "eval" in job:
+        evaluated = parse_eval(job["eval"])
+        return loss_over(evaluated, find_manifest(evaluated.read.manifest).parent, world, CPU)
+    options = parse_generate(job["generate"])
+    found, _ = completions_of(options, find_manifest(options.read.manifest).parent, world, CPU)
+    return [(one.tokens, one.stopped) for one in found]
+
+
+def main(jobs: Path, out: Path) -> None:
+    world = World.from_environment(os.environ)
+    join_world(CPU, timeout_s=60)
+    lines = [json.dumps(run_job(job, world)) for job in json.loads(jobs.read_text())]
+    if world.rank == 0:
+        out.write_text("\n".join(lines))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,189 @@
+"""`runner eval` and `runner generate` against `transformers`, over pipelines of real ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaForCausalLM
+
+from tests.builders import reshard
+from tests.fast.models.built import DECODERS, TINY, build, perturb, read_config
+from tests.fast.runner.tiny import load_model, save_model
+from tests.process.torchrun import ROOT, launch
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+
+WORDS = [f"w{number}" for number in range(300)]
+PROMPTS = ("w1 w2 w3", "w9", "w8 w7 " * 33)  # the last is longer than the shortest forward pass
+NEW_TOKENS = 24
+ENDS = {"bos_token_id": 60, "eos_token_id": 61}
+FAMILY_TEXT = "w1 w2 w3 w14 w15 w9 w26 w5 w3"
+LAYOUTS = {1: ("pp=1",), 2: ("pp=2", "pp=2,vpp=2", "pp=2,vpp=2,style=v"), 4: ("pp=4", "pp=4,vpp=2")}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tied model that ends texts, with a tokenizer of whole words, and a text of uneven documents."""
+    place = tmp_path_factory.mktemp("reading")
+    save_model(place / "source", tie_word_embeddings=True, bos_token_id=300, eos_token_id=301)
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(place / "source" / "tokenizer.json"))
+    documents = (" ".join(WORDS[(7 * row + i * i) % 300] for i in range(3 + row % 41)) for row in range(40))
+    (place / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    end_texts(place / "source", load_model(place / "source"))
+    for layout in (layout for layouts in LAYOUTS.values() for layout in layouts):
+        packed = reshard("pack", place / "source", "--layout", layout, "--out", place / layout)
+        assert packed.code == 0, packed.err
+    return place
+
+
+def end_texts(folder: Path, model: LlamaForCausalLM) -> None:
+    """Make a token that the second prompt leads to one that ends a text."""
+    written = generate(model, PROMPTS[1])
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [319, written[6]]}))
+
+
+def generate(model: LlamaForCausalLM, prompt: str) -> list[int]:
+    ids = torch.tensor([[int(word[1:]) for word in prompt.split()]])
+    with torch.no_grad():
+        out = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
+    return out[0, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
+
+
+def loss_of(model: LlamaForCausalLM, text: Path) -> tuple[float, int]:
+    """All documents end to end, bos and eos around each, every token predicted once in windows of 32."""
+    ids: list[int] = []
+    for line in text.read_text().splitlines():
+        ids += [300, *(int(word[1:]) for word in json.loads(line)["text"].split()), 301]
+    total, count = 0.0, len(ids) - 1
+    for begin in range(0, count, 32):
+        window = torch.tensor([ids[begin : begin + 33]])
+        num_labels = window.shape[1] - 1
+        with torch.no_grad():
+            logits = model(window[:, :-1]).logits[0]
+        total += torch.nn.functional.cross_entropy(logits, window[0, 1:]).item() * num_labels
+    return total / count, count
+
+
+def read(place: Path, layout: str) -> list[Any]:
+    """Evaluate, generate greedily for all prompts at once, and draw twice, with one launch."""
+    prompts = [part for prompt in PROMPTS for part in ("--prompt", prompt)]
+    drawn = ["--max-new-tokens", "8", "--temperature", "1.5", "--top-p", "0.9", "--seed", "5"]
+    jobs = [
+        {"eval": [str(place / layout), "--data", str(place / "text.jsonl"), "--seq-len", "32", "--microbatch", "2"]},
+        {"generate": [str(place / layout), *prompts, "--max-new-tokens", str(NEW_TOKENS)]},
+        {"generate": [str(place / layout), *prompts, *drawn]},
+        {"generate": [str(place / layout), *prompts[:2], *drawn]},
+    ]
+    (place / "jobs.json").write_text(json.dumps(jobs))
+    num_ranks = next(ranks for ranks, layouts in LAYOUTS.items() if layout in layouts)
+    launch(num_ranks, "reading_worker.py", place / "jobs.json", place / f"{layout}.jsonl")
+    return [json.loads(line) for line in (place / f"{layout}.jsonl").read_text().splitlines()]
+
+
+def check(place: Path, layout: str) -> None:
+    model = load_model(place / "source")
+    (loss, num_tokens), greedy, drawn, alone = read(place, layout)
+    expected, count = loss_of(model, place / "text.jsonl")
+    assert (loss, num_tokens) == (pytest.approx(expected, rel=1e-6), count)
+    found = [generate(model, prompt) for prompt in PROMPTS]
+    assert [tokens for tokens, _ in greedy] == found
+    assert [stopped for _, stopped in greedy] == ["length" if len(tokens) == NEW_TOKENS else "eos" for tokens in found]
+    assert len(found[1]) < NEW_TOKENS
+    assert [tokens for tokens, _ in drawn] != [tokens[:8] for tokens in found]
+    assert alone == drawn[:1]  # what a prompt draws does not depend on the others
+
+
+@pytest.mark.parametrize("layout", ["pp=2"])
+def test_pipeline_evaluates_and_writes_as_transformers_does(place: Path, layout: str) -> None:
+    check(place, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [layout for layouts in LAYOUTS.values() for layout in layouts if layout != "pp=2"])
+def test_every_layout_evaluates_and_writes_as_transformers_does(place: Path, layout: str) -> None:
+    check(place, layout)
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
+    """What every family's model loses on a text and writes after a prompt, over two ranks: one launch for all."""
+    place = tmp_path_factory.mktemp("families")
+    ids = {word: index for index, word in enumerate(WORDS[:60])}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    (place / "text.jsonl").write_text("".join(json.dumps({"text": FAMILY_TEXT}) + "\n" for _ in range(5)))
+    jobs = []
+    for name in (*TINY, *DECODERS):
+        perturb(build(read_config(name, **ENDS))).save_pretrained(place / name)
+        tokenizer.save(str(place / name / "tokenizer.json"))
+        packed = reshard("pack", place / name, "--layout", "pp=2", "--out", place / f"{name}-pp2")
+        assert packed.code == 0, packed.err
+        text = ["--data", str(place / "text.jsonl"), "--seq-len", "16", "--no-pack"]
+        prompt = ["--tokens", "5,6,7,8", "--max-new-tokens", "12"]
+        jobs += [{"eval": [str(place / f"{name}-pp2"), *text]}, {"generate": [str(place / f"{name}-pp2"), *prompt]}]
+    (place / "jobs.json").write_text(json.dumps(jobs))
+    launch(2, "reading_worker.py", place / "jobs.json", place / "found.jsonl", timeout_s=400)
+    found = [json.loads(line) for line in (place / "found.jsonl").read_text().splitlines()]
+    return {name: (found[2 * at], found[2 * at + 1]) for at, name in enumerate((*TINY, *DECODERS))}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", [*TINY, *DECODERS])
+def test_every_family_evaluates_and_writes_as_transformers_does(
+    name: str, families: dict[str, tuple[Any, Any]]
+) -> None:
+    (loss, num_tokens), ((tokens, _),) = families[name]
+    model = perturb(build(read_config(name, **ENDS))).eval()
+    ids = torch.tensor([[60, *(int(word[1:]) for word in FAMILY_TEXT.split()), 61]])
+    with torch.no_grad():
+        logits = model(ids[:, :-1]).logits[0].float()
+        written = model.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=12, do_sample=False, pad_token_id=0)
+    expected = torch.nn.functional.cross_entropy(logits, ids[0, 1:]).item()
+    assert (loss, num_tokens) == (pytest.approx(expected, rel=1e-5), 5 * (ids.shape[1] - 1))
+    assert tokens == written[0, 4:].tolist()
+
+
+def runner(*arguments: object) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command: Sequence[str] = [sys.executable, "-m", "runner.cli", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_loss_is_printed_as_one_json_object(place: Path) -> None:
+    done = runner("eval", place / "pp=2", "--data", place / "text.jsonl", "--seq-len", 32, "--json")
+    assert done.returncode == 0, done.stderr
+    printed = json.loads(done.stdout)
+    expected, count = loss_of(load_model(place / "source"), place / "text.jsonl")
+    assert (printed["version"], printed["num_tokens"]) == (1, count)
+    assert printed["loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_prompt_is_printed_with_what_follows_and_a_bad_one_refused(place: Path) -> None:
+    done = runner("generate", place / "pp=1", "--prompt", PROMPTS[1], "--max-new-tokens", NEW_TOKENS)
+    assert done.returncode == 0, done.stderr
+    written = generate(load_model(place / "source"), PROMPTS[1])
+    assert done.stdout == " ".join([PROMPTS[1], *(WORDS[token] for token in written)]) + "\n"
+    done = runner("generate", place / "pp=1", "--tokens", "1,2", "--max-new-tokens", 255, "--json")
+    assert (done.returncode, json.loads(done.stdout)) == (
+        2,
+        {
+            "version": 1,
+            "error": {
+                "where": "rank 0: --max-new-tokens",
+                "problem": "the model was made for 256 tokens, and the longest prompt and these are 257",
+                "hint": "take at most 254",
+            },
+        },
+    )
