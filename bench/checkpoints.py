@@ -9,7 +9,7 @@ from pathlib import Path
 from manifests.models import model_shape
 from manifests.safetensors import encode_header, layout_tensors
 
-__all__ = ["llama_config", "write_checkpoint"]
+__all__ = ["experts_config", "llama_config", "write_checkpoint"]
 
 
 def llama_config(num_layers: int, width: int) -> dict[str, object]:
@@ -23,6 +23,24 @@ def llama_config(num_layers: int, width: int) -> dict[str, object]:
         "num_attention_heads": width // 128,
         "num_key_value_heads": max(1, width // 512),
         "vocab_size": 32000,
+        "tie_word_embeddings": False,
+    }
+
+
+def experts_config(num_layers: int, num_experts: int) -> dict[str, object]:
+    """Give the config of a Qwen3-MoE whose experts are three tensors of 2 KiB each in 16 bits, and little else."""
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_experts": num_experts,
+        "num_experts_per_tok": 1,
+        "vocab_size": 64,
         "tie_word_embeddings": False,
     }
 

@@ -54,7 +54,7 @@ def runner(source: Path, packed: Path) -> int:
     """What a rank does: its stage's modules on meta, memory for them, its bundle into it, digests checked."""
     import torch
 
-    from runner.chunk import build_chunks, materialize, named_hf_parameters
+    from runner.chunk import build_chunks, hf_pieces, materialize
     from runner.families import family_for
     from runner.load import load_tensors
     from runner.packed import open_packed
@@ -67,7 +67,7 @@ def runner(source: Path, packed: Path) -> int:
         (chunk,) = build_chunks(family, modules, (STAGE,))
         materialize(chunk, device=torch.device("cpu"), dtype=torch.bfloat16)
         bundles = Bundles(found.manifest, found.root)
-        return load_tensors(dict(named_hf_parameters(chunk)), bundles, found.shape).nbytes
+        return load_tensors(hf_pieces(chunk), bundles, found.shape).nbytes
 
     build_chunks(family, modules, (STAGE,))  # torchtitan is imported at the first build
     return _timed(load)

@@ -1,6 +1,6 @@
 """What people do today in place of `reshard pack` and the runner's loader, to be timed beside them.
 
-python bench/peers.py script|transformers|dcp SOURCE OUT
+python bench/peers.py script|transformers|dcp|dcp-save|dcp-again SOURCE OUT
 """
 
 from __future__ import annotations
@@ -54,6 +54,30 @@ def dcp(source: Path, out: Path) -> None:
     checkpoint.save(state, storage_writer=writer)
 
 
+def dcp_save(source: Path, out: Path) -> None:
+    """Write the weights and moments of a training checkpoint as a checkpoint of torch.distributed.checkpoint."""
+    import torch.distributed.checkpoint as checkpoint
+    from safetensors.torch import load_file
+
+    state = {
+        f"{shard.parent.relative_to(source).parts[1:]}.{name}": tensor
+        for shard in sorted(source.rglob("*.safetensors"))
+        for name, tensor in load_file(shard).items()
+    }
+    checkpoint.save(state, checkpoint_id=out, no_dist=True)
+
+
+def dcp_again(source: Path, out: Path) -> None:
+    """Load such a checkpoint whole, and save it."""
+    import torch
+    import torch.distributed.checkpoint as checkpoint
+
+    entries = checkpoint.FileSystemReader(source).read_metadata().state_dict_metadata
+    state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+    checkpoint.load(state, checkpoint_id=source, no_dist=True)
+    checkpoint.save(state, checkpoint_id=out, no_dist=True)
+
+
 def _stage_of(name: str, num_layers: int) -> int:
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     if layer:
@@ -62,4 +86,5 @@ def _stage_of(name: str, num_layers: int) -> int:
 
 
 if __name__ == "__main__":
-    {"script": script, "transformers": transformers, "dcp": dcp}[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]))
+    peers = {"script": script, "transformers": transformers, "dcp": dcp, "dcp-save": dcp_save, "dcp-again": dcp_again}
+    peers[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]))

@@ -30,7 +30,8 @@ def main(folder: Path, text: Path, metrics: Path) -> None:
         total += torch.nn.functional.cross_entropy(logits, window[1:], reduction="sum").item()
         count += len(window) - 1
     loss = total / count
-    last = [json.loads(line) for line in metrics.read_text().splitlines()][-1]
+    lines = map(json.loads, metrics.read_text().splitlines())
+    last = [line for line in lines if "eval_loss" in line][-1]
     print(f"transformers: loss {loss:.6f} over {count:,} tokens")
     print(f"pipeline:     loss {last['eval_loss']:.6f} over {last['num_tokens']:,} tokens")
     if count != last["num_tokens"] or abs(loss - last["eval_loss"]) > TOLERANCE * loss:

@@ -1,0 +1,140 @@
+"""Time the engine beside kernel copies of the same ranges, when bundles whose digests are known are cut anew.
+
+    python bench/kernel_copies.py [--gb 1] [--runs 5] [--folder DIR] [--out bench/results/kernel-copies.json]
+
+The engine reads, checks every tensor's digest and writes; `copy_file_range` moves the same runs of bytes without
+looking at them. Both flush what they wrote. docs/adr/0012 rests on this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import date
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from checkpoints import llama_config, write_checkpoint
+
+from reshard.engine import write_shards
+from reshard.forecast import Assumptions
+from reshard.plan import OutputShard
+from reshard.planning import LayoutRequest, plan_training
+from reshard.source import open_source
+
+WIDTH = 2048
+LAYER_NBYTES = 2 * (2 * WIDTH * WIDTH + 2 * WIDTH * WIDTH // 4 + 3 * 7 * WIDTH * WIDTH // 2)
+RUN_NBYTES = 64 << 20
+
+
+def main() -> None:
+    options = _options()
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-kernel-") as scratch:
+        root = Path(scratch)
+        write_checkpoint(root / "source", llama_config(round(options.gb * 1e9 / LAYER_NBYTES), WIDTH), num_shards=4)
+        pack = [sys.executable, "-m", "reshard.cli", "pack", str(root / "source"), "--layout", "pp=4"]
+        subprocess.run([*pack, "--out", str(root / "packed"), "--quiet"], check=True, stdout=subprocess.DEVNULL)
+        checkpoint = open_source(str(root / "packed"))
+        plan = plan_training("bench", checkpoint, LayoutRequest(spec="pp=2"), Assumptions()).plan
+        shards = [shard for stage in plan.stages for shard in stage.shards]
+        ways: dict[str, Callable[[Path], object]] = {
+            "engine": lambda out: write_shards(shards, out),
+            **{f"kernel_{count}": lambda out, count=count: kernel_copy(shards, out, count) for count in (1, 2, 4)},
+        }
+        load = [os.getloadavg()[0]]
+        turns = [{name: _time(way, root / name) for name, way in ways.items()} for _ in range(options.runs + 1)][1:]
+        load.append(os.getloadavg()[0])
+    result = {
+        "what": "bundles of 4 stages cut anew into 2: by the engine, and by copy_file_range in 1, 2 and 4 threads; "
+        "flushed, warm cache; medians, ratios within a turn",
+        "date": date.today().isoformat(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+        "load_average": [round(found, 2) for found in load],
+        "nbytes": sum(shard.nbytes for shard in shards),
+        "turns": options.runs,
+        "wall_s": {name: round(statistics.median(turn[name][0] for turn in turns), 2) for name in ways},
+        "processor_s": {name: round(statistics.median(turn[name][1] for turn in turns), 2) for name in ways},
+        "ratio_to_engine": {
+            name: round(statistics.median(turn[name][0] / turn["engine"][0] for turn in turns), 2) for name in ways
+        },
+    }
+    text = json.dumps(result, indent=2) + "\n"
+    print(text, end="")
+    if options.out:
+        Path(options.out).write_text(text)
+
+
+def kernel_copy(shards: list[OutputShard], out: Path, num_threads: int) -> None:
+    """Move a plan's bytes with copy_file_range: tensors that lie one after the other in one call."""
+    outputs = [_create(out / shard.path, shard) for shard in shards]
+    jobs = [(output, run) for output, shard in zip(outputs, shards, strict=True) for run in _runs(shard)]
+    with ThreadPoolExecutor(num_threads) as pool:
+        list(pool.map(_copy, *zip(*jobs, strict=True)))
+    for output in outputs:
+        os.fsync(output)
+        os.close(output)
+
+
+def _create(path: Path, shard: OutputShard) -> int:
+    path.parent.mkdir(parents=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    os.truncate(descriptor, shard.nbytes)
+    os.pwrite(descriptor, shard.header, 0)
+    return descriptor
+
+
+def _runs(shard: OutputShard) -> list[tuple[str, int, int, int]]:
+    """Give runs as (file, place there, place in the output, bytes)."""
+    runs: list[tuple[str, int, int, int]] = []
+    for entry, origin in zip(shard.entries, shard.origins, strict=True):
+        position = len(shard.header) + entry.begin
+        if runs:
+            file, source, target, nbytes = runs[-1]
+            if (file, source + nbytes) == (str(origin.file), origin.begin) and nbytes < RUN_NBYTES:
+                runs[-1] = (file, source, target, nbytes + origin.nbytes)
+                continue
+        runs.append((str(origin.file), origin.begin, position, origin.nbytes))
+    return runs
+
+
+def _copy(output: int, run: tuple[str, int, int, int]) -> None:
+    file, source, target, nbytes = run
+    descriptor = os.open(file, os.O_RDONLY)
+    while nbytes:
+        copied = os.copy_file_range(descriptor, output, nbytes, source, target)
+        source, target, nbytes = source + copied, target + copied, nbytes - copied
+    os.close(descriptor)
+
+
+def _time(way: Callable[[Path], object], out: Path) -> tuple[float, float]:
+    """Give the wall and the processor's time of one copy."""
+    out.mkdir()
+    os.sync()
+    began_s, used_s = time.perf_counter(), time.process_time()
+    way(out)
+    took = time.perf_counter() - began_s, time.process_time() - used_s
+    shutil.rmtree(out)
+    return took
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gb", type=float, default=1.0)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--folder", help="where to put the scratch folder")
+    parser.add_argument("--out")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
