@@ -2,8 +2,9 @@
 
     python bench/load.py [--gb 4] [--runs 5] [--folder DIR] [--out bench/results/load.json]
 
-Each loader runs in a process of its own, which times itself after its imports; every one ends with
-all bytes touched in memory of its own. Warm cache.
+Each loader runs in a process of its own, which times itself after its imports; all but `cat` end with all
+bytes touched in memory of their own. Once with what it reads in the page cache, and once without, as a job
+finds it on a node that it comes to.
 """
 
 from __future__ import annotations
@@ -27,6 +28,16 @@ from checkpoints import llama_config, write_checkpoint  # noqa: E402
 from pack import LAYER_NBYTES, WIDTH  # noqa: E402
 
 STAGE = 1
+
+
+def cat(source: Path, packed: Path) -> int:
+    """The bytes once, in order, into one small buffer, as `cat` to nowhere does."""
+    shard, nbytes = next((packed / f"stage-{STAGE:03d}").glob("*.safetensors")), 0
+    buffer = memoryview(bytearray(128 << 10))
+    with open(shard, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            nbytes += count
+    return nbytes
 
 
 def read_once(source: Path, packed: Path) -> int:
@@ -95,6 +106,7 @@ def _nbytes(tensors: list[Any]) -> int:
 
 
 LOADERS: dict[str, Callable[[Path, Path], int]] = {
+    "cat": cat,
     "read_once": read_once,
     "runner": runner,
     "load_file": load_file,
@@ -136,19 +148,23 @@ def main() -> None:
         write_checkpoint(source, llama_config(num_layers, WIDTH), num_shards=4)
         pack = [sys.executable, "-m", "reshard.cli", "pack", str(source), "--layout", "pp=4", "--out", str(packed)]
         subprocess.run(pack, check=True, stdout=subprocess.DEVNULL)
-        turns = [
-            {name: _run([sys.executable, __file__, "--child", name, str(source), str(packed)]) for name in LOADERS}
-            for _ in range(options.runs + 1)
-        ][1:]
+        turns = {
+            state: [
+                {name: _run(name, source, packed, is_cold=state == "cold") for name in LOADERS}
+                for _ in range(options.runs + 1)
+            ][1:]
+            for state in ("cold", "warm")
+        }
     result = {
-        "what": "one stage of four into memory of its own, all bytes touched, warm cache; whole: all four",
+        "what": "one stage of four into memory of its own, all bytes touched; whole: all four; cat: into nothing",
         "date": date.today().isoformat(),
         "commit": subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
         ).stdout.strip(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+        "load_average": [round(load, 2) for load in os.getloadavg()[:2]],
         "turns": options.runs,
-        "loaders": {name: _summary(name, turns) for name in LOADERS},
+        **{state: {name: _summary(name, turns[state]) for name in LOADERS} for state in turns},
     }
     text = json.dumps(result, indent=2) + "\n"
     print(text, end="")
@@ -156,7 +172,12 @@ def main() -> None:
         Path(options.out).write_text(text)
 
 
-def _run(command: list[str]) -> dict[str, float]:
+def _run(name: str, source: Path, packed: Path, *, is_cold: bool) -> dict[str, float]:
+    if is_cold:
+        for shard in [*source.glob("*.safetensors"), *packed.glob("*/*.safetensors")]:
+            with open(shard, "rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    command = [sys.executable, __file__, "--child", name, str(source), str(packed)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -164,12 +185,15 @@ def _run(command: list[str]) -> dict[str, float]:
 
 def _summary(name: str, turns: list[dict[str, dict[str, float]]]) -> dict[str, object]:
     mine = [turn[name] for turn in turns]
-    ratio = statistics.median(turn[name]["load_s"] / turn["read_once"]["load_s"] for turn in turns)
+    ratios = {
+        f"ratio_to_{peer}": round(statistics.median(turn[name]["load_s"] / turn[peer]["load_s"] for turn in turns), 3)
+        for peer in ("cat", "read_once")
+    }
     return {
         "load_s": [round(run["load_s"], 3) for run in mine],
         "nbytes": mine[0]["nbytes"],
         "gib_per_s": round(mine[0]["nbytes"] / 2**30 / statistics.median(run["load_s"] for run in mine), 2),
-        "ratio_to_read_once": round(ratio, 3),
+        **ratios,
         "peak_resident_mb": round(max(run["peak_mb"] for run in mine)),
     }
 

@@ -134,17 +134,25 @@ def _sync_tree(folder: Path) -> None:
 
 def _swap_in(partial: Path, out: Path) -> None:
     # Commit point: one rename, so that a reader sees the old folder or the new one.
-    if out.exists() and any(out.iterdir()):
-        old = _lock(out, out)  # it takes the name of the partial one: nobody may write in it
-        try:
-            _exchange(partial, out)
-            sync_folder(out.parent)
-            shutil.rmtree(partial, ignore_errors=True)
-        finally:
-            os.close(old)
-    else:
-        os.rename(partial, out)
-    sync_folder(out.parent)
+    if not out.exists() or not any(out.iterdir()):
+        _rename_for_good(lambda: os.rename(partial, out), lambda: os.rename(out, partial), out.parent)
+        return
+    old = _lock(out, out)  # it takes the name of the partial one: nobody may write in it
+    try:
+        _rename_for_good(lambda: _exchange(partial, out), lambda: _exchange(partial, out), out.parent)
+        shutil.rmtree(partial, ignore_errors=True)
+    finally:
+        os.close(old)
+
+
+def _rename_for_good(rename: Callable[[], None], undo: Callable[[], None], folder: Path) -> None:
+    """Rename and bring that to disk, or leave both names as they were."""
+    rename()
+    try:
+        sync_folder(folder)
+    except OSError:
+        undo()
+        raise
 
 
 def _exchange(partial: Path, out: Path) -> None:

@@ -112,13 +112,16 @@ def _pipeline(run: RunLog, step: StepTrace, plan: Timeline) -> list[str]:
     def measured(axes: Axes) -> None:
         for rank, actions in enumerate(step.ranks):
             for action in actions:
-                _bar(axes, rank, action.begin_s, action.end_s, action.kind, action.microbatch)
+                shade = traces.placement.virtual_of(action.stage)
+                _bar(axes, (rank, action.begin_s, action.end_s), action.kind, action.microbatch, shade)
         _finish_bars(axes, len(step.ranks), max(step.seconds, plan.makespan_s))
 
     def simulated(axes: Axes) -> None:
         for rank, spans in enumerate(plan.ranks):
             for span in spans:
-                _bar(axes, rank, span.start_s, span.end_s, span.action.kind, span.action.microbatch)
+                action = span.action
+                shade = traces.placement.virtual_of(action.stage)
+                _bar(axes, (rank, span.start_s, span.end_s), action.kind, action.microbatch, shade)
         _finish_bars(axes, len(plan.ranks), max(step.seconds, plan.makespan_s))
 
     height = 0.9 + 0.34 * len(step.ranks)
@@ -159,10 +162,12 @@ def _typical(steps: Sequence[StepTrace]) -> StepTrace:
     return sorted(steps, key=lambda step: step.seconds)[len(steps) // 2]
 
 
-def _bar(axes: Axes, rank: int, begin_s: float, end_s: float, kind: str, microbatch: int) -> None:
+def _bar(axes: Axes, place: tuple[int, float, float], kind: str, microbatch: int, shade: int) -> None:
+    """Draw an action at (rank, begin, end); the more stages of its rank come before its own, the paler."""
+    rank, begin_s, end_s = place
     axes.barh(
         rank, (end_s - begin_s) * 1e3, left=begin_s * 1e3, height=0.78, color=_COLOURS[kind], edgecolor="white",
-        linewidth=0.4,
+        linewidth=0.4, alpha=max(0.4, 1 - 0.3 * shade),
     )  # fmt: skip
     if kind != "L":
         axes.text((begin_s + end_s) * 500, rank, str(microbatch), ha="center", va="center", color="white",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import signal
@@ -210,3 +211,26 @@ def test_write_that_the_system_refuses_is_one_sentence_and_leaves_nothing(tmp_pa
     ended = subprocess.run([sys.executable, "-c", code, out], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ended.stdout == f"InputError {out}: cannot be written: File too large\n"
     assert names_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_commit_that_cannot_be_brought_to_disk_is_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    out, fsync = tmp_path / "out", os.fsync
+    if is_there:
+        out.mkdir()
+        (out / "old").write_text("old")
+
+    def fails_above(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(tmp_path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fails_above)
+    with (
+        pytest.raises(InputError, match="cannot be written: Input/output error"),
+        publishing(out, force=True, is_ours=lambda folder: True) as folder,
+    ):
+        (folder / "new").write_text("new")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == (["old", "out"] if is_there else [])
