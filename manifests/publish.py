@@ -14,7 +14,7 @@ from pathlib import Path
 from manifests.errors import InputError
 from manifests.store import sync_folder
 
-__all__ = ["holding", "publishing"]
+__all__ = ["holding", "partial_of", "publishing", "sharing"]
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
@@ -26,11 +26,13 @@ def publishing(
     force: bool,
     is_ours: Callable[[Path], bool],
     is_resumable: Callable[[Path], bool] = lambda partial: False,
+    outlives_errors: bool = False,
 ) -> Iterator[Path]:
     """Give a folder to write in, which becomes `out` when the block ends well and vanishes when it does not.
 
     A kill leaves `.NAME.partial` beside `out`, and `out` as it was. The next run clears it away, or
-    goes on in it where `is_resumable` says that it can; such a folder outlives an interrupt too.
+    goes on in it where `is_resumable` says that it can; such a folder outlives an interrupt too, and any error
+    where it `outlives_errors`.
     With `force`, a folder that `is_ours` recognises is replaced in one step.
 
     Raises:
@@ -39,12 +41,7 @@ def publishing(
     if out.name in ("", ".."):
         out = out.resolve()  # `.` has no name to write beside
     _check_target(out, force, is_ours)
-    partial = out.parent / f".{out.name}.partial"
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        partial.mkdir(exist_ok=True)
-    except OSError as error:
-        raise InputError(str(out), f"cannot be written here: {error.strerror}") from error
+    partial = _make_partial(out)
     lock = _lock(partial, out)
     try:
         if _has_links(partial) or not is_resumable(partial):
@@ -56,13 +53,52 @@ def publishing(
         _swap_in(partial, out)
     except BaseException as error:
         hint = _space_hint(error, out.parent)
-        if not (isinstance(error, KeyboardInterrupt) and is_resumable(partial)):
+        if not ((outlives_errors or isinstance(error, KeyboardInterrupt)) and is_resumable(partial)):
             shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError):
             raise InputError(str(error.filename or out), f"cannot be written: {error.strerror}", hint) from error
         raise
     finally:
         os.close(lock)
+
+
+@contextmanager
+def sharing(out: Path, *, force: bool, is_ours: Callable[[Path], bool]) -> Iterator[Path]:
+    """Give the folder that will become `out` to one of several writers: it stays when the block ends, however it does.
+
+    Raises:
+        InputError: `out` exists and may not be replaced, or a process has the folder for itself (see `publishing`).
+    """
+    if out.name in ("", ".."):
+        out = out.resolve()
+    _check_target(out, force, is_ours)
+    partial = _make_partial(out)
+    lock = _lock(partial, out, fcntl.LOCK_SH)
+    try:
+        if _has_links(partial):
+            raise InputError(str(partial), "holds a symbolic link, which no pack makes", "remove it")
+        yield partial
+    except OSError as error:
+        hint = _space_hint(error, out.parent)
+        raise InputError(str(error.filename or out), f"cannot be written: {error.strerror}", hint) from error
+    finally:
+        os.close(lock)
+
+
+def partial_of(out: Path) -> Path:
+    """Give the folder that `out` is written in before it has its name."""
+    out = out.resolve() if out.name in ("", "..") else out
+    return out.parent / f".{out.name}.partial"
+
+
+def _make_partial(out: Path) -> Path:
+    partial = partial_of(out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir(exist_ok=True)
+    except OSError as error:
+        raise InputError(str(out), f"cannot be written here: {error.strerror}") from error
+    return partial
 
 
 @contextmanager
@@ -96,12 +132,12 @@ def _check_target(out: Path, force: bool, is_ours: Callable[[Path], bool]) -> No
         )
 
 
-def _lock(folder: Path, out: Path) -> int:
-    """Hold a folder for this process until the descriptor is closed."""
+def _lock(folder: Path, out: Path, how: int = fcntl.LOCK_EX) -> int:
+    """Hold a folder for this process, or share it with others, until the descriptor is closed."""
     descriptor = -1
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
         if os.stat(folder).st_ino != os.fstat(descriptor).st_ino:
             raise BlockingIOError  # the holder published or removed it meanwhile
     except OSError as error:

@@ -56,9 +56,13 @@ class OutputFile:
         try:
             _write_all(self._buffered, memoryview(header), 0)
             if sync:
-                os.fsync(self._buffered)
+                self.sync()
         finally:
             self.close()
+
+    def sync(self) -> None:
+        """Bring what was written to disk."""
+        os.fsync(self._buffered)
 
     def close(self) -> None:
         """Let go of the file; closing it twice does no harm."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -23,7 +23,16 @@ from reshard.plan import OutputShard
 from stores.base import InputFile, Range, Reader, merge_ranges
 from stores.local import LocalFile
 
-__all__ = ["NUM_THREADS", "Output", "WriteOptions", "WrittenShard", "hash_tensors", "write_in_order", "write_shards"]
+__all__ = [
+    "NUM_THREADS",
+    "Output",
+    "WriteOptions",
+    "WrittenShard",
+    "hash_tensors",
+    "write_in_order",
+    "write_shards",
+    "write_tensors",
+]
 
 NUM_THREADS = 2  # one from each end of the plan, see `_carry_out`
 _MOST_OPEN = 128  # output files open at a time
@@ -85,6 +94,27 @@ def write_shards(
     for first in range(0, len(shards), _MOST_OPEN):
         written += _write_together(shards[first : first + _MOST_OPEN], folder, options)
     return tuple(written)
+
+
+def write_tensors(shard: OutputShard, names: Collection[str], folder: Path, options: WriteOptions) -> dict[str, str]:
+    """Write some of a shard's tensors below `folder`, and nothing else of it; give their hex digests by name.
+
+    Other processes may write the rest at the same time, where no two write in one sector.
+
+    Raises:
+        InputError: as `write_shards`.
+    """
+    path = folder / shard.path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = OutputFile(path, shard.nbytes, options.io)
+    try:
+        pieces = [piece for piece in _pieces(shard, file) if piece.origin.name in names]
+        digests = _carry_out(pieces, options.progress, options.journal)
+        if options.sync:
+            file.sync()
+    finally:
+        file.close()
+    return dict(zip((piece.origin.name for piece in pieces), digests, strict=True))
 
 
 def hash_tensors(tensors: Sequence[TensorAt], progress: Progress = lambda nbytes: None) -> tuple[str, ...]:
@@ -186,7 +216,7 @@ def _carry_journaled(
     output, position = run[0].output, run[0].position
     if journal is None or not isinstance(output, OutputFile):
         return _carry_run(run, progress, stop)
-    name = output.path.relative_to(journal.path.parent).as_posix()
+    name = output.path.relative_to(journal.folder).as_posix()
     known = journal.digests(name, position)
     if known is not None:
         there = [

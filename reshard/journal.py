@@ -31,11 +31,12 @@ def plan_key(shards: Sequence[OutputShard]) -> str:
 class Journal:
     """Lines of an earlier run of the same plan, and new ones as runs of tensors are done.
 
+    It speaks of outputs below `folder`, and lies there itself unless `path` says where.
     A line is a claim, to be checked against the bytes: after a power cut it may be ahead of them.
     """
 
-    def __init__(self, folder: Path, key: str) -> None:
-        self.path, self._key = folder / JOURNAL_NAME, key
+    def __init__(self, folder: Path, key: str, path: Path | None = None) -> None:
+        self.folder, self.path, self._key = folder, path or folder / JOURNAL_NAME, key
         self._lock = threading.Lock()
         self._done = self._read()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -12,7 +12,7 @@ from manifests.codec import encode_manifest
 from manifests.digest import digest_bytes
 from manifests.errors import InputError
 from manifests.invariants import MANIFEST_NAME, SOURCE_NAME, check_manifest
-from manifests.publish import publishing
+from manifests.publish import partial_of, publishing
 from manifests.schema import CarriedFile, Layout, Manifest, Model, Shard, Stage
 from reshard.checkpoint import CarriedAt, Checkpoint
 from reshard.engine import WriteOptions, WrittenShard, hash_tensors
@@ -25,7 +25,19 @@ from stores.address import is_url
 from stores.base import read_whole
 from stores.manifest_file import Address
 
-__all__ = ["PackOptions", "carry_files", "pack", "plan_pack"]
+__all__ = [
+    "Outcome",
+    "PackOptions",
+    "carry_all",
+    "carry_files",
+    "check_stored_ties",
+    "describe",
+    "is_manifest_folder",
+    "keep_only",
+    "pack",
+    "parts_of",
+    "plan_pack",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,22 +57,27 @@ def pack(checkpoint: Checkpoint, plan: PackPlan, options: PackOptions) -> Manife
         InputError: `out` exists, the disk is full, a source file changed or is damaged, two stored copies
             of a tied weight differ, or a bundle that is to be virtual has nothing to refer to.
     """
-    _check_stored_ties(checkpoint)
+    check_stored_ties(checkpoint)
     wanted = range(len(plan.stages)) if options.stages is None else options.stages
     references = refer_to_originals([stage for stage in plan.stages if stage.index not in wanted], checkpoint)
     shards = [shard for stage in plan.stages if stage.index in wanted for shard in stage.shards]
     with _open_target(options, shards) as target:
-        files = carry_files(checkpoint.carried, target)
-        record = encode_record(checkpoint.record)
-        target.put(SOURCE_NAME, record)
-        files += (CarriedFile(path=SOURCE_NAME, nbytes=len(record), digest=digest_bytes(record)),)
+        files = carry_all(checkpoint, target)
         done = target.write_shards(shards, options.write)
         written = {shard.path: made for shard, made in zip(shards, done, strict=True)}
-        manifest = _manifest(checkpoint, plan, _Outcome(written, references, files))
+        manifest = describe(checkpoint, plan, Outcome(written, references, files))
         check_manifest(manifest)
         # Commit point: readers ignore a place without manifest.json.
         target.commit(MANIFEST_NAME, encode_manifest(manifest))
     return manifest
+
+
+def carry_all(checkpoint: Checkpoint, target: Target) -> tuple[CarriedFile, ...]:
+    """Copy a checkpoint's small files, and write down what it was."""
+    files = carry_files(checkpoint.carried, target)
+    record = encode_record(checkpoint.record)
+    target.put(SOURCE_NAME, record)
+    return (*files, CarriedFile(path=SOURCE_NAME, nbytes=len(record), digest=digest_bytes(record)))
 
 
 def carry_files(carried: tuple[CarriedAt, ...], target: Target) -> tuple[CarriedFile, ...]:
@@ -81,26 +98,43 @@ def _open_target(options: PackOptions, shards: Sequence[OutputShard]) -> Iterato
             yield target
         return
     out, key = Path(options.out), plan_key(shards)
+    _check_no_parts(out)
     with publishing(
         out,
         force=options.force,
-        is_ours=lambda folder: (folder / MANIFEST_NAME).is_file(),
+        is_ours=is_manifest_folder,
         is_resumable=lambda folder: Journal(folder, key).is_begun and not options.force,
     ) as folder:
         journal = Journal(folder, key)
-        _keep_only(folder, {JOURNAL_NAME, *(shard.path for shard in shards)})
+        keep_only(folder, {JOURNAL_NAME, *(shard.path for shard in shards)})
         journal.begin()
         yield FolderTarget(folder, journal)
 
 
-def _keep_only(folder: Path, names: set[str]) -> None:
+def is_manifest_folder(folder: Path) -> bool:
+    return (folder / MANIFEST_NAME).is_file()
+
+
+def parts_of(out: Path) -> Path:
+    """Give the folder where the parts of a pack say what they did (see `reshard.parts`)."""
+    return partial_of(out).with_suffix(".parts")
+
+
+def _check_no_parts(out: Path) -> None:
+    """Refuse to clear away the work of processes that each pack a part."""
+    if parts_of(out).exists():
+        hint = f"end them with reshard commit {out}, or remove {partial_of(out)} and {parts_of(out)}"
+        raise InputError(str(out), "parts of a pack (--part) are waiting for the others", hint)
+
+
+def keep_only(folder: Path, names: Collection[str]) -> None:
     """Clear away what an earlier run left behind but for these: half-written small files."""
     for path in folder.rglob("*"):
         if not path.is_dir() and path.relative_to(folder).as_posix() not in names:
             path.unlink()
 
 
-def _check_stored_ties(checkpoint: Checkpoint) -> None:
+def check_stored_ties(checkpoint: Checkpoint) -> None:
     """Refuse a source that stores a tied weight twice with different bytes: one of them would be lost."""
     for group in checkpoint.shape.ties:
         stored = [checkpoint.tensors[fqn] for fqn in group if fqn in checkpoint.tensors]
@@ -114,7 +148,7 @@ def _check_stored_ties(checkpoint: Checkpoint) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Outcome:
+class Outcome:
     """What is there now, by the paths that were planned, and what is referred to instead."""
 
     written: Mapping[str, WrittenShard]
@@ -122,7 +156,8 @@ class _Outcome:
     files: tuple[CarriedFile, ...]
 
 
-def _manifest(checkpoint: Checkpoint, plan: PackPlan, done: _Outcome) -> Manifest:
+def describe(checkpoint: Checkpoint, plan: PackPlan, done: Outcome) -> Manifest:
+    """Give the manifest of what was written."""
     placement = plan.layout.placement
     return Manifest(
         created_by=f"reshard {version('reshard')}",
@@ -149,7 +184,7 @@ def _manifest(checkpoint: Checkpoint, plan: PackPlan, done: _Outcome) -> Manifes
     )
 
 
-def _stage(stage: StagePlan, done: _Outcome) -> Stage:
+def _stage(stage: StagePlan, done: Outcome) -> Stage:
     spans = done.references.spans.get(stage.index, ())
     shards = () if spans else stage.shards
     return Stage(

@@ -14,7 +14,7 @@ from torch import distributed as dist
 
 from runner.world import World, join_world
 from tests.fast.runner.titans import TITANS
-from tests.process.transformers_cases import Case
+from tests.process.transformers_cases import Case, every_degree
 from tests.process.transformers_worker import CPU, run_case
 
 __all__ = ["NORMAL", "SLOW"]
@@ -27,19 +27,13 @@ NORMAL = (
     Case(number=3, model="tiny-deepseek-v3", layout="pp=2,style=v", schedule="ZBVZeroBubble"),
     Case(number=4, model="tiny-gpt-oss"),
 )
-_SCHEDULES = (("pp=2", "1F1B"), ("pp=2,vpp=2", "Interleaved1F1B"), ("pp=2,style=v", "ZBVZeroBubble"))
-SLOW = tuple(
-    Case(number=100 + number, model=name, changes=changes, layout=layout, schedule=schedule)
-    for number, ((name, changes), (layout, schedule)) in enumerate(
-        (variant, cut) for variant in TITANS for cut in _SCHEDULES
-    )
-)
+SLOW = every_degree(TITANS)
 
 
 def main(place: Path, cases: tuple[Case, ...]) -> None:
     world = World.from_environment(os.environ)
     join_world(CPU, timeout_s=60)
-    for case in cases:
+    for case in (case for case in cases if case.num_ranks == world.size):
         torch.save(run_case(case, place, world), case.folder(place, f"rank{world.rank}.pt"))
     dist.barrier()
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""A rank that trains one case for two steps and counts what it holds. Started by torchrun on 2 ranks.
+"""A rank that trains one case for two steps and counts what it holds. Started by torchrun.
 
 usage: memory_worker.py CASE OUT
 """
@@ -26,32 +26,33 @@ from runner.ties import build_ties, lead_parameters
 from runner.timetable import find_timetable
 from runner.wire import plan_wire
 from tests.fast.runner.tiny import CPU, head_tie, padded_batch
-from tests.process.memory_cases import BATCH, CASES, CONFIG, Case
+from tests.process.memory_cases import CASES, ONE_GB, Case
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TIMEOUT = timedelta(seconds=60)
 
 
 def measure(case: Case) -> dict[str, int]:
-    """Give the bytes held at the end of the second step's last backward pass."""
-    dtype, placement = DTYPES[case.policy], case.placement
-    family = family_for(CONFIG, max_seq_len=BATCH.seq_len)
+    """Give the bytes held at the end of the second step's last backward pass, and the most that ever were."""
+    dtype, placement, sizes = DTYPES[case.policy], case.placement, case.batch
+    family = family_for(case.config, max_seq_len=sizes.seq_len)
     chunks = build_chunks(family, case.stages, placement.stages_on(dist.get_rank()))
-    before = resident_nbytes()  # everything is imported, and the modules are on meta
+    before, low = resident_nbytes(), status_nbytes("VmRSS")  # everything is imported, and the modules are on meta
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
     for chunk in chunks:
         materialize(chunk, device=CPU, dtype=dtype)
         for _, parameter in named_hf_parameters(chunk):
             torch.nn.init.normal_(parameter, std=0.02)
     ties = build_ties([head_tie(case.stages)], chunks, placement, TIMEOUT)
     parameters = lead_parameters(chunks, ties)
-    timetable = find_timetable(case.schedule, placement, BATCH.num_microbatches)
+    timetable = find_timetable(case.schedule, placement, sizes.num_microbatches)
     engine = Engine(
-        schedule=build_schedule(timetable, chunks, plan_wire(family, case.stages, dtype), BATCH),
+        schedule=build_schedule(timetable, chunks, plan_wire(family, case.stages, dtype), sizes),
         ties=ties,
         totals=StepTotals(parameters, ties, device=CPU),
         optimizer=Optimizer(parameters, OptimOptions(lr=1e-3)),
     )
-    batch = padded_batch(0, size=BATCH.global_batch, seq_len=BATCH.seq_len)
+    batch = padded_batch(0, size=sizes.global_batch, seq_len=sizes.seq_len)
     train_step(engine, batch, 0)
     engine.optimizer.zero_gradients()
     engine.schedule.train(batch)
@@ -62,6 +63,7 @@ def measure(case: Case) -> dict[str, int]:
         "gradients": nbytes_of(parameter.grad for parameter in held if parameter.grad is not None),
         "optimizer": nbytes_of(tensor for state in states for tensor in state.values()),
         "resident": resident_nbytes() - before,
+        "peak": status_nbytes("VmHWM") - low,
     }
 
 
@@ -74,14 +76,18 @@ def nbytes_of(tensors: Iterable[torch.Tensor]) -> int:
 def resident_nbytes() -> int:
     """Give the anonymous memory of this process, less what the allocator keeps for later."""
     ctypes.CDLL(None).malloc_trim(0)
+    return status_nbytes("RssAnon")
+
+
+def status_nbytes(field: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 def main(name: str, out: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=TIMEOUT)
-    case = next(case for case in CASES if case.name == name)
+    case = next(case for case in (*CASES, ONE_GB) if case.name == name)
     (out / f"rank{dist.get_rank()}.json").write_text(json.dumps(measure(case)))
     dist.barrier()
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""torchtitan's families: packed, trained on two ranks, saved and exported, against the models transformers trains."""
+"""torchtitan's families: packed, trained on 1, 2 and 4 ranks, saved and exported, against transformers' models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.fast.runner.titans import in_files, load, save_titan, worst
 from tests.process.families_worker import NORMAL, SLOW
 from tests.process.test_transformers_road import Run, microbatches, read_run, summed_loss
 from tests.process.torchrun import launch
-from tests.process.transformers_cases import LR, NUM_RANKS, STEPS, Case, batch_of, evaluated_batch
+from tests.process.transformers_cases import LR, STEPS, Case, batch_of, evaluated_batch
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 NAMED: dict[str, Any] = {"ids": lambda case: case.name}
@@ -25,10 +25,11 @@ NAMED: dict[str, Any] = {"ids": lambda case: case.name}
 def run_cases(place: Path, which: str, cases: tuple[Case, ...], timeout_s: int) -> Path:
     for case in cases:
         save_titan(case.folder(place, "source"), case.model, **case.changes)
-        packed = reshard("pack", case.folder(place, "source"), "--layout", case.layout, "--pp", str(NUM_RANKS),
+        packed = reshard("pack", case.folder(place, "source"), "--layout", case.layout, "--pp", str(case.num_ranks),
                          "--out", case.folder(place, "packed"), "--quiet")  # fmt: skip
         assert packed.code == 0, packed.err
-    launch(NUM_RANKS, "families_worker.py", place, which, timeout_s=timeout_s)
+    for num_ranks in sorted({case.num_ranks for case in cases}):
+        launch(num_ranks, "families_worker.py", place, which, timeout_s=timeout_s)
     return place
 
 

@@ -157,10 +157,10 @@ def test_wrong_world_size_is_refused_before_torchrun_starts(packed: Path) -> Non
     )
 
 
-def test_worker_refuses_a_wrong_world_size_before_any_collective(packed: Path) -> None:
+def test_worker_refuses_a_wrong_world_size_before_any_collective(packed: Path, tmp_path: Path) -> None:
     # RANK 1 of 3 alone: a collective would wait for the others until the timeout.
     done = subprocess.run(
-        [sys.executable, "-m", "runner.worker", str(packed / "manifest.json"), "--data", "synthetic"],
+        [sys.executable, "-m", "runner.worker", packed / "manifest.json", "--data", "synthetic", "--log-dir", tmp_path],
         cwd=ROOT,
         env={**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost"},
         capture_output=True,

@@ -89,7 +89,7 @@ def are_gone(pids: list[int]) -> bool:
     return not any(Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_text() for pid in pids)
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGUSR2, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_signal_to_one_rank_stops_all_after_the_same_step_and_the_next_run_loses_nothing(
     packed: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -122,6 +122,7 @@ def test_killed_rank_ends_the_others_within_seconds_and_leaves_no_process(packed
     assert run.said.count("error:") == 1, run.said
 
 
+@pytest.mark.slow
 def test_hanging_rank_ends_the_job_within_its_timeout_and_half_a_minute(packed: Path, tmp_path: Path) -> None:
     with launched(packed, tmp_path / "log", "--steps", "100000") as run:
         run.wait_until(lambda: "step 5/" in run.said)

@@ -1,4 +1,4 @@
-"""The planner's memory against what two ranks of the runner hold, by dtype policy.
+"""The planner's memory against what ranks of the runner hold, by dtype policy.
 
 `mixed` is not among them: the runner does not train that way.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.memory_cases import CASES, Case
+from tests.process.memory_cases import CASES, ONE_GB, Case
 from tests.process.torchrun import launch
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
@@ -29,3 +29,13 @@ def test_each_rank_holds_what_the_plan_says(case: Case, tmp_path: Path) -> None:
         if estimate.weights:
             held = estimate.total - estimate.activations  # which are freed when the backward pass ends
             assert measured["resident"] == pytest.approx(held, rel=0.15)
+
+
+@pytest.mark.slow
+def test_at_no_time_does_a_rank_hold_much_more_than_the_plan_says(tmp_path: Path) -> None:
+    launch(ONE_GB.num_ranks, "memory_worker.py", ONE_GB.name, tmp_path)
+    for rank, estimate in enumerate(ONE_GB.estimate().ranks):
+        peak = json.loads((tmp_path / f"rank{rank}.json").read_text())["peak"]
+        assert peak == pytest.approx(estimate.total, rel=0.15), rank
+        own = estimate.weights + estimate.gradients + estimate.optimizer + estimate.activations
+        assert peak <= own * 1.2, rank

@@ -140,6 +140,7 @@ def command_of(pid: int) -> str:
         return ""
 
 
+@pytest.mark.slow
 def test_killed_rank_is_started_again_from_the_last_checkpoint_within_a_minute(
     slurm: Slurm, packed: Path, tmp_path: Path, uninterrupted: dict[int, float]
 ) -> None:

@@ -1,4 +1,4 @@
-"""Decoders on transformers' model classes: packed, trained on two ranks, saved and exported, against transformers.
+"""Decoders on transformers' model classes: packed, trained on 1, 2 and 4 ranks, saved and exported, against them.
 
 The reference is the model that transformers loads, whole, accumulating the same microbatches in the same order.
 """
@@ -50,10 +50,11 @@ def run_cases(place: Path, which: str, cases: tuple[Case, ...], timeout_s: int) 
         save_decoder(source, case.model, **case.changes)
         if case.is_openai:
             name_as_openai_did(source)
-        packed = reshard("pack", source, "--layout", case.layout, "--pp", str(NUM_RANKS // case.num_shards), "--out",
-                         case.folder(place, "packed"), "--quiet")  # fmt: skip
+        packed = reshard("pack", source, "--layout", case.layout, "--pp", str(case.num_ranks // case.num_shards),
+                         "--out", case.folder(place, "packed"), "--quiet")  # fmt: skip
         assert packed.code == 0, packed.err
-    launch(NUM_RANKS, "transformers_worker.py", place, which, timeout_s=timeout_s)
+    for num_ranks in sorted({case.num_ranks for case in cases}):
+        launch(num_ranks, "transformers_worker.py", place, which, timeout_s=timeout_s)
     return place
 
 
@@ -69,7 +70,7 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def read_run(place: Path, case: Case) -> Run:
     """Put the ranks' parts together; every rank must tell of the same losses and norms."""
-    ranks = [torch.load(case.folder(place, f"rank{rank}.pt")) for rank in range(NUM_RANKS)]
+    ranks = [torch.load(case.folder(place, f"rank{rank}.pt")) for rank in range(case.num_ranks)]
     run = Run(losses=ranks[0]["losses"], norms=ranks[0]["norms"], loss_after=ranks[0]["loss after"])
     for rank in ranks:
         assert (rank["losses"], rank["norms"], rank["loss after"]) == (run.losses, run.norms, run.loss_after)

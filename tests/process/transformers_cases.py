@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from runner.batches import Batch
-from tests.fast.runner.decoders import SEQ_LEN, VARIANTS
+from tests.fast.runner.decoders import SEQ_LEN, VARIANTS, Variant
 from tests.fast.runner.tiny import padded_batch
 
-__all__ = ["LR", "MICROBATCH", "NUM_RANKS", "SLOW", "SPANNING", "STEPS", "Case", "batch_of", "evaluated_batch"]
+__all__ = [
+    "LR",
+    "MICROBATCH",
+    "NUM_RANKS",
+    "SLOW",
+    "SPANNING",
+    "STEPS",
+    "Case",
+    "batch_of",
+    "evaluated_batch",
+    "every_degree",
+]
 
 NUM_RANKS, STEPS, MICROBATCH, LR = 2, 3, 2, 1e-3
 _TIED = {"tie_word_embeddings": True}
@@ -27,6 +38,7 @@ class Case:
     layout: str = "pp=2"
     schedule: str = "1F1B"
     is_openai: bool = False  # named as OpenAI's own files are
+    num_ranks: int = NUM_RANKS
     num_shards: int = 1  # ranks that share every parameter of a stage
 
     @property
@@ -42,7 +54,7 @@ class Case:
     @property
     def is_bitwise(self) -> bool:
         """Whether gradients are added up in the order of one process."""
-        return not self.is_tied and self.num_shards == 1
+        return not self.is_tied and self.num_shards == 1 and self.schedule != "LoopedBFS"  # it goes back in reverse
 
     def folder(self, place: Path, what: str) -> Path:
         return place / f"{self.number:03d}" / what
@@ -73,9 +85,29 @@ SPANNING = (
     Case(number=5, model="tiny-mixtral", layout="pp=1", num_shards=2),
 )
 _SCHEDULES = (("pp=2", "1F1B"), ("pp=2,vpp=2", "Interleaved1F1B"), ("pp=2,style=v", "ZBVZeroBubble"))
-SLOW = tuple(
-    Case(number=100 + number, model=name, changes=changes, layout=layout, schedule=schedule)
-    for number, ((name, changes), (layout, schedule)) in enumerate(
-        (variant, cut) for variant in VARIANTS for cut in _SCHEDULES
-    )
+_OTHERS = (
+    ("pp=2,vpp=2", "LoopedBFS"),
+    ("pp=2,vpp=2", "InterleavedZeroBubble"),
+    ("pp=2,style=v", "DualPipeV"),
+    ("pp=2", "GPipe"),
 )
+
+
+def every_degree(variants: Sequence[Variant]) -> tuple[Case, ...]:
+    """Give each variant on 1, 2 and 4 ranks, and all variants together every schedule on 2."""
+    cuts = [
+        (variant, num_ranks, layout, schedule)
+        for number, variant in enumerate(variants)
+        for num_ranks, layout, schedule in (
+            (1, "pp=1", "1F1B"),
+            *((2, *cut) for cut in (*_SCHEDULES, _OTHERS[number % 4])),
+            (4, "pp=4", ("GPipe", "1F1B")[number % 2]),
+        )
+    ]
+    return tuple(
+        Case(number=100 + number, model=name, changes=changes, layout=layout, schedule=schedule, num_ranks=num_ranks)
+        for number, ((name, changes), num_ranks, layout, schedule) in enumerate(cuts)
+    )
+
+
+SLOW = every_degree(VARIANTS)

@@ -1,0 +1,143 @@
+"""commit, and what pack does with --part and --parts."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from manifests.errors import UsageError
+from reshard.commands import options
+from stores.address import is_url
+
+__all__ = ["Division", "command_line", "commit", "flags", "submit"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Division:
+    """How a pack is divided: one `part` is packed here, or `num_parts` are submitted with `sbatch` options."""
+
+    part: str | None
+    num_parts: int | None
+    scheduler: str | None
+    sbatch: tuple[str, ...]
+
+    def check(self, out: str | Path, *, virtual: bool) -> None:
+        """Refuse what makes no sense, before a source is opened.
+
+        Raises:
+            UsageError: naming the flag.
+        """
+        flag = "--part" if self.part is not None else "--parts"
+        if self.part is not None and self.num_parts is not None:
+            raise UsageError("--part", "packs one part here, --parts submits all", "leave one of the two out")
+        if (self.num_parts is None) != (self.scheduler is None):
+            given, lacking = ("--parts", "--scheduler") if self.scheduler is None else ("--scheduler", "--parts")
+            raise UsageError(given, f"needs {lacking} beside it", "say --parts 8 --scheduler slurm, or --part 1/8")
+        if self.sbatch and self.scheduler is None:
+            raise UsageError(self.sbatch[0].partition("=")[0], "is for --scheduler slurm", "leave it out")
+        divided = self.part is not None or self.num_parts is not None
+        if divided and is_url(out):
+            hint = "pack into a folder, and its manifest into the bucket"
+            raise UsageError(flag, "parts meet in a folder, which a bucket does not have", hint)
+        if divided and virtual:
+            raise UsageError(flag, "a virtual pack has no bytes to divide", "leave one of the two out")
+
+
+_FLAGS = (
+    click.option("--part", metavar="I/N", help="Pack this part of N alone; reshard commit makes a whole of them."),
+    click.option(
+        "--parts", "num_parts", type=click.IntRange(1, 99_999), metavar="N", help="Submit N parts and a commit."
+    ),
+    click.option("--scheduler", type=click.Choice(["slurm"]), help="Where to submit them."),
+    click.option("--partition", metavar="NAME", help="Slurm's partition."),
+    click.option("--account", metavar="NAME", help="Whom Slurm charges."),
+    click.option("--time", metavar="TIME", help="Slurm's limit on each part's time: 1:00:00."),
+    click.option("--sbatch-arg", multiple=True, metavar="X", help="Another option for sbatch; may be repeated."),
+)
+_OURS = ("part", "num_parts", "scheduler", "partition", "account", "time", "sbatch_arg")
+
+
+def flags(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the flags that divide a pack; the command gets them as `division`, a Division."""
+
+    @functools.wraps(command)
+    def gathered(
+        *, part: str | None, num_parts: int | None, scheduler: str | None, partition: str | None,
+        account: str | None, time: str | None, sbatch_arg: tuple[str, ...], **others: Any,
+    ) -> Any:  # fmt: skip
+        given = {"--partition": partition, "--account": account, "--time": time}
+        sbatch = (*(f"{flag}={value}" for flag, value in given.items() if value is not None), *sbatch_arg)
+        for option in sbatch:
+            if "\n" in option or not option.startswith("-"):
+                raise UsageError("--sbatch-arg", f"expected an option of sbatch, found {option[:80]!r}")
+        division = Division(part=part, num_parts=num_parts, scheduler=scheduler, sbatch=sbatch)
+        return command(division=division, **others)
+
+    for flag in reversed(_FLAGS):
+        gathered = flag(gathered)
+    return gathered
+
+
+def command_line(leaving_out: Collection[str] = ()) -> tuple[str, ...]:
+    """Give the arguments of the command that runs now, without those that divide it."""
+    context = click.get_current_context()
+    said = [context.info_name or ""]
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        if name in (*_OURS, *leaving_out) or source is not click.core.ParameterSource.COMMANDLINE:
+            continue
+        value = context.params[name]
+        if isinstance(parameter, click.Argument):
+            said.append(str(value))
+        elif isinstance(parameter, click.Option) and parameter.is_flag:
+            said.append(parameter.opts[0] if value else parameter.secondary_opts[0])
+        else:
+            values = value if isinstance(value, tuple) else (value,)
+            said += [word for each in values for word in (parameter.opts[0], str(each))]
+    return tuple(said)
+
+
+def submit(division: Division, out: Path, *, force: bool, dry_run: bool) -> None:
+    """Hand the parts and their commit to Slurm, or print what would be handed over."""
+    from reshard import submit as slurm
+
+    job = slurm.PackJob(
+        num_parts=division.num_parts or 1,
+        pack=command_line(leaving_out=("dry_run",)),
+        commit=("commit", str(out), *(["--force"] if force else [])),
+        options=division.sbatch,
+    )
+    if dry_run:
+        click.echo(slurm.show(job), nl=False)
+        return
+    parts, ending = slurm.submit(job)
+    click.echo(f"submitted {job.num_parts} parts: {parts}\nand the commit that waits for them: {ending}")
+
+
+@click.command()
+@click.argument("out", type=click.Path(path_type=Path))
+@options.force
+@options.as_json
+def commit(out: Path, force: bool, as_json: bool) -> None:
+    """Make a checkpoint of the parts that reshard pack --part has written to OUT.
+
+    It needs nothing but OUT, moves no tensor, and can be run again after a kill.
+
+    \b
+    Example:
+      reshard pack ./Llama-3.2-1B --layout pp=2 --out ./Llama-3.2-1B-pp2 --part 1/2
+      reshard pack ./Llama-3.2-1B --layout pp=2 --out ./Llama-3.2-1B-pp2 --part 2/2
+      reshard commit ./Llama-3.2-1B-pp2
+    """
+    from reshard.parts import commit as run
+    from reshard.report.done import pack_json, pack_text
+
+    manifest = run(out, force=force)
+    click.echo(json.dumps(pack_json(manifest, out)) if as_json else pack_text(manifest, out))

@@ -1,0 +1,316 @@
+"""A pack in parts: processes on any machines each write a share below one folder; a commit makes it a checkpoint.
+
+What a part did lies beside that folder, in `.NAME.parts`: a record once it is done, until then a journal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shlex
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from manifests.codec import decode_manifest, encode_manifest
+from manifests.digest import PREFIX, digest_bytes
+from manifests.errors import InputError, UsageError
+from manifests.invariants import check_manifest
+from manifests.jsontext import parse_json_object
+from manifests.publish import partial_of, publishing, sharing
+from manifests.safetensors import ALIGNMENT, DIGESTS_KEY, encode_header, read_header
+from manifests.schema import Manifest, Shard
+from manifests.store import read_manifest, read_small_file, write_file, write_manifest
+from reshard.blocks import OutputFile
+from reshard.checkpoint import Checkpoint
+from reshard.engine import WrittenShard, write_tensors
+from reshard.journal import Journal, plan_key
+from reshard.pack import (
+    Outcome,
+    PackOptions,
+    carry_all,
+    check_stored_ties,
+    describe,
+    is_manifest_folder,
+    keep_only,
+    parts_of,
+)
+from reshard.plan import OutputShard, PackPlan
+from reshard.target import FolderTarget
+from reshard.virtual import refer_to_originals
+from stores.address import is_url
+
+__all__ = ["Part", "Share", "commit", "deal", "pack_part", "parse_part"]
+
+_PLAN_NAME = "plan.json"
+_MOST_PARTS = 99_999  # what five digits of a name hold
+_BLANK = f"{PREFIX}{'0' * 64}"
+_FORM = re.compile(r"([0-9]{1,5})/([0-9]{1,5})", re.ASCII)
+
+Digests = Mapping[str, Mapping[str, str]]  # hex, by shard and FQN
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """Part `number` of `of`, counted from 1. `command` packs it when `--part` is added: told to whoever lacks one."""
+
+    number: int
+    of: int
+    command: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"part-{self.number:05}-of-{self.of:05}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """Tensors of one shard that one part writes; `has_start` says that it writes the header's template too."""
+
+    shard: OutputShard
+    names: frozenset[str]
+    nbytes: int
+    has_start: bool
+
+
+def parse_part(text: str) -> Part:
+    """Read `i/n`.
+
+    Raises:
+        UsageError: it is no such thing, or i is not from 1 to n.
+    """
+    found = _FORM.fullmatch(text)
+    part = Part(number=int(found[1]), of=int(found[2])) if found else None
+    if part is None or not 1 <= part.number <= part.of <= _MOST_PARTS:
+        raise UsageError("--part", f"expected I/N with I from 1 to N, found {text[:80]!r}", "write 1/8 to 8/8")
+    return part
+
+
+def deal(shards: Sequence[OutputShard], num_parts: int) -> tuple[tuple[Share, ...], ...]:
+    """Give each part its share, equal in bytes but for the length of a piece.
+
+    A piece is the tensors between two sectors' borders of a shard: machines that share a file system must not
+    write into one sector of one file, for each may put back the other's bytes as it read them.
+    """
+    pieces = [piece for shard in shards for piece in _pieces(shard)]
+    total, before = max(1, sum(piece.nbytes for piece in pieces)), 0
+    dealt: list[dict[str, Share]] = [{} for _ in range(num_parts)]
+    for piece in pieces:
+        # The part that its middle falls to: neighbours stay together, and reading stays in order.
+        mine = dealt[min(num_parts - 1, (2 * before + piece.nbytes) * num_parts // (2 * total))]
+        held = mine.get(piece.shard.path)
+        mine[piece.shard.path] = piece if held is None else _join(held, piece)
+        before += piece.nbytes
+    return tuple(tuple(shares.values()) for shares in dealt)
+
+
+def _pieces(shard: OutputShard) -> Iterator[Share]:
+    names: list[str] = []
+    begin, is_first = 0, True
+    entries = sorted(shard.entries, key=lambda entry: (entry.begin, entry.end))
+    for number, entry in enumerate(entries, 1):
+        names.append(entry.name)
+        if number == len(entries) or (entry.end > begin and entry.end % ALIGNMENT == 0):
+            yield Share(shard=shard, names=frozenset(names), nbytes=entry.end - begin, has_start=is_first)
+            names, begin, is_first = [], entry.end, False
+
+
+def _join(first: Share, then: Share) -> Share:
+    names, nbytes = first.names | then.names, first.nbytes + then.nbytes
+    return Share(shard=first.shard, names=names, nbytes=nbytes, has_start=first.has_start)
+
+
+def pack_part(checkpoint: Checkpoint, plan: PackPlan, part: Part, options: PackOptions) -> int:
+    """Write a part's share of the bundles, and a record of it; give the bytes of its tensors.
+
+    A part that was killed goes on where it was. Part 1 also writes the small files.
+
+    Raises:
+        InputError: as `pack`; another process writes this part, or other parts are of another plan.
+    """
+    if is_url(options.out):
+        raise UsageError("--part", "parts meet in a folder, which a bucket does not have", "pack into a folder")
+    out = Path(options.out)
+    wanted = range(len(plan.stages)) if options.stages is None else options.stages
+    shards = [shard for stage in plan.stages if stage.index in wanted for shard in stage.shards]
+    draft = _draft(checkpoint, plan, shards, wanted)
+    key = digest_bytes(f"{plan_key(shards)} {part.of} ".encode() + encode_manifest(draft))
+    shares = deal(shards, part.of)[part.number - 1]
+    with sharing(out, force=options.force, is_ours=is_manifest_folder) as folder:
+        records = _begin(out, folder, key, part)
+        with _held(records / f"{part.name}.lock", str(out), f"part {part.number}/{part.of}"):
+            journal = Journal(folder, key, records / f"{part.name}.journal")
+            if not journal.is_begun:
+                _check_space(shares, folder)
+            journal.begin()
+            files = None
+            if part.number == 1:
+                check_stored_ties(checkpoint)
+                files = carry_all(checkpoint, FolderTarget(folder))
+            write = replace(options.write, journal=journal)
+            digests = {}
+            for share in shares:
+                digests[share.shard.path] = write_tensors(share.shard, share.names, folder, write)
+                if share.has_start:
+                    _write_header(folder / share.shard.path, share.shard.nbytes, share.shard.header)
+            record: dict[str, Any] = {"plan": key, "digests": digests}
+            if files is not None:
+                record["manifest"] = encode_manifest(replace(draft, files=files)).decode()
+            write_file(records / f"{part.name}.json", json.dumps(record).encode())
+    return sum(share.nbytes for share in shares)
+
+
+def commit(out: Path, *, force: bool = False) -> Manifest:
+    """Make a checkpoint of what all parts have written, with the bytes that one pack would have written.
+
+    Killed at any point, it can be run again. It reads headers and small files; `reshard verify` reads all.
+
+    Raises:
+        InputError: parts are missing or at work, files are not as their parts left them, or `out` exists.
+    """
+    records, partial = parts_of(out), partial_of(out)
+    if not (records / _PLAN_NAME).is_file():
+        raise InputError(str(out), "no parts of a pack are waiting for it", "see reshard pack --part")
+    told = _read(records / _PLAN_NAME)
+    parts = [Part(number=number, of=told["of"], command=tuple(told["command"])) for number in _up_to(told["of"])]
+    with ExitStack() as stack:
+        for part in parts:
+            stack.enter_context(_held(records / f"{part.name}.lock", str(out), f"part {part.number}/{part.of}"))
+        if not partial.exists() and is_manifest_folder(out):  # killed after the folder had got its name
+            shutil.rmtree(records)
+            return read_manifest(out)
+        manifest, digests = _gather(out, records, parts, told["plan"])
+        headers = {shard.path: _header(partial, shard, digests.get(shard.path, {})) for shard in manifest.shards}
+        for carried in manifest.files:
+            read_small_file(partial / carried.path, carried.digest)
+        manifest = _with_digests(manifest, headers)
+        check_manifest(manifest)
+        with publishing(
+            out, force=force, is_ours=is_manifest_folder, is_resumable=lambda _: True, outlives_errors=True
+        ) as folder:
+            keep_only(folder, {*headers, *(carried.path for carried in manifest.files)})
+            for shard in manifest.shards:
+                _write_header(folder / shard.path, shard.nbytes, headers[shard.path])
+            write_manifest(folder, manifest)
+        shutil.rmtree(records, ignore_errors=True)
+    return manifest
+
+
+def _draft(
+    checkpoint: Checkpoint, plan: PackPlan, shards: Sequence[OutputShard], wanted: Sequence[int] | frozenset[int]
+) -> Manifest:
+    """Give the manifest as far as it is known before a byte is read: without digests and small files."""
+    references = refer_to_originals([stage for stage in plan.stages if stage.index not in wanted], checkpoint)
+    unread = {
+        shard.path: WrittenShard(path=shard.path, nbytes=shard.nbytes, digest=_BLANK, tensor_digests={})
+        for shard in shards
+    }
+    return describe(checkpoint, plan, Outcome(unread, references, ()))
+
+
+def _begin(out: Path, folder: Path, key: str, part: Part) -> Path:
+    """Give the folder of the records; the first part says there what plan all others must have."""
+    records = parts_of(out)
+    if not records.exists() and any(folder.iterdir()):
+        hint = f"end that one, or remove {folder}"
+        raise InputError(str(out), "a pack that is no part of another has left its work here", hint)
+    records.mkdir(exist_ok=True)
+    plan = json.dumps({"plan": key, "of": part.of, "command": list(part.command)}).encode()
+    draft = records / f".{uuid.uuid4().hex}"
+    write_file(draft, plan)
+    with contextlib.suppress(FileExistsError):
+        os.link(draft, records / _PLAN_NAME)
+    draft.unlink()
+    if _read(records / _PLAN_NAME)["plan"] != key:
+        raise InputError(
+            str(out),
+            "other parts here are of another plan: another source, layout, number of parts or version",
+            f"run all parts alike, or remove {folder} and {records}",
+        )
+    return records
+
+
+@contextmanager
+def _held(lock: Path, out: str, what: str) -> Iterator[None]:
+    """Keep a part for this process. The lock is a file's: file systems of many machines lock no folders."""
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(out, f"another process has {what}", "wait for that one, or stop it") from error
+        except OSError as error:
+            raise InputError(str(lock), f"cannot be locked: {error.strerror}", "mount it with flock") from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _check_space(shares: Sequence[Share], folder: Path) -> None:
+    needed, free = sum(share.nbytes for share in shares), shutil.disk_usage(folder).free
+    if needed > free:
+        raise InputError(str(folder.parent), f"{needed} bytes needed, {free} free", "choose another disk for --out")
+
+
+def _write_header(path: Path, nbytes: int, header: bytes) -> None:
+    OutputFile(path, nbytes, "buffered").finish(header, sync=True)
+
+
+def _gather(out: Path, records: Path, parts: Sequence[Part], key: str) -> tuple[Manifest, dict[str, dict[str, str]]]:
+    """Give the drafted manifest and all tensors' digests, from the records of all parts."""
+    done = {part.number: _read(path) for part in parts if (path := records / f"{part.name}.json").is_file()}
+    missing = [part for part in parts if part.number not in done]
+    if missing:
+        numbers = ", ".join(str(part.number) for part in missing)
+        again = shlex.join([*missing[0].command, "--part", f"{missing[0].number}/{missing[0].of}"])
+        which = f"part {numbers}" if len(missing) == 1 else f"parts {numbers}"
+        raise InputError(
+            str(out), f"{which} of {len(parts)} {'is' if len(missing) == 1 else 'are'} not done", f"run {again}"
+        )
+    digests: dict[str, dict[str, str]] = {}
+    for number, record in done.items():
+        if record["plan"] != key:
+            raise InputError(str(out), f"part {number} is of another plan", f"remove {records} and pack again")
+        for path, held in record["digests"].items():
+            digests.setdefault(path, {}).update(held)
+    return decode_manifest(done[1]["manifest"].encode(), str(records / f"{parts[0].name}.json")), digests
+
+
+def _header(folder: Path, shard: Shard, digests: Mapping[str, str]) -> bytes:
+    """Give a shard's final header: the template that stands there, with digests in place of zeros."""
+    path = folder / shard.path
+    if not path.is_file() or path.stat().st_size != shard.nbytes:
+        raise InputError(str(path), f"expected a file of {shard.nbytes} bytes", "run the parts again")
+    found = read_header(path)
+    if digests.keys() != {entry.name for entry in found.tensors}:
+        raise InputError(str(path), "the parts' records and its header name different tensors", "run the parts again")
+    words = " ".join(digests[entry.name] for entry in found.tensors)
+    return encode_header(found.tensors, {**found.metadata, DIGESTS_KEY: words})
+
+
+def _with_digests(manifest: Manifest, headers: Mapping[str, bytes]) -> Manifest:
+    return replace(
+        manifest,
+        stages=tuple(
+            replace(
+                stage,
+                shards=tuple(replace(shard, digest=digest_bytes(headers[shard.path])) for shard in stage.shards),
+            )
+            for stage in manifest.stages
+        ),
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return parse_json_object(read_small_file(path), str(path))
+
+
+def _up_to(last: int) -> range:
+    return range(1, last + 1)

@@ -1,0 +1,88 @@
+"""A pack in parts, handed to Slurm: an array of parts, and a commit that waits for all of them."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from manifests.errors import UserError
+
+__all__ = ["PackJob", "render_commit", "render_parts", "show", "submit"]
+
+_LIMIT_S = 60  # sbatch may not take longer
+_ARRAY_ID = "ARRAY_JOB_ID"  # stands in for the number that Slurm has not given yet
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackJob:
+    """What sbatch is asked. `pack` and `commit` are arguments of reshard; `options` go to both jobs."""
+
+    num_parts: int
+    pack: tuple[str, ...]
+    commit: tuple[str, ...]
+    options: tuple[str, ...] = ()
+
+
+def render_parts(job: PackJob) -> str:
+    """Give the batch script of the parts; a part whose node dies is queued again, and goes on."""
+    part = f'--part "$SLURM_ARRAY_TASK_ID/{job.num_parts}"'
+    options = (f"--array=1-{job.num_parts}", "--requeue")
+    return _script("reshard-pack", options, f"{_reshard(job.pack)} {part}", job)
+
+
+def render_commit(job: PackJob) -> str:
+    """Give the batch script of the commit."""
+    return _script("reshard-commit", ("--requeue",), _reshard(job.commit), job)
+
+
+def show(job: PackJob) -> str:
+    """Give exactly what would be submitted, after the commands that it is handed to."""
+    parts = f"$ {shlex.join(_sbatch())}\n{render_parts(job)}"
+    return f"{parts}\n$ {shlex.join(_sbatch(_ARRAY_ID))}\n{render_commit(job)}"
+
+
+def submit(job: PackJob) -> tuple[str, str]:
+    """Hand both jobs to Slurm; give the numbers of the array and of the commit.
+
+    Raises:
+        UserError: there is no Slurm here, or it refuses a job; parts without a commit are cancelled.
+    """
+    parts = _call(_sbatch(), render_parts(job)).strip().partition(";")[0]
+    try:
+        return parts, _call(_sbatch(parts), render_commit(job)).strip().partition(";")[0]
+    except UserError:
+        _call(["scancel", parts])
+        raise
+
+
+def _sbatch(after: str | None = None) -> list[str]:
+    return ["sbatch", "--parsable", *([f"--dependency=afterok:{after}"] if after else [])]
+
+
+def _script(name: str, options: Sequence[str], command: str, job: PackJob) -> str:
+    told = [f"--job-name={name}", *options, "--open-mode=append", f"--chdir={shlex.quote(str(Path.cwd()))}"]
+    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in (*told, *job.options)), "", f"exec {command}", ""]
+    return "\n".join(lines)
+
+
+def _reshard(arguments: Sequence[str]) -> str:
+    return shlex.join([sys.executable, "-m", "reshard.cli", *arguments])
+
+
+def _call(command: Sequence[str], standard_input: str = "") -> str:
+    where = command[0]
+    try:
+        done = subprocess.run(command, input=standard_input, capture_output=True, text=True, timeout=_LIMIT_S)
+    except FileNotFoundError as error:
+        hint = "run it where Slurm's commands are, on a login node"
+        raise UserError(where, "is not on this machine", hint) from error
+    except subprocess.TimeoutExpired as error:
+        raise UserError(where, f"did not answer within {_LIMIT_S} s", "is slurmctld up? scontrol ping says") from error
+    if done.returncode:
+        said = " ".join(done.stderr.split()).removeprefix(f"{where}: error: ")
+        raise UserError(where, said or f"ended with code {done.returncode}")
+    return done.stdout
