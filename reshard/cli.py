@@ -7,6 +7,7 @@ import sys
 import click
 
 from manifests.errors import InputError, UserError, error_json
+from reshard.commands.parts import commit
 from reshard.commands.planning import layout, plan
 from reshard.commands.reading import diff, inspect, verify
 from reshard.commands.writing import export, pack
@@ -27,7 +28,7 @@ def cli() -> None:
     """
 
 
-for verb in (plan, layout, pack, export, verify, inspect, diff):
+for verb in (plan, layout, pack, commit, export, verify, inspect, diff):
     cli.add_command(verb)
 
 

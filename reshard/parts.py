@@ -9,13 +9,12 @@ import contextlib
 import fcntl
 import json
 import os
-import re
 import shlex
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from manifests.errors import InputError, UsageError
 from manifests.invariants import check_manifest
 from manifests.jsontext import parse_json_object
 from manifests.publish import partial_of, publishing, sharing
-from manifests.safetensors import ALIGNMENT, DIGESTS_KEY, encode_header, read_header
+from manifests.safetensors import DIGESTS_KEY, encode_header, read_header
 from manifests.schema import Manifest, Shard
 from manifests.store import read_manifest, read_small_file, write_file, write_manifest
 from reshard.blocks import OutputFile
@@ -43,92 +42,19 @@ from reshard.pack import (
     parts_of,
 )
 from reshard.plan import OutputShard, PackPlan
+from reshard.shares import Part, Share, deal
 from reshard.target import FolderTarget
 from reshard.virtual import refer_to_originals
 from stores.address import is_url
 
-__all__ = ["Part", "Share", "commit", "deal", "pack_part", "parse_part"]
+__all__ = ["commit", "pack_part"]
 
 _PLAN_NAME = "plan.json"
-_MOST_PARTS = 99_999  # what five digits of a name hold
 _BLANK = f"{PREFIX}{'0' * 64}"
-_FORM = re.compile(r"([0-9]{1,5})/([0-9]{1,5})", re.ASCII)
-
-Digests = Mapping[str, Mapping[str, str]]  # hex, by shard and FQN
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
-    """Part `number` of `of`, counted from 1. `command` packs it when `--part` is added: told to whoever lacks one."""
-
-    number: int
-    of: int
-    command: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        return f"part-{self.number:05}-of-{self.of:05}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
-    """Tensors of one shard that one part writes; `has_start` says that it writes the header's template too."""
-
-    shard: OutputShard
-    names: frozenset[str]
-    nbytes: int
-    has_start: bool
-
-
-def parse_part(text: str) -> Part:
-    """Read `i/n`.
-
-    Raises:
-        UsageError: it is no such thing, or i is not from 1 to n.
-    """
-    found = _FORM.fullmatch(text)
-    part = Part(number=int(found[1]), of=int(found[2])) if found else None
-    if part is None or not 1 <= part.number <= part.of <= _MOST_PARTS:
-        raise UsageError("--part", f"expected I/N with I from 1 to N, found {text[:80]!r}", "write 1/8 to 8/8")
-    return part
-
-
-def deal(shards: Sequence[OutputShard], num_parts: int) -> tuple[tuple[Share, ...], ...]:
-    """Give each part its share, equal in bytes but for the length of a piece.
-
-    A piece is the tensors between two sectors' borders of a shard: machines that share a file system must not
-    write into one sector of one file, for each may put back the other's bytes as it read them.
-    """
-    pieces = [piece for shard in shards for piece in _pieces(shard)]
-    total, before = max(1, sum(piece.nbytes for piece in pieces)), 0
-    dealt: list[dict[str, Share]] = [{} for _ in range(num_parts)]
-    for piece in pieces:
-        # The part that its middle falls to: neighbours stay together, and reading stays in order.
-        mine = dealt[min(num_parts - 1, (2 * before + piece.nbytes) * num_parts // (2 * total))]
-        held = mine.get(piece.shard.path)
-        mine[piece.shard.path] = piece if held is None else _join(held, piece)
-        before += piece.nbytes
-    return tuple(tuple(shares.values()) for shares in dealt)
-
-
-def _pieces(shard: OutputShard) -> Iterator[Share]:
-    names: list[str] = []
-    begin, is_first = 0, True
-    entries = sorted(shard.entries, key=lambda entry: (entry.begin, entry.end))
-    for number, entry in enumerate(entries, 1):
-        names.append(entry.name)
-        if number == len(entries) or (entry.end > begin and entry.end % ALIGNMENT == 0):
-            yield Share(shard=shard, names=frozenset(names), nbytes=entry.end - begin, has_start=is_first)
-            names, begin, is_first = [], entry.end, False
-
-
-def _join(first: Share, then: Share) -> Share:
-    names, nbytes = first.names | then.names, first.nbytes + then.nbytes
-    return Share(shard=first.shard, names=names, nbytes=nbytes, has_start=first.has_start)
-
-
-def pack_part(checkpoint: Checkpoint, plan: PackPlan, part: Part, options: PackOptions) -> int:
-    """Write a part's share of the bundles, and a record of it; give the bytes of its tensors.
+def pack_part(checkpoint: Checkpoint, plan: PackPlan, part: Part, options: PackOptions) -> None:
+    """Write a part's share of the bundles, and a record of it.
 
     A part that was killed goes on where it was. Part 1 also writes the small files.
 
@@ -164,7 +90,6 @@ def pack_part(checkpoint: Checkpoint, plan: PackPlan, part: Part, options: PackO
             if files is not None:
                 record["manifest"] = encode_manifest(replace(draft, files=files)).decode()
             write_file(records / f"{part.name}.json", json.dumps(record).encode())
-    return sum(share.nbytes for share in shares)
 
 
 def commit(out: Path, *, force: bool = False) -> Manifest:

@@ -28,15 +28,17 @@ class PackJob:
 
 
 def render_parts(job: PackJob) -> str:
-    """Give the batch script of the parts; a part whose node dies is queued again, and goes on."""
+    """Give the batch script of the parts; one that is killed goes on, here or where it is queued."""
     part = f'--part "$SLURM_ARRAY_TASK_ID/{job.num_parts}"'
     options = (f"--array=1-{job.num_parts}", "--requeue")
-    return _script("reshard-pack", options, f"{_reshard(job.pack)} {part}", job)
+    # Not left to a requeue by hand: once a part has failed, Slurm never starts what depends on it.
+    again = f"for attempt in 1 2 3; do\n  {_reshard(job.pack)} {part}\n  code=$?; [ $code -gt 128 ] || break\ndone"
+    return _script("reshard-pack", options, f"{again}\nexit $code", job)
 
 
 def render_commit(job: PackJob) -> str:
     """Give the batch script of the commit."""
-    return _script("reshard-commit", ("--requeue",), _reshard(job.commit), job)
+    return _script("reshard-commit", ("--requeue",), f"exec {_reshard(job.commit)}", job)
 
 
 def show(job: PackJob) -> str:
@@ -65,7 +67,7 @@ def _sbatch(after: str | None = None) -> list[str]:
 
 def _script(name: str, options: Sequence[str], command: str, job: PackJob) -> str:
     told = [f"--job-name={name}", *options, "--open-mode=append", f"--chdir={shlex.quote(str(Path.cwd()))}"]
-    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in (*told, *job.options)), "", f"exec {command}", ""]
+    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in (*told, *job.options)), "", command, ""]
     return "\n".join(lines)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,7 +15,10 @@ from manifests.errors import UsageError
 from reshard.commands import options
 from stores.address import is_url
 
-__all__ = ["Division", "command_line", "commit", "flags", "submit"]
+if TYPE_CHECKING:
+    from reshard.shares import Part
+
+__all__ = ["Division", "command_line", "commit", "flags", "part_of", "submit"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,11 +52,17 @@ class Division:
             raise UsageError(flag, "a virtual pack has no bytes to divide", "leave one of the two out")
 
 
+def part_of(division: Division) -> Part | None:
+    """Give the part that is to be packed here, if one is, and the command that packs the others."""
+    from reshard.shares import parse_part
+
+    command = ("reshard", *command_line())
+    return None if division.part is None else replace(parse_part(division.part), command=command)
+
+
 _FLAGS = (
     click.option("--part", metavar="I/N", help="Pack this part of N alone; reshard commit makes a whole of them."),
-    click.option(
-        "--parts", "num_parts", type=click.IntRange(1, 99_999), metavar="N", help="Submit N parts and a commit."
-    ),
+    click.option("--parts", "num_parts", type=click.IntRange(1, 512), metavar="N", help="Submit N parts and a commit."),
     click.option("--scheduler", type=click.Choice(["slurm"]), help="Where to submit them."),
     click.option("--partition", metavar="NAME", help="Slurm's partition."),
     click.option("--account", metavar="NAME", help="Whom Slurm charges."),
@@ -104,7 +113,7 @@ def command_line(leaving_out: Collection[str] = ()) -> tuple[str, ...]:
     return tuple(said)
 
 
-def submit(division: Division, out: Path, *, force: bool, dry_run: bool) -> None:
+def submit(division: Division, out: str | Path, *, force: bool, dry_run: bool) -> None:
     """Hand the parts and their commit to Slurm, or print what would be handed over."""
     from reshard import submit as slurm
 

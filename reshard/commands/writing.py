@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from manifests.errors import UsageError
-from reshard.commands import options
+from reshard.commands import options, parts
 
 if TYPE_CHECKING:
     from reshard.blocks import Io
@@ -32,14 +32,15 @@ __all__ = ["export", "pack"]
 @options.force
 @options.io
 @options.sync
-@click.option("--dry-run", is_flag=True, help="Print the plan and stop.")
+@parts.flags
+@click.option("--dry-run", is_flag=True, help="Print the plan, or the jobs of --scheduler, and stop.")
 @options.as_json
 @options.quiet
 @options.training_flags
 def pack(
     source: str, asked: LayoutRequest, assumed: Assumptions, out: Address, drop: tuple[str, ...], virtual: bool,
-    stages: str | None, conversion: Conversion, force: bool, io: Io, sync: bool, dry_run: bool, as_json: bool,
-    quiet: bool,
+    stages: str | None, conversion: Conversion, force: bool, io: Io, sync: bool,
+    division: parts.Division, dry_run: bool, as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
     """Write one bundle per stage, and a manifest.
 
@@ -50,17 +51,23 @@ def pack(
     Into a bucket, a shard goes from its first byte to its last, and the digests stand at its start: tensors of which
     none is known are read twice. Where reading is slow, pack into a folder, and its manifest into the bucket.
 
+    Machines that share a file system divide the work with --part, each its own; reshard commit ends it. Slurm
+    does both with --parts N --scheduler slurm. The bytes are those of one pack.
+
     \b
     Example:
       reshard pack ./Llama-3.2-1B --layout pp=2 --out ./Llama-3.2-1B-pp2
+      reshard pack ./Llama-3.1-405B --layout pp=16 --out ./405B-pp16 --parts 8 --scheduler slurm --time 1:00:00
     """
     from reshard.conversion import convert
     from reshard.engine import WriteOptions
     from reshard.pack import PackOptions
     from reshard.pack import pack as run
+    from reshard.parts import pack_part
     from reshard.planning import model_name, plan_training
-    from reshard.report.done import pack_json, pack_text
+    from reshard.report.done import pack_json, pack_text, part_json, part_text
     from reshard.report.plan import plan_json, plan_text
+    from reshard.shares import part_nbytes
     from reshard.source import open_source
     from reshard.target import reread_nbytes
     from reshard.virtual import choose_stages
@@ -71,6 +78,11 @@ def pack(
             "bytes that stay where they are cannot be converted",
             "pack without it",
         )
+    division.check(out, virtual=virtual)
+    if division.scheduler is not None:
+        parts.submit(division, out, force=force, dry_run=dry_run)
+        return
+    part = parts.part_of(division)
     checkpoint = convert(open_source(source, frozenset(drop)), conversion)
     planned = plan_training(model_name(source), checkpoint, asked, assumed)
     packed = choose_stages(planned.plan, virtual, stages)
@@ -83,9 +95,16 @@ def pack(
     for name in checkpoint.source.left_out:
         click.echo(f"left out: {name} (weights in a format that reshard does not read)", err=True)
     nbytes = again_nbytes + sum(entry.nbytes for shard in shards for entry in shard.entries)
+    if part is not None:
+        nbytes = part_nbytes(shards, part)
     with options.progress("pack", nbytes, quiet) as progress:
         write = WriteOptions(io=io, sync=sync, progress=progress)
-        manifest = run(checkpoint, planned.plan, PackOptions(out=out, force=force, stages=packed, write=write))
+        asked_for = PackOptions(out=out, force=force, stages=packed, write=write)
+        if part is not None:
+            pack_part(checkpoint, planned.plan, part, asked_for)
+            click.echo(json.dumps(part_json(part, nbytes)) if as_json else part_text(part, nbytes, out))
+            return
+        manifest = run(checkpoint, planned.plan, asked_for)
     click.echo(json.dumps(pack_json(manifest, out)) if as_json else pack_text(manifest, out))
 
 

@@ -9,12 +9,22 @@ from manifests.invariants import MANIFEST_NAME
 from manifests.schema import Manifest
 from reshard.casting import Dtype
 from reshard.export import ExportReport
+from reshard.shares import Part
 from reshard.units import show_bytes
 from reshard.verify import VerifyReport
 from stores.address import is_url
 from stores.manifest_file import Address
 
-__all__ = ["export_json", "export_text", "pack_json", "pack_text", "verify_json", "verify_text"]
+__all__ = [
+    "export_json",
+    "export_text",
+    "pack_json",
+    "pack_text",
+    "part_json",
+    "part_text",
+    "verify_json",
+    "verify_text",
+]
 
 
 def pack_json(manifest: Manifest, out: Address) -> dict[str, Any]:
@@ -39,6 +49,14 @@ def pack_text(manifest: Manifest, out: Address) -> str:
         f"packed {done['num_tensors']} tensors{moments}, {how}, in {done['num_stages']} stages: {done['manifest']}\n"
         f"next: {fetch}runner launch {place} --nproc-per-node {done['num_ranks']} -- --help"
     )
+
+
+def part_json(part: Part, nbytes: int) -> dict[str, Any]:
+    return {"version": 1, "part": part.number, "of": part.of, "nbytes": nbytes}
+
+
+def part_text(part: Part, nbytes: int, out: Address) -> str:
+    return f"packed part {part.number} of {part.of}: {show_bytes(nbytes)}\nnext, after all parts: reshard commit {out}"
 
 
 def export_json(done: ExportReport, form: str, out: Address) -> dict[str, Any]:

@@ -1,0 +1,246 @@
+"""Packs in parts: the bytes of one pack, whoever wrote them, in whatever order, however often they were killed."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from reshard.plan import lay_out_shard
+from reshard.shares import deal
+from stores.bundles import TensorAt
+from stores.local import LocalFile
+from tests.builders import Ended, files_in, leftovers, llama_config, random_tensors, reshard, write_model
+
+ROOT = Path(__file__).resolve().parents[3]
+# Most tensors end where a sector does: shards can be cut.
+CONFIG = llama_config(
+    hidden_size=512,
+    num_attention_heads=16,
+    num_key_value_heads=1,
+    intermediate_size=64,
+    num_hidden_layers=4,
+    vocab_size=64,
+)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("parts") / "source"
+    write_model(folder, CONFIG, random_tensors(CONFIG, dtypes=["F32"]), num_shards=3)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(source: Path) -> dict[str, bytes]:
+    out = source.parent / "whole"
+    assert reshard("pack", source, "--layout", "pp=2", "--out", out).code == 0
+    return files_in(out)
+
+
+def pack_part(source: Path, out: Path, part: str, *flags: str) -> Ended:
+    return reshard("pack", source, "--layout", "pp=2", "--out", out, "--part", part, *flags)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 5, 40])
+def test_parts_in_any_order_give_the_bytes_of_one_pack(
+    num_parts: int, source: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    for number in random.Random(num_parts).sample(range(1, num_parts + 1), num_parts):
+        assert pack_part(source, out, f"{number}/{num_parts}").code == 0
+        assert not out.exists()
+    assert reshard("commit", out).code == 0
+    assert files_in(out) == whole
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_tensors_that_share_sectors_go_to_one_part(tmp_path: Path) -> None:
+    write_model(tmp_path / "source", llama_config(), num_shards=2)
+    assert reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "whole").code == 0
+    for number in (3, 1, 2):
+        assert pack_part(tmp_path / "source", tmp_path / "out", f"{number}/3").code == 0
+    assert reshard("commit", tmp_path / "out").code == 0
+    assert files_in(tmp_path / "out") == files_in(tmp_path / "whole")
+
+
+def test_shards_are_cut_into_shares_of_like_size() -> None:
+    file = LocalFile(Path("somewhere"))
+    shards = [
+        lay_out_shard(
+            f"{stage}.safetensors",
+            [
+                TensorAt(name=f"{stage}.{number}", dtype="U8", shape=(nbytes,), file=file, begin=0, nbytes=nbytes)
+                for number, nbytes in enumerate([8192, 100, 3996, 4096, 12288, 4096] * 5)
+            ],
+        )
+        for stage in range(4)
+    ]
+    shares = deal(shards, 8)
+    sizes = [sum(share.nbytes for share in held) for held in shares]
+    assert max(sizes) - min(sizes) <= 2 * 12288
+    dealt = [name for held in shares for share in held for name in share.names]
+    assert sorted(dealt) == sorted(entry.name for shard in shards for entry in shard.entries)
+    for stage in range(4):  # these two share a sector
+        assert any({f"{stage}.1", f"{stage}.2"} <= share.names for held in shares for share in held)
+    assert sum(share.has_start for held in shares for share in held) == 4
+
+
+def test_missing_parts_are_named_with_the_command_that_packs_one(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert "no parts of a pack" in reshard("commit", out).err
+    for number in (1, 4):
+        assert pack_part(source, out, f"{number}/4").code == 0
+    ended = reshard("commit", out)
+    assert ended.code == 3
+    assert "parts 2, 3 of 4 are not done" in ended.err
+    assert f"run reshard pack {source} --layout pp=2 --out {out} --part 2/4" in ended.err
+    for number in (2, 3):
+        assert pack_part(source, out, f"{number}/4").code == 0
+    assert reshard("commit", out).code == 0
+
+
+@pytest.mark.parametrize("flags", [("--layout", "pp=4"), ("--dtype", "bf16"), ("--part", "2/3")], ids=" ".join)
+def test_part_of_another_plan_is_refused(flags: tuple[str, ...], source: Path, tmp_path: Path) -> None:
+    assert pack_part(source, tmp_path / "out", "1/2").code == 0
+    ended = pack_part(source, tmp_path / "out", "2/2", *flags)
+    assert ended.code == 3
+    assert "of another plan" in ended.err
+
+
+def test_same_part_twice_at_once_is_refused_and_others_are_not(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert pack_part(source, out, "1/2").code == 0
+    with open(tmp_path / ".out.parts" / "part-00001-of-00002.lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        ended = pack_part(source, out, "1/2")
+        assert ended.code == 3
+        assert "another process has part 1/2" in ended.err
+        assert pack_part(source, out, "2/2").code == 0
+        assert "another process has part 1/2" in reshard("commit", out).err
+    assert reshard("commit", out).code == 0
+
+
+def test_whole_pack_and_parts_keep_out_of_each_others_way(source: Path, tmp_path: Path) -> None:
+    out, partial = tmp_path / "out", tmp_path / ".out.partial"
+    assert pack_part(source, out, "1/2").code == 0
+    assert "parts of a pack" in reshard("pack", source, "--layout", "pp=2", "--out", out).err
+    folder = os.open(partial, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    assert "another process is writing it" in pack_part(source, out, "2/2").err
+    os.close(folder)
+    assert pack_part(source, out, "2/2").code == 0
+    assert reshard("commit", out).code == 0
+    assert "exists already" in pack_part(source, out, "2/2").err
+
+
+def test_damaged_parts_are_not_committed_and_not_lost(source: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+    out, partial = tmp_path / "out", tmp_path / ".out.partial"
+    for part in ("1/2", "2/2"):
+        assert pack_part(source, out, part).code == 0
+    shard = next(path for path in sorted(partial.rglob("*.safetensors")))
+    os.truncate(shard, shard.stat().st_size - 1)
+    ended = reshard("commit", out)
+    assert ended.code == 3
+    assert str(shard) in ended.err
+    assert not out.exists()
+    for part in ("1/2", "2/2"):
+        assert pack_part(source, out, part).code == 0
+    assert reshard("commit", out).code == 0
+    assert files_in(out) == whole
+
+
+def test_commit_that_was_killed_before_it_cleared_up_ends(source: Path, tmp_path: Path) -> None:
+    out, records = tmp_path / "out", tmp_path / ".out.parts"
+    assert pack_part(source, out, "1/1").code == 0
+    kept = files_in(records)
+    assert reshard("commit", out).code == 0
+    records.mkdir()
+    for name, data in kept.items():
+        (records / name).write_bytes(data)
+    assert reshard("commit", out).code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_parts_and_commit_killed_at_any_time_and_run_again_give_the_same_bytes(
+    seed: int, source: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    """A copy of this process packs, and is killed; it has everything imported, so that the kill hits the work."""
+    out, dice = tmp_path / "out", random.Random(seed)
+    for number in (1, 2, 3):
+        _kill_after(dice.uniform(0, 0.06), partial(pack_part, source, out, f"{number}/3"))
+        assert not out.exists()
+        assert pack_part(source, out, f"{number}/3").code == 0
+    _kill_after(dice.uniform(0, 0.02), lambda: reshard("commit", out))
+    ended = reshard("commit", out)
+    assert ended.code == 0 or (out.exists() and "no parts" in ended.err), ended.err
+    assert files_in(out) == whole
+
+
+def _kill_after(seconds: float, work: Callable[[], object]) -> None:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    time.sleep(seconds)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--part", "0/4"), "expected I/N"),
+        (("--part", "5/4"), "expected I/N"),
+        (("--part", "first"), "expected I/N"),
+        (("--part", "1/4", "--virtual"), "no bytes to divide"),
+        (("--part", "1/4", "--parts", "4", "--scheduler", "slurm"), "leave one of the two out"),
+        (("--parts", "4"), "needs --scheduler"),
+        (("--scheduler", "slurm"), "needs --parts"),
+        (("--account", "us"), "is for --scheduler slurm"),
+        (("--parts", "4", "--scheduler", "slurm", "--sbatch-arg", "gpus"), "an option of sbatch"),
+        (("--part", "1/4", "--out", "s3://bucket/prefix"), "a bucket does not have"),
+    ],
+)
+def test_requests_that_make_no_sense_are_refused(
+    flags: tuple[str, ...], said: str, source: Path, tmp_path: Path
+) -> None:
+    ended = reshard("pack", source, "--layout", "pp=2", "--out", tmp_path / "out", *flags)
+    assert ended.code == 2
+    assert said in ended.err
+    assert leftovers(tmp_path / "out") == []
+
+
+def test_dry_run_prints_an_array_and_the_commit_that_waits_for_it(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "the out"
+    asked = ("--parts", "8", "--scheduler", "slurm", "--account", "us", "--time", "1:00:00", "--sbatch-arg", "--mem=8G")
+    said = reshard("pack", source, "--layout", "pp=2", "--out", out, "--no-sync", *asked, "--dry-run").out
+    assert said.splitlines()[0] == "$ sbatch --parsable"
+    assert "$ sbatch --parsable --dependency=afterok:ARRAY_JOB_ID" in said.splitlines()
+    assert said.count("#SBATCH --account=us\n#SBATCH --time=1:00:00\n#SBATCH --mem=8G\n") == 2
+    assert "#SBATCH --array=1-8\n" in said
+    again = f"-m reshard.cli pack {source} --layout pp=2 --out '{out}' --no-sync"
+    assert f'  {sys.executable} {again} --part "$SLURM_ARRAY_TASK_ID/8"\n' in said
+    assert f"exec {sys.executable} -m reshard.cli commit '{out}'\n" in said
+    assert not out.parent.joinpath(".the out.partial").exists()
+
+
+def test_parts_that_cannot_be_submitted_say_why(source: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "reshard.cli", "pack", str(source), "--layout", "pp=2"]
+    command += ["--out", str(tmp_path / "out"), "--parts", "2", "--scheduler", "slurm", "--json"]
+    environment = {**os.environ, "PATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=30)
+    assert json.loads(done.stdout)["error"]["where"] == "sbatch"
