@@ -226,8 +226,9 @@ def _moment(optimizer: Optimizer, parameter: torch.nn.Parameter, *, holds: Holds
 def _say_loaded(report: LoadReport, chunks: Sequence[StageChunk], mesh: Mesh) -> None:
     stages = ", ".join(str(chunk.stage) for chunk in chunks)
     logger.info(
-        "[rank %d stage %s] loaded %d tensors, %.2f GiB in %.2f s%s",
+        "[rank %d stage %s] loaded %d tensors, %.2f GiB in %.2f s, %.2f GiB/s%s",
         mesh.rank, stages, report.num_tensors, report.nbytes / 2**30, report.load_s,
+        report.nbytes / 2**30 / report.load_s,
         f"; {report.num_parts} of them in part, which no digest proves" if report.num_parts else "",
     )  # fmt: skip
 

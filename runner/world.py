@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from manifests.errors import InputError
 from runner.options import Device
+from runner.pages import give_back_freed_memory
 
 __all__ = ["World", "device_of", "join_world"]
 
@@ -52,6 +53,7 @@ def device_of(world: World, asked: Device) -> torch.device:
 
 def join_world(device: torch.device, timeout_s: int) -> None:
     """Meet the other ranks. Every later wait for one of them ends after the timeout."""
+    give_back_freed_memory()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     backend = "gloo"
     if device.type == "cuda":

@@ -25,6 +25,7 @@ from runner.step import Engine, train_step
 from runner.ties import build_ties, lead_parameters
 from runner.timetable import find_timetable
 from runner.wire import plan_wire
+from runner.world import join_world
 from tests.fast.runner.tiny import CPU, head_tie, padded_batch
 from tests.process.memory_cases import CASES, ONE_GB, Case
 
@@ -86,7 +87,7 @@ def status_nbytes(field: str) -> int:
 
 def main(name: str, out: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=TIMEOUT)
+    join_world(CPU, int(TIMEOUT.total_seconds()))
     case = next(case for case in (*CASES, ONE_GB) if case.name == name)
     (out / f"rank{dist.get_rank()}.json").write_text(json.dumps(measure(case)))
     dist.barrier()
