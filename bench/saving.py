@@ -1,0 +1,193 @@
+"""Time how long training stands still for an asynchronous save, beside a plain copy of the same memory.
+
+    python bench/saving.py [--gb 1] [--turns 9] [--folder DIR] [--out bench/results/saving.json]
+
+On one rank and on two, each with so many GB of weights and Adam's moments in float32. In every turn the ranks begin
+together, no save in flight, which of the two first changing every time; the plain copy goes, tensor by tensor, into
+memory that has been touched before. Before anything is timed a checkpoint has to hold, bit for bit, what the ranks
+held when it was asked for, though they have changed it since.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from datetime import date, timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(Path(__file__).parent), str(ROOT)]
+from checkpoints import llama_config, write_checkpoint  # noqa: E402
+
+WIDTH = 1024
+BYTES_PER_PARAMETER = 12  # in float32: the weight and two moments
+LAYER_PARAMS = 2 * WIDTH * WIDTH + 2 * WIDTH * WIDTH // 4 + 3 * 7 * WIDTH * WIDTH // 2
+
+
+def rank(packed: Path, turns: int, out: Path) -> None:
+    """Be one rank: the first save, which is checked, then so many turns; write what was found."""
+    import torch
+    from torch import distributed as dist
+
+    from manifests.models import module_of
+    from manifests.schema import MOMENTS, WEIGHTS, DataPosition
+    from runner.held import nbytes_of
+    from runner.history import hold_history
+    from runner.options import parse_training
+    from runner.packed import open_packed
+    from runner.pieces import whole_pieces
+    from runner.resume import remember
+    from runner.save import Job, parent_of
+    from runner.saver import Saver
+
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=300)
+    dist.init_process_group("gloo", timeout=timeout)
+    number, found = dist.get_rank(), open_packed(packed)
+    history = packed.parent / "history"
+    options = parse_training(["--data", "synthetic", "--checkpoint", str(history), "--keep", "1"])
+    assert options.checkpoint is not None
+    modules = found.stage_modules[number]
+    shapes = {fqn: shape for fqn, shape in found.shape.tensors.items() if module_of(fqn, modules)}
+    held = {
+        number: {
+            holds: whole_pieces({fqn: torch.randn(shape) for fqn, shape in shapes.items()})
+            for holds in (WEIGHTS, *MOMENTS)
+        }
+    }
+    tensors = [piece.memory for pieces in held[number].values() for piece in pieces]
+    rooms = [torch.zeros_like(tensor) for tensor in tensors]
+    job = Job(manifest=found.manifest, root=found.root, parents=(parent_of(found.root),))
+
+    def copy() -> None:
+        for room, tensor in zip(rooms, tensors, strict=True):
+            room.copy_(tensor)
+
+    holding = None
+    if number == 0:
+        holding = hold_history(history)
+        holding.__enter__()
+    dist.barrier()
+    with Saver(job, options.checkpoint, held, timeout) as saver:
+
+        def save(step: int) -> None:
+            data = DataPosition(num_sequences=step, digest="blake3:" + 64 * "0")
+            saver.save(held, remember(options, step=step, num_tokens=step, data=data))
+
+        def timed(what: Callable[[], None]) -> float:
+            dist.barrier()
+            began_s = time.perf_counter()
+            what()
+            ended_s = time.perf_counter()
+            for report in saver.reports(wait=True):
+                assert report.failure is None, report.failure
+            return ended_s - began_s
+
+        def save_and_change() -> None:
+            save(1)
+            for tensor in tensors:
+                tensor.neg_()
+
+        copy()
+        first_s = timed(lambda: save(0))  # the host's memory may not be there yet
+        timed(save_and_change)
+        dist.barrier()
+        check(history / "step-000001", number, held[number], rooms)
+        turn_s: dict[str, list[float]] = {"save": [], "copy": []}
+        for turn in range(turns):
+            what: dict[str, Callable[[], None]] = {"save": partial(save, 2 + turn), "copy": copy}
+            for name in sorted(what, reverse=turn % 2 == 1):
+                turn_s[name].append(timed(what[name]))
+    if holding is not None:
+        holding.__exit__(None, None, None)
+    (out / f"rank{number}.json").write_text(json.dumps({"nbytes": nbytes_of(held), "first_s": first_s, **turn_s}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def check(checkpoint: Path, stage: int, held: dict[Any, Any], expected: Sequence[Any]) -> None:
+    """The result first, then the time: every tensor of a stage is the one that was copied."""
+    import torch
+    from safetensors.torch import load_file
+
+    from manifests.store import read_manifest
+
+    shards = {shard.holds: checkpoint / shard.path for shard in read_manifest(checkpoint).stages[stage].shards}
+    saved = {holds: load_file(path) for holds, path in shards.items()}
+    names = [(holds, piece.fqn) for holds, pieces in held.items() for piece in pieces]
+    for (holds, fqn), tensor in zip(names, expected, strict=True):
+        assert torch.equal(saved[holds][fqn], tensor), f"{holds} {fqn} is not what was saved"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gb", type=float, default=1.0)
+    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--folder")
+    parser.add_argument("--out")
+    parser.add_argument("--rank", nargs=3)
+    options = parser.parse_args()
+    if options.rank:
+        packed, turns, out = options.rank
+        rank(Path(packed), int(turns), Path(out))
+        return
+    load = [os.getloadavg()[0]]
+    runs = {f"{count} ranks": _run(count, options.gb, options.turns, options.folder) for count in (1, 2)}
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    result = {
+        "what": "how long the training thread stands still for an asynchronous save of weights and Adam's moments, and "
+        "a plain copy of the same tensors; in turn, no save in flight; medians of ratios within a turn",
+        "date": date.today().isoformat(),
+        "commit": commit.stdout.strip(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+        "load_average": [round(found, 2) for found in (*load, os.getloadavg()[0])],
+        "turns": options.turns,
+        **runs,
+    }
+    text = json.dumps(result, indent=2) + "\n"
+    print(text, end="")
+    if options.out:
+        Path(options.out).write_text(text)
+
+
+def _run(num_ranks: int, gb: float, turns: int, folder: str | None) -> list[dict[str, object]]:
+    """Give what each rank found."""
+    with tempfile.TemporaryDirectory(dir=folder, prefix="bench-saving-") as scratch:
+        place = Path(scratch)
+        params = num_ranks * gb * 1e9 / BYTES_PER_PARAMETER - 2 * 32000 * WIDTH
+        config = llama_config(max(2, round(params / LAYER_PARAMS)), WIDTH)
+        write_checkpoint(place / "source", config, num_shards=1, dtype="F32")
+        pack = [sys.executable, "-m", "reshard.cli", "pack", str(place / "source"), "--layout", f"pp={num_ranks}"]
+        subprocess.run([*pack, "--out", str(place / "packed")], check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
+        torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"]
+        torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+        child = [__file__, "--rank", str(place / "packed"), str(turns), str(place)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        subprocess.run([*torchrun, *child], check=True, env=environment)
+        return [_summary(json.loads((place / f"rank{i}.json").read_text())) for i in range(num_ranks)]
+
+
+def _summary(found: dict[str, Any]) -> dict[str, object]:
+    ratios = [save_s / copy_s for save_s, copy_s in zip(found["save"], found["copy"], strict=True)]
+    return {
+        "nbytes": found["nbytes"],
+        "first_stall_s": round(found["first_s"], 4),
+        "stall_s": [round(seconds, 4) for seconds in found["save"]],
+        "copy_s": [round(seconds, 4) for seconds in found["copy"]],
+        "ratio": round(statistics.median(ratios), 3),
+        "worst_ratio": round(max(ratios), 3),
+    }
+
+
+if __name__ == "__main__":
+    main()
