@@ -8,7 +8,8 @@ import torch
 
 from manifests.digest import Hasher
 from manifests.slices import Slice
-from runner.boxes import BLOCK_NBYTES, Block, blocks_of
+from runner.boxes import Block, blocks_of
+from runner.staging import Staging
 from stores.base import Reader
 
 __all__ = ["TORCH_DTYPES", "bytes_of", "fill"]
@@ -23,25 +24,30 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
 
 @torch.no_grad()
 def fill(
-    target: torch.Tensor, dtype: torch.dtype, reader: Reader, position: int, box: Slice, hasher: Hasher | None = None
+    target: torch.Tensor,
+    dtype: torch.dtype,
+    reader: Reader,
+    position: int,
+    box: Slice,
+    hasher: Hasher | None = None,
+    staging: Staging | None = None,
 ) -> None:
     """Read a box of a tensor, stored as `dtype` from `position` on, and hash its bytes as they pass if asked.
 
     The bytes go straight into the target where they lie there as they are stored, on the CPU, in the
-    same dtype and without gaps, and through one small block where they do not.
+    same dtype and without gaps, and through the blocks of `staging` where they do not; without one of the
+    caller's they have arrived when this ends, otherwise when that is finished.
 
     Shapes: `target` is the box; `box.whole_shape` is what is stored.
     """
     stored, scalar = box.whole_shape, not box.whole_shape
     if scalar:
         target, stored, box = target.view(1), (1,), Slice(offset=(0,), shape=(1,), whole_shape=(1,))
-    staging = torch.empty(0, dtype=dtype)
+    blocks = staging or Staging(target.device)
     for block in blocks_of(stored, box, dtype.itemsize):
         rows = target[block.index]
         direct = _is_direct(rows, block, dtype)
-        if not direct and not staging.numel():
-            staging = torch.empty(BLOCK_NBYTES // dtype.itemsize, dtype=dtype)
-        read = rows if direct else staging[: block.nbytes // dtype.itemsize].view(block.rows)
+        read = rows if direct else blocks.take(dtype, block.nbytes // dtype.itemsize).view(block.rows)
         room = bytes_of(read)
         reader.read_into(room, position + block.begin)
         if hasher is not None:
@@ -49,7 +55,10 @@ def fill(
         if not direct:
             for dim, begin in enumerate(block.inner, start=1):
                 read = read.narrow(dim, begin, rows.shape[dim])
-            rows.copy_(read)
+            rows.copy_(read, non_blocking=True)
+            blocks.sent()
+    if staging is None:
+        blocks.finish()
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

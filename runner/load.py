@@ -18,6 +18,7 @@ from manifests.slices import Slice
 from runner.boxes import blocks_of, intersect
 from runner.fill import TORCH_DTYPES, fill
 from runner.pieces import Piece
+from runner.staging import Staging
 from stores.base import InputFile, Range, Reader, merge_ranges
 from stores.bundles import Bundles, TensorAt, join_slices
 
@@ -222,19 +223,21 @@ def _runs(reads: Sequence[Read]) -> Iterator[list[Read]]:
 
 def _fill_run(run: Sequence[Read], stop: threading.Event) -> None:
     reader = run[0].at.file.open(merge_ranges(byte_range for read in run for byte_range in read.ranges))
+    staging = Staging(run[0].into.memory.device)
     try:
         for read in run:
             if stop.is_set():
                 return
-            _fill(read, reader)
+            _fill(read, reader, staging)
     finally:
+        staging.finish()
         reader.close()
 
 
-def _fill(read: Read, reader: Reader) -> None:
+def _fill(read: Read, reader: Reader, staging: Staging) -> None:
     at = read.at
     hasher = None if at.digest is None or not read.is_whole else Hasher()
-    fill(read.into.memory, TORCH_DTYPES[at.dtype], reader, at.begin, read.box, hasher)
+    fill(read.into.memory, TORCH_DTYPES[at.dtype], reader, at.begin, read.box, hasher, staging)
     if hasher is not None and hasher.hexdigest() != at.digest:
         raise InputError(
             f"{at.file}: {at.name!r}",
