@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-__all__ = ["DifferenceError", "InputError", "RankError", "UsageError", "UserError", "error_json", "printable"]
+__all__ = ["InputError", "RankError", "UsageError", "UserError", "error_json", "printable"]
 
 _ESCAPED_LINE = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
 _ESCAPED = {code: shown for code, shown in _ESCAPED_LINE.items() if code != ord("\n")}
@@ -48,12 +48,6 @@ class InputError(UserError):
     """A source, layout, manifest or shard that is not what it must be."""
 
     exit_code = 3
-
-
-class DifferenceError(UserError):
-    """Bytes that were to be equal and are not."""
-
-    exit_code = 4
 
 
 class RankError(UserError):

@@ -14,7 +14,7 @@ from pathlib import Path
 from manifests.errors import InputError
 from manifests.store import sync_folder
 
-__all__ = ["holding", "partial_of", "publishing", "sharing"]
+__all__ = ["check_target", "holding", "partial_of", "publishing", "sharing"]
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
@@ -40,7 +40,7 @@ def publishing(
     """
     if out.name in ("", ".."):
         out = out.resolve()  # `.` has no name to write beside
-    _check_target(out, force, is_ours)
+    check_target(out, force, is_ours)
     partial = _make_partial(out)
     lock = _lock(partial, out)
     try:
@@ -49,7 +49,7 @@ def publishing(
                 _remove(entry)
         yield partial
         _sync_tree(partial)
-        _check_target(out, force, is_ours)  # it may have come to be since
+        check_target(out, force, is_ours)  # it may have come to be since
         _swap_in(partial, out)
     except BaseException as error:
         hint = _space_hint(error, out.parent)
@@ -71,7 +71,7 @@ def sharing(out: Path, *, force: bool, is_ours: Callable[[Path], bool]) -> Itera
     """
     if out.name in ("", ".."):
         out = out.resolve()
-    _check_target(out, force, is_ours)
+    check_target(out, force, is_ours)
     partial = _make_partial(out)
     lock = _lock(partial, out, fcntl.LOCK_SH)
     try:
@@ -83,6 +83,24 @@ def sharing(out: Path, *, force: bool, is_ours: Callable[[Path], bool]) -> Itera
         raise InputError(str(error.filename or out), f"cannot be written: {error.strerror}", hint) from error
     finally:
         os.close(lock)
+
+
+def check_target(out: Path, force: bool, is_ours: Callable[[Path], bool]) -> None:
+    """Make sure that a folder can become `out`: it is not there, or empty, or may be replaced.
+
+    Raises:
+        InputError: it exists and may not be replaced.
+    """
+    if not os.path.lexists(out) or (out.is_dir() and not out.is_symlink() and not any(out.iterdir())):
+        return
+    if not force:
+        raise InputError(str(out), "exists already", "choose another --out, or replace it with --force")
+    if not out.is_dir() or out.is_symlink() or not is_ours(out):
+        raise InputError(
+            str(out),
+            "exists, and is not a folder that this command writes; --force does not replace it",
+            "choose another --out, or remove it yourself",
+        )
 
 
 def partial_of(out: Path) -> Path:
@@ -117,19 +135,6 @@ def holding(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
-
-
-def _check_target(out: Path, force: bool, is_ours: Callable[[Path], bool]) -> None:
-    if not os.path.lexists(out) or (out.is_dir() and not out.is_symlink() and not any(out.iterdir())):
-        return
-    if not force:
-        raise InputError(str(out), "exists already", "choose another --out, or replace it with --force")
-    if not out.is_dir() or out.is_symlink() or not is_ours(out):
-        raise InputError(
-            str(out),
-            "exists, and is not a folder that this command writes; --force does not replace it",
-            "choose another --out, or remove it yourself",
-        )
 
 
 def _lock(folder: Path, out: Path, how: int = fcntl.LOCK_EX) -> int:

@@ -60,10 +60,6 @@ class TensorEntry:
     def nbytes(self) -> int:
         return self.end - self.begin
 
-    @property
-    def num_elements(self) -> int:
-        return prod(self.shape)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
@@ -124,7 +120,11 @@ def read_header(path: Path, *, where: str | None = None) -> Header:
 def header_nbytes(first: bytes, file_nbytes: int, where: str) -> int:
     """Give the length of the JSON text that follows the first 8 bytes of a file of `file_nbytes`."""
     if len(first) < _LENGTH_NBYTES:
-        raise InputError(where, f"too short for a safetensors file: {len(first)} bytes")
+        raise InputError(
+            where,
+            f"too short for a safetensors file: {len(first)} bytes",
+            "the file is damaged or is not a safetensors file; download it again",
+        )
     length = int.from_bytes(first, "little")
     if length > min(_MAX_HEADER_NBYTES, file_nbytes - _LENGTH_NBYTES):
         raise InputError(

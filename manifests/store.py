@@ -119,11 +119,9 @@ def read_small_file(path: Path, digest: str | None = None) -> bytes:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Commit a checkpoint: everything else is in `folder` and on disk when this is called.
-
-    # Commit point: readers ignore a directory without manifest.json.
-    """
+    """Commit a checkpoint: everything else is in `folder` and on disk when this is called."""
     check_manifest(manifest)
+    # Commit point: readers ignore a folder without manifest.json.
     write_file(folder / MANIFEST_NAME, encode_manifest(manifest))
 
 

@@ -53,6 +53,11 @@ class Checkpoint:
     moments: Mapping[Holds, Mapping[str, TensorAt]] = field(default_factory=dict)  # of a training checkpoint
     merges_slices: bool = False  # whether tensors that are stored in slices are packed whole
 
+    @property
+    def location(self) -> str:
+        """Where it lies; `source` says where its weights came from in the first place."""
+        return self.parents[-1].location if self.manifest else self.source.location
+
 
 def check_digest(tensor: TensorAt, found: str) -> None:
     """Raise unless bytes with the hex digest `found` are the tensor's, as far as that is known."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,11 +43,10 @@ def costs_of(
     seq_len: int,
     nbytes: Mapping[str, int],
     measured: Mapping[str, ModuleTime] | None = None,
-    memory: Mapping[str, int] | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Give every cost that `balance:COST` knows, of every module: `costs["flops"]["lm_head"]`.
+    """Give the costs that `balance:COST` knows, of every module, all but memory: `costs["flops"]["lm_head"]`.
 
-    `nbytes` are the sizes of stored tensors by FQN; `memory` comes from `reshard.memory.memory_of`.
+    `nbytes` are the sizes of stored tensors by FQN; for memory see `manifests.memory.memory_of`.
 
     Raises:
         InputError: `measured` leaves a module out or has one that the model has not.
@@ -58,7 +57,6 @@ def costs_of(
         "bytes": dict[str, float](nbytes_of(shape, nbytes)),
         "flops": dict[str, float](flops_of(shape, seq_len)),
         "time": {module: time.total for module, time in times.items()},
-        **({"memory": dict[str, float](memory)} if memory is not None else {}),
     }
 
 
@@ -131,7 +129,7 @@ def parse_times(text: bytes, where: str) -> dict[str, ModuleTime]:
 
 def _seconds(entry: object, name: str, where: str) -> float:
     found = _object(entry, where).get(name)
-    if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 <= found < math.inf:
+    if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 <= found <= sys.float_info.max:
         raise InputError(f"{where}.{name}", f"expected seconds, 0 or more, found {str(found)[:80]}")
     return float(found)
 

@@ -43,7 +43,7 @@ def dequantise(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
     tensors = {tensor.name: (old, tensor) for old, tensor in _tensors(checkpoint, section, dtype)}
     shape = without_absent(shape, tensors)
     plain = {fqn: tensor for fqn, (_, tensor) in tensors.items()}
-    check_coverage(plain, shape, checkpoint.source.location)
+    check_coverage(plain, shape, checkpoint.location)
     kinds = {old: (tensor.name, tensor.dtype, tensor.shape) for old, tensor in tensors.values()}
     text = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
     held = CarriedAt(path=CONFIG_NAME, file=HeldFile(f"{config_at.file} without {_SECTION}", text))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -53,12 +53,11 @@ class WriteOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WrittenShard:
-    """A shard on disk: its size, its digest, and its tensors' hex digests by FQN."""
+    """A shard on disk."""
 
     path: str
     nbytes: int
     digest: str
-    tensor_digests: Mapping[str, str]
 
 
 class Output(Protocol):
@@ -151,7 +150,7 @@ def _finish(shard: OutputShard, file: OutputFile, digests: Iterator[str], *, syn
     named = {entry.name: next(digests) for entry in _in_data_order(shard.entries)}
     header = shard.header_with(named)
     file.finish(header, sync=sync)
-    return WrittenShard(path=shard.path, nbytes=shard.nbytes, digest=digest_bytes(header), tensor_digests=named)
+    return WrittenShard(path=shard.path, nbytes=shard.nbytes, digest=digest_bytes(header))
 
 
 def _in_data_order(entries: Iterable[TensorEntry]) -> list[TensorEntry]:

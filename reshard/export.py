@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from manifests.errors import InputError
 from manifests.jsontext import parse_json_object
@@ -18,6 +19,7 @@ from reshard.pack import carry_files
 from reshard.plan import OutputShard
 from reshard.record import INDEX_NAME, SUFFIX, RecordedShard, index_anew, lay_out_anew
 from reshard.target import open_target
+from stores.address import is_url
 from stores.base import read_whole
 from stores.manifest_file import Address
 
@@ -55,12 +57,14 @@ def export_huggingface(
     """Write a Hugging Face folder: shards, index and small files as they came.
 
     Raises:
-        InputError: a bundle's bytes are not what their digests say, or `out` exists.
+        InputError: a bundle's bytes are not what their digests say, `out` exists, or is where the model came from.
         InputError, UsageError: see `cast_checkpoint`.
     """
     checkpoint = _with_config_for(cast_checkpoint(checkpoint, dtype), dtype)
     shards = plan_export(checkpoint)
     (config,) = (item for item in checkpoint.carried if item.path == CONFIG_NAME)
+    if force:
+        _check_not_source(out, checkpoint)
     with open_target(out, force=force, is_ours=_is_model) as target:
         carried = carry_files(tuple(item for item in checkpoint.carried if item is not config), target)
         written = target.write_shards(shards, options or WriteOptions())
@@ -127,6 +131,15 @@ def _with_config_for(checkpoint: Checkpoint, dtype: Dtype) -> Checkpoint:
     text = json.dumps({**config, key: _CONFIG_NAMES[dtype]}, indent=2, ensure_ascii=False) + "\n"
     held = CarriedAt(path=CONFIG_NAME, file=HeldFile(f"{item.file} with {key}", text.encode()))
     return replace(checkpoint, carried=tuple(held if one is item else one for one in checkpoint.carried))
+
+
+def _check_not_source(out: Address, checkpoint: Checkpoint) -> None:
+    """Keep --force from what looks like an export and may be the only copy of the model as it was."""
+    place = str(out).rstrip("/") if is_url(out) else str(Path(out).resolve())
+    if place == checkpoint.source.location:
+        raise InputError(
+            str(out), "is the folder that the model came from; --force does not replace it", "choose another --out"
+        )
 
 
 def _is_model(names: Collection[str]) -> bool:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from manifests.memory import POLICIES, MemoryEstimate, Training, estimate_memory
 from manifests.models import ModelShape
 from manifests.placement import Placement
 from manifests.schedules import Costs, Timeline, check_schedule, default_schedule, schedule_table, simulate
 from reshard.costs import ModuleTime, flops_of, times_of
 from reshard.layout.model import Layout
-from reshard.memory import POLICIES, MemoryEstimate, Training, estimate_memory
 
 __all__ = ["MICROBATCHES_PER_RANK", "Assumptions", "Forecast", "forecast", "imbalance"]
 
@@ -26,7 +26,7 @@ class Assumptions:
     num_microbatches: int | None = None
     microbatch: int = 1  # sequences
     seq_len: int = 4096  # tokens
-    policy: str = "fp32"  # of reshard.memory.POLICIES
+    policy: str = "fp32"  # of manifests.memory.POLICIES
     memory_limit: int | None = None  # bytes of one rank
     measured: Mapping[str, ModuleTime] | None = None
 

@@ -133,10 +133,7 @@ def _draft(
 ) -> Manifest:
     """Give the manifest as far as it is known before a byte is read: without digests and small files."""
     references = refer_to_originals([stage for stage in plan.stages if stage.index not in wanted], checkpoint)
-    unread = {
-        shard.path: WrittenShard(path=shard.path, nbytes=shard.nbytes, digest=_BLANK, tensor_digests={})
-        for shard in shards
-    }
+    unread = {shard.path: WrittenShard(path=shard.path, nbytes=shard.nbytes, digest=_BLANK) for shard in shards}
     return describe(checkpoint, plan, Outcome(unread, references, ()))
 
 

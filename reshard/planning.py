@@ -9,6 +9,7 @@ from pathlib import Path
 
 from manifests.errors import UsageError
 from manifests.invariants import MANIFEST_NAME
+from manifests.memory import estimate_memory, memory_of
 from manifests.models import ModelShape
 from manifests.schedules import Costs, schedule_table, simulate
 from manifests.schema import Manifest
@@ -21,7 +22,6 @@ from reshard.layout import Layout, parse_layout
 from reshard.layout.inventory import Inventory, inventory_of_modules
 from reshard.layout.model import InFlight
 from reshard.layout.options import read_words
-from reshard.memory import estimate_memory, memory_of
 from reshard.plan import PackPlan, plan_pack
 from reshard.source import open_source
 from reshard.units import parse_bytes, write_bytes

@@ -120,7 +120,7 @@ class BucketTarget:
         writer = self.objects.writer(shard.path, shard.nbytes, header)
         write_in_order(shard, writer, progress)
         writer.finish()
-        return WrittenShard(path=shard.path, nbytes=shard.nbytes, digest=digest_bytes(header), tensor_digests=digests)
+        return WrittenShard(path=shard.path, nbytes=shard.nbytes, digest=digest_bytes(header))
 
 
 def reread_nbytes(shards: Iterable[OutputShard], out: Address) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from manifests.errors import InputError
 from reshard.checkpoint import TensorAt
 from reshard.derived import STEP_NBYTES, Block, read_blocks
 
@@ -23,9 +24,19 @@ _STEP = STEP_NBYTES // 4  # values at a time
 
 
 def cast_blocks(tensor: TensorAt, dtype: str) -> Iterator[Block]:
-    """Give a floating-point tensor's values in another dtype."""
+    """Give a floating-point tensor's values in another dtype.
+
+    Raises:
+        InputError: one of them is finite, and would be infinite.
+    """
     for block in read_blocks(tensor):
-        yield _written(_read(block, tensor.dtype), dtype)
+        written = _written(_read(block, tensor.dtype), dtype)
+        if _num_infinite(written, dtype) > _num_infinite(block, tensor.dtype):
+            problem = f"holds a value that is too large for {dtype} and would become infinite"
+            raise InputError(
+                f"{tensor.file}: {tensor.name!r}", problem, "--dtype bf16 and fp32 have more room than fp16"
+            )
+        yield written
 
 
 def fp8_blocks(weight: TensorAt, scale: TensorAt, block: tuple[int, int], dtype: str) -> Iterator[Block]:
@@ -91,6 +102,12 @@ def _written(values: Floats, dtype: str) -> Block:
         return _rounded(values).view(np.uint8).data
     with np.errstate(over="ignore", invalid="ignore"):
         return values.astype(_NUMPY[dtype], copy=False).view(np.uint8).data
+
+
+def _num_infinite(block: Block, dtype: str) -> int:
+    if dtype == "BF16":
+        return int(np.count_nonzero(np.frombuffer(block, "<u2") & 0x7FFF == 0x7F80))
+    return int(np.count_nonzero(np.isinf(np.frombuffer(block, _NUMPY[dtype]))))
 
 
 def _rounded(values: Floats) -> NDArray[np.uint16]:

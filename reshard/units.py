@@ -61,14 +61,14 @@ def show_numbers(numbers: Iterable[int]) -> str:
 
 
 def parse_numbers(text: str) -> frozenset[int] | None:
-    """Read what `show_numbers` writes: `0-2, 5`; None when it is no such thing, or names more than 4096."""
+    """Read `0-2, 5`: rising runs, in any order. None when it is no such thing."""
     numbers: set[int] = set()
     for piece in text.split(","):
-        found = re.fullmatch(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?", piece)
-        if found is None:
+        found = re.fullmatch(r"\s*([0-9]{1,6})\s*(?:-\s*([0-9]{1,6})\s*)?", piece)
+        if found is None or int(found[1]) > int(found[2] or found[1]):
             return None
         numbers.update(range(int(found[1]), int(found[2] or found[1]) + 1))
-    return frozenset(numbers) or None
+    return frozenset(numbers)
 
 
 def number_runs(numbers: Iterable[int]) -> list[tuple[int, int]]:

@@ -86,7 +86,7 @@ def verify(
         num_tensors=len({(holds, tensor.name) for holds, found in kinds.items() for tensor in found}),
         nbytes=sum(tensor.nbytes for tensor in tensors),
         compared_nbytes=sum(tensor.nbytes for tensor in compared),
-        source=options.against.source.location if options.against else None,
+        source=options.against.location if options.against else None,
         differences=tuple(dict.fromkeys(differences)),  # stages may share an original file
     )
 

@@ -92,7 +92,7 @@ def asked_wait_s(headers: Mapping[str, str]) -> float | None:
     if asked:
         try:
             return max(0.0, parsedate_to_datetime(asked).timestamp() - time.time())
-        except ValueError:
+        except (ValueError, OverflowError):
             return None
     used_up = _WINDOW_IS_USED_UP.search(headers.get("ratelimit", ""))
     return float(used_up[1]) if used_up else None

@@ -153,10 +153,11 @@ class HubFile:
             raise self._wrong(place, f"expected {nbytes} bytes, found {found}")
         if (encoding := headers.get("content-encoding", "identity")) != "identity":
             raise self._wrong(place, f"expected plain bytes, found the encoding {encoding!r}")
-        etag = headers.get("etag", place.etag).removeprefix("W/")
-        if place.etag and etag != place.etag:
-            raise self._wrong(place, f"expected the ETag {place.etag} of earlier answers, found {etag}")
-        place.etag = etag
+        with self._route.lock:  # several requests may have their answers at once
+            etag = headers.get("etag", place.etag).removeprefix("W/")
+            if place.etag and etag != place.etag:
+                raise self._wrong(place, f"expected the ETag {place.etag} of earlier answers, found {etag}")
+            place.etag = etag
 
     def _wrong(self, place: _Place, problem: str) -> InputError:
         fetch = f"hf download {self.address.repo} {self.name} --revision {self.commit}"

@@ -92,7 +92,8 @@ class LocalFolder:
             InputError: a folder that cannot be read, a link to a folder, or a name that is no file.
         """
         if not self.path.is_dir():
-            raise InputError(str(self), "no such folder", "give the folder that holds config.json and the weights")
+            problem = "is a file, not a folder" if self.path.exists() else "no such folder"
+            raise InputError(str(self), problem, "give the folder that holds config.json and the weights")
         return tuple(_files_below(self.path))
 
     def file(self, name: str) -> LocalFile:

@@ -98,13 +98,16 @@ class ObjectTarget:
         if self._old:
             self._held[name] = data
         else:
+            self._check_claim()
             self._client.put(name, data)
             self._nbytes[name] = len(data)
 
     def writer(self, name: str, nbytes: int, header: bytes) -> ObjectWriter:
         """Begin an object of `nbytes`, of which `header` is the start. Several may be open at a time."""
         assert name not in self._old
-        writer = ObjectWriter(f"{self._client.url}/{name}", self._client.upload(name, nbytes), nbytes)
+        self._check_claim()
+        where, upload = f"{self._client.url}/{name}", self._client.upload(name, nbytes)
+        writer = ObjectWriter(where, upload, nbytes, self._check_claim)
         self._nbytes[name] = nbytes
         self._writers.append(writer)
         writer.write(memoryview(header), 0, len(header), 0)
@@ -168,6 +171,7 @@ class ObjectTarget:
             logger.warning("%s is complete, but more than that stays there: %s", self._client.url, error)
 
     def _check_claim(self) -> None:
+        """Raise unless the claim is ours: once it is not, nothing of ours may come to lie here any more."""
         if self._read(self._client.look_up(CLAIM_NAME)) != self._claim:
             raise InputError(self._client.url, "another process took it over with --force", "choose another --out")
 
@@ -176,12 +180,16 @@ class ObjectTarget:
 
 
 class ObjectWriter:
-    """One object under construction: written from its first byte to its last, there once it is finished."""
+    """One object under construction: written from its first byte to its last, there once it is finished.
 
-    def __init__(self, where: str, upload: Upload, nbytes: int) -> None:
+    `check` raises when the prefix is no longer ours: others may have an object of this name by then.
+    """
+
+    def __init__(self, where: str, upload: Upload, nbytes: int, check: Callable[[], None]) -> None:
         self._where = where
         self._upload = upload
         self._nbytes = nbytes
+        self._check = check
         self._position = 0
         self.is_open = True
 
@@ -194,6 +202,7 @@ class ObjectWriter:
     def finish(self) -> None:
         """Complete the upload: the object is there, or this raises."""
         assert self._position == self._nbytes, f"{self._where}: {self._position} of {self._nbytes} bytes"
+        self._check()
         self.is_open = False
         self._upload.finish()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from reshard.conversion import Plain
 
 __all__ = [
+    "DTYPES",
+    "POLICIES",
+    "SCHEDULES",
     "SPELLINGS",
     "as_json",
     "as_spelling",
@@ -173,11 +177,12 @@ def training_flags(command: Command) -> Command:
 @contextlib.contextmanager
 def progress(verb: str, nbytes: int, quiet: bool) -> Iterator[Callable[[int], object]]:
     """Show a bar on a terminal; the block reports bytes to what it is given."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda nbytes: None
+        return
     from tqdm import tqdm
 
-    with tqdm(
-        total=nbytes, desc=verb, unit="B", unit_scale=True, unit_divisor=1024, disable=True if quiet else None
-    ) as bar:
+    with tqdm(total=nbytes, desc=verb, unit="B", unit_scale=True, unit_divisor=1024) as bar:
         yield bar.update
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from manifests.errors import UsageError
+from manifests.errors import InputError, UsageError
 from reshard.commands import options
 from stores.address import is_url
 
@@ -43,7 +44,9 @@ class Division:
             given, lacking = ("--parts", "--scheduler") if self.scheduler is None else ("--scheduler", "--parts")
             raise UsageError(given, f"needs {lacking} beside it", "say --parts 8 --scheduler slurm, or --part 1/8")
         if self.sbatch and self.scheduler is None:
-            raise UsageError(self.sbatch[0].partition("=")[0], "is for --scheduler slurm", "leave it out")
+            flag = self.sbatch[0].partition("=")[0]
+            flag = flag if flag in _NAMED else "--sbatch-arg"
+            raise UsageError(flag, "is for --scheduler slurm", "leave it out")
         divided = self.part is not None or self.num_parts is not None
         if divided and is_url(out):
             hint = "pack into a folder, and its manifest into the bucket"
@@ -69,6 +72,8 @@ _FLAGS = (
     click.option("--time", metavar="TIME", help="Slurm's limit on each part's time: 1:00:00."),
     click.option("--sbatch-arg", multiple=True, metavar="X", help="Another option for sbatch; may be repeated."),
 )
+_NAMED = ("--partition", "--account", "--time")
+_OWN = ("--array", "-a", "--wrap", "--requeue", "--no-requeue", "--open-mode", "--dependency", "-d")
 _OURS = ("part", "num_parts", "scheduler", "partition", "account", "time", "sbatch_arg")
 
 
@@ -80,11 +85,13 @@ def flags(command: Callable[..., Any]) -> Callable[..., Any]:
         *, part: str | None, num_parts: int | None, scheduler: str | None, partition: str | None,
         account: str | None, time: str | None, sbatch_arg: tuple[str, ...], **others: Any,
     ) -> Any:  # fmt: skip
-        given = {"--partition": partition, "--account": account, "--time": time}
+        given = dict(zip(_NAMED, (partition, account, time), strict=True))
         sbatch = (*(f"{flag}={value}" for flag, value in given.items() if value is not None), *sbatch_arg)
         for option in sbatch:
-            if "\n" in option or not option.startswith("-"):
+            if not option.isprintable() or not option.startswith("-") or option.endswith("="):
                 raise UsageError("--sbatch-arg", f"expected an option of sbatch, found {option[:80]!r}")
+            if option.partition("=")[0].partition(" ")[0] in _OWN:
+                raise UsageError("--sbatch-arg", f"{option!r} is not for you to say: the parts are an array of our own")
         division = Division(part=part, num_parts=num_parts, scheduler=scheduler, sbatch=sbatch)
         return command(division=division, **others)
 
@@ -114,9 +121,21 @@ def command_line(leaving_out: Collection[str] = ()) -> tuple[str, ...]:
 
 
 def submit(division: Division, out: str | Path, *, force: bool, dry_run: bool) -> None:
-    """Hand the parts and their commit to Slurm, or print what would be handed over."""
-    from reshard import submit as slurm
+    """Hand the parts and their commit to Slurm, or print what would be handed over.
 
+    Raises:
+        UserError: nothing could be written to `out`, there is no Slurm here, or it refuses the jobs.
+    """
+    from manifests.publish import check_target
+    from reshard import submit as slurm
+    from reshard.pack import is_manifest_folder
+
+    folder = Path(out)
+    check_target(folder, force, is_manifest_folder)
+    there = next(parent for parent in folder.absolute().parents if parent.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        problem = f"{there} is no folder" if not there.is_dir() else f"{there} is not yours to write"
+        raise InputError(str(out), f"cannot be written here: {problem}", "choose another --out")
     job = slurm.PackJob(
         num_parts=division.num_parts or 1,
         pack=command_line(leaving_out=("dry_run",)),
@@ -145,6 +164,8 @@ def commit(out: Path, force: bool, as_json: bool) -> None:
       reshard pack ./Llama-3.2-1B --layout pp=2 --out ./Llama-3.2-1B-pp2 --part 2/2
       reshard commit ./Llama-3.2-1B-pp2
     """
+    if is_url(str(out).replace(":/", "://", 1)):
+        raise UsageError("OUT", "parts meet in a folder, which a bucket does not have", "name the folder of the parts")
     from reshard.parts import commit as run
     from reshard.report.done import pack_json, pack_text
 

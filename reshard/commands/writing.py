@@ -79,13 +79,13 @@ def pack(
             "pack without it",
         )
     division.check(out, virtual=virtual)
-    if division.scheduler is not None:
-        parts.submit(division, out, force=force, dry_run=dry_run)
-        return
     part = parts.part_of(division)
     checkpoint = convert(open_source(source, frozenset(drop)), conversion)
     planned = plan_training(model_name(source), checkpoint, asked, assumed)
     packed = choose_stages(planned.plan, virtual, stages)
+    if division.scheduler is not None:  # with a plan that can be packed
+        parts.submit(division, out, force=force, dry_run=dry_run)
+        return
     moved = (stage for stage in planned.plan.stages if packed is None or stage.index in packed)
     shards = [shard for stage in moved for shard in stage.shards]
     again_nbytes = reread_nbytes(shards, out)

@@ -10,6 +10,7 @@ from matplotlib.patches import PathPatch
 from matplotlib.path import Path
 
 from manifests.models import module_of
+from manifests.schema import WEIGHTS
 from reshard.draw.scale import Scale, byte_scale, height_of, ticks, width_of
 from reshard.draw.theme import ACCENT, KIND_COLOURS, Theme
 from reshard.planning import Planned
@@ -56,11 +57,11 @@ def draw_stages(axes: Axes, planned: Planned, theme: Theme) -> None:
 
 
 def stage_bytes(planned: Planned) -> dict[str, list[int]]:
-    """Give the bytes of every stage for each kind of module that the model has."""
+    """Give the bytes of every stage's weights for each kind of module that the model has."""
     kind_of = _kinds(planned)
     found = {kind: [0] * len(planned.plan.stages) for kind in KIND_COLOURS if kind in kind_of.values()}
     for stage in planned.plan.stages:
-        for entry in (entry for shard in stage.shards for entry in shard.entries):
+        for entry in (entry for shard in stage.shards if shard.holds == WEIGHTS for entry in shard.entries):
             module = module_of(entry.name, kind_of)
             assert module is not None, entry.name
             found[kind_of[module]][stage.index] += entry.nbytes

@@ -44,7 +44,7 @@ WORK_COLOURS: Mapping[str, tuple[str, str]] = {
     "W": ("backward, of weights", TEAL),
 }
 ON_DARK, ON_LIGHT = "#ffffff", "#121212"  # text on those colours
-# Parts of `reshard.memory.Memory`.
+# Parts of `manifests.memory.Memory`.
 MEMORY_COLOURS: Mapping[str, str] = {
     "weights": "#17607d",
     "gradients": "#4a9cbc",

@@ -23,6 +23,8 @@ CONFIG_NAME = "config.json"
 _SINGLE_NAME = "model.safetensors"
 # The same weights once more, in formats that nobody here reads. They are left out, by name.
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".npz")
+_WANTED = "SOURCE must hold safetensors weights"
+_CONVERT = "transformers writes safetensors, from_pretrained(SOURCE).save_pretrained(DIR)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +116,9 @@ def _find_shards(folder: Folder, files: tuple[str, ...]) -> _Shards:
         if found == [_SINGLE_NAME]:
             return _Shards(names=(_SINGLE_NAME,), weight_map=None, index_text=None)
         if not found:
-            raise InputError(str(folder), "no safetensors shard here", "SOURCE must hold safetensors weights")
+            others = [name for name in files if name.endswith(_OTHER_WEIGHTS)]
+            hint = f"{others[0]} is in a format that reshard does not read: {_CONVERT}" if others else _WANTED
+            raise InputError(str(folder), "no safetensors shard here", hint)
         raise InputError(
             str(folder),
             f"expected {_SINGLE_NAME} alone or an {INDEX_NAME}, found {_some(found)} and no index",

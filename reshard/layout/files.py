@@ -13,7 +13,7 @@ from reshard.layout.inventory import Inventory
 from reshard.layout.model import MAX_STAGES, SCHEDULES, Layout, Request, compress_modules
 from reshard.layout.names import NameProblem, Names
 from reshard.layout.options import DEGREES, Degrees, Options, agreed_ranks, layout_of, read_words
-from reshard.layout.wording import error_at, list_words, nearest_word, printable
+from reshard.layout.wording import error_at, in_one_line, list_words, nearest_word
 
 __all__ = ["read_cuts", "read_file"]
 
@@ -33,7 +33,7 @@ def read_file(request: Request) -> Layout:
     Raises:
         InputError: not such a file; a module that is unknown, on two stages, on none, or out of order.
     """
-    path = printable(request.spec.strip())
+    path = in_one_line(request.spec.strip())
     document = _load(Path(request.spec.strip()), path)
     stages = _stages(document.get("stages"), path)
     degrees = Degrees(

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from manifests.errors import InputError
 
-__all__ = ["counted", "error_at", "list_words", "nearest_word", "printable", "shorten"]
+__all__ = ["counted", "error_at", "in_one_line", "list_words", "nearest_word", "shorten"]
 
 WHERE = "layout"
 WIDTH = 72  # characters of the spec shown around the caret
@@ -17,13 +17,13 @@ def error_at(spec: str, position: int, problem: str, hint: str = "") -> InputErr
     """Make an error that shows the spec with a caret under `position`."""
     start = max(0, min(position - WIDTH // 2, len(spec) - WIDTH))
     head, tail = "…" if start else "", "…" if len(spec) > start + WIDTH else ""
-    shown = head + printable(spec[start : start + WIDTH]) + tail
+    shown = head + in_one_line(spec[start : start + WIDTH]) + tail
     return InputError(WHERE, f"{problem}\n  {shown}\n  {' ' * (len(head) + position - start)}^", hint)
 
 
 def shorten(spec: str) -> str:
     """Fit a spec into a sentence."""
-    return printable(spec if len(spec) <= WIDTH else spec[: WIDTH - 1] + "…")
+    return in_one_line(spec if len(spec) <= WIDTH else spec[: WIDTH - 1] + "…")
 
 
 def nearest_word(word: str, known: Iterable[str]) -> str:
@@ -43,7 +43,7 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def printable(text: str) -> str:
+def in_one_line(text: str) -> str:
     """Put a space for white space and ? for what cannot be shown, one for one."""
     if text.isascii() and text.isprintable():
         return text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ def pack_text(manifest: Manifest, out: Address) -> str:
     done = pack_json(manifest, out)
     packed, virtual = show_bytes(done["nbytes"]), show_bytes(done["virtual_nbytes"])
     how = f"{packed}, and left {virtual} where they are" if manifest.virtual else packed
-    fetch, place = (f"reshard pack {done['manifest']} --out DIR; ", "DIR") if is_url(out) else ("", done["manifest"])
+    place = shlex.quote(done["manifest"])
+    fetch, place = (f"reshard pack {place} --out DIR; ", "DIR") if is_url(out) else ("", place)
     moments = " and their moments" if manifest.training and manifest.training.optimizer else ""
     return (
         f"packed {done['num_tensors']} tensors{moments}, {how}, in {done['num_stages']} stages: {done['manifest']}\n"

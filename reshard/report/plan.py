@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from manifests.memory import Memory
 from manifests.schema import TieGroup
 from reshard.forecast import Forecast, imbalance
 from reshard.formats.config import CONFIG_ONLY
-from reshard.memory import Memory
 from reshard.plan import StagePlan
 from reshard.planning import Planned
 from reshard.report.layout import placement_json, placement_line

@@ -78,8 +78,8 @@ _BEYOND = "{F}: header length %d is beyond the end of the file or the limit of 1
 _ONE = {"dtype": "U8", "shape": [1], "data_offsets": [len(_DATA), len(_DATA) + 1]}
 
 SHARDS = (
-    Hostile("empty", b"", "{F}: too short for a safetensors file: 0 bytes"),
-    Hostile("cut-in-length", _GOOD[:7], "{F}: too short for a safetensors file: 7 bytes"),
+    Hostile("empty", b"", "{F}: too short for a safetensors file: 0 bytes" + _DAMAGED),
+    Hostile("cut-in-length", _GOOD[:7], "{F}: too short for a safetensors file: 7 bytes" + _DAMAGED),
     Hostile("cut-in-header", _GOOD[:100], _BEYOND % int.from_bytes(_GOOD[:8], "little")),
     Hostile("cut-in-data", _GOOD[:-1], f"{{F}}: expected {len(_DATA)} bytes of data (header), found {len(_DATA) - 1}: "
             f"the file is cut short{_AGAIN}"),

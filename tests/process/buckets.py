@@ -16,11 +16,11 @@ from manifests.errors import InputError
 from tests.servers.ceph import missing_for_ceph, start_ceph
 from tests.servers.s3 import S3Server, start_moto
 
-__all__ = ["MIB", "SERVERS", "become", "measured", "problem", "start_server", "start_worker"]
+__all__ = ["BUCKET", "MIB", "become", "measured", "problem", "start_server", "start_worker", "url_of"]
 
+BUCKET = "checkpoints"  # that the servers of `conftest.py` have
 MIB = 1 << 20
 ROOT = Path(__file__).parents[2]
-SERVERS = ["moto", pytest.param("ceph", marks=pytest.mark.slow)]
 
 
 def start_server(name: str, folder: Path) -> AbstractContextManager[S3Server]:
@@ -41,6 +41,10 @@ def become(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None
     }
     for name, value in (nowhere | environment).items():
         monkeypatch.setenv(name, value)
+
+
+def url_of(name: str) -> str:
+    return f"s3://{BUCKET}/{name}"
 
 
 def problem(call: Any) -> str:

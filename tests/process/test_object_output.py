@@ -8,7 +8,6 @@ import os
 import random
 import re
 import socket
-from collections.abc import Iterator
 
 import pytest
 
@@ -16,46 +15,13 @@ from stores.base import read_whole
 from stores.object_client import MAX_PARTS, NUM_PARTS, part_nbytes
 from stores.object_output import ObjectTarget, open_output
 from stores.objects import CLAIM_NAME, open_objects
-from tests.process.buckets import MIB, SERVERS, become, measured, problem, start_server, start_worker
-from tests.servers.s3 import Fault, MotoServer, S3Server, start_moto
+from tests.process.buckets import BUCKET, MIB, become, measured, problem, start_worker, url_of
+from tests.servers.s3 import Fault, MotoServer, S3Server
 
 pytestmark = pytest.mark.process
 
-BUCKET = "checkpoints"
 MANIFEST = b'{"version": 1}'
 CONFIG = b'{"architectures": []}'
-
-
-@pytest.fixture(scope="module", params=SERVERS)
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    with start_server(request.param, tmp_path_factory.mktemp("server")) as server:
-        server.bucket(BUCKET)
-        yield server
-
-
-@pytest.fixture
-def s3(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
-    become(monkeypatch, server.environment())
-    return server
-
-
-@pytest.fixture(scope="module")
-def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MotoServer]:
-    with start_moto(tmp_path_factory.mktemp("moto")) as server:
-        server.bucket(BUCKET)
-        yield server
-
-
-@pytest.fixture
-def moto(moto_server: MotoServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[MotoServer]:
-    """Give the server that logs its requests and fails on demand."""
-    become(monkeypatch, moto_server.environment())
-    yield moto_server
-    moto_server.fail()
-
-
-def url_of(name: str) -> str:
-    return f"s3://{BUCKET}/{name}"
 
 
 def shard(nbytes: int, seed: int = 0) -> bytes:
@@ -241,6 +207,21 @@ def test_writer_that_was_taken_over_commits_nothing_and_removes_nothing(s3: S3Se
         )
     fourth.commit(MANIFEST)
     assert s3.objects(BUCKET, "taken/") == {"taken/manifest.json": MANIFEST}
+
+
+def test_writer_that_was_taken_over_writes_over_nothing(s3: S3Server) -> None:
+    url, data = url_of("late"), shard(MIB)
+    first = open_output(url)
+    late = first.writer("stage-000/model.safetensors", len(data), data)
+    second = write_checkpoint(url, seed=1, force=True)
+    for act in (late.finish, lambda: first.put("config.json", b"late"), lambda: first.writer("config.json", 1, b"l")):
+        assert problem(act).startswith(f"{url}/{CLAIM_NAME}: there is no such object")
+    first.abort()
+    assert s3.objects(BUCKET, "late/") == {
+        "late/config.json": CONFIG,
+        "late/manifest.json": MANIFEST,
+        "late/stage-000/model.safetensors": second,
+    }
 
 
 def test_object_that_got_lost_is_missed_before_the_commit(s3: S3Server) -> None:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,42 +16,13 @@ from stores.object_client import NUM_PARTS
 from stores.object_output import open_output
 from stores.objects import CLAIM_NAME
 from tests.builders import files_in, llama_config, random_tensors, reshard, write_model
-from tests.process.buckets import MIB, SERVERS, become, measured, start_server
-from tests.servers.s3 import Fault, MotoServer, S3Server, start_moto
+from tests.process.buckets import BUCKET, MIB, become, measured, url_of
+from tests.servers.s3 import Fault, MotoServer, S3Server
 
 pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[2]
-BUCKET = "checkpoints"
 STAGE_0 = "stage-000/model.safetensors"
-
-
-@pytest.fixture(scope="module", params=SERVERS)
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    with start_server(request.param, tmp_path_factory.mktemp("server")) as server:
-        server.bucket(BUCKET)
-        yield server
-
-
-@pytest.fixture
-def s3(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
-    become(monkeypatch, server.environment())
-    return server
-
-
-@pytest.fixture(scope="module")
-def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MotoServer]:
-    with start_moto(tmp_path_factory.mktemp("moto")) as server:
-        server.bucket(BUCKET)
-        yield server
-
-
-@pytest.fixture
-def moto(moto_server: MotoServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[MotoServer]:
-    """Give the server that logs its requests and fails on demand."""
-    become(monkeypatch, moto_server.environment())
-    yield moto_server
-    moto_server.fail()
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +39,6 @@ def packed(source: Path) -> Path:
     out = source.with_name("packed")
     assert run("pack", source, "--layout", "pp=2", "--out", out)
     return out
-
-
-def url_of(name: str) -> str:
-    return f"s3://{BUCKET}/{name}"
 
 
 def run(*args: str | Path, code: int = 0) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -16,26 +16,10 @@ from stores.base import InputFile, Range, Reader
 from stores.bundles import TensorAt
 from stores.object_output import open_output
 from stores.objects import open_objects
-from tests.process.buckets import become, problem
-from tests.servers.s3 import Fault, MotoServer, start_moto
+from tests.process.buckets import BUCKET, become, problem
+from tests.servers.s3 import Fault, MotoServer
 
 pytestmark = pytest.mark.process
-
-BUCKET = "refusals"
-
-
-@pytest.fixture(scope="module")
-def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MotoServer]:
-    with start_moto(tmp_path_factory.mktemp("moto")) as server:
-        server.bucket(BUCKET)
-        yield server
-
-
-@pytest.fixture
-def moto(moto_server: MotoServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[MotoServer]:
-    become(monkeypatch, moto_server.environment())
-    yield moto_server
-    moto_server.fail()
 
 
 def test_server_that_takes_too_long_is_named_with_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,40 +17,10 @@ from stores.base import InputFile, Range, read_file_header, read_whole
 from stores.objects import open_objects
 from stores.open import open_store
 from tests.builders import Tensor, write_safetensors
-from tests.process.buckets import MIB, SERVERS, become, measured, problem, start_server
-from tests.servers.s3 import Fault, MotoServer, S3Server, start_moto
+from tests.process.buckets import BUCKET, MIB, become, measured, problem
+from tests.servers.s3 import Fault, MotoServer, S3Server
 
 pytestmark = pytest.mark.process
-
-BUCKET = "models"
-
-
-@pytest.fixture(scope="module", params=SERVERS)
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    with start_server(request.param, tmp_path_factory.mktemp("server")) as server:
-        server.bucket(BUCKET)
-        yield server
-
-
-@pytest.fixture
-def s3(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
-    become(monkeypatch, server.environment())
-    return server
-
-
-@pytest.fixture(scope="module")
-def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MotoServer]:
-    with start_moto(tmp_path_factory.mktemp("moto")) as server:
-        server.bucket(BUCKET)
-        yield server
-
-
-@pytest.fixture
-def moto(moto_server: MotoServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[MotoServer]:
-    """Give the server that logs its requests and fails on demand."""
-    become(monkeypatch, moto_server.environment())
-    yield moto_server
-    moto_server.fail()
 
 
 def put(s3: S3Server, key: str, data: bytes) -> bytes:

@@ -99,6 +99,9 @@ CASES = (
         message="{S}/config.json: num_hidden_layers: expected at most 10000, found 1099511627776"),
     Bad(name="no weights", spoil=lambda source: (source / SINGLE).unlink(),
         message="{S}: no safetensors shard here\nhint: SOURCE must hold safetensors weights"),
+    Bad(name="weights in another format alone", spoil=lambda source: (source / SINGLE).rename(source / "model.bin"),
+        message="{S}: no safetensors shard here\nhint: model.bin is in a format that reshard does not read: "
+        "transformers writes safetensors, from_pretrained(SOURCE).save_pretrained(DIR)"),
     Bad(name="shards without an index", spoil=lambda source: (source / INDEX).unlink(), num_shards=2,
         message=f"{{S}}: expected {SINGLE} alone or an {INDEX}, found {SHARDS[0]}, {SHARDS[1]} and no index"),
     Bad(name="index names a missing shard", spoil=lambda source: (source / SHARDS[1]).unlink(), num_shards=2,
@@ -191,6 +194,14 @@ def test_source_that_is_no_folder_is_refused(tmp_path: Path) -> None:
     )
     assert ended.code == 3
     assert leftovers(tmp_path / "out") == []
+
+
+def test_file_in_the_place_of_a_folder_is_said_to_be_one(tmp_path: Path) -> None:
+    write_model(tmp_path / "source")
+    file = tmp_path / "source" / SINGLE
+    ended = reshard("pack", file, "--layout", "pp=2", "--out", tmp_path / "out")
+    assert ended.code == 3
+    assert ended.err.startswith(f"error: {file}: is a file, not a folder\n")
 
 
 def test_output_that_exists_is_refused_and_kept(tmp_path: Path) -> None:

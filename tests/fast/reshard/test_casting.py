@@ -50,8 +50,11 @@ def expect_cast(found: Tensor, before: Tensor, dtype: str) -> None:
     assert torch.equal(expected.signbit()[~expected.isnan()], got.signbit()[~got.isnan()])
 
 
-def write_values(folder: Path, dtype: str) -> dict[str, Tensor]:
-    """Write a model whose embedding holds every 16-bit pattern, or hard and random values of a wider dtype."""
+def write_values(folder: Path, dtype: str, after: str) -> dict[str, Tensor]:
+    """Write a model whose embedding holds every 16-bit pattern, or hard and random values of a wider dtype.
+
+    Those that are too large for the dtype `after` are 1 instead.
+    """
     config = llama_config(vocab_size=4096)
     tensors = random_tensors(config, dtypes=[dtype])
     if dtype in ("F16", "BF16"):
@@ -60,6 +63,10 @@ def write_values(folder: Path, dtype: str) -> dict[str, Tensor]:
         hard = torch.tensor(HARD, dtype=torch.int64).to(torch.int32).view(torch.float32).to(TORCH[dtype])
         data = hard.view(torch.uint8).numpy().tobytes() + tensors[EMBEDDING].data
     tensors[EMBEDDING] = replace(tensors[EMBEDDING], data=data[: len(tensors[EMBEDDING].data)])
+    for fqn, tensor in tensors.items():
+        values = values_in(tensor)
+        values[~values.isinf() & values.to(TORCH[after]).isinf()] = 1
+        tensors[fqn] = replace(tensor, data=values.view(torch.uint8).numpy().tobytes())
     return write_model(folder, config, tensors, num_shards=2)
 
 
@@ -80,7 +87,7 @@ def export(out: Path, *args: str) -> Path:
 @pytest.mark.parametrize("after", ["F32", "F16", "BF16"])
 @pytest.mark.parametrize("before", ["F64", "F32", "F16", "BF16"])
 def test_values_are_cast_as_torch_casts_them(before: str, after: str, tmp_path: Path) -> None:
-    tensors = write_values(tmp_path / "source", before)
+    tensors = write_values(tmp_path / "source", before, after)
     packed = reshard(
         "pack", tmp_path / "source", "--layout", "pp=2", "--dtype", FLAGS[after], "--out", tmp_path / "out"
     )
@@ -90,6 +97,35 @@ def test_values_are_cast_as_torch_casts_them(before: str, after: str, tmp_path: 
     assert found.keys() == tensors.keys()
     for fqn, tensor in tensors.items():
         expect_cast(found[fqn], tensor, after)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "fits", "too_large"),
+    [
+        ("F32", "F16", 65519.0, 65520.0),
+        ("BF16", "F16", 65280.0, -65536.0),
+        ("F32", "BF16", 3.39e38, 3.4e38),
+        ("F64", "F32", 3.4e38, -1e39),
+    ],
+)
+def test_value_that_would_become_infinite_is_refused(
+    before: str, after: str, fits: float, too_large: float, tmp_path: Path
+) -> None:
+    drawn = random_tensors(llama_config())
+    tensors = {fqn: replace(tensor, data=bytes(len(tensor.data))) for fqn, tensor in drawn.items()}
+    source, out = tmp_path / "source", tmp_path / "out"
+    command = ("pack", source, "--layout", "pp=2", "--dtype", FLAGS[after], "--out", out)
+    for value, code in ((fits, 0), (float("inf"), 0), (too_large, 3)):
+        values = torch.ones(24 * 16, dtype=TORCH[before])
+        values[100] = value
+        tensors[UP] = replace(tensors[UP], dtype=before, data=values.view(torch.uint8).numpy().tobytes())
+        write_model(source, tensors=tensors)
+        ended = reshard(*command, "--force")
+        assert ended.code == code, ended.err
+    assert ended.err == (
+        f"error: {source}/model.safetensors: '{UP}': holds a value that is too large for {after} and would become "
+        "infinite\nhint: --dtype bf16 and fp32 have more room than fp16\n"
+    )
 
 
 @pytest.mark.parametrize("dtype", ["F16", "BF16"])

@@ -108,7 +108,8 @@ def test_values_that_are_not_finite_are_said_and_the_report_stays_json(tmp_path:
 def test_verify_against_the_parent_proves_moments_too(tmp_path: Path) -> None:
     trained = write_trained(tmp_path, "pp=2")
     other = pack(trained, "pp=4", tmp_path / "other")
-    assert reshard("verify", other, "--against", trained).code == 0
+    ended = reshard("verify", other, "--against", trained)
+    assert (ended.code, ended.out.partition(": ")[2]) == (0, f"every tensor is as in {trained}\n")
     moments = read_moments(other, 3, "exp_avg_sq")
     write_moments(other, 3, "exp_avg_sq", {**moments, HEAD: replace(moments[HEAD], data=bytes(4 * 40 * 16))})
     ended = reshard("verify", other, "--against", trained)

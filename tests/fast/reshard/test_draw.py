@@ -11,8 +11,13 @@ from xml.etree import ElementTree
 
 import pytest
 
+from reshard.draw.stages import stage_bytes
+from reshard.forecast import Assumptions
+from reshard.planning import LayoutRequest, plan_training
+from reshard.source import open_source
 from tests.builders import Ended, reshard
 from tests.fast.reshard.configs import modules_of, write_config, write_times
+from tests.fast.trained import write_trained
 
 ROOT = Path(__file__).parents[3]
 PICTURES = ROOT / "docs" / "pictures"
@@ -51,6 +56,13 @@ def test_svg_says_what_the_plan_says_and_names_the_bottleneck(config: Path, tmp_
         assert texts.count(str(number)) >= 3
     over = next(text for text in texts if text.startswith("Memory"))
     assert re.fullmatch(r"Memory: \d of 4 over the limit", over)
+
+
+def test_bars_of_a_training_checkpoint_are_the_bytes_of_its_weights(tmp_path: Path) -> None:
+    checkpoint = open_source(str(write_trained(tmp_path, "pp=2")))
+    planned = plan_training("tiny", checkpoint, LayoutRequest(spec="pp=4"), Assumptions())
+    bars = zip(*stage_bytes(planned).values(), strict=True)
+    assert list(map(sum, bars)) == [stage.nbytes for stage in planned.plan.stages]
 
 
 def test_tie_on_one_rank_is_one_copy(config: Path, tmp_path: Path) -> None:

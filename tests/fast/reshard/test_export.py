@@ -195,6 +195,19 @@ def test_export_refuses_a_folder_that_exists_and_replaces_a_model_folder_when_fo
     assert files_in(exported) == files_in(tmp_path / "source")
 
 
+def test_export_never_replaces_the_folder_that_the_model_came_from(tmp_path: Path) -> None:
+    write_model(tmp_path / "source")
+    out, before = pack(tmp_path / "source"), files_in(tmp_path / "source")
+    for source in (tmp_path / "source", tmp_path / "out" / ".." / "source"):
+        ended = reshard("export", out, "--to", "hf", "--out", source, "--force")
+        assert ended.code == 3
+        assert ended.err == (
+            f"error: {source}: is the folder that the model came from; --force does not replace it\n"
+            "hint: choose another --out\n"
+        )
+    assert files_in(tmp_path / "source") == before
+
+
 def test_export_never_replaces_a_checkpoint_of_bundles(tmp_path: Path) -> None:
     write_model(tmp_path / "source")
     out = pack(tmp_path / "source")

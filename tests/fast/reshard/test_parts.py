@@ -212,6 +212,10 @@ def _kill_after(seconds: float, work: Callable[[], object]) -> None:
         (("--scheduler", "slurm"), "needs --parts"),
         (("--account", "us"), "is for --scheduler slurm"),
         (("--parts", "4", "--scheduler", "slurm", "--sbatch-arg", "gpus"), "an option of sbatch"),
+        (("--parts", "4", "--scheduler", "slurm", "--sbatch-arg", "--array=1-2"), "an array of our own"),
+        (("--parts", "4", "--scheduler", "slurm", "--time", ""), "an option of sbatch, found '--time='"),
+        (("--parts", "4", "--scheduler", "slurm", "--partition", "a\nb"), "an option of sbatch"),
+        (("--sbatch-arg", "--mem=8G"), "error: --sbatch-arg: is for --scheduler slurm"),
         (("--part", "1/4", "--out", "s3://bucket/prefix"), "a bucket does not have"),
     ],
 )
@@ -222,6 +226,40 @@ def test_requests_that_make_no_sense_are_refused(
     assert ended.code == 2
     assert said in ended.err
     assert leftovers(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--layout", "pp=99"), "99"),
+        (("--layout", "pp=2", "--out", "{place}/taken"), "{place}/taken: exists already"),
+        (
+            ("--layout", "pp=2", "--out", "{place}/file/out"),
+            "{place}/file/out: cannot be written here: {place}/file is",
+        ),
+    ],
+)
+def test_pack_that_cannot_be_is_not_submitted(flags: tuple[str, ...], said: str, source: Path, tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "x").write_bytes(b"")
+    (tmp_path / "file").write_bytes(b"")
+    asked = ("--out", tmp_path / "out", "--parts", "2", "--scheduler", "slurm", "--dry-run")
+    ended = reshard("pack", source, *asked, *(flag.format(place=tmp_path) for flag in flags))
+    assert (ended.code, ended.out) == (3, "")
+    assert said.format(place=tmp_path) in ended.err
+
+
+def test_source_that_is_not_there_is_not_submitted(tmp_path: Path) -> None:
+    asked = ("--layout", "pp=2", "--out", tmp_path / "out", "--parts", "2", "--scheduler", "slurm", "--dry-run")
+    ended = reshard("pack", tmp_path / "absent", *asked)
+    assert (ended.code, ended.out) == (3, "")
+    assert ended.err.startswith(f"error: {tmp_path}/absent: no such folder")
+
+
+def test_commit_of_a_bucket_is_refused() -> None:
+    ended = reshard("commit", "s3://bucket/pp2")
+    assert ended.code == 2
+    assert ended.err.startswith("error: OUT: parts meet in a folder, which a bucket does not have")
 
 
 def test_dry_run_prints_an_array_and_the_commit_that_waits_for_it(source: Path, tmp_path: Path) -> None:

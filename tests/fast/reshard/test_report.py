@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from manifests.memory import POLICIES
 from manifests.models import model_shape
 from reshard.commands import options
 from reshard.layout.printing import SPELLINGS
-from reshard.memory import POLICIES
 from tests.builders import EMBEDDING, HEAD, llama_config, reshard, write_model
 from tests.fast.reshard.configs import modules_of, write_config, write_times
 

@@ -301,6 +301,7 @@ def test_chosen_stages_are_packed_and_the_others_are_virtual(tmp_path: Path) -> 
         (("--stages", "4"), "--stages: there is no stage 4: the layout has 4"),
         (("--stages", "1-"), "--stages: expected numbers, found '1-'\nhint: write 0-3 or 0,2,5-7"),
         (("--stages", "3-1"), "--stages: expected numbers, found '3-1'\nhint: write 0-3 or 0,2,5-7"),
+        (("--stages", "0,3-1"), "--stages: expected numbers, found '0,3-1'\nhint: write 0-3 or 0,2,5-7"),
         (
             ("--stages", "1", "--virtual"),
             "--stages: says which bundles are packed, --virtual that none is\nhint: leave one of the two out",

@@ -80,7 +80,10 @@ def test_the_first_file_that_is_refused_is_named_and_no_other_is_begun() -> None
     files = [FarFile(f"{number}", desk, b"cut" if number in (2, 3) else HEADER) for number in range(200)]
     with pytest.raises(InputError) as refused:
         read_file_headers(files)
-    assert str(refused.value) == "2: too short for a safetensors file: 3 bytes"
+    assert str(refused.value) == (
+        "2: too short for a safetensors file: 3 bytes\n"
+        "hint: the file is damaged or is not a safetensors file; download it again"
+    )
     assert len(desk.served) < 100
 
 

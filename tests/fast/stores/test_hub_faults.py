@@ -366,6 +366,7 @@ def test_listing_without_sizes_is_refused(hub: Hub) -> None:
         ({}, None),
         ({"retry-after": "7"}, 7.0),
         ({"retry-after": "soon"}, None),
+        ({"retry-after": "Wed, 21 Oct 2015 07:28:99999999999 GMT"}, None),
         ({"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"}, 0.0),
         ({"ratelimit": '"api";r=0;t=55'}, 55.0),
         ({"ratelimit": '"api";r=12;t=55'}, None),

@@ -1,0 +1,52 @@
+"""Servers of buckets, one of a kind for a module; a test that asks for one has its environment on.
+
+What they are made of is imported here only when a test asks: the others need no client of S3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.servers.s3 import MotoServer, S3Server
+
+
+@pytest.fixture(scope="module", params=["moto", pytest.param("ceph", marks=pytest.mark.slow)])
+def s3_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    from tests.process.buckets import BUCKET, start_server
+
+    with start_server(request.param, tmp_path_factory.mktemp("server")) as server:
+        server.bucket(BUCKET)
+        yield server
+
+
+@pytest.fixture
+def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    """Give a server that has `BUCKET`: tests run on every kind that there is."""
+    from tests.process.buckets import become
+
+    become(monkeypatch, s3_server.environment())
+    return s3_server
+
+
+@pytest.fixture(scope="module")
+def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MotoServer]:
+    from tests.process.buckets import BUCKET
+    from tests.servers.s3 import start_moto
+
+    with start_moto(tmp_path_factory.mktemp("moto")) as server:
+        server.bucket(BUCKET)
+        yield server
+
+
+@pytest.fixture
+def moto(moto_server: MotoServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[MotoServer]:
+    """Give the server that logs its requests and fails on demand."""
+    from tests.process.buckets import become
+
+    become(monkeypatch, moto_server.environment())
+    yield moto_server
+    moto_server.fail()
