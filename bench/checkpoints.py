@@ -9,7 +9,9 @@ from pathlib import Path
 from manifests.models import model_shape
 from manifests.safetensors import encode_header, layout_tensors
 
-__all__ = ["experts_config", "llama_config", "write_checkpoint"]
+__all__ = ["experts_config", "llama_config", "llama_of", "write_checkpoint"]
+
+_VOCAB_SIZE = 32000
 
 
 def llama_config(num_layers: int, width: int) -> dict[str, object]:
@@ -22,9 +24,15 @@ def llama_config(num_layers: int, width: int) -> dict[str, object]:
         "num_hidden_layers": num_layers,
         "num_attention_heads": width // 128,
         "num_key_value_heads": max(1, width // 512),
-        "vocab_size": 32000,
+        "vocab_size": _VOCAB_SIZE,
         "tie_word_embeddings": False,
     }
+
+
+def llama_of(num_params: float, width: int, least_layers: int) -> dict[str, object]:
+    """Give the config of a Llama with about so many parameters: so many layers, and no fewer than asked."""
+    of_layer = 2 * width * width + 2 * width * width // 4 + 3 * 7 * width * width // 2
+    return llama_config(max(least_layers, round((num_params - 2 * _VOCAB_SIZE * width) / of_layer)), width)
 
 
 def experts_config(num_layers: int, num_experts: int) -> dict[str, object]:

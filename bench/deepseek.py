@@ -10,30 +10,31 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import measure
 from sparse import write_sparse
 
-CONFIG = Path(__file__).resolve().parents[1] / "tests" / "data" / "configs" / "deepseek-v3.json"
+CONFIG = measure.ROOT / "tests" / "data" / "configs" / "deepseek-v3.json"
 NUM_SHARDS = 163  # of deepseek-ai/DeepSeek-V3
 NUM_STAGES = 32
 STAGE = 9
-RESHARD = (sys.executable, "-m", "reshard.cli")
 LAYOUT = ("--layout", f"pp={NUM_STAGES}")
 
 
 def main() -> None:
-    options = _options()
+    parser = measure.options_of(__doc__)
+    parser.add_argument("--real", action="store_true", help="pack one stage, 23 GB, as well")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
     if options.child:
         name, path = options.child
         print(json.dumps({"list": list_with_safetensors, "own": read_own_headers}[name](Path(path))))
@@ -41,25 +42,25 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-deepseek-") as scratch:
         source, virtual = Path(scratch, "source"), Path(scratch, "virtual")
         made = write_sparse(source, json.loads(CONFIG.read_text()), NUM_SHARDS)
-        pack = [*RESHARD, "pack", str(source), *LAYOUT, "--virtual", "--force", "--out", str(virtual)]
-        subprocess.run(pack, check=True, stdout=subprocess.DEVNULL)
+        pack = [*measure.RESHARD, "pack", str(source), *LAYOUT, "--virtual", "--force", "--out", str(virtual)]
+        measure.run_quietly(pack)
         check_spans(virtual, source)
         commands = {
-            "plan": [*RESHARD, "plan", str(source), *LAYOUT],
+            "plan": [*measure.RESHARD, "plan", str(source), *LAYOUT],
             "pack_virtual": pack,
-            "plan_of_virtual": [*RESHARD, "plan", str(virtual)],
-            "verify_quick": [*RESHARD, "verify", str(virtual), "--quick"],
+            "plan_of_virtual": [*measure.RESHARD, "plan", str(virtual)],
+            "verify_quick": [*measure.RESHARD, "verify", str(virtual), "--quick"],
             "safe_open": [sys.executable, __file__, "--child", "list", str(source)],
         }
-        turns = [{name: _run(command) for name, command in commands.items()} for _ in range(options.runs + 1)][1:]
+        turns = measure.take_turns(
+            {name: partial(measure.run_measured, command) for name, command in commands.items()}, options.runs
+        )
         own = [sys.executable, __file__, "--child", "own", str(virtual)]
         own_s = json.loads(subprocess.run(own, check=True, capture_output=True, text=True).stdout)
         result = {
             "what": f"DeepSeek-V3's true shape in sparse files, onto {NUM_STAGES} stages; warm cache; safe_open: the "
             "safetensors library lists names, dtypes and shapes of the same files",
-            "date": date.today().isoformat(),
-            "commit": _commit(),
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+            **measure.circumstances(),
             "num_tensors": made.num_tensors,
             "num_shards": made.num_shards,
             "nbytes": made.nbytes,
@@ -70,10 +71,7 @@ def main() -> None:
         }
         if options.real:
             result["one_stage"] = pack_one_stage(source, Path(scratch))
-    text = json.dumps(result, indent=2) + "\n"
-    print(text, end="")
-    if options.out:
-        Path(options.out).write_text(text)
+    measure.write_result(result, options.out)
 
 
 def check_spans(virtual: Path, source: Path) -> None:
@@ -125,9 +123,9 @@ def read_own_headers(virtual: Path) -> list[float]:
 def pack_one_stage(source: Path, scratch: Path) -> dict[str, Any]:
     """Write one stage's bundle and read it back; then copy five other shards with dd, cold and direct alike."""
     out, copied = scratch / "one", scratch / "copied"
-    pack = [*RESHARD, "pack", str(source), *LAYOUT, "--stages", str(STAGE), "--out", str(out), "--quiet"]
-    packed = _run(pack)
-    verify = [*RESHARD, "verify", str(out), "--stage", str(STAGE), "--quiet", "--json"]
+    pack = [*measure.RESHARD, "pack", str(source), *LAYOUT, "--stages", str(STAGE), "--out", str(out), "--quiet"]
+    packed = measure.run_measured(pack)
+    verify = [*measure.RESHARD, "verify", str(out), "--stage", str(STAGE), "--quiet", "--json"]
     done = json.loads(subprocess.run(verify, check=True, capture_output=True, text=True).stdout)
     assert done["equal"]
     assert done["compared_nbytes"] == done["nbytes"]
@@ -136,67 +134,23 @@ def pack_one_stage(source: Path, scratch: Path) -> dict[str, Any]:
     shard.unlink()
     others = sorted(source.glob("*.safetensors"))[-6:-1]
     dd = f"cat {' '.join(map(str, others))} | dd of={copied} bs=1M iflag=fullblock oflag=direct conv=fsync"
-    written = _run(["sh", "-c", dd])
-    ratio = packed["wall_s"] / nbytes / (written["wall_s"] / copied.stat().st_size)
+    written = measure.run_measured(["sh", "-c", dd])
+    ratio = packed.wall_s / nbytes / (written.wall_s / copied.stat().st_size)
     copied.unlink()
     return {
         "stage": STAGE,
         "num_tensors": done["num_tensors"],
         "nbytes": nbytes,
-        "wall_s": round(packed["wall_s"], 1),
-        "gib_per_s": round(nbytes / 2**30 / packed["wall_s"], 2),
+        "wall_s": round(packed.wall_s, 1),
+        "gib_per_s": round(nbytes / 2**30 / packed.wall_s, 2),
         "ratio_to_dd_per_byte": round(ratio, 2),
-        "peak_anonymous_mb": round(packed["anonymous_nbytes"] / 1e6),
+        "peak_anonymous_mb": round(packed.anonymous_nbytes / 1e6),
     }
 
 
-def _run(command: list[str]) -> dict[str, float]:
-    """Run a command, and give its wall time and the most anonymous memory it was seen with."""
-    began_s = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    most = 0
-    while process.poll() is None:
-        most = max(most, _anonymous_nbytes(process.pid))
-        time.sleep(0.005)
-    wall_s = time.perf_counter() - began_s
-    if process.returncode:
-        raise SystemExit(f"{command} ended with {process.returncode}")
-    return {"wall_s": wall_s, "anonymous_nbytes": most}
-
-
-def _anonymous_nbytes(pid: int) -> int:
-    try:
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("RssAnon:"):
-                return int(line.split()[1]) * 1024
-    except (FileNotFoundError, ProcessLookupError):
-        pass
-    return 0
-
-
-def _summary(name: str, turns: list[dict[str, dict[str, float]]]) -> dict[str, object]:
-    ratio = statistics.median(turn[name]["wall_s"] / turn["safe_open"]["wall_s"] for turn in turns)
-    return {
-        "wall_s": [round(turn[name]["wall_s"], 2) for turn in turns],
-        "median_s": round(statistics.median(turn[name]["wall_s"] for turn in turns), 2),
-        "ratio_to_safe_open": round(ratio, 2),
-        "peak_anonymous_mb": round(max(turn[name]["anonymous_nbytes"] for turn in turns) / 1e6),
-    }
-
-
-def _commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return found.stdout.strip()
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--real", action="store_true", help="pack one stage, 23 GB, as well")
-    parser.add_argument("--folder", help="where to put the scratch folder")
-    parser.add_argument("--out")
-    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
-    return parser.parse_args()
+def _summary(name: str, turns: list[dict[str, measure.Run]]) -> dict[str, object]:
+    ratio = measure.median_ratio((turn[name].wall_s for turn in turns), (turn["safe_open"].wall_s for turn in turns))
+    return {**measure.summary([turn[name] for turn in turns]), "ratio_to_safe_open": ratio}
 
 
 if __name__ == "__main__":

@@ -8,23 +8,20 @@ looking at them. Both flush what they wrote. docs/adr/0012 rests on this.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import date
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from checkpoints import llama_config, write_checkpoint
+import measure
+from checkpoints import llama_of, write_checkpoint
 
 from reshard.engine import write_shards
 from reshard.forecast import Assumptions
@@ -33,17 +30,17 @@ from reshard.planning import LayoutRequest, plan_training
 from reshard.source import open_source
 
 WIDTH = 2048
-LAYER_NBYTES = 2 * (2 * WIDTH * WIDTH + 2 * WIDTH * WIDTH // 4 + 3 * 7 * WIDTH * WIDTH // 2)
 RUN_NBYTES = 64 << 20
 
 
 def main() -> None:
-    options = _options()
+    options = measure.options_of(__doc__, gb=1.0).parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-kernel-") as scratch:
         root = Path(scratch)
-        write_checkpoint(root / "source", llama_config(round(options.gb * 1e9 / LAYER_NBYTES), WIDTH), num_shards=4)
-        pack = [sys.executable, "-m", "reshard.cli", "pack", str(root / "source"), "--layout", "pp=4"]
-        subprocess.run([*pack, "--out", str(root / "packed"), "--quiet"], check=True, stdout=subprocess.DEVNULL)
+        write_checkpoint(root / "source", llama_of(options.gb * 1e9 / 2, WIDTH, least_layers=4), num_shards=4)
+        measure.run_quietly(
+            [*measure.RESHARD, "pack", str(root / "source"), "--layout", "pp=4", "--out", str(root / "packed")]
+        )
         checkpoint = open_source(str(root / "packed"))
         plan = plan_training("bench", checkpoint, LayoutRequest(spec="pp=2"), Assumptions()).plan
         shards = [shard for stage in plan.stages for shard in stage.shards]
@@ -51,27 +48,23 @@ def main() -> None:
             "engine": lambda out: write_shards(shards, out),
             **{f"kernel_{count}": lambda out, count=count: kernel_copy(shards, out, count) for count in (1, 2, 4)},
         }
-        load = [os.getloadavg()[0]]
-        turns = [{name: _time(way, root / name) for name, way in ways.items()} for _ in range(options.runs + 1)][1:]
-        load.append(os.getloadavg()[0])
+        load = [measure.load_average()]
+        turns = measure.take_turns({name: partial(_time, way, root / name) for name, way in ways.items()}, options.runs)
     result = {
         "what": "bundles of 4 stages cut anew into 2: by the engine, and by copy_file_range in 1, 2 and 4 threads; "
         "flushed, warm cache; medians, ratios within a turn",
-        "date": date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
-        "load_average": [round(found, 2) for found in load],
+        **measure.circumstances(),
+        "load_average": [*load, measure.load_average()],
         "nbytes": sum(shard.nbytes for shard in shards),
         "turns": options.runs,
         "wall_s": {name: round(statistics.median(turn[name][0] for turn in turns), 2) for name in ways},
         "processor_s": {name: round(statistics.median(turn[name][1] for turn in turns), 2) for name in ways},
         "ratio_to_engine": {
-            name: round(statistics.median(turn[name][0] / turn["engine"][0] for turn in turns), 2) for name in ways
+            name: measure.median_ratio((turn[name][0] for turn in turns), (turn["engine"][0] for turn in turns))
+            for name in ways
         },
     }
-    text = json.dumps(result, indent=2) + "\n"
-    print(text, end="")
-    if options.out:
-        Path(options.out).write_text(text)
+    measure.write_result(result, options.out)
 
 
 def kernel_copy(shards: list[OutputShard], out: Path, num_threads: int) -> None:
@@ -125,15 +118,6 @@ def _time(way: Callable[[Path], object], out: Path) -> tuple[float, float]:
     took = time.perf_counter() - began_s, time.process_time() - used_s
     shutil.rmtree(out)
     return took
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gb", type=float, default=1.0)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--folder", help="where to put the scratch folder")
-    parser.add_argument("--out")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -12,21 +12,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-from checkpoints import llama_config, write_checkpoint  # noqa: E402
-from pack import LAYER_NBYTES, WIDTH  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import measure
+from checkpoints import llama_of, write_checkpoint
 
+WIDTH = 2048
 STAGE = 1
 
 
@@ -131,12 +131,8 @@ def _child(name: str, source: Path, packed: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gb", type=float, default=4.0)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--folder")
-    parser.add_argument("--out")
-    parser.add_argument("--child", nargs=3)
+    parser = measure.options_of(__doc__, gb=4.0)
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         name, source, packed = options.child
@@ -144,32 +140,21 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-load-") as scratch:
         source, packed = Path(scratch, "source"), Path(scratch, "packed")
-        num_layers = max(4, round((options.gb * 1e9 - 4 * 32000 * WIDTH) / LAYER_NBYTES))
-        write_checkpoint(source, llama_config(num_layers, WIDTH), num_shards=4)
-        pack = [sys.executable, "-m", "reshard.cli", "pack", str(source), "--layout", "pp=4", "--out", str(packed)]
-        subprocess.run(pack, check=True, stdout=subprocess.DEVNULL)
-        turns = {
-            state: [
-                {name: _run(name, source, packed, is_cold=state == "cold") for name in LOADERS}
-                for _ in range(options.runs + 1)
-            ][1:]
-            for state in ("cold", "warm")
-        }
+        write_checkpoint(source, llama_of(options.gb * 1e9 / 2, WIDTH, least_layers=4), num_shards=4)
+        measure.run_quietly([*measure.RESHARD, "pack", str(source), "--layout", "pp=4", "--out", str(packed)])
+        load = [measure.load_average()]
+        turns = {}
+        for state in ("cold", "warm"):
+            measures = {name: partial(_run, name, source, packed, is_cold=state == "cold") for name in LOADERS}
+            turns[state] = measure.take_turns(measures, options.runs)
     result = {
         "what": "one stage of four into memory of its own, all bytes touched; whole: all four; cat: into nothing",
-        "date": date.today().isoformat(),
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
-        "load_average": [round(load, 2) for load in os.getloadavg()[:2]],
+        **measure.circumstances(),
+        "load_average": [*load, measure.load_average()],
         "turns": options.runs,
         **{state: {name: _summary(name, turns[state]) for name in LOADERS} for state in turns},
     }
-    text = json.dumps(result, indent=2) + "\n"
-    print(text, end="")
-    if options.out:
-        Path(options.out).write_text(text)
+    measure.write_result(result, options.out)
 
 
 def _run(name: str, source: Path, packed: Path, *, is_cold: bool) -> dict[str, float]:
@@ -186,7 +171,9 @@ def _run(name: str, source: Path, packed: Path, *, is_cold: bool) -> dict[str, f
 def _summary(name: str, turns: list[dict[str, dict[str, float]]]) -> dict[str, object]:
     mine = [turn[name] for turn in turns]
     ratios = {
-        f"ratio_to_{peer}": round(statistics.median(turn[name]["load_s"] / turn[peer]["load_s"] for turn in turns), 3)
+        f"ratio_to_{peer}": measure.median_ratio(
+            (run["load_s"] for run in mine), (turn[peer]["load_s"] for turn in turns)
+        )
         for peer in ("cat", "read_once")
     }
     return {

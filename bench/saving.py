@@ -12,26 +12,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from datetime import date, timedelta
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(Path(__file__).parent), str(ROOT)]
-from checkpoints import llama_config, write_checkpoint  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import measure
+from checkpoints import llama_of, write_checkpoint
 
 WIDTH = 1024
 BYTES_PER_PARAMETER = 12  # in float32: the weight and two moments
-LAYER_PARAMS = 2 * WIDTH * WIDTH + 2 * WIDTH * WIDTH // 4 + 3 * 7 * WIDTH * WIDTH // 2
 
 
 def rank(packed: Path, turns: int, out: Path) -> None:
@@ -133,59 +128,50 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gb", type=float, default=1.0)
     parser.add_argument("--turns", type=int, default=9)
-    parser.add_argument("--folder")
+    parser.add_argument("--folder", help="where to put the scratch folder")
     parser.add_argument("--out")
-    parser.add_argument("--rank", nargs=3)
+    parser.add_argument("--rank", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
         packed, turns, out = options.rank
         rank(Path(packed), int(turns), Path(out))
         return
-    load = [os.getloadavg()[0]]
+    load = [measure.load_average()]
     runs = {f"{count} ranks": _run(count, options.gb, options.turns, options.folder) for count in (1, 2)}
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     result = {
         "what": "how long the training thread stands still for an asynchronous save of weights and Adam's moments, and "
         "a plain copy of the same tensors; in turn, no save in flight; medians of ratios within a turn",
-        "date": date.today().isoformat(),
-        "commit": commit.stdout.strip(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
-        "load_average": [round(found, 2) for found in (*load, os.getloadavg()[0])],
+        **measure.circumstances(),
+        "load_average": [*load, measure.load_average()],
         "turns": options.turns,
         **runs,
     }
-    text = json.dumps(result, indent=2) + "\n"
-    print(text, end="")
-    if options.out:
-        Path(options.out).write_text(text)
+    measure.write_result(result, options.out)
 
 
 def _run(num_ranks: int, gb: float, turns: int, folder: str | None) -> list[dict[str, object]]:
     """Give what each rank found."""
     with tempfile.TemporaryDirectory(dir=folder, prefix="bench-saving-") as scratch:
         place = Path(scratch)
-        params = num_ranks * gb * 1e9 / BYTES_PER_PARAMETER - 2 * 32000 * WIDTH
-        config = llama_config(max(2, round(params / LAYER_PARAMS)), WIDTH)
+        config = llama_of(num_ranks * gb * 1e9 / BYTES_PER_PARAMETER, WIDTH, least_layers=2)
         write_checkpoint(place / "source", config, num_shards=1, dtype="F32")
-        pack = [sys.executable, "-m", "reshard.cli", "pack", str(place / "source"), "--layout", f"pp={num_ranks}"]
-        subprocess.run([*pack, "--out", str(place / "packed")], check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
-        torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"]
-        torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-        child = [__file__, "--rank", str(place / "packed"), str(turns), str(place)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        subprocess.run([*torchrun, *child], check=True, env=environment)
+        packed = str(place / "packed")
+        measure.run_quietly(
+            [*measure.RESHARD, "pack", str(place / "source"), "--layout", f"pp={num_ranks}", "--out", packed]
+        )
+        measure.run_ranks(num_ranks, __file__, "--rank", packed, str(turns), str(place))
         return [_summary(json.loads((place / f"rank{i}.json").read_text())) for i in range(num_ranks)]
 
 
 def _summary(found: dict[str, Any]) -> dict[str, object]:
-    ratios = [save_s / copy_s for save_s, copy_s in zip(found["save"], found["copy"], strict=True)]
+    worst = max(save_s / copy_s for save_s, copy_s in zip(found["save"], found["copy"], strict=True))
     return {
         "nbytes": found["nbytes"],
         "first_stall_s": round(found["first_s"], 4),
         "stall_s": [round(seconds, 4) for seconds in found["save"]],
         "copy_s": [round(seconds, 4) for seconds in found["copy"]],
-        "ratio": round(statistics.median(ratios), 3),
-        "worst_ratio": round(max(ratios), 3),
+        "ratio": measure.median_ratio(found["save"], found["copy"]),
+        "worst_ratio": round(worst, 3),
     }
 
 

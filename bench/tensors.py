@@ -12,17 +12,17 @@ import argparse
 import filecmp
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import date
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import measure
 from checkpoints import experts_config, write_checkpoint
 
 NUM_LAYERS = 8
@@ -32,7 +32,12 @@ FLAT = 1.5  # the most that a tensor may cost over what it costs elsewhere
 
 
 def main() -> None:
-    options = _options()
+    parser = measure.options_of(__doc__)
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print(json.dumps(pack_here(options.child[0], Path(options.child[1]))))
+        return
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-tensors-") as scratch:
         sources = {}
         for count in COUNTS:
@@ -40,39 +45,31 @@ def main() -> None:
             sources[count] = Path(scratch, str(count))
             write_checkpoint(sources[count], config, num_shards=max(1, count // TENSORS_PER_SHARD))
             check(sources[count])
-        # In turn, so that a slow moment of the machine meets all sizes alike.
-        turns = [{count: pack_once(source) for count, source in sources.items()} for _ in range(options.runs + 1)][1:]
-    cost_us = {count: statistics.median(turn[count]["wall_s"] / turn[count]["num"] for turn in turns) * 1e6
-               for count in COUNTS}  # fmt: skip
-    cpu_us = {count: statistics.median(turn[count]["cpu_s"] / turn[count]["num"] for turn in turns) * 1e6
-              for count in COUNTS}  # fmt: skip
+        measures = {str(count): partial(pack_once, source) for count, source in sources.items()}
+        turns = measure.take_turns(measures, options.runs)
+    cost_us, cpu_us = (
+        {name: statistics.median(turn[name][field] / turn[name]["num"] for turn in turns) * 1e6 for name in measures}
+        for field in ("wall_s", "cpu_s")
+    )
     result = {
         "what": "open, plan and pack (--no-sync) tensors of 2 KiB onto 4 stages, within one process; warm cache",
-        "date": date.today().isoformat(),
-        "commit": _commit(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+        **measure.circumstances(),
         "turns": options.runs,
-        "num_tensors": {str(count): int(turns[0][count]["num"]) for count in COUNTS},
-        "us_per_tensor": {str(count): round(cost, 1) for count, cost in cost_us.items()},
-        "processor_us_per_tensor": {str(count): round(cost, 1) for count, cost in cpu_us.items()},
+        "num_tensors": {name: int(turns[0][name]["num"]) for name in measures},
+        "us_per_tensor": {name: round(cost, 1) for name, cost in cost_us.items()},
+        "processor_us_per_tensor": {name: round(cost, 1) for name, cost in cpu_us.items()},
         "most_over_least": round(max(cost_us.values()) / min(cost_us.values()), 2),
         "is_flat": max(cost_us.values()) / min(cost_us.values()) <= FLAT,
-        "peak_mb": round(max(turn[COUNTS[-1]]["peak_nbytes"] for turn in turns) / 1e6),
+        "peak_mb": round(max(turn[str(COUNTS[-1])]["peak_nbytes"] for turn in turns) / 1e6),
     }
-    text = json.dumps(result, indent=2) + "\n"
-    print(text, end="")
-    if options.out:
-        Path(options.out).write_text(text)
+    measure.write_result(result, options.out)
 
 
 def check(source: Path) -> None:
     """The result first, then the time: an export of the pack is the source, byte for byte."""
     packed, back = source.with_name("packed"), source.with_name("back")
-    reshard = [sys.executable, "-m", "reshard.cli"]
-    pack = [*reshard, "pack", str(source), "--layout", "pp=4", "--out", str(packed), "--no-sync"]
-    subprocess.run(pack, check=True, stdout=subprocess.DEVNULL)
-    export = [*reshard, "export", str(packed), "--to", "hf", "--out", str(back), "--no-sync"]
-    subprocess.run(export, check=True, stdout=subprocess.DEVNULL)
+    measure.run_quietly([*measure.RESHARD, "pack", str(source), "--layout", "pp=4", "--out", str(packed), "--no-sync"])
+    measure.run_quietly([*measure.RESHARD, "export", str(packed), "--to", "hf", "--out", str(back), "--no-sync"])
     names = sorted(path.name for path in source.iterdir())
     assert names == sorted(path.name for path in back.iterdir())
     assert filecmp.cmpfiles(source, back, names, shallow=False) == (names, [], [])
@@ -109,24 +106,6 @@ def pack_here(source: str, out: Path) -> dict[str, float]:
         "num": len(checkpoint.tensors),
         "peak_nbytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
-
-
-def _commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return found.stdout.strip()
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--folder", help="where to put the scratch folder")
-    parser.add_argument("--out")
-    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.child:
-        print(json.dumps(pack_here(options.child[0], Path(options.child[1]))))
-        sys.exit()
-    return options
 
 
 if __name__ == "__main__":
