@@ -234,6 +234,8 @@ def _training_problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
         yield from _group_problems(training.optimizer)
     if training.data is not None and not is_digest(training.data.digest):
         yield "training.data.digest", f"expected blake3: and 64 hex digits, found {training.data.digest[:80]!r}"
+    if training.data is not None and training.data.cursor is not None and not training.data.cursor.sources:
+        yield "training.data.cursor.sources", "expected at least one"
     seen: set[tuple[int, str]] = set()
     for position, random in enumerate(training.random):
         if (random.rank, random.generator) in seen:

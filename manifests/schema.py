@@ -15,6 +15,7 @@ __all__ = [
     "WEIGHTS",
     "BatchSizes",
     "CarriedFile",
+    "DataCursor",
     "DataPosition",
     "Holds",
     "Layout",
@@ -28,6 +29,7 @@ __all__ = [
     "RandomState",
     "Shard",
     "Source",
+    "SourcePosition",
     "Span",
     "Stage",
     "TieGroup",
@@ -189,11 +191,30 @@ class BatchSizes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SourcePosition:
+    """Where the documents of a source go on: `item` counts files, or what is shuffled, in the order of this pass."""
+
+    epoch: int  # passes that are over
+    item: int
+    offset: int  # in the item: what of it is used up
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataCursor:
+    """The place in the sources at which the next sequence begins: what is before it need not be read."""
+
+    num_documents: int  # used up, of all sources together
+    num_tokens: int  # used up as well, of what comes next at the positions
+    sources: tuple[SourcePosition, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DataPosition:
     """Where the data was left: sequences that all ranks together have used up."""
 
     num_sequences: int
     digest: str  # of what decides which sequence has which number
+    cursor: DataCursor | None = None  # None: the sequences before have to be read again
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,11 +8,20 @@ from itertools import islice
 
 import torch
 
+from manifests.schema import DataCursor
+
 __all__ = ["IGNORED", "Batch", "Sample", "batch_samples", "rows_of"]
 
 IGNORED = -100  # the label of a position that does not count in the loss
 
-Sample = tuple[torch.Tensor, torch.Tensor]  # the tokens and labels of one sequence, (L,) each
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Sample:
+    """One sequence; its tokens and labels are (L,)."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    cursor: DataCursor | None  # where the next sequence begins; None: it is found by its number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -25,6 +34,7 @@ class Batch:
     tokens: torch.Tensor
     labels: torch.Tensor
     num_tokens: int  # labels that count, at least 1
+    cursor: DataCursor | None = None  # that of the last sequence
 
 
 def batch_samples(samples: Iterator[Sample], global_batch: int) -> Iterator[Batch]:
@@ -32,8 +42,9 @@ def batch_samples(samples: Iterator[Sample], global_batch: int) -> Iterator[Batc
     while group := tuple(islice(samples, global_batch)):
         if len(group) < global_batch:
             return
-        tokens, labels = (torch.stack(parts) for parts in zip(*group, strict=True))
-        yield Batch(tokens=tokens, labels=labels, num_tokens=int((labels != IGNORED).sum()))
+        tokens, labels = (torch.stack([getattr(sample, part) for sample in group]) for part in ("tokens", "labels"))
+        num_tokens = int((labels != IGNORED).sum())
+        yield Batch(tokens=tokens, labels=labels, num_tokens=num_tokens, cursor=group[-1].cursor)
 
 
 def rows_of(batch: Batch, number: int, count: int) -> Batch:

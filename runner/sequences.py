@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from hashlib import blake2b
 from itertools import chain, count, islice, repeat
 from pathlib import Path
@@ -10,32 +12,42 @@ from pathlib import Path
 import torch
 
 from manifests.errors import InputError
+from manifests.schema import DataCursor
 from runner.batches import IGNORED, Batch, Sample, batch_samples
-from runner.data import find_files, read_documents
+from runner.documents import open_sources
+from runner.mixture import Drawn, draw_documents, first_cursor
 from runner.recipe import SYNTHETIC, BatchOptions, DataOptions
-from runner.vocabulary import Vocabulary, load_vocabulary
+from runner.vocabulary import load_vocabulary
 
 __all__ = ["read_batches", "read_once"]
 
 
 def read_batches(
-    data: DataOptions, batch: BatchOptions, *, folder: Path, vocab_size: int, start: int = 0
+    data: DataOptions,
+    batch: BatchOptions,
+    *,
+    folder: Path,
+    vocab_size: int,
+    start: int = 0,
+    cursor: DataCursor | None = None,
 ) -> Iterator[Batch]:
-    """Give batches without end; the first begins with sequence number `start`.
+    """Give batches without end; the first begins with sequence number `start`, which lies at the cursor.
 
-    The same options always give the same sequences: files are read in order, over and over. The
-    tokenizer is the one in `folder`; `synthetic` needs none. Reaching `start` reads what lies before.
+    The same options always give the same sequences. Each batch says at which cursor the next one begins;
+    without a cursor, whatever lies before `start` is read. The tokenizer is the one in `folder`;
+    `synthetic` needs neither.
 
     Raises:
-        InputError: see `runner.data` and `runner.vocabulary`, some of it only once batches are
-            drawn; or the sources hold no text.
+        InputError: see `runner.data`, `runner.mixture` and `runner.vocabulary`, some of it only once
+            batches are drawn.
     """
     if data.sources == (SYNTHETIC,):
         return batch_samples(_synthetic(data.seed, vocab_size, batch.seq_len, start), batch.global_batch)
-    vocabulary = load_vocabulary(folder, vocab_size)
-    documents = _epochs(find_files(data.sources), data, vocabulary)
+    vocabulary, sources = load_vocabulary(folder, vocab_size), open_sources(data)
+    begin = cursor or first_cursor(len(sources))
+    documents = draw_documents(data, sources, vocabulary, begin, is_endless=True)
     samples = _samples(documents, data, batch.seq_len, vocabulary.eos)
-    return batch_samples(islice(samples, start, None), batch.global_batch)
+    return batch_samples(samples if cursor else islice(samples, start, None), batch.global_batch)
 
 
 def read_once(data: DataOptions, batch: BatchOptions, *, folder: Path, vocab_size: int) -> Iterator[Batch]:
@@ -46,65 +58,57 @@ def read_once(data: DataOptions, batch: BatchOptions, *, folder: Path, vocab_siz
     """
     if data.sources == (SYNTHETIC,):
         raise InputError(SYNTHETIC, "has no end, so it cannot be read once", "name files")
-    vocabulary = load_vocabulary(folder, vocab_size)
-    documents = _epoch(find_files(data.sources), data, vocabulary)
+    vocabulary, sources = load_vocabulary(folder, vocab_size), open_sources(data)
+    documents = draw_documents(data, sources, vocabulary, first_cursor(len(sources)), is_endless=False)
     nothing = _filled_up([], batch.seq_len, vocabulary.eos)
     samples = _samples(documents, data, batch.seq_len, vocabulary.eos)
     while group := tuple(islice(samples, batch.global_batch)):
         yield from batch_samples(islice(chain(group, repeat(nothing)), batch.global_batch), batch.global_batch)
 
 
-def _epochs(files: Sequence[Path], data: DataOptions, vocabulary: Vocabulary) -> Iterator[Iterator[list[int]]]:
-    while True:
-        yield from _epoch(files, data, vocabulary)
+def _samples(documents: Iterable[Drawn], data: DataOptions, seq_len: int, filler: int) -> Iterator[Sample]:
+    return _packed(documents, seq_len, filler) if data.pack else _padded(documents, seq_len, filler)
 
 
-def _epoch(files: Sequence[Path], data: DataOptions, vocabulary: Vocabulary) -> Iterator[Iterator[list[int]]]:
-    """Give the ids of every document that has any, piece by piece."""
-    is_empty = True
-    for document in read_documents(files, data.text_field):
-        ids = vocabulary.encode(document)
-        first = next(ids, None)
-        if first is not None:
-            is_empty = False
-            yield chain((first,), ids)
-    if is_empty:
-        raise InputError(", ".join(data.sources), "there is no text to learn from")
-
-
-def _samples(
-    documents: Iterable[Iterator[list[int]]], data: DataOptions, seq_len: int, filler: int
-) -> Iterator[Sample]:
-    if data.pack:
-        return _packed(chain.from_iterable(documents), seq_len, filler)
-    return _padded(documents, seq_len, filler)
-
-
-def _packed(pieces: Iterable[list[int]], seq_len: int, filler: int) -> Iterator[Sample]:
+def _packed(documents: Iterable[Drawn], seq_len: int, filler: int) -> Iterator[Sample]:
     """Cut documents laid end to end: a sequence begins with the token that ended the one before."""
     ids: list[int] = []
-    for piece in pieces:
-        ids += piece
+    runs: deque[tuple[int, DataCursor]] = deque()  # what ids are made of: where each begins, from the first of all
+    num_cut = 0
+    for run, more in chain.from_iterable(document.runs for document in documents):
+        runs.append((num_cut + len(ids), run))
+        ids += more
         num_used = (len(ids) - 1) // seq_len * seq_len
         for begin in range(0, num_used, seq_len):
-            yield _filled_up(ids[begin : begin + seq_len + 1], seq_len, filler)
+            cursor = _cursor_at(num_cut + begin + seq_len, runs)
+            yield _filled_up(ids[begin : begin + seq_len + 1], seq_len, filler, cursor)
         del ids[:num_used]
+        num_cut += num_used
     if len(ids) > 1:
         yield _filled_up(ids, seq_len, filler)
 
 
-def _padded(documents: Iterable[Iterator[list[int]]], seq_len: int, filler: int) -> Iterator[Sample]:
+def _cursor_at(place: int, runs: deque[tuple[int, DataCursor]]) -> DataCursor:
+    """Give the cursor of a token, and forget the runs before its own."""
+    while len(runs) > 1 and runs[1][0] <= place:
+        runs.popleft()
+    begin, cursor = runs[0]
+    return replace(cursor, num_tokens=cursor.num_tokens + place - begin)
+
+
+def _padded(documents: Iterable[Drawn], seq_len: int, filler: int) -> Iterator[Sample]:
     """Make each document one sequence: what is too long is cut off, what is too short filled up."""
     for document in documents:
-        yield _filled_up(list(islice(chain.from_iterable(document), seq_len + 1)), seq_len, filler)
+        ids = chain.from_iterable(ids for _, ids in document.runs)
+        yield _filled_up(list(islice(ids, seq_len + 1)), seq_len, filler, document.after)
 
 
-def _filled_up(ids: list[int], seq_len: int, filler: int) -> Sample:
+def _filled_up(ids: list[int], seq_len: int, filler: int, cursor: DataCursor | None = None) -> Sample:
     """Give at most seq_len + 1 ids as tokens and labels; what they lack is filled, and does not count."""
     tokens, labels = torch.full((seq_len,), filler), torch.full((seq_len,), IGNORED)
     num_labels = max(0, len(ids) - 1)
     tokens[:num_labels], labels[:num_labels] = torch.tensor(ids[:num_labels]), torch.tensor(ids[1:])
-    return tokens, labels
+    return Sample(tokens=tokens, labels=labels, cursor=cursor)
 
 
 def _synthetic(seed: int, vocab_size: int, seq_len: int, start: int) -> Iterator[Sample]:
@@ -113,4 +117,4 @@ def _synthetic(seed: int, vocab_size: int, seq_len: int, start: int) -> Iterator
         stirred = blake2b(f"{seed} {number}".encode(), digest_size=4).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(stirred, "little"))
         window = torch.randint(vocab_size, (seq_len + 1,), generator=generator)
-        yield window[:-1], window[1:]
+        yield Sample(tokens=window[:-1], labels=window[1:], cursor=None)

@@ -27,8 +27,11 @@ class Vocabulary:
     bos: int | None
     eos: int
 
-    def encode(self, document: Document) -> Iterator[list[int]]:
+    def encode(self, document: Document) -> Iterator[tuple[int, list[int]]]:
         """Give a document's ids piece by piece, between bos and eos; nothing for an empty one.
+
+        With them comes the offset of their piece; what is before the first of them counts as that piece.
+        The rest of a document has no bos.
 
         A token never spans two pieces, so ids at a seam, a line end, may differ from those of the
         text tokenised whole.
@@ -36,8 +39,8 @@ class Vocabulary:
         Raises:
             InputError: an id that the model has no embedding for.
         """
-        has_begun = False
-        for piece in document.pieces:
+        at: int | None = None
+        for offset, piece in document.pieces:
             ids: list[int] = self.tokenizer.encode(piece, add_special_tokens=False).ids
             if not ids:
                 continue
@@ -47,12 +50,12 @@ class Vocabulary:
                     f"token {max(ids)} is beyond the model's vocabulary of {self.size}",
                     "tokenizer.json and config.json disagree; take both from one revision",
                 )
-            if not has_begun and self.bos is not None:
-                yield [self.bos]
-            has_begun = True
-            yield ids
-        if has_begun:
-            yield [self.eos]
+            if at is None and self.bos is not None and not document.is_rest:
+                ids = [self.bos, *ids]
+            at = document.begin if at is None else offset
+            yield at, ids
+        if at is not None:
+            yield at, [self.eos]
 
 
 def load_vocabulary(folder: Path, size: int) -> Vocabulary:

@@ -81,6 +81,8 @@ def attention(
     """
     width, heads = config.count("hidden_size"), config.count("num_attention_heads")
     kv_heads = config.count("num_key_value_heads", heads)
+    if not head:
+        raise config.error("num_attention_heads", f"expected at most hidden_size {width}, found {heads}")
     if heads % kv_heads:
         problem = f"expected a divisor of num_attention_heads {heads}, found {kv_heads}"
         raise config.error("num_key_value_heads", problem)

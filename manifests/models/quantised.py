@@ -48,7 +48,6 @@ def fp8(shape: ModelShape, section: ConfigReader) -> ModelShape:
     kept = {*section.names("modules_to_not_convert"), *section.names("ignored_layers")}
     if odd := sorted(name for name in kept if not re.fullmatch(r"[\w.]+", name)):
         raise section.error("modules_to_not_convert", f"{odd[0]!r} is no module's name", "patterns are not modelled")
-
     tensors: dict[str, Shape] = {}
     for fqn, dims in shape.tensors.items():
         tensors[fqn] = dims
@@ -69,7 +68,6 @@ def mxfp4(shape: ModelShape, section: ConfigReader) -> ModelShape:
     Source: openai/gpt-oss, `gpt_oss/torch/weights.py`; transformers 5.23, `integrations/mxfp4.py`;
         OCP Microscaling Formats, version 1.0.
     """
-
     tensors: dict[str, Shape] = {}
     for fqn, dims in shape.tensors.items():
         if not fqn.endswith((".experts.gate_up_proj", ".experts.down_proj")):

@@ -95,10 +95,11 @@ class Timeline:
         return max(0.0, 1 - sum(self.busy_s) / total_s) if total_s else 0.0
 
 
-def simulate(table: Table, costs: Costs) -> Timeline:
+def simulate(table: Table, costs: Costs, begins_s: Sequence[float] | None = None) -> Timeline:
     """Give the timeline of a table, each action starting as soon as its rank and its input are there.
 
-    Transfers take `hop_s` and no rank's time. An Overlap takes as long as its two actions in turn.
+    Transfers take `hop_s` and no rank's time. An Overlap takes as long as its two actions in turn. No rank
+    does anything before it begins, at its moment of `begins_s`; None: all at 0.
 
     Raises:
         InputError: costs of another number of stages; ranks that wait for each other for ever.
@@ -107,7 +108,7 @@ def simulate(table: Table, costs: Costs) -> Timeline:
     if len(costs.forward_s) != placement.num_stages:
         raise InputError("costs", f"expected {placement.num_stages} stages, found {len(costs.forward_s)}")
     spans: list[list[Span]] = [[] for _ in table.ranks]
-    free_s, busy_s = [0.0] * len(spans), [0.0] * len(spans)
+    free_s, busy_s = list(begins_s or [0.0] * len(spans)), [0.0] * len(spans)
     left_s: dict[Result, tuple[float, int]] = {}  # when each result left its rank, and which rank that is
     for rank, step in in_order(table.ranks, placement):
         actions = actions_of(step)

@@ -44,7 +44,7 @@ STATE: Mapping[str, Any] = {
         "stable_steps": 0,
     },
     "batch": {"global_batch": 16, "microbatch": 2, "seq_len": 8},
-    "data": {"num_sequences": 960, "digest": "blake3:" + 64 * "7"},
+    "data": {"num_sequences": 960, "digest": "blake3:" + 64 * "7", "cursor": None},
     "random": [{"rank": 0, "generator": "cpu", "state": "AAAA"}],
 }
 

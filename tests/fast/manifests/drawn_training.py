@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from manifests.schema import (
     MOMENTS,
     BatchSizes,
+    DataCursor,
     DataPosition,
     LearningRate,
     Manifest,
@@ -17,6 +18,7 @@ from manifests.schema import (
     ParameterGroup,
     RandomState,
     Shard,
+    SourcePosition,
     TrainingState,
 )
 from tests.fast.manifests.drawn_manifests import COUNTS, DIGESTS, TEXTS, digest_of, full_manifest, manifests
@@ -25,6 +27,14 @@ __all__ = ["trained_manifests", "training_manifest"]
 
 NUMBERS = st.floats(0, allow_infinity=False).map(abs)  # a zero may be drawn with its sign
 BETAS = st.floats(0, math.nextafter(1, 0)).map(abs)
+
+POSITIONS = st.builds(SourcePosition, epoch=COUNTS, item=COUNTS, offset=COUNTS)
+CURSORS = st.builds(
+    DataCursor,
+    num_documents=COUNTS,
+    num_tokens=COUNTS,
+    sources=st.lists(POSITIONS, min_size=1, max_size=2).map(tuple),
+)
 
 
 @st.composite
@@ -69,7 +79,9 @@ def trained_manifests(draw: st.DrawFn) -> Manifest:
             )
         ),
         batch=draw(st.none() | st.builds(BatchSizes, global_batch=COUNTS, microbatch=COUNTS, seq_len=COUNTS)),
-        data=draw(st.none() | st.builds(DataPosition, num_sequences=COUNTS, digest=DIGESTS)),
+        data=draw(
+            st.none() | st.builds(DataPosition, num_sequences=COUNTS, digest=DIGESTS, cursor=st.none() | CURSORS)
+        ),
         random=tuple(
             RandomState(rank=rank, generator=draw(TEXTS), state=draw(TEXTS)) for rank in range(draw(st.integers(0, 2)))
         ),
@@ -110,7 +122,18 @@ def training_manifest() -> Manifest:
             peak=3e-4, warmup_steps=20, decay="cosine", decay_steps=1000, minimum=3e-5, stable_steps=500
         ),
         batch=BatchSizes(global_batch=32, microbatch=2, seq_len=128),
-        data=DataPosition(num_sequences=9600, digest=digest_of("7")),
+        data=DataPosition(
+            num_sequences=9600,
+            digest=digest_of("7"),
+            cursor=DataCursor(
+                num_documents=2613,
+                num_tokens=17,
+                sources=(
+                    SourcePosition(epoch=1, item=702, offset=0),
+                    SourcePosition(epoch=0, item=1, offset=65_536),
+                ),
+            ),
+        ),
         random=(RandomState(rank=0, generator="cpu", state="AAEC"), RandomState(rank=1, generator="cpu", state="AwQF")),
     )
     return replace(full, stages=stages, training=training)

@@ -46,7 +46,10 @@ def file_of(header: dict[str, Any] | bytes, data: bytes = b"") -> bytes:
 
 @pytest.mark.parametrize("nbytes", [0, 1, 7])
 def test_too_short_for_a_length(nbytes: int, tmp_path: Path) -> None:
-    assert refusal(bytes(nbytes), tmp_path) == f"f: too short for a safetensors file: {nbytes} bytes"
+    assert refusal(bytes(nbytes), tmp_path) == (
+        f"f: too short for a safetensors file: {nbytes} bytes\n"
+        "hint: the file is damaged or is not a safetensors file; download it again"
+    )
 
 
 @pytest.mark.parametrize("length", [3, 100_000_001, 2**63, 2**64 - 1])

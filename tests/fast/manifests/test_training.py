@@ -20,6 +20,8 @@ assert TRAINED.training is not None
 OPTIMIZER = TRAINED.training.optimizer
 assert OPTIMIZER is not None
 FIRST, SECOND = OPTIMIZER.groups
+DATA = TRAINED.training.data
+assert DATA is not None
 
 
 def with_training(**changes: Any) -> Manifest:
@@ -59,8 +61,12 @@ def refusal(manifest: Manifest) -> str:
             "training.random[1]: rank 0 has a state of 'cpu' already",
         ),
         (
-            with_training(data=replace(TRAINED.training.data, digest="7")),  # type: ignore[type-var]
+            with_training(data=replace(DATA, digest="7")),
             "training.data.digest: expected blake3: and 64 hex digits, found '7'",
+        ),
+        (
+            with_training(data=replace(DATA, cursor=replace(DATA.cursor, sources=()))),  # type: ignore[type-var]
+            "training.data.cursor.sources: expected at least one",
         ),
     ],
 )

@@ -11,11 +11,15 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from manifests.errors import InputError
-from runner.data import Document, find_files, read_documents
+from runner.data import Document, find_files, line_offsets, read_documents
+
+
+def text_of(document: Document) -> str:
+    return "".join(piece for _, piece in document.pieces)
 
 
 def texts(*files: Path, field: str = "text") -> list[str]:
-    return ["".join(document.pieces) for document in read_documents(files, field)]
+    return [text_of(document) for file in files for document in read_documents(file, field)]
 
 
 def refusal(*files: Path, field: str = "text") -> str:
@@ -34,21 +38,47 @@ def test_pieces_of_a_text_file_add_up_to_it_and_end_at_line_ends(
     text = "\n".join(lines * repeats)
     file = tmp_path_factory.mktemp("text") / "a.txt"
     file.write_bytes(text.encode())
-    (document,) = read_documents([file], "text")
-    pieces = list(document.pieces)
+    documents = list(read_documents(file, "text"))
+    pieces = [piece for document in documents for _, piece in document.pieces]
+    assert len(documents) == (1 if text else 0)
     assert "".join(pieces) == text
     assert all(piece.endswith("\n") for piece in pieces[:-1])
     assert all(len(piece.encode()) <= (64 << 10) + 200 for piece in pieces)
 
 
-def test_line_without_end_is_cut_between_characters(tmp_path: Path) -> None:
-    text = "é" * 200_001
+@pytest.mark.parametrize("character", ["é", "語", "😀", "a"])
+def test_line_without_end_is_cut_between_characters_and_read_from_any_cut_on(character: str, tmp_path: Path) -> None:
+    text = "x" + character * 200_001
     file = tmp_path / "a.txt"
     file.write_bytes(b"\xef\xbb\xbf" + text.encode())
-    (document,) = read_documents([file], "text")
+    (document,) = read_documents(file, "text")
     pieces = list(document.pieces)
     assert len(pieces) > 1
-    assert "".join(pieces) == text
+    assert "".join(piece for _, piece in pieces) == text
+    for number, (offset, _) in enumerate(pieces):
+        (rest,) = read_documents(file, "text", offset)
+        assert list(rest.pieces) == pieces[number:]
+        assert rest.is_rest == (number > 0)
+
+
+def test_documents_are_read_from_the_end_of_any_other_on(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("\n" + '{"text": "one"}\n \n{"text": "two"}\n{"text": "three"}')
+    texts = ["one", "two", "three"] * 50
+    parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "b.parquet", row_group_size=40)
+    for file in find_files([str(tmp_path)]):
+        every = [(each.where, each.begin, each.end, text_of(each)) for each in read_documents(file, "text")]
+        for number, (_, _, end, _) in enumerate(every):
+            rest = [(each.where, each.begin, each.end, text_of(each)) for each in read_documents(file, "text", end)]
+            assert rest == every[number + 1 :]
+
+
+def test_offsets_of_lines_are_those_of_documents(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text("\n" + '{"text": "one"}\r\n \t\n{"text": "two"}\n{"text": "three"}\n\n')
+    assert list(line_offsets(file)) == [document.begin for document in read_documents(file, "text")] == [1, 21, 37]
+    assert line_offsets(file).itemsize == 8
+    file.write_text("")
+    assert list(line_offsets(file)) == []
 
 
 def test_document_ends_where_its_record_ends(tmp_path: Path) -> None:
@@ -58,7 +88,7 @@ def test_document_ends_where_its_record_ends(tmp_path: Path) -> None:
     parquet.write_table(table, tmp_path / "c.parquet", row_group_size=40)
     files = find_files([str(tmp_path)])
     assert texts(*files) == ["one\r\ntwo\n", "three\nfour", "", *(f"row {number}" for number in range(150))]
-    documents: list[Document] = list(read_documents(files, "text"))
+    documents = [document for file in files for document in read_documents(file, "text")]
     assert [document.where for document in documents[:3]] == [
         str(tmp_path / "a.txt"),
         f"{tmp_path / 'b.jsonl'}:1",

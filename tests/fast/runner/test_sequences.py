@@ -12,43 +12,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from manifests.errors import InputError
 from runner.batches import IGNORED, Batch
 from runner.recipe import BatchOptions, DataOptions
 from runner.sequences import read_batches, read_once
 from runner.vocabulary import load_vocabulary
-
-WORDS = [f"w{number}" for number in range(8)]
-BOS, EOS, FIRST = 0, 1, 2  # ids; word i is FIRST + i
-VOCAB_SIZE = FIRST + len(WORDS)
-
-
-def write_tokenizer(folder: Path, **config: Any) -> Path:
-    vocab = {"<bos>": BOS, "<eos>": EOS, **{word: FIRST + number for number, word in enumerate(WORDS)}}
-    tokenizer = Tokenizer(WordLevel(vocab, unk_token="<eos>"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    tokenizer.enable_truncation(3)  # as a file made for inference might ask
-    tokenizer.enable_padding(length=5)
-    folder.mkdir(exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    fields = {"bos_token_id": BOS, "eos_token_id": EOS, **config}
-    (folder / "config.json").write_text(json.dumps(fields))
-    return folder
+from tests.fast.runner.words import BOS, EOS, FIRST, VOCAB_SIZE, WORDS, write_documents, write_tokenizer
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-def write_documents(folder: Path, documents: list[list[int]]) -> str:
-    lines = [json.dumps({"text": " ".join(WORDS[word] for word in document)}) for document in documents]
-    (folder / "data.jsonl").write_text("\n".join(lines))
-    return str(folder / "data.jsonl")
 
 
 def read(source: str, folder: Path, *, pack: bool, batch: BatchOptions, start: int = 0) -> Iterator[Batch]:
@@ -67,7 +42,7 @@ def ids_of(documents: list[list[int]]) -> list[list[int]]:
 def test_packed_sequences_are_the_documents_end_to_end_over_and_over(
     documents: list[list[int]], seq_len: int, global_batch: int, folder: Path
 ) -> None:
-    source = write_documents(folder, documents)
+    source = write_documents(folder / "data.jsonl", documents)
     batch = BatchOptions(global_batch=global_batch, microbatch=1, seq_len=seq_len)
     found = list(islice(read(source, folder, pack=True, batch=batch), 4))
     tokens = torch.cat([each.tokens.flatten() for each in found])
@@ -82,7 +57,7 @@ def test_packed_sequences_are_the_documents_end_to_end_over_and_over(
 
 @given(documents=DOCUMENTS, seq_len=st.integers(1, 9))
 def test_padded_sequences_are_one_document_each(documents: list[list[int]], seq_len: int, folder: Path) -> None:
-    source = write_documents(folder, documents)
+    source = write_documents(folder / "data.jsonl", documents)
     expected = ids_of(documents)
     batch = BatchOptions(global_batch=len(expected), microbatch=1, seq_len=seq_len)
     first, second = islice(read(source, folder, pack=False, batch=batch), 2)
@@ -97,7 +72,7 @@ def test_padded_sequences_are_one_document_each(documents: list[list[int]], seq_
 @pytest.mark.parametrize("pack", [True, False])
 @pytest.mark.parametrize("source", ["synthetic", "data"])
 def test_start_skips_the_sequences_before_it(source: str, pack: bool, folder: Path) -> None:
-    name = write_documents(folder, [[1, 2, 3], [4], [5, 6, 7, 0, 1]]) if source == "data" else source
+    name = write_documents(folder / "data.jsonl", [[1, 2, 3], [4], [5, 6, 7, 0, 1]]) if source == "data" else source
     one = BatchOptions(global_batch=1, microbatch=1, seq_len=4)
     two = BatchOptions(global_batch=2, microbatch=1, seq_len=4)
     each = list(islice(read(name, folder, pack=pack, batch=one), 9))
@@ -113,7 +88,7 @@ def test_start_skips_the_sequences_before_it(source: str, pack: bool, folder: Pa
 def test_reading_once_counts_every_token_once(
     documents: list[list[int]], seq_len: int, global_batch: int, pack: bool, folder: Path
 ) -> None:
-    source = write_documents(folder, documents)
+    source = write_documents(folder / "data.jsonl", documents)
     batch = BatchOptions(global_batch=global_batch, microbatch=1, seq_len=seq_len)
     data = DataOptions(sources=(source,), pack=pack)
     found = list(read_once(data, batch, folder=folder, vocab_size=VOCAB_SIZE))
@@ -152,7 +127,7 @@ def test_text_without_a_token_is_refused(tmp_path: Path, folder: Path) -> None:
 
 
 def test_token_beyond_the_vocabulary_is_refused_where_it_stands(folder: Path) -> None:
-    source = write_documents(folder, [[0, 1], [2, 7]])
+    source = write_documents(folder / "data.jsonl", [[0, 1], [2, 7]])
     data = DataOptions(sources=(source,))
     batch = BatchOptions(global_batch=1, microbatch=1, seq_len=4)
     batches = read_batches(data, batch, folder=folder, vocab_size=VOCAB_SIZE - 1)

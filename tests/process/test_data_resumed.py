@@ -1,0 +1,99 @@
+"""Shuffled and weighted data go on where they were, on the same ranks or on others.
+
+Each run starts in fresh processes, and is compared with one that was not interrupted: losses by their
+bits, weights and moments by their digests. The sources are small, so that all of them go round.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from manifests.schema import TrainingState
+from manifests.store import read_manifest
+from tests.builders import reshard
+from tests.fast.runner.tiny import save_model
+from tests.fast.runner.words import BOS, EOS, write_documents, write_tokenizer
+from tests.process.test_resume import STEPS, Runs, digests_in, launch_jobs
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+
+PACKED, PADDED = "packed", "padded"
+NAMES = (PACKED, PADDED)
+
+
+def data_of(name: str, place: Path) -> tuple[object, ...]:
+    """Lines and rows by weight, end to end; or text and rows as one source, a document in each sequence."""
+    shuffled = ("--shuffle", "--seed", 5)
+    if name == PADDED:
+        return ("--data", place / "rows.parquet", "--data", place / "lines.jsonl", "--no-pack", *shuffled)
+    sources = {"lines.jsonl": 3, "rows.parquet": 1, "text.txt": 0.5}
+    weights = (("--data", place / file, "--data-weight", weight) for file, weight in sources.items())
+    return (*(part for each in weights for part in each), *shuffled)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    runs = Runs(tmp_path_factory.mktemp("data"))
+    source = runs.place / "untied"
+    save_model(source, bos_token_id=BOS, eos_token_id=EOS)
+    write_tokenizer(source, **json.loads((source / "config.json").read_text()))
+    documents = [[number % 8, *((number * i * i) % 8 for i in range(3 + 5 * number % 17))] for number in range(60)]
+    write_documents(runs.place / "lines.jsonl", documents[:20])
+    write_documents(runs.place / "rows.parquet", documents[20:30], group=4)
+    write_documents(runs.place / "text.txt", documents[50:])
+    for layout in ("pp=2", "pp=4"):
+        assert reshard("pack", source, "--layout", layout, "--out", runs.packed("untied", layout)).code == 0
+    recipe = ("--seq-len", 24, "--global-batch", 8, "--lr", 2e-3, "--checkpoint-every", 6)
+    whole = [(f"whole-{name}", data_of(name, runs.place)) for name in NAMES]
+    four, two = runs.packed("untied", "pp=4"), runs.packed("untied", "pp=2")
+    launch_jobs(runs, 4, [runs.job(n, four, *recipe, *data, "--checkpoint", runs.history(n)) for n, data in whole])
+    launch_jobs(runs, 4, [resumed(runs, "same", four, name) for name in NAMES])
+    wrong = ("--data", runs.place / "lines.jsonl", "--no-shuffle", "--resume", runs.checkpoint("whole-packed", 6))
+    launch_jobs(runs, 2, [*(resumed(runs, "fewer", two, name) for name in NAMES), runs.job("wrong", two, *wrong)])
+    return runs
+
+
+def resumed(runs: Runs, how: str, root: Path, name: str) -> dict[str, object]:
+    job, middle = f"{how}-{name}", runs.checkpoint(f"whole-{name}", 6)
+    data = data_of(name, runs.place)
+    return runs.job(job, root, *data, "--resume", middle, "--checkpoint", runs.history(job))
+
+
+def state_of(checkpoint: Path) -> TrainingState:
+    state = read_manifest(checkpoint).training
+    assert state is not None
+    return state
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("how", ["same", "fewer"])
+def test_shuffled_and_weighted_data_go_on_bitwise(how: str, name: str, runs: Runs) -> None:
+    expected = runs.losses(f"whole-{name}")
+    assert list(expected) == list(range(1, STEPS + 1))
+    assert runs.losses(f"{how}-{name}") == {step: expected[step] for step in range(7, STEPS + 1)}
+    last, whole = runs.checkpoint(f"{how}-{name}"), runs.checkpoint(f"whole-{name}")
+    assert digests_in(last) == digests_in(whole)
+    assert state_of(last).data == state_of(whole).data
+
+
+def test_checkpoint_says_where_each_source_was_left(runs: Runs) -> None:
+    middle, last = (state_of(runs.checkpoint("whole-packed", step)).data for step in (6, STEPS))
+    assert middle is not None
+    assert last is not None
+    assert middle.cursor is not None
+    assert last.cursor is not None
+    assert (middle.num_sequences, last.num_sequences) == (48, 96)
+    assert middle.cursor.num_documents < last.cursor.num_documents
+    assert len(last.cursor.sources) == 3
+    assert all(position.epoch > 0 for position in last.cursor.sources)
+
+
+def test_data_in_another_order_is_refused(runs: Runs) -> None:
+    said = runs.said("wrong")
+    assert said[said.index("error: ") :].splitlines()[0] == (
+        "error: rank 0: --data: is cut into other sequences than those of which the checkpoint has used 48: files, "
+        "their sizes, --seq-len, --text-field, --pack, --shuffle, --data-weight, --seed or the tokenizer changed"
+    )
