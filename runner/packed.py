@@ -13,22 +13,33 @@ from manifests.jsontext import parse_json_object
 from manifests.models import ModelShape, model_shape
 from manifests.schema import Manifest
 from manifests.store import read_manifest, read_small_file
+from stores.base import Folder
+from stores.bundles import Bundles
 
 __all__ = ["Packed", "open_packed"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packed:
-    """A manifest in the folder `root`, seen to hold its config's model."""
+    """A manifest in the folder `root`, seen to hold its config's model. Its bundles are there too, or in a `store`."""
 
     root: Path
     manifest: Manifest
     config: Mapping[str, Any]
     shape: ModelShape
+    store: Folder | None = None
 
     @property
     def where(self) -> str:
-        return str(self.root / MANIFEST_NAME)
+        return f"{self.location}/{MANIFEST_NAME}"
+
+    @property
+    def location(self) -> str:
+        return self.store.location if self.store else str(self.root)
+
+    @property
+    def bundles(self) -> Bundles:
+        return Bundles(self.manifest, self.store or self.root)
 
     @property
     def tokenizer(self) -> str | None:

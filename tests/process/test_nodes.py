@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from manifests.digest import digest_bytes
+from runner.copies import node_folder
+from tests.builders import reshard
 from tests.fast.runner.tiny import save_model
 from tests.servers.network import Network, missing_for_network, start_network
 
 MISSING = missing_for_network()
 pytestmark = [
     pytest.mark.process,
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(300),
     pytest.mark.skipif(MISSING is not None, reason=f"no network namespaces: {MISSING}"),
 ]
 
@@ -32,37 +37,126 @@ def network(tmp_path: Path) -> Iterator[Network]:
         yield network
 
 
-def test_every_node_opens_only_its_own_bundles(network: Network, tmp_path: Path) -> None:
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    """A model of four stages."""
     save_model(tmp_path / "tied", tie_word_embeddings=True)
-    packed = tmp_path / "pp4"
-    reshard = [sys.executable, "-m", "reshard.cli", "pack", tmp_path / "tied", "--layout", "pp=4", "--out", packed]
-    subprocess.run(reshard, cwd=ROOT, check=True, capture_output=True, timeout=60)
+    assert reshard("pack", tmp_path / "tied", "--layout", "pp=4", "--out", tmp_path / "pp4").code == 0
+    return tmp_path / "pp4"
+
+
+def container_of(packed: Path, log: Path, *flags: str | Path, training: tuple[str | Path, ...] = ()) -> dict[str, Any]:
+    """Give what each pod of a job on four nodes runs."""
     launch = [
         sys.executable, "-m", "runner.cli", "launch", packed, "--scheduler", "jobset", "--name", "tiny",
-        "--nnodes", "4", "--image", "any", "--log-dir", tmp_path / "log", "--dry-run",
-        "--", "--data", "synthetic", "--seq-len", "16", "--global-batch", "4", "--steps", "2", "--device", "cpu",
+        "--nnodes", "4", "--image", "any", "--log-dir", log, *flags, "--dry-run",
+        "--", "--data", "synthetic", "--seq-len", "16", "--global-batch", "4", "--device", "cpu", *training,
     ]  # fmt: skip
     text = subprocess.run(launch, cwd=ROOT, check=True, capture_output=True, text=True, timeout=60).stdout
     job = yaml.safe_load(text)["spec"]["replicatedJobs"][0]["template"]["spec"]
     (container,) = job["template"]["spec"]["containers"]
+    found: dict[str, Any] = container
+    return found
+
+
+def run_pods(network: Network, container: dict[str, Any], tmp_path: Path, order: tuple[str, ...] = NODES) -> None:
+    """Run a pod on each node, begun in this order, and see that all end well.
+
+    Every node has a /DISK of its own, which is `tmp_path / "disk-of-NODE"`.
+    """
     # The image's Python is this one.
     command = [sys.executable if word == "python3" else word for word in container["command"]]
     plain = {item["name"]: item["value"] for item in container["env"] if "value" in item}
     opened = os.pathsep.join((str(ROOT / "tests/process/opened"), str(ROOT)))
     own = {"PYTHONPATH": opened, "OMP_NUM_THREADS": "1"}
-    running = [
-        subprocess.Popen(
-            network.on(node, *command),
-            cwd=ROOT,
-            env={**os.environ, **plain, **own, "PET_NODE_RANK": str(number), "OPENED_LOG": str(tmp_path / node)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+    running = []
+    for node in order:
+        for folder in (tmp_path / f"disk-of-{node}", tmp_path / "DISK"):
+            folder.mkdir(exist_ok=True)
+        mounted = ("bash", "-ec", 'mount --bind "$1" "$2"; shift 2; exec "$@"', "_")
+        numbered = {"PET_NODE_RANK": str(NODES.index(node)), "OPENED_LOG": str(tmp_path / node)}
+        running.append(
+            subprocess.Popen(
+                network.on(node, *mounted, tmp_path / f"disk-of-{node}", tmp_path / "DISK", *command),
+                cwd=ROOT,
+                env={**os.environ, **plain, **own, **numbered},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
         )
-        for number, node in enumerate(NODES)
-    ]
-    said = [one.communicate(timeout=90)[0] for one in running]
+    said = [one.communicate(timeout=150)[0] for one in running]
     assert [one.returncode for one in running] == [0] * 4, shlex.join(command) + "\n".join(said)
+
+
+def test_every_node_opens_only_its_own_bundles(network: Network, packed: Path, tmp_path: Path) -> None:
+    run_pods(network, container_of(packed, tmp_path / "log", training=("--steps", "2")), tmp_path)
     for number, node in enumerate(NODES):
-        (log,) = tmp_path.glob(f"{node}.*")
-        assert set(log.read_text().split()) == {str(packed / f"stage-00{number}" / "model.safetensors")}
+        assert opened_by(node, tmp_path) == {packed / f"stage-00{number}" / "model.safetensors"}
+
+
+def opened_by(node: str, tmp_path: Path) -> set[Path]:
+    (log,) = tmp_path.glob(f"{node}.*")
+    found = {Path(path) for path in log.read_text().split()}
+    log.unlink()
+    return found
+
+
+def test_every_node_copies_only_its_own_bundles_and_has_the_same_ranks_when_the_job_starts_again(
+    network: Network, packed: Path, tmp_path: Path
+) -> None:
+    log, history = tmp_path / "log", tmp_path / "history"
+    saving = ("--checkpoint", history, "--resume", "auto")
+
+    def job(steps: str) -> dict[str, Any]:
+        return container_of(
+            packed, log, "--stage-to-local", tmp_path / "DISK" / "copies", training=("--steps", steps, *saving)
+        )
+
+    run_pods(network, job("2"), tmp_path)
+    first, weights = folder_of(packed), ("model.safetensors",)
+    for number, node in enumerate(NODES):
+        own = f"stage-00{number}"
+        assert copies_on(node, tmp_path) == {f"{first}/{own}/{name}" for name in weights}
+        there = {packed / own / name for name in weights}
+        assert opened_by(node, tmp_path) - written_by(number, history, "2") == there | {
+            tmp_path / "DISK" / "copies" / first / own / name for name in weights
+        }
+    # Queued again, pods come up in any order; names sort as node1, node10, node11, node2.
+    run_pods(network, job("4"), tmp_path, order=("node10", "node2", "node11", "node1"))
+    second = folder_of(history / "step-000002")
+    state = (*weights, "exp_avg/model.safetensors", "exp_avg_sq/model.safetensors")
+    for number, node in enumerate(NODES):
+        own = f"stage-00{number}"
+        assert copies_on(node, tmp_path) == {
+            *(f"{first}/{own}/{name}" for name in weights),
+            *(f"{second}/{own}/{name}" for name in state),
+        }
+    assert hosts_of_ranks(log) == list(NODES)
+    losses = [
+        line["step"] for line in map(json.loads, (log / "metrics.jsonl").read_text().splitlines()) if "loss" in line
+    ]
+    assert losses == [1, 2, 3, 4]
+
+
+def folder_of(packed: Path) -> str:
+    digest = digest_bytes((packed / "manifest.json").read_bytes())
+    return node_folder(Path("/"), packed.name, digest).name
+
+
+def copies_on(node: str, tmp_path: Path) -> set[str]:
+    root = tmp_path / f"disk-of-{node}" / "copies"
+    return {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
+
+
+def written_by(number: int, history: Path, step: str) -> set[Path]:
+    """Give the shards of a checkpoint that a rank has opened to write."""
+    partial = history / f".step-{int(step):06d}.partial" / f"stage-00{number}"
+    return {
+        partial / name for name in ("model.safetensors", "exp_avg/model.safetensors", "exp_avg_sq/model.safetensors")
+    }
+
+
+def hosts_of_ranks(log: Path) -> list[str]:
+    beats = sorted((log / "heartbeat").glob("rank-*.json"))
+    return [json.loads(beat.read_text())["host"] for beat in beats]

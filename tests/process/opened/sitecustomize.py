@@ -5,9 +5,11 @@ import sys
 
 
 def _note(event, arguments):
-    if event == "open" and isinstance(arguments[0], str) and arguments[0].endswith(".safetensors"):
-        with open(f"{os.environ['OPENED_LOG']}.{os.environ['RANK']}", "a") as log:
-            log.write(arguments[0] + "\n")
+    if event == "open" and isinstance(arguments[0], (str, os.PathLike)):
+        path = os.fspath(arguments[0])
+        if path.endswith(".safetensors"):
+            with open(f"{os.environ['OPENED_LOG']}.{os.environ['RANK']}", "a") as log:
+                log.write(path + "\n")
 
 
 if "RANK" in os.environ and "OPENED_LOG" in os.environ:

@@ -1,0 +1,117 @@
+"""What a job asks of a scheduler, looked at before the scheduler sees it: values that it would take wrong. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from manifests.errors import UsageError
+
+__all__ = ["check_mounts", "check_sbatch_args", "check_texts", "parse_signal", "parse_time"]
+
+_SIGNAL = re.compile(r"USR2@(\d{1,5})")
+_MAX_SIGNAL_S = 65535  # sbatch(1), --signal
+_TIME = re.compile(r"(?:(?P<d>\d+)-(?P<dh>\d+)(?::(?P<dm>\d+)(?::(?P<ds>\d+))?)?|(?P<n>\d+(?::\d+){0,2}))")
+_FOREVER = ("unlimited", "infinite")
+
+# What a line for sbatch may not say, because the job is planned with it, and the flag that says it.
+_OWN = {
+    "nodes": "--nnodes", "ntasks": "--nproc-per-node", "ntasks-per-node": "--nproc-per-node", "job-name": "--name",
+    "output": "--log-dir", "open-mode": "--log-dir", "signal": "--signal", "requeue": "--requeue",
+    "no-requeue": "--requeue", "time": "--time", "partition": "--partition", "account": "--account", "qos": "--qos",
+    "chdir": "", "array": "", "wrap": "",
+}  # fmt: skip
+_SHORT = {
+    "N": "nodes", "n": "ntasks", "J": "job-name", "o": "output", "t": "time", "p": "partition", "A": "account",
+    "q": "qos", "D": "chdir", "a": "array",
+}  # fmt: skip
+
+
+def parse_signal(text: str) -> int:
+    """Read USR2@SECONDS, and give the seconds.
+
+    Raises:
+        UsageError: another signal, or no such number.
+    """
+    match = _SIGNAL.fullmatch(text)
+    if match and 0 < int(match[1]) <= _MAX_SIGNAL_S:
+        return int(match[1])
+    hint = f"seconds before the end, 1 to {_MAX_SIGNAL_S}, such as USR2@120"
+    if not text.startswith("USR2"):
+        hint = "torchrun dies of SIGUSR1 and leaves its ranks behind; the runner saves and stops at SIGUSR2"
+    raise UsageError("--signal", f"expected USR2@SECONDS, found {text!r}", hint)
+
+
+def parse_time(text: str) -> int | None:
+    """Read a time limit as sbatch does, and give its seconds; None: there is no limit.
+
+    Raises:
+        UsageError: sbatch would not take it.
+    Source: sbatch(1), --time.
+    """
+    if text.lower() in _FOREVER:
+        return None
+    match = _TIME.fullmatch(text)
+    if match is None:
+        raise UsageError(
+            "--time",
+            f"expected minutes, HOURS:MINUTES:SECONDS or DAYS-HOURS, found {text!r}",
+            "such as 30, 4:00:00 or 1-12",
+        )
+    if match["n"] is None:
+        days, hours, minutes, seconds = (int(match[name] or 0) for name in ("d", "dh", "dm", "ds"))
+        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds or None
+    parts = [int(part) for part in match["n"].split(":")]
+    hours, minutes, seconds = (0, *parts) if len(parts) == 2 else (0, *parts, 0) if len(parts) == 1 else parts
+    return (hours * 60 + minutes) * 60 + seconds or None
+
+
+def check_texts(given: Iterable[tuple[str, str | None]], *, without_spaces: bool = False) -> None:
+    """Raise unless each flag's value, if there is one, is a text that fits on a line.
+
+    Raises:
+        UsageError: naming the flag.
+    """
+    for flag, value in given:
+        if value is None:
+            continue
+        if not value.strip() or not value.isprintable() or (without_spaces and " " in value):
+            what = "a word" if without_spaces else "a text on one line"
+            raise UsageError(flag, f"expected {what}, found {value!r}")
+
+
+def check_mounts(mounts: Sequence[str], form: re.Pattern[str], expected: str) -> None:
+    """Raise unless every mount has a form, whose last group is the folder that it is shown as, and none is shown twice.
+
+    Raises:
+        UsageError: naming the mount.
+    """
+    seen: dict[str, str] = {}
+    for mount in mounts:
+        match = form.fullmatch(mount)
+        if match is None or ".." in mount.split("/"):
+            raise UsageError("--mount", f"expected {expected}, found {mount!r}")
+        target = match["target"].rstrip("/") or "/"
+        if target in seen:
+            raise UsageError("--mount", f"{seen[target]!r} and {mount!r} are both shown as {target}")
+        seen[target] = mount
+
+
+def check_sbatch_args(arguments: Sequence[str]) -> None:
+    """Raise where a line for sbatch is no flag, or undoes what the job is planned with.
+
+    Raises:
+        UsageError: naming it.
+    """
+    for argument in arguments:
+        if not argument.startswith("-") or not argument.isprintable():
+            raise UsageError("--sbatch-arg", f"expected a flag of sbatch, found {argument!r}", "--sbatch-arg=--gpus=8")
+        word = re.split(r"[= ]", argument.lstrip("-"), maxsplit=1)[0]
+        name = word if argument.startswith("--") else _SHORT.get(word[:1], word)
+        if name in _OWN:
+            flag = _OWN[name]
+            raise UsageError(
+                "--sbatch-arg",
+                f"{argument!r} is not for you to say: the job is planned with its own --{name}",
+                f"{flag} says it" if flag else "leave it out",
+            )

@@ -1,0 +1,274 @@
+"""Copies on a node's own disk: what is copied, and that no half, damaged or foreign file is ever one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from manifests.digest import digest_bytes
+from manifests.errors import InputError, UserError
+from manifests.schema import MOMENTS, WEIGHTS, Manifest, Shard
+from manifests.store import read_manifest
+from runner.copies import CopyFolder, check_copied, deal, node_folder, shards_of
+from runner.fetch import fetch, opened
+from runner.options import parse_training
+from stores.local import LocalFolder
+from stores.manifest_file import find_manifest_file
+from tests.builders import files_in, llama_config, reshard, write_model
+from tests.fast.trained import write_trained
+from tests.servers.hub import serve_hub, set_up
+
+NOBODY_STOPS = threading.Event()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of four stages, with moments."""
+    folder = tmp_path_factory.mktemp("copies")
+    first = write_trained(folder, "pp=2", tie_word_embeddings=False)
+    assert reshard("pack", first, "--layout", "pp=4", "--out", folder / "pp4").code == 0
+    return folder / "pp4"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> CopyFolder:
+    return CopyFolder(path=tmp_path / "scratch" / "pp4-0123456789abcdef", limit_s=0.5)
+
+
+def shard_of(trained: Path) -> Shard:
+    return next(read_manifest(trained).shards)
+
+
+def bring(folder: CopyFolder, trained: Path, shard: Shard, stop: threading.Event = NOBODY_STOPS) -> bool:
+    return folder.bring(LocalFolder(trained).file(shard.path), shard, stop)
+
+
+def names_in(folder: CopyFolder) -> list[str]:
+    return sorted(path.relative_to(folder.path).as_posix() for path in folder.path.rglob("*") if path.is_file())
+
+
+def test_shards_are_those_of_the_modules_and_kinds_that_are_asked_for(trained: Path) -> None:
+    manifest = read_manifest(trained)
+    modules = {*manifest.stages[1].modules, manifest.stages[3].modules[0]}
+    weights = shards_of(manifest, modules, (WEIGHTS,))
+    assert [shard.path.partition("/")[0] for shard in weights] == ["stage-001", "stage-003"]
+    everything = shards_of(manifest, modules, (WEIGHTS, *MOMENTS))
+    assert {shard.holds for shard in everything} == {WEIGHTS, *MOMENTS}
+    assert {shard.path.partition("/")[0] for shard in everything} == {"stage-001", "stage-003"}
+
+
+def test_shards_are_dealt_out_evenly_each_to_one_rank(trained: Path) -> None:
+    shards = tuple(read_manifest(trained).shards)
+    dealt = deal(shards, 4)
+    assert sorted(shard.path for own in dealt for shard in own) == sorted(shard.path for shard in shards)
+    totals = [sum(shard.nbytes for shard in own) for own in dealt]
+    assert max(totals) - min(totals) <= max(shard.nbytes for shard in shards)
+    assert deal(shards[:1], 3) == ((shards[0],), (), ())
+
+
+def test_copy_is_the_shard_and_is_made_once(trained: Path, folder: CopyFolder) -> None:
+    shard = shard_of(trained)
+    assert not folder.holds(shard)
+    assert bring(folder, trained, shard)
+    assert (folder.path / shard.path).read_bytes() == (trained / shard.path).read_bytes()
+    assert folder.holds(shard)
+    assert not bring(folder, trained, shard)
+    assert names_in(folder) == [shard.path]
+
+
+def test_what_a_kill_left_is_no_copy_and_is_written_over(trained: Path, folder: CopyFolder) -> None:
+    shard = shard_of(trained)
+    partial = folder.path / Path(shard.path).parent / ".model.safetensors.partial"
+    partial.parent.mkdir(parents=True)
+    partial.write_bytes(b"half" * shard.nbytes)
+    assert not folder.holds(shard)
+    assert bring(folder, trained, shard)
+    assert names_in(folder) == [shard.path]
+    assert folder.prove(shard, NOBODY_STOPS)
+
+
+@pytest.mark.parametrize("content", [b"", b"short", None], ids=["empty", "short", "another shard"])
+def test_foreign_file_of_that_name_is_replaced(trained: Path, folder: CopyFolder, content: bytes | None) -> None:
+    shard, *others = read_manifest(trained).shards
+    path = folder.path / shard.path
+    path.parent.mkdir(parents=True)
+    path.write_bytes((trained / others[-1].path).read_bytes() if content is None else content)
+    assert bring(folder, trained, shard)
+    assert folder.prove(shard, NOBODY_STOPS)
+
+
+def test_flipped_byte_is_proven_and_the_copy_removed(trained: Path, folder: CopyFolder) -> None:
+    shard = shard_of(trained)
+    bring(folder, trained, shard)
+    flip(folder.path / shard.path)
+    assert folder.holds(shard)  # size and header are right
+    assert not folder.prove(shard, NOBODY_STOPS)
+    assert names_in(folder) == []
+    assert bring(folder, trained, shard)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
+def test_damaged_shard_is_refused_and_leaves_no_copy(trained: Path, folder: CopyFolder, tmp_path: Path) -> None:
+    shard, bad = shard_of(trained), tmp_path / "bad"
+    (bad / shard.path).parent.mkdir(parents=True)
+    (bad / shard.path).write_bytes((trained / shard.path).read_bytes())
+    flip(bad / shard.path)
+    with pytest.raises(InputError, match=r"bad/stage-000/model\.safetensors: '.*': expected blake3:.*, found blake3:"):
+        bring(folder, bad, shard)
+    assert names_in(folder) == []
+
+
+def test_several_at_once_make_one_copy(trained: Path, folder: CopyFolder) -> None:
+    shard = shard_of(trained)
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda _: bring(folder, trained, shard), range(8)))
+    assert made.count(True) == 1
+    assert names_in(folder) == [shard.path]
+    assert folder.prove(shard, NOBODY_STOPS)
+
+
+def test_copy_that_another_process_holds_and_does_not_write_is_not_waited_for_for_ever(
+    trained: Path, folder: CopyFolder
+) -> None:
+    shard = shard_of(trained)
+    partial = folder.path / Path(shard.path).parent / ".model.safetensors.partial"
+    partial.parent.mkdir(parents=True)
+    holder = folder._lock(partial, NOBODY_STOPS)
+    started_s = time.monotonic()
+    with pytest.raises(UserError) as error:
+        bring(folder, trained, shard)
+    assert time.monotonic() - started_s < 5
+    assert str(error.value) == (
+        f"{partial}: another process has it, and has written nothing for 0 s\n"
+        "hint: end that process, or take another --stage-to-local"
+    )
+    os.close(holder)
+    assert bring(folder, trained, shard)
+
+
+def test_copying_ends_soon_when_another_rank_has_failed(trained: Path, folder: CopyFolder) -> None:
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(CancelledError):
+        bring(folder, trained, shard_of(trained), stop)
+    assert names_in(folder) == []
+
+
+def test_disk_without_room_is_refused_before_copying_with_what_lies_there(
+    trained: Path, folder: CopyFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = tuple(read_manifest(trained).shards)
+    old = folder.path.parent / "step-000005-00112233445566ff"
+    old.mkdir(parents=True)
+    (old / "x").write_bytes(b"x" * 4096)
+    (folder.path.parent / "somebody's").mkdir()
+    folder.check_room(shards)
+    bring(folder, trained, shards[0])
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    needed = sum(shard.nbytes for shard in shards[1:])
+    with pytest.raises(UserError) as error:
+        folder.check_room(shards)
+    assert str(error.value) == (
+        f"--stage-to-local {folder.path.parent}: {len(shards) - 1} shards need {needed} bytes more on this node, "
+        "1000 are free\n"
+        "hint: copies for other manifests are there: step-000005-00112233445566ff (4096 bytes); remove what no job uses"
+    )
+    folder.check_room(shards[:1])  # it is there: nothing is needed
+
+
+def test_folder_that_cannot_be_written_is_said_to_be_none(trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    folder = CopyFolder(path=tmp_path / "file" / "x", limit_s=1)
+    with pytest.raises(UserError) as error:
+        folder.check_room((shard_of(trained),))
+    assert str(error.value) == f"{tmp_path}/file/x: cannot be written: Not a directory"
+
+
+def test_link_that_leads_out_of_the_folder_is_not_followed(trained: Path, folder: CopyFolder, tmp_path: Path) -> None:
+    shard, elsewhere = shard_of(trained), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    folder.path.mkdir(parents=True)
+    (folder.path / "stage-000").symlink_to(elsewhere)
+    with pytest.raises(UserError, match="stage-000: is a link that leads elsewhere\nhint: remove it"):
+        bring(folder, trained, shard)
+    (folder.path / "stage-000").unlink()
+    (folder.path / "stage-000").mkdir()
+    (folder.path / "stage-000" / ".model.safetensors.partial").symlink_to(elsewhere / "precious")
+    with pytest.raises(UserError, match="Too many levels of symbolic links"):
+        bring(folder, trained, shard)
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_folder_is_named_by_the_manifest_and_may_name_the_nodes_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = digest_bytes(b"a manifest")
+    monkeypatch.setenv("SCRATCH_OF_JOB", "/scratch/7")
+    monkeypatch.delenv("NOT_SET_HERE", raising=False)
+    assert node_folder(Path("/local"), "pp4", digest) == Path(f"/local/pp4-{digest[7:23]}")
+    assert node_folder(Path("$SCRATCH_OF_JOB/x"), "pp4", digest) == Path(f"/scratch/7/x/pp4-{digest[7:23]}")
+    with pytest.raises(UserError) as error:
+        node_folder(Path("$NOT_SET_HERE/x"), "pp4", digest)
+    assert str(error.value) == "--stage-to-local $NOT_SET_HERE/x: names a variable that is not set on this node"
+
+
+def test_folder_that_is_no_place_on_every_node_is_refused() -> None:
+    with pytest.raises(UserError) as error:
+        parse_training(("--data", "synthetic", "--stage-to-local", "scratch"))
+    assert str(error.value) == (
+        "--stage-to-local scratch: expected a path from / on: the folder is looked up on every node\n"
+        "hint: it may name a node's variables, such as '$TMPDIR/bundles'"
+    )
+
+
+def test_virtual_bundles_are_not_copied(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", llama_config())
+    assert reshard("pack", tmp_path / "model", "--layout", "pp=2", "--virtual", "--out", tmp_path / "v").code == 0
+    manifest: Manifest = read_manifest(tmp_path / "v")
+    with pytest.raises(UserError) as error:
+        check_copied(manifest, "v/manifest.json")
+    assert str(error.value) == (
+        f"--stage-to-local: the bundles of v/manifest.json are virtual: they lie in {tmp_path}/model, without digests "
+        "that a copy could be checked by\nhint: reshard pack without --virtual writes bundles"
+    )
+
+
+def test_small_files_of_a_store_are_fetched_with_their_digests_checked(trained: Path, tmp_path: Path) -> None:
+    found = fetch(find_manifest_file(trained), tmp_path / "here")
+    assert (found.root, found.location) == (tmp_path / "here", str(trained))
+    names = {path.name for path in (tmp_path / "here").iterdir()}
+    assert names == {"manifest.json", *(file.path for file in found.manifest.files)}
+    assert found.bundles.root == LocalFolder(trained)
+    shutil.copytree(trained, tmp_path / "bad")
+    flip(tmp_path / "bad" / "config.json")
+    with pytest.raises(InputError, match=r"bad/config\.json: expected blake3:"):
+        fetch(find_manifest_file(tmp_path / "bad"), tmp_path / "there")
+    assert not (tmp_path / "there" / "manifest.json").exists()
+
+
+def test_manifest_on_the_hub_is_launched_at_the_commit_that_is_found(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serve_hub() as hub:
+        set_up(monkeypatch, hub, tmp_path / "cache")
+        commit = hub.push("org/pp4", files_in(trained))
+        with opened("hf://org/pp4", is_staged=True) as (address, launched):
+            assert address == f"hf://org/pp4@{commit}"
+            assert launched.location == "hf://org/pp4"
+            assert launched.manifest == read_manifest(trained)
+        hub.push("org/pp4", {"config.json": b"{}"})
+        again = fetch(find_manifest_file(address), tmp_path / "node")
+        shard = shard_of(trained)
+        folder = CopyFolder(path=tmp_path / "node", limit_s=5)
+        assert folder.bring(again.bundles.root.file(shard.path), shard, NOBODY_STOPS)
+        assert (folder.path / shard.path).read_bytes() == (trained / shard.path).read_bytes()
