@@ -9,7 +9,7 @@ is already over the valid tokens of all ranks (Note [Loss over tokens]).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,14 +17,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from runner.chunk import StageChunk
 from runner.mesh import DATA_DIMS, REPLICATE, SHARD, TENSOR, Mesh
 from runner.parts import layers_of
 from runner.recipe import ComputeOptions
 from runner.shards import local_of, mesh_dims
+from runner.tensor_parallel import cut_matrices, summed_over_heads
 
 __all__ = ["Parallel", "is_sharded", "parallelize"]
 
@@ -56,7 +55,7 @@ class Parallel:
             _reduce_sharded(root)
         degrees = self.mesh.degrees
         if degrees.tensor > 1:
-            partial = [parameter for chunk in self.chunks for parameter in _summed_over_heads(chunk)]
+            partial = [parameter for chunk in self.chunks for parameter in summed_over_heads(chunk)]
             _add_up(partial, self.mesh.group(TENSOR), torch.float32)
         if degrees.replicate > 1:
             parameters = (parameter for chunk in self.chunks for parameter in chunk.body.parameters())
@@ -85,7 +84,7 @@ def is_sharded(mesh: Mesh, compute: ComputeOptions) -> bool:
 def parallelize(chunk: StageChunk, mesh: Mesh, compute: ComputeOptions) -> None:
     """Let this rank hold its part of a chunk, which is on the meta device and in the dtype of its masters."""
     if mesh.degrees.tensor > 1:
-        _cut_matrices(chunk, mesh.part(TENSOR))
+        cut_matrices(chunk, mesh.part(TENSOR))
     if is_sharded(mesh, compute) and any(True for _ in chunk.body.parameters()):
         _shard(chunk, mesh.part(*(DATA_DIMS if mesh.degrees.replicate > 1 else (SHARD,))), compute)
 
@@ -137,58 +136,3 @@ def _add_up_bucket(bucket: Sequence[torch.Tensor], group: dist.ProcessGroup | No
     dist.all_reduce(flat, group=group)
     for gradient, total in zip(bucket, torch.split(flat, [gradient.numel() for gradient in bucket]), strict=True):
         gradient.copy_(total.view(gradient.shape))
-
-
-# Note [Tensor parallelism]
-# Matrices are cut as in Megatron: those that begin a block by rows, so that each rank has whole heads or hidden
-# units, those that end it by columns. What goes in and comes out is whole on every rank, so stages hand on what
-# they hand on without it, on every schedule, and norms are the same everywhere.
-_COLWISE, _ROWWISE = "colwise", "rowwise"
-_LAYER: Mapping[str, str] = {
-    "attention.qkv_linear.wq": _COLWISE,
-    "attention.qkv_linear.wk": _COLWISE,
-    "attention.qkv_linear.wv": _COLWISE,
-    "attention.wo": _ROWWISE,
-    "feed_forward.w1": _COLWISE,
-    "feed_forward.w3": _COLWISE,
-    "feed_forward.w2": _ROWWISE,
-}
-# Of each head, and the same for all of them: a rank has seen its own heads alone.
-_OF_HEADS = ("attention.q_norm", "attention.k_norm", "attention.qkv_linear.q_norm", "attention.qkv_linear.k_norm")
-
-
-def _cut_matrices(chunk: StageChunk, mesh: DeviceMesh) -> None:
-    plan: dict[str, ParallelStyle] = {}
-    present = {name for name, _ in chunk.body.named_modules()}
-    if "tok_embeddings" in present:
-        plan["tok_embeddings"] = _VocabularyParallel()
-    if "lm_head" in present:
-        plan["lm_head"] = ColwiseParallel(output_layouts=Replicate())
-    for number, _ in layers_of(chunk):
-        for name, cut in _LAYER.items():
-            plan[f"layers.{number}.{name}"] = ColwiseParallel() if cut == _COLWISE else RowwiseParallel()
-    assert plan.keys() <= present, f"no tensor-parallel plan for {chunk.family.architecture}"
-    parallelize_module(chunk.body, mesh, plan)
-
-
-class _VocabularyParallel(ParallelStyle):
-    """torchtitan's embedding with its rows cut: given a group, it embeds the tokens that are in its own rows."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, nn.Embedding)
-        module.tp_group = device_mesh.get_group()  # type: ignore[assignment]
-        weight = distribute_tensor(module.weight, device_mesh, (Shard(0),))
-        module.register_parameter("weight", nn.Parameter(weight))
-        module.register_forward_hook(lambda _, args, out: _summed(out, device_mesh))
-        return module
-
-
-def _summed(partial: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    whole: torch.Tensor = DTensor.from_local(partial, mesh, (Partial(),)).redistribute(mesh, (Replicate(),)).to_local()
-    return whole
-
-
-def _summed_over_heads(chunk: StageChunk) -> Iterator[nn.Parameter]:
-    for name, parameter in chunk.body.named_parameters():
-        if name.rpartition(".")[0].endswith(_OF_HEADS):
-            yield parameter

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from importlib.util import find_spec
+from typing import Any
 
 from manifests.errors import UsageError
 from manifests.schema import Manifest
@@ -17,17 +18,16 @@ from runner.timetable import Timetable
 __all__ = [
     "REFUSED",
     "Combination",
-    "DataParallel",
     "Refusal",
     "check_combination",
     "check_divides",
+    "check_sinks",
     "combine",
     "share_of",
 ]
 
-# torch's wrapper, its composable replicate, or its fully sharded parameters (FSDP2).
-DataParallel = Literal["none", "wrapper", "replicate", "sharded"]
 _LAYER = re.compile(r"\.(\d+)$")  # numbered from the model's number of layers, they are for multi-token prediction
+_CUT = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size", "vocab_size")
 _UNSPLIT = "a schedule with whole backwards on stages in a loop, such as 1F1B or Interleaved1F1B"
 
 
@@ -39,10 +39,6 @@ class Combination:
     splits_backward: bool = False  # see `runner.timetable.Timetable`
     recompute: Recompute = "none"
     is_compiled: bool = False
-    data_parallel: DataParallel = "none"
-    reshards_after_forward: bool = False
-    is_sequence_parallel: bool = False
-    is_moe: bool = False
     num_mtp_layers: int = 0
     num_tensor: int = 1  # tensor-parallel ranks
     architecture: str = "LlamaForCausalLM"
@@ -61,20 +57,6 @@ class Refusal:
 
 REFUSED = (
     Refusal(
-        where="--schedule",
-        applies=lambda found: found.splits_backward and found.data_parallel == "wrapper",
-        problem="{schedule} computes gradients of weights apart, where torch's DistributedDataParallel reduces none",
-        hint=f"replicate composably, or take {_UNSPLIT}",
-    ),
-    Refusal(
-        where="--schedule",
-        applies=lambda found: (
-            found.splits_backward and found.data_parallel == "sharded" and found.reshards_after_forward
-        ),
-        problem="{schedule} computes gradients of weights when sharded parameters are freed again: they come out wrong",
-        hint=f"keep parameters whole after the forward, or take {_UNSPLIT}",
-    ),
-    Refusal(
         where="--ac",
         applies=lambda found: found.splits_backward and found.recompute == "selective",
         problem="selective recomputation does not work with {schedule}, which goes through a backward in two parts",
@@ -85,12 +67,6 @@ REFUSED = (
         applies=lambda found: found.splits_backward and found.is_compiled,
         problem="a compiled layer has one backward, and {schedule} cuts it in two: gradients come out wrong",
         hint=f"leave --compile out, or take {_UNSPLIT}",
-    ),
-    Refusal(
-        where="--tp",
-        applies=lambda found: found.is_sequence_parallel and found.is_moe,
-        problem="sequence parallelism gives the norms before experts wrong gradients",
-        hint="leave sequence parallelism out for models with experts",
     ),
     Refusal(
         where="--tp",
@@ -139,12 +115,22 @@ def _said(rule: Refusal, found: Combination) -> str:
     return rule.problem.format(schedule=found.schedule, architecture=found.architecture)
 
 
+def check_sinks(options: TrainOptions) -> None:
+    """Raise where metrics are wanted for a package that is not installed here.
+
+    Raises:
+        UsageError: naming the extra that brings it.
+    """
+    for name in ("tensorboard", "wandb"):
+        if getattr(options, name) and find_spec(name) is None:
+            raise UsageError(f"--{name}", f"{name} is not installed here", f"pip install 'reshard[{name}]'")
+
+
 def combine(
     manifest: Manifest, options: TrainOptions, timetable: Timetable, degrees: Degrees | None = None
 ) -> Combination:
     """Give what a run of these options puts together; without `degrees`, of one pipeline."""
     degrees = degrees or Degrees(pipeline=manifest.layout.num_ranks)
-    copied: DataParallel = "replicate" if degrees.replicate > 1 else "none"
     modules = (module for stage in manifest.stages for module in stage.modules)
     numbers = [int(found[1]) for found in map(_LAYER.search, modules) if found]
     return Combination(
@@ -152,7 +138,6 @@ def combine(
         splits_backward=timetable.splits_backward,
         recompute=options.compute.recompute,
         is_compiled=options.compute.is_compiled,
-        data_parallel="sharded" if degrees.shard > 1 else copied,
         num_tensor=degrees.tensor,
         architecture=manifest.model.architecture,
         has_loss_chunks=options.compute.loss_chunk is not None,
@@ -166,7 +151,7 @@ def check_divides(config: Mapping[str, Any], num_tensor: int) -> None:
     Raises:
         UsageError: naming what does not divide.
     """
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+    for name in _CUT:
         if isinstance(count := config.get(name), int) and count % num_tensor:
             raise UsageError("--tp", f"expected a divisor of {count} ({name} of config.json), found {num_tensor}")
 

@@ -59,7 +59,7 @@ class DeepSeekV3(TitanFamily):
         self._check_groups()
 
     def rope(self) -> RotaryEmbedding.Config:
-        is_interleaved = self.read.flag("rope_interleave", True)
+        is_interleaved = self._flag("rope_interleave")
         return rotary_config(
             self.read.config,
             head_dim=self.read.count("qk_rope_head_dim"),
@@ -112,12 +112,16 @@ class DeepSeekV3(TitanFamily):
             num_expert_groups=read.count("n_group", _DEFAULT_GROUPS),
             num_limited_groups=read.count("topk_group", _DEFAULT_CHOSEN),
             top_k=read.count("num_experts_per_tok"),
-            route_norm=read.flag("norm_topk_prob", True),
+            route_norm=self._flag("norm_topk_prob"),
             route_scale=positive_number(read.config, "routed_scaling_factor", f"{read.where}: ", 2.5),
         )
         experts = Experts.Config(dim=self.hidden_size, hidden_dim=ffn, num_experts=count)
         shared = self.mlp(ffn * read.count("n_shared_experts"))
         return moe_config(router, experts, kind=SteeredMoE.Config, shared=shared)
+
+    def _flag(self, name: str) -> bool:
+        """Give a flag that is on where it is absent and, as transformers reads it, off where it is null."""
+        return self.read.flag(name, name not in self.read.config)
 
     def _check_groups(self) -> None:
         """Refuse groups that experts cannot be chosen from."""

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torchtitan.models.common import Linear
 from torchtitan.models.common.attention import QKVLinear
-from torchtitan.models.common.linear import ScaledBiasRowwiseLinear
 from torchtitan.models.common.moe import MoE, TokenChoiceTopKRouter
 from torchtitan.models.gpt_oss.model import Attention, GptOssModel, GptOssTransformerBlock
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward, swiglu
@@ -132,7 +131,6 @@ class GptOss(TitanFamily):
         width, head = self.hidden_size, self.head_dim
         linear: dict[str, Any] = {"bias": self._bias, "param_init": NO_INIT}
         queries, keys = self.num_heads * head, self.num_kv_heads * head
-        out = ScaledBiasRowwiseLinear if self._bias else Linear
         return Attention.Config(
             n_heads=self.num_heads,
             n_kv_heads=self.num_kv_heads,
@@ -143,7 +141,7 @@ class GptOss(TitanFamily):
                 wq=Linear.Config(in_features=width, out_features=queries, **linear),
                 wkv=Linear.Config(in_features=width, out_features=keys, **linear),
             ),
-            wo=out.Config(in_features=queries, out_features=width, **linear),
+            wo=Linear.Config(in_features=queries, out_features=width, **linear),
             sliding_window_size=window,
             inner_attention=CausalAttention.Config(window=window),
             rope=self._rope,

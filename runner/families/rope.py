@@ -127,6 +127,8 @@ def rotary_config(
     for table, prefix in ((config, outer), (found, inner)):
         if table.get("partial_rotary_factor") not in (None, 1, 1.0):
             raise InputError(f"{prefix}partial_rotary_factor", "is not modelled; expected 1.0 or nothing")
+    if kinds := sorted(name for name, value in found.items() if isinstance(value, Mapping)):
+        raise InputError(f"{inner}{kinds[0]}", "is not modelled", "all layers have one RoPE")
     theta_at = (found, inner) if found.get("rope_theta") is not None else (config, outer)
     theta = positive_number(theta_at[0], "rope_theta", theta_at[1], theta)
     rotary = kind(dim=head_dim, max_seq_len=max_seq_len, theta=theta)

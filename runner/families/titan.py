@@ -198,6 +198,7 @@ _MODELLED: Mapping[str, tuple[object, ...]] = {
     "attention_bias": (False,),
     "mlp_bias": (False,),
     "hidden_act": ("silu", "swish"),
+    "is_causal": (True,),
     "pretraining_tp": (1,),
     "attention_dropout": (0.0,),
     "output_router_logits": (False,),  # the loss that balances experts needs every stage's logits

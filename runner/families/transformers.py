@@ -161,7 +161,7 @@ class Transformers:
     def _refusals(self) -> Iterator[None]:
         try:
             yield
-        except (StrictDataclassError, KeyError, TypeError, ValueError) as error:
+        except (StrictDataclassError, AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
             said = " ".join(str(error).split())
             raise InputError(self._where, f"transformers {transformers.__version__} refuses it: {said}") from error
 

@@ -1,8 +1,10 @@
-"""A rank that trains every case it is given, and saves its part of what came of it. Started by torchrun.
+"""A rank that trains every case it is given, and saves its part of what came of it.
 
 usage: parallel_worker.py CASES OUT
 
-CASES is a JSON list of {"name": …, "root": …, "args": […]}; OUT/NAME-RANK.pt is what this rank found.
+CASES is a JSON list of {"name": …, "root": …, "args": […], "origin": …}; the last is null, or names the case from
+whose checkpoint this one goes on. OUT/NAME-RANK.pt is what this rank found, OUT/NAME-saved the checkpoint after the
+first step.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +21,25 @@ import torch
 from torch import distributed as dist
 
 from runner.begin import Ready, begin
-from runner.chunk import hf_pieces
+from runner.chunk import hf_constants, hf_pieces
 from runner.load import load_tensors
 from runner.options import parse_training
 from runner.packed import open_packed
+from runner.pieces import Piece
+from runner.randomness import random_state
+from runner.resume import find_position, remember
+from runner.save import save
 from runner.step import eval_step, train_step
 from runner.world import World, join_world
 from stores.base import InputFile, Range, Reader
 from stores.bundles import Bundles
 from stores.local import LocalFolder
 from tests.fast.runner.tiny import padded_batch
+from tests.process.parallel_cases import VOCAB_SIZE
 
 CPU = torch.device("cpu")
-STEPS, VOCAB_SIZE = 2, 96
+STEPS = 2
+Part = tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]  # name, whole shape, offset, and what lies there
 
 
 @dataclass(frozen=True)
@@ -83,35 +91,57 @@ class CountedReader:
         self.reader.close()
 
 
-def run_case(case: dict[str, Any], world: World) -> dict[str, Any]:
+def run_case(case: dict[str, Any], out: Path, world: World) -> dict[str, Any]:
     launched = open_packed(Path(case["root"]))
-    options = parse_training(["--data", "synthetic", *case["args"]])
-    ready = begin(launched, (launched.root,), options, world, CPU)
+    origin = out / f"{case['origin']}-saved" if case["origin"] else launched.root
+    flags = ("--resume", str(origin)) if case["origin"] else ()
+    options = parse_training(["--data", "synthetic", *case["args"], *flags])
+    ready = begin(launched, (origin,), options, world, CPU)
     found: dict[str, Any] = {"loaded": ready.loaded.nbytes, "num_parts": ready.loaded.num_parts, "read": read_of(ready)}
     found["stages"] = [chunk.stage for chunk in ready.chunks]
+    found["begun"] = state_of(ready)
     engine, schedule = ready.engine, ready.engine.schedule
     reports = []
-    for step in range(STEPS):
+    first = ready.training.step if ready.training else 0
+    for step in range(first, STEPS):
         whole = padded_batch(step, vocab_size=VOCAB_SIZE)
         batch = ready.rows_of(whole) if schedule.has_first or schedule.has_last else None
         loss = eval_step(engine, batch)
         reports.append((train_step(engine, batch, step), loss))
         if step == 0:
             found["gradients"] = parts_of(ready, lambda weight: weight.grad)
+            found["saved"] = state_of(ready)
+            save_state(ready, out / f"{case['name']}-saved", world.rank)
     found["reports"] = [(report.loss, report.grad_norm, report.num_tokens, loss) for report, loss in reports]
     found["weights"] = parts_of(ready, lambda weight: weight)
     return found
 
 
-def parts_of(ready: Ready, of: Any) -> list[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]:
+def state_of(ready: Ready) -> list[Part]:
+    """Give what this rank writes of the weights and moments."""
+    kinds = (kind for kinds in ready.held_state().values() for kind in kinds.items())
+    return [(f"{holds} {piece.fqn}", *rest_of(piece)) for holds, pieces in kinds for piece in pieces]
+
+
+def save_state(ready: Ready, folder: Path, rank: int) -> None:
+    """Save what there is after the first step."""
+    state = remember(ready.options, step=1, num_tokens=1, data=find_position(ready.options, None, None))
+    save(ready.held_state(), ready.job, folder, replace(state, random=(random_state(rank, CPU),)))
+
+
+def parts_of(ready: Ready, of: Any) -> list[Part]:
     pieces = (piece for chunk in ready.chunks for piece in hf_pieces(chunk, of))
-    return [(piece.fqn, piece.shape, piece.offset, piece.memory.clone()) for piece in pieces]
+    return [(piece.fqn, *rest_of(piece)) for piece in pieces]
+
+
+def rest_of(piece: Piece) -> tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]:
+    return piece.shape, piece.offset, piece.memory.clone()
 
 
 def read_of(ready: Ready) -> list[tuple[str, int, int]]:
     """Give the ranges that this rank reads when it loads its weights."""
     counted = Counted(LocalFolder(ready.origin.root))
-    pieces = [piece for chunk in ready.chunks for piece in hf_pieces(chunk)]
+    pieces = [piece for chunk in ready.chunks for piece in (*hf_pieces(chunk), *hf_constants(chunk))]
     load_tensors(pieces, Bundles(ready.origin.manifest, counted), ready.origin.shape)
     return counted.ranges
 
@@ -120,7 +150,7 @@ def main(cases: Path, out: Path) -> None:
     world = World.from_environment(os.environ)
     join_world(CPU, timeout_s=60)
     for case in json.loads(cases.read_text()):
-        torch.save(run_case(case, world), out / f"{case['name']}-{world.rank}.pt")
+        torch.save(run_case(case, out, world), out / f"{case['name']}-{world.rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -6,148 +6,100 @@ References are runs of this runner on one rank, whose gradients `test_parity` ho
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from manifests.models import module_of
 from manifests.store import open_shard, read_manifest
 from tests.builders import reshard
-from tests.fast.runner.tiny import EMBEDDING, HEAD, save_model
-from tests.process.parallel_worker import VOCAB_SIZE
+from tests.fast.runner.titans import save_titan
+from tests.process.parallel_cases import LAYOUTS, MODELS, NORMAL, SLOW_4, SLOW_8, Case
 from tests.process.torchrun import launch
+
+# Those that begin with what was packed, and not with a checkpoint.
+ROWS, SLOW_ROWS = (tuple(case for case in cases if case.origin is None) for cases in (NORMAL, SLOW_4 + SLOW_8))
 
 pytestmark = [
     pytest.mark.process,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1200),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),  # torch's reader in one process
 ]
 
-Weights = Literal["tied", "untied", "odd", "qwen3"]
-WEIGHTS: tuple[Weights, ...] = ("tied", "untied", "odd", "qwen3")
-SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 4, "vocab_size": VOCAB_SIZE}
-ODD = {"vocab_size": VOCAB_SIZE + 1, "intermediate_size": 82}  # no number of ranks divides these rows
 RECIPE = ("--seq-len", 32, "--global-batch", 8, "--lr", 1e-2, "--max-norm", 0.5)
-DATA_TOLERANCE, TENSOR_TOLERANCE = 1e-6, 5e-6  # of gradients, relative
-COLUMNS = ("o_proj.weight", "down_proj.weight")  # cut by columns over tensor-parallel ranks; norms are not cut
-LAYOUTS = ("pp=1", "pp=2", "pp=4", "pp=2,vpp=2", "pp=2,vpp=2,style=v")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    weights: Weights
-    layout: str = "pp=2"
-    replicate: int = 1
-    shard: int = 1
-    tensor: int = 1
-    flags: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        shape = f"{self.replicate}x{self.shard}x{self.tensor}"
-        return "-".join((self.weights, self.layout, shape, *(flag.strip("-") for flag in self.flags)))
-
-    @property
-    def tolerance(self) -> float:
-        return DATA_TOLERANCE if self.tensor == 1 else TENSOR_TOLERANCE
-
-    @property
-    def args(self) -> list[str]:
-        flags = ("--dp-replicate", self.replicate, "--dp-shard", self.shard, "--tp", self.tensor, *self.flags)
-        return [str(flag) for flag in flags]
-
-
-ZBV = ("--schedule", "ZBVZeroBubble")
-NORMAL = (
-    Case(weights="tied", replicate=2),
-    Case(weights="tied", shard=2),
-    Case(weights="untied", shard=2, flags=("--load", "broadcast")),
-    Case(weights="tied", tensor=2),
-    Case(weights="tied", layout="pp=2,vpp=2,style=v", shard=2, flags=ZBV),
-    Case(weights="tied", layout="pp=1", shard=4),
-    Case(weights="odd", layout="pp=1", shard=4),
-)
-SLOW_4 = (
-    Case(weights="untied", replicate=2),
-    Case(weights="untied", tensor=2),
-    Case(weights="qwen3", tensor=2),  # its norms of heads have seen the heads of one rank
-    Case(weights="tied", layout="pp=2,vpp=2", shard=2),
-    Case(weights="tied", layout="pp=2,vpp=2,style=v", tensor=2, flags=ZBV),
-    Case(weights="tied", layout="pp=2,vpp=2,style=v", replicate=2, flags=ZBV),
-    Case(weights="tied", shard=2, flags=("--ac", "full")),
-    Case(weights="untied", layout="pp=1", replicate=2, tensor=2, flags=("--load", "broadcast")),
-)
-SLOW_8 = (
-    Case(weights="tied", shard=2, tensor=2),
-    Case(weights="tied", replicate=2, shard=2),
-    Case(weights="tied", replicate=2, tensor=2),
-    Case(weights="untied", layout="pp=4", shard=2),
-)
+FLOOR = 1e-9  # of gradients whose common norm is 0.5: what rounding leaves of a sum that cancels out
+# What tensor-parallel ranks have rows of; some of the rest they have columns of.
+CUT_ROWS = re.compile(r"(embed_tokens|lm_head|[qkv]_proj|gate_proj|up_proj|q_b_proj|kv_b_proj)\.(weight|bias)$|sinks$")
+# Experts in one tensor, (E, F, D), of which they have some F.
+CUT_EACH = re.compile(r"experts\.down_proj$")
+CONSTANTS = ("e_score_correction_bias",)  # which every rank has whole
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models, packed on every layout, and references."""
-    place = tmp_path_factory.mktemp("parallel")
-    for weights in WEIGHTS[:3]:
-        sizes = {**SIZES, **(ODD if weights == "odd" else {})}
-        save_model(place / weights, tie_word_embeddings=weights == "tied", **sizes)
-    save_qwen3(place / "qwen3")
-    for weights in WEIGHTS:
-        for layout in LAYOUTS:
-            packed = reshard("pack", place / weights, "--layout", layout, "--out", place / f"{weights}-{layout}")
-            assert packed.code == 0, packed.err
-    run_cases(place, 1, tuple(Case(weights=weights, layout="pp=1") for weights in WEIGHTS))
-    return place
-
-
-def save_qwen3(folder: Path) -> None:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    model = Qwen3ForCausalLM(Qwen3Config(**SIZES, **heads, tie_word_embeddings=False))
-    for name, parameter in model.named_parameters():
-        torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.1)
-    model.save_pretrained(folder)
+    return tmp_path_factory.mktemp("parallel")
 
 
 @pytest.fixture(scope="module")
 def trained(place: Path) -> Path:
-    run_cases(place, 4, NORMAL)
+    run_with_references(place, {4: NORMAL})
     return place
 
 
 @pytest.fixture(scope="module")
-def trained_slow(place: Path) -> Path:
-    run_cases(place, 4, SLOW_4)
-    run_cases(place, 8, SLOW_8)
+def trained_slow(place: Path, trained: Path) -> Path:
+    run_with_references(place, {4: SLOW_4, 8: SLOW_8})
     return place
 
 
-def run_cases(place: Path, num_ranks: int, cases: tuple[Case, ...]) -> None:
+def run_with_references(place: Path, cases: Mapping[int, tuple[Case, ...]]) -> None:
+    """Train these cases on so many ranks, and once on one rank every model of theirs that was not yet."""
+    models = {case.model for some in cases.values() for case in some}
+    references = [one_rank(model) for model in sorted(models) if not (place / model).exists()]
+    for case in references:
+        pack_model(place, case.model)
+    run_cases(place, 1, references)
+    for num_ranks, some in cases.items():
+        run_cases(place, num_ranks, some)
+
+
+def one_rank(model: str) -> Case:
+    return Case(model=model, layout="pp=1")
+
+
+def pack_model(place: Path, model: str) -> None:
+    name, changes = MODELS[model]
+    save_titan(place / model, name, **changes)
+    for layout in LAYOUTS:
+        packed = reshard("pack", place / model, "--layout", layout, "--out", place / f"{model}-{layout}")
+        assert packed.code == 0, packed.err
+
+
+def run_cases(place: Path, num_ranks: int, cases: Sequence[Case]) -> None:
     jobs = [
         {
             "name": case.name,
-            "root": str(place / f"{case.weights}-{case.layout}"),
+            "root": str(place / case.packed),
             "args": [*map(str, RECIPE), *case.args],
+            "origin": case.origin and case.origin.name,
         }
         for case in cases
     ]
     (place / "cases.json").write_text(json.dumps(jobs))
-    launch(num_ranks, "parallel_worker.py", place / "cases.json", place, timeout_s=500)
+    launch(num_ranks, "parallel_worker.py", place / "cases.json", place, timeout_s=900)
 
 
 def found_by(place: Path, case: Case) -> list[dict[str, Any]]:
     """Give what each rank found."""
     files = sorted(place.glob(f"{case.name}-?.pt"))
-    assert len(files) == read_manifest(place / f"{case.weights}-{case.layout}").layout.num_ranks * (
+    assert len(files) == read_manifest(place / case.packed).layout.num_ranks * (
         case.replicate * case.shard * case.tensor
     )
     return [torch.load(file) for file in files]
@@ -166,21 +118,40 @@ def whole(ranks: list[dict[str, Any]], what: str) -> dict[str, torch.Tensor]:
 
 
 def check_against_one_rank(place: Path, case: Case) -> None:
-    ranks = found_by(place, case)
-    reference = torch.load(place / f"{Case(weights=case.weights, layout='pp=1').name}-0.pt")
+    if case.origin is not None:
+        check_goes_on(place, case, case.origin)
+        return
+    ranks, (reference,) = found_by(place, case), found_by(place, one_rank(case.model))
     expected, found = whole([reference], "gradients"), whole(ranks, "gradients")
-    if HEAD not in expected and HEAD in found:  # the head and the embedding are one weight
-        assert found.pop(HEAD).equal(found[EMBEDDING])
+    for group in read_manifest(place / case.packed).ties:  # copies of one weight
+        for replica in group.replicas:
+            assert found.pop(replica.fqn, found[group.owner.fqn]).equal(found[group.owner.fqn])
+            expected.pop(replica.fqn, None)
     assert found.keys() == expected.keys()
     for fqn, gradient in expected.items():
-        assert float((found[fqn] - gradient).norm() / gradient.norm()) <= case.tolerance, fqn
+        assert is_close(found[fqn], gradient, case.tolerance, FLOOR), fqn
     weights, trained = whole([reference], "weights"), whole(ranks, "weights")
-    assert all(float((trained[fqn] - weight).norm() / weight.norm()) < 1e-3 for fqn, weight in weights.items())
+    assert all(is_close(trained[fqn], weight, 1e-3) for fqn, weight in weights.items())
     for rank in ranks:
         assert rank["reports"] == ranks[0]["reports"]
         for report, other in zip(rank["reports"], reference["reports"], strict=True):
             assert report[2] == other[2]
             assert report == pytest.approx(other, rel=case.tolerance)
+
+
+def check_goes_on(place: Path, case: Case, origin: Case) -> None:
+    ranks, before = found_by(place, case), found_by(place, origin)
+    saved, begun = whole(before, "saved"), whole(ranks, "begun")
+    assert saved.keys() == begun.keys()
+    assert all(begun[name].equal(tensor) for name, tensor in saved.items())
+    tolerance = 0 if case.is_same_run else 1e-5
+    assert all(rank["reports"] == [pytest.approx(before[0]["reports"][1], rel=tolerance, abs=0)] for rank in ranks)
+    weights, trained = whole(before, "weights"), whole(ranks, "weights")
+    assert all(is_close(trained[fqn], weight, 100 * tolerance) for fqn, weight in weights.items())
+
+
+def is_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float, floor: float = 0.0) -> bool:
+    return bool((found - expected).norm() <= tolerance * expected.norm() + floor)
 
 
 @pytest.mark.parametrize("case", NORMAL, ids=lambda case: case.name)
@@ -197,32 +168,57 @@ def test_ranks_that_share_a_stage_train_as_one_rank_does_whole_matrix(case: Case
 def planned_nbytes(place: Path, case: Case, stages: list[int], number: int) -> int:
     """Give the bytes of a rank's rows: matrices are cut over tensor-parallel ranks, and then rows over shards.
 
-    Columns that are less than a page apart are read with what lies between.
+    Of experts in a tensor each, shards have some. Columns that are less than a page apart are read with what
+    lies between.
     """
-    manifest = read_manifest(place / f"{case.weights}-{case.layout}")
-    sizes, seen = 0, set()
-    for stage in (manifest.stages[index] for index in stages):
-        for shard in stage.shards:
-            for entry in open_shard(place / f"{case.weights}-{case.layout}", shard).tensors:
-                assert module_of(entry.name, stage.modules)
-                rows = entry.shape[0]
-                if len(entry.shape) == 2 and not entry.name.endswith(COLUMNS):
-                    rows //= case.tensor
-                each = -(-rows // case.shard)  # as torch.chunk deals them out
-                own = max(0, min(each, rows - each * (number // case.tensor % case.shard)))
-                sizes += own * prod(entry.shape[1:]) * 4
-                seen.add(entry.name)
-    assert seen
-    return sizes
+    manifest = read_manifest(place / case.packed)
+    entries = [
+        entry
+        for stage in (manifest.stages[index] for index in stages)
+        for shard in stage.shards
+        for entry in open_shard(place / case.packed, shard).tensors
+    ]
+    assert entries
+    num_experts = 1 + max((int(found[1]) for entry in entries if (found := EXPERT.search(entry.name))), default=0)
+    shard, nbytes = number // case.tensor % case.shard, 0
+    for name, shape in ((entry.name, entry.shape) for entry in entries):
+        rows, row_nbytes = shape[0], prod(shape[1:]) * 4
+        if CUT_EACH.search(name):
+            row_nbytes //= case.tensor
+        elif CUT_ROWS.search(name):
+            rows //= case.tensor
+        if name.endswith(CONSTANTS):
+            nbytes += rows * row_nbytes
+        elif expert := EXPERT.search(name):
+            nbytes += rows * row_nbytes * (int(expert[1]) in own_rows(num_experts, case.shard, shard))
+        else:
+            nbytes += len(own_rows(rows, case.shard, shard)) * row_nbytes
+    return nbytes
 
 
-@pytest.mark.parametrize("case", NORMAL, ids=lambda case: case.name)
+def own_rows(rows: int, num_shards: int, shard: int) -> range:
+    """Give the rows of a shard, as torch.chunk deals them out."""
+    each = -(-rows // num_shards)
+    return range(each * shard, max(each * shard, min(rows, each * (shard + 1))))
+
+
+@pytest.mark.parametrize("case", ROWS, ids=lambda case: case.name)
 def test_rank_reads_its_own_rows_and_no_byte_more(case: Case, trained: Path) -> None:
-    for number, rank in enumerate(found_by(trained, case)):
+    check_reads(trained, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW_ROWS, ids=lambda case: case.name)
+def test_rank_reads_its_own_rows_and_no_byte_more_whole_matrix(case: Case, trained_slow: Path) -> None:
+    check_reads(trained_slow, case)
+
+
+def check_reads(place: Path, case: Case) -> None:
+    for number, rank in enumerate(found_by(place, case)):
         files = {name for name, _, _ in rank["read"]}
         assert {int(name[6:9]) for name in files} == set(rank["stages"])
-        data_nbytes = read_nbytes(trained, case, rank)
-        assert data_nbytes == planned_nbytes(trained, case, rank["stages"], number)
+        data_nbytes = read_nbytes(place, case, rank)
+        assert data_nbytes == planned_nbytes(place, case, rank["stages"], number)
         if "broadcast" not in case.flags:
             assert data_nbytes == rank["loaded"]
         assert len(set(rank["read"])) == len(rank["read"])
@@ -230,7 +226,7 @@ def test_rank_reads_its_own_rows_and_no_byte_more(case: Case, trained: Path) -> 
 
 def read_nbytes(place: Path, case: Case, rank: dict[str, Any]) -> int:
     """Give the bytes that a rank read of tensors, headers left out."""
-    folder = place / f"{case.weights}-{case.layout}"
+    folder = place / case.packed
     data = (read for read in rank["read"] if read[1] >= header_nbytes(folder / read[0]))
     return sum(end - begin for _, begin, end in data)
 
@@ -274,9 +270,9 @@ class Runs:
     def resume(self, name: str, origin: str, root: str, *args: object) -> None:
         self.add(name, root, "--resume", self.checkpoint(origin, 6), *args)
 
-    def go(self) -> None:
+    def go(self, num_ranks: int = 4) -> None:
         (self.place / "jobs.json").write_text(json.dumps(self.jobs))
-        launch(4, "resume_worker.py", self.place / "jobs.json", timeout_s=500)
+        launch(num_ranks, "resume_worker.py", self.place / "jobs.json", timeout_s=500)
         self.jobs = []
 
     def losses(self, name: str) -> dict[int, float]:
@@ -297,6 +293,8 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(place: Path) -> Runs:
+    if not (place / "tied").exists():
+        pack_model(place, "tied")
     runs = Runs(place)
     runs.add("sharded", "tied-pp=2", *SHARDED)
     runs.add("pipeline", "tied-pp=4")

@@ -32,6 +32,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 Weights = Literal["tied", "untied"]
 WEIGHTS: tuple[Weights, ...] = ("tied", "untied")
+V = "pp=2,vpp=2,style=v"  # on which ZBVZeroBubble runs
 LAYOUTS = {ranks: {"1F1B": f"pp={ranks}", "Interleaved1F1B": f"pp={ranks},vpp=2"} for ranks in (1, 2, 4)}
 STEPS, SEQ_LEN, GLOBAL_BATCH = 12, 24, 8
 LR, WARMUP, MIN_LR, MAX_NORM, WEIGHT_DECAY = 2e-3, 3, 2e-4, 0.5, 0.1
@@ -98,13 +99,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     runs = Runs(tmp_path_factory.mktemp("resume"))
     make_sources(runs.place)
     for weights in WEIGHTS:
-        for layout in (layout for layouts in LAYOUTS.values() for layout in layouts.values()):
+        for layout in (V, *(layout for layouts in LAYOUTS.values() for layout in layouts.values())):
             packed = reshard("pack", runs.place / weights, "--layout", layout, "--out", runs.packed(weights, layout))
             assert packed.code == 0, packed.err
     launch_jobs(runs, 4, whole(runs, 4))
-    launch_jobs(runs, 2, [*whole(runs, 2), *across(runs, "pp=2", "whole-4-1F1B", 6, 8)])
+    to_v = across(runs, V, "whole-4-1F1B", 6, 9)
+    launch_jobs(runs, 2, [*whole(runs, 2), *across(runs, "pp=2", "whole-4-1F1B", 6, 8), *to_v])
     launch_jobs(runs, 1, [*whole(runs, 1), *across(runs, "pp=1", "across-pp=2", 8, 10)])
-    launch_jobs(runs, 4, [*resumed(runs, 4), *across(runs, "pp=4,vpp=2", "across-pp=1", 10, STEPS)])
+    from_v = across(runs, "pp=4", f"across-{V}", 9, STEPS)
+    launch_jobs(runs, 4, [*resumed(runs, 4), *across(runs, "pp=4,vpp=2", "across-pp=1", 10, STEPS), *from_v])
     spoil_copy(runs)
     with holding(runs.history("held")):
         launch_jobs(runs, 2, [*resumed(runs, 2), *offline(runs), *on_two_ranks(runs)])
@@ -232,6 +235,16 @@ def test_four_ranks_to_two_to_one_to_four_are_bitwise_the_uninterrupted_four(wei
     assert state is not None
     assert state.data is not None
     assert (state.step, state.data.num_sequences) == (STEPS, STEPS * GLOBAL_BATCH)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_loop_to_v_and_back_is_bitwise_the_uninterrupted_loop(weights: Weights, runs: Runs) -> None:
+    expected = runs.losses(f"whole-4-1F1B-{weights}")
+    found = [runs.losses(f"across-{layout}-{weights}") for layout in (V, "pp=4")]
+    assert [list(part) for part in found] == [[7, 8, 9], [10, 11, 12]]
+    assert {step: line for part in found for step, line in part.items()} == {s: expected[s] for s in range(7, 13)}
+    last = runs.checkpoint(f"across-pp=4-{weights}")
+    assert digests_in(last) == digests_in(runs.checkpoint(f"whole-4-1F1B-{weights}"))
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
@@ -372,7 +385,7 @@ REFUSALS: list[tuple[str, Callable[[Runs], str]]] = [
         "other data",
         lambda runs: (
             "rank 0: --data: is cut into other sequences than those of which the checkpoint has used 48: files, "
-            "their sizes, --seq-len, --text-field, --pack, --seed or the tokenizer changed\n"
+            "their sizes, --seq-len, --text-field, --pack, --shuffle, --data-weight, --seed or the tokenizer changed\n"
             "hint: say what that run was told, or --restart-data to begin this data at its first sequence"
         ),
     ),

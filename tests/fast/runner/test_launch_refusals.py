@@ -1,0 +1,98 @@
+"""What `runner launch` refuses at once, before torchrun starts and torch is imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from manifests.digest import digest_bytes
+from manifests.errors import UserError
+from runner.cli import cli
+from tests.builders import reshard
+from tests.fast.trained import write_trained
+
+Words = tuple[str, ...]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("refused")
+    write_trained(place, "pp=2")
+    write_trained(place / "other", "pp=2", intermediate_size=32)
+    for name in ("pp2", "quantised"):
+        assert reshard("pack", place / "source", "--layout", "pp=2", "--out", place / name).code == 0
+    quantise(place / "quantised")
+    return place
+
+
+def quantise(packed: Path) -> None:
+    """Let a config say that its weights are quantised."""
+    config, manifest = packed / "config.json", packed / "manifest.json"
+    before = config.read_bytes()
+    config.write_text(json.dumps({**json.loads(before), "quantization_config": {"quant_method": "fp8"}}))
+    manifest.write_text(manifest.read_text().replace(digest_bytes(before), digest_bytes(config.read_bytes())))
+
+
+REFUSED: list[tuple[str, Words, Words, str]] = [
+    ("quantised", (), (), "PLACE/quantised/config.json: quantization_config: the weights are stored quantised, and "
+     "the runner reads plain ones\n"
+     "hint: reshard pack PLACE/quantised/manifest.json --layout SPEC --dequantise bf16 --out DIR"),
+    ("trained", (), (), "PLACE/trained/manifest.json: holds optimizer state, and nothing says whether training goes "
+     "on from it\nhint: --resume auto does; --resume-weights-only begins a new run with its weights"),
+    ("trained", (), ("--resume", "PLACE/gone"), "--resume PLACE/gone: no manifest.json in PLACE/gone\n"
+     "hint: a folder without one was never finished"),
+    ("trained", (), ("--resume", "PLACE/other/trained"), "PLACE/other/trained/manifest.json: holds another model "
+     "of this architecture: they differ in model.layers.0.mlp.down_proj.weight"),
+    ("trained", (), ("--resume", "PLACE/pp2"), "PLACE/pp2/manifest.json: holds no optimizer state, so training "
+     "cannot go on from it\nhint: --resume-weights-only begins a new run with its weights"),
+    ("trained", (), ("--resume", "PLACE/trained", "--schedule", "ZBVZeroBubble"), "--schedule: "
+     "ZBVZeroBubble needs 2 stages on each rank, placed in a v, found 1 placed in a loop\n"
+     "hint: take the layout pp=2,vpp=2,style=v, or the schedule GPipe or 1F1B"),
+    ("pp2", ("--nproc-per-node", "8"), ("--tp", "4"),
+     "--tp: expected a divisor of 2 (num_key_value_heads of config.json), found 4"),
+    ("pp2", ("--nproc-per-node", "6"), (), "--global-batch: expected a multiple of 3, --microbatch 1 times 3 "
+     "pipelines side by side, found 8\nhint: take 6 or 9"),
+    ("pp2", (), ("--data", "PLACE/gone"), "PLACE/gone: no such file or folder, and no file matches it"),
+    ("pp2", (), ("--eval-data", "PLACE/gone"), "PLACE/gone: no such file or folder, and no file matches it"),
+    ("pp2", (), ("--eval-data", "synthetic"), "--eval-data: synthetic has no end, so it cannot be read once\n"
+     "hint: name files"),
+    ("pp2", (), ("--save", "PLACE/pp2"), "PLACE/pp2: exists already\n"
+     "hint: choose another --out, or replace it with --force"),
+    ("pp2", (), ("--save", "PLACE/source", "--force"), "PLACE/source: exists, and is not a folder that this command "
+     "writes; --force does not replace it\nhint: choose another --out, or remove it yourself"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("packed", "flags", "training", "message"), REFUSED)
+def test_request_that_cannot_begin_is_refused(
+    packed: str, flags: Words, training: Words, message: str, place: Path
+) -> None:
+    data = () if "--data" in training else ("--data", "synthetic")
+    words = ["launch", f"PLACE/{packed}", *flags, "--dry-run", "--", *data, *training]
+    done = CliRunner().invoke(cli, [word.replace("PLACE", str(place)) for word in words])
+    assert isinstance(done.exception, UserError), done.output
+    assert str(done.exception).replace(str(place), "PLACE") == message
+
+
+@pytest.mark.parametrize("training", [(), ("--resume", "auto"), ("--tp", "2"), ("--dp-shard", "auto")])
+def test_request_that_can_begin_is_not(training: Words, place: Path) -> None:
+    words = ["launch", str(place / "pp2"), "--nproc-per-node", "4", "--dry-run", "--", "--data", "synthetic", *training]
+    done = CliRunner().invoke(cli, words)
+    assert done.exception is None, done.exception
+
+
+def test_reading_verbs_refuse_quantised_weights_at_once(place: Path) -> None:
+    done = CliRunner().invoke(cli, ["generate", str(place / "quantised"), "--tokens", "1", "--dry-run"])
+    assert "the weights are stored quantised" in str(done.exception)
+
+
+def test_torch_is_not_imported(place: Path) -> None:
+    words = ["runner", "launch", str(place / "trained"), "--dry-run", "--", "--data", "synthetic", "--resume", "auto"]
+    script = f"import sys; sys.argv = {words}; from runner.cli import main; main(); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,160 @@
+"""What ranks that share stages train: models, how they are cut, and which of them go on from others' checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+__all__ = ["LAYOUTS", "MODELS", "NORMAL", "SLOW_4", "SLOW_8", "VOCAB_SIZE", "Case"]
+
+VOCAB_SIZE = 96
+_TIED = {"tie_word_embeddings": True}
+# What tensor parallelism cuts must divide: it has models of its own.
+_EVEN = ("even-qwen3-moe", "even-deepseek-v3", "even-deepseek-v3-plain", "even-gpt-oss")
+# A config of tests/data, and what is changed of it. Numbers that no number of ranks divides are here on purpose,
+# of words, of hidden units and of experts; so is an attention of one head, whose sinks are one number.
+MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "tied": ("tiny-llama", _TIED),
+    "untied": ("tiny-llama", {}),
+    "odd": ("tiny-llama", {"vocab_size": VOCAB_SIZE + 1, "intermediate_size": 82}),
+    "qwen3": ("tiny-qwen3", {"head_dim": 8}),
+    "mistral": ("tiny-mistral", {"sliding_window": 16}),
+    "qwen3-moe": ("tiny-qwen3-moe", {**_TIED, "num_experts": 5, "vocab_size": VOCAB_SIZE + 1}),
+    "deepseek-v3": (
+        "tiny-deepseek-v3",
+        {"n_routed_experts": 9, "n_group": 3, "topk_group": 2, "kv_lora_rank": 15, "q_lora_rank": 23},
+    ),
+    "gpt-oss": (
+        "tiny-gpt-oss",
+        {"num_local_experts": 5, "num_attention_heads": 1, "num_key_value_heads": 1, "vocab_size": VOCAB_SIZE + 1},
+    ),
+    "gpt2": ("tiny-gpt2", {**_TIED, "vocab_size": VOCAB_SIZE + 1}),
+    "gemma2": ("tiny-gemma2", _TIED),
+    "mixtral": ("tiny-mixtral", {"num_local_experts": 3}),
+    "gemma3": ("tiny-gemma3", _TIED),
+    "mpt": ("tiny-mpt", _TIED),
+    "opt": ("tiny-opt", {**_TIED, "word_embed_proj_dim": 16}),
+    "phi3": ("tiny-phi3", {}),
+    "qwen2": ("tiny-qwen2", _TIED),
+    "falcon": ("tiny-falcon", {"bias": True}),
+    "even-qwen3-moe": ("tiny-qwen3-moe", _TIED),
+    "even-deepseek-v3": ("tiny-deepseek-v3", {}),
+    "even-deepseek-v3-plain": ("tiny-deepseek-v3", {"q_lora_rank": None, "n_shared_experts": 2}),
+    "even-gpt-oss": ("tiny-gpt-oss", {}),
+    "phi": ("tiny-phi", {"vocab_size": VOCAB_SIZE + 1}),  # whose head has a bias
+}
+LAYOUTS = ("pp=1", "pp=2", "pp=4", "pp=2,vpp=2", "pp=2,vpp=2,style=v")
+_DATA_TOLERANCE, _TENSOR_TOLERANCE = 1e-6, 5e-6  # of gradients, relative
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A run of two steps, or of the second one alone, from what another run saved after its first."""
+
+    model: str
+    layout: str = "pp=2"
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+    flags: tuple[str, ...] = ()
+    origin: Case | None = None
+
+    @property
+    def name(self) -> str:
+        shape = f"{self.replicate}x{self.shard}x{self.tensor}"
+        parts = (self.model, self.layout, shape, *(flag.strip("-") for flag in self.flags))
+        return "-".join((*parts, *(("from", self.origin.name) if self.origin else ())))
+
+    @property
+    def packed(self) -> str:
+        return f"{self.model}-{self.layout}"
+
+    @property
+    def tolerance(self) -> float:
+        return _DATA_TOLERANCE if self.tensor == 1 else _TENSOR_TOLERANCE
+
+    @property
+    def args(self) -> list[str]:
+        flags = ("--dp-replicate", self.replicate, "--dp-shard", self.shard, "--tp", self.tensor, *self.flags)
+        return [str(flag) for flag in flags]
+
+    @property
+    def is_same_run(self) -> bool:
+        """Whether it goes on as its origin did, bit for bit."""
+        return self.origin is not None and replace(self, origin=None) == self.origin
+
+
+def _families() -> tuple[Case, ...]:
+    """Give each family on every kind of data parallelism, each sharded run gone on from, by shards and by copies."""
+    cases = []
+    for model in (model for model in tuple(MODELS)[3:] if model not in _EVEN):
+        sharded, copied = Case(model=model, shard=2), Case(model=model, replicate=2)
+        cases += [sharded, copied, Case(model=model, layout="pp=1", replicate=2, shard=2)]
+        cases += [replace(sharded, origin=sharded), replace(copied, origin=sharded)]
+    return tuple(cases)
+
+
+_ZBV = ("--schedule", "ZBVZeroBubble")
+_GPT_OSS = Case(model="gpt-oss", shard=2)
+_GPT2 = Case(model="gpt2", shard=2)
+_DEEPSEEK = Case(model="even-deepseek-v3", tensor=2)
+_LOOP = Case(model="tied", layout="pp=4")
+_V = Case(model="tied", layout="pp=2,vpp=2,style=v", shard=2, flags=_ZBV)
+NORMAL = (
+    Case(model="tied", replicate=2),
+    Case(model="tied", shard=2),
+    Case(model="untied", shard=2, flags=("--load", "broadcast")),
+    Case(model="tied", tensor=2),
+    _LOOP,
+    _V,
+    replace(_LOOP, origin=_V),
+    replace(_V, origin=_LOOP),
+    Case(model="tied", replicate=2, origin=_LOOP),
+    Case(model="tied", tensor=2, origin=_V),
+    Case(model="tied", layout="pp=1", shard=4),
+    Case(model="odd", layout="pp=1", shard=4),
+    _GPT_OSS,
+    replace(_GPT_OSS, origin=_GPT_OSS),
+    _GPT2,
+    Case(model="gpt2", replicate=2, origin=_GPT2),
+    _DEEPSEEK,
+)
+SLOW_4 = tuple(
+    case
+    for case in (
+        Case(model="untied", replicate=2),
+        Case(model="untied", tensor=2),
+        Case(model="qwen3", tensor=2),  # its norms of heads have seen the heads of one rank
+        Case(model="tied", layout="pp=2,vpp=2", shard=2),
+        Case(model="tied", layout="pp=2,vpp=2,style=v", tensor=2, flags=_ZBV),
+        Case(model="tied", layout="pp=2,vpp=2,style=v", replicate=2, flags=_ZBV),
+        Case(model="tied", shard=2, flags=("--ac", "full")),
+        Case(model="untied", layout="pp=1", replicate=2, tensor=2, flags=("--load", "broadcast")),
+        *(Case(model=model, tensor=2) for model in _EVEN),
+        *(Case(model=model, layout="pp=1", shard=2, tensor=2) for model in _EVEN),
+        Case(model="even-deepseek-v3", shard=2, origin=_DEEPSEEK),
+        replace(_DEEPSEEK, origin=_DEEPSEEK),
+        Case(model="even-gpt-oss", layout="pp=1", tensor=2, replicate=2, flags=("--ac", "full")),
+        Case(model="even-qwen3-moe", layout="pp=2,vpp=2,style=v", tensor=2, flags=_ZBV),
+        Case(model="even-qwen3-moe", tensor=2, flags=("--load", "broadcast")),
+        *_families(),
+        Case(model="qwen3-moe", layout="pp=2,vpp=2,style=v", shard=2, flags=_ZBV),
+        Case(model="deepseek-v3", layout="pp=2,vpp=2,style=v", shard=2, flags=("--schedule", "DualPipeV")),
+        Case(model="gpt-oss", layout="pp=2,vpp=2", shard=2, flags=("--schedule", "InterleavedZeroBubble")),
+        Case(model="mixtral", layout="pp=2,vpp=2", replicate=2, flags=("--schedule", "LoopedBFS")),
+        Case(model="deepseek-v3", shard=2, flags=("--load", "broadcast")),
+        Case(model="mixtral", shard=2, flags=("--load", "broadcast")),
+    )
+    if case not in NORMAL
+)
+SLOW_8 = (
+    Case(model="tied", shard=2, tensor=2),
+    Case(model="tied", replicate=2, shard=2),
+    Case(model="tied", replicate=2, tensor=2),
+    Case(model="untied", layout="pp=4", shard=2),
+    Case(model="tied", layout="pp=1", replicate=2, shard=2, tensor=2),
+    Case(model="gpt-oss", replicate=2, shard=2),
+    Case(model="mixtral", layout="pp=4", replicate=2),
+    *(Case(model=model, shard=2, tensor=2) for model in _EVEN),
+)
