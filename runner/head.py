@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from manifests.errors import UsageError
 from runner.batches import IGNORED
-from runner.chunk import StageChunk
+from runner.chunk import StageChunk, build_chunks
+from runner.families import Family
 from runner.mesh import TENSOR
 from runner.microbatches import token_loss
 from runner.parts import part_of
@@ -36,6 +37,7 @@ class ChunkedHead:
 
     def __init__(self, module: nn.Module, num_tokens: int) -> None:
         self.module, self.num_tokens, self.is_whole = module, num_tokens, False
+        self.width = _width_of(module)  # of hidden: of some models, less than the layers'
         self._project: Callable[[torch.Tensor], torch.Tensor] = module.forward
         module.forward = self._forward  # hooks on the module stay as they are
 
@@ -77,11 +79,11 @@ def chunk_head(chunks: Sequence[StageChunk], num_stages: int, num_tokens: int) -
         module = part_of(chunk, head)
         if any(TENSOR in mesh_dims(parameter) for parameter in module.parameters()):
             raise UsageError("--loss-chunk", f"{head} is cut over tensor-parallel ranks", "leave it out, or --tp")
-        chunk.head = ChunkedHead(module, num_tokens)
-        if not _ends_with_head(chunk):
+        if not _ends_with_head(chunk.family, chunk.device):
             raise UsageError(
                 "--loss-chunk", f"{chunk.family.architecture} does more to its logits than {head}", "leave it out"
             )
+        chunk.head = ChunkedHead(module, num_tokens)
 
 
 def loss_of(chunks: Iterable[StageChunk]) -> Callable[..., torch.Tensor]:
@@ -103,17 +105,19 @@ def whole_heads(chunks: Iterable[StageChunk]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _ends_with_head(chunk: StageChunk) -> bool:
-    """Whether a body gives what its head is given, now that this one hands it on."""
+def _ends_with_head(family: Family, device: torch.device) -> bool:
+    """Whether the model's logits are what its head gives, seen on a head of zeros that takes no memory."""
+    (alone,) = build_chunks(family, (family.modules[-1:],), (0,))
+    family.init_buffers(alone.body, device)
+    head = part_of(alone, family.modules[-1])
     given: list[torch.Tensor] = []
-    assert chunk.head is not None
-    hook = chunk.head.module.register_forward_hook(lambda _, args, out: given.append(out))
-    like: dict[str, Any] = {"device": chunk.device}
-    if chunk.family.modules[0] in chunk.module_names:
-        probe = torch.zeros(1, 2, dtype=torch.int64, **like)
-    else:
-        dtype = next(chunk.body.parameters()).dtype
-        probe = torch.linspace(-9, 9, 2 * chunk.family.hidden_size, dtype=dtype, **like).view(1, 2, -1)
-    out = chunk.body(probe)
-    hook.remove()
-    return torch.equal(out, given[0])
+    head.register_forward_hook(lambda _, args, out: given.append(out))
+    zero = torch.zeros((), device=device)
+    weights = {name: zero.expand(parameter.shape) for name, parameter in alone.body.named_parameters()}
+    out = functional_call(alone.body, weights, zero.expand(1, 2, _width_of(head)))
+    return out is given[0]
+
+
+def _width_of(head: nn.Module) -> int:
+    weight = head.get_parameter("weight")
+    return weight.shape[1]

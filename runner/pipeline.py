@@ -107,7 +107,7 @@ class Pipeline:
         for chunk in self._chunks:
             if chunk.head is not None and purpose != "logits":  # it hands on what the head is given
                 (logits,) = forms[chunk.stage + 1].examples()
-                forms[chunk.stage + 1] = form_of(logits[..., :1].expand(-1, -1, chunk.family.hidden_size))
+                forms[chunk.stage + 1] = form_of(logits[..., :1].expand(-1, -1, chunk.head.width))
         stages = tuple(
             _Stage(
                 chunk,

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import torch
 
 from manifests.placement import Placement
-from manifests.schedules import SCHEDULES, ScheduleName, actions_of, schedule_table
+from manifests.schedules import SCHEDULES, ScheduleName, Table, actions_of, schedule_table
 from runner.batches import Batch
 from runner.recipe import BatchOptions, OptimOptions
+from tests.fast.models.built import DECODERS, TINY
 from tests.fast.runner.tiny import padded_batch
 
 STEPS = 10
+EVALUATED = COMPARED = 2  # steps from the first on: one of each shape
 SEQ_LEN = 32
 BATCH = BatchOptions(global_batch=8, microbatch=1, seq_len=SEQ_LEN)
-# The first norms are above 1: every step is clipped.
-OPTIM = OptimOptions(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, max_norm=0.5)
+# Less than any first norm: gradients are clipped.
+OPTIM = OptimOptions(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, max_norm=0.4)
 TEXT = BatchOptions(global_batch=3, microbatch=1, seq_len=19)  # of another shape than all training
 
-Family = Literal["llama"]
 Weights = Literal["untied", "tied"]
 Plant = Literal[
     "scale_grads",
@@ -31,7 +34,22 @@ Plant = Literal[
     "stale_shapes",
     "defer_pp_recv",
     "losses_out_of_order",
+    "expert_dropped",
+    "expert_not_trained",
 ]
+# The model of each family, from tests/data/configs: of its forms, the one that asks for most.
+CHANGES: Mapping[str, Mapping[str, Any]] = {
+    **{name: {} for name in (*TINY, *DECODERS)},
+    "tiny-falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "tiny-mistral": {"sliding_window": 16},
+    "tiny-mixtral": {"sliding_window": 16},
+    "tiny-opt": {"word_embed_proj_dim": 16},  # two tensors cross between stages
+    "tiny-phi": {"qk_layernorm": True},
+    "tiny-qwen2": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
+    "tiny-qwen3": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
+}
+LLAMA = "llama"  # a larger one besides, with something for each of eight stages to do
+FAMILIES = (LLAMA, *CHANGES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +58,7 @@ class Case:
 
     schedule: ScheduleName
     num_ranks: int
-    family: Family = "llama"
+    family: str = LLAMA
     weights: Weights = "untied"
     num_virtual: int = 0  # 0: as few as the schedule takes
     shares: tuple[int, ...] = ()
@@ -48,6 +66,11 @@ class Case:
     plant: Plant | None = None  # a known mistake
     is_csv: bool = False  # the schedule, read from a file
     microbatch: int = 1
+    steps: int = STEPS
+
+    @property
+    def vocab_size(self) -> int:
+        return 320 if self.family == LLAMA else 96
 
     @property
     def name(self) -> str:
@@ -64,12 +87,18 @@ class Case:
         return Placement(num_stages=self.num_ranks * per_rank, num_ranks=self.num_ranks, style="v" if is_v else "loop")
 
     @property
+    def table(self) -> Table:
+        """What the ranks compute. A file's interleaved one is one that no name stands for: groups are Megatron's."""
+        is_grouped = self.is_csv and self.schedule == "Interleaved1F1B"
+        group = 2 * self.num_ranks if is_grouped else None
+        return schedule_table(self.schedule, self.placement, BATCH.num_microbatches, microbatch_group=group)
+
+    @property
     def order(self) -> tuple[int, ...]:
         """The order in which each stage adds the gradients of its microbatches."""
         if self.num_ranks == 1:
             return tuple(range(BATCH.num_microbatches))
-        steps = schedule_table(self.schedule, self.placement, BATCH.num_microbatches).ranks[0]
-        actions = (action for step in steps for action in actions_of(step))
+        actions = (action for step in self.table.ranks[0] for action in actions_of(step))
         return tuple(action.microbatch for action in actions if action.stage == 0 and action.kind in "BW")
 
 
@@ -78,9 +107,19 @@ def cut_of(step: int) -> BatchOptions:
     return replace(BATCH, seq_len=20) if step % 3 == 1 else BATCH
 
 
-def batch_of(step: int) -> Batch:
+def batch_of(step: int, vocab_size: int) -> Batch:
     cut = cut_of(step)
-    return padded_batch(step, size=cut.global_batch, seq_len=cut.seq_len)
+    return padded_batch(step, size=cut.global_batch, seq_len=cut.seq_len, vocab_size=vocab_size)
+
+
+def texts(vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give what is read before training: whole sequences, and a text of another shape."""
+    whole = padded_batch(0, vocab_size=vocab_size)
+    return whole.tokens, padded_batch(0, size=TEXT.global_batch, seq_len=TEXT.seq_len, vocab_size=vocab_size).tokens
+
+
+def folder_of(models: Path, family: str, weights: Weights) -> Path:
+    return models / family / weights
 
 
 def cut_modules(modules: tuple[str, ...], shares: tuple[int, ...]) -> tuple[tuple[str, ...], ...]:
@@ -88,15 +127,24 @@ def cut_modules(modules: tuple[str, ...], shares: tuple[int, ...]) -> tuple[tupl
     return tuple(modules[end - share : end] for end, share in zip(ends, shares, strict=True))
 
 
-FAMILIES: tuple[Family, ...] = get_args(Family)
 _WEIGHTS: tuple[Weights, ...] = get_args(Weights)
+_CSV = Case(schedule="Interleaved1F1B", num_ranks=2, is_csv=True)
+
+
+def _every_schedule(family: str, weights: Weights, num_ranks: int) -> tuple[Case, ...]:
+    """Give each schedule by its name, and one from a file; alone, a rank knows them by its number of stages."""
+    names = SCHEDULES if num_ranks > 1 or family == LLAMA else ("GPipe", "Interleaved1F1B")
+    named = (Case(schedule=name, num_ranks=num_ranks, family=family, weights=weights) for name in names)
+    from_csv = replace(_CSV, num_ranks=num_ranks, family=family, weights=weights)
+    return (*named, from_csv) if num_ranks > 1 else tuple(named)
+
 
 MATRIX = tuple(
-    Case(schedule=schedule, num_ranks=ranks, family=family, weights=weights)
+    case
     for family in FAMILIES
-    for ranks in (1, 2, 4)
-    for schedule in SCHEDULES
+    for num_ranks in (1, 2, 4)
     for weights in _WEIGHTS
+    for case in _every_schedule(family, weights, num_ranks)
 )
 # 11 modules: embedding, 8 layers, norm, head.
 UNEVEN = (
@@ -125,22 +173,35 @@ SPANNING = (
     UNEVEN[0],
     UNEVEN[3],
 )
-HALF = (Case(schedule="ZBVZeroBubble", num_ranks=2, weights="tied", dtype=torch.bfloat16),)
-FROM_CSV = (Case(schedule="ZBVZeroBubble", num_ranks=2, weights="tied", is_csv=True),)
-PLANTED = (
-    Case(schedule="1F1B", num_ranks=2, weights="tied", plant="scale_grads"),
-    Case(schedule="1F1B", num_ranks=2, plant="mean_per_microbatch"),
-    Case(schedule="1F1B", num_ranks=2, weights="tied", plant="tie_not_summed"),
-    Case(schedule="1F1B", num_ranks=2, weights="tied", plant="tie_counted_twice"),
-    Case(schedule="ZBVZeroBubble", num_ranks=2, weights="tied", plant="tie_stepped_twice"),
-    # Of two sequences: behind one alone, stale values would only fill positions that nothing attends to.
-    Case(schedule="1F1B", num_ranks=2, plant="stale_shapes", microbatch=2),
-    Case(schedule="ZBVZeroBubble", num_ranks=2, plant="defer_pp_recv"),
-    Case(schedule="InterleavedZeroBubble", num_ranks=2, plant="defer_pp_recv"),
-    Case(schedule="GPipe", num_ranks=2, plant="losses_out_of_order"),
+# One case for each of the other families: together every schedule, on two ranks and on four, tied and untied.
+ONE_EACH = tuple(
+    Case(
+        schedule=SCHEDULES[number % len(SCHEDULES)],
+        num_ranks=(2, 4)[number % 2],
+        family=family,
+        weights=_WEIGHTS[number // 2 % 2],
+    )
+    for number, family in enumerate(CHANGES)
 )
-NORMAL = SPANNING + HALF + FROM_CSV + PLANTED
-SLOW = tuple(case for case in MATRIX + UNEVEN if case not in SPANNING)
+HALF = (Case(schedule="ZBVZeroBubble", num_ranks=2, weights="tied", dtype=torch.bfloat16),)
+FROM_CSV = (Case(schedule="ZBVZeroBubble", num_ranks=2, weights="tied", is_csv=True), _CSV)
+_FEW = 3  # steps, which are enough to see a mistake
+PLANTED = (
+    Case(schedule="1F1B", num_ranks=2, weights="tied", plant="scale_grads", steps=_FEW),
+    Case(schedule="1F1B", num_ranks=2, plant="mean_per_microbatch", steps=_FEW),
+    Case(schedule="1F1B", num_ranks=2, weights="tied", plant="tie_not_summed", steps=_FEW),
+    Case(schedule="1F1B", num_ranks=2, weights="tied", plant="tie_counted_twice", steps=_FEW),
+    Case(schedule="ZBVZeroBubble", num_ranks=2, weights="tied", plant="tie_stepped_twice", steps=_FEW),
+    # Of two sequences: behind one alone, stale values would only fill positions that nothing attends to.
+    Case(schedule="1F1B", num_ranks=2, plant="stale_shapes", microbatch=2, steps=_FEW),
+    Case(schedule="ZBVZeroBubble", num_ranks=2, plant="defer_pp_recv", steps=_FEW),
+    Case(schedule="InterleavedZeroBubble", num_ranks=2, plant="defer_pp_recv", steps=_FEW),
+    Case(schedule="GPipe", num_ranks=2, plant="losses_out_of_order", steps=_FEW),
+    Case(schedule="1F1B", num_ranks=2, family="tiny-deepseek-v3", plant="expert_dropped", steps=_FEW),
+    Case(schedule="1F1B", num_ranks=2, family="tiny-mixtral", plant="expert_not_trained", steps=_FEW),
+)
+NORMAL = SPANNING + ONE_EACH + HALF + FROM_CSV + PLANTED
+SLOW = tuple(case for case in MATRIX + UNEVEN if case not in NORMAL)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

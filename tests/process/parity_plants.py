@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from manifests.schedules import Table
 from runner.batches import IGNORED, Batch
+from runner.chunk import StageChunk, hf_pieces
 from runner.codec import Crossing, Form
 from runner.optim import Optimizer
 from runner.pipeline import Lane, Pipeline, Purpose
@@ -21,7 +25,16 @@ from runner.recipe import BatchOptions
 from runner.ties import Tie
 from tests.process.parity_cases import BATCH, Plant
 
-__all__ = ["PIPELINES", "DataParallel", "StepsFollowersToo", "forwards_last_first"]
+__all__ = [
+    "PIPELINES",
+    "DataParallel",
+    "StepsFollowersToo",
+    "drop_expert",
+    "forwards_last_first",
+    "stop_training_expert",
+]
+
+_EXPERT = re.compile(r"\.layers\.2\..*\.experts\.3\.")  # its tensors in files, of several families
 
 
 class ScaledGradients(Pipeline):
@@ -132,3 +145,27 @@ class StepsFollowersToo(Optimizer):
     def step(self, step: int) -> float:
         self.other.step(step)
         return super().step(step)
+
+
+def drop_expert(chunks: Iterable[StageChunk]) -> None:
+    """Leave an expert's part of a stacked parameter empty, as torchtitan's adapter does when a file lacks it."""
+    for piece in (piece for chunk in chunks for piece in hf_pieces(chunk)):
+        if _EXPERT.search(piece.fqn):
+            piece.memory.zero_()
+
+
+def stop_training_expert(chunks: Iterable[StageChunk]) -> None:
+    """Lose an expert's gradients: every loss before the first step is right."""
+    for chunk in chunks:
+        for name, parameter in chunk.body.named_parameters():
+            pieces = chunk.family.pieces(name, parameter.detach(), (0,) * parameter.dim())
+            if any(_EXPERT.search(piece.fqn) for piece in pieces):
+                parameter.register_hook(partial(_without_expert, chunk, name))
+
+
+def _without_expert(chunk: StageChunk, name: str, gradient: torch.Tensor) -> torch.Tensor:
+    gradient = gradient.clone()
+    for piece in chunk.family.pieces(name, gradient, (0,) * gradient.dim()):
+        if _EXPERT.search(piece.fqn):
+            piece.memory.zero_()
+    return gradient

@@ -1,6 +1,6 @@
-"""A rank that trains every case of its world size and saves what came of it. Started by torchrun.
+"""A rank that trains every case of its world size and saves what came of it: all but the slow ones, or a family's.
 
-usage: parity_worker.py MODELS OUT normal|slow
+usage: parity_worker.py MODELS OUT normal|FAMILY
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from manifests.schedules import lower, schedule_table, write_csv
-from runner.chunk import StageChunk, build_chunks, named_hf_parameters
+from manifests.schedules import lower, write_csv
+from runner.chunk import StageChunk, build_chunks, hf_constants, hf_pieces
 from runner.families import family_for
 from runner.norm import StepTotals
 from runner.optim import Optimizer
@@ -24,36 +24,49 @@ from runner.step import Engine, eval_step, train_step
 from runner.ties import build_ties, check_equal, lead_parameters
 from runner.timetable import Timetable, find_timetable
 from runner.wire import plan_wire
-from tests.fast.runner.tiny import CPU, fill, head_tie, padded_batch, read_config, split_evenly
+from tests.fast.runner.decoders import fill_pieces
+from tests.fast.runner.tiny import CPU, head_tie, padded_batch, read_config, split_evenly
 from tests.process.parity_cases import (
     BATCH,
+    COMPARED,
+    EVALUATED,
     HALF_BATCH,
+    LLAMA,
     NORMAL,
     OPTIM,
     REPLICATED,
     SEQ_LEN,
     SLOW,
-    STEPS,
     TEXT,
     Case,
     Replicated,
     batch_of,
     cut_modules,
     cut_of,
+    folder_of,
+    texts,
 )
-from tests.process.parity_plants import PIPELINES, DataParallel, StepsFollowersToo, forwards_last_first
+from tests.process.parity_plants import (
+    PIPELINES,
+    DataParallel,
+    StepsFollowersToo,
+    drop_expert,
+    forwards_last_first,
+    stop_training_expert,
+)
 
 TIMEOUT = timedelta(seconds=60)
 
 
 def run_case(case: Case, models: Path, out: Path, rank: int) -> dict[str, Any]:
-    folder, placement = models / case.family / case.weights, case.placement
+    folder, placement = folder_of(models, case.family, case.weights), case.placement
     family = family_for(read_config(folder), max_seq_len=SEQ_LEN)
     stage_modules = (
         cut_modules(family.modules, case.shares) if case.shares else split_evenly(family.modules, placement.num_stages)
     )
     chunks = build_chunks(family, stage_modules, placement.stages_on(rank))
-    fill(chunks, folder, case.dtype)
+    fill_pieces(chunks, folder, case.dtype)
+    plant_expert(case, chunks)
     groups = [head_tie(stage_modules)] if case.weights == "tied" else []
     ties = build_ties(groups, chunks, placement, TIMEOUT)
     check_equal(ties)
@@ -71,31 +84,42 @@ def run_case(case: Case, models: Path, out: Path, rank: int) -> dict[str, Any]:
         optimizer=StepsFollowersToo(optimizer, ties) if case.plant == "tie_stepped_twice" else optimizer,
     )
     found: dict[str, Any] = {"losses": [], "norms": [], "gradients": [], "evals": [], "num_tokens": []}
-    found["logits"] = schedule.logits(padded_batch(0).tokens)
-    found["text_logits"] = schedule.logits(padded_batch(0, size=3, seq_len=19).tokens, TEXT)
-    for step in range(STEPS):
-        batch = batch_of(step) if schedule.has_first or schedule.has_last else None
+    whole, text = texts(case.vocab_size)
+    found["logits"], found["text_logits"] = schedule.logits(whole), schedule.logits(text, TEXT)
+    for step in range(case.steps):
+        batch = batch_of(step, case.vocab_size) if schedule.has_first or schedule.has_last else None
         cut = replace(cut_of(step), microbatch=case.microbatch)
-        found["evals"].append(eval_step(engine, batch, cut))
+        if step < EVALUATED:
+            found["evals"].append(eval_step(engine, batch, cut))
         report = train_step(engine, batch, step, cut)
         found["losses"].append(report.loss)
         found["norms"].append(report.grad_norm)
         found["num_tokens"].append(report.num_tokens)
-        found["gradients"].append(_clone(chunks, gradients=True))
-    found["parameters"] = _clone(chunks, gradients=False)
+        if step < COMPARED:
+            found["gradients"].append(gradients_of(chunks))
+    found["parameters"] = {
+        piece.fqn: piece.memory.clone() for chunk in chunks for piece in (*hf_pieces(chunk), *hf_constants(chunk))
+    }
     if case.plant is None:
         check_equal(ties)
     return found
 
 
+def plant_expert(case: Case, chunks: tuple[StageChunk, ...]) -> None:
+    if case.plant == "expert_dropped":
+        drop_expert(chunks)
+    if case.plant == "expert_not_trained":
+        stop_training_expert(chunks)
+
+
 def timetable_of(case: Case, out: Path) -> Timetable:
     if case.plant == "losses_out_of_order":
-        table = lower(forwards_last_first(schedule_table(case.schedule, case.placement, BATCH.num_microbatches)))
+        table = lower(forwards_last_first(case.table))
         return Timetable(name="unchecked.csv", placement=case.placement, file=table)
     if not case.is_csv:
         return find_timetable(case.schedule, case.placement, BATCH.num_microbatches)
     path = out / f"{case.name}-{dist.get_rank()}.csv"
-    path.write_text(write_csv(schedule_table(case.schedule, case.placement, BATCH.num_microbatches)))
+    path.write_text(write_csv(case.table))
     return find_timetable(str(path), case.placement, BATCH.num_microbatches)
 
 
@@ -104,28 +128,24 @@ def run_replicated(case: Replicated, models: Path) -> dict[str, Any]:
     replica, rank = divmod(dist.get_rank(), 2)
     pipelines = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     replicas = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
-    folder = models / "llama" / "untied"
+    folder = folder_of(models, LLAMA, "untied")
     family = family_for(read_config(folder), max_seq_len=SEQ_LEN)
     stage_modules = split_evenly(family.modules, case.placement.num_stages)
     chunks = build_chunks(family, stage_modules, case.placement.stages_on(rank))
-    fill(chunks, folder)
+    fill_pieces(chunks, folder)
     wire = plan_wire(family, stage_modules, torch.float32)
     timetable = find_timetable(case.schedule, case.placement, HALF_BATCH.num_microbatches)
     schedule = DataParallel(timetable, chunks, wire, HALF_BATCH, pipelines[replica])
     schedule.replicas = replicas[rank]
     whole, half = padded_batch(0), slice(4 * replica, 4 * replica + 4)
     schedule.train(replace(whole, tokens=whole.tokens[half], labels=whole.labels[half]))
-    return {"gradients": _clone(chunks, gradients=True)}
+    return {"gradients": gradients_of(chunks)}
 
 
-def _clone(chunks: tuple[StageChunk, ...], *, gradients: bool) -> dict[str, torch.Tensor]:
-    """Copy what each name has; a tied member that another leads on this rank has no gradient."""
-    named = [item for chunk in chunks for item in named_hf_parameters(chunk)]
-    return {
-        fqn: (parameter.grad if gradients else parameter.detach()).clone()  # type: ignore[union-attr]
-        for fqn, parameter in named
-        if not gradients or parameter.grad is not None
-    }
+def gradients_of(chunks: tuple[StageChunk, ...]) -> dict[str, torch.Tensor]:
+    """Copy the gradients by Hugging Face FQN; a tied member that another leads on this rank has none."""
+    pieces = (piece for chunk in chunks for piece in hf_pieces(chunk, lambda weight: weight.grad))
+    return {piece.fqn: piece.memory.clone() for piece in pieces}
 
 
 def main(models: Path, out: Path, cases: tuple[Case, ...]) -> None:
@@ -147,4 +167,6 @@ def save(found: dict[str, Any], folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), {"normal": NORMAL, "slow": SLOW}[sys.argv[3]])
+    which = sys.argv[3]
+    chosen = NORMAL if which == "normal" else tuple(case for case in SLOW if case.family == which)
+    main(Path(sys.argv[1]), Path(sys.argv[2]), chosen)

@@ -1,4 +1,4 @@
-"""A rank that evaluates and generates with packed models, one job after the other. Started by torchrun.
+"""A rank that evaluates and generates with packed models, one job after the other.
 
 usage: reading_worker.py JOBS OUT
 

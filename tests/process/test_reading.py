@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaForCausalLM
 
 from tests.builders import reshard
-from tests.fast.models.built import DECODERS, TINY, build, perturb, read_config
+from tests.fast.models.built import TINY, read_config
+from tests.fast.runner.decoders import VARIANTS, Variant, variant_ids
 from tests.fast.runner.tiny import load_model, save_model
+from tests.fast.runner.titans import TITANS, YARN, load, save_titan
 from tests.process.torchrun import ROOT, launch
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
@@ -115,44 +119,96 @@ def test_every_layout_evaluates_and_writes_as_transformers_does(place: Path, lay
     check(place, layout)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A form of a family's model, on so many ranks, with a prompt that is longer than its window."""
+
+    number: int
+    variant: Variant
+    num_ranks: int
+
+    @property
+    def name(self) -> str:
+        return f"pp={self.num_ranks} {variant_ids([self.variant])[0]}"
+
+    @property
+    def prompt(self) -> list[int]:
+        most = read_config(self.variant[0], **self.variant[1]).get("max_position_embeddings") or 128
+        return [1 + (7 * i + i * i) % 59 for i in range(min(60, most - FAMILY_TOKENS))]  # 0 fills up
+
+    def folder(self, place: Path, what: str) -> Path:
+        return place / f"{self.number:03d}-{what}"
+
+
+def cases_of() -> tuple[Case, ...]:
+    """Give every form on two ranks, and every family, tied and untied, on four."""
+    forms = (*TITANS, *VARIANTS, *FORMS)
+    plain = [(name, changes) for name, changes in forms if changes.keys() <= {"tie_word_embeddings"}]
+    ranks = [*((form, 2) for form in forms), *((form, 4) for form in plain)]
+    return tuple(
+        Case(number=number, variant=form, num_ranks=num_ranks) for number, (form, num_ranks) in enumerate(ranks)
+    )
+
+
+FAMILY_TOKENS = 12
+TIED = {"tie_word_embeddings": True}
+LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 16}  # fmt: skip
+# What the logits' tests leave out.
+FORMS: tuple[Variant, ...] = (
+    *((name, TIED) for name in TINY if name != "tiny-qwen3"),  # which is among them
+    ("tiny-llama", {"num_key_value_heads": 1, "rope_scaling": LLAMA3}),
+    ("tiny-qwen2", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+    ("tiny-qwen2", {"rope_scaling": YARN, "max_position_embeddings": 96, "num_key_value_heads": 4}),
+    # The texts grow longer than 64 tokens, and change to the other factors.
+    ("tiny-phi3", {"rope_scaling": LONGROPE, "original_max_position_embeddings": 64, "num_key_value_heads": 1}),
+)
+CASES = cases_of()
+
+
 @pytest.fixture(scope="module")
-def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
-    """What every family's model loses on a text and writes after a prompt, over two ranks: one launch for all."""
+def families(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What every model loses on a text and writes after a prompt: one launch for each number of ranks."""
     place = tmp_path_factory.mktemp("families")
     ids = {word: index for index, word in enumerate(WORDS[:60])}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     (place / "text.jsonl").write_text("".join(json.dumps({"text": FAMILY_TEXT}) + "\n" for _ in range(5)))
-    jobs = []
-    for name in (*TINY, *DECODERS):
-        perturb(build(read_config(name, **ENDS))).save_pretrained(place / name)
-        tokenizer.save(str(place / name / "tokenizer.json"))
-        packed = reshard("pack", place / name, "--layout", "pp=2", "--out", place / f"{name}-pp2")
-        assert packed.code == 0, packed.err
-        text = ["--data", str(place / "text.jsonl"), "--seq-len", "16", "--no-pack"]
-        prompt = ["--tokens", "5,6,7,8", "--max-new-tokens", "12"]
-        jobs += [{"eval": [str(place / f"{name}-pp2"), *text]}, {"generate": [str(place / f"{name}-pp2"), *prompt]}]
-    (place / "jobs.json").write_text(json.dumps(jobs))
-    launch(2, "reading_worker.py", place / "jobs.json", place / "found.jsonl", timeout_s=400)
-    found = [json.loads(line) for line in (place / "found.jsonl").read_text().splitlines()]
-    return {name: (found[2 * at], found[2 * at + 1]) for at, name in enumerate((*TINY, *DECODERS))}
+    for num_ranks in (2, 4):
+        jobs, cases = [], [case for case in CASES if case.num_ranks == num_ranks]
+        for case in cases:
+            source, packed = (case.folder(place, what) for what in ("source", "packed"))
+            name, changes = case.variant
+            save_titan(source, name, **changes, **ENDS)
+            tokenizer.save(str(source / "tokenizer.json"))
+            ended = reshard("pack", source, "--layout", f"pp={num_ranks}", "--out", packed)
+            assert ended.code == 0, ended.err
+            text = ["--data", str(place / "text.jsonl"), "--seq-len", "16", "--no-pack"]
+            prompt = ["--tokens", ",".join(map(str, case.prompt)), "--max-new-tokens", str(FAMILY_TOKENS)]
+            jobs += [{"eval": [str(packed), *text]}, {"generate": [str(packed), *prompt]}]
+        (place / "jobs.json").write_text(json.dumps(jobs))
+        launch(num_ranks, "reading_worker.py", place / "jobs.json", place / "found.jsonl", timeout_s=900)
+        found = (place / "found.jsonl").read_text().splitlines()
+        for number, case in enumerate(cases):
+            case.folder(place, "found").write_text(f"[{found[2 * number]}, {found[2 * number + 1]}]")
+    return place
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", [*TINY, *DECODERS])
-def test_every_family_evaluates_and_writes_as_transformers_does(
-    name: str, families: dict[str, tuple[Any, Any]]
-) -> None:
-    (loss, num_tokens), ((tokens, _),) = families[name]
-    model = perturb(build(read_config(name, **ENDS))).eval()
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_family_evaluates_and_writes_as_transformers_does(case: Case, families: Path) -> None:
+    (loss, num_tokens), ((tokens, _),) = json.loads(case.folder(families, "found").read_text())
+    model = load(case.folder(families, "source")).eval()
     ids = torch.tensor([[60, *(int(word[1:]) for word in FAMILY_TEXT.split()), 61]])
+    prompt = torch.tensor([case.prompt])
     with torch.no_grad():
         logits = model(ids[:, :-1]).logits[0].float()
-        written = model.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=12, do_sample=False, pad_token_id=0)
+        written = model.generate(prompt, max_new_tokens=FAMILY_TOKENS, do_sample=False, pad_token_id=0)
     expected = torch.nn.functional.cross_entropy(logits, ids[0, 1:]).item()
     assert (loss, num_tokens) == (pytest.approx(expected, rel=1e-5), 5 * (ids.shape[1] - 1))
-    assert tokens == written[0, 4:].tolist()
+    assert tokens == written[0, prompt.shape[1] :].tolist()
 
 
 def runner(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -181,7 +237,7 @@ def test_prompt_is_printed_with_what_follows_and_a_bad_one_refused(place: Path) 
         {
             "version": 1,
             "error": {
-                "where": "rank 0: --max-new-tokens",
+                "where": f"rank 0, stage 0, node {socket.gethostname()}: --max-new-tokens",
                 "problem": "the model was made for 256 tokens, and the longest prompt and these are 257",
                 "hint": "take at most 254",
             },

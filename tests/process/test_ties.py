@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.builders import reshard
 from tests.fast.runner.tiny import EMBEDDING, SIZES, save_model
 from tests.process.ties_worker import QUERY, UP
 from tests.process.torchrun import launch
@@ -81,3 +83,21 @@ def test_gradient_that_is_not_finite_is_named_on_all_ranks_alike(ranks: list[dic
         f"rank 2: the gradient of {UP.format(2)} is not finite\n"
         "hint: a lower --lr, a longer warm-up or float32 usually cures it"
     }
+
+
+@pytest.mark.parametrize(("every", "num_steps"), [(1, 2), (3, 3)])
+def test_tie_that_breaks_in_a_run_ends_it_at_the_next_check(every: int, num_steps: int, tmp_path: Path) -> None:
+    """Step 2 of 4 leaves rank 1 with another weight, as a fault of its memory would."""
+    save_model(tmp_path / "model", tie_word_embeddings=True, num_hidden_layers=2)
+    packed = reshard("pack", tmp_path / "model", "--layout", "pp=2", "--out", tmp_path / "packed", "--quiet")
+    assert packed.code == 0, packed.err
+    flags = ("--data", "synthetic", "--seq-len", 8, "--global-batch", 2, "--steps", 4, "--check-ties-every", every)
+    flags = (*flags, "--checkpoint", tmp_path / "history", "--log-dir", tmp_path / "log")
+    job = {"root": str(tmp_path / "packed"), "args": [str(flag) for flag in flags], "log": str(tmp_path / "said")}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    launch(2, "broken_tie_worker.py", tmp_path / "job.json")
+    said = (tmp_path / "said").read_text()
+    assert f"error: {EMBEDDING}: the copies of this tied weight differ: rank 0 blake3:" in said
+    lines = [json.loads(line) for line in (tmp_path / "log" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, num_steps + 1))
+    assert not list((tmp_path / "history").glob("step-*"))  # nothing that is wrong was saved

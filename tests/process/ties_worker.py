@@ -1,4 +1,4 @@
-"""A rank with tie groups of every form, and what it sees of them. Started by torchrun on 4 ranks.
+"""A rank with tie groups of every form, and what it sees of them. Started on 4 ranks.
 
 usage: ties_worker.py MODEL OUT
 """

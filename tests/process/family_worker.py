@@ -1,6 +1,6 @@
-"""A rank that trains cases as `runner.worker` does, and saves what came of each. Started by torchrun.
+"""A rank that trains cases as `runner.worker` does, and saves what came of each.
 
-usage: transformers_worker.py PLACE spanning|slow
+usage: family_worker.py PLACE normal|slow
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from runner.packed import open_packed
 from runner.save import save
 from runner.step import eval_step, train_step
 from runner.world import World, join_world
-from tests.process.transformers_cases import SLOW, SPANNING, STEPS, Case, batch_of, evaluated_batch
+from tests.process.family_cases import NORMAL, SLOW, STEPS, Case, batch_of, evaluated_batch
 
 CPU = torch.device("cpu")
 
@@ -57,4 +57,4 @@ def main(place: Path, cases: tuple[Case, ...]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), {"spanning": SPANNING, "slow": SLOW}[sys.argv[2]])
+    main(Path(sys.argv[1]), {"normal": NORMAL, "slow": SLOW}[sys.argv[2]])

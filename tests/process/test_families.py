@@ -1,4 +1,4 @@
-"""Decoders on transformers' model classes: packed, trained on 1, 2 and 4 ranks, saved and exported, against them.
+"""Every family: packed, trained on real ranks, saved and exported, against transformers.
 
 The reference is the model that transformers loads, whole, accumulating the same microbatches in the same order.
 """
@@ -7,33 +7,27 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
 from runner.batches import Batch
 from tests.builders import reshard
 from tests.fast.runner.decoders import name_as_openai_did, save_decoder, tied_name
+from tests.fast.runner.tiny import HEAD
+from tests.fast.runner.titans import in_files, load, save_titan
+from tests.process.family_cases import LR, MICROBATCH, NORMAL, SLOW, STEPS, Case, batch_of, evaluated_batch
 from tests.process.torchrun import launch
-from tests.process.transformers_cases import (
-    LR,
-    MICROBATCH,
-    NUM_RANKS,
-    SLOW,
-    SPANNING,
-    STEPS,
-    Case,
-    batch_of,
-    evaluated_batch,
-)
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(1200)]
+NAMED: dict[str, Any] = {"ids": lambda case: case.name}
 
 
 @dataclass
@@ -47,25 +41,25 @@ class Run:
 def run_cases(place: Path, which: str, cases: tuple[Case, ...], timeout_s: int) -> Path:
     for case in cases:
         source = case.folder(place, "source")
-        save_decoder(source, case.model, **case.changes)
+        save_titan(source, case.model, **case.changes)
         if case.is_openai:
             name_as_openai_did(source)
         packed = reshard("pack", source, "--layout", case.layout, "--pp", str(case.num_ranks // case.num_shards),
                          "--out", case.folder(place, "packed"), "--quiet")  # fmt: skip
         assert packed.code == 0, packed.err
     for num_ranks in sorted({case.num_ranks for case in cases}):
-        launch(num_ranks, "transformers_worker.py", place, which, timeout_s=timeout_s)
+        launch(num_ranks, "family_worker.py", place, which, timeout_s=timeout_s)
     return place
 
 
 @pytest.fixture(scope="module")
-def spanning(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_cases(tmp_path_factory.mktemp("spanning"), "spanning", SPANNING, 150)
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_cases(tmp_path_factory.mktemp("families"), "normal", NORMAL, 150)
 
 
 @pytest.fixture(scope="module")
-def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_cases(tmp_path_factory.mktemp("slow"), "slow", SLOW, 800)
+def slow_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_cases(tmp_path_factory.mktemp("slow_families"), "slow", SLOW, 800)
 
 
 def read_run(place: Path, case: Case) -> Run:
@@ -80,17 +74,13 @@ def read_run(place: Path, case: Case) -> Run:
     return run
 
 
-def load(folder: Path) -> Any:
-    (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]
-    return getattr(transformers, architecture).from_pretrained(folder, dtype=torch.float32)
-
-
 def summed_loss(model: Any, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
-def train_transformers(source: Path) -> Run:
-    model, run = load(source).train(), Run()
+@cache
+def train_transformers(source: Path, experts: str | None) -> Run:
+    model, run = load(source, experts), Run()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     for step in range(STEPS):
         batch = batch_of(step)
@@ -104,50 +94,47 @@ def train_transformers(source: Path) -> Run:
         squares = [parameter.grad.double().square().sum().item() for parameter in model.parameters()]
         run.norms.append(math.sqrt(math.fsum(squares)))
         if step == 0:
-            run.gradients = gradients_in_files(model, source)
+            run.gradients = in_files(model, source, gradients=True)
         optimizer.step()
     return run
 
 
-def microbatches(batch: Batch) -> Any:
+def microbatches(batch: Batch) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     return zip(torch.split(batch.tokens, MICROBATCH), torch.split(batch.labels, MICROBATCH), strict=True)
 
 
-def gradients_in_files(model: Any, source: Path) -> dict[str, torch.Tensor]:
-    """Give gradients as transformers saves weights: experts apart, under the names of files."""
-    copy = load(source)
-    with torch.no_grad():
-        for parameter, like in zip(copy.parameters(), model.parameters(), strict=True):
-            parameter.copy_(like.grad)
-    copy.save_pretrained(source.parent / "gradients")
-    return load_file(source.parent / "gradients" / "model.safetensors")
-
-
 def check_training(place: Path, case: Case) -> None:
-    found, expected = read_run(place, case), train_transformers(case.folder(place, "source"))
+    found, expected = read_run(place, case), train_transformers(case.folder(place, "source"), case.experts)
     owner = tied_name(expected.gradients)
-    assert found.gradients.keys() - ({"lm_head.weight"} if case.is_tied else set()) == expected.gradients.keys()
+    assert found.gradients.keys() - ({HEAD} if case.is_tied else set()) == expected.gradients.keys()
     for fqn, gradient in found.gradients.items():
-        other = expected.gradients[owner if case.is_tied and fqn == "lm_head.weight" else fqn]
+        other = expected.gradients[owner if case.is_tied and fqn == HEAD else fqn]  # of each copy, the sum of both
         if case.is_bitwise:
             assert torch.equal(gradient, other), fqn
-        else:  # added up in another order
-            assert (gradient - other).norm() <= 1e-6 * other.norm(), fqn
-    assert found.losses[0] == pytest.approx(expected.losses[0], rel=1e-12)
-    assert found.norms[0] == pytest.approx(expected.norms[0], rel=1e-12 if case.is_bitwise else 1e-6)
+        else:
+            assert (gradient - other).norm() <= case.tolerance * (other.norm() or 1.0), fqn
+    exact = 1e-12 if case.is_bitwise else None
+    is_same_forward = not case.is_titan and not case.loss_chunk
+    assert found.losses[0] == pytest.approx(expected.losses[0], rel=1e-12 if is_same_forward else 3e-7)
+    assert found.norms[0] == pytest.approx(expected.norms[0], rel=exact or case.tolerance)
     # Adam makes much of little: where gradients differ in their last bits, so do later steps, more.
-    assert found.losses == pytest.approx(expected.losses, rel=1e-12 if case.is_bitwise else 1e-4)
-    assert found.norms == pytest.approx(expected.norms, rel=1e-12 if case.is_bitwise else 1e-3)
+    assert found.losses == pytest.approx(expected.losses, rel=exact or 1e-4)
+    assert found.norms == pytest.approx(expected.norms, rel=exact or 1e-3)
 
 
 def check_export(place: Path, case: Case) -> None:
-    exported = case.folder(place, "exported")
+    source, exported = (case.folder(place, what) for what in ("source", "exported"))
     ended = reshard("export", case.folder(place, "trained"), "--to", "hf", "--out", exported, "--quiet")
     assert ended.code == 0, ended.err
-    before, after = (loss_on_evaluated(folder) for folder in (case.folder(place, "source"), exported))
-    found = read_run(place, case).loss_after
-    assert found == pytest.approx(after, rel=1e-5)
-    assert found != pytest.approx(before, rel=1e-4)
+    run, loss = read_run(place, case), loss_on_evaluated(exported)
+    assert run.loss_after == pytest.approx(loss, rel=1e-5)
+    assert run.loss_after != pytest.approx(loss_on_evaluated(source), rel=2e-5)  # it has learnt
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, exported))
+    # Masks are what OpenAI's model computes: training leaves them behind.
+    assert after.keys() == {fqn for fqn in before if not (case.is_openai and fqn.endswith(".attn.bias"))}
+    for fqn, tensor in after.items():
+        is_constant = fqn.endswith("e_score_correction_bias")
+        assert torch.equal(tensor, before[fqn]) == is_constant, fqn
 
 
 @torch.no_grad()
@@ -156,24 +143,16 @@ def loss_on_evaluated(folder: Path) -> float:
     return summed_loss(load(folder).eval(), batch.tokens, batch.labels).item() / batch.num_tokens
 
 
-@pytest.mark.parametrize("case", SPANNING, ids=lambda case: case.name)
-def test_gradients_losses_and_norms_are_those_of_transformers(case: Case, spanning: Path) -> None:
-    check_training(spanning, case)
+@pytest.mark.parametrize("case", NORMAL, **NAMED)
+def test_gradients_losses_and_norms_are_those_of_transformers(case: Case, runs: Path) -> None:
+    check_training(runs, case)
 
 
-@pytest.mark.parametrize("case", SPANNING, ids=lambda case: case.name)
-def test_export_of_the_trained_gives_transformers_the_same_loss(case: Case, spanning: Path) -> None:
-    check_export(spanning, case)
-
-
-def test_gpt2_named_as_openai_did_keeps_those_names_after_training(spanning: Path, tmp_path: Path) -> None:
-    case = next(case for case in SPANNING if case.is_openai)
-    ended = reshard("export", case.folder(spanning, "trained"), "--to", "hf", "--out", tmp_path / "exported", "--quiet")
-    assert ended.code == 0, ended.err
-    before, after = (load_file(folder / "model.safetensors") for folder in
-                     (case.folder(spanning, "source"), tmp_path / "exported"))  # fmt: skip
-    # Masks are what the model computes: training leaves them behind.
-    assert after.keys() == {name for name in before if not name.endswith(".attn.bias")}
+@pytest.mark.parametrize("case", NORMAL, **NAMED)
+def test_export_of_the_trained_gives_transformers_the_same_loss_and_what_is_not_trained_unchanged(
+    case: Case, runs: Path
+) -> None:
+    check_export(runs, case)
 
 
 RANDOM = {
@@ -196,7 +175,7 @@ def test_runs_with_dropout_go_on_as_if_they_had_not_been_interrupted(tmp_path: P
             log = tmp_path / f"{name}-{run}.log"
             jobs.append({"root": str(place / "packed"), "args": [str(arg) for arg in args], "log": str(log)})
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
-    launch(NUM_RANKS, "resume_worker.py", tmp_path / "jobs.json")
+    launch(2, "resume_worker.py", tmp_path / "jobs.json")
     for name in RANDOM:
         whole, resumed = (steps_of(tmp_path / name / f"{run}-log") for run in ("whole", "resumed"))
         assert list(whole) == [1, 2, 3, 4]
@@ -209,9 +188,7 @@ def steps_of(log: Path) -> dict[int, tuple[float, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", SLOW, ids=lambda case: case.name)
-def test_every_variant_on_every_kind_of_schedule_trains_and_exports_as_transformers_does(
-    case: Case, slow: Path
-) -> None:
-    check_training(slow, case)
-    check_export(slow, case)
+@pytest.mark.parametrize("case", SLOW, **NAMED)
+def test_every_variant_trains_and_exports_as_transformers_does(case: Case, slow_runs: Path) -> None:
+    check_training(slow_runs, case)
+    check_export(slow_runs, case)

@@ -1,0 +1,135 @@
+"""Training jobs of small models of every family: what ranks run, and what a test compares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runner.batches import Batch
+from tests.fast.models.built import TINY
+from tests.fast.runner.decoders import SEQ_LEN, VARIANTS
+from tests.fast.runner.tiny import padded_batch
+from tests.fast.runner.titans import TITANS
+
+__all__ = ["LR", "MICROBATCH", "NORMAL", "SLOW", "STEPS", "Case", "batch_of", "evaluated_batch"]
+
+STEPS, MICROBATCH, LR = 3, 1, 1e-3
+_TIED = {"tie_word_embeddings": True}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A model, how it is cut and how it is scheduled."""
+
+    number: int
+    model: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    layout: str = "pp=2"
+    schedule: str = "1F1B"
+    is_openai: bool = False  # named as OpenAI's own files are
+    num_ranks: int = 2
+    num_shards: int = 1  # ranks that share every parameter of a stage
+    loss_chunk: int = 0  # 0: whole logits
+
+    @property
+    def name(self) -> str:
+        changes = [f"{key}={value}" for key, value in self.changes.items()]
+        shards = [f"{self.num_shards} shards"] if self.num_shards > 1 else []
+        chunks = ["loss-chunk"] if self.loss_chunk else []
+        return " ".join([self.model, self.layout, self.schedule, *shards, *chunks, *changes])[:100]
+
+    @property
+    def is_titan(self) -> bool:
+        """Whether it runs on torchtitan's modules, and not on transformers' own."""
+        return self.model in TINY
+
+    @property
+    def experts(self) -> str | None:
+        """How transformers is to compute experts: as the family does, one after the other or by its own choice."""
+        return "eager" if self.is_titan else None
+
+    @property
+    def is_tied(self) -> bool:
+        return bool(self.changes.get("tie_word_embeddings"))
+
+    @property
+    def is_bitwise(self) -> bool:
+        """Whether transformers does the same arithmetic in the same order.
+
+        The gradients of a tied weight's copies are added up apart, those of shards and chunks in parts, and those of
+        LoopedBFS in reverse.
+        """
+        is_apart = self.is_tied or self.num_shards > 1 or self.loss_chunk or self.schedule == "LoopedBFS"
+        return not self.is_titan and not is_apart
+
+    @property
+    def tolerance(self) -> float:
+        """How far gradients may be from those of transformers, relative to their size."""
+        return 0.0 if self.is_bitwise else 1e-5 if self.is_titan else 1e-6
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        chunks = ("--loss-chunk", str(self.loss_chunk)) if self.loss_chunk else ()
+        return (
+            "--data", "synthetic", "--steps", str(STEPS), "--seq-len", str(SEQ_LEN), "--global-batch", "8",
+            "--microbatch", str(MICROBATCH), "--lr", str(LR), "--max-norm", "0", "--schedule", self.schedule,
+            "--dp-shard", str(self.num_shards), *chunks,
+        )  # fmt: skip
+
+    def folder(self, place: Path, what: str) -> Path:
+        return place / f"{self.number:03d}" / what
+
+
+def batch_of(step: int) -> Batch:
+    return padded_batch(step, seq_len=SEQ_LEN, vocab_size=96)
+
+
+def evaluated_batch() -> Batch:
+    return batch_of(1000)
+
+
+NORMAL = (
+    Case(number=0, model="tiny-gpt2", changes=_TIED, is_openai=True),
+    Case(number=1, model="tiny-mixtral"),
+    Case(number=2, model="tiny-gemma2", changes=_TIED),
+    Case(number=3, model="tiny-opt", changes={**_TIED, "word_embed_proj_dim": 16}, layout="cut=project_in"),
+    Case(number=4, model="tiny-falcon", layout="pp=2,vpp=2", schedule="Interleaved1F1B"),
+    Case(number=5, model="tiny-mixtral", layout="pp=1", num_shards=2),
+    Case(number=6, model="tiny-mistral", changes={"sliding_window": 16}),
+    Case(number=7, model="tiny-qwen3", changes=_TIED),
+    Case(number=8, model="tiny-qwen3-moe", layout="pp=2,vpp=2", schedule="Interleaved1F1B"),
+    Case(number=9, model="tiny-deepseek-v3", layout="pp=2,style=v", schedule="ZBVZeroBubble"),
+    Case(number=10, model="tiny-gpt-oss"),
+    Case(number=11, model="tiny-opt", changes={"word_embed_proj_dim": 16}, loss_chunk=20),
+)
+_ON_TWO = (
+    ("pp=2", "1F1B"),
+    ("pp=2,vpp=2", "Interleaved1F1B"),
+    ("pp=2,vpp=2,style=v", "ZBVZeroBubble"),
+    ("pp=2,vpp=2", "LoopedBFS"),
+    ("pp=2,vpp=2", "InterleavedZeroBubble"),
+    ("pp=2,vpp=2,style=v", "DualPipeV"),
+    ("pp=2", "GPipe"),
+)
+_ON_FOUR = (("pp=4", "GPipe"), ("pp=4", "1F1B"))
+
+
+def _cases(number: int, model: str, changes: Mapping[str, Any]) -> tuple[Case, ...]:
+    """Give a model on two ranks and on four, each with one of the schedules: `test_parity` has them all."""
+    chosen = (2, *_ON_TWO[number % len(_ON_TWO)]), (4, *_ON_FOUR[number % len(_ON_FOUR)])
+    return tuple(
+        Case(
+            number=100 + 2 * number + half,
+            model=model,
+            changes=changes,
+            layout=layout,
+            schedule=schedule,
+            num_ranks=num_ranks,
+        )
+        for half, (num_ranks, layout, schedule) in enumerate(chosen)
+    )
+
+
+SLOW = tuple(case for number, variant in enumerate((*TITANS, *VARIANTS)) for case in _cases(number, *variant))
