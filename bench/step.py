@@ -3,9 +3,10 @@
     python bench/step.py [--turns 9] [--schedule 1F1B] [--out bench/results/step.json]
 
 Both train the same Llama from the same weights, in the same processes, a step each in turn, which of them first
-changing every time. The plain loop is torch's own schedule class and AdamW; the runner's step also sums the loss
-and the gradient's norm over the ranks, and looks for gradients that are not finite. Before anything is timed,
-both have to come to the same weights, bit for bit. Every step computes for seconds and sends a few MB.
+changing every time. The plain loop is torch's own schedule class and AdamW; the runner's step also sums the loss and
+the gradient's norm over the ranks, looks for gradients that are not finite, and tells where its time went. Before
+anything is timed, both have to come to the same weights, bit for bit. Every step computes for seconds and sends a
+few MB.
 """
 
 from __future__ import annotations
@@ -13,20 +14,17 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import measure
+
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 768,
@@ -108,7 +106,9 @@ def _batch(cut: Any, number: int) -> Any:
 
 def _runner(schedule: str) -> tuple[Callable[[int], float], list[Any]]:
     import torch
+    from torch import distributed as dist
 
+    from runner.clock import Clock
     from runner.norm import StepTotals
     from runner.optim import Optimizer
     from runner.recipe import OptimOptions
@@ -122,13 +122,22 @@ def _runner(schedule: str) -> tuple[Callable[[int], float], list[Any]]:
     parameters = lead_parameters(chunks, ())
     options = OptimOptions(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, max_norm=0)
     timetable = find_timetable(schedule, placement, cut.num_microbatches)
+    clock = Clock(timetable.planned(cut.num_microbatches), dist.get_rank())
     engine = Engine(
         schedule=build_schedule(timetable, chunks, plan_wire(family, modules, torch.float32), cut),
         ties=(),
-        totals=StepTotals(parameters, (), device=torch.device("cpu")),
+        totals=StepTotals(parameters, (), device=torch.device("cpu"), num_times=clock.num_times),
         optimizer=Optimizer(parameters, options),
+        clock=clock,
     )
-    return lambda number: train_step(engine, _batch(cut, number), number).loss, [p for _, p in parameters]
+
+    def step(number: int) -> float:
+        clock.note_data(0.0)
+        loss = train_step(engine, _batch(cut, number), number).loss
+        clock.split()
+        return loss
+
+    return step, [p for _, p in parameters]
 
 
 def _plain(schedule: str) -> tuple[Callable[[int], float], list[Any]]:
@@ -194,37 +203,26 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--schedule", default="1F1B", help="one whose stages lie in a loop")
     parser.add_argument("--out")
-    parser.add_argument("--rank-to")
+    parser.add_argument("--rank-to", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank_to:
         rank(options.turns, options.schedule, Path(options.rank_to))
         return
     with tempfile.TemporaryDirectory(prefix="bench-step-") as scratch:
         out = Path(scratch, "found.json")
-        torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={NUM_RANKS}"]
-        torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", __file__, "--rank-to", str(out)]
-        arguments = ["--turns", str(options.turns), "--schedule", options.schedule]
-        subprocess.run([*torchrun, *arguments], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        arguments = ["--rank-to", str(out), "--turns", str(options.turns), "--schedule", options.schedule]
+        measure.run_ranks(NUM_RANKS, __file__, *arguments)
         found = json.loads(out.read_text())
     result = {
         "what": "one optimizer step of a Llama on two ranks: the runner's, and the plain loop over torch's schedule",
-        "date": date.today().isoformat(),
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+        **measure.circumstances(),
         "schedule": options.schedule,
         "turns": options.turns,
-        "ratio_to_plain": round(
-            statistics.median(ours / theirs for ours, theirs in zip(found["runner"], found["plain"], strict=True)), 3
-        ),
+        "ratio_to_plain": measure.median_ratio(found["runner"], found["plain"]),
         "step_s": {name: [round(each, 3) for each in took] for name, took in found.items()},
         "median_step_s": {name: round(statistics.median(took), 3) for name, took in found.items()},
     }
-    text = json.dumps(result, indent=2) + "\n"
-    print(text, end="")
-    if options.out:
-        Path(options.out).write_text(text)
+    measure.write_result(result, options.out)
 
 
 if __name__ == "__main__":

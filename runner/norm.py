@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,8 @@ from runner.ties import Tie
 
 __all__ = ["StepTotals", "Totals", "clip_gradients"]
 
-_HEAD = 5  # a row's numbers before the squares
+_HEAD = 3  # a row's numbers before the times and the squares
+_CURE = "a lower --lr, a longer warm-up or float32 usually cures it"
 _PART = 1 << 24  # elements squared at a time, so that float64 copies stay small
 
 
@@ -30,7 +31,7 @@ class Totals:
     num_tokens: int  # valid ones
     norm: float  # L2, of all gradients taken as one vector
     is_last: bool  # a rank was asked to stop
-    times_s: tuple[tuple[float, float], ...]  # of each pipeline rank: computing, and in the schedule
+    times_s: tuple[tuple[float, ...], ...]  # what each pipeline rank has told of its times
 
 
 class StepTotals:
@@ -38,7 +39,7 @@ class StepTotals:
 
     Squares are summed in float64, parameter by parameter and over the ranks that share its stage, each
     element once, and then exactly (`math.fsum`): the norm does not depend on how stages are cut or
-    which rank holds what.
+    which rank holds what. Each rank may tell `num_times` times of its own beside them.
     """
 
     def __init__(
@@ -48,7 +49,9 @@ class StepTotals:
         *,
         device: torch.device,
         mesh: Mesh | None = None,
+        num_times: int = 0,
     ) -> None:
+        self._num_times = num_times
         elsewhere = {id(tie.leader) for tie in ties if not tie.is_counted_here}
         counted = [(fqn, parameter) for fqn, parameter in parameters if id(parameter) not in elsewhere]
         self._counted = [parameter for _, parameter in counted]
@@ -66,35 +69,42 @@ class StepTotals:
         num_tokens: int,
         *,
         is_last: bool = False,
-        times_s: tuple[float, float] = (0.0, 0.0),
+        times_s: Callable[[], Sequence[float]] = tuple,
     ) -> Totals:
         """Give the totals of this step; `loss` is None on every rank but that of the last stage.
 
-        All ranks learn whether one of them was asked to stop after it, and what time each took.
+        All ranks learn whether one of them was asked to stop after it, and the times of each, which are asked for
+        when this rank's gradients are done; of ranks that share stages, their mean.
 
         Every rank calls this after `sync_gradients`; it runs one collective, and one more where ranks share stages.
 
         Raises:
-            RankError: on all ranks alike, if a gradient is infinite or not a number.
+            RankError: on all ranks alike, if a gradient or the loss is infinite or not a number.
         """
         head = [0.0, 0.0] if loss is None or not self._counts_loss else [loss, num_tokens / self._num_losses]
         shared = self._mesh.degrees.per_stage if self._mesh else 1
-        head += [float(is_last), *(seconds / shared for seconds in times_s)]
-        rows = self._gather(head + _squared_norms(self._counted, self._mesh))
+        squares = _squared_norms(self._counted, self._mesh)
+        times = [seconds / shared for seconds in times_s()]
+        assert len(times) == self._num_times, "ranks have told each other how many"
+        rows = self._gather([*head, float(is_last), *times, *squares])
+        first = _HEAD + self._num_times
         for rank, (row, names) in enumerate(zip(rows, self._names, strict=True)):
-            for name, square in zip(names, row[_HEAD:], strict=False):
+            for name, square in zip(names, row[first:], strict=False):
                 if not math.isfinite(square):
                     raise RankError(
                         f"rank {rank}" if self._num_sharing == 1 else f"pipeline rank {rank}",
                         f"the gradient of {name} is not finite",
-                        "a lower --lr, a longer warm-up or float32 usually cures it",
+                        _CURE,
                     )
+        loss = math.fsum(row[0] for row in rows)
+        if not math.isfinite(loss):
+            raise RankError("", f"the loss is {loss}", _CURE)
         return Totals(
-            loss=math.fsum(row[0] for row in rows),
+            loss=loss,
             num_tokens=round(sum(row[1] for row in rows)),
             is_last=any(row[2] for row in rows),
-            times_s=tuple((row[3], row[4]) for row in rows),
-            norm=math.sqrt(math.fsum(square for row in rows for square in row[_HEAD:])),
+            times_s=tuple(tuple(row[_HEAD:first]) for row in rows),
+            norm=math.sqrt(math.fsum(square for row in rows for square in row[first:])),
         )
 
     def reduce_loss(self, loss: float | None) -> float:
@@ -117,7 +127,7 @@ class StepTotals:
         """Give the rows of this pipeline's ranks, each added up over the ranks that share a stage."""
         if not dist.is_initialized():
             return [row]
-        width = _HEAD + max(len(names) for names in self._names)
+        width = _HEAD + self._num_times + max(len(names) for names in self._names)
         mine = torch.zeros(width, dtype=torch.float64)
         mine[: len(row)] = torch.tensor(row, dtype=torch.float64)
         mine = mine.to(self._device)

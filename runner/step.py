@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
+from functools import partial
 
+from manifests.errors import RankError
 from runner.batches import Batch
+from runner.clock import Clock
 from runner.norm import StepTotals, clip_gradients
 from runner.optim import Optimizer
 from runner.parallel import Parallel
@@ -25,6 +27,7 @@ class Engine:
     totals: StepTotals
     optimizer: Optimizer
     parallel: Parallel | None = None  # None: no rank shares this one's stages
+    clock: Clock | None = None  # None: no times are told
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,8 +39,6 @@ class StepReport:
     grad_norm: float  # before clipping
     lr: float
     is_last: bool = False  # a rank was asked to stop, see `runner.life`
-    busy_s: tuple[float, ...] = ()  # of each pipeline rank: computing
-    schedule_s: tuple[float, ...] = ()  # the same, with the waits between
 
 
 def train_step(
@@ -50,21 +51,26 @@ def train_step(
     Note [Shapes are declared] in schedule.py.
 
     Raises:
-        RankError: on all ranks alike, before any weight changes, if a gradient is not finite.
+        RankError: on all ranks alike, before any weight changes, if a gradient or the loss is not finite.
     """
     optimizer = engine.optimizer
     optimizer.zero_gradients()
     if engine.parallel is not None:
         engine.parallel.hold_gradients()
-    recorder = engine.schedule.recorder
-    begun_s = recorder.start()
+    recorder, clock = engine.schedule.recorder, engine.clock
+    recorder.start()
     loss = engine.schedule.train(batch, cut)
-    busy_s = sum(action.end_s - action.begin_s for action in recorder.take())
-    times_s = busy_s, time.perf_counter() - begun_s
+    recorder.stop()
     if engine.parallel is not None:
         engine.parallel.finish_gradients()
     sync_gradients(engine.ties)
-    totals = engine.totals.reduce(loss, batch.num_tokens if batch else 0, is_last=is_last, times_s=times_s)
+    times_s = partial(clock.read, recorder) if clock else tuple
+    try:
+        totals = engine.totals.reduce(loss, batch.num_tokens if batch else 0, is_last=is_last, times_s=times_s)
+    except RankError as error:
+        raise error.within(f"step {step + 1}") from error
+    if clock is not None:
+        clock.note_exchange(totals.times_s)
     own = (parameter for _, parameter in optimizer.parameters)
     clip_gradients(own, totals.norm, optimizer.options.max_norm)
     lr = optimizer.step(step)
@@ -75,8 +81,6 @@ def train_step(
         grad_norm=totals.norm,
         lr=lr,
         is_last=totals.is_last,
-        busy_s=tuple(busy for busy, _ in totals.times_s),
-        schedule_s=tuple(whole for _, whole in totals.times_s),
     )
 
 

@@ -48,14 +48,23 @@ class Recorder:
         self._is_cuda = device.type == "cuda"
         self._ran: list[tuple[RanKind, int, int, Any, Any]] = []
         self._losses = count()
-        self._zero, self.begun_s = None, 0.0
+        self._zero: Any = None
+        self.begun_s = self.ended_s = 0.0  # of the schedule, in seconds of `time.perf_counter`
 
-    def start(self) -> float:
-        """Forget what was run, count from here, and give this moment in seconds of `time.perf_counter`."""
+    def start(self) -> None:
+        """Forget what was run: a schedule begins."""
         self._ran, self._losses = [], count()
-        self.begun_s = time.perf_counter()
         self._zero = self._now()
-        return self.begun_s
+        self.begun_s = time.perf_counter()
+
+    def stop(self) -> None:
+        """Note that the schedule has ended; waits for a GPU to end it."""
+        end = self._now()
+        if self._is_cuda:
+            torch.cuda.synchronize()
+        self.ended_s = time.perf_counter()
+        if self._is_cuda:  # the queue may have been behind when the schedule began, and is empty now
+            self.begun_s = self.ended_s - float(self._zero.elapsed_time(end)) / 1e3
 
     def loss(self, stage: int, loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """Give a loss function that is timed, as that of one microbatch after the other."""
@@ -75,9 +84,7 @@ class Recorder:
             self._ran.append((kind, stage, microbatch, begin, self._now()))
 
     def take(self) -> tuple[Ran, ...]:
-        """Give what was run since the start, in order, in seconds of `time.perf_counter`; waits for a GPU to end it."""
-        if self._is_cuda:
-            torch.cuda.synchronize()
+        """Give what was run from the start to the stop, in order, in seconds of `time.perf_counter`."""
         return tuple(
             Ran(kind=kind, stage=stage, microbatch=microbatch, begin_s=self._seconds(begin), end_s=self._seconds(end))
             for kind, stage, microbatch, begin, end in self._ran
@@ -93,7 +100,6 @@ class Recorder:
     def _seconds(self, moment: Any) -> float:
         if not self._is_cuda:
             return float(moment)
-        assert self._zero is not None
         return self.begun_s + float(self._zero.elapsed_time(moment)) / 1e3
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import html
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from manifests.errors import UserError
 from manifests.schedules import Timeline
 from runner.report.plan import planned
-from runner.report.read import RunLog, StepTrace, read_run
+from runner.report.read import RunLog, StepTrace, Traces, read_run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,6 +21,7 @@ __all__ = ["write_report"]
 
 _COLOURS = {"F": "#4c78a8", "B": "#e4572e", "I": "#f2a541", "W": "#76b041", "L": "#9d7ad2"}
 _KINDS = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients", "L": "loss"}
+_PARTS = ("data", "compute", "communication", "bubble")
 _INK, _FAINT = "#1f2430", "#8a8f98"
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1f2430; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
@@ -40,14 +41,17 @@ def write_report(log_dir: Path, out: Path) -> str:
     """
     run = read_run(log_dir)
     try:
-        parts = [f"<h1>{html.escape(log_dir.resolve().name)}</h1>", _summary(run), *_curves(run)]
+        parts = [f"<h1>{html.escape(log_dir.resolve().name)}</h1>", _summary(run), *_curves(run), *_times(run)]
     except ImportError as error:
         raise UserError("runner report", "matplotlib is not installed here", "pip install 'reshard[draw]'") from error
     said = f"{len(run.steps)} steps, last loss {run.steps[-1]['loss']:.6f}"
     if run.traces is not None:
-        plan, step = planned(run.traces), _typical(run.traces.steps)
-        parts += _pipeline(run, step, plan)
-        said += f"; bubble {step.bubble:.1%} measured, {plan.bubble:.1%} planned"
+        plan = planned(run.traces)
+        parts += _pipeline(run.traces, _typical(run.traces.steps), plan)
+        said += f"; bubble {run.traces.bubble:.1%} measured, {plan.bubble:.1%} planned"
+    else:
+        parts.append("<p class=note>No step was traced: with --trace 20-30 the pipeline is drawn here.</p>")
+    parts += _memory(run)
     title = html.escape(log_dir.resolve().name)
     page = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
     try:
@@ -62,6 +66,7 @@ def _summary(run: RunLog) -> str:
     rates = [step["tokens_per_s"] for step in run.steps[1:] or run.steps]
     facts = {
         "steps": f"{run.steps[0]['step']} to {last['step']}",
+        **({"attempts": f"{len(run.begins)}, from steps {', '.join(map(str, run.begins))}"} if run.begins[1:] else {}),
         "loss": f"{run.steps[0]['loss']:.4f} to {last['loss']:.4f}",
         "tokens/s, median": f"{median(rates):,.0f}",
         "checkpoints": f"{len(run.checkpoints)}",
@@ -86,22 +91,45 @@ def _curves(run: RunLog) -> list[str]:
             axes.legend(frameon=False)
         for line in run.checkpoints:
             axes.axvline(line["step"], color=_FAINT, linewidth=0.5, zorder=0)
+        for step in run.begins[1:]:
+            axes.axvline(step, color=_COLOURS["L"], linewidth=0.8, linestyle=":", zorder=0)
         axes.set_ylabel("loss")
+        axes.set_xlabel("step")
 
     def throughput(axes: Axes) -> None:
         axes.plot(steps, [line["tokens_per_s"] for line in run.steps], color=_COLOURS["W"], linewidth=1.2)
         axes.set_ylim(bottom=0)
         axes.set_ylabel("tokens/s")
+        axes.set_xlabel("step")
 
+    marks = ["Grey lines: checkpoints."] if run.checkpoints else []
+    marks += ["Dotted lines: where an attempt began."] if run.begins[1:] else []
     return [
-        "<h2>Loss</h2>", _drawn(loss, 3.0), "<p class=note>Grey lines: checkpoints.</p>",
-        "<h2>Throughput</h2>", _drawn(throughput, 2.2),
+        "<h2>Loss</h2>", _drawn(loss, 3.2), f"<p class=note>{' '.join(marks)}</p>" if marks else "",
+        "<h2>Throughput</h2>", _drawn(throughput, 2.4),
     ]  # fmt: skip
 
 
-def _pipeline(run: RunLog, step: StepTrace, plan: Timeline) -> list[str]:
-    assert run.traces is not None
-    traces = run.traces
+def _times(run: RunLog) -> list[str]:
+    """Tell where the time of a step went, on each pipeline rank."""
+    ranks = range(len(run.steps[-1].get("bubble_s", ())))
+    if not ranks:
+        return []
+    # An earlier attempt may have had more ranks, or fewer.
+    lines = [line for line in run.steps[1:] or run.steps if len(line.get("bubble_s", ())) == len(ranks)]
+    rows = []
+    for rank in ranks:
+        parts = [median(line[f"{name}_s"][rank] for line in lines) for name in _PARTS]
+        rows.append((f"{rank}", *(f"{seconds * 1e3:.1f}" for seconds in parts)))
+    whole_s = median(line["step_s"] for line in lines)
+    return [
+        "<h2>Where the time of a step goes, in ms</h2>", _table(("pipeline rank", *_PARTS), rows),
+        f"<p class=note>Medians over {len(lines)} steps, until the gradients' norm is known; a step with its "
+        f"optimizer takes {whole_s * 1e3:.1f} ms.</p>",
+    ]  # fmt: skip
+
+
+def _pipeline(traces: Traces, step: StepTrace, plan: Timeline) -> list[str]:
     kinds = [kind for kind in _KINDS if any(traces.seconds_of(kind))]
     rows = [
         (f"{stage}", f"{traces.placement.rank_of(stage)}",
@@ -134,27 +162,44 @@ def _pipeline(run: RunLog, step: StepTrace, plan: Timeline) -> list[str]:
         _table(
             ("", "measured", "planned"),
             [
-                ("bubble", f"{step.bubble:.1%}", f"{plan.bubble:.1%}"),
-                ("schedule, ms", f"{step.seconds * 1e3:.1f}", f"{plan.makespan_s * 1e3:.1f}"),
+                ("bubble", f"{traces.bubble:.1%}", f"{plan.bubble:.1%}"),
+                ("schedule, ms", f"{traces.seconds * 1e3:.1f}", f"{plan.makespan_s * 1e3:.1f}"),
             ],
         ),
-        "<p class=note>Planned: the schedule's actions, each with the median time measured for its stage, and "
-        "transfers that cost nothing. What was measured beyond that is communication, and ranks that took "
-        "their time.</p>",
-        *_memory(run),
+        f"<p class=note>Measured: the median of {_counted(len(traces.steps), 'traced step')}, from the first action of "
+        "any rank to the last; what is not computing is bubble. Planned: the schedule's actions, each with the median "
+        "time measured for its stage, and transfers that cost nothing. The difference is communication, and actions "
+        "that took longer than others.</p>",
     ]  # fmt: skip
 
 
 def _memory(run: RunLog) -> list[str]:
-    ranks: Sequence[Mapping[str, Any]] = run.steps[-1].get("ranks", ())
-    if not ranks or "peak_nbytes" not in ranks[0]:
+    """Hold each rank's memory against the plan's; a run that was ended has told the peak of rank 0 alone."""
+    last = run.steps[-1]
+    peaks = run.peaks_nbytes or ({0: last["peak_nbytes"]} if "peak_nbytes" in last else {})
+    rows = []
+    for load in run.loads:
+        rank, base, planned = load["rank"], load.get("base_nbytes", 0), load.get("planned_nbytes")
+        own = peaks[rank] - base if rank in peaks else None
+        shown = [_mib(base), _mib(own), _mib(planned), f"{own / planned:.2f}" if own and planned else ""]
+        rows.append((f"{rank}", ", ".join(map(str, load["stages"])), *shown))
+    if not rows:
         return []
-    rows = [
-        (f"{rank}", f"{line['peak_nbytes'] / 2**30:.2f}",
-         f"{line['planned_nbytes'] / 2**30:.2f}" if line.get("planned_nbytes") else "")
-        for rank, line in enumerate(ranks)
-    ]  # fmt: skip
-    return ["<h2>Memory, in GiB</h2>", _table(("rank", "peak", "weights, gradients and moments"), rows)]
+    heads = ("rank", "stages", "before", "training, at its peak", "planned", "peak / planned")
+    notes = ["Planned: weights, gradients, moments, activations and receive buffers, as reshard plan counts them."]
+    if any(load.get("base_nbytes") for load in run.loads):
+        notes.append("Ranks on the host also grow by what loading, the network and Python itself take.")
+    if len(peaks) < len(rows):
+        notes.append("The run has not come to its end: of the other ranks no peak is known.")
+    return ["<h2>Memory, in MiB</h2>", _table(heads, rows), f"<p class=note>{' '.join(notes)}</p>"]
+
+
+def _mib(nbytes: float | None) -> str:
+    return "" if nbytes is None else f"{nbytes / 2**20:,.1f}"
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def _typical(steps: Sequence[StepTrace]) -> StepTrace:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from manifests.schedules import Costs, Timeline, compute_part, simulate
+from manifests.schedules import Timeline, simulate
 from runner.report.read import Traces
+from runner.times import stage_costs
 from runner.timetable import find_timetable
 
 __all__ = ["planned"]
@@ -18,15 +19,6 @@ def planned(traces: Traces) -> Timeline:
         UserError: the schedule's file is gone.
     """
     timetable = find_timetable(traces.schedule, traces.placement, traces.num_microbatches)
-    table = compute_part(timetable.training(traces.num_microbatches))
-    forward, backward, inputs, weights, loss = (traces.seconds_of(kind) for kind in "FBIWL")
-    # A stage has whole backwards or split ones, or both: whole ones are worth their halves.
-    halves = [(i, w) if i or w else (b / 2, b / 2) for b, i, w in zip(backward, inputs, weights, strict=True)]
     return simulate(
-        table,
-        Costs(
-            forward_s=tuple(f + extra for f, extra in zip(forward, loss, strict=True)),
-            input_s=tuple(i for i, _ in halves),
-            weight_s=tuple(w for _, w in halves),
-        ),
+        timetable.planned(traces.num_microbatches), stage_costs(*(traces.seconds_of(kind) for kind in "FBIWL"))
     )

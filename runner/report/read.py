@@ -15,6 +15,8 @@ from manifests.placement import Placement
 
 __all__ = ["Action", "RunLog", "StepTrace", "Traces", "read_run"]
 
+Line = Mapping[str, Any]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Action:
@@ -40,7 +42,7 @@ class StepTrace:
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time in which they compute nothing, from 0 to 1."""
+        """The share of all ranks' time in which they compute nothing, from 0 to 1; transfers are part of it."""
         busy_s = sum(action.end_s - action.begin_s for rank in self.ranks for action in rank)
         return 1 - busy_s / (len(self.ranks) * self.seconds)
 
@@ -54,6 +56,15 @@ class Traces:
     num_microbatches: int
     steps: tuple[StepTrace, ...]
 
+    @property
+    def bubble(self) -> float:
+        """The median over the steps."""
+        return median(step.bubble for step in self.steps)
+
+    @property
+    def seconds(self) -> float:
+        return median(step.seconds for step in self.steps)
+
     def seconds_of(self, kind: str) -> tuple[float, ...]:
         """Give the median time of one microbatch on each stage, over all steps; 0 where none ran."""
         found: dict[int, list[float]] = defaultdict(list)
@@ -65,11 +76,18 @@ class Traces:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunLog:
-    """Lines of metrics.jsonl by what they tell of, and the traces if there are any."""
+    """Lines of metrics.jsonl by what they tell of, and the traces if there are any.
 
-    steps: tuple[Mapping[str, Any], ...]  # the last line of each step, in order
+    A run may have been started several times, each attempt going on from a checkpoint: what an attempt takes
+    again counts as it was taken last, and what no later attempt came to is forgotten.
+    """
+
+    steps: tuple[Mapping[str, Any], ...]  # in order, each once
     evaluations: tuple[Mapping[str, Any], ...]
     checkpoints: tuple[Mapping[str, Any], ...]
+    loads: tuple[Mapping[str, Any], ...]  # of each rank, in the last attempt
+    peaks_nbytes: Mapping[int, int]  # of ranks, at the end of the last attempt if it came to it
+    begins: tuple[int, ...]  # the first step of each attempt
     traces: Traces | None
 
 
@@ -81,20 +99,58 @@ def read_run(log_dir: Path) -> RunLog:
     """
     path = log_dir / "metrics.jsonl"
     try:
-        lines = path.read_text().splitlines()
+        text = path.read_text()
     except OSError as error:
         hint = "give the --log-dir of a run"
         raise InputError(str(path), f"cannot be read: {error.strerror}", hint) from error
-    found = [_object(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
-    steps = {line["step"]: line for line in found if "loss" in line}  # one taken again counts as it was taken last
-    if not steps:
+    # What is behind the last line's end is being written, or was when the machine died.
+    lines = text[: text.rfind("\n") + 1].splitlines()
+    attempts = _Attempts()
+    for number, line in enumerate(lines, 1):
+        attempts.add(_object(line, f"{path}:{number}"))
+    if not attempts.steps:
         raise InputError(str(path), "tells of no step")
     return RunLog(
-        steps=tuple(steps[step] for step in sorted(steps)),
-        evaluations=tuple(line for line in found if "eval_loss" in line),
-        checkpoints=tuple(line for line in found if "checkpoint" in line and "save_error" not in line),
+        steps=tuple(attempts.steps),
+        evaluations=tuple(attempts.evaluations),
+        checkpoints=tuple(attempts.checkpoints),
+        loads=tuple(attempts.loads[rank] for rank in sorted(attempts.loads)),
+        peaks_nbytes=attempts.peaks_nbytes,
+        begins=tuple(attempts.begins),
         traces=_read_traces(log_dir / "trace"),
     )
+
+
+class _Attempts:
+    """Lines as they come, those that a later attempt has overtaken left out."""
+
+    def __init__(self) -> None:
+        self.steps, self.evaluations, self.checkpoints = list[Line](), list[Line](), list[Line]()
+        self.loads, self.peaks_nbytes = dict[int, Line](), dict[int, int]()
+        self.begins: list[int] = []
+        self._is_begun = False
+
+    def add(self, line: Line) -> None:
+        if "load_s" in line:
+            if self._is_begun:  # another attempt
+                self.loads, self.peaks_nbytes, self._is_begun = {}, {}, False
+            self.loads[line["rank"]] = line
+        elif "loss" in line:
+            self._take(line)
+        elif "eval_loss" in line:
+            self.evaluations.append(line)
+        elif "checkpoint" in line and "save_error" not in line:
+            self.checkpoints.append(line)
+        elif "rank" in line:
+            self.peaks_nbytes[line["rank"]] = line["peak_nbytes"]
+
+    def _take(self, line: Line) -> None:
+        if not self._is_begun or line["step"] <= self.steps[-1]["step"]:
+            for lines in (self.steps, self.evaluations, self.checkpoints):
+                lines[:] = [before for before in lines if before["step"] < line["step"]]
+            self.begins = [step for step in self.begins if step < line["step"]] + [line["step"]]
+        self._is_begun = True
+        self.steps.append(line)
 
 
 def _object(line: str, where: str) -> Mapping[str, Any]:
@@ -124,7 +180,12 @@ def _read_traces(folder: Path) -> Traces | None:
             str(folder), f"expected a trace of each of {placement.num_ranks} pipeline ranks, found {len(documents)}"
         )
     pipeline = [document["traceEvents"] for document in documents[::each]]
-    steps = sorted({event["args"]["step"] for event in pipeline[0] if event["ph"] == "X"})
+    # A run that was ended may have traced a step on some ranks only.
+    steps = sorted(
+        set.intersection(*({event["args"]["step"] for event in events if event["ph"] == "X"} for events in pipeline))
+    )
+    if not steps:
+        return None
     return Traces(
         schedule=run["schedule"],
         placement=placement,

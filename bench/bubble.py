@@ -1,0 +1,191 @@
+"""Hold the bubble that a run really has against the one that its schedule has on paper, where computing takes the time.
+
+    python bench/bubble.py [--steps 20] [--out bench/results/bubble.json] [--page docs/pictures/report-pp4.html]
+
+Each run is the runner's own, with --trace; the numbers are those of `runner report`. On paper, every action takes the
+median of the time that was measured for its stage, and transfers cost nothing. `two ranks` compute for real, a core
+each. Four ranks need not have a core each: there, every layer of a small model also waits, with its core free, 30 ms
+in its forward and 60 ms in its backward, as it would for an accelerator. Tensors, transfers and the order of things
+are real; how long a layer takes is made. --page keeps the report of `four ranks`, on the demo's text, and its pipeline
+beside it as a picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from measure import RESHARD, ROOT, circumstances, load_average, run_quietly, run_ranks, write_result
+
+WARM = 3  # the first step that is traced
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A run: its layout and schedule, its model's width, and how long each of the 8 layers waits in its forward."""
+
+    name: str
+    layout: str
+    num_ranks: int
+    schedule: str
+    width: int
+    seq_len: int
+    wait_s: float = 0.0
+
+
+CASES = (
+    Case(name="two ranks", layout="Et*4|t*4L", num_ranks=2, schedule="1F1B", width=768, seq_len=256),
+    Case(name="four ranks", layout="Et*2|t*2|t*2|t*2L", num_ranks=4, schedule="1F1B", width=512, seq_len=32,
+         wait_s=0.030),
+    Case(name="four ranks, two stages each", layout="Et|t|t|t|t|t|t|tL", num_ranks=4, schedule="Interleaved1F1B",
+         width=512, seq_len=32, wait_s=0.030),
+)  # fmt: skip
+
+
+def be_rank(wait_s: float, arguments: Sequence[str]) -> None:
+    """Be one rank of a run, whose layers wait."""
+    import torch
+    from torch.nn.modules.module import register_module_forward_hook
+
+    from runner import worker
+
+    class Wait(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, crossing: torch.Tensor) -> torch.Tensor:
+            time.sleep(wait_s)
+            return crossing.view_as(crossing)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            time.sleep(2 * wait_s)
+            return gradient
+
+    def wait(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor | None:
+        return Wait.apply(output) if type(module).__name__.endswith("TransformerBlock") else None
+
+    if wait_s:
+        register_module_forward_hook(wait)
+    sys.argv = ["runner.worker", *arguments]
+    worker.main()
+
+
+def measure(case: Case, num_steps: int, scratch: Path, page: Path | None) -> dict[str, object]:
+    """Run a case, and give its bubble as it was and as it would be on paper."""
+    from runner.report.page import write_report
+    from runner.report.plan import planned
+    from runner.report.read import read_run
+
+    waits = f", layers wait {case.wait_s * 1e3:g} ms" if case.wait_s else ""
+    log, packed = scratch / f"Llama on {case.num_ranks} ranks, {case.schedule}{waits}", _packed(case, scratch)
+    before = load_average()
+    run_ranks(
+        case.num_ranks, __file__, "--as-rank", str(case.wait_s), str(packed / "manifest.json"),
+        "--data", str(scratch / "text" / "train.jsonl"), "--seq-len", str(case.seq_len), "--global-batch", "8",
+        "--lr", "1e-3", "--schedule", case.schedule, "--steps", str(num_steps), "--trace", f"{WARM}-{num_steps}",
+        "--log-dir", str(log),
+    )  # fmt: skip
+    run = read_run(log)
+    assert run.traces is not None
+    if page is not None:
+        write_report(log, page)
+        page.with_suffix(".svg").write_text(_pipelines(page.read_text()))
+    traces, plan, steps = run.traces, planned(run.traces), run.steps[WARM - 1 :]
+    parts = {part: [sum(line[f"{part}_s"]) for line in steps] for part in ("compute", "communication", "bubble")}
+    return {
+        "layout": case.layout,
+        "schedule": case.schedule,
+        "layer_waits_s": case.wait_s,
+        "traced_steps": len(traces.steps),
+        "load_average": before,
+        "schedule_s": round(traces.seconds, 4),
+        "simulated_schedule_s": round(plan.makespan_s, 4),
+        "bubble": round(traces.bubble, 4),
+        "simulated_bubble": round(plan.bubble, 4),
+        "bubble_ratio": round(traces.bubble / plan.bubble, 3),
+        "metrics_s_per_rank": {part: round(median(found) / case.num_ranks, 4) for part, found in parts.items()},
+    }
+
+
+def _pipelines(page: str) -> str:
+    """Give the page's pictures of the pipeline, as it ran and as it was planned, as one."""
+    ran, planned = re.findall(r"<svg.*?</svg>", page, re.DOTALL)[2:4]
+    width, height = (float(size) for size in re.findall(r'(?:width|height)="([\d.]+)pt"', ran)[:2])
+    titles = "".join(
+        f'<text x="6" y="{14 + part * (height + 18):g}" font-family="sans-serif" font-size="11">{title}</text>'
+        for part, title in enumerate(("as it ran", "as it is on paper"))
+    )
+    # Inside another picture, sizes are in its units.
+    both = "".join(
+        re.sub(r'(width|height)="([\d.]+)pt"', r'\1="\2"', each).replace(
+            "<svg", f'<svg y="{18 + part * (height + 18):g}"', 1
+        )
+        for part, each in enumerate((ran, planned))
+    )
+    whole = 2 * (height + 18)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" width="{width:g}" '
+        f'height="{whole:g}" viewBox="0 0 {width:g} {whole:g}"><rect width="100%" height="100%" fill="white"/>'
+        f"{titles}{both}</svg>\n"
+    )
+
+
+def _packed(case: Case, scratch: Path) -> Path:
+    """Pack a model with the demo's tokenizer, whose text lies beside it."""
+    from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+
+    if not (scratch / "text").exists():
+        run_quietly([sys.executable, str(ROOT / "demo" / "make_model.py"), str(scratch)])
+    source, packed = scratch / f"llama-{case.width}", scratch / f"packed-{case.name}"
+    if not source.exists():
+        set_seed(0)
+        config = LlamaConfig(
+            hidden_size=case.width, intermediate_size=case.width * 11 // 4, num_hidden_layers=8,
+            num_attention_heads=8, num_key_value_heads=8, vocab_size=4096, tie_word_embeddings=False,
+        )  # fmt: skip
+        LlamaForCausalLM(config).save_pretrained(source)
+        for path in (scratch / "model").glob("tokenizer*"):
+            shutil.copy(path, source)
+    run_quietly(
+        [*RESHARD, "pack", str(source), "--layout", case.layout, "--pp", str(case.num_ranks), "--out", str(packed)]
+    )
+    return packed
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--as-rank"]:
+        be_rank(float(sys.argv[2]), sys.argv[3:])
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--page", type=Path, help="where to write the report of the four ranks")
+    parser.add_argument("--only", help="the one case to run")
+    parser.add_argument("--out")
+    options = parser.parse_args()
+    os.environ["PYTHONPATH"] = str(ROOT)
+    with tempfile.TemporaryDirectory(prefix="bench-bubble-") as scratch:
+        found = {
+            case.name: measure(case, options.steps, Path(scratch), options.page if case.name == "four ranks" else None)
+            for case in CASES
+            if options.only in (None, case.name)
+        }
+    result = {
+        "what": "the share of all ranks' time in which they do not compute, measured and simulated",
+        **circumstances(),
+        "cases": found,
+    }
+    write_result(result, options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""torch's flight recorder: the last collectives of each rank, kept in memory, and written when a rank is stuck.
+
+torch itself writes it when NCCL times out. It does not for gloo, nor where a step does not end for another reason:
+there the rank's watchdog does. `torchfrtrace LOG_DIR/flight-recorder` says which ranks met in which collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import MutableMapping
+from pathlib import Path
+
+__all__ = ["keep_flight", "write_flight"]
+
+# Each with the names that torch 2.13 knows for it, the first of which counts.
+# Source: torch/csrc/distributed/c10d/FlightRecorder.hpp and ProcessGroupNCCL.hpp.
+_SIZE = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_FILE = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+_ON_TIMEOUT = ("TORCH_NCCL_DUMP_ON_TIMEOUT",)
+_NUM_ENTRIES = 2000
+_LIMIT_S = 5.0
+
+
+def keep_flight(log_dir: Path, environment: MutableMapping[str, str]) -> None:
+    """Let torch record this rank's collectives, before it has any; what is set in the environment stays as it is."""
+    folder = log_dir.resolve() / "flight-recorder"
+    for names, value in ((_SIZE, str(_NUM_ENTRIES)), (_ON_TIMEOUT, "1"), (_FILE, str(folder / "rank_"))):
+        if not any(name in environment for name in names):
+            environment[names[0]] = value
+    if environment.get(_FILE[0]) == str(folder / "rank_"):
+        with contextlib.suppress(OSError):  # a folder that cannot be written is met by what must be
+            folder.mkdir(parents=True, exist_ok=True)
+
+
+def write_flight(rank: int) -> None:
+    """Write what this rank's recorder holds, as a file that torch's own tools read; another thread than the main one's.
+
+    Never raises, and never waits for long: the rank may be stuck in any lock.
+    """
+    writer = threading.Thread(target=_write, args=(rank,), daemon=True)
+    writer.start()
+    writer.join(_LIMIT_S)
+
+
+def _write(rank: int) -> None:
+    prefix = next((os.environ[name] for name in _FILE if name in os.environ), None)
+    if prefix is None:
+        return
+    import torch
+    from torch._C import _distributed_c10d as c10d
+
+    of_nccl = torch.cuda.is_initialized() and hasattr(c10d, "_dump_nccl_trace")  # type: ignore[no-untyped-call]
+    dump = c10d._dump_nccl_trace if of_nccl else c10d._dump_fr_trace  # type: ignore[attr-defined]
+    with contextlib.suppress(OSError):
+        Path(f"{prefix}{rank}").write_bytes(dump())

@@ -1,0 +1,131 @@
+"""Where a step's seconds went, from schedules that run on paper, whose transfers cost a known time."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manifests.placement import Placement
+from manifests.schedules import Costs, Table, Timeline, schedule_table, simulate
+from runner.clock import Clock
+from runner.times import RankTimes, parts_of
+from runner.timetable import Timetable
+from runner.trace import Recorder
+
+CASES = (("1F1B", 4, "loop", 6), ("Interleaved1F1B", 8, "loop", 8), ("ZBVZeroBubble", 8, "v", 8))
+REDUCE_S = 0.5
+
+
+def table_of(schedule: str, num_stages: int, style: str, num_microbatches: int) -> Table:
+    return schedule_table(schedule, Placement(num_stages=num_stages, num_ranks=4, style=style), num_microbatches)  # type: ignore[arg-type]
+
+
+def costs_of(table: Table, hop_s: float) -> Costs:
+    stages = range(table.placement.num_stages)
+    return Costs(
+        forward_s=tuple(1.0 + 0.1 * stage for stage in stages),
+        input_s=tuple(1.2 for _ in stages),
+        weight_s=tuple(0.9 for _ in stages),
+        hop_s=hop_s,
+    )
+
+
+def rows_of(table: Table, timeline: Timeline, begins_s: list[float]) -> list[list[float]]:
+    """Give what ranks would tell that have run this timeline."""
+    rows = []
+    for rank, spans in enumerate(timeline.ranks):
+        row = [begins_s[rank], begins_s[rank], timeline.busy_s[rank], spans[-1].end_s - begins_s[rank], REDUCE_S]
+        for stage in table.placement.stages_on(rank):
+            for kind in "FBIWL":
+                found = [s.end_s - s.start_s for s in spans if (s.action.stage, s.action.kind) == (stage, kind)]
+                row.append(sum(found) / len(found) if found else 0.0)
+        rows.append(row)
+    return rows
+
+
+def split(table: Table, hop_s: float, begins_s: list[float]) -> tuple[tuple[RankTimes, ...], Timeline]:
+    """Split a step of ranks that wait for their data until these moments, and then keep to the schedule."""
+    timeline = simulate(table, costs_of(table, hop_s), begins_s)
+    window_s = timeline.makespan_s + REDUCE_S
+    return parts_of(table, rows_of(table, timeline, begins_s), window_s), timeline
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
+def test_without_transfers_all_waits_are_the_bubble_and_sums_are_communication(case: tuple[str, int, str, int]) -> None:
+    table = table_of(*case)
+    parts, timeline = split(table, 0.0, [0.0] * 4)
+    for rank, found in enumerate(parts):
+        assert found.compute_s == pytest.approx(timeline.busy_s[rank])
+        assert found.communication_s == pytest.approx(REDUCE_S)
+        assert found.bubble_s == pytest.approx(timeline.makespan_s - timeline.busy_s[rank])
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
+def test_what_transfers_add_is_communication(case: tuple[str, int, str, int]) -> None:
+    table = table_of(*case)
+    slow, with_hops = split(table, 0.3, [0.0] * 4)
+    _, without = split(table, 0.0, [0.0] * 4)
+    for rank, found in enumerate(slow):
+        later_s = with_hops.ranks[rank][-1].end_s - without.ranks[rank][-1].end_s
+        assert later_s > 0
+        assert found.communication_s == pytest.approx(later_s + REDUCE_S)
+
+
+def test_rank_whose_data_is_late_makes_the_others_wait_and_is_no_communication() -> None:
+    table = table_of("1F1B", 4, "loop", 6)
+    prompt, _ = split(table, 0.0, [0.0] * 4)
+    late, _ = split(table, 0.0, [7.0, 0.0, 0.0, 0.0])
+    assert late[0].data_s == 7.0
+    assert late[0].bubble_s == pytest.approx(prompt[0].bubble_s)
+    for rank in (1, 2, 3):
+        assert late[rank].bubble_s == pytest.approx(prompt[rank].bubble_s + 7.0)
+        assert late[rank].communication_s == pytest.approx(REDUCE_S)
+
+
+@given(
+    hop_s=st.floats(0, 2),
+    begins_s=st.lists(st.floats(0, 5), min_size=4, max_size=4),
+    case=st.sampled_from(CASES),
+)
+def test_parts_add_up_to_the_time_until_the_norm_is_known(
+    hop_s: float, begins_s: list[float], case: tuple[str, int, str, int]
+) -> None:
+    table = table_of(*case)
+    parts, timeline = split(table, hop_s, begins_s)
+    for found in parts:
+        whole_s = found.data_s + found.compute_s + found.communication_s + found.bubble_s
+        assert whole_s == pytest.approx(timeline.makespan_s + REDUCE_S)
+        assert min(found.communication_s, found.bubble_s) >= 0
+
+
+def test_clock_tells_what_a_rank_has_really_done() -> None:
+    table = Timetable(name="1F1B", placement=Placement(num_stages=2, num_ranks=1)).planned(2)
+    clock, recorder = Clock(table, 0), Recorder(torch.device("cpu"))
+    for _ in range(2):
+        time.sleep(0.01)
+        clock.note_data(0.01)
+        recorder.start()
+        for microbatch in (0, 1):
+            for stage in (0, 1):
+                with recorder.action("F", stage, microbatch):
+                    time.sleep(0.01)
+            recorder.loss(1, lambda: torch.zeros(()))()
+            with recorder.action("B", 1, microbatch):
+                time.sleep(0.02)
+        recorder.stop()
+        told = clock.read(recorder)
+        assert len(told) == clock.num_times
+        clock.note_exchange([told])
+        (found,) = clock.split()
+        assert found.data_s == 0.01
+        assert 0.08 <= found.compute_s <= sum(told[3:4])
+        assert found.communication_s + found.bubble_s < 0.05
+
+
+def test_one_rank_takes_its_microbatches_in_turn_through_all_stages() -> None:
+    table = Timetable(name="1F1B", placement=Placement(num_stages=2, num_ranks=1)).planned(2)
+    assert [str(step) for step in table.ranks[0]] == ["0F0", "1F0", "1B0", "0B0", "0F1", "1F1", "1B1", "0B1"]

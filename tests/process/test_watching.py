@@ -1,0 +1,61 @@
+"""What a job leaves for those who watch it: metrics for other tools, a page, and the collectives of stuck ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from torch.distributed.flight_recorder.components.loader import read_dump
+
+from tests.process.local_jobs import launched, pack_tiny, runner
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pack_tiny(tmp_path_factory.mktemp("models"), 2)
+
+
+def test_run_that_is_watched_leaves_event_files_an_offline_run_and_a_page(packed: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    asked = ("--steps", "6", "--trace", "3-5", "--log-every", "4", "--tensorboard", "--wandb")
+    with launched(packed, log, *asked, WANDB_MODE="offline", WANDB_SILENT="true") as run:
+        assert run.process.wait(timeout=120) == 0, run.said
+    assert [line.split()[1] for line in run.said.splitlines() if line.startswith("step ")] == ["4/6", "6/6"]
+    assert len(run.losses()) == 6
+    (events,) = (log / "tensorboard").iterdir()
+    (offline,) = (log / "wandb").glob("offline-run-*/run-*.wandb")
+    for path in (events, offline):
+        assert b"communication_s/1" in path.read_bytes()
+
+    page = tmp_path / "page.html"
+    done = runner("report", log, "--out", page)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{page}: 6 steps, last loss {run.losses()[-1]:.6f}; bubble ")
+    for heading in ("Loss", "Throughput", "Where the time of a step goes, in ms", "Memory, in MiB"):
+        assert f"<h2>{heading}</h2>" in page.read_text()
+
+
+def test_stuck_ranks_leave_what_their_flight_recorders_hold_as_large_as_the_user_said(
+    packed: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    asked = ("--steps", "100000", "--timeout", "60", "--step-timeout", "8")
+    with launched(packed, log, *asked, TORCH_FR_BUFFER_SIZE="3") as run:
+        run.wait_for_step(5)
+        first, second = run.ranks()
+        os.kill(second, signal.SIGSTOP)
+        dump = log / "flight-recorder" / "rank_0"
+        run.wait_until(lambda: dump.exists() and dump.stat().st_size > 0, limit_s=30)
+        os.kill(second, signal.SIGCONT)
+        os.kill(first, signal.SIGKILL)
+        assert run.process.wait(timeout=60) == 5, run.said
+    found = read_dump("rank_", str(dump))
+    assert found["rank"] == 0
+    entries = found["entries"]
+    assert isinstance(entries, list)
+    assert len(entries) == 3
+    assert all(entry["profiling_name"].startswith("gloo:") for entry in entries)
