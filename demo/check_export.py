@@ -33,8 +33,8 @@ def main(folder: Path, text: Path, metrics: Path) -> None:
     lines = map(json.loads, metrics.read_text().splitlines())
     last = [line for line in lines if "eval_loss" in line][-1]
     print(f"transformers: loss {loss:.6f} over {count:,} tokens")
-    print(f"pipeline:     loss {last['eval_loss']:.6f} over {last['num_tokens']:,} tokens")
-    if count != last["num_tokens"] or abs(loss - last["eval_loss"]) > TOLERANCE * loss:
+    print(f"pipeline:     loss {last['eval_loss']:.6f} over {last['eval_num_tokens']:,} tokens")
+    if count != last["eval_num_tokens"] or abs(loss - last["eval_loss"]) > TOLERANCE * loss:
         sys.exit("the losses differ")
     print("the same loss")
 

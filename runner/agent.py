@@ -2,82 +2,126 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
+import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from manifests.errors import UserError
+from manifests.errors import UserError, error_json
 from manifests.store import read_manifest
+from runner.ending import AGENT, Ending
+from runner.heartbeat import Beat, read_beats
+from runner.inquest import find_cause
+from runner.launch.state import RunState, clear_state, read_state, write_state
+from runner.options import parse_training
+from runner.place import place_of, stages_of
 
 __all__ = ["main"]
 
-_OUR_CODES = (1, 2, 3, 4, 5, 130)  # a worker that ended with one of these has said why
-_RANK_FAILED = 5
+_INTERRUPTED = 130
+_PATIENCE_S = 2.0  # another node's agent may know better why the ranks ended
+_WORKER = "runner.worker"
 
 
 def main() -> None:
     """Run torchrun on this process's arguments."""
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    logging.getLogger("torch.distributed.run").setLevel(logging.ERROR)
+    _quieten()
+    os.environ[AGENT] = str(os.getpid())
+    log_dir, begun = _log_dir(sys.argv), time.time()
+    if log_dir is not None and _number("--node-rank", "PET_NODE_RANK") == 0:
+        clear_state(log_dir)
     try:
         run.main(sys.argv[1:])
     except ChildFailedError as error:
-        sys.exit(_end(*_root_cause(error)))
+        sys.exit(_end(error.failures, log_dir, begun))
     except SignalException as error:
-        print(f"interrupted by {_signal_name(int(error.sigval))}", file=sys.stderr)
-        sys.exit(130)
+        if not _is_known(log_dir):
+            print(f"interrupted by {signal.Signals(int(error.sigval)).name}", file=sys.stderr)
+        sys.exit(_INTERRUPTED)
 
 
-def _root_cause(error: ChildFailedError) -> tuple[int, ProcessFailure]:
-    """Give the rank that a signal ended, if any: its peers fail at once, and may be noticed before it.
-
-    SIGTERM does not count: the agent sends it to the ranks that are left.
-    """
-    for rank, failure in sorted(error.failures.items()):
-        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
-            return rank, failure
-    rank, failure = error.get_first_failure()
-    return rank, failure
+def _quieten() -> None:
+    """Let torchrun say nothing of its own: what there is to say, we say."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.run", "torch.distributed.launcher")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def _end(rank: int, failure: ProcessFailure) -> int:
-    if failure.exitcode < 0:
-        name = _signal_name(-failure.exitcode)
-        hint = "\nhint: out of memory? the kernel kills with SIGKILL; see dmesg" if name == "SIGKILL" else ""
-        print(
-            f"error: rank {rank}{_place_of(rank, sys.argv)}: ended by {name}; all ranks were stopped{hint}",
-            file=sys.stderr,
-        )
-        return _RANK_FAILED
-    return failure.exitcode if failure.exitcode in _OUR_CODES else _RANK_FAILED
+def _end(failures: Mapping[int, ProcessFailure], log_dir: Path | None, begun: float) -> int:
+    """Say why the ranks ended, unless another node's agent has; give the exit code."""
+    beats = read_beats(log_dir, since=begun) if log_dir else ()
+    cause = find_cause(failures, beats, partial(_place, beats))
+    if cause is None:
+        return _INTERRUPTED
+    if cause.kind == "failed" or not _is_known(log_dir):
+        if "--json" in sys.argv:
+            print(error_json(cause.error), flush=True)
+        else:
+            print(f"error: {cause.error}", file=sys.stderr)
+        if log_dir is not None:
+            _note(cause, log_dir, max((beat.step for beat in beats), default=0))
+    return cause.code
 
 
-def _place_of(rank: int, argv: Sequence[str]) -> str:
-    """Say which stages a rank holds, and on which node, where the command line tells."""
-    flags = dict(itertools.pairwise(argv))
+def _is_known(log_dir: Path | None) -> bool:
+    """Whether the agent of another node has said why."""
+    if log_dir is None or _number("--nnodes") == 1:
+        return False
+    deadline_s = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < deadline_s:
+        state = read_state(log_dir)
+        if state is not None and state.ended == "failed":
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def _note(cause: Ending, log_dir: Path, step: int) -> None:
+    with contextlib.suppress(OSError):  # a full disk must not take the message away, which was said
+        log_dir.mkdir(parents=True, exist_ok=True)
+        write_state(log_dir, RunState(step=step, ended="failed", code=cause.code, error=str(cause.error)))
+
+
+def _place(beats: Sequence[Beat], rank: int) -> str:
+    """Name a rank of this node, with its stages where its heartbeat or the command line tells."""
+    node = socket.gethostname()
+    for beat in beats:
+        if beat.rank == rank:
+            return place_of(rank, beat.stages, node)
     try:
-        nnodes, nproc = int(flags.get("--nnodes", "1")), int(flags["--nproc-per-node"])
-        placement = read_manifest(Path(argv[argv.index("runner.worker") + 1])).placement
-        stages = placement.stages_on(rank * placement.num_ranks // (nnodes * nproc))
-    except (UserError, ValueError, KeyError, IndexError):
-        return ""
-    node = f", node {socket.gethostname()}" if nnodes > 1 else ""
-    return f" (stage {', '.join(map(str, stages))}{node})"
+        manifest = read_manifest(Path(_after(sys.argv, _WORKER)))
+        world_size = _number("--nnodes") * _number("--nproc-per-node")
+        return place_of(rank, stages_of(manifest, rank, world_size), node)
+    except (UserError, LookupError, ValueError):
+        return f"rank {rank}, node {node}"
 
 
-def _signal_name(number: int) -> str:
+def _log_dir(argv: Sequence[str]) -> Path | None:
+    """Give the log folder of a training run; None: the ranks do something else."""
     try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+        return parse_training(argv[argv.index(_WORKER) + 2 :]).log_dir
+    except (UserError, ValueError):
+        return None
+
+
+def _number(flag: str, variable: str = "") -> int:
+    found = dict(itertools.pairwise(sys.argv)).get(flag, os.environ.get(variable, ""))
+    return int(found) if found.isdecimal() else (1 if flag != "--node-rank" else 0)
+
+
+def _after(argv: Sequence[str], word: str) -> str:
+    return argv[argv.index(word) + 1]
 
 
 if __name__ == "__main__":

@@ -12,16 +12,18 @@ from pathlib import Path
 import torch
 
 from manifests.errors import InputError
-from manifests.models import ModelShape
 from manifests.schema import MOMENTS, WEIGHTS, Holds, TrainingState
 from runner.batches import Batch, rows_of
 from runner.broadcast import read_for_all
 from runner.chunk import StageChunk, build_chunks, hf_constants, hf_pieces, materialize
+from runner.clock import Clock
 from runner.compute import arrange
-from runner.families import family_for
+from runner.families import Family, family_for
+from runner.gauges import memory_nbytes
 from runner.held import Held, held_state, held_weights
 from runner.load import LoadReport, load_tensors, plan_reads
 from runner.mesh import Mesh, build_mesh
+from runner.nearby import CopyReport, Nearby, nearby_of
 from runner.norm import StepTotals
 from runner.optim import Optimizer
 from runner.options import TrainOptions, recall
@@ -58,15 +60,17 @@ class Ready:
     training: TrainingState | None
     chunks: tuple[StageChunk, ...]
     engine: Engine
+    copied: CopyReport | None  # to the node's own disk
     loaded: LoadReport
     mesh: Mesh
+    base_nbytes: int  # memory that this process had before it built its stages
 
     @property
     def job(self) -> Job:
         return Job(
             manifest=self.launched.manifest,
             root=self.launched.root,
-            parents=(*self.origin.manifest.parents, parent_of(self.origin.root)),
+            parents=(*self.origin.manifest.parents, parent_of(self.origin.root, self.origin.location)),
             writer=self.mesh.writer,
             num_writers=self.mesh.num_writers,
         )
@@ -100,7 +104,7 @@ def begin(
     first: InputError | None = None
     for folder in folders:
         try:
-            return _begin(launched, folder, options, mesh, device)
+            return _begin(launched, folder, options, mesh, world, device)
         except InputError as error:
             first = first or error
             if world.rank == 0 and len(folders) > 1:
@@ -109,7 +113,9 @@ def begin(
     raise first
 
 
-def _begin(launched: Packed, folder: Path, options: TrainOptions, mesh: Mesh, device: torch.device) -> Ready:
+def _begin(
+    launched: Packed, folder: Path, options: TrainOptions, mesh: Mesh, world: World, device: torch.device
+) -> Ready:
     with together("load"):
         origin = launched if folder == launched.root else open_packed(folder)
         said = check_fits(origin, launched)
@@ -117,11 +123,17 @@ def _begin(launched: Packed, folder: Path, options: TrainOptions, mesh: Mesh, de
         if training is not None:
             said += differences(options, training)
             options = recall(options, remembered(training))
-        bundles = Bundles(origin.manifest, origin.root)
+        said += _beyond_positions(launched, options)
+        nearby = nearby_of(launched, origin, options, mesh, world, has_moments=training is not None)
         shared_by = _SharedBy(mesh=mesh, device=device) if options.degrees.load == "broadcast" else None
-        chunks = _build(launched, options, mesh, device)
+        stored = _Stored(origin=origin, nearby=nearby, shared_by=shared_by)
+        check_divides(launched.config, mesh.degrees.tensor)
+        family = family_for(launched.config, max_seq_len=options.batch.seq_len)
+        base_nbytes = memory_nbytes(device)
+        chunks = _build(family, launched, options, mesh, device)
         weights = [piece for chunk in chunks for piece in (*hf_pieces(chunk, kept), *hf_constants(chunk))]
-    report = _load(weights, bundles, origin.shape, WEIGHTS, shared_by)
+    copied = nearby.bring(proves=mesh.num_writers > 1 and shared_by is None) if nearby else None
+    report = _load(weights, stored, WEIGHTS)
     with together("load"):
         round_masters(parameter for chunk in chunks for parameter in chunk.parameters())
         check_loaded(launched.manifest.ties, chunks)
@@ -133,7 +145,7 @@ def _begin(launched: Packed, folder: Path, options: TrainOptions, mesh: Mesh, de
         for holds in MOMENTS:
             moment = partial(_moment, engine.optimizer, holds=holds)
             moments = [piece for chunk in chunks for piece in hf_pieces(chunk, moment)]
-            _load(moments, bundles, origin.shape, holds, shared_by)
+            _load(moments, stored, holds)
             check_equal(engine.ties, of=partial(engine.optimizer.moment, moment=holds))
         engine.optimizer.resume(training.step)
         with together("load"):
@@ -151,15 +163,17 @@ def _begin(launched: Packed, folder: Path, options: TrainOptions, mesh: Mesh, de
         training=training,
         chunks=chunks,
         engine=engine,
+        copied=copied,
         loaded=report,
         mesh=mesh,
+        base_nbytes=base_nbytes,
     )
 
 
-def _build(launched: Packed, options: TrainOptions, mesh: Mesh, device: torch.device) -> tuple[StageChunk, ...]:
+def _build(
+    family: Family, launched: Packed, options: TrainOptions, mesh: Mesh, device: torch.device
+) -> tuple[StageChunk, ...]:
     """Build this rank's stages, and no others, and give them memory."""
-    check_divides(launched.config, mesh.degrees.tensor)
-    family = family_for(launched.config, max_seq_len=options.batch.seq_len)
     chunks = build_chunks(family, launched.stage_modules, launched.manifest.placement.stages_on(mesh.pipeline_rank))
     is_fsdp, compute = is_sharded(mesh, options.compute), options.compute
     dtype = _DTYPES[compute.master_dtype if is_fsdp else compute.dtype]
@@ -189,12 +203,14 @@ def _build_engine(
         arrange(chunks, placement.num_stages, options.compute)
     parallel = Parallel(mesh=mesh, chunks=chunks, reduce_dtype=_DTYPES[options.compute.reduce_dtype])
     parallel.rest()
+    clock = Clock(timetable.planned(batch.num_microbatches), mesh.pipeline_rank)
     return Engine(
         schedule=build_schedule(timetable, chunks, wire, batch, mesh.pipeline),
         ties=ties,
-        totals=StepTotals(parameters, ties, device=device, mesh=mesh),
+        totals=StepTotals(parameters, ties, device=device, mesh=mesh, num_times=clock.num_times),
         optimizer=Optimizer(parameters, options.optim),
         parallel=parallel if mesh.degrees.per_stage > 1 else None,
+        clock=clock,
     )
 
 
@@ -206,10 +222,34 @@ class _SharedBy:
     device: torch.device
 
 
-def _load(
-    pieces: Sequence[Piece], bundles: Bundles, shape: ModelShape, holds: Holds, shared_by: _SharedBy | None
-) -> LoadReport:
-    """Fill what this rank holds of the weights, or of one moment; every rank calls this."""
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Stored:
+    """The tensors of a checkpoint: where its bundles lie, or the copies that this node has of them."""
+
+    origin: Packed
+    nearby: Nearby | None
+    shared_by: _SharedBy | None
+
+    @property
+    def bundles(self) -> Bundles:
+        return self.nearby.bundles if self.nearby else self.origin.bundles
+
+
+def _load(pieces: Sequence[Piece], stored: _Stored, holds: Holds) -> LoadReport:
+    """Fill what this rank holds of the weights, or of one moment; every rank calls this.
+
+    Where copies were damaged, on any node, they are made again, once.
+    """
+    try:
+        return _load_once(pieces, stored, holds)
+    except InputError:
+        if stored.nearby is None or not stored.nearby.mend():
+            raise
+    return _load_once(pieces, stored, holds)
+
+
+def _load_once(pieces: Sequence[Piece], stored: _Stored, holds: Holds) -> LoadReport:
+    bundles, shape, shared_by = stored.bundles, stored.origin.shape, stored.shared_by
     if shared_by is None or shared_by.mesh.stage is None:
         with together("load"):
             return load_tensors(pieces, bundles, shape, holds)
@@ -231,6 +271,14 @@ def _say_loaded(report: LoadReport, chunks: Sequence[StageChunk], mesh: Mesh) ->
         report.nbytes / 2**30 / report.load_s,
         f"; {report.num_parts} of them in part, which no digest proves" if report.num_parts else "",
     )  # fmt: skip
+
+
+def _beyond_positions(launched: Packed, options: TrainOptions) -> tuple[str, ...]:
+    """Say that rotary positions are asked for that the model was not made for: they can be computed, all the same."""
+    seq_len, most = options.batch.seq_len, launched.config.get("max_position_embeddings")
+    if not isinstance(most, int) or seq_len <= most:
+        return ()
+    return (f"--seq-len {seq_len} is beyond the {most} of max_position_embeddings in config.json",)
 
 
 def _say_begun(origin: Packed, training: TrainingState | None, said: Sequence[str]) -> None:

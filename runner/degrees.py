@@ -76,7 +76,13 @@ class DegreeOptions:
                 f"{start}, or reshard pack MANIFEST --layout pp={world_size} --out DIR",
             )
         if per_stage % self.tensor:
-            raise UsageError("--tp", f"expected a divisor of {per_stage}, the ranks of each stage, found {self.tensor}")
+            unit = num_pipeline_ranks * self.tensor
+            lower = world_size // unit * unit
+            raise UsageError(
+                "--tp",
+                f"expected a divisor of {per_stage}, the ranks of each stage, found {self.tensor}",
+                f"start {lower} or {lower + unit} ranks" if lower else f"start {unit} ranks",
+            )
         data = per_stage // self.tensor
         replicate = self.replicate or data // (self.shard or data) or 1
         shard = self.shard or max(1, data // replicate)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from manifests.errors import InputError
 from runner.batches import Batch
 from runner.norm import StepTotals
 from runner.packed import open_packed
@@ -35,10 +36,16 @@ def mean_loss(loss_of: Callable[[Batch], float], batches: Iterable[Batch]) -> tu
 
 
 def evaluate(options: EvalOptions, world: World) -> None:
-    """Print the loss of a manifest's model over a text; every rank calls this."""
+    """Print the loss of a manifest's model over a text; every rank calls this.
+
+    Raises:
+        UserError: on all ranks alike, if it is infinite or not a number, or whatever else one of them met.
+    """
     root, device = meet(options.read, world)
     started_s = time.perf_counter()
     loss, num_tokens = loss_over(options, root, world, device)
+    if not math.isfinite(loss):
+        raise InputError("", f"the loss is {loss}", "the weights are not finite, or --dtype is too low for them")
     if world.rank == 0:
         _print(loss, num_tokens, time.perf_counter() - started_s, is_json=options.read.is_json)
 

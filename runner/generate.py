@@ -22,7 +22,7 @@ from runner.rank import run_rank
 from runner.reader import ReadModel, meet, read_model
 from runner.recipe import BatchOptions
 from runner.sampling import draw, generators_of
-from runner.together import together
+from runner.together import alone, together
 from runner.verbs import GenerateOptions, Sampling, parse_generate
 from runner.vocabulary import load_tokenizer
 from runner.world import World
@@ -94,7 +94,8 @@ def complete(
         if logits is not None:
             for number, (row, generator) in enumerate(zip(rows, generators, strict=True)):
                 last = min(len(row), seq_len) - 1
-                drawn[number] = draw(logits[number, last].float().cpu(), sampling, generator)
+                with alone(model.last_rank):
+                    drawn[number] = draw(logits[number, last].float().cpu(), sampling, generator)
         dist.broadcast(drawn, src=model.last_rank)
         for number, token in enumerate(drawn.tolist()):
             if not done[number]:

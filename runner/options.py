@@ -27,7 +27,7 @@ from runner.recipe import (
     parse_recompute,
 )
 
-__all__ = ["TrainOptions", "flag_of", "parse_training", "recall", "training_command"]
+__all__ = ["TrainOptions", "flag_of", "is_training_flag", "parse_training", "recall", "training_command"]
 
 Device = Literal["auto", "cpu", "cuda"]
 _WRITTEN = ParameterSource.COMMANDLINE
@@ -52,9 +52,13 @@ class TrainOptions:
     save: Path | None
     force: bool
     log_dir: Path
+    stage_to_local: Path | None  # a folder of each node's own disk
     timeout_s: int
     step_timeout_s: int
     traced: range  # steps, the first being 1
+    log_every: int  # steps, where no bar is shown
+    tensorboard: bool
+    wandb: bool
     check_ties_every: int
     checkpoint: CheckpointOptions | None
     resume: ResumeOptions
@@ -109,6 +113,11 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def is_training_flag(flag: str) -> bool:
+    """Whether a word such as `--data` is a flag of training, and of nothing before it."""
+    return any(flag in (*param.opts, *param.secondary_opts) for param in training_command.params)
+
+
 @click.command(
     context_settings={"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 100},
     epilog="Example: runner launch DIR/manifest.json -- --steps 100 --seq-len 512 --global-batch 16 --data text/",
@@ -129,7 +138,12 @@ def flag_of(name: str) -> str:
 )  # fmt: skip
 @click.option("--text-field", default="text", help="Field or column that holds the text.")
 @click.option("--pack/--no-pack", default=True, help="Documents end to end, or one padded document a sequence.")
-@click.option("--seed", type=int, default=0, help="Seed of synthetic data and of dropout.")
+@click.option("--shuffle/--no-shuffle", default=False, help="Documents in a new order in every pass over the data.")
+@click.option(
+    "--data-weight", type=float, multiple=True, metavar="W", show_default="sources one after the other",
+    help="Draw documents from the sources, from each as often as its weight says: once for each --data, in order.",
+)  # fmt: skip
+@click.option("--seed", type=int, default=0, help="Seed of synthetic data, of orders and draws, and of dropout.")
 @click.option("--eval-data", multiple=True, metavar="PATH", help="Text whose loss is reported after the last step.")
 @click.option("--lr", type=click.FloatRange(min=0), default=1e-4, help="Learning rate of AdamW, after warm-up.")
 @click.option("--beta1", type=click.FloatRange(0, 1, max_open=True), default=0.9)
@@ -203,6 +217,16 @@ def flag_of(name: str) -> str:
     "--trace", metavar="N|A-B", help="Write what each rank runs in these steps to DIR/trace; runner report draws it."
 )
 @click.option("--log-dir", type=click.Path(path_type=Path), default=Path("runner-log"), help="Folder of metrics.jsonl.")
+@click.option(
+    "--log-every", type=click.IntRange(min=1), default=1, metavar="N",
+    help="Print every Nth step; metrics.jsonl has them all, and a terminal shows a bar.",
+)  # fmt: skip
+@click.option("--tensorboard", is_flag=True, help="Write the metrics as event files, too, in LOG_DIR/tensorboard.")
+@click.option("--wandb", is_flag=True, help="Log the metrics to Weights & Biases, too; WANDB_MODE=offline: to LOG_DIR.")
+@click.option(
+    "--stage-to-local", type=click.Path(path_type=Path), metavar="DIR",
+    help="Copy the bundles of a node's ranks to this folder of its own disk first, and read them there.",
+)  # fmt: skip
 @click.option("--timeout", type=click.IntRange(min=1), default=600, help="Seconds to wait for another rank.")
 @click.option(
     "--step-timeout", type=click.IntRange(min=1), metavar="SECONDS", show_default="twice --timeout",
@@ -214,20 +238,28 @@ def training_command(**_: Any) -> None:
 
 def _options(
     *, steps: int, seq_len: int, global_batch: int, microbatch: int, schedule: str | None, data: tuple[str, ...],
-    text_field: str, pack: bool, seed: int, eval_data: tuple[str, ...], lr: float, beta1: float, beta2: float,
+    text_field: str, pack: bool, shuffle: bool, data_weight: tuple[float, ...], seed: int,
+    eval_data: tuple[str, ...], lr: float, beta1: float, beta2: float,
     eps: float, weight_decay: float, max_norm: float, warmup_steps: int, stable_steps: int, decay: Decay,
     decay_steps: int | None, min_lr: float, dtype: Dtype, master_dtype: Dtype | None, reduce_dtype: Dtype | None,
     ac: str, loss_chunk: int | None, is_compiled: bool, dp_replicate: int | None, dp_shard: str, tp: int,
     load: Load, check_ties_every: int, device: Device, checkpoint: Path | None,
     checkpoint_every: int | None, keep: int | None, checkpoint_sync: bool, resume: str | None,
-    resume_weights_only: bool, restart_data: bool, save: Path | None, force: bool, log_dir: Path, timeout: int,
-    step_timeout: int | None, trace: str | None,
+    resume_weights_only: bool, restart_data: bool, save: Path | None, force: bool, log_dir: Path,
+    stage_to_local: Path | None, timeout: int, step_timeout: int | None, trace: str | None,
+    log_every: int, tensorboard: bool, wandb: bool,
 ) -> TrainOptions:  # fmt: skip
     values = dict(locals())
     if checkpoint is None and (checkpoint_every or keep):
         raise UsageError("--checkpoint-every" if checkpoint_every else "--keep", "needs --checkpoint DIR")
     if checkpoint is None and resume and re.fullmatch(r"step-\d+", resume):
         raise UsageError(f"--resume {resume}", "needs --checkpoint DIR, below which it is looked up")
+    if stage_to_local is not None and not re.match(r"[/$]", str(stage_to_local)):
+        raise UsageError(
+            f"--stage-to-local {stage_to_local}",
+            "expected a path from / on: the folder is looked up on every node",
+            "it may name a node's variables, such as '$TMPDIR/bundles'",
+        )
     if resume == "auto" and resume_weights_only:
         raise UsageError("--resume-weights-only", "needs a checkpoint by name: auto goes on where a run was")
     return TrainOptions(
@@ -254,16 +286,22 @@ def _options(
             loss_chunk=loss_chunk,
         ),
         degrees=DegreeOptions(replicate=dp_replicate, shard=_parse_shards(dp_shard), tensor=tp, load=load),
-        data=DataOptions(sources=data, text_field=text_field, pack=pack, seed=seed),
+        data=DataOptions(
+            sources=data, text_field=text_field, pack=pack, seed=seed, shuffle=shuffle, weights=data_weight
+        ),
         eval_data=DataOptions(sources=eval_data, text_field=text_field, pack=pack, seed=seed) if eval_data else None,
         schedule=schedule,
         device=device,
         save=save,
         force=force,
         log_dir=log_dir,
+        stage_to_local=stage_to_local,
         timeout_s=timeout,
         step_timeout_s=step_timeout or 2 * timeout,
         traced=_parse_trace(trace),
+        log_every=log_every,
+        tensorboard=tensorboard,
+        wandb=wandb,
         check_ties_every=check_ties_every,
         checkpoint=CheckpointOptions(
             history=checkpoint, every=checkpoint_every, keep=keep, is_async=not checkpoint_sync

@@ -14,11 +14,12 @@ from runner.families import family_for
 from runner.launch.local import check_world
 from runner.load import load_tensors
 from runner.packed import Packed
+from runner.place import declare, stages_of
 from runner.recipe import BatchOptions
 from runner.schedule import Schedule, build_schedule
 from runner.ties import check_loaded
 from runner.timetable import find_timetable
-from runner.together import together
+from runner.together import alone, together
 from runner.verbs import ReadOptions
 from runner.wire import plan_wire
 from runner.world import World, device_of, join_world
@@ -55,8 +56,11 @@ class ReadModel:
 def meet(options: ReadOptions, world: World) -> tuple[Path, torch.device]:
     """Meet the other ranks, and give the folder of the manifest and this rank's device."""
     path = find_manifest(options.manifest).resolve()
-    check_world(read_manifest(path), world.size)
-    device = device_of(world, options.device)
+    manifest = read_manifest(path)
+    check_world(manifest, world.size)
+    declare(world.rank, stages_of(manifest, world.rank, world.size))
+    with alone(world.rank):
+        device = device_of(world, options.device)
     join_world(device, options.timeout_s)
     return path.parent, device
 

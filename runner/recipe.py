@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,11 +49,19 @@ TRAINED = (
     "Qwen2ForCausalLM",
 )
 # Those of them whose matrices can be cut over tensor-parallel ranks.
-TENSOR_PARALLEL = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM")
+TENSOR_PARALLEL = (
+    "DeepseekV3ForCausalLM",
+    "GptOssForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
 Decay = Literal["constant", "linear", "cosine", "sqrt"]
 Dtype = Literal["fp32", "bf16"]
 Recompute = Literal["none", "full", "selective"] | int  # a number N: every Nth layer
 SYNTHETIC = "synthetic"  # as a data source: random tokens
+_LEAST_EPS = 1e-30  # of AdamW: far from where float32 takes it for zero
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,6 +128,8 @@ class OptimOptions:
         ):
             if not 0 <= value < math.inf:
                 raise UsageError(flag, f"expected a number from 0 up, found {value}")
+        if not _LEAST_EPS <= self.eps < math.inf:  # else zero over zero, where a weight has had no gradient yet
+            raise UsageError("--eps", f"expected a number from {_LEAST_EPS} up, found {self.eps}")
         if not (0 <= self.betas[0] < 1 and 0 <= self.betas[1] < 1):
             raise UsageError("--betas", f"expected two numbers from 0 up to below 1, found {self.betas}")
         if self.decay == "constant":
@@ -185,17 +196,36 @@ class DataOptions:
     """Where the text comes from. A source is a file, a folder or a glob; or the only one is `synthetic`.
 
     Raises:
-        UsageError: no source, or `synthetic` beside another.
+        UsageError: no source, `synthetic` beside another or with what needs documents, or weights that do
+            not say how often each source is drawn.
     """
 
     sources: tuple[str, ...]
     text_field: str = "text"  # of a JSON line; column of a Parquet file
     pack: bool = True  # documents end to end; otherwise one document a sequence, cut and padded
-    seed: int = 0  # of `synthetic`
+    seed: int = 0  # of `synthetic`, of the shuffled orders and of the draws
+    shuffle: bool = False  # documents come in a new order in every pass
+    weights: tuple[float, ...] = ()  # of the sources, from which documents are then drawn; none: all in a row
 
     def __post_init__(self) -> None:
         if not self.sources or (SYNTHETIC in self.sources and len(self.sources) > 1):
             raise UsageError("--data", f"expected files, folders or globs, or the one word {SYNTHETIC!r}")
+        if SYNTHETIC in self.sources and (self.shuffle or self.weights):
+            flag = "--shuffle" if self.shuffle else "--data-weight"
+            raise UsageError(flag, f"needs documents, and --data {SYNTHETIC} has none")
+        if self.weights and len(self.weights) != len(self.sources):
+            problem = f"expected one for each of {len(self.sources)} --data, found {len(self.weights)}"
+            raise UsageError("--data-weight", problem)
+        for weight in self.weights:
+            if not 0 <= weight < math.inf:
+                raise UsageError("--data-weight", f"expected a number from 0 up, found {weight}")
+        if self.weights and not sys.float_info.min < sum(self.weights) < math.inf:
+            raise UsageError("--data-weight", f"expected a sum above 0, found {sum(self.weights)}")
+
+    @property
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """The sources as they are read: each by itself if they have weights, otherwise all as one."""
+        return tuple((source,) for source in self.sources) if self.weights else (self.sources,)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

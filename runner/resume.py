@@ -14,6 +14,7 @@ from manifests.errors import InputError
 from manifests.invariants import MANIFEST_NAME
 from manifests.schema import (
     BatchSizes,
+    DataCursor,
     DataPosition,
     LearningRate,
     OptimizerState,
@@ -174,14 +175,16 @@ def remember(options: TrainOptions, *, step: int, num_tokens: int, data: DataPos
     )
 
 
-def advance(training: TrainingState, *, num_tokens: int, num_sequences: int) -> TrainingState:
-    """Give the state one step later, which used so many sequences."""
+def advance(
+    training: TrainingState, *, num_tokens: int, num_sequences: int, cursor: DataCursor | None
+) -> TrainingState:
+    """Give the state one step later, which used so many sequences and left the data at the cursor."""
     assert training.data is not None
     return replace(
         training,
         step=training.step + 1,
         num_tokens=training.num_tokens + num_tokens,
-        data=replace(training.data, num_sequences=training.data.num_sequences + num_sequences),
+        data=replace(training.data, num_sequences=training.data.num_sequences + num_sequences, cursor=cursor),
     )
 
 
@@ -189,17 +192,23 @@ def find_position(options: TrainOptions, left: DataPosition | None, tokenizer: s
     """Give where the data goes on; `left` is where the checkpoint left it, None for the first sequence.
 
     Raises:
-        InputError: a source that names nothing; or sequences are not numbered as they were.
+        InputError: a source that names nothing; sequences are not numbered as they were; or the checkpoint's
+            cursor is of other sources.
     """
     found = _digest_data(options.data, options.batch.seq_len, tokenizer)
     if left is not None and left.digest != found:
         raise InputError(
             "--data",
             f"is cut into other sequences than those of which the checkpoint has used {left.num_sequences}: files, "
-            "their sizes, --seq-len, --text-field, --pack, --seed or the tokenizer changed",
+            "their sizes, --seq-len, --text-field, --pack, --shuffle, --data-weight, --seed or the tokenizer changed",
             "say what that run was told, or --restart-data to begin this data at its first sequence",
         )
-    return DataPosition(num_sequences=left.num_sequences if left else 0, digest=found)
+    if left is not None and left.cursor is not None and len(left.cursor.sources) != len(options.data.groups):
+        raise InputError(
+            "training.data.cursor.sources",
+            f"expected a position for each of {len(options.data.groups)}, found {len(left.cursor.sources)}",
+        )
+    return left or DataPosition(num_sequences=0, digest=found)
 
 
 def _named(source: str, history: Path | None) -> Path:
@@ -234,7 +243,13 @@ def _check_state(training: TrainingState | None, where: str) -> None:
 
 def _digest_data(data: DataOptions, seq_len: int, tokenizer: str | None) -> str:
     """Give a digest of what decides which sequence has which number: files by name and size, and how they are cut."""
-    files = () if data.sources == (SYNTHETIC,) else find_files(data.sources)
-    how = {name: value for name, value in asdict(data).items() if name != "sources"}
-    named = [(file.name, file.stat().st_size) for file in files]
-    return digest_bytes(json.dumps([how, seq_len, tokenizer, named], sort_keys=True).encode())
+    groups = () if data.sources == (SYNTHETIC,) else map(find_files, data.groups)
+    named = [[(file.name, file.stat().st_size) for file in files] for files in groups]
+    how: dict[str, Any] = {"text_field": data.text_field, "pack": data.pack, "seed": data.seed}
+    if data.shuffle:
+        how["shuffle"] = True
+    if data.weights:
+        how["weights"] = data.weights
+    # Without weights, the files are one list: digests of checkpoints that are older than weights still hold.
+    files = named if data.weights else [file for group in named for file in group]
+    return digest_bytes(json.dumps([how, seq_len, tokenizer, files], sort_keys=True).encode())

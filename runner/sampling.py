@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import torch
 
+from manifests.errors import InputError
 from runner.verbs import Sampling
 
 __all__ = ["draw", "generators_of", "shares"]
 
 
 def draw(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Give a token id; of equally likely ones, the first. Shapes: logits (V,), float32, on the CPU."""
+    """Give a token id; of equally likely ones, the first. Shapes: logits (V,), float32, on the CPU.
+
+    Raises:
+        InputError: logits that are infinite or not a number, or become so at this temperature.
+    """
+    if not (logits / (sampling.temperature or 1.0)).isfinite().all():
+        raise InputError("", "the logits are not finite", "nor are the weights, or --dtype or --temperature is too low")
     if not sampling.temperature:
         return int(logits.argmax())
     return int(torch.multinomial(shares(logits, sampling), 1, generator=generator))

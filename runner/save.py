@@ -55,7 +55,8 @@ def save(
 ) -> int:
     """Write what every rank holds as a checkpoint at `out`, and give the bytes of all its shards.
 
-    Every rank of the group calls this, with `training` the same but for `random`, which is each rank's own.
+    Every rank of the group calls this, with `training` the same but for `random`, which is each rank's own,
+    and the data's cursor, which rank 0 knows.
     Nothing is visible at `out` before every bundle is on disk.
 
     Raises:
@@ -84,9 +85,10 @@ def save(
     return sum(shard.nbytes for part, _ in gathered for stage in part for shard in stage.shards)
 
 
-def parent_of(root: Path) -> Parent:
-    """Name the manifest in `root` as what another one descends from."""
-    return Parent(location=str(root.resolve()), digest=digest_bytes(read_small_file(root / MANIFEST_NAME)))
+def parent_of(root: Path, location: str = "") -> Parent:
+    """Name the manifest in `root`, which came from `location`, as what another one descends from."""
+    found = digest_bytes(read_small_file(root / MANIFEST_NAME))
+    return Parent(location=location or str(root.resolve()), digest=found)
 
 
 def write_shard(pieces: Sequence[Piece], root: Path, path: str, holds: Holds = WEIGHTS) -> Shard:

@@ -19,10 +19,10 @@ from types import FrameType
 
 from manifests.errors import UserError
 from runner.history import find_checkpoints, step_of
-from runner.launch.state import read_state
+from runner.launch.state import RunState, clear_state, read_state, write_state
 from runner.options import TrainOptions, parse_training
 
-__all__ = ["SHUTDOWN_S", "agent_command", "main", "srun_command"]
+__all__ = ["SHUTDOWN_S", "agent_command", "main", "srun_command", "stopping"]
 
 logger = logging.getLogger("runner")
 SHUTDOWN_S = 30  # beyond the time that a checkpoint may take, ranks are killed
@@ -38,9 +38,13 @@ def agent_command(
     return [
         python, "-m", "runner.agent",
         "--nnodes", str(nnodes), "--nproc-per-node", str(nproc_per_node), "--max-restarts", "0",
-        "--signals-to-handle", _HANDLED, "--shutdown-timeout", str(shutdown_s),
-        "-m", "runner.worker", manifest, *training,
+        *stopping(shutdown_s), "-m", "runner.worker", manifest, *training,
     ]  # fmt: skip
+
+
+def stopping(shutdown_s: int) -> tuple[str, ...]:
+    """Give torchrun's flags for the signals that ask ranks to stop, and the time that they have to save then."""
+    return ("--signals-to-handle", _HANDLED, "--shutdown-timeout", str(shutdown_s))
 
 
 def srun_command(agent: Sequence[str], nnodes: int, extra: Sequence[str]) -> list[str]:
@@ -99,25 +103,41 @@ class _Supervisor:
             code = self._attempt(attempt)
             if code == 0 and not self._was_stopped():
                 return 0
-            if self._was_stopped():
+            if self._was_stopped() or self._stopping is not None:
                 return self._requeue() if requeue else _INTERRUPTED
             if code in _FINAL:
                 return code
+            step = self._newest_step()
+            if step <= before and attempt:
+                why = f"no checkpoint since the last restart, from step {step}: another one would end alike"
+                return self._give_up(code, why)
             if attempt == restarts:
-                break
-            if self._newest_step() <= before and attempt:
-                logger.error("error: no checkpoint since the last restart: another one would end alike")
-                return code
+                why = f"all {restarts} restarts are used up; the last checkpoint is of step {step}"
+                return self._give_up(code, why) if restarts else code
             logger.info("attempt %d of %d ended with code %d; all ranks are started again, from step %d",
-                        attempt + 1, restarts + 1, code, self._newest_step())  # fmt: skip
+                        attempt + 1, restarts + 1, code, step)  # fmt: skip
+        return code
+
+    def _give_up(self, code: int, why: str) -> int:
+        """Say why no attempt follows, there and in `runner status`, beside why the last one ended."""
+        last = read_state(self._options.log_dir)
+        error = f"{why}\n{last.error}" if last and last.error else why
+        logger.error("error: %s", why)
+        write_state(
+            self._options.log_dir, RunState(step=last.step if last else 0, ended="failed", code=code, error=error)
+        )
         return code
 
     def _attempt(self, attempt: int) -> int:
+        clear_state(self._options.log_dir)  # or a run that was stopped once would look stopped for ever
         # A port that the attempt before has not used, on a node that other jobs may share.
         port = 20000 + (self._job * 7 + self._requeues * 101 + attempt) % 20000
         environment = {**self._environment, "PET_MASTER_ADDR": self._first_node(), "PET_MASTER_PORT": str(port)}
         with subprocess.Popen(self._command, env=environment) as running:
-            return running.wait()
+            code = running.wait()
+        # srun gives the highest code of all nodes: that of one that it stopped itself, too.
+        state = read_state(self._options.log_dir)
+        return state.code if state is not None and state.ended == "failed" else code
 
     def _first_node(self) -> str:
         names = subprocess.run(
@@ -136,7 +156,12 @@ class _Supervisor:
         return state is not None and state.ended == "stopped"
 
     def _requeue(self) -> int:
-        logger.info("saved and stopped; the job is queued again")
+        shown = subprocess.run(
+            ["scontrol", "show", "job", "-o", str(self._job)], capture_output=True, text=True, check=False, timeout=60
+        )
+        if "JobState=CANCELLED" in shown.stdout:  # Slurm would queue it again all the same
+            return _INTERRUPTED
+        logger.info("stopped; the job is queued again")
         subprocess.run(["scontrol", "requeue", str(self._job)], check=False, timeout=60)
         return _INTERRUPTED
 

@@ -75,6 +75,20 @@ class Timetable:
         self.check(num_microbatches)
         return self.file or lower(schedule_table(self.name, self.placement, num_microbatches))
 
+    def planned(self, num_microbatches: int) -> Table:
+        """Give what every rank computes in a training step; a single rank, one microbatch after the other.
+
+        Raises:
+            UsageError: see `check`.
+        """
+        if self.placement.num_ranks > 1:
+            return compute_part(self.training(num_microbatches))
+        stages, steps = range(self.placement.num_stages), list[Action]()
+        for microbatch in range(num_microbatches):
+            steps += (Action(stage=stage, kind="F", microbatch=microbatch) for stage in stages)
+            steps += (Action(stage=stage, kind="B", microbatch=microbatch) for stage in reversed(stages))
+        return Table(placement=self.placement, num_microbatches=num_microbatches, ranks=(tuple(steps),))
+
     def forward(self, num_microbatches: int) -> LoweredTable:
         """Give the actions of an evaluation: forwards alone, each stage's microbatches one after the other.
 

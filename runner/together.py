@@ -9,6 +9,8 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from manifests.errors import UserError
+from runner.exhaustion import exhausted
+from runner.place import here
 
 __all__ = ["AloneError", "alone", "from_rank_0", "together"]
 
@@ -17,6 +19,12 @@ T = TypeVar("T")
 
 class AloneError(UserError):
     """What one rank met while the others went on: it says so itself, and its end ends them."""
+
+
+class _BugError(UserError):
+    """What is our bug on another rank, which keeps the traceback."""
+
+    exit_code = 1
 
 
 @contextmanager
@@ -34,24 +42,26 @@ def together(task: str, group: dist.ProcessGroup | None = None) -> Iterator[None
         yield
     except UserError as error:
         failure = error
-    except Exception as error:  # our bug: the other ranks must end too, this one keeps its traceback
-        unexpected = error
-        failure = UserError(task, f"{type(error).__name__}: {error}")
-    failures: list[UserError | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(failures, failure, group=group)
+    except Exception as error:
+        failure = exhausted(error)
+        if failure is None:  # our bug: the other ranks must end too, this one keeps its traceback
+            unexpected = error
+            failure = _BugError(task, f"{type(error).__name__}: {error}")
+    failures: list[tuple[str, UserError | None]] = [("", None)] * dist.get_world_size(group)
+    dist.all_gather_object(failures, (here(dist.get_rank()), failure), group=group)
     if unexpected is not None:
         raise unexpected
-    failed = {rank: error for rank, error in enumerate(failures) if error is not None}
+    failed = {place: error for place, error in failures if error is not None}
     if failed:
         raise _joined(failed)
 
 
-def _joined(failed: dict[int, UserError]) -> UserError:
-    (rank, first), *others = failed.items()
+def _joined(failed: dict[str, UserError]) -> UserError:
+    (place, first), *others = failed.items()
     problem = first.problem + "".join(
-        f"\nrank {rank}: {error.where}: {error.problem}" for rank, error in others if str(error) != str(first)
+        f"\n{place}: {error.where}: {error.problem}" for place, error in others if str(error) != str(first)
     )
-    return type(first)(f"rank {rank}: {first.where}", problem, first.hint)
+    return first.within(place) if not others else type(first)(f"{place}: {first.where}", problem, first.hint)
 
 
 def from_rank_0(value: T) -> T:
@@ -67,4 +77,4 @@ def alone(rank: int) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise AloneError(f"rank {rank}: {error.where}", error.problem, error.hint) from error
+        raise AloneError(error.within(here(rank)).where, error.problem, error.hint) from error

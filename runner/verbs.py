@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +13,10 @@ import click
 
 from manifests.errors import UsageError
 from manifests.store import find_manifest, read_manifest
+from runner.data import find_files
 from runner.launch.local import launch_here
 from runner.options import Device
+from runner.packed import open_packed
 from runner.recipe import SYNTHETIC, DataOptions, Dtype, check_trainable
 
 __all__ = [
@@ -57,7 +60,7 @@ class Sampling:
     """How the next token is drawn; at temperature 0 it is the likeliest one.
 
     Raises:
-        UsageError: a filter, or a seed, where nothing is drawn.
+        UsageError: a temperature that is no number, or a filter or a seed where nothing is drawn.
     """
 
     temperature: float = 0.0
@@ -66,6 +69,8 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if not self.temperature < math.inf:
+            raise UsageError("--temperature", f"expected a number from 0 up, found {self.temperature}")
         if not self.temperature and (self.top_p < 1 or self.top_k or self.seed):
             flag = "--top-p" if self.top_p < 1 else "--top-k" if self.top_k else "--seed"
             raise UsageError(flag, "needs --temperature above 0: at 0 the likeliest token is taken")
@@ -155,7 +160,8 @@ def eval_command(context: click.Context, /, dry_run: bool, **values: Any) -> Non
     Example:
       runner eval ./Llama-3.2-1B-pp2 --data held-out.jsonl --seq-len 2048
     """
-    _launch("runner.evaluate", context, _eval_options(**values, dry_run=dry_run).read, dry_run=dry_run)
+    options = _eval_options(**values, dry_run=dry_run)
+    _launch("runner.evaluate", context, options.read, texts=options.data.sources, dry_run=dry_run)
 
 
 @_reading
@@ -182,9 +188,15 @@ def generate_command(context: click.Context, /, dry_run: bool, **values: Any) ->
     _launch("runner.generate", context, _generate_options(**values, dry_run=dry_run).read, dry_run=dry_run)
 
 
-def _launch(worker: str, context: click.Context, read: ReadOptions, *, dry_run: bool) -> None:
-    manifest = read_manifest(find_manifest(read.manifest))
+def _launch(
+    worker: str, context: click.Context, read: ReadOptions, *, texts: tuple[str, ...] = (), dry_run: bool
+) -> None:
+    path = find_manifest(read.manifest)
+    manifest = read_manifest(path)
     check_trainable(manifest.model.architecture)
+    open_packed(path.parent)
+    if not dry_run:
+        find_files(texts)
     num_ranks = manifest.layout.num_ranks
     launch_here(context.meta[_ARGS], nproc_per_node=num_ranks, dry_run=dry_run, worker=worker)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -18,58 +18,71 @@ import torch.distributed as dist
 
 from manifests.schedules import default_schedule
 from manifests.schema import DataPosition, TrainingState
-from manifests.store import read_manifest
 from runner.batches import Batch
 from runner.begin import Ready, begin
 from runner.evaluate import mean_loss
-from runner.gauges import least_step_s, peak_memory_nbytes
+from runner.flight import keep_flight
+from runner.gauges import least_step_s, peak_memory_nbytes, planned_memory
+from runner.heartbeat import clear_beats
 from runner.history import hold_history
 from runner.launch.state import RunState, clear_state, write_state
 from runner.life import Life, StoppedError, log_to_file
 from runner.metrics import Metrics, RankLoad, StepTimes
+from runner.nearby import fetch_nearby
 from runner.options import TrainOptions, parse_training
-from runner.packed import open_packed
+from runner.packed import Packed, open_packed
+from runner.place import declare, stages_of
+from runner.progress import Progress
 from runner.randomness import random_state
 from runner.rank import run_rank
-from runner.refusals import share_of
+from runner.refusals import check_sinks, share_of
 from runner.resume import advance, find_origins, find_position, remember
 from runner.save import save
 from runner.saver import Saver
 from runner.sequences import read_batches, read_once
+from runner.sinks import open_sinks
 from runner.step import eval_step, train_step
 from runner.ties import check_equal
 from runner.together import alone, from_rank_0, together
 from runner.trace import RunShape, Tracer
 from runner.world import World, device_of, join_world
+from stores.address import is_url
+from stores.manifest_file import find_manifest_file
 
 __all__ = ["main", "run", "train"]
 
 T = TypeVar("T")
 
 
-def train(path: Path, options: TrainOptions, world: World) -> None:
+def train(address: str, options: TrainOptions, world: World) -> None:
     """Train the model of a manifest; every rank calls this."""
     log_to_file(options.log_dir, world.rank)
-    options.degrees.resolve(read_manifest(path).layout.num_ranks, world.size)
-    device = device_of(world, options.device)
+    keep_flight(options.log_dir, os.environ)
+    manifest, _ = find_manifest_file(address).read()
+    options.degrees.resolve(manifest.layout.num_ranks, world.size)
+    declare(world.rank, stages_of(manifest, world.rank, world.size))
+    with alone(world.rank):
+        device = device_of(world, options.device)
     join_world(device, options.timeout_s)
-    run(path.resolve().parent, options, world, device)
+    run(address if is_url(address) else Path(address).resolve().parent, options, world, device)
 
 
-def run(root: Path, options: TrainOptions, world: World, device: torch.device) -> None:
-    """Train the model of the manifest in `root`, the ranks having met."""
+def run(root: Path | str, options: TrainOptions, world: World, device: torch.device) -> None:
+    """Train the model of the manifest in `root`, a folder or a store's address, the ranks having met."""
+    launched = open_launched(root, options, world)
     with ExitStack() as stack:
         folders: tuple[Path, ...] = ()
         with together("resume"):
-            launched = open_packed(root)
             if world.rank == 0:
+                check_sinks(options)
                 clear_state(options.log_dir)
+                clear_beats(options.log_dir)
                 if options.checkpoint:
                     stack.enter_context(hold_history(options.checkpoint.history))
-                folders = find_origins(root, options)
+                folders = find_origins(launched.root, options)
         ready = begin(launched, from_rank_0(folders), options, world, device)
         options = ready.options
-        metrics = open_metrics(ready, world, device)
+        metrics = stack.enter_context(open_metrics(ready, world, device))
         saver = None
         if options.checkpoint:
             timeout = timedelta(seconds=options.timeout_s)
@@ -93,16 +106,36 @@ def run(root: Path, options: TrainOptions, world: World, device: torch.device) -
             write_state(options.log_dir, RunState(step=trained.step, ended="done"))
 
 
+def open_launched(root: Path | str, options: TrainOptions, world: World) -> Packed:
+    """Open the manifest that is launched, on every rank."""
+    if is_url(root):
+        return fetch_nearby(root, options, world)
+    with together("manifest"):
+        return open_packed(Path(root))
+
+
 def open_metrics(ready: Ready, world: World, device: torch.device) -> Metrics:
-    """Open metrics.jsonl where rank 0 is, and write what every rank has read."""
-    options = ready.options
-    metrics = Metrics(
-        options.log_dir / "metrics.jsonl" if world.rank == 0 else None,
-        num_steps=options.steps,
-        least_step_s=least_step_s(ready.launched.shape, options, world.size, device),
+    """Open metrics.jsonl and its like where rank 0 is, and write what every rank has read."""
+    options, metrics = ready.options, Metrics()
+    if world.rank == 0:
+        begun = ready.training.step if ready.training else 0
+        metrics = Metrics(
+            open_sinks(options, begun),
+            Progress(options.steps, first_step=begun, every=options.log_every),
+            least_step_s=least_step_s(ready.launched.shape, options, world.size, device),
+        )
+    launched, clock = ready.launched, ready.engine.clock
+    assert clock is not None, "begun with one"
+    planned = planned_memory(launched.shape, launched.stage_modules, clock.table, options, ready.mesh.degrees)
+    own = RankLoad(
+        rank=world.rank,
+        stages=tuple(chunk.stage for chunk in ready.chunks),
+        report=ready.loaded,
+        base_nbytes=ready.base_nbytes,
+        planned_nbytes=planned.ranks[ready.mesh.pipeline_rank].total if planned else None,
+        copied=ready.copied,
     )
-    stages = tuple(chunk.stage for chunk in ready.chunks)
-    metrics.loaded(_from_all(RankLoad(rank=world.rank, stages=stages, report=ready.loaded), world))
+    metrics.loaded(_from_all(own, world))
     return metrics
 
 
@@ -118,25 +151,33 @@ def train_steps(
     trained = remember(
         options, step=begun.step if begun else 0, num_tokens=begun.num_tokens if begun else 0, data=position
     )
-    tracer = _tracer(ready, world)
+    tracer, clock = _tracer(ready, world), ready.engine.clock
+    assert clock is not None, "begun with one"
     life.beat(trained.step)
     for step in range(trained.step, options.steps):
         started_s = time.perf_counter()
         with alone(world.rank):
             batch = next(batches)
-        read_s = time.perf_counter()
+        clock.note_data(time.perf_counter() - started_s)
         report = train_step(ready.engine, batch, step, is_last=life.is_asked_to_stop)
         life.beat(step + 1)
         if tracer is not None and step + 1 in options.traced:
             tracer.add(step + 1, ready.engine.schedule.recorder)
-        times = StepTimes(data_s=read_s - started_s, compute_s=time.perf_counter() - read_s)
+        times = StepTimes(step_s=time.perf_counter() - started_s, ranks=clock.split() if world.rank == 0 else ())
         metrics.step(step + 1, report, times, peak_nbytes=peak_memory_nbytes(device))
-        trained = advance(trained, num_tokens=report.num_tokens, num_sequences=options.batch.global_batch)
+        trained = advance(
+            trained,
+            num_tokens=report.num_tokens,
+            num_sequences=options.batch.global_batch,
+            cursor=batch.cursor if batch else None,  # rank 0, which commits, has the first stage and so the data
+        )
         if options.checks_ties_after(step + 1):
             check_equal(ready.engine.ties)
         if saver is not None:
             if options.saves_after(step + 1) or report.is_last:
+                life.beat(step + 1, "save")  # it takes what it takes
                 saver.save(ready.held_state(), replace(trained, random=(random_state(world.rank, device),)))
+                life.beat(step + 1)
             for ended in saver.reports():
                 metrics.checkpoint(ended)
         if report.is_last and step + 1 < options.steps:
@@ -159,6 +200,7 @@ def open_data(ready: Ready, world: World) -> tuple[Iterator[Batch | None], DataP
                 folder=ready.launched.root,
                 vocab_size=ready.chunks[0].family.vocab_size,
                 start=position.num_sequences,
+                cursor=position.cursor,
             )
             batches = map(ready.rows_of, read)
     return batches, from_rank_0(position)
@@ -176,7 +218,7 @@ def evaluate(ready: Ready) -> tuple[float, int]:
 
 def main() -> None:
     path, *training = sys.argv[1:]
-    run_rank(lambda world: train(Path(path), parse_training(training), world))
+    run_rank(lambda world: train(path, parse_training(training), world))
 
 
 def _finish_saving(saver: Saver, metrics: Metrics) -> None:
@@ -189,11 +231,10 @@ def _finish_saving(saver: Saver, metrics: Metrics) -> None:
 
 
 def _life(ready: Ready, world: World) -> Life:
-    stages = ", ".join(str(chunk.stage) for chunk in ready.chunks)
     return Life(
         ready.options.log_dir,
         world.rank,
-        where=f"rank {world.rank}, stage {stages}, node {socket.gethostname()}",
+        [chunk.stage for chunk in ready.chunks],
         step_timeout_s=ready.options.step_timeout_s,
         can_stop=ready.options.checkpoint is not None,
     )

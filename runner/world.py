@@ -19,11 +19,12 @@ __all__ = ["World", "device_of", "join_world"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:
-    """Who this process is, as torchrun says in the environment."""
+    """Who this process is, as torchrun says in the environment. Ranks of a node are neighbours."""
 
     rank: int
     local_rank: int
     size: int
+    local_size: int = 1  # ranks on this node
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> World:
@@ -31,7 +32,8 @@ class World:
             rank, local_rank, size = (int(environment[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
         except KeyError as error:
             raise InputError("", f"{error} is not set", "runner launch starts the workers") from error
-        return cls(rank=rank, local_rank=local_rank, size=size)
+        local_size = int(environment.get("LOCAL_WORLD_SIZE", local_rank + 1))
+        return cls(rank=rank, local_rank=local_rank, size=size, local_size=local_size)
 
 
 def device_of(world: World, asked: Device) -> torch.device:

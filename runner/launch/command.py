@@ -11,11 +11,15 @@ import click
 from click.core import ParameterSource
 
 from manifests.errors import UsageError
-from manifests.store import find_manifest, read_manifest
-from runner.launch.job import SCHEDULERS, Job, read_environment, read_job_file
-from runner.launch.local import check_request, launch_here
-from runner.launch.nodes import check_memory, parse_nnodes, plan_nodes, printed
-from runner.options import parse_training
+from runner.copies import check_copied
+from runner.degrees import Degrees
+from runner.fetch import name_of, opened
+from runner.launch.gpus import check_gpus, memories_gib
+from runner.launch.job import SCHEDULERS, Job, Kind, read_environment, read_job_file
+from runner.launch.local import LocalJob, check_beginning, check_request, launch_here
+from runner.launch.nodes import check_groups, check_memory, check_ranks, parse_nnodes, plan_nodes, printed
+from runner.options import TrainOptions, is_training_flag, parse_training
+from runner.packed import Packed
 
 __all__ = ["cancel", "launch", "logs", "report", "status"]
 
@@ -24,10 +28,17 @@ def _read_job(context: click.Context, parameter: click.Parameter, path: Path | N
     """Let a job file's values be the defaults of the flags."""
     if path is None:
         return
-    flags = [param.opts[-1].removeprefix("--") for param in context.command.params if isinstance(param, click.Option)]
-    values = read_job_file(path, [*(flag for flag in flags if flag != "job"), "manifest"])
+    options = [param for param in context.command.params if isinstance(param, click.Option)]
+    known = {option.opts[-1].removeprefix("--"): _kind_of(option) for option in options if option.name != "job"}
+    values = read_job_file(path, {**known, "manifest": "one"})
     context.obj = values.pop("training")
     context.default_map = values
+
+
+def _kind_of(option: click.Option) -> Kind:
+    if option.is_flag:
+        return "switch"
+    return "several" if option.multiple else "one"
 
 
 class _BeforeTraining(click.Command):
@@ -36,14 +47,20 @@ class _BeforeTraining(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         own = args[: args.index("--")] if "--" in args else args
         ctx.meta["training"] = tuple(args[len(own) + 1 :])
-        return super().parse_args(ctx, own)
+        try:
+            return super().parse_args(ctx, own)
+        except click.NoSuchOption as error:
+            if is_training_flag(error.option_name):
+                hint = f"put it after --: runner launch MANIFEST … -- {error.option_name} …"
+                raise UsageError(error.option_name, "is for the training", hint) from error
+            raise
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
         return [*super().collect_usage_pieces(ctx), "-- [TRAINING OPTIONS]"]
 
 
 @click.command(cls=_BeforeTraining)
-@click.argument("manifest", type=click.Path(path_type=Path), required=False)
+@click.argument("manifest", required=False)
 @click.option(
     "--job", type=click.Path(path_type=Path), is_eager=True, expose_value=False, callback=_read_job, metavar="FILE",
     help="TOML of flags, manifest and a [training] table; flags given beside it win.",
@@ -70,12 +87,13 @@ class _BeforeTraining(click.Command):
 @click.option("--requeue", is_flag=True, help="Queue the job again when it was stopped at a signal.")
 @click.option("--name", metavar="NAME", show_default="the manifest's folder", help="Name of the job.")
 @click.option("--log-dir", type=click.Path(path_type=Path), metavar="DIR", help="As --log-dir after --.")
+@click.option("--stage-to-local", type=click.Path(path_type=Path), metavar="DIR", help="As --stage-to-local after --.")
 @click.option("--follow", is_flag=True, help="Print what the job prints until it ends.")
 @click.option("--dry-run", is_flag=True, help="Print what would be run or submitted, and stop.")
 def launch(
-    manifest: Path | None, scheduler: str, nnodes: str,
+    manifest: str | None, scheduler: str, nnodes: str,
     nproc_per_node: int | None, gpu_memory: float | None, follow: bool, dry_run: bool, log_dir: Path | None,
-    name: str | None, **asked: Any,
+    stage_to_local: Path | None, name: str | None, **asked: Any,
 ) -> None:  # fmt: skip
     """Train the model of MANIFEST: on this machine, under torchrun, or on the nodes of a cluster.
 
@@ -87,28 +105,30 @@ def launch(
       runner launch --job job.toml --scheduler slurm --nnodes 4 --dry-run
     """
     context = click.get_current_context()
-    if manifest is None:
+    if not manifest:
         raise UsageError("MANIFEST", "is missing", "runner launch DIR/manifest.json, or manifest = … in the job file")
-    training = (*(context.obj or ()), *context.meta["training"], *(("--log-dir", str(log_dir)) if log_dir else ()))
-    options = parse_training(training)
-    path = find_manifest(manifest).resolve()
-    found, num_nodes = read_manifest(path), parse_nnodes(nnodes)
-    each = nproc_per_node or max(1, found.layout.num_ranks // num_nodes)
-    degrees = check_request(found, options, num_nodes * each)
-    if gpu_memory is not None:
-        num_shards = degrees.shard * degrees.tensor
-        check_memory(found, num_shards=num_shards, param_nbytes=options.compute.param_nbytes, gpu_gib=gpu_memory)
+    own = (("--log-dir", log_dir), ("--stage-to-local", stage_to_local))
+    given = (word for flag, path in own if path is not None for word in (flag, str(path)))
+    training = (*(context.obj or ()), *context.meta["training"], *given)
+    options, num_nodes = parse_training(training), parse_nnodes(nnodes)
     if scheduler == "local":
         _refuse_clusters(context, num_nodes)
-        launch_here((str(path), *training), nproc_per_node=each, dry_run=dry_run)
+    with opened(manifest, is_staged=options.stage_to_local is not None) as (address, launched):
+        each = nproc_per_node or max(1, launched.manifest.layout.num_ranks // num_nodes)
+        degrees = _check_placement(launched, options, num_nodes, each, gpu_memory)
+        if scheduler == "local":
+            _check_here(launched, options, degrees, each, gpu_memory)
+        else:
+            click.echo(printed(plan_nodes(launched.manifest, num_nodes, each)), err=True)
+    if scheduler == "local":
+        here = LocalJob(name=name_of(launched.location), log_dir=options.log_dir, shutdown_s=options.timeout_s)
+        launch_here((address, *training), nproc_per_node=each, dry_run=dry_run, job=here)
         return
-    plans = plan_nodes(found, num_nodes, each)
-    click.echo(printed(plans), err=True)
     _submit(
         Job(
-            manifest=path,
+            manifest=address,
             training=training,
-            name=name or path.parent.name.lower(),
+            name=name_of(launched.location).lower() if name is None else name,
             log_dir=options.log_dir.resolve(),
             nnodes=num_nodes,
             nproc_per_node=each,
@@ -121,6 +141,46 @@ def launch(
         scheduler,
         follow=follow,
         dry_run=dry_run,
+    )
+
+
+def _check_placement(
+    launched: Packed, options: TrainOptions, nnodes: int, nproc_per_node: int, gpu_gib: float | None
+) -> Degrees:
+    """Give what each rank is for, having seen that so many fit the manifest, the options, the nodes and the GPUs."""
+    manifest = launched.manifest
+    if nnodes > 1:
+        check_ranks(manifest.layout.num_ranks, nnodes, nproc_per_node)
+    degrees = check_request(launched, options, nnodes * nproc_per_node)
+    for sentence in check_groups(degrees, nnodes, nproc_per_node):
+        click.echo(f"note: {sentence}", err=True)
+    if options.stage_to_local is not None:
+        check_copied(manifest, launched.where)
+    if gpu_gib is not None:
+        _check_memory(launched, options, degrees, gpu_gib)
+    return degrees
+
+
+def _check_here(
+    launched: Packed, options: TrainOptions, degrees: Degrees, nproc_per_node: int, gpu_gib: float | None
+) -> None:
+    """See that this machine has the GPUs for its ranks, and what they begin with."""
+    memories = memories_gib(options.device)
+    check_gpus(len(memories), nproc_per_node)
+    if memories and gpu_gib is None:
+        _check_memory(launched, options, degrees, min(memories[:nproc_per_node]), "nvidia-smi")
+    check_beginning(launched, options, degrees)
+
+
+def _check_memory(
+    launched: Packed, options: TrainOptions, degrees: Degrees, gpu_gib: float, where: str = "--gpu-memory"
+) -> None:
+    check_memory(
+        launched.manifest,
+        num_shards=degrees.shard * degrees.tensor,
+        param_nbytes=options.compute.param_nbytes,
+        gpu_gib=gpu_gib,
+        where=where,
     )
 
 
@@ -139,18 +199,19 @@ def _refuse_clusters(context: click.Context, num_nodes: int) -> None:
 
 def _submit(job: Job, scheduler: str, *, follow: bool, dry_run: bool) -> None:
     from runner.launch import jobset, slurm
-    from runner.launch.record import write_record
+    from runner.launch.record import make_log_dir, write_record
     from runner.launch.watch import follow as follow_job
 
     backend = slurm if scheduler == "slurm" else jobset
     if dry_run:
         click.echo(backend.render(job), nl=False)
         return
+    make_log_dir(job.log_dir)
     record = backend.submit(job)
     write_record(job.log_dir, record)
     click.echo(f"submitted {record.name} as {scheduler} job {record.id}; runner status {job.log_dir}")
     if follow:
-        sys.exit(follow_job(record, Path(record.output), lambda text: click.echo(text, nl=False)))
+        sys.exit(follow_job(record, Path(record.output), lambda text: click.echo(text, nl=False), job.log_dir))
 
 
 _LOG_DIR = click.argument("log_dir", type=click.Path(path_type=Path), metavar="LOG_DIR")
@@ -160,7 +221,7 @@ _LOG_DIR = click.argument("log_dir", type=click.Path(path_type=Path), metavar="L
 @_LOG_DIR
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def status(log_dir: Path, as_json: bool) -> None:
-    """Say what a submitted job does and how far it has come."""
+    """Say what a launched job does, how far it has come, and why it failed."""
     from runner.launch import watch
 
     found = watch.status(log_dir)
@@ -172,8 +233,13 @@ def status(log_dir: Path, as_json: bool) -> None:
     again = f", queued again {found['requeues']} times" if found.get("requeues") else ""
     click.echo(f"{found['name']}: {found['scheduler']} job {found['id']} is {found['state']}{why}{where}{again}")
     if found["last_step"] is not None:
+        loss = f", loss {found['last_loss']:.6f}" if found["last_loss"] is not None else ""
         saved = f", last checkpoint {found['last_checkpoint']}" if found["last_checkpoint"] else ""
-        click.echo(f"step {found['last_step']}{saved}")
+        click.echo(f"step {found['last_step']}{loss}{saved}")
+    for rank in found["silent_ranks"]:
+        click.echo(f"no sign of life from {rank}")
+    if found["error"]:
+        click.echo(f"error: {found['error']}")
 
 
 @click.command()
@@ -181,7 +247,7 @@ def status(log_dir: Path, as_json: bool) -> None:
 @click.option("-f", "--follow", is_flag=True, help="Go on printing until the job ends.")
 @click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Only what this rank logs.")
 def logs(log_dir: Path, follow: bool, rank: int | None) -> None:
-    """Print what a submitted job has printed."""
+    """Print what a launched job has printed; of one on this machine, what rank 0 has."""
     from runner.launch import watch
 
     watch.show_logs(log_dir, lambda text: click.echo(text, nl=False), rank=rank, is_followed=follow)
@@ -189,11 +255,12 @@ def logs(log_dir: Path, follow: bool, rank: int | None) -> None:
 
 @click.command()
 @_LOG_DIR
-def cancel(log_dir: Path) -> None:
-    """End a submitted job."""
+@click.option("--force", is_flag=True, help="Kill a job of this machine at once, and save nothing.")
+def cancel(log_dir: Path, force: bool) -> None:
+    """End a launched job; one that saves checkpoints saves, if it has the time."""
     from runner.launch import watch
 
-    record = watch.cancel(log_dir)
+    record = watch.cancel(log_dir, is_forced=force)
     click.echo(f"cancelled {record.scheduler} job {record.id}")
 
 

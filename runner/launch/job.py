@@ -11,15 +11,22 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from manifests.errors import InputError, UsageError
+from runner.launch.checks import check_texts
 from runner.options import TrainOptions, parse_training
 
-__all__ = ["SCHEDULERS", "Job", "Scheduler", "read_environment", "read_job_file"]
+__all__ = ["SCHEDULERS", "Job", "Kind", "Scheduler", "read_environment", "read_job_file"]
 
+Kind = Literal["switch", "one", "several"]  # what a flag takes
 Scheduler = Literal["local", "slurm", "jobset"]
 SCHEDULERS: tuple[Scheduler, ...] = get_args(Scheduler)
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_SIGNAL = re.compile(r"USR2@(\d{1,5})")
+_OWN_VARIABLE = re.compile(r"PET_\w+|TORCHELASTIC_\w+|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)")
+_KEY = re.compile(r"[a-z][a-z0-9-]*")
+
+_EXPECTED: Mapping[Kind, str] = {
+    "switch": "true or false", "one": "a text or a number", "several": 'a list of texts, such as ["A=1"]'
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +37,7 @@ class Job:
         UsageError: values that do not go together.
     """
 
-    manifest: Path
+    manifest: str  # an absolute path, or an address in a store
     training: tuple[str, ...]
     name: str
     log_dir: Path
@@ -49,12 +56,9 @@ class Job:
     requeue: bool = False
 
     def __post_init__(self) -> None:
-        if self.signal is not None and not _SIGNAL.fullmatch(self.signal):
-            raise UsageError(
-                "--signal",
-                f"expected USR2@SECONDS, found {self.signal!r}",
-                "torchrun dies of SIGUSR1 and leaves its ranks behind; the runner saves and stops at SIGUSR2",
-            )
+        check_texts((("--name", self.name), ("--partition", self.partition), ("--account", self.account),
+                     ("--qos", self.qos), ("--log-dir", str(self.log_dir))))  # fmt: skip
+        check_texts((("--image", self.image),), without_spaces=True)
         if self.mounts and self.image is None:
             raise UsageError("--mount", "needs --image", "without a container, nodes see the files that they share")
         for flag, is_asked in (("--restarts", self.restarts > 0), ("--requeue", self.requeue)):
@@ -83,26 +87,30 @@ def read_environment(given: Sequence[str]) -> tuple[tuple[str, str], ...]:
     """Read `K=V`, and `K` as this process's own value.
 
     Raises:
-        UsageError: no name, or a variable that is not set here.
+        UsageError: no name, a variable that is not set here, or one that torchrun sets.
     """
     found = {}
     for text in given:
         name, equals, value = text.partition("=")
         if not _VARIABLE.fullmatch(name):
             raise UsageError("--env", f"expected NAME or NAME=VALUE, found {text!r}")
+        if _OWN_VARIABLE.fullmatch(name):
+            raise UsageError("--env", f"{name} is torchrun's: every rank finds its own value there", "leave it out")
+        if "\0" in value:
+            raise UsageError("--env", f"the value of {name} holds a zero byte, which no variable can")
         if not equals and name not in os.environ:
             raise UsageError("--env", f"{name} is not set here", f"--env {name}=VALUE sets it")
         found[name] = value if equals else os.environ[name]
     return tuple(found.items())
 
 
-def read_job_file(path: Path, known: Sequence[str]) -> dict[str, Any]:
+def read_job_file(path: Path, known: Mapping[str, Kind]) -> dict[str, Any]:
     """Read a job file: the flags of `runner launch` without their dashes, and a table `training` of those after --.
 
     Gives the values by the names of their parameters, `training` as a tuple of words.
 
     Raises:
-        InputError: no such file, no TOML, or a key that is no flag.
+        InputError: no such file, no TOML, a key that is no flag, or a value of another kind.
     """
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -117,22 +125,24 @@ def read_job_file(path: Path, known: Sequence[str]) -> dict[str, Any]:
     for key, value in found.items():
         if key not in known:
             raise InputError(f"{path}: {key}", "is no flag of runner launch", "known: " + ", ".join(sorted(known)))
-        values[key.replace("-", "_")] = _value_of(value, f"{path}: {key}")
+        values[key.replace("-", "_")] = _value_of(value, known[key], f"{path}: {key}")
     return {**values, "training": tuple(word for item in training.items() for word in _words(*item, where=str(path)))}
 
 
-def _value_of(value: object, where: str) -> object:
-    if isinstance(value, bool):
+def _value_of(value: object, kind: Kind, where: str) -> object:
+    if kind == "switch" and isinstance(value, bool):
         return value
-    if isinstance(value, list) and all(isinstance(part, str) for part in value):
+    if kind == "several" and isinstance(value, list) and all(isinstance(part, str) for part in value):
         return tuple(value)
-    if isinstance(value, (str, int)):
+    if kind == "one" and isinstance(value, (str, int, float)) and not isinstance(value, bool):
         return str(value)
-    raise InputError(where, "expected a text, a whole number, true, false or a list of texts")
+    raise InputError(where, f"expected {_EXPECTED[kind]}, found {value!r}")
 
 
 def _words(key: str, value: object, *, where: str) -> list[str]:
     flag = "--" + key
+    if not _KEY.fullmatch(key):
+        raise InputError(f"{where}: training.{key}", "is no flag", "runner launch MANIFEST -- --help lists them")
     if value is True:
         return [flag]
     if value is False:

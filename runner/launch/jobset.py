@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from manifests.errors import UsageError, UserError
+from runner.launch.checks import check_mounts
 from runner.launch.job import Job
 from runner.launch.record import JobRecord
 from runner.supervise import SHUTDOWN_S, agent_command
@@ -22,8 +23,10 @@ __all__ = ["JobSetState", "cancel", "find_state", "render", "submit"]
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _MAX_NAME = 40  # pods are named NAME-node-0-INDEX-xxxxx, within 63 characters
+_MOUNT = re.compile(r"(/[^:]*|[a-z0-9]([-a-z0-9.]*[a-z0-9])?):(?P<target>/[^:]*)")  # a claim's name is a DNS name
 _PORT = 29500  # every pod has an address of its own
 _LIMIT_S = 60
+_LOGGED = re.compile(r"[EWI]\d{4} ")  # a line of kubectl's log, as klog writes it
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _GPU = "nvidia.com/gpu"
 
@@ -93,7 +96,10 @@ def _refuse(job: Job) -> None:
     if job.image is None:
         raise UsageError("--image", "is needed for --scheduler jobset", "an image with reshard[runner] in it")
     if not _NAME.fullmatch(job.name) or len(job.name) > _MAX_NAME:
-        raise UsageError("--name", f"expected up to {_MAX_NAME} of a-z, 0-9 and -, a letter first, found {job.name!r}")
+        found = f"expected up to {_MAX_NAME} of a-z, 0-9 and -, a letter first, found {job.name!r}"
+        near = re.sub(r"[^a-z0-9]+", "-", job.name.lower())[:_MAX_NAME].strip("-")
+        raise UsageError("--name", found, f"--name {near}" if _NAME.fullmatch(near) else "")
+    check_mounts(job.mounts, _MOUNT, "CLAIM:/FOLDER or /FOLDER-OF-THE-NODE:/FOLDER")
     for flag, value in (("--partition", job.partition), ("--account", job.account), ("--qos", job.qos),
                         ("--time", job.time), ("--signal", job.signal), ("--sbatch-arg", job.sbatch_args or None),
                         ("--requeue", job.requeue or None)):  # fmt: skip
@@ -147,9 +153,7 @@ def _container(job: Job) -> dict[str, Any]:
 
 
 def _volume(number: int, mount: str) -> dict[str, Any]:
-    source, colon, target = mount.rpartition(":")
-    if not colon or not source or not target.startswith("/"):
-        raise UsageError("--mount", f"expected CLAIM:/FOLDER or /FOLDER-OF-THE-NODE:/FOLDER, found {mount!r}")
+    source = mount.rpartition(":")[0]
     name = f"mount-{number}"
     if source.startswith("/"):
         return {"name": name, "hostPath": {"path": source}}
@@ -164,5 +168,6 @@ def _call(command: Sequence[str], standard_input: str = "") -> str:
     except subprocess.TimeoutExpired as error:
         raise UserError(command[0], f"did not answer within {_LIMIT_S} s") from error
     if done.returncode:
-        raise UserError(" ".join(command[:2]), " ".join(done.stderr.split()) or f"ended with code {done.returncode}")
+        said = [line for line in done.stderr.splitlines() if not _LOGGED.match(line)]
+        raise UserError(" ".join(command[:2]), " ".join(" ".join(said).split()) or f"ended with code {done.returncode}")
     return done.stdout

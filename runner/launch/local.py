@@ -6,53 +6,110 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 
 import click
 
-from manifests.errors import InputError, UserError
+from manifests.errors import InputError, UsageError, UserError
+from manifests.invariants import MANIFEST_NAME
+from manifests.publish import check_target
 from manifests.schema import Manifest
+from runner.data import find_files
 from runner.degrees import Degrees
-from runner.options import TrainOptions
-from runner.recipe import check_trainable
-from runner.refusals import check_combination, combine, share_of
+from runner.launch.processes import record_here
+from runner.launch.record import make_log_dir, write_record
+from runner.options import TrainOptions, recall
+from runner.packed import Packed, open_packed
+from runner.recipe import SYNTHETIC
+from runner.refusals import check_combination, check_divides, check_sinks, combine, share_of
+from runner.resume import check_fits, find_origins, find_position, goes_on_from, remembered
+from runner.supervise import stopping
 from runner.timetable import choose_timetable
 
-__all__ = ["check_request", "check_world", "launch_here"]
+__all__ = ["LocalJob", "check_beginning", "check_request", "check_world", "launch_here"]
 
 
-def launch_here(arguments: Sequence[str], *, nproc_per_node: int, dry_run: bool, worker: str = "runner.worker") -> None:
-    """Replace this process by torchrun with so many workers; see `check_request`.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalJob:
+    """A training run on this machine. Its ranks have `shutdown_s` to save once they are told to stop."""
+
+    name: str
+    log_dir: Path
+    shutdown_s: int
+
+
+def launch_here(
+    arguments: Sequence[str], *, nproc_per_node: int, dry_run: bool, job: LocalJob | None = None,
+    worker: str = "runner.worker",
+) -> None:  # fmt: skip
+    """Replace this process by torchrun with so many workers; see `check_request`. A `job` is known by its log folder.
 
     Raises:
-        UserError: no torch is installed.
+        UserError: no torch is installed, or another job runs with the log folder.
     """
     if find_spec("torch") is None:
         raise UserError("runner", "torch is not installed here", "pip install 'reshard[runner]'")
     command = [
         sys.executable, "-m", "runner.agent", "--standalone", "--nproc-per-node", str(nproc_per_node),
-        "-m", worker, *arguments,
+        *(stopping(job.shutdown_s) if job else ()), "-m", worker, *arguments,
     ]  # fmt: skip
     if dry_run:
         click.echo(shlex.join(command))
         return
+    if job is not None:
+        make_log_dir(job.log_dir)
+        write_record(job.log_dir, record_here(job.log_dir, job.name))
     sys.stdout.flush()
     os.execv(sys.executable, command)
 
 
-def check_request(manifest: Manifest, options: TrainOptions, world_size: int) -> Degrees:
-    """Make sure, without torch, that these options fit a manifest and so many ranks, and give what each rank is for.
+def check_request(launched: Packed, options: TrainOptions, world_size: int) -> Degrees:
+    """Make sure, without torch, that these options fit a model and so many ranks, and give what each rank is for.
 
     Raises:
         UserError: what does not fit.
     """
-    degrees = options.degrees.resolve(manifest.layout.num_ranks, world_size)
-    check_trainable(manifest.model.architecture)
-    if options.resume.source is None:  # a checkpoint may remember other batch sizes: the ranks check them
-        batch = share_of(options.batch, degrees.data)
-        timetable = choose_timetable(options.schedule, manifest, batch.num_microbatches)
-        check_combination(combine(manifest, options, timetable, degrees))
+    degrees = options.degrees.resolve(launched.manifest.layout.num_ranks, world_size)
+    check_divides(launched.config, degrees.tensor)
+    if options.resume.source is None:  # a checkpoint may remember other batch sizes
+        _check_step(launched.manifest, options, degrees)
     return degrees
+
+
+def check_beginning(launched: Packed, options: TrainOptions, degrees: Degrees) -> None:
+    """Make sure, without torch, that a run on this machine finds what it begins with, and room for what it writes.
+
+    Ranks check all of this again. What `--resume auto` finds is left to them: they pass over what is damaged.
+
+    Raises:
+        UserError: no such checkpoint, one of another model, no data, or a folder that would not be replaced.
+    """
+    check_sinks(options)
+    if options.save is not None:
+        check_target(options.save, options.force, lambda folder: (folder / MANIFEST_NAME).is_file())
+    origins, training = find_origins(launched.root, options), None
+    if options.resume.source != "auto":
+        (folder,) = origins
+        origin = launched if folder == launched.root else open_packed(folder)
+        check_fits(origin, launched)
+        training = goes_on_from(origin, options.resume, is_launched=origin is launched)
+        if training is not None:
+            options = recall(options, remembered(training))
+        _check_step(launched.manifest, options, degrees)
+    if options.eval_data is not None:
+        if SYNTHETIC in options.eval_data.sources:
+            raise UsageError("--eval-data", f"{SYNTHETIC} has no end, so it cannot be read once", "name files")
+        find_files(options.eval_data.sources)
+    left = training.data if training and not options.resume.restart_data else None
+    find_position(options, left, launched.tokenizer)
+
+
+def _check_step(manifest: Manifest, options: TrainOptions, degrees: Degrees) -> None:
+    batch = share_of(options.batch, degrees.data)
+    timetable = choose_timetable(options.schedule, manifest, batch.num_microbatches)
+    check_combination(combine(manifest, options, timetable, degrees))
 
 
 def check_world(manifest: Manifest, world_size: int) -> None:

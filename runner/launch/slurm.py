@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
@@ -9,13 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from manifests.errors import UserError
+from manifests.errors import UsageError, UserError
+from runner.launch.checks import check_mounts, check_sbatch_args, parse_signal, parse_time
 from runner.launch.job import Job
 from runner.launch.record import JobRecord
 
 __all__ = ["SlurmState", "cancel", "find_state", "render", "submit"]
 
 _LIMIT_S = 60  # no command of Slurm's may take longer
+_MOUNT = re.compile(r"/[^:,]*:(?P<target>/[^:,]*)(:[a-z+]+)?")  # as pyxis takes them, with its own flags
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,12 +35,26 @@ class SlurmState:
     def is_over(self) -> bool:
         return self.word in _OVER
 
+    @property
+    def is_forgotten(self) -> bool:
+        return self.word == _FORGOTTEN
 
-_OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
+
+_FORGOTTEN = "FORGOTTEN"  # our word: Slurm keeps a job for MinJobAge after its end, 300 s if nobody says otherwise
+_OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT",
+         _FORGOTTEN)  # fmt: skip
 
 
 def render(job: Job) -> str:
-    """Give the batch script of a job: what sbatch is told, what the ranks see, and what runs."""
+    """Give the batch script of a job: what sbatch is told, what the ranks see, and what runs.
+
+    Raises:
+        UsageError: a time or a mount that is none, a signal that comes to nothing, or a line for sbatch that undoes
+            what the job is planned with.
+    """
+    _check_end(job)
+    check_mounts(job.mounts, _MOUNT, "/FOLDER-OF-THE-NODE:/FOLDER")
+    check_sbatch_args(job.sbatch_args)
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(job)), ""]
     # Values hold commas and spaces: sbatch's own --export could not carry them.
     lines += [f"export {name}={shlex.quote(value)}" for name, value in job.environment]
@@ -49,10 +66,11 @@ def submit(job: Job) -> JobRecord:
     """Hand a job to Slurm.
 
     Raises:
-        UserError: there is no Slurm here, or it refuses the job.
+        UserError: there is no Slurm here, it has too few nodes, or it refuses the job.
     """
-    job.log_dir.mkdir(parents=True, exist_ok=True)
-    number = _call(["sbatch", "--parsable"], standard_input=render(job)).strip().partition(";")[0]
+    script = render(job)
+    _check_nodes(job)
+    number = _call(["sbatch", "--parsable"], standard_input=script).strip().partition(";")[0]
     return JobRecord(scheduler="slurm", id=number, name=job.name, output=_output(job).replace("%j", number))
 
 
@@ -60,9 +78,14 @@ def find_state(record: JobRecord) -> SlurmState:
     """Ask Slurm what a job does.
 
     Raises:
-        UserError: Slurm cannot be asked, or has forgotten the job.
+        UserError: Slurm cannot be asked.
     """
-    shown = _call(["scontrol", "show", "job", "-o", record.id])
+    try:
+        shown = _call(["scontrol", "show", "job", "-o", record.id])
+    except UserError as error:
+        if "Invalid job id" not in error.problem:
+            raise
+        return SlurmState(word=_FORGOTTEN, reason="it ended long ago", nodes="", num_requeues=0, exit_code=0)
     fields = dict(word.partition("=")[::2] for word in shown.split() if "=" in word)
     return SlurmState(
         word=fields.get("JobState", "UNKNOWN"),
@@ -76,6 +99,36 @@ def find_state(record: JobRecord) -> SlurmState:
 def cancel(record: JobRecord) -> None:
     """End a job; one that has ended stays as it is."""
     _call(["scancel", record.id])
+
+
+def _check_end(job: Job) -> None:
+    """See that a job that is told of its end has the time, and something, to save."""
+    limit_s = None if job.time is None else parse_time(job.time)
+    if job.signal is None:
+        return
+    before_s = parse_signal(job.signal)
+    if limit_s is not None and before_s >= limit_s:
+        raise UsageError("--signal", f"{before_s} s before the end is before the job begins: --time is {limit_s} s")
+    if job.options.checkpoint is None:
+        raise UsageError(
+            "--signal", "asks the ranks to save, and there is nothing to save to", "add --checkpoint DIR after --"
+        )
+
+
+def _check_nodes(job: Job) -> None:
+    """Raise where a job asks for more nodes than its partition has: Slurm 22.05 lets it wait for ever."""
+    words = (line.split() for line in _call(["scontrol", "show", "partition", "-o"]).splitlines())
+    partitions = [dict(word.partition("=")[::2] for word in line) for line in words]
+    asked = set(job.partition.split(",")) if job.partition else None
+    chosen = [
+        fields for fields in partitions
+        if (fields.get("Default") == "YES" if asked is None else fields.get("PartitionName") in asked)
+    ]  # fmt: skip
+    sizes = {fields["PartitionName"]: int(fields["TotalNodes"]) for fields in chosen if "TotalNodes" in fields}
+    if sizes and max(sizes.values()) < job.nnodes:
+        has = ", ".join(f"{name} has {size}" for name, size in sizes.items())
+        raise UsageError("--nnodes", f"{job.nnodes} nodes are asked for, and partition {has}",
+                         "fewer nodes, or another --partition")  # fmt: skip
 
 
 def _options(job: Job) -> list[str]:

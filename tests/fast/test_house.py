@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
-import time
 import tomllib
 from pathlib import Path
 
@@ -71,11 +71,17 @@ def test_import_brings_in_neither_torch_nor_other_heavy_packages(module: str) ->
 
 
 @pytest.mark.parametrize("command", ["reshard", "runner"])
-def test_help_shows_in_under_a_third_of_a_second(command: str) -> None:
+def test_help_shows_after_less_than_a_third_of_a_second_of_processor_time(command: str) -> None:
     took_s = []
     for _ in range(5):
-        start = time.perf_counter()
+        before_s = _children_s()
         shown = run_python(f"from {command}.cli import main; main()", "--help")
-        took_s.append(time.perf_counter() - start)
+        took_s.append(_children_s() - before_s)
         assert "Usage:" in shown
     assert min(took_s) < MAX_HELP_S, took_s
+
+
+def _children_s() -> float:
+    """Give the processor time of all child processes that have ended, in seconds."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime

@@ -1,4 +1,4 @@
-"""A rank that trains in many ways, each beside the plain one. Started by torchrun.
+"""A rank that trains in many ways, each beside the plain one.
 
 usage: compute_worker.py MODEL OUT spanning|rest|compiled
 

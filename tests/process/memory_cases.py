@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Literal
 
+from manifests.memory import POLICIES, MemoryEstimate, Training, estimate_memory
 from manifests.models import ModelShape, model_shape
 from manifests.placement import Placement
 from manifests.schedules import schedule_table
-from reshard.memory import POLICIES, MemoryEstimate, Training, estimate_memory
 from runner.recipe import BatchOptions
 
 Policy = Literal["fp32", "bf16"]

@@ -1,4 +1,4 @@
-"""A rank that trains one case for two steps and counts what it holds. Started by torchrun.
+"""A rank that trains one case for two steps and counts what it holds.
 
 usage: memory_worker.py CASE OUT
 """

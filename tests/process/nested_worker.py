@@ -1,4 +1,4 @@
-"""A rank that runs the toy family on every schedule and saves what came of it. Started by torchrun.
+"""A rank that runs the toy family on every schedule and saves what came of it.
 
 usage: nested_worker.py OUT
 """

@@ -1,4 +1,4 @@
-"""A rank that runs training jobs one after the other, as `runner.worker` does. Started by torchrun.
+"""A rank that runs training jobs one after the other, as `runner.worker` does.
 
 usage: resume_worker.py JOBS
 

@@ -1,4 +1,4 @@
-"""A rank that runs one step from every CSV in a folder and saves its stages' gradients. Started by torchrun.
+"""A rank that runs one step from every CSV in a folder and saves its stages' gradients.
 
 usage: schedule_csv_worker.py FOLDER
 """

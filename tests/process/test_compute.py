@@ -38,21 +38,23 @@ def test_every_way_to_compute_gives_the_gradients_of_the_plain_one(model: Path, 
 
 
 def test_masters_are_saved_and_a_resumed_run_ends_with_the_same_bits(model: Path, tmp_path: Path) -> None:
-    packed = tmp_path / "packed"
+    packed, interleaved = tmp_path / "packed", tmp_path / "interleaved"
     assert reshard("pack", model, "--layout", "pp=2", "--out", packed).code == 0
+    assert reshard("pack", model, "--layout", "pp=2,vpp=2", "--out", interleaved).code == 0
     flags = "--data synthetic --seq-len 16 --global-batch 4 --lr 1e-3 --dtype bf16 --master-dtype fp32"
     flags += " --ac full --loss-chunk 6"
     jobs = [
-        job(tmp_path / name, packed, *flags.split(), "--checkpoint", tmp_path / name / "saved", *more)
-        for name, more in (
-            ("whole", ("--steps", 4, "--checkpoint-every", 2)),
-            ("resumed", ("--steps", 4, "--resume", tmp_path / "whole" / "saved" / "step-000002")),
+        job(tmp_path / name, root, *flags.split(), "--checkpoint", tmp_path / name / "saved", "--steps", 4, *more)
+        for name, root, more in (
+            ("whole", packed, ("--checkpoint-every", 2)),
+            ("resumed", packed, ("--resume", tmp_path / "whole" / "saved" / "step-000002")),
+            ("cut anew", interleaved, ("--resume", tmp_path / "whole" / "saved" / "step-000002")),
         )
     ]
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
     launch(2, "resume_worker.py", tmp_path / "jobs.json")
-    whole, resumed = (tmp_path / name / "saved" / "step-000004" for name in ("whole", "resumed"))
-    assert digests_in(resumed) == digests_in(whole)
+    whole, *others = (tmp_path / name / "saved" / "step-000004" for name in ("whole", "resumed", "cut anew"))
+    assert all(digests_in(resumed) == digests_in(whole) for resumed in others)
     training = read_manifest(whole).training
     assert training is not None
     assert (training.dtype, training.compute_dtype) == ("F32", "BF16")
@@ -71,7 +73,7 @@ def digests_in(checkpoint: Path) -> dict[tuple[str, str], str]:
     found: dict[tuple[str, str], str] = {}
     for shard in read_manifest(checkpoint).shards:
         digests = open_shard(checkpoint, shard).digests(shard.path)
-        found |= {(shard.path, fqn): digest for fqn, digest in digests.items()}
+        found |= {(shard.holds, fqn): digest for fqn, digest in digests.items()}
     return found
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import signal
+import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("--seq-len", "16", "--global-batch", "8", "--microbatch", "2", "--steps", "3", "--lr", "1e-3")
+SECOND = f"rank 1, stage 1, node {socket.gethostname()}"
 WORDS = [f"w{number}" for number in range(300)]
 
 
@@ -106,7 +105,7 @@ def test_trained_weights_export_to_a_folder_that_transformers_loads_with_the_sam
     subprocess.run([sys.executable, "-m", "reshard.cli", *command], cwd=ROOT, check=True, timeout=60)
     model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
     loss, num_tokens = loss_of(model, text)
-    assert num_tokens == steps[-1]["num_tokens"]
+    assert num_tokens == steps[-1]["eval_num_tokens"]
     assert loss == pytest.approx(steps[-1]["eval_loss"], rel=1e-6)
     assert sorted(path.name for path in exported.iterdir()) == sorted(
         path.name for path in (packed.parent / "tied").iterdir()
@@ -119,10 +118,14 @@ def check_ranks(lines: list[dict[str, Any]], packed: Path) -> None:
     assert [(line["rank"], line["stages"], line["load_nbytes"]) for line in before] == [
         (stage.index, [stage.index], stage.nbytes) for stage in manifest.stages
     ]
+    assert all(0 < line["planned_nbytes"] < line["base_nbytes"] for line in before)  # a tiny model
     assert all(line["load_gib_per_s"] == line["load_nbytes"] / 2**30 / line["load_s"] for line in before)
     assert [line["rank"] for line in after] == [0, 1]
     for line in (line for line in lines if "loss" in line):
-        assert line["step_s"] == line["data_s"] + line["compute_s"]
+        # Until the norm of the gradients is known; then comes the optimizer.
+        parts = [line[f"{part}_s"] for part in ("data", "compute", "communication", "bubble")]
+        assert all(len(part) == 2 and min(part) >= 0 for part in parts)
+        assert 0 < sum(part[0] for part in parts) < line["step_s"]
         assert 0 < line["peak_nbytes"] <= after[0]["peak_nbytes"]
         assert "mfu" not in line
 
@@ -171,70 +174,14 @@ def test_worker_refuses_a_wrong_world_size_before_any_collective(packed: Path, t
     assert "error: manifest needs 2 ranks, or a multiple of them, WORLD_SIZE is 3\n" in done.stderr
 
 
-def test_flipped_byte_ends_all_ranks_soon_with_one_message(packed: Path, tmp_path: Path) -> None:
-    bad = copied(packed, tmp_path / "bad")
-    shard = bad / "stage-001" / "model.safetensors"
-    data = bytearray(shard.read_bytes())
-    data[-5] ^= 1
-    shard.write_bytes(data)
-    started = time.monotonic()
-    done = launch(bad, "--", "--data", "synthetic", *SMALL, "--log-dir", tmp_path)
-    assert time.monotonic() - started < 20
-    assert (done.returncode, done.stdout) == (3, "")
-    (message,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
-    assert message.startswith(f"error: rank 1: {shard}: 'lm_head.weight': expected blake3:")
-    assert "Traceback" not in done.stderr
-
-
 def test_missing_shard_is_named_with_its_rank(packed: Path, tmp_path: Path) -> None:
     bad = copied(packed, tmp_path / "bad")
     shard = bad / "stage-001" / "model.safetensors"
     shard.unlink()
     done = launch(bad, "--", "--data", "synthetic", *SMALL, "--log-dir", tmp_path)
     assert (done.returncode, done.stdout) == (3, "")
-    assert f"error: rank 1: {shard}: the manifest names this shard, and it is missing\n" in done.stderr
+    assert f"error: {SECOND}: {shard}: the manifest names this shard, and it is missing\n" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-@pytest.fixture
-def endless(packed: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A run of many steps, in a session of its own, that is stopped at the end whatever happened."""
-    command = [sys.executable, "-m", "runner.cli", "launch", str(packed), "--", "--data", "synthetic", *SMALL]
-    process = subprocess.Popen(
-        [*command, "--steps", "100000", "--log-dir", str(tmp_path)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    yield process
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-
-
-def test_killed_rank_ends_the_others_with_exit_code_5_and_no_orphan(endless: subprocess.Popen[str]) -> None:
-    assert endless.stdout is not None
-    assert endless.stdout.readline().startswith("step 1/")
-    ranks = worker_pids(endless.pid)
-    assert len(ranks) == 2
-    os.kill(ranks[1], signal.SIGKILL)
-    _, errors = endless.communicate(timeout=60)
-    assert endless.returncode == 5
-    assert "Traceback" not in errors
-    assert "error: rank " in errors
-    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
-
-
-def worker_pids(agent: int) -> list[int]:
-    """The agent's children that are ranks, in the order of their RANK."""
-    children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
-    ranks = {}
-    for pid in children:
-        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        ranks |= {int(item[5:]): int(pid) for item in environment if item.startswith(b"RANK=")}
-    return [ranks[rank] for rank in sorted(ranks)]
 
 
 def test_architecture_without_a_family_is_refused_by_name(tmp_path: Path) -> None:

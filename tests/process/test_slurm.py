@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,8 +63,8 @@ def submit(slurm: Slurm, packed: Path, log: Path, *training: str | Path, flags: 
     runner(slurm, "launch", packed, *where, *flags, "--", *TRAINING, *training)
 
 
-def state(slurm: Slurm, log: Path) -> dict[str, object]:
-    found: dict[str, object] = json.loads(runner(slurm, "status", log, "--json").stdout)
+def state(slurm: Slurm, log: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(runner(slurm, "status", log, "--json").stdout)
     return found
 
 
@@ -90,7 +91,32 @@ def test_job_over_two_nodes_trains_and_is_watched_by_its_log_folder(slurm: Slurm
     assert sorted(losses(log)) == [1, 2, 3]
     said = runner(slurm, "logs", log).stdout
     assert "step 3/3" in said
-    assert runner(slurm, "status", log).stdout.splitlines()[1] == "step 3"
+    assert runner(slurm, "status", log).stdout.splitlines()[1] == f"step 3, loss {losses(log)[3]:.6f}"
+
+
+def test_more_nodes_than_there_are_and_a_partition_that_is_none_are_refused(
+    slurm: Slurm, packed: Path, tmp_path: Path
+) -> None:
+    asked = ("launch", packed, "--scheduler", "slurm", "--log-dir", tmp_path)
+    done = runner(slurm, *asked, "--nnodes", "4", "--", *TRAINING, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-2:] == [
+        "error: --nnodes: 4 nodes are asked for, and partition main has 2",
+        "hint: fewer nodes, or another --partition",
+    ]
+    done = runner(slurm, *asked, "--partition", "absent", "--", *TRAINING, check=False)
+    assert done.returncode == 3
+    assert "invalid partition specified: absent" in done.stderr
+    assert not (tmp_path / "job.json").exists()
+
+
+def test_job_that_slurm_has_forgotten_is_known_by_what_it_left(slurm: Slurm, tmp_path: Path) -> None:
+    record = {"version": 1, "scheduler": "slurm", "id": "999999", "name": "tiny", "output": str(tmp_path / "out")}
+    (tmp_path / "job.json").write_text(json.dumps(record))
+    assert state(slurm, tmp_path)["state"] == "FORGOTTEN"
+    (tmp_path / "state.json").write_text(json.dumps({"version": 1, "step": 3, "ended": "done"}))
+    said = runner(slurm, "status", tmp_path).stdout
+    assert said == "tiny: slurm job 999999 is COMPLETED (it ended long ago)\n"
 
 
 @pytest.fixture(scope="module")
@@ -185,3 +211,31 @@ def test_cancelled_job_ends_and_leaves_no_process(slurm: Slurm, packed: Path, tm
     runner(slurm, "cancel", log)
     assert wait_for_end(slurm, log) == "CANCELLED"
     wait_until(lambda: not [*ranks_on(slurm, "node2"), *ranks_on(slurm, "node10")], slurm, log)
+
+
+@pytest.mark.slow
+def test_cancelled_job_is_not_queued_again_although_it_may_be(slurm: Slurm, packed: Path, tmp_path: Path) -> None:
+    log = begin_long(slurm, packed, tmp_path, "--requeue")
+    runner(slurm, "cancel", log)
+    wait_until(lambda: not [*ranks_on(slurm, "node2"), *ranks_on(slurm, "node10")], slurm, log)
+    time.sleep(5)  # as long as Slurm takes to start a job that waits
+    assert state(slurm, log)["state"] == "CANCELLED"
+    assert state(slurm, log)["requeues"] == 0
+
+
+@pytest.mark.slow
+def test_job_whose_rank_dies_at_each_start_ends_before_its_restarts_do_and_says_why(
+    slurm: Slurm, packed: Path, tmp_path: Path
+) -> None:
+    log, failing = tmp_path / "log", f"{ROOT}/tests/process/failing:{ROOT}"
+    saving = ("--checkpoint", tmp_path / "history", "--resume", "auto")
+    broken = ("--restarts", "5", "--env", f"PYTHONPATH={failing}", "--env", "DIE_RANK=3")
+    submit(slurm, packed, log, "--steps", "40", *saving, flags=broken)
+    assert wait_for_end(slurm, log) == "FAILED"
+    said = runner(slurm, "logs", log).stdout
+    killed = "rank 3, stage 3, node node10: ended by SIGKILL; all ranks were stopped"
+    why = "no checkpoint since the last restart, from step 0: another one would end alike"
+    ours = [line for line in said.splitlines() if line.startswith("error: ")]  # srun says its own
+    assert ours == [f"error: {killed}", f"error: {killed}", f"error: {why}"], said
+    assert state(slurm, log)["error"].startswith(f"{why}\n{killed}\n")
+    assert f"error: {why}\n{killed}\n" in runner(slurm, "status", log).stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -128,5 +129,5 @@ def test_changed_original_ends_all_ranks_with_one_message_that_names_it(source: 
     done = run("runner.cli", "launch", packed, "--", *TRAINING, "--log-dir", tmp_path)
     assert (done.returncode, done.stdout) == (3, "")
     (message,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
-    assert message.startswith(f"error: rank 1: {changed}: expected ")
+    assert message.startswith(f"error: rank 1, stage 1, node {socket.gethostname()}: {changed}: expected ")
     assert "Traceback" not in done.stderr

@@ -109,6 +109,8 @@ def test_files_without_the_head_leave_out_a_prefix() -> None:
          "num_kv_heads: expected a divisor of num_attention_heads 4, found 3"),
         ("tiny-opt", {"num_attention_heads": 5}, "num_attention_heads: expected a divisor of hidden_size 32, found 5"),
         ("tiny-phi", {"num_attention_heads": 5}, "num_attention_heads: expected a divisor of hidden_size 32, found 5"),
+        ("tiny-llama", {"num_attention_heads": 33, "num_key_value_heads": 33, "head_dim": None},
+         "num_attention_heads: expected at most hidden_size 32, found 33"),
         ("tiny-phi3", {"num_key_value_heads": 3},
          "num_key_value_heads: expected a divisor of num_attention_heads 4, found 3"),
     ],

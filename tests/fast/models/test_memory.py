@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from manifests.memory import POLICIES, Memory, MemoryEstimate, Training, estimate_memory, memory_of
 from manifests.models import ModelShape, model_shape
 from manifests.placement import Placement
 from manifests.schedules import schedule_table
-from reshard.memory import POLICIES, Memory, MemoryEstimate, Training, estimate_memory, memory_of
 from tests.fast.models.built import build, read_config
 
 FP32 = Training(policy=POLICIES["fp32"], microbatch=2, seq_len=8)

@@ -41,7 +41,16 @@ def test_degrees_that_were_not_asked_for_are_found(asked: DegreeOptions, world_s
             "manifest needs 4 ranks, or a multiple of them, WORLD_SIZE is 6\n"
             "hint: start 4 or 8, or reshard pack MANIFEST --layout pp=6 --out DIR",
         ),
-        (DegreeOptions(tensor=2), 12, "--tp: expected a divisor of 3, the ranks of each stage, found 2"),
+        (
+            DegreeOptions(tensor=2),
+            12,
+            "--tp: expected a divisor of 3, the ranks of each stage, found 2\nhint: start 8 or 16 ranks",
+        ),
+        (
+            DegreeOptions(tensor=2),
+            4,
+            "--tp: expected a divisor of 1, the ranks of each stage, found 2\nhint: start 8 ranks",
+        ),
         (
             DegreeOptions(shard=3),
             16,

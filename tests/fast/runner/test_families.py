@@ -103,6 +103,10 @@ def test_rotary_cache_holds_the_training_length_in_float32() -> None:
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}},
             "config.json: rope_scaling.high_freq_factor: expected a number above 0, found nothing",
         ),
+        (
+            {"rope_parameters": {"sliding_attention": {"rope_theta": 7.0}, "full_attention": {"rope_theta": 9.0}}},
+            "config.json: rope_parameters.full_attention: is not modelled\nhint: all layers have one RoPE",
+        ),
         ({"rope_scaling": "llama3"}, "config.json: rope_scaling: expected an object, found a string"),
         (
             {"partial_rotary_factor": 0.5},

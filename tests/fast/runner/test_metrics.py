@@ -10,33 +10,58 @@ import pytest
 import torch
 
 from manifests.errors import RankError
+from manifests.memory import POLICIES, Training, estimate_memory
 from manifests.models import model_shape
-from runner.gauges import least_step_s, peak_flops, peak_memory_nbytes
+from manifests.placement import Placement
+from manifests.schedules import schedule_table
+from runner.degrees import Degrees
+from runner.gauges import least_step_s, memory_nbytes, peak_flops, peak_memory_nbytes, planned_memory
 from runner.load import LoadReport
 from runner.metrics import Metrics, RankLoad, StepTimes
+from runner.nearby import CopyReport
 from runner.options import parse_training
+from runner.progress import Progress
 from runner.saver import SaveReport
+from runner.sinks import JsonLines
 from runner.step import StepReport
+from runner.times import RankTimes
 from tests.fast.models.built import read_config
 
 DOCS = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
-STEP = StepReport(loss=2.5, num_tokens=600, grad_norm=1.5, lr=1e-3, busy_s=(1.0, 0.5), schedule_s=(1.25, 1.25))
-TIMES = StepTimes(data_s=0.5, compute_s=1.5)
-LOADED = RankLoad(rank=1, stages=(1, 3), report=LoadReport(num_tensors=7, num_parts=7, nbytes=2 << 30, load_s=4.0))
+STEP = StepReport(loss=2.5, num_tokens=600, grad_norm=1.5, lr=1e-3)
+TIMES = StepTimes(
+    step_s=2.0,
+    ranks=(
+        RankTimes(data_s=0.5, compute_s=1.0, communication_s=0.25, bubble_s=0.125),
+        RankTimes(data_s=0.0, compute_s=0.75, communication_s=0.5, bubble_s=0.625),
+    ),
+)
+LOADED = RankLoad(
+    rank=1,
+    stages=(1, 3),
+    report=LoadReport(num_tensors=7, num_parts=7, nbytes=2 << 30, load_s=4.0),
+    base_nbytes=100,
+    planned_nbytes=200,
+    copied=CopyReport(nbytes=30, reused_nbytes=40, num_damaged=0, copy_s=0.5),
+)
 
 
 def saved(failure: RankError | None = None) -> SaveReport:
     return SaveReport(path=Path("step-000004"), step=4, nbytes=100, stall_s=0.1, save_s=0.2, failure=failure)
 
 
-def write_all(path: Path, least_step_s: float | None) -> list[dict[str, object]]:
-    metrics = Metrics(path, num_steps=9, least_step_s=least_step_s)
+def tell_all(metrics: Metrics) -> None:
     metrics.loaded([LOADED])
     metrics.step(4, STEP, TIMES, peak_nbytes=4096)
     metrics.evaluation(4, 2.25, 1000)
     metrics.checkpoint(saved())
     metrics.checkpoint(saved(RankError("rank 1", "the disk is full")))
     metrics.ended([10, 20])
+
+
+def write_all(path: Path, least_step_s: float | None) -> list[dict[str, object]]:
+    with Metrics([JsonLines(path)], Progress(9), least_step_s=least_step_s) as metrics:
+        tell_all(metrics)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert all(line.pop("time") > 0 for line in lines)
     return lines
@@ -46,13 +71,14 @@ def test_lines_say_what_happened(tmp_path: Path, capsys: pytest.CaptureFixture[s
     loaded, step, evaluation, checkpoint, failed, *ended = write_all(tmp_path / "log" / "metrics.jsonl", 0.5)
     assert loaded == {
         "rank": 1, "stages": [1, 3], "num_tensors": 7, "load_nbytes": 2 << 30, "load_s": 4.0, "load_gib_per_s": 0.5,
+        "base_nbytes": 100, "planned_nbytes": 200, "staged_nbytes": 30, "reused_nbytes": 40, "staged_s": 0.5,
     }  # fmt: skip
     assert step == {
-        "step": 4, "loss": 2.5, "grad_norm": 1.5, "lr": 1e-3, "num_tokens": 600, "step_s": 2.0, "data_s": 0.5,
-        "compute_s": 1.5, "tokens_per_s": 300.0, "peak_nbytes": 4096, "mfu": 0.25, "busy_s": [1.0, 0.5],
-        "schedule_s": [1.25, 1.25],
+        "step": 4, "loss": 2.5, "grad_norm": 1.5, "lr": 1e-3, "num_tokens": 600, "step_s": 2.0,
+        "data_s": [0.5, 0.0], "compute_s": [1.0, 0.75], "communication_s": [0.25, 0.5], "bubble_s": [0.125, 0.625],
+        "tokens_per_s": 300.0, "peak_nbytes": 4096, "mfu": 0.25,
     }  # fmt: skip
-    assert evaluation == {"step": 4, "eval_loss": 2.25, "num_tokens": 1000}
+    assert evaluation == {"step": 4, "eval_loss": 2.25, "eval_num_tokens": 1000}
     assert checkpoint == {
         "step": 4, "checkpoint": "step-000004", "save_nbytes": 100, "stall_s": 0.1, "save_s": 0.2,
     }  # fmt: skip
@@ -64,7 +90,7 @@ def test_lines_say_what_happened(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_every_field_is_in_the_document_and_no_other(tmp_path: Path) -> None:
     fields = {name for line in write_all(tmp_path / "metrics.jsonl", 0.5) for name in line}
-    listed = set(re.findall(r"`([a-z_]+)`", DOCS.partition("## MFU")[0]))
+    listed = set(re.findall(r"`([a-z_]+)`", DOCS.partition("## Where the time goes")[0]))
     assert fields - listed == set()
     assert listed - fields == {"time", "_s", "_nbytes", "_gib_per_s"}
 
@@ -76,7 +102,7 @@ def test_utilization_is_left_out_where_it_is_not_known(tmp_path: Path, capsys: p
 
 
 def test_other_ranks_write_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    metrics = Metrics(None, num_steps=9)
+    metrics = Metrics()
     metrics.loaded([LOADED])
     metrics.step(1, STEP, TIMES, peak_nbytes=1)
     assert capsys.readouterr().out == ""
@@ -112,4 +138,37 @@ def test_least_time_of_a_step_counts_every_token(monkeypatch: pytest.MonkeyPatch
 
 def test_memory_is_the_processs_own() -> None:
     filled = torch.ones(64 << 20, dtype=torch.uint8)
-    assert filled.nbytes <= peak_memory_nbytes(torch.device("cpu")) < 1 << 40
+    for nbytes in (memory_nbytes(torch.device("cpu")), peak_memory_nbytes(torch.device("cpu"))):
+        assert filled.nbytes <= nbytes < 1 << 40
+
+
+@pytest.mark.parametrize(
+    ("flags", "policy"),
+    [((), "fp32"), (("--dtype", "bf16"), "bf16"), (("--dtype", "bf16", "--master-dtype", "fp32"), "mixed")],
+)
+def test_memory_of_a_run_is_what_reshard_plan_says_of_it(flags: tuple[str, ...], policy: str) -> None:
+    shape = model_shape(read_config("tiny-llama"))
+    stages = (shape.modules[:2], shape.modules[2:])
+    table = schedule_table("1F1B", Placement(num_stages=2, num_ranks=2), 4)
+    options = parse_training(["--data", "synthetic", "--microbatch", "2", "--seq-len", "32", *flags])
+    degrees = Degrees(pipeline=2, replicate=3)
+    training = Training(policy=POLICIES[policy], microbatch=2, seq_len=32)
+    assert planned_memory(shape, stages, table, options, degrees) == estimate_memory(shape, stages, table, training)
+
+
+@pytest.mark.parametrize(
+    ("flags", "degrees"),
+    [
+        (("--ac", "full"), Degrees(pipeline=2)),
+        (("--loss-chunk", "8"), Degrees(pipeline=2)),
+        ((), Degrees(pipeline=2, shard=2)),
+        ((), Degrees(pipeline=2, tensor=2)),
+    ],
+)
+def test_memory_is_not_planned_where_the_plan_knows_nothing_of_what_a_run_does(
+    flags: tuple[str, ...], degrees: Degrees
+) -> None:
+    shape = model_shape(read_config("tiny-llama"))
+    table = schedule_table("1F1B", Placement(num_stages=2, num_ranks=2), 4)
+    options = parse_training(["--data", "synthetic", *flags])
+    assert planned_memory(shape, (shape.modules[:2], shape.modules[2:]), table, options, degrees) is None

@@ -36,6 +36,8 @@ def test_batch_that_cannot_be_cut_is_refused(counts: tuple[int, int, int], messa
     ("fields", "message"),
     [
         ({"lr": -1.0}, "--lr: expected a number from 0 up, found -1.0"),
+        ({"eps": 0.0}, "--eps: expected a number from 1e-30 up, found 0.0"),
+        ({"eps": float("nan")}, "--eps: expected a number from 1e-30 up, found nan"),
         ({"max_norm": float("nan")}, "--max-norm: expected a number from 0 up, found nan"),
         ({"betas": (0.9, 1.0)}, "--betas: expected two numbers from 0 up to below 1, found (0.9, 1.0)"),
         (
@@ -55,3 +57,24 @@ def test_sources_that_do_not_go_together_are_refused(sources: tuple[str, ...]) -
     with pytest.raises(UsageError) as error:
         DataOptions(sources=sources)
     assert str(error.value) == "--data: expected files, folders or globs, or the one word 'synthetic'"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"weights": (1.0,)}, "--data-weight: expected one for each of 2 --data, found 1"),
+        ({"weights": (1.0, -0.5)}, "--data-weight: expected a number from 0 up, found -0.5"),
+        ({"weights": (1.0, float("nan"))}, "--data-weight: expected a number from 0 up, found nan"),
+        ({"weights": (0.0, 0.0)}, "--data-weight: expected a sum above 0, found 0.0"),
+        ({"weights": (5e-324, 0.0)}, "--data-weight: expected a sum above 0, found 5e-324"),
+        (
+            {"sources": ("synthetic",), "weights": (1.0,)},
+            "--data-weight: needs documents, and --data synthetic has none",
+        ),
+        ({"sources": ("synthetic",), "shuffle": True}, "--shuffle: needs documents, and --data synthetic has none"),
+    ],
+)
+def test_orders_and_weights_that_do_not_fit_the_sources_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        DataOptions(**{"sources": ("a.txt", "b.txt"), **fields})
+    assert str(error.value) == message

@@ -89,7 +89,7 @@ def test_run_without_traces_has_a_page_too(tmp_path: Path) -> None:
     [
         (None, "metrics.jsonl: cannot be read: No such file or directory"),
         ("", "metrics.jsonl: tells of no step"),
-        ('{"step": 1, "loss": 2}\n{', "metrics.jsonl:2: is no JSON: "),
+        ('{"step": 1, "loss": 2}\n{\n', "metrics.jsonl:2: is no JSON: "),
         ("3\n", "metrics.jsonl:1: expected an object"),
     ],
 )
@@ -120,6 +120,7 @@ def test_recorded_actions_are_in_the_trace_in_their_order_and_within_the_step(tm
     recorder.loss(0, lambda: torch.zeros(()))()
     with recorder.action("B", 0, 0):
         pass
+    recorder.stop()
     tracer.add(7, recorder)
     events = [event for event in json.loads(trace_path(tmp_path, 0).read_text())["traceEvents"] if event["ph"] == "X"]
     whole, *actions = events
@@ -129,3 +130,77 @@ def test_recorded_actions_are_in_the_trace_in_their_order_and_within_the_step(tm
     for event in actions:
         assert whole["ts"] <= event["ts"]
         assert event["ts"] + event["dur"] <= whole["ts"] + whole["dur"] + 1
+
+
+def write_lines(log_dir: Path, lines: list[dict[str, object]]) -> None:
+    (log_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def attempt(first: int, last: int, loss: float) -> list[dict[str, object]]:
+    """Give the lines of two ranks that take these steps, and save after each second one."""
+    lines: list[dict[str, object]] = [
+        {"rank": rank, "stages": [rank], "load_s": 1.0, "base_nbytes": 100 << 20, "planned_nbytes": 50 << 20}
+        for rank in (0, 1)
+    ]
+    for step in range(first, last + 1):
+        times = {"step_s": 1.0, "data_s": [0.1, 0.0], "compute_s": [0.5, 0.4], "communication_s": [0.1, 0.1]}
+        lines.append(
+            {"step": step, "loss": loss, "tokens_per_s": 1.0, "peak_nbytes": 160 << 20, "bubble_s": [0.2, 0.4], **times}
+        )
+        if step % 2 == 0:
+            lines.append({"step": step, "checkpoint": f"c/step-{step:06d}", "stall_s": 0.1})
+    return lines
+
+
+def test_steps_that_a_later_attempt_has_overtaken_are_forgotten(tmp_path: Path) -> None:
+    ended: list[dict[str, object]] = [{"rank": rank, "peak_nbytes": (150 + rank) << 20} for rank in (0, 1)]
+    write_lines(tmp_path, [*attempt(1, 7, 3.0), *attempt(5, 6, 2.0), *attempt(7, 8, 1.0), *ended])
+    run = read_run(tmp_path)
+    assert [(line["step"], line["loss"]) for line in run.steps] == [
+        (1, 3.0), (2, 3.0), (3, 3.0), (4, 3.0), (5, 2.0), (6, 2.0), (7, 1.0), (8, 1.0),
+    ]  # fmt: skip
+    assert [line["step"] for line in run.checkpoints] == [2, 4, 6, 8]
+    assert run.begins == (1, 5, 7)
+    assert run.peaks_nbytes == {0: 150 << 20, 1: 151 << 20}
+    write_report(tmp_path, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "<td>attempts</td><td>3, from steps 1, 5, 7</td>" in page
+    assert "Dotted lines: where an attempt began." in page
+    assert "No step was traced" in page
+    assert "<td>0</td><td>100.0</td><td>500.0</td><td>100.0</td><td>200.0</td>" in page  # ms: data, compute, …
+    assert "<td>1</td><td>1</td><td>100.0</td><td>51.0</td><td>50.0</td><td>1.02</td>" in page  # memory of rank 1
+
+
+def test_times_are_those_of_as_many_ranks_as_the_last_attempt_had(tmp_path: Path) -> None:
+    parts = ("data_s", "compute_s", "communication_s", "bubble_s")
+    alone = [{**line, **{part: [9.0] for part in parts}} if "loss" in line else line for line in attempt(1, 4, 3.0)]
+    write_lines(tmp_path, [*alone, *attempt(5, 6, 2.0)])
+    write_report(tmp_path, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "<td>1</td><td>0.0</td><td>400.0</td><td>100.0</td><td>400.0</td>" in page
+    assert "Medians over 2 steps" in page
+
+
+def test_run_that_was_killed_is_drawn_as_far_as_it_came(tmp_path: Path) -> None:
+    write_lines(tmp_path, [*attempt(1, 9, 3.0), *attempt(1, 3, 2.0)])
+    with open(tmp_path / "metrics.jsonl", "a") as stream:
+        stream.write('{"step": 4, "lo')
+    assert write_report(tmp_path, tmp_path / "report.html") == "3 steps, last loss 2.000000"
+    page = (tmp_path / "report.html").read_text()
+    assert "<td>0</td><td>0</td><td>100.0</td><td>60.0</td><td>50.0</td><td>1.20</td>" in page  # the peak so far
+    assert "<td>1</td><td>1</td><td>100.0</td><td></td><td>50.0</td><td></td>" in page
+    assert "The run has not come to its end: of the other ranks no peak is known." in page
+
+
+def test_steps_that_not_every_rank_has_traced_are_left_out(tmp_path: Path) -> None:
+    write_metrics(tmp_path)
+    write_traces(tmp_path, "1F1B", Placement(num_stages=2, num_ranks=2, style="loop"), 4)
+    path = trace_path(tmp_path, 0)
+    document = json.loads(path.read_text())
+    later = [{**event, "args": {**event["args"], "step": 4}} for event in document["traceEvents"]]
+    path.write_text(json.dumps({**document, "traceEvents": document["traceEvents"] + later}))
+    traces = read_run(tmp_path).traces
+    assert traces is not None
+    assert [step.step for step in traces.steps] == [3]
+    path.write_text(json.dumps({**document, "traceEvents": later}))
+    assert read_run(tmp_path).traces is None

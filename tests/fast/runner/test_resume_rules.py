@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from blake3 import blake3
 
 from manifests.errors import InputError, UsageError
-from manifests.schema import DataPosition, TrainingState
+from manifests.schema import DataCursor, DataPosition, SourcePosition, TrainingState
 from runner.history import checkpoint_path
 from runner.options import TrainOptions, parse_training, recall
 from runner.packed import Packed, open_packed
@@ -297,17 +298,47 @@ def test_data_goes_on_at_the_sequence_that_comes_next(tmp_path: Path) -> None:
     asked = parse_training(["--data", str(tmp_path / "text.txt"), "--seq-len", "8"])
     begun = find_position(asked, None, "blake3:tokenizer")
     assert begun.num_sequences == 0
-    state = advance(remember(asked, step=4, num_tokens=10, data=begun), num_tokens=6, num_sequences=32)
+    cursor = DataCursor(num_documents=3, num_tokens=2, sources=(SourcePosition(epoch=3, item=0, offset=0),))
+    before = remember(asked, step=4, num_tokens=10, data=begun)
+    state = advance(before, num_tokens=6, num_sequences=32, cursor=cursor)
     assert (state.step, state.num_tokens) == (5, 16)
-    assert state.data == DataPosition(num_sequences=32, digest=begun.digest)
+    assert state.data == DataPosition(num_sequences=32, digest=begun.digest, cursor=cursor)
     (tmp_path / "moved").mkdir()
     shutil.move(tmp_path / "text.txt", tmp_path / "moved")
     moved = parse_training(["--data", str(tmp_path / "moved"), "--seq-len", "8"])
     assert find_position(moved, state.data, "blake3:tokenizer") == state.data
 
 
+def test_position_of_a_checkpoint_without_shuffled_or_weighted_data_stays_valid(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("one two three")
+    asked = parse_training(["--data", str(tmp_path / "text.txt"), "--data", str(tmp_path), "--seq-len", "8"])
+    # What was written before there were cursors, shuffled orders and weights.
+    how = '[{"pack": true, "seed": 0, "text_field": "text"}, 8, "blake3:one", [["text.txt", 13], ["text.txt", 13]]]'
+    left = DataPosition(num_sequences=320, digest="blake3:" + blake3(how.encode()).hexdigest())
+    assert find_position(asked, left, "blake3:one") == left
+
+
+def test_cursor_of_other_sources_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("one two three")
+    asked = parse_training(2 * ["--data", str(tmp_path), "--data-weight", "1"])
+    begun = find_position(asked, None, None)
+    positions = 3 * (SourcePosition(epoch=0, item=0, offset=0),)
+    left = replace(begun, cursor=DataCursor(num_documents=0, num_tokens=0, sources=positions))
+    with pytest.raises(InputError) as error:
+        find_position(asked, left, None)
+    assert str(error.value) == "training.data.cursor.sources: expected a position for each of 2, found 3"
+
+
 @pytest.mark.parametrize(
-    "args", [("--seq-len", "9"), ("--seq-len", "8", "--no-pack"), ("--seq-len", "8", "--data", "more.txt"), ()]
+    "args",
+    [
+        ("--seq-len", "9"),
+        ("--seq-len", "8", "--no-pack"),
+        ("--seq-len", "8", "--data", "more.txt"),
+        ("--seq-len", "8", "--shuffle"),
+        ("--seq-len", "8", "--data-weight", "1"),
+        (),
+    ],
 )
 def test_data_that_is_numbered_otherwise_is_refused(
     args: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

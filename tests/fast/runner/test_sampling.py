@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from manifests.errors import InputError
 from runner.sampling import draw, generators_of, shares
 from runner.verbs import Sampling
 
@@ -30,6 +33,23 @@ def test_without_a_temperature_the_likeliest_token_is_taken() -> None:
     before = generator.get_state()
     assert draw(LOGITS, Sampling(), generator) == LOGITS.argmax()
     assert torch.equal(generator.get_state(), before)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_logits_that_are_not_finite_are_refused(wrong: float, temperature: float) -> None:
+    sampling = Sampling(temperature=temperature)
+    (generator,) = generators_of(sampling, 1)
+    logits = LOGITS.clone()
+    logits[7] = wrong
+    with pytest.raises(InputError, match=r"^the logits are not finite\nhint: nor are the weights"):
+        draw(logits, sampling, generator)
+
+
+def test_temperature_at_which_logits_are_beyond_float32_is_refused() -> None:
+    sampling = Sampling(temperature=1e-39)
+    with pytest.raises(InputError, match=r"or --temperature is too low$"):
+        draw(LOGITS, sampling, generators_of(sampling, 1)[0])
 
 
 def test_draws_follow_the_shares_and_the_seed() -> None:

@@ -129,9 +129,15 @@ def test_gradient_that_is_not_finite_stops_the_step_before_any_weight_changes(fo
     name = "model.layers.1.mlp.down_proj.weight"
     named[name].data[0, 0] = math.inf
     before = {fqn: parameter.detach().clone() for fqn, parameter in named.items()}
-    with pytest.raises(RankError, match=r"^rank 0: the gradient of model\..* is not finite\nhint: a lower --lr"):
-        train_step(engine, padded_batch(0, size=4, seq_len=16), 0)
+    with pytest.raises(RankError, match=r"^step 4: rank 0: the gradient of model\..* is not finite\nhint: a lower"):
+        train_step(engine, padded_batch(0, size=4, seq_len=16), 3)
     assert all(torch.equal(parameter, before[fqn]) for fqn, parameter in named.items())
+
+
+@pytest.mark.parametrize("loss", [math.inf, math.nan])
+def test_loss_that_is_not_finite_stops_the_step_where_all_gradients_are(loss: float) -> None:
+    with pytest.raises(RankError, match=f"^the loss is {loss}\nhint: a lower --lr"):
+        StepTotals([], (), device=CPU).reduce(loss, 1)
 
 
 def test_step_reports_what_torch_computes(folder: Path) -> None:

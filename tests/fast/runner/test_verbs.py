@@ -66,6 +66,7 @@ def test_ids_may_be_given_in_place_of_text() -> None:
             "--top-p: needs --temperature above 0: at 0 the likeliest token is taken",
         ),
         (("--prompt", "a", "--seed", "1"), "--seed: needs --temperature above 0: at 0 the likeliest token is taken"),
+        (("--prompt", "a", "--temperature", "nan"), "--temperature: expected a number from 0 up, found nan"),
         (("--prompts", "a"), "runner generate: No such option '--prompts'. Did you mean '--prompt'?"),
     ],
 )
@@ -73,6 +74,15 @@ def test_prompts_and_draws_that_make_no_sense_are_refused(args: tuple[str, ...],
     with pytest.raises(UsageError) as error:
         parse_generate(["folder", *args])
     assert str(error.value).partition("\nhint")[0] == message
+
+
+def test_text_that_is_not_there_is_said_once_and_before_any_rank_starts(
+    packed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(["eval", packed, "--data", "/nowhere/a.txt"], monkeypatch, capsys)
+    assert ended.value.code == 3
+    assert capsys.readouterr().err == "error: /nowhere/a.txt: no such file or folder, and no file matches it\n"
 
 
 def test_endless_data_cannot_be_evaluated() -> None:

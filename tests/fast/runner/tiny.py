@@ -77,12 +77,13 @@ def split_evenly(modules: Sequence[str], num_stages: int) -> tuple[tuple[str, ..
 
 
 def head_tie(stage_modules: Sequence[tuple[str, ...]]) -> TieGroup:
-    """Tie the embedding to the head, wherever they are."""
+    """Tie the embedding, which runs first, to the head, wherever they are."""
+    embedding = next(module for modules in stage_modules for module in modules) + ".weight"
 
     def stage_of(fqn: str) -> int:
         return next(i for i, names in enumerate(stage_modules) if fqn.removesuffix(".weight") in names)
 
-    owner, replica = (TieMember(fqn=fqn, stage=stage_of(fqn)) for fqn in (EMBEDDING, HEAD))
+    owner, replica = (TieMember(fqn=fqn, stage=stage_of(fqn)) for fqn in (embedding, HEAD))
     return TieGroup(owner=owner, replicas=(replica,))
 
 

@@ -65,13 +65,11 @@ def save_titan(folder: Path, name: str, **changes: Any) -> None:
     model.save_pretrained(folder)
 
 
-def load(folder: Path) -> Any:
+def load(folder: Path, experts: str | None = "eager") -> Any:
+    """Give the model of transformers, in training mode; `experts` says how it computes them, None: as it likes."""
     (architecture,) = read_config(folder)["architectures"]
-    return (
-        getattr(transformers, architecture)
-        .from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
-        .train()
-    )
+    model = getattr(transformers, architecture)
+    return model.from_pretrained(folder, dtype=torch.float32, experts_implementation=experts).train()
 
 
 def chunks_of(

@@ -1,0 +1,86 @@
+"""How a rank's end is told: to the agent that started it, which prints one message for all, or else at once.
+
+torchrun names a file for each rank's error (TORCHELASTIC_ERROR_FILE), and reads it when the rank has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from manifests.errors import UserError, error_json
+
+__all__ = ["AGENT", "Ending", "Kind", "read_ending", "tell"]
+
+logger = logging.getLogger("runner")
+AGENT = "RUNNER_AGENT"  # the process id of an agent that prints what its ranks leave
+_KEY = "runner"
+
+# failed: by what it met itself; lost: it waited in vain for another rank; stuck: none of its steps ended.
+Kind = Literal["failed", "lost", "stuck"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ending:
+    """Why a rank ends, and its exit code."""
+
+    kind: Kind
+    code: int
+    where: str
+    problem: str
+    hint: str = ""
+
+    @property
+    def error(self) -> UserError:
+        return UserError(self.where, self.problem, self.hint)
+
+
+def tell(ending: Ending, *, aloud: bool | Literal["json"] = True) -> None:
+    """Leave an ending to this process's agent; where there is none, say it, if it is to be said `aloud`."""
+    if _leave(ending):
+        _keep_to_files()
+    elif aloud == "json":
+        print(error_json(ending.error), flush=True)
+        return
+    elif not aloud:
+        return
+    logger.error("error: %s", ending.error)
+
+
+def read_ending(left: Mapping[str, Any]) -> Ending | None:
+    """Read what a rank left in its error file; None: nothing of ours."""
+    found = left.get(_KEY)
+    if not isinstance(found, Mapping) or found.get("kind") not in get_args(Kind):
+        return None
+    texts = {name: str(found.get(name, "")) for name in ("where", "problem", "hint")}
+    return Ending(kind=found["kind"], code=int(found.get("code", 1)), **texts)
+
+
+def _leave(ending: Ending) -> bool:
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or os.environ.get(AGENT) != str(os.getppid()):
+        return False
+    # The rest is what torchrun itself reads.
+    extra = {"py_callstack": str(ending.error), "timestamp": str(int(time.time()))}
+    left = {"message": {"message": str(ending.error), "extraInfo": extra}, _KEY: asdict(ending)}
+    try:
+        # torchrun, which may kill this process at any moment, cannot read half a file.
+        Path(f"{path}.partial").write_text(json.dumps(left))
+        os.replace(f"{path}.partial", path)
+    except OSError:  # a full disk must not take the message away
+        return False
+    return True
+
+
+def _keep_to_files() -> None:
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        if not isinstance(handler, logging.FileHandler):
+            root.removeHandler(handler)
+    root.addHandler(logging.NullHandler())  # with none at all, logging says it on stderr after all

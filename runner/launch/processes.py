@@ -1,0 +1,111 @@
+"""A job that runs on this machine, known by the process that launched it: what it does, and how it is ended. No torch.
+
+# Note [Which process]
+Numbers of processes are used again. A record holds when its process began, too, as the kernel counts it, and the
+boot that this count begins with: another process with the number is not the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from manifests.errors import UsageError, UserError
+from runner.heartbeat import log_path
+from runner.launch.record import JobRecord, read_record
+from runner.launch.state import read_state
+
+__all__ = ["cancel", "find_state", "is_running", "record_here"]
+
+_POLL_S = 0.1
+_KILL_S = 10.0
+
+
+def record_here(log_dir: Path, name: str) -> JobRecord:
+    """Give the record of a job that this process, or what it becomes, runs.
+
+    Raises:
+        UsageError: another job runs with this log folder.
+    """
+    before = None
+    with contextlib.suppress(UserError):  # none was launched before
+        before = read_record(log_dir)
+    if before and before.scheduler == "local" and before.host == socket.gethostname() and is_running(before):
+        raise UsageError(
+            f"--log-dir {log_dir}", f"process {before.id} runs a job with it", "take another, or runner cancel it"
+        )
+    pid = os.getpid()
+    return JobRecord(
+        scheduler="local", id=str(pid), name=name, output=str(log_path(log_dir.resolve(), 0)),
+        host=socket.gethostname(), birth=_birth_of(pid) or "",
+    )  # fmt: skip
+
+
+def is_running(record: JobRecord) -> bool:
+    """Whether the process that launched a job is still there, see Note [Which process]."""
+    return _birth_of(int(record.id)) == record.birth
+
+
+def find_state(record: JobRecord, log_dir: Path) -> str:
+    """Say what a job of this machine does: RUNNING, or how it ended; KILLED where it left no word.
+
+    Raises:
+        UserError: it runs on another machine.
+    """
+    _check_host(record)
+    if is_running(record):
+        return "RUNNING"
+    state = read_state(log_dir)
+    return state.word if state else "KILLED"
+
+
+def cancel(record: JobRecord, *, is_forced: bool) -> None:
+    """Ask a job of this machine to save and end; with `is_forced`, kill it and its ranks at once.
+
+    Raises:
+        UserError: it runs on another machine, or belongs to someone else.
+    """
+    _check_host(record)
+    if not is_running(record):
+        return
+    launcher = int(record.id)
+    ranks = list(_descendants(launcher)) if is_forced else []
+    for pid in (launcher, *ranks):
+        try:
+            os.kill(pid, signal.SIGKILL if is_forced else signal.SIGTERM)
+        except ProcessLookupError:
+            continue
+        except PermissionError as error:
+            raise UserError(f"process {pid}", "belongs to another user") from error
+    deadline_s = time.monotonic() + _KILL_S
+    while is_forced and time.monotonic() < deadline_s and any(map(_birth_of, (launcher, *ranks))):
+        time.sleep(_POLL_S)
+
+
+def _check_host(record: JobRecord) -> None:
+    if record.host != socket.gethostname():
+        raise UserError(f"job {record.id}", f"runs on {record.host}, this is {socket.gethostname()}", "ask there")
+
+
+def _birth_of(pid: int) -> str | None:
+    """Give when a process began, in a word that no other process has; None: it has ended."""
+    try:
+        # The name of its program, in brackets, may hold anything.
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+    return None if state in "ZX" else f"{boot} {fields[18]}"
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, thread.read_text().split()):
+                yield child
+                yield from _descendants(child)

@@ -1,0 +1,39 @@
+"""On a rank's PYTHONPATH: it dies as it starts (DIE_RANK), or fails by itself when it gets SIGUSR1 (FAULT)."""
+
+import ctypes
+import os
+import resource
+import signal
+import time
+
+
+def sleep():
+    time.sleep(600)
+
+
+def sleep_with_lock():
+    """Let no other thread of this process run Python."""
+    ctypes.PyDLL(None).sleep(600)
+
+
+def leak():
+    """Take all that malloc can give within the address space that the process has now."""
+    with open("/proc/self/statm") as file:
+        nbytes = int(file.read().split()[0]) * os.sysconf("SC_PAGESIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (nbytes, resource.RLIM_INFINITY))
+    malloc = ctypes.CDLL(None).malloc
+    malloc.restype, malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    for block_nbytes in (1 << 20, 1 << 18, 1 << 16):
+        while malloc(block_nbytes):
+            pass
+
+
+def fill():
+    """Write to memory that the process did not have."""
+    bytearray(os.urandom(1 << 20) * 64)
+
+
+if "RANK" in os.environ and os.environ.get("DIE_RANK") == os.environ["RANK"]:
+    os.kill(os.getpid(), signal.SIGKILL)
+if "RANK" in os.environ and "FAULT" in os.environ:
+    signal.signal(signal.SIGUSR1, lambda *_: globals()[os.environ["FAULT"]]())

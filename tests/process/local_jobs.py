@@ -1,0 +1,107 @@
+"""Jobs that `runner launch` starts on this machine, watched and ended by tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.fast.runner.tiny import save_model
+
+__all__ = ["ROOT", "Run", "are_gone", "launched", "pack_tiny", "runner", "wait_until_gone"]
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ("--data", "synthetic", "--seq-len", "16", "--global-batch", "8", "--timeout", "8")
+
+
+def pack_tiny(folder: Path, num_stages: int) -> Path:
+    """Save a tiny tied model in `folder` and pack it in so many stages."""
+    save_model(folder / "tied", tie_word_embeddings=True)
+    out = folder / f"pp{num_stages}"
+    pack = [sys.executable, "-m", "reshard.cli", "pack", folder / "tied", "--layout", f"pp={num_stages}", "--out", out]
+    subprocess.run(pack, cwd=ROOT, check=True, capture_output=True, timeout=60)
+    return out
+
+
+def runner(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "runner.cli", *map(str, arguments)],
+        cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
+class Run:
+    """A launched job, its log folder and the processes of its ranks."""
+
+    def __init__(self, packed: Path, log: Path, *training: str | Path, **environment: str) -> None:
+        self.log, self.output = log, log / "output"
+        log.mkdir(exist_ok=True)
+        command = [sys.executable, "-m", "runner.cli", "launch", packed, "--", *SMALL, "--log-dir", log, *training]
+        with open(self.output, "a") as stream:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+                stdout=stream, stderr=stream,
+            )  # fmt: skip
+
+    @property
+    def said(self) -> str:
+        return self.output.read_text()
+
+    @property
+    def beats(self) -> list[dict[str, Any]]:
+        return [json.loads(path.read_text()) for path in sorted((self.log / "heartbeat").glob("rank-*.json"))]
+
+    @property
+    def state(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.log / "state.json").read_text())
+        return found
+
+    def ranks(self) -> list[int]:
+        """Give the processes of the ranks, by rank."""
+        return [beat["pid"] for beat in self.beats]
+
+    def losses(self) -> list[float]:
+        lines = map(json.loads, (self.log / "metrics.jsonl").read_text().splitlines())
+        return [line["loss"] for line in lines if "loss" in line]
+
+    def wait_until(self, is_so: Callable[[], bool], limit_s: float = 90) -> None:
+        deadline = time.monotonic() + limit_s
+        while not is_so():
+            assert self.process.poll() is None, self.said
+            assert time.monotonic() < deadline, self.said
+            time.sleep(0.05)
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait_until(lambda: f"step {step}/" in self.said)
+
+
+@contextmanager
+def launched(packed: Path, log: Path, *training: str | Path, **environment: str) -> Iterator[Run]:
+    """Launch a job, and leave nothing of it."""
+    run = Run(packed, log, *training, **environment)
+    try:
+        yield run
+    finally:
+        run.process.kill()
+        run.process.wait()
+        for pid in run.ranks():
+            if not are_gone([pid]):
+                os.kill(pid, signal.SIGKILL)
+
+
+def are_gone(pids: list[int]) -> bool:
+    return not any(Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_text() for pid in pids)
+
+
+def wait_until_gone(pids: list[int], limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    while not are_gone(pids):
+        assert time.monotonic() < deadline, f"still there after {limit_s} s: {pids}"
+        time.sleep(0.1)

@@ -1,0 +1,105 @@
+"""A job on this machine, looked at, read and ended by its log folder, by whoever did not launch it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.process.local_jobs import ROOT, launched, pack_tiny, runner, wait_until_gone
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pack_tiny(tmp_path_factory.mktemp("models"), 2)
+
+
+def status(log: Path) -> dict[str, Any]:
+    done = runner("status", log, "--json")
+    assert done.returncode == 0, done.stdout
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_job_is_watched_and_cancelled_by_its_log_folder_and_saves(packed: Path, tmp_path: Path) -> None:
+    log, history = tmp_path / "log", tmp_path / "history"
+    saving = ("--checkpoint", history, "--checkpoint-every", "3", "--resume", "auto")
+    with launched(packed, log, "--steps", "100000", *saving) as run:
+        run.wait_until(lambda: "saved" in run.said)
+        found = status(log)
+        assert (found["scheduler"], found["state"], found["nodes"]) == ("local", "RUNNING", socket.gethostname())
+        assert found["id"] == str(run.process.pid)
+        assert found["last_step"] >= 3
+        assert Path(found["last_checkpoint"]).parent == history
+        assert (found["error"], found["silent_ranks"]) == (None, [])
+        lines = runner("status", log).stdout.splitlines()
+        assert lines[0] == f"pp2: local job {run.process.pid} is RUNNING on {socket.gethostname()}"
+        assert lines[1].startswith("step ")
+        assert " step 1/100000  loss " in runner("logs", log).stdout
+        assert "[rank 1 stage 1] loaded" in runner("logs", log, "--rank", "1").stdout
+        second = runner("launch", packed, "--log-dir", log, "--", "--data", "synthetic")
+        assert second.returncode == 2
+        assert second.stderr == (
+            f"error: --log-dir {log}: process {run.process.pid} runs a job with it\n"
+            "hint: take another, or runner cancel it\n"
+        )
+        follower = [sys.executable, "-m", "runner.cli", "logs", log, "-f"]
+        following = subprocess.Popen(follower, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        pids = run.ranks()
+        assert runner("cancel", log).stdout == f"cancelled local job {run.process.pid}\n"
+        assert run.process.wait(timeout=60) == 130, run.said
+        assert "stopped at a signal after step" in following.communicate(timeout=60)[0]
+        wait_until_gone(pids, 1)
+    found = status(log)
+    assert found["state"] == "STOPPED"
+    assert found["last_checkpoint"] == str(history / f"step-{run.state['step']:06d}")
+    assert runner("cancel", log).returncode == 0  # it has ended, and stays as it is
+
+
+def test_forced_cancel_kills_launcher_and_ranks_at_once(packed: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with launched(packed, log, "--steps", "100000", "--checkpoint", tmp_path / "history") as run:
+        run.wait_for_step(3)
+        pids = run.ranks()
+        begun_s = time.monotonic()
+        assert runner("cancel", log, "--force").returncode == 0
+        wait_until_gone([*pids, run.process.pid], 5)
+        assert time.monotonic() - begun_s < 30
+    assert status(log)["state"] == "KILLED"
+    assert not list((tmp_path / "history").glob("step-*"))
+
+
+def test_process_that_has_the_jobs_number_by_chance_is_not_the_job(tmp_path: Path) -> None:
+    stranger = subprocess.Popen(["sleep", "60"])
+    try:
+        record = {"version": 1, "scheduler": "local", "id": str(stranger.pid), "name": "tiny", "output": "",
+                  "host": socket.gethostname(), "birth": "another boot 17"}  # fmt: skip
+        (tmp_path / "job.json").write_text(json.dumps(record))
+        assert status(tmp_path)["state"] == "KILLED"
+        for force in ((), ("--force",)):
+            assert runner("cancel", tmp_path, *force).returncode == 0
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_job_of_another_machine_is_not_looked_for_here(tmp_path: Path) -> None:
+    record = {"version": 1, "scheduler": "local", "id": str(os.getpid()), "name": "tiny", "output": "",
+              "host": "elsewhere", "birth": "another boot 17"}  # fmt: skip
+    (tmp_path / "job.json").write_text(json.dumps(record))
+    for verb in ("status", "cancel"):
+        done = runner(verb, tmp_path)
+        assert done.returncode == 3
+        assert done.stderr == (
+            f"error: job {os.getpid()}: runs on elsewhere, this is {socket.gethostname()}\nhint: ask there\n"
+        )
