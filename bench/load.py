@@ -65,10 +65,10 @@ def runner(source: Path, packed: Path) -> int:
     """What a rank does: its stage's modules on meta, memory for them, its bundle into it, digests checked."""
     import torch
 
-    from runner.chunk import build_chunks, hf_pieces, materialize
     from runner.families import family_for
-    from runner.load import load_tensors
-    from runner.packed import open_packed
+    from runner.loading.load import load_tensors
+    from runner.loading.packed import open_packed
+    from runner.pipeline.chunk import build_chunks, hf_pieces, materialize
     from stores.bundles import Bundles
 
     found = open_packed(packed)

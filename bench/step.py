@@ -72,8 +72,8 @@ def _build(schedule: str) -> tuple[Any, ...]:
     from torch import distributed as dist
 
     from manifests.placement import Placement
-    from runner.chunk import build_chunks, materialize, named_hf_parameters
     from runner.families import family_for
+    from runner.pipeline.chunk import build_chunks, materialize, named_hf_parameters
     from runner.recipe import BatchOptions
 
     per_rank = 1 if schedule in ("GPipe", "1F1B") else 2
@@ -97,7 +97,7 @@ def _build(schedule: str) -> tuple[Any, ...]:
 def _batch(cut: Any, number: int) -> Any:
     import torch
 
-    from runner.batches import Batch
+    from runner.data.batches import Batch
 
     generator = torch.Generator().manual_seed(number)
     tokens = torch.randint(0, CONFIG["vocab_size"], (cut.global_batch, cut.seq_len + 1), generator=generator)
@@ -108,15 +108,15 @@ def _runner(schedule: str) -> tuple[Callable[[int], float], list[Any]]:
     import torch
     from torch import distributed as dist
 
-    from runner.clock import Clock
-    from runner.norm import StepTotals
-    from runner.optim import Optimizer
+    from runner.pipeline.schedule import build_schedule
+    from runner.pipeline.timetable import find_timetable
+    from runner.pipeline.wire import plan_wire
     from runner.recipe import OptimOptions
-    from runner.schedule import build_schedule
-    from runner.step import Engine, train_step
-    from runner.ties import lead_parameters
-    from runner.timetable import find_timetable
-    from runner.wire import plan_wire
+    from runner.training.norm import StepTotals
+    from runner.training.optim import Optimizer
+    from runner.training.step import Engine, train_step
+    from runner.training.ties import lead_parameters
+    from runner.watching.clock import Clock
 
     family, modules, placement, chunks, cut = _build(schedule)
     parameters = lead_parameters(chunks, ())

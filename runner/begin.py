@@ -13,35 +13,35 @@ import torch
 
 from manifests.errors import InputError
 from manifests.schema import MOMENTS, WEIGHTS, Holds, TrainingState
-from runner.batches import Batch, rows_of
-from runner.broadcast import read_for_all
-from runner.chunk import StageChunk, build_chunks, hf_constants, hf_pieces, materialize
-from runner.clock import Clock
-from runner.compute import arrange
+from runner.checkpoints.held import Held, held_state, held_weights
+from runner.checkpoints.resume import check_fits, differences, goes_on_from, remembered
+from runner.checkpoints.save import Job, parent_of
+from runner.data.batches import Batch, rows_of
+from runner.dimensions.mesh import Mesh, build_mesh
+from runner.dimensions.parallel import Parallel, is_sharded, parallelize
+from runner.dimensions.refusals import check_combination, check_divides, combine, share_of
 from runner.families import Family, family_for
-from runner.gauges import memory_nbytes
-from runner.held import Held, held_state, held_weights
-from runner.load import LoadReport, load_tensors, plan_reads
-from runner.mesh import Mesh, build_mesh
-from runner.nearby import CopyReport, Nearby, nearby_of
-from runner.norm import StepTotals
-from runner.optim import Optimizer
+from runner.life.together import from_rank_0, together
+from runner.life.world import World
+from runner.loading.broadcast import read_for_all
+from runner.loading.load import LoadReport, load_tensors, plan_reads
+from runner.loading.nearby import CopyReport, Nearby, nearby_of
+from runner.loading.packed import Packed, open_packed
+from runner.loading.pieces import Piece
 from runner.options import TrainOptions, recall
-from runner.packed import Packed, open_packed
-from runner.parallel import Parallel, is_sharded, parallelize
-from runner.pieces import Piece
-from runner.precision import keep_masters, kept, round_masters
-from runner.randomness import begin_random, restore_random
-from runner.refusals import check_combination, check_divides, combine, share_of
-from runner.resume import check_fits, differences, goes_on_from, remembered
-from runner.save import Job, parent_of
-from runner.schedule import build_schedule
-from runner.step import Engine
-from runner.ties import build_ties, check_equal, check_loaded, lead_parameters
-from runner.timetable import choose_timetable
-from runner.together import from_rank_0, together
-from runner.wire import plan_wire
-from runner.world import World
+from runner.pipeline.chunk import StageChunk, build_chunks, hf_constants, hf_pieces, materialize
+from runner.pipeline.schedule import build_schedule
+from runner.pipeline.timetable import choose_timetable
+from runner.pipeline.wire import plan_wire
+from runner.training.compute import arrange
+from runner.training.norm import StepTotals
+from runner.training.optim import Optimizer
+from runner.training.precision import keep_masters, kept, round_masters
+from runner.training.randomness import begin_random, restore_random
+from runner.training.step import Engine
+from runner.training.ties import build_ties, check_equal, check_loaded, lead_parameters
+from runner.watching.clock import Clock
+from runner.watching.gauges import memory_nbytes
 from stores.bundles import Bundles
 
 __all__ = ["Ready", "begin"]

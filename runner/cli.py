@@ -8,7 +8,7 @@ import click
 
 from manifests.errors import UserError, error_json
 from runner.launch.command import cancel, launch, logs, report, status
-from runner.verbs import eval_command, generate_command
+from runner.reading.verbs import eval_command, generate_command
 
 __all__ = ["main"]
 

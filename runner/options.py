@@ -14,7 +14,7 @@ from click.core import ParameterSource
 
 from manifests.errors import UsageError
 from manifests.schedules import SCHEDULES
-from runner.degrees import DegreeOptions, Load
+from runner.dimensions.degrees import DegreeOptions, Load
 from runner.recipe import (
     BatchOptions,
     CheckpointOptions,

@@ -18,34 +18,34 @@ import torch.distributed as dist
 
 from manifests.schedules import default_schedule
 from manifests.schema import DataPosition, TrainingState
-from runner.batches import Batch
 from runner.begin import Ready, begin
-from runner.evaluate import mean_loss
-from runner.flight import keep_flight
-from runner.gauges import least_step_s, peak_memory_nbytes, planned_memory
-from runner.heartbeat import clear_beats
-from runner.history import hold_history
+from runner.checkpoints.history import hold_history
+from runner.checkpoints.resume import advance, find_origins, find_position, remember
+from runner.checkpoints.save import save
+from runner.checkpoints.saver import Saver
+from runner.data.batches import Batch
+from runner.data.sequences import read_batches, read_once
+from runner.dimensions.refusals import check_sinks, share_of
 from runner.launch.state import RunState, clear_state, write_state
-from runner.life import Life, StoppedError, log_to_file
-from runner.metrics import Metrics, RankLoad, StepTimes
-from runner.nearby import fetch_nearby
+from runner.life.heartbeat import clear_beats
+from runner.life.place import declare, stages_of
+from runner.life.rank import run_rank
+from runner.life.together import alone, from_rank_0, together
+from runner.life.watchdog import Life, StoppedError, log_to_file
+from runner.life.world import World, device_of, join_world
+from runner.loading.nearby import fetch_nearby
+from runner.loading.packed import Packed, open_packed
 from runner.options import TrainOptions, parse_training
-from runner.packed import Packed, open_packed
-from runner.place import declare, stages_of
-from runner.progress import Progress
-from runner.randomness import random_state
-from runner.rank import run_rank
-from runner.refusals import check_sinks, share_of
-from runner.resume import advance, find_origins, find_position, remember
-from runner.save import save
-from runner.saver import Saver
-from runner.sequences import read_batches, read_once
-from runner.sinks import open_sinks
-from runner.step import eval_step, train_step
-from runner.ties import check_equal
-from runner.together import alone, from_rank_0, together
-from runner.trace import RunShape, Tracer
-from runner.world import World, device_of, join_world
+from runner.reading.evaluate import mean_loss
+from runner.training.randomness import random_state
+from runner.training.step import eval_step, train_step
+from runner.training.ties import check_equal
+from runner.watching.flight import keep_flight
+from runner.watching.gauges import least_step_s, peak_memory_nbytes, planned_memory
+from runner.watching.metrics import Metrics, RankLoad, StepTimes
+from runner.watching.progress import Progress
+from runner.watching.sinks import open_sinks
+from runner.watching.trace import RunShape, Tracer
 from stores.address import is_url
 from stores.manifest_file import find_manifest_file
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from manifests.errors import InputError
 from manifests.models import model_shape
 from runner.families.decoders import DECODERS
-from runner.pieces import Piece
+from runner.loading.pieces import Piece
 from runner.recipe import check_trainable
 
 if TYPE_CHECKING:

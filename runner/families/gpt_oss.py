@@ -19,7 +19,7 @@ from runner.families.experts import Chosen, grouped_product, local, moe_config, 
 from runner.families.rope import RotaryEmbedding, positive_number, rotary_config
 from runner.families.titan import ATTENTION, NO_INIT, NORMS, TitanFamily
 from runner.families.windows import windows_of
-from runner.pieces import Piece
+from runner.loading.pieces import Piece
 
 __all__ = ["GptOss"]
 

@@ -19,7 +19,7 @@ from manifests.errors import InputError
 from manifests.models import ConfigReader, model_shape
 from runner.families.attention import CausalAttention
 from runner.families.rope import RotaryEmbedding, positive_number, rotary_config
-from runner.pieces import Piece
+from runner.loading.pieces import Piece
 
 __all__ = ["ATTENTION", "MLP", "NORMS", "NO_INIT", "TitanFamily"]
 

@@ -23,12 +23,12 @@ from transformers.initialization import no_init_weights
 from manifests.errors import InputError
 from manifests.models import ConfigReader, model_shape
 from runner.families.decoders import DECODERS, Decoder
-from runner.pieces import Piece
+from runner.loading.pieces import Piece
 
 __all__ = ["CutModel", "Transformers"]
 
 _PREFIX = "model."  # of names in `CutModel`
-# What a pipeline has no use for. A tied head is a parameter of its own here; see `runner.ties`.
+# What a pipeline has no use for. A tied head is a parameter of its own here; see `runner.training.ties`.
 _CONFIG: Mapping[str, object] = {
     "output_attentions": False,
     "output_hidden_states": False,

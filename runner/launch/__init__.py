@@ -1,1 +1,1 @@
-"""Starting torchrun: on this machine, and later through a scheduler. No torch is imported here."""
+"""Starting torchrun: on this machine, under Slurm or on Kubernetes. No torch is imported here."""

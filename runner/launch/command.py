@@ -11,15 +11,15 @@ import click
 from click.core import ParameterSource
 
 from manifests.errors import UsageError
-from runner.copies import check_copied
-from runner.degrees import Degrees
-from runner.fetch import name_of, opened
+from runner.dimensions.degrees import Degrees
 from runner.launch.gpus import check_gpus, memories_gib
 from runner.launch.job import SCHEDULERS, Job, Kind, read_environment, read_job_file
 from runner.launch.local import LocalJob, check_beginning, check_request, launch_here
 from runner.launch.nodes import check_groups, check_memory, check_ranks, parse_nnodes, plan_nodes, printed
+from runner.loading.copies import check_copied
+from runner.loading.fetch import name_of, opened
+from runner.loading.packed import Packed
 from runner.options import TrainOptions, is_training_flag, parse_training
-from runner.packed import Packed
 
 __all__ = ["cancel", "launch", "logs", "report", "status"]
 

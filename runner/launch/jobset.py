@@ -17,7 +17,7 @@ from manifests.errors import UsageError, UserError
 from runner.launch.checks import check_mounts
 from runner.launch.job import Job
 from runner.launch.record import JobRecord
-from runner.supervise import SHUTDOWN_S, agent_command
+from runner.life.supervise import SHUTDOWN_S, agent_command
 
 __all__ = ["JobSetState", "cancel", "find_state", "render", "submit"]
 

@@ -16,17 +16,17 @@ from manifests.errors import InputError, UsageError, UserError
 from manifests.invariants import MANIFEST_NAME
 from manifests.publish import check_target
 from manifests.schema import Manifest
-from runner.data import find_files
-from runner.degrees import Degrees
+from runner.checkpoints.resume import check_fits, find_origins, find_position, goes_on_from, remembered
+from runner.data.files import find_files
+from runner.dimensions.degrees import Degrees
+from runner.dimensions.refusals import check_combination, check_divides, check_sinks, combine, share_of
 from runner.launch.processes import record_here
 from runner.launch.record import make_log_dir, write_record
+from runner.life.supervise import stopping
+from runner.loading.packed import Packed, open_packed
 from runner.options import TrainOptions, recall
-from runner.packed import Packed, open_packed
+from runner.pipeline.timetable import choose_timetable
 from runner.recipe import SYNTHETIC
-from runner.refusals import check_combination, check_divides, check_sinks, combine, share_of
-from runner.resume import check_fits, find_origins, find_position, goes_on_from, remembered
-from runner.supervise import stopping
-from runner.timetable import choose_timetable
 
 __all__ = ["LocalJob", "check_beginning", "check_request", "check_world", "launch_here"]
 
@@ -52,7 +52,7 @@ def launch_here(
     if find_spec("torch") is None:
         raise UserError("runner", "torch is not installed here", "pip install 'reshard[runner]'")
     command = [
-        sys.executable, "-m", "runner.agent", "--standalone", "--nproc-per-node", str(nproc_per_node),
+        sys.executable, "-m", "runner.life.agent", "--standalone", "--nproc-per-node", str(nproc_per_node),
         *(stopping(job.shutdown_s) if job else ()), "-m", worker, *arguments,
     ]  # fmt: skip
     if dry_run:

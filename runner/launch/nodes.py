@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from manifests.errors import InputError, UsageError
 from manifests.schema import Manifest
-from runner.degrees import Degrees
+from runner.dimensions.degrees import Degrees
 
 __all__ = ["NodePlan", "check_groups", "check_memory", "check_ranks", "parse_nnodes", "plan_nodes", "printed"]
 

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from manifests.errors import UsageError, UserError
-from runner.heartbeat import log_path
 from runner.launch.record import JobRecord, read_record
 from runner.launch.state import read_state
+from runner.life.heartbeat import log_path
 
 __all__ = ["cancel", "find_state", "is_running", "record_here"]
 

@@ -155,7 +155,7 @@ def _output(job: Job) -> str:
 
 def _supervisor(job: Job) -> list[str]:
     command = [
-        sys.executable, "-m", "runner.supervise",
+        sys.executable, "-m", "runner.life.supervise",
         "--nnodes", str(job.nnodes), "--nproc-per-node", str(job.nproc_per_node), "--restarts", str(job.restarts),
     ]  # fmt: skip
     if job.requeue:

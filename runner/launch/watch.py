@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from manifests.errors import InputError, UsageError
-from runner.heartbeat import log_path, read_beats
 from runner.launch import jobset, processes, slurm
 from runner.launch.record import JobRecord, read_record
 from runner.launch.state import read_state
-from runner.place import place_of
+from runner.life.heartbeat import log_path, read_beats
+from runner.life.place import place_of
 
 __all__ = ["cancel", "follow", "show_logs", "status"]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from manifests.schedules import Timeline, simulate
+from runner.pipeline.timetable import find_timetable
 from runner.report.read import Traces
-from runner.times import stage_costs
-from runner.timetable import find_timetable
+from runner.watching.times import stage_costs
 
 __all__ = ["planned"]
 

@@ -15,9 +15,9 @@ from blake3 import blake3
 
 from manifests.errors import InputError
 from runner.cli import main as run_runner
-from runner.load import load_tensors
-from runner.packed import open_packed
-from runner.pieces import whole_pieces
+from runner.loading.load import load_tensors
+from runner.loading.packed import open_packed
+from runner.loading.pieces import whole_pieces
 from stores.bundles import Bundles
 from tests.builders import INDEX, llama_config, reshard, write_model
 from tests.fast.reshard.forged import change_manifest

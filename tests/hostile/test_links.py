@@ -13,7 +13,7 @@ from manifests.errors import InputError
 from reshard.forecast import Assumptions
 from reshard.journal import plan_key
 from reshard.planning import LayoutRequest, open_model, plan_training
-from runner.packed import open_packed
+from runner.loading.packed import open_packed
 from tests.builders import files_in, leftovers, llama_config, random_tensors, reshard, write_model, write_safetensors
 
 CONFIG = llama_config(num_hidden_layers=2)

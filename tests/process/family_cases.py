@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runner.batches import Batch
+from runner.data.batches import Batch
 from tests.fast.models.built import TINY
 from tests.fast.runner.decoders import SEQ_LEN, VARIANTS
 from tests.fast.runner.tiny import padded_batch

@@ -15,12 +15,12 @@ from torch import distributed as dist
 
 from manifests.schema import TrainingState
 from runner.begin import begin
-from runner.chunk import hf_pieces
+from runner.checkpoints.save import save
+from runner.life.world import World, join_world
+from runner.loading.packed import open_packed
 from runner.options import parse_training
-from runner.packed import open_packed
-from runner.save import save
-from runner.step import eval_step, train_step
-from runner.world import World, join_world
+from runner.pipeline.chunk import hf_pieces
+from runner.training.step import eval_step, train_step
 from tests.process.family_cases import NORMAL, SLOW, STEPS, Case, batch_of, evaluated_batch
 
 CPU = torch.device("cpu")

@@ -15,17 +15,17 @@ from pathlib import Path
 import torch
 from torch import distributed as dist
 
-from runner.chunk import build_chunks, materialize, named_hf_parameters
 from runner.families import family_for
-from runner.norm import StepTotals
-from runner.optim import Optimizer
+from runner.life.world import join_world
+from runner.pipeline.chunk import build_chunks, materialize, named_hf_parameters
+from runner.pipeline.schedule import build_schedule
+from runner.pipeline.timetable import find_timetable
+from runner.pipeline.wire import plan_wire
 from runner.recipe import OptimOptions
-from runner.schedule import build_schedule
-from runner.step import Engine, train_step
-from runner.ties import build_ties, lead_parameters
-from runner.timetable import find_timetable
-from runner.wire import plan_wire
-from runner.world import join_world
+from runner.training.norm import StepTotals
+from runner.training.optim import Optimizer
+from runner.training.step import Engine, train_step
+from runner.training.ties import build_ties, lead_parameters
 from tests.fast.runner.tiny import CPU, head_tie, padded_batch
 from tests.process.memory_cases import CASES, ONE_GB, Case
 

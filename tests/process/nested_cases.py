@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from manifests.placement import Placement
-from runner.pieces import Piece
+from runner.loading.pieces import Piece
 from runner.recipe import BatchOptions
 from tests.fast.runner.tiny import padded_batch
 

@@ -21,16 +21,16 @@ import torch
 from torch import distributed as dist
 
 from runner.begin import Ready, begin
-from runner.chunk import hf_constants, hf_pieces
-from runner.load import load_tensors
+from runner.checkpoints.resume import find_position, remember
+from runner.checkpoints.save import save
+from runner.life.world import World, join_world
+from runner.loading.load import load_tensors
+from runner.loading.packed import open_packed
+from runner.loading.pieces import Piece
 from runner.options import parse_training
-from runner.packed import open_packed
-from runner.pieces import Piece
-from runner.randomness import random_state
-from runner.resume import find_position, remember
-from runner.save import save
-from runner.step import eval_step, train_step
-from runner.world import World, join_world
+from runner.pipeline.chunk import hf_constants, hf_pieces
+from runner.training.randomness import random_state
+from runner.training.step import eval_step, train_step
 from stores.base import InputFile, Range, Reader
 from stores.bundles import Bundles
 from stores.local import LocalFolder

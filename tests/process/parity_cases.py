@@ -11,7 +11,7 @@ import torch
 
 from manifests.placement import Placement
 from manifests.schedules import SCHEDULES, ScheduleName, Table, actions_of, schedule_table
-from runner.batches import Batch
+from runner.data.batches import Batch
 from runner.recipe import BatchOptions, OptimOptions
 from tests.fast.models.built import DECODERS, TINY
 from tests.fast.runner.tiny import padded_batch

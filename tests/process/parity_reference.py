@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from runner.batches import Batch
-from runner.chunk import StageChunk, build_chunks, hf_constants, hf_pieces
+from runner.data.batches import Batch
 from runner.families import family_for
+from runner.pipeline.chunk import StageChunk, build_chunks, hf_constants, hf_pieces
 from tests.fast.runner.decoders import fill_pieces, tied_name
 from tests.fast.runner.tiny import HEAD, read_config
 from tests.process.parity_cases import BATCH, COMPARED, OPTIM, SEQ_LEN, STEPS, batch_of, texts

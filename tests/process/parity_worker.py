@@ -15,15 +15,15 @@ import torch
 from torch import distributed as dist
 
 from manifests.schedules import lower, write_csv
-from runner.chunk import StageChunk, build_chunks, hf_constants, hf_pieces
 from runner.families import family_for
-from runner.norm import StepTotals
-from runner.optim import Optimizer
-from runner.schedule import Schedule, build_schedule
-from runner.step import Engine, eval_step, train_step
-from runner.ties import build_ties, check_equal, lead_parameters
-from runner.timetable import Timetable, find_timetable
-from runner.wire import plan_wire
+from runner.pipeline.chunk import StageChunk, build_chunks, hf_constants, hf_pieces
+from runner.pipeline.schedule import Schedule, build_schedule
+from runner.pipeline.timetable import Timetable, find_timetable
+from runner.pipeline.wire import plan_wire
+from runner.training.norm import StepTotals
+from runner.training.optim import Optimizer
+from runner.training.step import Engine, eval_step, train_step
+from runner.training.ties import build_ties, check_equal, lead_parameters
 from tests.fast.runner.decoders import fill_pieces
 from tests.fast.runner.tiny import CPU, head_tie, padded_batch, read_config, split_evenly
 from tests.process.parity_cases import (

@@ -18,9 +18,9 @@ import torch
 from torch import distributed as dist
 
 from manifests.errors import UserError
+from runner.life.world import World, join_world
 from runner.options import parse_training
 from runner.worker import run
-from runner.world import World, join_world
 
 CPU = torch.device("cpu")
 

@@ -21,14 +21,14 @@ from torch import distributed as dist
 
 from manifests.models import module_of
 from manifests.schema import MOMENTS, WEIGHTS, DataPosition, Holds
-from runner.held import Held
-from runner.history import find_checkpoints, hold_history, step_of
+from runner.checkpoints.held import Held
+from runner.checkpoints.history import find_checkpoints, hold_history, step_of
+from runner.checkpoints.resume import remember
+from runner.checkpoints.save import Job, parent_of
+from runner.checkpoints.saver import Saver, SaveReport
+from runner.loading.packed import Packed, open_packed
+from runner.loading.pieces import whole_pieces
 from runner.options import parse_training
-from runner.packed import Packed, open_packed
-from runner.pieces import whole_pieces
-from runner.resume import remember
-from runner.save import Job, parent_of
-from runner.saver import Saver, SaveReport
 
 TIMEOUT = timedelta(seconds=60)
 

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
-from runner.batches import Batch
+from runner.data.batches import Batch
 from tests.builders import reshard
 from tests.fast.runner.decoders import name_as_openai_did, save_decoder, tied_name
 from tests.fast.runner.tiny import HEAD

@@ -22,8 +22,8 @@ from torch import nn
 
 from manifests.publish import holding
 from manifests.store import open_shard, read_manifest
+from runner.data.sequences import read_batches
 from runner.recipe import BatchOptions, DataOptions
-from runner.sequences import read_batches
 from tests.builders import reshard
 from tests.fast.runner.tiny import load_model, save_model
 from tests.process.torchrun import launch

@@ -19,7 +19,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from manifests.store import read_manifest
-from runner.history import find_checkpoints, step_of
+from runner.checkpoints.history import find_checkpoints, step_of
 from tests.builders import llama_config, reshard, write_model
 from tests.fast.runner.tiny import save_model
 

@@ -156,7 +156,8 @@ def hosts_of_ranks(log: Path) -> list[str]:
 def ranks_on(slurm: Slurm, node: str) -> list[int]:
     """Give the processes of a node's ranks."""
     commands = {pid: command_of(pid) for pid in slurm.network.pids(node)}
-    return [pid for pid, command in commands.items() if "runner.worker" in command and "runner.agent" not in command]
+    workers = {pid for pid, command in commands.items() if "runner.worker" in command}
+    return [pid for pid in commands if pid in workers and "runner.life.agent" not in commands[pid]]
 
 
 def command_of(pid: int) -> str:

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from runner.chunk import StageChunk, hf_constants, hf_pieces, materialize
+from runner.pipeline.chunk import StageChunk, hf_constants, hf_pieces, materialize
 from tests.fast.models.built import DECODERS, build, perturb, read_config
 
 __all__ = [

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from manifests.digest import Hasher, digest_hex
 from manifests.slices import Slice
-from runner import boxes
-from runner.boxes import blocks_of, intersect
-from runner.fill import fill
+from runner.loading import boxes
+from runner.loading.boxes import blocks_of, intersect
+from runner.loading.fill import fill
 
 POSITION = 40  # of a stored tensor in its file
 

@@ -15,8 +15,8 @@ from huggingface_hub.errors import StrictDataclassError
 
 from manifests.errors import InputError, UserError
 from manifests.models import model_shape
-from runner.chunk import build_chunks
 from runner.families import family_for
+from runner.pipeline.chunk import build_chunks
 from tests.fast.models.built import DECODERS, TINY, perturb, read_config, saved_tensors
 from tests.fast.runner.decoders import SEQ_LEN, fill_pieces
 from tests.fast.runner.tiny import split_evenly

@@ -16,8 +16,8 @@ from manifests.digest import digest_bytes
 from manifests.errors import InputError, UserError
 from manifests.schema import MOMENTS, WEIGHTS, Manifest, Shard
 from manifests.store import read_manifest
-from runner.copies import CopyFolder, check_copied, deal, node_folder, shards_of
-from runner.fetch import fetch, opened
+from runner.loading.copies import CopyFolder, check_copied, deal, node_folder, shards_of
+from runner.loading.fetch import fetch, opened
 from runner.options import parse_training
 from stores.local import LocalFolder
 from stores.manifest_file import find_manifest_file

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from manifests.errors import InputError
-from runner.data import Document, find_files, line_offsets, read_documents
+from runner.data.files import Document, find_files, line_offsets, read_documents
 
 
 def text_of(document: Document) -> str:

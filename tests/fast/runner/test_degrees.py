@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from manifests.errors import UserError
-from runner.degrees import DegreeOptions, Degrees
-from runner.mesh import Mesh
+from runner.dimensions.degrees import DegreeOptions, Degrees
+from runner.dimensions.mesh import Mesh
 
 
 @pytest.mark.parametrize(

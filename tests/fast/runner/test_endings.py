@@ -13,10 +13,10 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from manifests.errors import InputError
-from runner.ending import AGENT, Ending, read_ending, tell
-from runner.exhaustion import exhausted
-from runner.heartbeat import Beat, clear_beats, heartbeat_path, log_path, read_beats, write_beat
-from runner.inquest import find_cause
+from runner.life.ending import AGENT, Ending, read_ending, tell
+from runner.life.exhaustion import exhausted
+from runner.life.heartbeat import Beat, clear_beats, heartbeat_path, log_path, read_beats, write_beat
+from runner.life.inquest import find_cause
 
 LOST = Ending(kind="lost", code=5, where="rank 1, stage 1, node n", problem="another rank is gone or too slow: closed")
 OWN = Ending(kind="failed", code=3, where="rank 2, stage 2, node n: shard", problem="is damaged")

@@ -131,7 +131,7 @@ def test_field_that_is_not_modelled_is_refused_by_name(fields: dict[str, Any], m
 
 @pytest.mark.parametrize(
     ("module", "absent"),
-    [("runner.recipe", "torch"), ("runner.families", "torchtitan"), ("runner.step", "torchtitan")],
+    [("runner.recipe", "torch"), ("runner.families", "torchtitan"), ("runner.training.step", "torchtitan")],
 )
 def test_import_brings_in_no_more_than_needed(module: str, absent: str) -> None:
     script = f"import sys, {module}; sys.exit({absent!r} in sys.modules)"

@@ -11,13 +11,13 @@ import torch
 
 from manifests.errors import UsageError
 from manifests.placement import Placement
-from runner.chunk import StageChunk, hf_pieces
-from runner.compute import arrange
 from runner.families import family_for
+from runner.pipeline.chunk import StageChunk, hf_pieces
+from runner.pipeline.schedule import build_schedule
+from runner.pipeline.timetable import find_timetable
+from runner.pipeline.wire import plan_wire
 from runner.recipe import BatchOptions, ComputeOptions
-from runner.schedule import build_schedule
-from runner.timetable import find_timetable
-from runner.wire import plan_wire
+from runner.training.compute import arrange
 from tests.fast.models.built import DECODERS, TINY
 from tests.fast.runner.decoders import Variant, fill_pieces, variant_ids
 from tests.fast.runner.tiny import padded_batch, read_config, split_evenly

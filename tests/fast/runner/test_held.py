@@ -11,13 +11,13 @@ import torch
 from manifests.errors import InputError
 from manifests.placement import Placement
 from manifests.schema import MOMENTS, RandomState
-from runner.chunk import build_chunks, named_hf_parameters
+from runner.checkpoints.held import Held, HostCopy, held_state, held_weights
 from runner.families import family_for
-from runner.held import Held, HostCopy, held_state, held_weights
-from runner.optim import Optimizer
-from runner.randomness import random_state, restore_random
+from runner.pipeline.chunk import build_chunks, named_hf_parameters
 from runner.recipe import OptimOptions
-from runner.ties import build_ties, lead_parameters
+from runner.training.optim import Optimizer
+from runner.training.randomness import random_state, restore_random
+from runner.training.ties import build_ties, lead_parameters
 from tests.fast.runner.tiny import CPU, EMBEDDING, HEAD, fill, head_tie, read_config, save_model, split_evenly
 
 

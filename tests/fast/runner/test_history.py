@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from manifests.errors import InputError
-from runner.history import checkpoint_path, find_checkpoints, hold_history, retire, step_of
+from runner.checkpoints.history import checkpoint_path, find_checkpoints, hold_history, retire, step_of
 from tests.fast.trained import write_trained
 
 

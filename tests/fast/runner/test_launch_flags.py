@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 from manifests.errors import InputError, UsageError, UserError
 from runner.cli import cli
-from runner.degrees import Degrees
+from runner.dimensions.degrees import Degrees
 from runner.launch.checks import parse_time
 from runner.launch.gpus import check_gpus, memories_gib
 from runner.launch.nodes import check_groups, check_ranks

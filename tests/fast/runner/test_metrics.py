@@ -14,17 +14,17 @@ from manifests.memory import POLICIES, Training, estimate_memory
 from manifests.models import model_shape
 from manifests.placement import Placement
 from manifests.schedules import schedule_table
-from runner.degrees import Degrees
-from runner.gauges import least_step_s, memory_nbytes, peak_flops, peak_memory_nbytes, planned_memory
-from runner.load import LoadReport
-from runner.metrics import Metrics, RankLoad, StepTimes
-from runner.nearby import CopyReport
+from runner.checkpoints.saver import SaveReport
+from runner.dimensions.degrees import Degrees
+from runner.loading.load import LoadReport
+from runner.loading.nearby import CopyReport
 from runner.options import parse_training
-from runner.progress import Progress
-from runner.saver import SaveReport
-from runner.sinks import JsonLines
-from runner.step import StepReport
-from runner.times import RankTimes
+from runner.training.step import StepReport
+from runner.watching.gauges import least_step_s, memory_nbytes, peak_flops, peak_memory_nbytes, planned_memory
+from runner.watching.metrics import Metrics, RankLoad, StepTimes
+from runner.watching.progress import Progress
+from runner.watching.sinks import JsonLines
+from runner.watching.times import RankTimes
 from tests.fast.models.built import read_config
 
 DOCS = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()

@@ -15,7 +15,7 @@ from typing import TextIO
 import pytest
 
 from runner.options import parse_training
-from runner.progress import Progress
+from runner.watching.progress import Progress
 
 
 def test_every_nth_step_and_the_last_are_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from manifests.schedules import Costs, schedule_table, simulate
 from runner.report.page import write_report
 from runner.report.plan import planned
 from runner.report.read import read_run
-from runner.trace import Recorder, RunShape, Tracer, trace_path
+from runner.watching.trace import Recorder, RunShape, Tracer, trace_path
 
 CASES = (("1F1B", 4, "loop", 6), ("Interleaved1F1B", 8, "loop", 8), ("ZBVZeroBubble", 8, "v", 8))
 

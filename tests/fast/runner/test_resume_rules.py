@@ -14,10 +14,8 @@ from blake3 import blake3
 
 from manifests.errors import InputError, UsageError
 from manifests.schema import DataCursor, DataPosition, SourcePosition, TrainingState
-from runner.history import checkpoint_path
-from runner.options import TrainOptions, parse_training, recall
-from runner.packed import Packed, open_packed
-from runner.resume import (
+from runner.checkpoints.history import checkpoint_path
+from runner.checkpoints.resume import (
     advance,
     check_fits,
     differences,
@@ -27,6 +25,8 @@ from runner.resume import (
     remember,
     remembered,
 )
+from runner.loading.packed import Packed, open_packed
+from runner.options import TrainOptions, parse_training, recall
 from tests.builders import reshard
 from tests.fast.reshard.forged import change_file, change_manifest
 from tests.fast.trained import STATE, write_trained

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manifests.errors import InputError
-from runner.batches import IGNORED, Batch
+from runner.data.batches import IGNORED, Batch
+from runner.data.sequences import read_batches, read_once
+from runner.data.vocabulary import load_vocabulary
 from runner.recipe import BatchOptions, DataOptions
-from runner.sequences import read_batches, read_once
-from runner.vocabulary import load_vocabulary
 from tests.fast.runner.words import BOS, EOS, FIRST, VOCAB_SIZE, WORDS, write_documents, write_tokenizer
 
 

@@ -14,10 +14,10 @@ from manifests.errors import InputError
 from manifests.models import module_of
 from manifests.paths import shard_path
 from manifests.slices import Slice
-from runner.load import load_tensors
-from runner.packed import Packed, open_packed
-from runner.pieces import Piece, join_pieces, whole_pieces
-from runner.save import write_shard
+from runner.checkpoints.save import write_shard
+from runner.loading.load import load_tensors
+from runner.loading.packed import Packed, open_packed
+from runner.loading.pieces import Piece, join_pieces, whole_pieces
 from stores.bundles import Bundles
 from tests.fast.trained import write_trained
 

@@ -9,7 +9,7 @@ import pytest
 from manifests.errors import InputError, UsageError
 from manifests.placement import Placement, Style
 from manifests.schedules import SCHEDULES, actions_of, lower, schedule_table, write_csv
-from runner.timetable import Timetable, find_timetable, read_timetable
+from runner.pipeline.timetable import Timetable, find_timetable, read_timetable
 
 
 def placed(num_ranks: int, num_virtual: int = 1, style: Style = "loop") -> Placement:

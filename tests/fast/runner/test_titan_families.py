@@ -18,14 +18,14 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from manifests.errors import InputError
 from manifests.models import model_shape
-from runner.chunk import build_chunks, hf_constants, hf_pieces, materialize
+from runner.checkpoints.held import held_weights
+from runner.checkpoints.save import write_shard
 from runner.families import Family, family_for
 from runner.families.experts import grouped_product
-from runner.held import held_weights
-from runner.load import load_tensors
-from runner.packed import open_packed
-from runner.pieces import whole_pieces
-from runner.save import write_shard
+from runner.loading.load import load_tensors
+from runner.loading.packed import open_packed
+from runner.loading.pieces import whole_pieces
+from runner.pipeline.chunk import build_chunks, hf_constants, hf_pieces, materialize
 from stores.bundles import Bundles
 from tests.builders import Tensor, reshard
 from tests.fast.models.built import read_config
@@ -220,7 +220,7 @@ def dequantised(fqn: str, stored: dict[str, Tensor], block: tuple[int, int]) -> 
 DEEPSEEK = """
 import json, resource, sys, time
 import torchtitan.models.deepseek_v3.model
-from runner.chunk import build_chunks
+from runner.pipeline.chunk import build_chunks
 from runner.families import family_for
 import runner.families.deepseek_v3
 config = json.load(open("tests/data/configs/deepseek-v3.json"))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runner.chunk import hf_constants, hf_pieces
+from runner.pipeline.chunk import hf_constants, hf_pieces
 from tests.fast.runner.decoders import Variant, variant_ids
 from tests.fast.runner.titans import (
     TITANS,

@@ -11,9 +11,9 @@ import pytest
 
 from manifests.errors import UsageError
 from runner.cli import main
-from runner.generate import stop_tokens
+from runner.reading.generate import stop_tokens
+from runner.reading.verbs import Sampling, parse_eval, parse_generate
 from runner.recipe import DataOptions
-from runner.verbs import Sampling, parse_eval, parse_generate
 from tests.fast.trained import write_trained
 
 
@@ -34,8 +34,8 @@ def test_ranks_get_the_flags_as_they_were_written(
     flags = ["--prompt", "two words", "--top-k", "3", "--temperature", "0.5", "--dry-run"]
     command = shlex.split(run(["generate", packed, *flags], monkeypatch, capsys))
     assert command[command.index("--nproc-per-node") + 1] == "2"
-    assert command[command.index("runner.generate") + 1 :] == [str(packed), *flags]
-    options = parse_generate(command[command.index("runner.generate") + 1 :])
+    assert command[command.index("runner.reading.generate") + 1 :] == [str(packed), *flags]
+    options = parse_generate(command[command.index("runner.reading.generate") + 1 :])
     assert (options.prompts, options.sampling) == (("two words",), Sampling(temperature=0.5, top_k=3))
     assert options.read.manifest == packed
 

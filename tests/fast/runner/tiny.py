@@ -12,8 +12,8 @@ import torch
 from safetensors import safe_open
 
 from manifests.schema import TieGroup, TieMember
-from runner.batches import IGNORED, Batch
-from runner.chunk import StageChunk, materialize, named_hf_parameters
+from runner.data.batches import IGNORED, Batch
+from runner.pipeline.chunk import StageChunk, materialize, named_hf_parameters
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM

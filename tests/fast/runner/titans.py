@@ -12,9 +12,9 @@ import transformers
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
-from runner.batches import IGNORED, Batch
-from runner.chunk import StageChunk, build_chunks, hf_pieces
+from runner.data.batches import IGNORED, Batch
 from runner.families import family_for
+from runner.pipeline.chunk import StageChunk, build_chunks, hf_pieces
 from tests.fast.models.built import build, perturb
 from tests.fast.models.built import read_config as tiny_config
 from tests.fast.runner.decoders import SEQ_LEN, Variant, fill_pieces

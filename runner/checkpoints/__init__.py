@@ -1,0 +1,1 @@
+"""Saving beside training, and going on from what was saved."""

@@ -1,0 +1,178 @@
+"""What all ranks hold as a checkpoint: every rank writes its own stages' bundles, rank 0 commits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+
+import torch.distributed as dist
+
+from manifests.digest import Hasher, digest_bytes
+from manifests.errors import InputError
+from manifests.invariants import MANIFEST_NAME
+from manifests.paths import shard_path
+from manifests.publish import publishing
+from manifests.safetensors import header_template, layout_tensors
+from manifests.schema import WEIGHTS, Holds, Manifest, Parent, RandomState, Shard, Stage, TrainingState
+from manifests.slices import slice_metadata
+from manifests.store import read_small_file, sync_folder, write_file, write_manifest
+from runner.checkpoints.held import Held
+from runner.life.together import together
+from runner.loading.fill import TORCH_DTYPES, bytes_of
+from runner.loading.pieces import Piece
+
+__all__ = ["Job", "parent_of", "save", "write_shard"]
+
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What a run's checkpoints have in common: the manifest it trains, in `root`, and what its weights descend from.
+
+    Of the `num_writers` ranks that write a stage, each its own shards, this is `writer`.
+    """
+
+    manifest: Manifest
+    root: Path
+    parents: tuple[Parent, ...]
+    writer: int = 0
+    num_writers: int = 1
+
+
+def save(
+    held: Held,
+    job: Job,
+    out: Path,
+    training: TrainingState,
+    *,
+    force: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> int:
+    """Write what every rank holds as a checkpoint at `out`, and give the bytes of all its shards.
+
+    Every rank of the group calls this, with `training` the same but for `random`, which is each rank's own,
+    and the data's cursor, which rank 0 knows.
+    Nothing is visible at `out` before every bundle is on disk.
+
+    Raises:
+        UserError: the same on every rank, whichever rank met it.
+    """
+    with ExitStack() as stack:
+        folder: list[str] = []
+        with together("save", group):
+            if dist.get_rank() == 0:
+                folder = [str(stack.enter_context(publishing(out, force=force, is_ours=_is_bundle_folder)))]
+        shared: list[list[str]] = [folder]
+        dist.broadcast_object_list(shared, src=0, group=group)
+        target = Path(shared[0][0])
+        written: list[Stage] = []
+        with together("save", group):
+            for index, kinds in held.items():
+                written.append(_write_stage(job, job.manifest.stages[index], kinds, target))
+        gathered: list[tuple[list[Stage], tuple[RandomState, ...]]] = [([], ())] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, (written, training.random), group=group)
+        with together("save", group):
+            if dist.get_rank() == 0:
+                stages = _join_stages(stage for part, _ in gathered for stage in part)
+                random = tuple(state for _, states in gathered for state in states)
+                _commit(job, stages, target, replace(training, random=random))
+                stack.close()
+    return sum(shard.nbytes for part, _ in gathered for stage in part for shard in stage.shards)
+
+
+def parent_of(root: Path, location: str = "") -> Parent:
+    """Name the manifest in `root`, which came from `location`, as what another one descends from."""
+    found = digest_bytes(read_small_file(root / MANIFEST_NAME))
+    return Parent(location=location or str(root.resolve()), digest=found)
+
+
+def write_shard(pieces: Sequence[Piece], root: Path, path: str, holds: Holds = WEIGHTS) -> Shard:
+    """Write a shard of these tensors or slices, in this order, with their digests, and bring it to disk.
+
+    Raises:
+        InputError: it cannot be written: the disk is full, or the folder is read-only.
+    """
+    entries = layout_tensors((piece.fqn, _NAMES[piece.memory.dtype], tuple(piece.memory.shape)) for piece in pieces)
+    slices = {} if all(piece.is_whole for piece in pieces) else {piece.fqn: piece.part for piece in pieces}
+    metadata = slice_metadata(slices) if slices else {}
+    header, digests, file = header_template(entries, metadata), dict[str, str](), root / path
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with open(file, "wb") as stream:
+            stream.write(header)
+            for piece in pieces:
+                data = bytes_of(piece.memory.detach().cpu().contiguous())
+                digests[piece.fqn] = Hasher(data).hexdigest()
+                stream.write(data)
+            header = header_template(entries, metadata, digests)
+            stream.seek(0)
+            stream.write(header)
+            stream.flush()
+            os.fsync(stream.fileno())
+        sync_folder(file.parent)
+    except OSError as error:
+        raise InputError(str(file), f"cannot be written: {error.strerror}") from error
+    nbytes = len(header) + sum(entry.nbytes for entry in entries)
+    return Shard(path=path, nbytes=nbytes, digest=digest_bytes(header), holds=holds)
+
+
+def _write_stage(job: Job, stage: Stage, kinds: Mapping[Holds, Sequence[Piece]], folder: Path) -> Stage:
+    """Write one rank's shards of a stage, and give the stage as if they were all of it."""
+    shards = tuple(
+        write_shard(pieces, folder, shard_path(stage.index, holds, number=job.writer, of=job.num_writers), holds)
+        for holds, pieces in kinds.items()
+        if pieces
+    )
+    weights = kinds[WEIGHTS]
+    return replace(
+        stage,
+        shards=shards,
+        spans=(),
+        num_tensors=sum(piece.is_first for piece in weights),
+        nbytes=sum(piece.memory.nbytes for piece in weights),
+    )
+
+
+def _join_stages(written: Iterable[Stage]) -> dict[int, Stage]:
+    """Put together what several ranks have written of each stage."""
+    stages: dict[int, Stage] = {}
+    for part in written:
+        whole = stages.get(part.index)
+        stages[part.index] = (
+            part
+            if whole is None
+            else replace(
+                whole,
+                shards=(*whole.shards, *part.shards),
+                num_tensors=whole.num_tensors + part.num_tensors,
+                nbytes=whole.nbytes + part.nbytes,
+            )
+        )
+    return stages
+
+
+def _commit(job: Job, stages: Mapping[int, Stage], folder: Path, training: TrainingState) -> None:
+    for carried in job.manifest.files:
+        target = folder / carried.path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_file(target, read_small_file(job.root / carried.path, carried.digest))
+    write_manifest(
+        folder,
+        replace(
+            job.manifest,
+            created_by=f"runner {version('reshard')}",
+            stages=tuple(stages[index] for index in sorted(stages)),
+            parents=job.parents,
+            training=training,
+            virtual=None,
+        ),
+    )
+
+
+def _is_bundle_folder(folder: Path) -> bool:
+    return (folder / MANIFEST_NAME).is_file()

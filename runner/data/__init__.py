@@ -1,0 +1,1 @@
+"""Text to batches of sequences, in whatever order, from any place on."""

@@ -1,0 +1,118 @@
+"""The documents of a source, pass after pass from any position on: as its files have them, or shuffled."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, islice
+from pathlib import Path
+from typing import Protocol
+
+from manifests.schema import SourcePosition
+from runner.data.files import LINES, ROWS, Document, find_files, line_offsets, read_documents
+from runner.data.parquet import group_sizes, read_group
+from runner.data.shuffle import shuffled
+from runner.recipe import DataOptions
+
+__all__ = ["Found", "Source", "open_sources"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """A document, the position at which it begins, and the one at which what follows it does."""
+
+    document: Document
+    begin: SourcePosition
+    after: SourcePosition
+
+
+class Source(Protocol):
+    """Documents in items that each pass takes in its own order."""
+
+    name: str
+    num_items: int
+
+    def read(self, position: SourcePosition) -> Iterator[Found]:
+        """Give the documents of the item at a position, from its offset on.
+
+        Raises:
+            InputError: see `runner.data.files`.
+        """
+
+
+def open_sources(data: DataOptions) -> tuple[Source, ...]:
+    """Give what documents are drawn from: each source by itself if they have weights, otherwise all as one.
+
+    Raises:
+        InputError: a source that names nothing; or a file to be shuffled that cannot be read.
+    """
+    sources: list[Source] = []
+    for number, names in enumerate(data.groups):
+        files, name = find_files(names), ", ".join(names)
+        if data.shuffle:
+            sources.append(_Shuffled(name, files, data.text_field, (data.seed, number)))
+        else:
+            sources.append(_InOrder(name, files, data.text_field))
+    return tuple(sources)
+
+
+class _InOrder:
+    """An item is a file."""
+
+    def __init__(self, name: str, files: Sequence[Path], text_field: str) -> None:
+        self.name, self.num_items = name, len(files)
+        self._files, self._text_field = files, text_field
+
+    def read(self, position: SourcePosition) -> Iterator[Found]:
+        for document in read_documents(self._files[position.item], self._text_field, position.offset):
+            begin, after = (replace(position, offset=offset) for offset in (document.begin, document.end))
+            yield Found(document=document, begin=begin, after=after)
+
+
+class _Shuffled:
+    """An item is a document or, as a single row cannot be read alone, a Parquet file's row group.
+
+    What comes at a place of a pass is `shuffled`, with seed, source and pass as the key; rows of a row group
+    are shuffled in their turn, with the item's number added to the key.
+    """
+
+    def __init__(self, name: str, files: Sequence[Path], text_field: str, key: tuple[int, ...]) -> None:
+        self.name = name
+        self._files, self._text_field, self._key = files, text_field, key
+        self._parts = tuple(_parts_of(file) for file in files)
+        self._ends = list(accumulate(map(len, self._parts)))
+        self.num_items = self._ends[-1]
+
+    def read(self, position: SourcePosition) -> Iterator[Found]:
+        key = (*self._key, position.epoch)
+        item = shuffled(position.item, self.num_items, *key)
+        number = bisect_right(self._ends, item)
+        file, parts = self._files[number], self._parts[number]
+        part = item - self._ends[number] + len(parts)
+        after = replace(position, item=position.item + 1, offset=0)
+        if file.suffix == ROWS:
+            yield from self._read_group(position, file, part, parts[part], (*key, item))
+        elif file.suffix == LINES:
+            for document in islice(read_documents(file, self._text_field, parts[part]), 1):
+                yield Found(document=document, begin=replace(position, offset=0), after=after)
+        else:
+            for document in read_documents(file, self._text_field, position.offset):
+                yield Found(document=document, begin=position, after=after)
+
+    def _read_group(
+        self, position: SourcePosition, file: Path, group: int, num_rows: int, key: tuple[int, ...]
+    ) -> Iterator[Found]:
+        places = range(position.offset, num_rows)
+        order = (shuffled(place, num_rows, *key) for place in places)
+        for place, (row, text) in zip(places, read_group(file, self._text_field, group, order), strict=True):
+            document = Document(file=file, begin=row, end=row + 1, pieces=iter(((row, text),)))
+            begin, after = (replace(position, offset=offset) for offset in (place, place + 1))
+            yield Found(document=document, begin=begin, after=after)
+
+
+def _parts_of(file: Path) -> Sequence[int]:
+    """Give what can be read of a file by itself: offsets of lines, rows of row groups, or the whole of it."""
+    if file.suffix == LINES:
+        return line_offsets(file)
+    return group_sizes(file) if file.suffix == ROWS else (0,)

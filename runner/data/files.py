@@ -1,0 +1,197 @@
+"""Documents out of text, JSON line and Parquet files, a bounded piece at a time, from any place on.
+
+A place in a file, an offset, is a byte of a `.txt` or `.jsonl` file and a row of a `.parquet` file.
+"""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import json
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from manifests.errors import InputError
+from manifests.jsontext import kind_of
+from runner.data.parquet import read_rows
+
+__all__ = ["LINES", "ROWS", "SUFFIXES", "TEXT", "Document", "find_files", "line_offsets", "read_documents"]
+
+TEXT, LINES, ROWS = SUFFIXES = (".txt", ".jsonl", ".parquet")
+_PIECE_NBYTES = 64 << 10
+_SCAN_NBYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Document:
+    """A text to learn from, or the rest of one.
+
+    Its pieces, which end at line ends where they can, add up to it; each comes with its offset.
+    """
+
+    file: Path
+    begin: int  # its offset
+    end: int  # where the file's next document begins
+    pieces: Iterator[tuple[int, str]]
+
+    @property
+    def is_rest(self) -> bool:
+        return self.file.suffix == TEXT and self.begin > 0
+
+    @property
+    def where(self) -> str:
+        """File, and line or row, as people count them."""
+        if self.file.suffix == LINES:
+            return _line_at(self.file, self.begin)
+        return f"{self.file}: row {self.begin + 1}" if self.file.suffix == ROWS else str(self.file)
+
+
+def find_files(sources: Iterable[str]) -> tuple[Path, ...]:
+    """Give the files that the sources name: in the order given, sorted within a folder or a glob.
+
+    Raises:
+        InputError: a source that names nothing, or a file of a kind that is not read.
+    """
+    return tuple(file for source in sources for file in _files_of(source))
+
+
+def read_documents(file: Path, text_field: str, begin: int = 0) -> Iterator[Document]:
+    """Give a file's documents from an offset on: a `.txt` file is one, a line of `.jsonl`, a row of `.parquet`.
+
+    Raises:
+        InputError: a file that cannot be read, or a line or row that holds no text in that field;
+            so much of it as the documents asked for show.
+    """
+    return _READERS[file.suffix](file, text_field, begin)
+
+
+def line_offsets(file: Path) -> array[int]:
+    """Give the offset of every line of a `.jsonl` file that is a document, 8 bytes each.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    offsets, offset = array("Q"), 0
+    with _open(file, _SCAN_NBYTES) as stream:
+        for line in stream:
+            if not line.isspace():
+                offsets.append(offset)
+            offset += len(line)
+    return offsets
+
+
+def _files_of(source: str) -> Iterator[Path]:
+    path = Path(source)
+    if path.is_dir():
+        found = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+        if not found:
+            raise InputError(source, f"no file in this folder ends in {', '.join(SUFFIXES)}")
+    elif path.exists():
+        found = [path]
+    else:
+        found = sorted(Path(name) for name in glob.glob(source, recursive=True) if Path(name).is_file())
+        if not found:
+            raise InputError(source, "no such file or folder, and no file matches it")
+    for file in found:
+        if file.suffix not in SUFFIXES:
+            raise InputError(str(file), f"expected a file that ends in {', '.join(SUFFIXES)}")
+        yield file
+
+
+def _read_text(file: Path, text_field: str, begin: int) -> Iterator[Document]:
+    with _open(file) as stream:
+        size = stream.seek(0, 2)
+    if begin < size:
+        yield Document(file=file, begin=begin, end=size, pieces=_text_pieces(file, begin))
+
+
+def _text_pieces(file: Path, begin: int) -> Iterator[tuple[int, str]]:
+    """Give the pieces of a file from the offset of one of them on."""
+    decoder = codecs.getincrementaldecoder("utf-8" if begin else "utf-8-sig")()
+    with _open(file) as stream:
+        stream.seek(max(0, begin - 3))
+        decoder.decode(_begun_character(stream.read(begin - stream.tell())))
+        while True:
+            offset = stream.tell()
+            data = stream.read(_PIECE_NBYTES)
+            data += stream.readline(_PIECE_NBYTES)  # to the end of the line, if that is near
+            try:
+                text = decoder.decode(data, final=not data)
+            except UnicodeDecodeError as error:
+                num_lines = error.object[: error.start].count(b"\n")
+                raise InputError(_line_at(file, offset, num_lines), f"is not UTF-8: {error.reason}") from error
+            if text:
+                yield offset, text
+            if not data:
+                return
+
+
+def _begun_character(data: bytes) -> bytes:
+    """Give the bytes at the end of some UTF-8 that begin a character and do not end it."""
+    for length in range(1, min(3, len(data)) + 1):
+        first = data[-length]
+        if first & 0xC0 != 0x80:  # no byte from within a character
+            needed = 1 if first < 0x80 else 2 if first < 0xE0 else 3 if first < 0xF0 else 4
+            return data[-length:] if needed > length else b""
+    return b""
+
+
+def _read_json_lines(file: Path, text_field: str, begin: int) -> Iterator[Document]:
+    with _open(file) as stream:
+        stream.seek(begin)
+        for line in stream:
+            end = begin + len(line)
+            if not line.isspace():
+                pieces = iter(((begin, _json_text(line, text_field, file, begin)),))
+                yield Document(file=file, begin=begin, end=end, pieces=pieces)
+            begin = end
+
+
+def _json_text(line: bytes, text_field: str, file: Path, begin: int) -> str:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InputError(_line_at(file, begin), f"is not a line of JSON: {error}") from error
+    if isinstance(record, dict) and isinstance(text := record.get(text_field), str):
+        return text
+    if not isinstance(record, dict):
+        problem = f"expected a JSON object, found {kind_of(record)}"
+    elif text_field not in record:
+        problem = f"no field {text_field!r}; it has {', '.join(map(repr, sorted(record)))}"
+    else:
+        problem = f"expected text in {text_field!r}, found {kind_of(record[text_field])}"
+    raise InputError(_line_at(file, begin), problem)
+
+
+def _line_at(file: Path, offset: int, num_lines: int = 0) -> str:
+    """Name the line that is so many lines after the one at an offset: only who asks for it counts lines."""
+    with _open(file) as stream:
+        while data := stream.read(min(_SCAN_NBYTES, offset)):
+            num_lines += data.count(b"\n")
+            offset -= len(data)
+    return f"{file}:{num_lines + 1}"
+
+
+def _read_parquet(file: Path, text_field: str, begin: int) -> Iterator[Document]:
+    for row, text in enumerate(read_rows(file, text_field, begin), start=begin):
+        yield Document(file=file, begin=row, end=row + 1, pieces=iter(((row, text),)))
+
+
+_READERS: Mapping[str, Callable[[Path, str, int], Iterator[Document]]] = {
+    TEXT: _read_text,
+    LINES: _read_json_lines,
+    ROWS: _read_parquet,
+}
+
+
+@contextmanager
+def _open(file: Path, buffer_nbytes: int = -1) -> Iterator[BinaryIO]:
+    try:
+        with open(file, "rb", buffering=buffer_nbytes) as stream:
+            yield stream
+    except OSError as error:
+        raise InputError(str(file), f"cannot be read: {error.strerror}") from error

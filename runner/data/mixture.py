@@ -1,0 +1,115 @@
+"""Which document comes next, of whichever source, and where in the sources each of its tokens is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, count
+
+from manifests.errors import InputError
+from manifests.schema import DataCursor, SourcePosition
+from runner.data.documents import Found, Source
+from runner.data.shuffle import draw
+from runner.data.vocabulary import Vocabulary
+from runner.recipe import DataOptions
+
+__all__ = ["Drawn", "draw_documents", "first_cursor"]
+
+_Ids = Iterator[tuple[int, list[int]]]  # of pieces, see `Vocabulary.encode`
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drawn:
+    """A document's ids, piece by piece, each with the place of its first; and the place that follows the document."""
+
+    runs: Iterator[tuple[DataCursor, list[int]]]
+    after: DataCursor
+
+
+def first_cursor(num_sources: int) -> DataCursor:
+    """Give the place at which the data begins."""
+    return DataCursor(num_documents=0, num_tokens=0, sources=num_sources * (_first_position(0),))
+
+
+def draw_documents(
+    data: DataOptions, sources: Sequence[Source], vocabulary: Vocabulary, cursor: DataCursor, *, is_endless: bool
+) -> Iterator[Drawn]:
+    """Give the documents that hold any token from a place on: pass after pass of each source, or one pass.
+
+    Which source is next depends on the seed and the document's number alone.
+
+    Raises:
+        InputError: see `runner.data.files`; a source without text; or nothing is at the place.
+    """
+    positions, left = list(cursor.sources), cursor.num_tokens
+    readers = [
+        _read_passes(source, position, vocabulary, is_endless=is_endless)
+        for source, position in zip(sources, positions, strict=True)
+    ]
+    for number in count(cursor.num_documents):
+        chosen = draw(data.weights, data.seed, number) if len(sources) > 1 else 0
+        if (following := next(readers[chosen], None)) is None:
+            return
+        found, ids = following
+        positions[chosen] = found.begin
+        begin = DataCursor(num_documents=number, num_tokens=0, sources=tuple(positions))
+        positions[chosen] = found.after
+        runs = _placed(ids, begin, chosen, found.document.begin)
+        yield Drawn(
+            runs=_skip(runs, left, sources[chosen]) if left else runs,
+            after=DataCursor(num_documents=number + 1, num_tokens=0, sources=tuple(positions)),
+        )
+        left = 0
+
+
+def _read_passes(
+    source: Source, position: SourcePosition, vocabulary: Vocabulary, *, is_endless: bool
+) -> Iterator[tuple[Found, _Ids]]:
+    if position.item > source.num_items:
+        raise _nothing_at(source)
+    while True:
+        is_empty = position == _first_position(position.epoch)  # and not the rest of a pass
+        for item in range(position.item, source.num_items):
+            offset = position.offset if item == position.item else 0
+            for found in source.read(replace(position, item=item, offset=offset)):
+                ids = vocabulary.encode(found.document)
+                if (first := next(ids, None)) is not None:
+                    is_empty = False
+                    yield found, chain((first,), ids)
+        if is_empty:
+            raise InputError(source.name, "there is no text to learn from")
+        if not is_endless:
+            return
+        position = _first_position(position.epoch + 1)
+
+
+def _placed(ids: _Ids, begin: DataCursor, chosen: int, first: int) -> Iterator[tuple[DataCursor, list[int]]]:
+    """Say of each piece's ids where they are: the first piece is at `begin`, later ones further on in its source."""
+    at, offset, num_tokens = begin, first, 0
+    for piece_offset, piece in ids:
+        if piece_offset != offset:
+            sources = list(begin.sources)
+            sources[chosen] = replace(sources[chosen], offset=piece_offset)
+            at, offset, num_tokens = replace(begin, sources=tuple(sources)), piece_offset, 0
+        yield replace(at, num_tokens=num_tokens), piece
+        num_tokens += len(piece)
+
+
+def _skip(
+    runs: Iterator[tuple[DataCursor, list[int]]], num_tokens: int, source: Source
+) -> Iterator[tuple[DataCursor, list[int]]]:
+    for cursor, ids in runs:
+        if num_tokens < len(ids):
+            yield replace(cursor, num_tokens=cursor.num_tokens + num_tokens), ids[num_tokens:]
+        num_tokens = max(0, num_tokens - len(ids))
+    if num_tokens:
+        raise _nothing_at(source)
+
+
+def _nothing_at(source: Source) -> InputError:
+    problem = "ends before the place at which the checkpoint left it"
+    return InputError(source.name, problem, "--restart-data begins this data at its first sequence")
+
+
+def _first_position(epoch: int) -> SourcePosition:
+    return SourcePosition(epoch=epoch, item=0, offset=0)

@@ -1,0 +1,1 @@
+"""Ranks beyond the stages: replicas, shards, tensor parallelism, and what does not go together."""

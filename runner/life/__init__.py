@@ -1,0 +1,1 @@
+"""How ranks are started, meet, are watched over, fail together and end."""

@@ -1,0 +1,128 @@
+"""torchrun, ending with our exit codes and one sentence instead of a traceback (docs/adr/0006)."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from manifests.errors import UserError, error_json
+from manifests.store import read_manifest
+from runner.launch.state import RunState, clear_state, read_state, write_state
+from runner.life.ending import AGENT, Ending
+from runner.life.heartbeat import Beat, read_beats
+from runner.life.inquest import find_cause
+from runner.life.place import place_of, stages_of
+from runner.options import parse_training
+
+__all__ = ["main"]
+
+_INTERRUPTED = 130
+_PATIENCE_S = 2.0  # another node's agent may know better why the ranks ended
+_WORKER = "runner.worker"
+
+
+def main() -> None:
+    """Run torchrun on this process's arguments."""
+    _quieten()
+    os.environ[AGENT] = str(os.getpid())
+    log_dir, begun = _log_dir(sys.argv), time.time()
+    if log_dir is not None and _number("--node-rank", "PET_NODE_RANK") == 0:
+        clear_state(log_dir)
+    try:
+        run.main(sys.argv[1:])
+    except ChildFailedError as error:
+        sys.exit(_end(error.failures, log_dir, begun))
+    except SignalException as error:
+        if not _is_known(log_dir):
+            print(f"interrupted by {signal.Signals(int(error.sigval)).name}", file=sys.stderr)
+        sys.exit(_INTERRUPTED)
+
+
+def _quieten() -> None:
+    """Let torchrun say nothing of its own: what there is to say, we say."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.run", "torch.distributed.launcher")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _end(failures: Mapping[int, ProcessFailure], log_dir: Path | None, begun: float) -> int:
+    """Say why the ranks ended, unless another node's agent has; give the exit code."""
+    beats = read_beats(log_dir, since=begun) if log_dir else ()
+    cause = find_cause(failures, beats, partial(_place, beats))
+    if cause is None:
+        return _INTERRUPTED
+    if cause.kind == "failed" or not _is_known(log_dir):
+        if "--json" in sys.argv:
+            print(error_json(cause.error), flush=True)
+        else:
+            print(f"error: {cause.error}", file=sys.stderr)
+        if log_dir is not None:
+            _note(cause, log_dir, max((beat.step for beat in beats), default=0))
+    return cause.code
+
+
+def _is_known(log_dir: Path | None) -> bool:
+    """Whether the agent of another node has said why."""
+    if log_dir is None or _number("--nnodes") == 1:
+        return False
+    deadline_s = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < deadline_s:
+        state = read_state(log_dir)
+        if state is not None and state.ended == "failed":
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def _note(cause: Ending, log_dir: Path, step: int) -> None:
+    with contextlib.suppress(OSError):  # a full disk must not take the message away, which was said
+        log_dir.mkdir(parents=True, exist_ok=True)
+        write_state(log_dir, RunState(step=step, ended="failed", code=cause.code, error=str(cause.error)))
+
+
+def _place(beats: Sequence[Beat], rank: int) -> str:
+    """Name a rank of this node, with its stages where its heartbeat or the command line tells."""
+    node = socket.gethostname()
+    for beat in beats:
+        if beat.rank == rank:
+            return place_of(rank, beat.stages, node)
+    try:
+        manifest = read_manifest(Path(_after(sys.argv, _WORKER)))
+        world_size = _number("--nnodes") * _number("--nproc-per-node")
+        return place_of(rank, stages_of(manifest, rank, world_size), node)
+    except (UserError, LookupError, ValueError):
+        return f"rank {rank}, node {node}"
+
+
+def _log_dir(argv: Sequence[str]) -> Path | None:
+    """Give the log folder of a training run; None: the ranks do something else."""
+    try:
+        return parse_training(argv[argv.index(_WORKER) + 2 :]).log_dir
+    except (UserError, ValueError):
+        return None
+
+
+def _number(flag: str, variable: str = "") -> int:
+    found = dict(itertools.pairwise(sys.argv)).get(flag, os.environ.get(variable, ""))
+    return int(found) if found.isdecimal() else (1 if flag != "--node-rank" else 0)
+
+
+def _after(argv: Sequence[str], word: str) -> str:
+    return argv[argv.index(word) + 1]
+
+
+if __name__ == "__main__":
+    main()

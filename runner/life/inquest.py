@@ -1,0 +1,86 @@
+"""Why a job's ranks ended: of all that failed at once, the one that the others only followed."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from runner.life.ending import Ending, read_ending
+from runner.life.heartbeat import ALIVE_S, Beat, log_path
+from runner.life.place import place_of
+
+__all__ = ["find_cause"]
+
+_RANK_FAILED = 5
+_OUR_CODES = (1, 2, 3, 4, 5)
+_AT_ONCE_S = 2  # torchrun's times are whole seconds
+_SILENT_S = 3 * ALIVE_S
+_AFTERMATH = (-signal.SIGTERM, -signal.SIGABRT)  # what torchrun, and NCCL's own watchdog, do to ranks that wait
+
+
+def find_cause(
+    failures: Mapping[int, ProcessFailure], beats: Sequence[Beat], place: Callable[[int], str]
+) -> Ending | None:
+    """Give what ended a job, as its user is told; None where the ranks stopped because they were asked to.
+
+    A rank that a signal killed comes first, then what ranks met themselves; where they only waited in vain, the
+    one that they waited for, as far as heartbeats tell.
+    """
+    first_s = min(failure.timestamp for failure in failures.values())
+    told = {rank: read_ending(failure.error_file_data) for rank, failure in failures.items()}
+    for rank, failure in sorted(failures.items()):
+        is_first = failure.timestamp <= first_s + _AT_ONCE_S
+        if is_first and failure.exitcode < 0 and failure.exitcode not in _AFTERMATH:
+            return _killed(failure, place(rank))
+    for rank, _ in sorted(failures.items(), key=lambda item: (item[1].timestamp, item[0])):
+        ending = told[rank]
+        if ending is not None and ending.kind == "failed":
+            return ending
+    lost = {rank for rank, ending in told.items() if ending is not None and ending.kind == "lost"}
+    if (blamed := _awaited([beat for beat in beats if beat.rank not in lost], len(beats), first_s)) is not None:
+        return blamed
+    rank = min(failures, key=lambda rank: (failures[rank].timestamp, told[rank] is None, rank))
+    return told[rank] or _untold(failures[rank], place(rank))
+
+
+def _killed(failure: ProcessFailure, where: str) -> Ending:
+    name = _signal_name(-failure.exitcode)
+    hint = "out of memory? the kernel kills with SIGKILL; see dmesg" if name == "SIGKILL" else ""
+    problem = f"ended by {name}; all ranks were stopped"
+    return Ending(kind="failed", code=_RANK_FAILED, where=where, problem=problem, hint=hint)
+
+
+def _awaited(beats: Sequence[Beat], num_ranks: int, ended_s: float) -> Ending | None:
+    """Give the first rank that did not wait for another one when the job ended, unless all were so."""
+    silent = [beat for beat in beats if ended_s - beat.time > _SILENT_S]
+    busy = [beat for beat in beats if beat.phase == "train" and not beat.is_waiting and beat not in silent]
+    if not 0 < len(silent) + len(busy) < num_ranks:
+        return None
+    beat = (silent or busy)[0]
+    problem = f"the other ranks waited for it in vain after step {beat.step}: it was in {beat.doing}"
+    hint = f"{log_path(Path(), beat.rank)} in the log folder shows what each of its threads was doing"
+    if silent:
+        problem = f"gave no sign of life for {ended_s - beat.time:.0f} s, and {problem} then"
+        hint = "its process was stopped, or a driver or the node holds it; dmesg there may tell"
+    where = place_of(beat.rank, beat.stages, beat.host)
+    return Ending(kind="stuck", code=_RANK_FAILED, where=where, problem=problem, hint=hint)
+
+
+def _untold(failure: ProcessFailure, where: str) -> Ending | None:
+    if failure.exitcode < 0:
+        return _killed(failure, where)
+    if failure.exitcode == 130:
+        return None
+    code = failure.exitcode if failure.exitcode in _OUR_CODES else _RANK_FAILED
+    problem = f"ended with code {failure.exitcode} without a word; all ranks were stopped"
+    return Ending(kind="failed", code=code, where=where, problem=problem)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,91 @@
+"""One rank's process: what it does, how it says what went wrong, and its exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Literal
+
+import torch.distributed as dist
+
+from manifests.errors import RankError, UserError
+from runner.life.ending import AGENT, Ending, tell
+from runner.life.exhaustion import causes, exhausted
+from runner.life.place import here
+from runner.life.together import AloneError
+from runner.life.watchdog import StoppedError
+from runner.life.world import World
+
+__all__ = ["run_rank"]
+
+logger = logging.getLogger("runner")
+_PR_SET_PDEATHSIG = 1  # of prctl, in Linux's sys/prctl.h
+_INTERRUPTED = 130
+
+
+def run_rank(act: Callable[[World], None], *, is_json: bool = False) -> None:
+    """Act as one rank, and end with its exit code. What all ranks know is said once."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # its whole schedule, at any failure
+    _end_with_agent()
+    world, code = World.from_environment(os.environ), 0
+    try:
+        act(world)
+    except StoppedError as stopped:
+        code = stopped.exit_code
+        if world.rank == 0:
+            logger.info("%s", stopped)
+    except UserError as error:
+        is_mine = world.rank == 0 or isinstance(error, AloneError)
+        code = _told(error, aloud="json" if is_json and is_mine else is_mine)
+    except KeyboardInterrupt:
+        code = _INTERRUPTED
+    except Exception as error:
+        code = _report(error, world)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        os._exit(code)  # a peer may be gone: waiting for it in destroy_process_group could hang
+    dist.destroy_process_group()
+
+
+def _end_with_agent() -> None:
+    """Be sent SIGTERM when the agent is gone, however it ended: nobody else would stop this rank then."""
+    agent = os.environ.get(AGENT)
+    if agent is None:
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the agent says that it was interrupted
+    with contextlib.suppress(AttributeError):  # another kernel than Linux
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    try:
+        os.kill(int(agent), 0)
+    except ProcessLookupError:  # it was gone before
+        os._exit(RankError.exit_code)
+
+
+def _told(error: UserError, *, aloud: bool | Literal["json"] = True) -> int:
+    code = error.exit_code
+    tell(Ending(kind="failed", code=code, where=error.where, problem=error.problem, hint=error.hint), aloud=aloud)
+    return code
+
+
+def _report(error: Exception, world: World) -> int:
+    """Say what ended this rank: too little memory or a lost peer in a line, our own bug with its traceback."""
+    place = here(world.rank)
+    if (short := exhausted(error)) is not None:
+        return _told(short.within(place))
+    lost = [cause for cause in causes(error) if isinstance(cause, dist.DistError) or "gloo" in str(cause).lower()]
+    if lost:
+        reason = str(lost[0]).splitlines()[0].partition(". ")[0][:200]
+        problem = f"another rank is gone or too slow: {reason}"
+        tell(Ending(kind="lost", code=RankError.exit_code, where=place, problem=problem))
+        return RankError.exit_code
+    tell(Ending(kind="failed", code=1, where=place, problem=traceback.format_exc().rstrip()))
+    return 1

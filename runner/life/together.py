@@ -1,0 +1,80 @@
+"""Fail together: what is wrong on one rank ends all ranks, with the same message everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from manifests.errors import UserError
+from runner.life.exhaustion import exhausted
+from runner.life.place import here
+
+__all__ = ["AloneError", "alone", "from_rank_0", "together"]
+
+T = TypeVar("T")
+
+
+class AloneError(UserError):
+    """What one rank met while the others went on: it says so itself, and its end ends them."""
+
+
+class _BugError(UserError):
+    """What is our bug on another rank, which keeps the traceback."""
+
+    exit_code = 1
+
+
+@contextmanager
+def together(task: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Run a block on every rank of a group; when any rank's block raised, raise on all of them.
+
+    The block may run no collectives of its own. The message names each rank that failed, once.
+
+    Raises:
+        UserError: what the first failing rank met, with a line for each of the others.
+    """
+    failure: UserError | None = None
+    unexpected: BaseException | None = None
+    try:
+        yield
+    except UserError as error:
+        failure = error
+    except Exception as error:
+        failure = exhausted(error)
+        if failure is None:  # our bug: the other ranks must end too, this one keeps its traceback
+            unexpected = error
+            failure = _BugError(task, f"{type(error).__name__}: {error}")
+    failures: list[tuple[str, UserError | None]] = [("", None)] * dist.get_world_size(group)
+    dist.all_gather_object(failures, (here(dist.get_rank()), failure), group=group)
+    if unexpected is not None:
+        raise unexpected
+    failed = {place: error for place, error in failures if error is not None}
+    if failed:
+        raise _joined(failed)
+
+
+def _joined(failed: dict[str, UserError]) -> UserError:
+    (place, first), *others = failed.items()
+    problem = first.problem + "".join(
+        f"\n{place}: {error.where}: {error.problem}" for place, error in others if str(error) != str(first)
+    )
+    return first.within(place) if not others else type(first)(f"{place}: {first.where}", problem, first.hint)
+
+
+def from_rank_0(value: T) -> T:
+    """Give rank 0's value, on every rank; each of them calls this."""
+    shared = [value]
+    dist.broadcast_object_list(shared, src=0)
+    return shared[0]
+
+
+@contextmanager
+def alone(rank: int) -> Iterator[None]:
+    """Run a block where a gather at every turn would cost too much; its errors name the rank."""
+    try:
+        yield
+    except UserError as error:
+        raise AloneError(error.within(here(rank)).where, error.problem, error.hint) from error

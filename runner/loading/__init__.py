@@ -1,0 +1,1 @@
+"""Bundles to parameters: each rank reads what it holds and nothing else."""

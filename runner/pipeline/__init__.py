@@ -1,0 +1,1 @@
+"""Stages, what they hand on, and the schedules that run them."""

@@ -1,0 +1,238 @@
+"""A pipeline over several ranks. The only file that knows torch.distributed.pipelining."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import distributed as dist
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+
+from manifests.schedules import LoweredTable
+from runner.data.batches import Batch
+from runner.pipeline.chunk import StageChunk
+from runner.pipeline.codec import Crossing, form_of
+from runner.pipeline.microbatches import check_shape, evaluating, total
+from runner.pipeline.timetable import Timetable
+from runner.pipeline.wire import Wire
+from runner.recipe import BatchOptions
+from runner.training.head import loss_of, whole_heads
+from runner.watching.trace import RanKind, Recorder
+
+__all__ = ["Lane", "Pipeline", "Purpose"]
+
+# Gradients and a loss; a loss without gradients; logits.
+Purpose = Literal["train", "evaluate", "logits"]
+_MOST_LANES = 4  # each keeps the buffers of what it receives
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Lane:
+    """What torch needs to take batches of one shape through this rank's stages, for one purpose."""
+
+    stages: tuple[_Stage, ...]
+    crossings: tuple[Crossing, ...]  # one for each stage
+    runtime: Any  # runs the actions of a table
+
+
+class Pipeline:
+    """A schedule over several ranks; see `runner.pipeline.schedule.Schedule`.
+
+    # Note [One runtime for all schedules]
+    torch's schedule runtime carries out a table of actions, whichever it is given. We give it our own:
+    the one that was validated and that plans are simulated on, for training, and one of forwards alone
+    for everything else, because torch's `eval` of schedules in a v fails (torch 2.13:
+    "can't steal_bwd_input"). Receives stand where both ranks agree on their order; see Note [Order of
+    transfers] in manifests/schedules/lower.py.
+    """
+
+    def __init__(
+        self,
+        timetable: Timetable,
+        chunks: Sequence[StageChunk],
+        wire: Wire,
+        options: BatchOptions,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._timetable, self._chunks, self._wire = timetable, tuple(chunks), wire
+        self._options, self._group = options, group
+        self._device = chunks[0].device
+        self.recorder = Recorder(self._device)
+        self._lanes: dict[tuple[Purpose, BatchOptions], Lane] = {}  # the last used at the end
+        self.has_first = any(chunk.stage == 0 for chunk in chunks)
+        self.has_last = any(chunk.stage == timetable.placement.num_stages - 1 for chunk in chunks)
+
+    def train(self, batch: Batch | None, cut: BatchOptions | None = None) -> float | None:
+        cut = cut or self._options
+        losses: list[torch.Tensor] = []
+        args, kwargs = self._inputs(batch, cut, losses)
+        lane = self._enter("train", cut)
+        lane.runtime.step(*args, **kwargs, return_outputs=False)
+        for stage in lane.stages:
+            stage.wait_for_sends()
+        return total(losses) if self.has_last else None
+
+    def evaluate(self, batch: Batch | None, cut: BatchOptions | None = None) -> float | None:
+        cut = cut or self._options
+        losses: list[torch.Tensor] = []
+        args, kwargs = self._inputs(batch, cut, losses)
+        self._evaluate(self._enter("evaluate", cut), args, {**kwargs, "return_outputs": False})
+        return total(losses) if self.has_last else None
+
+    def logits(self, tokens: torch.Tensor | None, cut: BatchOptions | None = None) -> torch.Tensor | None:
+        cut = cut or self._options
+        args: tuple[torch.Tensor, ...] = ()
+        if self.has_first:
+            assert tokens is not None, "the rank with the first stage needs tokens"
+            check_shape(tokens, cut)
+            args = (tokens.to(self._device),)
+        with whole_heads(self._chunks):
+            return self._evaluate(self._enter("logits", cut), args, {"return_outputs": True})
+
+    def build_lane(self, purpose: Purpose, cut: BatchOptions) -> Lane:
+        """Build what batches of this shape need. Shapes are given, never inferred: that would run on garbage."""
+        num_microbatches, num_stages = cut.num_microbatches, self._timetable.placement.num_stages
+        tables = self._timetable.training if purpose == "train" else self._timetable.forward
+        table = tables(num_microbatches)
+        forms = {
+            boundary: self._wire.form(boundary, cut.microbatch, cut.seq_len)
+            for chunk in self._chunks
+            for boundary in (chunk.stage, chunk.stage + 1)
+        }
+        for chunk in self._chunks:
+            if chunk.head is not None and purpose != "logits":  # it hands on what the head is given
+                (logits,) = forms[chunk.stage + 1].examples()
+                forms[chunk.stage + 1] = form_of(logits[..., :1].expand(-1, -1, chunk.head.width))
+        stages = tuple(
+            _Stage(
+                chunk,
+                chunk.stage,
+                num_stages,
+                chunk.device,
+                input_args=forms[chunk.stage].examples(),
+                output_args=forms[chunk.stage + 1].examples(),
+                group=self._group,
+            )
+            for chunk in self._chunks
+        )
+        loss = None if purpose == "logits" else loss_of(self._chunks)
+        if purpose == "train":
+            loss = self.recorder.loss(num_stages - 1, loss_of(self._chunks))
+            for stage in stages:
+                stage.recorder = self.recorder
+        return Lane(
+            stages=stages,
+            crossings=tuple(
+                Crossing(arriving=forms[chunk.stage], leaving=forms[chunk.stage + 1]) for chunk in self._chunks
+            ),
+            runtime=_runtime(stages, table, loss),
+        )
+
+    def _enter(self, purpose: Purpose, cut: BatchOptions) -> Lane:
+        """Give the lane for a purpose and a shape, the chunks being set to it."""
+        key = (purpose, cut)
+        lane = self._lanes.pop(key, None) or self.build_lane(purpose, cut)
+        self._lanes[key] = lane
+        if len(self._lanes) > _MOST_LANES:
+            del self._lanes[next(iter(self._lanes))]
+        for chunk, crossing in zip(self._chunks, lane.crossings, strict=True):
+            chunk.crossing = crossing
+        return lane
+
+    def _evaluate(self, lane: Lane, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+        with evaluating(self._chunks):
+            outputs: torch.Tensor | None = lane.runtime.eval(*args, **kwargs)
+        for stage in lane.stages:
+            stage.wait_for_sends()
+            stage.clear_runtime_states()  # or the activations of every microbatch stay
+        return outputs
+
+    def _inputs(
+        self, batch: Batch | None, cut: BatchOptions, losses: list[torch.Tensor]
+    ) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+        if not (self.has_first or self.has_last):
+            return (), {}
+        assert batch is not None, "ranks with the first or the last stage read the data"
+        check_shape(batch.tokens, cut)
+        args = (batch.tokens.to(self._device),) if self.has_first else ()
+        if not self.has_last:
+            return args, {}
+        return args, {
+            "target": batch.labels.to(self._device),
+            "losses": losses,
+            "loss_kwargs": {"num_tokens": batch.num_tokens},
+        }
+
+
+class _Stage(PipelineStage):
+    """Forgets what torch would keep in memory until a step ends: tensors that were sent, and evaluated logits.
+
+    # Note [Waiting for sends]
+    Before a stage sends once more, it waits until all but its last few sends have arrived. That cannot
+    stop the pipeline: every send and its receive enter the tables of both ranks at one moment (see
+    Note [Order of transfers] in manifests/schedules/lower.py), so whatever the receiver does before
+    needs nothing that the sender does later.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sent = deque[list[dist.Work]]()
+        self.recorder: Recorder | None = None
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._timed("F", fwd_chunk_id):
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        if self.is_last and not self.has_backward:
+            self.fwd_cache.clear()  # they are sent nowhere, and no backward comes
+        return output
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        with self._timed("B" if full_backward else "I", bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        with self._timed("W", bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._send(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._send(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def wait_for_sends(self, *, but: int = 0) -> None:
+        """Wait until all but the last `but` sends have arrived."""
+        while len(self._sent) > but:
+            for work in self._sent.popleft():
+                work.wait()
+
+    def _timed(self, kind: RanKind, microbatch: int) -> AbstractContextManager[None]:
+        return self.recorder.action(kind, self.stage_index, microbatch) if self.recorder else nullcontext()
+
+    def _send(self, ops: Sequence[dist.P2POp]) -> list[dist.P2POp]:
+        self.wait_for_sends(but=self.num_stages)
+        self._sent.append([op.op(op.tensor, group=op.group, tag=op.tag, group_dst=op.group_peer) for op in ops])
+        return []  # nothing is left to send
+
+
+def _runtime(stages: Sequence[PipelineStage], table: LoweredTable, loss: Callable[..., torch.Tensor] | None) -> Any:
+    """Give torch's runtime with a table of ours, which is known to run: torch's own checks want backwards in it."""
+    # See Note [Loss over tokens].
+    runtime: Any = _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
+        list(stages), table.num_microbatches, loss_fn=loss, scale_grads=False
+    )
+    ranks = {stage: table.placement.rank_of(stage) for stage in range(table.placement.num_stages)}
+    runtime.stage_index_to_group_rank = ranks
+    for stage in stages:
+        stage.stage_index_to_group_rank = ranks
+    runtime.pipeline_order_with_comms = {
+        rank: [_Action.from_str(str(step)) for step in steps] for rank, steps in enumerate(table.ranks)
+    }
+    return runtime

@@ -1,0 +1,141 @@
+"""Microbatches through stages: over the ranks of a pipeline, or on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import distributed as dist
+
+from runner.data.batches import Batch
+from runner.pipeline.chunk import StageChunk
+from runner.pipeline.microbatches import check_shape, evaluating, total
+from runner.pipeline.runtime import Pipeline
+from runner.pipeline.timetable import Timetable
+from runner.pipeline.wire import Wire
+from runner.recipe import BatchOptions
+from runner.training.head import loss_of, whole_heads
+from runner.watching.trace import Recorder
+
+__all__ = ["Schedule", "build_schedule"]
+
+
+class Schedule(Protocol):
+    """The microbatches of a batch on their way through this rank's stages.
+
+    Every rank of the pipeline calls the same method at the same time. A rank with the first stage
+    needs the batch for its tokens, one with the last stage for its labels; others may pass None.
+
+    # Note [Shapes are declared]
+    Ranks in the middle see no data, and torch sends no shapes. So every rank says the shape of a
+    batch that is not the run's own, as a `cut`, the same on all of them; who calls knows it without a
+    message, from the options, the step or the text so far. Data of any other shape is refused on the
+    rank that holds it. What a shape needs is built when it first comes, and kept for the last few.
+    """
+
+    @property
+    def has_first(self) -> bool: ...
+    @property
+    def has_last(self) -> bool: ...
+    @property
+    def recorder(self) -> Recorder:
+        """What times the actions of `train`."""
+        ...
+
+    def train(self, batch: Batch | None, cut: BatchOptions | None = None) -> float | None:
+        """Add the gradients of the batch's loss to every parameter's `.grad`.
+
+        Gives the loss, the mean over the valid tokens of the whole batch, where the last stage is.
+
+        Raises:
+            UsageError: on all ranks alike, for a number of microbatches that the schedule cannot run.
+            ValueError: the batch has another shape than was declared.
+        """
+        ...
+
+    def evaluate(self, batch: Batch | None, cut: BatchOptions | None = None) -> float | None:
+        """Give the loss of the batch where the last stage is; gradients stay as they are."""
+        ...
+
+    def logits(self, tokens: torch.Tensor | None, cut: BatchOptions | None = None) -> torch.Tensor | None:
+        """Give the logits (B, L, V) of tokens (B, L) where the last stage is."""
+        ...
+
+
+def build_schedule(
+    timetable: Timetable,
+    chunks: Sequence[StageChunk],
+    wire: Wire,
+    options: BatchOptions,
+    group: dist.ProcessGroup | None = None,
+) -> Schedule:
+    """Give the schedule that runs this rank's chunks, which have their memory; `options` is the run's own cut.
+
+    `group` holds the ranks of one pipeline, in order; None means all. A single rank needs no
+    pipeline: it takes each microbatch through its chunks in turn, with the same arithmetic.
+    """
+    if timetable.placement.num_ranks == 1:
+        return _Plain(chunks, options)
+    return Pipeline(timetable, chunks, wire, options, group)
+
+
+class _Plain:
+    """One rank, all stages, no pipeline."""
+
+    has_first = has_last = True
+
+    def __init__(self, chunks: Sequence[StageChunk], options: BatchOptions) -> None:
+        self._chunks, self._options = tuple(chunks), options
+        self._device = chunks[0].device
+        self.recorder = Recorder(self._device)
+
+    def train(self, batch: Batch | None, cut: BatchOptions | None = None) -> float:
+        losses, loss_fn, recorder = [], loss_of(self._chunks), self.recorder
+        last = self._chunks[-1].stage
+        for number, (tokens, labels, num_tokens) in enumerate(self._microbatches(batch, cut)):
+            crossing: Any = tokens
+            for chunk in self._chunks:
+                with recorder.action("F", chunk.stage, number):
+                    crossing = chunk(crossing)
+            with recorder.action("L", last, number):
+                loss = loss_fn(crossing, labels, num_tokens=num_tokens)
+            with recorder.action("B", last, number):  # of all stages at once
+                torch.autograd.backward(loss)
+            losses.append(loss.detach())
+        return total(losses)
+
+    def evaluate(self, batch: Batch | None, cut: BatchOptions | None = None) -> float:
+        loss_fn = loss_of(self._chunks)
+        with evaluating(self._chunks):
+            return total(
+                [
+                    loss_fn(self._forward(tokens), labels, num_tokens=num_tokens)
+                    for tokens, labels, num_tokens in self._microbatches(batch, cut)
+                ]
+            )
+
+    def logits(self, tokens: torch.Tensor | None, cut: BatchOptions | None = None) -> torch.Tensor:
+        assert tokens is not None, "the only rank has the tokens"
+        cut = cut or self._options
+        check_shape(tokens, cut)
+        with evaluating(self._chunks), whole_heads(self._chunks):
+            return torch.cat([self._forward(part) for part in torch.split(tokens.to(self._device), cut.microbatch)])
+
+    def _forward(self, crossing: Any) -> torch.Tensor:
+        for chunk in self._chunks:
+            crossing = chunk(crossing)
+        logits: torch.Tensor = crossing
+        return logits
+
+    def _microbatches(
+        self, batch: Batch | None, cut: BatchOptions | None
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+        assert batch is not None, "the only rank reads the data"
+        cut = cut or self._options
+        check_shape(batch.tokens, cut)
+        tokens, labels = (
+            torch.split(tensor.to(self._device), cut.microbatch) for tensor in (batch.tokens, batch.labels)
+        )
+        for token_part, label_part in zip(tokens, labels, strict=True):
+            yield token_part, label_part, batch.num_tokens

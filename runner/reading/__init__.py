@@ -1,0 +1,1 @@
+"""runner eval and runner generate: a model that is only read."""

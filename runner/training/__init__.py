@@ -1,0 +1,1 @@
+"""One optimizer step: precision, recomputation, ties, the norm, AdamW."""

@@ -1,0 +1,92 @@
+"""One optimizer step: forward and backward, ties, norm, clip, AdamW."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from manifests.errors import RankError
+from runner.data.batches import Batch
+from runner.dimensions.parallel import Parallel
+from runner.pipeline.schedule import Schedule
+from runner.recipe import BatchOptions
+from runner.training.norm import StepTotals, clip_gradients
+from runner.training.optim import Optimizer
+from runner.training.ties import Tie, follow_leaders, sync_gradients
+from runner.watching.clock import Clock
+
+__all__ = ["Engine", "StepReport", "eval_step", "train_step"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Engine:
+    """What one rank trains with."""
+
+    schedule: Schedule
+    ties: tuple[Tie, ...]
+    totals: StepTotals
+    optimizer: Optimizer
+    parallel: Parallel | None = None  # None: no rank shares this one's stages
+    clock: Clock | None = None  # None: no times are told
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """What a step came to; the same on every rank."""
+
+    loss: float  # mean over the valid tokens of the global batch, before the step
+    num_tokens: int  # valid ones
+    grad_norm: float  # before clipping
+    lr: float
+    is_last: bool = False  # a rank was asked to stop, see `runner.life.watchdog`
+
+
+def train_step(
+    engine: Engine, batch: Batch | None, step: int, cut: BatchOptions | None = None, *, is_last: bool = False
+) -> StepReport:
+    """Take optimizer step number `step`, the first being 0; every rank calls this.
+
+    The clipped gradients stay in `.grad` until the next step. Ranks with neither the first nor the
+    last stage may pass no batch. A `cut` that is not the run's own is declared by all of them, see
+    Note [Shapes are declared] in schedule.py.
+
+    Raises:
+        RankError: on all ranks alike, before any weight changes, if a gradient or the loss is not finite.
+    """
+    optimizer = engine.optimizer
+    optimizer.zero_gradients()
+    if engine.parallel is not None:
+        engine.parallel.hold_gradients()
+    recorder, clock = engine.schedule.recorder, engine.clock
+    recorder.start()
+    loss = engine.schedule.train(batch, cut)
+    recorder.stop()
+    if engine.parallel is not None:
+        engine.parallel.finish_gradients()
+    sync_gradients(engine.ties)
+    times_s = partial(clock.read, recorder) if clock else tuple
+    try:
+        totals = engine.totals.reduce(loss, batch.num_tokens if batch else 0, is_last=is_last, times_s=times_s)
+    except RankError as error:
+        raise error.within(f"step {step + 1}") from error
+    if clock is not None:
+        clock.note_exchange(totals.times_s)
+    own = (parameter for _, parameter in optimizer.parameters)
+    clip_gradients(own, totals.norm, optimizer.options.max_norm)
+    lr = optimizer.step(step)
+    follow_leaders(engine.ties)
+    return StepReport(
+        loss=totals.loss,
+        num_tokens=totals.num_tokens,
+        grad_norm=totals.norm,
+        lr=lr,
+        is_last=totals.is_last,
+    )
+
+
+def eval_step(engine: Engine, batch: Batch | None, cut: BatchOptions | None = None) -> float:
+    """Give the loss of a batch, on every rank; nothing is trained."""
+    loss = engine.schedule.evaluate(batch, cut)
+    if engine.parallel is not None:
+        engine.parallel.rest()
+    return engine.totals.reduce_loss(loss)

@@ -1,0 +1,190 @@
+"""Tied weights: several parameters, on one rank or on many, that behave as one.
+
+# Note [Ties across stages]
+Every rank that holds a member of a tie group keeps a copy of the weight. On one rank all members
+share the copy's storage and have gradients of their own; the first of them leads. After the backward
+the leader's gradient becomes the sum over all members of all ranks, so every copy takes the same
+optimizer step. The norm counts the group once, on the rank of its owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from manifests.digest import digest_bytes
+from manifests.errors import InputError, RankError
+from manifests.placement import Placement
+from manifests.schema import TieGroup
+from runner.dimensions.shards import local_of, local_offset, mesh_dims
+from runner.pipeline.chunk import NamedParameter, StageChunk, named_hf_parameters
+from runner.training.precision import share_master, zero_gradient
+
+__all__ = ["Tie", "build_ties", "check_equal", "check_loaded", "follow_leaders", "lead_parameters", "sync_gradients"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Tie:
+    """A tie group as one of its ranks sees it."""
+
+    fqn: str  # the owner's: the group goes by it
+    members: tuple[nn.Parameter, ...]  # on this rank, the leader first; one storage
+    ranks: tuple[int, ...]  # of the pipeline, ascending: those with a member
+    is_counted_here: bool  # in the gradient's norm
+    group: dist.ProcessGroup | None = None  # of `ranks`; None when there is one
+    shares_storage: bool = True  # the members here; sharded ones cannot, and follow the leader by a copy
+
+    @property
+    def leader(self) -> nn.Parameter:
+        return self.members[0]
+
+
+def check_loaded(groups: Iterable[TieGroup], chunks: Sequence[StageChunk]) -> None:
+    """Make sure that the copies of a tied weight that this rank has read are equal; no collective.
+
+    Raises:
+        InputError: naming two that differ.
+    """
+    found = _by_name(chunks)
+    for group in groups:
+        keys = [(member.fqn, member.stage) for member in group.members if (member.fqn, member.stage) in found]
+        for key in keys[1:]:
+            if not torch.equal(local_of(found[key]), local_of(found[keys[0]])):
+                raise InputError(
+                    f"tied weight {group.owner.fqn}",
+                    f"{keys[0][0]} on stage {keys[0][1]} and {key[0]} on stage {key[1]} hold different values",
+                    "the bundles disagree; pack the source again",
+                )
+
+
+def build_ties(
+    groups: Iterable[TieGroup],
+    chunks: Sequence[StageChunk],
+    placement: Placement,
+    timeout: timedelta,
+    pipelines: Sequence[Sequence[int]] | None = None,
+) -> tuple[Tie, ...]:
+    """Tie this rank's parameters, which are loaded, and give the groups that it is part of.
+
+    Every rank calls this with the same groups: it creates a process group for each that spans ranks, in
+    each of the `pipelines`, which list their ranks; None: all ranks are one.
+    A replica takes over the values of the first member on its rank.
+    """
+    found = _by_name(chunks)
+    ties = []
+    for group in groups:
+        members = tuple(
+            found[member.fqn, member.stage] for member in group.members if (member.fqn, member.stage) in found
+        )
+        ranks = tuple(sorted({placement.rank_of(member.stage) for member in group.members}))
+        process_group = _process_group(ranks, timeout, pipelines) if len(ranks) > 1 else None
+        if not members:
+            continue
+        shares_storage = not mesh_dims(members[0])
+        for replica in members[1:] if shares_storage else ():
+            replica.data = members[0].data
+        share_master(members)
+        owner_here = (group.owner.fqn, group.owner.stage) in found
+        ties.append(
+            Tie(
+                fqn=group.owner.fqn,
+                members=members,
+                ranks=ranks,
+                is_counted_here=owner_here,
+                group=process_group,
+                shares_storage=shares_storage,
+            )
+        )
+    return tuple(ties)
+
+
+def follow_leaders(ties: Iterable[Tie]) -> None:
+    """Give members with a storage of their own what their leader has become."""
+    for tie in ties:
+        for member in () if tie.shares_storage else tie.members[1:]:
+            local_of(member.detach()).copy_(local_of(tie.leader.detach()))
+
+
+def lead_parameters(chunks: Sequence[StageChunk], ties: Sequence[Tie]) -> tuple[NamedParameter, ...]:
+    """Give the parameters that this rank's optimizer steps, with their FQNs: each storage once."""
+    led = {id(member) for tie in ties for member in tie.members[1:]}
+    return tuple(
+        (fqn, parameter)
+        for chunk in chunks
+        for fqn, parameter in named_hf_parameters(chunk)
+        if id(parameter) not in led
+    )
+
+
+def sync_gradients(ties: Sequence[Tie]) -> None:
+    """Make each leader's gradient the sum over its group; the other members' become None.
+
+    Every rank of a group calls this after the backward and before the norm. A member without a
+    gradient counts as zeros. Of sharded members, ranks add up the parts that they hold.
+    """
+    for tie in ties:
+        leader = tie.leader
+        if leader.grad is None:
+            leader.grad = torch.zeros_like(leader)
+        total = local_of(leader.grad)
+        for member in tie.members[1:]:
+            if member.grad is not None:
+                total += local_of(member.grad)
+                zero_gradient(member)
+        if tie.group is not None:
+            dist.all_reduce(total, group=tie.group)
+
+
+def check_equal(
+    ties: Sequence[Tie],
+    *,
+    of: Callable[[nn.Parameter], torch.Tensor] = lambda weight: weight,
+) -> None:
+    """Make sure that all copies of each tied weight, or of what `of` gives for it, hold the same bytes.
+
+    Every rank calls this. Ranks that hold the same part of a weight are compared, of all pipelines.
+
+    Raises:
+        RankError: on all ranks alike, naming the weight and the ranks that differ.
+    """
+    if not dist.is_initialized():
+        return
+    tied = [(tie.fqn, of(tie.leader)) for tie in ties if tie.group is not None]
+    mine = {(fqn, local_offset(tensor)): _digest(local_of(tensor)) for fqn, tensor in tied}
+    everyone: list[dict[tuple[str, tuple[int, ...]], str]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, mine)
+    for key in sorted({key for digests in everyone for key in digests}):
+        holders = {rank: digests[key] for rank, digests in enumerate(everyone) if key in digests}
+        if len(set(holders.values())) > 1:
+            shown = ", ".join(f"rank {rank} {digest[:23]}…" for rank, digest in holders.items())
+            raise RankError(
+                key[0],
+                f"the copies of this tied weight differ: {shown}",
+                "if this is the first step, the bundles disagree: pack the source again",
+            )
+
+
+def _by_name(chunks: Sequence[StageChunk]) -> dict[tuple[str, int], nn.Parameter]:
+    return {(fqn, chunk.stage): parameter for chunk in chunks for fqn, parameter in named_hf_parameters(chunk)}
+
+
+def _process_group(
+    ranks: Sequence[int], timeout: timedelta, pipelines: Sequence[Sequence[int]] | None
+) -> dist.ProcessGroup | None:
+    own: dist.ProcessGroup | None = None
+    for pipeline in pipelines or (range(dist.get_world_size()),):
+        members = [pipeline[rank] for rank in ranks]
+        # A new group does not take over the world's timeout.
+        group: dist.ProcessGroup | None = dist.new_group(members, timeout=timeout)
+        own = group if dist.get_rank() in pipeline else own
+    return own
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return digest_bytes(flat.numpy().data)
