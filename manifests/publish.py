@@ -94,12 +94,12 @@ def check_target(out: Path, force: bool, is_ours: Callable[[Path], bool]) -> Non
     if not os.path.lexists(out) or (out.is_dir() and not out.is_symlink() and not any(out.iterdir())):
         return
     if not force:
-        raise InputError(str(out), "exists already", "choose another --out, or replace it with --force")
+        raise InputError(str(out), "exists already", "choose another folder, or replace it with --force")
     if not out.is_dir() or out.is_symlink() or not is_ours(out):
         raise InputError(
             str(out),
             "exists, and is not a folder that this command writes; --force does not replace it",
-            "choose another --out, or remove it yourself",
+            "choose another folder, or remove it yourself",
         )
 
 

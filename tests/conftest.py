@@ -1,11 +1,15 @@
 """What holds for every test: one thread per process, no hub, no deadline but the timeout."""
 
 import os
+import signal
 
 from hypothesis import settings
 
 # Before anything imports torch, tokenizers or huggingface_hub; processes that tests start inherit it.
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
+
+# A shell's background jobs ignore Ctrl-C, and so would all that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A shared machine stalls now and then: an example may take long, a test may not (`timeout`, pyproject.toml).
 settings.register_profile("house", deadline=None)

@@ -22,6 +22,7 @@ from runner.dimensions.degrees import Degrees
 from runner.dimensions.refusals import check_combination, check_divides, check_sinks, combine, share_of
 from runner.launch.processes import record_here
 from runner.launch.record import make_log_dir, write_record
+from runner.life.ending import AGENT
 from runner.life.supervise import stopping
 from runner.loading.packed import Packed, open_packed
 from runner.options import TrainOptions, recall
@@ -62,6 +63,7 @@ def launch_here(
         make_log_dir(job.log_dir)
         write_record(job.log_dir, record_here(job.log_dir, job.name))
     sys.stdout.flush()
+    os.environ[AGENT] = str(os.getpid())  # which stays
     os.execv(sys.executable, command)
 
 

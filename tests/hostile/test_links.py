@@ -123,9 +123,9 @@ def test_output_that_is_a_link_is_refused(target: str, source: Path, packed: Pat
     out, before = tmp_path / "out", files_in(tmp_path / "full")
     out.symlink_to(target)
     for flags, problem in (
-        ((), "exists already\nhint: choose another --out, or replace it with --force"),
+        ((), "exists already\nhint: choose another folder, or replace it with --force"),
         (("--force",), "exists, and is not a folder that this command writes; --force does not replace it\n"
-         "hint: choose another --out, or remove it yourself"),
+         "hint: choose another folder, or remove it yourself"),
     ):  # fmt: skip
         for command in (("pack", source, "--layout", "pp=2"), ("export", packed, "--to", "hf")):
             ended = reshard(*command, "--out", out, *flags)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -198,3 +200,21 @@ def test_architecture_without_a_family_is_refused_by_name(tmp_path: Path) -> Non
         "error: config.json: architectures: 'BloomForCausalLM' can be packed, but the runner has no family for it\n"
         f"hint: known to the runner: {', '.join(TRAINED)}\n"
     )
+
+
+@pytest.mark.parametrize("begun_s", [0.8, 2.0, 4.0])
+def test_ctrl_c_while_ranks_are_being_started_ends_all_without_a_traceback(
+    begun_s: float, packed: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "runner.cli", "launch", packed, "--", "--data", "synthetic", "--log-dir", tmp_path]
+    process = subprocess.Popen(
+        [*command, "--steps", "100000", "--timeout", "8"],
+        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    time.sleep(begun_s)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode in (130, -signal.SIGINT), said
+    assert "Traceback" not in said
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)

@@ -35,6 +35,15 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of 190 MiB in one file, which takes a while to send."""
+    folder = tmp_path_factory.mktemp("models") / "large"
+    config = llama_config(hidden_size=1024, intermediate_size=4096, vocab_size=16000)
+    write_model(folder, config, random_tensors(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
 def packed(source: Path) -> Path:
     out = source.with_name("packed")
     assert run("pack", source, "--layout", "pp=2", "--out", out)
@@ -192,8 +201,8 @@ def test_pack_that_is_killed_leaves_no_manifest_and_says_so_when_it_is_tried_aga
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_pack_that_is_interrupted_leaves_nothing(s3: S3Server, source: Path, number: int) -> None:
-    command = (sys.executable, "-m", "reshard.cli", "pack", source, "--layout", "pp=2", "--out", url_of("interrupted"))
+def test_pack_that_is_interrupted_leaves_nothing(s3: S3Server, large: Path, number: int) -> None:
+    command = (sys.executable, "-m", "reshard.cli", "pack", large, "--layout", "pp=2", "--out", url_of("interrupted"))
     worker = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     while not s3.uploads(BUCKET, "interrupted/") and worker.poll() is None:
         pass
@@ -205,11 +214,9 @@ def test_pack_that_is_interrupted_leaves_nothing(s3: S3Server, source: Path, num
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_model(s3: S3Server, tmp_path: Path) -> None:
-    config = llama_config(hidden_size=1024, intermediate_size=4096, vocab_size=16000)
-    write_model(tmp_path / "model", config, random_tensors(config))
-    nbytes = (tmp_path / "model" / "model.safetensors").stat().st_size
-    peak_nbytes, _ = measured("pack", str(tmp_path / "model"), url_of("large"))
+def test_memory_does_not_grow_with_the_model(s3: S3Server, large: Path) -> None:
+    nbytes = (large / "model.safetensors").stat().st_size
+    peak_nbytes, _ = measured("pack", str(large), url_of("large"))
     assert s3.uploads(BUCKET, "large/") == []
     assert peak_nbytes < NUM_UPLOADS * (NUM_PARTS + 1) * 8 * MIB + 24 * MIB < nbytes  # parts, and Python
 

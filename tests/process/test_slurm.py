@@ -20,7 +20,7 @@ from tests.servers.slurm import Slurm, missing_for_slurm, start_slurm
 MISSING = missing_for_slurm()
 pytestmark = [
     pytest.mark.process,
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(420),
     pytest.mark.skipif(MISSING is not None, reason=f"no Slurm: {MISSING}"),
 ]
 
@@ -68,7 +68,7 @@ def state(slurm: Slurm, log: Path) -> dict[str, Any]:
     return found
 
 
-def wait_for_end(slurm: Slurm, log: Path, limit_s: float = 120) -> str:
+def wait_for_end(slurm: Slurm, log: Path, limit_s: float = 240) -> str:
     deadline = time.monotonic() + limit_s
     while (found := state(slurm, log))["state"] in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"):
         if found["reason"] == "BeginTime":  # after a requeue Slurm waits for two minutes

@@ -19,7 +19,7 @@ from manifests.publish import publishing
 ROOT = Path(__file__).parents[3]
 NOT_OURS = (
     "exists, and is not a folder that this command writes; --force does not replace it\n"
-    "hint: choose another --out, or remove it yourself"
+    "hint: choose another folder, or remove it yourself"
 )
 
 
@@ -75,7 +75,7 @@ def test_working_folder_is_filled_by_its_short_name(tmp_path: Path, monkeypatch:
 def test_folder_that_exists_is_refused_and_kept(tmp_path: Path) -> None:
     out = tmp_path / "out"
     publish(out, "old")
-    assert refusal(out) == f"{out}: exists already\nhint: choose another --out, or replace it with --force"
+    assert refusal(out) == f"{out}: exists already\nhint: choose another folder, or replace it with --force"
     assert (out / "ours").read_text() == "old"
     assert names_in(tmp_path) == ["out"]
 

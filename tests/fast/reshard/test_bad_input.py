@@ -209,9 +209,9 @@ def test_output_that_exists_is_refused_and_kept(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("years of work")
     for flags, problem in (
-        ((), "exists already\nhint: choose another --out, or replace it with --force"),
+        ((), "exists already\nhint: choose another folder, or replace it with --force"),
         (("--force",), "exists, and is not a folder that this command writes; --force does not replace it\n"
-         "hint: choose another --out, or remove it yourself"),
+         "hint: choose another folder, or remove it yourself"),
     ):  # fmt: skip
         ended = reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out", *flags)
         assert (ended.code, ended.err) == (3, f"error: {tmp_path}/out: {problem}\n")

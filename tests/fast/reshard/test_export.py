@@ -189,7 +189,9 @@ def test_export_refuses_a_folder_that_exists_and_replaces_a_model_folder_when_fo
     out = pack(tmp_path / "source")
     exported = export(out)
     ended = reshard("export", out, "--to", "hf", "--out", exported)
-    assert ended.err == (f"error: {exported}: exists already\nhint: choose another --out, or replace it with --force\n")
+    assert ended.err == (
+        f"error: {exported}: exists already\nhint: choose another folder, or replace it with --force\n"
+    )
     (exported / "config.json").write_text("{}")
     export(out, "--force")
     assert files_in(exported) == files_in(tmp_path / "source")

@@ -62,9 +62,9 @@ REFUSED: list[tuple[str, Words, Words, str]] = [
     ("pp2", (), ("--eval-data", "synthetic"), "--eval-data: synthetic has no end, so it cannot be read once\n"
      "hint: name files"),
     ("pp2", (), ("--save", "PLACE/pp2"), "PLACE/pp2: exists already\n"
-     "hint: choose another --out, or replace it with --force"),
+     "hint: choose another folder, or replace it with --force"),
     ("pp2", (), ("--save", "PLACE/source", "--force"), "PLACE/source: exists, and is not a folder that this command "
-     "writes; --force does not replace it\nhint: choose another --out, or remove it yourself"),
+     "writes; --force does not replace it\nhint: choose another folder, or remove it yourself"),
 ]  # fmt: skip
 
 
