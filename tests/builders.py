@@ -124,14 +124,24 @@ def llama_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def random_tensors(config: Mapping[str, Any], *, dtypes: Sequence[str] = ("BF16",), seed: int = 0) -> dict[str, Tensor]:
-    """Fill a model's tensors with random bytes, dealing out dtypes; a tied head is not among them."""
+    """Fill a model's tensors with random bytes, dealing out dtypes; a tied head is not among them.
+
+    Values in F32 are below 2, so that they can be cast.
+    """
     generator = random.Random(seed)
     return {
-        fqn: Tensor(dtype=dtype, shape=shape, data=generator.randbytes(prod(shape) * DTYPE_BITS[dtype] // 8))
+        fqn: Tensor(dtype=dtype, shape=shape, data=_random_bytes(generator, prod(shape), dtype))
         for fqn, shape in llama_shapes(config).items()
         if not (fqn == HEAD and config["tie_word_embeddings"])
         for dtype in [generator.choice(dtypes)]
     }
+
+
+def _random_bytes(generator: random.Random, count: int, dtype: str) -> bytes:
+    data = bytearray(generator.randbytes(count * DTYPE_BITS[dtype] // 8))
+    if dtype == "F32":
+        data[3::4] = data[3::4].translate(bytes(byte & 0xBF for byte in range(256)))  # an exponent's highest bit
+    return bytes(data)
 
 
 def header_of(

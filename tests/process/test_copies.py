@@ -126,6 +126,7 @@ def test_node_without_room_is_refused_before_anything_is_copied(packed: Path, tm
         subprocess.run(["umount", small], check=True)
 
 
+@pytest.mark.slow
 def test_manifest_in_a_bucket_is_trained_from_copies(packed: Path, moto: MotoServer, tmp_path: Path) -> None:
     assert reshard("pack", packed, "--layout", "pp=2", "--out", url_of("pp2")).code == 0
     scratch = tmp_path / "scratch"

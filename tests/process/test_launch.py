@@ -202,7 +202,9 @@ def test_architecture_without_a_family_is_refused_by_name(tmp_path: Path) -> Non
     )
 
 
-@pytest.mark.parametrize("begun_s", [0.8, 2.0, 4.0])
+@pytest.mark.parametrize(
+    "begun_s", [pytest.param(0.8, marks=pytest.mark.slow), 2.0, pytest.param(4.0, marks=pytest.mark.slow)]
+)
 def test_ctrl_c_while_ranks_are_being_started_ends_all_without_a_traceback(
     begun_s: float, packed: Path, tmp_path: Path
 ) -> None:

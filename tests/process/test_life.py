@@ -21,7 +21,8 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return pack_tiny(tmp_path_factory.mktemp("models"), 2)
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR2, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
 def test_signal_to_one_rank_stops_all_after_the_same_step_and_the_next_run_loses_nothing(
     packed: Path, tmp_path: Path, number: signal.Signals
 ) -> None:

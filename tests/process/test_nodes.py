@@ -102,6 +102,7 @@ def opened_by(node: str, tmp_path: Path) -> set[Path]:
     return found
 
 
+@pytest.mark.slow
 def test_every_node_copies_only_its_own_bundles_and_has_the_same_ranks_when_the_job_starts_again(
     network: Network, packed: Path, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -131,7 +132,7 @@ def test_damaged_shard_is_refused_and_leaves_no_copy(trained: Path, folder: Copy
 
 
 def test_several_at_once_make_one_copy(trained: Path, folder: CopyFolder) -> None:
-    shard = shard_of(trained)
+    shard, folder = shard_of(trained), replace(folder, limit_s=30)
     with ThreadPoolExecutor(8) as pool:
         made = list(pool.map(lambda _: bring(folder, trained, shard), range(8)))
     assert made.count(True) == 1
