@@ -1,8 +1,7 @@
-"""`runner launch`, and `status`, `logs` and `cancel` of what it submitted. No torch."""
+"""`runner launch`: reads its flags and a job file, checks them, and starts or submits the ranks. No torch."""
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from runner.loading.fetch import name_of, opened
 from runner.loading.packed import Packed
 from runner.options import TrainOptions, is_training_flag, parse_training
 
-__all__ = ["cancel", "launch", "logs", "report", "status"]
+__all__ = ["launch"]
 
 
 def _read_job(context: click.Context, parameter: click.Parameter, path: Path | None) -> None:
@@ -212,70 +211,3 @@ def _submit(job: Job, scheduler: str, *, follow: bool, dry_run: bool) -> None:
     click.echo(f"submitted {record.name} as {scheduler} job {record.id}; runner status {job.log_dir}")
     if follow:
         sys.exit(follow_job(record, Path(record.output), lambda text: click.echo(text, nl=False), job.log_dir))
-
-
-_LOG_DIR = click.argument("log_dir", type=click.Path(path_type=Path), metavar="LOG_DIR")
-
-
-@click.command()
-@_LOG_DIR
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def status(log_dir: Path, as_json: bool) -> None:
-    """Say what a launched job does, how far it has come, and why it failed."""
-    from runner.launch import watch
-
-    found = watch.status(log_dir)
-    if as_json:
-        click.echo(json.dumps(found))
-        return
-    why = f" ({found['reason']})" if found.get("reason") else ""
-    where = f" on {found['nodes']}" if found.get("nodes") else ""
-    again = f", queued again {found['requeues']} times" if found.get("requeues") else ""
-    click.echo(f"{found['name']}: {found['scheduler']} job {found['id']} is {found['state']}{why}{where}{again}")
-    if found["last_step"] is not None:
-        loss = f", loss {found['last_loss']:.6f}" if found["last_loss"] is not None else ""
-        saved = f", last checkpoint {found['last_checkpoint']}" if found["last_checkpoint"] else ""
-        click.echo(f"step {found['last_step']}{loss}{saved}")
-    for rank in found["silent_ranks"]:
-        click.echo(f"no sign of life from {rank}")
-    if found["error"]:
-        click.echo(f"error: {found['error']}")
-
-
-@click.command()
-@_LOG_DIR
-@click.option("-f", "--follow", is_flag=True, help="Go on printing until the job ends.")
-@click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Only what this rank logs.")
-def logs(log_dir: Path, follow: bool, rank: int | None) -> None:
-    """Print what a launched job has printed; of one on this machine, what rank 0 has."""
-    from runner.launch import watch
-
-    watch.show_logs(log_dir, lambda text: click.echo(text, nl=False), rank=rank, is_followed=follow)
-
-
-@click.command()
-@_LOG_DIR
-@click.option("--force", is_flag=True, help="Kill a job of this machine at once, and save nothing.")
-def cancel(log_dir: Path, force: bool) -> None:
-    """End a launched job; one that saves checkpoints saves, if it has the time."""
-    from runner.launch import watch
-
-    record = watch.cancel(log_dir, is_forced=force)
-    click.echo(f"cancelled {record.scheduler} job {record.id}")
-
-
-@click.command()
-@_LOG_DIR
-@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", show_default="LOG_DIR/report.html")
-def report(log_dir: Path, out: Path | None) -> None:
-    """Draw a run as one HTML page: loss, throughput, and, of steps that --trace wrote, the pipeline.
-
-    \b
-    Example:
-      runner launch ./packed -- --data text/ --steps 100 --trace 20-30 && runner report runner-log
-    """
-    from runner.report.page import write_report
-
-    path = out or log_dir / "report.html"
-    said = write_report(log_dir, path)
-    click.echo(f"{path}: {said}")

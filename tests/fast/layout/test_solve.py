@@ -161,9 +161,9 @@ def test_deepseek_v3_on_16_ranks_of_2_stages_solves_in_a_tenth_of_a_second(style
     asked = problem(deepseek_v3_costs(), 16, 2, style)
     took = []
     for _ in range(5):
-        begun = time.perf_counter()
+        begun = time.process_time()
         split = solve(asked)
-        took.append(time.perf_counter() - begun)
+        took.append(time.process_time() - begun)
     assert split is not None
     assert split.proven
     assert max(per_stage(asked.costs, split.bounds)) == 2 * 11_507_288_064

@@ -59,9 +59,9 @@ def test_deepseek_v3_has_the_91991_tensors_and_689_gb_of_its_index_and_is_built_
     config = read_config("deepseek-v3")
     took_s = []
     for _ in range(3):
-        started_s = time.perf_counter()
+        started_s = time.process_time()
         shape = model_shape(config)
-        took_s.append(time.perf_counter() - started_s)
+        took_s.append(time.process_time() - started_s)
     assert len(shape.tensors) == 91_991
     assert min(took_s) < 0.5
     scales = {fqn for fqn in shape.tensors if fqn.endswith("_scale_inv")}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from tests.builders import EMBEDDING, HEAD, leftovers, llama_config, reshard, wr
 
 ROOT = Path(__file__).parents[3]
 VERBS = ("plan", "pack", "export", "verify", "inspect")
-MAX_HELP_S = 0.3
 COMMAND = "from reshard.cli import main; main()"
 LOADED = (
     "import atexit, sys; atexit.register(lambda: print(*sorted({m.partition('.')[0] for m in sys.modules}), "
@@ -97,14 +95,8 @@ def test_help_of_a_verb_ends_with_an_example(verb: str) -> None:
 
 
 @pytest.mark.parametrize("args", [("--help",), ("pack", "--help")])
-def test_help_shows_in_under_a_third_of_a_second_without_heavy_imports(args: tuple[str, ...]) -> None:
-    took_s = []
-    for _ in range(5):
-        start = time.perf_counter()
-        ended = subprocess_of(COMMAND, *args)
-        took_s.append(time.perf_counter() - start)
-        assert ended.stdout.startswith("Usage:")
-    assert min(took_s) < MAX_HELP_S, took_s
+def test_help_imports_nothing_heavy(args: tuple[str, ...]) -> None:
+    assert subprocess_of(COMMAND, *args).stdout.startswith("Usage:")
     assert set(subprocess_of(LOADED + COMMAND, *args).stderr.split()) & HEAVY == set()
 
 
