@@ -123,6 +123,8 @@ def _begin(
         if training is not None:
             said += differences(options, training)
             options = recall(options, remembered(training))
+            if training.step >= options.steps:
+                said += (f"it has taken all of --steps {options.steps}: only a larger number trains on",)
         said += _beyond_positions(launched, options)
         nearby = nearby_of(launched, origin, options, mesh, world, has_moments=training is not None)
         shared_by = _SharedBy(mesh=mesh, device=device) if options.degrees.load == "broadcast" else None

@@ -103,6 +103,7 @@ class Transformers:
         self._decoder.check(ConfigReader(config, where), max_seq_len)
         self._class: type[PreTrainedModel] = getattr(transformers, shape.architecture)
         self._where = where
+        self._check_aliases(config)
         with self._refusals():
             self._config = self._class.config_class.from_dict({**config, **_CONFIG})
 
@@ -164,6 +165,13 @@ class Transformers:
         except (StrictDataclassError, AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
             said = " ".join(str(error).split())
             raise InputError(self._where, f"transformers {transformers.__version__} refuses it: {said}") from error
+
+    def _check_aliases(self, config: Mapping[str, object]) -> None:
+        """Refuse two names of one field that say different things: which of them counts is transformers' secret."""
+        for alias, name in self._class.config_class.attribute_map.items():
+            if alias in config and name in config and config[alias] != config[name]:
+                problem = f"{config[alias]!r} contradicts {name}, which is the same field and is {config[name]!r}"
+                raise InputError(f"{self._where}: {alias}", problem, "leave the wrong one out")
 
     def _fqn_of(self, name: str) -> str:
         """Give a parameter's name in files, all experts of a layer in one."""

@@ -52,7 +52,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     launch_jobs(runs, 4, [runs.job(n, four, *recipe, *data, "--checkpoint", runs.history(n)) for n, data in whole])
     launch_jobs(runs, 4, [resumed(runs, "same", four, name) for name in NAMES])
     wrong = ("--data", runs.place / "lines.jsonl", "--no-shuffle", "--resume", runs.checkpoint("whole-packed", 6))
-    launch_jobs(runs, 2, [*(resumed(runs, "fewer", two, name) for name in NAMES), runs.job("wrong", two, *wrong)])
+    taken = (*data_of(PACKED, runs.place), "--resume", runs.checkpoint("whole-packed"))
+    others = [runs.job("wrong", two, *wrong), runs.job("taken", two, *taken)]
+    launch_jobs(runs, 2, [*(resumed(runs, "fewer", two, name) for name in NAMES), *others])
     return runs
 
 
@@ -97,3 +99,8 @@ def test_data_in_another_order_is_refused(runs: Runs) -> None:
         "error: rank 0: --data: is cut into other sequences than those of which the checkpoint has used 48: files, "
         "their sizes, --seq-len, --text-field, --pack, --shuffle, --data-weight, --seed or the tokenizer changed"
     )
+
+
+def test_run_that_has_taken_all_its_steps_says_so_and_takes_none(runs: Runs) -> None:
+    assert f"note: it has taken all of --steps {STEPS}: only a larger number trains on" in runs.said("taken")
+    assert runs.losses("taken") == {}

@@ -211,6 +211,12 @@ def test_stage_without_modules_hands_on_what_it_gets() -> None:
          "config.json: logit_scale: 'inv_sqrt_d_model' is not modelled; expected 1 or nothing"),
         ("tiny-mpt", {"resid_pdrop": 0.1}, "config.json: resid_pdrop: 0.1 is not modelled; expected 0 or nothing"),
         ("tiny-opt", {"layerdrop": 0.1}, "config.json: layerdrop: 0.1 is not modelled; expected 0 or nothing"),
+        ("tiny-mixtral", {"num_experts": 7},
+         "config.json: num_experts: 7 contradicts num_local_experts, which is the same field and is 4\n"
+         "hint: leave the wrong one out"),
+        ("tiny-gpt2", {"num_attention_heads": 2},
+         "config.json: num_attention_heads: 2 contradicts n_head, which is the same field and is 4\n"
+         "hint: leave the wrong one out"),
         ("tiny-gpt2", {"n_positions": 47},
          "--seq-len: expected at most 47, which is n_positions of the model's config, found 48"),
         ("tiny-mpt", {"max_seq_len": 32},
