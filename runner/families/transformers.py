@@ -103,9 +103,9 @@ class Transformers:
         self._decoder.check(ConfigReader(config, where), max_seq_len)
         self._class: type[PreTrainedModel] = getattr(transformers, shape.architecture)
         self._where = where
-        self._check_aliases(config)
         with self._refusals():
             self._config = self._class.config_class.from_dict({**config, **_CONFIG})
+        self._check_aliases(config)
 
     def build(self, modules: tuple[str, ...]) -> nn.Module:
         """Build these modules, and no others, on the meta device, layers numbered as in the whole model.
@@ -168,7 +168,7 @@ class Transformers:
 
     def _check_aliases(self, config: Mapping[str, object]) -> None:
         """Refuse two names of one field that say different things: which of them counts is transformers' secret."""
-        for alias, name in self._class.config_class.attribute_map.items():
+        for alias, name in self._config.attribute_map.items():
             if alias in config and name in config and config[alias] != config[name]:
                 problem = f"{config[alias]!r} contradicts {name}, which is the same field and is {config[name]!r}"
                 raise InputError(f"{self._where}: {alias}", problem, "leave the wrong one out")
