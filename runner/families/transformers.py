@@ -36,6 +36,8 @@ _CONFIG: Mapping[str, object] = {
     "tie_word_embeddings": False,
     "use_cache": False,
 }
+# What sizes of experts have to be a multiple of, or torch's product of all of them at once refuses them in 16 bits.
+_ALIGNMENT = 8
 
 
 class CutModel(nn.Module):
@@ -106,6 +108,8 @@ class Transformers:
         with self._refusals():
             self._config = self._class.config_class.from_dict({**config, **_CONFIG})
         self._check_aliases(config)
+        if any(size % _ALIGNMENT for name, sizes in shape.tensors.items() if ".experts." in name for size in sizes):
+            self._config._experts_implementation = "eager"
 
     def build(self, modules: tuple[str, ...]) -> nn.Module:
         """Build these modules, and no others, on the meta device, layers numbered as in the whole model.

@@ -78,6 +78,15 @@ def test_model_may_be_cut_anywhere(name: str, changes: Mapping[str, Any], tmp_pa
     assert torch.equal(forward(chunks_of(tmp_path, len(family.modules))), expected)
 
 
+@torch.no_grad()
+def test_experts_of_widths_that_torch_cannot_multiply_at_once_are_multiplied_one_by_one(tmp_path: Path) -> None:
+    save_decoder(tmp_path, "tiny-mixtral", intermediate_size=78)
+    model = transformers.MixtralForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.bfloat16, experts_implementation="eager"
+    )
+    assert torch.equal(forward(chunks_of(tmp_path, 2, torch.bfloat16)), model(TOKENS).logits)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from((("gate_up_proj", 2 * ROWS, COLUMNS), ("down_proj", COLUMNS, ROWS))),
