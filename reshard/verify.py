@@ -41,6 +41,7 @@ class VerifyReport:
     nbytes: int
     compared_nbytes: int
     source: str | None
+    num_beyond: int  # tensors, moments all of them, of which the source has none
     differences: tuple[Difference, ...]
 
 
@@ -68,10 +69,12 @@ def verify(
     digests = dict(zip(compared, hash_each(compared, progress, differences), strict=True))
     differences += _unlike_their_digests(digests)
     differences += _unlike_their_files(manifest, file.folder)
+    num_beyond = 0
     if options.against is not None:
         for holds, found in kinds.items():
             expected = options.against.tensors if holds == WEIGHTS else options.against.moments.get(holds)
             if expected is None:  # a source that nobody trained
+                num_beyond += len({tensor.name for tensor in found})
                 continue
             stored = _whole(found, digests, differences, progress)
             differences += differences_from(expected, stored, manifest.ties, progress)
@@ -87,6 +90,7 @@ def verify(
         nbytes=sum(tensor.nbytes for tensor in tensors),
         compared_nbytes=sum(tensor.nbytes for tensor in compared),
         source=options.against.location if options.against else None,
+        num_beyond=num_beyond,
         differences=tuple(dict.fromkeys(differences)),  # stages may share an original file
     )
 

@@ -86,6 +86,13 @@ def test_export_of_a_training_checkpoint_is_the_model_alone(tmp_path: Path) -> N
     assert files_in(exported) == files_in(tmp_path / "source")
 
 
+def test_verify_says_that_a_folder_of_the_model_alone_has_no_moments(tmp_path: Path) -> None:
+    trained = write_trained(tmp_path, "pp=2")
+    done = reshard("verify", trained, "--against", tmp_path / "source")
+    said = f"39 weights are as in {tmp_path / 'source'}; it has none of the 78 moments\n"
+    assert (done.code, done.out.partition(": ")[2]) == (0, said)
+
+
 def test_verify_names_every_damage_to_moments(tmp_path: Path) -> None:
     trained = write_trained(tmp_path, "pp=2")
     flipped, gone = trained / "stage-000/exp_avg/model.safetensors", trained / "stage-001/exp_avg_sq/model.safetensors"
