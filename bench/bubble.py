@@ -4,8 +4,8 @@
 
 Each run is the runner's own, with --trace; the numbers are those of `runner report`. On paper, every action takes the
 median of the time that was measured for its stage, and transfers cost nothing. `two ranks` compute for real, a core
-each. Four ranks need not have a core each: there, every layer of a small model also waits, with its core free, 30 ms
-in its forward and 60 ms in its backward, as it would for an accelerator. Tensors, transfers and the order of things
+each. Four ranks need not have a core each: there, every layer of a small model also waits, with its core free, 100 ms
+in its forward and 200 ms in its backward, as it would for an accelerator. Tensors, transfers and the order of things
 are real; how long a layer takes is made. --page keeps the report of `four ranks`, on the demo's text, and its pipeline
 beside it as a picture.
 """
@@ -46,10 +46,10 @@ class Case:
 
 CASES = (
     Case(name="two ranks", layout="Et*4|t*4L", num_ranks=2, schedule="1F1B", width=768, seq_len=256),
-    Case(name="four ranks", layout="Et*2|t*2|t*2|t*2L", num_ranks=4, schedule="1F1B", width=512, seq_len=32,
-         wait_s=0.030),
+    Case(name="four ranks", layout="Et*2|t*2|t*2|t*2L", num_ranks=4, schedule="1F1B", width=128, seq_len=32,
+         wait_s=0.1),
     Case(name="four ranks, two stages each", layout="Et|t|t|t|t|t|t|tL", num_ranks=4, schedule="Interleaved1F1B",
-         width=512, seq_len=32, wait_s=0.030),
+         width=128, seq_len=32, wait_s=0.1),
 )  # fmt: skip
 
 

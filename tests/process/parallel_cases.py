@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = ["LAYOUTS", "MODELS", "NORMAL", "SLOW_4", "SLOW_8", "VOCAB_SIZE", "Case"]
+__all__ = ["LAYOUTS", "MODELS", "NORMAL", "SLOW_4", "SLOW_8", "SLOW_MIXED", "VOCAB_SIZE", "Case"]
 
 VOCAB_SIZE = 96
 _TIED = {"tie_word_embeddings": True}
 # What tensor parallelism cuts must divide: it has models of its own.
 _EVEN = ("even-qwen3-moe", "even-deepseek-v3", "even-deepseek-v3-plain", "even-gpt-oss")
+_ALL = ("all-qwen3-moe", "all-deepseek-v3", "all-gpt-oss")
 # A config of tests/data, and what is changed of it. Numbers that no number of ranks divides are here on purpose,
 # of words, of hidden units and of experts; so is an attention of one head, whose sinks are one number.
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -42,10 +43,15 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "even-deepseek-v3": ("tiny-deepseek-v3", {}),
     "even-deepseek-v3-plain": ("tiny-deepseek-v3", {"q_lora_rank": None, "n_shared_experts": 2}),
     "even-gpt-oss": ("tiny-gpt-oss", {}),
+    # Every token goes to all experts: how sums are rounded does not decide which ones.
+    "all-qwen3-moe": ("tiny-qwen3-moe", {"num_experts_per_tok": 8}),
+    "all-deepseek-v3": ("tiny-deepseek-v3", {"num_experts_per_tok": 8, "topk_group": 2}),
+    "all-gpt-oss": ("tiny-gpt-oss", {"num_experts_per_tok": 8}),
     "phi": ("tiny-phi", {"vocab_size": VOCAB_SIZE + 1}),  # whose head has a bias
 }
 LAYOUTS = ("pp=1", "pp=2", "pp=4", "pp=2,vpp=2", "pp=2,vpp=2,style=v")
 _DATA_TOLERANCE, _TENSOR_TOLERANCE = 1e-6, 5e-6  # of gradients, relative
+_MIXED_TOLERANCES = 5e-3, 5e-2  # 2^-8 is half a digit of bf16, in which tensor-parallel ranks add up
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,8 +77,18 @@ class Case:
         return f"{self.model}-{self.layout}"
 
     @property
+    def reference(self) -> Case:
+        """One rank that computes in the same dtypes."""
+        return Case(model=self.model, layout="pp=1", flags=MIXED if self.is_mixed else ())
+
+    @property
+    def is_mixed(self) -> bool:
+        return self.flags[: len(MIXED)] == MIXED
+
+    @property
     def tolerance(self) -> float:
-        return _DATA_TOLERANCE if self.tensor == 1 else _TENSOR_TOLERANCE
+        data, tensor = _MIXED_TOLERANCES if self.is_mixed else (_DATA_TOLERANCE, _TENSOR_TOLERANCE)
+        return data if self.tensor == 1 else tensor
 
     @property
     def args(self) -> list[str]:
@@ -88,13 +104,14 @@ class Case:
 def _families() -> tuple[Case, ...]:
     """Give each family on every kind of data parallelism, each sharded run gone on from, by shards and by copies."""
     cases = []
-    for model in (model for model in tuple(MODELS)[3:] if model not in _EVEN):
+    for model in (model for model in tuple(MODELS)[3:] if model not in _EVEN + _ALL):
         sharded, copied = Case(model=model, shard=2), Case(model=model, replicate=2)
         cases += [sharded, copied, Case(model=model, layout="pp=1", replicate=2, shard=2)]
         cases += [replace(sharded, origin=sharded), replace(copied, origin=sharded)]
     return tuple(cases)
 
 
+MIXED = ("--dtype", "bf16", "--master-dtype", "fp32")
 _ZBV = ("--schedule", "ZBVZeroBubble")
 _GPT_OSS = Case(model="gpt-oss", shard=2)
 _GPT2 = Case(model="gpt2", shard=2)
@@ -130,6 +147,8 @@ SLOW_4 = tuple(
         Case(model="tied", layout="pp=2,vpp=2,style=v", tensor=2, flags=_ZBV),
         Case(model="tied", layout="pp=2,vpp=2,style=v", replicate=2, flags=_ZBV),
         Case(model="tied", shard=2, flags=("--ac", "full")),
+        Case(model="tied", shard=2, flags=("--compile",)),
+        Case(model="tied", tensor=2, flags=("--compile",)),
         Case(model="untied", layout="pp=1", replicate=2, tensor=2, flags=("--load", "broadcast")),
         *(Case(model=model, tensor=2) for model in _EVEN),
         *(Case(model=model, layout="pp=1", shard=2, tensor=2) for model in _EVEN),
@@ -147,6 +166,16 @@ SLOW_4 = tuple(
         Case(model="mixtral", shard=2, flags=("--load", "broadcast")),
     )
     if case not in NORMAL
+)
+_MIXED = Case(model="untied", shard=2, flags=MIXED)
+SLOW_MIXED = (
+    _MIXED,
+    replace(_MIXED, origin=_MIXED),
+    Case(model="untied", replicate=2, flags=MIXED, origin=_MIXED),
+    Case(model="untied", layout="pp=1", shard=4, flags=MIXED, origin=_MIXED),
+    Case(model="untied", layout="pp=4", flags=MIXED, origin=_MIXED),
+    *(Case(model=model, tensor=2, flags=MIXED) for model in _ALL),
+    *(Case(model=model, layout="pp=1", shard=2, tensor=2, flags=MIXED) for model in _ALL),
 )
 SLOW_8 = (
     Case(model="tied", shard=2, tensor=2),

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from manifests.store import open_shard, read_manifest
 from tests.builders import reshard
 from tests.fast.runner.titans import save_titan
-from tests.process.parallel_cases import LAYOUTS, MODELS, NORMAL, SLOW_4, SLOW_8, Case
+from tests.process.parallel_cases import LAYOUTS, MODELS, NORMAL, SLOW_4, SLOW_8, SLOW_MIXED, Case
 from tests.process.torchrun import launch
 
 # Those that begin with what was packed, and not with a checkpoint.
@@ -55,23 +55,19 @@ def trained(place: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def trained_slow(place: Path, trained: Path) -> Path:
-    run_with_references(place, {4: SLOW_4, 8: SLOW_8})
+    run_with_references(place, {4: SLOW_4 + SLOW_MIXED, 8: SLOW_8})
     return place
 
 
 def run_with_references(place: Path, cases: Mapping[int, tuple[Case, ...]]) -> None:
-    """Train these cases on so many ranks, and once on one rank every model of theirs that was not yet."""
-    models = {case.model for some in cases.values() for case in some}
-    references = [one_rank(model) for model in sorted(models) if not (place / model).exists()]
-    for case in references:
-        pack_model(place, case.model)
-    run_cases(place, 1, references)
+    """Train these cases on so many ranks, and on one rank each reference of theirs that was not yet."""
+    references = {case.reference.name: case.reference for some in cases.values() for case in some}
+    missing = [case for name, case in sorted(references.items()) if not (place / f"{name}-0.pt").exists()]
+    for model in {case.model for case in missing if not (place / case.model).exists()}:
+        pack_model(place, model)
+    run_cases(place, 1, missing)
     for num_ranks, some in cases.items():
         run_cases(place, num_ranks, some)
-
-
-def one_rank(model: str) -> Case:
-    return Case(model=model, layout="pp=1")
 
 
 def pack_model(place: Path, model: str) -> None:
@@ -121,7 +117,7 @@ def check_against_one_rank(place: Path, case: Case) -> None:
     if case.origin is not None:
         check_goes_on(place, case, case.origin)
         return
-    ranks, (reference,) = found_by(place, case), found_by(place, one_rank(case.model))
+    ranks, (reference,) = found_by(place, case), found_by(place, case.reference)
     expected, found = whole([reference], "gradients"), whole(ranks, "gradients")
     for group in read_manifest(place / case.packed).ties:  # copies of one weight
         for replica in group.replicas:
@@ -131,7 +127,7 @@ def check_against_one_rank(place: Path, case: Case) -> None:
     for fqn, gradient in expected.items():
         assert is_close(found[fqn], gradient, case.tolerance, FLOOR), fqn
     weights, trained = whole([reference], "weights"), whole(ranks, "weights")
-    assert all(is_close(trained[fqn], weight, 1e-3) for fqn, weight in weights.items())
+    assert all(is_close(trained[fqn], weight, max(1e-3, 2 * case.tolerance)) for fqn, weight in weights.items())
     for rank in ranks:
         assert rank["reports"] == ranks[0]["reports"]
         for report, other in zip(rank["reports"], reference["reports"], strict=True):
@@ -144,7 +140,7 @@ def check_goes_on(place: Path, case: Case, origin: Case) -> None:
     saved, begun = whole(before, "saved"), whole(ranks, "begun")
     assert saved.keys() == begun.keys()
     assert all(begun[name].equal(tensor) for name, tensor in saved.items())
-    tolerance = 0 if case.is_same_run else 1e-5
+    tolerance = 0 if case.is_same_run else 1e-5 if not case.is_mixed else 5e-5
     assert all(rank["reports"] == [pytest.approx(before[0]["reports"][1], rel=tolerance, abs=0)] for rank in ranks)
     weights, trained = whole(before, "weights"), whole(ranks, "weights")
     assert all(is_close(trained[fqn], weight, 100 * tolerance) for fqn, weight in weights.items())
@@ -160,7 +156,7 @@ def test_ranks_that_share_a_stage_train_as_one_rank_does(case: Case, trained: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [*SLOW_4, *SLOW_8], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*SLOW_4, *SLOW_MIXED, *SLOW_8], ids=lambda case: case.name)
 def test_ranks_that_share_a_stage_train_as_one_rank_does_whole_matrix(case: Case, trained_slow: Path) -> None:
     check_against_one_rank(trained_slow, case)
 
