@@ -155,23 +155,24 @@ UNEVEN = (
     Case(schedule="InterleavedZeroBubble", num_ranks=3, weights="tied"),
     Case(schedule="DualPipeV", num_ranks=3, weights="tied"),
 )
-# One case for each schedule on two ranks and on four, each placement tied and untied.
+_SOME, _FEW = 4, 3  # steps: with each shape of a batch and clipping behind them; enough to see a mistake
+# One case for each schedule on two ranks and on four, each placement tied and untied. The whole matrix takes all steps.
 SPANNING = (
     Case(schedule="GPipe", num_ranks=1, weights="tied"),
     Case(schedule="ZBVZeroBubble", num_ranks=1),
     Case(schedule="GPipe", num_ranks=2),
     Case(schedule="1F1B", num_ranks=2, weights="tied"),
     Case(schedule="Interleaved1F1B", num_ranks=2, weights="tied"),
-    Case(schedule="LoopedBFS", num_ranks=2, weights="tied"),
-    Case(schedule="InterleavedZeroBubble", num_ranks=2),
+    Case(schedule="LoopedBFS", num_ranks=2, weights="tied", steps=_SOME),
+    Case(schedule="InterleavedZeroBubble", num_ranks=2, steps=_SOME),
     Case(schedule="ZBVZeroBubble", num_ranks=2, weights="tied"),
-    Case(schedule="DualPipeV", num_ranks=2),
-    Case(schedule="1F1B", num_ranks=4),
-    Case(schedule="InterleavedZeroBubble", num_ranks=4, weights="tied"),
-    Case(schedule="ZBVZeroBubble", num_ranks=4),
-    Case(schedule="DualPipeV", num_ranks=4, weights="tied"),
-    UNEVEN[0],
-    UNEVEN[3],
+    Case(schedule="DualPipeV", num_ranks=2, steps=_SOME),
+    Case(schedule="1F1B", num_ranks=4, steps=_SOME),
+    Case(schedule="InterleavedZeroBubble", num_ranks=4, weights="tied", steps=_SOME),
+    Case(schedule="ZBVZeroBubble", num_ranks=4, steps=_SOME),
+    Case(schedule="DualPipeV", num_ranks=4, weights="tied", steps=_SOME),
+    replace(UNEVEN[0], steps=_SOME),
+    replace(UNEVEN[3], steps=_SOME),
 )
 # One case for each of the other families: together every schedule, on two ranks and on four, tied and untied.
 ONE_EACH = tuple(
@@ -180,12 +181,12 @@ ONE_EACH = tuple(
         num_ranks=(2, 4)[number % 2],
         family=family,
         weights=_WEIGHTS[number // 2 % 2],
+        steps=_SOME,
     )
     for number, family in enumerate(CHANGES)
 )
 HALF = (Case(schedule="ZBVZeroBubble", num_ranks=2, weights="tied", dtype=torch.bfloat16),)
 FROM_CSV = (Case(schedule="ZBVZeroBubble", num_ranks=2, weights="tied", is_csv=True), _CSV)
-_FEW = 3  # steps, which are enough to see a mistake
 PLANTED = (
     Case(schedule="1F1B", num_ranks=2, weights="tied", plant="scale_grads", steps=_FEW),
     Case(schedule="1F1B", num_ranks=2, plant="mean_per_microbatch", steps=_FEW),

@@ -93,7 +93,7 @@ def accumulate(model: nn.Module, batch: Batch, order: Sequence[int]) -> list[flo
     return losses
 
 
-def train_transformers(folder: Path) -> Run:
+def train_transformers(folder: Path, steps: int = STEPS) -> Run:
     """Train the `transformers` model on whole batches, by its book."""
     from tests.fast.runner.titans import in_files, load  # slow to import, and ranks do without
 
@@ -103,7 +103,7 @@ def train_transformers(folder: Path) -> Run:
     )
     vocab_size = model.config.vocab_size
     run = Run(logits=[model(tokens).logits.detach() for tokens in texts(vocab_size)])
-    for step in range(STEPS):
+    for step in range(steps):
         batch = batch_of(step, vocab_size)
         optimizer.zero_grad()
         loss = cross_entropy(model(batch.tokens).logits.flatten(0, 1), batch.labels.flatten())

@@ -67,14 +67,6 @@ KILLED = (
 FAULTS = (
     Fault(name="killed", number=signal.SIGKILL, says=KILLED),
     Fault(
-        name="out of memory",
-        does="leak",
-        training=("--seq-len", "512", "--microbatch", "2", "--timeout", "60"),
-        says=rf"{PLACE}: out of memory: .+ could not be had, its process has had up to 0\.\d\d GiB\n"
-        r"hint: --ac full, --loss-chunk N, a smaller --microbatch, .+ take less; "
-        r"reshard plan MANIFEST says what every rank needs",
-    ),
-    Fault(
         name="hangs in Python",
         does="sleep",
         limit_s=8 + 30,
@@ -85,6 +77,14 @@ FAULTS = (
 )
 # A process that does not react to SIGTERM gets SIGKILL from torchrun after 30 s.
 SLOW_FAULTS = (
+    Fault(
+        name="out of memory",
+        does="leak",
+        training=("--seq-len", "512", "--microbatch", "2", "--timeout", "60"),
+        says=rf"{PLACE}: out of memory: .+ could not be had, its process has had up to 0\.\d\d GiB\n"
+        r"hint: --ac full, --loss-chunk N, a smaller --microbatch, .+ take less; "
+        r"reshard plan MANIFEST says what every rank needs",
+    ),
     Fault(name="is stopped", number=signal.SIGSTOP, says=SILENT, limit_s=8 + 30 + 15),
     Fault(name="hangs holding Python's lock", does="sleep_with_lock", says=SILENT, limit_s=8 + 30),
 )
@@ -152,7 +152,7 @@ def test_rank_that_the_kernel_kills_for_its_memory_ends_all_with_one_message(pac
 @pytest.mark.parametrize(
     ("number", "code"),
     [
-        (signal.SIGKILL, -signal.SIGKILL),
+        pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, 130, marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
     ],

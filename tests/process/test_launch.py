@@ -144,6 +144,7 @@ def loss_of(model: LlamaForCausalLM, text: Path) -> tuple[float, int]:
     return total / count, count
 
 
+@pytest.mark.slow
 def test_tied_weight_stored_once_trains_on_one_rank(source: Path, tmp_path: Path) -> None:
     packed = pack(source, "pp=1", tmp_path / "pp1")
     trained = tmp_path / "trained"

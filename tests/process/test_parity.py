@@ -128,7 +128,8 @@ def check_transformers(case: Case, found: Run, expected: Run) -> None:
 
 @pytest.mark.parametrize("case", CORRECT, **NAMED)
 def test_pipeline_equals_transformers(case: Case, runs: Path, models: Path) -> None:
-    check_transformers(case, read_run(runs, case), hugging_face(folder_of(models, case.family, case.weights)))
+    expected = hugging_face(folder_of(models, case.family, case.weights), case.steps)
+    check_transformers(case, read_run(runs, case), expected)
 
 
 @pytest.mark.parametrize("case", CORRECT + HALF, **NAMED)

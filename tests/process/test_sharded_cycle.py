@@ -16,6 +16,7 @@ from tests.process.test_parallel import Runs, pack_model
 
 pytestmark = [
     pytest.mark.process,
+    pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),  # torch's reader in one process
 ]

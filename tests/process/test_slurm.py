@@ -179,6 +179,7 @@ def test_killed_rank_is_started_again_from_the_last_checkpoint_within_a_minute(
     assert losses(log) == uninterrupted
 
 
+@pytest.mark.slow
 def test_preempted_job_saves_is_queued_again_and_loses_nothing(
     slurm: Slurm, packed: Path, tmp_path: Path, uninterrupted: dict[int, float]
 ) -> None:
