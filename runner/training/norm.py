@@ -20,7 +20,8 @@ __all__ = ["StepTotals", "Totals", "clip_gradients"]
 
 _HEAD = 3  # a row's numbers before the times and the squares
 _CURE = "a lower --lr, a longer warm-up or float32 usually cures it"
-_PART = 1 << 24  # elements squared at a time, so that float64 copies stay small
+# Elements squared at a time: a CPU's float64 copies stay in its cache, a GPU's are few and small beside its memory.
+_CPU_PART, _PART = 1 << 16, 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,5 +163,6 @@ def _squared_norms(parameters: Iterable[nn.Parameter], mesh: Mesh | None) -> lis
 def _squared_norm(gradient: torch.Tensor | None) -> torch.Tensor:
     if gradient is None:
         return torch.zeros((), dtype=torch.float64)
-    parts = [part.double().square().sum() for part in torch.split(gradient.reshape(-1), _PART)]
+    size = _CPU_PART if gradient.device.type == "cpu" else _PART
+    parts = [part.double().square().sum() for part in torch.split(gradient.reshape(-1), size)]
     return torch.stack(parts).sum()
