@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from manifests.digest import digest_bytes
-from manifests.errors import InputError
+from manifests.errors import InputError, UsageError
 from manifests.publish import publishing
 from manifests.store import write_file
 from reshard.checkpoint import TensorAt
@@ -24,7 +24,7 @@ from stores.address import is_url
 from stores.manifest_file import Address
 from stores.object_output import ObjectTarget, open_output
 
-__all__ = ["NUM_UPLOADS", "BucketTarget", "FolderTarget", "Target", "open_target", "reread_nbytes"]
+__all__ = ["NUM_UPLOADS", "BucketTarget", "FolderTarget", "Target", "check_apart", "open_target", "reread_nbytes"]
 
 NUM_UPLOADS = 2  # shards under way at a time: one is hashed while another is sent
 
@@ -47,6 +47,17 @@ class Target(Protocol):
         ...
 
     def commit(self, name: str, data: bytes) -> None: ...
+
+
+def check_apart(out: Address, source: str) -> None:
+    """Make sure that an output does not become a part of the folder that it is made of.
+
+    Raises:
+        UsageError: it would lie inside it.
+    """
+    folder = Path(source).resolve()
+    if isinstance(out, Path) and folder.is_dir() and folder in out.resolve().parents:
+        raise UsageError("--out", f"{out} is inside {source}, which would have other files then", "choose a folder beside it")
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ def pack(
     from reshard.report.plan import plan_json, plan_text
     from reshard.shares import part_nbytes
     from reshard.source import open_source
-    from reshard.target import reread_nbytes
+    from reshard.target import check_apart, reread_nbytes
     from reshard.virtual import choose_stages
 
     if conversion.changes_bytes and (virtual or stages is not None):
@@ -78,6 +78,7 @@ def pack(
             "bytes that stay where they are cannot be converted",
             "pack without it",
         )
+    check_apart(out, source)
     division.check(out, virtual=virtual)
     part = parts.part_of(division)
     checkpoint = convert(open_source(source, frozenset(drop)), conversion)
@@ -93,7 +94,7 @@ def pack(
         click.echo(json.dumps(plan_json(planned, again_nbytes)) if as_json else plan_text(planned, again_nbytes))
         return
     for name in checkpoint.source.left_out:
-        click.echo(f"left out: {name} (weights in a format that reshard does not read)", err=True)
+        click.echo(f"left out: {name} (weights that transformers does not read beside safetensors)", err=True)
     nbytes = again_nbytes + sum(entry.nbytes for shard in shards for entry in shard.entries)
     if part is not None:
         nbytes = part_nbytes(shards, part)

@@ -32,6 +32,7 @@ class _Shards:
     """The shard names, and which tensor the index puts where (None without an index)."""
 
     names: tuple[str, ...]
+    beside: tuple[str, ...]  # safetensors that are none of them
     weight_map: Mapping[str, str] | None
     index_text: str | None
 
@@ -56,7 +57,7 @@ def open_folder(folder: Folder, drop: frozenset[str] = frozenset()) -> Checkpoin
     tensors = _under_fqns(tensors, shape)
     shape = without_absent(shape, tensors)
     check_coverage(tensors, shape, str(folder))
-    left_out = tuple(name for name in files if name.endswith(_OTHER_WEIGHTS))
+    left_out = tuple(name for name in files if name.endswith(_OTHER_WEIGHTS) or name in shards.beside)
     return Checkpoint(
         shape=shape,
         tensors=tensors,
@@ -113,8 +114,10 @@ def check_coverage(tensors: Mapping[str, TensorAt], shape: ModelShape, where: st
 def _find_shards(folder: Folder, files: tuple[str, ...]) -> _Shards:
     found = [name for name in files if name.endswith(SUFFIX)]
     if INDEX_NAME not in files:
+        beside = tuple(name for name in found if _is_beside(name))
+        found = [name for name in found if name not in beside]
         if found == [_SINGLE_NAME]:
-            return _Shards(names=(_SINGLE_NAME,), weight_map=None, index_text=None)
+            return _Shards(names=(_SINGLE_NAME,), beside=beside, weight_map=None, index_text=None)
         if not found:
             others = [name for name in files if name.endswith(_OTHER_WEIGHTS)]
             hint = f"{others[0]} is in a format that reshard does not read: {_CONVERT}" if others else _WANTED
@@ -138,14 +141,22 @@ def _find_shards(folder: Folder, files: tuple[str, ...]) -> _Shards:
                 f"names {name!r}, which is not in the folder",
                 "download the missing shard",
             )
-    stray = [name for name in found if name not in names]
+    others = [name for name in found if name not in names]
+    beside = tuple(name for name in others if _is_beside(name))
+    stray = [name for name in others if name not in beside]
     if stray:
         raise InputError(
             str(folder.file(stray[0])),
             f"stray shard: {INDEX_NAME} does not name it",
             "remove it, or download the index that belongs to these shards",
         )
-    return _Shards(names=names, weight_map=weight_map, index_text=raw.decode())
+    return _Shards(names=names, beside=beside, weight_map=weight_map, index_text=raw.decode())
+
+
+def _is_beside(name: str) -> bool:
+    """Say whether safetensors of this name are the model in its maker's form, or another one: in a folder of their own
+    (`original/` of gpt-oss) or as Mistral names them. transformers reads neither."""
+    return "/" in name or name.startswith("consolidated")
 
 
 def _tensors_of(folder: Folder, headers: Mapping[str, Header], shards: _Shards) -> dict[str, TensorAt]:

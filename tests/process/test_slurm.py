@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.fast.runner.tiny import save_model
-from tests.servers.slurm import Slurm, missing_for_slurm, start_slurm
+from tests.servers.slurm import REQUEUE_S, Slurm, missing_for_slurm, start_slurm
 
 MISSING = missing_for_slurm()
 pytestmark = [
@@ -220,7 +220,7 @@ def test_cancelled_job_is_not_queued_again_although_it_may_be(slurm: Slurm, pack
     log = begin_long(slurm, packed, tmp_path, "--requeue")
     runner(slurm, "cancel", log)
     wait_until(lambda: not [*ranks_on(slurm, "node2"), *ranks_on(slurm, "node10")], slurm, log)
-    time.sleep(5)  # as long as Slurm takes to start a job that waits
+    time.sleep(REQUEUE_S + 5)  # by when Slurm would have started it again
     assert state(slurm, log)["state"] == "CANCELLED"
     assert state(slurm, log)["requeues"] == 0
 

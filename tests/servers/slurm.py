@@ -15,8 +15,9 @@ from pathlib import Path
 
 from tests.servers.network import CONTROL, Network, call, missing_for_network, start_network
 
-__all__ = ["Slurm", "missing_for_slurm", "start_slurm"]
+__all__ = ["REQUEUE_S", "Slurm", "missing_for_slurm", "start_slurm"]
 
+REQUEUE_S = 15  # for so long a job that is queued again waits; by default 120
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 _CONF = """\
 ClusterName={tag}
@@ -24,7 +25,7 @@ SlurmctldHost=ctl(10.77.0.254)
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/run/munge.sock
+AuthInfo=socket={folder}/run/munge.sock,cred_expire={requeue_s}
 CredType=cred/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool.%n
@@ -96,7 +97,7 @@ def start_slurm(folder: Path, nodes: Sequence[str] = ("n1", "n2"), cpus: int = 4
     with start_network(folder, nodes) as network:
         slurm = Slurm(folder=folder, network=network)
         (folder / "slurm.conf").write_text(
-            _CONF.format(tag=network.tag, folder=folder)
+            _CONF.format(tag=network.tag, folder=folder, requeue_s=REQUEUE_S)
             + "".join(
                 f"NodeName={node} NodeAddr=10.77.0.{number} CPUs={cpus} RealMemory=4000 State=UNKNOWN\n"
                 for number, node in enumerate(nodes, 1)

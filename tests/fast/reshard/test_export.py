@@ -156,19 +156,37 @@ def test_shard_of_which_everything_was_dropped_is_not_exported(tmp_path: Path) -
     assert reshard("plan", exported, "--layout", "pp=2").code == 0
 
 
-def test_weights_in_other_formats_are_left_out_by_name(tmp_path: Path) -> None:
-    write_model(tmp_path / "source")
+# As transformers, Mistral, Meta and OpenAI put them beside a model's shards.
+OTHER_WEIGHTS = (
+    "consolidated.safetensors",
+    "pytorch_model.bin",
+    "original/consolidated.00.pth",
+    "original/model.safetensors",
+)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_weights_in_other_formats_are_left_out_by_name(num_shards: int, tmp_path: Path) -> None:
+    write_model(tmp_path / "source", num_shards=num_shards)
     (tmp_path / "source" / "original").mkdir()
-    for name in ("pytorch_model.bin", "original/consolidated.00.pth"):
+    for name in OTHER_WEIGHTS:
         (tmp_path / "source" / name).write_bytes(b"the same weights once more")
     packed = reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out")
     assert packed.err == "".join(
-        f"left out: {name} (weights in a format that reshard does not read)\n"
-        for name in ("pytorch_model.bin", "original/consolidated.00.pth")
+        f"left out: {name} (weights that transformers does not read beside safetensors)\n" for name in OTHER_WEIGHTS
     )
     left_out = json.loads((tmp_path / "out/manifest.json").read_text())["source"]["left_out"]
-    assert left_out == ["pytorch_model.bin", "original/consolidated.00.pth"]
+    assert left_out == list(OTHER_WEIGHTS)
     assert files_in(tmp_path / "source").keys() - files_in(export(tmp_path / "out")).keys() == set(left_out)
+
+
+def test_pack_into_its_own_source_is_refused(tmp_path: Path) -> None:
+    write_model(tmp_path / "source")
+    for out in (tmp_path / "source/pp2", tmp_path / "source/a/../b/pp2"):
+        packed = reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", out)
+        problem = f"{out} is inside {tmp_path / 'source'}, which would have other files then"
+        assert (packed.code, packed.err) == (2, f"error: --out: {problem}\nhint: choose a folder beside it\n")
+    assert not (tmp_path / "source/pp2").exists()
 
 
 def test_folder_of_links_like_the_hubs_cache_is_packed_and_exported_as_files(tmp_path: Path) -> None:
