@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from manifests.digest import digest_bytes
-from manifests.errors import InputError
+from manifests.errors import InputError, UsageError
 from manifests.invariants import MANIFEST_NAME
 from manifests.schema import (
     BatchSizes,
@@ -49,6 +49,7 @@ def find_origins(root: Path, options: TrainOptions) -> tuple[Path, ...]:
     """Give the folders of manifests to begin with, the best first; `root` has the one that is launched.
 
     Raises:
+        UsageError: there is nowhere to look for checkpoints.
         InputError: there is no such checkpoint; or the folder of the run's own checkpoints holds later ones,
             which belong to another run.
     """
@@ -61,6 +62,9 @@ def find_origins(root: Path, options: TrainOptions) -> tuple[Path, ...]:
     if source not in (None, "auto"):
         origin = _named(source, history)
     training = read_manifest(origin).training
+    if source == "auto" and history is None and (training is None or training.optimizer is None):
+        problem = f"never finds anything: {origin} holds no optimizer state, and no --checkpoint DIR is given"
+        raise UsageError("--resume auto", problem, "add --checkpoint DIR --checkpoint-every N, or leave it out")
     first = training.step if training and source and not options.resume.weights_only else 0
     if past and (source is None or (step_of(past[0]) or 0) > first):
         raise InputError(

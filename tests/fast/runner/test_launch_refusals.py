@@ -79,10 +79,12 @@ def test_request_that_cannot_begin_is_refused(
     assert str(done.exception).replace(str(place), "PLACE") == message
 
 
-@pytest.mark.parametrize("training", [(), ("--resume", "auto"), ("--tp", "2"), ("--dp-shard", "auto")])
+@pytest.mark.parametrize(
+    "training", [(), ("--resume", "auto", "--checkpoint", "PLACE/new"), ("--tp", "2"), ("--dp-shard", "auto")]
+)
 def test_request_that_can_begin_is_not(training: Words, place: Path) -> None:
     words = ["launch", str(place / "pp2"), "--nproc-per-node", "4", "--dry-run", "--", "--data", "synthetic", *training]
-    done = CliRunner().invoke(cli, words)
+    done = CliRunner().invoke(cli, [word.replace("PLACE", str(place)) for word in words])
     assert done.exception is None, done.exception
 
 

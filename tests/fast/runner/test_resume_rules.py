@@ -82,6 +82,16 @@ def test_auto_is_the_newest_then_the_ones_before_then_what_is_launched(packed: P
     assert find_origins(packed, auto) == tuple(checkpoint_path(history, step) for step in (40, 10, 5))
 
 
+def test_auto_that_never_finds_anything_is_refused(packed: Path, trained: Path) -> None:
+    with pytest.raises(UsageError) as error:
+        find_origins(packed, options("--resume", "auto"))
+    assert str(error.value) == (
+        f"--resume auto: never finds anything: {packed} holds no optimizer state, and no --checkpoint DIR is given\n"
+        "hint: add --checkpoint DIR --checkpoint-every N, or leave it out"
+    )
+    assert find_origins(trained, options("--resume", "auto")) == (trained,)
+
+
 def test_checkpoint_is_named_by_its_step_its_folder_or_its_manifest(packed: Path, trained: Path) -> None:
     history = history_of(trained, 40)
     folder = checkpoint_path(history, 40)
