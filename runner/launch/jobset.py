@@ -17,7 +17,7 @@ from manifests.errors import UsageError, UserError
 from runner.launch.checks import check_mounts
 from runner.launch.job import Job
 from runner.launch.record import JobRecord
-from runner.life.supervise import SHUTDOWN_S, agent_command
+from runner.life.supervise import FINAL, SHUTDOWN_S, agent_command
 
 __all__ = ["JobSetState", "cancel", "find_state", "render", "submit"]
 
@@ -27,6 +27,9 @@ _MOUNT = re.compile(r"(/[^:]*|[a-z0-9]([-a-z0-9.]*[a-z0-9])?):(?P<target>/[^:]*)
 _PORT = 29500  # every pod has an address of its own
 _LIMIT_S = 60
 _LOGGED = re.compile(r"[EWI]\d{4} ")  # a line of kubectl's log, as klog writes it
+# A pod that ends with a code that no restart mends ends its job for a reason of its own, and that the whole JobSet.
+_MISTAKEN = {"action": "FailJob", "onExitCodes": {"containerName": "runner", "operator": "In", "values": list(FINAL)}}
+_ENDS = {"name": "mistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _GPU = "nvidia.com/gpu"
 
@@ -51,7 +54,7 @@ def render(job: Job) -> str:
         "kind": "JobSet",
         "metadata": {"name": job.name},
         "spec": {
-            "failurePolicy": {"maxRestarts": job.restarts},
+            "failurePolicy": {"maxRestarts": job.restarts, "rules": [_ENDS]},
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
             "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": _indexed_job(job)}}],
         },
@@ -121,6 +124,7 @@ def _indexed_job(job: Job) -> dict[str, Any]:
         "completions": job.nnodes,
         "completionMode": "Indexed",
         "backoffLimit": 0,
+        "podFailurePolicy": {"rules": [_MISTAKEN]},
         "template": {"spec": pod},
     }
 

@@ -13,12 +13,10 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
 
-from torch.distributed import run
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-
-from manifests.errors import UserError, error_json
+from manifests.errors import RankError, UserError, error_json
 from manifests.store import read_manifest
 from runner.launch.state import RunState, clear_state, read_state, write_state
 from runner.life.ending import AGENT, Ending
@@ -26,6 +24,10 @@ from runner.life.heartbeat import Beat, read_beats
 from runner.life.inquest import find_cause
 from runner.life.place import place_of, stages_of
 from runner.options import parse_training
+
+if TYPE_CHECKING:
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 __all__ = ["main"]
 
@@ -36,26 +38,44 @@ _WORKER = "runner.worker"
 
 def main() -> None:
     """Run torchrun on this process's arguments."""
-    _quieten()
+    torchrun = _quiet_torchrun()
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
     os.environ[AGENT] = str(os.getpid())
     log_dir, begun = _log_dir(sys.argv), time.time()
     if log_dir is not None and _number("--node-rank", "PET_NODE_RANK") == 0:
         clear_state(log_dir)
     try:
-        run.main(sys.argv[1:])
+        torchrun.main(sys.argv[1:])
     except ChildFailedError as error:
         sys.exit(_end(error.failures, log_dir, begun))
     except SignalException as error:
         if not _is_known(log_dir):
             print(f"interrupted by {signal.Signals(int(error.sigval)).name}", file=sys.stderr)
         sys.exit(_INTERRUPTED)
+    except DistError as error:
+        unmet = _unmet(error)
+        _say(unmet.error)
+        if log_dir is not None and read_state(log_dir) is None:
+            _note(unmet, log_dir, 0)
+        sys.exit(unmet.code)
 
 
-def _quieten() -> None:
-    """Let torchrun say nothing of its own: what there is to say, we say."""
+def _quiet_torchrun() -> ModuleType:
+    """Give torchrun, which says nothing of its own here: what there is to say, we say."""
+    levels = "TORCH_CPP_LOG_LEVEL"  # is read when torch is imported; the ranks keep the user's
+    asked = os.environ.get(levels)
+    os.environ[levels] = asked or "FATAL"
+    from torch.distributed import run
+
+    if asked is None:
+        del os.environ[levels]
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.distributed.run", "torch.distributed.launcher")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
+    return run
 
 
 def _end(failures: Mapping[int, ProcessFailure], log_dir: Path | None, begun: float) -> int:
@@ -65,13 +85,30 @@ def _end(failures: Mapping[int, ProcessFailure], log_dir: Path | None, begun: fl
     if cause is None:
         return _INTERRUPTED
     if cause.kind == "failed" or not _is_known(log_dir):
-        if "--json" in sys.argv:
-            print(error_json(cause.error), flush=True)
-        else:
-            print(f"error: {cause.error}", file=sys.stderr)
+        _say(cause.error)
         if log_dir is not None:
             _note(cause, log_dir, max((beat.step for beat in beats), default=0))
     return cause.code
+
+
+def _unmet(error: DistError) -> Ending:
+    """Give what keeps this node from meeting the others: torch raises it before any rank is started."""
+    number, num_nodes = _number("--node-rank", "PET_NODE_RANK"), _number("--nnodes")
+    address, port = (os.environ.get(f"PET_MASTER_{part}", "?") for part in ("ADDR", "PORT"))
+    where = f"node {number}, {socket.gethostname()}"
+    missed = f"not all of {num_nodes} nodes came to" if number == 0 else "node 0 was not met at"
+    problem = f"{missed} {address}:{port}: {' '.join(str(error).split())}"
+    hint = "was every node started? a firewall, or an address of another network, keeps nodes apart, too"
+    if "EADDRINUSE" in problem:
+        problem, hint = f"another process has port {port}, at which nodes meet", "end it, or launch again"
+    return Ending(kind="failed", code=RankError.exit_code, where=where, problem=problem, hint=hint)
+
+
+def _say(error: UserError) -> None:
+    if "--json" in sys.argv:
+        print(error_json(error), flush=True)
+    else:
+        print(f"error: {error}", file=sys.stderr)
 
 
 def _is_known(log_dir: Path | None) -> bool:

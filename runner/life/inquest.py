@@ -5,12 +5,14 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from typing import TYPE_CHECKING
 
 from runner.life.ending import Ending, read_ending
 from runner.life.heartbeat import ALIVE_S, Beat, log_path
 from runner.life.place import place_of
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 __all__ = ["find_cause"]
 

@@ -22,11 +22,11 @@ from runner.checkpoints.history import find_checkpoints, step_of
 from runner.launch.state import RunState, clear_state, read_state, write_state
 from runner.options import TrainOptions, parse_training
 
-__all__ = ["SHUTDOWN_S", "agent_command", "main", "srun_command", "stopping"]
+__all__ = ["FINAL", "SHUTDOWN_S", "agent_command", "main", "srun_command", "stopping"]
 
 logger = logging.getLogger("runner")
 SHUTDOWN_S = 30  # beyond the time that a checkpoint may take, ranks are killed
-_FINAL = (1, 2, 3, 4)  # a bug, or what the user must mend: another attempt would end alike
+FINAL = (1, 2, 3, 4)  # a bug, or what the user must mend: another attempt would end alike
 _INTERRUPTED = 130
 _HANDLED = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR2"
 
@@ -105,7 +105,7 @@ class _Supervisor:
                 return 0
             if self._was_stopped() or self._stopping is not None:
                 return self._requeue() if requeue else _INTERRUPTED
-            if code in _FINAL:
+            if code in FINAL:
                 return code
             step = self._newest_step()
             if step <= before and attempt:

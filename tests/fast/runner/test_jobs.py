@@ -83,7 +83,17 @@ def test_jobset_is_what_the_api_models_allow(packed: Path) -> None:
     environment = {item["name"]: item for item in job["spec"]["template"]["spec"]["containers"][0]["env"]}
     assert environment["PET_MASTER_ADDR"]["value"] == "tiny-node-0-0.tiny"
     assert environment["A"]["value"] == "1"
-    assert document["spec"]["failurePolicy"] == {"maxRestarts": 2}
+    assert document["spec"]["failurePolicy"] == {
+        "maxRestarts": 2,
+        "rules": [{"name": "mistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
+    }
+    (rule,) = job["spec"]["podFailurePolicy"]["rules"]
+    assert (rule["action"], rule["onExitCodes"]["operator"], rule["onExitCodes"]["values"]) == (
+        "FailJob",
+        "In",
+        [1, 2, 3, 4],
+    )
+    assert rule["onExitCodes"]["containerName"] == job["spec"]["template"]["spec"]["containers"][0]["name"]
     assert job["spec"]["completions"] == job["spec"]["parallelism"] == 2
 
 

@@ -1,0 +1,53 @@
+"""What a node says that does not meet the others: each is torchrun's, on this machine, and alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
+
+ROOT = Path(__file__).parents[2]
+KEPT = "\nhint: was every node started\\? a firewall, or an address of another network, keeps nodes apart, too"
+
+
+@pytest.mark.parametrize(
+    ("number", "is_taken", "says"),
+    [
+        (0, False, "not all of 2 nodes came to 127.0.0.1:PORT: Timed out .+ 1/2 clients joined." + KEPT),
+        (1, False, "node 0 was not met at 127.0.0.1:PORT: The client socket has timed out .+" + KEPT),
+        (0, True, "another process has port PORT, at which nodes meet\nhint: end it, or launch again"),
+    ],
+    ids=["first", "second", "port"],
+)
+def test_node_that_is_alone_ends_with_a_sentence_and_a_code_that_a_restart_may_mend(
+    number: int, is_taken: bool, says: str, tmp_path: Path
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        port = taken.getsockname()[1]
+        if is_taken:
+            taken.listen()
+        else:
+            taken.close()
+        command = [
+            sys.executable, "-m", "runner.life.agent", "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "0",
+            "--rdzv-conf", "timeout=3", "-m", "runner.worker", "packed", "--data", "synthetic", "--log-dir", tmp_path,
+        ]  # fmt: skip
+        where = {"PET_NODE_RANK": str(number), "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port)}
+        done = subprocess.run(
+            command, cwd=ROOT, env={**os.environ, **where}, capture_output=True, text=True, timeout=50
+        )
+    assert done.returncode == 5, done.stderr
+    message = f"node {number}, {re.escape(socket.gethostname())}: {says.replace('PORT', str(port))}"
+    assert re.fullmatch(rf"error: {message}\n", done.stderr), done.stderr
+    state = json.loads((tmp_path / "state.json").read_text())
+    assert (state["ended"], state["code"]) == ("failed", 5)
+    assert re.fullmatch(message, state["error"])
