@@ -57,7 +57,9 @@ def check_apart(out: Address, source: str) -> None:
     """
     folder = Path(source).resolve()
     if isinstance(out, Path) and folder.is_dir() and folder in out.resolve().parents:
-        raise UsageError("--out", f"{out} is inside {source}, which would have other files then", "choose a folder beside it")
+        raise UsageError(
+            "--out", f"{out} is inside {source}, which would have other files then", "choose a folder beside it"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,10 @@ __all__ = ["CONFIG_NAME", "check_coverage", "open_folder", "without_absent"]
 CONFIG_NAME = "config.json"
 _SINGLE_NAME = "model.safetensors"
 # The same weights once more, in formats that nobody here reads. They are left out, by name.
-_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".npz")
+_OTHER_WEIGHTS = (
+    ".bin", ".ckpt", ".gguf", ".h5", ".mlmodel", ".msgpack", ".npz", ".onnx", ".onnx_data", ".ot", ".pb", ".pt", ".pth",
+    ".tflite",
+)  # fmt: skip
 _WANTED = "SOURCE must hold safetensors weights"
 _CONVERT = "transformers writes safetensors, from_pretrained(SOURCE).save_pretrained(DIR)"
 

@@ -160,6 +160,7 @@ def test_shard_of_which_everything_was_dropped_is_not_exported(tmp_path: Path) -
 OTHER_WEIGHTS = (
     "consolidated.safetensors",
     "pytorch_model.bin",
+    "rust_model.ot",
     "original/consolidated.00.pth",
     "original/model.safetensors",
 )
