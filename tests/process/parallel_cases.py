@@ -88,7 +88,7 @@ class Case:
     @property
     def tolerance(self) -> float:
         data, tensor = _MIXED_TOLERANCES if self.is_mixed else (_DATA_TOLERANCE, _TENSOR_TOLERANCE)
-        return data if self.tensor == 1 else tensor
+        return data if self.tensor == 1 and "--compile" not in self.flags else tensor  # compiled, sums are fused
 
     @property
     def args(self) -> list[str]:
@@ -148,7 +148,6 @@ SLOW_4 = tuple(
         Case(model="tied", layout="pp=2,vpp=2,style=v", replicate=2, flags=_ZBV),
         Case(model="tied", shard=2, flags=("--ac", "full")),
         Case(model="tied", shard=2, flags=("--compile",)),
-        Case(model="tied", tensor=2, flags=("--compile",)),
         Case(model="untied", layout="pp=1", replicate=2, tensor=2, flags=("--load", "broadcast")),
         *(Case(model=model, tensor=2) for model in _EVEN),
         *(Case(model=model, layout="pp=1", shard=2, tensor=2) for model in _EVEN),
