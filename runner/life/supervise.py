@@ -159,7 +159,8 @@ class _Supervisor:
         shown = subprocess.run(
             ["scontrol", "show", "job", "-o", str(self._job)], capture_output=True, text=True, check=False, timeout=60
         )
-        if "JobState=CANCELLED" in shown.stdout:  # Slurm would queue it again all the same
+        # One that was cancelled is CANCELLED, or COMPLETING while it ends, and Slurm would queue it again all the same.
+        if shown.returncode == 0 and not any(word in shown.stdout for word in ("JobState=RUNNING", "Reason=TimeLimit")):
             return _INTERRUPTED
         logger.info("stopped; the job is queued again")
         subprocess.run(["scontrol", "requeue", str(self._job)], check=False, timeout=60)

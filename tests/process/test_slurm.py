@@ -71,8 +71,6 @@ def state(slurm: Slurm, log: Path) -> dict[str, Any]:
 def wait_for_end(slurm: Slurm, log: Path, limit_s: float = 240) -> str:
     deadline = time.monotonic() + limit_s
     while (found := state(slurm, log))["state"] in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"):
-        if found["reason"] == "BeginTime":  # after a requeue Slurm waits for two minutes
-            slurm.run("scontrol", "update", f"jobid={found['id']}", "StartTime=now", check=False)
         assert time.monotonic() < deadline, f"{found}\n{runner(slurm, 'logs', log, check=False).stdout}"
         time.sleep(0.5)
     return str(found["state"])

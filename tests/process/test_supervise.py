@@ -36,11 +36,14 @@ class Ended:
     state: dict[str, object] | None
 
 
-def supervise(place: Path, does: str, *flags: str) -> Ended:
-    """Run the supervisor of a job whose every attempt does what a line of shell says."""
+def supervise(place: Path, does: str, *flags: str, shows: str = "JobState=RUNNING Reason=None") -> Ended:
+    """Run the supervisor of a job whose every attempt does what a line of shell says, and of which Slurm shows this."""
     scripts = place / "bin"
     scripts.mkdir()
-    scontrol = f'case "$1 $2" in "show hostnames") echo node2; echo node10;; requeue*) touch {place}/requeued;; esac'
+    scontrol = (
+        f'case "$1 $2" in "show hostnames") echo node2; echo node10;; "show job") [ "{shows}" ] && echo {shows};; '
+        f"requeue*) touch {place}/requeued;; esac"
+    )
     for name, text in (
         ("srun", SRUN.format(place=place, does=does.format(place=place))),
         ("scontrol", f"#!/bin/bash\n{scontrol}\n"),
@@ -104,3 +107,18 @@ def test_job_that_was_stopped_at_a_signal_is_queued_again_if_asked(tmp_path: Pat
     ended = supervise(tmp_path, STOPS, "--restarts", "5", *flags)
     assert (ended.code, len(ended.attempts), ended.requeued) == (130, 1, bool(flags))
     assert ("stopped; the job is queued again" in ended.said) is bool(flags)
+
+
+@pytest.mark.parametrize(
+    ("shows", "is_requeued"),
+    [
+        ("JobState=RUNNING Reason=None", True),
+        ("JobState=COMPLETING Reason=TimeLimit", True),
+        ("JobState=COMPLETING Reason=None", False),  # scancel: CANCELLED once it has ended
+        ("JobState=CANCELLED Reason=None", False),
+        ("", True),  # Slurm does not answer
+    ],
+)
+def test_job_is_queued_again_unless_it_was_cancelled(shows: str, is_requeued: bool, tmp_path: Path) -> None:
+    ended = supervise(tmp_path, STOPS, "--requeue", shows=shows)
+    assert (ended.code, ended.requeued) == (130, is_requeued)
