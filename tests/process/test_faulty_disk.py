@@ -57,7 +57,9 @@ def test_pack_on_a_failing_disk_is_right_or_refused(source: Path, whole: Path, t
     assert subprocess.run(["diff", "-r", str(whole), str(out)]).returncode == 0
 
 
-@pytest.mark.parametrize("seed", range(100, 106))
+@pytest.mark.parametrize(
+    "seed", [*range(100, 106), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(106, 112))]
+)
 def test_export_on_a_failing_disk_is_the_source_or_refused(
     source: Path, whole: Path, tmp_path: Path, seed: int
 ) -> None:
