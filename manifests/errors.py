@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import json
 
-__all__ = ["InputError", "RankError", "UsageError", "UserError", "error_json", "printable"]
+__all__ = [
+    "InputError",
+    "RankError",
+    "UnreachableError",
+    "UsageError",
+    "UserError",
+    "error_json",
+    "printable",
+    "unreadable",
+]
+
+# What a disk, a mount or a network says of itself, not of the file that was asked for.
+_OF_THE_MACHINE = (
+    errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.EREMOTEIO, errno.ETIMEDOUT, errno.ENOTCONN,
+    errno.ECONNRESET, errno.ECONNREFUSED, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ESHUTDOWN,
+)  # fmt: skip
 
 _ESCAPED_LINE = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
 _ESCAPED = {code: shown for code, shown in _ESCAPED_LINE.items() if code != ord("\n")}
@@ -22,6 +38,7 @@ class UserError(Exception):
     """
 
     exit_code = 3
+    is_elsewhere = False  # on a rank that ends because another one met this
 
     def __init__(self, where: str, problem: str, hint: str = "") -> None:
         self.where, self.problem, self.hint = where, problem, hint
@@ -50,10 +67,22 @@ class InputError(UserError):
     exit_code = 3
 
 
+class UnreachableError(InputError):
+    """Bytes that a disk, a mount or a network does not give now. They may be right, and be had elsewhere or later."""
+
+
 class RankError(UserError):
     """A rank that failed while the job was running."""
 
     exit_code = 5
+
+
+def unreadable(where: str, error: OSError, problem: str = "cannot be read") -> InputError:
+    """Say that the system does not read a file, and whether the machine is at fault or the file."""
+    said = f"{problem}: {error.strerror}"
+    if error.errno not in _OF_THE_MACHINE:
+        return InputError(where, said)
+    return UnreachableError(where, said, "this machine's disk, its mount or the network is at fault; dmesg may tell")
 
 
 def error_json(error: UserError) -> str:

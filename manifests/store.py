@@ -7,7 +7,7 @@ from pathlib import Path
 
 from manifests.codec import decode_manifest, encode_manifest
 from manifests.digest import digest_bytes
-from manifests.errors import InputError
+from manifests.errors import InputError, unreadable
 from manifests.invariants import MANIFEST_NAME, check_manifest
 from manifests.safetensors import Header, read_header
 from manifests.schema import Manifest, Shard
@@ -108,7 +108,7 @@ def read_small_file(path: Path, digest: str | None = None) -> bytes:
                 raise InputError(str(path), f"expected at most {_MAX_SMALL_NBYTES} bytes")
             data = file.read()
     except OSError as error:
-        raise InputError(str(path), f"cannot be read: {error.strerror}") from error
+        raise unreadable(str(path), error) from error
     if digest is not None and digest_bytes(data) != digest:
         raise InputError(
             str(path),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from manifests.errors import InputError
+from manifests.errors import InputError, UnreachableError
 from manifests.schema import MOMENTS, WEIGHTS, Holds, TrainingState
 from runner.checkpoints.held import Held, held_state, held_weights
 from runner.checkpoints.resume import check_fits, differences, goes_on_from, remembered
@@ -105,6 +105,8 @@ def begin(
     for folder in folders:
         try:
             return _begin(launched, folder, options, mesh, world, device)
+        except UnreachableError:  # an older one would throw steps away: this one may be had at the next attempt
+            raise
         except InputError as error:
             first = first or error
             if world.rank == 0 and len(folders) > 1:

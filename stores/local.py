@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from manifests.errors import InputError
+from manifests.errors import InputError, unreadable
 from stores.base import HIDDEN_FOLDERS, Range
 
 __all__ = ["LocalFile", "LocalFolder"]
@@ -25,14 +25,14 @@ class LocalFile:
         try:
             return self.path.stat().st_size
         except OSError as error:
-            raise InputError(str(self.path), f"cannot be read: {error.strerror}") from error
+            raise unreadable(str(self.path), error) from error
 
     @property
     def pin(self) -> str:
         try:
             found = self.path.stat()
         except OSError as error:
-            raise InputError(str(self.path), f"cannot be read: {error.strerror}") from error
+            raise unreadable(str(self.path), error) from error
         return f"{found.st_size} bytes, changed at {found.st_mtime_ns}"
 
     def open(self, ranges: Sequence[Range]) -> LocalReader:
@@ -48,15 +48,14 @@ class LocalReader:
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise InputError(str(path), f"cannot be opened: {error.strerror}") from error
+            raise unreadable(str(path), error, "cannot be opened") from error
 
     def read_into(self, part: memoryview, position: int) -> None:
         while part:
             try:
                 found = os.preadv(self._descriptor, [part], position)
             except OSError as error:
-                where = f"cannot be read at byte {position}"
-                raise InputError(str(self._path), f"{where}: {error.strerror}") from error
+                raise unreadable(str(self._path), error, f"cannot be read at byte {position}") from error
             if found == 0:
                 raise InputError(
                     str(self._path), f"ends at byte {position}", "the file was cut short after its header was read"
@@ -114,4 +113,4 @@ def _files_below(folder: Path) -> Iterator[str]:
 
 
 def _refuse(error: OSError) -> None:
-    raise InputError(str(error.filename), f"cannot be read: {error.strerror}") from error
+    raise unreadable(str(error.filename), error) from error

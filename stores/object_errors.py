@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from manifests.errors import InputError
+from manifests.errors import InputError, UnreachableError
 
 __all__ = ["explained", "explanation"]
 
@@ -109,11 +109,12 @@ def explanation(where: str, error: Exception) -> InputError:
         hint = f"check the network, and {cloud.endpoint}"
         if "TimedOut" in str(error):
             hint += f"; over a slow line, set {cloud.timeout}=5min"
-        return InputError(where, f"{problem}: {why}", hint)
+        return UnreachableError(where, f"{problem}: {why}", hint)
     if status is not None:
+        kind = UnreachableError if status.startswith("5") and status != "501" else InputError
         said = ": ".join(part for part in (code, _first(_MESSAGE, text)) if part)
         hint = "AWS_CONDITIONAL_PUT=disabled does without conditional writes" if status == "501" else ""
-        return InputError(where, f"the store answers {status}" + (f" ({said})" if said else ""), hint)
+        return kind(where, f"the store answers {status}" + (f" ({said})" if said else ""), hint)
     return InputError(where, re.sub(r"\?\S*", "", text.partition("\n")[0]))
 
 

@@ -10,7 +10,7 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import TypeVar
 
-from manifests.errors import InputError
+from manifests.errors import UnreachableError
 
 __all__ = ["PassingError", "Retries", "keep_trying"]
 
@@ -41,7 +41,7 @@ def keep_trying(step: Callable[[], Result], where: str, retries: Retries, stop: 
     """Give what `step` gives, once it does so without a PassingError.
 
     Raises:
-        InputError: the attempts are used up, or the server asks to wait too long.
+        UnreachableError: the attempts are used up, or the server asks to wait too long.
         CancelledError: `stop` was set while waiting.
     """
     attempt = 1
@@ -50,11 +50,11 @@ def keep_trying(step: Callable[[], Result], where: str, retries: Retries, stop: 
             return step()
         except PassingError as error:
             if error.asked_s is not None and error.asked_s > retries.longest_wait_s:
-                raise InputError(
+                raise UnreachableError(
                     where, f"{error.problem}, and asks for a wait of {error.asked_s:.0f} s", error.hint
                 ) from error
             if attempt == retries.num_attempts:
-                raise InputError(where, f"{error.problem} (attempt {attempt}, the last)", error.hint) from error
+                raise UnreachableError(where, f"{error.problem} (attempt {attempt}, the last)", error.hint) from error
             problem, wait_s = error.problem, error.asked_s or 0.0
             wait_s += min(retries.first_wait_s * 2 ** (attempt - 1), retries.longest_wait_s) * random.uniform(0.5, 1)
         level = logging.WARNING if wait_s >= _NOTICED_S else logging.DEBUG

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from manifests.errors import InputError
+from manifests.errors import InputError, unreadable
 from manifests.invariants import MANIFEST_NAME
 from manifests.publish import holding
 from manifests.store import open_shard, read_manifest, sync_folder
@@ -31,13 +32,30 @@ def step_of(checkpoint: Path) -> int | None:
 
 
 def find_checkpoints(history: Path) -> tuple[Path, ...]:
-    """Give the checkpoints of a folder, the one of the most steps first; clocks play no part."""
+    """Give the checkpoints of a folder, the one of the most steps first; clocks play no part.
+
+    Raises:
+        InputError: the folder is there and cannot be read.
+    """
     found = {}
-    for path in history.iterdir() if history.is_dir() else ():
-        step = step_of(path)
-        if step is not None and (path / MANIFEST_NAME).is_file():
-            found[step] = path
+    try:
+        for name in os.listdir(history):
+            step = step_of(history / name)
+            if step is not None and _is_whole(history / name):
+                found[step] = history / name
+    except (FileNotFoundError, NotADirectoryError):
+        return ()
+    except OSError as error:
+        raise unreadable(str(error.filename or history), error) from error
     return tuple(found[step] for step in sorted(found, reverse=True))
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    # Path.is_file, from Python 3.14 on, takes a disk that fails for a file that is not there.
+    try:
+        return stat.S_ISREG(os.stat(checkpoint / MANIFEST_NAME).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 @contextmanager

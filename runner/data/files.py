@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from manifests.errors import InputError
+from manifests.errors import InputError, unreadable
 from manifests.jsontext import kind_of
 from runner.data.parquet import read_rows
 
@@ -194,4 +194,4 @@ def _open(file: Path, buffer_nbytes: int = -1) -> Iterator[BinaryIO]:
         with open(file, "rb", buffering=buffer_nbytes) as stream:
             yield stream
     except OSError as error:
-        raise InputError(str(file), f"cannot be read: {error.strerror}") from error
+        raise unreadable(str(file), error) from error

@@ -8,7 +8,7 @@ from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any
 
-from manifests.errors import InputError
+from manifests.errors import InputError, unreadable
 
 __all__ = ["group_sizes", "read_group", "read_rows"]
 
@@ -78,6 +78,8 @@ def _open(file: Path, column: str | None = None) -> Iterator[Any]:
                 _check_column(table.schema_arrow, column, file)
             yield table
     except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.strerror:
+            raise unreadable(str(file), error) from error
         raise InputError(str(file), f"cannot be read as Parquet: {error}") from error
 
 

@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from manifests.errors import UserError, error_json
+from manifests.errors import RankError, UnreachableError, UserError, error_json
 
-__all__ = ["AGENT", "Ending", "Kind", "read_ending", "tell"]
+__all__ = ["AGENT", "Ending", "Kind", "code_of", "read_ending", "tell"]
 
 logger = logging.getLogger("runner")
 AGENT = "RUNNER_AGENT"  # the process id of an agent that prints what its ranks leave
@@ -39,6 +39,11 @@ class Ending:
     @property
     def error(self) -> UserError:
         return UserError(self.where, self.problem, self.hint)
+
+
+def code_of(error: UserError) -> int:
+    """Give the exit code of the job that an error ends: what a rank could not read, another attempt may."""
+    return RankError.exit_code if isinstance(error, UnreachableError) else error.exit_code
 
 
 def tell(ending: Ending, *, aloud: bool | Literal["json"] = True) -> None:

@@ -15,8 +15,8 @@ from typing import Literal
 import torch.distributed as dist
 
 from manifests.errors import RankError, UserError
-from runner.life.ending import AGENT, Ending, tell
-from runner.life.exhaustion import causes, exhausted
+from runner.life.ending import AGENT, Ending, code_of, tell
+from runner.life.machine import causes, exhausted, unreachable
 from runner.life.place import here
 from runner.life.together import AloneError
 from runner.life.watchdog import StoppedError
@@ -71,16 +71,17 @@ def _end_with_agent() -> None:
 
 
 def _told(error: UserError, *, aloud: bool | Literal["json"] = True) -> int:
-    code = error.exit_code
+    """Tell what the job ends by, with its code; give this process's own: it failed, or another rank did."""
+    code = code_of(error)
     tell(Ending(kind="failed", code=code, where=error.where, problem=error.problem, hint=error.hint), aloud=aloud)
-    return code
+    return RankError.exit_code if error.is_elsewhere else code
 
 
 def _report(error: Exception, world: World) -> int:
     """Say what ended this rank: too little memory or a lost peer in a line, our own bug with its traceback."""
     place = here(world.rank)
-    if (short := exhausted(error)) is not None:
-        return _told(short.within(place))
+    if (said := exhausted(error) or unreachable(error)) is not None:
+        return _told(said.within(place))
     lost = [cause for cause in causes(error) if isinstance(cause, dist.DistError) or "gloo" in str(cause).lower()]
     if lost:
         reason = str(lost[0]).splitlines()[0].partition(". ")[0][:200]

@@ -8,8 +8,9 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from manifests.errors import UserError
-from runner.life.exhaustion import exhausted
+from manifests.errors import UnreachableError, UserError
+from runner.life.ending import code_of
+from runner.life.machine import exhausted, unreachable
 from runner.life.place import here
 
 __all__ = ["AloneError", "alone", "from_rank_0", "together"]
@@ -31,7 +32,8 @@ class _BugError(UserError):
 def together(task: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Run a block on every rank of a group; when any rank's block raised, raise on all of them.
 
-    The block may run no collectives of its own. The message names each rank that failed, once.
+    The block may run no collectives of its own. The message names each rank that failed, once; what no restart
+    mends comes first.
 
     Raises:
         UserError: what the first failing rank met, with a line for each of the others.
@@ -43,7 +45,7 @@ def together(task: str, group: dist.ProcessGroup | None = None) -> Iterator[None
     except UserError as error:
         failure = error
     except Exception as error:
-        failure = exhausted(error)
+        failure = exhausted(error) or unreachable(error)
         if failure is None:  # our bug: the other ranks must end too, this one keeps its traceback
             unexpected = error
             failure = _BugError(task, f"{type(error).__name__}: {error}")
@@ -53,11 +55,13 @@ def together(task: str, group: dist.ProcessGroup | None = None) -> Iterator[None
         raise unexpected
     failed = {place: error for place, error in failures if error is not None}
     if failed:
-        raise _joined(failed)
+        joined = _joined(failed)
+        joined.is_elsewhere = failure is None or failure.is_elsewhere
+        raise joined
 
 
 def _joined(failed: dict[str, UserError]) -> UserError:
-    (place, first), *others = failed.items()
+    (place, first), *others = sorted(failed.items(), key=lambda item: isinstance(item[1], UnreachableError))
     problem = first.problem + "".join(
         f"\n{place}: {error.where}: {error.problem}" for place, error in others if str(error) != str(first)
     )
@@ -77,4 +81,6 @@ def alone(rank: int) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise AloneError(error.within(here(rank)).where, error.problem, error.hint) from error
+        met = AloneError(error.within(here(rank)).where, error.problem, error.hint)
+        met.exit_code = code_of(error)
+        raise met from error

@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.fast.runner.tiny import save_model
 
-__all__ = ["ROOT", "Run", "are_gone", "launched", "pack_tiny", "runner", "wait_until_gone"]
+__all__ = ["ROOT", "SMALL", "Run", "are_gone", "launched", "pack_tiny", "runner", "wait_until_gone"]
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("--data", "synthetic", "--seq-len", "16", "--global-batch", "8", "--timeout", "8")

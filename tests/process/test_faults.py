@@ -7,6 +7,8 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -15,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.local_jobs import ROOT, Run, launched, pack_tiny, wait_until_gone
+from tests.process.local_jobs import ROOT, SMALL, Run, launched, pack_tiny, wait_until_gone
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
@@ -98,7 +100,7 @@ SLOW_FAULTS = (
 def test_rank_that_fails_ends_all_with_one_message_and_no_process_left(
     packed: Path, tmp_path: Path, fault: Fault
 ) -> None:
-    with failing(packed, tmp_path, fault.does, *fault.training) as run:
+    with failing(packed, tmp_path, *fault.training, FAULT=fault.does) as run:
         run.wait_for_step(3)
         pids = run.ranks()
         begun_s = time.monotonic()
@@ -110,9 +112,9 @@ def test_rank_that_fails_ends_all_with_one_message_and_no_process_left(
     assert f"error: {run.state['error']}\n" in run.said
 
 
-def failing(packed: Path, tmp_path: Path, does: str, *training: str) -> AbstractContextManager[Run]:
+def failing(packed: Path, tmp_path: Path, *training: str, **fault: str) -> AbstractContextManager[Run]:
     path = os.pathsep.join((str(ROOT / "tests/process/failing"), str(ROOT)))
-    return launched(packed, tmp_path / "log", "--steps", "100000", *training, PYTHONPATH=path, FAULT=does)
+    return launched(packed, tmp_path / "log", "--steps", "100000", *training, PYTHONPATH=path, **fault)
 
 
 def check_end(run: Run, code: int, says: str) -> None:
@@ -123,24 +125,81 @@ def check_end(run: Run, code: int, says: str) -> None:
     assert "Traceback" not in run.said
 
 
-def test_bad_shard_ends_all_ranks_with_one_message_that_names_the_rank(packed: Path, tmp_path: Path) -> None:
-    bad = shutil.copytree(packed, tmp_path / "bad")
+@pytest.fixture(scope="module")
+def bad(packed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same bundles, of which one has one flipped bit."""
+    bad = shutil.copytree(packed, tmp_path_factory.mktemp("models") / "bad")
     shard = bad / f"stage-00{BROKEN}" / "model.safetensors"
     data = bytearray(shard.read_bytes())
     data[-5] ^= 1
     shard.write_bytes(data)
+    return bad
+
+
+def damage(bad: Path) -> str:
+    shard = re.escape(f"{bad}/stage-00{BROKEN}/model.safetensors")
+    return rf"{PLACE}: {shard}: '.+': expected blake3:.+, found blake3:.+(\nhint: .+)?"
+
+
+def test_bad_shard_ends_all_ranks_with_one_message_that_names_the_rank(bad: Path, tmp_path: Path) -> None:
     begun_s = time.monotonic()
     with launched(bad, tmp_path / "log", "--steps", "3") as run:
         # Input that nobody can train on: another attempt would end alike, see the codes in docs/cluster.md.
-        check_end(run, 3, rf"{PLACE}: {re.escape(str(shard))}: '.+': expected blake3:.+, found blake3:.+(\nhint: .+)?")
+        check_end(run, 3, damage(bad))
         assert time.monotonic() - begun_s < 60
     assert run.state["code"] == 3
+
+
+def test_peers_of_a_rank_with_a_bad_shard_end_with_code_5_and_one_of_them_tells(bad: Path, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "4"}
+    command = [sys.executable, "-m", "runner.worker", bad / "manifest.json", "--steps", "3", *SMALL]
+    ranks = [
+        subprocess.Popen(
+            [*command, "--log-dir", tmp_path], cwd=ROOT, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, **meeting, "OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(4)
+    ]  # fmt: skip
+    try:
+        said = [rank.communicate(timeout=60)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [3 if rank == BROKEN else 5 for rank in range(4)], said
+    assert re.fullmatch(rf"error: {damage(bad)}\n", said[0])
+    assert said[1:] == ["", "", ""]
+
+
+def test_disk_that_fails_under_one_rank_ends_all_with_code_5(packed: Path, tmp_path: Path) -> None:
+    # The bytes may be right, and another attempt, or another node, may read them.
+    with failing(packed, tmp_path, BROKEN_DISK=f"stage-00{BROKEN}") as run:
+        shard = re.escape(f"{packed}/stage-00{BROKEN}/model.safetensors")
+        at_fault = "hint: this machine's disk, its mount or the network is at fault; dmesg may tell"
+        check_end(run, 5, rf"{PLACE}: {shard}: cannot be read at byte \d+: Input/output error\n{at_fault}")
+    assert run.state["code"] == 5
+
+
+@pytest.mark.slow
+def test_checkpoint_that_a_disk_does_not_give_now_is_not_passed_over_for_an_older_one(tmp_path: Path) -> None:
+    packed = pack_tiny(tmp_path / "models", 1)
+    saving = ("--checkpoint", str(tmp_path / "history"), "--checkpoint-every", "1", "--resume", "auto")
+    with failing(packed, tmp_path, *saving, "--steps", "2") as run:
+        assert run.process.wait(timeout=90) == 0, run.said
+    run.output.unlink()
+    shard = re.escape(f"{tmp_path}/history/step-000002/stage-000/model.safetensors")
+    with failing(packed, tmp_path, *saving, "--steps", "3", BROKEN_DISK="step-000002") as run:
+        check_end(run, 5, rf"rank 0, stage 0, node .+: {shard}: cannot be read at byte \d+: Input/output error\n.+")
+    with failing(packed, tmp_path, *saving, "--steps", "3") as run:
+        assert run.process.wait(timeout=90) == 0, run.said
+        assert f"going on from {tmp_path}/history/step-000002: step 2, " in run.said
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.access(MEMORY, os.W_OK), reason=f"no memory groups to be made below {MEMORY}")
 def test_rank_that_the_kernel_kills_for_its_memory_ends_all_with_one_message(packed: Path, tmp_path: Path) -> None:
-    with failing(packed, tmp_path, "fill") as run:
+    with failing(packed, tmp_path, FAULT="fill") as run:
         run.wait_for_step(3)
         pids = run.ranks()
         with limited(pids[BROKEN]):

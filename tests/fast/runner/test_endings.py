@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -12,11 +13,11 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from manifests.errors import InputError
-from runner.life.ending import AGENT, Ending, read_ending, tell
-from runner.life.exhaustion import exhausted
+from manifests.errors import InputError, UnreachableError, unreadable
+from runner.life.ending import AGENT, Ending, code_of, read_ending, tell
 from runner.life.heartbeat import Beat, clear_beats, heartbeat_path, log_path, read_beats, write_beat
 from runner.life.inquest import find_cause
+from runner.life.machine import exhausted, unreachable
 
 LOST = Ending(kind="lost", code=5, where="rank 1, stage 1, node n", problem="another rank is gone or too slow: closed")
 OWN = Ending(kind="failed", code=3, where="rank 2, stage 2, node n: shard", problem="is damaged")
@@ -127,6 +128,23 @@ def test_too_little_memory_is_a_sentence_whoever_says_it(error: Exception, wante
 def test_other_errors_are_not_about_memory() -> None:
     assert exhausted(RuntimeError("shapes differ")) is None
     assert exhausted(InputError("shard", "is damaged")) is None
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(errno.EIO, 5), (errno.ESTALE, 5), (errno.ENOTCONN, 5), (errno.ENOENT, 3), (errno.EACCES, 3), (errno.EISDIR, 3)],
+)
+def test_disk_that_fails_ends_a_job_as_a_lost_rank_does_and_a_file_that_is_not_there_as_bad_input(
+    number: int, code: int
+) -> None:
+    met = OSError(number, os.strerror(number), "shard")
+    said = unreadable("shard", met)
+    assert (said.where, said.problem) == ("shard", f"cannot be read: {os.strerror(number)}")
+    assert (code_of(said), said.exit_code) == (code, 3)  # 3: reshard, too, reads files, and has no ranks
+    assert code_of(said.within("rank 2")) == code
+    assert isinstance(said, UnreachableError) == (code == 5)
+    found = unreachable(met)
+    assert (str(found) if found else None) == (str(said) if code == 5 else None)
 
 
 def test_heartbeats_are_read_back_by_rank_and_old_ones_are_not(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from manifests.errors import InputError
+from manifests.errors import InputError, UnreachableError
 from runner.checkpoints.history import checkpoint_path, find_checkpoints, hold_history, retire, step_of
 from tests.fast.trained import write_trained
 
@@ -50,6 +51,22 @@ def test_newest_is_the_one_of_the_most_steps_whatever_the_clock_says(trained: Pa
     (tmp_path / "notes").mkdir()
     assert [step_of(path) for path in find_checkpoints(tmp_path)] == [1_000_000, 999_999, 20, 3]
     assert find_checkpoints(tmp_path / "nowhere") == ()
+
+
+def test_disk_that_fails_is_not_taken_for_one_without_checkpoints(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path, trained, 3, 20)
+    found = os.stat
+
+    def stat(path: Path, **asked: object) -> os.stat_result:
+        if str(path) == f"{tmp_path}/step-000020/manifest.json":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return found(path, **asked)
+
+    monkeypatch.setattr(os, "stat", stat)
+    with pytest.raises(UnreachableError, match=r"step-000020/manifest\.json: cannot be read: Input/output error"):
+        find_checkpoints(tmp_path)
 
 
 def test_what_kills_left_is_cleared_away_and_nothing_else(trained: Path, tmp_path: Path) -> None:

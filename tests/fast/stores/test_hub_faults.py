@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from manifests.errors import InputError
+from manifests.errors import InputError, UnreachableError
 from stores.address import parse_hub_address
 from stores.base import read_whole
 from stores.hub import HubFolder, open_hub
@@ -121,7 +121,7 @@ def test_body_cut_again_and_again_is_given_up(hub: Hub, folder: HubFolder) -> No
 def test_server_that_stays_busy_is_given_up(hub: Hub, folder: HubFolder) -> None:
     hub.fail("/cdn/", times=99, status=503)
     cdn = hub.endpoint.replace("http://127.0.0.1", "localhost")
-    with pytest.raises(InputError) as refused:
+    with pytest.raises(UnreachableError) as refused:
         read_range(folder, 0, MIB)
     assert str(refused.value) == (
         f"hf://org/name/{WEIGHTS}: {cdn} answers 503 (attempt 4, the last)\nhint: try again later"

@@ -1,6 +1,10 @@
-"""On a rank's PYTHONPATH: it dies as it starts (DIE_RANK), or fails by itself when it gets SIGUSR1 (FAULT)."""
+"""On a rank's PYTHONPATH: it dies as it starts (DIE_RANK), or fails by itself when it gets SIGUSR1 (FAULT).
+
+A disk fails wherever a file below a folder of this name is read (BROKEN_DISK).
+"""
 
 import ctypes
+import errno
 import os
 import resource
 import signal
@@ -33,6 +37,19 @@ def fill():
     bytearray(os.urandom(1 << 20) * 64)
 
 
+def break_disk(name):
+    preadv = os.preadv
+
+    def broken_preadv(descriptor, buffers, offset, *rest):
+        if f"/{name}/" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return preadv(descriptor, buffers, offset, *rest)
+
+    os.preadv = broken_preadv
+
+
+if "RANK" in os.environ and "BROKEN_DISK" in os.environ:
+    break_disk(os.environ["BROKEN_DISK"])
 if "RANK" in os.environ and os.environ.get("DIE_RANK") == os.environ["RANK"]:
     os.kill(os.getpid(), signal.SIGKILL)
 if "RANK" in os.environ and "FAULT" in os.environ:

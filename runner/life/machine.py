@@ -1,4 +1,4 @@
-"""Out of memory, as torch, Python and the kernel say it, told in a sentence."""
+"""What is wrong with a machine, as torch, Python and the kernel say it, told in a sentence."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import torch
 
-from manifests.errors import RankError
+from manifests.errors import InputError, RankError, UnreachableError, unreadable
 
-__all__ = ["ExhaustedError", "causes", "exhausted"]
+__all__ = ["ExhaustedError", "causes", "exhausted", "unreachable"]
 
 _SAID = ("can't allocate memory", "out of memory", "std::bad_alloc", "cannot allocate memory")
 _ASKED = re.compile(r"tried to allocate (\d+(?:\.\d+)?) ?(bytes|[KMGT]iB)", re.IGNORECASE)
@@ -35,6 +35,14 @@ def exhausted(error: BaseException) -> ExhaustedError | None:
             asked = _ASKED.search(str(said))
             wanted = f"{_shown(asked)} more could not be had" if asked else "a block could not be had"
             return ExhaustedError("", f"out of memory: {wanted}, {_used(said)}", _HINT)
+    return None
+
+
+def unreachable(error: BaseException) -> InputError | None:
+    """Give the sentence for a disk, a mount or a network that failed; None: it is something else."""
+    if isinstance(error, OSError) and error.errno is not None:
+        said = unreadable(str(error.filename or ""), error)
+        return said if isinstance(said, UnreachableError) else None
     return None
 
 
