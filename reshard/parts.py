@@ -21,7 +21,7 @@ from typing import Any
 from manifests.codec import decode_manifest, encode_manifest
 from manifests.digest import PREFIX, digest_bytes
 from manifests.errors import InputError, UsageError
-from manifests.invariants import check_manifest
+from manifests.invariants import MANIFEST_NAME, check_manifest
 from manifests.jsontext import parse_json_object
 from manifests.publish import partial_of, publishing, sharing
 from manifests.safetensors import DIGESTS_KEY, encode_header, read_header
@@ -50,6 +50,7 @@ from stores.address import is_url
 __all__ = ["commit", "pack_part"]
 
 _PLAN_NAME = "plan.json"
+_MARK_NAME = "commit.json"  # of the folder that is about to get its name
 _BLANK = f"{PREFIX}{'0' * 64}"
 
 
@@ -97,10 +98,19 @@ def commit(out: Path, *, force: bool = False) -> Manifest:
 
     Killed at any point, it can be run again. It reads headers and small files; `reshard verify` reads all.
 
+    # Note [A commit that was killed]
+    Once the folder has its name, the one that it replaced has the name of the parts' work until it is removed: it must
+    not be taken for that. So what is about to be named is written down first, by its inode, which no rename changes.
+
     Raises:
         InputError: parts are missing or at work, files are not as their parts left them, or `out` exists.
     """
     records, partial = parts_of(out), partial_of(out)
+    mark = records / _MARK_NAME
+    if mark.is_file() and _identify(out) == _read(mark):
+        shutil.rmtree(partial, ignore_errors=True)
+        _forget(records)
+        return read_manifest(out)
     if not (records / _PLAN_NAME).is_file():
         raise InputError(str(out), "no parts of a pack are waiting for it", "see reshard pack --part")
     told = _read(records / _PLAN_NAME)
@@ -108,9 +118,8 @@ def commit(out: Path, *, force: bool = False) -> Manifest:
     with ExitStack() as stack:
         for part in parts:
             stack.enter_context(_held(records / f"{part.name}.lock", str(out), f"part {part.number}/{part.of}"))
-        if not partial.exists() and is_manifest_folder(out):  # killed after the folder had got its name
-            shutil.rmtree(records)
-            return read_manifest(out)
+        if not partial.exists():
+            raise InputError(str(partial), "what the parts wrote is gone", f"remove {records} and run the parts again")
         manifest, digests = _gather(out, records, parts, told["plan"])
         headers = {shard.path: _header(partial, shard, digests.get(shard.path, {})) for shard in manifest.shards}
         for carried in manifest.files:
@@ -124,8 +133,24 @@ def commit(out: Path, *, force: bool = False) -> Manifest:
             for shard in manifest.shards:
                 _write_header(folder / shard.path, shard.nbytes, headers[shard.path])
             write_manifest(folder, manifest)
-        shutil.rmtree(records, ignore_errors=True)
+            write_file(mark, json.dumps(_identify(folder)).encode())
+        _forget(records)
     return manifest
+
+
+def _identify(folder: Path) -> dict[str, Any]:
+    """Name a folder with a manifest, whatever its path is: see Note [A commit that was killed]."""
+    if not is_manifest_folder(folder):
+        return {}
+    return {"inode": folder.stat().st_ino, "manifest": digest_bytes(read_small_file(folder / MANIFEST_NAME))}
+
+
+def _forget(records: Path) -> None:
+    """Remove the records, the mark last: until then, a commit that is run again ends well."""
+    for path in records.iterdir():
+        if path.name != _MARK_NAME:
+            path.unlink(missing_ok=True)
+    shutil.rmtree(records, ignore_errors=True)
 
 
 def _draft(
@@ -214,6 +239,10 @@ def _header(folder: Path, shard: Shard, digests: Mapping[str, str]) -> bytes:
     if digests.keys() != {entry.name for entry in found.tensors}:
         raise InputError(str(path), "the parts' records and its header name different tensors", "run the parts again")
     words = " ".join(digests[entry.name] for entry in found.tensors)
+    if found.metadata.get(DIGESTS_KEY) not in (words, " ".join(_BLANK.removeprefix(PREFIX) for _ in found.tensors)):
+        raise InputError(
+            str(path), "holds digests that no part of this pack found", f"remove {folder} and run the parts again"
+        )
     return encode_header(found.tensors, {**found.metadata, DIGESTS_KEY: words})
 
 

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -160,16 +161,52 @@ def test_damaged_parts_are_not_committed_and_not_lost(source: Path, whole: dict[
     assert files_in(out) == whole
 
 
-def test_commit_that_was_killed_before_it_cleared_up_ends(source: Path, tmp_path: Path) -> None:
-    out, records = tmp_path / "out", tmp_path / ".out.parts"
+@pytest.mark.parametrize("is_there", [False, True], ids=["new", "replaced"])
+@pytest.mark.parametrize("num_removed", [0, 1, 3])
+def test_commit_that_was_killed_before_it_cleared_up_ends(
+    num_removed: int, is_there: bool, source: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    """The folder has its name. What it replaced has the name of the parts' work, and is as large as that."""
+    out, flags = tmp_path / "out", ("--force",) if is_there else ()
+    if is_there:
+        write_model(tmp_path / "old", CONFIG, random_tensors(CONFIG, dtypes=["F32"], seed=1), num_shards=3)
+        assert reshard("pack", tmp_path / "old", "--layout", "pp=2", "--out", out).code == 0
+    for part in ("1/2", "2/2"):
+        assert pack_part(source, out, part, *flags).code == 0
+    _end_in(lambda: reshard("commit", out, *flags), num_removed)
+    assert sorted(path.name for path in tmp_path.glob(".*")) == [*[".out.partial"] * is_there, ".out.parts"]
+    assert files_in(out) == whole
+    assert reshard("commit", out, *flags).code == 0
+    assert files_in(out) == whole
+    assert list(tmp_path.glob(".*")) == []
+
+
+def test_commit_without_what_the_parts_wrote_leaves_what_is_there(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert reshard("pack", source, "--layout", "pp=2", "--out", out).code == 0
+    old = files_in(out)
+    assert pack_part(source, out, "1/1", "--force").code == 0
+    shutil.rmtree(tmp_path / ".out.partial")
+    ended = reshard("commit", out, "--force")
+    assert ended.code == 3
+    assert ended.err == (
+        f"error: {tmp_path}/.out.partial: what the parts wrote is gone\n"
+        f"hint: remove {tmp_path}/.out.parts and run the parts again\n"
+    )
+    assert files_in(out) == old
+
+
+def test_shards_of_another_pack_are_not_given_the_digests_of_this_one(source: Path, tmp_path: Path) -> None:
+    out, partial = tmp_path / "out", tmp_path / ".out.partial"
+    write_model(tmp_path / "old", CONFIG, random_tensors(CONFIG, dtypes=["F32"], seed=1), num_shards=3)
+    assert reshard("pack", tmp_path / "old", "--layout", "pp=2", "--out", tmp_path / "other").code == 0
     assert pack_part(source, out, "1/1").code == 0
-    kept = files_in(records)
-    assert reshard("commit", out).code == 0
-    records.mkdir()
-    for name, data in kept.items():
-        (records / name).write_bytes(data)
-    assert reshard("commit", out).code == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    shutil.rmtree(partial)
+    (tmp_path / "other").rename(partial)
+    ended = reshard("commit", out)
+    assert ended.code == 3
+    assert f"{partial}/stage-000/model.safetensors: holds digests that no part of this pack found" in ended.err
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -186,6 +223,26 @@ def test_parts_and_commit_killed_at_any_time_and_run_again_give_the_same_bytes(
     ended = reshard("commit", out)
     assert ended.code == 0 or (out.exists() and "no parts" in ended.err), ended.err
     assert files_in(out) == whole
+
+
+def _end_in(work: Callable[[], object], num_removed: int) -> None:
+    """Do this in a copy of this process, which ends when it has removed so many files of a folder."""
+    pid = os.fork()
+    if pid == 0:
+        remove = os.unlink
+
+        def unlink(path: str, *rest: object, **where: int) -> None:
+            nonlocal num_removed
+            if str(path).endswith((".safetensors", ".json", ".lock")):
+                if num_removed == 0:
+                    os._exit(0)
+                num_removed -= 1
+            remove(path, *rest, **where)
+
+        os.unlink = unlink  # type: ignore[assignment]
+        work()
+        os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
 
 
 def _kill_after(seconds: float, work: Callable[[], object]) -> None:
