@@ -13,12 +13,12 @@ from manifests.models import ModelShape
 from reshard.checkpoint import Checkpoint, TensorAt
 from reshard.derived import DerivedFile, derive
 
-__all__ = ["FLOATS", "Dtype", "cast_checkpoint", "cast_tensor", "casts_in"]
+__all__ = ["FLOATS", "STORED", "Dtype", "cast_checkpoint", "cast_tensor", "casts_in"]
 
 Dtype = Literal["source", "fp32", "bf16", "fp16"]
 
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
-_STORED: Mapping[Dtype, str] = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+STORED: Mapping[Dtype, str] = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 
 
 def cast_checkpoint(checkpoint: Checkpoint, wanted: Dtype) -> Checkpoint:
@@ -37,7 +37,7 @@ def cast_checkpoint(checkpoint: Checkpoint, wanted: Dtype) -> Checkpoint:
     }
     tensors = {}
     for fqn, tensor in checkpoint.tensors.items():
-        dtype = recorded[fqn] if wanted == "source" else _one_dtype(tensor, _STORED[wanted], checkpoint.shape)
+        dtype = recorded[fqn] if wanted == "source" else _one_dtype(tensor, STORED[wanted], checkpoint.shape)
         if tensor.dtype != dtype and not {tensor.dtype, dtype} <= FLOATS:
             problem = f"is {tensor.dtype}, was {dtype} in the source, and is not cast to that"
             raise InputError(f"{tensor.file}: {fqn!r}", problem, "say --dtype bf16 or --dtype fp32")

@@ -14,6 +14,7 @@ from manifests.safetensors import encode_header
 from reshard.casting import FLOATS
 from reshard.checkpoint import CarriedAt, Checkpoint, TensorAt
 from reshard.derived import HeldFile, derive
+from reshard.formats.config import with_dtype
 from reshard.formats.huggingface import CONFIG_NAME, check_coverage, without_absent
 from reshard.record import Kind, RecordedShard, SourceRecord, index_anew, lay_out_anew
 from stores.base import read_whole
@@ -27,8 +28,8 @@ _HF_ALIGNMENT = 8  # what the safetensors library pads its headers to
 def dequantise(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
     """Give a checkpoint whose quantised weights are of a floating-point dtype; the others stay as they are.
 
-    Its config says nothing of a quantisation, and its record is that of a source that was never quantised:
-    the same files with the same tensors in the same order, and no scales.
+    Its config says nothing of a quantisation and names that dtype, if it named one. Its record is that of a source
+    that was never quantised: the same files with the same tensors in the same order, and no scales.
 
     Raises:
         InputError: a weight or its scales are of a dtype that the method does not use.
@@ -45,7 +46,7 @@ def dequantise(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
     plain = {fqn: tensor for fqn, (_, tensor) in tensors.items()}
     check_coverage(plain, shape, checkpoint.location)
     kinds = {old: (tensor.name, tensor.dtype, tensor.shape) for old, tensor in tensors.values()}
-    text = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+    text = (json.dumps(with_dtype(config, dtype), indent=2, ensure_ascii=False) + "\n").encode()
     held = CarriedAt(path=CONFIG_NAME, file=HeldFile(f"{config_at.file} without {_SECTION}", text))
     return replace(
         checkpoint,

@@ -11,7 +11,7 @@ from manifests.safetensors import nbytes_of
 from reshard.checkpoint import TensorAt, check_digest
 from stores.base import Range
 
-__all__ = ["STEP_NBYTES", "Block", "BlockReader", "DerivedFile", "HeldFile", "derive", "read_blocks"]
+__all__ = ["STEP_NBYTES", "Block", "BlockReader", "DerivedFile", "HeldFile", "derive", "read_blocks", "stored_nbytes"]
 
 STEP_NBYTES = 1 << 20  # stays in the processor's cache between read, hash, transform and write
 
@@ -69,6 +69,12 @@ def derive(tensor: TensorAt, dtype: str, how: str, origins: tuple[TensorAt, ...]
     nbytes = nbytes_of(dtype, tensor.shape)
     file = DerivedFile(how, origins, nbytes, make)
     return replace(tensor, dtype=dtype, file=file, begin=0, nbytes=nbytes, digest=None)
+
+
+def stored_nbytes(tensor: TensorAt) -> int:
+    """Give the bytes that reading a tensor takes from files: of a derived one, those of all that it is made of."""
+    file = tensor.file
+    return sum(map(stored_nbytes, file.origins)) if isinstance(file, DerivedFile) else tensor.nbytes
 
 
 def read_blocks(tensor: TensorAt, step: int = STEP_NBYTES) -> Iterator[memoryview]:

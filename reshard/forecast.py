@@ -12,9 +12,19 @@ from manifests.schedules import Costs, Timeline, check_schedule, default_schedul
 from reshard.costs import ModuleTime, flops_of, times_of
 from reshard.layout.model import Layout
 
-__all__ = ["MICROBATCHES_PER_RANK", "Assumptions", "Forecast", "forecast", "imbalance"]
+__all__ = [
+    "MICROBATCHES_PER_RANK",
+    "MOST_PASSES",
+    "Assumptions",
+    "Forecast",
+    "Step",
+    "forecast",
+    "imbalance",
+    "num_passes",
+]
 
 MICROBATCHES_PER_RANK = 4  # when no number is given: every schedule can deal them out
+MOST_PASSES = 1 << 19  # forward and backward, in a step that is simulated
 _EVEN = 0.0005  # times closer than this count as equal
 
 
@@ -42,8 +52,16 @@ class Assumptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """What the actions of one step come to: when each runs, and what is held meanwhile."""
+
+    memory: MemoryEstimate
+    timeline: Timeline
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
-    """Stages, ranks and one step on a schedule.
+    """Stages, ranks and one step on a schedule; of a step of more than `MOST_PASSES` there is no `step`.
 
     Times are one microbatch's: in seconds where they were measured, else in FLOPs for each token.
     """
@@ -54,8 +72,17 @@ class Forecast:
     num_microbatches: int
     flops: tuple[int, ...]  # forward, for each token, by stage
     times: tuple[ModuleTime, ...]  # by stage
-    memory: MemoryEstimate
-    timeline: Timeline
+    step: Step | None
+
+    @property
+    def memory(self) -> MemoryEstimate:
+        assert self.step is not None, "not simulated"
+        return self.step.memory
+
+    @property
+    def timeline(self) -> Timeline:
+        assert self.step is not None, "not simulated"
+        return self.step.timeline
 
     @property
     def stage_times(self) -> tuple[float, ...]:
@@ -87,7 +114,7 @@ class Forecast:
 
 
 def forecast(shape: ModelShape, layout: Layout, assumed: Assumptions) -> Forecast:
-    """Simulate one step of a model's stages.
+    """Simulate one step of a model's stages, unless it is too long.
 
     Raises:
         UsageError: a schedule that is unknown, or that these stages and microbatches cannot run on.
@@ -96,10 +123,14 @@ def forecast(shape: ModelShape, layout: Layout, assumed: Assumptions) -> Forecas
     placement = layout.placement
     num_microbatches = assumed.microbatches_for(placement)
     schedule = check_schedule(assumed.schedule_for(layout), placement, num_microbatches)
-    table = schedule_table(schedule, placement, num_microbatches)
     flops, of_module = flops_of(shape, assumed.seq_len), times_of(shape, assumed.seq_len, assumed.measured)
     times = tuple(_sum_times([of_module[module] for module in modules]) for modules in layout.stages)
-    costs = Costs.of([time.forward for time in times], [time.backward for time in times])
+    step = None
+    if num_passes(placement, num_microbatches) <= MOST_PASSES:
+        table = schedule_table(schedule, placement, num_microbatches)
+        costs = Costs.of([time.forward for time in times], [time.backward for time in times])
+        memory = estimate_memory(shape, layout.stages, table, assumed.training)
+        step = Step(memory=memory, timeline=simulate(table, costs))
     return Forecast(
         assumed=assumed,
         placement=placement,
@@ -107,9 +138,13 @@ def forecast(shape: ModelShape, layout: Layout, assumed: Assumptions) -> Forecas
         num_microbatches=num_microbatches,
         flops=tuple(sum(flops[module] for module in modules) for modules in layout.stages),
         times=times,
-        memory=estimate_memory(shape, layout.stages, table, assumed.training),
-        timeline=simulate(table, costs),
+        step=step,
     )
+
+
+def num_passes(placement: Placement, num_microbatches: int) -> int:
+    """Count the forward and backward passes of a step: of each microbatch on each stage."""
+    return 2 * placement.num_stages * num_microbatches
 
 
 def imbalance(times: Sequence[float]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from manifests.errors import InputError
@@ -13,10 +13,11 @@ from manifests.schema import WEIGHTS, Holds, TieGroup, TieMember
 from manifests.slices import Slice, slice_metadata
 from reshard.checkpoint import Checkpoint, TensorAt
 from reshard.costs import params_of
+from reshard.derived import stored_nbytes
 from reshard.layout.model import Layout
 from reshard.slices import slices_of
 
-__all__ = ["OutputShard", "PackPlan", "StagePlan", "lay_out_shard", "plan_pack"]
+__all__ = ["OutputShard", "PackPlan", "StagePlan", "Traffic", "lay_out_shard", "plan_pack", "traffic_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,19 +62,43 @@ class StagePlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackPlan:
-    """Every stage's shards. `read_nbytes` counts a tied tensor once for each copy that is written."""
+    """Every stage's shards."""
 
     layout: Layout
     stages: tuple[StagePlan, ...]
     ties: tuple[TieGroup, ...]
 
-    @property
-    def read_nbytes(self) -> int:
-        return sum(entry.nbytes for stage in self.stages for shard in stage.shards for entry in shard.entries)
+    def shards_on(self, stages: Collection[int] | None = None) -> tuple[OutputShard, ...]:
+        """Give the shards of these stages; None: of all."""
+        return tuple(
+            shard for stage in self.stages if stages is None or stage.index in stages for shard in stage.shards
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """Bytes of tensors that a pack reads, as files store them, and bytes of shards that it writes.
+
+    A tied tensor is read once for each copy that is written; `again_nbytes` are read once more than that.
+    """
+
+    once_nbytes: int
+    again_nbytes: int = 0
+    write_nbytes: int
 
     @property
-    def write_nbytes(self) -> int:
-        return sum(shard.nbytes for stage in self.stages for shard in stage.shards)
+    def read_nbytes(self) -> int:
+        return self.once_nbytes + self.again_nbytes
+
+
+def traffic_of(shards: Iterable[OutputShard], again: Iterable[TensorAt] = ()) -> Traffic:
+    """Count what it takes to write shards when some tensors are read `again`."""
+    shards = tuple(shards)
+    return Traffic(
+        once_nbytes=sum(stored_nbytes(origin) for shard in shards for origin in shard.origins),
+        again_nbytes=sum(map(stored_nbytes, again)),
+        write_nbytes=sum(shard.nbytes for shard in shards),
+    )
 
 
 def plan_pack(checkpoint: Checkpoint, layout: Layout) -> PackPlan:

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from manifests.errors import UsageError
 from manifests.invariants import MANIFEST_NAME
 from manifests.memory import estimate_memory, memory_of
 from manifests.models import ModelShape
-from manifests.schedules import Costs, schedule_table, simulate
+from manifests.placement import Placement
+from manifests.schedules import Costs, check_schedule, schedule_table, simulate
 from manifests.schema import Manifest
 from reshard.checkpoint import Checkpoint
 from reshard.costs import costs_of
-from reshard.forecast import Assumptions, Forecast, forecast
+from reshard.forecast import MOST_PASSES, Assumptions, Forecast, forecast, num_passes
 from reshard.formats.config import find_config, open_config
 from reshard.formats.huggingface import CONFIG_NAME
 from reshard.layout import Layout, parse_layout
+from reshard.layout.balance import goes_by_memory, unsolved
 from reshard.layout.inventory import Inventory, inventory_of_modules
-from reshard.layout.model import InFlight
+from reshard.layout.model import InFlight, Request
 from reshard.layout.options import read_words
 from reshard.plan import PackPlan, plan_pack
 from reshard.source import open_source
 from reshard.units import parse_bytes, write_bytes
 
-__all__ = ["LayoutRequest", "Planned", "model_name", "open_model", "plan_training"]
+__all__ = ["LaidOut", "LayoutRequest", "Planned", "lay_out", "look_ahead", "model_name", "open_model", "plan_training"]
 
 _SOLVED = re.compile(r"\s*(balance:|parameters\b|type:)")  # the spellings that take limit=
 _LIMIT = "--memory-limit"
@@ -42,15 +44,15 @@ class LayoutRequest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Planned:
-    """Everything there is to say of a layout before a byte moves."""
+class LaidOut:
+    """A model's tensors on a layout: all that packing them takes."""
 
     name: str  # of the model, as its source calls it
     checkpoint: Checkpoint
     inventory: Inventory
     costs: Mapping[str, Mapping[str, float]]
+    assumed: Assumptions
     plan: PackPlan
-    forecast: Forecast
 
     @property
     def layout(self) -> Layout:
@@ -59,6 +61,13 @@ class Planned:
     @property
     def shape(self) -> ModelShape:
         return self.checkpoint.shape
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned(LaidOut):
+    """Everything there is to say of a layout before a byte moves."""
+
+    forecast: Forecast
 
 
 def open_model(source: str, drop: frozenset[str] = frozenset()) -> Checkpoint:
@@ -85,13 +94,26 @@ def model_name(source: str) -> str:
 
 
 def plan_training(name: str, checkpoint: Checkpoint, asked: LayoutRequest, assumed: Assumptions) -> Planned:
-    """Read or solve for the layout, lay the tensors out on it and simulate a step.
+    """Read or solve for the layout, lay the tensors out on it and simulate a step; raises as `lay_out`."""
+    return look_ahead(lay_out(name, checkpoint, asked, assumed))
+
+
+def look_ahead(laid: LaidOut) -> Planned:
+    """Simulate a step of training."""
+    return Planned(
+        **{field.name: getattr(laid, field.name) for field in fields(LaidOut)},
+        forecast=forecast(laid.shape, laid.layout, laid.assumed),
+    )
+
+
+def lay_out(name: str, checkpoint: Checkpoint, asked: LayoutRequest, assumed: Assumptions) -> LaidOut:
+    """Read or solve for the layout and lay the tensors out on it. Nothing is simulated but for a memory limit.
 
     A memory limit is the solver's too, as if the spec said `limit=`; a limit in the spec is assumed here.
 
     Raises:
         InputError: a layout that is wrong or that does not fit, or times of another model.
-        UsageError: two limits, or a schedule that cannot run on the layout.
+        UsageError: two limits, a schedule that cannot run on the layout, or what a layout needs without one.
     """
     shape = checkpoint.shape
     asked, assumed = _agree_on_limit(asked, assumed)
@@ -99,21 +121,22 @@ def plan_training(name: str, checkpoint: Checkpoint, asked: LayoutRequest, assum
     sizes = {fqn: tensor.nbytes for fqn, tensor in checkpoint.tensors.items()}
     costs = costs_of(shape, seq_len=assumed.seq_len, nbytes=sizes, measured=assumed.measured)
     if asked.spec is None:
-        layout = _layout_of(checkpoint.manifest)
+        layout = _kept(checkpoint.manifest, asked)
     elif _SOLVED.match(asked.spec):
         layout = _solve(asked, shape, inventory, costs, assumed)
     else:
         layout = _read(asked, inventory, costs)
-    forecasted = forecast(shape, layout, assumed)
+    placement = layout.placement
+    schedule = check_schedule(assumed.schedule_for(layout), placement, assumed.microbatches_for(placement))
     if assumed.schedule:
-        layout = replace(layout, schedule=forecasted.schedule)
-    return Planned(
+        layout = replace(layout, schedule=schedule)
+    return LaidOut(
         name=name,
         checkpoint=checkpoint,
         inventory=inventory,
         costs=costs,
+        assumed=assumed,
         plan=plan_pack(checkpoint, layout),
-        forecast=forecasted,
     )
 
 
@@ -130,8 +153,14 @@ def _agree_on_limit(asked: LayoutRequest, assumed: Assumptions) -> tuple[LayoutR
     return asked, replace(assumed, memory_limit=parse_bytes(said))  # what is no size, the layout's reader refuses
 
 
-def _layout_of(manifest: Manifest | None) -> Layout:
+def _kept(manifest: Manifest | None, asked: LayoutRequest) -> Layout:
+    """Give the layout of a manifest, seen that nothing is asked of another."""
     assert manifest is not None, "other sources have no layout to keep"
+    problem = "goes with --layout, and without one a manifest keeps the layout that it has"
+    if asked.num_ranks is not None:
+        raise UsageError("--pp", problem, f"say --layout pp={asked.num_ranks}, or leave --pp out")
+    if asked.strict_megatron:
+        raise UsageError("--strict-megatron", problem, "give a --layout, or leave the flag out")
     return Layout(
         spec=manifest.layout.spec,
         stages=tuple(stage.modules for stage in manifest.stages),
@@ -167,11 +196,14 @@ def _solve(
     """Solve for a layout whose ranks keep within the memory limit, if there is one.
 
     The schedule says how many microbatches each stage has in flight, which a limit must know before there
-    are stages; it depends on their number and places alone, and any costs give those.
+    are stages; it depends on their number and places alone.
     """
-    nothing = dict.fromkeys(shape.modules, 0.0)
-    placed = _read(asked, inventory, dict.fromkeys((*costs, "memory"), nothing))
+    assert asked.spec is not None
+    if assumed.memory_limit is None and not goes_by_memory(asked.spec):
+        return _read(asked, inventory, costs)
+    placed = unsolved(Request(spec=asked.spec, inventory=inventory, num_ranks=asked.num_ranks))
     placement, training = placed.placement, assumed.training
+    _check_length(placement, assumed.microbatches_for(placement))
     table = schedule_table(assumed.schedule_for(placed), placement, assumed.microbatches_for(placement))
     ones = [1.0] * placement.num_stages
     in_flight = simulate(table, Costs.of(ones, ones)).peak_by_stage
@@ -187,3 +219,14 @@ def _solve(
             reserved=max(wires),
         ),
     )
+
+
+def _check_length(placement: Placement, num_microbatches: int) -> None:
+    if num_passes(placement, num_microbatches) > MOST_PASSES:
+        most = MOST_PASSES // num_passes(placement, 1)
+        raise UsageError(
+            "--microbatches",
+            f"memory depends on the schedule, and a step of {num_microbatches} microbatches on {placement.num_stages} "
+            "stages is too long to simulate",
+            f"take {most} microbatches or fewer, or another layout than one that memory decides",
+        )

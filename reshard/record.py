@@ -112,12 +112,17 @@ def lay_out_anew(entries: Sequence[TensorEntry], kinds: Mapping[str, Kind]) -> t
 
 
 def index_anew(text: str, shards: Mapping[str, Sequence[TensorEntry]]) -> str:
-    """Give the text of an index for other tensors, by shard, in transformers' own spelling."""
+    """Give the text of an index for other tensors, by shard, in transformers' own spelling.
+
+    A count of parameters, which transformers 5 writes, goes when tensors do.
+    """
     index = parse_json_object(text.encode(), INDEX_NAME)
-    metadata = index.get("metadata")
+    metadata, before = index.get("metadata"), index.get("weight_map")
     total = sum(entry.nbytes for entries in shards.values() for entry in entries)
     index["metadata"] = {**(metadata if isinstance(metadata, dict) else {}), "total_size": total}
     index["weight_map"] = {entry.name: name for name, entries in shards.items() for entry in entries}
+    if not isinstance(before, dict) or before.keys() != index["weight_map"].keys():
+        index["metadata"].pop("total_parameters", None)
     return json.dumps(index, indent=2, sort_keys=True) + "\n"
 
 

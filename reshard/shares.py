@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from manifests.errors import UsageError
 from manifests.safetensors import ALIGNMENT
-from reshard.plan import OutputShard
+from reshard.derived import stored_nbytes
+from reshard.plan import OutputShard, Traffic
 
-__all__ = ["Part", "Share", "deal", "parse_part", "part_nbytes"]
+__all__ = ["Part", "Share", "deal", "parse_part", "part_nbytes", "part_traffic"]
 
 _MOST_PARTS = 512  # a commit holds a lock of each, and 1024 files is what many systems let a process open
 _FORM = re.compile(r"([0-9]{1,5})/([0-9]{1,5})", re.ASCII)
@@ -60,14 +61,13 @@ def deal(shards: Sequence[OutputShard], num_parts: int) -> tuple[tuple[Share, ..
     """
     pieces = [piece for shard in shards for piece in _pieces(shard)]
     total, before = max(1, sum(piece.nbytes for piece in pieces)), 0
-    dealt: list[dict[str, Share]] = [{} for _ in range(num_parts)]
+    dealt: list[dict[str, list[Share]]] = [{} for _ in range(num_parts)]
     for piece in pieces:
         # The part that its middle falls to: neighbours stay together, and reading stays in order.
         mine = dealt[min(num_parts - 1, (2 * before + piece.nbytes) * num_parts // (2 * total))]
-        held = mine.get(piece.shard.path)
-        mine[piece.shard.path] = piece if held is None else _join(held, piece)
+        mine.setdefault(piece.shard.path, []).append(piece)
         before += piece.nbytes
-    return tuple(tuple(shares.values()) for shares in dealt)
+    return tuple(tuple(map(_join, shares.values())) for shares in dealt)
 
 
 def _pieces(shard: OutputShard) -> Iterator[Share]:
@@ -81,11 +81,26 @@ def _pieces(shard: OutputShard) -> Iterator[Share]:
             names, begin, is_first = [], entry.end, False
 
 
-def _join(first: Share, then: Share) -> Share:
-    names, nbytes = first.names | then.names, first.nbytes + then.nbytes
-    return Share(shard=first.shard, names=names, nbytes=nbytes, has_start=first.has_start)
+def _join(pieces: Sequence[Share]) -> Share:
+    return Share(
+        shard=pieces[0].shard,
+        names=frozenset().union(*(piece.names for piece in pieces)),
+        nbytes=sum(piece.nbytes for piece in pieces),
+        has_start=pieces[0].has_start,
+    )
 
 
 def part_nbytes(shards: Sequence[OutputShard], part: Part) -> int:
     """Count the bytes of a part's tensors."""
     return sum(share.nbytes for share in deal(shards, part.of)[part.number - 1])
+
+
+def part_traffic(shards: Sequence[OutputShard], part: Part) -> Traffic:
+    """Count what a part reads and writes; the template of a header is written with the tensors behind it."""
+    mine = deal(shards, part.of)[part.number - 1]
+    return Traffic(
+        once_nbytes=sum(
+            stored_nbytes(origin) for share in mine for origin in share.shard.origins if origin.name in share.names
+        ),
+        write_nbytes=sum(share.nbytes + (len(share.shard.header) if share.has_start else 0) for share in mine),
+    )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from manifests.errors import UserError
 
-__all__ = ["PackJob", "render_commit", "render_parts", "show", "submit"]
+__all__ = ["PackJob", "render_commit", "render_parts", "show", "show_json", "submit"]
 
 _LIMIT_S = 60  # sbatch may not take longer
 _ARRAY_ID = "ARRAY_JOB_ID"  # stands in for the number that Slurm has not given yet
@@ -43,8 +44,13 @@ def render_commit(job: PackJob) -> str:
 
 def show(job: PackJob) -> str:
     """Give exactly what would be submitted, after the commands that it is handed to."""
-    parts = f"$ {shlex.join(_sbatch())}\n{render_parts(job)}"
-    return f"{parts}\n$ {shlex.join(_sbatch(_ARRAY_ID))}\n{render_commit(job)}"
+    return "\n".join(f"$ {shlex.join(command)}\n{script}" for command, script in _both(job))
+
+
+def show_json(job: PackJob) -> dict[str, Any]:
+    """Give the same as the object that `--json` prints."""
+    parts, commit = ({"command": command, "script": script} for command, script in _both(job))
+    return {"version": 1, "num_parts": job.num_parts, "parts": parts, "commit": commit}
 
 
 def submit(job: PackJob) -> tuple[str, str]:
@@ -53,16 +59,24 @@ def submit(job: PackJob) -> tuple[str, str]:
     Raises:
         UserError: there is no Slurm here, or it refuses a job; parts without a commit are cancelled.
     """
-    parts = _call(_sbatch(), render_parts(job)).strip().partition(";")[0]
+    parts = _call(_sbatch(job), render_parts(job)).strip().partition(";")[0]
     try:
-        return parts, _call(_sbatch(parts), render_commit(job)).strip().partition(";")[0]
+        return parts, _call(_sbatch(job, parts), render_commit(job)).strip().partition(";")[0]
     except UserError:
         _call(["scancel", parts])
         raise
 
 
-def _sbatch(after: str | None = None) -> list[str]:
-    return ["sbatch", "--parsable", *([f"--dependency=afterok:{after}"] if after else [])]
+def _both(job: PackJob) -> Iterator[tuple[list[str], str]]:
+    """Give the command and the script of the array, then those of the commit."""
+    yield _sbatch(job), render_parts(job)
+    yield _sbatch(job, _ARRAY_ID), render_commit(job)
+
+
+def _sbatch(job: PackJob, after: str | None = None) -> list[str]:
+    # Options here as well as in the script, over which SBATCH_ACCOUNT and its like in the environment win.
+    told = [word for option in job.options for word in shlex.split(option)]
+    return ["sbatch", "--parsable", *told, *([f"--dependency=afterok:{after}"] if after else [])]
 
 
 def _script(name: str, options: Sequence[str], command: str, job: PackJob) -> str:

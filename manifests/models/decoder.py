@@ -9,9 +9,11 @@ from manifests.models.config import ConfigReader
 from manifests.models.parts import Part, linear, norm
 from manifests.models.shape import ModelShape, Work
 
-__all__ = ["HEAD", "assemble", "decoder", "embedding", "head", "head_tie"]
+__all__ = ["HEAD", "ROTARY_BUFFERS", "assemble", "decoder", "embedding", "head", "head_tie"]
 
 EMBEDDING, LAYER, NORM, HEAD = "model.embed_tokens", "model.layers.{}", "model.norm", "lm_head"
+# Rotary frequencies: what files of older code hold in every layer, and models compute.
+ROTARY_BUFFERS = (".self_attn.rotary_emb.inv_freq",)
 
 
 def decoder(
@@ -37,7 +39,12 @@ def decoder(
     }
     shape = assemble(architecture, parts, num_layers=len(layers), hidden_size=width)
     tied = config.flag("tie_word_embeddings", tied_unless_said)
-    return replace(shape, ties=head_tie(EMBEDDING) if tied else (), optional=frozenset(names[len(layers) :]))
+    return replace(
+        shape,
+        ties=head_tie(EMBEDDING) if tied else (),
+        ignored_suffixes=ROTARY_BUFFERS,
+        optional=frozenset(names[len(layers) :]),
+    )
 
 
 def assemble(architecture: str, parts: Mapping[str, Part], *, num_layers: int, hidden_size: int) -> ModelShape:

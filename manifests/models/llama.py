@@ -5,8 +5,6 @@ Source: transformers 5.23, `models/llama/modeling_llama.py`, `models/mistral/mod
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from manifests.models.config import MAX_LAYERS, ConfigReader
 from manifests.models.decoder import decoder
 from manifests.models.parts import attention, gated_mlp, layer
@@ -36,4 +34,4 @@ def _shape(architecture: str, config: ConfigReader, attention_bias: bool, mlp_bi
         width,
     )
     shape = decoder(architecture, config, [block] * config.count("num_hidden_layers", most=MAX_LAYERS))
-    return replace(as_stored(shape, config, {}), ignored_suffixes=(".self_attn.rotary_emb.inv_freq",))
+    return as_stored(shape, config, {})

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from manifests.models.config import MAX_LAYERS, ConfigReader
-from manifests.models.decoder import HEAD, assemble, decoder, embedding, head, head_tie
+from manifests.models.decoder import HEAD, ROTARY_BUFFERS, assemble, decoder, embedding, head, head_tie
 from manifests.models.parts import Part, layer, layer_norm, linear, mlp
 from manifests.models.quantised import as_stored
 from manifests.models.shape import ModelShape, Work
@@ -29,7 +29,8 @@ def phi_shape(config: ConfigReader) -> ModelShape:
     }
     shape = assemble("PhiForCausalLM", parts, num_layers=num_layers, hidden_size=width)
     tied = config.flag("tie_word_embeddings", False)
-    return as_stored(replace(shape, ties=head_tie("model.embed_tokens") if tied else ()), config, {})
+    ties = head_tie("model.embed_tokens") if tied else ()
+    return as_stored(replace(shape, ties=ties, ignored_suffixes=ROTARY_BUFFERS), config, {})
 
 
 def _phi_block(config: ConfigReader, width: int) -> Part:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from manifests.errors import UsageError
+from manifests.paths import is_unicode
 from stores.address import is_url
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON o
 quiet = click.option("--quiet", is_flag=True, help="Show no progress.")
 force = click.option("--force", is_flag=True, help="Replace an output that exists, in one step.")
 out = click.option(
-    "--out", required=True, metavar="DIR|URL", callback=lambda _, __, text: text if is_url(text) else Path(text),
+    "--out", required=True, metavar="DIR|URL", callback=lambda _, __, text: _address(text),
     help="Folder to write, or s3://BUCKET/PREFIX (gs://, az://, or what fsspec writes); it must not exist.",
 )  # fmt: skip
 drop = click.option("--drop", multiple=True, metavar="FQN", help="Leave this tensor behind; may be repeated.")
@@ -184,6 +185,12 @@ def progress(verb: str, nbytes: int, quiet: bool) -> Iterator[Callable[[int], ob
 
     with tqdm(total=nbytes, desc=verb, unit="B", unit_scale=True, unit_divisor=1024) as bar:
         yield bar.update
+
+
+def _address(text: str) -> str | Path:
+    if not is_unicode(text):
+        raise UsageError("--out", f"{text!r} is not valid UTF-8", "choose another name")
+    return text if is_url(text) else Path(text)
 
 
 def _with_flags(command: Command, flags: Sequence[Callable[[Command], Command]]) -> Command:

@@ -120,7 +120,7 @@ def command_line(leaving_out: Collection[str] = ()) -> tuple[str, ...]:
     return tuple(said)
 
 
-def submit(division: Division, out: str | Path, *, force: bool, dry_run: bool) -> None:
+def submit(division: Division, out: str | Path, *, force: bool, dry_run: bool, as_json: bool) -> None:
     """Hand the parts and their commit to Slurm, or print what would be handed over.
 
     Raises:
@@ -143,10 +143,14 @@ def submit(division: Division, out: str | Path, *, force: bool, dry_run: bool) -
         options=division.sbatch,
     )
     if dry_run:
-        click.echo(slurm.show(job), nl=False)
+        click.echo(json.dumps(slurm.show_json(job)) + "\n" if as_json else slurm.show(job), nl=False)
         return
     parts, ending = slurm.submit(job)
-    click.echo(f"submitted {job.num_parts} parts: {parts}\nand the commit that waits for them: {ending}")
+    if as_json:
+        numbers = {"parts": {"job": parts}, "commit": {"job": ending}}
+        click.echo(json.dumps({"version": 1, "num_parts": job.num_parts, **numbers}))
+    else:
+        click.echo(f"submitted {job.num_parts} parts: {parts}\nand the commit that waits for them: {ending}")
 
 
 @click.command()

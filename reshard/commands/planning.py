@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from manifests.errors import UsageError
 from reshard.commands import options
 
 if TYPE_CHECKING:
@@ -81,13 +82,17 @@ def layout(
       reshard layout 'Et*3|(tt|)*29,m|L' --layers 61 --mtp 1 --pp 16 --as toml
     """
     from reshard.layout import parse_layout
+    from reshard.layout.balance import goes_by_time
     from reshard.layout.inventory import inventory_of_layers
     from reshard.layout.printing import print_layout
+    from reshard.layout.wording import shorten
     from reshard.report.layout import layout_json, layout_text, spelling_json
 
     inventory = inventory_of_layers(layers, mtp)
     costs = _measured(cost)
     found = parse_layout(spec, inventory, num_ranks=num_ranks, strict_megatron=strict_megatron, costs=costs)
+    if costs and not goes_by_time(spec):
+        raise UsageError("--cost", f"{shorten(spec)} does not go by time", "leave it out, or say balance:time")
     if spelling:
         text = print_layout(spelling, found, inventory, costs)
         click.echo(json.dumps(spelling_json(spelling, text)) if as_json else text.rstrip("\n"))

@@ -64,12 +64,13 @@ def pack(
     from reshard.pack import PackOptions
     from reshard.pack import pack as run
     from reshard.parts import pack_part
-    from reshard.planning import model_name, plan_training
+    from reshard.plan import traffic_of
+    from reshard.planning import lay_out, look_ahead, model_name
     from reshard.report.done import pack_json, pack_text, part_json, part_text
     from reshard.report.plan import plan_json, plan_text
-    from reshard.shares import part_nbytes
+    from reshard.shares import part_nbytes, part_traffic
     from reshard.source import open_source
-    from reshard.target import check_apart, reread_nbytes
+    from reshard.target import check_apart, read_again
     from reshard.virtual import choose_stages
 
     if conversion.changes_bytes and (virtual or stages is not None):
@@ -78,34 +79,35 @@ def pack(
             "bytes that stay where they are cannot be converted",
             "pack without it",
         )
-    check_apart(out, source)
     division.check(out, virtual=virtual)
     part = parts.part_of(division)
-    checkpoint = convert(open_source(source, frozenset(drop)), conversion)
-    planned = plan_training(model_name(source), checkpoint, asked, assumed)
-    packed = choose_stages(planned.plan, virtual, stages)
+    opened = open_source(source, frozenset(drop))
+    check_apart(out, opened, may_replace=not conversion.changes_bytes)
+    checkpoint = convert(opened, conversion)
+    laid = lay_out(model_name(source), checkpoint, asked, assumed)
+    packed = choose_stages(laid.plan, virtual, stages)
     if division.scheduler is not None:  # with a plan that can be packed
-        parts.submit(division, out, force=force, dry_run=dry_run)
+        parts.submit(division, out, force=force, dry_run=dry_run, as_json=as_json)
         return
-    moved = (stage for stage in planned.plan.stages if packed is None or stage.index in packed)
-    shards = [shard for stage in moved for shard in stage.shards]
-    again_nbytes = reread_nbytes(shards, out)
+    shards = laid.plan.shards_on(packed)
+    again = read_again(shards, out)
     if dry_run:
-        click.echo(json.dumps(plan_json(planned, again_nbytes)) if as_json else plan_text(planned, again_nbytes))
+        planned, traffic = look_ahead(laid), part_traffic(shards, part) if part else traffic_of(shards, again)
+        click.echo(json.dumps(plan_json(planned, traffic)) if as_json else plan_text(planned, traffic))
         return
     for name in checkpoint.source.left_out:
         click.echo(f"left out: {name} (weights that transformers does not read beside safetensors)", err=True)
-    nbytes = again_nbytes + sum(entry.nbytes for shard in shards for entry in shard.entries)
+    nbytes = sum(tensor.nbytes for tensor in (*again, *(origin for shard in shards for origin in shard.origins)))
     if part is not None:
         nbytes = part_nbytes(shards, part)
     with options.progress("pack", nbytes, quiet) as progress:
         write = WriteOptions(io=io, sync=sync, progress=progress)
         asked_for = PackOptions(out=out, force=force, stages=packed, write=write)
         if part is not None:
-            pack_part(checkpoint, planned.plan, part, asked_for)
+            pack_part(checkpoint, laid.plan, part, asked_for)
             click.echo(json.dumps(part_json(part, nbytes)) if as_json else part_text(part, nbytes, out))
             return
-        manifest = run(checkpoint, planned.plan, asked_for)
+        manifest = run(checkpoint, laid.plan, asked_for)
     click.echo(json.dumps(pack_json(manifest, out)) if as_json else pack_text(manifest, out))
 
 

@@ -39,12 +39,15 @@ def draw_plan(planned: Planned, path: Path, theme: str = "light") -> None:
     """Write the picture of a plan, of the kind that its name says. The same plan gives the same bytes.
 
     Raises:
+        UsageError: the step is too long to simulate.
         InputError: the file cannot be written.
     """
     from reshard.draw.page import html_page
     from reshard.draw.sheet import draw_sheet
     from reshard.draw.theme import THEMES
 
+    if planned.forecast.step is None:
+        raise UsageError("--draw", "a step of so many microbatches is too long to simulate", "say fewer --microbatches")
     suffix = path.suffix.lower()
     if suffix == ".html":
         data = html_page(planned).encode()

@@ -13,6 +13,7 @@ from reshard.draw.schedule import draw_schedule
 from reshard.draw.stages import draw_stages
 from reshard.draw.theme import ACCENT, Theme, drawing
 from reshard.layout.wording import shorten
+from reshard.plan import traffic_of
 from reshard.planning import Planned
 from reshard.report.layout import placement_line
 from reshard.report.plan import bottleneck, memory_line, schedule_line
@@ -61,9 +62,9 @@ def _place(figure: Figure, left: float, bottom: float, width: float, height: flo
 
 def _write_header(figure: Figure, planned: Planned, theme: Theme, height: float) -> None:
     shape, forecast = planned.shape, planned.forecast
+    nbytes = traffic_of(planned.plan.shards_on()).write_nbytes
     model = (
-        f"{shape.architecture}, {shape.num_params:,} parameters, {show_bytes(planned.plan.write_nbytes)}; "
-        f"{placement_line(planned.layout)}"
+        f"{shape.architecture}, {shape.num_params:,} parameters, {show_bytes(nbytes)}; {placement_line(planned.layout)}"
     )
     lines = (
         (headline(planned), theme.ink, 14.0, "bold"),

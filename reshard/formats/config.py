@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from manifests.errors import InputError
 from manifests.invariants import MANIFEST_NAME
@@ -18,11 +19,12 @@ from reshard.formats.huggingface import CONFIG_NAME
 from reshard.record import SourceRecord
 from stores.local import LocalFile
 
-__all__ = ["CONFIG_ONLY", "find_config", "open_config"]
+__all__ = ["CONFIG_ONLY", "find_config", "open_config", "with_dtype"]
 
 CONFIG_ONLY = "config"  # kind of source
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _DEFAULT_DTYPE = "bfloat16"
+_DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5 writes the first, 4 the second
 
 
 def find_config(source: str) -> Path | None:
@@ -58,6 +60,12 @@ def open_config(path: Path) -> Checkpoint:
         record=SourceRecord(shards=(), index_text=None),
         source=Source(kind=CONFIG_ONLY, location=str(path.resolve())),
     )
+
+
+def with_dtype(config: Mapping[str, Any], stored: str) -> dict[str, Any]:
+    """Give a config that names a dtype as files have it, wherever it names one: readers cast to that."""
+    name = next(name for name, known in _DTYPES.items() if known == stored)
+    return {**config, **{key: name for key in _DTYPE_KEYS if key in config}}
 
 
 def _dtype(config: Mapping[str, object], where: str) -> str:

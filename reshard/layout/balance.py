@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 
 from manifests.errors import InputError
+from manifests.placement import Placement
 from reshard.layout.deepspeed import matching_weights
 from reshard.layout.inventory import Inventory
 from reshard.layout.items import pin_windows
@@ -18,7 +19,7 @@ from reshard.layout.solve import Problem, solve
 from reshard.layout.wording import error_at, list_words, nearest_word, shorten
 from reshard.units import parse_bytes
 
-__all__ = ["COSTS", "read_balance"]
+__all__ = ["COSTS", "goes_by_memory", "goes_by_time", "read_balance", "unsolved"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,14 +40,8 @@ def read_balance(request: Request) -> Layout:
     """
     method, words = _split_method(request.spec)
     pins = [word for word in words if word.key == "pin"]
-    options = Options(request, [word for word in words if word.key != "pin"], KEYS)
-    degrees = Degrees.read(options)
-    placement, inventory = degrees.placement(request), request.inventory
-    costs = _costs(request, method)
-    if placement.num_stages > len(costs):
-        raise options.error(
-            "pp", f"{placement.num_stages} stages for {len(costs)} modules, some would be empty", "lower pp or vpp"
-        )
+    options, degrees, placement = _read_options(request, words)
+    costs, inventory = _costs(request, method), request.inventory
     pinned = [_pin(request, word, placement.num_stages) for word in pins]
     problem = Problem(
         costs=costs,
@@ -63,6 +58,36 @@ def read_balance(request: Request) -> Layout:
     if not split.proven:
         logger.warning("%s: the search was cut short; there may be a better split", shorten(request.spec))
     return layout_of(request, split.bounds, degrees)
+
+
+def goes_by_memory(spec: str) -> bool:
+    return re.match(r"\s*balance:\s*memory\b", spec) is not None
+
+
+def goes_by_time(spec: str) -> bool:
+    return re.match(r"\s*balance:\s*time\b", spec) is not None
+
+
+def unsolved(request: Request) -> Layout:
+    """Give the layout that `read_balance` will, but for its stages: all modules are on the first of them.
+
+    Raises:
+        InputError: options that make no sense.
+    """
+    _, degrees, placement = _read_options(request, _split_method(request.spec)[1])
+    stages = (request.inventory.modules, *[()] * (placement.num_stages - 1))
+    return Layout(spec=request.spec, stages=stages, placement=placement, schedule=degrees.schedule)
+
+
+def _read_options(request: Request, words: tuple[Word, ...]) -> tuple[Options, Degrees, Placement]:
+    options = Options(request, [word for word in words if word.key != "pin"], KEYS)
+    degrees = Degrees.read(options)
+    placement, num_modules = degrees.placement(request), len(request.inventory.modules)
+    if placement.num_stages > num_modules:
+        raise options.error(
+            "pp", f"{placement.num_stages} stages for {num_modules} modules, some would be empty", "lower pp or vpp"
+        )
+    return options, degrees, placement
 
 
 def _split_method(spec: str) -> tuple[str, tuple[Word, ...]]:

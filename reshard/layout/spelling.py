@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from manifests.errors import InputError, UsageError
+from manifests.paths import is_unicode
 from reshard.layout.balance import read_balance
 from reshard.layout.deepspeed import read_uniform
 from reshard.layout.expansion import LETTERS
@@ -64,7 +65,7 @@ def parse_layout(
     reader = _reader(spec)
     if strict_megatron and reader is not read_megatron:
         raise UsageError("--strict-megatron", f"{shorten(spec)} is no Megatron string", "leave the flag out")
-    return reader(
+    layout = reader(
         Request(
             spec=spec,
             inventory=inventory,
@@ -74,6 +75,9 @@ def parse_layout(
             in_flight=in_flight,
         )
     )
+    if not is_unicode(spec):  # a file's name can be so, and no manifest could say it
+        raise InputError("layout", "is not valid UTF-8", "rename the file")
+    return layout
 
 
 def _reader(spec: str) -> Callable[[Request], Layout]:

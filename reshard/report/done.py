@@ -46,9 +46,10 @@ def pack_text(manifest: Manifest, out: Address) -> str:
     how = f"{packed}, and left {virtual} where they are" if manifest.virtual else packed
     place = shlex.quote(done["manifest"])
     fetch, place = (f"reshard pack {place} --out DIR; ", "DIR") if is_url(out) else ("", place)
+    stages = "1 stage" if done["num_stages"] == 1 else f"{done['num_stages']} stages"
     moments = " and their moments" if manifest.training and manifest.training.optimizer else ""
     return (
-        f"packed {done['num_tensors']} tensors{moments}, {how}, in {done['num_stages']} stages: {done['manifest']}\n"
+        f"packed {done['num_tensors']} tensors{moments}, {how}, in {stages}: {done['manifest']}\n"
         f"next: {fetch}runner launch {place} --nproc-per-node {done['num_ranks']} -- --help"
     )
 
@@ -106,4 +107,6 @@ def verify_text(done: VerifyReport, manifest: str) -> str:
     if not done.differences:
         return f"verified {read}: every digest is as the manifest says"
     lines = [f"{manifest}: {len(done.differences)} differ, of {read}"]
-    return "\n".join(lines + [f"  {where}: {problem}" for where, problem in done.differences])
+    lines += [f"  {where}: {problem}" for where, problem in done.differences]
+    hint = () if done.source else ("hint: copy the files that differ once more, or write the checkpoint again",)
+    return "\n".join((*lines, *hint))

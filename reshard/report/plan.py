@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from manifests.memory import Memory
+from manifests.schedules import Timeline
 from manifests.schema import TieGroup
 from reshard.forecast import Forecast, imbalance
 from reshard.formats.config import CONFIG_ONLY
-from reshard.plan import StagePlan
+from reshard.plan import StagePlan, Traffic, traffic_of
 from reshard.planning import Planned
 from reshard.report.layout import placement_json, placement_line
 from reshard.report.text import group_stages, modules_shown, shorten_rows, table, tie_lines
@@ -20,9 +21,10 @@ __all__ = ["bottleneck", "dtypes_assumed", "memory_line", "plan_json", "plan_tex
 _HEAD = ("stage", "rank", "virtual", "modules", "params", "bytes", "fwd FLOP/token", "memory", "share")
 
 
-def plan_text(planned: Planned, again_nbytes: int = 0) -> str:
-    """Say it all; `again_nbytes` are read once more than the plan has it."""
+def plan_text(planned: Planned, traffic: Traffic | None = None) -> str:
+    """Say it all; `traffic` is what a pack moves, when that is not all of the plan."""
     plan, shape = planned.plan, planned.shape
+    traffic = traffic or traffic_of(plan.shards_on())
     rows = [_row(planned, run) for run in group_stages(plan.stages, _likeness(planned))]
     lines = [
         f"{shape.architecture}, {shape.num_layers} layers, {shape.num_params:,} parameters",
@@ -34,20 +36,23 @@ def plan_text(planned: Planned, again_nbytes: int = 0) -> str:
     forecast = planned.forecast
     by_stage, by_rank = imbalance(forecast.stage_times), imbalance(forecast.rank_times)
     lines.append(f"imbalance, slowest over mean: stages {by_stage:.3f}, ranks {by_rank:.3f}")
-    lines += [bottleneck(forecast), schedule_line(forecast), memory_line(forecast)]
+    lines.append(bottleneck(forecast))
+    lines += [_too_long(forecast)] if forecast.step is None else [schedule_line(forecast), memory_line(forecast)]
     lines += tie_lines(plan.ties)
     if assumed := dtypes_assumed(planned):
         lines.append(f"from the config alone: bytes as if stored in {assumed}")
-    twice = f" ({show_bytes(again_nbytes)} of it twice: first for the digests)" if again_nbytes else ""
-    lines.append(f"to read {show_bytes(plan.read_nbytes)}{twice}, to write {show_bytes(plan.write_nbytes)}")
+    again = traffic.again_nbytes
+    twice = f" ({show_bytes(again)} of it twice: first for the digests)" if again else ""
+    lines.append(f"to read {show_bytes(traffic.once_nbytes)}{twice}, to write {show_bytes(traffic.write_nbytes)}")
     return "\n".join(lines)
 
 
-def plan_json(planned: Planned, again_nbytes: int = 0) -> dict[str, Any]:
+def plan_json(planned: Planned, traffic: Traffic | None = None) -> dict[str, Any]:
+    """Give the same as the object that `--json` prints; null is what a step too long to simulate would tell."""
     plan, forecast = planned.plan, planned.forecast
+    traffic, step = traffic or traffic_of(plan.shards_on()), forecast.step
     placement, assumed = forecast.placement, forecast.assumed
     stage_shares, rank_shares = _shares(forecast.stage_times), _shares(forecast.rank_times)
-    makespan = forecast.timeline.makespan_s
     return {
         **placement_json(plan.layout),
         "stages": [
@@ -59,7 +64,7 @@ def plan_json(planned: Planned, again_nbytes: int = 0) -> dict[str, Any]:
                 "params": stage.num_params,
                 "nbytes": stage.nbytes,
                 "forward_flops_per_token": forecast.flops[stage.index],
-                "memory_nbytes": _memory_json(forecast.memory.stages[stage.index]),
+                "memory_nbytes": _memory_json(step.memory.stages[stage.index]) if step else None,
                 "share_of_slowest": stage_shares[stage.index],
             }
             for stage in plan.stages
@@ -68,15 +73,15 @@ def plan_json(planned: Planned, again_nbytes: int = 0) -> dict[str, Any]:
             {
                 "rank": rank,
                 "stages": list(placement.stages_on(rank)),
-                "memory_nbytes": _memory_json(forecast.memory.ranks[rank]),
+                "memory_nbytes": _memory_json(step.memory.ranks[rank]) if step else None,
                 "share_of_slowest": rank_shares[rank],
-                "bubble": 1 - forecast.timeline.busy_s[rank] / makespan if makespan else 0.0,
+                "bubble": _waiting(step.timeline, rank) if step else None,
             }
             for rank in range(placement.num_ranks)
         ],
         "imbalance": {"stages": imbalance(forecast.stage_times), "ranks": imbalance(forecast.rank_times)},
-        "bubble": forecast.timeline.bubble,
-        "step_s": makespan if assumed.measured else None,
+        "bubble": step.timeline.bubble if step else None,
+        "step_s": step.timeline.makespan_s if step and assumed.measured else None,
         "assumed": {
             "schedule": forecast.schedule,
             "num_microbatches": forecast.num_microbatches,
@@ -88,8 +93,8 @@ def plan_json(planned: Planned, again_nbytes: int = 0) -> dict[str, Any]:
             "stored_dtypes": dtypes_assumed(planned).split(", ") if dtypes_assumed(planned) else None,
         },
         "ties": [_tie_json(tie) for tie in plan.ties],
-        "read_nbytes": plan.read_nbytes + again_nbytes,
-        "write_nbytes": plan.write_nbytes,
+        "read_nbytes": traffic.read_nbytes,
+        "write_nbytes": traffic.write_nbytes,
     }
 
 
@@ -116,6 +121,14 @@ def schedule_line(forecast: Forecast) -> str:
     return (
         f"{forecast.schedule}, {forecast.num_microbatches} microbatches of {assumed.microbatch} x {assumed.seq_len} "
         f"tokens: ranks wait {timeline.bubble:.1%} of the time (bubble){step}"
+    )
+
+
+def _too_long(forecast: Forecast) -> str:
+    num_stages, number = forecast.placement.num_stages, forecast.num_microbatches
+    return (
+        f"{forecast.schedule}, {number} microbatches on {num_stages} stages: too long a step to simulate; memory and "
+        "bubble are left out, unless fewer --microbatches are assumed"
     )
 
 
@@ -150,7 +163,7 @@ def _row(planned: Planned, run: Sequence[StagePlan]) -> tuple[str, ...]:
         f"{first.num_params:,}",
         show_bytes(first.nbytes),
         show_count(forecast.flops[first.index]),
-        show_bytes(max(forecast.memory.stages[stage.index].total for stage in run)),
+        show_bytes(max(forecast.memory.stages[stage.index].total for stage in run)) if forecast.step else "-",
         f"{_shares(forecast.stage_times)[first.index]:.0%}",
     )
 
@@ -161,6 +174,11 @@ def _likeness(planned: Planned) -> list[object]:
         (stage.virtual, len(stage.modules), stage.num_params, stage.nbytes, times[stage.index])
         for stage in planned.plan.stages
     ]
+
+
+def _waiting(timeline: Timeline, rank: int) -> float:
+    """Give the share of a step in which a rank waits."""
+    return 1 - timeline.busy_s[rank] / timeline.makespan_s if timeline.makespan_s else 0.0
 
 
 def _shares(times: Sequence[float]) -> list[float]:

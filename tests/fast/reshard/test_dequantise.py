@@ -169,3 +169,14 @@ def test_scale_of_a_dtype_that_is_no_number_is_refused(tmp_path: Path) -> None:
     ended = reshard(*asked, "--dequantise", "bf16")
     assert ended.code == 3
     assert ended.err.endswith(f"model.safetensors: '{name}'.dtype: expected BF16 or F16 or F32 or F64, found I32\n")
+
+
+@pytest.mark.parametrize(("flag", "name"), [("bf16", "bfloat16"), ("fp32", "float32")])
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_config_names_the_dtype_that_weights_have_now(key: str, flag: str, name: str, tmp_path: Path) -> None:
+    config = {**read_config("tiny-deepseek-v3"), key: "bfloat16"}
+    write_quantised(tmp_path / "source", {**config, "quantization_config": fp8(128, 128)})
+    out = pack(tmp_path / "source", tmp_path / "out", "--dequantise", flag)
+    assert reshard("export", out, "--to", "hf", "--out", tmp_path / "plain").code == 0
+    for folder in (out, tmp_path / "plain"):
+        assert json.loads((folder / "config.json").read_text()) == {**config, key: name}

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.builders import llama_config, reshard
+from tests.fast.reshard.configs import write_times
 
 DOCS = Path(__file__).parents[3] / "docs" / "layouts.md"
 
@@ -182,3 +183,13 @@ def test_every_spelling_in_the_docs_is_read(tmp_path: Path) -> None:
         asked = str(tmp_path / spec) if spec.startswith("stages.") else spec
         ended = reshard("plan", config, "--layout", asked, "--seq-len", "16")
         assert (ended.code, ended.err) == (0, ""), spec
+
+
+def test_times_that_a_layout_does_not_go_by_are_refused(tmp_path: Path) -> None:
+    names = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head")
+    times = write_times(tmp_path / "times.json", dict.fromkeys(names, (0.1, 0.2)))
+    ended = reshard("layout", "pp=2", "--layers", "2", "--cost", times)
+    assert (ended.code, ended.err) == (
+        2,
+        "error: --cost: pp=2 does not go by time\nhint: leave it out, or say balance:time\n",
+    )

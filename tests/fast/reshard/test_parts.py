@@ -323,8 +323,9 @@ def test_dry_run_prints_an_array_and_the_commit_that_waits_for_it(source: Path, 
     out = tmp_path / "the out"
     asked = ("--parts", "8", "--scheduler", "slurm", "--account", "us", "--time", "1:00:00", "--sbatch-arg", "--mem=8G")
     said = reshard("pack", source, "--layout", "pp=2", "--out", out, "--no-sync", *asked, "--dry-run").out
-    assert said.splitlines()[0] == "$ sbatch --parsable"
-    assert "$ sbatch --parsable --dependency=afterok:ARRAY_JOB_ID" in said.splitlines()
+    sbatch = "$ sbatch --parsable --account=us --time=1:00:00 --mem=8G"
+    assert said.splitlines()[0] == sbatch
+    assert f"{sbatch} --dependency=afterok:ARRAY_JOB_ID" in said.splitlines()
     assert said.count("#SBATCH --account=us\n#SBATCH --time=1:00:00\n#SBATCH --mem=8G\n") == 2
     assert "#SBATCH --array=1-8\n" in said
     again = f"-m reshard.cli pack {source} --layout pp=2 --out '{out}' --no-sync"

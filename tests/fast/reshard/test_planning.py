@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -152,3 +153,65 @@ def test_layout_of_a_plan_is_printed_in_other_spellings(spelling: str, text: str
     assert reshard("plan", config, *flags).out == f"{text}\n"
     shown = reshard("plan", config, *flags, "--json").json
     assert (shown["version"], shown["as"], shown["layout"].rstrip("\n")) == (1, spelling, text)
+
+
+@pytest.mark.parametrize("verb", ["plan", "pack"])
+@pytest.mark.parametrize(
+    ("flags", "hint"),
+    [
+        (("--pp", "4"), "say --layout pp=4, or leave --pp out"),
+        (("--strict-megatron",), "give a --layout, or leave the flag out"),
+    ],
+)
+def test_what_goes_with_a_layout_is_refused_without_one(
+    flags: tuple[str, ...], hint: str, verb: str, tmp_path: Path
+) -> None:
+    write_model(tmp_path / "source")
+    packed, out = tmp_path / "packed", ("--out", tmp_path / "out") if verb == "pack" else ()
+    assert reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", packed).code == 0
+    ended = reshard(verb, packed, *flags, *out)
+    problem = "goes with --layout, and without one a manifest keeps the layout that it has"
+    assert (ended.code, ended.err) == (2, f"error: {flags[0]}: {problem}\nhint: {hint}\n")
+    assert not (tmp_path / "out").exists()
+
+
+def test_step_too_long_to_simulate_is_left_out_and_said(tmp_path: Path) -> None:
+    config = write_config(tmp_path / "config.json", num_hidden_layers=1024)
+    begun_s = time.process_time()
+    planned = reshard("plan", config, "--layout", "pp=1024")
+    assert time.process_time() - begun_s < 20  # simulated, it takes minutes
+    assert planned.code == 0, planned.err
+    assert (
+        "1F1B, 4096 microbatches on 1024 stages: too long a step to simulate; memory and bubble are left out, unless "
+        "fewer --microbatches are assumed"
+    ) in planned.out.splitlines()
+    told = reshard("plan", config, "--layout", "pp=1024", "--json").json
+    assert (told["bubble"], told["step_s"], told["ranks"][0]["bubble"], told["stages"][0]["memory_nbytes"]) == (
+        None,
+    ) * 4
+    assert told["stages"][0]["nbytes"] > 0
+    short = reshard("plan", config, "--layout", "pp=1024", "--schedule", "gpipe", "--microbatches", "1", "--json").json
+    assert short["bubble"] == pytest.approx(1, abs=0.01)
+
+
+def test_layout_that_memory_decides_is_refused_where_a_step_is_too_long(tmp_path: Path) -> None:
+    config = write_config(tmp_path / "config.json", num_hidden_layers=1024)
+    ended = reshard("plan", config, "--layout", "balance:params,pp=512", "--memory-limit", "80GB")
+    assert (ended.code, ended.err) == (
+        2,
+        "error: --microbatches: memory depends on the schedule, and a step of 2048 microbatches on 512 stages is too "
+        "long to simulate\nhint: take 512 microbatches or fewer, or another layout than one that memory decides\n",
+    )
+
+
+def test_pack_simulates_no_step(tmp_path: Path) -> None:
+    write_model(tmp_path / "source")
+
+    def took_s(num_microbatches: int) -> float:
+        begun_s = time.process_time()
+        flags = ("--layout", "pp=2", "--microbatches", f"{num_microbatches}", "--out", tmp_path / f"{num_microbatches}")
+        assert reshard("pack", tmp_path / "source", *flags).code == 0
+        return time.process_time() - begun_s
+
+    few_s, many_s = max(took_s(4), took_s(5)), took_s(130_000)
+    assert many_s < 10 * few_s  # simulated, seconds beside hundredths of one
