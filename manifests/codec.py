@@ -10,8 +10,9 @@ from dataclasses import MISSING, asdict, fields, is_dataclass
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from manifests.errors import InputError
-from manifests.invariants import check_manifest
+from manifests.invariants import MANIFEST_NAME, check_manifest
 from manifests.jsontext import kind_of, parse_json_object
+from manifests.paths import is_unicode
 from manifests.schema import FORMAT, VERSION, Manifest
 
 __all__ = ["decode_manifest", "encode_manifest", "manifest_document"]
@@ -20,8 +21,15 @@ T = TypeVar("T")
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Give the text of manifest.json, ending in a newline."""
-    return (json.dumps(manifest_document(manifest), indent=1, ensure_ascii=False) + "\n").encode()
+    """Give the text of manifest.json, ending in a newline.
+
+    Raises:
+        InputError: a place or a name in it is not valid Unicode.
+    """
+    text = json.dumps(manifest_document(manifest), indent=1, ensure_ascii=False) + "\n"
+    if not is_unicode(text):
+        raise InputError(MANIFEST_NAME, "would name a folder or file whose name is not valid UTF-8", "rename that one")
+    return text.encode()
 
 
 def manifest_document(manifest: Manifest) -> dict[str, Any]:

@@ -13,14 +13,16 @@ __all__ = [
     "UserError",
     "error_json",
     "printable",
-    "unreadable",
+    "refused_by_system",
 ]
 
 # What a disk, a mount or a network says of itself, not of the file that was asked for.
 _OF_THE_MACHINE = (
     errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.EREMOTEIO, errno.ETIMEDOUT, errno.ENOTCONN,
     errno.ECONNRESET, errno.ECONNREFUSED, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ESHUTDOWN,
+    errno.EINTR, errno.EKEYEXPIRED,  # of a mount: what it was asked was broken off, its Kerberos ticket ran out
 )  # fmt: skip
+_RUN_OUT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)  # the machine has no more to give, now
 
 _ESCAPED_LINE = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
 _ESCAPED = {code: shown for code, shown in _ESCAPED_LINE.items() if code != ord("\n")}
@@ -68,7 +70,7 @@ class InputError(UserError):
 
 
 class UnreachableError(InputError):
-    """Bytes that a disk, a mount or a network does not give now. They may be right, and be had elsewhere or later."""
+    """What a disk, a mount or a network does not give or take now. It may do so elsewhere or later."""
 
 
 class RankError(UserError):
@@ -77,11 +79,13 @@ class RankError(UserError):
     exit_code = 5
 
 
-def unreadable(where: str, error: OSError, problem: str = "cannot be read") -> InputError:
-    """Say that the system does not read a file, and whether the machine is at fault or the file."""
+def refused_by_system(where: str, error: OSError, problem: str = "cannot be read", hint: str = "") -> InputError:
+    """Say what the system does not do with a file, and whether the machine is at fault or, with `hint`, the file."""
     said = f"{problem}: {error.strerror}"
+    if error.errno in _RUN_OUT:
+        return UnreachableError(where, said, "this machine has no more to give now; ulimit -n and free may tell")
     if error.errno not in _OF_THE_MACHINE:
-        return InputError(where, said)
+        return InputError(where, said, hint)
     return UnreachableError(where, said, "this machine's disk, its mount or the network is at fault; dmesg may tell")
 
 

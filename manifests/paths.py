@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from manifests.schema import WEIGHTS, Holds
 
-__all__ = ["problem_with_path", "shard_path"]
+__all__ = ["is_unicode", "problem_with_path", "shard_path"]
 
 _MAX_CHARS = 1024
 _MAX_PART_NBYTES = 240  # file systems take 255; ours are written as `.NAME.partial` first
@@ -19,6 +19,15 @@ def shard_path(stage: int, holds: Holds = WEIGHTS, *, number: int = 0, of: int =
     return "/".join((f"stage-{stage:03d}", *(() if holds == WEIGHTS else (holds,)), name))
 
 
+def is_unicode(text: str) -> bool:
+    """Tell whether text can be written: a file's name need not be valid UTF-8, and is half characters then."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def problem_with_path(path: str) -> str | None:
     """Say why a path may not be used below a checkpoint's folder; None when it may."""
     if not path or len(path) > _MAX_CHARS:
@@ -27,10 +36,8 @@ def problem_with_path(path: str) -> str | None:
         return "expected a relative path with / between its parts and no control characters"
     if any(part in ("", ".", "..") for part in path.split("/")):
         return "expected a path that stays below its folder"
-    try:
-        longest = max(len(part.encode()) for part in path.split("/"))
-    except UnicodeEncodeError:
+    if not is_unicode(path):
         return "expected a path that is valid Unicode"
-    if longest > _MAX_PART_NBYTES:
+    if max(len(part.encode()) for part in path.split("/")) > _MAX_PART_NBYTES:
         return f"expected parts of at most {_MAX_PART_NBYTES} bytes"
     return None

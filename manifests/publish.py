@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from manifests.errors import InputError
+from manifests.errors import InputError, refused_by_system
 from manifests.store import sync_folder
 
 __all__ = ["check_target", "holding", "partial_of", "publishing", "sharing"]
@@ -56,7 +56,7 @@ def publishing(
         if not ((outlives_errors or isinstance(error, KeyboardInterrupt)) and is_resumable(partial)):
             shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError):
-            raise InputError(str(error.filename or out), f"cannot be written: {error.strerror}", hint) from error
+            raise refused_by_system(str(error.filename or out), error, "cannot be written", hint) from error
         raise
     finally:
         os.close(lock)
@@ -80,7 +80,7 @@ def sharing(out: Path, *, force: bool, is_ours: Callable[[Path], bool]) -> Itera
         yield partial
     except OSError as error:
         hint = _space_hint(error, out.parent)
-        raise InputError(str(error.filename or out), f"cannot be written: {error.strerror}", hint) from error
+        raise refused_by_system(str(error.filename or out), error, "cannot be written", hint) from error
     finally:
         os.close(lock)
 
@@ -93,9 +93,11 @@ def check_target(out: Path, force: bool, is_ours: Callable[[Path], bool]) -> Non
     """
     if not os.path.lexists(out) or (out.is_dir() and not out.is_symlink() and not any(out.iterdir())):
         return
+    is_replaceable = out.is_dir() and not out.is_symlink() and is_ours(out)
     if not force:
-        raise InputError(str(out), "exists already", "choose another folder, or replace it with --force")
-    if not out.is_dir() or out.is_symlink() or not is_ours(out):
+        otherwise = ", or replace it with --force" if is_replaceable else ", or remove this yourself"
+        raise InputError(str(out), "exists already", f"choose another folder{otherwise}")
+    if not is_replaceable:
         raise InputError(
             str(out),
             "exists, and is not a folder that this command writes; --force does not replace it",
@@ -115,7 +117,7 @@ def _make_partial(out: Path) -> Path:
         out.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir(exist_ok=True)
     except OSError as error:
-        raise InputError(str(out), f"cannot be written here: {error.strerror}") from error
+        raise refused_by_system(str(out), error, "cannot be written here") from error
     return partial
 
 
@@ -129,7 +131,7 @@ def holding(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(str(folder), f"cannot be written here: {error.strerror}") from error
+        raise refused_by_system(str(folder), error, "cannot be written here") from error
     lock = _lock(folder, folder)
     try:
         yield
@@ -149,10 +151,8 @@ def _lock(folder: Path, out: Path, how: int = fcntl.LOCK_EX) -> int:
         if descriptor >= 0:
             os.close(descriptor)
         if isinstance(error, BlockingIOError | FileNotFoundError):
-            problem, hint = "another process is writing it", "wait for that one, or stop it"
-        else:
-            problem, hint = f"{folder} cannot be locked: {error.strerror}", ""
-        raise InputError(str(out), problem, hint) from error
+            raise InputError(str(out), "another process is writing it", "wait for that one, or stop it") from error
+        raise refused_by_system(str(out), error, f"{folder} cannot be locked") from error
     return descriptor
 
 

@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 
 from manifests.digest import digest_bytes
-from manifests.errors import InputError, unreadable
+from manifests.errors import InputError, refused_by_system
 from manifests.jsontext import parse_json_object
 
 _encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
@@ -111,7 +111,7 @@ def read_header(path: Path, *, where: str | None = None) -> Header:
             raw_nbytes = header_nbytes(file.read(_LENGTH_NBYTES), file_nbytes, place)
             raw = file.read(raw_nbytes)
     except OSError as error:
-        raise unreadable(place, error) from error
+        raise refused_by_system(place, error) from error
     if len(raw) != raw_nbytes:
         raise InputError(place, f"header cut short: expected {raw_nbytes} bytes, found {len(raw)}")
     return parse_header(raw, data_nbytes=file_nbytes - _LENGTH_NBYTES - raw_nbytes, where=place)

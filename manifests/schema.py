@@ -237,6 +237,7 @@ class TrainingState:
     num_tokens: int
     dtype: str | None = None  # of the parameters while they are trained, as in a shard's header
     compute_dtype: str | None = None  # of the copies of them that stages compute with; None: of no copies
+    reduce_dtype: str | None = None  # of gradients while data-parallel ranks add them up; None: `dtype`
     optimizer: OptimizerState | None = None
     learning_rate: LearningRate | None = None
     batch: BatchSizes | None = None

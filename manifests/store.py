@@ -7,7 +7,7 @@ from pathlib import Path
 
 from manifests.codec import decode_manifest, encode_manifest
 from manifests.digest import digest_bytes
-from manifests.errors import InputError, unreadable
+from manifests.errors import InputError, refused_by_system
 from manifests.invariants import MANIFEST_NAME, check_manifest
 from manifests.safetensors import Header, read_header
 from manifests.schema import Manifest, Shard
@@ -16,6 +16,7 @@ __all__ = [
     "check_links",
     "check_shard",
     "find_manifest",
+    "locate_manifest",
     "no_manifest",
     "open_shard",
     "read_manifest",
@@ -26,11 +27,21 @@ __all__ = [
 ]
 
 _MAX_SMALL_NBYTES = 1 << 30
+_UNFINISHED = "a folder without one was never finished; make one with reshard pack SOURCE --layout SPEC --out DIR"
+_DAMAGED = "it was changed or removed after it was written: copy the checkpoint again, or write it again"
 
 
 def find_manifest(path: Path) -> Path:
     """Give the path of manifest.json, from itself or from its folder."""
     return path / MANIFEST_NAME if path.is_dir() else path
+
+
+def locate_manifest(path: Path) -> Path:
+    """Give the path of manifest.json, from itself or from its folder, with links followed to the files beside it."""
+    path = find_manifest(path)
+    found = path.resolve()
+    # The hub's cache keeps the file itself under another name, with no other file of the checkpoint beside it.
+    return found if found.name == MANIFEST_NAME else path.parent.resolve() / path.name
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -41,7 +52,7 @@ def read_manifest(path: Path) -> Manifest:
     """
     file = find_manifest(path)
     if not file.exists():
-        raise no_manifest(str(path))
+        raise no_manifest(str(path), path)
     manifest = decode_manifest(read_small_file(file), str(file))
     check_links(file.parent, manifest)
     return manifest
@@ -68,13 +79,19 @@ def check_links(folder: Path, manifest: Manifest) -> None:
             )
 
 
-def no_manifest(where: str) -> InputError:
-    """Say that a place holds no manifest."""
-    return InputError(
-        where,
-        f"no {MANIFEST_NAME} here",
-        "a folder without one was never finished; make one with reshard pack SOURCE --layout SPEC --out DIR",
-    )
+def no_manifest(where: str, path: Path | None = None) -> InputError:
+    """Say that a place holds no manifest, and what is there instead at a `path` of this machine."""
+    problem = f"no {MANIFEST_NAME} here"
+    if path is None:
+        return InputError(where, problem, _UNFINISHED)
+    folder = path.parent if path.name == MANIFEST_NAME else path
+    if not folder.exists():
+        return InputError(where, "no such file or folder", "name a folder that reshard pack has written")
+    if (folder / "config.json").exists():
+        return InputError(where, problem, f"pack it first: reshard pack {folder} --layout SPEC --out DIR")
+    # Names of a run's checkpoints grow with their steps.
+    below = sorted((file.parent for file in folder.glob(f"*/{MANIFEST_NAME}")), key=lambda at: (len(at.name), at.name))
+    return InputError(where, problem, f"there is one in {below[-1]}" if below else _UNFINISHED)
 
 
 def open_shard(folder: Path, shard: Shard) -> Header:
@@ -85,7 +102,7 @@ def open_shard(folder: Path, shard: Shard) -> Header:
     """
     path = folder / shard.path
     if not path.is_file():
-        raise InputError(str(path), "the manifest names this shard, and it is missing")
+        raise InputError(str(path), "the manifest names this shard, and it is missing", _DAMAGED)
     check_shard(str(path), shard, path.stat().st_size)
     header = read_header(path)
     check_shard(str(path), shard, shard.nbytes, header)
@@ -95,7 +112,7 @@ def open_shard(folder: Path, shard: Shard) -> Header:
 def check_shard(where: str, shard: Shard, nbytes: int, header: Header | None = None) -> None:
     """Raise unless a file's size, and its header once that is read, are what the manifest says."""
     if nbytes != shard.nbytes:
-        raise InputError(where, f"expected {shard.nbytes} bytes (manifest.json), found {nbytes}")
+        raise InputError(where, f"expected {shard.nbytes} bytes (manifest.json), found {nbytes}", _DAMAGED)
     if header is not None and header.digest != shard.digest:
         raise InputError(where, f"header: expected {shard.digest} (manifest.json), found {header.digest}")
 
@@ -108,7 +125,9 @@ def read_small_file(path: Path, digest: str | None = None) -> bytes:
                 raise InputError(str(path), f"expected at most {_MAX_SMALL_NBYTES} bytes")
             data = file.read()
     except OSError as error:
-        raise unreadable(str(path), error) from error
+        hint = "look for a slip in its name" if digest is None else "the manifest names it: copy it there again"
+        is_absent = isinstance(error, FileNotFoundError)
+        raise refused_by_system(str(path), error, hint=hint if is_absent else "") from error
     if digest is not None and digest_bytes(data) != digest:
         raise InputError(
             str(path),

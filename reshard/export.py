@@ -5,28 +5,28 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from manifests.errors import InputError
+from manifests.invariants import MANIFEST_NAME
 from manifests.jsontext import parse_json_object
 from manifests.safetensors import encode_header
-from reshard.casting import Dtype, cast_checkpoint, casts_in
+from reshard.casting import STORED, Dtype, cast_checkpoint, casts_in
 from reshard.checkpoint import CarriedAt, Checkpoint, TensorAt
 from reshard.derived import HeldFile
 from reshard.engine import WriteOptions
+from reshard.formats.config import with_dtype
 from reshard.formats.huggingface import CONFIG_NAME
 from reshard.pack import carry_files
 from reshard.plan import OutputShard
 from reshard.record import INDEX_NAME, SUFFIX, RecordedShard, index_anew, lay_out_anew
-from reshard.target import open_target
-from stores.address import is_url
+from reshard.target import check_apart, open_target
+from stores.address import is_inside, place_of
 from stores.base import read_whole
 from stores.manifest_file import Address
 
 __all__ = ["ExportReport", "export_huggingface", "plan_export"]
 
 _HF_ALIGNMENT = 8  # what the safetensors library pads its headers to
-_CONFIG_NAMES: Mapping[Dtype, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,13 +58,14 @@ def export_huggingface(
 
     Raises:
         InputError: a bundle's bytes are not what their digests say, `out` exists, or is where the model came from.
-        InputError, UsageError: see `cast_checkpoint`.
+        InputError, UsageError: see `cast_checkpoint` and `check_apart`.
     """
+    check_apart(out, checkpoint, may_replace=False)
+    if force:
+        _check_not_source(out, checkpoint.source.location)
     checkpoint = _with_config_for(cast_checkpoint(checkpoint, dtype), dtype)
     shards = plan_export(checkpoint)
     (config,) = (item for item in checkpoint.carried if item.path == CONFIG_NAME)
-    if force:
-        _check_not_source(out, checkpoint)
     with open_target(out, force=force, is_ours=_is_model) as target:
         carried = carry_files(tuple(item for item in checkpoint.carried if item is not config), target)
         written = target.write_shards(shards, options or WriteOptions())
@@ -123,24 +124,33 @@ def _index_text(checkpoint: Checkpoint, shards: tuple[OutputShard, ...]) -> str 
 
 def _with_config_for(checkpoint: Checkpoint, dtype: Dtype) -> Checkpoint:
     """Let the config name the dtype that all parameters are cast to, if it names one: readers go by it."""
+    if dtype == "source":
+        return checkpoint
     item = next(item for item in checkpoint.carried if item.path == CONFIG_NAME)
     config = parse_json_object(read_whole(item.file, item.digest), str(item.file))
-    key = next((key for key in ("dtype", "torch_dtype") if key in config), None)
-    if dtype == "source" or key is None or config[key] == _CONFIG_NAMES[dtype]:
+    told = with_dtype(config, STORED[dtype])
+    if told == config:
         return checkpoint
-    text = json.dumps({**config, key: _CONFIG_NAMES[dtype]}, indent=2, ensure_ascii=False) + "\n"
-    held = CarriedAt(path=CONFIG_NAME, file=HeldFile(f"{item.file} with {key}", text.encode()))
+    text = json.dumps(told, indent=2, ensure_ascii=False) + "\n"
+    held = CarriedAt(path=CONFIG_NAME, file=HeldFile(f"{item.file} for {dtype}", text.encode()))
     return replace(checkpoint, carried=tuple(held if one is item else one for one in checkpoint.carried))
 
 
-def _check_not_source(out: Address, checkpoint: Checkpoint) -> None:
+def _check_not_source(out: Address, source: str) -> None:
     """Keep --force from what looks like an export and may be the only copy of the model as it was."""
-    place = str(out).rstrip("/") if is_url(out) else str(Path(out).resolve())
-    if place == checkpoint.source.location:
-        raise InputError(
-            str(out), "is the folder that the model came from; --force does not replace it", "choose another --out"
-        )
+    place, origin = place_of(out), place_of(source)
+    if place == origin:
+        problem = "is the folder that the model came from"
+    elif is_inside(place, origin):
+        problem = f"is inside the folder that the model came from, {source}"
+    elif is_inside(origin, place):
+        problem = f"holds the folder that the model came from, {source}"
+    else:
+        return
+    raise InputError(str(out), f"{problem}; --force does not replace it", "choose another --out")
 
 
 def _is_model(names: Collection[str]) -> bool:
+    if MANIFEST_NAME in names:
+        return False
     return CONFIG_NAME in names and any(name.endswith(SUFFIX) and "/" not in name for name in names)

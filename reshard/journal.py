@@ -9,10 +9,17 @@ from pathlib import Path
 
 from manifests.digest import Hasher
 from reshard.plan import OutputShard
+from stores.objects import CLAIM_NAME
 
-__all__ = ["JOURNAL_NAME", "Journal", "plan_key"]
+__all__ = ["JOURNAL_NAME", "Journal", "is_working_name", "plan_key"]
 
 JOURNAL_NAME = ".journal"
+
+
+def is_working_name(path: str) -> bool:
+    """Tell the names that files have while an output takes shape: a small file of one of them would be lost."""
+    name = path.rpartition("/")[2]
+    return path in (JOURNAL_NAME, CLAIM_NAME) or (name.startswith(".") and name.endswith(".partial"))
 
 
 def plan_key(shards: Sequence[OutputShard]) -> str:

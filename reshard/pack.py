@@ -16,7 +16,7 @@ from manifests.publish import partial_of, publishing
 from manifests.schema import CarriedFile, Layout, Manifest, Model, Shard, Stage
 from reshard.checkpoint import CarriedAt, Checkpoint
 from reshard.engine import WriteOptions, WrittenShard, hash_tensors
-from reshard.journal import JOURNAL_NAME, Journal, plan_key
+from reshard.journal import JOURNAL_NAME, Journal, is_working_name, plan_key
 from reshard.plan import OutputShard, PackPlan, StagePlan, plan_pack
 from reshard.record import encode_record
 from reshard.target import FolderTarget, Target, open_target
@@ -81,9 +81,15 @@ def carry_all(checkpoint: Checkpoint, target: Target) -> tuple[CarriedFile, ...]
 
 
 def carry_files(carried: tuple[CarriedAt, ...], target: Target) -> tuple[CarriedFile, ...]:
-    """Copy small files, byte for byte, checking the digests that are known."""
+    """Copy small files, byte for byte, checking the digests that are known.
+
+    Raises:
+        InputError: one cannot be read, is not what its digest says, or has a name that is needed here.
+    """
     files = []
     for item in carried:
+        if is_working_name(item.path):  # a manifest's; those of a model were looked at before
+            raise InputError(str(item.file), "this name belongs to files that are being written", "leave the file out")
         data = read_whole(item.file, item.digest)
         target.put(item.path, data)
         files.append(CarriedFile(path=item.path, nbytes=len(data), digest=digest_bytes(data)))

@@ -10,6 +10,7 @@ from reshard.checkpoint import Checkpoint
 from reshard.formats.bundles import open_manifest
 from reshard.formats.huggingface import open_folder
 from stores.address import is_url
+from stores.base import Folder
 from stores.local import LocalFolder
 from stores.manifest_file import ManifestFile, find_manifest_file
 from stores.open import open_store
@@ -26,14 +27,14 @@ def open_source(source: str, drop: frozenset[str] = frozenset()) -> Checkpoint:
     if _is_named(source):
         return _open_manifest(find_manifest_file(source), drop)
     folder = open_store(source)
-    if not isinstance(folder, LocalFolder) and MANIFEST_NAME in folder.names():
+    if _holds_manifest(folder):
         return _open_manifest(ManifestFile(folder), drop)
     return open_folder(folder, drop)
 
 
 def names_manifest(source: str) -> bool:
-    """Tell a manifest, named by its file or its folder, from other sources; a `scheme://` is looked up there."""
-    return _is_named(source) or (is_url(source) and MANIFEST_NAME in open_store(source).names())
+    """Tell a manifest, named by its file or its folder, from other sources; what is not here is looked up there."""
+    return _is_named(source) or _holds_manifest(open_store(source))
 
 
 def _is_named(source: str) -> bool:
@@ -42,7 +43,13 @@ def _is_named(source: str) -> bool:
     return path.name == MANIFEST_NAME or (not is_url(source) and (path / MANIFEST_NAME).is_file())
 
 
+def _holds_manifest(folder: Folder) -> bool:
+    return not isinstance(folder, LocalFolder) and MANIFEST_NAME in folder.names()
+
+
 def _open_manifest(manifest: ManifestFile, drop: frozenset[str]) -> Checkpoint:
     if drop:
         raise InputError("--drop", "a manifest's tensors cannot be dropped", "drop them when packing the source")
+    if isinstance(manifest.folder, LocalFolder):
+        manifest.folder.check_name()
     return open_manifest(manifest)

@@ -16,16 +16,18 @@ from manifests.digest import digest_bytes
 from manifests.errors import InputError, UsageError
 from manifests.publish import publishing
 from manifests.store import write_file
-from reshard.checkpoint import TensorAt
+from reshard.checkpoint import Checkpoint, TensorAt
 from reshard.engine import WriteOptions, WrittenShard, hash_tensors, write_in_order, write_shards
 from reshard.journal import Journal
 from reshard.plan import OutputShard
-from stores.address import is_url
+from stores.address import is_inside, is_url, place_of
+from stores.local import LocalFile
 from stores.manifest_file import Address
 from stores.object_output import ObjectTarget, open_output
 
-__all__ = ["NUM_UPLOADS", "BucketTarget", "FolderTarget", "Target", "check_apart", "open_target", "reread_nbytes"]
+__all__ = ["NUM_UPLOADS", "BucketTarget", "FolderTarget", "Target", "check_apart", "open_target", "read_again"]
 
+_BESIDE = "choose a folder beside it"
 NUM_UPLOADS = 2  # shards under way at a time: one is hashed while another is sent
 
 Progress = Callable[[int], object]
@@ -49,17 +51,35 @@ class Target(Protocol):
     def commit(self, name: str, data: bytes) -> None: ...
 
 
-def check_apart(out: Address, source: str) -> None:
-    """Make sure that an output does not become a part of the folder that it is made of.
+def check_apart(out: Address, checkpoint: Checkpoint, *, may_replace: bool) -> None:
+    """Make sure that an output leaves what it is made of as it is, however both are named.
+
+    One that `may_replace` a manifest may be written over that very one: it holds the same bytes.
 
     Raises:
-        UsageError: it would lie inside it.
+        InputError: it would be in the place of its source.
+        UsageError: it would lie inside its source or around it.
     """
-    folder = Path(source).resolve()
-    if isinstance(out, Path) and folder.is_dir() and folder in out.resolve().parents:
-        raise UsageError(
-            "--out", f"{out} is inside {source}, which would have other files then", "choose a folder beside it"
-        )
+    place = place_of(out)
+    for number, source in enumerate(_read_from(checkpoint)):
+        origin = place_of(source)
+        if is_inside(place, origin):
+            raise UsageError("--out", f"{out} is inside {source}, which would have other files then", _BESIDE)
+        if is_inside(origin, place):
+            raise UsageError("--out", f"{source}, which is read, is inside {out}", _BESIDE)
+        if place == origin and not (may_replace and number == 0):
+            raise InputError(str(out), "is what is read; --force does not replace it", "choose another --out")
+
+
+def _read_from(checkpoint: Checkpoint) -> Iterator[str]:
+    """Give a checkpoint's folder, then that of original files, and where links take those."""
+    yield checkpoint.location
+    if checkpoint.originals is not None:
+        if checkpoint.manifest is not None:
+            yield checkpoint.originals.location
+        for file in checkpoint.originals.files.values():
+            if isinstance(file, LocalFile):
+                yield str(file.path.resolve())
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +156,9 @@ class BucketTarget:
         return WrittenShard(path=shard.path, nbytes=shard.nbytes, digest=digest_bytes(header))
 
 
-def reread_nbytes(shards: Iterable[OutputShard], out: Address) -> int:
-    """Give the bytes that are read twice on their way to `out`."""
-    return sum(tensor.nbytes for shard in shards for tensor in _hashed_first(shard)) if is_url(out) else 0
+def read_again(shards: Iterable[OutputShard], out: Address) -> list[TensorAt]:
+    """Give the tensors that are read twice on their way to `out`."""
+    return [tensor for shard in shards for tensor in _hashed_first(shard)] if is_url(out) else []
 
 
 def _hashed_first(shard: OutputShard) -> list[TensorAt]:

@@ -1,7 +1,8 @@
-"""Addresses of repositories on the hub, as users write them."""
+"""Addresses as users write them: of repositories on the hub, and of everything else by its one form."""
 
 from __future__ import annotations
 
+import posixpath
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,11 +10,12 @@ from typing import TypeGuard
 
 from manifests.errors import InputError
 
-__all__ = ["SCHEME", "HubAddress", "is_url", "parse_hub_address"]
+__all__ = ["SCHEME", "HubAddress", "is_inside", "is_url", "parse_hub_address", "place_of", "split_url"]
 
 SCHEME = "hf://"
 _PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 _REPO = re.compile(rf"(?:{_PART}/)?{_PART}")  # a few old repositories, such as gpt2, have no organisation
+_ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "local": "file"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +33,40 @@ class HubAddress:
 def is_url(address: str | Path) -> TypeGuard[str]:
     """Tell what leads off this machine, `scheme://…`, from a path."""
     return isinstance(address, str) and "://" in address
+
+
+def split_url(url: str) -> tuple[str, str, str]:
+    """Give scheme, bucket and prefix, without a slash at its ends."""
+    scheme, _, rest = url.partition("://")
+    bucket, _, prefix = rest.partition("/")
+    return scheme.lower(), bucket, prefix.strip("/")
+
+
+def place_of(address: str | Path) -> str:
+    """Give the one form of all addresses of a folder, to be compared and not to be opened.
+
+    Links and `..` are followed on this machine, `file://` too. Where an address can leave out what tells two
+    places apart (a revision, an account, a user), the form leaves it out: they count as one.
+    """
+    if not is_url(address):
+        return str(Path(address).resolve())
+    last = address.rpartition("::")[2]  # fsspec's chains end where the bytes lie
+    if last != address and (is_url(last) or last.startswith("/")):
+        return place_of(last)
+    if address.startswith(SCHEME):
+        return address.partition("@")[0]
+    scheme, _, rest = address.partition("://")
+    scheme = _ALIASES.get(scheme.lower(), scheme.lower())
+    if scheme == "file":
+        return str(Path(rest).expanduser().resolve())
+    _, bucket, prefix = split_url(f"{scheme}://{rest.lstrip('/')}")
+    bucket = bucket.partition("@")[0] if scheme == "az" else bucket.rpartition("@")[2]
+    return f"{scheme}://{bucket}{posixpath.normpath(f'/{prefix}')}".rstrip("/")
+
+
+def is_inside(place: str, folder: str) -> bool:
+    """Tell whether a place, as `place_of` gives it, is below another one."""
+    return place != folder and place.startswith(f"{folder.rstrip('/')}/")
 
 
 def parse_hub_address(text: str) -> HubAddress | None:

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from manifests.errors import InputError, unreadable
+from manifests.errors import InputError, refused_by_system
+from manifests.paths import is_unicode
 from stores.base import HIDDEN_FOLDERS, Range
 
 __all__ = ["LocalFile", "LocalFolder"]
@@ -25,14 +26,14 @@ class LocalFile:
         try:
             return self.path.stat().st_size
         except OSError as error:
-            raise unreadable(str(self.path), error) from error
+            raise refused_by_system(str(self.path), error) from error
 
     @property
     def pin(self) -> str:
         try:
             found = self.path.stat()
         except OSError as error:
-            raise unreadable(str(self.path), error) from error
+            raise refused_by_system(str(self.path), error) from error
         return f"{found.st_size} bytes, changed at {found.st_mtime_ns}"
 
     def open(self, ranges: Sequence[Range]) -> LocalReader:
@@ -48,14 +49,14 @@ class LocalReader:
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise unreadable(str(path), error, "cannot be opened") from error
+            raise refused_by_system(str(path), error, "cannot be opened") from error
 
     def read_into(self, part: memoryview, position: int) -> None:
         while part:
             try:
                 found = os.preadv(self._descriptor, [part], position)
             except OSError as error:
-                raise unreadable(str(self._path), error, f"cannot be read at byte {position}") from error
+                raise refused_by_system(str(self._path), error, f"cannot be read at byte {position}") from error
             if found == 0:
                 raise InputError(
                     str(self._path), f"ends at byte {position}", "the file was cut short after its header was read"
@@ -88,12 +89,22 @@ class LocalFolder:
         """Give every file below the folder but those of hidden folders.
 
         Raises:
-            InputError: a folder that cannot be read, a link to a folder, or a name that is no file.
+            InputError: a folder that cannot be read, a link to a folder, a name that is no file, or one that
+                no manifest could say.
         """
         if not self.path.is_dir():
             problem = "is a file, not a folder" if self.path.exists() else "no such folder"
             raise InputError(str(self), problem, "give the folder that holds config.json and the weights")
+        self.check_name()
         return tuple(_files_below(self.path))
+
+    def check_name(self) -> None:
+        """Refuse a folder whose path no manifest could say.
+
+        Raises:
+            InputError: it is not valid UTF-8.
+        """
+        _check_unicode(self.location)
 
     def file(self, name: str) -> LocalFile:
         return LocalFile(self.path / name)
@@ -109,8 +120,14 @@ def _files_below(folder: Path) -> Iterator[str]:
             path = Path(parent, name)
             if not path.is_file():
                 raise InputError(str(path), "is no regular file", "a dangling link? remove it or mend it")
+            _check_unicode(str(path))
             yield path.relative_to(folder).as_posix()
 
 
 def _refuse(error: OSError) -> None:
-    raise unreadable(str(error.filename), error) from error
+    raise refused_by_system(str(error.filename), error) from error
+
+
+def _check_unicode(path: str) -> None:
+    if not is_unicode(path):
+        raise InputError(path, "its name is not valid UTF-8, and a manifest could not say it", "rename it")

@@ -56,5 +56,5 @@ def find_manifest_file(address: Address) -> ManifestFile:
         return ManifestFile(folder)
     path = find_manifest(Path(address))
     if not path.exists():
-        raise no_manifest(str(address))
+        raise no_manifest(str(address), Path(address))
     return ManifestFile(LocalFolder(path.parent), path.name)

@@ -16,6 +16,7 @@ from urllib.parse import quote
 
 from manifests.errors import InputError
 from manifests.paths import problem_with_path
+from stores.address import split_url
 from stores.object_errors import explained
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ __all__ = [
     "Upload",
     "open_client",
     "part_nbytes",
-    "split_url",
 ]
 
 SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss")
@@ -208,13 +208,6 @@ def open_client(url: str) -> ObstoreClient:
 
 _QUICK: RetryConfig = {"max_retries": 4, "retry_timeout": timedelta(seconds=30)}
 _PATIENT: RetryConfig = {"max_retries": 10, "retry_timeout": timedelta(minutes=3)}
-
-
-def split_url(url: str) -> tuple[str, str, str]:
-    """Give scheme, bucket and prefix, without a slash at its ends."""
-    scheme, _, rest = url.partition("://")
-    bucket, _, prefix = rest.partition("/")
-    return scheme.lower(), bucket, prefix.strip("/")
 
 
 def _entry(name: str, nbytes: int, etag: str | None) -> ObjectEntry:

@@ -11,24 +11,30 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import TracebackType
 from typing import Protocol, Self
 
+from manifests.codec import decode_manifest
 from manifests.errors import InputError
 from manifests.invariants import MANIFEST_NAME
 from stores.address import SCHEME as HUB_SCHEME
-from stores.object_client import SCHEMES, ObjectEntry, Upload, open_client, split_url
-from stores.objects import CLAIM_NAME, Client, list_objects
+from stores.address import split_url
+from stores.base import read_whole
+from stores.object_client import SCHEMES, ObjectEntry, Upload, open_client
+from stores.objects import CLAIM_NAME, Client, ObjectFile, list_objects
 
 __all__ = ["ObjectTarget", "ObjectWriter", "open_output"]
 
 logger = logging.getLogger(__name__)
 
 _CLAIM_CHARS = 200  # of what a claim says, shown
+_CLAIM_LINES = 3  # of a claim; names of what is to be removed may follow
+_REMAINS = re.compile(r"packed-[0-9a-f]{12}/stage-\d+/.+\.safetensors")  # shards of ours, where nothing names them
 
 
 class WritableClient(Client, Protocol):
@@ -43,9 +49,10 @@ def open_output(
 ) -> ObjectTarget:
     """Claim a prefix of a bucket for an output.
 
-    With `force`, an unfinished output is taken over and removed. One that has a manifest stays readable until
-    the new one is committed, see `ObjectTarget`; any other that `is_ours` recognises by its names is gone
-    before the new one is there.
+    With `force`, an output that has a manifest stays readable until the new one is committed, see `ObjectTarget`;
+    what neither that manifest names nor a killed writer left of its own stays for good. An output without one, be
+    it unfinished or recognised by `is_ours` by its names, is gone before the new one is there, and all that lies
+    with it.
 
     Raises:
         InputError: something lies there that may not be replaced, another process is writing there, or the
@@ -55,21 +62,23 @@ def open_output(
     listed = list_objects(client)
     is_unfinished = CLAIM_NAME in listed and MANIFEST_NAME not in listed
     _check_replaceable(client, listed, is_unfinished, force, is_ours)
+    replaced = _replaced_before(client) if CLAIM_NAME in listed else []
     claim = _claim()
     if CLAIM_NAME in listed:
         client.put(CLAIM_NAME, claim)
     elif not client.create(CLAIM_NAME, claim):
         raise InputError(client.url, "another process has begun to write here", "choose another --out")
-    target = ObjectTarget(client, claim, {})
+    target = ObjectTarget(client, claim, ())
     try:
         listed = list_objects(client)  # some may have come before the claim
         _check_replaceable(client, listed, is_unfinished, force, is_ours)
+        listed.pop(CLAIM_NAME, None)
+        old = _take_stock(client, listed, replaced) if MANIFEST_NAME in listed else ()
     except BaseException:
         target.abort()
         raise
-    listed.pop(CLAIM_NAME, None)
-    if MANIFEST_NAME in listed:
-        return ObjectTarget(client, claim, listed)
+    if old:
+        return ObjectTarget(client, claim, old)
     _remove(client, listed)  # when it stops halfway, the claim stays: this is unfinished now
     return target
 
@@ -77,11 +86,12 @@ def open_output(
 class ObjectTarget:
     """An output under construction. Leaving its `with` block before `commit` removes what was written.
 
-    Where a manifest is replaced, it stays whole and readable meanwhile: shards go below a folder of their own,
-    and small files are kept in memory until the commit, which ends by writing the new manifest over the old one.
+    Where a manifest is replaced (`old`: itself and what it names), it stays whole and readable meanwhile: shards go
+    below a folder of their own, and small files are kept in memory until the commit, which ends by writing the new
+    manifest over the old one. What only the old one named is removed then; the claim lists it, for a kill.
     """
 
-    def __init__(self, client: WritableClient, claim: bytes, old: Mapping[str, ObjectEntry]) -> None:
+    def __init__(self, client: WritableClient, claim: bytes, old: Collection[str]) -> None:
         self._client, self._claim, self._old = client, claim, old
         self._folder = f"packed-{uuid.uuid4().hex[:12]}/" if old else ""
         self._nbytes: dict[str, int] = {}
@@ -130,6 +140,11 @@ class ObjectTarget:
         done = InputError(self._client.url, "exists already: another process has finished here", "choose another --out")
         if name in listed and not self._old:
             raise done
+        gone = [old for old in self._old if old in listed and old not in {name, *self._nbytes, *self._held}]
+        if gone:
+            claim = self._claim + "".join(f"{old}\n" for old in gone).encode()
+            self._client.put(CLAIM_NAME, claim)
+            self._claim = claim
         # From here on nothing is removed: whether a write without an answer took place is not known.
         self._may_be_committed = True
         for held, content in self._held.items():
@@ -140,7 +155,7 @@ class ObjectTarget:
             self._client.put(name, data)
         elif not self._client.create(name, data):
             raise done
-        self._clear_away({name, *self._nbytes, *self._held})
+        self._clear_away(gone, is_readable=name == MANIFEST_NAME)
 
     def abort(self) -> None:
         """Abandon unfinished uploads and remove what was written, as far as the store still lets us."""
@@ -161,12 +176,12 @@ class ObjectTarget:
         if not self._may_be_committed:
             self.abort()
 
-    def _clear_away(self, new: Collection[str]) -> None:
+    def _clear_away(self, gone: Iterable[str], *, is_readable: bool) -> None:
         """Remove what was replaced, then the claim."""
         try:
-            _remove(self._client, [*(name for name in self._old if name not in new), CLAIM_NAME])
+            _remove(self._client, [*gone, CLAIM_NAME])
         except InputError as error:  # not allowed to, perhaps
-            if MANIFEST_NAME not in new:  # readers would take it for unfinished
+            if not is_readable:  # readers would take it for unfinished
                 raise
             logger.warning("%s is complete, but more than that stays there: %s", self._client.url, error)
 
@@ -260,6 +275,37 @@ def _check_replaceable(
             "exists, and is not what this command writes; --force does not replace it",
             "choose another --out, or remove it yourself",
         )
+    if MANIFEST_NAME not in others:  # then all of them would go
+        for name in others:
+            folder, _, last = name.rpartition("/")
+            if folder and last in (MANIFEST_NAME, CLAIM_NAME):
+                raise InputError(
+                    client.url,
+                    f"holds another output, {folder}; --force does not remove that",
+                    "choose another --out, or remove it yourself",
+                )
+
+
+def _take_stock(client: WritableClient, listed: Mapping[str, ObjectEntry], replaced: Collection[str]) -> set[str]:
+    """Give the manifest and what it names; remove what killed writers had `replaced` by it, or written in vain."""
+    file = ObjectFile(url=f"{client.url}/{MANIFEST_NAME}", entry=listed[MANIFEST_NAME], client=client)
+    data = read_whole(file)
+    try:
+        manifest = decode_manifest(data, str(file))
+    except InputError as error:
+        logger.warning("whatever the manifest that is to be replaced names will stay there: %s", error)
+        return {MANIFEST_NAME}
+    named = {MANIFEST_NAME, *(shard.path for shard in manifest.shards), *(each.path for each in manifest.files)}
+    remains = {name for name in listed if name in replaced or _REMAINS.fullmatch(name)} - named
+    _remove(client, remains)
+    return named
+
+
+def _replaced_before(client: WritableClient) -> list[str]:
+    """Give what the writer that had claimed the prefix was about to remove: it may be dead."""
+    claim = client.look_up(CLAIM_NAME)
+    text = b"".join(client.read(claim, 0, claim.nbytes)) if claim.nbytes else b""
+    return [name for name in text.decode(errors="replace").split("\n")[_CLAIM_LINES:] if name]
 
 
 def _what_lies_there(client: WritableClient, others: Mapping[str, ObjectEntry]) -> str:

@@ -12,8 +12,9 @@ from typing import Protocol
 from manifests.errors import InputError
 from manifests.invariants import MANIFEST_NAME
 from manifests.paths import problem_with_path
+from stores.address import split_url
 from stores.base import Range, is_hidden
-from stores.object_client import SCHEMES, ObjectEntry, open_client, split_url
+from stores.object_client import SCHEMES, ObjectEntry, open_client
 from stores.ranges import RangeReader
 
 __all__ = ["CLAIM_NAME", "Client", "ObjectFile", "ObjectFolder", "list_objects", "open_objects"]

@@ -13,6 +13,7 @@ from manifests.paths import problem_with_path
 from manifests.safetensors import Header
 from manifests.schema import Source
 from reshard.checkpoint import CarriedAt, Checkpoint, OriginalFiles, TensorAt, tensors_in
+from reshard.journal import is_working_name
 from reshard.record import INDEX_NAME, SUFFIX, RecordedShard, SourceRecord
 from stores.base import Folder, read_whole
 from stores.headers import read_file_headers
@@ -59,7 +60,7 @@ def open_folder(folder: Folder, drop: frozenset[str] = frozenset()) -> Checkpoin
     dropped = _drop(tensors, drop, shape)
     tensors = _under_fqns(tensors, shape)
     shape = without_absent(shape, tensors)
-    check_coverage(tensors, shape, str(folder))
+    check_coverage(tensors, shape, str(folder), frozenset(dropped))
     left_out = tuple(name for name in files if name.endswith(_OTHER_WEIGHTS) or name in shards.beside)
     return Checkpoint(
         shape=shape,
@@ -85,7 +86,9 @@ def without_absent(shape: ModelShape, tensors: Collection[str]) -> ModelShape:
     return shape.without(shape.optional.difference(module for module in stored if module))
 
 
-def check_coverage(tensors: Mapping[str, TensorAt], shape: ModelShape, where: str) -> None:
+def check_coverage(
+    tensors: Mapping[str, TensorAt], shape: ModelShape, where: str, dropped: frozenset[str] = frozenset()
+) -> None:
     """Raise unless every tensor of the model is there once, as wide as the config says, and no other."""
     stored_for_tie = {fqn for group in shape.ties if any(name in tensors for name in group) for fqn in group}
     missing = [fqn for fqn in shape.tensors if fqn not in tensors and fqn not in stored_for_tie]
@@ -93,7 +96,9 @@ def check_coverage(tensors: Mapping[str, TensorAt], shape: ModelShape, where: st
         raise InputError(
             where,
             f"{_count(missing, 'tensor')} of the model missing: {_some(missing)}",
-            "the checkpoint is incomplete; download it again",
+            "--drop is for what the model can do without; leave it out"
+            if not dropped.isdisjoint(missing)
+            else "the checkpoint is incomplete; download it again",
         )
     unknown = [
         fqn for fqn in tensors if fqn not in shape.tensors and not fqn.endswith(shape.ignored_suffixes or ("\0",))
@@ -216,6 +221,10 @@ def _carried(folder: Folder, files: tuple[str, ...], weights: set[str]) -> tuple
             continue
         if name in (MANIFEST_NAME, SOURCE_NAME) or name.startswith("stage-"):
             raise InputError(str(folder.file(name)), "this name belongs to the manifest's own files", "rename the file")
+        if is_working_name(name):
+            raise InputError(
+                str(folder.file(name)), "this name belongs to files that are being written", "rename the file"
+            )
         if problem := problem_with_path(name):
             raise InputError(str(folder.file(name)), problem, "rename the file")
         carried.append(CarriedAt(path=name, file=folder.file(name)))

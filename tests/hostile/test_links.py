@@ -123,7 +123,7 @@ def test_output_that_is_a_link_is_refused(target: str, source: Path, packed: Pat
     out, before = tmp_path / "out", files_in(tmp_path / "full")
     out.symlink_to(target)
     for flags, problem in (
-        ((), "exists already\nhint: choose another folder, or replace it with --force"),
+        ((), "exists already\nhint: choose another folder, or remove this yourself"),
         (("--force",), "exists, and is not a folder that this command writes; --force does not replace it\n"
          "hint: choose another folder, or remove it yourself"),
     ):  # fmt: skip

@@ -11,16 +11,18 @@ import socket
 
 import pytest
 
+from manifests.codec import encode_manifest
 from stores.base import read_whole
 from stores.object_client import MAX_PARTS, NUM_PARTS, part_nbytes
 from stores.object_output import ObjectTarget, open_output
 from stores.objects import CLAIM_NAME, open_objects
+from tests.fast.manifests.drawn_manifests import full_manifest
 from tests.process.buckets import BUCKET, MIB, become, measured, problem, start_worker, url_of
 from tests.servers.s3 import Fault, MotoServer, S3Server
 
 pytestmark = pytest.mark.process
 
-MANIFEST = b'{"version": 1}'
+MANIFEST = encode_manifest(full_manifest())
 CONFIG = b'{"architectures": []}'
 
 
@@ -118,7 +120,7 @@ def test_failure_leaves_nothing_and_no_unfinished_upload(s3: S3Server) -> None:
 def test_checkpoint_that_is_there_is_replaced_by_force_only(s3: S3Server) -> None:
     url = url_of("replaced")
     first = write_checkpoint(url)
-    s3.client().put_object(Bucket=BUCKET, Key="replaced/stage-007/model.safetensors", Body=b"of the old one")
+    s3.client().put_object(Bucket=BUCKET, Key="replaced/stage-001/model.safetensors", Body=b"of the old one")
     assert problem(lambda: open_output(url)) == (
         f"{url}: exists already\nhint: choose another --out, or replace it with --force"
     )

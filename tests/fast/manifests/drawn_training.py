@@ -65,6 +65,7 @@ def trained_manifests(draw: st.DrawFn) -> Manifest:
         num_tokens=draw(COUNTS),
         dtype=draw(st.none() | TEXTS),
         compute_dtype=draw(st.none() | TEXTS),
+        reduce_dtype=draw(st.none() | TEXTS),
         optimizer=optimizer,
         learning_rate=draw(
             st.none()
@@ -110,6 +111,7 @@ def training_manifest() -> Manifest:
         num_tokens=1_228_800,
         dtype="F32",
         compute_dtype="BF16",
+        reduce_dtype="BF16",
         optimizer=OptimizerState(
             name="AdamW",
             max_norm=1.0,

@@ -76,6 +76,9 @@ def test_folder_that_exists_is_refused_and_kept(tmp_path: Path) -> None:
     out = tmp_path / "out"
     publish(out, "old")
     assert refusal(out) == f"{out}: exists already\nhint: choose another folder, or replace it with --force"
+    (tmp_path / "file").touch()
+    assert refusal(tmp_path / "file").endswith("\nhint: choose another folder, or remove this yourself")
+    (tmp_path / "file").unlink()
     assert (out / "ours").read_text() == "old"
     assert names_in(tmp_path) == ["out"]
 

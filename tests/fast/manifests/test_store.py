@@ -20,6 +20,7 @@ from tests.fast.manifests.drawn_manifests import full_manifest
 ROOT = Path(__file__).parents[3]
 ENTRIES = layout_tensors([("a", "F32", (2, 3))])
 HEAD = header_template(ENTRIES, {})
+DAMAGED = "hint: it was changed or removed after it was written: copy the checkpoint again, or write it again"
 
 
 def write_shard(folder: Path) -> Shard:
@@ -50,6 +51,24 @@ def test_folder_without_a_manifest_is_no_checkpoint(tmp_path: Path) -> None:
     )
 
 
+def test_place_without_a_manifest_is_told_apart(tmp_path: Path) -> None:
+    for name in ("step-000009", "step-000010", "step-1000000"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+        write_manifest(tmp_path / "run" / name, full_manifest())
+    (tmp_path / "run" / "step-2000000").mkdir()  # was never finished
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    for place, problem in (
+        ("nothere", "no such file or folder\nhint: name a folder that reshard pack has written"),
+        ("nothere/manifest.json", "no such file or folder\nhint: name a folder that reshard pack has written"),
+        ("model", f"no manifest.json here\nhint: pack it first: reshard pack {tmp_path}/model --layout SPEC --out DIR"),
+        ("run", f"no manifest.json here\nhint: there is one in {tmp_path}/run/step-1000000"),
+    ):
+        with pytest.raises(InputError) as error:
+            read_manifest(tmp_path / place)
+        assert str(error.value) == f"{tmp_path}/{place}: {problem}"
+
+
 def test_refusals_of_a_manifest_name_its_file(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text("{}")
     with pytest.raises(InputError) as error:
@@ -66,7 +85,7 @@ def test_shard_that_is_as_the_manifest_says_is_opened(tmp_path: Path) -> None:
 def test_missing_shard_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError) as error:
         open_shard(tmp_path, replace(write_shard(tmp_path), path="b.safetensors"))
-    assert str(error.value) == f"{tmp_path}/b.safetensors: the manifest names this shard, and it is missing"
+    assert str(error.value) == f"{tmp_path}/b.safetensors: the manifest names this shard, and it is missing\n{DAMAGED}"
 
 
 def test_shard_of_another_size_is_refused(tmp_path: Path) -> None:
@@ -75,7 +94,7 @@ def test_shard_of_another_size_is_refused(tmp_path: Path) -> None:
         file.truncate(4100)
     with pytest.raises(InputError) as error:
         open_shard(tmp_path, shard)
-    assert str(error.value) == f"{tmp_path}/a.safetensors: expected 4120 bytes (manifest.json), found 4100"
+    assert str(error.value) == f"{tmp_path}/a.safetensors: expected 4120 bytes (manifest.json), found 4100\n{DAMAGED}"
 
 
 def test_shard_with_another_header_is_refused(tmp_path: Path) -> None:
@@ -104,7 +123,11 @@ def test_small_file_is_checked_against_its_digest(tmp_path: Path) -> None:
 def test_small_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError) as error:
         read_small_file(tmp_path / "config.json")
-    assert str(error.value) == f"{tmp_path}/config.json: cannot be read: No such file or directory"
+    assert str(error.value) == (
+        f"{tmp_path}/config.json: cannot be read: No such file or directory\nhint: look for a slip in its name"
+    )
+    with pytest.raises(InputError, match=r"\nhint: the manifest names it: copy it there again$"):
+        read_small_file(tmp_path / "config.json", digest_bytes(b"{}"))
 
 
 def test_small_file_of_more_than_a_gibibyte_is_refused_unread(tmp_path: Path) -> None:

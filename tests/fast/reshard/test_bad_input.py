@@ -13,6 +13,7 @@ import pytest
 from manifests.errors import InputError
 from manifests.models import ARCHITECTURES
 from tests.builders import INDEX, files_in, leftovers, llama_config, random_tensors, reshard, write_model
+from tests.fast.reshard.forged import change_manifest, digest
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 SINGLE = "model.safetensors"
@@ -157,6 +158,11 @@ CASES = (
         message="{S}/original: is a link to a folder\nhint: put the folder itself there, or remove the link"),
     Bad(name="name of ours", spoil=lambda source: (source / "source.json").touch(),
         message="{S}/source.json: this name belongs to the manifest's own files\nhint: rename the file"),
+    *(
+        Bad(name=f"name {name}", spoil=text(name, "notes"),
+            message=f"{{S}}/{name}: this name belongs to files that are being written\nhint: rename the file")
+        for name in (".journal", ".reshard-unfinished", ".config.json.partial")
+    ),
     Bad(name="name that cannot travel", spoil=lambda source: (source / "a\nb").touch(),
         message="{S}/a\\x0ab: expected a relative path with / between its parts and no control characters\n"
         "hint: rename the file"),
@@ -209,7 +215,7 @@ def test_output_that_exists_is_refused_and_kept(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("years of work")
     for flags, problem in (
-        ((), "exists already\nhint: choose another folder, or replace it with --force"),
+        ((), "exists already\nhint: choose another folder, or remove this yourself"),
         (("--force",), "exists, and is not a folder that this command writes; --force does not replace it\n"
          "hint: choose another folder, or remove it yourself"),
     ):  # fmt: skip
@@ -226,6 +232,24 @@ def test_file_too_large_to_be_carried_is_refused_before_the_weights_move(tmp_pat
     ended = reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out")
     assert ended.err == f"error: {tmp_path}/source/dataset.arrow: expected at most 1073741824 bytes, found 1073741825\n"
     assert leftovers(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("name", [".journal", ".tokenizer.json.partial"])
+def test_manifest_with_a_file_that_a_pack_would_lose_is_refused(name: str, tmp_path: Path) -> None:
+    write_model(tmp_path / "source")
+    assert reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "old").code == 0
+    (tmp_path / "old" / name).write_bytes(b"notes")
+    file = {"path": name, "nbytes": 5, "digest": digest(b"notes")}
+    change_manifest(tmp_path / "old", lambda document: document["files"].insert(0, file))
+    assert reshard("verify", tmp_path / "old").code == 0
+    for command in (("pack", tmp_path / "old"), ("export", tmp_path / "old", "--to", "hf")):
+        ended = reshard(*command, "--out", tmp_path / "new")
+        assert (ended.code, ended.err) == (
+            3,
+            f"error: {tmp_path}/old/{name}: this name belongs to files that are being written\n"
+            "hint: leave the file out\n",
+        )
+    assert leftovers(tmp_path / "new") == []
 
 
 @pytest.mark.parametrize(

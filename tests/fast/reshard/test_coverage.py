@@ -176,6 +176,7 @@ def test_dropping_what_the_model_needs_is_refused(tmp_path: Path) -> None:
     write_model(tmp_path / "source")
     assert refusal(tmp_path / "source", "--drop", UP).startswith(
         f"error: SOURCE: 1 tensor of the model missing: {UP}\n"
+        "hint: --drop is for what the model can do without; leave it out"
     )
 
 

@@ -130,6 +130,23 @@ def test_tensors_that_the_model_recomputes_do_not_outlive_training(tmp_path: Pat
     assert reshard("plan", exported, "--layout", "pp=2").code == 0
 
 
+@pytest.mark.parametrize(("dropped", "kept"), [(True, {}), (False, {"total_parameters": 7})])
+def test_index_keeps_a_count_of_parameters_as_long_as_its_tensors(
+    dropped: bool, kept: dict[str, int], tmp_path: Path
+) -> None:
+    tensors = random_tensors(llama_config(), dtypes=["F32"]) | {STRAY: Tensor(dtype="U8", shape=(4,), data=b"lost")}
+    if not dropped:
+        del tensors[STRAY]
+    write_model(tmp_path / "source", llama_config(), tensors, num_shards=2)
+    index = json.loads((tmp_path / "source" / INDEX).read_text())
+    index["metadata"]["total_parameters"] = 7  # transformers 5 counts
+    (tmp_path / "source" / INDEX).write_text(json.dumps(index))
+    out = pack(tmp_path / "source", *(("--drop", STRAY) if dropped else ()))
+    total = sum(len(tensor.data) // 2 for name, tensor in tensors.items() if name != STRAY)
+    exported = export(out, "--dtype", "bf16")
+    assert json.loads((exported / INDEX).read_text())["metadata"] == {**kept, "total_size": total}
+
+
 def test_dropped_tensor_is_gone_from_export_and_index(tmp_path: Path) -> None:
     stray = Tensor(dtype="U8", shape=(4,), data=b"lost")
     tensors = random_tensors(llama_config())

@@ -102,7 +102,7 @@ def test_verify_names_every_damage_to_moments(tmp_path: Path) -> None:
     gone.unlink()
     ended = reshard("verify", trained)
     assert ended.code == 4
-    _, *lines = ended.out.splitlines()
+    _, *lines, _ = ended.out.splitlines()
     assert sorted(line.strip().partition(": expected")[0] for line in lines) == [
         f"{flipped}: 'model.layers.1.self_attn.v_proj.weight'",
         f"{gone}: the manifest names this shard, and it is missing",

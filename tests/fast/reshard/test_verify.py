@@ -29,7 +29,10 @@ def differences(out: Path) -> list[tuple[str, str]]:
     assert (shown.code, told.code, shown.err, told.err) == (4, 4, "", "")
     assert shown.json["equal"] is False
     lines = [f"  {found['where']}: {found['problem']}" for found in shown.json["differences"]]
-    assert told.out.splitlines()[1:] == lines
+    assert told.out.splitlines()[1:] == [
+        *lines,
+        "hint: copy the files that differ once more, or write the checkpoint again",
+    ]
     assert told.out.startswith(f"{out}: {len(lines)} differ, of ")
     return [
         (found["where"].replace(str(out), "OUT"), found["problem"].replace(str(out), "OUT"))

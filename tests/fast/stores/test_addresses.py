@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from manifests.errors import InputError
-from stores.address import HubAddress, parse_hub_address
+from stores.address import HubAddress, is_inside, parse_hub_address, place_of
 from stores.local import LocalFolder
 from stores.open import open_store
 
@@ -66,3 +66,46 @@ def test_local_folders_are_opened_without_any_client() -> None:
     code = "import sys, stores.open as s; s.open_store('.'); print('huggingface_hub' in sys.modules)"
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (ended.stdout, ended.stderr) == ("False\n", "")
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        ("s3://b/m", "S3://b/m/", "s3://b//m", "s3a://b/m", "s3:///b/m"),
+        ("s3://b", "s3://b/", "s3a://b//"),
+        ("gs://b/m", "gcs://b/m/"),
+        ("az://c/m", "abfs://c/m", "abfss://c@account.dfs.core.windows.net/m"),
+        ("hf://org/name", "hf://org/name@refs/pr/1"),
+        ("memory://a/m", "memory:///a/m"),
+        ("sftp://host/a/m", "sftp://user@host/a/../a/m"),
+        ("/a/m", "/a/./b/../m/", "file:///a/m", "FILE:///a//m/", "local:///a/m", "simplecache::file:///a/m"),
+    ],
+)
+def test_all_addresses_of_a_place_have_one_form(same: tuple[str, ...]) -> None:
+    assert {place_of(address) for address in same} == {same[0]}
+
+
+def test_links_and_relative_paths_have_the_form_of_what_they_lead_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "link").symlink_to("model")
+    monkeypatch.chdir(tmp_path / "model")
+    for address in (Path("."), tmp_path / "link", f"file://{tmp_path}/link", "file://../link", "../link/gone/.."):
+        assert place_of(address) == str(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("place", "folder", "inside"),
+    [
+        ("s3://b/m/a", "s3://b/m", True),
+        ("s3://b/m", "s3://b", True),
+        ("s3://b/m2", "s3://b/m", False),
+        ("s3://b/m", "s3://b/m", False),
+        ("gs://b/m/a", "s3://b/m", False),
+        ("/a/b", "/", True),
+        ("/", "/", False),
+    ],
+)
+def test_place_is_inside_a_folder_by_whole_parts(place: str, folder: str, inside: bool) -> None:
+    assert is_inside(place, folder) is inside

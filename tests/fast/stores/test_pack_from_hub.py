@@ -26,3 +26,20 @@ def test_pack_from_the_hub_is_the_pack_of_the_folder(tmp_path: Path, monkeypatch
     assert str(commit) in manifest
     assert reshard("export", tmp_path / "there", "--to", "hf", "--out", tmp_path / "back").code == 0
     assert files_in(tmp_path / "back") == files_in(tmp_path / "source")
+
+
+def test_manifest_on_the_hub_keeps_its_layout_however_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path / "source")
+    assert reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "packed").code == 0
+    with serve_hub() as hub:
+        set_up(monkeypatch, hub, tmp_path / "cache")
+        hub.push("org/packed", files_in(tmp_path / "packed"))
+        hub.push("org/model", files_in(tmp_path / "source"))
+        for number, name in enumerate(("hf://org/packed", "org/packed", "org/packed@main")):
+            ended = reshard("pack", name, "--out", tmp_path / f"out-{number}")
+            assert ended.code == 0, ended.err
+            assert reshard("verify", tmp_path / f"out-{number}", "--against", tmp_path / "packed").code == 0
+        for name in ("hf://org/model", "org/model"):
+            assert reshard("pack", name, "--out", tmp_path / "refused").err.endswith("Missing option '--layout'.\n")

@@ -1,0 +1,133 @@
+"""No output takes away what it is made of, whatever either is called."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.builders import files_in, llama_config, random_tensors, reshard, write_model
+
+READ = "is what is read; --force does not replace it\nhint: choose another --out\n"
+CAME = "is the folder that the model came from; --force does not replace it\nhint: choose another --out\n"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """Give a folder with a model, a link to it, and its bundles: of its own bytes, and virtual ones."""
+    write_model(tmp_path / "source", num_shards=2)
+    (tmp_path / "link").symlink_to("source")
+    for name, flags in (("packed", ()), ("virtual", ("--virtual",))):
+        made = reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / name, *flags)
+        assert made.code == 0, made.err
+    return tmp_path
+
+
+def everything(place: Path) -> dict[str, bytes]:
+    return {name: data for folder in ("source", "packed", "virtual") for name, data in files_in(place / folder).items()}
+
+
+def spellings(folder: Path) -> tuple[str, ...]:
+    here = os.path.relpath(folder)
+    return (str(folder), f"{folder.parent}/gone/../{folder.name}/", here, f"file://{folder}", f"file://{folder}/.")
+
+
+@pytest.mark.parametrize("name", ["packed", "virtual"])
+def test_export_replaces_neither_the_model_nor_the_bundles_by_any_name(name: str, place: Path) -> None:
+    before = everything(place)
+    for folder in (place / "source", place / "link", place / name):
+        for out in spellings(folder):
+            ended = reshard("export", place / name, "--to", "hf", "--out", out, "--force")
+            said = ended.err.partition(": ")[2].partition(": ")[2]
+            assert (ended.code, said) == (3, CAME if name == "packed" and folder.name != name else READ), out
+    assert everything(place) == before
+
+
+@pytest.mark.parametrize("name", ["packed", "virtual"])
+def test_export_removes_no_folder_that_holds_the_model_or_lies_in_it(name: str, place: Path) -> None:
+    write_model(place / "source" / "original")  # as gpt-oss has it
+    for path, data in files_in(place / "source").items():
+        if "/" not in path:
+            (place / path).write_bytes(data)  # which makes a model of the folder around it
+    before = everything(place)
+    for out in (place, place / "source" / "original"):
+        for address in (str(out), f"file://{out}"):
+            ended = reshard("export", place / name, "--to", "hf", "--out", address, "--force")
+            assert ended.code in (2, 3), address
+            assert "does not replace it" in ended.err or " is inside " in ended.err
+    assert everything(place) == before
+
+
+def test_export_removes_no_file_that_a_link_of_the_source_leads_to(tmp_path: Path) -> None:
+    write_model(tmp_path / "elsewhere")
+    (tmp_path / "source").mkdir()
+    for name in files_in(tmp_path / "elsewhere"):
+        (tmp_path / "source" / name).symlink_to(tmp_path / "elsewhere" / name)
+    packed = reshard("pack", tmp_path / "source", "--layout", "pp=2", "--virtual", "--out", tmp_path / "packed")
+    assert packed.code == 0, packed.err
+    before, out = files_in(tmp_path / "elsewhere"), tmp_path / "elsewhere"
+    ended = reshard("export", tmp_path / "packed", "--to", "hf", "--out", out, "--force")
+    assert (ended.code, ended.err) == (
+        2,
+        f"error: --out: {out}/model.safetensors, which is read, is inside {out}\nhint: choose a folder beside it\n",
+    )
+    assert files_in(out) == before
+
+
+def test_model_that_is_gone_comes_back_where_it_was(place: Path) -> None:
+    before = files_in(place / "source")
+    for path in (place / "source").iterdir():
+        path.unlink()
+    assert reshard("export", place / "packed", "--to", "hf", "--out", place / "source").code == 0
+    assert files_in(place / "source") == before
+
+
+@pytest.mark.parametrize("named", ["packed", "packed/manifest.json", "virtual"])
+@pytest.mark.parametrize("verb", ["pack", "export"])
+def test_output_inside_a_manifests_folder_is_refused(verb: str, named: str, place: Path) -> None:
+    source = place / named.partition("/")[0]
+    flags = ("--layout", "pp=1") if verb == "pack" else ("--to", "hf")
+    for out in (f"{source}/inside", f"{place}/packed/../{source.name}/a/b", f"file://{source}/inside"):
+        ended = reshard(verb, place / named, *flags, "--out", out)
+        out = str(Path(out)) if "://" not in out else out
+        problem = f"{out} is inside {source}, which would have other files then"
+        assert (ended.code, ended.err) == (2, f"error: --out: {problem}\nhint: choose a folder beside it\n")
+    assert not (source / "inside").exists()
+
+
+def test_virtual_pack_inside_the_original_files_is_refused(place: Path) -> None:
+    ended = reshard("pack", place / "virtual", "--layout", "pp=1", "--out", place / "link" / "inside")
+    problem = f"{place}/link/inside is inside {place}/source, which would have other files then"
+    assert (ended.code, ended.err) == (2, f"error: --out: {problem}\nhint: choose a folder beside it\n")
+
+
+def test_source_inside_the_output_is_not_removed_with_it(place: Path) -> None:
+    inside = place / "packed" / "step-100"
+    assert reshard("pack", place / "source", "--layout", "pp=2", "--out", inside).code == 0
+    write_model(place / "packed" / "model")
+    before = files_in(place / "packed")
+    for source in (inside, inside / "manifest.json", place / "packed" / "model"):
+        for out in (str(place / "packed"), f"file://{place}/packed"):
+            ended = reshard("pack", source, "--layout", "pp=1", "--out", out, "--force")
+            read = source.parent if source.suffix else source
+            problem = f"{read}, which is read, is inside {out}"
+            assert (ended.code, ended.err) == (2, f"error: --out: {problem}\nhint: choose a folder beside it\n")
+    assert files_in(place / "packed") == before
+
+
+@pytest.mark.parametrize("out", ["packed", "packed/../packed", "file://PLACE/packed"])
+def test_conversion_does_not_replace_the_bytes_that_it_converts(out: str, tmp_path: Path) -> None:
+    config = llama_config()
+    write_model(tmp_path / "source", config, random_tensors(config, dtypes=["F32"]))
+    assert reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "packed").code == 0
+    before = files_in(tmp_path / "packed")
+    out = out.replace("PLACE", str(tmp_path)) if "://" in out else str(tmp_path / out)
+    for source in (tmp_path / "packed", tmp_path / "packed/manifest.json"):
+        ended = reshard("pack", source, "--dtype", "bf16", "--out", out, "--force")
+        assert (ended.code, ended.err) == (3, f"error: {out}: {READ}")
+    assert files_in(tmp_path / "packed") == before
+    assert reshard("pack", tmp_path / "packed", "--layout", "pp=1", "--out", out, "--force").code == 0
+    assert json.loads((tmp_path / "packed/manifest.json").read_text())["layout"]["num_stages"] == 1
+    assert reshard("verify", tmp_path / "packed", "--against", tmp_path / "source").code == 0
