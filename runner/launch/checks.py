@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from manifests.errors import UsageError
 
-__all__ = ["check_mounts", "check_sbatch_args", "check_texts", "parse_signal", "parse_time"]
+__all__ = [
+    "check_mounts",
+    "check_sbatch_args",
+    "check_shown",
+    "check_texts",
+    "is_shown",
+    "parse_signal",
+    "parse_time",
+]
 
 _SIGNAL = re.compile(r"USR2@(\d{1,5})")
 _MAX_SIGNAL_S = 65535  # sbatch(1), --signal
@@ -97,6 +108,33 @@ def check_mounts(mounts: Sequence[str], form: re.Pattern[str], expected: str) ->
         seen[target] = mount
 
 
+def is_shown(path: Path, mounts: Sequence[str]) -> bool:
+    """Whether a mount shows this file, named by an absolute path, in a container."""
+    return any(path.is_relative_to(mount.rpartition(":")[2]) for mount in mounts)
+
+
+def check_shown(paths: Iterable[tuple[str, str]], mounts: Sequence[str]) -> None:
+    """Raise unless a mount shows every path, each given after its flag; relative ones are looked up in this folder.
+
+    Raises:
+        UsageError: naming the flag and the path.
+    """
+    here = Path.cwd()
+    for flag, given in paths:
+        if not Path(given).is_absolute() and not is_shown(here, mounts):
+            raise UsageError(
+                f"{flag} {given}", f"is looked up in {here}, and no --mount shows that to the pods",
+                "name a path from / on that lies below a --mount",
+            )  # fmt: skip
+        path = Path(os.path.normpath(here / given))
+        if not is_shown(path, mounts):
+            folder = path if path.parent == Path("/") else path.parent
+            raise UsageError(
+                f"{flag} {path}", "lies on no --mount: pods see no other files, and keep none that they write",
+                f"--mount CLAIM:{folder}, or {folder}:{folder} where it is every node's",
+            )  # fmt: skip
+
+
 def check_sbatch_args(arguments: Sequence[str]) -> None:
     """Raise where a line for sbatch is no flag, or undoes what the job is planned with.
 
@@ -106,6 +144,10 @@ def check_sbatch_args(arguments: Sequence[str]) -> None:
     for argument in arguments:
         if not argument.startswith("-") or not argument.isprintable():
             raise UsageError("--sbatch-arg", f"expected a flag of sbatch, found {argument!r}", "--sbatch-arg=--gpus=8")
+        try:
+            shlex.split(argument)
+        except ValueError as error:
+            raise UsageError("--sbatch-arg", f"expected quotes in pairs, found {argument!r}") from error
         word = re.split(r"[= ]", argument.lstrip("-"), maxsplit=1)[0]
         name = word if argument.startswith("--") else _SHORT.get(word[:1], word)
         if name in _OWN:

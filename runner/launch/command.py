@@ -18,7 +18,7 @@ from runner.launch.nodes import check_groups, check_memory, check_ranks, parse_n
 from runner.loading.copies import check_copied
 from runner.loading.fetch import name_of, opened
 from runner.loading.packed import Packed
-from runner.options import TrainOptions, is_training_flag, parse_training
+from runner.options import TrainOptions, flag_of, is_training_flag, parse_training, unwritten
 
 __all__ = ["launch"]
 
@@ -45,9 +45,16 @@ class _BeforeTraining(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         own = args[: args.index("--")] if "--" in args else args
-        ctx.meta["training"] = tuple(args[len(own) + 1 :])
+        ctx.meta["training"] = training = tuple(args[len(own) + 1 :])
+        if {"--help", "-h"} & set(training):
+            parse_training(("--help",))
         try:
             return super().parse_args(ctx, own)
+        except click.BadParameter as error:
+            name = error.param.name if error.param is not None else None
+            if name is not None and ctx.get_parameter_source(name) is ParameterSource.DEFAULT_MAP:
+                raise click.BadParameter(f"{error.message} (the job file)", error.ctx, error.param) from error
+            raise
         except click.NoSuchOption as error:
             if is_training_flag(error.option_name):
                 hint = f"put it after --: runner launch MANIFEST … -- {error.option_name} …"
@@ -96,7 +103,8 @@ def launch(
 ) -> None:  # fmt: skip
     """Train the model of MANIFEST: on this machine, under torchrun, or on the nodes of a cluster.
 
-    What follows -- is for the training; "runner launch MANIFEST -- --help" lists it.
+    What follows -- is for the training; "runner launch -- --help" lists it. --nnodes above 1, --env, --image, --mount,
+    --restarts, --requeue, --name, --follow and what is Slurm's need --scheduler slurm or jobset.
 
     \b
     Examples:
@@ -106,9 +114,7 @@ def launch(
     context = click.get_current_context()
     if not manifest:
         raise UsageError("MANIFEST", "is missing", "runner launch DIR/manifest.json, or manifest = … in the job file")
-    own = (("--log-dir", log_dir), ("--stage-to-local", stage_to_local))
-    given = (word for flag, path in own if path is not None for word in (flag, str(path)))
-    training = (*(context.obj or ()), *context.meta["training"], *given)
+    training = _training(context, log_dir=log_dir, stage_to_local=stage_to_local)
     options, num_nodes = parse_training(training), parse_nnodes(nnodes)
     if scheduler == "local":
         _refuse_clusters(context, num_nodes)
@@ -141,6 +147,18 @@ def launch(
         follow=follow,
         dry_run=dry_run,
     )
+
+
+def _training(context: click.Context, **own: Path | None) -> tuple[str, ...]:
+    """Give the words for the ranks: those of the job file whose flags nobody has written, and then what was written."""
+    of_file, written = dict(context.obj or {}), list(context.meta["training"])
+    for name, path in own.items():
+        words = () if path is None else (flag_of(name), str(path))
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            written += words
+        elif words:
+            of_file[flag_of(name)] = words
+    return (*unwritten(of_file, written), *written)
 
 
 def _check_placement(
@@ -188,25 +206,36 @@ _CLUSTERS = ("env", "image", "mount", "sbatch_arg", "name", "follow", *_PLAIN_FI
 
 
 def _refuse_clusters(context: click.Context, num_nodes: int) -> None:
-    given = [name for name in _CLUSTERS if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    asked = {ParameterSource.COMMANDLINE}
+    if context.get_parameter_source("scheduler") is ParameterSource.DEFAULT:  # else a job file is tried here on purpose
+        asked.add(ParameterSource.DEFAULT_MAP)
+    given = [name for name in _CLUSTERS if context.get_parameter_source(name) in asked]
     if num_nodes > 1:
         given.insert(0, "nnodes")
     if given:
         flag = "--" + given[0].replace("_", "-")
         raise UsageError(flag, "needs --scheduler slurm or jobset", "without one, all ranks run on this machine")
+    unused = [flag_of(name) for name in _CLUSTERS if context.get_parameter_source(name) is ParameterSource.DEFAULT_MAP]
+    if unused:
+        click.echo(f"note: on this machine the job file's {', '.join(unused)} come to nothing", err=True)
 
 
 def _submit(job: Job, scheduler: str, *, follow: bool, dry_run: bool) -> None:
     from runner.launch import jobset, slurm
+    from runner.launch.folder import check_free
     from runner.launch.record import make_log_dir, write_record
+    from runner.launch.state import clear_state
     from runner.launch.watch import follow as follow_job
 
     backend = slurm if scheduler == "slurm" else jobset
+    rendered = backend.render(job)
     if dry_run:
-        click.echo(backend.render(job), nl=False)
+        click.echo(rendered, nl=False)
         return
     make_log_dir(job.log_dir)
+    check_free(job.log_dir)
     record = backend.submit(job)
+    clear_state(job.log_dir)  # of the job before
     write_record(job.log_dir, record)
     click.echo(f"submitted {record.name} as {scheduler} job {record.id}; runner status {job.log_dir}")
     if follow:

@@ -107,7 +107,7 @@ def read_environment(given: Sequence[str]) -> tuple[tuple[str, str], ...]:
 def read_job_file(path: Path, known: Mapping[str, Kind]) -> dict[str, Any]:
     """Read a job file: the flags of `runner launch` without their dashes, and a table `training` of those after --.
 
-    Gives the values by the names of their parameters, `training` as a tuple of words.
+    Gives the values by the names of their parameters, `training` as the words of each flag by that flag.
 
     Raises:
         InputError: no such file, no TOML, a key that is no flag, or a value of another kind.
@@ -126,7 +126,7 @@ def read_job_file(path: Path, known: Mapping[str, Kind]) -> dict[str, Any]:
         if key not in known:
             raise InputError(f"{path}: {key}", "is no flag of runner launch", "known: " + ", ".join(sorted(known)))
         values[key.replace("-", "_")] = _value_of(value, known[key], f"{path}: {key}")
-    return {**values, "training": tuple(word for item in training.items() for word in _words(*item, where=str(path)))}
+    return {**values, "training": {f"--{key}": _words(key, value, where=str(path)) for key, value in training.items()}}
 
 
 def _value_of(value: object, kind: Kind, where: str) -> object:

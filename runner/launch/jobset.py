@@ -8,45 +8,58 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from manifests.errors import UsageError, UserError
-from runner.launch.checks import check_mounts
+from runner.launch.checks import check_mounts, check_shown, is_shown
 from runner.launch.job import Job
 from runner.launch.record import JobRecord
 from runner.life.supervise import FINAL, SHUTDOWN_S, agent_command
+from runner.recipe import SYNTHETIC
+from stores.address import is_url
 
-__all__ = ["JobSetState", "cancel", "find_state", "render", "submit"]
+__all__ = ["JobSetState", "cancel", "find_phases", "find_state", "print_logs", "render", "submit"]
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _MAX_NAME = 40  # pods are named NAME-node-0-INDEX-xxxxx, within 63 characters
-_MOUNT = re.compile(r"(/[^:]*|[a-z0-9]([-a-z0-9.]*[a-z0-9])?):(?P<target>/[^:]*)")  # a claim's name is a DNS name
+_MOUNT = re.compile(r"(/[^:]*|[a-z0-9]([-a-z0-9.]*[a-z0-9])?):(?P<target>/[^:/][^:]*)")  # a claim's name is a DNS name
 _PORT = 29500  # every pod has an address of its own
 _LIMIT_S = 60
+_CONTAINER = "runner"
+_SHARED_MEMORY = "/dev/shm"
+_MAX_PODS = 99_999  # as many as --nnodes takes; kubectl's own limit is 5
+_ABSENT = ("is not on this machine", "run it where kubectl reaches the cluster; launch --dry-run needs none")
 _LOGGED = re.compile(r"[EWI]\d{4} ")  # a line of kubectl's log, as klog writes it
 # A pod that ends with a code that no restart mends ends its job for a reason of its own, and that the whole JobSet.
-_MISTAKEN = {"action": "FailJob", "onExitCodes": {"containerName": "runner", "operator": "In", "values": list(FINAL)}}
+_MISTAKEN = {"action": "FailJob", "onExitCodes": {"containerName": _CONTAINER, "operator": "In", "values": list(FINAL)}}
 _ENDS = {"name": "mistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+_FORGOTTEN = "Forgotten"  # our word: one that was deleted is gone
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _GPU = "nvidia.com/gpu"
 
 
 class JobSetState(str):
-    """A word for what Kubernetes says of a JobSet: `Completed`, `Failed`, `Suspended` or `Running`."""
+    """A word for what Kubernetes says of a JobSet: `Completed`, `Failed`, `Suspended`, `Running` or `Forgotten`."""
 
     @property
     def is_over(self) -> bool:
-        return self in ("Completed", "Failed")
+        return self in ("Completed", "Failed", _FORGOTTEN)
+
+    @property
+    def is_forgotten(self) -> bool:
+        return self == _FORGOTTEN
 
 
 def render(job: Job) -> str:
     """Give the JobSet of a job, as YAML.
 
     Raises:
-        UsageError: no image, a name that Kubernetes does not take, a mount that is none, or a flag of Slurm's.
+        UsageError: no image, a name that Kubernetes does not take, a mount that is none, a flag of Slurm's, or a
+            path that pods do not share.
     """
     _refuse(job)
     document = {
@@ -68,31 +81,66 @@ def submit(job: Job) -> JobRecord:
     Raises:
         UserError: there is no kubectl, or the cluster refuses the job.
     """
-    _call(["kubectl", "create", "-f", "-"], standard_input=render(job))
-    return JobRecord(scheduler="jobset", id=job.name, name=job.name, output="")
+    create = ["kubectl", "create", "-f", "-", "-o", "jsonpath={.metadata.namespace}"]
+    namespace = _call(create, standard_input=render(job)).strip()
+    return JobRecord(scheduler="jobset", id=job.name, name=job.name, output="", namespace=namespace)
 
 
 def find_state(record: JobRecord) -> JobSetState:
     """Ask Kubernetes what a job does.
 
     Raises:
-        UserError: it cannot be asked, or does not know the job.
+        UserError: it cannot be asked.
     """
-    found = json.loads(_call(["kubectl", "get", "jobset", record.id, "-o", "json"]))
-    conditions = found.get("status", {}).get("conditions", [])
+    shown = _call(["kubectl", "get", "jobset", record.id, *_inside(record), "--ignore-not-found", "-o", "json"])
+    if not shown.strip():
+        return JobSetState(_FORGOTTEN)
+    conditions = json.loads(shown).get("status", {}).get("conditions", [])
     true = [condition["type"] for condition in conditions if condition.get("status") == "True"]
     return JobSetState(next((word for word in ("Completed", "Failed", "Suspended") if word in true), "Running"))
 
 
 def cancel(record: JobRecord) -> None:
     """End a job and forget it."""
-    _call(["kubectl", "delete", "jobset", record.id, "--ignore-not-found", "--wait=false"])
+    _call(["kubectl", "delete", "jobset", record.id, *_inside(record), "--ignore-not-found", "--wait=false"])
 
 
-def log_command(record: JobRecord, *, follow: bool) -> list[str]:
-    """Give the command that prints what the pods of a job say."""
-    selector = f"jobset.sigs.k8s.io/jobset-name={record.id}"
-    return ["kubectl", "logs", "--selector", selector, "--prefix", "--tail=-1", *(["--follow"] if follow else [])]
+def find_phases(record: JobRecord) -> list[str]:
+    """Give a word for each pod of a job: `Pending` until it prints something, `Running`, `Succeeded` or `Failed`.
+
+    Raises:
+        UserError: Kubernetes cannot be asked.
+    """
+    return _call(["kubectl", "get", "pods", *_pods(record), "-o", "jsonpath={.items[*].status.phase}"]).split()
+
+
+def print_logs(record: JobRecord, say: Callable[[str], object], *, follow: bool, since: str = "") -> str:
+    """Say what the pods of a job print, and with `follow` go on until they end; give what kubectl has against it.
+
+    `since` is a time as Kubernetes writes it.
+
+    Raises:
+        UserError: there is no kubectl.
+    """
+    command = ["kubectl", "logs", *_pods(record), "--container", _CONTAINER, "--prefix", "--tail=-1",
+               f"--max-log-requests={_MAX_PODS}"]  # fmt: skip
+    command += [*(["--follow", "--ignore-errors"] if follow else []), *([f"--since-time={since}"] if since else [])]
+    try:
+        running = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            errors="replace",
+        )  # fmt: skip
+    except FileNotFoundError as error:
+        raise UserError(command[0], *_ABSENT) from error
+    with running:
+        assert running.stdout is not None
+        words = []
+        for line in running.stdout:
+            if line.startswith("[pod/"):  # of --prefix
+                say(line)
+            else:
+                words.append(line)
+    return _said(words) or (f"ended with code {running.returncode}" if running.returncode else "")
 
 
 def _refuse(job: Job) -> None:
@@ -109,16 +157,19 @@ def _refuse(job: Job) -> None:
         if value is not None:
             hint = "--restarts N lets Kubernetes start the job again" if flag == "--requeue" else ""
             raise UsageError(flag, "is Slurm's; a JobSet has no such thing", hint)
+    check_shown(_paths(job), job.mounts)
 
 
 def _indexed_job(job: Job) -> dict[str, Any]:
+    volumes = _volumes(job)
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": job.options.timeout_s + SHUTDOWN_S,
-        "containers": [_container(job)],
-    }
-    if job.mounts:
-        pod["volumes"] = [_volume(number, mount) for number, mount in enumerate(job.mounts)]
+        "containers": [{**_container(job), "volumeMounts": [
+            {"name": volume["name"], "mountPath": target} for target, volume in volumes.items()
+        ]}],
+        "volumes": list(volumes.values()),
+    }  # fmt: skip
     return {
         "parallelism": job.nnodes,
         "completions": job.nnodes,
@@ -135,43 +186,80 @@ def _container(job: Job) -> dict[str, Any]:
         "PET_MASTER_ADDR": f"{job.name}-node-0-0.{job.name}",
         "PET_MASTER_PORT": str(_PORT),
     }
+    command = agent_command(job.manifest, job.training, **size, python="python3", shutdown_s=options.timeout_s)
     container: dict[str, Any] = {
-        "name": "runner",
+        "name": _CONTAINER,
         "image": job.image,
-        "command": agent_command(
-            str(job.manifest), job.training, **size, python="python3", shutdown_s=options.timeout_s
-        ),
+        "command": [_literal(word) for word in command],
         "env": [
             {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}},
-            *({"name": name, "value": value} for name, value in (*rendezvous.items(), *job.environment)),
+            *({"name": name, "value": _literal(value)} for name, value in (*rendezvous.items(), *job.environment)),
         ],
     }
     if options.device != "cpu":
         container["resources"] = {"limits": {_GPU: job.nproc_per_node}}
-    if job.mounts:
-        container["volumeMounts"] = [
-            {"name": f"mount-{number}", "mountPath": mount.rpartition(":")[2]}
-            for number, mount in enumerate(job.mounts)
-        ]
+    if is_shown(Path.cwd(), job.mounts):
+        container["workingDir"] = str(Path.cwd())
     return container
 
 
-def _volume(number: int, mount: str) -> dict[str, Any]:
-    source = mount.rpartition(":")[0]
-    name = f"mount-{number}"
-    if source.startswith("/"):
-        return {"name": name, "hostPath": {"path": source}}
-    return {"name": name, "persistentVolumeClaim": {"claimName": source}}
+def _literal(text: str) -> str:
+    """Give what Kubernetes makes this text of: it expands $(NAME), and takes $$ for $."""
+    return text.replace("$", "$$")
+
+
+def _volumes(job: Job) -> dict[str, dict[str, Any]]:
+    """Give the volumes of a pod by the folders that they are shown as."""
+    found: dict[str, dict[str, Any]] = {}
+    for number, mount in enumerate(job.mounts):
+        source, _, target = mount.rpartition(":")
+        kind, key = ("hostPath", "path") if source.startswith("/") else ("persistentVolumeClaim", "claimName")
+        found[target.rstrip("/")] = {"name": f"mount-{number}", kind: {key: source}}
+    # A container has 64 MiB of it, and ranks of one node talk through it: NCCL ends where that is too little.
+    found.setdefault(_SHARED_MEMORY, {"name": "shared-memory", "emptyDir": {"medium": "Memory"}})
+    return found
+
+
+def _paths(job: Job) -> Iterator[tuple[str, str]]:
+    """Give the files that ranks read and write, each after the flag that names it."""
+    options = job.options
+    if not is_url(job.manifest):
+        yield "MANIFEST", job.manifest
+    yield "--log-dir", str(options.log_dir)
+    if options.checkpoint is not None:
+        yield "--checkpoint", str(options.checkpoint.history)
+    if options.save is not None:
+        yield "--save", str(options.save)
+    source = options.resume.source
+    if source not in (None, "auto") and not re.fullmatch(r"step-\d+", source):
+        yield "--resume", source
+    if options.schedule is not None and options.schedule.endswith(".csv"):
+        yield "--schedule", options.schedule
+    for flag, data in (("--data", options.data), ("--eval-data", options.eval_data)):
+        yield from ((flag, path) for path in (data.sources if data else ()) if path != SYNTHETIC)
+
+
+def _inside(record: JobRecord) -> tuple[str, ...]:
+    """Give the flag for the job's namespace, which need not be kubectl's of today."""
+    return ("--namespace", record.namespace) if record.namespace else ()
+
+
+def _pods(record: JobRecord) -> tuple[str, ...]:
+    return (*_inside(record), "--selector", f"jobset.sigs.k8s.io/jobset-name={record.id}")
+
+
+def _said(lines: Iterable[str]) -> str:
+    return " ".join(" ".join(line for line in lines if not _LOGGED.match(line)).split())
 
 
 def _call(command: Sequence[str], standard_input: str = "") -> str:
     try:
         done = subprocess.run(command, input=standard_input, capture_output=True, text=True, timeout=_LIMIT_S)
     except FileNotFoundError as error:
-        raise UserError(command[0], "is not on this machine", "--dry-run prints what kubectl would be given") from error
+        raise UserError(command[0], *_ABSENT) from error
     except subprocess.TimeoutExpired as error:
         raise UserError(command[0], f"did not answer within {_LIMIT_S} s") from error
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if not _LOGGED.match(line)]
-        raise UserError(" ".join(command[:2]), " ".join(" ".join(said).split()) or f"ended with code {done.returncode}")
+        said = _said(done.stderr.splitlines())
+        raise UserError(" ".join(command[:2]), said or f"ended with code {done.returncode}")
     return done.stdout

@@ -16,10 +16,13 @@ from manifests.errors import InputError, UsageError, UserError
 from manifests.invariants import MANIFEST_NAME
 from manifests.publish import check_target
 from manifests.schema import Manifest
-from runner.checkpoints.resume import check_fits, find_origins, find_position, goes_on_from, remembered
+from runner.checkpoints.apart import check_apart
+from runner.checkpoints.position import find_data
+from runner.checkpoints.resume import check_fits, find_origins, goes_on_from, remembered
 from runner.data.files import find_files
 from runner.dimensions.degrees import Degrees
 from runner.dimensions.refusals import check_combination, check_divides, check_sinks, combine, share_of
+from runner.launch.folder import check_free
 from runner.launch.processes import record_here
 from runner.launch.record import make_log_dir, write_record
 from runner.life.ending import AGENT
@@ -28,6 +31,7 @@ from runner.loading.packed import Packed, open_packed
 from runner.options import TrainOptions, recall
 from runner.pipeline.timetable import choose_timetable
 from runner.recipe import SYNTHETIC
+from runner.request import check_length, check_places, check_texts
 
 __all__ = ["LocalJob", "check_beginning", "check_request", "check_world", "launch_here"]
 
@@ -48,7 +52,7 @@ def launch_here(
     """Replace this process by torchrun with so many workers; see `check_request`. A `job` is known by its log folder.
 
     Raises:
-        UserError: no torch is installed, or another job runs with the log folder.
+        UserError: no torch is installed, or another job has the log folder.
     """
     if find_spec("torch") is None:
         raise UserError("runner", "torch is not installed here", "pip install 'reshard[runner]'")
@@ -61,6 +65,7 @@ def launch_here(
         return
     if job is not None:
         make_log_dir(job.log_dir)
+        check_free(job.log_dir)
         write_record(job.log_dir, record_here(job.log_dir, job.name))
     sys.stdout.flush()
     os.environ[AGENT] = str(os.getpid())  # which stays
@@ -73,6 +78,7 @@ def check_request(launched: Packed, options: TrainOptions, world_size: int) -> D
     Raises:
         UserError: what does not fit.
     """
+    check_places(options)
     degrees = options.degrees.resolve(launched.manifest.layout.num_ranks, world_size)
     check_divides(launched.config, degrees.tensor)
     if options.resume.source is None:  # a checkpoint may remember other batch sizes
@@ -89,6 +95,7 @@ def check_beginning(launched: Packed, options: TrainOptions, degrees: Degrees) -
         UserError: no such checkpoint, one of another model, no data, or a folder that would not be replaced.
     """
     check_sinks(options)
+    check_apart(options, launched.root)
     if options.save is not None:
         check_target(options.save, options.force, lambda folder: (folder / MANIFEST_NAME).is_file())
     origins, training = find_origins(launched.root, options), None
@@ -100,12 +107,13 @@ def check_beginning(launched: Packed, options: TrainOptions, degrees: Degrees) -
         if training is not None:
             options = recall(options, remembered(training))
         _check_step(launched.manifest, options, degrees)
+        check_length(launched, options)
     if options.eval_data is not None:
         if SYNTHETIC in options.eval_data.sources:
             raise UsageError("--eval-data", f"{SYNTHETIC} has no end, so it cannot be read once", "name files")
         find_files(options.eval_data.sources)
-    left = training.data if training and not options.resume.restart_data else None
-    find_position(options, left, launched.tokenizer)
+    find_data(options, training.data if training else None, launched.tokenizer)
+    check_texts(launched, options)
 
 
 def _check_step(manifest: Manifest, options: TrainOptions, degrees: Degrees) -> None:

@@ -124,6 +124,11 @@ def printed(plans: tuple[NodePlan, ...]) -> str:
     )
 
 
+def _digits(gib: float) -> int:
+    """Give after how many digits a size is told from nothing."""
+    return 1 if gib >= 0.1 else 2 - math.floor(math.log10(gib))
+
+
 def check_memory(
     manifest: Manifest, *, num_shards: int, param_nbytes: int, gpu_gib: float, where: str = "--gpu-memory"
 ) -> None:
@@ -147,7 +152,7 @@ def check_memory(
     if needed > gpu_gib:
         raise InputError(
             where,
-            f"pipeline rank {rank} needs {needed:.1f} GiB for weights, gradients and moments alone, "
+            f"pipeline rank {rank} needs {needed:.{_digits(needed)}f} GiB for weights, gradients and moments alone, "
             f"its GPU has {gpu_gib:g} GiB",
             "more pipeline ranks (reshard pack MANIFEST --layout pp=N) or --dp-shard N make it smaller",
         )

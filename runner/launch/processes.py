@@ -15,8 +15,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from manifests.errors import UsageError, UserError
-from runner.launch.record import JobRecord, read_record
+from manifests.errors import UserError
+from runner.launch.record import JobRecord
 from runner.launch.state import read_state
 from runner.life.heartbeat import log_path
 
@@ -27,18 +27,7 @@ _KILL_S = 10.0
 
 
 def record_here(log_dir: Path, name: str) -> JobRecord:
-    """Give the record of a job that this process, or what it becomes, runs.
-
-    Raises:
-        UsageError: another job runs with this log folder.
-    """
-    before = None
-    with contextlib.suppress(UserError):  # none was launched before
-        before = read_record(log_dir)
-    if before and before.scheduler == "local" and before.host == socket.gethostname() and is_running(before):
-        raise UsageError(
-            f"--log-dir {log_dir}", f"process {before.id} runs a job with it", "take another, or runner cancel it"
-        )
+    """Give the record of a job that this process, or what it becomes, runs."""
     pid = os.getpid()
     return JobRecord(
         scheduler="local", id=str(pid), name=name, output=str(log_path(log_dir.resolve(), 0)),
@@ -64,15 +53,15 @@ def find_state(record: JobRecord, log_dir: Path) -> str:
     return state.word if state else "KILLED"
 
 
-def cancel(record: JobRecord, *, is_forced: bool) -> None:
-    """Ask a job of this machine to save and end; with `is_forced`, kill it and its ranks at once.
+def cancel(record: JobRecord, *, is_forced: bool) -> bool:
+    """Ask a job of this machine to save and end; with `is_forced`, kill it and its ranks at once. Give whether it ran.
 
     Raises:
         UserError: it runs on another machine, or belongs to someone else.
     """
     _check_host(record)
     if not is_running(record):
-        return
+        return False
     launcher = int(record.id)
     ranks = list(_descendants(launcher)) if is_forced else []
     for pid in (launcher, *ranks):
@@ -85,6 +74,7 @@ def cancel(record: JobRecord, *, is_forced: bool) -> None:
     deadline_s = time.monotonic() + _KILL_S
     while is_forced and time.monotonic() < deadline_s and any(map(_birth_of, (launcher, *ranks))):
         time.sleep(_POLL_S)
+    return True
 
 
 def _check_host(record: JobRecord) -> None:

@@ -20,7 +20,8 @@ JOB_NAME = "job.json"
 class JobRecord:
     """A launched job: its scheduler, what that calls it, and the file that its output goes to.
 
-    One on this machine is called by its process; `host` and `birth` say which of that number.
+    One on this machine is called by its process; `host` and `birth` say which of that number. A JobSet has its name in
+    a `namespace` alone.
     """
 
     scheduler: str
@@ -29,6 +30,7 @@ class JobRecord:
     output: str
     host: str = ""
     birth: str = ""
+    namespace: str = ""
 
 
 def make_log_dir(log_dir: Path) -> None:
@@ -66,8 +68,8 @@ def read_record(log_dir: Path) -> JobRecord:
         texts = {field: str(found[field]) for field in ("scheduler", "id", "name", "output")}
         if texts["scheduler"] not in SCHEDULERS:
             raise ValueError(f"expected one of {', '.join(SCHEDULERS)}, found {texts['scheduler']!r}")
-        return JobRecord(**texts, host=str(found.get("host", "")), birth=str(found.get("birth", "")))
-    except FileNotFoundError as error:
+        return JobRecord(**texts, **{field: str(found.get(field, "")) for field in ("host", "birth", "namespace")})
+    except (FileNotFoundError, NotADirectoryError) as error:
         hint = "give the --log-dir of a job that runner launch has started"
         raise InputError(str(path), "no such file", hint) from error
     except (OSError, ValueError, KeyError, TypeError) as error:

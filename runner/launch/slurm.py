@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -15,7 +16,7 @@ from runner.launch.checks import check_mounts, check_sbatch_args, parse_signal, 
 from runner.launch.job import Job
 from runner.launch.record import JobRecord
 
-__all__ = ["SlurmState", "cancel", "find_state", "render", "submit"]
+__all__ = ["SlurmState", "ask", "cancel", "find_state", "render", "submit"]
 
 _LIMIT_S = 60  # no command of Slurm's may take longer
 _MOUNT = re.compile(r"/[^:,]*:(?P<target>/[^:,]*)(:[a-z+]+)?")  # as pyxis takes them, with its own flags
@@ -41,8 +42,8 @@ class SlurmState:
 
 
 _FORGOTTEN = "FORGOTTEN"  # our word: Slurm keeps a job for MinJobAge after its end, 300 s if nobody says otherwise
-_OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT",
-         _FORGOTTEN)  # fmt: skip
+_OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
+         "PREEMPTED", "TIMEOUT", _FORGOTTEN)  # fmt: skip
 
 
 def render(job: Job) -> str:
@@ -70,8 +71,10 @@ def submit(job: Job) -> JobRecord:
     """
     script = render(job)
     _check_nodes(job)
-    number = _call(["sbatch", "--parsable"], standard_input=script).strip().partition(";")[0]
-    return JobRecord(scheduler="slurm", id=number, name=job.name, output=_output(job).replace("%j", number))
+    # On its command line as well: SBATCH_ACCOUNT and its like in the environment win over what a script says.
+    told = [word for option in _options(job) for word in shlex.split(option)]
+    number = ask(["sbatch", "--parsable", *told], standard_input=script).strip().partition(";")[0]
+    return JobRecord(scheduler="slurm", id=number, name=job.name, output=str(job.log_dir / f"slurm-{number}.out"))
 
 
 def find_state(record: JobRecord) -> SlurmState:
@@ -81,7 +84,7 @@ def find_state(record: JobRecord) -> SlurmState:
         UserError: Slurm cannot be asked.
     """
     try:
-        shown = _call(["scontrol", "show", "job", "-o", record.id])
+        shown = ask(["scontrol", "show", "job", "-o", record.id])
     except UserError as error:
         if "Invalid job id" not in error.problem:
             raise
@@ -98,7 +101,30 @@ def find_state(record: JobRecord) -> SlurmState:
 
 def cancel(record: JobRecord) -> None:
     """End a job; one that has ended stays as it is."""
-    _call(["scancel", record.id])
+    ask(["scancel", record.id])
+
+
+def ask(command: Sequence[str], standard_input: str = "", *, limit_s: float = _LIMIT_S) -> str:
+    """Give what a command of Slurm's prints.
+
+    Raises:
+        UserError: it is not there, does not answer, or refuses.
+    """
+    where = command[0]
+    try:
+        done = subprocess.run(command, input=standard_input, capture_output=True, text=True, timeout=limit_s)
+    except FileNotFoundError as error:
+        hint = "run it where Slurm's commands are, on a login node"
+        raise UserError(where, "is not on this machine", hint) from error
+    except OSError as error:
+        raise UserError(where, f"cannot be started: {error.strerror}") from error
+    except subprocess.TimeoutExpired as error:
+        hint = "is slurmctld up? scontrol ping says"
+        raise UserError(where, f"did not answer within {limit_s:.0f} s", hint) from error
+    if done.returncode:
+        said = " ".join(done.stderr.split()).removeprefix(f"{where}: error: ")
+        raise UserError(where, said or f"ended with code {done.returncode}")
+    return done.stdout
 
 
 def _check_end(job: Job) -> None:
@@ -117,9 +143,10 @@ def _check_end(job: Job) -> None:
 
 def _check_nodes(job: Job) -> None:
     """Raise where a job asks for more nodes than its partition has: Slurm 22.05 lets it wait for ever."""
-    words = (line.split() for line in _call(["scontrol", "show", "partition", "-o"]).splitlines())
+    words = (line.split() for line in ask(["scontrol", "show", "partition", "-o"]).splitlines())
     partitions = [dict(word.partition("=")[::2] for word in line) for line in words]
-    asked = set(job.partition.split(",")) if job.partition else None
+    partition = job.partition or os.environ.get("SBATCH_PARTITION")
+    asked = set(partition.split(",")) if partition else None
     chosen = [
         fields for fields in partitions
         if (fields.get("Default") == "YES" if asked is None else fields.get("PartitionName") in asked)
@@ -150,7 +177,8 @@ def _options(job: Job) -> list[str]:
 
 
 def _output(job: Job) -> str:
-    return str(job.log_dir / "slurm-%j.out")
+    """Give the file that sbatch is told, which takes %% for a % of the folder's name."""
+    return str(job.log_dir).replace("%", "%%") + "/slurm-%j.out"
 
 
 def _supervisor(job: Job) -> list[str]:
@@ -172,18 +200,3 @@ def _container(job: Job) -> list[str]:
         return []
     mounts = (f"--container-mounts={','.join(job.mounts)}",) if job.mounts else ()
     return [f"--container-image={job.image}", *mounts]
-
-
-def _call(command: Sequence[str], standard_input: str = "") -> str:
-    where = command[0]
-    try:
-        done = subprocess.run(command, input=standard_input, capture_output=True, text=True, timeout=_LIMIT_S)
-    except FileNotFoundError as error:
-        hint = "run it where Slurm's commands are, on a login node"
-        raise UserError(where, "is not on this machine", hint) from error
-    except subprocess.TimeoutExpired as error:
-        raise UserError(where, f"did not answer within {_LIMIT_S} s", "is slurmctld up? scontrol ping says") from error
-    if done.returncode:
-        said = " ".join(done.stderr.split()).removeprefix(f"{where}: error: ")
-        raise UserError(where, said or f"ended with code {done.returncode}")
-    return done.stdout

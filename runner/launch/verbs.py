@@ -55,8 +55,9 @@ def cancel(log_dir: Path, force: bool) -> None:
     """End a launched job; one that saves checkpoints saves, if it has the time."""
     from runner.launch import watch
 
-    record = watch.cancel(log_dir, is_forced=force)
-    click.echo(f"cancelled {record.scheduler} job {record.id}")
+    record, was_running = watch.cancel(log_dir, is_forced=force)
+    job = f"{record.scheduler} job {record.id}"
+    click.echo(f"cancelled {job}" if was_running else f"{job} has ended already")
 
 
 @click.command()

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from manifests.errors import InputError, UsageError
+from manifests.errors import InputError, UsageError, UserError
 from runner.launch import jobset, processes, slurm
 from runner.launch.record import JobRecord, read_record
-from runner.launch.state import read_state
+from runner.launch.state import RunState, read_state
 from runner.life.heartbeat import log_path, read_beats
 from runner.life.place import place_of
 
@@ -20,7 +20,8 @@ __all__ = ["cancel", "follow", "show_logs", "status"]
 
 _POLL_S = 1.0
 _SILENT_S = 30.0  # clocks of nodes may differ
-_LOCAL_CODES = {"COMPLETED": 0, "STOPPED": 130, "KILLED": 5}
+_BEARS_S = 60.0  # a scheduler that is restarted does not answer meanwhile
+_CODES = {"COMPLETED": 0, "STOPPED": 130, "KILLED": 5}
 
 
 def status(log_dir: Path) -> dict[str, Any]:
@@ -30,7 +31,10 @@ def status(log_dir: Path) -> dict[str, Any]:
         UserError: no job was launched with this log folder, or its scheduler cannot be asked.
     """
     record, ended = read_record(log_dir), read_state(log_dir)
-    found: dict[str, Any] = {"version": 1, "scheduler": record.scheduler, "id": record.id, "name": record.name}
+    found: dict[str, Any] = {
+        "version": 1, "scheduler": record.scheduler, "id": record.id, "name": record.name,
+        "state": "", "reason": "", "nodes": "", "requeues": 0,
+    }  # fmt: skip
     if record.scheduler == "slurm":
         state = slurm.find_state(record)
         word = ended.word if ended and state.is_forgotten else state.word
@@ -38,7 +42,8 @@ def status(log_dir: Path) -> dict[str, Any]:
     elif record.scheduler == "local":
         found |= {"state": processes.find_state(record, log_dir), "nodes": record.host}
     else:
-        found["state"] = str(jobset.find_state(record))
+        known = jobset.find_state(record)
+        found["state"] = ended.word if ended and known.is_forgotten else str(known)
     found["error"] = ended.error if ended and ended.ended == "failed" else None
     found["silent_ranks"] = _silent(log_dir) if found["state"].upper() == "RUNNING" else []
     return found | _progress(log_dir / "metrics.jsonl")
@@ -51,24 +56,38 @@ def show_logs(log_dir: Path, say: Callable[[str], object], *, rank: int | None, 
         UserError: no such job, or no such rank yet.
     """
     record = read_record(log_dir)
-    if record.scheduler == "jobset" and rank is None:
-        subprocess.run(jobset.log_command(record, follow=is_followed), check=False)
+    if record.scheduler == "jobset" and rank is None and not is_followed:
+        if problem := jobset.print_logs(record, say, follow=False):
+            raise UserError("kubectl logs", problem)
         return
     path = Path(record.output) if rank is None else log_path(log_dir, rank)
     if not is_followed:
         if not path.is_file():
-            raise InputError(str(path), "is not there yet", "runner status says whether the job has begun")
+            raise _no_log(path, log_dir)
         say(path.read_text(errors="replace"))
     else:
         follow(record, path, say, log_dir)
     ended = read_state(log_dir)
     if record.scheduler == "local" and ended is not None and ended.error:
-        say(f"error: {ended.error}\n")  # the terminal that it was launched from has it, and no log
+        said = f"error: {ended.error}\n"  # the terminal that it was launched from has it, and not every log
+        if not path.is_file() or said not in path.read_text(errors="replace"):
+            say(said)
+
+
+def _no_log(path: Path, log_dir: Path) -> InputError:
+    if read_state(log_dir) is None:
+        return InputError(str(path), "is not there yet", "runner status says whether the job has begun")
+    left = sorted(found.stem for found in path.parent.glob("rank-*.log"))
+    return InputError(
+        str(path), "is not there, and the job has ended", f"it left {left[0]} to {left[-1]}" if left else ""
+    )
 
 
 def follow(record: JobRecord, path: Path, say: Callable[[str], object], log_dir: Path) -> int:
     """Say what a job prints until it ends, and give its exit code."""
-    position, code = 0, None
+    if record.scheduler == "jobset" and path == Path(record.output):
+        return _follow_pods(record, say, log_dir)
+    position, code, asked = 0, None, _Asked(record, log_dir)
     while True:
         is_over = code is not None
         if path.is_file():
@@ -80,27 +99,82 @@ def follow(record: JobRecord, path: Path, say: Callable[[str], object], log_dir:
         if is_over:
             assert code is not None
             return code
-        code = _exit_code(record, log_dir)
+        code = asked.exit_code()
         if code is None:
             time.sleep(_POLL_S)
 
 
-def cancel(log_dir: Path, *, is_forced: bool = False) -> JobRecord:
-    """End the job that was launched with this log folder, and give its record.
+def _follow_pods(record: JobRecord, say: Callable[[str], object], log_dir: Path) -> int:
+    """Say what the pods of a job print until it ends, and those that are started after them."""
+    asked, since, told = _Asked(record, log_dir), "", ""
+
+    def hear(line: str) -> None:
+        nonlocal since
+        since = datetime.now(UTC).isoformat()  # where a connection breaks, the next one begins here
+        say(line)
+
+    while True:
+        code, problem = asked.exit_code(), ""
+        try:
+            phases = jobset.find_phases(record)
+        except UserError as error:
+            phases, problem = [], f"{error.where}: {error.problem}"
+        if num_pending := phases.count("Pending"):  # kubectl would leave them out
+            problem = f"{num_pending} of {len(phases)} pods are pending"
+        if code is not None or ("Running" in phases and not num_pending):
+            problem = jobset.print_logs(record, hear, follow=code is None, since=since)
+        if problem and problem != told:
+            say(problem + "\n")
+        told = problem
+        if code is not None:
+            return code
+        time.sleep(_POLL_S)
+
+
+class _Asked:
+    """A job whose scheduler is asked again and again, and may fail to answer for a while."""
+
+    def __init__(self, record: JobRecord, log_dir: Path) -> None:
+        self._record, self._log_dir = record, log_dir
+        self._has_answered, self._silent_since_s = False, 0.0
+
+    def exit_code(self) -> int | None:
+        """Give the job's exit code; None while it waits, runs, or its scheduler does not answer.
+
+        Raises:
+            UserError: the scheduler has not answered once, or not for a minute.
+        """
+        try:
+            code = _exit_code(self._record, self._log_dir)
+        except UserError as error:
+            if not self._has_answered:
+                raise
+            self._silent_since_s = self._silent_since_s or time.monotonic()
+            if time.monotonic() - self._silent_since_s < _BEARS_S:
+                return None
+            hint = f"that does not end the job; runner logs {self._log_dir} -f follows it again"
+            raise UserError(error.where, error.problem, hint) from error
+        self._has_answered, self._silent_since_s = True, 0.0
+        return code
+
+
+def cancel(log_dir: Path, *, is_forced: bool = False) -> tuple[JobRecord, bool]:
+    """End the job that was launched with this log folder; give its record, and whether it had not ended already.
+
+    Schedulers do not say whether it had.
 
     Raises:
         UserError: no such job, or its scheduler refuses.
     """
     record = read_record(log_dir)
     if record.scheduler == "local":
-        processes.cancel(record, is_forced=is_forced)
-    elif is_forced:
+        return record, processes.cancel(record, is_forced=is_forced)
+    if is_forced:
         raise UsageError(
             "--force", "is for jobs of this machine", "a scheduler kills what does not end in its own time"
         )
-    else:
-        (slurm.cancel if record.scheduler == "slurm" else jobset.cancel)(record)
-    return record
+    (slurm.cancel if record.scheduler == "slurm" else jobset.cancel)(record)
+    return record, True
 
 
 def _exit_code(record: JobRecord, log_dir: Path) -> int | None:
@@ -109,16 +183,26 @@ def _exit_code(record: JobRecord, log_dir: Path) -> int | None:
     if record.scheduler == "local":
         word = processes.find_state(record, log_dir)
         ended = read_state(log_dir)
-        return None if word == "RUNNING" else _LOCAL_CODES.get(word, ended.code if ended else 5)
+        return None if word == "RUNNING" else _CODES.get(word, ended.code if ended else 5)
     if record.scheduler == "slurm":
         state = slurm.find_state(record)
         if not state.is_over:
             return None
         if state.is_forgotten:
-            return ended.code if ended else 5
-        return state.exit_code or (0 if state.word == "COMPLETED" else 5)
+            return _code_left(ended)
+        was_stopped = ended is not None and ended.ended == "stopped"
+        return state.exit_code or (0 if state.word == "COMPLETED" else 130 if was_stopped else 5)
     found = jobset.find_state(record)
-    return None if not found.is_over else (0 if found == "Completed" else 5)
+    if not found.is_over:
+        return None
+    if found.is_forgotten:
+        return _code_left(ended)
+    return 0 if found == "Completed" else 5
+
+
+def _code_left(ended: RunState | None) -> int:
+    """Give the exit code of a job that only its log folder knows."""
+    return 5 if ended is None else _CODES.get(ended.word, ended.code)
 
 
 def _silent(log_dir: Path) -> list[str]:
@@ -129,14 +213,21 @@ def _silent(log_dir: Path) -> list[str]:
 
 
 def _progress(metrics: Path) -> dict[str, Any]:
+    """Give how far the last run, or attempt, with these metrics has come: others may have left theirs before it."""
     found: dict[str, Any] = {"last_step": None, "last_loss": None, "last_checkpoint": None}
+    saved: dict[str, Any] = {}
     for line in metrics.read_text().splitlines() if metrics.is_file() else ():
         try:
             said = json.loads(line)
         except ValueError:  # the line that is being written
             continue
+        if "load_s" in said:
+            found = dict.fromkeys(found)
+        if "loss" in said and said["step"] <= saved.get("step", 0):  # taken again: not with that checkpoint
+            saved = {}
+        if "checkpoint" in said and "save_error" not in said:
+            saved = said
         found["last_step"] = said.get("step", found["last_step"])
         found["last_loss"] = said.get("loss", found["last_loss"])
-        if "save_error" not in said:
-            found["last_checkpoint"] = said.get("checkpoint", found["last_checkpoint"])
+        found["last_checkpoint"] = saved.get("checkpoint") if found["last_step"] is not None else None
     return found

@@ -13,17 +13,18 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from manifests.errors import RankError, UserError, error_json
 from manifests.store import read_manifest
 from runner.launch.state import RunState, clear_state, read_state, write_state
-from runner.life.ending import AGENT, Ending
+from runner.life.ending import AGENT, ENDINGS, Ending, read_endings
 from runner.life.heartbeat import Beat, read_beats
-from runner.life.inquest import find_cause
+from runner.life.inquest import find_cause, find_cause_at_stop
 from runner.life.place import place_of, stages_of
-from runner.options import parse_training
+from runner.options import TrainOptions, parse_training
 
 if TYPE_CHECKING:
     from torch.distributed import DistError
@@ -43,24 +44,25 @@ def main() -> None:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    os.environ[AGENT] = str(os.getpid())
-    log_dir, begun = _log_dir(sys.argv), time.time()
+    options, begun = _training(sys.argv), time.time()
+    log_dir = options.log_dir if options else None
     if log_dir is not None and _number("--node-rank", "PET_NODE_RANK") == 0:
-        clear_state(log_dir)
-    try:
-        torchrun.main(sys.argv[1:])
-    except ChildFailedError as error:
-        sys.exit(_end(error.failures, log_dir, begun))
-    except SignalException as error:
-        if not _is_known(log_dir):
-            print(f"interrupted by {signal.Signals(int(error.sigval)).name}", file=sys.stderr)
-        sys.exit(_INTERRUPTED)
-    except DistError as error:
-        unmet = _unmet(error)
-        _say(unmet.error)
-        if log_dir is not None and read_state(log_dir) is None:
-            _note(unmet, log_dir, 0)
-        sys.exit(unmet.code)
+        with contextlib.suppress(OSError):  # a folder that cannot be written is met, and said, by the ranks
+            clear_state(log_dir)
+    with TemporaryDirectory(prefix="runner-", ignore_cleanup_errors=True) as endings:
+        os.environ.update({AGENT: str(os.getpid()), ENDINGS: endings})
+        try:
+            torchrun.main(sys.argv[1:])
+        except ChildFailedError as error:
+            sys.exit(_end(error.failures, log_dir, begun))
+        except SignalException as error:
+            sys.exit(_stop(int(error.sigval), read_endings(Path(endings)), options, begun))
+        except DistError as error:
+            unmet = _unmet(error)
+            _say(unmet.error)
+            if log_dir is not None and read_state(log_dir) is None:
+                _note(unmet, log_dir, 0)
+            sys.exit(unmet.code)
 
 
 def _quiet_torchrun() -> ModuleType:
@@ -82,9 +84,28 @@ def _end(failures: Mapping[int, ProcessFailure], log_dir: Path | None, begun: fl
     """Say why the ranks ended, unless another node's agent has; give the exit code."""
     beats = read_beats(log_dir, since=begun) if log_dir else ()
     cause = find_cause(failures, beats, partial(_place, beats))
-    if cause is None:
-        return _INTERRUPTED
-    if cause.kind == "failed" or not _is_known(log_dir):
+    return _INTERRUPTED if cause is None else _told(cause, log_dir, beats)
+
+
+def _stop(number: int, endings: Sequence[Ending], options: TrainOptions | None, begun: float) -> int:
+    """Say what kept the ranks from ending well when this signal told them to, if anything did; give the exit code."""
+    log_dir = options.log_dir if options else None
+    beats = read_beats(log_dir, since=begun) if log_dir else ()
+    had_to_save = (
+        options is not None and options.checkpoint is not None and any(beat.phase != "begin" for beat in beats)
+    )
+    state = read_state(log_dir) if log_dir else None
+    cause = find_cause_at_stop(endings, is_unsaved=had_to_save and (state is None or state.ended == "failed"))
+    if cause is not None:
+        return _told(cause, log_dir, beats)
+    if not _is_known(log_dir):
+        print(f"interrupted by {signal.Signals(number).name}", file=sys.stderr)
+    return _INTERRUPTED
+
+
+def _told(cause: Ending, log_dir: Path | None, beats: Sequence[Beat]) -> int:
+    """Say what ended the ranks, unless another node's agent does, and give the exit code."""
+    if (cause.kind == "failed" and not cause.is_elsewhere) or not _is_known(log_dir):
         _say(cause.error)
         if log_dir is not None:
             _note(cause, log_dir, max((beat.step for beat in beats), default=0))
@@ -141,13 +162,13 @@ def _place(beats: Sequence[Beat], rank: int) -> str:
         world_size = _number("--nnodes") * _number("--nproc-per-node")
         return place_of(rank, stages_of(manifest, rank, world_size), node)
     except (UserError, LookupError, ValueError):
-        return f"rank {rank}, node {node}"
+        return place_of(rank, (), node)
 
 
-def _log_dir(argv: Sequence[str]) -> Path | None:
-    """Give the log folder of a training run; None: the ranks do something else."""
+def _training(argv: Sequence[str]) -> TrainOptions | None:
+    """Give the options of a training run; None: the ranks do something else."""
     try:
-        return parse_training(argv[argv.index(_WORKER) + 2 :]).log_dir
+        return parse_training(argv[argv.index(_WORKER) + 2 :])
     except (UserError, ValueError):
         return None
 

@@ -1,10 +1,12 @@
 """How a rank's end is told: to the agent that started it, which prints one message for all, or else at once.
 
-torchrun names a file for each rank's error (TORCHELASTIC_ERROR_FILE), and reads it when the rank has ended.
+torchrun names a file for each rank's error (TORCHELASTIC_ERROR_FILE), and reads it when the rank has ended by itself,
+but not when a signal has told torchrun to stop the ranks. So the agent has a folder, where each leaves its ending, too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -16,10 +18,11 @@ from typing import Any, Literal, get_args
 
 from manifests.errors import RankError, UnreachableError, UserError, error_json
 
-__all__ = ["AGENT", "Ending", "Kind", "code_of", "read_ending", "tell"]
+__all__ = ["AGENT", "ENDINGS", "Ending", "Kind", "code_of", "read_ending", "read_endings", "tell"]
 
 logger = logging.getLogger("runner")
 AGENT = "RUNNER_AGENT"  # the process id of an agent that prints what its ranks leave
+ENDINGS = "RUNNER_ENDINGS"  # that agent's folder
 _KEY = "runner"
 
 # failed: by what it met itself; lost: it waited in vain for another rank; stuck: none of its steps ended.
@@ -35,6 +38,7 @@ class Ending:
     where: str
     problem: str
     hint: str = ""
+    is_elsewhere: bool = False  # what another rank met, and tells as well
 
     @property
     def error(self) -> UserError:
@@ -64,7 +68,17 @@ def read_ending(left: Mapping[str, Any]) -> Ending | None:
     if not isinstance(found, Mapping) or found.get("kind") not in get_args(Kind):
         return None
     texts = {name: str(found.get(name, "")) for name in ("where", "problem", "hint")}
-    return Ending(kind=found["kind"], code=int(found.get("code", 1)), **texts)
+    is_elsewhere = found.get("is_elsewhere") is True
+    return Ending(kind=found["kind"], code=int(found.get("code", 1)), is_elsewhere=is_elsewhere, **texts)
+
+
+def read_endings(folder: Path) -> tuple[Ending, ...]:
+    """Read what ranks left in their agent's folder, the first one first."""
+    found = []
+    for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns):
+        with contextlib.suppress(OSError, ValueError):
+            found.append(read_ending(json.loads(path.read_bytes())))
+    return tuple(ending for ending in found if ending is not None)
 
 
 def _leave(ending: Ending) -> bool:
@@ -73,14 +87,21 @@ def _leave(ending: Ending) -> bool:
         return False
     # The rest is what torchrun itself reads.
     extra = {"py_callstack": str(ending.error), "timestamp": str(int(time.time()))}
-    left = {"message": {"message": str(ending.error), "extraInfo": extra}, _KEY: asdict(ending)}
+    left = json.dumps({"message": {"message": str(ending.error), "extraInfo": extra}, _KEY: asdict(ending)})
     try:
-        # torchrun, which may kill this process at any moment, cannot read half a file.
-        Path(f"{path}.partial").write_text(json.dumps(left))
-        os.replace(f"{path}.partial", path)
+        if folder := os.environ.get(ENDINGS):
+            _write(Path(folder) / f"{os.getpid()}.json", left)
+        _write(Path(path), left)
     except OSError:  # a full disk must not take the message away
         return False
     return True
+
+
+def _write(path: Path, text: str) -> None:
+    # torchrun may kill this process at any moment: who reads finds a whole file or none.
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text)
+    partial.replace(path)
 
 
 def _keep_to_files() -> None:

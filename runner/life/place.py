@@ -12,8 +12,8 @@ __all__ = ["declare", "here", "place_of", "stages_of"]
 _declared: list[str] = []  # a process is one rank, as its process group is one
 
 
-def declare(rank: int, stages: Sequence[int]) -> None:
-    """Let every later error of this process name its stages and its node, too."""
+def declare(rank: int, stages: Sequence[int] = ()) -> None:
+    """Let every later error of this process name its node, too, and its stages, once they are known."""
     _declared[:] = [place_of(rank, stages, socket.gethostname())]
 
 
@@ -23,6 +23,8 @@ def here(rank: int) -> str:
 
 
 def place_of(rank: int, stages: Sequence[int], node: str) -> str:
+    if not stages:
+        return f"rank {rank}, node {node}"
     word = "stage" if len(stages) == 1 else "stages"
     return f"rank {rank}, {word} {', '.join(map(str, stages))}, node {node}"
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from manifests.errors import RankError, UserError
 from runner.life.ending import AGENT, Ending, code_of, tell
 from runner.life.machine import causes, exhausted, unreachable
-from runner.life.place import here
+from runner.life.place import declare, here
 from runner.life.together import AloneError
 from runner.life.watchdog import StoppedError
 from runner.life.world import World
@@ -35,6 +35,7 @@ def run_rank(act: Callable[[World], None], *, is_json: bool = False) -> None:
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # its whole schedule, at any failure
     _end_with_agent()
     world, code = World.from_environment(os.environ), 0
+    declare(world.rank)
     try:
         act(world)
     except StoppedError as stopped:
@@ -73,7 +74,11 @@ def _end_with_agent() -> None:
 def _told(error: UserError, *, aloud: bool | Literal["json"] = True) -> int:
     """Tell what the job ends by, with its code; give this process's own: it failed, or another rank did."""
     code = code_of(error)
-    tell(Ending(kind="failed", code=code, where=error.where, problem=error.problem, hint=error.hint), aloud=aloud)
+    told = Ending(
+        kind="failed", code=code, where=error.where, problem=error.problem, hint=error.hint,
+        is_elsewhere=error.is_elsewhere,
+    )  # fmt: skip
+    tell(told, aloud=aloud)
     return RankError.exit_code if error.is_elsewhere else code
 
 

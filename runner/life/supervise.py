@@ -4,22 +4,32 @@
 torchrun's own restarts do not work over several nodes: ranks of the second attempt meet the addresses of
 the first. So torchrun never restarts (`--max-restarts 0`), every attempt has a port of its own, and node
 numbers are Slurm's: ranks keep their nodes.
+
+# Note [Stopped without a word]
+Slurm sends `--signal`, and a preemption's SIGTERM, to the ranks and not to this process. Ranks and agents that have not
+begun yet die of it, and leave no `state.json`. When one node's agent dies without a word, srun stops the others with
+SIGTERM, and its code, the highest, is the same. Both are queued again; a second time in a row without a newer
+checkpoint ends the job, unless Slurm says that it preempts it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
-from manifests.errors import UserError
+from manifests.errors import RankError, UnreachableError, UserError
 from runner.checkpoints.history import find_checkpoints, step_of
-from runner.launch.state import RunState, clear_state, read_state, write_state
+from runner.launch.slurm import ask
+from runner.launch.state import STATE_NAME, RunState, clear_state, read_state, write_state
+from runner.life.ending import code_of
 from runner.options import TrainOptions, parse_training
 
 __all__ = ["FINAL", "SHUTDOWN_S", "agent_command", "main", "srun_command", "stopping"]
@@ -28,6 +38,13 @@ logger = logging.getLogger("runner")
 SHUTDOWN_S = 30  # beyond the time that a checkpoint may take, ranks are killed
 FINAL = (1, 2, 3, 4)  # a bug, or what the user must mend: another attempt would end alike
 _INTERRUPTED = 130
+_ASKED = (_INTERRUPTED, 128 + signal.SIGUSR2, 128 + signal.SIGTERM)  # see Note [Stopped without a word]
+_LATE_S = 2.0  # for so long a file that another node has written may be unseen here
+# Slurm kills what has not ended KillWait, 30 s by default, after it was told to, and saving took a part of that:
+# asking for a place in the queue may take no longer than the rest, or nobody says that there is none.
+_ASK_S = 20.0
+_ANSWER_S = 8.0
+_PAUSES_S = (1.0, 2.0, 4.0, 8.0)
 _HANDLED = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR2"
 
 
@@ -80,7 +97,7 @@ def main() -> None:
         code = _Supervisor(command, options, os.environ).run(asked.restarts, requeue=asked.requeue)
     except UserError as error:
         logger.error("error: %s", error)
-        code = error.exit_code
+        code = code_of(error)
     sys.exit(code)
 
 
@@ -97,77 +114,165 @@ class _Supervisor:
             signal.signal(number, self._note)
 
     def run(self, restarts: int, *, requeue: bool) -> int:
-        """Give the exit code of the last attempt."""
+        """Give the exit code of the last attempt.
+
+        Raises:
+            UserError: Slurm does not start one, or the checkpoints cannot be listed. `state.json` has it, too.
+        """
+        try:
+            return self._run(restarts, requeue=requeue)
+        except UserError as error:
+            self._leave(RunState(step=0, ended="failed", code=code_of(error), error=str(error)))
+            raise
+
+    def _run(self, restarts: int, *, requeue: bool) -> int:
+        former = read_state(self._options.log_dir)
         for attempt in range(restarts + 1):
             before = self._newest_step()
-            code = self._attempt(attempt)
-            if code == 0 and not self._was_stopped():
+            code, state = self._attempt(attempt)
+            was_stopped = state is not None and state.ended == "stopped"
+            is_done = state is not None and state.ended == "done"
+            if (code == 0 and not was_stopped) or (is_done and code in _ASKED):  # told to stop when all was done
                 return 0
-            if self._was_stopped() or self._stopping is not None:
-                return self._requeue() if requeue else _INTERRUPTED
+            if was_stopped or self._stopping is not None:
+                return self._queue_again() if requeue else _INTERRUPTED
+            if state is None and code in _ASKED:
+                return self._end_unsaid(former) if requeue else _INTERRUPTED
             if code in FINAL:
                 return code
             step = self._newest_step()
-            if step <= before and attempt:
+            if attempt and before is not None and step is not None and step <= before:
                 why = f"no checkpoint since the last restart, from step {step}: another one would end alike"
-                return self._give_up(code, why)
+                return self._give_up(code, why, state)
             if attempt == restarts:
-                why = f"all {restarts} restarts are used up; the last checkpoint is of step {step}"
-                return self._give_up(code, why) if restarts else code
-            logger.info("attempt %d of %d ended with code %d; all ranks are started again, from step %d",
-                        attempt + 1, restarts + 1, code, step)  # fmt: skip
+                last = "cannot be listed" if step is None else f"is of step {step}"
+                why = f"all {restarts} restarts are used up; the last checkpoint {last}"
+                return self._give_up(code, why, state) if restarts else code
+            start = "the newest checkpoint" if step is None else f"step {step}"
+            logger.info("attempt %d of %d ended with code %d; all ranks are started again, from %s",
+                        attempt + 1, restarts + 1, code, start)  # fmt: skip
         return code
 
-    def _give_up(self, code: int, why: str) -> int:
+    def _give_up(self, code: int, why: str, last: RunState | None) -> int:
         """Say why no attempt follows, there and in `runner status`, beside why the last one ended."""
-        last = read_state(self._options.log_dir)
         error = f"{why}\n{last.error}" if last and last.error else why
         logger.error("error: %s", why)
-        write_state(
-            self._options.log_dir, RunState(step=last.step if last else 0, ended="failed", code=code, error=error)
-        )
+        self._leave(RunState(step=last.step if last else 0, ended="failed", code=code, error=error))
         return code
 
-    def _attempt(self, attempt: int) -> int:
-        clear_state(self._options.log_dir)  # or a run that was stopped once would look stopped for ever
+    def _leave(self, state: RunState) -> None:
+        try:
+            write_state(self._options.log_dir, state)
+        except OSError as error:  # the log has it
+            logger.error("note: %s cannot be written: %s", self._options.log_dir / STATE_NAME, error.strerror)
+
+    def _attempt(self, attempt: int) -> tuple[int, RunState | None]:
+        """Give the code that all ranks ended with, and what they have left."""
+        stale = None
+        try:
+            clear_state(self._options.log_dir)  # or a run that was stopped once would look stopped for ever
+        except OSError as error:
+            logger.error("note: %s cannot be removed: %s", self._options.log_dir / STATE_NAME, error.strerror)
+            stale = read_state(self._options.log_dir)
         # A port that the attempt before has not used, on a node that other jobs may share.
         port = 20000 + (self._job * 7 + self._requeues * 101 + attempt) % 20000
         environment = {**self._environment, "PET_MASTER_ADDR": self._first_node(), "PET_MASTER_PORT": str(port)}
-        with subprocess.Popen(self._command, env=environment) as running:
-            code = running.wait()
+        if "SLURM_CPUS_PER_TASK" in environment:  # which srun does not read, from Slurm 22.05 on
+            environment.setdefault("SRUN_CPUS_PER_TASK", environment["SLURM_CPUS_PER_TASK"])
+        try:
+            with subprocess.Popen(self._command, env=environment) as running:
+                code = running.wait()
+        except OSError as error:
+            raise RankError("srun", f"cannot be started: {error.strerror}") from error
+        state = self._left(code, stale)
         # srun gives the highest code of all nodes: that of one that it stopped itself, too.
-        state = read_state(self._options.log_dir)
-        return state.code if state is not None and state.ended == "failed" else code
+        return (state.code if state is not None and state.ended == "failed" else code), state
+
+    def _left(self, code: int, stale: RunState | None) -> RunState | None:
+        """Give what the ranks have left in `state.json`, which may be late where they failed."""
+        deadline_s = time.monotonic() + (_LATE_S if code else 0)
+        while True:
+            with contextlib.suppress(OSError):
+                os.listdir(self._options.log_dir)  # NFS remembers that a file was not there, until its folder is opened
+            state = read_state(self._options.log_dir)
+            if state == stale:
+                state = None
+            if state is not None or time.monotonic() >= deadline_s:
+                return state
+            time.sleep(0.1)
 
     def _first_node(self) -> str:
-        names = subprocess.run(
-            ["scontrol", "show", "hostnames", self._environment["SLURM_JOB_NODELIST"]],
-            capture_output=True, text=True, check=True, timeout=60,
-        )  # fmt: skip
-        return names.stdout.split()[0]
+        try:
+            names = ask(["scontrol", "show", "hostnames", self._environment["SLURM_JOB_NODELIST"]]).split()
+        except UserError as error:
+            raise RankError(error.where, error.problem, error.hint) from error
+        if not names:
+            raise RankError("scontrol", "names no node of this job")
+        return names[0]
 
-    def _newest_step(self) -> int:
+    def _newest_step(self) -> int | None:
+        """Give the step of the newest checkpoint, 0 before there is one; None: no answer now."""
         history = self._options.checkpoint.history if self._options.checkpoint else None
-        past = find_checkpoints(history) if history else ()
+        try:
+            past = find_checkpoints(history) if history else ()
+        except UnreachableError as error:
+            logger.error("note: %s", error)
+            return None
         return (step_of(past[0]) or 0) if past else 0
 
-    def _was_stopped(self) -> bool:
-        state = read_state(self._options.log_dir)
-        return state is not None and state.ended == "stopped"
+    def _end_unsaid(self, former: RunState | None) -> int:
+        """Queue a job again that was stopped before its ranks could say so, see Note [Stopped without a word]."""
+        step = self._newest_step()
+        unsaid = RunState(step=step or 0, ended="stopped", code=_INTERRUPTED)
+        if self._requeues and step is not None and former == unsaid and not _is_preempted(self._shown()):
+            why = f"stopped twice in a row without a word or a checkpoint since step {step}: it would end alike again"
+            return self._give_up(_INTERRUPTED, why, None)
+        self._leave(unsaid)
+        return self._queue_again()
 
-    def _requeue(self) -> int:
-        shown = subprocess.run(
-            ["scontrol", "show", "job", "-o", str(self._job)], capture_output=True, text=True, check=False, timeout=60
-        )
+    def _shown(self) -> str:
+        """Give what Slurm says of this job; nothing where it does not answer."""
+        try:
+            return ask(["scontrol", "show", "job", "-o", str(self._job)], limit_s=_ANSWER_S)
+        except UserError:
+            return ""
+
+    def _queue_again(self) -> int:
+        deadline_s = time.monotonic() + _ASK_S
+        # Slurm ends a job that it queues again, and would end scontrol before that has said so.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        shown = self._shown()
         # One that was cancelled is CANCELLED, or COMPLETING while it ends, and Slurm would queue it again all the same.
-        if shown.returncode == 0 and not any(word in shown.stdout for word in ("JobState=RUNNING", "Reason=TimeLimit")):
+        if shown and not any(word in shown for word in ("JobState=RUNNING", "Reason=TimeLimit")):
             return _INTERRUPTED
-        logger.info("stopped; the job is queued again")
-        subprocess.run(["scontrol", "requeue", str(self._job)], check=False, timeout=60)
-        return _INTERRUPTED
+        command = ["scontrol", "requeue", str(self._job)]
+        for pause_s in (*_PAUSES_S, 0.0):
+            problem = _refusal(command, min(_ANSWER_S, max(1.0, deadline_s - time.monotonic())))
+            if not problem:
+                logger.info("stopped; the job is queued again")
+                return _INTERRUPTED
+            if time.monotonic() + pause_s > deadline_s:
+                break
+            time.sleep(pause_s)
+        why = f"stopped, and Slurm does not queue the job again: {problem}\nhint: {' '.join(command)}"
+        return self._give_up(_INTERRUPTED, why, read_state(self._options.log_dir))
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._stopping = number
+
+
+def _refusal(command: Sequence[str], limit_s: float) -> str:
+    """Have a job queued again, and give why it is not."""
+    try:
+        ask(command, limit_s=limit_s)
+    except UserError as error:
+        # Slurm has heard an earlier time that it did not answer.
+        return "" if "pending execution" in error.problem else error.problem
+    return ""
+
+
+def _is_preempted(shown: str) -> bool:
+    return any(word.startswith("PreemptTime=") and word != "PreemptTime=None" for word in shown.split())
 
 
 if __name__ == "__main__":

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from manifests.errors import UnreachableError, UserError
+from manifests.errors import RankError, UserError
 from runner.life.ending import code_of
 from runner.life.machine import exhausted, unreachable
 from runner.life.place import here
 
-__all__ = ["AloneError", "alone", "from_rank_0", "together"]
+__all__ = ["AloneError", "alone", "from_rank_0", "join_failures", "together"]
 
 T = TypeVar("T")
 
@@ -55,17 +55,17 @@ def together(task: str, group: dist.ProcessGroup | None = None) -> Iterator[None
         raise unexpected
     failed = {place: error for place, error in failures if error is not None}
     if failed:
-        joined = _joined(failed)
+        joined = join_failures(failed)
         joined.is_elsewhere = failure is None or failure.is_elsewhere
         raise joined
 
 
-def _joined(failed: dict[str, UserError]) -> UserError:
-    (place, first), *others = sorted(failed.items(), key=lambda item: isinstance(item[1], UnreachableError))
-    problem = first.problem + "".join(
-        f"\n{place}: {error.where}: {error.problem}" for place, error in others if str(error) != str(first)
-    )
-    return first.within(place) if not others else type(first)(f"{place}: {first.where}", problem, first.hint)
+def join_failures(failed: Mapping[str, UserError]) -> UserError:
+    """Give one error for what ranks met, each at its place; what no restart mends comes first, and gives the code."""
+    (place, first), *others = sorted(failed.items(), key=lambda item: code_of(item[1]) == RankError.exit_code)
+    said = first.within(place)
+    rest = [error.within(place) for place, error in others if str(error) != str(first)]
+    return type(said)(said.where, said.problem + "".join(f"\n{each.where}: {each.problem}" for each in rest), said.hint)
 
 
 def from_rank_0(value: T) -> T:

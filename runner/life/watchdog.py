@@ -25,31 +25,46 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from manifests.errors import RankError, UserError
+from manifests.errors import RankError, UserError, refused_by_system
 from runner.life.ending import Ending, tell
 from runner.life.heartbeat import ALIVE_S, Beat, heartbeat_path, log_path, write_beat
 from runner.life.place import place_of
 from runner.watching.flight import write_flight
 
-__all__ = ["GRACE_S", "Life", "StoppedError", "log_to_file"]
+__all__ = ["Life", "StoppedError", "log_to_file"]
 
 logger = logging.getLogger("runner")
-GRACE_S = 15.0  # after SIGTERM, a step must end within this, or twice what the last one took, or the rank ends
+_GRACE_S = 15.0  # after SIGTERM, a step must end within this, or twice what the last one took, or the rank ends
 _STOPPING = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 _POLL_S = 0.5
 _BEAT_S = 1.0  # the heartbeat file is written no more often
 
 
 def log_to_file(log_dir: Path, rank: int) -> None:
-    """Write what this rank logs to a file of its own, too, and what it prints of its steps."""
-    log_dir.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(log_path(log_dir, rank))
+    """Write what this rank logs to a file of its own, too, and what it prints of its steps.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        handler = _LogFile(log_path(log_dir, rank))
+    except OSError as error:
+        hint = "--log-dir names a folder that this user can write on every node"
+        raise refused_by_system(str(error.filename or log_dir), error, "cannot be written", hint) from error
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     logging.getLogger().addHandler(handler)
     said = logging.getLogger("runner.said")
     said.setLevel(logging.DEBUG)
     said.propagate = False  # the terminal has it
     said.addHandler(handler)
+
+
+class _LogFile(logging.FileHandler):
+    """A log whose disk may fill up: that ends no run, and what does not fit is left out."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
 
 
 class StoppedError(UserError):
@@ -72,12 +87,14 @@ class Life:
         self.is_asked_to_stop = False
         self._terminated_s: float | None = None
         self._step, self._phase, self._last_s = 0, "begin", time.monotonic()
-        self._took_s = self._shown_s = self._written_s = 0.0
+        self._took_s: float | None = None
+        self._shown_s = self._written_s = 0.0
         self._ended, self._main = threading.Event(), threading.get_ident()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Life:
-        heartbeat_path(self._log_dir, self._rank).parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):  # as in `_write`
+            heartbeat_path(self._log_dir, self._rank).parent.mkdir(parents=True, exist_ok=True)
         self._write()
         self._receiver, self._sender = socket.socketpair()
         self._sender.setblocking(False)
@@ -102,9 +119,14 @@ class Life:
     def beat(self, step: int, phase: str = "train") -> None:
         """Tell that a step has ended, or that another phase begins; only steps of `train` are timed."""
         now_s = time.monotonic()
-        if self._phase == "train":
+        if self._phase == "train" and step > self._step:
             self._took_s = now_s - self._last_s
         self._step, self._phase, self._last_s = step, phase, now_s
+
+    @property
+    def grace_s(self) -> float:
+        """How long a step may take after SIGTERM, as far as is known of steps."""
+        return self._step_timeout_s if self._took_s is None else max(_GRACE_S, 2 * self._took_s)
 
     def _watch(self) -> None:
         while not self._ended.is_set():
@@ -115,7 +137,7 @@ class Life:
                 self._write()
             if self._phase != "train":
                 continue
-            grace_s = max(GRACE_S, 2 * self._took_s)
+            grace_s = self.grace_s
             if self._terminated_s is not None and now_s - max(self._terminated_s, self._last_s) > grace_s:
                 self._end(f"was told to end, and no step has ended for {grace_s:.0f} s: another rank is gone")
             if now_s - self._last_s > self._step_timeout_s:

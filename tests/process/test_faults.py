@@ -17,12 +17,14 @@ from pathlib import Path
 
 import pytest
 
+from runner.life.supervise import agent_command
 from tests.process.local_jobs import ROOT, SMALL, Run, launched, pack_tiny, wait_until_gone
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 BROKEN = 2  # the rank, and its stage
-PLACE = f"rank {BROKEN}, stage {BROKEN}, node {re.escape(socket.gethostname())}"
+HOST = re.escape(socket.gethostname())
+PLACE = f"rank {BROKEN}, stage {BROKEN}, node {HOST}"
 MEMORY = Path("/sys/fs/cgroup/memory")
 
 
@@ -172,6 +174,48 @@ def test_peers_of_a_rank_with_a_bad_shard_end_with_code_5_and_one_of_them_tells(
     assert said[1:] == ["", "", ""]
 
 
+def test_nodes_that_fail_together_print_one_message(bad: Path, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        meeting = {"PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": str(free.getsockname()[1])}
+    training = ("--steps", "3", *SMALL, "--log-dir", str(tmp_path))
+    agent = agent_command(
+        str(bad / "manifest.json"), training, nnodes=2, nproc_per_node=2, shutdown_s=8, python=sys.executable
+    )
+    nodes = [
+        subprocess.Popen(
+            agent, cwd=ROOT, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, **meeting, "OMP_NUM_THREADS": "1", "PET_NODE_RANK": str(number)},
+        )
+        for number in range(2)
+    ]  # fmt: skip
+    try:
+        said = [node.communicate(timeout=90)[1] for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert [node.returncode for node in nodes] == [3, 3], said
+    assert said[0] == ""
+    assert re.fullmatch(rf"error: {damage(bad)}\n", said[1])
+
+
+@pytest.mark.parametrize("verb", ["train", pytest.param("eval", marks=pytest.mark.slow)])
+def test_rank_that_alone_does_not_see_the_manifest_says_who_it_is(tmp_path: Path, verb: str) -> None:
+    module, flags = {
+        "train": ("runner.worker", (*SMALL, "--log-dir", str(tmp_path))),
+        "eval": ("runner.reading.evaluate", ("--data", str(tmp_path))),
+    }[verb]
+    alone = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [sys.executable, "-m", module, str(tmp_path / "none.json"), *flags],
+        cwd=ROOT, env={**os.environ, **alone}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stdout) == (3, "")
+    assert re.fullmatch(
+        rf"error: rank 5, node {HOST}: {re.escape(str(tmp_path))}/none\.json: .+\nhint: .+\n", ended.stderr
+    )
+
+
 def test_disk_that_fails_under_one_rank_ends_all_with_code_5(packed: Path, tmp_path: Path) -> None:
     # The bytes may be right, and another attempt, or another node, may read them.
     with failing(packed, tmp_path, BROKEN_DISK=f"stage-00{BROKEN}") as run:
@@ -194,6 +238,20 @@ def test_checkpoint_that_a_disk_does_not_give_now_is_not_passed_over_for_an_olde
     with failing(packed, tmp_path, *saving, "--steps", "3") as run:
         assert run.process.wait(timeout=90) == 0, run.said
         assert f"going on from {tmp_path}/history/step-000002: step 2, " in run.said
+
+
+@pytest.mark.slow
+def test_rank_that_is_lost_while_the_run_stops_is_told_of(packed: Path, tmp_path: Path) -> None:
+    with failing(packed, tmp_path, "--checkpoint", str(tmp_path / "history"), FAULT="sleep") as run:
+        run.wait_for_step(3)
+        pids = run.ranks()
+        os.kill(pids[BROKEN], signal.SIGUSR1)
+        run.process.send_signal(signal.SIGUSR2)
+        time.sleep(1)  # no step ends: they wait for the one that sleeps
+        os.kill(pids[BROKEN], signal.SIGKILL)
+        check_end(run, 5, rf"rank \d, stage \d, node {HOST}: another rank is gone or too slow: .+")
+        wait_until_gone(pids, 1)
+    assert (run.state["ended"], run.state["code"]) == ("failed", 5)
 
 
 @pytest.mark.slow

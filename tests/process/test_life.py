@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -66,3 +69,39 @@ def test_ranks_whose_launcher_ends_save_and_end(
     manifest = json.loads((tmp_path / "history" / f"step-{run.state['step']:06d}" / "manifest.json").read_text())
     assert manifest["training"]["step"] == run.state["step"]
     assert "Traceback" not in run.said
+
+
+def test_stop_whose_save_fails_ends_with_what_a_rank_met_and_its_code(packed: Path, tmp_path: Path) -> None:
+    history, temporary = tmp_path / "history", tmp_path / "tmp"
+    temporary.mkdir()
+    saving = ("--steps", "100000", "--checkpoint", history)
+    with launched(packed, tmp_path / "log", *saving, TMPDIR=str(temporary)) as run:
+        run.wait_for_step(5)
+        shutil.rmtree(history)
+        history.write_bytes(b"")
+        run.process.send_signal(signal.SIGUSR2)
+        assert run.process.wait(timeout=60) == 3, run.said
+    (message,) = re.findall(r"^error: (.*)", run.said, re.MULTILINE)
+    place = re.escape(f"rank 0, stage 0, node {socket.gethostname()}: {history}/step-")
+    assert re.fullmatch(rf"{place}\d+: cannot be written here: File exists", message)
+    assert (run.state["ended"], run.state["code"], run.state["error"]) == ("failed", 3, message)
+    assert "Traceback" not in run.said
+    assert not list(temporary.glob("runner-*"))
+
+
+@pytest.mark.parametrize(
+    ("steps", "code"), [("100000", 130), pytest.param("60", 0, marks=pytest.mark.slow)], ids=["stopped", "done"]
+)
+def test_run_whose_end_cannot_be_written_to_the_log_folder_ends_as_it_would(
+    packed: Path, tmp_path: Path, steps: str, code: int
+) -> None:
+    with launched(packed, tmp_path / "log", "--steps", steps, "--checkpoint", tmp_path / "history") as run:
+        run.wait_for_step(5)
+        (run.log / "state.json").mkdir()  # a full disk would need root
+        if code:
+            os.kill(run.ranks()[1], signal.SIGUSR2)
+        assert run.process.wait(timeout=60) == code, run.said
+    assert run.said.count(f"note: {run.log}/state.json: cannot be written: Is a directory\n") == 1
+    assert "Traceback" not in run.said
+    assert "error: " not in run.said
+    assert ("stopped at a signal after step" in run.said) == bool(code)

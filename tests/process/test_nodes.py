@@ -49,7 +49,7 @@ def container_of(packed: Path, log: Path, *flags: str | Path, training: tuple[st
     """Give what each pod of a job on four nodes runs."""
     launch = [
         sys.executable, "-m", "runner.cli", "launch", packed, "--scheduler", "jobset", "--name", "tiny",
-        "--nnodes", "4", "--image", "any", "--log-dir", log, *flags, "--dry-run",
+        "--nnodes", "4", "--image", "any", "--mount", f"claim:{packed.parent}", "--log-dir", log, *flags, "--dry-run",
         "--", "--data", "synthetic", "--seq-len", "16", "--global-batch", "4", "--device", "cpu", *training,
     ]  # fmt: skip
     text = subprocess.run(launch, cwd=ROOT, check=True, capture_output=True, text=True, timeout=60).stdout

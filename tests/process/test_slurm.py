@@ -32,7 +32,7 @@ TRAINING = ("--data", "synthetic", "--seq-len", "16", "--global-batch", "48", "-
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     save_model(folder / "tied", tie_word_embeddings=True)
-    command = [
+    command: list[str | Path] = [
         sys.executable,
         "-m",
         "reshard.cli",
@@ -82,9 +82,16 @@ def losses(log: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
-def test_job_over_two_nodes_trains_and_is_watched_by_its_log_folder(slurm: Slurm, packed: Path, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    submit(slurm, packed, log, "--steps", "3")
+def test_job_over_two_nodes_trains_and_is_watched_by_its_log_folder(
+    slurm: Slurm, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SBATCH_JOB_NAME", "another")  # a job's own flags win
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "1")
+    log = tmp_path / "it's a log, 100%j of it"
+    submit(slurm, packed, log, "--steps", "3", flags=("--time", "7"))
+    shown = slurm.run("scontrol", "show", "job", "-o", json.loads((log / "job.json").read_text())["id"]).stdout
+    assert "JobName=tiny " in shown
+    assert "TimeLimit=00:07:00 " in shown
     assert wait_for_end(slurm, log) == "COMPLETED", runner(slurm, "logs", log).stdout
     assert sorted(losses(log)) == [1, 2, 3]
     said = runner(slurm, "logs", log).stdout
@@ -121,9 +128,9 @@ def test_job_that_slurm_has_forgotten_is_known_by_what_it_left(slurm: Slurm, tmp
 def uninterrupted(packed: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """Give the losses of 40 steps on this machine, without Slurm."""
     log = tmp_path_factory.mktemp("uninterrupted")
-    command = [sys.executable, "-m", "runner.cli", "launch", packed, "--", *TRAINING, "--steps", "40", "--log-dir", log]
-    subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, capture_output=True,
-                   timeout=120)  # fmt: skip
+    command: list[str | Path] = [sys.executable, "-m", "runner.cli", "launch", packed, "--", *TRAINING, "--steps", "40"]
+    subprocess.run([*command, "--log-dir", log], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True,
+                   capture_output=True, timeout=120)  # fmt: skip
     return losses(log)
 
 
@@ -195,6 +202,25 @@ def test_preempted_job_saves_is_queued_again_and_loses_nothing(
 
 
 @pytest.mark.slow
+def test_job_that_is_told_to_stop_before_its_ranks_have_begun_is_queued_again(
+    slurm: Slurm, packed: Path, tmp_path: Path
+) -> None:
+    log, saving = tmp_path / "log", ("--checkpoint", tmp_path / "history", "--resume", "auto")
+    submit(slurm, packed, log, "--steps", "3", *saving, flags=("--requeue", "--restarts", "3"))
+
+    def has_agents() -> bool:
+        nodes = [slurm.network.pids(node) for node in ("node2", "node10")]
+        return all(any("runner.life.agent" in command_of(pid) for pid in pids) for pids in nodes)
+
+    wait_until(has_agents, slurm, log)
+    slurm.run("scancel", "--signal=USR2", json.loads((log / "job.json").read_text())["id"])  # as --signal does
+    assert wait_for_end(slurm, log) == "COMPLETED", runner(slurm, "logs", log).stdout
+    assert state(slurm, log)["requeues"] == 1
+    assert runner(slurm, "logs", log).stdout.count("stopped; the job is queued again\n") == 1
+    assert sorted(losses(log)) == [1, 2, 3]
+
+
+@pytest.mark.slow
 def test_job_whose_node_dies_is_queued_again_and_loses_nothing(
     slurm: Slurm, packed: Path, tmp_path: Path, uninterrupted: dict[int, float]
 ) -> None:
@@ -206,11 +232,14 @@ def test_job_whose_node_dies_is_queued_again_and_loses_nothing(
     assert losses(log) == uninterrupted
 
 
-def test_cancelled_job_ends_and_leaves_no_process(slurm: Slurm, packed: Path, tmp_path: Path) -> None:
+def test_cancelled_job_saves_ends_and_leaves_no_process(slurm: Slurm, packed: Path, tmp_path: Path) -> None:
     log = begin_long(slurm, packed, tmp_path)
     runner(slurm, "cancel", log)
     assert wait_for_end(slurm, log) == "CANCELLED"
     wait_until(lambda: not [*ranks_on(slurm, "node2"), *ranks_on(slurm, "node10")], slurm, log)
+    left = json.loads((log / "state.json").read_text())
+    assert left["ended"] == "stopped", runner(slurm, "logs", log).stdout
+    assert (tmp_path / "history" / f"step-{left['step']:06d}" / "manifest.json").is_file()
 
 
 @pytest.mark.slow

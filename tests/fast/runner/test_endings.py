@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
+import logging
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -13,11 +16,16 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from manifests.errors import InputError, UnreachableError, unreadable
-from runner.life.ending import AGENT, Ending, code_of, read_ending, tell
+from manifests.errors import InputError, UnreachableError, refused_by_system
+from manifests.publish import publishing
+from runner.checkpoints.save import write_shard
+from runner.life.ending import AGENT, ENDINGS, Ending, code_of, read_ending, read_endings, tell
 from runner.life.heartbeat import Beat, clear_beats, heartbeat_path, log_path, read_beats, write_beat
-from runner.life.inquest import find_cause
-from runner.life.machine import exhausted, unreachable
+from runner.life.inquest import find_cause, find_cause_at_stop
+from runner.life.machine import ExhaustedError, exhausted, unreachable
+from runner.life.together import join_failures
+from runner.life.watchdog import Life, log_to_file
+from runner.loading.pieces import whole_pieces
 
 LOST = Ending(kind="lost", code=5, where="rank 1, stage 1, node n", problem="another rank is gone or too slow: closed")
 OWN = Ending(kind="failed", code=3, where="rank 2, stage 2, node n: shard", problem="is damaged")
@@ -43,6 +51,13 @@ def beat(rank: int, *, is_waiting: bool = True, silent_s: float = 0.0) -> Beat:
 def said(failures: dict[int, ProcessFailure], beats: tuple[Beat, ...] = ()) -> str | None:
     cause = find_cause(failures, beats, lambda rank: f"rank {rank}, node n")
     return None if cause is None else f"{cause.code} {cause.where}: {cause.problem}"
+
+
+def test_what_a_rank_met_is_told_as_that_rank_says_it(tmp_path: Path) -> None:
+    followed = replace(OWN, is_elsewhere=True)
+    failures = {0: failure(tmp_path, 5, followed, NOW - 1), 2: failure(tmp_path, 3, OWN)}
+    assert find_cause(failures, (), str) == OWN
+    assert find_cause({0: failures[0]}, (), str) == followed  # another node's agent says it, unless that is gone
 
 
 def test_killed_rank_comes_before_peers_that_noticed_it_first(tmp_path: Path) -> None:
@@ -71,6 +86,29 @@ def test_the_one_rank_that_does_not_wait_is_the_one_that_is_waited_for(tmp_path:
     )
 
 
+@pytest.mark.parametrize("skew_s", [-25.0, 25.0], ids=["behind", "ahead"])
+def test_rank_is_silent_by_the_clock_of_its_node_which_may_differ_from_ours(tmp_path: Path, skew_s: float) -> None:
+    failures = {0: failure(tmp_path, 5, LOST)}
+    there = [replace(one, host="m", time=one.time + skew_s) for one in (beat(2), beat(3))]
+    assert (
+        said(failures, (beat(0), beat(1), *there))
+        == "5 rank 1, stage 1, node n: another rank is gone or too slow: closed"
+    )
+    there[1] = replace(there[1], time=there[1].time - 9)
+    assert said(failures, (beat(0), beat(1), *there)) == (
+        "5 rank 3, stage 3, node m: gave no sign of life for 9 s, and the other ranks waited for it in vain after "
+        "step 7: it was in wait (a.py:1) then"
+    )
+
+
+def test_node_that_is_silent_as_a_whole_is_so_by_our_clock(tmp_path: Path) -> None:
+    gone = replace(beat(2, silent_s=60), host="m")
+    assert said({0: failure(tmp_path, 5, LOST)}, (beat(0), beat(1), gone)) == (
+        "5 rank 2, stage 2, node m: gave no sign of life for 60 s, and the other ranks waited for it in vain after "
+        "step 7: it was in wait (a.py:1) then"
+    )
+
+
 @pytest.mark.parametrize("is_waiting", [True, False], ids=["all-wait", "none-waits"])
 def test_where_heartbeats_tell_nothing_the_first_rank_says_what_it_saw(tmp_path: Path, is_waiting: bool) -> None:
     stuck = replace(LOST, kind="stuck", problem="no step has ended for 8 s")
@@ -81,6 +119,15 @@ def test_where_heartbeats_tell_nothing_the_first_rank_says_what_it_saw(tmp_path:
 
 def test_ranks_that_stopped_as_they_were_asked_have_no_cause(tmp_path: Path) -> None:
     assert said({0: failure(tmp_path, 130), 1: failure(tmp_path, -15, time_s=NOW + 1)}) is None
+
+
+def test_what_ranks_met_while_they_stopped_is_told_and_that_they_waited_only_where_they_were_to_save() -> None:
+    followed = replace(OWN, is_elsewhere=True)
+    assert find_cause_at_stop((LOST, followed, OWN), is_unsaved=False) == OWN
+    assert find_cause_at_stop((LOST, followed), is_unsaved=False) == followed
+    assert find_cause_at_stop((LOST,), is_unsaved=True) == LOST
+    assert find_cause_at_stop((LOST,), is_unsaved=False) is None
+    assert find_cause_at_stop((), is_unsaved=True) is None
 
 
 def test_rank_that_ended_without_a_word_is_named_with_its_code(tmp_path: Path) -> None:
@@ -101,6 +148,14 @@ def test_ending_is_left_to_the_agent_that_reads_it_and_to_no_other(
     monkeypatch.setenv(AGENT, str(os.getppid()))
     tell(OWN, aloud=False)
     assert read_ending(json.loads(path.read_text())) == OWN
+    folder = tmp_path / "endings"  # which torchrun does not take away when a signal has ended it
+    folder.mkdir()
+    monkeypatch.setenv(ENDINGS, str(folder))
+    followed = replace(OWN, is_elsewhere=True)
+    tell(followed, aloud=False)
+    (folder / "half.json").write_text("{")
+    assert read_ending(json.loads(path.read_text())) == followed
+    assert read_endings(folder) == (followed,)
     assert read_ending({"message": "of torchrun's own"}) is None
 
 
@@ -132,19 +187,110 @@ def test_other_errors_are_not_about_memory() -> None:
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(errno.EIO, 5), (errno.ESTALE, 5), (errno.ENOTCONN, 5), (errno.ENOENT, 3), (errno.EACCES, 3), (errno.EISDIR, 3)],
+    [
+        *((number, 5) for number in (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EINTR, errno.EKEYEXPIRED)),
+        *((number, 5) for number in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)),
+        *((number, 3) for number in (errno.ENOENT, errno.EACCES, errno.EISDIR)),
+    ],
 )
 def test_disk_that_fails_ends_a_job_as_a_lost_rank_does_and_a_file_that_is_not_there_as_bad_input(
     number: int, code: int
 ) -> None:
     met = OSError(number, os.strerror(number), "shard")
-    said = unreadable("shard", met)
+    said = refused_by_system("shard", met)
     assert (said.where, said.problem) == ("shard", f"cannot be read: {os.strerror(number)}")
     assert (code_of(said), said.exit_code) == (code, 3)  # 3: reshard, too, reads files, and has no ranks
     assert code_of(said.within("rank 2")) == code
     assert isinstance(said, UnreachableError) == (code == 5)
     found = unreachable(met)
     assert (str(found) if found else None) == (str(said) if code == 5 else None)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EROFS])
+def test_disk_that_does_not_take_a_shard_ends_a_job_as_a_lost_rank_does_unless_it_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def fsync(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(InputError, match=f"shard: cannot be written: {os.strerror(number)}") as shard:
+        write_shard(whole_pieces({"w": torch.zeros(2)}), tmp_path, "shard")
+    with (
+        pytest.raises(InputError, match=f"cannot be written: {os.strerror(number)}") as folder,
+        publishing(tmp_path / "out", force=False, is_ours=lambda _: False),
+    ):
+        fsync(0)
+    assert {code_of(shard.value), code_of(folder.value)} == {5 if number in (errno.EIO, errno.ESTALE) else 3}
+
+
+def test_of_what_ranks_met_that_which_no_restart_mends_comes_first_and_gives_the_code() -> None:
+    met = {
+        "rank 0": ExhaustedError("", "out of memory", "take less"),
+        "rank 1": UnreachableError("disk", "cannot be read"),
+        "rank 2": InputError("shard", "is damaged", "download it again"),
+        "rank 3": InputError("shard", "is damaged", "download it again"),
+    }
+    joined = join_failures(met)
+    assert code_of(joined) == 3
+    assert str(joined) == (
+        "rank 2: shard: is damaged\nrank 0: out of memory\nrank 1: disk: cannot be read\nhint: download it again"
+    )
+    del met["rank 2"], met["rank 3"]
+    joined = join_failures(met)
+    assert code_of(joined) == 5
+    assert str(joined) == "rank 0: out of memory\nrank 1: disk: cannot be read\nhint: take less"
+
+
+def test_step_after_a_save_has_the_grace_of_the_step_before_and_the_first_that_of_the_step_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    life = Life(tmp_path, 0, [0], step_timeout_s=1200, can_stop=True)
+    life.beat(7)  # of a run that goes on
+    assert life.grace_s == 1200
+    now_s += 40
+    life.beat(8)
+    now_s += 0.01
+    life.beat(8, "save")
+    now_s += 3
+    life.beat(8)
+    assert life.grace_s == 80
+    now_s += 2
+    life.beat(9)
+    assert life.grace_s == 15
+
+
+@pytest.fixture
+def loggers() -> Iterator[None]:
+    """Leave handlers as they were."""
+    found = [(logger, list(logger.handlers)) for logger in map(logging.getLogger, ("", "runner.said"))]
+    yield
+    for logger, handlers in found:
+        logger.handlers[:] = handlers
+
+
+@pytest.mark.usefixtures("loggers")
+def test_log_on_a_full_disk_takes_nothing_and_ends_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    log_path(tmp_path, 0).symlink_to("/dev/full")
+    log_to_file(tmp_path, 0)
+    for _ in range(9):
+        logging.getLogger("runner.said").debug("step 1/3 %s", "x" * 4096)
+    with contextlib.suppress(OSError):  # which logging.shutdown catches
+        logging.getLogger("runner.said").handlers[-1].close()
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.usefixtures("loggers")
+def test_log_folder_that_is_none_is_bad_input(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(InputError) as refused:
+        log_to_file(tmp_path / "file" / "log", 0)
+    assert str(refused.value) == (
+        f"{tmp_path}/file/log: cannot be written: Not a directory\n"
+        "hint: --log-dir names a folder that this user can write on every node"
+    )
 
 
 def test_heartbeats_are_read_back_by_rank_and_old_ones_are_not(tmp_path: Path) -> None:

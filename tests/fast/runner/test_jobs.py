@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -17,6 +18,7 @@ from manifests.errors import UserError
 from runner.cli import cli
 from runner.launch.record import JobRecord, read_record, write_record
 from runner.launch.state import RunState, clear_state, read_state, write_state
+from runner.options import parse_training
 from tests.builders import llama_config, reshard, write_model
 
 SAVING = ("--checkpoint", "ck", "--checkpoint-every", "5", "--resume", "auto")
@@ -51,7 +53,7 @@ def test_batch_script_is_bash_and_says_what_was_asked(packed: Path, tmp_path: Pa
     script = rendered(
         packed, "slurm", "--nnodes", "2", "--nproc-per-node", "2", "--partition", "main", "--account", "a b",
         "--time", "1:00:00", "--signal", "USR2@120", "--restarts", "3", "--requeue", "--env", "A=1,2 'x'",
-        "--sbatch-arg=--gpus-per-node=2", "--log-dir", str(tmp_path), training=(*TRAINING, *SAVING),
+        "--sbatch-arg=--gpus-per-node=2", training=(*TRAINING, *SAVING, "--log-dir", str(tmp_path)),
     )  # fmt: skip
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
     options = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
@@ -70,8 +72,8 @@ def test_batch_script_is_bash_and_says_what_was_asked(packed: Path, tmp_path: Pa
 def test_jobset_is_what_the_api_models_allow(packed: Path) -> None:
     text = rendered(
         packed, "jobset", "--nnodes", "2", "--nproc-per-node", "2", "--image", "registry/runner:1", "--env", "A=1",
-        "--mount", "checkpoints:/data", "--mount", "/scratch:/scratch", "--restarts", "2",
-        training=(*TRAINING, *SAVING),
+        "--mount", "checkpoints:/data", "--mount", f"{packed}:{packed}/", "--restarts", "2", "--log-dir", "/data/log",
+        training=(*TRAINING, "--checkpoint", "/data/ck", "--checkpoint-every", "5", "--resume", "auto"),
     )  # fmt: skip
     document = yaml.safe_load(text)
     read_back = JobsetV1alpha2JobSet.from_dict(document)
@@ -95,6 +97,96 @@ def test_jobset_is_what_the_api_models_allow(packed: Path) -> None:
     )
     assert rule["onExitCodes"]["containerName"] == job["spec"]["template"]["spec"]["containers"][0]["name"]
     assert job["spec"]["completions"] == job["spec"]["parallelism"] == 2
+    pod = job["spec"]["template"]["spec"]
+    shown = {mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+    volumes = {volume.pop("name"): volume for volume in pod["volumes"]}
+    assert {path: volumes[name] for path, name in shown.items()} == {
+        "/data": {"persistentVolumeClaim": {"claimName": "checkpoints"}},
+        str(packed): {"hostPath": {"path": str(packed)}},
+        "/dev/shm": {"emptyDir": {"medium": "Memory"}},
+    }
+    assert "workingDir" not in pod["containers"][0]
+
+
+def container(packed: Path, *flags: str, training: tuple[str, ...] = TRAINING) -> dict[str, Any]:
+    """Give what a pod runs, of a job that sees the folder of its manifest."""
+    mounts = ("--image", "i", "--mount", f"claim:{packed.parent}", *flags)
+    pod = yaml.safe_load(rendered(packed, "jobset", *mounts, training=training))["spec"]["replicatedJobs"][0]
+    (found,) = pod["template"]["spec"]["template"]["spec"]["containers"]
+    assert isinstance(found, dict)
+    return found
+
+
+def test_what_is_written_reaches_a_pod_as_it_was_written(packed: Path) -> None:
+    """Kubernetes expands $(NAME) in commands and variables, and makes $ of $$; the runner expands $NAME itself."""
+    log, values = str(packed.parent / "log"), {"A": "a$$b", "B": "$(A)", "C": "$C$", "D": "$$(A)$"}
+    flags = [word for name, value in values.items() for word in ("--env", f"{name}={value}")]
+    found = container(packed, *flags, "--log-dir", log, "--stage-to-local", "$TMPDIR/$(A)")
+    environment = {item["name"]: item["value"] for item in found["env"] if "value" in item}
+    assert {name: expanded(environment[name]) for name in values} == values
+    words = [expanded(word) for word in found["command"]]
+    assert words[words.index("--stage-to-local") + 1] == "$TMPDIR/$(A)"
+
+
+def expanded(text: str) -> str:
+    """Do what Kubernetes does before a container begins; here, no variable has another value than "expanded".
+
+    Source: kubernetes/third_party/forked/golang/expansion/expand.go.
+    """
+    return re.sub(r"\$(\$|\([^)]*\))", lambda found: "$" if found[1] == "$" else "expanded", text)
+
+
+def test_relative_paths_are_looked_up_in_the_same_folder_in_a_pod(
+    packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(packed.parent)
+    found = container(packed, training=("--data", "text/*.txt", *SAVING))
+    assert found["workingDir"] == str(packed.parent)
+
+
+OWN_SHARED_MEMORY = ("--mount", "/dev/shm:/dev/shm")
+
+
+def test_shared_memory_that_is_asked_for_is_the_only_one(packed: Path) -> None:
+    log = str(packed.parent / "log")
+    paths = [mount["mountPath"] for mount in container(packed, *OWN_SHARED_MEMORY, "--log-dir", log)["volumeMounts"]]
+    assert paths == [str(packed.parent), "/dev/shm"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "path", "folder"),
+    [
+        ("--log-dir", "PLACE/../log", "PARENT/log"),
+        ("--checkpoint", "/ck", "/ck"),
+        ("--save", "/elsewhere/out", "/elsewhere/out"),
+        ("--resume", "/elsewhere/step-7", "/elsewhere/step-7"),
+        ("--data", "/elsewhere/*.txt", "/elsewhere/*.txt"),
+        ("--eval-data", "PLACEX/text", "PLACEX/text"),
+    ],
+)
+def test_path_that_pods_do_not_share_is_refused(packed: Path, flag: str, path: str, folder: str) -> None:
+    place = packed.parent
+    found, lies = (text.replace("PLACE", str(place)).replace("PARENT", str(place.parent)) for text in (path, folder))
+    data = () if flag == "--data" else ("--data", "synthetic")
+    above = lies.rpartition("/")[0] or lies
+    jobset = ("--scheduler", "jobset", "--image", "i", "--name", "tiny", "--mount", f"claim:{place}")
+    assert refusal(packed, *jobset, training=("--log-dir", f"{place}/log", *data, flag, found)) == (
+        f"{flag} {lies}: lies on no --mount: pods see no other files, and keep none that they write\n"
+        f"hint: --mount CLAIM:{above}, or {above}:{above} where it is every node's"
+    )
+
+
+def test_relative_path_of_a_folder_that_pods_do_not_share_is_refused(packed: Path) -> None:
+    jobset = ("--scheduler", "jobset", "--image", "i", "--name", "tiny", "--mount", f"claim:{packed.parent}")
+    assert refusal(packed, *jobset) == (
+        f"--log-dir runner-log: is looked up in {Path.cwd()}, and no --mount shows that to the pods\n"
+        "hint: name a path from / on that lies below a --mount"
+    )
+
+
+def test_manifest_that_pods_do_not_share_is_refused(packed: Path) -> None:
+    said = refusal(packed, "--scheduler", "jobset", "--image", "i", "--name", "tiny", "--mount", "claim:/elsewhere")
+    assert said.startswith(f"MANIFEST {packed}/manifest.json: lies on no --mount: ")
 
 
 @pytest.mark.parametrize(
@@ -125,7 +217,7 @@ def test_jobset_is_what_the_api_models_allow(packed: Path) -> None:
          "--partition: is Slurm's; a JobSet has no such thing"),
         (("--scheduler", "jobset", "--image", "i", "--name", "tiny", "--mount", "claim"),
          "--mount: expected CLAIM:/FOLDER or /FOLDER-OF-THE-NODE:/FOLDER, found 'claim'"),
-        (("--gpu-memory", "0.0000001"), "--gpu-memory: pipeline rank 1 needs 0.0 GiB for weights, gradients and "
+        (("--gpu-memory", "0.0000001"), "--gpu-memory: pipeline rank 1 needs 0.0000582 GiB for weights, gradients and "
          "moments alone, its GPU has 1e-07 GiB\n"
          "hint: more pipeline ranks (reshard pack MANIFEST --layout pp=N) or --dp-shard N make it smaller"),
     ],
@@ -146,9 +238,45 @@ def test_job_file_holds_all_flags_and_those_given_win(packed: Path, tmp_path: Pa
     assert "#SBATCH --partition=urgent\n#SBATCH --requeue\n\nexport A=1\nexport B=2\n" in done.stdout
     command = shlex.split(done.stdout.splitlines()[-1])
     assert command[command.index("--") + 1 :] == [
-        "--data", "synthetic", "--steps", "4", "--lr", "0.001", "--checkpoint", "ck", "--resume", "auto", "--no-pack",
-        "--steps", "9",
+        "--data", "synthetic", "--lr", "0.001", "--checkpoint", "ck", "--resume", "auto", "--no-pack", "--steps", "9",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "written", "expected"),
+    [
+        ((), (), ["--data", "a", "--data", "b", "--pack", "--log-dir", "of-file"]),
+        ((), ("--log-dir", "mine"), ["--data", "a", "--data", "b", "--pack", "--log-dir", "mine"]),
+        (("--log-dir", "mine"), (), ["--data", "a", "--data", "b", "--pack", "--log-dir", "mine"]),
+        ((), ("--data=c", "--no-pack"), ["--log-dir", "of-file", "--data=c", "--no-pack"]),
+    ],
+)
+def test_flag_of_a_job_file_gives_way_to_the_same_flag_wherever_it_is_written(
+    packed: Path, tmp_path: Path, flags: tuple[str, ...], written: tuple[str, ...], expected: list[str]
+) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(
+        f'manifest = "{packed}"\nscheduler = "slurm"\nlog-dir = "of-file"\n\n'
+        '[training]\ndata = ["a", "b"]\npack = true\nlog-dir = "of-table"\n'
+    )
+    done = launch("--job", path, *flags, "--dry-run", "--", *written)
+    assert done.exception is None, done.exception
+    command = shlex.split(done.stdout.splitlines()[-1])
+    assert sorted(command[command.index("--") + 1 :]) == sorted(expected)
+    options = parse_training(command[command.index("--") + 1 :])
+    assert options.log_dir == Path("mine" if "mine" in expected else "of-file")
+    assert options.data.sources == (("c",) if written[:1] == ("--data=c",) else ("a", "b"))
+
+
+def test_job_file_for_a_cluster_that_names_none_is_not_run_here(packed: Path, tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(f'manifest = "{packed}"\nenv = ["NCCL_DEBUG=INFO"]\n[training]\ndata = ["synthetic"]\n')
+    assert str(launch("--job", path, "--dry-run").exception) == (
+        "--env: needs --scheduler slurm or jobset\nhint: without one, all ranks run on this machine"
+    )
+    tried = launch("--job", path, "--scheduler", "local", "--dry-run")
+    assert tried.exception is None, tried.exception
+    assert "note: on this machine the job file's --env come to nothing\n" in tried.stderr
 
 
 @pytest.mark.parametrize(
@@ -167,6 +295,21 @@ def test_bad_job_file_is_refused_where_it_is_bad(tmp_path: Path, text: str, prob
     error = launch("--job", path).exception
     assert isinstance(error, UserError)
     assert str(error).startswith(f"{path}{problem}")
+
+
+def test_value_of_a_job_file_that_no_flag_takes_is_said_to_be_of_it(packed: Path, tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(f'manifest = "{packed}"\nscheduler = "slurm"\nrestarts = "x"\n[training]\ndata = "synthetic"\n')
+    assert (
+        "Invalid value for '--restarts': 'x' is not a valid integer range. (the job file)"
+        in launch("--job", path).stderr
+    )
+
+
+def test_training_flags_are_listed_without_a_manifest() -> None:
+    listed = CliRunner().invoke(cli, ["launch", "--", "--help"])
+    assert listed.exit_code == 0
+    assert "--global-batch" in listed.stdout
 
 
 def test_record_and_state_are_read_back(tmp_path: Path) -> None:

@@ -35,6 +35,11 @@ def launch(*arguments: object, training: tuple[str, ...] = TRAINING) -> Result:
     return CliRunner().invoke(cli, ["launch", *map(str, arguments), "--dry-run", "--", *training])
 
 
+def shown(packed: Path, scheduler: tuple[str, ...]) -> tuple[str, ...]:
+    """Give the mount that a pod needs for what tests write."""
+    return ("--mount", f"claim:{packed.parent.parent}") if scheduler == JOBSET else ()
+
+
 def said(done: Result) -> str:
     """Give the whole message of a refusal."""
     assert isinstance(done.exception, UserError), (done.output, done.exception)
@@ -69,6 +74,7 @@ NAME = "--name: expected up to 40 of a-z, 0-9 and -, a letter first, found {!r}{
          "--mount: '/a:/c' and '/b:/c/' are both shown as /c"),
         *(((*JOBSET, "--mount", text), CLAIM.format(text))
           for text in ("", "claim", "claim:folder", "Claim:/b", "a/b:/c", ":/b", "/a:", "/a/../b:/c", "a:/b:ro")),
+        ((*JOBSET, "--mount", "a:/"), CLAIM.format("a:/")),
         ((*JOBSET, "--mount", "a:/c", "--mount", "b:/c"), "--mount: 'a:/c' and 'b:/c' are both shown as /c"),
         *(((*SLURM, "--env", text), f"--env: expected NAME or NAME=VALUE, found {text!r}")
           for text in ("", "=1", "1A=2")),
@@ -88,6 +94,7 @@ NAME = "--name: expected up to 40 of a-z, 0-9 and -, a letter first, found {!r}{
          "--sbatch-arg: expected a flag of sbatch, found 'gpus=1'\nhint: --sbatch-arg=--gpus=8"),
         ((*SLURM, "--sbatch-arg", "--gpus=1\nrm"),
          "--sbatch-arg: expected a flag of sbatch, found '--gpus=1\\nrm'\nhint: --sbatch-arg=--gpus=8"),
+        ((*SLURM, "--sbatch-arg", "--comment='a"), "--sbatch-arg: expected quotes in pairs, found \"--comment='a\""),
         *(((*SLURM, "--sbatch-arg", text), f"--sbatch-arg: {text!r} is not for you to say: the job is planned with its "
            f"own --{name}\nhint: {hint}") for text, name, hint in (
             ("--nodes=3", "nodes", "--nnodes says it"), ("-N3", "nodes", "--nnodes says it"),
@@ -129,8 +136,7 @@ def test_flag_of_training_before_the_dashes_is_told_where_it_belongs(packed: Pat
     ("address", "code", "expected"),
     [
         ("", 2, "MANIFEST: is missing\nhint: runner launch DIR/manifest.json, or manifest = … in the job file"),
-        ("/nowhere", 3, "/nowhere: no manifest.json here\nhint: a folder without one was never finished; "
-         "make one with reshard pack SOURCE --layout SPEC --out DIR"),
+        ("/nowhere", 3, "/nowhere: no such file or folder\nhint: name a folder that reshard pack has written"),
         ("s3://bucket/pp4", 2, "s3://bucket/pp4: is not on this machine, and ranks read bundles from a file system\n"
          "hint: --stage-to-local DIR copies those of a node's ranks to its own disk first"),
     ],
@@ -180,7 +186,7 @@ def test_job_file_takes_numbers_where_flags_do(packed: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("scheduler", [SLURM, JOBSET])
 def test_log_folder_that_cannot_be_written_is_refused(packed: Path, tmp_path: Path, scheduler: tuple[str, ...]) -> None:
     (tmp_path / "file").write_bytes(b"")
-    arguments = [str(packed), *scheduler, "--log-dir", str(tmp_path / "file" / "log")]
+    arguments = [str(packed), *scheduler, *shown(packed, scheduler), "--log-dir", str(tmp_path / "file" / "log")]
     done = CliRunner().invoke(cli, ["launch", *arguments, "--", *TRAINING])
     assert said(done) == (
         f"--log-dir {tmp_path}/file/log: cannot be written: Not a directory\n"
@@ -192,14 +198,15 @@ def test_log_folder_that_cannot_be_written_is_refused(packed: Path, tmp_path: Pa
     ("scheduler", "expected"),
     [
         (SLURM, "scontrol: is not on this machine\nhint: run it where Slurm's commands are, on a login node"),
-        (JOBSET, "kubectl: is not on this machine\nhint: --dry-run prints what kubectl would be given"),
+        (JOBSET, "kubectl: is not on this machine\n"
+         "hint: run it where kubectl reaches the cluster; launch --dry-run needs none"),
     ],
-)
+)  # fmt: skip
 def test_machine_without_the_scheduler_is_said_to_be(
     packed: Path, tmp_path: Path, scheduler: tuple[str, ...], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    arguments = [str(packed), *scheduler, "--log-dir", str(tmp_path / "log")]
+    arguments = [str(packed), *scheduler, *shown(packed, scheduler), "--log-dir", str(tmp_path / "log")]
     done = CliRunner().invoke(cli, ["launch", *arguments, "--", *TRAINING])
     assert said(done) == expected
     assert not (tmp_path / "log" / "job.json").exists()
@@ -312,8 +319,9 @@ def test_stages_that_do_not_fit_this_machines_gpus_are_refused(tmp_path: Path, m
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("importlib.metadata.version", lambda _: "2.13.0+cu130")
     assert said(launch(tmp_path / "pp2")) == (
-        "nvidia-smi: pipeline rank 1 needs 0.0 GiB for weights, gradients and moments alone, its GPU has 0.000976562 "
-        "GiB\nhint: more pipeline ranks (reshard pack MANIFEST --layout pp=N) or --dp-shard N make it smaller"
+        "nvidia-smi: pipeline rank 1 needs 0.00125 GiB for weights, gradients and moments alone, its GPU has "
+        "0.000976562 GiB\n"
+        "hint: more pipeline ranks (reshard pack MANIFEST --layout pp=N) or --dp-shard N make it smaller"
     )
     assert launch(tmp_path / "pp2", "--gpu-memory", "1").exception is None
     assert launch(tmp_path / "pp2", training=(*TRAINING, "--device", "cpu")).exception is None

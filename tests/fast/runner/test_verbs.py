@@ -31,8 +31,8 @@ def run(arguments: Sequence[object], monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_ranks_get_the_flags_as_they_were_written(
     packed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--prompt", "two words", "--top-k", "3", "--temperature", "0.5", "--dry-run"]
-    command = shlex.split(run(["generate", packed, *flags], monkeypatch, capsys))
+    flags = ["--prompt", "two words", "--top-k", "3", "--temperature", "0.5"]
+    command = shlex.split(run(["generate", packed, *flags, "--dry-run"], monkeypatch, capsys))
     assert command[command.index("--nproc-per-node") + 1] == "2"
     assert command[command.index("runner.reading.generate") + 1 :] == [str(packed), *flags]
     options = parse_generate(command[command.index("runner.reading.generate") + 1 :])
@@ -82,7 +82,22 @@ def test_text_that_is_not_there_is_said_once_and_before_any_rank_starts(
     with pytest.raises(SystemExit) as ended:
         run(["eval", packed, "--data", "/nowhere/a.txt"], monkeypatch, capsys)
     assert ended.value.code == 3
-    assert capsys.readouterr().err == "error: /nowhere/a.txt: no such file or folder, and no file matches it\n"
+    assert capsys.readouterr().err == (
+        "error: /nowhere/a.txt: no such file or folder, and no file matches it\nhint: look for a slip in its name\n"
+    )
+
+
+def test_text_without_a_tokenizer_is_refused_before_any_rank_starts(
+    packed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = packed / "tokenizer.json"
+    tokenizer.rename(packed / "kept")
+    try:
+        with pytest.raises(SystemExit):
+            run(["eval", packed, "--data", "a.txt", "--dry-run"], monkeypatch, capsys)
+    finally:
+        (packed / "kept").rename(tokenizer)
+    assert capsys.readouterr().err == (f"error: {tokenizer}: no such file\nhint: pack the model with its tokenizer\n")
 
 
 def test_endless_data_cannot_be_evaluated() -> None:

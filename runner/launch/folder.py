@@ -1,0 +1,60 @@
+"""The log folder of a job: no other job may have it before that one is over. No torch."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+from manifests.errors import InputError, UsageError, UserError
+from runner.launch.record import JOB_NAME, JobRecord, read_record
+from runner.launch.state import read_state
+from runner.life.heartbeat import read_beats
+
+__all__ = ["check_free"]
+
+_SILENT_S = 30.0  # ranks give a sign of life every 2 s; clocks of nodes may differ
+
+
+def check_free(log_dir: Path) -> None:
+    """Raise unless the job that was last launched with this log folder is over, and for certain.
+
+    Two jobs would write one state, heartbeats and metrics, and `job.json` would name one of them.
+
+    Raises:
+        UsageError: it is not over.
+        InputError: whether it is over cannot be told.
+    """
+    if not (log_dir / JOB_NAME).exists():
+        return
+    where = f"--log-dir {log_dir}"
+    try:
+        record = read_record(log_dir)
+        doing = _doing(record, log_dir)
+    except UserError as error:
+        raise InputError(
+            where, f"another job may have it, which cannot be told: {error.where}: {error.problem}",
+            f"take another, or remove {log_dir / JOB_NAME} when that job is over",
+        ) from error  # fmt: skip
+    if doing is not None:
+        raise UsageError(where, doing, "take another, or runner cancel it")
+
+
+def _doing(record: JobRecord, log_dir: Path) -> str | None:
+    """Say what a job does with its log folder; None: it is over."""
+    from runner.launch import jobset, processes, slurm
+
+    if record.scheduler == "local":
+        if record.host == socket.gethostname():
+            return f"process {record.id} runs a job with it" if processes.is_running(record) else None
+        newest_s = max((beat.time for beat in read_beats(log_dir)), default=0.0)
+        is_alive = read_state(log_dir) is None and newest_s > time.time() - _SILENT_S
+        return f"process {record.id} on {record.host} runs a job with it" if is_alive else None
+    if record.scheduler == "slurm":
+        queued = slurm.find_state(record)
+        return None if queued.is_over else f"slurm job {record.id} has it, and is {queued.word}"
+    found = jobset.find_state(record)
+    if not found.is_over:
+        return f"jobset job {record.id} has it, and is {found}"
+    num_left = sum(phase in ("Pending", "Running") for phase in jobset.find_phases(record))  # they may still save
+    return f"{num_left} pods of jobset job {record.id} have not ended yet" if num_left else None

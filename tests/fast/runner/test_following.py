@@ -1,0 +1,87 @@
+"""What `--follow` makes of what Slurm says, and of a controller that does not answer; `scontrol` is a script here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from manifests.errors import UserError
+from runner.launch import watch
+from runner.launch.record import JobRecord
+from runner.launch.state import Ended, RunState, write_state
+
+SILENT = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
+RUNNING = "echo JobState=RUNNING"
+COMPLETED = "echo JobState=COMPLETED ExitCode=0:0"
+FORGOTTEN = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "_POLL_S", 0.0)
+
+
+def follow(place: Path, monkeypatch: pytest.MonkeyPatch, *answers: str) -> int:
+    """Follow a job to its end; `scontrol` does these one after the other, the last one for ever."""
+    cases = "".join(f"{number}) {does};; " for number, does in enumerate(answers[:-1], 1))
+    script = place / "scontrol"
+    script.write_text(
+        f"#!/bin/bash\necho >> {place}/asked; case $(wc -l < {place}/asked) in {cases}*) {answers[-1]};; esac\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{place}:/usr/bin:/bin")
+    record = JobRecord(scheduler="slurm", id="7", name="tiny", output=str(place / "slurm-7.out"))
+    return watch.follow(record, Path(record.output), lambda text: None, place)
+
+
+@pytest.mark.parametrize(
+    ("shown", "ended", "code"),
+    [
+        (COMPLETED, "done", 0),
+        ("echo JobState=FAILED ExitCode=130:0", "stopped", 130),
+        ("echo JobState=PREEMPTED ExitCode=0:15", "stopped", 130),
+        ("echo JobState=PREEMPTED ExitCode=0:15", None, 5),
+        ("echo JobState=CANCELLED ExitCode=0:15", "stopped", 130),
+        ("echo JobState=TIMEOUT ExitCode=0:15", None, 5),
+        (FORGOTTEN, "done", 0),
+        (FORGOTTEN, "stopped", 130),
+        (FORGOTTEN, "failed", 3),
+        (FORGOTTEN, None, 5),
+    ],
+)
+def test_job_that_is_over_gives_its_code(
+    shown: str, ended: Ended | None, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if ended is not None:
+        write_state(tmp_path, RunState(step=3, ended=ended, code=3 if ended == "failed" else 0))
+    assert follow(tmp_path, monkeypatch, shown) == code
+
+
+@pytest.mark.parametrize("word", ["PENDING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "SUSPENDED"])
+def test_job_that_will_run_again_is_followed_on(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert follow(tmp_path, monkeypatch, f"echo JobState={word}", COMPLETED) == 0
+
+
+def test_controller_that_is_silent_for_a_while_does_not_end_the_follower(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert follow(tmp_path, monkeypatch, RUNNING, SILENT, SILENT, RUNNING, SILENT, COMPLETED) == 0
+
+
+def test_controller_that_stays_silent_ends_the_follower_and_not_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "_BEARS_S", 0.02)
+    with pytest.raises(UserError) as silent:
+        follow(tmp_path, monkeypatch, RUNNING, SILENT)
+    assert str(silent.value) == (
+        "scontrol: slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n"
+        f"hint: that does not end the job; runner logs {tmp_path} -f follows it again"
+    )
+
+
+def test_controller_that_has_never_answered_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="Unable to contact slurm controller"):
+        follow(tmp_path, monkeypatch, SILENT)
+    assert (tmp_path / "asked").read_text() == "\n"

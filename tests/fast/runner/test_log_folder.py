@@ -1,0 +1,171 @@
+"""Whether a log folder may be given to another job, and what sbatch is told on its command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from manifests.errors import UserError
+from runner.cli import cli
+from runner.launch.folder import check_free
+from runner.launch.record import JobRecord, read_record, write_record
+from runner.launch.state import RunState, read_state, write_state
+from runner.life.heartbeat import Beat, heartbeat_path, write_beat
+from tests.builders import llama_config, reshard, write_model
+
+SLURM = JobRecord(scheduler="slurm", id="7", name="tiny", output="/x/slurm-7.out")
+ELSEWHERE = JobRecord(scheduler="local", id="7", name="tiny", output="", host="elsewhere", birth="a boot 17")
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give a folder with no log folder yet, and a PATH with only the programs that a test puts there."""
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    return tmp_path
+
+
+def put_program(place: Path, name: str, script: str) -> None:
+    (place / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
+    (place / "bin" / name).chmod(0o755)
+
+
+def put_job(place: Path, record: JobRecord) -> Path:
+    log = place / "log"
+    write_record(log, record)
+    return log
+
+
+def refusal(log: Path) -> str:
+    with pytest.raises(UserError) as error:
+        check_free(log)
+    return str(error.value)
+
+
+def test_folder_of_no_job_is_free(tmp_path: Path) -> None:
+    check_free(tmp_path / "absent")
+    check_free(tmp_path)
+
+
+@pytest.mark.parametrize("word", ["PENDING", "RUNNING", "COMPLETING", "SUSPENDED"])
+def test_folder_of_a_job_that_slurm_has_not_ended_is_refused(place: Path, word: str) -> None:
+    put_program(place, "scontrol", f"echo JobId=7 JobState={word} Reason=None ExitCode=0:0")
+    log = put_job(place, SLURM)
+    assert refusal(log) == (
+        f"--log-dir {log}: slurm job 7 has it, and is {word}\nhint: take another, or runner cancel it"
+    )
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "echo JobId=7 JobState=COMPLETED Reason=None ExitCode=0:0",
+        "echo JobId=7 JobState=CANCELLED Reason=None ExitCode=0:15",
+        "echo slurm_load_jobs error: Invalid job id specified >&2; exit 1",
+    ],
+)
+def test_folder_of_a_job_that_slurm_has_ended_or_forgotten_is_free(place: Path, script: str) -> None:
+    put_program(place, "scontrol", script)
+    check_free(put_job(place, SLURM))
+
+
+def test_folder_is_refused_where_slurm_cannot_be_asked(place: Path) -> None:
+    log = put_job(place, SLURM)
+    assert refusal(log) == (
+        f"--log-dir {log}: another job may have it, which cannot be told: scontrol: is not on this machine\n"
+        f"hint: take another, or remove {log}/job.json when that job is over"
+    )
+
+
+def test_folder_with_a_damaged_record_is_refused(place: Path) -> None:
+    (place / "job.json").write_text("{")
+    assert refusal(place).startswith(
+        f"--log-dir {place}: another job may have it, which cannot be told: {place}/job.json: is no record of a job: "
+    )
+
+
+def test_job_of_another_machine_has_its_folder_while_its_ranks_give_signs_of_life(place: Path) -> None:
+    log = put_job(place, ELSEWHERE)
+    check_free(log)
+    for age_s, is_free in ((300, True), (1, False)):
+        put_beat(log, time.time() - age_s)
+        if is_free:
+            check_free(log)
+    assert refusal(log) == (
+        f"--log-dir {log}: process 7 on elsewhere runs a job with it\nhint: take another, or runner cancel it"
+    )
+    write_state(log, RunState(step=3, ended="done"))
+    check_free(log)
+
+
+def put_beat(log: Path, now_s: float) -> None:
+    path = heartbeat_path(log, 0)
+    path.parent.mkdir(exist_ok=True)
+    beat = Beat(rank=0, stages=(0,), host="elsewhere", pid=8, step=3, phase="train", time=now_s)
+    write_beat(path, beat)
+
+
+def test_number_that_another_process_has_got_is_no_job(place: Path) -> None:
+    record = JobRecord(
+        scheduler="local", id=str(os.getpid()), name="tiny", output="", host=socket.gethostname(), birth="a boot 17"
+    )
+    check_free(put_job(place, record))
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("packed")
+    write_model(folder / "model", llama_config(num_hidden_layers=2))
+    assert reshard("pack", folder / "model", "--layout", "pp=2", "--out", folder / "pp2").code == 0
+    return folder / "pp2"
+
+
+def launch(packed: Path, log: Path, *flags: str) -> Result:
+    asked = ["launch", str(packed), "--scheduler", "slurm", "--log-dir", str(log), *flags, "--", "--data", "synthetic"]
+    return CliRunner().invoke(cli, asked)
+
+
+def test_second_job_leaves_the_first_one_its_folder_and_begins_with_a_clean_one(place: Path, packed: Path) -> None:
+    put_program(place, "sbatch", "echo 8")
+    put_program(place, "scontrol", "echo JobId=7 JobState=RUNNING PartitionName=main Default=YES")
+    log = put_job(place, SLURM)
+    write_state(log, RunState(step=3, ended="failed", code=5, error="rank 1: ended by SIGKILL"))
+    assert str(launch(packed, log).exception).startswith(f"--log-dir {log}: slurm job 7 has it, and is RUNNING\n")
+    assert (read_record(log), read_state(log) is None) == (SLURM, False)
+
+    put_program(place, "scontrol", "echo JobId=8 JobState=CANCELLED PartitionName=main Default=YES")
+    assert launch(packed, log).exception is None
+    put_program(place, "scontrol", "echo JobId=8 JobState=PENDING Reason=Priority")
+    found = json.loads(CliRunner().invoke(cli, ["status", str(log), "--json"]).stdout)
+    assert (found["id"], found["state"], found["error"]) == ("8", "PENDING", None)
+
+
+def test_sbatch_is_told_all_on_its_command_line_where_nothing_overrules_it(
+    place: Path, packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Source: sbatch(1): "environment variables will override any options set in a batch script"."""
+    monkeypatch.setenv("SBATCH_PARTITION", "large")  # a site's: as if --partition were it
+    put_program(place, "scontrol", "echo PartitionName=main Default=YES TotalNodes=1;"
+                                   "echo PartitionName=large Default=NO TotalNodes=9")  # fmt: skip
+    put_program(place, "sbatch", f'printf "%s\\n" "$@" > {place}/told; while read -r line; do echo "$line"; done > '
+                                 f"{place}/script; echo 8")  # fmt: skip
+    log = place / "a 100% log"
+    flags = ("--nnodes", "2", "--nproc-per-node", "1", "--account", "a b", "--time", "30",
+             "--sbatch-arg=--comment='c d' -C gpu")  # fmt: skip
+    done = launch(packed, log, *flags)
+    assert done.exception is None, done.exception
+    script = (place / "script").read_text()
+    lines = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+    told = (place / "told").read_text().splitlines()
+    assert told == ["--parsable", *(word for line in lines for word in shlex.split(line))]
+    output = f"--output={place}/a 100%% log/slurm-%j.out"
+    assert {output, "--account=a b", "--time=30", "--comment=c d", "-C", "gpu"} < {*told}
+    assert read_record(log).output == f"{log}/slurm-8.out"
+    assert script == launch(packed, log, *flags, "--dry-run").stdout

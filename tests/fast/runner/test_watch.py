@@ -1,0 +1,90 @@
+"""What `runner status`, `logs` and `cancel` say of a job by its log folder; no job runs here."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from manifests.errors import InputError
+from runner.cli import cli
+from runner.launch import watch
+from runner.launch.record import JobRecord, write_record
+from runner.launch.state import RunState, write_state
+from runner.life.heartbeat import log_path
+
+LOAD: dict[str, Any] = {"rank": 0, "load_s": 0.1}
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """The log folder of a job of this machine that has ended."""
+    output, host = str(log_path(tmp_path, 0)), socket.gethostname()
+    write_record(tmp_path, JobRecord(scheduler="local", id="1", name="x", output=output, host=host, birth="never"))
+    return tmp_path
+
+
+def step(number: int) -> dict[str, Any]:
+    return {"step": number, "loss": 5.0 - number}
+
+
+def saved(number: int) -> dict[str, Any]:
+    return {"step": number, "checkpoint": f"ck/{number}"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "last"),
+    [
+        ((LOAD, step(1), step(2), saved(2), step(3)), (3, 2.0, "ck/2")),
+        ((LOAD, step(1), saved(1), LOAD), (None, None, None)),
+        ((LOAD, step(1), step(2), saved(2), LOAD, step(1)), (1, 4.0, None)),
+        ((LOAD, step(1), step(2), saved(2), LOAD, step(1), step(2), step(3)), (3, 2.0, None)),
+        ((LOAD, step(1), step(2), saved(2), LOAD, step(3)), (3, 2.0, "ck/2")),  # it went on from there
+        ((LOAD, step(1), saved(1), step(2), {**saved(2), "save_error": "full"}), (2, 3.0, "ck/1")),
+    ],
+)
+def test_status_is_of_the_last_run_alone(log: Path, lines: tuple[dict[str, Any], ...], last: tuple[Any, ...]) -> None:
+    (log / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = watch.status(log)
+    assert (found["last_step"], found["last_loss"], found["last_checkpoint"]) == last
+
+
+@pytest.mark.parametrize("flags", [(), ("--force",)])
+def test_job_that_has_ended_is_not_said_to_be_cancelled(log: Path, flags: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(cli, ["cancel", str(log), *flags])
+    assert (done.exit_code, done.stdout) == (0, "local job 1 has ended already\n")
+
+
+@pytest.mark.parametrize("rank_0", ["", "now error: rank 0: bad\nhint: mend it\n"])
+def test_logs_of_a_failed_job_say_why_once(log: Path, rank_0: str) -> None:
+    write_state(log, RunState(step=0, ended="failed", code=3, error="rank 0: bad\nhint: mend it"))
+    log_path(log, 0).write_text(f"step 1\n{rank_0}")
+    done = CliRunner().invoke(cli, ["logs", str(log)])
+    assert done.stdout.startswith("step 1\n")
+    assert done.stdout.count("error: rank 0: bad\nhint: mend it\n") == 1
+
+
+def test_rank_that_a_job_never_had_is_not_said_to_come(log: Path) -> None:
+    for rank in (0, 1):
+        log_path(log, rank).write_text("")
+    for ended, problem in (
+        (False, "is not there yet\nhint: runner status says whether the job has begun"),
+        (True, "is not there, and the job has ended\nhint: it left rank-00000 to rank-00001"),
+    ):
+        if ended:
+            write_state(log, RunState(step=3, ended="done"))
+        with pytest.raises(InputError) as error:
+            watch.show_logs(log, print, rank=7, is_followed=False)
+        assert str(error.value) == f"{log_path(log, 7)}: {problem}"
+
+
+def test_file_in_a_log_folder_is_no_log_folder(log: Path) -> None:
+    with pytest.raises(InputError) as error:
+        watch.status(log / "job.json")
+    assert str(error.value) == (
+        f"{log}/job.json/job.json: no such file\nhint: give the --log-dir of a job that runner launch has started"
+    )

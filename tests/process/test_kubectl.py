@@ -1,0 +1,102 @@
+"""A JobSet's life as `runner` sees it through kubectl: submitted, followed, looked at and cancelled."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.process.local_jobs import pack_tiny, runner
+from tests.servers.kubernetes import Kubernetes, missing_for_kubectl, start_kubernetes
+
+MISSING = missing_for_kubectl()
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
+]
+
+PODS = {f"tiny-node-0-{number}": f"step 1 on {number}\nstep 2 on {number}\n" for number in range(7)}
+PHASES = ["", "Pending", "Running"]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kubernetes]:
+    """Give a cluster on which a job's pods are made, then scheduled, then print something."""
+    with start_kubernetes(tmp_path, dict(PODS), list(PHASES)) as cluster:
+        monkeypatch.setenv("KUBECONFIG", str(cluster.config))
+        monkeypatch.setenv("HOME", str(tmp_path))
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pack_tiny(tmp_path_factory.mktemp("models"), 2)
+
+
+def launch(packed: Path, log: Path, *flags: str, name: str = "tiny") -> tuple[int, str, str]:
+    place = packed.parent.parent
+    asked = ("--scheduler", "jobset", "--image", "i", "--name", name, "--mount", f"claim:{place}", "--log-dir", log)
+    done = runner("launch", packed, *asked, *flags, "--", "--data", "synthetic")
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_job_of_many_pods_is_followed_until_it_ends(cluster: Kubernetes, packed: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    code, said, problems = launch(packed, log, "--follow")
+    assert code == 0, problems
+    submitted, pending, *lines = said.splitlines()
+    assert submitted == f"submitted tiny as jobset job tiny; runner status {log}"
+    assert pending == "7 of 7 pods are pending"
+    expected = [f"[pod/{pod}/runner] {line}" for pod, text in PODS.items() for line in text.splitlines()]
+    assert sorted(lines) == sorted(expected)
+    assert all(query["follow"] == ["true"] for query in cluster.queries.values() if "sinceTime" not in query)
+    assert json.loads(runner("status", log, "--json").stdout) == {
+        "version": 1, "scheduler": "jobset", "id": "tiny", "name": "tiny", "state": "Completed", "reason": "",
+        "nodes": "", "requeues": 0, "error": None, "silent_ranks": [],
+        "last_step": None, "last_loss": None, "last_checkpoint": None,
+    }  # fmt: skip
+    use = ("kubectl", "config", "use-context", "empty")
+    subprocess.run(use, check=True, capture_output=True)  # the job is still known where it is
+    assert sorted(runner("logs", log).stdout.splitlines()) == sorted(expected)
+    assert runner("cancel", log).returncode == 0
+    assert cluster.jobsets == {}
+    assert json.loads(runner("status", log, "--json").stdout)["state"] == "Forgotten"
+
+
+def test_log_folder_of_a_job_that_runs_is_not_given_to_another(
+    cluster: Kubernetes, packed: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    assert launch(packed, log)[0] == 0
+    (log / "state.json").write_text(json.dumps({"version": 1, "step": 3, "ended": "stopped"}))
+    assert launch(packed, log, name="other")[::2] == (
+        2,
+        "node 0: ranks 0-1, stages 0, 1\n"
+        f"error: --log-dir {log}: jobset job tiny has it, and is Running\nhint: take another, or runner cancel it\n",
+    )
+    assert (list(cluster.jobsets), json.loads((log / "job.json").read_text())["id"]) == (["tiny"], "tiny")
+    assert (log / "state.json").exists()
+    assert runner("cancel", log).returncode == 0
+    cluster.phases = ["Running"]  # a pod has time to save
+    assert f"--log-dir {log}: 7 pods of jobset job tiny have not ended yet\n" in launch(packed, log, name="other")[2]
+    cluster.phases = [""]
+    assert launch(packed, log, name="other")[0] == 0
+    assert json.loads((log / "job.json").read_text())["id"] == "other"
+    assert not (log / "state.json").exists()
+
+
+def test_logs_without_kubectl_or_without_pods_are_a_sentence(cluster: Kubernetes, packed: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert launch(packed, log)[0] == 0
+    done = runner("logs", log)
+    assert (done.returncode, done.stderr) == (3, "error: kubectl logs: No resources found in team namespace.\n")
+    done = runner("logs", log, PATH=str(tmp_path))
+    assert (done.returncode, done.stderr) == (
+        3,
+        "error: kubectl: is not on this machine\n"
+        "hint: run it where kubectl reaches the cluster; launch --dry-run needs none\n",
+    )
