@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import torch
 from manifests.errors import InputError, UnreachableError
 from manifests.schema import MOMENTS, WEIGHTS, Holds, TrainingState
 from runner.checkpoints.held import Held, held_state, held_weights
-from runner.checkpoints.resume import check_fits, differences, goes_on_from, remembered
+from runner.checkpoints.resume import check_fits, differences, endings, goes_on_from, remembered
 from runner.checkpoints.save import Job, parent_of
 from runner.data.batches import Batch, rows_of
 from runner.dimensions.mesh import Mesh, build_mesh
@@ -33,6 +34,7 @@ from runner.pipeline.chunk import StageChunk, build_chunks, hf_constants, hf_pie
 from runner.pipeline.schedule import build_schedule
 from runner.pipeline.timetable import choose_timetable
 from runner.pipeline.wire import plan_wire
+from runner.request import notes
 from runner.training.compute import arrange
 from runner.training.norm import StepTotals
 from runner.training.optim import Optimizer
@@ -60,20 +62,11 @@ class Ready:
     training: TrainingState | None
     chunks: tuple[StageChunk, ...]
     engine: Engine
+    job: Job
     copied: CopyReport | None  # to the node's own disk
     loaded: LoadReport
     mesh: Mesh
     base_nbytes: int  # memory that this process had before it built its stages
-
-    @property
-    def job(self) -> Job:
-        return Job(
-            manifest=self.launched.manifest,
-            root=self.launched.root,
-            parents=(*self.origin.manifest.parents, parent_of(self.origin.root, self.origin.location)),
-            writer=self.mesh.writer,
-            num_writers=self.mesh.num_writers,
-        )
 
     def rows_of(self, batch: Batch) -> Batch:
         """Give this rank's rows of a batch: those that its pipeline takes."""
@@ -108,11 +101,19 @@ def begin(
         except UnreachableError:  # an older one would throw steps away: this one may be had at the next attempt
             raise
         except InputError as error:
-            first = first or error
+            first = first or _without_frames(error)
             if world.rank == 0 and len(folders) > 1:
                 logger.warning("warning: %s cannot be resumed: %s", folder, error)
+        gc.collect()  # the stages of this attempt: what raised and the frames that it came through hold each other
     assert first is not None, "there is always a manifest to begin with"
     raise first
+
+
+def _without_frames(error: InputError) -> InputError:
+    """Give the same error, holding nothing of what was there when it was raised."""
+    bare = type(error)(error.where, error.problem, error.hint)
+    bare.exit_code, bare.is_elsewhere = error.exit_code, error.is_elsewhere
+    return bare
 
 
 def _begin(
@@ -122,12 +123,13 @@ def _begin(
         origin = launched if folder == launched.root else open_packed(folder)
         said = check_fits(origin, launched)
         training = goes_on_from(origin, options.resume, is_launched=folder == launched.root)
+        asked = options
         if training is not None:
             said += differences(options, training)
             options = recall(options, remembered(training))
-            if training.step >= options.steps:
-                said += (f"it has taken all of --steps {options.steps}: only a larger number trains on",)
-        said += _beyond_positions(launched, options)
+            said += endings(options, training)
+        said += (*notes(asked, options, origin.manifest, training), *_beyond_positions(launched, options))
+        job = _job_of(launched, origin, options, mesh)
         nearby = nearby_of(launched, origin, options, mesh, world, has_moments=training is not None)
         shared_by = _SharedBy(mesh=mesh, device=device) if options.degrees.load == "broadcast" else None
         stored = _Stored(origin=origin, nearby=nearby, shared_by=shared_by)
@@ -167,10 +169,22 @@ def _begin(
         training=training,
         chunks=chunks,
         engine=engine,
+        job=job,
         copied=copied,
         loaded=report,
         mesh=mesh,
         base_nbytes=base_nbytes,
+    )
+
+
+def _job_of(launched: Packed, origin: Packed, options: TrainOptions, mesh: Mesh) -> Job:
+    return Job(
+        manifest=launched.manifest,
+        root=launched.root,
+        parents=(*origin.manifest.parents, parent_of(origin.root, origin.location)),
+        named=None if options.resume.source in (None, "auto") else origin.root,
+        writer=mesh.writer,
+        num_writers=mesh.num_writers,
     )
 
 

@@ -27,7 +27,7 @@ from runner.recipe import (
     parse_recompute,
 )
 
-__all__ = ["TrainOptions", "flag_of", "is_training_flag", "parse_training", "recall", "training_command"]
+__all__ = ["TrainOptions", "flag_of", "is_training_flag", "parse_training", "recall", "training_command", "unwritten"]
 
 Device = Literal["auto", "cpu", "cuda"]
 _WRITTEN = ParameterSource.COMMANDLINE
@@ -116,6 +116,17 @@ def flag_of(name: str) -> str:
 def is_training_flag(flag: str) -> bool:
     """Whether a word such as `--data` is a flag of training, and of nothing before it."""
     return any(flag in (*param.opts, *param.secondary_opts) for param in training_command.params)
+
+
+def unwritten(flags: Mapping[str, Sequence[str]], args: Sequence[str]) -> tuple[str, ...]:
+    """Give the words of those flags that training options do not say themselves."""
+    parser = training_command.make_parser(click.Context(training_command))
+    try:
+        said = parser.parse_args(list(args))[0]
+    except click.UsageError:  # `parse_training` says what is wrong
+        return ()
+    names = {flag: param.name for param in training_command.params for flag in (*param.opts, *param.secondary_opts)}
+    return tuple(word for flag, words in flags.items() if names.get(flag) not in said for word in words)
 
 
 @click.command(
@@ -210,7 +221,9 @@ def is_training_flag(flag: str) -> bool:
 @click.option(
     "--resume-weights-only", is_flag=True, help="Take only the weights of what is resumed, and begin at step 0."
 )
-@click.option("--restart-data", is_flag=True, help="Begin the data at its first sequence when going on.")
+@click.option(
+    "--restart-data", is_flag=True, help="Go on with other data than the checkpoint's, from its first sequence."
+)
 @click.option("--save", type=click.Path(path_type=Path), help="Write the trained weights to this folder at the end.")
 @click.option("--force", is_flag=True, help="Let --save replace a checkpoint that exists.")
 @click.option(
@@ -233,7 +246,11 @@ def is_training_flag(flag: str) -> bool:
     help="Show what each thread does, and end, when a step takes longer.",
 )  # fmt: skip
 def training_command(**_: Any) -> None:
-    """Training options, given after -- on runner launch."""
+    """Training options, given after -- on runner launch.
+
+    A run that goes on from a checkpoint takes batch, learning rate, AdamW and dtypes from there where they are not
+    written: the defaults below are those of a new run.
+    """
 
 
 def _options(

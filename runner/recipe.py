@@ -139,6 +139,7 @@ class OptimOptions:
             raise UsageError(
                 "--decay-steps",
                 f"expected more than --warmup-steps {self.warmup_steps}{stable}, found {self.decay_steps}",
+                "where it is not written, the decay ends at --steps",
             )
 
 

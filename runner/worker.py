@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -18,15 +19,18 @@ import torch.distributed as dist
 
 from manifests.schedules import default_schedule
 from manifests.schema import DataPosition, TrainingState
+from manifests.store import locate_manifest
 from runner.begin import Ready, begin
+from runner.checkpoints.apart import check_apart
 from runner.checkpoints.history import hold_history
-from runner.checkpoints.resume import advance, find_origins, find_position, remember
+from runner.checkpoints.position import FoundData, check_alike, find_data
+from runner.checkpoints.resume import advance, find_origins, remember
 from runner.checkpoints.save import save
 from runner.checkpoints.saver import Saver
 from runner.data.batches import Batch
 from runner.data.sequences import read_batches, read_once
 from runner.dimensions.refusals import check_sinks, share_of
-from runner.launch.state import RunState, clear_state, write_state
+from runner.launch.state import STATE_NAME, RunState, clear_state, write_state
 from runner.life.heartbeat import clear_beats
 from runner.life.place import declare, stages_of
 from runner.life.rank import run_rank
@@ -52,19 +56,21 @@ from stores.manifest_file import find_manifest_file
 __all__ = ["main", "run", "train"]
 
 T = TypeVar("T")
+logger = logging.getLogger("runner")
 
 
 def train(address: str, options: TrainOptions, world: World) -> None:
     """Train the model of a manifest; every rank calls this."""
-    log_to_file(options.log_dir, world.rank)
-    keep_flight(options.log_dir, os.environ)
-    manifest, _ = find_manifest_file(address).read()
+    with alone(world.rank):
+        log_to_file(options.log_dir, world.rank)
+        keep_flight(options.log_dir, os.environ)
+        manifest, _ = find_manifest_file(address).read()
     options.degrees.resolve(manifest.layout.num_ranks, world.size)
     declare(world.rank, stages_of(manifest, world.rank, world.size))
     with alone(world.rank):
         device = device_of(world, options.device)
     join_world(device, options.timeout_s)
-    run(address if is_url(address) else Path(address).resolve().parent, options, world, device)
+    run(address if is_url(address) else locate_manifest(Path(address)).parent, options, world, device)
 
 
 def run(root: Path | str, options: TrainOptions, world: World, device: torch.device) -> None:
@@ -75,6 +81,7 @@ def run(root: Path | str, options: TrainOptions, world: World, device: torch.dev
         with together("resume"):
             if world.rank == 0:
                 check_sinks(options)
+                check_apart(options, launched.root)
                 clear_state(options.log_dir)
                 clear_beats(options.log_dir)
                 if options.checkpoint:
@@ -103,7 +110,7 @@ def run(root: Path | str, options: TrainOptions, world: World, device: torch.dev
             metrics.saved(options.save)
         metrics.ended(_from_all(peak_memory_nbytes(device), world))
         if world.rank == 0:
-            write_state(options.log_dir, RunState(step=trained.step, ended="done"))
+            _note_end(options.log_dir, RunState(step=trained.step, ended="done"))
 
 
 def open_launched(root: Path | str, options: TrainOptions, world: World) -> Packed:
@@ -188,12 +195,20 @@ def train_steps(
 def open_data(ready: Ready, world: World) -> tuple[Iterator[Batch | None], DataPosition]:
     """Open the data where the run goes on; ranks with neither the first nor the last stage get no batches."""
     options, schedule = ready.options, ready.engine.schedule
-    left = ready.training.data if ready.training and not options.resume.restart_data else None
-    batches: Iterator[Batch | None] = repeat(None)
-    position = DataPosition(num_sequences=0, digest="")
+    found: FoundData | None = None
     with together("data"):
         if schedule.has_first or schedule.has_last:
-            position = find_position(options, left, ready.launched.tokenizer)
+            left = ready.training.data if ready.training else None
+            found = find_data(options, left, ready.launched.tokenizer)
+    shared = from_rank_0(found)
+    assert shared is not None, "rank 0 has the first stage"
+    if world.rank == 0 and shared.note:
+        logger.info("note: %s", shared.note)
+    position = shared.position
+    batches: Iterator[Batch | None] = repeat(None)
+    with together("data"):
+        if found is not None:
+            check_alike(options.data, found, shared)
             read = read_batches(
                 options.data,
                 options.batch,
@@ -203,7 +218,7 @@ def open_data(ready: Ready, world: World) -> tuple[Iterator[Batch | None], DataP
                 cursor=position.cursor,
             )
             batches = map(ready.rows_of, read)
-    return batches, from_rank_0(position)
+    return batches, position
 
 
 def evaluate(ready: Ready) -> tuple[float, int]:
@@ -223,11 +238,10 @@ def main() -> None:
 
 def _finish_saving(saver: Saver, metrics: Metrics) -> None:
     """Wait for the save in flight; where the last one failed, so has the run."""
-    ended = saver.reports(wait=True)
-    for report in ended:
-        metrics.checkpoint(report)
-    if ended and ended[-1].failure is not None:
-        raise ended[-1].failure
+    for ended in saver.reports(wait=True):
+        metrics.checkpoint(ended)
+    if saver.failure is not None:
+        raise saver.failure
 
 
 def _life(ready: Ready, world: World) -> Life:
@@ -262,8 +276,16 @@ def _stop(
     _finish_saving(saver, metrics)
     with together("stop"):
         if world.rank == 0:
-            write_state(options.log_dir, RunState(step=trained.step, ended="stopped"))
+            _note_end(options.log_dir, RunState(step=trained.step, ended="stopped"))
     raise StoppedError("", f"stopped at a signal after step {trained.step}, and saved", "--resume auto goes on")
+
+
+def _note_end(log_dir: Path, state: RunState) -> None:
+    """Write how the run ended, which is how it ended also where the log folder's disk is full."""
+    try:
+        write_state(log_dir, state)
+    except OSError as error:
+        logger.warning("note: %s: cannot be written: %s", log_dir / STATE_NAME, error.strerror)
 
 
 def _from_all(value: T, world: World) -> list[T]:

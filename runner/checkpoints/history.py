@@ -6,11 +6,11 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from manifests.errors import InputError, unreadable
+from manifests.errors import refused_by_system
 from manifests.invariants import MANIFEST_NAME
 from manifests.publish import holding
 from manifests.store import open_shard, read_manifest, sync_folder
@@ -46,7 +46,7 @@ def find_checkpoints(history: Path) -> tuple[Path, ...]:
     except (FileNotFoundError, NotADirectoryError):
         return ()
     except OSError as error:
-        raise unreadable(str(error.filename or history), error) from error
+        raise refused_by_system(str(error.filename or history), error) from error
     return tuple(found[step] for step in sorted(found, reverse=True))
 
 
@@ -72,10 +72,10 @@ def hold_history(history: Path) -> Iterator[None]:
         yield
 
 
-def retire(history: Path, newest: Path, keep: int) -> None:
+def retire(history: Path, newest: Path, keep: int, spared: Collection[Path | None] = ()) -> None:
     """Take away all but the last `keep` checkpoints up to `newest`, once that one proves readable.
 
-    Later ones stay: they are not this run's.
+    Those that are `spared` stay, however they are called. Later ones stay: they are not this run's.
 
     Raises:
         InputError: `newest` cannot be read back; nothing was taken away.
@@ -85,7 +85,10 @@ def retire(history: Path, newest: Path, keep: int) -> None:
     last = step_of(newest)
     assert last is not None
     past = [path for path in find_checkpoints(history) if (step_of(path) or 0) <= last]
+    staying = {path.resolve() for path in spared if path is not None}
     for path in past[keep:]:
+        if path.resolve() in staying:
+            continue
         # Renamed first: a checkpoint vanishes whole.
         removed = path.with_name(f".{path.name}.removed")
         if removed.exists():
@@ -94,7 +97,7 @@ def retire(history: Path, newest: Path, keep: int) -> None:
             os.rename(path, removed)
             sync_folder(history)
         except OSError as error:
-            raise InputError(str(path), f"cannot be taken away: {error.strerror}") from error
+            raise refused_by_system(str(path), error, "cannot be taken away") from error
         _take_away(removed)
 
 
@@ -102,4 +105,4 @@ def _take_away(folder: Path) -> None:
     try:
         shutil.rmtree(folder)
     except OSError as error:
-        raise InputError(str(folder), f"cannot be taken away: {error.strerror}") from error
+        raise refused_by_system(str(folder), error, "cannot be taken away") from error

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -17,23 +16,23 @@ from manifests.schema import (
     DataCursor,
     DataPosition,
     LearningRate,
+    Manifest,
     OptimizerState,
     ParameterGroup,
     TrainingState,
 )
-from manifests.store import read_manifest
+from manifests.store import read_manifest, read_small_file
 from runner.checkpoints.history import checkpoint_path, find_checkpoints, step_of
-from runner.data.files import find_files
 from runner.loading.packed import Packed
 from runner.options import TrainOptions, flag_of
-from runner.recipe import SYNTHETIC, DataOptions, Decay, Dtype, ResumeOptions
+from runner.recipe import Decay, Dtype, ResumeOptions
 
 __all__ = [
     "advance",
     "check_fits",
     "differences",
+    "endings",
     "find_origins",
-    "find_position",
     "goes_on_from",
     "remember",
     "remembered",
@@ -42,7 +41,9 @@ __all__ = [
 _OPTIMIZER = "AdamW"
 _DTYPES: Mapping[str, Dtype] = {"F32": "fp32", "BF16": "bf16"}
 _STORED = {flag: dtype for dtype, flag in _DTYPES.items()}
+_OTHER = "resume a checkpoint of the model that is launched, or launch the manifest of this one"
 _ANEW = "--resume-weights-only begins a new run with its weights"
+_OTHERS = "--resume auto goes on from the newest; or choose another --checkpoint"
 
 
 def find_origins(root: Path, options: TrainOptions) -> tuple[Path, ...]:
@@ -50,8 +51,8 @@ def find_origins(root: Path, options: TrainOptions) -> tuple[Path, ...]:
 
     Raises:
         UsageError: there is nowhere to look for checkpoints.
-        InputError: there is no such checkpoint; or the folder of the run's own checkpoints holds later ones,
-            which belong to another run.
+        InputError: there is no such checkpoint; or the folder of the run's own checkpoints holds later ones, or
+            such as this run does not go back to: they belong to another.
     """
     history = options.checkpoint.history if options.checkpoint else None
     past = find_checkpoints(history) if history else ()
@@ -61,16 +62,19 @@ def find_origins(root: Path, options: TrainOptions) -> tuple[Path, ...]:
     origin = root
     if source not in (None, "auto"):
         origin = _named(source, history)
-    training = read_manifest(origin).training
+    manifest = read_manifest(origin)
+    training = manifest.training
     if source == "auto" and history is None and (training is None or training.optimizer is None):
         problem = f"never finds anything: {origin} holds no optimizer state, and no --checkpoint DIR is given"
         raise UsageError("--resume auto", problem, "add --checkpoint DIR --checkpoint-every N, or leave it out")
     first = training.step if training and source and not options.resume.weights_only else 0
     if past and (source is None or (step_of(past[0]) or 0) > first):
         raise InputError(
-            str(past[0].parent),
-            f"holds {past[0].name} already, and this run begins after step {first}",
-            "--resume auto goes on from the newest; or choose another --checkpoint",
+            str(past[0].parent), f"holds {past[0].name} already, and this run begins after step {first}", _OTHERS
+        )
+    if past and not _goes_back_to(past, origin, manifest):
+        raise InputError(
+            str(past[0].parent), f"holds {past[0].name} already, and {origin} does not go back to it", _OTHERS
         )
     return (origin.resolve(),)
 
@@ -92,7 +96,7 @@ def goes_on_from(origin: Packed, resume: ResumeOptions, *, is_launched: bool) ->
                 f"--resume auto does; {_ANEW}",
             )
         return None
-    if resume.weights_only or (is_launched and not has_moments):  # `auto` before the first checkpoint
+    if resume.weights_only or (resume.source == "auto" and is_launched and not has_moments):
         return None
     _check_state(training, origin.where)
     return training
@@ -106,10 +110,12 @@ def check_fits(origin: Packed, launched: Packed) -> tuple[str, ...]:
     """
     expected, found = launched.shape, origin.shape
     if found.architecture != expected.architecture:
-        raise InputError(origin.where, f"holds a {found.architecture}, another model than {expected.architecture}")
+        problem = f"holds a {found.architecture}, another model than {expected.architecture}"
+        raise InputError(origin.where, problem, _OTHER)
     sizes = [config.get("vocab_size") for config in (launched.config, origin.config)]
     if sizes[0] != sizes[1]:
-        raise InputError(origin.where, f"has another vocabulary: expected {sizes[0]} tokens, found {sizes[1]}")
+        problem = f"has another vocabulary: expected {sizes[0]} tokens, found {sizes[1]}"
+        raise InputError(origin.where, problem, _OTHER)
     if found.tensors != expected.tensors or found.ties != expected.ties:
         odd = sorted(
             fqn
@@ -117,10 +123,11 @@ def check_fits(origin: Packed, launched: Packed) -> tuple[str, ...]:
             if found.tensors.get(fqn) != expected.tensors.get(fqn)
         )
         shown = f"they differ in {odd[0]}" if odd else "they tie other weights"
-        raise InputError(origin.where, f"holds another model of this architecture: {shown}")
+        raise InputError(origin.where, f"holds another model of this architecture: {shown}", _OTHER)
     tokenizers = {packed.tokenizer for packed in (launched, origin)}
     if None not in tokenizers and len(tokenizers) > 1:
-        raise InputError(origin.where, "has another vocabulary: its tokenizer.json is not the launched manifest's")
+        problem = "has another vocabulary: its tokenizer.json is not the launched manifest's"
+        raise InputError(origin.where, problem, _OTHER)
     return tuple(
         f"config.json: {name} is {launched.config.get(name)!r} here, {origin.config.get(name)!r} in the checkpoint"
         for name in sorted(origin.config.keys() | launched.config.keys())
@@ -135,25 +142,49 @@ def remembered(training: TrainingState) -> dict[str, Any]:
         values["dtype"] = _DTYPES[training.compute_dtype or training.dtype]
         if training.compute_dtype is not None:
             values["master_dtype"] = _DTYPES[training.dtype]
+        if training.reduce_dtype is not None:
+            values["reduce_dtype"] = _DTYPES[training.reduce_dtype]
     if training.optimizer is not None:
         (group,) = training.optimizer.groups
         values |= {name: getattr(group, name) for name in ("beta1", "beta2", "eps", "weight_decay")}
         values["max_norm"] = training.optimizer.max_norm
     if (rate := training.learning_rate) is not None:
         values |= {"lr": rate.peak, "min_lr": rate.minimum}
-        values |= {name: getattr(rate, name) for name in ("warmup_steps", "stable_steps", "decay", "decay_steps")}
+        values |= {name: getattr(rate, name) for name in ("warmup_steps", "stable_steps", "decay")}
+        if rate.decay != "constant":  # which never ends: what is stored there is where another one would have
+            values["decay_steps"] = rate.decay_steps
     if training.batch is not None:
         values |= asdict(training.batch)
     return values
 
 
 def differences(options: TrainOptions, training: TrainingState) -> tuple[str, ...]:
-    """Give a sentence for each flag that was written and is not what the checkpoint remembers."""
+    """Give a sentence for each flag that was written and is not what the checkpoint's run went by."""
+    values = remembered(training)
+    if "dtype" in values:  # the two that take after another one
+        values.setdefault("master_dtype", values["dtype"])
+        values.setdefault("reduce_dtype", values["master_dtype"])
     return tuple(
         f"{flag_of(name)} {options.values[name]} takes the place of the checkpoint's {value}"
-        for name, value in remembered(training).items()
+        for name, value in values.items()
         if name in options.given and options.values[name] != value
     )
+
+
+def endings(options: TrainOptions, training: TrainingState) -> tuple[str, ...]:
+    """Give a sentence if all steps are taken, or if some are left for which the decay of the learning rate has ended.
+
+    The options are those with what the checkpoint remembers.
+    """
+    optim = options.optim
+    if training.step >= options.steps:
+        return (f"it has taken all of --steps {options.steps}: only a larger number trains on",)
+    if optim.decay != "constant" and optim.decay_steps < options.steps:
+        return (
+            f"the learning rate is --min-lr {optim.min_lr} in all steps after {optim.decay_steps}: only a larger "
+            "--decay-steps lets it decay for longer",
+        )
+    return ()
 
 
 def remember(options: TrainOptions, *, step: int, num_tokens: int, data: DataPosition) -> TrainingState:
@@ -165,6 +196,7 @@ def remember(options: TrainOptions, *, step: int, num_tokens: int, data: DataPos
         num_tokens=num_tokens,
         dtype=_STORED[compute.master_dtype],
         compute_dtype=_STORED[compute.dtype] if compute.has_masters else None,
+        reduce_dtype=_STORED[compute.reduce_dtype] if compute.reduce_dtype != compute.master_dtype else None,
         optimizer=OptimizerState(name=_OPTIMIZER, max_norm=optim.max_norm, groups=(group,)),
         learning_rate=LearningRate(
             peak=optim.lr,
@@ -192,29 +224,6 @@ def advance(
     )
 
 
-def find_position(options: TrainOptions, left: DataPosition | None, tokenizer: str | None) -> DataPosition:
-    """Give where the data goes on; `left` is where the checkpoint left it, None for the first sequence.
-
-    Raises:
-        InputError: a source that names nothing; sequences are not numbered as they were; or the checkpoint's
-            cursor is of other sources.
-    """
-    found = _digest_data(options.data, options.batch.seq_len, tokenizer)
-    if left is not None and left.digest != found:
-        raise InputError(
-            "--data",
-            f"is cut into other sequences than those of which the checkpoint has used {left.num_sequences}: files, "
-            "their sizes, --seq-len, --text-field, --pack, --shuffle, --data-weight, --seed or the tokenizer changed",
-            "say what that run was told, or --restart-data to begin this data at its first sequence",
-        )
-    if left is not None and left.cursor is not None and len(left.cursor.sources) != len(options.data.groups):
-        raise InputError(
-            "training.data.cursor.sources",
-            f"expected a position for each of {len(options.data.groups)}, found {len(left.cursor.sources)}",
-        )
-    return left or DataPosition(num_sequences=0, digest=found)
-
-
 def _named(source: str, history: Path | None) -> Path:
     if history and re.fullmatch(r"step-\d+", source):
         folder = checkpoint_path(history, int(source.removeprefix("step-")))
@@ -228,6 +237,14 @@ def _named(source: str, history: Path | None) -> Path:
     return folder
 
 
+def _goes_back_to(past: Sequence[Path], origin: Path, manifest: Manifest) -> bool:
+    """Whether a checkpoint is one of these, or was made out of the newest: cut anew, or trained on elsewhere."""
+    if origin.resolve() in {path.resolve() for path in past}:
+        return True
+    newest = digest_bytes(read_small_file(past[0] / MANIFEST_NAME))
+    return newest in {parent.digest for parent in manifest.parents}
+
+
 def _check_state(training: TrainingState | None, where: str) -> None:
     """Refuse what AdamW, as the runner has it, cannot go on from."""
     if training is None or training.optimizer is None:
@@ -235,7 +252,7 @@ def _check_state(training: TrainingState | None, where: str) -> None:
     optimizer, rate = training.optimizer, training.learning_rate
     if optimizer.name != _OPTIMIZER:
         raise InputError(where, f"was trained with {optimizer.name}, and this runner steps with {_OPTIMIZER}", _ANEW)
-    for dtype in (training.dtype, training.compute_dtype):
+    for dtype in (training.dtype, training.compute_dtype, training.reduce_dtype):
         if dtype not in (None, *_DTYPES):
             raise InputError(where, f"was trained in {dtype}; this runner trains in {' or '.join(_DTYPES)}", _ANEW)
     if len(optimizer.groups) != 1 or optimizer.groups[0].fqns:
@@ -243,17 +260,3 @@ def _check_state(training: TrainingState | None, where: str) -> None:
     if rate is not None and rate.decay not in get_args(Decay):
         known = ", ".join(get_args(Decay))
         raise InputError(where, f"decays the learning rate by {rate.decay!r}; this runner knows {known}", _ANEW)
-
-
-def _digest_data(data: DataOptions, seq_len: int, tokenizer: str | None) -> str:
-    """Give a digest of what decides which sequence has which number: files by name and size, and how they are cut."""
-    groups = () if data.sources == (SYNTHETIC,) else map(find_files, data.groups)
-    named = [[(file.name, file.stat().st_size) for file in files] for files in groups]
-    how: dict[str, Any] = {"text_field": data.text_field, "pack": data.pack, "seed": data.seed}
-    if data.shuffle:
-        how["shuffle"] = True
-    if data.weights:
-        how["weights"] = data.weights
-    # Without weights, the files are one list: digests of checkpoints that are older than weights still hold.
-    files = named if data.weights else [file for group in named for file in group]
-    return digest_bytes(json.dumps([how, seq_len, tokenizer, files], sort_keys=True).encode())

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import torch.distributed as dist
 
 from manifests.digest import Hasher, digest_bytes
-from manifests.errors import InputError
+from manifests.errors import InputError, refused_by_system
 from manifests.invariants import MANIFEST_NAME
 from manifests.paths import shard_path
 from manifests.publish import publishing
@@ -21,6 +23,8 @@ from manifests.schema import WEIGHTS, Holds, Manifest, Parent, RandomState, Shar
 from manifests.slices import slice_metadata
 from manifests.store import read_small_file, sync_folder, write_file, write_manifest
 from runner.checkpoints.held import Held
+from runner.checkpoints.seen import check_folder, check_shards
+from runner.life.rounds import in_rounds
 from runner.life.together import together
 from runner.loading.fill import TORCH_DTYPES, bytes_of
 from runner.loading.pieces import Piece
@@ -34,12 +38,14 @@ _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 class Job:
     """What a run's checkpoints have in common: the manifest it trains, in `root`, and what its weights descend from.
 
-    Of the `num_writers` ranks that write a stage, each its own shards, this is `writer`.
+    Of the `num_writers` ranks that write a stage, each its own shards, this is `writer`. What lies in `root`, or in
+    `named`, is what the run was told to begin with, and stays.
     """
 
     manifest: Manifest
     root: Path
     parents: tuple[Parent, ...]
+    named: Path | None = None  # the checkpoint to resume, where it was not left to be found
     writer: int = 0
     num_writers: int = 1
 
@@ -70,10 +76,7 @@ def save(
         shared: list[list[str]] = [folder]
         dist.broadcast_object_list(shared, src=0, group=group)
         target = Path(shared[0][0])
-        written: list[Stage] = []
-        with together("save", group):
-            for index, kinds in held.items():
-                written.append(_write_stage(job, job.manifest.stages[index], kinds, target))
+        written = in_rounds("save", partial(_write_own, held, job, target), group)
         gathered: list[tuple[list[Stage], tuple[RandomState, ...]]] = [([], ())] * dist.get_world_size(group)
         dist.all_gather_object(gathered, (written, training.random), group=group)
         with together("save", group):
@@ -91,11 +94,17 @@ def parent_of(root: Path, location: str = "") -> Parent:
     return Parent(location=location or str(root.resolve()), digest=found)
 
 
-def write_shard(pieces: Sequence[Piece], root: Path, path: str, holds: Holds = WEIGHTS) -> Shard:
+def write_shard(
+    pieces: Sequence[Piece],
+    root: Path,
+    path: str,
+    holds: Holds = WEIGHTS,
+    is_given_up: Callable[[], bool] = lambda: False,
+) -> Shard:
     """Write a shard of these tensors or slices, in this order, with their digests, and bring it to disk.
 
     Raises:
-        InputError: it cannot be written: the disk is full, or the folder is read-only.
+        InputError: it cannot be written: the disk is full, or the folder is read-only; or it was given up.
     """
     entries = layout_tensors((piece.fqn, _NAMES[piece.memory.dtype], tuple(piece.memory.shape)) for piece in pieces)
     slices = {} if all(piece.is_whole for piece in pieces) else {piece.fqn: piece.part for piece in pieces}
@@ -106,6 +115,8 @@ def write_shard(pieces: Sequence[Piece], root: Path, path: str, holds: Holds = W
         with open(file, "wb") as stream:
             stream.write(header)
             for piece in pieces:
+                if is_given_up():
+                    raise InputError(str(file), "is left unfinished: another rank has failed")
                 data = bytes_of(piece.memory.detach().cpu().contiguous())
                 digests[piece.fqn] = Hasher(data).hexdigest()
                 stream.write(data)
@@ -116,19 +127,27 @@ def write_shard(pieces: Sequence[Piece], root: Path, path: str, holds: Holds = W
             os.fsync(stream.fileno())
         sync_folder(file.parent)
     except OSError as error:
-        raise InputError(str(file), f"cannot be written: {error.strerror}") from error
+        raise refused_by_system(str(file), error, "cannot be written") from error
     nbytes = len(header) + sum(entry.nbytes for entry in entries)
     return Shard(path=path, nbytes=nbytes, digest=digest_bytes(header), holds=holds)
 
 
-def _write_stage(job: Job, stage: Stage, kinds: Mapping[Holds, Sequence[Piece]], folder: Path) -> Stage:
-    """Write one rank's shards of a stage, and give the stage as if they were all of it."""
-    shards = tuple(
-        write_shard(pieces, folder, shard_path(stage.index, holds, number=job.writer, of=job.num_writers), holds)
-        for holds, pieces in kinds.items()
-        if pieces
-    )
-    weights = kinds[WEIGHTS]
+def _write_own(held: Held, job: Job, folder: Path, stop: threading.Event) -> list[Stage]:
+    """Write this rank's shards in the folder that rank 0 has made."""
+    check_folder(folder)
+
+    def write(stage: Stage, kinds: Mapping[Holds, Sequence[Piece]]) -> Stage:
+        paths = {holds: shard_path(stage.index, holds, number=job.writer, of=job.num_writers) for holds in kinds}
+        shards = (
+            write_shard(pieces, folder, paths[holds], holds, stop.is_set) for holds, pieces in kinds.items() if pieces
+        )
+        return _as_written(stage, tuple(shards), kinds[WEIGHTS])
+
+    return [write(job.manifest.stages[index], kinds) for index, kinds in held.items()]
+
+
+def _as_written(stage: Stage, shards: tuple[Shard, ...], weights: Sequence[Piece]) -> Stage:
+    """Give a stage as if one rank's shards were all of it."""
     return replace(
         stage,
         shards=shards,
@@ -157,6 +176,7 @@ def _join_stages(written: Iterable[Stage]) -> dict[int, Stage]:
 
 
 def _commit(job: Job, stages: Mapping[int, Stage], folder: Path, training: TrainingState) -> None:
+    check_shards(folder, [shard for stage in stages.values() for shard in stage.shards])
     for carried in job.manifest.files:
         target = folder / carried.path
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -46,7 +46,7 @@ class Saver:
     # Note [Saving beside training]
     A thread on each rank writes, and these threads agree on the commit among themselves, over a process
     group of their own: training runs no collective for a save, and never waits for a disk unless the
-    save before has not ended.
+    save before has not ended. They hear of each other while they write: `timeout` bounds no save.
 
     Every rank creates one, calls `save` after the same steps, and enters and leaves it as a context. It
     waits for the save in flight when it is left, unless a rank is gone.
@@ -60,6 +60,7 @@ class Saver:
         self._copy = self._pool.submit(HostCopy, held) if options.is_async else None
         self._running: Future[SaveReport] | None = None
         self._reports: list[SaveReport] = []
+        self.failure: UserError | None = None  # of the newest save that has ended
 
     def __enter__(self) -> Saver:
         return self
@@ -89,8 +90,9 @@ class Saver:
 
     def _wait(self) -> None:
         if self._running is not None:
-            self._reports.append(self._running.result())
-            self._running = None
+            ended, self._running = self._running.result(), None
+            self._reports.append(ended)
+            self.failure = ended.failure
 
     def _save(self, held: Held, training: TrainingState, started_s: float, copied_s: float) -> SaveReport:
         path, nbytes, failure = checkpoint_path(self._options.history, training.step), 0, None
@@ -102,7 +104,7 @@ class Saver:
         ended_s = time.perf_counter()
         if failure is None and self._options.keep is not None and dist.get_rank() == 0:
             try:
-                retire(self._options.history, path, self._options.keep)
+                retire(self._options.history, path, self._options.keep, spared=(self._job.root, self._job.named))
             except UserError as error:
                 logger.error("error: %s", error)
         return SaveReport(

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from manifests.errors import InputError, unreadable
+from manifests.errors import InputError, refused_by_system
 from manifests.jsontext import kind_of
 from runner.data.parquet import read_rows
 
 __all__ = ["LINES", "ROWS", "SUFFIXES", "TEXT", "Document", "find_files", "line_offsets", "read_documents"]
 
 TEXT, LINES, ROWS = SUFFIXES = (".txt", ".jsonl", ".parquet")
+_OTHERS = 'write other formats as .jsonl: a line {"text": "…"} for each document'
 _PIECE_NBYTES = 64 << 10
 _SCAN_NBYTES = 1 << 20
 
@@ -89,16 +90,16 @@ def _files_of(source: str) -> Iterator[Path]:
     if path.is_dir():
         found = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
         if not found:
-            raise InputError(source, f"no file in this folder ends in {', '.join(SUFFIXES)}")
+            raise InputError(source, f"no file in this folder ends in {', '.join(SUFFIXES)}", _OTHERS)
     elif path.exists():
         found = [path]
     else:
         found = sorted(Path(name) for name in glob.glob(source, recursive=True) if Path(name).is_file())
         if not found:
-            raise InputError(source, "no such file or folder, and no file matches it")
+            raise InputError(source, "no such file or folder, and no file matches it", "look for a slip in its name")
     for file in found:
         if file.suffix not in SUFFIXES:
-            raise InputError(str(file), f"expected a file that ends in {', '.join(SUFFIXES)}")
+            raise InputError(str(file), f"expected a file that ends in {', '.join(SUFFIXES)}", _OTHERS)
         yield file
 
 
@@ -158,13 +159,14 @@ def _json_text(line: bytes, text_field: str, file: Path, begin: int) -> str:
         raise InputError(_line_at(file, begin), f"is not a line of JSON: {error}") from error
     if isinstance(record, dict) and isinstance(text := record.get(text_field), str):
         return text
+    hint = "--text-field NAME says which one holds the text"
     if not isinstance(record, dict):
-        problem = f"expected a JSON object, found {kind_of(record)}"
+        problem, hint = f"expected a JSON object, found {kind_of(record)}", _OTHERS
     elif text_field not in record:
         problem = f"no field {text_field!r}; it has {', '.join(map(repr, sorted(record)))}"
     else:
         problem = f"expected text in {text_field!r}, found {kind_of(record[text_field])}"
-    raise InputError(_line_at(file, begin), problem)
+    raise InputError(_line_at(file, begin), problem, hint)
 
 
 def _line_at(file: Path, offset: int, num_lines: int = 0) -> str:
@@ -194,4 +196,4 @@ def _open(file: Path, buffer_nbytes: int = -1) -> Iterator[BinaryIO]:
         with open(file, "rb", buffering=buffer_nbytes) as stream:
             yield stream
     except OSError as error:
-        raise unreadable(str(file), error) from error
+        raise refused_by_system(str(file), error) from error

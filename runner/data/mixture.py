@@ -77,7 +77,7 @@ def _read_passes(
                     is_empty = False
                     yield found, chain((first,), ids)
         if is_empty:
-            raise InputError(source.name, "there is no text to learn from")
+            raise InputError(source.name, "there is no text to learn from", "its files are empty: name others")
         if not is_endless:
             return
         position = _first_position(position.epoch + 1)
@@ -108,7 +108,7 @@ def _skip(
 
 def _nothing_at(source: Source) -> InputError:
     problem = "ends before the place at which the checkpoint left it"
-    return InputError(source.name, problem, "--restart-data begins this data at its first sequence")
+    return InputError(source.name, problem, "--restart-data with another --seed begins this data at its first sequence")
 
 
 def _first_position(epoch: int) -> SourcePosition:

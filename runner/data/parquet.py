@@ -8,10 +8,11 @@ from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any
 
-from manifests.errors import InputError, unreadable
+from manifests.errors import InputError, refused_by_system
 
 __all__ = ["group_sizes", "read_group", "read_rows"]
 
+_COLUMN = "--text-field NAME says which one holds the text"
 _ROWS = 64  # in memory at a time, where they are read in order
 
 
@@ -71,7 +72,7 @@ def _open(file: Path, column: str | None = None) -> Iterator[Any]:
         import pyarrow
         from pyarrow import parquet
     except ImportError as error:
-        raise InputError(str(file), "Parquet needs pyarrow, which is not installed") from error
+        raise InputError(str(file), "Parquet needs pyarrow, which is not installed", "pip install pyarrow") from error
     try:
         with parquet.ParquetFile(file) as table:
             if column is not None:
@@ -79,7 +80,7 @@ def _open(file: Path, column: str | None = None) -> Iterator[Any]:
             yield table
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.strerror:
-            raise unreadable(str(file), error) from error
+            raise refused_by_system(str(file), error) from error
         raise InputError(str(file), f"cannot be read as Parquet: {error}") from error
 
 
@@ -87,7 +88,7 @@ def _check_column(schema: Any, column: str, file: Path) -> None:
     import pyarrow
 
     if column not in schema.names:
-        raise InputError(str(file), f"no column {column!r}; it has {', '.join(map(repr, schema.names))}")
+        raise InputError(str(file), f"no column {column!r}; it has {', '.join(map(repr, schema.names))}", _COLUMN)
     kind = schema.field(column).type
     if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-        raise InputError(str(file), f"expected text in column {column!r}, found {kind}")
+        raise InputError(str(file), f"expected text in column {column!r}, found {kind}", _COLUMN)

@@ -12,10 +12,9 @@ from manifests.errors import InputError
 from manifests.jsontext import parse_json_object
 from manifests.store import read_small_file
 from runner.data.files import Document
+from runner.loading.packed import check_tokenizer
 
 __all__ = ["Vocabulary", "load_tokenizer", "load_vocabulary"]
-
-_TOKENIZER = "tokenizer.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,9 +83,7 @@ def load_tokenizer(folder: Path, otherwise: str = "give --tokens") -> Tokenizer:
     Raises:
         InputError: no tokenizer, or a broken one; the hint says what can be done `otherwise`.
     """
-    file = folder / _TOKENIZER
-    if not file.exists():
-        raise InputError(str(file), "no such file", f"pack the model with its tokenizer, or {otherwise}")
+    file = check_tokenizer(folder, otherwise)
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises nothing narrower

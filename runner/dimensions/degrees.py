@@ -88,10 +88,11 @@ class DegreeOptions:
         shard = self.shard or max(1, data // replicate)
         if replicate * shard != data:
             asked = "--dp-shard" if self.shard != 1 else "--dp-replicate"
+            hint = f"start {num_pipeline_ranks * self.tensor * replicate * shard} ranks, or leave {asked} out"
             raise UsageError(
                 asked,
                 f"{replicate} replicas of {shard} shards are {replicate * shard} data-parallel ranks for each stage, "
                 f"and {world_size} ranks over {num_pipeline_ranks} pipeline ranks and --tp {self.tensor} leave {data}",
-                "leave --dp-replicate out, or take --dp-shard auto",
+                hint,
             )
         return Degrees(pipeline=num_pipeline_ranks, replicate=replicate, shard=shard, tensor=self.tensor)

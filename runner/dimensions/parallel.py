@@ -9,6 +9,7 @@ is already over the valid tokens of all ranks (Note [Loss over tokens]).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -99,6 +100,9 @@ def _shard(chunk: StageChunk, mesh: DeviceMesh, compute: ComputeOptions) -> None
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply while it adds
         module.set_reduce_scatter_unused_params(True)  # an expert may have had no tokens on some ranks
+    # FSDP misses a backward through an output that is a view and changed in place: stages' outputs never are.
+    sharded = type(chunk.body).__name__
+    warnings.filterwarnings("ignore", rf"FSDP2-wrapped module \({sharded}\) returned a view tensor", UserWarning)
 
 
 def _reduce_sharded(root: FSDPModule) -> None:

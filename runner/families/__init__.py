@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Protocol
 from manifests.errors import InputError
 from manifests.models import model_shape
 from runner.families.decoders import DECODERS
-from runner.loading.pieces import Piece
 from runner.recipe import check_trainable
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from runner.loading.pieces import Piece
 
 __all__ = ["FAMILIES", "Family", "family_for"]
 

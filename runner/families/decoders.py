@@ -41,12 +41,15 @@ class Decoder:
             reader = config.section(section) if section else config
             if reader is not None and (found := reader.config.get(name)) is not None and found not in allowed:
                 raise reader.error(name, f"{found!r} is not modelled; expected {allowed[0]!r} or nothing")
-        if self.length is not None:
-            name, default = self.length
-            most = config.count(name, default)
-            if seq_len > most:
-                problem = f"expected at most {most}, which is {name} of the model's config, found {seq_len}"
-                raise UsageError("--seq-len", problem)
+        if self.length is not None and seq_len > (most := self.positions_in(config)):
+            problem = f"expected at most {most}, which is {self.length[0]} of the model's config, found {seq_len}"
+            raise UsageError("--seq-len", problem)
+
+    def positions_in(self, config: ConfigReader) -> int:
+        """Give how many tokens a sequence of this model can have, if that is limited."""
+        assert self.length is not None
+        name, default = self.length
+        return config.count(name, default)
 
 
 DECODERS: Mapping[str, Decoder] = {

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manifests.digest import PREFIX
-from manifests.errors import InputError, UserError
+from manifests.errors import InputError, UserError, refused_by_system
 from manifests.schema import Holds, Manifest, Shard
 from manifests.store import open_shard
 from runner.loading.proven import proven_blocks
@@ -47,7 +47,11 @@ def node_folder(directory: Path, name: str, digest: str) -> Path:
     """
     found = os.path.expandvars(directory)
     if "$" in found:
-        raise UserError(f"{FLAG} {directory}", "names a variable that is not set on this node")
+        raise UserError(
+            f"{FLAG} {directory}",
+            "names a variable that is not set on this node",
+            "set it for the ranks, or name a path",
+        )
     return Path(found) / f"{name[:80]}-{digest.removeprefix(PREFIX)[:16]}"
 
 
@@ -228,4 +232,4 @@ def _said(path: Path) -> Iterator[None]:
             hint = "the disk has filled up since the copy was begun: remove what no job uses"
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             hint = f"{FLAG} names a folder that this user can write on every node"
-        raise UserError(str(error.filename or path), f"cannot be written: {error.strerror}", hint) from error
+        raise refused_by_system(str(error.filename or path), error, "cannot be written", hint) from error

@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from manifests.errors import InputError, UsageError
+from manifests.errors import UsageError, refused_by_system
 from manifests.invariants import MANIFEST_NAME
-from manifests.store import find_manifest, read_manifest
+from manifests.store import locate_manifest, read_manifest
 from runner.loading.packed import Packed, open_packed
 from runner.recipe import check_trainable
 from stores.address import is_url
@@ -36,7 +36,7 @@ def fetch(file: ManifestFile, folder: Path) -> Packed:
             _put(folder / carried.path, read_whole(file.folder.file(carried.path), carried.digest))
         _put(folder / MANIFEST_NAME, read_whole(file.folder.file(file.name)))
     except OSError as error:
-        raise InputError(str(error.filename or folder), f"cannot be written: {error.strerror}") from error
+        raise refused_by_system(str(error.filename or folder), error, "cannot be written") from error
     return replace(open_packed(folder), store=file.folder)
 
 
@@ -49,7 +49,7 @@ def opened(manifest: str, *, is_staged: bool) -> Iterator[tuple[str, Packed]]:
         InputError: there is no manifest, or the runner has no family for its model; and as `fetch`.
     """
     if not is_url(manifest):
-        path = find_manifest(Path(manifest)).resolve()
+        path = locate_manifest(Path(manifest))
         check_trainable(read_manifest(path).model.architecture)
         yield str(path), open_packed(path.parent)
         return

@@ -6,16 +6,15 @@ import logging
 import threading
 import time
 from collections.abc import Container
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-
-import torch.distributed as dist
 
 from manifests.errors import InputError
 from manifests.schema import MOMENTS, WEIGHTS, Holds, Manifest, Shard
 from runner.checkpoints.save import parent_of
 from runner.dimensions.mesh import Mesh
+from runner.life.rounds import in_rounds, is_true_for_all
 from runner.life.together import from_rank_0, together
 from runner.life.world import World
 from runner.loading.copies import CopyFolder, check_copied, deal, node_folder, shards_of
@@ -28,7 +27,6 @@ from stores.manifest_file import find_manifest_file
 __all__ = ["CopyReport", "Nearby", "fetch_nearby", "nearby_of"]
 
 logger = logging.getLogger("runner")
-_ROUND_S = 2.0  # ranks hear of each other so often while they copy: no wait for one is long, and all fail soon
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,21 +110,11 @@ class Nearby:
         Raises:
             UserError: on all ranks alike, whichever met it.
         """
-        started_s, stop = time.perf_counter(), threading.Event()
+        started_s = time.perf_counter()
         with together("stage to local"):
             if self._world.local_rank == 0:
                 self._folder.check_room(self._shards)
-        with ThreadPoolExecutor(1, thread_name_prefix="nearby") as pool:
-            bringing = pool.submit(self._bring_own, proves, stop)
-            try:
-                is_done = False
-                while not is_done:
-                    wait((bringing,), timeout=_ROUND_S)
-                    is_done = _is_true_for_all(bringing.done())
-                    with together("stage to local"):
-                        nbytes, reused_nbytes, num_damaged = bringing.result() if bringing.done() else (0, 0, 0)
-            finally:
-                stop.set()
+        nbytes, reused_nbytes, num_damaged = in_rounds("stage to local", partial(self._bring_own, proves))
         report = CopyReport(
             nbytes=nbytes,
             reused_nbytes=reused_nbytes,
@@ -138,7 +126,7 @@ class Nearby:
 
     def mend(self) -> bool:
         """Make damaged copies again, and give whether there were any on any node. Every rank of the job calls this."""
-        return not _is_true_for_all(self.bring(proves=True).num_damaged == 0)
+        return not is_true_for_all(self.bring(proves=True).num_damaged == 0)
 
     def _bring_own(self, proves: bool, stop: threading.Event) -> tuple[int, int, int]:
         """Bring this rank's part; give the bytes copied, those that were there, and how many copies were damaged."""
@@ -164,9 +152,3 @@ class Nearby:
                 self._world.rank, report.nbytes / 2**30, self.path, report.copy_s, report.reused_nbytes / 2**30,
                 f", and {report.num_damaged} damaged copies, made again" if report.num_damaged else "",
             )  # fmt: skip
-
-
-def _is_true_for_all(value: bool) -> bool:
-    values = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return all(values)

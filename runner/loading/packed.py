@@ -16,7 +16,9 @@ from manifests.store import read_manifest, read_small_file
 from stores.base import Folder
 from stores.bundles import Bundles
 
-__all__ = ["Packed", "open_packed"]
+__all__ = ["TOKENIZER", "Packed", "check_tokenizer", "open_packed"]
+
+TOKENIZER = "tokenizer.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +46,7 @@ class Packed:
     @property
     def tokenizer(self) -> str | None:
         """The digest of tokenizer.json, if there is one."""
-        return _digest_of("tokenizer.json", self.manifest)
+        return _digest_of(TOKENIZER, self.manifest)
 
     @property
     def stage_modules(self) -> tuple[tuple[str, ...], ...]:
@@ -72,6 +74,20 @@ def open_packed(folder: Path) -> Packed:
     shape = model_shape(config, str(path))
     check_model(manifest, shape, str(folder / MANIFEST_NAME))
     return Packed(root=folder, manifest=manifest, config=config, shape=shape)
+
+
+def check_tokenizer(folder: Path, otherwise: str = "") -> Path:
+    """Give the file of a checkpoint folder's tokenizer, having seen that it is there.
+
+    Raises:
+        InputError: it is not; the hint says what can be done `otherwise`, if anything can.
+    """
+    file = folder / TOKENIZER
+    if not file.exists():
+        raise InputError(
+            str(file), "no such file", f"pack the model with its tokenizer{otherwise and f', or {otherwise}'}"
+        )
+    return file
 
 
 def _digest_of(name: str, manifest: Manifest) -> str | None:

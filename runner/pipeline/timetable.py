@@ -141,7 +141,8 @@ def read_timetable(path: Path, placement: Placement) -> Timetable:
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(str(path), f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        hint = "look for a slip in its name" if isinstance(error, FileNotFoundError) else ""
+        raise InputError(str(path), f"cannot be read: {getattr(error, 'strerror', None) or error}", hint) from error
     if _TRANSFERS.search(text):
         # Its transfers are replaced: see Note [Waiting for sends] in pipeline.py.
         table = lower(compute_part(read_lowered_csv(text, str(path), placement)))

@@ -16,8 +16,10 @@ from tokenizers import Tokenizer
 
 from manifests.errors import UsageError
 from manifests.jsontext import parse_json_object
+from manifests.models import ConfigReader
 from manifests.store import read_small_file
 from runner.data.vocabulary import load_tokenizer
+from runner.families.decoders import DECODERS
 from runner.life.rank import run_rank
 from runner.life.together import alone, together
 from runner.life.world import World
@@ -136,6 +138,9 @@ def _check_prompts(prompts: Sequence[Sequence[int]], longest: int, packed: Packe
     if isinstance(vocab_size, int) and highest >= vocab_size:
         raise UsageError("--tokens", f"{highest} is beyond the model's vocabulary of {vocab_size}")
     limit = packed.config.get("max_position_embeddings")
+    decoder = DECODERS.get(packed.shape.architecture)
+    if decoder is not None and decoder.length is not None:
+        limit = decoder.positions_in(ConfigReader(packed.config, "config.json"))
     if isinstance(limit, int) and longest > limit:
         raise UsageError(
             "--max-new-tokens",

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from manifests.schedules import default_schedule
-from manifests.store import find_manifest, read_manifest
+from manifests.store import locate_manifest, read_manifest
 from runner.families import family_for
 from runner.launch.local import check_world
 from runner.life.place import declare, stages_of
@@ -55,8 +55,9 @@ class ReadModel:
 
 def meet(options: ReadOptions, world: World) -> tuple[Path, torch.device]:
     """Meet the other ranks, and give the folder of the manifest and this rank's device."""
-    path = find_manifest(options.manifest).resolve()
-    manifest = read_manifest(path)
+    with alone(world.rank):
+        path = locate_manifest(options.manifest)
+        manifest = read_manifest(path)
     check_world(manifest, world.size)
     declare(world.rank, stages_of(manifest, world.rank, world.size))
     with alone(world.rank):

@@ -15,7 +15,7 @@ from manifests.errors import UsageError
 from manifests.store import find_manifest, read_manifest
 from runner.data.files import find_files
 from runner.launch.local import launch_here
-from runner.loading.packed import open_packed
+from runner.loading.packed import check_tokenizer, open_packed
 from runner.options import Device
 from runner.recipe import SYNTHETIC, DataOptions, Dtype, check_trainable
 
@@ -197,8 +197,11 @@ def _launch(
     open_packed(path.parent)
     if not dry_run:
         find_files(texts)
+    if texts:
+        check_tokenizer(path.parent)
     num_ranks = manifest.layout.num_ranks
-    launch_here(context.meta[_ARGS], nproc_per_node=num_ranks, dry_run=dry_run, worker=worker)
+    words = [word for word in context.meta[_ARGS] if word != "--dry-run"]  # of the launcher, which prints the command
+    launch_here(words, nproc_per_node=num_ranks, dry_run=dry_run, worker=worker)
 
 
 def _read_flags(command: click.Command, name: str, args: Sequence[str]) -> dict[str, Any]:

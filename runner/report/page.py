@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from manifests.errors import UserError
+from manifests.errors import UsageError, UserError
 from manifests.schedules import Timeline
 from runner.report.plan import planned
 from runner.report.read import RunLog, StepTrace, Traces, read_run
@@ -22,6 +22,7 @@ __all__ = ["write_report"]
 _COLOURS = {"F": "#4c78a8", "B": "#e4572e", "I": "#f2a541", "W": "#76b041", "L": "#9d7ad2"}
 _KINDS = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients", "L": "loss"}
 _PARTS = ("data", "compute", "communication", "bubble")
+_SUFFIXES = (".html", ".htm")
 _INK, _FAINT = "#1f2430", "#8a8f98"
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1f2430; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
@@ -37,8 +38,11 @@ def write_report(log_dir: Path, out: Path) -> str:
     """Write the page about the run with this log folder, and give what it comes to in a sentence.
 
     Raises:
+        UsageError: the name of the page is that of another kind of file.
         UserError: nothing to tell of, a page that cannot be written, or matplotlib is missing.
     """
+    if out.suffix not in _SUFFIXES:
+        raise UsageError("--out", f"expected a name that ends in {' or '.join(_SUFFIXES)}, found {out}")
     run = read_run(log_dir)
     try:
         parts = [f"<h1>{html.escape(log_dir.resolve().name)}</h1>", _summary(run), *_curves(run), *_times(run)]

@@ -152,17 +152,15 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, max_norm: fl
 
 def _squared_norms(parameters: Iterable[nn.Parameter], mesh: Mesh | None) -> list[float]:
     squares = [
-        _squared_norm(
-            local_of(parameter.grad) if parameter.grad is not None and (mesh is None or mesh.owns(parameter)) else None
-        )
+        _squared_norm(local_of(parameter.grad))
+        if parameter.grad is not None and (mesh is None or mesh.owns(parameter))
+        else torch.zeros((), dtype=torch.float64, device=parameter.device)
         for parameter in parameters
     ]
     return torch.stack(squares).tolist() if squares else []
 
 
-def _squared_norm(gradient: torch.Tensor | None) -> torch.Tensor:
-    if gradient is None:
-        return torch.zeros((), dtype=torch.float64)
+def _squared_norm(gradient: torch.Tensor) -> torch.Tensor:
     size = _CPU_PART if gradient.device.type == "cpu" else _PART
     parts = [part.double().square().sum() for part in torch.split(gradient.reshape(-1), size)]
     return torch.stack(parts).sum()

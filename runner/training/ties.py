@@ -23,7 +23,7 @@ from manifests.placement import Placement
 from manifests.schema import TieGroup
 from runner.dimensions.shards import local_of, local_offset, mesh_dims
 from runner.pipeline.chunk import NamedParameter, StageChunk, named_hf_parameters
-from runner.training.precision import share_master, zero_gradient
+from runner.training.precision import kept, share_master, zero_gradient
 
 __all__ = ["Tie", "build_ties", "check_equal", "check_loaded", "follow_leaders", "lead_parameters", "sync_gradients"]
 
@@ -45,7 +45,7 @@ class Tie:
 
 
 def check_loaded(groups: Iterable[TieGroup], chunks: Sequence[StageChunk]) -> None:
-    """Make sure that the copies of a tied weight that this rank has read are equal; no collective.
+    """Make sure that the copies of a tied weight that this rank has read, and keeps, are equal; no collective.
 
     Raises:
         InputError: naming two that differ.
@@ -54,7 +54,7 @@ def check_loaded(groups: Iterable[TieGroup], chunks: Sequence[StageChunk]) -> No
     for group in groups:
         keys = [(member.fqn, member.stage) for member in group.members if (member.fqn, member.stage) in found]
         for key in keys[1:]:
-            if not torch.equal(local_of(found[key]), local_of(found[keys[0]])):
+            if not torch.equal(local_of(kept(found[key])), local_of(kept(found[keys[0]]))):
                 raise InputError(
                     f"tied weight {group.owner.fqn}",
                     f"{keys[0][0]} on stage {keys[0][1]} and {key[0]} on stage {key[1]} hold different values",
@@ -143,9 +143,9 @@ def sync_gradients(ties: Sequence[Tie]) -> None:
 def check_equal(
     ties: Sequence[Tie],
     *,
-    of: Callable[[nn.Parameter], torch.Tensor] = lambda weight: weight,
+    of: Callable[[nn.Parameter], torch.Tensor] = kept,
 ) -> None:
-    """Make sure that all copies of each tied weight, or of what `of` gives for it, hold the same bytes.
+    """Make sure that all copies of each tied weight, as it is kept, or of what `of` gives for it, hold the same bytes.
 
     Every rank calls this. Ranks that hold the same part of a weight are compared, of all pipelines.
 

@@ -30,6 +30,7 @@ STATE: Mapping[str, Any] = {
     "num_tokens": 7680,
     "dtype": "F32",
     "compute_dtype": None,
+    "reduce_dtype": None,
     "optimizer": {
         "name": "AdamW",
         "max_norm": 0.5,

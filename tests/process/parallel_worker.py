@@ -21,7 +21,8 @@ import torch
 from torch import distributed as dist
 
 from runner.begin import Ready, begin
-from runner.checkpoints.resume import find_position, remember
+from runner.checkpoints.position import find_data
+from runner.checkpoints.resume import remember
 from runner.checkpoints.save import save
 from runner.life.world import World, join_world
 from runner.loading.load import load_tensors
@@ -125,7 +126,7 @@ def state_of(ready: Ready) -> list[Part]:
 
 def save_state(ready: Ready, folder: Path, rank: int) -> None:
     """Save what there is after the first step."""
-    state = remember(ready.options, step=1, num_tokens=1, data=find_position(ready.options, None, None))
+    state = remember(ready.options, step=1, num_tokens=1, data=find_data(ready.options, None, None).position)
     save(ready.held_state(), ready.job, folder, replace(state, random=(random_state(rank, CPU),)))
 
 

@@ -2,11 +2,14 @@
 
 usage: resume_worker.py JOBS
 
-JOBS is a JSON list of {"root": …, "args": […], "log": …}; a job's log gets what rank 0 says, its refusal too.
+JOBS is a JSON list of {"root": …, "args": […], "log": …}; a job's log gets what rank 0 says, its refusal too, and how
+many stages it has in memory whenever it has loaded some.
+{rank} in an argument is the rank's number: a path on a disk that is its node's own.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -20,17 +23,28 @@ from torch import distributed as dist
 from manifests.errors import UserError
 from runner.life.world import World, join_world
 from runner.options import parse_training
+from runner.pipeline.chunk import StageChunk
 from runner.worker import run
 
 CPU = torch.device("cpu")
 
 
+class Log(logging.FileHandler):
+    def emit(self, record: logging.LogRecord) -> None:
+        super().emit(record)
+        if "loaded %d tensors" in record.msg:
+            chunks = sum(isinstance(found, StageChunk) for found in gc.get_objects())
+            print(f"{chunks} stages in memory", file=self.stream)
+
+
 def run_job(job: dict[str, Any], world: World) -> None:
     logger = logging.getLogger("runner")
-    handler = logging.FileHandler(job["log"]) if world.rank == 0 else logging.NullHandler()
+    handler = Log(job["log"]) if world.rank == 0 else logging.NullHandler()
     logger.addHandler(handler)
+    args = [arg.replace("{rank}", str(world.rank)) for arg in job["args"]]
+    gc.collect()  # what the job before has left
     try:
-        run(Path(job["root"]), parse_training(job["args"]), world, CPU)
+        run(Path(job["root"]), parse_training(args), world, CPU)
     except UserError as error:
         logger.error("error: %s", error)
     finally:

@@ -2,8 +2,9 @@
 
 usage: save_worker.py PACKED HISTORY LAST [FULL]
 
-Goes on after the newest checkpoint until step LAST. In step FULL, rank 1's disk is full. Rank 0 prints a
-line for each save: `saved N` or `failed N MESSAGE`.
+Goes on after the newest checkpoint until step LAST. In step FULL, rank 1's disk is full. With SLOW_S, that disk takes
+so many seconds to bring a file to it. Ranks wait for TIMEOUT_S for each other's saves. Rank 0 prints a line for each
+save: `saved N` or `failed N MESSAGE`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import resource
 import signal
 import sys
+import time
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -31,6 +33,7 @@ from runner.loading.pieces import whole_pieces
 from runner.options import parse_training
 
 TIMEOUT = timedelta(seconds=60)
+SAVE_TIMEOUT = timedelta(seconds=float(os.environ.get("TIMEOUT_S", 60)))
 
 
 def held_by(rank: int, packed: Packed) -> Held:
@@ -45,6 +48,16 @@ def tell(reports: tuple[SaveReport, ...], rank: int) -> None:
         print(f"failed {report.step} {report.failure}" if report.failure else f"saved {report.step}", flush=True)
 
 
+def slow_down(seconds: float) -> None:
+    fsync = os.fsync
+
+    def slow_fsync(descriptor: int) -> None:
+        time.sleep(seconds)
+        fsync(descriptor)
+
+    os.fsync = slow_fsync  # type: ignore[assignment]
+
+
 def main(folder: Path, history: Path, last: int, full: int) -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -52,6 +65,8 @@ def main(folder: Path, history: Path, last: int, full: int) -> None:
     rank, packed = dist.get_rank(), open_packed(folder)
     options = parse_training(["--data", "synthetic", "--checkpoint", str(history), "--keep", "2"])
     held = held_by(rank, packed)
+    if rank == 1 and "SLOW_S" in os.environ:
+        slow_down(float(os.environ["SLOW_S"]))
     first = (step_of(found[0]) or 0) + 1 if (found := find_checkpoints(history)) else 1
     dist.barrier()
     with ExitStack() as stack:
@@ -59,7 +74,7 @@ def main(folder: Path, history: Path, last: int, full: int) -> None:
             stack.enter_context(hold_history(history))
         job = Job(manifest=packed.manifest, root=packed.root, parents=(parent_of(packed.root),))
         assert options.checkpoint is not None
-        saver = stack.enter_context(Saver(job, options.checkpoint, held, TIMEOUT))
+        saver = stack.enter_context(Saver(job, options.checkpoint, held, SAVE_TIMEOUT))
         for step in range(first, last + 1):
             for piece in (piece for kinds in held.values() for pieces in kinds.values() for piece in pieces):
                 piece.memory.fill_(step)

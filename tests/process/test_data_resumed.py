@@ -7,6 +7,7 @@ bits, weights and moments by their digests. The sources are small, so that all o
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -53,9 +54,27 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     launch_jobs(runs, 4, [resumed(runs, "same", four, name) for name in NAMES])
     wrong = ("--data", runs.place / "lines.jsonl", "--no-shuffle", "--resume", runs.checkpoint("whole-packed", 6))
     taken = (*data_of(PACKED, runs.place), "--resume", runs.checkpoint("whole-packed"))
-    others = [runs.job("wrong", two, *wrong), runs.job("taken", two, *taken)]
+    others = [runs.job("wrong", two, *wrong), runs.job("taken", two, *taken), *attempts(runs, two), stale(runs, two)]
     launch_jobs(runs, 2, [*(resumed(runs, "fewer", two, name) for name in NAMES), *others])
     return runs
+
+
+def attempts(runs: Runs, root: Path) -> list[dict[str, object]]:
+    """Begin other data at a checkpoint, and start the same job again, as a scheduler does, a step further each time."""
+    history = runs.history("attempts")
+    shutil.copytree(runs.checkpoint("whole-packed", 6), history / "step-000006")
+    words = ("--data", runs.place / "lines.jsonl", "--restart-data", "--resume", "auto", "--checkpoint", history)
+    return [runs.job(f"attempt-{steps}", root, *words, steps=steps) for steps in (7, 8, 9)]
+
+
+def stale(runs: Runs, root: Path) -> dict[str, object]:
+    """Give each rank a copy of its own, of which the last one lacks a line."""
+    for rank in (0, 1):
+        node = runs.place / f"node-{rank}"
+        node.mkdir()
+        lines = (runs.place / "lines.jsonl").read_text().splitlines(keepends=True)
+        (node / "lines.jsonl").write_text("".join(lines[rank:]))
+    return runs.job("stale", root, "--data", runs.place / "node-{rank}" / "lines.jsonl", "--seq-len", 24, steps=1)
 
 
 def resumed(runs: Runs, how: str, root: Path, name: str) -> dict[str, object]:
@@ -99,6 +118,29 @@ def test_data_in_another_order_is_refused(runs: Runs) -> None:
         "error: rank 0: --data: is cut into other sequences than those of which the checkpoint has used 48: files, "
         "their sizes, --seq-len, --text-field, --pack, --shuffle, --data-weight, --seed or the tokenizer changed"
     )
+
+
+def test_other_data_is_begun_once_and_gone_on_with_by_later_attempts(runs: Runs) -> None:
+    left = [state_of(runs.checkpoint("attempts", step)).data for step in (6, 7, 8, 9)]
+    assert [data.num_sequences for data in left if data is not None] == [48, 8, 16, 24]
+    assert [list(runs.losses(f"attempt-{step}")) for step in (7, 8, 9)] == [[7], [8], [9]]
+    assert (
+        "note: --restart-data begins this data at its first sequence: it is not that of which the checkpoint has "
+        "used 48\n"
+    ) in runs.said("attempt-7")
+    assert (
+        "note: --restart-data changes nothing: the checkpoint has used 16 sequences of this very data; another --seed "
+        "as well begins it anew\n"
+    ) in runs.said("attempt-9")
+
+
+def test_rank_whose_data_is_not_rank_0s_ends_the_run_before_its_first_step(runs: Runs) -> None:
+    said = runs.said("stale")
+    assert said[said.index("error: ") :].splitlines()[0] == (
+        f"error: rank 1: --data {runs.place}/node-1/lines.jsonl: has other files than rank 0 finds there, by their "
+        "names and sizes"
+    )
+    assert not any("loss" in line for line in said.splitlines())
 
 
 def test_run_that_has_taken_all_its_steps_says_so_and_takes_none(runs: Runs) -> None:

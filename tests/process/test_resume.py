@@ -378,7 +378,8 @@ REFUSALS: list[tuple[str, Callable[[Runs], str]]] = [
         "other model",
         lambda runs: (
             f"rank 0: {runs.checkpoint('whole-2-1F1B-tied', 6)}/manifest.json: holds another model of this "
-            "architecture: they tie other weights"
+            "architecture: they tie other weights\n"
+            "hint: resume a checkpoint of the model that is launched, or launch the manifest of this one"
         ),
     ),
     (

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
+import resource
 import signal
 import socket
 import subprocess
@@ -19,7 +21,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from manifests.store import read_manifest
-from runner.checkpoints.history import find_checkpoints, step_of
+from runner.checkpoints.history import checkpoint_path, find_checkpoints, step_of
 from tests.builders import llama_config, reshard, write_model
 from tests.fast.runner.tiny import save_model
 
@@ -40,19 +42,26 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "packed"
 
 
-@contextmanager
-def two_savers(packed: Path, history: Path, *args: object) -> Iterator[list[subprocess.Popen[str]]]:
+def meeting(world_size: int) -> dict[str, str]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "tests/process/save_worker.py", str(packed), str(history), *map(str, args)]
-    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
+    return {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+
+
+@contextmanager
+def two_savers(
+    packed: Path, history: Path, *args: object, folders: tuple[Path, Path] = (ROOT, ROOT), **environment: str
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Start two ranks, each in its folder, which `history` may be relative to: so nodes have disks of their own."""
+    command = [sys.executable, str(ROOT / "tests/process/save_worker.py"), str(packed), str(history), *map(str, args)]
+    shared = {**os.environ, **meeting(2), "PYTHONPATH": str(ROOT), **environment}
     ranks = [
         subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, **meeting, "RANK": str(rank)}, stdout=subprocess.PIPE,
+            command, cwd=folder, env={**shared, "RANK": str(rank)}, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, text=True,
         )
-        for rank in range(2)
+        for rank, folder in enumerate(folders)
     ]  # fmt: skip
     try:
         yield ranks
@@ -107,6 +116,69 @@ def test_save_that_fails_on_one_rank_fails_on_all_and_the_next_one_is_whole(pack
     assert sorted(path.name for path in history.iterdir()) == ["step-000001", "step-000003"]
     for checkpoint in find_checkpoints(history):
         check(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("left", "problem"),
+    [
+        ((), ": rank 0 made this folder, and it is not here"),
+        (
+            ("history/.step-000001.partial",),
+            "/stage-001/model.safetensors: another rank wrote this shard, and it is not here",
+        ),
+    ],
+    ids=["no folder", "a folder of that name"],
+)
+def test_save_to_a_folder_that_each_node_has_for_itself_is_never_committed(
+    left: tuple[str, ...], problem: str, packed: Path, tmp_path: Path
+) -> None:
+    folders = (tmp_path / "node0", tmp_path / "node1")
+    for folder in (*folders, *(folders[1] / name for name in left)):
+        folder.mkdir(parents=True)
+    with two_savers(packed, Path("history"), 1, folders=folders) as ranks:
+        out, errors = ranks[0].communicate(timeout=60)
+        assert (ranks[0].wait(30), ranks[1].wait(30)) == (0, 0), errors
+    assert out.splitlines() == [
+        f"failed 1 rank {int(not left)}: history/.step-000001.partial{problem}",
+        "hint: --checkpoint and --save must be in a folder that all nodes share",
+    ]
+    assert list((folders[0] / "history").iterdir()) == []
+    assert (folders[1] / "history").exists() == bool(left)
+
+
+def test_save_on_a_slow_disk_may_take_longer_than_ranks_wait_for_each_other(packed: Path, tmp_path: Path) -> None:
+    history = tmp_path / "history"
+    with two_savers(packed, history, 1, SLOW_S="1.2", TIMEOUT_S="4") as ranks:
+        out, errors = ranks[0].communicate(timeout=60)
+        assert (ranks[0].wait(30), ranks[1].wait(30), out) == (0, 0, "saved 1\n"), errors
+    check(checkpoint_path(history, 1))
+
+
+def test_run_whose_last_save_fails_was_not_stopped_and_saved(tmp_path: Path) -> None:
+    """The disk fills up, then the run is asked to stop."""
+    save_model(tmp_path / "model", num_hidden_layers=1, vocab_size=1 << 13)
+    assert reshard("pack", tmp_path / "model", "--layout", "pp=1", "--out", tmp_path / "packed").code == 0
+    history = tmp_path / "history"
+    command = [
+        sys.executable, "-m", "runner.worker", str(tmp_path / "packed/manifest.json"), "--data", "synthetic",
+        "--seq-len", "16", "--checkpoint", str(history), "--checkpoint-sync", "--log-dir", str(tmp_path / "log"),
+        "--steps", str(ENDLESS),
+    ]  # fmt: skip
+    alone = {**os.environ, **meeting(1), "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=alone, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as run:
+        assert run.stdout is not None
+        assert any("step 2/" in line for line in run.stdout)
+        resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+        run.send_signal(signal.SIGUSR2)
+        said = run.stdout.read()
+        assert run.wait(60) == 3, said
+    failed = re.search(r"^error: .*/stage-000/model.safetensors: cannot be written: File too large$", said, re.M)
+    assert failed is not None, said
+    assert "stopped" not in said
+    assert not (tmp_path / "log/state.json").exists()
+    assert find_checkpoints(history) == ()
 
 
 def test_second_run_that_would_save_into_the_same_folder_is_refused(packed: Path, tmp_path: Path) -> None:

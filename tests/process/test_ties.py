@@ -70,12 +70,14 @@ def test_one_step_leaves_all_copies_equal(ranks: list[dict[str, Any]]) -> None:
     assert len(set(copies)) == 1
 
 
-def test_copies_that_differ_are_refused_on_all_ranks_alike(ranks: list[dict[str, Any]]) -> None:
-    messages = {rank["unequal"] for rank in ranks}
+@pytest.mark.parametrize("what", ["unequal", "unequal_masters"])
+def test_copies_that_differ_are_refused_on_all_ranks_alike(what: str, ranks: list[dict[str, Any]]) -> None:
+    messages = {rank[what] for rank in ranks}
     assert len(messages) == 1
     message = messages.pop()
     assert message.startswith(f"{EMBEDDING}: the copies of this tied weight differ: rank 0 blake3:")
     assert ", rank 3 blake3:" in message
+    assert all(weights == [0.5] for rank in ranks for weights in rank["weights"])
 
 
 def test_gradient_that_is_not_finite_is_named_on_all_ranks_alike(ranks: list[dict[str, Any]]) -> None:

@@ -23,6 +23,7 @@ from runner.pipeline.chunk import build_chunks, named_hf_parameters
 from runner.recipe import OptimOptions
 from runner.training.norm import StepTotals
 from runner.training.optim import Optimizer
+from runner.training.precision import keep_masters, kept, round_masters
 from runner.training.ties import build_ties, check_equal, lead_parameters, sync_gradients
 from tests.fast.runner.tiny import CPU, EMBEDDING, HEAD, fill, read_config
 from tests.process.parity_cases import cut_modules
@@ -82,6 +83,15 @@ def main(folder: Path, out: Path) -> None:
     if dist.get_rank() == 2:
         named[UP.format(2)].grad = torch.full_like(named[UP.format(2)], math.inf)
     found["not_finite"] = message_of(lambda: totals.reduce(None, 0))
+
+    for parameter in named.values():
+        parameter.grad = None
+    keep_masters(chunks, torch.float64)  # finer than the weights, which they round to
+    for parameter in named.values():
+        kept(parameter).fill_(0.5 + dist.get_rank() * 2**-40)
+    round_masters(named.values())
+    found["weights"] = [set_of(tie.leader) for tie in ties]
+    found["unequal_masters"] = message_of(lambda: check_equal(ties))
     (out / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

@@ -90,7 +90,8 @@ def test_flags_say_warm_up_stable_and_decay() -> None:
     [
         (
             "--warmup-steps 30 --stable-steps 30 --decay linear --steps 60",
-            "--decay-steps: expected more than --warmup-steps 30 and --stable-steps 30 together, found 60",
+            "--decay-steps: expected more than --warmup-steps 30 and --stable-steps 30 together, found 60\n"
+            "hint: where it is not written, the decay ends at --steps",
         ),
         (
             "--master-dtype bf16",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
@@ -17,6 +18,7 @@ from manifests.digest import digest_bytes
 from manifests.errors import InputError, UserError
 from manifests.schema import MOMENTS, WEIGHTS, Manifest, Shard
 from manifests.store import read_manifest
+from runner.life.ending import code_of
 from runner.loading.copies import CopyFolder, check_copied, deal, node_folder, shards_of
 from runner.loading.fetch import fetch, opened
 from runner.options import parse_training
@@ -197,6 +199,32 @@ def test_folder_that_cannot_be_written_is_said_to_be_none(trained: Path, tmp_pat
     assert str(error.value) == f"{tmp_path}/file/x: cannot be written: Not a directory"
 
 
+@pytest.mark.parametrize(
+    ("number", "code", "hint"),
+    [
+        (errno.EIO, 5, "this machine's disk, its mount or the network is at fault"),
+        (errno.ESTALE, 5, "this machine's disk, its mount or the network is at fault"),
+        (errno.ENOSPC, 3, "the disk has filled up since the copy was begun"),
+        (errno.EROFS, 3, "--stage-to-local names a folder that this user can write on every node"),
+    ],
+)
+def test_disk_that_does_not_take_a_copy_ends_a_job_as_a_lost_rank_does_unless_it_is_full(
+    trained: Path, folder: CopyFolder, monkeypatch: pytest.MonkeyPatch, number: int, code: int, hint: str
+) -> None:
+    def replace(source: Path, target: Path) -> None:
+        raise OSError(number, os.strerror(number), str(target))
+
+    monkeypatch.setattr(os, "replace", replace)
+    shard = shard_of(trained)
+    with pytest.raises(UserError) as shards:
+        bring(folder, trained, shard)
+    assert shards.value.problem == f"cannot be written: {os.strerror(number)}"
+    assert shards.value.hint.startswith(hint)
+    with pytest.raises(UserError, match=f"cannot be written: {os.strerror(number)}") as small:
+        fetch(find_manifest_file(trained), folder.path)
+    assert (code_of(shards.value), code_of(small.value)) == (code, code)
+
+
 def test_link_that_leads_out_of_the_folder_is_not_followed(trained: Path, folder: CopyFolder, tmp_path: Path) -> None:
     shard, elsewhere = shard_of(trained), tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -220,7 +248,10 @@ def test_folder_is_named_by_the_manifest_and_may_name_the_nodes_variables(monkey
     assert node_folder(Path("$SCRATCH_OF_JOB/x"), "pp4", digest) == Path(f"/scratch/7/x/pp4-{digest[7:23]}")
     with pytest.raises(UserError) as error:
         node_folder(Path("$NOT_SET_HERE/x"), "pp4", digest)
-    assert str(error.value) == "--stage-to-local $NOT_SET_HERE/x: names a variable that is not set on this node"
+    assert str(error.value) == (
+        "--stage-to-local $NOT_SET_HERE/x: names a variable that is not set on this node\n"
+        "hint: set it for the ranks, or name a path"
+    )
 
 
 def test_folder_that_is_no_place_on_every_node_is_refused() -> None:

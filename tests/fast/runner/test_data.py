@@ -112,14 +112,19 @@ def test_sources_keep_their_order_and_folders_and_globs_are_sorted(tmp_path: Pat
     assert names == ["b.txt", "z/1.txt", "z/2.txt", "z/deep/0.txt", "a.txt", "b.txt"]
 
 
+SLIP = "\nhint: look for a slip in its name"
+OTHERS = '\nhint: write other formats as .jsonl: a line {"text": "…"} for each document'
+FIELD = "\nhint: --text-field NAME says which one holds the text"
+
+
 @pytest.mark.parametrize(
     ("source", "problem"),
     [
-        ("none.txt", "no such file or folder, and no file matches it"),
-        ("*.jsonl", "no such file or folder, and no file matches it"),
-        ("empty", "no file in this folder ends in .txt, .jsonl, .parquet"),
-        ("a.md", "expected a file that ends in .txt, .jsonl, .parquet"),
-        ("*.md", "expected a file that ends in .txt, .jsonl, .parquet"),
+        ("none.txt", f"no such file or folder, and no file matches it{SLIP}"),
+        ("*.jsonl", f"no such file or folder, and no file matches it{SLIP}"),
+        ("empty", f"no file in this folder ends in .txt, .jsonl, .parquet{OTHERS}"),
+        ("a.md", f"expected a file that ends in .txt, .jsonl, .parquet{OTHERS}"),
+        ("*.md", f"expected a file that ends in .txt, .jsonl, .parquet{OTHERS}"),
     ],
 )
 def test_source_that_names_no_text_is_refused(source: str, problem: str, tmp_path: Path) -> None:
@@ -134,9 +139,9 @@ def test_source_that_names_no_text_is_refused(source: str, problem: str, tmp_pat
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("[1]", "expected a JSON object, found a list"),
-        ('{"id": 1, "body": "x"}', "no field 'text'; it has 'body', 'id'"),
-        ('{"text": null}', "expected text in 'text', found null"),
+        ("[1]", f"expected a JSON object, found a list{OTHERS}"),
+        ('{"id": 1, "body": "x"}', f"no field 'text'; it has 'body', 'id'{FIELD}"),
+        ('{"text": null}', f"expected text in 'text', found null{FIELD}"),
         ("{", "is not a line of JSON: Expecting property name enclosed in double quotes: line 2 column 1 (char 2)"),
     ],
 )
@@ -161,8 +166,8 @@ def test_bad_parquet_is_named(tmp_path: Path) -> None:
     file.write_bytes(b"PAR1 no")
     assert refusal(file).startswith(f"{file}: cannot be read as Parquet: ")
     parquet.write_table(pyarrow.table({"id": [1], "body": ["x"]}), file)
-    assert refusal(file) == f"{file}: no column 'text'; it has 'id', 'body'"
+    assert refusal(file) == f"{file}: no column 'text'; it has 'id', 'body'{FIELD}"
     parquet.write_table(pyarrow.table({"text": [1]}), file)
-    assert refusal(file) == f"{file}: expected text in column 'text', found int64"
+    assert refusal(file) == f"{file}: expected text in column 'text', found int64{FIELD}"
     parquet.write_table(pyarrow.table({"text": ["a", None]}), file)
     assert refusal(file) == f"{file}: row 2: expected text in column 'text', found null"

@@ -214,7 +214,7 @@ def test_source_without_text_is_named_once_it_is_drawn(tmp_path: Path, folder: P
     data = DataOptions(sources=(full, empty), weights=(1.0, 1.0))
     with pytest.raises(InputError) as error:
         list(islice(read(data, folder, seq_len=8), 20))
-    assert str(error.value) == f"{empty}: there is no text to learn from"
+    assert str(error.value) == f"{empty}: there is no text to learn from\nhint: its files are empty: name others"
     never = DataOptions(sources=(full, empty), weights=(1.0, 0.0))
     assert len(list(islice(read(never, folder, seq_len=8), 20))) == 20
 
@@ -242,7 +242,7 @@ def test_cursor_beyond_the_data_is_refused(
         next(read(DataOptions(sources=(source,)), folder, seq_len=4, cursor=cursor))
     assert str(error.value) == (
         f"{source}: ends before the place at which the checkpoint left it\n"
-        "hint: --restart-data begins this data at its first sequence"
+        "hint: --restart-data with another --seed begins this data at its first sequence"
     )
 
 

@@ -55,13 +55,13 @@ def test_degrees_that_were_not_asked_for_are_found(asked: DegreeOptions, world_s
             DegreeOptions(shard=3),
             16,
             "--dp-shard: 1 replicas of 3 shards are 3 data-parallel ranks for each stage, and 16 ranks over 4 "
-            "pipeline ranks and --tp 1 leave 4\nhint: leave --dp-replicate out, or take --dp-shard auto",
+            "pipeline ranks and --tp 1 leave 4\nhint: start 12 ranks, or leave --dp-shard out",
         ),
         (
             DegreeOptions(replicate=3),
             8,
             "--dp-replicate: 3 replicas of 1 shards are 3 data-parallel ranks for each stage, and 8 ranks over 4 "
-            "pipeline ranks and --tp 1 leave 2\nhint: leave --dp-replicate out, or take --dp-shard auto",
+            "pipeline ranks and --tp 1 leave 2\nhint: start 12 ranks, or leave --dp-replicate out",
         ),
     ],
 )

@@ -94,11 +94,32 @@ def test_all_but_the_last_ones_are_taken_away_and_later_ones_stay(trained: Path,
     assert names_in(tmp_path) == ["step-000030", "step-000040", "step-000090"]
 
 
+def test_what_the_run_was_told_to_begin_with_stays_however_it_is_called(trained: Path, tmp_path: Path) -> None:
+    history = tmp_path / "history"
+    fill(history, trained, 10, 20, 30, 40)
+    (tmp_path / "link").symlink_to(history)
+    retire(history, checkpoint_path(history, 40), keep=1, spared=(checkpoint_path(tmp_path / "link", 20), None))
+    assert names_in(history) == ["step-000020", "step-000040"]
+
+
 def test_what_a_kill_left_of_a_removal_does_not_stop_the_next(trained: Path, tmp_path: Path) -> None:
     fill(tmp_path, trained, 10, 20)
     (tmp_path / ".step-000010.removed" / "stage-000").mkdir(parents=True)
     retire(tmp_path, checkpoint_path(tmp_path, 20), keep=1)
     assert names_in(tmp_path) == ["step-000020"]
+
+
+def test_disk_that_fails_under_a_removal_is_not_bad_input(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path, trained, 10, 20)
+
+    def rename(source: Path, target: Path) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(source))
+
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(UnreachableError, match="step-000010: cannot be taken away: Stale file handle"):
+        retire(tmp_path, checkpoint_path(tmp_path, 20), keep=1)
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone", "header", "manifest"])

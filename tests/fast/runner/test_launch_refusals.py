@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from manifests.digest import digest_bytes
-from manifests.errors import UserError
+from manifests.errors import UsageError, UserError
 from runner.cli import cli
 from tests.builders import reshard
 from tests.fast.trained import write_trained
@@ -27,6 +29,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pp2", "quantised"):
         assert reshard("pack", place / "source", "--layout", "pp=2", "--out", place / name).code == 0
     quantise(place / "quantised")
+    (place / "text").mkdir()
+    (place / "text" / "one.txt").write_text("one two three")
+    (place / "link").symlink_to(place)
     return place
 
 
@@ -47,7 +52,8 @@ REFUSED: list[tuple[str, Words, Words, str]] = [
     ("trained", (), ("--resume", "PLACE/gone"), "--resume PLACE/gone: no manifest.json in PLACE/gone\n"
      "hint: a folder without one was never finished"),
     ("trained", (), ("--resume", "PLACE/other/trained"), "PLACE/other/trained/manifest.json: holds another model "
-     "of this architecture: they differ in model.layers.0.mlp.down_proj.weight"),
+     "of this architecture: they differ in model.layers.0.mlp.down_proj.weight\n"
+     "hint: resume a checkpoint of the model that is launched, or launch the manifest of this one"),
     ("trained", (), ("--resume", "PLACE/pp2"), "PLACE/pp2/manifest.json: holds no optimizer state, so training "
      "cannot go on from it\nhint: --resume-weights-only begins a new run with its weights"),
     ("trained", (), ("--resume", "PLACE/trained", "--schedule", "ZBVZeroBubble"), "--schedule: "
@@ -57,14 +63,28 @@ REFUSED: list[tuple[str, Words, Words, str]] = [
      "--tp: expected a divisor of 2 (num_key_value_heads of config.json), found 4"),
     ("pp2", ("--nproc-per-node", "6"), (), "--global-batch: expected a multiple of 3, --microbatch 1 times 3 "
      "pipelines side by side, found 8\nhint: take 6 or 9"),
-    ("pp2", (), ("--data", "PLACE/gone"), "PLACE/gone: no such file or folder, and no file matches it"),
-    ("pp2", (), ("--eval-data", "PLACE/gone"), "PLACE/gone: no such file or folder, and no file matches it"),
+    ("pp2", (), ("--data", "PLACE/gone"), "PLACE/gone: no such file or folder, and no file matches it\n"
+     "hint: look for a slip in its name"),
+    ("pp2", (), ("--eval-data", "PLACE/gone"), "PLACE/gone: no such file or folder, and no file matches it\n"
+     "hint: look for a slip in its name"),
     ("pp2", (), ("--eval-data", "synthetic"), "--eval-data: synthetic has no end, so it cannot be read once\n"
      "hint: name files"),
-    ("pp2", (), ("--save", "PLACE/pp2"), "PLACE/pp2: exists already\n"
+    ("pp2", (), ("--save", "PLACE/trained"), "PLACE/trained: exists already\n"
      "hint: choose another folder, or replace it with --force"),
     ("pp2", (), ("--save", "PLACE/source", "--force"), "PLACE/source: exists, and is not a folder that this command "
      "writes; --force does not replace it\nhint: choose another folder, or remove it yourself"),
+]  # fmt: skip
+
+TAKEN: list[tuple[Words, str]] = [
+    (("--save", "PLACE/pp2"), "the launched PLACE/pp2"),
+    (("--save", "PLACE"), "the launched PLACE/pp2"),
+    (("--save", "PLACE/out", "--checkpoint", "PLACE/out"), "--checkpoint PLACE/out"),
+    (("--save", "PLACE/out/../out", "--checkpoint", "PLACE/out/ck"), "--checkpoint PLACE/out/ck"),
+    (("--save", "PLACE/link/out", "--log-dir", "PLACE/out/log"), "--log-dir PLACE/out/log"),
+    (("--save", "PLACE/other/trained", "--resume", "PLACE/other/trained/manifest.json"),
+     "--resume PLACE/other/trained/manifest.json"),
+    (("--save", "PLACE/text", "--data", "PLACE/te*/*.txt"), "--data PLACE/te*/*.txt"),
+    (("--save", "PLACE/text", "--eval-data", "PLACE/text/one.txt"), "--eval-data PLACE/text/one.txt"),
 ]  # fmt: skip
 
 
@@ -77,6 +97,54 @@ def test_request_that_cannot_begin_is_refused(
     done = CliRunner().invoke(cli, [word.replace("PLACE", str(place)) for word in words])
     assert isinstance(done.exception, UserError), done.output
     assert str(done.exception).replace(str(place), "PLACE") == message
+
+
+@pytest.mark.parametrize(("training", "taken"), TAKEN)
+def test_save_that_would_take_something_of_the_run_away_is_refused(training: Words, taken: str, place: Path) -> None:
+    data = () if "--data" in training else ("--data", "synthetic")
+    words = ["launch", "PLACE/pp2", "--dry-run", "--", *data, "--force", *training]
+    done = CliRunner().invoke(cli, [word.replace("PLACE", str(place)) for word in words])
+    assert isinstance(done.exception, UsageError), done.output
+    assert str(done.exception).replace(str(place), "PLACE") == (
+        f"--save {training[1]}: would take the place of {taken}\nhint: choose a folder with nothing else of this run"
+    )
+
+
+@pytest.mark.parametrize("flag", ["--save", "--checkpoint"])
+@pytest.mark.parametrize("inside", ["pp2/trained", "pp2/../pp2/a/b", "linked/a"])
+def test_run_that_would_save_inside_its_bundles_is_refused(flag: str, inside: str, place: Path) -> None:
+    if not (place / "linked").exists():
+        (place / "linked").symlink_to("pp2")
+    training = ["--data", "synthetic", flag, str(place / inside)]
+    done = CliRunner().invoke(cli, ["launch", str(place / "pp2"), "--dry-run", "--", *training])
+    assert str(done.exception) == (
+        f"{flag}: would save inside the launched {place}/pp2, and be gone when that is replaced\n"
+        "hint: choose a folder beside it"
+    )
+
+
+def test_save_under_the_name_of_a_checkpoint_is_refused(place: Path) -> None:
+    training = ["--data", "synthetic", "--checkpoint", f"{place}/ck", "--save", f"{place}/ck/step-000010"]
+    done = CliRunner().invoke(cli, ["launch", str(place / "pp2"), "--dry-run", "--", *training])
+    assert str(done.exception) == (
+        f"--save {place}/ck/step-000010: has the name of a checkpoint of --checkpoint {place}/ck\n"
+        "hint: choose another name"
+    )
+
+
+def test_manifest_in_a_snapshot_of_the_hubs_cache_begins(place: Path) -> None:
+    cache = place / "hub" / "models--org--pp2"
+    snapshot = cache / "snapshots" / "abc"
+    (cache / "blobs").mkdir(parents=True)
+    for file in (path for path in (place / "pp2").rglob("*") if path.is_file()):
+        blob, link = cache / "blobs" / digest_bytes(file.read_bytes()), snapshot / file.relative_to(place / "pp2")
+        shutil.copy(file, blob)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(os.path.relpath(blob, link.parent))
+    for manifest in (snapshot, snapshot / "manifest.json"):
+        done = CliRunner().invoke(cli, ["launch", str(manifest), "--dry-run", "--", "--data", "synthetic"])
+        assert done.exception is None, done.exception
+        assert f"runner.worker {snapshot}/manifest.json " in done.stdout
 
 
 @pytest.mark.parametrize(

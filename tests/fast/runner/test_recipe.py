@@ -42,7 +42,8 @@ def test_batch_that_cannot_be_cut_is_refused(counts: tuple[int, int, int], messa
         ({"betas": (0.9, 1.0)}, "--betas: expected two numbers from 0 up to below 1, found (0.9, 1.0)"),
         (
             {"decay": "cosine", "warmup_steps": 5, "decay_steps": 5},
-            "--decay-steps: expected more than --warmup-steps 5, found 5",
+            "--decay-steps: expected more than --warmup-steps 5, found 5\n"
+            "hint: where it is not written, the decay ends at --steps",
         ),
     ],
 )

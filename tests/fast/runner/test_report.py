@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from manifests.errors import InputError
+from manifests.errors import InputError, UserError
 from manifests.placement import Placement
 from manifests.schedules import Costs, schedule_table, simulate
 from runner.report.page import write_report
@@ -64,6 +64,14 @@ def test_bubble_of_ranks_that_keep_to_the_schedule_is_the_planned_one(
     assert traces is not None
     assert traces.steps[0].bubble == pytest.approx(bubble, rel=1e-6)
     assert planned(traces).bubble == pytest.approx(bubble, rel=1e-6)
+
+
+def test_page_is_not_written_under_the_name_of_another_kind_of_file(tmp_path: Path) -> None:
+    write_metrics(tmp_path)
+    with pytest.raises(UserError) as error:
+        write_report(tmp_path, tmp_path / "r.pdf")
+    assert str(error.value) == f"--out: expected a name that ends in .html or .htm, found {tmp_path}/r.pdf"
+    assert not (tmp_path / "r.pdf").exists()
 
 
 def test_page_stands_alone_and_tells_measured_and_planned(tmp_path: Path) -> None:

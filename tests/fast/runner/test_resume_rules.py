@@ -10,27 +10,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from blake3 import blake3
 
 from manifests.errors import InputError, UsageError
-from manifests.schema import DataCursor, DataPosition, SourcePosition, TrainingState
+from manifests.schema import LearningRate, TrainingState
 from runner.checkpoints.history import checkpoint_path
 from runner.checkpoints.resume import (
-    advance,
     check_fits,
     differences,
+    endings,
     find_origins,
-    find_position,
     goes_on_from,
     remember,
     remembered,
 )
 from runner.loading.packed import Packed, open_packed
 from runner.options import TrainOptions, parse_training, recall
+from runner.training.optim import lr_at
 from tests.builders import reshard
 from tests.fast.reshard.forged import change_file, change_manifest
 from tests.fast.trained import STATE, write_trained
 
+OTHER = "resume a checkpoint of the model that is launched, or launch the manifest of this one"
 ANEW = "--resume-weights-only begins a new run with its weights"
 
 
@@ -138,6 +138,22 @@ def test_checkpoints_of_another_past_are_refused(
     assert str(error.value).replace(str(history), "HISTORY") == message
 
 
+def test_checkpoints_that_the_named_one_does_not_go_back_to_are_refused(packed: Path, trained: Path) -> None:
+    history = history_of(trained, 30)
+    with pytest.raises(InputError) as error:
+        find_origins(packed, options("--resume", trained, "--checkpoint", history, "--keep", 1))
+    assert str(error.value) == (
+        f"{history}: holds step-000030 already, and {trained} does not go back to it\n"
+        "hint: --resume auto goes on from the newest; or choose another --checkpoint"
+    )
+
+
+def test_checkpoint_that_was_made_out_of_the_newest_may_be_named(packed: Path, trained: Path, tmp_path: Path) -> None:
+    history, cut = history_of(trained, 30, 60), tmp_path / "cut"
+    assert reshard("pack", checkpoint_path(history, 60), "--layout", "pp=1", "--out", cut).code == 0
+    assert find_origins(cut, options("--resume", cut, "--checkpoint", history)) == (cut,)
+
+
 def test_newest_of_its_own_folder_may_be_named(packed: Path, trained: Path) -> None:
     history = history_of(trained, 10, 40)
     named = options("--resume", "step-40", "--checkpoint", history)
@@ -172,6 +188,8 @@ def test_state_counts_when_it_is_resumed_and_weights_alone_when_asked(packed: Pa
     assert goes_on_from(origin, options("--resume", "auto").resume, is_launched=True) == state_of(trained)
     assert goes_on_from(fresh, options("--resume", "auto").resume, is_launched=True) is None
     assert goes_on_from(fresh, options().resume, is_launched=True) is None
+    with pytest.raises(InputError, match="holds no optimizer state, so training cannot go on from it"):
+        goes_on_from(fresh, options("--resume", packed).resume, is_launched=True)
     for args in (("--resume-weights-only",), ("--resume", trained, "--resume-weights-only")):
         assert goes_on_from(origin, options(*args).resume, is_launched=True) is None
 
@@ -204,6 +222,7 @@ GROUP = STATE["optimizer"]["groups"][0]
             "was trained with Adafactor, and this runner steps with AdamW",
         ),
         (state_with(dtype="F16"), "was trained in F16; this runner trains in F32 or BF16"),
+        (state_with(reduce_dtype="F16"), "was trained in F16; this runner trains in F32 or BF16"),
         (
             state_with(optimizer={**STATE["optimizer"], "groups": [GROUP, {**GROUP, "fqns": ["lm_head.weight"]}]}),
             "has several groups of optimizer options; this runner has one",
@@ -254,7 +273,7 @@ def test_another_model_is_refused(config: dict[str, Any], problem: str, packed: 
     origin = other(tmp_path, **config)
     with pytest.raises(InputError) as error:
         check_fits(origin, open_packed(packed))
-    assert str(error.value) == f"{origin.where}: {problem}"
+    assert str(error.value) == f"{origin.where}: {problem}\nhint: {OTHER}"
 
 
 def test_another_tokenizer_is_refused(packed: Path, trained: Path) -> None:
@@ -262,7 +281,8 @@ def test_another_tokenizer_is_refused(packed: Path, trained: Path) -> None:
     with pytest.raises(InputError) as error:
         check_fits(open_packed(trained), open_packed(packed))
     assert str(error.value) == (
-        f"{trained}/manifest.json: has another vocabulary: its tokenizer.json is not the launched manifest's"
+        f"{trained}/manifest.json: has another vocabulary: its tokenizer.json is not the launched manifest's\n"
+        f"hint: {OTHER}"
     )
 
 
@@ -298,66 +318,75 @@ def test_flags_that_are_written_win_and_are_said(trained: Path) -> None:
     )
 
 
-def test_decay_ends_with_the_run_unless_it_is_said_where() -> None:
-    assert options("--steps", "50").optim.decay_steps == 50
-    assert options("--steps", "50", "--decay-steps", "80").optim.decay_steps == 80
+def continued(state: TrainingState, *args: object) -> TrainOptions:
+    """Give the options of a run that goes on, with what is remembered of the one before."""
+    return recall(options(*args), remembered(state))
 
 
-def test_data_goes_on_at_the_sequence_that_comes_next(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("one two three")
-    asked = parse_training(["--data", str(tmp_path / "text.txt"), "--seq-len", "8"])
-    begun = find_position(asked, None, "blake3:tokenizer")
-    assert begun.num_sequences == 0
-    cursor = DataCursor(num_documents=3, num_tokens=2, sources=(SourcePosition(epoch=3, item=0, offset=0),))
-    before = remember(asked, step=4, num_tokens=10, data=begun)
-    state = advance(before, num_tokens=6, num_sequences=32, cursor=cursor)
-    assert (state.step, state.num_tokens) == (5, 16)
-    assert state.data == DataPosition(num_sequences=32, digest=begun.digest, cursor=cursor)
-    (tmp_path / "moved").mkdir()
-    shutil.move(tmp_path / "text.txt", tmp_path / "moved")
-    moved = parse_training(["--data", str(tmp_path / "moved"), "--seq-len", "8"])
-    assert find_position(moved, state.data, "blake3:tokenizer") == state.data
+def test_end_of_a_decay_that_a_constant_rate_never_had_is_not_remembered(trained: Path) -> None:
+    assert STATE["learning_rate"]["decay_steps"] == 90
+    rate = LearningRate(peak=0.002, warmup_steps=3, decay="constant", decay_steps=90, minimum=0.0)
+    constant = replace(state_of(trained), step=90, learning_rate=rate)
+    asked = continued(constant, "--decay", "cosine", "--steps", 120)
+    assert (asked.optim.lr, asked.optim.warmup_steps, asked.optim.decay_steps) == (0.002, 3, 120)
+    assert [lr_at(step, asked.optim) > 0 for step in (89, 90, 119, 120)] == [True, True, True, False]
+    decaying = continued(constant, "--decay", "sqrt", "--stable-steps", 87, "--steps", 120)
+    assert [lr_at(step, decaying.optim) for step in (89, 90, 120)] == [0.002, 0.002, 0.0]
+    assert differences(options("--decay", "cosine", "--decay-steps", 120), constant) == (
+        "--decay cosine takes the place of the checkpoint's constant",
+    )
 
 
-def test_position_of_a_checkpoint_without_shuffled_or_weighted_data_stays_valid(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("one two three")
-    asked = parse_training(["--data", str(tmp_path / "text.txt"), "--data", str(tmp_path), "--seq-len", "8"])
-    # What was written before there were cursors, shuffled orders and weights.
-    how = '[{"pack": true, "seed": 0, "text_field": "text"}, 8, "blake3:one", [["text.txt", 13], ["text.txt", 13]]]'
-    left = DataPosition(num_sequences=320, digest="blake3:" + blake3(how.encode()).hexdigest())
-    assert find_position(asked, left, "blake3:one") == left
-
-
-def test_cursor_of_other_sources_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("one two three")
-    asked = parse_training(2 * ["--data", str(tmp_path), "--data-weight", "1"])
-    begun = find_position(asked, None, None)
-    positions = 3 * (SourcePosition(epoch=0, item=0, offset=0),)
-    left = replace(begun, cursor=DataCursor(num_documents=0, num_tokens=0, sources=positions))
-    with pytest.raises(InputError) as error:
-        find_position(asked, left, None)
-    assert str(error.value) == "training.data.cursor.sources: expected a position for each of 2, found 3"
+TAKEN = "it has taken all of --steps 90: only a larger number trains on"
+DECAYED = (
+    "the learning rate is --min-lr 0.0002 in all steps after 90: only a larger --decay-steps lets it decay for longer"
+)
 
 
 @pytest.mark.parametrize(
-    "args",
+    ("step", "args", "notes"),
     [
-        ("--seq-len", "9"),
-        ("--seq-len", "8", "--no-pack"),
-        ("--seq-len", "8", "--data", "more.txt"),
-        ("--seq-len", "8", "--shuffle"),
-        ("--seq-len", "8", "--data-weight", "1"),
-        (),
+        (60, ("--steps", 90), ()),
+        (90, ("--steps", 90), (TAKEN,)),
+        (60, ("--steps", 200), (DECAYED,)),
+        (90, ("--steps", 200), (DECAYED,)),
+        (90, ("--steps", 200, "--decay-steps", 200), ()),
+        (90, ("--steps", 200, "--decay", "constant"), ()),
     ],
 )
-def test_data_that_is_numbered_otherwise_is_refused(
-    args: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_steps_that_are_taken_and_a_decay_that_has_ended_are_said(
+    step: int, args: tuple[object, ...], notes: tuple[str, ...], trained: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("text.txt", "more.txt"):
-        (tmp_path / name).write_text("one two three")
-    begun = find_position(parse_training(["--data", "text.txt", "--seq-len", "8"]), None, "blake3:one")
-    tokenizer = "blake3:one" if args else "blake3:another"
-    asked = parse_training(["--data", "text.txt", *(args or ("--seq-len", "8"))])
-    with pytest.raises(InputError, match=r"^--data: is cut into other sequences than those of which"):
-        find_position(asked, begun, tokenizer)
+    state = replace(state_of(trained), step=step)
+    assert endings(continued(state, *args), state) == notes
+
+
+@pytest.mark.parametrize(
+    ("written", "stored", "found"),
+    [
+        ("", None, "fp32"),
+        ("--reduce-dtype bf16", "BF16", "bf16"),
+        ("--dtype bf16", None, "bf16"),
+        ("--dtype bf16 --master-dtype fp32", None, "fp32"),
+        ("--dtype bf16 --master-dtype fp32 --reduce-dtype bf16", "BF16", "bf16"),
+        ("--dtype bf16 --reduce-dtype fp32", "F32", "fp32"),
+    ],
+)
+def test_dtype_of_sums_over_ranks_is_remembered_where_it_is_one_of_its_own(
+    written: str, stored: str | None, found: str, trained: Path
+) -> None:
+    data = state_of(trained).data
+    assert data is not None
+    state = remember(options(*written.split()), step=1, num_tokens=1, data=data)
+    assert state.reduce_dtype == stored
+    assert continued(state).compute == options(*written.split()).compute
+    other = "fp32" if found == "bf16" else "bf16"
+    assert differences(options("--reduce-dtype", found), state) == ()
+    assert differences(options("--reduce-dtype", other), state) == (
+        f"--reduce-dtype {other} takes the place of the checkpoint's {found}",
+    )
+
+
+def test_decay_ends_with_the_run_unless_it_is_said_where() -> None:
+    assert options("--steps", "50").optim.decay_steps == 50
+    assert options("--steps", "50", "--decay-steps", "80").optim.decay_steps == 80

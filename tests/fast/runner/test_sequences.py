@@ -123,7 +123,7 @@ def test_text_without_a_token_is_refused(tmp_path: Path, folder: Path) -> None:
     for pack in (True, False):
         with pytest.raises(InputError) as error:
             next(read(str(tmp_path), folder, pack=pack, batch=batch))
-        assert str(error.value) == f"{tmp_path}: there is no text to learn from"
+        assert str(error.value) == f"{tmp_path}: there is no text to learn from\nhint: its files are empty: name others"
 
 
 def test_token_beyond_the_vocabulary_is_refused_where_it_stands(folder: Path) -> None:

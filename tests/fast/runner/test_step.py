@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from manifests.errors import RankError
+from manifests.errors import InputError, RankError
 from manifests.placement import Placement
 from runner.families import family_for
 from runner.pipeline.chunk import StageChunk, build_chunks, named_hf_parameters
@@ -20,8 +20,9 @@ from runner.pipeline.wire import plan_wire
 from runner.recipe import BatchOptions, OptimOptions
 from runner.training.norm import StepTotals, clip_gradients
 from runner.training.optim import Optimizer, lr_at
+from runner.training.precision import keep_masters, kept, round_masters
 from runner.training.step import Engine, eval_step, train_step
-from runner.training.ties import Tie, build_ties, check_equal, lead_parameters, sync_gradients
+from runner.training.ties import Tie, build_ties, check_equal, check_loaded, lead_parameters, sync_gradients
 from tests.fast.runner.tiny import (
     CPU,
     EMBEDDING,
@@ -74,6 +75,26 @@ def test_tied_weight_is_one_storage_with_one_leader(folder: Path, num_stages: in
     assert named[HEAD].grad is None
 
 
+def test_copies_that_differ_in_masters_alone_are_refused(folder: Path) -> None:
+    family = family_for(read_config(folder), max_seq_len=16)
+    chunks = build_chunks(family, [family.modules], [0])
+    fill(chunks, folder, torch.bfloat16)
+    keep_masters(chunks, torch.float32)
+    named, tie = dict(named_hf_parameters(chunks[0])), head_tie([tuple(family.modules)])
+    for parameter in named.values():
+        kept(parameter).copy_(parameter.detach())
+    check_loaded([tie], chunks)
+    kept(named[HEAD])[0, 0] *= 1 + 2**-20
+    round_masters(named.values())
+    assert torch.equal(named[HEAD], named[EMBEDDING])
+    with pytest.raises(InputError) as error:
+        check_loaded([tie], chunks)
+    assert str(error.value) == (
+        f"tied weight {EMBEDDING}: {EMBEDDING} on stage 0 and {HEAD} on stage 0 hold different values\n"
+        "hint: the bundles disagree; pack the source again"
+    )
+
+
 def test_replica_gradient_is_summed_into_the_owner_and_zeros_stand_for_none(folder: Path) -> None:
     chunks, ties, _ = build(folder, 1)
     named = dict(named_hf_parameters(chunks[0]))
@@ -121,6 +142,17 @@ def test_norm_of_a_large_gradient_is_summed_in_parts(monkeypatch: pytest.MonkeyP
     whole = StepTotals([("a", parameter)], (), device=CPU)
     monkeypatch.setattr("runner.training.norm._PART", 7)
     assert whole.reduce(None, 0).norm == math.sqrt(sum(n * n for n in range(100)))
+
+
+def test_parameter_without_a_gradient_of_its_own_counts_as_zero_on_its_device() -> None:
+    """Meta tensors meet no other device's, as a GPU's do not; that they hold no numbers shows last."""
+    meta = torch.device("meta")
+    parameters = [(name, nn.Parameter(torch.zeros(3, device=meta))) for name in ("a", "b")]
+    parameters[0][1].grad = torch.ones(3, device=meta)
+    with pytest.raises(RuntimeError, match=r"^Tensor on device meta is not on the expected device cpu!$"):
+        torch.stack([torch.zeros(()), torch.zeros((), device=meta)])
+    with pytest.raises(NotImplementedError, match=r"^Cannot copy out of meta tensor; no data!$"):
+        StepTotals(parameters, (), device=meta).reduce(None, 0)
 
 
 def test_gradient_that_is_not_finite_stops_the_step_before_any_weight_changes(folder: Path) -> None:

@@ -1,0 +1,124 @@
+"""Training requests seen as a whole: refused before any rank starts, or noted where something comes to nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from manifests.errors import UserError
+from runner.checkpoints.resume import remembered
+from runner.cli import cli
+from runner.loading.packed import Packed, open_packed
+from runner.options import parse_training, recall
+from runner.request import check_length, notes
+from tests.builders import reshard
+from tests.fast.trained import write_trained
+
+LOST = "without --checkpoint DIR or --save DIR what is trained is lost when the run ends"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a tokenizer, packed as `packed`, and `trained`, the same with moments after step 60."""
+    place = tmp_path_factory.mktemp("requests")
+    write_trained(place, "pp=2", num_hidden_layers=1)
+    assert reshard("pack", place / "source", "--layout", "pp=2", "--out", place / "packed").code == 0
+    (place / "texts").mkdir()
+    (place / "texts" / "a.txt").write_text("a text")
+    return place
+
+
+def refusal(place: Path, *training: str, packed: str = "packed") -> str:
+    """Give how `runner launch --dry-run` refuses these training options."""
+    words = ["launch", f"PLACE/{packed}", "--dry-run", "--", *training]
+    done = CliRunner().invoke(cli, [word.replace("PLACE", str(place)) for word in words])
+    assert isinstance(done.exception, UserError), done.output
+    return str(done.exception).replace(str(place), "PLACE")
+
+
+@pytest.mark.parametrize("flag", ["--log-dir", "--checkpoint", "--save"])
+@pytest.mark.parametrize("data", [("--data", "PLACE/texts"), ("--data", "synthetic", "--eval-data", "PLACE/texts/.")])
+def test_run_does_not_write_where_it_reads(place: Path, flag: str, data: tuple[str, ...]) -> None:
+    apart = () if flag == "--log-dir" else ("--log-dir", "PLACE/log")
+    assert refusal(place, *data, *apart, flag, "PLACE/texts/x/../below") == (
+        f"{flag} PLACE/texts/x/../below: lies in PLACE/texts, which is read as data, with all folders in it\n"
+        "hint: choose another place, or name the texts themselves: --data 'PLACE/texts/*.jsonl'"
+    )
+
+
+def test_working_folder_is_no_data_where_the_log_goes_by_default(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place / "texts")
+    assert refusal(place, "--data", ".").startswith("--log-dir runner-log: lies in ., which is read as data, ")
+
+
+def test_checkpoints_are_not_saved_below_a_file(place: Path) -> None:
+    assert refusal(place, "--data", "synthetic", "--checkpoint", "PLACE/texts/a.txt") == (
+        "--checkpoint PLACE/texts/a.txt: is a file\nhint: name a folder: each checkpoint is a folder in it"
+    )
+
+
+@pytest.mark.parametrize("data", [("--data", "PLACE/texts"), ("--data", "synthetic", "--eval-data", "PLACE/texts")])
+def test_texts_need_a_tokenizer(place: Path, data: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = place / "packed" / "tokenizer.json"
+    tokenizer.rename(tokenizer.with_suffix(".kept"))
+    try:
+        assert refusal(place, *data) == (
+            "PLACE/packed/tokenizer.json: no such file\n"
+            "hint: pack the model with its tokenizer, or train on --data synthetic"
+        )
+    finally:
+        tokenizer.with_suffix(".kept").rename(tokenizer)
+
+
+def test_sequences_are_not_longer_than_learned_positions(place: Path) -> None:
+    packed = open_packed(place / "packed")
+    config = {"architectures": ["GPT2LMHeadModel"], "n_positions": 64}
+    learned = replace(packed, config=config, shape=replace(packed.shape, architecture="GPT2LMHeadModel"))
+    check_length(learned, parse_training(["--data", "synthetic", "--seq-len", "64"]))
+    with pytest.raises(UserError) as error:
+        check_length(learned, parse_training(["--data", "synthetic", "--seq-len", "65"]))
+    assert str(error.value).startswith("--seq-len: expected at most 64, which is n_positions of the model's config")
+
+
+def noted(origin: Packed, *training: str, goes_on: bool = False) -> list[str]:
+    asked = parse_training(["--data", "synthetic", *training])
+    state = origin.manifest.training if goes_on else None
+    options = asked if state is None else recall(asked, remembered(state))
+    return notes(asked, options, origin.manifest, state)
+
+
+@pytest.mark.parametrize(
+    ("training", "expected"),
+    [
+        ((), [LOST]),
+        (("--steps", "0"), []),
+        (("--checkpoint", "c"), []),
+        (("--save", "s"), []),
+        (("--save", "s", "--steps", "2", "--trace", "5"), ["--trace 5 traces nothing: the run takes steps 1 to 2"]),
+        (("--save", "s", "--steps", "5", "--trace", "5-9"), []),
+        (("--save", "s", "--restart-data"),
+         ["--restart-data changes nothing: the run begins at step 0, and its data at the first sequence"]),
+        (("--save", "s", "--resume-weights-only"),
+         ["--resume-weights-only changes nothing: there is no optimizer state to leave behind"]),
+        (("--save", "s", "--lr", "0.1", "--min-lr", "1"),
+         ["--min-lr 1.0 is not used: with --decay constant the rate stays at --lr"]),
+        (("--save", "s", "--decay", "cosine", "--min-lr", "1e-5"), []),
+    ],
+)  # fmt: skip
+def test_what_comes_to_nothing_is_noted(place: Path, training: tuple[str, ...], expected: list[str]) -> None:
+    assert noted(open_packed(place / "packed"), *training) == expected
+
+
+def test_what_a_run_takes_from_its_checkpoint_is_said(place: Path) -> None:
+    trained = open_packed(place / "trained")
+    saving = ("--save", "s", "--steps", "90", "--trace", "60")
+    *before, taken = noted(trained, *saving, "--lr", "0.1", "--microbatch", "2", goes_on=True)
+    assert before == ["--trace 60 traces nothing: the run takes steps 61 to 90"]
+    assert taken == (
+        "as in the checkpoint: --max-norm 0.5, --min-lr 0.0002, --warmup-steps 3, --decay cosine, --decay-steps 90, "
+        "--global-batch 16, --seq-len 8"
+    )
+    assert noted(trained, "--save", "s", "--resume-weights-only") == []

@@ -1,0 +1,60 @@
+"""What one node makes and another must find: late is borne, never is refused."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from manifests.errors import InputError
+from manifests.schema import Shard
+from runner.checkpoints.seen import check_folder, check_shards
+
+HINT = "hint: --checkpoint and --save must be in a folder that all nodes share"
+SHARD = Shard(path="stage-001/exp_avg/model.safetensors", nbytes=3, digest="blake3:" + 64 * "0")
+FIRST = replace(SHARD, path="stage-000/model.safetensors")
+
+
+def write(folder: Path, shard: Shard, data: bytes = b"abc") -> None:
+    (folder / shard.path).parent.mkdir(parents=True, exist_ok=True)
+    (folder / shard.path).write_bytes(data)
+
+
+def test_what_is_here_is_seen_at_once(tmp_path: Path) -> None:
+    for shard in (FIRST, SHARD):
+        write(tmp_path, shard)
+    check_folder(tmp_path)
+    check_shards(tmp_path, (FIRST, SHARD))
+
+
+def test_what_is_seen_late_is_waited_for(tmp_path: Path) -> None:
+    write(tmp_path, FIRST)
+    late = threading.Timer(0.3, write, (tmp_path, SHARD))
+    late.start()
+    check_shards(tmp_path, (FIRST, SHARD))
+    check_folder(tmp_path / "stage-001")
+    late.join()
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (None, "another rank wrote this shard, and it is not here"),
+        (b"ab", "a rank wrote 3 bytes here, and 2 are here"),
+    ],
+)
+def test_shard_that_never_comes_is_refused(data: bytes | None, problem: str, tmp_path: Path) -> None:
+    write(tmp_path, FIRST)
+    if data is not None:
+        write(tmp_path, SHARD, data)
+    with pytest.raises(InputError) as error:
+        check_shards(tmp_path, (FIRST, SHARD))
+    assert str(error.value) == f"{tmp_path}/{SHARD.path}: {problem}\n{HINT}"
+
+
+def test_folder_that_never_comes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as error:
+        check_folder(tmp_path / "gone")
+    assert str(error.value) == f"{tmp_path}/gone: rank 0 made this folder, and it is not here\n{HINT}"
