@@ -33,6 +33,7 @@ from runner.dimensions.refusals import check_sinks, share_of
 from runner.launch.state import STATE_NAME, RunState, clear_state, write_state
 from runner.life.heartbeat import clear_beats
 from runner.life.place import declare, stages_of
+from runner.life.pulse import Pulse
 from runner.life.rank import run_rank
 from runner.life.together import alone, from_rank_0, together
 from runner.life.watchdog import Life, StoppedError, log_to_file
@@ -90,11 +91,11 @@ def run(root: Path | str, options: TrainOptions, world: World, device: torch.dev
         ready = begin(launched, from_rank_0(folders), options, world, device)
         options = ready.options
         metrics = stack.enter_context(open_metrics(ready, world, device))
-        saver = None
+        saver, saving = None, Pulse()
         if options.checkpoint:
             timeout = timedelta(seconds=options.timeout_s)
-            saver = stack.enter_context(Saver(ready.job, options.checkpoint, ready.held_state(), timeout))
-        life = stack.enter_context(_life(ready, world))
+            saver = stack.enter_context(Saver(ready.job, options.checkpoint, ready.held_state(), timeout, saving))
+        life = stack.enter_context(_life(ready, world, saving))
         trained, is_stopped = train_steps(ready, metrics, saver, life, world)
         life.beat(trained.step, "end")
         check_equal(ready.engine.ties)
@@ -106,7 +107,7 @@ def run(root: Path | str, options: TrainOptions, world: World, device: torch.dev
             _finish_saving(saver, metrics)
         if options.save is not None:
             weights_only = TrainingState(step=trained.step, num_tokens=trained.num_tokens, dtype=trained.dtype)
-            save(ready.held_weights(), ready.job, options.save, weights_only, force=options.force)
+            save(ready.held_weights(), ready.job, options.save, weights_only, force=options.force, pulse=saving)
             metrics.saved(options.save)
         metrics.ended(_from_all(peak_memory_nbytes(device), world))
         if world.rank == 0:
@@ -244,13 +245,15 @@ def _finish_saving(saver: Saver, metrics: Metrics) -> None:
         raise saver.failure
 
 
-def _life(ready: Ready, world: World) -> Life:
+def _life(ready: Ready, world: World, saving: Pulse) -> Life:
     return Life(
         ready.options.log_dir,
         world.rank,
         [chunk.stage for chunk in ready.chunks],
         step_timeout_s=ready.options.step_timeout_s,
         can_stop=ready.options.checkpoint is not None,
+        saving=saving,
+        save_timeout_s=ready.options.timeout_s,
     )
 
 

@@ -24,6 +24,7 @@ from manifests.slices import slice_metadata
 from manifests.store import read_small_file, sync_folder, write_file, write_manifest
 from runner.checkpoints.held import Held
 from runner.checkpoints.seen import check_folder, check_shards
+from runner.life.pulse import Pulse
 from runner.life.rounds import in_rounds
 from runner.life.together import together
 from runner.loading.fill import TORCH_DTYPES, bytes_of
@@ -32,6 +33,7 @@ from runner.loading.pieces import Piece
 __all__ = ["Job", "parent_of", "save", "write_shard"]
 
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+_SYNC_NBYTES = 1 << 30  # brought to disk at a time: the last of it takes no longer than the others
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,11 +60,12 @@ def save(
     *,
     force: bool = False,
     group: dist.ProcessGroup | None = None,
+    pulse: Pulse | None = None,
 ) -> int:
     """Write what every rank holds as a checkpoint at `out`, and give the bytes of all its shards.
 
     Every rank of the group calls this, with `training` the same but for `random`, which is each rank's own,
-    and the data's cursor, which rank 0 knows.
+    and the data's cursor, which rank 0 knows. `pulse` beats while this rank writes.
     Nothing is visible at `out` before every bundle is on disk.
 
     Raises:
@@ -76,7 +79,7 @@ def save(
         shared: list[list[str]] = [folder]
         dist.broadcast_object_list(shared, src=0, group=group)
         target = Path(shared[0][0])
-        written = in_rounds("save", partial(_write_own, held, job, target), group)
+        written = in_rounds("save", partial(_write_own, held, job, target, pulse or Pulse()), group)
         gathered: list[tuple[list[Stage], tuple[RandomState, ...]]] = [([], ())] * dist.get_world_size(group)
         dist.all_gather_object(gathered, (written, training.random), group=group)
         with together("save", group):
@@ -110,6 +113,7 @@ def write_shard(
     slices = {} if all(piece.is_whole for piece in pieces) else {piece.fqn: piece.part for piece in pieces}
     metadata = slice_metadata(slices) if slices else {}
     header, digests, file = header_template(entries, metadata), dict[str, str](), root / path
+    unsynced_nbytes = 0
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with open(file, "wb") as stream:
@@ -120,6 +124,11 @@ def write_shard(
                 data = bytes_of(piece.memory.detach().cpu().contiguous())
                 digests[piece.fqn] = Hasher(data).hexdigest()
                 stream.write(data)
+                unsynced_nbytes += len(data)
+                if unsynced_nbytes >= _SYNC_NBYTES:
+                    stream.flush()
+                    os.fsync(stream.fileno())
+                    unsynced_nbytes = 0
             header = header_template(entries, metadata, digests)
             stream.seek(0)
             stream.write(header)
@@ -132,18 +141,23 @@ def write_shard(
     return Shard(path=path, nbytes=nbytes, digest=digest_bytes(header), holds=holds)
 
 
-def _write_own(held: Held, job: Job, folder: Path, stop: threading.Event) -> list[Stage]:
+def _write_own(held: Held, job: Job, folder: Path, pulse: Pulse, stop: threading.Event) -> list[Stage]:
     """Write this rank's shards in the folder that rank 0 has made."""
-    check_folder(folder)
+
+    def is_given_up() -> bool:
+        pulse.beat()
+        return stop.is_set()
 
     def write(stage: Stage, kinds: Mapping[Holds, Sequence[Piece]]) -> Stage:
         paths = {holds: shard_path(stage.index, holds, number=job.writer, of=job.num_writers) for holds in kinds}
         shards = (
-            write_shard(pieces, folder, paths[holds], holds, stop.is_set) for holds, pieces in kinds.items() if pieces
+            write_shard(pieces, folder, paths[holds], holds, is_given_up) for holds, pieces in kinds.items() if pieces
         )
         return _as_written(stage, tuple(shards), kinds[WEIGHTS])
 
-    return [write(job.manifest.stages[index], kinds) for index, kinds in held.items()]
+    with pulse.working():
+        check_folder(folder)
+        return [write(job.manifest.stages[index], kinds) for index, kinds in held.items()]
 
 
 def _as_written(stage: Stage, shards: tuple[Shard, ...], weights: Sequence[Piece]) -> Stage:

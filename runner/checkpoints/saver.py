@@ -17,6 +17,7 @@ from manifests.schema import TrainingState
 from runner.checkpoints.held import Held, HostCopy
 from runner.checkpoints.history import checkpoint_path, retire
 from runner.checkpoints.save import Job, save
+from runner.life.pulse import Pulse
 from runner.life.together import AloneError
 from runner.recipe import CheckpointOptions
 
@@ -52,8 +53,10 @@ class Saver:
     waits for the save in flight when it is left, unless a rank is gone.
     """
 
-    def __init__(self, job: Job, options: CheckpointOptions, held: Held, timeout: timedelta) -> None:
-        self._job, self._options = job, options
+    def __init__(
+        self, job: Job, options: CheckpointOptions, held: Held, timeout: timedelta, pulse: Pulse | None = None
+    ) -> None:
+        self._job, self._options, self._pulse = job, options, pulse
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="save")
         # Memory takes long to come: it is made while the first steps are taken.
@@ -98,7 +101,7 @@ class Saver:
         path, nbytes, failure = checkpoint_path(self._options.history, training.step), 0, None
         try:
             # What is there already could not be read, or the run would have gone on from it.
-            nbytes = save(held, self._job, path, training, force=True, group=self._group)
+            nbytes = save(held, self._job, path, training, force=True, group=self._group, pulse=self._pulse)
         except UserError as error:
             failure = error
         ended_s = time.perf_counter()

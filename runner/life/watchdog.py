@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import logging
+import math
 import os
 import select
 import signal
@@ -26,9 +27,10 @@ from types import TracebackType
 from typing import NoReturn
 
 from manifests.errors import RankError, UserError, refused_by_system
-from runner.life.ending import Ending, tell
+from runner.life.ending import Ending, Kind, tell
 from runner.life.heartbeat import ALIVE_S, Beat, heartbeat_path, log_path, write_beat
 from runner.life.place import place_of
+from runner.life.pulse import Pulse
 from runner.watching.flight import write_flight
 
 __all__ = ["Life", "StoppedError", "log_to_file"]
@@ -76,14 +78,17 @@ class StoppedError(UserError):
 class Life:
     """Watches over one rank while the context is entered, which its main thread does.
 
-    With `can_stop`, signals raise `is_asked_to_stop` instead of ending the process.
+    With `can_stop`, signals raise `is_asked_to_stop` instead of ending the process. A rank that waits for its
+    checkpoint ends when the `saving` of it has not got on for `save_timeout_s`.
     """
 
     def __init__(
-        self, log_dir: Path, rank: int, stages: Sequence[int], *, step_timeout_s: float, can_stop: bool
-    ) -> None:
+        self, log_dir: Path, rank: int, stages: Sequence[int], *, step_timeout_s: float, can_stop: bool,
+        saving: Pulse | None = None, save_timeout_s: float = math.inf,
+    ) -> None:  # fmt: skip
         self._log_dir, self._rank, self._stages, self._host = log_dir, rank, tuple(stages), socket.gethostname()
         self._step_timeout_s, self._can_stop = step_timeout_s, can_stop
+        self._saving, self._save_timeout_s = saving or Pulse(), save_timeout_s
         self.is_asked_to_stop = False
         self._terminated_s: float | None = None
         self._step, self._phase, self._last_s = 0, "begin", time.monotonic()
@@ -136,6 +141,9 @@ class Life:
             if now_s - self._written_s >= (_BEAT_S if self._last_s > self._written_s else ALIVE_S):
                 self._write()
             if self._phase != "train":
+                if (still_s := self._saving.still_s) > self._save_timeout_s:
+                    why = f"nothing of its checkpoint could be written for {still_s:.0f} s: the disk does not answer"
+                    self._end(why, kind="failed")
                 continue
             grace_s = self.grace_s
             if self._terminated_s is not None and now_s - max(self._terminated_s, self._last_s) > grace_s:
@@ -170,12 +178,12 @@ class Life:
             faulthandler.dump_traceback(log, all_threads=True)
         write_flight(self._rank)
 
-    def _end(self, why: str) -> NoReturn:
+    def _end(self, why: str, *, kind: Kind = "stuck") -> NoReturn:
         self._show(why)
         self._write()
         place, log = place_of(self._rank, self._stages, self._host), log_path(self._log_dir, self._rank)
         tell(
-            Ending(kind="stuck", code=RankError.exit_code, where=place, problem=why,
+            Ending(kind=kind, code=RankError.exit_code, where=place, problem=why,
                    hint=f"{log} shows what each of its threads was doing")
         )  # fmt: skip
         logging.shutdown()

@@ -121,7 +121,7 @@ class Metrics:
     def checkpoint(self, report: SaveReport) -> None:
         if report.failure is not None:
             self._write(step=report.step, checkpoint=str(report.path), save_error=str(report.failure))
-            self._say(f"after step {report.step}: no checkpoint, training goes on: {report.failure}")
+            self._say(f"after step {report.step}: no checkpoint: {report.failure}")
             return
         self._write(
             step=report.step,

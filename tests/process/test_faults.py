@@ -225,6 +225,20 @@ def test_disk_that_fails_under_one_rank_ends_all_with_code_5(packed: Path, tmp_p
     assert run.state["code"] == 5
 
 
+@pytest.mark.parametrize("flags", [(), pytest.param(("--checkpoint-sync",), marks=pytest.mark.slow)], ids=str)
+def test_disk_that_does_not_answer_under_one_rank_ends_all_once_they_wait_for_it(
+    packed: Path, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    saving = ("--checkpoint", str(tmp_path / "history"), "--checkpoint-every", "2", *flags)
+    with failing(packed, tmp_path, *saving, HANGING_DISK=f"stage-00{BROKEN}") as run:
+        run.wait_for_step(2)
+        pids, begun_s = run.ranks(), time.monotonic()
+        why = r"nothing of its checkpoint could be written for \d+ s: the disk does not answer"
+        check_end(run, 5, rf"{PLACE}: {why}\nhint: .*rank-00002.log shows what each of its threads was doing")
+        assert time.monotonic() - begun_s < 8 + 30
+        wait_until_gone(pids, 1)
+
+
 @pytest.mark.slow
 def test_checkpoint_that_a_disk_does_not_give_now_is_not_passed_over_for_an_older_one(tmp_path: Path) -> None:
     packed = pack_tiny(tmp_path / "models", 1)

@@ -1,6 +1,7 @@
 """On a rank's PYTHONPATH: it dies as it starts (DIE_RANK), or fails by itself when it gets SIGUSR1 (FAULT).
 
-A disk fails wherever a file below a folder of this name is read (BROKEN_DISK).
+A disk fails wherever a file below a folder of this name is read (BROKEN_DISK), or does not answer when one is to be
+brought to it (HANGING_DISK).
 """
 
 import ctypes
@@ -48,6 +49,19 @@ def break_disk(name):
     os.preadv = broken_preadv
 
 
+def hang_disk(name):
+    fsync = os.fsync
+
+    def hanging_fsync(descriptor):
+        if f"/{name}/" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            time.sleep(600)
+        fsync(descriptor)
+
+    os.fsync = hanging_fsync
+
+
+if "RANK" in os.environ and "HANGING_DISK" in os.environ:
+    hang_disk(os.environ["HANGING_DISK"])
 if "RANK" in os.environ and "BROKEN_DISK" in os.environ:
     break_disk(os.environ["BROKEN_DISK"])
 if "RANK" in os.environ and os.environ.get("DIE_RANK") == os.environ["RANK"]:
