@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 
 from manifests.codec import decode_manifest, encode_manifest
 from manifests.digest import digest_bytes
 from manifests.errors import InputError, refused_by_system
-from manifests.invariants import MANIFEST_NAME, check_manifest
+from manifests.invariants import MANIFEST_NAME, SOURCE_NAME, check_manifest
 from manifests.safetensors import Header, read_header
 from manifests.schema import Manifest, Shard
 
@@ -87,8 +88,9 @@ def no_manifest(where: str, path: Path | None = None) -> InputError:
     folder = path.parent if path.name == MANIFEST_NAME else path
     if not folder.exists():
         return InputError(where, "no such file or folder", "name a folder that reshard pack has written")
-    if (folder / "config.json").exists():
-        return InputError(where, problem, f"pack it first: reshard pack {folder} --layout SPEC --out DIR")
+    if (folder / "config.json").exists() and not (folder / SOURCE_NAME).exists():
+        command = f"reshard pack {shlex.quote(str(folder))} --layout SPEC --out DIR"
+        return InputError(where, problem, f"pack it first: {command}")
     # Names of a run's checkpoints grow with their steps.
     below = sorted((file.parent for file in folder.glob(f"*/{MANIFEST_NAME}")), key=lambda at: (len(at.name), at.name))
     return InputError(where, problem, f"there is one in {below[-1]}" if below else _UNFINISHED)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from manifests.errors import UsageError
-from reshard.casting import Dtype, cast_checkpoint
+from reshard.casting import STORED, Dtype, cast_checkpoint
 from reshard.checkpoint import Checkpoint
 
 __all__ = ["Conversion", "convert"]
 
 Plain = Literal["bf16", "fp32"]
-_STORED: Mapping[Plain, str] = {"bf16": "BF16", "fp32": "F32"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +40,7 @@ def convert(checkpoint: Checkpoint, asked: Conversion) -> Checkpoint:
     if asked.dequantise is not None:
         from reshard.dequantise import dequantise
 
-        checkpoint = dequantise(checkpoint, _STORED[asked.dequantise])
+        checkpoint = dequantise(checkpoint, STORED[asked.dequantise])
     if asked.dtype is not None:
         if checkpoint.moments:
             problem = "SOURCE has an optimizer's moments, and training goes on with the weights as it left them"

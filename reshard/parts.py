@@ -106,8 +106,7 @@ def commit(out: Path, *, force: bool = False) -> Manifest:
         InputError: parts are missing or at work, files are not as their parts left them, or `out` exists.
     """
     records, partial = parts_of(out), partial_of(out)
-    mark = records / _MARK_NAME
-    if mark.is_file() and _identify(out) == _read(mark):
+    if _has_ended(out, records):
         shutil.rmtree(partial, ignore_errors=True)
         _forget(records)
         return read_manifest(out)
@@ -133,13 +132,19 @@ def commit(out: Path, *, force: bool = False) -> Manifest:
             for shard in manifest.shards:
                 _write_header(folder / shard.path, shard.nbytes, headers[shard.path])
             write_manifest(folder, manifest)
-            write_file(mark, json.dumps(_identify(folder)).encode())
+            write_file(records / _MARK_NAME, json.dumps(_identify(folder)).encode())
         _forget(records)
     return manifest
 
 
+def _has_ended(out: Path, records: Path) -> bool:
+    """Whether a commit was killed when `out` had its name: see Note [A commit that was killed]."""
+    mark = records / _MARK_NAME
+    return mark.is_file() and _identify(out) == _read(mark)
+
+
 def _identify(folder: Path) -> dict[str, Any]:
-    """Name a folder with a manifest, whatever its path is: see Note [A commit that was killed]."""
+    """Name a folder with a manifest, whatever its path is."""
     if not is_manifest_folder(folder):
         return {}
     return {"inode": folder.stat().st_ino, "manifest": digest_bytes(read_small_file(folder / MANIFEST_NAME))}
@@ -165,6 +170,10 @@ def _draft(
 def _begin(out: Path, folder: Path, key: str, part: Part) -> Path:
     """Give the folder of the records; the first part says there what plan all others must have."""
     records = parts_of(out)
+    if _has_ended(out, records):
+        raise InputError(
+            str(out), "a commit was killed when this had its name already", f"reshard commit {out} clears up after it"
+        )
     if not records.exists() and any(folder.iterdir()):
         hint = f"end that one, or remove {folder}"
         raise InputError(str(out), "a pack that is no part of another has left its work here", hint)
@@ -239,10 +248,10 @@ def _header(folder: Path, shard: Shard, digests: Mapping[str, str]) -> bytes:
     if digests.keys() != {entry.name for entry in found.tensors}:
         raise InputError(str(path), "the parts' records and its header name different tensors", "run the parts again")
     words = " ".join(digests[entry.name] for entry in found.tensors)
-    if found.metadata.get(DIGESTS_KEY) not in (words, " ".join(_BLANK.removeprefix(PREFIX) for _ in found.tensors)):
-        raise InputError(
-            str(path), "holds digests that no part of this pack found", f"remove {folder} and run the parts again"
-        )
+    # Zeros, our digests, or what a kill left of these over those; anything else is another pack's shard.
+    stands = found.metadata.get(DIGESTS_KEY, "")
+    if len(stands) != len(words) or any(has not in ("0", due) for has, due in zip(stands, words, strict=True)):
+        raise InputError(str(path), "holds digests that no part of this pack found", "run the parts again")
     return encode_header(found.tensors, {**found.metadata, DIGESTS_KEY: words})
 
 

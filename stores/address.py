@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import posixpath
 import re
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ def place_of(address: str | Path) -> str:
     places apart (a revision, an account, a user), the form leaves it out: they count as one.
     """
     if not is_url(address):
-        return str(Path(address).resolve())
+        return _real(str(address))
     last = address.rpartition("::")[2]  # fsspec's chains end where the bytes lie
     if last != address and (is_url(last) or last.startswith("/")):
         return place_of(last)
@@ -58,10 +59,15 @@ def place_of(address: str | Path) -> str:
     scheme, _, rest = address.partition("://")
     scheme = _ALIASES.get(scheme.lower(), scheme.lower())
     if scheme == "file":
-        return str(Path(rest).expanduser().resolve())
+        return _real(os.path.expanduser(rest))
     _, bucket, prefix = split_url(f"{scheme}://{rest.lstrip('/')}")
     bucket = bucket.partition("@")[0] if scheme == "az" else bucket.rpartition("@")[2]
     return f"{scheme}://{bucket}{posixpath.normpath(f'/{prefix}')}".rstrip("/")
+
+
+def _real(path: str) -> str:
+    # Path.resolve raises where links lead in a circle.
+    return path if "\0" in path else os.path.realpath(path)
 
 
 def is_inside(place: str, folder: str) -> bool:

@@ -63,7 +63,7 @@ def open_output(
     is_unfinished = CLAIM_NAME in listed and MANIFEST_NAME not in listed
     _check_replaceable(client, listed, is_unfinished, force, is_ours)
     replaced = _replaced_before(client) if CLAIM_NAME in listed else []
-    claim = _claim()
+    claim = _claim() + _lines(replaced)  # which no kill from here on makes forgotten
     if CLAIM_NAME in listed:
         client.put(CLAIM_NAME, claim)
     elif not client.create(CLAIM_NAME, claim):
@@ -141,8 +141,10 @@ class ObjectTarget:
         if name in listed and not self._old:
             raise done
         gone = [old for old in self._old if old in listed and old not in {name, *self._nbytes, *self._held}]
-        if gone:
-            claim = self._claim + "".join(f"{old}\n" for old in gone).encode()
+        # Small files of the new manifest lie beside the old one until it is written.
+        if left := [*gone, *(held for held in self._held if held not in listed)]:
+            self._check_claim()
+            claim = self._claim + _lines(left)
             self._client.put(CLAIM_NAME, claim)
             self._claim = claim
         # From here on nothing is removed: whether a write without an answer took place is not known.
@@ -242,6 +244,10 @@ def _open_writable(url: str) -> WritableClient:
     client = open_filesystem(url)
     client.make_folder()
     return client
+
+
+def _lines(names: Iterable[str]) -> bytes:
+    return "".join(f"{name}\n" for name in names).encode()
 
 
 def _claim() -> bytes:

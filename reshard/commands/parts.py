@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shlex
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -90,6 +91,10 @@ def flags(command: Callable[..., Any]) -> Callable[..., Any]:
         for option in sbatch:
             if not option.isprintable() or not option.startswith("-") or option.endswith("="):
                 raise UsageError("--sbatch-arg", f"expected an option of sbatch, found {option[:80]!r}")
+            try:
+                shlex.split(option)
+            except ValueError as error:
+                raise UsageError("--sbatch-arg", f"{option[:80]!r}: {error}", "close its quotes") from error
             if option.partition("=")[0].partition(" ")[0] in _OWN:
                 raise UsageError("--sbatch-arg", f"{option!r} is not for you to say: the parts are an array of our own")
         division = Division(part=part, num_parts=num_parts, scheduler=scheduler, sbatch=sbatch)

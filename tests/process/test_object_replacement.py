@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from manifests.codec import encode_manifest
+from manifests.errors import InputError
 from stores.object_output import ObjectTarget, open_output
 from stores.objects import CLAIM_NAME, open_objects
 from tests.builders import files_in, llama_config, reshard, write_model
@@ -94,6 +95,27 @@ def test_what_was_replaced_before_a_kill_is_removed_by_the_next(moto: MotoServer
     assert objects_in(moto, "unremoved").keys() == {
         "config.json", "manifest.json", "notes.txt", second.place(SHARD)
     }  # fmt: skip
+
+
+def test_small_files_that_came_before_a_manifest_that_never_did_are_removed_by_the_next_but_one(
+    moto: MotoServer,
+) -> None:
+    """Killed as the new manifest was to be written, and its successor before it could remove anything."""
+    url = url_of("early")
+    with open_output(url) as first:
+        commit(first, b"first")
+    moto.fail(Fault(method="PUT", address="early/manifest.json", what="status", status=403, times=99))
+    with pytest.raises(InputError), open_output(url, force=True) as killed:
+        killed.put("extra.txt", b"new")
+        commit(killed, b"second")
+    moto.fail(Fault(method="POST", address="?delete", what="status", status=403, times=99))
+    with pytest.raises(InputError):
+        open_output(url, force=True)
+    moto.fail()
+    assert "extra.txt" in objects_in(moto, "early")
+    with open_output(url, force=True) as third:
+        commit(third, b"third")
+    assert objects_in(moto, "early").keys() == {"config.json", "manifest.json", third.place(SHARD)}
 
 
 def test_manifest_that_cannot_be_read_is_replaced_and_nothing_is_removed(

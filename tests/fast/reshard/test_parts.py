@@ -209,6 +209,39 @@ def test_shards_of_another_pack_are_not_given_the_digests_of_this_one(source: Pa
     assert not out.exists()
 
 
+def test_parts_wait_until_a_commit_that_was_killed_has_cleared_up(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert pack_part(source, out, "1/1").code == 0
+    _end_in(lambda: reshard("commit", out), 1)
+    old = files_in(out)
+    anew = ("pack", source, "--layout", "pp=1", "--out", out, "--force", "--part", "1/1")
+    ended = reshard(*anew)
+    assert ended.code == 3
+    assert ended.err == (
+        f"error: {out}: a commit was killed when this had its name already\n"
+        f"hint: reshard commit {out} clears up after it\n"
+    )
+    assert reshard("commit", out).code == 0
+    assert files_in(out) == old
+    assert reshard(*anew).code == 0
+    assert reshard("commit", out, "--force").code == 0
+    assert len(list(out.glob("stage-*"))) == 1
+
+
+@pytest.mark.parametrize("count", [0, 1, 400])
+def test_header_whose_digests_were_cut_off_by_a_kill_is_written_again(
+    count: int, source: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    out, shard = tmp_path / "out", "stage-000/model.safetensors"
+    assert pack_part(source, out, "1/1").code == 0
+    with open(tmp_path / ".out.partial" / shard, "r+b") as file:
+        zeros = file.read(1 << 14).index(b"0" * 64)
+        file.seek(zeros)
+        file.write(whole[shard][zeros : zeros + count])
+    assert reshard("commit", out).code == 0
+    assert files_in(out) == whole
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_parts_and_commit_killed_at_any_time_and_run_again_give_the_same_bytes(
     seed: int, source: Path, whole: dict[str, bytes], tmp_path: Path
@@ -270,6 +303,7 @@ def _kill_after(seconds: float, work: Callable[[], object]) -> None:
         (("--account", "us"), "is for --scheduler slurm"),
         (("--parts", "4", "--scheduler", "slurm", "--sbatch-arg", "gpus"), "an option of sbatch"),
         (("--parts", "4", "--scheduler", "slurm", "--sbatch-arg", "--array=1-2"), "an array of our own"),
+        (("--parts", "4", "--scheduler", "slurm", "--sbatch-arg", "--comment=don't"), "No closing quotation"),
         (("--parts", "4", "--scheduler", "slurm", "--time", ""), "an option of sbatch, found '--time='"),
         (("--parts", "4", "--scheduler", "slurm", "--partition", "a\nb"), "an option of sbatch"),
         (("--sbatch-arg", "--mem=8G"), "error: --sbatch-arg: is for --scheduler slurm"),
