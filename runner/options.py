@@ -126,6 +126,8 @@ def unwritten(flags: Mapping[str, Sequence[str]], args: Sequence[str]) -> tuple[
     except click.UsageError:  # `parse_training` says what is wrong
         return ()
     names = {flag: param.name for param in training_command.params for flag in (*param.opts, *param.secondary_opts)}
+    if "data" in said:
+        said.setdefault("data_weight", ())  # those of other data say nothing of these
     return tuple(word for flag, words in flags.items() if names.get(flag) not in said for word in words)
 
 

@@ -9,6 +9,7 @@ from manifests.errors import InputError, UsageError
 from manifests.models import ConfigReader
 from manifests.schema import Manifest, TrainingState
 from runner.checkpoints.resume import remembered
+from runner.data.files import SUFFIXES
 from runner.families.decoders import DECODERS
 from runner.loading.packed import Packed, check_tokenizer
 from runner.options import TrainOptions, flag_of
@@ -34,7 +35,7 @@ def check_places(options: TrainOptions) -> None:
                 raise UsageError(
                     f"{flag} {path}",
                     f"lies in {folder}, which is read as data, with all folders in it",
-                    f"choose another place, or name the texts themselves: --data '{folder}/*.jsonl'",
+                    "choose another place" + _or_by_name(folder),
                 )
     if history is not None and history.is_file():
         raise InputError(f"--checkpoint {history}", "is a file", "name a folder: each checkpoint is a folder in it")
@@ -68,16 +69,15 @@ def notes(asked: TrainOptions, options: TrainOptions, origin: Manifest, training
     `options` are those `asked`, with what the checkpoint remembers; `training` is the state that the run goes on
     from, if it does not begin at step 0, with the weights of `origin`.
     """
-    said, begun = [], training.step if training else 0
-    if options.steps > begun and options.checkpoint is None and options.save is None:
+    said, first, last = [], (training.step if training else 0) + 1, options.steps
+    if first <= last and options.checkpoint is None and options.save is None:
         said.append("without --checkpoint DIR or --save DIR what is trained is lost when the run ends")
-    if options.traced and not (options.traced.start <= options.steps and options.traced.stop > begun + 1):
-        said.append(
-            f"--trace {asked.values['trace']} traces nothing: the run takes steps {begun + 1} to {options.steps}"
-        )
+    if options.traced and first <= last and not (options.traced.start <= last and options.traced.stop > first):
+        said.append(f"--trace {asked.values['trace']} traces nothing: the run takes steps {first} to {last}")
     if options.resume.restart_data and training is None:
         said.append("--restart-data changes nothing: the run begins at step 0, and its data at the first sequence")
-    if options.resume.weights_only and (origin.training is None or origin.training.optimizer is None):
+    has_moments = origin.training is not None and origin.training.optimizer is not None
+    if options.resume.weights_only and options.resume.source is None and not has_moments:
         said.append("--resume-weights-only changes nothing: there is no optimizer state to leave behind")
     if options.optim.decay == "constant" and "min_lr" in asked.given and options.optim.min_lr:
         said.append(f"--min-lr {options.optim.min_lr} is not used: with --decay constant the rate stays at --lr")
@@ -86,6 +86,13 @@ def notes(asked: TrainOptions, options: TrainOptions, origin: Manifest, training
     if shown:
         said.append(f"as in the checkpoint: {', '.join(shown)}")
     return said
+
+
+def _or_by_name(folder: Path) -> str:
+    """Give the rest of a hint, where texts are in the folder itself: globs of them leave out the folders below."""
+    found = sorted({file.suffix for file in folder.glob("*") if file.suffix in SUFFIXES and file.is_file()})
+    shown = " ".join(f"'{folder}/*{suffix}'" for suffix in found)
+    return f", or name the texts themselves: {shown}" if shown else ""
 
 
 def _is_taken(name: str, value: Any, asked: TrainOptions) -> bool:

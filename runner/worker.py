@@ -92,10 +92,11 @@ def run(root: Path | str, options: TrainOptions, world: World, device: torch.dev
         options = ready.options
         metrics = stack.enter_context(open_metrics(ready, world, device))
         saver, saving = None, Pulse()
+        life = stack.enter_context(_life(ready, world, saving))  # left after the saver, which waits for its disk
         if options.checkpoint:
             timeout = timedelta(seconds=options.timeout_s)
             saver = stack.enter_context(Saver(ready.job, options.checkpoint, ready.held_state(), timeout, saving))
-        life = stack.enter_context(_life(ready, world, saving))
+        stack.callback(life.leave)
         trained, is_stopped = train_steps(ready, metrics, saver, life, world)
         life.beat(trained.step, "end")
         check_equal(ready.engine.ties)

@@ -87,15 +87,21 @@ def flags(command: Callable[..., Any]) -> Callable[..., Any]:
         account: str | None, time: str | None, sbatch_arg: tuple[str, ...], **others: Any,
     ) -> Any:  # fmt: skip
         given = dict(zip(_NAMED, (partition, account, time), strict=True))
-        sbatch = (*(f"{flag}={value}" for flag, value in given.items() if value is not None), *sbatch_arg)
+        named = (f"{flag}={value and shlex.quote(value)}" for flag, value in given.items() if value is not None)
+        sbatch = (*named, *sbatch_arg)
         for option in sbatch:
             if not option.isprintable() or not option.startswith("-") or option.endswith("="):
                 raise UsageError("--sbatch-arg", f"expected an option of sbatch, found {option[:80]!r}")
             try:
-                shlex.split(option)
+                words = shlex.split(option)
             except ValueError as error:
                 raise UsageError("--sbatch-arg", f"{option[:80]!r}: {error}", "close its quotes") from error
-            if option.partition("=")[0].partition(" ")[0] in _OWN:
+            # sbatch takes a word that is no flag, and no flag's value, for its script.
+            if len(words) > 2 or (len(words) == 2 and ("=" in words[0] or words[1][:1] in ("-", "#"))):
+                raise UsageError(
+                    "--sbatch-arg", f"expected one option, found {option[:80]!r}", "quote a value with spaces"
+                )
+            if words[0].partition("=")[0] in _OWN:
                 raise UsageError("--sbatch-arg", f"{option!r} is not for you to say: the parts are an array of our own")
         division = Division(part=part, num_parts=num_parts, scheduler=scheduler, sbatch=sbatch)
         return command(division=division, **others)

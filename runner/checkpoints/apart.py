@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from manifests.errors import UsageError
-from runner.checkpoints.history import step_of
+from runner.checkpoints.history import find_checkpoints, step_of
 from runner.options import TrainOptions
 from runner.recipe import SYNTHETIC
 
@@ -18,17 +18,23 @@ __all__ = ["check_apart"]
 def check_apart(options: TrainOptions, launched: Path) -> None:
     """Make sure that `--save`, which replaces a whole folder, takes nothing of the run away with it.
 
-    Nothing is saved inside the launched bundles either: packing them anew replaces that whole folder.
+    Nothing is saved inside the launched bundles either, as packing them anew replaces that whole folder; a run whose
+    checkpoints are there already goes on.
 
     Raises:
+        InputError: the folder of checkpoints cannot be read.
         UsageError: naming what it is, or is above; or its name is that of a checkpoint of the run; or what is saved
             would lie inside the bundles.
     """
     history = options.checkpoint.history if options.checkpoint else None
-    for where, folder in (("--save", options.save and options.save.parent), ("--checkpoint", history)):
-        if folder is not None and launched.resolve() in (folder.resolve(), *folder.resolve().parents):
+    for where, saved, folder in (
+        ("--save", options.save, options.save and options.save.parent), ("--checkpoint", history, history),
+    ):  # fmt: skip
+        if folder is None or launched.resolve() not in (folder.resolve(), *folder.resolve().parents):
+            continue
+        if where == "--save" or not find_checkpoints(folder):
             problem = f"would save inside the launched {launched}, and be gone when that is replaced"
-            raise UsageError(where, problem, "choose a folder beside it")
+            raise UsageError(f"{where} {saved}", problem, "choose a folder beside it")
     if options.save is None:
         return
     flag, out = f"--save {options.save}", _names_of(options.save)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -72,7 +72,7 @@ def find_origins(root: Path, options: TrainOptions) -> tuple[Path, ...]:
         raise InputError(
             str(past[0].parent), f"holds {past[0].name} already, and this run begins after step {first}", _OTHERS
         )
-    if past and not _goes_back_to(past, origin, manifest):
+    if past and not _goes_back_to(past[0], origin, manifest):
         raise InputError(
             str(past[0].parent), f"holds {past[0].name} already, and {origin} does not go back to it", _OTHERS
         )
@@ -237,12 +237,10 @@ def _named(source: str, history: Path | None) -> Path:
     return folder
 
 
-def _goes_back_to(past: Sequence[Path], origin: Path, manifest: Manifest) -> bool:
-    """Whether a checkpoint is one of these, or was made out of the newest: cut anew, or trained on elsewhere."""
-    if origin.resolve() in {path.resolve() for path in past}:
-        return True
-    newest = digest_bytes(read_small_file(past[0] / MANIFEST_NAME))
-    return newest in {parent.digest for parent in manifest.parents}
+def _goes_back_to(newest: Path, origin: Path, manifest: Manifest) -> bool:
+    """Whether a checkpoint is the newest, a copy of it, or made out of it: cut anew, or trained on elsewhere."""
+    past, own = (digest_bytes(read_small_file(folder / MANIFEST_NAME)) for folder in (newest, origin))
+    return past in {own, *(parent.digest for parent in manifest.parents)}
 
 
 def _check_state(training: TrainingState | None, where: str) -> None:

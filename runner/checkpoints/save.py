@@ -34,6 +34,7 @@ __all__ = ["Job", "parent_of", "save", "write_shard"]
 
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _SYNC_NBYTES = 1 << 30  # brought to disk at a time: the last of it takes no longer than the others
+_PART_NBYTES = 64 << 20  # written at a time: a tensor may be of many GiB, and a disk slow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +107,8 @@ def write_shard(
 ) -> Shard:
     """Write a shard of these tensors or slices, in this order, with their digests, and bring it to disk.
 
+    `is_given_up` is asked before each part of them.
+
     Raises:
         InputError: it cannot be written: the disk is full, or the folder is read-only; or it was given up.
     """
@@ -119,16 +122,19 @@ def write_shard(
         with open(file, "wb") as stream:
             stream.write(header)
             for piece in pieces:
-                if is_given_up():
-                    raise InputError(str(file), "is left unfinished: another rank has failed")
-                data = bytes_of(piece.memory.detach().cpu().contiguous())
-                digests[piece.fqn] = Hasher(data).hexdigest()
-                stream.write(data)
-                unsynced_nbytes += len(data)
-                if unsynced_nbytes >= _SYNC_NBYTES:
-                    stream.flush()
-                    os.fsync(stream.fileno())
-                    unsynced_nbytes = 0
+                data, hasher = bytes_of(piece.memory.detach().cpu().contiguous()), Hasher()
+                for start in range(0, len(data), _PART_NBYTES):
+                    if is_given_up():
+                        raise InputError(str(file), "is left unfinished: another rank has failed")
+                    part = data[start : start + _PART_NBYTES]
+                    hasher.update(part)
+                    stream.write(part)
+                    unsynced_nbytes += len(part)
+                    if unsynced_nbytes >= _SYNC_NBYTES:
+                        stream.flush()
+                        os.fsync(stream.fileno())
+                        unsynced_nbytes = 0
+                digests[piece.fqn] = hasher.hexdigest()
             header = header_template(entries, metadata, digests)
             stream.seek(0)
             stream.write(header)

@@ -87,8 +87,9 @@ class DegreeOptions:
         replicate = self.replicate or data // (self.shard or data) or 1
         shard = self.shard or max(1, data // replicate)
         if replicate * shard != data:
-            asked = "--dp-shard" if self.shard != 1 else "--dp-replicate"
-            hint = f"start {num_pipeline_ranks * self.tensor * replicate * shard} ranks, or leave {asked} out"
+            asked = "--dp-replicate" if self.replicate else "--dp-shard"
+            left = "both degrees" if self.replicate and data % (self.shard or data) else asked
+            hint = f"start {num_pipeline_ranks * self.tensor * replicate * shard} ranks, or leave {left} out"
             raise UsageError(
                 asked,
                 f"{replicate} replicas of {shard} shards are {replicate * shard} data-parallel ranks for each stage, "

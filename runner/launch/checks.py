@@ -9,15 +9,19 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from manifests.errors import UsageError
+from manifests.store import find_manifest
+from stores.address import is_url
 
 __all__ = [
     "check_mounts",
+    "check_read",
     "check_sbatch_args",
-    "check_shown",
     "check_texts",
+    "check_written",
     "is_shown",
     "parse_signal",
     "parse_time",
+    "shown_address",
 ]
 
 _SIGNAL = re.compile(r"USR2@(\d{1,5})")
@@ -113,8 +117,30 @@ def is_shown(path: Path, mounts: Sequence[str]) -> bool:
     return any(path.is_relative_to(mount.rpartition(":")[2]) for mount in mounts)
 
 
-def check_shown(paths: Iterable[tuple[str, str]], mounts: Sequence[str]) -> None:
-    """Raise unless a mount shows every path, each given after its flag; relative ones are looked up in this folder.
+def shown_address(address: str, written: str, mounts: Sequence[str]) -> str:
+    """Give a manifest's address as a container sees it: where a mount shows it only as it is written, so."""
+    path = Path(os.path.normpath(Path.cwd() / written))
+    is_named = not is_url(address) and not is_shown(Path(address), mounts) and is_shown(path, mounts)
+    return str(find_manifest(path)) if is_named else address
+
+
+def check_read(paths: Iterable[tuple[str, str]], mounts: Sequence[str]) -> None:
+    """Raise where a path that pods read, given after its flag, is relative and lies on no mount; the image has others.
+
+    Raises:
+        UsageError: naming the flag and the path.
+    """
+    here = Path.cwd()
+    for flag, given in paths:
+        if not Path(given).is_absolute() and not is_shown(Path(os.path.normpath(here / given)), mounts):
+            raise UsageError(
+                f"{flag} {given}", f"is looked up in {here}, and no --mount shows it there to the pods",
+                "name a path from / on: below a --mount, or of the image",
+            )  # fmt: skip
+
+
+def check_written(paths: Iterable[tuple[str, str]], mounts: Sequence[str]) -> None:
+    """Raise unless a mount shows every path that pods write, given after its flag; relative ones begin at this folder.
 
     Raises:
         UsageError: naming the flag and the path.
@@ -130,13 +156,13 @@ def check_shown(paths: Iterable[tuple[str, str]], mounts: Sequence[str]) -> None
         if not is_shown(path, mounts):
             folder = path if path.parent == Path("/") else path.parent
             raise UsageError(
-                f"{flag} {path}", "lies on no --mount: pods see no other files, and keep none that they write",
+                f"{flag} {path}", "lies on no --mount: pods keep no other files that they write",
                 f"--mount CLAIM:{folder}, or {folder}:{folder} where it is every node's",
             )  # fmt: skip
 
 
 def check_sbatch_args(arguments: Sequence[str]) -> None:
-    """Raise where a line for sbatch is no flag, or undoes what the job is planned with.
+    """Raise where a line for sbatch is not one flag, or undoes what the job is planned with.
 
     Raises:
         UsageError: naming it.
@@ -145,15 +171,26 @@ def check_sbatch_args(arguments: Sequence[str]) -> None:
         if not argument.startswith("-") or not argument.isprintable():
             raise UsageError("--sbatch-arg", f"expected a flag of sbatch, found {argument!r}", "--sbatch-arg=--gpus=8")
         try:
-            shlex.split(argument)
+            flag, *values = shlex.split(argument)
         except ValueError as error:
             raise UsageError("--sbatch-arg", f"expected quotes in pairs, found {argument!r}") from error
-        word = re.split(r"[= ]", argument.lstrip("-"), maxsplit=1)[0]
-        name = word if argument.startswith("--") else _SHORT.get(word[:1], word)
+        if not _is_one_flag(flag, values):
+            hint = "quote a value with spaces: --sbatch-arg=\"--comment='a b'\""
+            raise UsageError("--sbatch-arg", f"expected one flag, found {argument!r}", hint)
+        word = flag.lstrip("-").partition("=")[0]
+        name = word if flag.startswith("--") else _SHORT.get(word[:1], word)
         if name in _OWN:
-            flag = _OWN[name]
+            ours = _OWN[name]
             raise UsageError(
                 "--sbatch-arg",
                 f"{argument!r} is not for you to say: the job is planned with its own --{name}",
-                f"{flag} says it" if flag else "leave it out",
+                f"{ours} says it" if ours else "leave it out",
             )
+
+
+def _is_one_flag(flag: str, values: Sequence[str]) -> bool:
+    """Whether these words are a flag, and its value at most: sbatch takes any other word for its script."""
+    if not flag.strip("-"):
+        return False
+    lacks_value = "=" not in flag if flag.startswith("--") else len(flag) == 2
+    return not values or (len(values) == 1 and lacks_value and values[0][:1] not in ("-", "#"))

@@ -11,6 +11,7 @@ from click.core import ParameterSource
 
 from manifests.errors import UsageError
 from runner.dimensions.degrees import Degrees
+from runner.launch.checks import shown_address
 from runner.launch.gpus import check_gpus, memories_gib
 from runner.launch.job import SCHEDULERS, Job, Kind, read_environment, read_job_file
 from runner.launch.local import LocalJob, check_beginning, check_request, launch_here
@@ -131,7 +132,7 @@ def launch(
         return
     _submit(
         Job(
-            manifest=address,
+            manifest=shown_address(address, manifest, asked["mount"]),
             training=training,
             name=name_of(launched.location).lower() if name is None else name,
             log_dir=options.log_dir.resolve(),
@@ -209,13 +210,14 @@ def _refuse_clusters(context: click.Context, num_nodes: int) -> None:
     asked = {ParameterSource.COMMANDLINE}
     if context.get_parameter_source("scheduler") is ParameterSource.DEFAULT:  # else a job file is tried here on purpose
         asked.add(ParameterSource.DEFAULT_MAP)
-    given = [name for name in _CLUSTERS if context.get_parameter_source(name) in asked]
+    on = [name for name in _CLUSTERS if context.params[name] not in (False, ())]  # 0 restarts are off, too
+    given = [name for name in on if context.get_parameter_source(name) in asked]
     if num_nodes > 1:
         given.insert(0, "nnodes")
     if given:
         flag = "--" + given[0].replace("_", "-")
         raise UsageError(flag, "needs --scheduler slurm or jobset", "without one, all ranks run on this machine")
-    unused = [flag_of(name) for name in _CLUSTERS if context.get_parameter_source(name) is ParameterSource.DEFAULT_MAP]
+    unused = [flag_of(name) for name in on if context.get_parameter_source(name) is ParameterSource.DEFAULT_MAP]
     if unused:
         click.echo(f"note: on this machine the job file's {', '.join(unused)} come to nothing", err=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from pathlib import Path
@@ -37,13 +38,18 @@ def check_free(log_dir: Path) -> None:
             f"take another, or remove {log_dir / JOB_NAME} when that job is over",
         ) from error  # fmt: skip
     if doing is not None:
-        raise UsageError(where, doing, "take another, or runner cancel it")
+        is_here = record.scheduler != "local" or record.host == socket.gethostname()
+        end = "runner cancel it" if is_here else f"runner cancel it there; wait {_SILENT_S:.0f} s where it was killed"
+        raise UsageError(where, doing, f"take another, or {end}")
 
 
 def _doing(record: JobRecord, log_dir: Path) -> str | None:
-    """Say what a job does with its log folder; None: it is over."""
+    """Say what a job does with its log folder; None: it is over, or has another one, of which this is a copy."""
     from runner.launch import jobset, processes, slurm
 
+    own = os.path.dirname(record.output)
+    if os.path.isdir(own) and not os.path.samefile(own, log_dir):
+        return None
     if record.scheduler == "local":
         if record.host == socket.gethostname():
             return f"process {record.id} runs a job with it" if processes.is_running(record) else None

@@ -15,12 +15,11 @@ from typing import Any
 import yaml
 
 from manifests.errors import UsageError, UserError
-from runner.launch.checks import check_mounts, check_shown, is_shown
+from runner.launch.checks import check_mounts, check_read, check_written, is_shown
 from runner.launch.job import Job
 from runner.launch.record import JobRecord
 from runner.life.supervise import FINAL, SHUTDOWN_S, agent_command
 from runner.recipe import SYNTHETIC
-from stores.address import is_url
 
 __all__ = ["JobSetState", "cancel", "find_phases", "find_state", "print_logs", "render", "submit"]
 
@@ -58,8 +57,8 @@ def render(job: Job) -> str:
     """Give the JobSet of a job, as YAML.
 
     Raises:
-        UsageError: no image, a name that Kubernetes does not take, a mount that is none, a flag of Slurm's, or a
-            path that pods do not share.
+        UsageError: no image, a name that Kubernetes does not take, a mount that is none, a flag of Slurm's, a path
+            to write that pods do not share, or one to read that they do not see.
     """
     _refuse(job)
     document = {
@@ -157,7 +156,8 @@ def _refuse(job: Job) -> None:
         if value is not None:
             hint = "--restarts N lets Kubernetes start the job again" if flag == "--requeue" else ""
             raise UsageError(flag, "is Slurm's; a JobSet has no such thing", hint)
-    check_shown(_paths(job), job.mounts)
+    check_written(_written(job), job.mounts)
+    check_read(_read(job), job.mounts)
 
 
 def _indexed_job(job: Job) -> dict[str, Any]:
@@ -220,16 +220,19 @@ def _volumes(job: Job) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _paths(job: Job) -> Iterator[tuple[str, str]]:
-    """Give the files that ranks read and write, each after the flag that names it."""
+def _written(job: Job) -> Iterator[tuple[str, str]]:
+    """Give the folders that ranks write, each after the flag that names it."""
     options = job.options
-    if not is_url(job.manifest):
-        yield "MANIFEST", job.manifest
     yield "--log-dir", str(options.log_dir)
     if options.checkpoint is not None:
         yield "--checkpoint", str(options.checkpoint.history)
     if options.save is not None:
         yield "--save", str(options.save)
+
+
+def _read(job: Job) -> Iterator[tuple[str, str]]:
+    """Give the files that ranks read alone, each after the flag that names it. The manifest's path is absolute."""
+    options = job.options
     source = options.resume.source
     if source not in (None, "auto") and not re.fullmatch(r"step-\d+", source):
         yield "--resume", source

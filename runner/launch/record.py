@@ -68,6 +68,8 @@ def read_record(log_dir: Path) -> JobRecord:
         texts = {field: str(found[field]) for field in ("scheduler", "id", "name", "output")}
         if texts["scheduler"] not in SCHEDULERS:
             raise ValueError(f"expected one of {', '.join(SCHEDULERS)}, found {texts['scheduler']!r}")
+        if texts["scheduler"] == "local" and not texts["id"].isdecimal():
+            raise ValueError(f"expected the number of a process, found {texts['id']!r}")
         return JobRecord(**texts, **{field: str(found.get(field, "")) for field in ("host", "birth", "namespace")})
     except (FileNotFoundError, NotADirectoryError) as error:
         hint = "give the --log-dir of a job that runner launch has started"

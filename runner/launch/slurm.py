@@ -89,6 +89,8 @@ def find_state(record: JobRecord) -> SlurmState:
         if "Invalid job id" not in error.problem:
             raise
         return SlurmState(word=_FORGOTTEN, reason="it ended long ago", nodes="", num_requeues=0, exit_code=0)
+    if _is_anothers(shown, record):
+        return SlurmState(word=_FORGOTTEN, reason="another has its number", nodes="", num_requeues=0, exit_code=0)
     fields = dict(word.partition("=")[::2] for word in shown.split() if "=" in word)
     return SlurmState(
         word=fields.get("JobState", "UNKNOWN"),
@@ -99,9 +101,12 @@ def find_state(record: JobRecord) -> SlurmState:
     )
 
 
-def cancel(record: JobRecord) -> None:
-    """End a job; one that has ended stays as it is."""
+def cancel(record: JobRecord) -> bool:
+    """End a job, and give whether Slurm still knew it: another that has got its number stays as it is."""
+    if find_state(record).is_forgotten:
+        return False
     ask(["scancel", record.id])
+    return True
 
 
 def ask(command: Sequence[str], standard_input: str = "", *, limit_s: float = _LIMIT_S) -> str:
@@ -125,6 +130,13 @@ def ask(command: Sequence[str], standard_input: str = "", *, limit_s: float = _L
         said = " ".join(done.stderr.split()).removeprefix(f"{where}: error: ")
         raise UserError(where, said or f"ended with code {done.returncode}")
     return done.stdout
+
+
+def _is_anothers(shown: str, record: JobRecord) -> bool:
+    """Whether what Slurm shows is of another job, with another output: of another cluster, or after a reset."""
+    output = shown.partition(" StdOut=/")[2]
+    # Not every version expands each %.
+    return bool(output) and "%" not in output + record.output and f" StdOut={record.output}" not in shown
 
 
 def _check_end(job: Job) -> None:

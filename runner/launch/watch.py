@@ -75,7 +75,8 @@ def show_logs(log_dir: Path, say: Callable[[str], object], *, rank: int | None, 
 
 
 def _no_log(path: Path, log_dir: Path) -> InputError:
-    if read_state(log_dir) is None:
+    state = read_state(log_dir)
+    if state is None or state.ended == "stopped":  # and may be queued again
         return InputError(str(path), "is not there yet", "runner status says whether the job has begun")
     left = sorted(found.stem for found in path.parent.glob("rank-*.log"))
     return InputError(
@@ -161,7 +162,7 @@ class _Asked:
 def cancel(log_dir: Path, *, is_forced: bool = False) -> tuple[JobRecord, bool]:
     """End the job that was launched with this log folder; give its record, and whether it had not ended already.
 
-    Schedulers do not say whether it had.
+    Schedulers do not say whether it had, as long as they know it.
 
     Raises:
         UserError: no such job, or its scheduler refuses.
@@ -173,7 +174,9 @@ def cancel(log_dir: Path, *, is_forced: bool = False) -> tuple[JobRecord, bool]:
         raise UsageError(
             "--force", "is for jobs of this machine", "a scheduler kills what does not end in its own time"
         )
-    (slurm.cancel if record.scheduler == "slurm" else jobset.cancel)(record)
+    if record.scheduler == "slurm":
+        return record, slurm.cancel(record)
+    jobset.cancel(record)
     return record, True
 
 

@@ -9,7 +9,7 @@ numbers are Slurm's: ranks keep their nodes.
 Slurm sends `--signal`, and a preemption's SIGTERM, to the ranks and not to this process. Ranks and agents that have not
 begun yet die of it, and leave no `state.json`. When one node's agent dies without a word, srun stops the others with
 SIGTERM, and its code, the highest, is the same. Both are queued again; a second time in a row without a newer
-checkpoint ends the job, unless Slurm says that it preempts it.
+checkpoint ends the job, unless Slurm says that it preempts or ends it. With `--restarts` alone both are a lost rank.
 """
 
 from __future__ import annotations
@@ -134,9 +134,11 @@ class _Supervisor:
             is_done = state is not None and state.ended == "done"
             if (code == 0 and not was_stopped) or (is_done and code in _ASKED):  # told to stop when all was done
                 return 0
+            if state is not None and state.ended == "failed" and code in FINAL:  # when it was told to stop, too
+                return code
             if was_stopped or self._stopping is not None:
                 return self._queue_again() if requeue else _INTERRUPTED
-            if state is None and code in _ASKED:
+            if state is None and code in _ASKED and (requeue or not restarts or self._is_ending()):
                 return self._end_unsaid(former) if requeue else _INTERRUPTED
             if code in FINAL:
                 return code
@@ -224,7 +226,9 @@ class _Supervisor:
         """Queue a job again that was stopped before its ranks could say so, see Note [Stopped without a word]."""
         step = self._newest_step()
         unsaid = RunState(step=step or 0, ended="stopped", code=_INTERRUPTED)
-        if self._requeues and step is not None and former == unsaid and not _is_preempted(self._shown()):
+        is_second = self._requeues > 0 and step is not None and former == unsaid
+        shown = self._shown() if is_second else ""
+        if "JobState=RUNNING" in shown and not _is_preempted(shown):
             why = f"stopped twice in a row without a word or a checkpoint since step {step}: it would end alike again"
             return self._give_up(_INTERRUPTED, why, None)
         self._leave(unsaid)
@@ -236,6 +240,11 @@ class _Supervisor:
             return ask(["scontrol", "show", "job", "-o", str(self._job)], limit_s=_ANSWER_S)
         except UserError:
             return ""
+
+    def _is_ending(self) -> bool:
+        """Whether Slurm says that it ends this job: it was cancelled, or its time is over."""
+        shown = self._shown()
+        return bool(shown) and "JobState=RUNNING" not in shown
 
     def _queue_again(self) -> int:
         deadline_s = time.monotonic() + _ASK_S

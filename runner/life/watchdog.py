@@ -128,6 +128,10 @@ class Life:
             self._took_s = now_s - self._last_s
         self._step, self._phase, self._last_s = step, phase, now_s
 
+    def leave(self) -> None:
+        """Tell that no step follows, whatever ended them: all that is left to wait for is the checkpoint."""
+        self.beat(self._step, "end")
+
     @property
     def grace_s(self) -> float:
         """How long a step may take after SIGTERM, as far as is known of steps."""

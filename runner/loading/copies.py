@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manifests.digest import PREFIX
-from manifests.errors import InputError, UserError, refused_by_system
+from manifests.errors import InputError, UnreachableError, UserError, refused_by_system
 from manifests.schema import Holds, Manifest, Shard
 from manifests.store import open_shard
 from runner.loading.proven import proven_blocks
@@ -232,4 +232,8 @@ def _said(path: Path) -> Iterator[None]:
             hint = "the disk has filled up since the copy was begun: remove what no job uses"
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             hint = f"{FLAG} names a folder that this user can write on every node"
-        raise refused_by_system(str(error.filename or path), error, "cannot be written", hint) from error
+        said = refused_by_system(str(error.filename or path), error, "cannot be written", hint)
+        if isinstance(said, UnreachableError):
+            raise said from error
+        # The node's fault, and no InputError: not one to pass over a checkpoint for.
+        raise UserError(said.where, said.problem, said.hint) from error

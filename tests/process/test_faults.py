@@ -239,6 +239,15 @@ def test_disk_that_does_not_answer_under_one_rank_ends_all_once_they_wait_for_it
         wait_until_gone(pids, 1)
 
 
+def test_disk_that_does_not_answer_ends_also_a_rank_that_has_met_something_else(tmp_path: Path) -> None:
+    packed = pack_tiny(tmp_path / "models", 1)
+    saving = ("--checkpoint", str(tmp_path / "history"), "--checkpoint-every", "1", "--timeout", "4")
+    with failing(packed, tmp_path, *saving, "--lr", "1e30", HANGING_DISK="stage-000") as run:  # which step 2 refuses
+        why = r"nothing of its checkpoint could be written for \d+ s: the disk does not answer"
+        check_end(run, 5, rf"rank 0, stage 0, node {HOST}: {why}\nhint: .*rank-00000.log shows .+")
+        assert [beat["phase"] for beat in run.beats] == ["end"]
+
+
 @pytest.mark.slow
 def test_checkpoint_that_a_disk_does_not_give_now_is_not_passed_over_for_an_older_one(tmp_path: Path) -> None:
     packed = pack_tiny(tmp_path / "models", 1)

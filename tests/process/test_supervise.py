@@ -166,9 +166,30 @@ def test_job_is_queued_again_unless_it_was_cancelled(shows: str, is_requeued: bo
 def test_job_that_was_stopped_before_its_ranks_had_begun_is_queued_again_if_asked(
     flags: tuple[str, ...], code: int, tmp_path: Path
 ) -> None:
-    ended = supervise(tmp_path, f"exit {code}", "--restarts", "3", *flags, is_hurried=True)
+    restarts = ("--restarts", "3") if flags else ()
+    ended = supervise(tmp_path, f"exit {code}", *restarts, *flags, is_hurried=True)
     assert (ended.code, len(ended.attempts), ended.requeued) == (130, 1, bool(flags))
     assert ended.said == ("stopped; the job is queued again\n" if flags else "")
+
+
+@pytest.mark.parametrize("code", [130, 128 + signal.SIGUSR2, 128 + signal.SIGTERM])
+def test_job_that_ends_without_a_word_and_may_only_be_restarted_is(code: int, tmp_path: Path) -> None:
+    ended = supervise(tmp_path, f"[ $attempt = 2 ] || exit {code}", "--restarts", "3", is_hurried=True)
+    assert (ended.code, len(ended.attempts), ended.requeued) == (0, 2, False)
+    assert ended.said == f"attempt 1 of 4 ended with code {code}; all ranks are started again, from step 0\n"
+
+
+def test_job_that_was_cancelled_before_its_ranks_had_begun_is_not_restarted(tmp_path: Path) -> None:
+    ended = supervise(tmp_path, "exit 143", "--restarts", "3", shows="JobState=COMPLETING Reason=None", is_hurried=True)
+    assert (ended.code, len(ended.attempts), ended.said) == (130, 1, "")
+
+
+@pytest.mark.parametrize("flags", [(), ("--requeue",)])
+def test_save_that_failed_ends_the_job_although_it_was_told_to_stop(flags: tuple[str, ...], tmp_path: Path) -> None:
+    ended = supervise(tmp_path, "kill -TERM $PPID; " + FAILS % (3, 3), "--restarts", "3", *flags)
+    assert (ended.code, len(ended.attempts), ended.requeued) == (3, 1, False)
+    assert ended.state is not None
+    assert (ended.state["ended"], ended.state["code"]) == ("failed", 3)
 
 
 def test_job_that_was_cancelled_before_its_ranks_had_begun_is_not_queued_again(tmp_path: Path) -> None:
@@ -186,6 +207,7 @@ def test_job_that_was_told_to_stop_when_all_was_done_is_done(tmp_path: Path) -> 
     [
         ("exit 130", "JobState=RUNNING PreemptTime=None", False),
         ("exit 130", "JobState=RUNNING PreemptTime=2026-11-21T12:00:00", True),
+        ("exit 130", "", True),  # Slurm does not answer
         ("mkdir -p {place}/saved/step-000009 && touch {place}/saved/step-000009/manifest.json; exit 130",
          "JobState=RUNNING PreemptTime=None", True),
     ],
@@ -203,6 +225,16 @@ def test_job_that_ends_twice_in_a_row_without_a_word_or_a_checkpoint_is_not_queu
     assert (f"error: {why}\n" in second.said) is not is_requeued
     assert second.state is not None
     assert second.state["error"] == ("" if is_requeued else why)
+
+
+def test_job_that_is_cancelled_the_second_time_is_not_said_to_have_failed(tmp_path: Path) -> None:
+    supervise(tmp_path, "exit 143", "--requeue", is_hurried=True)
+    again = {"SLURM_RESTART_COUNT": "1"}
+    shows = "JobState=CANCELLED PreemptTime=None"
+    ended = supervise(tmp_path, "exit 143", "--requeue", shows=shows, is_hurried=True, environment=again)
+    assert (ended.code, ended.requeued, ended.said) == (130, False, "")
+    assert ended.state is not None
+    assert ended.state["ended"] == "stopped"
 
 
 def test_checkpoints_that_cannot_be_listed_now_do_not_end_the_job(tmp_path: Path) -> None:

@@ -304,6 +304,8 @@ def _kill_after(seconds: float, work: Callable[[], object]) -> None:
         (("--parts", "4", "--scheduler", "slurm", "--sbatch-arg", "gpus"), "an option of sbatch"),
         (("--parts", "4", "--scheduler", "slurm", "--sbatch-arg", "--array=1-2"), "an array of our own"),
         (("--parts", "4", "--scheduler", "slurm", "--sbatch-arg", "--comment=don't"), "No closing quotation"),
+        (("--parts", "4", "--scheduler", "slurm", "--sbatch-arg", "--comment=a b"), "expected one option"),
+        (("--parts", "4", "--scheduler", "slurm", "--sbatch-arg", "--exclusive # x"), "expected one option"),
         (("--parts", "4", "--scheduler", "slurm", "--time", ""), "an option of sbatch, found '--time='"),
         (("--parts", "4", "--scheduler", "slurm", "--partition", "a\nb"), "an option of sbatch"),
         (("--sbatch-arg", "--mem=8G"), "error: --sbatch-arg: is for --scheduler slurm"),

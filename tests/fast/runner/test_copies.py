@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from manifests.digest import digest_bytes
-from manifests.errors import InputError, UserError
+from manifests.errors import InputError, UnreachableError, UserError
 from manifests.schema import MOMENTS, WEIGHTS, Manifest, Shard
 from manifests.store import read_manifest
 from runner.life.ending import code_of
@@ -223,6 +223,8 @@ def test_disk_that_does_not_take_a_copy_ends_a_job_as_a_lost_rank_does_unless_it
     with pytest.raises(UserError, match=f"cannot be written: {os.strerror(number)}") as small:
         fetch(find_manifest_file(trained), folder.path)
     assert (code_of(shards.value), code_of(small.value)) == (code, code)
+    # An InputError that is not the disk's would let a run pass over the checkpoint for an older one.
+    assert type(shards.value) is (UnreachableError if code == 5 else UserError)
 
 
 def test_link_that_leads_out_of_the_folder_is_not_followed(trained: Path, folder: CopyFolder, tmp_path: Path) -> None:

@@ -63,6 +63,24 @@ def test_degrees_that_were_not_asked_for_are_found(asked: DegreeOptions, world_s
             "--dp-replicate: 3 replicas of 1 shards are 3 data-parallel ranks for each stage, and 8 ranks over 4 "
             "pipeline ranks and --tp 1 leave 2\nhint: start 12 ranks, or leave --dp-replicate out",
         ),
+        (
+            DegreeOptions(replicate=3, shard=None),
+            16,
+            "--dp-replicate: 3 replicas of 1 shards are 3 data-parallel ranks for each stage, and 16 ranks over 4 "
+            "pipeline ranks and --tp 1 leave 4\nhint: start 12 ranks, or leave --dp-replicate out",
+        ),
+        (
+            DegreeOptions(replicate=2, shard=4),
+            16,
+            "--dp-replicate: 2 replicas of 4 shards are 8 data-parallel ranks for each stage, and 16 ranks over 4 "
+            "pipeline ranks and --tp 1 leave 4\nhint: start 32 ranks, or leave --dp-replicate out",
+        ),
+        (
+            DegreeOptions(replicate=2, shard=3),
+            16,
+            "--dp-replicate: 2 replicas of 3 shards are 6 data-parallel ranks for each stage, and 16 ranks over 4 "
+            "pipeline ranks and --tp 1 leave 4\nhint: start 24 ranks, or leave both degrees out",
+        ),
     ],
 )
 def test_ranks_that_cannot_be_dealt_out_are_refused(asked: DegreeOptions, world_size: int, message: str) -> None:

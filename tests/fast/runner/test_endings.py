@@ -14,10 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from manifests.errors import InputError, UnreachableError, refused_by_system
 from manifests.publish import publishing
+from runner.checkpoints import save
 from runner.checkpoints.save import write_shard
 from runner.life.ending import AGENT, ENDINGS, Ending, code_of, read_ending, read_endings, tell
 from runner.life.heartbeat import Beat, clear_beats, heartbeat_path, log_path, read_beats, write_beat
@@ -222,6 +224,29 @@ def test_disk_that_does_not_take_a_shard_ends_a_job_as_a_lost_rank_does_unless_i
     ):
         fsync(0)
     assert {code_of(shard.value), code_of(folder.value)} == {5 if number in (errno.EIO, errno.ESTALE) else 3}
+
+
+def test_large_tensor_is_written_in_parts_and_whoever_waits_hears_of_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_asked = 0
+
+    def is_given_up() -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        return False
+
+    tensors = {"a": torch.arange(1000.0), "b": torch.zeros(0), "c": torch.arange(7, dtype=torch.bfloat16)}
+    whole = write_shard(whole_pieces(tensors), tmp_path, "whole", is_given_up=is_given_up)
+    assert num_asked == 2
+    monkeypatch.setattr(save, "_PART_NBYTES", 999)
+    monkeypatch.setattr(save, "_SYNC_NBYTES", 1500)
+    parts = write_shard(whole_pieces(tensors), tmp_path, "parts", is_given_up=is_given_up)
+    assert num_asked == 2 + 5 + 1
+    assert (tmp_path / "parts").read_bytes() == (tmp_path / "whole").read_bytes()
+    assert parts.digest == whole.digest
+    read = load_file(tmp_path / "parts")
+    assert all(torch.equal(read[fqn], tensors[fqn]) for fqn in tensors)
 
 
 def test_of_what_ranks_met_that_which_no_restart_mends_comes_first_and_gives_the_code() -> None:

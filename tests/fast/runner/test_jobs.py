@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -159,19 +160,17 @@ def test_shared_memory_that_is_asked_for_is_the_only_one(packed: Path) -> None:
         ("--log-dir", "PLACE/../log", "PARENT/log"),
         ("--checkpoint", "/ck", "/ck"),
         ("--save", "/elsewhere/out", "/elsewhere/out"),
-        ("--resume", "/elsewhere/step-7", "/elsewhere/step-7"),
-        ("--data", "/elsewhere/*.txt", "/elsewhere/*.txt"),
-        ("--eval-data", "PLACEX/text", "PLACEX/text"),
+        ("--save", "PLACEX/out", "PLACEX/out"),
     ],
 )
-def test_path_that_pods_do_not_share_is_refused(packed: Path, flag: str, path: str, folder: str) -> None:
+def test_path_that_pods_do_not_share_is_not_written(packed: Path, flag: str, path: str, folder: str) -> None:
     place = packed.parent
     found, lies = (text.replace("PLACE", str(place)).replace("PARENT", str(place.parent)) for text in (path, folder))
-    data = () if flag == "--data" else ("--data", "synthetic")
+    data = ("--data", "synthetic")
     above = lies.rpartition("/")[0] or lies
     jobset = ("--scheduler", "jobset", "--image", "i", "--name", "tiny", "--mount", f"claim:{place}")
     assert refusal(packed, *jobset, training=("--log-dir", f"{place}/log", *data, flag, found)) == (
-        f"{flag} {lies}: lies on no --mount: pods see no other files, and keep none that they write\n"
+        f"{flag} {lies}: lies on no --mount: pods keep no other files that they write\n"
         f"hint: --mount CLAIM:{above}, or {above}:{above} where it is every node's"
     )
 
@@ -184,9 +183,41 @@ def test_relative_path_of_a_folder_that_pods_do_not_share_is_refused(packed: Pat
     )
 
 
-def test_manifest_that_pods_do_not_share_is_refused(packed: Path) -> None:
-    said = refusal(packed, "--scheduler", "jobset", "--image", "i", "--name", "tiny", "--mount", "claim:/elsewhere")
-    assert said.startswith(f"MANIFEST {packed}/manifest.json: lies on no --mount: ")
+READ = ("--data", "--eval-data", "--resume")
+
+
+@pytest.mark.parametrize("flag", READ)
+def test_file_of_the_image_is_read(packed: Path, flag: str) -> None:
+    data = () if flag == "--data" else ("--data", "synthetic")
+    words = rendered(
+        packed, "jobset", "--image", "i", "--mount", "claim:/kept", "--log-dir", "/kept/log",
+        training=(*data, flag, "/opt/corpus/a"),
+    )  # fmt: skip
+    assert "/opt/corpus/a" in words
+    assert f"{packed}/manifest.json" in words
+
+
+@pytest.mark.parametrize("flag", READ)
+@pytest.mark.parametrize("given", ["a/b", "../b"])
+def test_relative_path_that_pods_do_not_find_is_not_read(
+    packed: Path, flag: str, given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, shown = () if flag == "--data" else ("--data", "synthetic"), packed if given[0] == "." else "/kept"
+    monkeypatch.chdir(packed)
+    jobset = ("--scheduler", "jobset", "--image", "i", "--name", "tiny", "--mount", f"claim:{shown}")
+    assert refusal(packed, *jobset, "--log-dir", f"{shown}/log", training=(*data, flag, given)) == (
+        f"{flag} {given}: is looked up in {packed}, and no --mount shows it there to the pods\n"
+        "hint: name a path from / on: below a --mount, or of the image"
+    )
+
+
+def test_manifest_that_a_mount_shows_only_as_it_is_written_is_found_so(packed: Path, tmp_path: Path) -> None:
+    (tmp_path / "data").symlink_to(packed.parent)
+    written, log = f"{tmp_path}/data/{packed.name}", ("--log-dir", f"{tmp_path}/data/log")
+    for mount, found in ((f"{tmp_path}/data", written), (str(packed.parent), str(packed))):
+        paths = rendered(Path(written), "jobset", "--image", "i", "--mount", f"claim:{mount}",
+                         "--mount", f"logs:{tmp_path}/data/log", *log)  # fmt: skip
+        assert f"- {found}/manifest.json\n" in paths
 
 
 @pytest.mark.parametrize(
@@ -277,6 +308,29 @@ def test_job_file_for_a_cluster_that_names_none_is_not_run_here(packed: Path, tm
     tried = launch("--job", path, "--scheduler", "local", "--dry-run")
     assert tried.exception is None, tried.exception
     assert "note: on this machine the job file's --env come to nothing\n" in tried.stderr
+
+
+def test_switches_of_a_job_file_that_are_off_ask_for_nothing(packed: Path, tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    off = "requeue = false\nrestarts = 0\nenv = []\nfollow = false\n"
+    path.write_text(f'manifest = "{packed}"\n{off}[training]\ndata = ["synthetic"]\n')
+    for flags in ((), ("--scheduler", "local")):
+        done = launch("--job", path, *flags, "--dry-run")
+        assert done.exception is None, done.exception
+        assert "come to nothing" not in done.stderr
+
+
+def test_weights_of_a_job_file_are_of_its_data_alone(packed: Path, tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(
+        f'manifest = "{packed}"\nscheduler = "slurm"\n[training]\ndata = ["a", "b"]\ndata-weight = [1, 2]\n'
+    )
+    for written, weights in (((), ["1", "2"]), (("--data", "c"), []), (("--data-weight", "3", "--data-weight", "4"),
+                                                                       ["3", "4"])):  # fmt: skip
+        done = launch("--job", path, "--dry-run", "--", *written)
+        assert done.exception is None, done.exception
+        command = shlex.split(done.stdout.splitlines()[-1])
+        assert [word for flag, word in pairwise(command) if flag == "--data-weight"] == weights
 
 
 @pytest.mark.parametrize(

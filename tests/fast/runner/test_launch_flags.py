@@ -99,6 +99,10 @@ NAME = "--name: expected up to 40 of a-z, 0-9 and -, a letter first, found {!r}{
            f"own --{name}\nhint: {hint}") for text, name, hint in (
             ("--nodes=3", "nodes", "--nnodes says it"), ("-N3", "nodes", "--nnodes says it"),
             ("-n 4", "ntasks", "--nproc-per-node says it"), ("--array=1-2", "array", "leave it out"))),
+        *(((*SLURM, "--sbatch-arg", text), f"--sbatch-arg: expected one flag, found {text!r}\n"
+           "hint: quote a value with spaces: --sbatch-arg=\"--comment='a b'\"") for text in (
+            "--comment=a b", "--comment a b", "-Cgpu b", "--exclusive # all of it", "--exclusive #all",
+            "--exclusive --nodes=3", "-")),
         (("--gpu-memory", "nan"), "--gpu-memory: expected GiB above 0, found nan"),
         (("--gpu-memory", "0"), "--gpu-memory: expected GiB above 0, found 0"),
         (("--stage-to-local", "scratch"),
@@ -108,6 +112,13 @@ NAME = "--name: expected up to 40 of a-z, 0-9 and -, a letter first, found {!r}{
 )  # fmt: skip
 def test_value_that_cannot_be_is_refused(packed: Path, flags: tuple[str, ...], expected: str) -> None:
     assert said(launch(packed, *flags)) == expected
+
+
+@pytest.mark.parametrize("argument", ["--gpus=8", "-s", "-C gpu", "-Cgpu", "--comment 'a b'", "--comment='a b'"])
+def test_one_flag_for_sbatch_is_taken_with_its_value(packed: Path, argument: str) -> None:
+    done = launch(packed, *SLURM, f"--sbatch-arg={argument}")
+    assert done.exception is None, done.exception
+    assert f"#SBATCH {argument}\n" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -220,6 +231,7 @@ def test_machine_without_the_scheduler_is_said_to_be(
         ('{"scheduler": "slurm"}', "'id'"),
         ('{"scheduler": "ray", "id": "7", "name": "x", "output": ""}',
          "expected one of local, slurm, jobset, found 'ray'"),
+        ('{"scheduler": "local", "id": "x", "name": "x", "output": ""}', "expected the number of a process, found 'x'"),
     ],
 )  # fmt: skip
 def test_damaged_record_of_a_job_is_said_to_be_none(tmp_path: Path, verb: str, text: str, problem: str) -> None:

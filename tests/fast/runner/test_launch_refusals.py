@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from manifests.digest import digest_bytes
 from manifests.errors import UsageError, UserError
+from runner.checkpoints.history import checkpoint_path
 from runner.cli import cli
 from tests.builders import reshard
 from tests.fast.trained import write_trained
@@ -118,9 +119,20 @@ def test_run_that_would_save_inside_its_bundles_is_refused(flag: str, inside: st
     training = ["--data", "synthetic", flag, str(place / inside)]
     done = CliRunner().invoke(cli, ["launch", str(place / "pp2"), "--dry-run", "--", *training])
     assert str(done.exception) == (
-        f"{flag}: would save inside the launched {place}/pp2, and be gone when that is replaced\n"
+        f"{flag} {place}/{inside}: would save inside the launched {place}/pp2, and be gone when that is replaced\n"
         "hint: choose a folder beside it"
     )
+
+
+def test_run_whose_checkpoints_lie_inside_its_bundles_goes_on(place: Path, tmp_path: Path) -> None:
+    packed = shutil.copytree(place / "pp2", tmp_path / "pp2")
+    history = packed / "ck"
+    shutil.copytree(place / "trained", checkpoint_path(history, 60))
+    words = ["launch", str(packed), "--dry-run", "--", "--data", "synthetic", "--checkpoint", str(history)]
+    done = CliRunner().invoke(cli, [*words, "--resume", "auto"])
+    assert done.exception is None, done.exception
+    inside = CliRunner().invoke(cli, [*words, "--save", f"{history}/final"]).exception
+    assert str(inside).startswith(f"--save {history}/final: would save inside the launched {packed}, ")
 
 
 def test_save_under_the_name_of_a_checkpoint_is_refused(place: Path) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from click.testing import CliRunner, Result
 from manifests.errors import UserError
 from runner.cli import cli
 from runner.launch.folder import check_free
+from runner.launch.processes import record_here
 from runner.launch.record import JobRecord, read_record, write_record
 from runner.launch.state import RunState, read_state, write_state
 from runner.life.heartbeat import Beat, heartbeat_path, write_beat
@@ -76,6 +79,44 @@ def test_folder_of_a_job_that_slurm_has_ended_or_forgotten_is_free(place: Path, 
     check_free(put_job(place, SLURM))
 
 
+@pytest.mark.parametrize(
+    ("folder", "shows", "is_free"),
+    [
+        ("a log", "StdOut=LOG/slurm-7.out", False),
+        ("a log", "StdOut=/home/other/slurm-7.out", True),  # another cluster's, or after a reset
+        ("a log", "StdOut=LOG/slurm-%j.out", False),
+        ("100% log", "StdOut=PLACE/100%% log/slurm-7.out", False),
+        ("a log", "Power=", False),  # one of an array shows none
+    ],
+)
+def test_number_that_slurm_has_given_to_another_job_is_not_the_job(
+    folder: str, shows: str, is_free: bool, place: Path
+) -> None:
+    log = place / folder
+    write_record(log, replace(SLURM, output=f"{log}/slurm-7.out"))
+    shown = shows.replace("LOG", str(log)).replace("PLACE", str(place))
+    put_program(place, "scontrol", f"echo 'JobId=7 JobState=RUNNING Reason=None StdErr=/x y {shown} Power='")
+    put_program(place, "scancel", f"echo > '{place}/cancelled'")
+    said = "slurm job 7 has ended already\n" if is_free else "cancelled slurm job 7\n"
+    assert CliRunner().invoke(cli, ["cancel", str(log)]).stdout == said
+    assert (place / "cancelled").exists() is not is_free
+    if is_free:
+        check_free(log)
+    else:
+        assert refusal(log).startswith(f"--log-dir {log}: slurm job 7 has it, and is RUNNING\n")
+
+
+@pytest.mark.parametrize("scheduler", ["local", "slurm"])
+def test_copy_of_a_live_jobs_folder_is_free(scheduler: str, place: Path) -> None:
+    put_program(place, "scontrol", f"echo JobId=7 JobState=RUNNING StdOut={place}/log/slurm-7.out")
+    here = record_here(place / "log", "tiny")
+    log = put_job(place, here if scheduler == "local" else replace(SLURM, output=f"{place}/log/slurm-7.out"))
+    shutil.copytree(log, place / "copy")
+    (place / "link").symlink_to(log)
+    check_free(place / "copy")
+    assert refusal(place / "link").startswith(f"--log-dir {place}/link: ")
+
+
 def test_folder_is_refused_where_slurm_cannot_be_asked(place: Path) -> None:
     log = put_job(place, SLURM)
     assert refusal(log) == (
@@ -99,7 +140,8 @@ def test_job_of_another_machine_has_its_folder_while_its_ranks_give_signs_of_lif
         if is_free:
             check_free(log)
     assert refusal(log) == (
-        f"--log-dir {log}: process 7 on elsewhere runs a job with it\nhint: take another, or runner cancel it"
+        f"--log-dir {log}: process 7 on elsewhere runs a job with it\n"
+        "hint: take another, or runner cancel it there; wait 30 s where it was killed"
     )
     write_state(log, RunState(step=3, ended="done"))
     check_free(log)
@@ -158,7 +200,7 @@ def test_sbatch_is_told_all_on_its_command_line_where_nothing_overrules_it(
                                  f"{place}/script; echo 8")  # fmt: skip
     log = place / "a 100% log"
     flags = ("--nnodes", "2", "--nproc-per-node", "1", "--account", "a b", "--time", "30",
-             "--sbatch-arg=--comment='c d' -C gpu")  # fmt: skip
+             "--sbatch-arg=--comment='c d'", "--sbatch-arg=-C gpu")  # fmt: skip
     done = launch(packed, log, *flags)
     assert done.exception is None, done.exception
     script = (place / "script").read_text()

@@ -45,8 +45,23 @@ def test_run_does_not_write_where_it_reads(place: Path, flag: str, data: tuple[s
     apart = () if flag == "--log-dir" else ("--log-dir", "PLACE/log")
     assert refusal(place, *data, *apart, flag, "PLACE/texts/x/../below") == (
         f"{flag} PLACE/texts/x/../below: lies in PLACE/texts, which is read as data, with all folders in it\n"
-        "hint: choose another place, or name the texts themselves: --data 'PLACE/texts/*.jsonl'"
+        "hint: choose another place, or name the texts themselves: 'PLACE/texts/*.txt'"
     )
+
+
+@pytest.mark.parametrize(
+    ("files", "shown"),
+    [
+        (("a.txt", "b.jsonl", "c.md"), ", or name the texts themselves: 'PLACE/*.jsonl' 'PLACE/*.txt'"),
+        (("below/a.txt",), ""),  # a glob of these would find the log, too
+    ],
+)
+def test_hint_names_texts_that_lie_there(files: tuple[str, ...], shown: str, place: Path, tmp_path: Path) -> None:
+    for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text("{}")
+    said = refusal(place, "--data", str(tmp_path), "--save", f"{tmp_path}/out")
+    assert said.replace(str(tmp_path), "PLACE").endswith(f"\nhint: choose another place{shown}")
 
 
 def test_working_folder_is_no_data_where_the_log_goes_by_default(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +118,7 @@ def noted(origin: Packed, *training: str, goes_on: bool = False) -> list[str]:
          ["--restart-data changes nothing: the run begins at step 0, and its data at the first sequence"]),
         (("--save", "s", "--resume-weights-only"),
          ["--resume-weights-only changes nothing: there is no optimizer state to leave behind"]),
+        (("--save", "s", "--resume-weights-only", "--resume", "d"), []),  # refused without it: goes_on_from
         (("--save", "s", "--lr", "0.1", "--min-lr", "1"),
          ["--min-lr 1.0 is not used: with --decay constant the rate stays at --lr"]),
         (("--save", "s", "--decay", "cosine", "--min-lr", "1e-5"), []),
@@ -122,3 +138,5 @@ def test_what_a_run_takes_from_its_checkpoint_is_said(place: Path) -> None:
         "--global-batch 16, --seq-len 8"
     )
     assert noted(trained, "--save", "s", "--resume-weights-only") == []
+    (taken,) = noted(trained, "--steps", "60", "--trace", "60", goes_on=True)  # it has ended, and takes no step
+    assert taken.startswith("as in the checkpoint: ")

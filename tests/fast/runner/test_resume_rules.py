@@ -148,8 +148,10 @@ def test_checkpoints_that_the_named_one_does_not_go_back_to_are_refused(packed: 
     )
 
 
-def test_checkpoint_that_was_made_out_of_the_newest_may_be_named(packed: Path, trained: Path, tmp_path: Path) -> None:
+def test_copy_of_the_newest_and_what_was_made_out_of_it_may_be_named(trained: Path, tmp_path: Path) -> None:
     history, cut = history_of(trained, 30, 60), tmp_path / "cut"
+    copied = shutil.copytree(checkpoint_path(history, 60), tmp_path / "copied")
+    assert find_origins(trained, options("--resume", copied, "--checkpoint", history)) == (copied,)
     assert reshard("pack", checkpoint_path(history, 60), "--layout", "pp=1", "--out", cut).code == 0
     assert find_origins(cut, options("--resume", cut, "--checkpoint", history)) == (cut,)
 

@@ -14,7 +14,7 @@ from manifests.errors import InputError
 from runner.cli import cli
 from runner.launch import watch
 from runner.launch.record import JobRecord, write_record
-from runner.launch.state import RunState, write_state
+from runner.launch.state import Ended, RunState, write_state
 from runner.life.heartbeat import log_path
 
 LOAD: dict[str, Any] = {"rank": 0, "load_s": 0.1}
@@ -71,12 +71,15 @@ def test_logs_of_a_failed_job_say_why_once(log: Path, rank_0: str) -> None:
 def test_rank_that_a_job_never_had_is_not_said_to_come(log: Path) -> None:
     for rank in (0, 1):
         log_path(log, rank).write_text("")
-    for ended, problem in (
-        (False, "is not there yet\nhint: runner status says whether the job has begun"),
-        (True, "is not there, and the job has ended\nhint: it left rank-00000 to rank-00001"),
-    ):
+    later = "is not there yet\nhint: runner status says whether the job has begun"
+    states: tuple[tuple[Ended | None, str], ...] = (
+        (None, later),
+        ("stopped", later),  # and may be queued again
+        ("done", "is not there, and the job has ended\nhint: it left rank-00000 to rank-00001"),
+    )
+    for ended, problem in states:
         if ended:
-            write_state(log, RunState(step=3, ended="done"))
+            write_state(log, RunState(step=3, ended=ended))
         with pytest.raises(InputError) as error:
             watch.show_logs(log, print, rank=7, is_followed=False)
         assert str(error.value) == f"{log_path(log, 7)}: {problem}"
