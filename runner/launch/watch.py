@@ -226,7 +226,7 @@ def _progress(metrics: Path) -> dict[str, Any]:
             continue
         if "load_s" in said:
             found = dict.fromkeys(found)
-        if "loss" in said and said["step"] <= saved.get("step", 0):  # taken again: not with that checkpoint
+        if "loss" in said and said.get("step", 0) <= saved.get("step", 0):  # taken again: not with that checkpoint
             saved = {}
         if "checkpoint" in said and "save_error" not in said:
             saved = said

@@ -225,7 +225,8 @@ def test_disk_that_fails_under_one_rank_ends_all_with_code_5(packed: Path, tmp_p
     assert run.state["code"] == 5
 
 
-@pytest.mark.parametrize("flags", [(), pytest.param(("--checkpoint-sync",), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("--checkpoint-sync",)], ids=str)
 def test_disk_that_does_not_answer_under_one_rank_ends_all_once_they_wait_for_it(
     packed: Path, tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
