@@ -140,7 +140,7 @@ def test_norm_of_a_large_gradient_is_summed_in_parts(monkeypatch: pytest.MonkeyP
     parameter = nn.Parameter(torch.zeros(10, 10))
     parameter.grad = torch.arange(100.0).view(10, 10).t()
     whole = StepTotals([("a", parameter)], (), device=CPU)
-    monkeypatch.setattr("runner.training.norm._PART", 7)
+    monkeypatch.setattr("runner.training.norm._CPU_PART", 7)
     assert whole.reduce(None, 0).norm == math.sqrt(sum(n * n for n in range(100)))
 
 
