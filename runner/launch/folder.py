@@ -10,11 +10,9 @@ from pathlib import Path
 from manifests.errors import InputError, UsageError, UserError
 from runner.launch.record import JOB_NAME, JobRecord, read_record
 from runner.launch.state import read_state
-from runner.life.heartbeat import read_beats
+from runner.life.heartbeat import SKEWED_S, read_beats
 
 __all__ = ["check_free"]
-
-_SILENT_S = 30.0  # ranks give a sign of life every 2 s; clocks of nodes may differ
 
 
 def check_free(log_dir: Path) -> None:
@@ -39,7 +37,7 @@ def check_free(log_dir: Path) -> None:
         ) from error  # fmt: skip
     if doing is not None:
         is_here = record.scheduler != "local" or record.host == socket.gethostname()
-        end = "runner cancel it" if is_here else f"runner cancel it there; wait {_SILENT_S:.0f} s where it was killed"
+        end = "runner cancel it" if is_here else f"runner cancel it there; wait {SKEWED_S:.0f} s where it was killed"
         raise UsageError(where, doing, f"take another, or {end}")
 
 
@@ -54,7 +52,7 @@ def _doing(record: JobRecord, log_dir: Path) -> str | None:
         if record.host == socket.gethostname():
             return f"process {record.id} runs a job with it" if processes.is_running(record) else None
         newest_s = max((beat.time for beat in read_beats(log_dir)), default=0.0)
-        is_alive = read_state(log_dir) is None and newest_s > time.time() - _SILENT_S
+        is_alive = read_state(log_dir) is None and newest_s > time.time() - SKEWED_S
         return f"process {record.id} on {record.host} runs a job with it" if is_alive else None
     if record.scheduler == "slurm":
         queued = slurm.find_state(record)

@@ -13,13 +13,12 @@ from manifests.errors import InputError, UsageError, UserError
 from runner.launch import jobset, processes, slurm
 from runner.launch.record import JobRecord, read_record
 from runner.launch.state import RunState, read_state
-from runner.life.heartbeat import log_path, read_beats
+from runner.life.heartbeat import SKEWED_S, log_path, read_beats
 from runner.life.place import place_of
 
 __all__ = ["cancel", "follow", "show_logs", "status"]
 
 _POLL_S = 1.0
-_SILENT_S = 30.0  # clocks of nodes may differ
 _BEARS_S = 60.0  # a scheduler that is restarted does not answer meanwhile
 _CODES = {"COMPLETED": 0, "STOPPED": 130, "KILLED": 5}
 
@@ -212,7 +211,7 @@ def _silent(log_dir: Path) -> list[str]:
     """Name the ranks that gave no sign of life for long, although others did."""
     beats = read_beats(log_dir)
     newest_s = max((beat.time for beat in beats), default=0.0)
-    return [place_of(beat.rank, beat.stages, beat.host) for beat in beats if newest_s - beat.time > _SILENT_S]
+    return [place_of(beat.rank, beat.stages, beat.host) for beat in beats if newest_s - beat.time > SKEWED_S]
 
 
 def _progress(metrics: Path) -> dict[str, Any]:

@@ -7,9 +7,10 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["ALIVE_S", "Beat", "clear_beats", "heartbeat_path", "log_path", "read_beats", "write_beat"]
+__all__ = ["ALIVE_S", "SKEWED_S", "Beat", "clear_beats", "heartbeat_path", "log_path", "read_beats", "write_beat"]
 
 ALIVE_S = 2.0  # a rank says at least so often that it is alive, whatever its step takes
+SKEWED_S = 30.0  # clocks of nodes may differ so far: what is no older may be of now
 _FOLDER = "heartbeat"
 
 

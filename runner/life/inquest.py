@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runner.life.ending import Ending, read_ending
-from runner.life.heartbeat import ALIVE_S, Beat, log_path
+from runner.life.heartbeat import ALIVE_S, SKEWED_S, Beat, log_path
 from runner.life.place import place_of
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ _RANK_FAILED = 5
 _OUR_CODES = (1, 2, 3, 4, 5)
 _AT_ONCE_S = 2  # torchrun's times are whole seconds
 _SILENT_S = 3 * ALIVE_S
-_SKEWED_S = 30.0  # clocks of nodes may differ so far
 _AFTERMATH = (-signal.SIGTERM, -signal.SIGABRT)  # what torchrun, and NCCL's own watchdog, do to ranks that wait
 
 
@@ -93,7 +92,7 @@ def _silences(beats: Sequence[Beat], ended_s: float) -> dict[int, float]:
     found = {}
     for beat in beats:
         theirs_s, ours_s = newest_s[beat.host] - beat.time, ended_s - beat.time
-        if theirs_s > _SILENT_S or ours_s > _SKEWED_S:
+        if theirs_s > _SILENT_S or ours_s > SKEWED_S:
             found[beat.rank] = theirs_s if theirs_s > _SILENT_S else ours_s
     return found
 
