@@ -47,7 +47,8 @@ class Saver:
     # Note [Saving beside training]
     A thread on each rank writes, and these threads agree on the commit among themselves, over a process
     group of their own: training runs no collective for a save, and never waits for a disk unless the
-    save before has not ended. They hear of each other while they write: `timeout` bounds no save.
+    save before has not ended. They hear of each other while they write: `timeout` bounds no save that
+    gets on.
 
     Every rank creates one, calls `save` after the same steps, and enters and leaves it as a context. It
     waits for the save in flight when it is left, unless a rank is gone.

@@ -41,7 +41,7 @@ def exhausted(error: BaseException) -> ExhaustedError | None:
 def unreachable(error: BaseException) -> InputError | None:
     """Give the sentence for a disk, a mount or a network that failed; None: it is something else."""
     if isinstance(error, OSError) and error.errno is not None:
-        said = refused_by_system(str(error.filename or ""), error)
+        said = refused_by_system(str(error.filename or ""), error, "cannot be read or written")
         return said if isinstance(said, UnreachableError) else None
     return None
 
