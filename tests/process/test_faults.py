@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,49 +152,47 @@ def test_bad_shard_ends_all_ranks_with_one_message_that_names_the_rank(bad: Path
     assert run.state["code"] == 3
 
 
-def test_peers_of_a_rank_with_a_bad_shard_end_with_code_5_and_one_of_them_tells(bad: Path, tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "4"}
-    command = [sys.executable, "-m", "runner.worker", bad / "manifest.json", "--steps", "3", *SMALL]
-    ranks = [
+def run_all(command: Sequence[str | Path], environments: Sequence[dict[str, str]]) -> tuple[list[int], list[str]]:
+    """Run a command in all these environments at once; give the codes, and what each said."""
+    running = [
         subprocess.Popen(
-            [*command, "--log-dir", tmp_path], cwd=ROOT, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, **meeting, "OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            command, cwd=ROOT, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         )
-        for rank in range(4)
+        for environment in environments
     ]  # fmt: skip
     try:
-        said = [rank.communicate(timeout=60)[1] for rank in ranks]
+        said = [process.communicate(timeout=90)[1] for process in running]
     finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [3 if rank == BROKEN else 5 for rank in range(4)], said
+        for process in running:
+            process.kill()
+    return [process.returncode for process in running], said
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return str(free.getsockname()[1])
+
+
+def test_peers_of_a_rank_with_a_bad_shard_end_with_code_5_and_one_of_them_tells(bad: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "runner.worker", bad / "manifest.json", "--steps", "3", *SMALL]
+    meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "WORLD_SIZE": "4"}
+    ranks = [{**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(4)]
+    codes, said = run_all([*command, "--log-dir", tmp_path], ranks)
+    assert codes == [3 if rank == BROKEN else 5 for rank in range(4)], said
     assert re.fullmatch(rf"error: {damage(bad)}\n", said[0])
     assert said[1:] == ["", "", ""]
 
 
 def test_nodes_that_fail_together_print_one_message(bad: Path, tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        meeting = {"PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": str(free.getsockname()[1])}
     training = ("--steps", "3", *SMALL, "--log-dir", str(tmp_path))
     agent = agent_command(
         str(bad / "manifest.json"), training, nnodes=2, nproc_per_node=2, shutdown_s=8, python=sys.executable
     )
-    nodes = [
-        subprocess.Popen(
-            agent, cwd=ROOT, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, **meeting, "OMP_NUM_THREADS": "1", "PET_NODE_RANK": str(number)},
-        )
-        for number in range(2)
-    ]  # fmt: skip
-    try:
-        said = [node.communicate(timeout=90)[1] for node in nodes]
-    finally:
-        for node in nodes:
-            node.kill()
-    assert [node.returncode for node in nodes] == [3, 3], said
+    meeting = {"PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": free_port()}
+    codes, said = run_all(agent, [{**meeting, "PET_NODE_RANK": str(number)} for number in range(2)])
+    assert codes == [3, 3], said
     assert said[0] == ""
     assert re.fullmatch(rf"error: {damage(bad)}\n", said[1])
 
