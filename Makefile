@@ -19,7 +19,7 @@ FIND_PYTHON = for python in $(PYTHON); do \
 	    exit 1; \
 	}
 
-.PHONY: help setup check test test-all fuzz demo bench fmt constraints clean
+.PHONY: help setup check test test-all fuzz demo bench api architecture errors fmt constraints clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -31,6 +31,9 @@ check: setup  ## Format, lint, types, arrows, fast tests
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/architecture.py --check
+	$(BIN)/python tools/errors.py --check
+	$(BIN)/python tools/api.py --check
 	$(BIN)/python -m pytest -q -n 2 -m "not process and not slow"
 
 test: check  ## check, and the tests that start processes
@@ -41,7 +44,7 @@ test-all: test  ## test, and the slow tests
 
 fuzz: setup  ## Fuzz every decoder, FUZZ_S seconds each; needs a wheel of atheris for this Python
 	$(PIP) 'atheris>=3.0'
-	set -e; for target in header manifest record; do \
+	set -e; for target in header manifest record text lines parquet tokenizer job runlog; do \
 	    $(BIN)/python tests/fuzz/run.py $$target --seconds $(FUZZ_S); \
 	done
 
@@ -50,6 +53,15 @@ demo: setup  ## From a Hugging Face folder to a training pipeline and back
 
 bench: setup  ## Time pack against cp
 	$(BIN)/python bench/pack.py
+
+api: setup  ## Write docs/python-api.md from the docstrings
+	$(BIN)/python tools/api.py
+
+architecture: setup  ## Write docs/architecture.md from the imports
+	$(BIN)/python tools/architecture.py
+
+errors: setup  ## Write docs/errors.md from docs/errors/*.toml
+	$(BIN)/python tools/errors.py
 
 fmt: setup  ## Format, and mend what the linter can
 	$(BIN)/ruff check --fix

@@ -58,7 +58,7 @@ def be_rank(wait_s: float, arguments: Sequence[str]) -> None:
     import torch
     from torch.nn.modules.module import register_module_forward_hook
 
-    from runner import worker
+    from runner import train as worker
 
     class Wait(torch.autograd.Function):
         @staticmethod
@@ -76,7 +76,7 @@ def be_rank(wait_s: float, arguments: Sequence[str]) -> None:
 
     if wait_s:
         register_module_forward_hook(wait)
-    sys.argv = ["runner.worker", *arguments]
+    sys.argv = ["runner.train", *arguments]
     worker.main()
 
 

@@ -23,11 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import measure
 from checkpoints import llama_of, write_checkpoint
 
-from reshard.engine import write_shards
-from reshard.forecast import Assumptions
-from reshard.plan import OutputShard
-from reshard.planning import LayoutRequest, plan_training
-from reshard.source import open_source
+from reshard.copy.engine import write_shards
+from reshard.estimate.training_estimate import Assumptions
+from reshard.operations.resolve import LayoutRequest, lay_out
+from reshard.plans.pack_plan import OutputShard
+from reshard.sources.open import open_source
 
 WIDTH = 2048
 RUN_NBYTES = 64 << 20
@@ -42,7 +42,7 @@ def main() -> None:
             [*measure.RESHARD, "pack", str(root / "source"), "--layout", "pp=4", "--out", str(root / "packed")]
         )
         checkpoint = open_source(str(root / "packed"))
-        plan = plan_training("bench", checkpoint, LayoutRequest(spec="pp=2"), Assumptions()).plan
+        plan = lay_out("bench", checkpoint, LayoutRequest(spec="pp=2"), Assumptions()).plan
         shards = [shard for stage in plan.stages for shard in stage.shards]
         ways: dict[str, Callable[[Path], object]] = {
             "engine": lambda out: write_shards(shards, out),

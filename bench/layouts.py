@@ -14,7 +14,7 @@ from pathlib import Path
 
 from manifests.models import model_shape
 from manifests.placement import Placement
-from reshard.costs import costs_of
+from reshard.estimate.costs import costs_of
 from reshard.layout import layout_for
 from reshard.layout.deepspeed import balanced_bounds
 

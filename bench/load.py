@@ -65,9 +65,9 @@ def runner(source: Path, packed: Path) -> int:
     """What a rank does: its stage's modules on meta, memory for them, its bundle into it, digests checked."""
     import torch
 
-    from runner.families import family_for
-    from runner.loading.load import load_tensors
-    from runner.loading.packed import open_packed
+    from runner.bundle.packed import open_packed
+    from runner.load.load import load_tensors
+    from runner.models import family_for
     from runner.pipeline.chunk import build_chunks, hf_pieces, materialize
     from stores.bundles import Bundles
 

@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).resolve().parents[1]
-RESHARD = (sys.executable, "-m", "reshard.cli")
+RESHARD = (sys.executable, "-m", "reshard")
 
 _LOOK_S = 0.005  # between looks at a command's memory
 

@@ -36,14 +36,14 @@ def rank(packed: Path, turns: int, out: Path) -> None:
 
     from manifests.models import module_of
     from manifests.schema import MOMENTS, WEIGHTS, DataPosition
-    from runner.checkpoints.held import nbytes_of
-    from runner.checkpoints.history import hold_history
-    from runner.checkpoints.resume import remember
-    from runner.checkpoints.save import Job, parent_of
-    from runner.checkpoints.saver import Saver
-    from runner.loading.packed import open_packed
-    from runner.loading.pieces import whole_pieces
-    from runner.options import parse_training
+    from runner.bundle.packed import open_packed
+    from runner.checkpoint.async_save import Saver
+    from runner.checkpoint.history import hold_history
+    from runner.checkpoint.resume import remember
+    from runner.checkpoint.save import Job, parent_of
+    from runner.checkpoint.state import nbytes_of
+    from runner.config.flags import parse_training
+    from runner.tensors.local_shard import whole_pieces
 
     torch.set_num_threads(1)
     timeout = timedelta(seconds=300)

@@ -72,9 +72,9 @@ def _build(schedule: str) -> tuple[Any, ...]:
     from torch import distributed as dist
 
     from manifests.placement import Placement
-    from runner.families import family_for
+    from runner.config.schema import BatchOptions
+    from runner.models import family_for
     from runner.pipeline.chunk import build_chunks, materialize, named_hf_parameters
-    from runner.recipe import BatchOptions
 
     per_rank = 1 if schedule in ("GPipe", "1F1B") else 2
     placement = Placement(num_stages=NUM_RANKS * per_rank, num_ranks=NUM_RANKS)
@@ -108,19 +108,19 @@ def _runner(schedule: str) -> tuple[Callable[[int], float], list[Any]]:
     import torch
     from torch import distributed as dist
 
+    from runner.config.schema import OptimOptions
     from runner.pipeline.schedule import build_schedule
+    from runner.pipeline.stage_metadata import plan_wire
     from runner.pipeline.timetable import find_timetable
-    from runner.pipeline.wire import plan_wire
-    from runner.recipe import OptimOptions
-    from runner.training.norm import StepTotals
-    from runner.training.optim import Optimizer
+    from runner.profiling.clock import Clock
+    from runner.training.gradient_norm import StepTotals
+    from runner.training.optimizer import Optimizer
     from runner.training.step import Engine, train_step
     from runner.training.ties import lead_parameters
-    from runner.watching.clock import Clock
 
     family, modules, placement, chunks, cut = _build(schedule)
     parameters = lead_parameters(chunks, ())
-    options = OptimOptions(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, max_norm=0)
+    options = OptimOptions(lr=LR, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, weight_decay=DECAY, max_norm=0)
     timetable = find_timetable(schedule, placement, cut.num_microbatches)
     clock = Clock(timetable.planned(cut.num_microbatches), dist.get_rank())
     engine = Engine(

@@ -90,15 +90,15 @@ def pack_once(source: Path) -> dict[str, float]:
 def pack_here(source: str, out: Path) -> dict[str, float]:
     import resource
 
-    from reshard.engine import WriteOptions
-    from reshard.forecast import Assumptions
-    from reshard.pack import PackOptions, pack
-    from reshard.planning import LayoutRequest, plan_training
-    from reshard.source import open_source
+    from reshard.copy.engine import WriteOptions
+    from reshard.estimate.training_estimate import Assumptions
+    from reshard.operations.pack import PackOptions, pack
+    from reshard.operations.resolve import LayoutRequest, lay_out
+    from reshard.sources.open import open_source
 
     began_s, cpu_s = time.perf_counter(), time.process_time()
     checkpoint = open_source(source)
-    planned = plan_training("bench", checkpoint, LayoutRequest(spec="pp=4"), Assumptions())
+    planned = lay_out("bench", checkpoint, LayoutRequest(spec="pp=4"), Assumptions())
     pack(checkpoint, planned.plan, PackOptions(out=out, write=WriteOptions(sync=False)))
     return {
         "wall_s": time.perf_counter() - began_s,

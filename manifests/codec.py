@@ -6,14 +6,15 @@ import json
 import sys
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, asdict, fields, is_dataclass
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from dataclasses import MISSING, asdict, fields, is_dataclass, replace
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from manifests.errors import InputError
 from manifests.invariants import MANIFEST_NAME, check_manifest
 from manifests.jsontext import kind_of, parse_json_object
 from manifests.paths import is_unicode
 from manifests.schema import FORMAT, VERSION, Manifest
+from manifests.selfdigest import BLANK, check_own_digest, mark, own_digest, split_mark
 
 __all__ = ["decode_manifest", "encode_manifest", "manifest_document"]
 
@@ -21,19 +22,17 @@ T = TypeVar("T")
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Give the text of manifest.json, ending in a newline.
+    """Return the text of manifest.json, ending in a newline, with the digest of itself.
 
     Raises:
         InputError: a place or a name in it is not valid Unicode.
     """
-    text = json.dumps(manifest_document(manifest), indent=1, ensure_ascii=False) + "\n"
-    if not is_unicode(text):
-        raise InputError(MANIFEST_NAME, "would name a folder or file whose name is not valid UTF-8", "rename that one")
-    return text.encode()
+    document = manifest_document(manifest)
+    return _text(document, own_digest(_text(document, BLANK)))
 
 
 def manifest_document(manifest: Manifest) -> dict[str, Any]:
-    """Give the manifest as the object that manifest.json holds."""
+    """Return the manifest as the object that manifest.json contains, but for the digest of itself."""
     return {"format": FORMAT, "version": VERSION, **asdict(manifest)}
 
 
@@ -42,24 +41,41 @@ def decode_manifest(text: bytes, where: str = "manifest.json") -> Manifest:
 
     Raises:
         InputError: not JSON, not a manifest, another version, a field missing, unknown or of the
-            wrong kind, or any broken invariant (all of them are named).
+            wrong kind, any broken invariant (all of them are named), or changed since it was written.
     """
     document = parse_json_object(text, where)
     if document.pop("format", None) != FORMAT:
-        raise InputError(f"{where}: format", f"expected {FORMAT!r}", "this file was not written by reshard")
+        hint = "this file was not written by reshard"
+        raise InputError(f"{where}: format", f"expected {FORMAT!r}", hint, code="manifest.not-a-manifest")
     version = document.pop("version", None)
     if type(version) is not int or version != VERSION:
         raise InputError(
             f"{where}: version",
             f"expected {VERSION}, found {str(version)[:40]}",
             "write it again with this version of reshard, or read it with the one that wrote it",
+            code="manifest.unsupported-version",
         )
     try:
         manifest = _decode_fields(document, Manifest, "")
+        created_by, digest = split_mark(manifest.created_by)
     except InputError as error:
         raise error.within(where) from None
     check_manifest(manifest, where)
-    return manifest
+    check_own_digest(text, digest, where)
+    return replace(manifest, created_by=created_by)
+
+
+def _text(document: dict[str, Any], digest: str) -> bytes:
+    marked = document | {"created_by": mark(document["created_by"], digest)}
+    text = json.dumps(marked, indent=1, ensure_ascii=False) + "\n"
+    if not is_unicode(text):
+        raise InputError(
+            MANIFEST_NAME,
+            "would name a folder or file whose name is not valid UTF-8",
+            "rename that one",
+            code="manifest.not-unicode",
+        )
+    return text.encode()
 
 
 def _decode(found: Any, wanted: Any, path: str) -> Any:
@@ -68,47 +84,52 @@ def _decode(found: Any, wanted: Any, path: str) -> Any:
     origin, args = get_origin(wanted), get_args(wanted)
     if origin is tuple:
         if not isinstance(found, list):
-            raise InputError(path, f"expected a list, found {kind_of(found)}")
+            raise _invalid(path, f"expected a list, found {kind_of(found)}")
         return tuple(_decode(item, args[0], f"{path}[{index}]") for index, item in enumerate(found))
-    if origin is types.UnionType:
+    if origin in (types.UnionType, Union):
         return None if found is None else _decode(found, args[0], path)
     if origin is Literal:
         if found not in args or not isinstance(found, str):
-            raise InputError(path, f"expected one of {', '.join(map(repr, args))}, found {str(found)[:80]!r}")
+            raise _invalid(path, f"expected one of {', '.join(map(repr, args))}, found {str(found)[:80]!r}")
         return found
     if wanted is float:
         return _number(found, path)
     if type(found) is not wanted:
-        raise InputError(path, f"expected {_NAMES[wanted]}, found {kind_of(found)}")
+        raise _invalid(path, f"expected {_NAMES[wanted]}, found {kind_of(found)}")
     if wanted is int and not 0 <= found < _COUNT_LIMIT:
-        raise InputError(path, f"expected a count below 2^63, found {str(found)[:80]}")
+        raise _invalid(path, f"expected a count below 2^63, found {str(found)[:80]}")
     return found
 
 
 def _number(found: Any, path: str) -> float:
     if isinstance(found, bool) or not isinstance(found, (int, float)):
-        raise InputError(path, f"expected a number, found {kind_of(found)}")
+        raise _invalid(path, f"expected a number, found {kind_of(found)}")
     if not 0 <= found <= _LARGEST:
-        raise InputError(path, f"expected a number from 0 up, found {str(found)[:80]}")
+        raise _invalid(path, f"expected a number of 0 or more, found {str(found)[:80]}")
     return float(found)
 
 
 def _decode_fields(found: Any, wanted: Callable[..., T], path: str) -> T:
     if not isinstance(found, Mapping):
-        raise InputError(path, f"expected an object, found {kind_of(found)}")
+        raise _invalid(path, f"expected an object, found {kind_of(found)}")
     hints = get_type_hints(wanted)
     known = {field.name: field for field in fields(wanted)}  # type: ignore[arg-type]
     prefix = f"{path}." if path else ""
     for key in found:
         if key not in known:
-            raise InputError(f"{prefix}{key}", "is no field of version 1", "known: " + ", ".join(known))
+            problem, hint = "is not a field of version 1", "known: " + ", ".join(known)
+            raise InputError(f"{prefix}{key}", problem, hint, code="manifest.unknown-field")
     values = {}
     for name, field in known.items():
         if name in found:
             values[name] = _decode(found[name], hints[name], prefix + name)
         elif field.default is MISSING:
-            raise InputError(f"{prefix}{name}", "is missing")
+            raise InputError(f"{prefix}{name}", "is missing", code="manifest.missing-field")
     return wanted(**values)
+
+
+def _invalid(path: str, problem: str) -> InputError:
+    return InputError(path, problem, code="manifest.invalid-field")
 
 
 _COUNT_LIMIT = 1 << 63

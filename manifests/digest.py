@@ -15,7 +15,7 @@ Hasher = blake3
 
 
 def digest_hex(pieces: Iterable[bytes | memoryview]) -> str:
-    """Give the bare hex digest of the pieces taken as one run of bytes."""
+    """Return the bare hex digest of the pieces taken as one sequence of bytes."""
     hasher = blake3()
     for piece in pieces:
         hasher.update(piece)

@@ -1,9 +1,11 @@
-"""Errors that a user can mend: each says where, what is wrong and what to do."""
+"""Errors that a user can fix: each says where, what is wrong and what to do."""
 
 from __future__ import annotations
 
 import errno
 import json
+from copy import copy
+from typing import Self
 
 __all__ = [
     "InputError",
@@ -16,34 +18,36 @@ __all__ = [
     "refused_by_system",
 ]
 
-# What a disk, a mount or a network says of itself, not of the file that was asked for.
+# Errors of a disk, a mount or a network, not of the file that was asked for.
 _OF_THE_MACHINE = (
     errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.EREMOTEIO, errno.ETIMEDOUT, errno.ENOTCONN,
     errno.ECONNRESET, errno.ECONNREFUSED, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ESHUTDOWN,
-    errno.EINTR, errno.EKEYEXPIRED,  # of a mount: what it was asked was broken off, its Kerberos ticket ran out
+    errno.EINTR, errno.EKEYEXPIRED,  # of a mount: the call was interrupted, its Kerberos ticket expired
 )  # fmt: skip
-_RUN_OUT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)  # the machine has no more to give, now
+_RUN_OUT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)  # a system resource limit is reached
 
 _ESCAPED_LINE = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
 _ESCAPED = {code: shown for code, shown in _ESCAPED_LINE.items() if code != ord("\n")}
 
 
 def printable(text: str, *, lines: bool = True) -> str:
-    """Give text that a terminal prints and does not obey: names come from files, and files from anywhere."""
+    """Return text without control characters: names come from files, and files from anywhere."""
     return text.translate(_ESCAPED if lines else _ESCAPED_LINE)
 
 
 class UserError(Exception):
-    """Something the user can mend. Anything else that escapes is our bug and keeps its traceback.
+    """Something the user can fix. Anything else that escapes is our bug and keeps its traceback.
 
-    `where` names a file, a flag or a path into a document (`stages[2].shards[0].digest`).
+    `code` is a stable name for the kind of error (`source.missing-tensor`), for scripts and tests; `where` names a
+    file, a flag or a path into a document (`stages[2].shards[0].digest`).
     """
 
     exit_code = 3
     is_elsewhere = False  # on a rank that ends because another one met this
+    is_placed = False  # whether `where` names the rank that met this
 
-    def __init__(self, where: str, problem: str, hint: str = "") -> None:
-        self.where, self.problem, self.hint = where, problem, hint
+    def __init__(self, where: str, problem: str, hint: str = "", *, code: str = "") -> None:
+        self.where, self.problem, self.hint, self.code = where, problem, hint, code
         super().__init__(where, problem, hint)
 
     def __str__(self) -> str:
@@ -51,10 +55,25 @@ class UserError(Exception):
         head = f"{printable(self.where, lines=False)}: {problem}" if self.where else problem
         return f"{head}\nhint: {printable(self.hint)}" if self.hint else head
 
-    def within(self, prefix: str) -> UserError:
-        """Give back the same error, seen from one level further out."""
-        where = f"{prefix}: {self.where}" if self.where else prefix
-        return type(self)(where, self.problem, self.hint)
+    def within(self, prefix: str) -> Self:
+        """Return the same error with `prefix` before its place; class, code and every other attribute are kept."""
+        return self.changed(where=f"{prefix}: {self.where}" if self.where else prefix)
+
+    def on_rank(self, rank: str) -> Self:
+        """Return the same error with the rank that met it before its place, unless that is there already."""
+        if self.is_placed:
+            return self
+        error = self.within(rank)
+        error.is_placed = True
+        return error
+
+    def changed(self, *, where: str | None = None, problem: str | None = None, hint: str | None = None) -> Self:
+        """Return the same error in other words; class, code and every other attribute are kept, its frames are not."""
+        error = copy(self)
+        error.where = self.where if where is None else where
+        error.problem = self.problem if problem is None else problem
+        error.hint = self.hint if hint is None else hint
+        return error
 
 
 class UsageError(UserError):
@@ -70,7 +89,7 @@ class InputError(UserError):
 
 
 class UnreachableError(InputError):
-    """What a disk, a mount or a network does not give or take now. It may do so elsewhere or later."""
+    """A disk, a mount or a network that fails now. It may work elsewhere or later."""
 
 
 class RankError(UserError):
@@ -79,17 +98,21 @@ class RankError(UserError):
     exit_code = 5
 
 
-def refused_by_system(where: str, error: OSError, problem: str = "cannot be read", hint: str = "") -> InputError:
-    """Say what the system does not do with a file, and whether the machine is at fault or, with `hint`, the file."""
+def refused_by_system(
+    where: str, error: OSError, problem: str = "cannot be read", hint: str = "", *, code: str = ""
+) -> InputError:
+    """Return an error about a file that the system refuses; `hint` is for those where the machine is not at fault."""
     said = f"{problem}: {error.strerror}"
     if error.errno in _RUN_OUT:
-        return UnreachableError(where, said, "this machine has no more to give now; ulimit -n and free may tell")
+        hint = "a system resource limit is reached; check ulimit -n and free memory"
+        return UnreachableError(where, said, hint, code=code)
     if error.errno not in _OF_THE_MACHINE:
-        return InputError(where, said, hint)
-    return UnreachableError(where, said, "this machine's disk, its mount or the network is at fault; dmesg may tell")
+        return InputError(where, said, hint, code=code)
+    hint = "this machine's disk, its mount or the network is at fault; check dmesg"
+    return UnreachableError(where, said, hint, code=code)
 
 
 def error_json(error: UserError) -> str:
-    """Give the one object that `--json` prints for a failure."""
-    body = {"where": error.where, "problem": error.problem, "hint": error.hint}
+    """Return the JSON object that `--json` prints for a failure."""
+    body = {"code": error.code, "where": error.where, "problem": error.problem, "hint": error.hint}
     return json.dumps({"version": 1, "error": body})

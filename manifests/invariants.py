@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 from manifests.digest import is_digest
 from manifests.errors import InputError
-from manifests.models.shape import ModelShape
+from manifests.models.shape import ModelShape, module_of
 from manifests.paths import problem_with_path
 from manifests.schema import (
-    MOMENTS,
     WEIGHTS,
     CarriedFile,
     Manifest,
-    OptimizerState,
     PinnedFile,
     Shard,
     Stage,
 )
+from manifests.training_state import training_problems
 
 __all__ = ["MANIFEST_NAME", "SOURCE_NAME", "check_manifest", "check_model", "problems"]
 
@@ -44,17 +44,18 @@ def problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
     yield from _file_problems(manifest)
     yield from _tie_problems(manifest)
     yield from _virtual_problems(manifest)
-    yield from _training_problems(manifest)
+    yield from training_problems(manifest)
 
 
 def _raise_all(found: list[tuple[str, str]], where: str) -> None:
     if not found:
         return
     if len(found) == 1:
-        raise InputError(f"{where}: {found[0][0]}", found[0][1])
+        raise InputError(f"{where}: {found[0][0]}", found[0][1], code="manifest.inconsistent")
     lines = [f"\n  {path}: {problem}" for path, problem in found[:_MOST_SHOWN]]
     rest = f"\n  and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""
-    raise InputError(where, f"{len(found)} problems:{''.join(lines)}{rest}")
+    problem = f"{len(found)} problems:{''.join(lines)}{rest}"
+    raise InputError(where, problem, code="manifest.inconsistent")
 
 
 def _model_problems(manifest: Manifest, shape: ModelShape) -> Iterator[tuple[str, str]]:
@@ -64,9 +65,12 @@ def _model_problems(manifest: Manifest, shape: ModelShape) -> Iterator[tuple[str
         expected, found = getattr(shape, name), getattr(manifest.model, name)
         if found != expected:
             yield f"model.{name}", f"expected {expected} (config.json), found {found}"
-    if missing := [module for module in shape.modules if module not in set(modules)]:
+    there = set(modules)
+    if missing := [module for module in shape.modules if module not in there]:
         yield "stages", f"no stage holds {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}"
-    elif modules != shape.modules:
+    elif modules == shape.modules:
+        yield from _param_problems(manifest, shape)
+    else:
         odd = next(
             module for module, expected in zip(modules, (*shape.modules, ""), strict=False) if module != expected
         )
@@ -75,6 +79,20 @@ def _model_problems(manifest: Manifest, shape: ModelShape) -> Iterator[tuple[str
     if {frozenset(member.fqn for member in group.members) for group in manifest.ties} != expected_ties:
         shown = " and ".join(" = ".join(group) for group in shape.ties) or "none"
         yield "ties", f"expected {shown} (config.json)"
+
+
+def _param_problems(manifest: Manifest, shape: ModelShape) -> Iterator[tuple[str, str]]:
+    fqns = shape.by_module()
+    for position, stage in enumerate(manifest.stages):
+        own = {fqn: shape.count_params(fqn) for module in stage.modules for fqn in fqns[module]}
+        for group in shape.ties:
+            for fqn in [fqn for fqn in group if fqn in own][1:]:  # two tied names on one stage are one parameter
+                del own[fqn]
+        if stage.num_params != sum(own.values()):
+            yield (
+                f"stages[{position}].num_params",
+                f"expected {sum(own.values())} (config.json), found {stage.num_params}",
+            )
 
 
 def _layout_problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
@@ -153,6 +171,7 @@ def _path_problems(named: list[tuple[str, _Named]], seen: dict[str, str]) -> Ite
 
 def _tie_problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
     seen: set[tuple[str, int]] = set()
+    modules = [frozenset(stage.modules) for stage in manifest.stages]
     for position, group in enumerate(manifest.ties):
         path = f"ties[{position}]"
         if not group.replicas:
@@ -160,7 +179,7 @@ def _tie_problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
         for member in group.members:
             if member.stage >= len(manifest.stages):
                 yield path, f"{member.fqn!r} names stage {member.stage}, there are {len(manifest.stages)}"
-            elif not any(member.fqn.startswith(f"{module}.") for module in manifest.stages[member.stage].modules):
+            elif module_of(member.fqn, modules[member.stage]) is None:
                 yield path, f"{member.fqn!r} belongs to no module of stage {member.stage}"
             if (member.fqn, member.stage) in seen:
                 yield path, f"{member.fqn!r} is tied twice"
@@ -202,12 +221,16 @@ def _span_problems(manifest: Manifest, files: tuple[PinnedFile, ...]) -> Iterato
 
 def _overlaps(manifest: Manifest) -> Iterator[tuple[str, str]]:
     """Name the bytes that two stages claim, unless a weight may be tied between them."""
-    tied = [{member.stage for member in group.members} for group in manifest.ties]
+    groups_of: dict[int, set[int]] = {}
+    for number, group in enumerate(manifest.ties):
+        for member in group.members:
+            groups_of.setdefault(member.stage, set()).add(number)
+    are_tied = cache(lambda one, other: not groups_of.get(one, set()).isdisjoint(groups_of.get(other, ())))
     spans = sorted((s.file, s.begin, s.end, i) for i, stage in enumerate(manifest.stages) for s in stage.spans)
     last_file, last_end, last_stage = -1, 0, -1  # of the span that reaches furthest so far
     for file, begin, end, stage in spans:
         is_shared = file == last_file and begin < last_end and stage != last_stage
-        if is_shared and not any({stage, last_stage} <= stages for stages in tied):
+        if is_shared and not are_tied(min(stage, last_stage), max(stage, last_stage)):
             shown = f"from byte {begin} of virtual.files[{file}] on"
             yield (
                 f"stages[{stage}].spans",
@@ -215,45 +238,3 @@ def _overlaps(manifest: Manifest) -> Iterator[tuple[str, str]]:
             )
         if (file, end) > (last_file, last_end):
             last_file, last_end, last_stage = file, end, stage
-
-
-def _training_problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
-    training, moments = manifest.training, set()
-    for i, stage in enumerate(manifest.stages):
-        for j, shard in enumerate(stage.shards):
-            if shard.holds != WEIGHTS:
-                moments.add(shard.holds)
-                if training is None or training.optimizer is None:
-                    yield f"stages[{i}].shards[{j}].holds", "moments need training.optimizer, which is null"
-    if training is None:
-        return
-    if training.optimizer is not None:
-        for moment in MOMENTS:
-            if moment not in moments:
-                yield "training.optimizer", f"expected null: no shard holds {moment}"
-        yield from _group_problems(training.optimizer)
-    if training.data is not None and not is_digest(training.data.digest):
-        yield "training.data.digest", f"expected blake3: and 64 hex digits, found {training.data.digest[:80]!r}"
-    if training.data is not None and training.data.cursor is not None and not training.data.cursor.sources:
-        yield "training.data.cursor.sources", "expected at least one"
-    seen: set[tuple[int, str]] = set()
-    for position, random in enumerate(training.random):
-        if (random.rank, random.generator) in seen:
-            yield f"training.random[{position}]", f"rank {random.rank} has a state of {random.generator!r} already"
-        seen.add((random.rank, random.generator))
-
-
-def _group_problems(optimizer: OptimizerState) -> Iterator[tuple[str, str]]:
-    where, seen = "training.optimizer.groups", set[str]()
-    if not optimizer.groups:
-        yield where, "expected at least one"
-    if sum(not group.fqns for group in optimizer.groups) > 1:
-        yield where, "expected at most one group without fqns: the one for all other parameters"
-    for position, group in enumerate(optimizer.groups):
-        for name in ("beta1", "beta2"):
-            if not getattr(group, name) < 1:
-                yield f"{where}[{position}].{name}", f"expected a number below 1, found {getattr(group, name)}"
-        for fqn in group.fqns:
-            if fqn in seen:
-                yield f"{where}[{position}].fqns", f"{fqn!r} is in a group already"
-            seen.add(fqn)

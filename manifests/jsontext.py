@@ -1,4 +1,4 @@
-"""Strict JSON: UTF-8, an object, no key twice, no NaN, no -0, no half character."""
+"""Strict JSON: UTF-8, an object, no key twice, no NaN, no -0, no lone surrogate."""
 
 from __future__ import annotations
 
@@ -8,18 +8,28 @@ from typing import Any
 
 from manifests.errors import InputError
 
-__all__ = ["kind_of", "parse_json_object"]
+__all__ = ["MOST_VALUES", "kind_of", "parse_json_object"]
 
+MOST_VALUES = 2_000_000  # of one document: up to 200 bytes each once they are Python objects
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _MINUS_ZERO = re.compile(rb"-0(?![\d.eE])")
 
 
 def parse_json_object(text: bytes, where: str) -> dict[str, Any]:
-    """Parse the JSON object that `where` holds.
+    """Parse the JSON object that `where` contains.
 
     Raises:
-        InputError: not UTF-8, not JSON, nested too deeply, a key twice, -0, a lone surrogate, or no object.
+        InputError: not UTF-8, not JSON, nested too deeply, a key twice, -0, a lone surrogate, no object, or one of
+            more than `MOST_VALUES` values, of which none is built.
     """
+    if _has_more_values(text, MOST_VALUES):
+        raise InputError(
+            where,
+            f"expected at most {MOST_VALUES:,} values in the whole document, found more",
+            "the file is damaged, or was made to exhaust memory; download it again",
+            code="source.too-many-values",
+        )
     try:
         document = json.loads(
             text.decode("utf-8"),
@@ -30,11 +40,11 @@ def parse_json_object(text: bytes, where: str) -> dict[str, Any]:
         if _SURROGATE.search(text):  # half a character, which could not be written again
             json.dumps(document, ensure_ascii=False).encode()
     except RecursionError as error:
-        raise InputError(where, "is nested too deeply") from error
+        raise InputError(where, "is nested too deeply", code="source.json-too-deep") from error
     except ValueError as error:  # UnicodeError and JSONDecodeError too
-        raise InputError(where, f"is not JSON: {error}") from error
+        raise InputError(where, f"is not JSON: {error}", code="source.not-json") from error
     if not isinstance(document, dict):
-        raise InputError(where, f"expected a JSON object, found {kind_of(document)}")
+        raise InputError(where, f"expected a JSON object, found {kind_of(document)}", code="source.not-an-object")
     return document
 
 
@@ -43,18 +53,35 @@ def kind_of(found: object) -> str:
     return names.get(type(found), "a number")
 
 
+def _has_more_values(text: bytes, most: int) -> bool:
+    """Whether a document has more than `most` values, counted by what precedes them, outside of strings."""
+    if _openers(text, 0, len(text)) <= most:  # in strings too, which is quicker
+        return False
+    count = at = 0
+    for string in _STRING.finditer(text):
+        count += _openers(text, at, string.start())
+        at = string.end()
+        if count > most:
+            return True
+    return count + _openers(text, at, len(text)) > most
+
+
+def _openers(text: bytes, begin: int, end: int) -> int:
+    return sum(text.count(opener, begin, end) for opener in (b",", b"[", b"{"))
+
+
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table: dict[str, Any] = {}
     for key, value in pairs:
         if key in table:
-            raise ValueError(f"key {key!r} stands twice")
+            raise ValueError(f"key {key!r} occurs twice")
         table[key] = value
     return table
 
 
 def _no_minus_zero(digits: str) -> int:
     if digits == "-0":
-        raise ValueError("-0 is no integer")
+        raise ValueError("-0 is not an integer")
     return int(digits)
 
 

@@ -1,4 +1,4 @@
-"""What training takes on each stage and rank: weights, gradients, moments, activations in flight, wires."""
+"""Memory of training on each stage and rank: weights, gradients, optimizer state, activations, receive buffers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class DtypePolicy:
     name: str
     weights: int
     gradients: int
-    optimizer: int  # two moments, and a master copy where there is one
+    optimizer: int  # exp_avg, exp_avg_sq, and a master copy where there is one
     compute: int
 
     @property
@@ -34,9 +34,9 @@ POLICIES: Mapping[str, DtypePolicy] = {
     for policy in (
         # Everything in float32: 16 bytes for each parameter.
         DtypePolicy(name="fp32", weights=4, gradients=4, optimizer=4 + 4, compute=4),
-        # Everything in bfloat16, moments too: 8 bytes.
+        # Everything in bfloat16, the optimizer state too: 8 bytes.
         DtypePolicy(name="bf16", weights=2, gradients=2, optimizer=2 + 2, compute=2),
-        # bfloat16 weights; gradients, master weights and moments in float32: 18 bytes.
+        # bfloat16 weights; gradients, master weights and optimizer state in float32: 18 bytes.
         DtypePolicy(name="mixed", weights=2, gradients=4, optimizer=4 + 4 + 4, compute=2),
     )
 }
@@ -78,7 +78,7 @@ class Memory:
 class MemoryEstimate:
     """By stage, and by rank.
 
-    A rank's stages need not hold the most activations at the same moment: the rank's may be fewer than
+    A rank's stages need not keep the most activations at the same time: the rank's may be fewer than
     the sum of theirs.
     """
 
@@ -127,7 +127,7 @@ def estimate_memory(
 
 
 def memory_of(shape: ModelShape, training: Training, in_flight: int) -> dict[str, int]:
-    """Give what each module takes on a stage that has so many microbatches in flight; wires not counted.
+    """Return the memory of each module on a stage with so many microbatches in flight, receive buffers excluded.
 
     Costs of a solver add up, so `in_flight` must be one number: the most of any stage keeps every rank
     within its limit.
@@ -140,13 +140,13 @@ def memory_of(shape: ModelShape, training: Training, in_flight: int) -> dict[str
 
 
 def _activation_nbytes(shape: ModelShape, module: str, training: Training) -> int:
-    """Give the bytes that a module keeps of one microbatch."""
+    """Return the bytes that a module keeps of one microbatch."""
     work = shape.work[module]
     return training.num_tokens * (work.saved * training.policy.compute + work.saved_fp32 * FP32_NBYTES)
 
 
 def _peak_by_stage(table: Table, sizes: Sequence[int]) -> list[int]:
-    """Give the most that each stage holds at once: one look at the table for each stage of a rank."""
+    """Return the most that each stage keeps at once: one pass over the table for each stage of a rank."""
     placement, peaks = table.placement, [0] * len(sizes)
     for virtual in range(placement.num_virtual):
         own = [size if placement.virtual_of(stage) == virtual else 0 for stage, size in enumerate(sizes)]
@@ -156,7 +156,7 @@ def _peak_by_stage(table: Table, sizes: Sequence[int]) -> list[int]:
 
 
 def _followers(shape: ModelShape, stages: Sequence[Sequence[str]], placement: Placement) -> frozenset[str]:
-    """Name the tied tensors that share the weight of another on their rank."""
+    """Return the tied tensors that share the weight of another on their rank."""
     rank_of = {module: placement.rank_of(stage) for stage, modules in enumerate(stages) for module in modules}
     followers = []
     for group in shape.ties:

@@ -11,16 +11,16 @@ _MAX_PART_NBYTES = 240  # file systems take 255; ours are written as `.NAME.part
 
 
 def shard_path(stage: int, holds: Holds = WEIGHTS, *, number: int = 0, of: int = 1) -> str:
-    """Give the path of a stage's shard of weights or of moments: its one, or `number`, from 0, `of` several.
+    """Return the path of a stage's shard of weights or of optimizer state: its one, or `number`, from 0, `of` several.
 
-    Moments have folders of their own: other tools take all shards of a folder for one set of tensors.
+    Optimizer state has folders of its own: other tools take all shards of a folder for one set of tensors.
     """
     name = "model.safetensors" if of == 1 else f"model-{number + 1:05d}-of-{of:05d}.safetensors"
     return "/".join((f"stage-{stage:03d}", *(() if holds == WEIGHTS else (holds,)), name))
 
 
 def is_unicode(text: str) -> bool:
-    """Tell whether text can be written: a file's name need not be valid UTF-8, and is half characters then."""
+    """Return whether text can be written: a file's name need not be valid UTF-8, and has lone surrogates then."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -29,7 +29,7 @@ def is_unicode(text: str) -> bool:
 
 
 def problem_with_path(path: str) -> str | None:
-    """Say why a path may not be used below a checkpoint's folder; None when it may."""
+    """Return why a path may not be used below a checkpoint's folder; None when it may."""
     if not path or len(path) > _MAX_CHARS:
         return f"expected a path of 1 to {_MAX_CHARS} characters, found {len(path)}"
     if path.startswith("/") or "\\" in path or any(ord(char) < 32 or ord(char) == 127 for char in path):

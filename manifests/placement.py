@@ -1,4 +1,4 @@
-"""Which pipeline rank holds which stage."""
+"""Which pipeline rank runs which stage."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Style = Literal["loop", "v"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """Stages laid over pipeline ranks, all ranks holding equally many.
+    """Stages assigned to pipeline ranks, equally many to each.
 
-    `loop` deals stages round and round: stage s sits on rank s % P. `v` goes down and comes back,
-    two stages a rank: stages s and S - 1 - s share one.
+    `loop` assigns them round-robin: stage s runs on rank s % P. `v` goes down and comes back, two stages on each
+    rank: stages s and S - 1 - s share one.
     """
 
     num_stages: int
@@ -29,19 +29,22 @@ class Placement:
             raise InputError(
                 "layout",
                 f"expected at least 1 stage and 1 rank, found {self.num_stages} and {self.num_ranks}",
+                code="layout.no-stages",
             )
         if self.num_stages % self.num_ranks:
-            raise InputError("layout", f"{self.num_stages} stages do not divide over {self.num_ranks} ranks")
+            problem = f"{self.num_stages} stages do not divide over {self.num_ranks} ranks"
+            raise InputError("layout", problem, code="layout.indivisible-stages")
         if self.style == "v" and self.num_virtual != 2:
             raise InputError(
                 "layout",
                 f"style v puts exactly 2 stages on each rank, found {self.num_virtual}",
                 f"ask for {2 * self.num_ranks} stages, or for style loop",
+                code="layout.not-a-v",
             )
 
     @property
     def num_virtual(self) -> int:
-        """Stages held by each rank."""
+        """Stages on each rank."""
         return self.num_stages // self.num_ranks
 
     def rank_of(self, stage: int) -> int:

@@ -7,16 +7,21 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from manifests.errors import InputError, refused_by_system
+from manifests.fixed import WORK_NAME, is_fixed, is_free, move_back, move_up
+from manifests.invariants import MANIFEST_NAME
+from manifests.owned import Owned, check_room, keep_others, remove_replaced, remove_tree
+from manifests.probe import check_writable
 from manifests.store import sync_folder
 
-__all__ = ["check_target", "holding", "partial_of", "publishing", "sharing"]
+__all__ = ["check_target", "exchange", "partial_of", "publishing", "sharing"]
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
@@ -24,91 +29,120 @@ def publishing(
     out: Path,
     *,
     force: bool,
-    is_ours: Callable[[Path], bool],
+    owned: Owned,
+    wanted: Collection[str] = (),
+    last: str = MANIFEST_NAME,
     is_resumable: Callable[[Path], bool] = lambda partial: False,
     outlives_errors: bool = False,
 ) -> Iterator[Path]:
-    """Give a folder to write in, which becomes `out` when the block ends well and vanishes when it does not.
+    """Yield a folder to write in: it becomes `out` when the block succeeds and is removed when it fails.
 
-    A kill leaves `.NAME.partial` beside `out`, and `out` as it was. The next run clears it away, or
-    goes on in it where `is_resumable` says that it can; such a folder outlives an interrupt too, and any error
-    where it `outlives_errors`.
-    With `force`, a folder that `is_ours` recognises is replaced in one step.
+    A kill leaves `.NAME.partial` beside `out`, and `out` as it was. The next run removes it, or resumes it where
+    `is_resumable` says that it can; such a folder survives an interrupt too, and any error if it `outlives_errors`.
+    With `force`, a folder of which `owned` returns files is replaced in one step: these files are removed, all others
+    stay (see Note [Files of others in an output]). If a `wanted` file would replace somebody else's, nothing is done.
+
+    A folder that cannot be replaced is filled instead, the file `last` at the end: see Note [Outputs in a mount point].
 
     Raises:
         InputError: `out` exists and may not be replaced, or another process is writing it.
     """
     if out.name in ("", ".."):
         out = out.resolve()  # `.` has no name to write beside
-    check_target(out, force, is_ours)
+    check_target(out, force, owned, wanted)
     partial = _make_partial(out)
     lock = _lock(partial, out)
     try:
-        if _has_links(partial) or not is_resumable(partial):
+        is_resumed = is_resumable(partial)
+    except BaseException:  # the folder is another command's
+        os.close(lock)
+        raise
+    fixed = is_fixed(out)
+    try:
+        if fixed:
+            move_back(out)
+        _drop_links(partial)
+        if not is_resumed:
             for entry in partial.iterdir():
-                _remove(entry)
+                remove_tree(entry)
+        if not is_free(out):  # will be replaced: found out now, not when all is written
+            check_writable(out.parent, str(out), exchange=exchange)
         yield partial
-        _sync_tree(partial)
-        check_target(out, force, is_ours)  # it may have come to be since
-        _swap_in(partial, out)
+        check_target(out, force, owned)  # it may have come to be since
+        if fixed:
+            _sync_tree(partial)
+            move_up(partial, out, last)
+        else:
+            _swap_in(partial, out, owned)
     except BaseException as error:
+        if fixed and partial.exists():
+            with suppress(OSError, InputError):
+                move_back(out)
         hint = _space_hint(error, out.parent)
         if not ((outlives_errors or isinstance(error, KeyboardInterrupt)) and is_resumable(partial)):
-            shutil.rmtree(partial, ignore_errors=True)
+            with suppress(OSError):
+                remove_tree(partial)
         if isinstance(error, OSError):
-            raise refused_by_system(str(error.filename or out), error, "cannot be written", hint) from error
+            raise _unwritable(str(error.filename or out), error, hint) from error
         raise
     finally:
         os.close(lock)
 
 
 @contextmanager
-def sharing(out: Path, *, force: bool, is_ours: Callable[[Path], bool]) -> Iterator[Path]:
-    """Give the folder that will become `out` to one of several writers: it stays when the block ends, however it does.
+def sharing(out: Path, *, force: bool, owned: Owned) -> Iterator[Path]:
+    """Yield the folder that will become `out` to one of several writers: it stays when the block ends or fails.
 
     Raises:
         InputError: `out` exists and may not be replaced, or a process has the folder for itself (see `publishing`).
     """
     if out.name in ("", ".."):
         out = out.resolve()
-    check_target(out, force, is_ours)
+    check_target(out, force, owned)
     partial = _make_partial(out)
     lock = _lock(partial, out, fcntl.LOCK_SH)
     try:
-        if _has_links(partial):
-            raise InputError(str(partial), "holds a symbolic link, which no pack makes", "remove it")
+        if any(path.is_symlink() for path in partial.rglob("*")):
+            problem = "contains a symbolic link, which no pack makes"
+            raise InputError(str(partial), problem, "remove it", code="output.link-in-partial")
         yield partial
     except OSError as error:
         hint = _space_hint(error, out.parent)
-        raise refused_by_system(str(error.filename or out), error, "cannot be written", hint) from error
+        raise _unwritable(str(error.filename or out), error, hint) from error
     finally:
         os.close(lock)
 
 
-def check_target(out: Path, force: bool, is_ours: Callable[[Path], bool]) -> None:
+def check_target(out: Path, force: bool, owned: Owned, wanted: Collection[str] = ()) -> None:
     """Make sure that a folder can become `out`: it is not there, or empty, or may be replaced.
 
     Raises:
-        InputError: it exists and may not be replaced.
+        InputError: it exists and may not be replaced, or has others' files where `wanted` ones would be.
     """
-    if not os.path.lexists(out) or (out.is_dir() and not out.is_symlink() and not any(out.iterdir())):
+    if is_free(out):
         return
-    is_replaceable = out.is_dir() and not out.is_symlink() and is_ours(out)
+    files = owned(out) if out.is_dir() and not out.is_symlink() else None
+    if files is not None and is_fixed(out):
+        problem = "exists already, in a mount point or a folder whose parent cannot be written: it cannot be replaced"
+        hint = "choose a folder below it, or remove what is there"
+        raise InputError(str(out), problem, hint, code="output.exists" if not force else "output.cannot-replace")
     if not force:
-        otherwise = ", or replace it with --force" if is_replaceable else ", or remove this yourself"
-        raise InputError(str(out), "exists already", f"choose another folder{otherwise}")
-    if not is_replaceable:
+        otherwise = ", or replace it with --force" if files is not None else ", or remove this yourself"
+        raise InputError(str(out), "exists already", f"choose another folder{otherwise}", code="output.exists")
+    if files is None:
         raise InputError(
             str(out),
             "exists, and is not a folder that this command writes; --force does not replace it",
             "choose another folder, or remove it yourself",
+            code="output.not-ours",
         )
+    check_room(out, files, wanted)
 
 
 def partial_of(out: Path) -> Path:
-    """Give the folder that `out` is written in before it has its name."""
+    """Return the folder that `out` is written in before it has its name."""
     out = out.resolve() if out.name in ("", "..") else out
-    return out.parent / f".{out.name}.partial"
+    return out / WORK_NAME if is_fixed(out) else out.parent / f".{out.name}.partial"
 
 
 def _make_partial(out: Path) -> Path:
@@ -117,30 +151,12 @@ def _make_partial(out: Path) -> Path:
         out.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir(exist_ok=True)
     except OSError as error:
-        raise refused_by_system(str(out), error, "cannot be written here") from error
+        raise refused_by_system(str(out), error, "cannot be written here", code="output.unwritable") from error
     return partial
 
 
-@contextmanager
-def holding(folder: Path) -> Iterator[None]:
-    """Keep a folder for this process while the block runs; it is made if it is not there.
-
-    Raises:
-        InputError: it cannot be made, or another process holds it.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise refused_by_system(str(folder), error, "cannot be written here") from error
-    lock = _lock(folder, folder)
-    try:
-        yield
-    finally:
-        os.close(lock)
-
-
 def _lock(folder: Path, out: Path, how: int = fcntl.LOCK_EX) -> int:
-    """Hold a folder for this process, or share it with others, until the descriptor is closed."""
+    """Lock a folder for this process, or share it with others, until the descriptor is closed."""
     descriptor = -1
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -151,21 +167,20 @@ def _lock(folder: Path, out: Path, how: int = fcntl.LOCK_EX) -> int:
         if descriptor >= 0:
             os.close(descriptor)
         if isinstance(error, BlockingIOError | FileNotFoundError):
-            raise InputError(str(out), "another process is writing it", "wait for that one, or stop it") from error
-        raise refused_by_system(str(out), error, f"{folder} cannot be locked") from error
+            hint = "wait for that one, or stop it"
+            raise InputError(str(out), "another process is writing it", hint, code="output.in-use") from error
+        raise refused_by_system(str(out), error, f"{folder} cannot be locked", code="output.cannot-lock") from error
     return descriptor
 
 
-def _has_links(folder: Path) -> bool:
-    """Whether writing in a folder could write elsewhere. We make no links: somebody else put them there."""
-    return any(path.is_symlink() for path in folder.rglob("*"))
+def _drop_links(partial: Path) -> None:
+    """Remove symbolic links from a folder that an earlier run left: nothing is written through them.
 
-
-def _remove(entry: Path) -> None:
-    if entry.is_dir() and not entry.is_symlink():
-        shutil.rmtree(entry)
-    else:
-        entry.unlink()
+    They are files of others that were about to be kept, or somebody put them there.
+    """
+    for path in partial.rglob("*"):
+        if path.is_symlink():
+            path.unlink()
 
 
 def _sync_tree(folder: Path) -> None:
@@ -173,17 +188,32 @@ def _sync_tree(folder: Path) -> None:
         sync_folder(Path(parent))
 
 
-def _swap_in(partial: Path, out: Path) -> None:
+def _swap_in(partial: Path, out: Path, owned: Owned) -> None:
     # Commit point: one rename, so that a reader sees the old folder or the new one.
-    if not out.exists() or not any(out.iterdir()):
+    if out.exists():
+        _take_after(out, partial)
+    if is_free(out):
+        _sync_tree(partial)
         _rename_for_good(lambda: os.rename(partial, out), lambda: os.rename(out, partial), out.parent)
         return
     old = _lock(out, out)  # it takes the name of the partial one: nobody may write in it
     try:
-        _rename_for_good(lambda: _exchange(partial, out), lambda: _exchange(partial, out), out.parent)
-        shutil.rmtree(partial, ignore_errors=True)
+        files = owned(out) or ()
+        keep_others(out, files, partial)
+        _sync_tree(partial)
+        _rename_for_good(lambda: exchange(partial, out), lambda: exchange(partial, out), out.parent)
+        remove_replaced(partial, files, out)
     finally:
         os.close(old)
+
+
+def _take_after(out: Path, partial: Path) -> None:
+    """Set a folder's owner and mode to those of the one that it replaces, as far as we may."""
+    found = out.stat()
+    with suppress(OSError):
+        os.chown(partial, found.st_uid, found.st_gid)
+    with suppress(OSError):
+        os.chmod(partial, found.st_mode & 0o7777)
 
 
 def _rename_for_good(rename: Callable[[], None], undo: Callable[[], None], folder: Path) -> None:
@@ -196,16 +226,24 @@ def _rename_for_good(rename: Callable[[], None], undo: Callable[[], None], folde
         raise
 
 
-def _exchange(partial: Path, out: Path) -> None:
+def exchange(partial: Path, out: Path) -> None:
+    """Exchange the names of two folders in one step.
+
+    Raises:
+        InputError: the file system cannot.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.renameat2(_AT_FDCWD, bytes(partial), _AT_FDCWD, bytes(out), _RENAME_EXCHANGE):
-        code = ctypes.get_errno()
-        raise InputError(
-            str(out), f"cannot be replaced in one step here: {os.strerror(code)}", "remove it, then run again"
-        )
+        problem = f"cannot be replaced in one step here: {os.strerror(ctypes.get_errno())}"
+        raise InputError(str(out), problem, "remove it, then run again", code="output.cannot-replace")
+
+
+def _unwritable(where: str, error: OSError, hint: str) -> InputError:
+    code = "output.disk-full" if error.errno in _FULL else "output.unwritable"
+    return refused_by_system(where, error, "cannot be written", hint, code=code)
 
 
 def _space_hint(error: BaseException, folder: Path) -> str:
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and error.errno in _FULL:
         return f"{shutil.disk_usage(folder).free} bytes were free there"
     return ""

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 
 from manifests.digest import digest_bytes
 from manifests.errors import InputError, refused_by_system
+from manifests.headertext import DTYPE_BITS, MAX_DIM, MAX_RANK, METADATA, TensorEntry, read_header_text
 from manifests.jsontext import parse_json_object
+from manifests.regular import open_regular
 
 _encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
@@ -26,9 +29,11 @@ __all__ = [
     "TensorEntry",
     "encode_header",
     "header_template",
+    "in_data_order",
     "layout_tensors",
     "parse_header",
     "read_header",
+    "template_nbytes",
 ]
 
 ALIGNMENT = 4096  # data area of the shards that we write, in bytes
@@ -36,34 +41,11 @@ DIGESTS_KEY = "blake3"  # in `__metadata__`: hex digests of the tensors' bytes, 
 _DIGEST_CHARS = 64
 _LENGTH_NBYTES = 8
 _MAX_HEADER_NBYTES = 100_000_000  # the safetensors library refuses more
-_MAX_DIM = 1 << 63
-_MAX_RANK = 64  # dimensions of one tensor; torch and NumPy allow no more
-
-DTYPE_BITS: Mapping[str, int] = {
-    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
-    "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
-    "C64": 64, "F64": 64, "I64": 64, "U64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
-}  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorEntry:
-    """One tensor of a shard. `begin` and `end` are byte offsets in the data area."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.end - self.begin
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    """A shard's table of tensors, in header order. `raw` is its JSON text as it stands in the file."""
+    """A shard's table of tensors, in header order. `raw` is its JSON text as it is in the file."""
 
     tensors: tuple[TensorEntry, ...]
     metadata: Mapping[str, str]
@@ -82,18 +64,19 @@ class Header:
     def digest(self) -> str:
         """The shard's digest: BLAKE3 of the file up to the data area.
 
-        The header holds every tensor's digest, so it vouches for the data too (docs/adr/0002).
+        The header contains every tensor's digest, so it verifies the data too (docs/adr/0002).
         """
         return digest_bytes(len(self.raw).to_bytes(_LENGTH_NBYTES, "little") + self.raw)
 
     def digests(self, where: str) -> dict[str, str]:
-        """Give each tensor's hex digest; a shard without them, or with too few, is refused."""
+        """Return each tensor's hex digest; refuse a shard without them, or with too few."""
         found = self.metadata.get(DIGESTS_KEY, "").split(" ") if self.tensors else []
         if len(found) != len(self.tensors) or any(len(digits) != _DIGEST_CHARS for digits in found):
             raise InputError(
                 f"{where}: __metadata__.{DIGESTS_KEY}",
                 f"expected {len(self.tensors)} digests of {_DIGEST_CHARS} digits, found {len(found)} words",
                 "this shard was not written by reshard; pack it again",
+                code="header.no-digests",
             )
         return {entry.name: digits for entry, digits in zip(self.tensors, found, strict=True)}
 
@@ -102,28 +85,30 @@ def read_header(path: Path, *, where: str | None = None) -> Header:
     """Read and check the header of a safetensors file.
 
     Raises:
-        InputError: the file is no safetensors file, is cut short, or its header lies about the data.
+        InputError: the file is not a safetensors file, is cut short, or its header disagrees with the data.
     """
     place = where or str(path)
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=open_regular) as file:
             file_nbytes = os.fstat(file.fileno()).st_size
             raw_nbytes = header_nbytes(file.read(_LENGTH_NBYTES), file_nbytes, place)
             raw = file.read(raw_nbytes)
     except OSError as error:
-        raise refused_by_system(place, error) from error
+        raise refused_by_system(place, error, code="store.unreadable") from error
     if len(raw) != raw_nbytes:
-        raise InputError(place, f"header cut short: expected {raw_nbytes} bytes, found {len(raw)}")
+        problem = f"header cut short: expected {raw_nbytes} bytes, found {len(raw)}"
+        raise InputError(place, problem, code="header.not-safetensors")
     return parse_header(raw, data_nbytes=file_nbytes - _LENGTH_NBYTES - raw_nbytes, where=place)
 
 
 def header_nbytes(first: bytes, file_nbytes: int, where: str) -> int:
-    """Give the length of the JSON text that follows the first 8 bytes of a file of `file_nbytes`."""
+    """Return the length of the JSON text that follows the first 8 bytes of a file of `file_nbytes`."""
     if len(first) < _LENGTH_NBYTES:
         raise InputError(
             where,
             f"too short for a safetensors file: {len(first)} bytes",
             "the file is damaged or is not a safetensors file; download it again",
+            code="header.not-safetensors",
         )
     length = int.from_bytes(first, "little")
     if length > min(_MAX_HEADER_NBYTES, file_nbytes - _LENGTH_NBYTES):
@@ -131,6 +116,7 @@ def header_nbytes(first: bytes, file_nbytes: int, where: str) -> int:
             where,
             f"header length {length} is beyond the end of the file or the limit of {_MAX_HEADER_NBYTES} bytes",
             "the file is damaged or is not a safetensors file; download it again",
+            code="header.not-safetensors",
         )
     return length
 
@@ -138,31 +124,45 @@ def header_nbytes(first: bytes, file_nbytes: int, where: str) -> int:
 def parse_header(raw: bytes, *, data_nbytes: int | None, where: str) -> Header:
     """Parse a header's JSON text and check it against the `data_nbytes` that follow it in the file.
 
-    Without `data_nbytes` (a header that stands alone) the data may be of any length.
+    Without `data_nbytes` (a header on its own) the data may be of any length.
 
     Raises:
         InputError: not UTF-8 JSON, a key twice, a field missing or of the wrong kind, offsets that
             overlap, leave a gap, disagree with dtype and shape, or do not end where the file ends.
     """
-    table = parse_json_object(raw, f"{where}: header")
-    metadata = _metadata(table.pop("__metadata__", {}), where)
-    entries = tuple(_entry(name, fields, where) for name, fields in table.items())
+    read = read_header_text(raw)
+    if isinstance(read, int):
+        table = parse_json_object(raw, f"{where}: header")  # which says what is wrong there
+        metadata = _metadata(table.pop(METADATA, {}), where)
+        entries = tuple(_entry(name, fields, where) for name, fields in table.items())
+    else:
+        entries, metadata = tuple(read[0]), read[1]
     _check_offsets(entries, data_nbytes, where)
     return Header(tensors=entries, metadata=metadata, raw=raw)
 
 
+def in_data_order(entries: Sequence[TensorEntry]) -> Sequence[TensorEntry]:
+    """Return the tensors in the order of their bytes; those that are in it already are not copied."""
+    if all(one.end <= other.begin for one, other in pairwise(entries)):
+        return entries
+    return sorted(entries, key=lambda entry: (entry.begin, entry.end))
+
+
 def layout_tensors(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[TensorEntry, ...]:
-    """Lay (name, dtype, shape) one after the other, without gaps."""
-    entries, begin = [], 0
+    """Place (name, dtype, shape) one after the other, without gaps."""
+    return tuple(_laid_out(tensors))
+
+
+def _laid_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> Iterator[TensorEntry]:
+    begin = 0
     for name, dtype, shape in tensors:
         end = begin + nbytes_of(dtype, shape)
-        entries.append(TensorEntry(name=name, dtype=dtype, shape=shape, begin=begin, end=end))
+        yield TensorEntry(name=name, dtype=dtype, shape=shape, begin=begin, end=end)
         begin = end
-    return tuple(entries)
 
 
 def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
-    """Give the bytes of a tensor; sub-byte dtypes must fill whole bytes."""
+    """Return the bytes of a tensor; sub-byte dtypes must fill whole bytes."""
     bits = prod(shape) * DTYPE_BITS[dtype]
     if bits % 8:
         raise ValueError(f"{dtype} {list(shape)} does not fill whole bytes")
@@ -170,23 +170,38 @@ def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def encode_header(tensors: Iterable[TensorEntry], metadata: Mapping[str, str], *, alignment: int = ALIGNMENT) -> bytes:
-    """Give the bytes of a file up to its data area: length, JSON text, spaces up to `alignment`."""
-    fields = [f'"__metadata__":{_encode(dict(metadata))}'] if metadata else []
-    # Written out, since an object graph of 100,000 tensors takes longer to build than its text.
-    fields += [
-        f'{_encode(entry.name)}:{{"dtype":"{entry.dtype}","shape":[{",".join(map(str, entry.shape))}],'
-        f'"data_offsets":[{entry.begin},{entry.end}]}}'
-        for entry in tensors
-    ]
+    """Return the bytes of a file up to its data area: length, JSON text, spaces up to `alignment`."""
+    fields = _fields(tensors, metadata)
     text = f"{{{','.join(fields)}}}".encode()
     text += b" " * (-(_LENGTH_NBYTES + len(text)) % alignment)
     return len(text).to_bytes(_LENGTH_NBYTES, "little") + text
 
 
+def _fields(tensors: Iterable[TensorEntry], metadata: Mapping[str, str]) -> Iterator[str]:
+    """Yield the members of a header's object. Written out: a graph of 100,000 tensors takes longer than its text."""
+    if metadata:
+        yield f'"{METADATA}":{_encode(dict(metadata))}'
+    for entry in tensors:
+        yield (
+            f'{_encode(entry.name)}:{{"dtype":"{entry.dtype}","shape":[{",".join(map(str, entry.shape))}],'
+            f'"data_offsets":[{entry.begin},{entry.end}]}}'
+        )
+
+
+def template_nbytes(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> int:
+    """Return the length of `header_template` for tensors laid out by `layout_tensors`, of which none is kept."""
+    num_tensors, text_nbytes = -1, 1  # the first field is `__metadata__`
+    for field in _fields(_laid_out(tensors), {"format": "pt", **metadata, DIGESTS_KEY: ""}):
+        num_tensors += 1
+        text_nbytes += 1 + (len(field) if field.isascii() else len(field.encode()))  # with a brace or a comma
+    text_nbytes += max(0, num_tensors * (_DIGEST_CHARS + 1) - 1)
+    return _LENGTH_NBYTES + text_nbytes + -(_LENGTH_NBYTES + text_nbytes) % ALIGNMENT
+
+
 def header_template(
     tensors: tuple[TensorEntry, ...], metadata: Mapping[str, str], digests: Mapping[str, str] | None = None
 ) -> bytes:
-    """Give a shard's header with its tensors' hex digests; zeros stand in while they are not known.
+    """Return a shard's header with its tensors' hex digests; zeros in their place while they are unknown.
 
     The digests have a fixed width, so the template and the final header are equally long and the
     data can be written first.
@@ -198,49 +213,55 @@ def header_template(
 
 def _metadata(found: object, where: str) -> dict[str, str]:
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
-        raise InputError(f"{where}: __metadata__", "expected an object of strings")
+        raise InputError(f"{where}: __metadata__", "expected an object of strings", code="header.invalid-field")
     return found
 
 
 def _entry(name: str, fields: object, where: str) -> TensorEntry:
     place = f"{where}: {name!r}"
     if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
-        raise InputError(place, "expected an object with dtype, shape and data_offsets")
+        raise InputError(place, "expected an object with dtype, shape and data_offsets", code="header.invalid-field")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise InputError(f"{place}.dtype", f"unknown dtype {dtype!r}", "known: " + ", ".join(sorted(DTYPE_BITS)))
+        hint = "known: " + ", ".join(sorted(DTYPE_BITS))
+        raise InputError(f"{place}.dtype", f"unknown dtype {dtype!r}", hint, code="header.unknown-dtype")
     if not _are_counts(shape):
-        raise InputError(f"{place}.shape", f"expected a list of counts, found {str(shape)[:80]}")
+        problem = f"expected a list of counts, found {str(shape)[:80]}"
+        raise InputError(f"{place}.shape", problem, code="header.invalid-field")
     if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise InputError(f"{place}.data_offsets", f"expected [begin, end], found {str(offsets)[:80]}")
-    if prod(filter(None, shape)) * DTYPE_BITS[dtype] >= _MAX_DIM:
-        raise InputError(f"{place}.shape", f"expected less than 2^63 bits, found {dtype} {str(shape)[:80]}")
+        problem = f"expected [begin, end], found {str(offsets)[:80]}"
+        raise InputError(f"{place}.data_offsets", problem, code="header.invalid-field")
+    if prod(filter(None, shape)) * DTYPE_BITS[dtype] >= MAX_DIM:
+        problem = f"expected less than 2^63 bits, found {dtype} {str(shape)[:80]}"
+        raise InputError(f"{place}.shape", problem, code="header.invalid-field")
     bits = prod(shape) * DTYPE_BITS[dtype]
     if bits != 8 * (offsets[1] - offsets[0]):
         taken = bits / 8 if bits % 8 else bits // 8
         raise InputError(
             f"{place}.data_offsets",
             f"{dtype} {str(shape)[:80]} takes {taken} bytes, found {offsets[1] - offsets[0]}",
+            code="header.wrong-offsets",
         )
     return TensorEntry(name=name, dtype=dtype, shape=tuple(shape), begin=offsets[0], end=offsets[1])
 
 
 def _are_counts(found: object) -> bool:
-    return isinstance(found, list) and len(found) <= _MAX_RANK and all(map(_is_count, found))
+    return isinstance(found, list) and len(found) <= MAX_RANK and all(map(_is_count, found))
 
 
 def _is_count(found: object) -> bool:
-    return type(found) is int and 0 <= found < _MAX_DIM
+    return type(found) is int and 0 <= found < MAX_DIM
 
 
 def _check_offsets(entries: tuple[TensorEntry, ...], data_nbytes: int | None, where: str) -> None:
     position = 0
-    for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
+    for entry in in_data_order(entries):
         if entry.begin != position:
             kind = "overlaps the tensor before it" if entry.begin < position else "leaves a gap before it"
             raise InputError(
                 f"{where}: {entry.name!r}.data_offsets",
                 f"expected to begin at {position}, found {entry.begin}: {kind}",
+                code="header.wrong-offsets",
             )
         position = entry.end
     if data_nbytes is not None and position != data_nbytes:
@@ -249,4 +270,5 @@ def _check_offsets(entries: tuple[TensorEntry, ...], data_nbytes: int | None, wh
             where,
             f"expected {position} bytes of data (header), found {data_nbytes}: the file {kind}",
             "download or copy the file again",
+            code="header.wrong-data-length",
         )

@@ -17,6 +17,7 @@ __all__ = [
     "CarriedFile",
     "DataCursor",
     "DataPosition",
+    "Decay",
     "Holds",
     "Layout",
     "LearningRate",
@@ -34,6 +35,7 @@ __all__ = [
     "Stage",
     "TieGroup",
     "TieMember",
+    "TrainedDtype",
     "TrainingState",
     "Virtual",
 ]
@@ -42,6 +44,8 @@ FORMAT = "reshard-manifest"
 VERSION = 1
 
 Holds = Literal["weights", "exp_avg", "exp_avg_sq"]
+Decay = Literal["constant", "linear", "cosine", "sqrt"]
+TrainedDtype = Literal["F64", "F32", "F16", "BF16"]
 WEIGHTS: Holds = "weights"
 MOMENTS: tuple[Holds, ...] = ("exp_avg", "exp_avg_sq")
 
@@ -175,7 +179,7 @@ class LearningRate:
 
     peak: float
     warmup_steps: int
-    decay: str
+    decay: Decay
     decay_steps: int
     minimum: float
     stable_steps: int = 0
@@ -235,9 +239,9 @@ class TrainingState:
 
     step: int
     num_tokens: int
-    dtype: str | None = None  # of the parameters while they are trained, as in a shard's header
-    compute_dtype: str | None = None  # of the copies of them that stages compute with; None: of no copies
-    reduce_dtype: str | None = None  # of gradients while data-parallel ranks add them up; None: `dtype`
+    dtype: TrainedDtype | None = None  # of the parameters while they are trained, as in a shard's header
+    compute_dtype: TrainedDtype | None = None  # of the copies of them that stages compute with; None: of no copies
+    reduce_dtype: TrainedDtype | None = None  # of gradients while data-parallel ranks add them up; None: `dtype`
     optimizer: OptimizerState | None = None
     learning_rate: LearningRate | None = None
     batch: BatchSizes | None = None

@@ -35,16 +35,16 @@ class Slice:
 
 
 def slice_metadata(slices: Mapping[str, Slice]) -> dict[str, str]:
-    """Give what the header of a shard of these slices, by FQN, has in `__metadata__` besides digests."""
+    """Return what the header of a shard of these slices, by FQN, has in `__metadata__` besides digests."""
     table = {fqn: {_OFFSET: list(part.offset), _SHAPE: list(part.whole_shape)} for fqn, part in slices.items()}
     return dict((_VERSION, (SLICES_KEY, json.dumps(table, separators=(",", ":"), ensure_ascii=False))))
 
 
 def slices_in(header: Header, where: str) -> dict[str, Slice]:
-    """Give the slice that each tensor of a shard is, by FQN; nothing for a shard of whole tensors.
+    """Return the slice that each tensor of a shard is, by FQN; nothing for a shard of whole tensors.
 
     Raises:
-        InputError: the header says it of other tensors than its own, or a slice does not lie in its whole.
+        InputError: the header describes other tensors than its own, or a slice is not inside its whole.
     """
     text = header.metadata.get(SLICES_KEY)
     if text is None:
@@ -52,22 +52,24 @@ def slices_in(header: Header, where: str) -> dict[str, Slice]:
     where = f"{where}: __metadata__.{SLICES_KEY}"
     table = parse_json_object(text.encode(), where)
     if odd := table.keys() ^ {entry.name for entry in header.tensors}:
-        raise InputError(where, f"expected the names of the shard's tensors; {min(odd)!r} is on one side only")
+        problem = f"expected the names of the shard's tensors; {min(odd)!r} is on one side only"
+        raise InputError(where, problem, code="header.invalid-slices")
     found = {}
     for entry in header.tensors:
         fields, place = table[entry.name], f"{where}: {entry.name!r}"
         if not isinstance(fields, dict) or fields.keys() != {_OFFSET, _SHAPE}:
-            raise InputError(place, f"expected an object with {_OFFSET} and {_SHAPE}")
+            raise InputError(place, f"expected an object with {_OFFSET} and {_SHAPE}", code="header.invalid-slices")
         offset, whole = (_counts(fields[name], len(entry.shape), f"{place}.{name}") for name in (_OFFSET, _SHAPE))
         part = Slice(offset=offset, shape=entry.shape, whole_shape=whole)
         if any(end > most for end, most in zip(part.end, whole, strict=True)):
-            raise InputError(place, f"expected to lie in {list(whole)}, found {_shown(part)}")
+            problem = f"expected a slice of {list(whole)}, found {_shown(part)}"
+            raise InputError(place, problem, code="header.invalid-slices")
         found[entry.name] = part
     return found
 
 
 def problem_with_slices(slices: Sequence[Slice]) -> str | None:
-    """Say why these are not one tensor, each element of it once; None when they are."""
+    """Return why these are not one tensor, each element of it once; None when they are."""
     whole = slices[0].whole_shape
     for part in slices:
         if part.whole_shape != whole:
@@ -96,7 +98,8 @@ def _counts(found: object, length: int, where: str) -> tuple[int, ...]:
         or len(found) != length
         or not all(type(n) is int and 0 <= n < 1 << 63 for n in found)
     ):
-        raise InputError(where, f"expected {length} counts, found {str(found)[:80]}")
+        problem = f"expected {length} counts, found {str(found)[:80]}"
+        raise InputError(where, problem, code="header.invalid-slices")
     return tuple(found)
 
 

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from manifests.codec import decode_manifest, encode_manifest
 from manifests.digest import digest_bytes
 from manifests.errors import InputError, refused_by_system
 from manifests.invariants import MANIFEST_NAME, SOURCE_NAME, check_manifest
+from manifests.regular import open_regular
 from manifests.safetensors import Header, read_header
-from manifests.schema import Manifest, Shard
+from manifests.schema import Manifest, Parent, Shard
 
 __all__ = [
     "check_links",
     "check_shard",
     "find_manifest",
+    "links_out_of",
     "locate_manifest",
     "no_manifest",
     "open_shard",
+    "parent_of",
     "read_manifest",
     "read_small_file",
     "sync_folder",
@@ -67,33 +72,43 @@ def check_links(folder: Path, manifest: Manifest) -> None:
     Raises:
         InputError: naming the first such file.
     """
+    paths = (*(shard.path for shard in manifest.shards), *(carried.path for carried in manifest.files))
+    for path, found in links_out_of(folder, paths):
+        raise InputError(
+            str(folder / path),
+            f"is not in the checkpoint's folder: a link leads to {found}",
+            "put the file itself there",
+            code="manifest.link-out-of-folder",
+        )
+
+
+def links_out_of(folder: Path, paths: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield the paths below a folder that symbolic links take out of it, and where to; `check_links` says what not."""
     root = os.path.realpath(folder)
     snapshots, cache = os.path.basename(os.path.dirname(root)), os.path.dirname(os.path.dirname(root))
     allowed = (f"{root}/", f"{cache}/blobs/") if snapshots == "snapshots" else (f"{root.rstrip('/')}/",)
-    for path in (*(shard.path for shard in manifest.shards), *(carried.path for carried in manifest.files)):
+    for path in paths:
         found = os.path.realpath(folder / path)
         if not found.startswith(allowed):
-            raise InputError(
-                str(folder / path),
-                f"is not in the checkpoint's folder: a link leads to {found}",
-                "put the file itself there",
-            )
+            yield path, found
 
 
 def no_manifest(where: str, path: Path | None = None) -> InputError:
     """Say that a place holds no manifest, and what is there instead at a `path` of this machine."""
     problem = f"no {MANIFEST_NAME} here"
     if path is None:
-        return InputError(where, problem, _UNFINISHED)
+        return InputError(where, problem, _UNFINISHED, code="manifest.missing")
     folder = path.parent if path.name == MANIFEST_NAME else path
     if not folder.exists():
-        return InputError(where, "no such file or folder", "name a folder that reshard pack has written")
+        hint = "name a folder that reshard pack has written"
+        return InputError(where, "no such file or folder", hint, code="manifest.no-such-folder")
     if (folder / "config.json").exists() and not (folder / SOURCE_NAME).exists():
         command = f"reshard pack {shlex.quote(str(folder))} --layout SPEC --out DIR"
-        return InputError(where, problem, f"pack it first: {command}")
+        return InputError(where, problem, f"pack it first: {command}", code="manifest.not-packed")
     # Names of a run's checkpoints grow with their steps.
     below = sorted((file.parent for file in folder.glob(f"*/{MANIFEST_NAME}")), key=lambda at: (len(at.name), at.name))
-    return InputError(where, problem, f"there is one in {below[-1]}" if below else _UNFINISHED)
+    hint = f"there is one in {below[-1]}" if below else _UNFINISHED
+    return InputError(where, problem, hint, code="manifest.missing")
 
 
 def open_shard(folder: Path, shard: Shard) -> Header:
@@ -104,7 +119,8 @@ def open_shard(folder: Path, shard: Shard) -> Header:
     """
     path = folder / shard.path
     if not path.is_file():
-        raise InputError(str(path), "the manifest names this shard, and it is missing", _DAMAGED)
+        problem = "the manifest names this shard, and it is missing"
+        raise InputError(str(path), problem, _DAMAGED, code="shard.missing")
     check_shard(str(path), shard, path.stat().st_size)
     header = read_header(path)
     check_shard(str(path), shard, shard.nbytes, header)
@@ -114,27 +130,32 @@ def open_shard(folder: Path, shard: Shard) -> Header:
 def check_shard(where: str, shard: Shard, nbytes: int, header: Header | None = None) -> None:
     """Raise unless a file's size, and its header once that is read, are what the manifest says."""
     if nbytes != shard.nbytes:
-        raise InputError(where, f"expected {shard.nbytes} bytes (manifest.json), found {nbytes}", _DAMAGED)
+        problem = f"expected {shard.nbytes} bytes (manifest.json), found {nbytes}"
+        raise InputError(where, problem, _DAMAGED, code="shard.wrong-size")
     if header is not None and header.digest != shard.digest:
-        raise InputError(where, f"header: expected {shard.digest} (manifest.json), found {header.digest}")
+        problem = f"header: expected {shard.digest} (manifest.json), found {header.digest}"
+        raise InputError(where, problem, code="shard.digest-mismatch")
 
 
 def read_small_file(path: Path, digest: str | None = None) -> bytes:
     """Read a whole file of at most 1 GiB, checking its digest when one is given."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=open_regular) as file:
             if os.fstat(file.fileno()).st_size > _MAX_SMALL_NBYTES:
-                raise InputError(str(path), f"expected at most {_MAX_SMALL_NBYTES} bytes")
+                problem = f"expected at most {_MAX_SMALL_NBYTES} bytes"
+                raise InputError(str(path), problem, code="source.file-too-large")
             data = file.read()
     except OSError as error:
-        hint = "look for a slip in its name" if digest is None else "the manifest names it: copy it there again"
-        is_absent = isinstance(error, FileNotFoundError)
-        raise refused_by_system(str(path), error, hint=hint if is_absent else "") from error
+        if not isinstance(error, FileNotFoundError):
+            raise refused_by_system(str(path), error, code="store.unreadable") from error
+        hint = "check the path for typos" if digest is None else "the manifest names it: copy it there again"
+        raise refused_by_system(str(path), error, hint=hint, code="store.no-such-file") from error
     if digest is not None and digest_bytes(data) != digest:
         raise InputError(
             str(path),
             f"expected {digest}, found {digest_bytes(data)}",
             "the file was changed or damaged after it was written",
+            code="source.digest-mismatch",
         )
     return data
 
@@ -146,14 +167,24 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     write_file(folder / MANIFEST_NAME, encode_manifest(manifest))
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write a file and its name to disk, replacing the old one only when the new one is whole."""
+def write_file(path: Path, data: bytes | Iterable[bytes | memoryview]) -> None:
+    """Write a file, given whole or in blocks, and its name to disk; an old one is replaced by a whole one.
+
+    Raises:
+        OSError: it cannot be written; the old one is as it was, and nothing else is left.
+    """
     partial = path.with_name(f".{path.name}.partial")
-    with open(partial, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    try:
+        with open(partial, "wb") as file:
+            for block in (data,) if isinstance(data, bytes) else data:
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
     sync_folder(path.parent)
 
 
@@ -164,3 +195,9 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def parent_of(root: Path, location: str = "") -> Parent:
+    """Name the manifest in `root`, which came from `location`, as what another one descends from."""
+    found = digest_bytes(read_small_file(root / MANIFEST_NAME))
+    return Parent(location=location or str(root.resolve()), digest=found)

@@ -1,1 +1,96 @@
-"""SOURCE to plan to bundles, and back: packing, resharding, exporting, all as plans of byte ranges."""
+"""SOURCE to plan to bundles, and back: packing, resharding, exporting, all as plans of byte ranges.
+
+The names in `__all__` are the public API; every other module is private. They are imported when they are first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from manifests.errors import InputError, UnreachableError, UsageError, UserError
+    from manifests.schema import Layout, Manifest, Stage
+    from reshard.api.diff import diff
+    from reshard.api.export import export
+    from reshard.api.pack import pack
+    from reshard.api.packed import PackedModel, PackedStage, TensorInfo, open
+    from reshard.api.plan import plan
+    from reshard.api.verify import verify
+    from reshard.estimate.training_estimate import Assumptions
+    from reshard.operations.compare import Difference
+    from reshard.operations.diff import DiffResult, TensorDifference
+    from reshard.operations.export import ExportResult
+    from reshard.operations.pack_result import PackResult
+    from reshard.operations.progress import Progress
+    from reshard.operations.resolve import PlanResult
+    from reshard.operations.verify import VerifyResult
+    from reshard.transforms.conversion import Conversion
+
+    __version__: str
+
+__all__ = [
+    "Assumptions",
+    "Conversion",
+    "DiffResult",
+    "Difference",
+    "ExportResult",
+    "InputError",
+    "Layout",
+    "Manifest",
+    "PackResult",
+    "PackedModel",
+    "PackedStage",
+    "PlanResult",
+    "Progress",
+    "Stage",
+    "TensorDifference",
+    "TensorInfo",
+    "UnreachableError",
+    "UsageError",
+    "UserError",
+    "VerifyResult",
+    "__version__",
+    "diff",
+    "export",
+    "open",
+    "pack",
+    "plan",
+    "verify",
+]
+
+_MODULES = {
+    "manifests.errors": ("InputError", "UnreachableError", "UsageError", "UserError"),
+    "manifests.schema": ("Layout", "Manifest", "Stage"),
+    "reshard.api.diff": ("diff",),
+    "reshard.api.export": ("export",),
+    "reshard.api.pack": ("pack",),
+    "reshard.api.packed": ("PackedModel", "PackedStage", "TensorInfo", "open"),
+    "reshard.api.plan": ("plan",),
+    "reshard.api.verify": ("verify",),
+    "reshard.estimate.training_estimate": ("Assumptions",),
+    "reshard.operations.compare": ("Difference",),
+    "reshard.operations.diff": ("DiffResult", "TensorDifference"),
+    "reshard.operations.export": ("ExportResult",),
+    "reshard.operations.pack_result": ("PackResult",),
+    "reshard.operations.progress": ("Progress",),
+    "reshard.operations.resolve": ("PlanResult",),
+    "reshard.operations.verify": ("VerifyResult",),
+    "reshard.transforms.conversion": ("Conversion",),
+}
+
+
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("reshard")
+    module = next((module for module, names in _MODULES.items() if name in names), None)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found = getattr(import_module(module), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

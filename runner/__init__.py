@@ -1,9 +1,55 @@
-"""From a manifest to a training pipeline: each rank builds, loads and trains its own stages."""
+"""From a manifest to a training pipeline: each rank builds, loads and trains its own stages.
+
+The names in `__all__` are the public API; every other module is private. They are imported when they are first used.
+"""
+
+from __future__ import annotations
 
 import os
 import signal
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from manifests.errors import InputError, RankError, UnreachableError, UsageError, UserError
+    from runner.load.own_module import LoadResult, StateDictAdapter, load_stages
+
+    __version__: str
+
+__all__ = [
+    "InputError",
+    "LoadResult",
+    "RankError",
+    "StateDictAdapter",
+    "UnreachableError",
+    "UsageError",
+    "UserError",
+    "__version__",
+    "load_stages",
+]
+
+_MODULES = {
+    "manifests.errors": ("InputError", "RankError", "UnreachableError", "UsageError", "UserError"),
+    "runner.load.own_module": ("LoadResult", "StateDictAdapter", "load_stages"),
+}
 
 # Importing torch takes seconds, in which Ctrl-C would print a traceback for each rank. Processes that `runner launch`
-# started die of it without a word instead; once there is something to say, `runner.life` handles it.
+# started exit silently instead; once there is something to say, `runner.distributed` handles it.
 if os.environ.get("RUNNER_AGENT") in (str(os.getpid()), str(os.getppid())):
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("reshard")
+    module = next((module for module, names in _MODULES.items() if name in names), None)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found = getattr(import_module(module), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

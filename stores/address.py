@@ -32,26 +32,26 @@ class HubAddress:
 
 
 def is_url(address: str | Path) -> TypeGuard[str]:
-    """Tell what leads off this machine, `scheme://…`, from a path."""
+    """Return whether this is an address off this machine, `scheme://…`, and not a path."""
     return isinstance(address, str) and "://" in address
 
 
 def split_url(url: str) -> tuple[str, str, str]:
-    """Give scheme, bucket and prefix, without a slash at its ends."""
+    """Return scheme, bucket and prefix, without a slash at its ends."""
     scheme, _, rest = url.partition("://")
     bucket, _, prefix = rest.partition("/")
     return scheme.lower(), bucket, prefix.strip("/")
 
 
 def place_of(address: str | Path) -> str:
-    """Give the one form of all addresses of a folder, to be compared and not to be opened.
+    """Return the one form of all addresses of a folder, to compare and not to open.
 
     Links and `..` are followed on this machine, `file://` too. Where an address can leave out what tells two
     places apart (a revision, an account, a user), the form leaves it out: they count as one.
     """
     if not is_url(address):
         return _real(str(address))
-    last = address.rpartition("::")[2]  # fsspec's chains end where the bytes lie
+    last = address.rpartition("::")[2]  # fsspec's chains end where the bytes are
     if last != address and (is_url(last) or last.startswith("/")):
         return place_of(last)
     if address.startswith(SCHEME):
@@ -71,7 +71,7 @@ def _real(path: str) -> str:
 
 
 def is_inside(place: str, folder: str) -> bool:
-    """Tell whether a place, as `place_of` gives it, is below another one."""
+    """Return whether a place, as `place_of` returns it, is below another one."""
     return place != folder and place.startswith(f"{folder.rstrip('/')}/")
 
 
@@ -89,5 +89,6 @@ def parse_hub_address(text: str) -> HubAddress | None:
     if is_bare and not (fits and "/" in repo):
         return None
     if not fits:
-        raise InputError(text, "expected hf://org/name or hf://org/name@revision", "only model repositories are read")
+        problem = "expected hf://org/name or hf://org/name@revision"
+        raise InputError(text, problem, "only model repositories are read", code="store.malformed-address")
     return HubAddress(repo=repo, revision=revision or None, is_bare=is_bare)

@@ -6,9 +6,12 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urljoin
 
 from manifests.errors import InputError
+from stores.base import SOURCE_CHANGED
 from stores.object_client import ObjectEntry
+from stores.redirects import check_redirect
 
 __all__ = ["FilesystemClient", "open_filesystem"]
 
@@ -23,7 +26,7 @@ class FilesystemClient:
     filesystem: Any = field(repr=False)  # fsspec ships no types
 
     def entries(self) -> Iterator[ObjectEntry]:
-        """Give every file below the folder, each looked up: listings say other things of a file, or too little."""
+        """Yield every file below the folder, each looked up: listings say other things of a file, or too little."""
         with _explained(self.url):
             paths = self.filesystem.find(self.root)
         for path in paths:
@@ -35,12 +38,12 @@ class FilesystemClient:
             facts: Mapping[str, Any] = self.filesystem.info(f"{self.root}/{name}")
         nbytes = facts.get("size")
         if not isinstance(nbytes, int):
-            raise InputError(where, "the store does not say how long it is")
+            raise InputError(where, "the store does not say how long it is", code="store.no-length")
         mark = next((str(facts[key]) for key in _MARKS if facts.get(key)), None)
         return ObjectEntry(name=name, nbytes=nbytes, etag=mark)
 
     def read(self, entry: ObjectEntry, begin: int, end: int) -> Iterator[memoryview]:
-        """Give the bytes of a range, once they are there and the file is found to be as it was."""
+        """Yield the bytes of a range, once they are there and the file is found to be as it was."""
         where = f"{self.url}/{entry.name}"
         # Not `cat_file`: that takes in whatever a server sends that ignores ranges.
         options = {"cache_type": "none", "size": entry.nbytes}
@@ -48,8 +51,16 @@ class FilesystemClient:
             file.seek(begin)
             data = file.read(end - begin)
         if self.look_up(entry.name) != entry:
-            raise InputError(where, "was changed after it was listed", "start again, so that all is read as it is now")
+            raise InputError(
+                where,
+                "was changed after it was listed",
+                "start again, so that all is read as it is now",
+                code=SOURCE_CHANGED,
+            )
         yield memoryview(data)
+
+    def settled(self) -> FilesystemClient:
+        return self
 
     def make_folder(self) -> None:
         """Make the folder, where the file system has any, so that it can be listed."""
@@ -121,14 +132,31 @@ def open_filesystem(url: str) -> FilesystemClient:
     scheme = url.partition("://")[0]
     authority = url.partition("://")[2].partition("/")[0]
     if ":" in authority.rpartition("@")[0]:
-        raise InputError(f"{scheme}://…", "a password does not belong in an address")
+        problem = "a password does not belong in an address"
+        raise InputError(f"{scheme}://…", problem, code="store.credentials-in-address")
     try:
         from fsspec.core import url_to_fs
     except ImportError as error:
-        raise InputError(url, f"{scheme}:// is read with fsspec", "pip install fsspec") from error
+        problem = f"{scheme}:// is read with fsspec"
+        raise InputError(url, problem, "pip install fsspec", code="store.missing-package") from error
+    options = {"get_client": _http_client} if scheme in ("http", "https") else {}
     with _explained(url):
-        filesystem, root = url_to_fs(url, use_listings_cache=False)
+        filesystem, root = url_to_fs(url, use_listings_cache=False, **options)
     return FilesystemClient(url=url.rstrip("/"), root=root.rstrip("/"), filesystem=filesystem)
+
+
+async def _http_client(**options: Any) -> Any:
+    """Make fsspec's HTTP client, which follows no redirect into this machine or to a metadata service."""
+    import aiohttp
+
+    async def check(session: Any, context: Any, asked: Any) -> None:
+        headers = asked.response.headers
+        target = urljoin(str(asked.url), headers.get("Location") or headers.get("URI") or "")
+        check_redirect(str(asked.url), str(asked.url), target)
+
+    trace = aiohttp.TraceConfig()
+    trace.on_request_redirect.append(check)
+    return aiohttp.ClientSession(trace_configs=[trace], **options)
 
 
 @contextmanager
@@ -140,9 +168,14 @@ def _explained(where: str, verb: str = "read") -> Iterator[None]:
     except FileNotFoundError as error:
         # Over HTTP, every failure to look a file up is this one; the cause says more.
         cause = error.__cause__
-        is_absent = cause is None or getattr(cause, "status", None) == 404
-        raise InputError(where, "there is no such file" if is_absent else f"cannot be {verb}: {cause}") from error
+        if isinstance(cause, InputError):  # of our own checks
+            raise cause from error
+        if cause is None or getattr(cause, "status", None) == 404:
+            raise InputError(where, "there is no such file", code="store.no-such-file") from error
+        raise InputError(where, f"cannot be {verb}: {cause}", code="store.refused") from error
     except NotImplementedError as error:
-        raise InputError(where, f"cannot be {verb}: this kind of store does not do that") from error
+        problem = f"cannot be {verb}: this kind of store does not support that"
+        raise InputError(where, problem, code="store.unsupported") from error
     except Exception as error:  # file systems from anywhere, each with errors of its own
-        raise InputError(where, f"cannot be {verb}: {error or type(error).__name__}") from error
+        problem = f"cannot be {verb}: {error or type(error).__name__}"
+        raise InputError(where, problem, code="store.refused") from error

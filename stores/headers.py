@@ -1,8 +1,8 @@
-"""Headers of many files, read several at a time where each is a journey over a network."""
+"""Headers of many files, read several at a time where each is a request over a network."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import TypeVar
@@ -11,7 +11,7 @@ from manifests.safetensors import Header
 from stores.base import InputFile, read_file_header
 from stores.local import LocalFile
 
-__all__ = ["NUM_AT_ONCE", "at_once", "read_file_headers"]
+__all__ = ["NUM_AT_ONCE", "at_once", "each_file_header", "read_file_headers"]
 
 NUM_AT_ONCE = 8
 
@@ -25,15 +25,27 @@ def read_file_headers(files: Iterable[InputFile]) -> dict[InputFile, Header]:
     Raises:
         InputError: as `read_file_header`, for the first of them that is refused.
     """
+    return dict(each_file_header(files))
+
+
+def each_file_header(files: Iterable[InputFile]) -> Iterator[tuple[InputFile, Header]]:
+    """Yield each file and its header, and keep none that was taken; on this machine one is read at a time.
+
+    Raises:
+        InputError: as `read_file_headers`.
+    """
     files = tuple(files)
     if all(isinstance(file, LocalFile) for file in files):
-        return {file: read_file_header(file) for file in files}
+        yield from ((file, read_file_header(file)) for file in files)
+        return
     read = at_once({file: partial(read_file_header, file) for file in files})
-    return {file: header.result() for file, header in read.items()}
+    for file in files:
+        if file in read:  # else one before it was refused
+            yield file, read.pop(file).result()
 
 
 def at_once(calls: Mapping[Key, Callable[[], Result]]) -> dict[Key, Future[Result]]:
-    """Make calls, several at a time, and give what became of each; once one has failed, no other is begun."""
+    """Make calls, several at a time, and return the future of each; once one has failed, start no other."""
     pool = ThreadPoolExecutor(NUM_AT_ONCE, thread_name_prefix="header")
     try:
         made = {key: pool.submit(call) for key, call in calls.items()}

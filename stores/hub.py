@@ -16,10 +16,11 @@ from manifests.errors import InputError
 from manifests.paths import problem_with_path
 from stores.address import SCHEME, HubAddress
 from stores.base import InputFile, Range, Reader, is_hidden
-from stores.hub_calls import asking, offline_error
+from stores.hub_calls import asking, check_endpoint, offline_error
 from stores.hub_file import AGENT, HubFile
 from stores.local import LocalFolder
 from stores.retries import Retries, keep_trying
+from stores.streams import Streams
 
 __all__ = ["HubFolder", "open_hub"]
 
@@ -39,13 +40,18 @@ def open_hub(address: HubAddress, retries: Retries | None = None) -> HubFolder:
     """
     if constants.HF_HUB_OFFLINE:
         return _open_cached(address)
+    check_endpoint()
     retries = retries or Retries()
     few = replace(retries, num_attempts=min(retries.num_attempts, _NUM_LISTING_ATTEMPTS))
-    info = keep_trying(lambda: asking(address, lambda: _list(address)), str(address), few, threading.Event())
+    info = keep_trying(
+        lambda: asking(address, lambda: _list(address), retries.answer_s), str(address), few, threading.Event()
+    )
     if info.sha is None or not _COMMIT.fullmatch(info.sha):
-        raise InputError(str(address), f"expected a commit hash from {constants.ENDPOINT}, found {info.sha!r}")
+        problem = f"expected a commit hash from {constants.ENDPOINT}, found {info.sha!r}"
+        raise InputError(str(address), problem, code="store.not-a-hub")
+    streams = Streams()
     files = [
-        _listed(address, info.sha, sibling, retries)
+        _listed(address, info.sha, sibling, retries, streams)
         for sibling in info.siblings or ()
         if not is_hidden(sibling.rfilename)
     ]
@@ -54,7 +60,7 @@ def open_hub(address: HubAddress, retries: Retries | None = None) -> HubFolder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HubFolder:
-    """A repository at one commit (`revision`). What its local cache holds is read from there."""
+    """A repository at one commit (`revision`). What its local cache has is read from there."""
 
     address: HubAddress  # as the user wrote it
     revision: str
@@ -78,7 +84,7 @@ class HubFolder:
 
 @dataclass(frozen=True, slots=True)
 class _AbsentFile:
-    """A file that the folder does not have: whoever wants to know more about it hears so."""
+    """A file that the folder does not have: asking for more about it raises."""
 
     folder: HubFolder
     name: str
@@ -100,7 +106,7 @@ class _AbsentFile:
     def _error(self) -> InputError:
         if self.folder.is_offline:
             return offline_error(replace(self.folder.address, revision=self.folder.revision), str(self), self.name)
-        return InputError(str(self), "no such file", f"at commit {self.folder.revision}")
+        return InputError(str(self), "no such file", f"at commit {self.folder.revision}", code="store.no-such-file")
 
 
 def _list(address: HubAddress) -> ModelInfo:
@@ -109,15 +115,26 @@ def _list(address: HubAddress) -> ModelInfo:
     return api.model_info(address.repo, revision=address.revision, timeout=timeout_s, files_metadata=True)
 
 
-def _listed(address: HubAddress, commit: str, sibling: RepoSibling, retries: Retries) -> HubFile:
+def _listed(address: HubAddress, commit: str, sibling: RepoSibling, retries: Retries, streams: Streams) -> HubFile:
     """Check what the hub says of a file: a listing is input like any other."""
     name, nbytes = sibling.rfilename, sibling.size
     if problem := problem_with_path(name):
-        raise InputError(str(address), f"{problem}, found {name[:80]!r} in the listing of {constants.ENDPOINT}")
+        problem = f"{problem}, found {name[:80]!r} in the listing of {constants.ENDPOINT}"
+        raise InputError(str(address), problem, code="store.invalid-name")
     if not isinstance(nbytes, int) or nbytes < 0:
-        raise InputError(f"{address}/{name}", f"expected its size from {constants.ENDPOINT}, found {nbytes!r}")
+        problem = f"expected its size from {constants.ENDPOINT}, found {nbytes!r}"
+        raise InputError(f"{address}/{name}", problem, code="store.not-a-hub")
     etag = sibling.lfs.sha256 if sibling.lfs else sibling.blob_id
-    return HubFile(address=address, commit=commit, name=name, nbytes=nbytes, etag=etag or commit, retries=retries)
+    return HubFile(
+        address=address,
+        commit=commit,
+        name=name,
+        nbytes=nbytes,
+        etag=etag or commit,
+        listed=etag or "",
+        retries=retries,
+        streams=streams,
+    )
 
 
 def _open_cached(address: HubAddress) -> HubFolder:
@@ -140,5 +157,5 @@ def _open_cached(address: HubAddress) -> HubFolder:
 def _cached(address: HubAddress, snapshot: LocalFolder, name: str) -> HubFile:
     """Describe a cached file as the hub's listing would: a snapshot links to blobs that are named by their etag."""
     file, commit = snapshot.file(name), snapshot.path.name
-    etag = file.path.resolve().name if file.path.is_symlink() else commit
-    return HubFile(address=address, commit=commit, name=name, nbytes=file.nbytes, etag=etag)
+    etag = file.path.resolve().name if file.path.is_symlink() else ""
+    return HubFile(address=address, commit=commit, name=name, nbytes=file.nbytes, etag=etag or commit, listed=etag)

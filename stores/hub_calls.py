@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 from huggingface_hub import constants, get_token
 from huggingface_hub.errors import (
@@ -23,6 +24,7 @@ from huggingface_hub.errors import (
 
 from manifests.errors import InputError
 from stores.address import HubAddress
+from stores.pace import answered_within
 from stores.retries import PassingError
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "asked_wait_s",
     "asking",
     "busy",
+    "check_endpoint",
     "configured_token",
     "is_passing",
     "offline_error",
@@ -45,15 +48,15 @@ _LOG_IN = "hf auth login, or set HF_TOKEN"
 Answer = TypeVar("Answer")
 
 
-def asking(address: HubAddress, call: Callable[[], Answer]) -> Answer:
-    """Give what a call of huggingface_hub gives.
+def asking(address: HubAddress, call: Callable[[], Answer], within_s: float | None = None) -> Answer:
+    """Return what a call of huggingface_hub returns, `within_s` seconds where that is said.
 
     Raises:
         PassingError: the hub is busy or cannot be reached just now.
-        InputError: it refuses, for a reason that the user can mend.
+        InputError: it refuses, for a reason that the user can fix.
     """
     try:
-        return call()
+        return call() if within_s is None else answered_within(within_s, constants.ENDPOINT, call)
     except HfHubHTTPError as error:
         status = error.response.status_code
         if is_passing(status):
@@ -62,14 +65,28 @@ def asking(address: HubAddress, call: Callable[[], Answer]) -> Answer:
     except ClientError as error:
         raise unreachable(constants.ENDPOINT, error) from error
     except HFValidationError as error:
-        raise InputError(str(address), "the hub has no repository of such a name", str(error)) from error
+        problem = "the hub has no repository of such a name"
+        raise InputError(str(address), problem, str(error), code="store.malformed-address") from error
     except (AttributeError, FileMetadataError, KeyError, TypeError, ValueError) as error:
         problem = f"{constants.ENDPOINT} does not answer as a hub does: {type(error).__name__}"
-        raise InputError(str(address), problem, "is HF_ENDPOINT right? a login page may be answering") from error
+        hint = "is HF_ENDPOINT right? a login page may be answering"
+        raise InputError(str(address), problem, hint, code="store.not-a-hub") from error
+
+
+def check_endpoint() -> None:
+    """Refuse an endpoint that is not an address, such as that of `HF_ENDPOINT=""`.
+
+    Raises:
+        InputError: naming HF_ENDPOINT.
+    """
+    parts = urlsplit(constants.ENDPOINT)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        problem = f"expected https://HOST, found {constants.ENDPOINT!r}"
+        raise InputError("HF_ENDPOINT", problem, "unset it to read from huggingface.co", code="options.hf-endpoint")
 
 
 def configured_token() -> str | None:
-    """Give the token that huggingface_hub would send: of HF_TOKEN, or of whoever logged in."""
+    """Return the token that huggingface_hub would send: HF_TOKEN, or that of `hf auth login`."""
     return None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else get_token()
 
 
@@ -80,12 +97,14 @@ def is_passing(status: int) -> bool:
 def busy(server: str, status: int, headers: Mapping[str, str]) -> PassingError:
     if status == HTTPStatus.TOO_MANY_REQUESTS:
         hint = "try again later" + ("" if configured_token() else f"; with a token the limits are higher: {_LOG_IN}")
-        return PassingError(f"{server} limits the number of requests (429)", hint, asked_wait_s(headers))
-    return PassingError(f"{server} answers {status}", "try again later", asked_wait_s(headers))
+        problem = f"{server} limits the number of requests (429)"
+        return PassingError(problem, hint, asked_wait_s(headers), code="store.busy")
+    code = "store.busy" if status == HTTPStatus.SERVICE_UNAVAILABLE else "store.unreachable"
+    return PassingError(f"{server} answers {status}", "try again later", asked_wait_s(headers), code=code)
 
 
 def asked_wait_s(headers: Mapping[str, str]) -> float | None:
-    """Give the seconds that a server asks to wait, in `Retry-After` or the hub's `RateLimit`."""
+    """Return the seconds that a server asks to wait, in `Retry-After` or the hub's `RateLimit`."""
     asked = headers.get("retry-after", "").strip()
     if asked.isdecimal():
         return float(asked)
@@ -99,17 +118,18 @@ def asked_wait_s(headers: Mapping[str, str]) -> float | None:
 
 
 def unreachable(server: str, error: BaseException) -> PassingError:
-    """Say that a connection failed or broke."""
+    """Return an error about a connection that failed or broke."""
     why = str(error) or type(error).__name__
     return PassingError(f"{server} cannot be read: {why}", "check the network, HTTPS_PROXY and HF_ENDPOINT")
 
 
 def offline_error(address: HubAddress, where: str, name: str = "") -> InputError:
-    """Say that something is missing while only the cache may be read."""
+    """Return an error about something that is missing while only the cache may be read."""
     meant = "neither a folder here nor in the hub's local cache" if address.is_bare else "not in the hub's local cache"
     revision = f" --revision {address.revision}" if address.revision else ""
     fetch = f"hf download {address.repo}{' ' * bool(name)}{name}{revision}"
-    return InputError(where, f"{meant}, and HF_HUB_OFFLINE is set", f"unset it, or fetch what is missing: {fetch}")
+    problem = f"{meant}, and HF_HUB_OFFLINE is set"
+    return InputError(where, problem, f"unset it, or fetch what is missing: {fetch}", code="store.offline")
 
 
 def _refusal(address: HubAddress, error: HfHubHTTPError) -> InputError:
@@ -117,18 +137,23 @@ def _refusal(address: HubAddress, error: HfHubHTTPError) -> InputError:
     has_token = configured_token() is not None
     if isinstance(error, GatedRepoError):
         problem = "access is gated, and " + ("this token has not been granted it" if has_token else "no token was sent")
-        return InputError(where, problem, f"ask for access at {page}" + ("" if has_token else f", then {_LOG_IN}"))
+        hint = f"ask for access at {page}" + ("" if has_token else f", then {_LOG_IN}")
+        return InputError(where, problem, hint, code="store.gated")
     if isinstance(error, RepositoryNotFoundError):
         meant = "neither a folder here nor a repository on the hub" if address.is_bare else "no repository on the hub"
         unless = "this token may not read it" if has_token else "it is private: no token was sent"
-        return InputError(where, f"{meant}, or {unless}", "check the name" + ("" if has_token else f"; {_LOG_IN}"))
+        hint = "check the name" + ("" if has_token else f"; {_LOG_IN}")
+        return InputError(where, f"{meant}, or {unless}", hint, code="store.no-such-repository")
     if isinstance(error, RevisionNotFoundError):
-        return InputError(where, f"has no revision {address.revision!r}", "name a branch, a tag or a whole commit hash")
+        problem, hint = f"has no revision {address.revision!r}", "name a branch, a tag or a whole commit hash"
+        return InputError(where, problem, hint, code="store.no-such-revision")
     if isinstance(error, EntryNotFoundError):
-        return InputError(where, "a file that it lists is not there", f"look at {page}")
+        return InputError(where, "a file that it lists is not there", f"look at {page}", code="store.no-such-file")
     if isinstance(error, DisabledRepoError):
-        return InputError(where, "was disabled by the hub", f"look at {page}")
+        return InputError(where, "was disabled by the hub", f"look at {page}", code="store.disabled-repository")
     status = error.response.status_code
     if status == HTTPStatus.UNAUTHORIZED:
-        return InputError(where, "the hub does not know this token (401)", f"{_LOG_IN} to one that is valid")
-    return InputError(where, f"the hub answers {status}: {error.server_message or 'no reason given'}")
+        problem, hint = "the hub does not know this token (401)", f"{_LOG_IN} to one that is valid"
+        return InputError(where, problem, hint, code="store.invalid-token")
+    problem = f"the hub answers {status}: {error.server_message or 'no reason given'}"
+    return InputError(where, problem, code="store.refused")

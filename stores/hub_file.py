@@ -1,14 +1,17 @@
-"""One file of a commit on the hub, read by ranges from wherever the hub says that its bytes lie."""
+"""One file of a commit on the hub, read by ranges from wherever the hub says that its bytes are."""
 
 from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 from urllib.parse import urljoin, urlsplit
 
 from huggingface_hub import (
@@ -22,7 +25,7 @@ from huggingface_hub import (
 
 from manifests.errors import InputError
 from stores.address import HubAddress
-from stores.base import Range, Reader
+from stores.base import SOURCE_CHANGED, Range, Reader
 from stores.hub_calls import (
     ClientError,
     asking,
@@ -33,13 +36,18 @@ from stores.hub_calls import (
     unreachable,
 )
 from stores.local import LocalReader
+from stores.pace import Pace, answered_within
 from stores.ranges import RangeReader
+from stores.redirects import check_redirect
 from stores.retries import PassingError, Retries, keep_trying
+from stores.streams import Streams
 
 __all__ = ["AGENT", "HubFile"]
 
 AGENT = "reshard"
 _SHA256_CHARS = 64
+_MAX_REDIRECTS = 6
+_REDIRECTS = (301, 302, 303, 307, 308)
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 
@@ -47,7 +55,7 @@ _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 class HubFile:
     """A file as its repository's listing describes it. Threads may share it, each with a reader of its own.
 
-    The token goes to the hub's endpoint alone. Large files lie elsewhere, behind a signed address that
+    The token goes to the hub's endpoint alone. Large files are elsewhere, behind a signed address that
     expires; it is asked for once and kept, since asking is what the hub limits.
     """
 
@@ -56,7 +64,9 @@ class HubFile:
     name: str
     nbytes: int
     etag: str  # SHA-256, or the git hash of a small file
+    listed: str = ""  # the same, where the hub or its cache says so
     retries: Retries = field(default_factory=Retries, compare=False, repr=False)
+    streams: Streams = field(default_factory=Streams, compare=False, repr=False)  # of the repository
     _route: _Route = field(default_factory=lambda: _Route(), compare=False, repr=False)
 
     def __str__(self) -> str:
@@ -82,21 +92,25 @@ class HubFile:
             InputError: the hub refuses, or answers with other bytes than were asked for.
         """
         if position + len(into) > self.nbytes:
-            raise InputError(str(self), f"ends at byte {self.nbytes}, and was read to {position + len(into)}")
+            problem = f"ends at byte {self.nbytes}, and was read to {position + len(into)}"
+            raise InputError(str(self), problem, code=SOURCE_CHANGED)
         wanted = _Wanted(into, position)
-        keep_trying(lambda: self._attempt(wanted, stop), str(self), self.retries, stop)
+        keep_trying(
+            lambda: self._attempt(wanted, stop), str(self), self.retries, stop, nbytes_done=lambda: wanted.begin
+        )
 
     def _attempt(self, wanted: _Wanted, stop: threading.Event) -> None:
+        with self.streams.one(stop):
+            self._ask(wanted, stop)
+
+    def _ask(self, wanted: _Wanted, stop: threading.Event) -> None:
         place = self._find_place()
         is_whole = wanted.begin == 0 and wanted.end == self.nbytes  # then a server need not know ranges
         headers = dict(place.headers)
         if not is_whole:
             headers["Range"] = f"bytes={wanted.begin}-{wanted.end - 1}"
-        timeout_s = constants.HF_HUB_DOWNLOAD_TIMEOUT
         try:
-            with get_session().stream(
-                "GET", place.url, headers=headers, timeout=timeout_s, follow_redirects=True
-            ) as response:
+            with self._answer(place, headers) as response:
                 status = response.status_code
                 if status >= 400 and place.is_endpoint and not is_passing(status):
                     asking(self.address, lambda: hf_raise_for_status(response))
@@ -104,34 +118,63 @@ class HubFile:
                 if not is_whole or status != HTTPStatus.OK:
                     self._check_range(response.headers, place, wanted)
                 self._check_body(response.headers, place, wanted)
+                pace = Pace(place.host, self.retries.window_s)
                 for piece in response.iter_raw():
                     if stop.is_set():
                         raise CancelledError
                     wanted.take(piece)
+                    pace.take(len(piece))
         except ClientError as error:
             raise unreachable(place.host, error) from error
         if wanted.begin < wanted.end:
             raise PassingError(f"{place.host} cut its answer short at byte {wanted.begin}")
 
+    @contextmanager
+    def _answer(self, place: _Place, headers: dict[str, str]) -> Iterator[Any]:
+        """Yield the answer to a GET, its body unread. Redirects lead nowhere that only this machine reaches."""
+        url, timeout_s = place.url, constants.HF_HUB_DOWNLOAD_TIMEOUT
+        for _ in range(_MAX_REDIRECTS):
+            call = get_session().stream("GET", url, headers=headers, timeout=timeout_s, follow_redirects=False)
+            leave = partial(call.__exit__, None, None, None)
+            response = answered_within(self.retries.answer_s, place.host, call.__enter__, leave)
+            with ExitStack() as stack:
+                stack.push(call.__exit__)
+                if response.status_code not in _REDIRECTS or "location" not in response.headers:
+                    yield response
+                    return
+                target = urljoin(url, response.headers["location"])
+            check_redirect(str(self), url, target)
+            if urlsplit(target)[:2] != urlsplit(url)[:2]:
+                headers = {name: value for name, value in headers.items() if name != "Authorization"}
+            url = target
+        raise PassingError(f"{place.host} redirects again and again")
+
     def _find_place(self) -> _Place:
-        """Give where the bytes lie; ask the hub if nobody has yet, or the answer has expired."""
+        """Return where the bytes are; ask the hub if nobody has yet, or the answer has expired."""
         with self._route.lock:
             if self._route.place is None:
                 url = hf_hub_url(self.address.repo, self.name, revision=self.commit, endpoint=constants.ENDPOINT)
                 timeout_s = constants.HF_HUB_ETAG_TIMEOUT
-                found = asking(self.address, lambda: get_hf_file_metadata(url, timeout=timeout_s, library_name=AGENT))
+                found = asking(
+                    self.address,
+                    lambda: get_hf_file_metadata(url, timeout=timeout_s, library_name=AGENT),
+                    self.retries.answer_s,
+                )
                 self._expect("commit", self.commit, found.commit_hash)
                 self._expect("size", self.nbytes, found.size)
                 if len(self.etag) == _SHA256_CHARS:
                     self._expect("SHA-256", self.etag, found.etag)
-                self._route.place = _Place(urljoin(url, found.location))
+                location = urljoin(url, found.location)
+                check_redirect(str(self), url, location)
+                self._route.place = _Place(location)
             return self._route.place
 
     def _check_status(self, status: int, headers: Mapping[str, str], place: _Place) -> None:
         if is_passing(status):
             raise busy(place.host, status, headers)
         if status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
-            raise InputError(str(self), f"{place.host} has fewer bytes of it than the {self.nbytes} that are listed")
+            problem = f"{place.host} has fewer bytes of it than the {self.nbytes} that are listed"
+            raise InputError(str(self), problem, code="store.wrong-answer")
         if status >= 400:
             with self._route.lock:
                 if self._route.place is place:
@@ -162,7 +205,7 @@ class HubFile:
     def _wrong(self, place: _Place, problem: str) -> InputError:
         fetch = f"hf download {self.address.repo} {self.name} --revision {self.commit}"
         hint = f"a proxy before {place.host} may be changing answers; go around it, or fetch the file whole: {fetch}"
-        return InputError(str(self), problem, hint)
+        return InputError(str(self), problem, hint, code="store.wrong-answer")
 
     def _expect(self, what: str, listed: int | str | None, found: int | str | None) -> None:
         if None not in (listed, found) and listed != found:
@@ -170,11 +213,12 @@ class HubFile:
                 str(self),
                 f"expected the {what} {listed} (listing of {self.commit}), found {found}",
                 "is HF_ENDPOINT right?",
+                code="store.wrong-answer",
             )
 
 
 class _Route:
-    """Where a file's bytes lie, once that is known."""
+    """Where a file's bytes are, once that is known."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

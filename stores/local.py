@@ -4,41 +4,82 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from manifests.errors import InputError, refused_by_system
 from manifests.paths import is_unicode
-from stores.base import HIDDEN_FOLDERS, Range
+from manifests.regular import open_regular
+from stores.base import HIDDEN_FOLDERS, SOURCE_CHANGED, Range
 
 __all__ = ["LocalFile", "LocalFolder"]
 
 
+class _State(NamedTuple):
+    """What changes when somebody writes to a file or puts another one in its place, its time set back or not."""
+
+    nbytes: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
+
+
 @dataclass(frozen=True, slots=True)
 class LocalFile:
+    """A file, as it was when it was first looked at: whoever reads it later reads that one, or is refused.
+
+    One that this process writes itself `may_change`.
+    """
+
     path: Path
+    may_change: bool = field(default=False, compare=False, repr=False)
+    _seen: list[_State] = field(default_factory=list, init=False, compare=False, repr=False)
 
     def __str__(self) -> str:
         return str(self.path)
 
     @property
     def nbytes(self) -> int:
-        try:
-            return self.path.stat().st_size
-        except OSError as error:
-            raise refused_by_system(str(self.path), error) from error
+        return self._first().nbytes
 
     @property
     def pin(self) -> str:
-        try:
-            found = self.path.stat()
-        except OSError as error:
-            raise refused_by_system(str(self.path), error) from error
-        return f"{found.st_size} bytes, changed at {found.st_mtime_ns}"
+        first = self._first()
+        return f"{first.nbytes} bytes, changed at {first.mtime_ns}"
 
     def open(self, ranges: Sequence[Range]) -> LocalReader:
-        """Open the file. The kernel reads ahead by itself, so the ranges are not used."""
-        return LocalReader(self.path)
+        """Open the file. The kernel reads ahead by itself, so the ranges are not used.
+
+        Raises:
+            InputError: it cannot be opened, is not a regular file, or was changed since it was first looked at.
+        """
+        reader = LocalReader(self.path)
+        try:
+            if not self.may_change:
+                if not self._seen:
+                    self._seen.append(reader.state())
+                reader.expect(self._seen[0])
+        except BaseException:
+            reader.close()
+            raise
+        return reader
+
+    def check_unchanged(self) -> None:
+        """Make sure that the file is what it was when it was first looked at.
+
+        Raises:
+            InputError: it was changed, replaced or removed.
+        """
+        if _state_of(self.path) != self._first():
+            raise _changed(self.path)
+
+    def _first(self) -> _State:
+        if self.may_change:
+            return _state_of(self.path)
+        if not self._seen:
+            self._seen.append(_state_of(self.path))
+        return self._seen[0]
 
 
 class LocalReader:
@@ -46,25 +87,43 @@ class LocalReader:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._expected: _State | None = None
         try:
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._descriptor = open_regular(path)
         except OSError as error:
-            raise refused_by_system(str(path), error, "cannot be opened") from error
+            raise refused_by_system(str(path), error, "cannot be opened", code="store.unreadable") from error
+
+    def state(self) -> _State:
+        return _in_short(os.fstat(self._descriptor))
+
+    def expect(self, state: _State) -> None:
+        """Refuse the file unless it is in this state, now and after each piece that is read."""
+        self._expected = state
+        self._check()
 
     def read_into(self, part: memoryview, position: int) -> None:
         while part:
             try:
                 found = os.preadv(self._descriptor, [part], position)
             except OSError as error:
-                raise refused_by_system(str(self._path), error, f"cannot be read at byte {position}") from error
+                problem = f"cannot be read at byte {position}"
+                raise refused_by_system(str(self._path), error, problem, code="store.unreadable") from error
             if found == 0:
                 raise InputError(
-                    str(self._path), f"ends at byte {position}", "the file was cut short after its header was read"
+                    str(self._path),
+                    f"ends at byte {position}",
+                    "the file was cut short after its header was read",
+                    code=SOURCE_CHANGED,
                 )
             part, position = part[found:], position + found
+        self._check()
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+    def _check(self) -> None:
+        if self._expected is not None and self.state() != self._expected:
+            raise _changed(self._path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +132,7 @@ class LocalFolder:
 
     path: Path
     kind: str = "huggingface"
+    _files: dict[str, LocalFile] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __str__(self) -> str:
         return str(self.path)
@@ -86,20 +146,21 @@ class LocalFolder:
         return None
 
     def names(self) -> tuple[str, ...]:
-        """Give every file below the folder but those of hidden folders.
+        """Return every file below the folder but those of hidden folders.
 
         Raises:
-            InputError: a folder that cannot be read, a link to a folder, a name that is no file, or one that
-                no manifest could say.
+            InputError: a folder that cannot be read, a link to a folder, a name that is not a file, or one that
+                no manifest can contain.
         """
         if not self.path.is_dir():
             problem = "is a file, not a folder" if self.path.exists() else "no such folder"
-            raise InputError(str(self), problem, "give the folder that holds config.json and the weights")
+            hint = "name the folder that contains config.json and the weights"
+            raise InputError(str(self), problem, hint, code="source.not-a-folder")
         self.check_name()
         return tuple(_files_below(self.path))
 
     def check_name(self) -> None:
-        """Refuse a folder whose path no manifest could say.
+        """Refuse a folder whose path no manifest can contain.
 
         Raises:
             InputError: it is not valid UTF-8.
@@ -107,7 +168,8 @@ class LocalFolder:
         _check_unicode(self.location)
 
     def file(self, name: str) -> LocalFile:
-        return LocalFile(self.path / name)
+        """Return a file, the same one each time: what is first seen of it holds for all who read it."""
+        return self._files.setdefault(name, LocalFile(self.path / name))
 
 
 def _files_below(folder: Path) -> Iterator[str]:
@@ -115,19 +177,42 @@ def _files_below(folder: Path) -> Iterator[str]:
         folders[:] = sorted(name for name in folders if name not in HIDDEN_FOLDERS)
         for path in (Path(parent, name) for name in folders):
             if path.is_symlink():
-                raise InputError(str(path), "is a link to a folder", "put the folder itself there, or remove the link")
+                hint = "put the folder itself there, or remove the link"
+                raise InputError(str(path), "is a link to a folder", hint, code="source.linked-folder")
         for name in sorted(names):
             path = Path(parent, name)
             if not path.is_file():
-                raise InputError(str(path), "is no regular file", "a dangling link? remove it or mend it")
+                hint = "a dangling link? remove it or fix it"
+                raise InputError(str(path), "is not a regular file", hint, code="store.not-a-file")
             _check_unicode(str(path))
             yield path.relative_to(folder).as_posix()
 
 
+def _state_of(path: Path) -> _State:
+    try:
+        return _in_short(path.stat())
+    except OSError as error:
+        raise refused_by_system(str(path), error, code="store.unreadable") from error
+
+
+def _in_short(found: os.stat_result) -> _State:
+    return _State(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+
+
+def _changed(path: Path) -> InputError:
+    return InputError(
+        str(path),
+        "was changed or replaced while it was read",
+        "run again when nothing writes to it, so that all is read as it is then",
+        code=SOURCE_CHANGED,
+    )
+
+
 def _refuse(error: OSError) -> None:
-    raise refused_by_system(str(error.filename), error) from error
+    raise refused_by_system(str(error.filename), error, code="store.unreadable") from error
 
 
 def _check_unicode(path: str) -> None:
     if not is_unicode(path):
-        raise InputError(path, "its name is not valid UTF-8, and a manifest could not say it", "rename it")
+        problem = "its name is not valid UTF-8, and a manifest cannot contain it"
+        raise InputError(path, problem, "rename it", code="store.invalid-name")

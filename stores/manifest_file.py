@@ -31,7 +31,7 @@ class ManifestFile:
         return str(self.folder.file(self.name))
 
     def read(self) -> tuple[Manifest, str]:
-        """Give the manifest and the digest of its file.
+        """Return the manifest and the digest of its file.
 
         Raises:
             InputError: unreadable or wrong (see `decode_manifest`).
@@ -44,7 +44,7 @@ class ManifestFile:
 
 
 def find_manifest_file(address: Address) -> ManifestFile:
-    """Find a manifest that is named by its file or by its folder. Only a `scheme://` leads off this machine.
+    """Find a manifest that is named by its file or by its folder. Only a `scheme://` is off this machine.
 
     Raises:
         InputError: there is none, or its store refuses it or cannot be reached.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,29 +17,24 @@ from urllib.parse import quote
 from manifests.errors import InputError
 from manifests.paths import problem_with_path
 from stores.address import split_url
+from stores.base import SOURCE_CHANGED
 from stores.object_errors import explained
+from stores.uplink import LONGEST_PART_S, Sent, Uplink, part_nbytes
 
 if TYPE_CHECKING:
     from obstore import GetOptions, WritableFile
-    from obstore.store import ObjectStore, RetryConfig
+    from obstore.store import BackoffConfig, ClientConfig, ObjectStore, RetryConfig
 
 __all__ = [
-    "MAX_PARTS",
-    "NUM_PARTS",
     "SCHEMES",
     "ObjectEntry",
     "ObstoreClient",
     "Upload",
     "open_client",
-    "part_nbytes",
 ]
 
 SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss")
 
-NUM_PARTS = 4  # of one upload, under way at a time
-MAX_PARTS = 10_000  # of one object, in S3 and Google Cloud Storage
-_PART_NBYTES = 8 << 20
-_MIB = 1 << 20
 _CHUNK_NBYTES = 1 << 20  # what leaves obstore at a time: its own buffers stay small
 _LIST_COUNT = 1000  # names in one answer
 # Any of these tells obstore where its credentials are.
@@ -54,7 +49,7 @@ _OWN_CREDENTIALS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectEntry:
-    """An object as it stood when it was looked at. `name` is its path below the folder."""
+    """An object as it was when it was looked at. `name` is its path below the folder."""
 
     name: str
     nbytes: int
@@ -62,7 +57,7 @@ class ObjectEntry:
 
 
 class Upload(Protocol):
-    """An object under construction, given from its first byte to its last."""
+    """An object under construction, written from its first byte to its last."""
 
     def write(self, data: bytes) -> None: ...
 
@@ -77,14 +72,23 @@ class Upload(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObstoreClient:
-    """A prefix of a bucket. Opening is impatient, for a mistyped address; reading and writing are patient."""
+    """A prefix of a bucket. Opening gives up soon, for a mistyped address; writing retries for long.
+
+    Reading leaves most retries to whoever calls `read`, and can resume an answer.
+    """
 
     url: str
     quick: ObjectStore = field(repr=False)
+    reading: ObjectStore = field(repr=False)
     patient: ObjectStore = field(repr=False)
+    uplink: Uplink = field(repr=False, compare=False)
+
+    def settled(self) -> ObstoreClient:
+        """Return the same client with long retries for everything: the address has been found to be right."""
+        return replace(self, quick=self.patient, reading=self.patient)
 
     def entries(self) -> Iterator[ObjectEntry]:
-        """Give every object below the prefix.
+        """Yield every object below the prefix.
 
         Raises:
             InputError: the bucket does not exist, cannot be reached or may not be listed.
@@ -103,7 +107,7 @@ class ObstoreClient:
         return _entry(name, meta["size"], meta["e_tag"])
 
     def read(self, entry: ObjectEntry, begin: int, end: int) -> Iterator[memoryview]:
-        """Give the bytes of a range as they come in.
+        """Yield the bytes of a range as they come in.
 
         Raises:
             InputError: the object is not what it was when its entry was made, or cannot be read.
@@ -113,11 +117,16 @@ class ObstoreClient:
         if entry.etag:
             options["if_match"] = f'"{entry.etag}"'
         with explained(where):
-            answer = self.patient.get(entry.name, options=options)
+            answer = self.reading.get(entry.name, options=options)
             chunks = iter(answer.stream(min_chunk_size=_CHUNK_NBYTES))
         found = _entry(entry.name, answer.meta["size"], answer.meta["e_tag"])
         if found != entry:  # a server may ignore the condition
-            raise InputError(where, "was changed after it was listed", "start again, so that all is read as it is now")
+            raise InputError(
+                where,
+                "was changed after it was listed",
+                "start again, so that all is read as it is now",
+                code=SOURCE_CHANGED,
+            )
         while True:
             with explained(where):
                 chunk = next(chunks, None)
@@ -128,30 +137,31 @@ class ObstoreClient:
     def put(self, name: str, data: bytes) -> None:
         """Write a small object, in place of one that is there."""
         with explained(f"{self.url}/{name}"):
-            self.patient.put(name, data)
+            self.quick.put(name, data)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write a small object; give whether it is there now, and ours: not, when another one was before."""
+        """Write a small object; return whether it is there now, and ours: not if there was one before."""
         from obstore.exceptions import AlreadyExistsError
 
         with explained(f"{self.url}/{name}"):
             try:
-                self.patient.put(name, data, mode="create")
+                self.quick.put(name, data, mode="create")
             except AlreadyExistsError:
                 # Ours after all, when it was written, the answer was lost and obstore asked again.
-                return bytes(self.patient.get(name).bytes()) == data
+                return bytes(self.quick.get(name).bytes()) == data
             except NotImplementedError:  # AWS_CONDITIONAL_PUT=disabled: it was not there when it was looked for
-                self.patient.put(name, data)
+                self.quick.put(name, data)
         return True
 
     def upload(self, name: str, nbytes: int) -> Upload:
-        """Begin an object of `nbytes`, which takes `NUM_PARTS` + 1 parts of memory."""
+        """Begin an object of `nbytes`, which takes at most `NUM_PARTS` + 1 parts of memory."""
         import obstore
 
-        where = f"{self.url}/{name}"
+        where, size = f"{self.url}/{name}", part_nbytes(nbytes)
+        count = self.uplink.num_parts(size)
         with explained(where):
-            file = obstore.open_writer(self.patient, name, buffer_size=part_nbytes(nbytes), max_concurrency=NUM_PARTS)
-        return _MultipartUpload(where, file)
+            file = obstore.open_writer(self.patient, name, buffer_size=size, max_concurrency=count)
+        return _MultipartUpload(where, file, self.uplink.begin())
 
     def remove(self, names: Collection[str]) -> None:
         with explained(self.url):
@@ -162,23 +172,19 @@ class ObstoreClient:
 class _MultipartUpload:
     where: str
     file: WritableFile
+    sent: Sent
 
     def write(self, data: bytes) -> None:
-        with explained(self.where):
+        with explained(self.where), self.sent.sending(len(data)):
             self.file.write(data)
 
     def finish(self) -> None:
-        with explained(self.where):
+        with explained(self.where), self.sent.finishing():
             self.file.close()  # when it fails, obstore has aborted the upload
 
     def abandon(self) -> None:
         with explained(self.where):
             self.file.__exit__(KeyboardInterrupt, None, None)  # leaving its block by an error aborts
-
-
-def part_nbytes(nbytes: int) -> int:
-    """Give the size of the parts in which an object of `nbytes` is sent."""
-    return max(_PART_NBYTES, -(-nbytes // MAX_PARTS // _MIB) * _MIB)
 
 
 def open_client(url: str) -> ObstoreClient:
@@ -190,33 +196,65 @@ def open_client(url: str) -> ObstoreClient:
     try:
         from obstore.store import from_url
     except ImportError as error:
-        raise InputError(url, "object stores are read with obstore", "pip install 'reshard[objects]'") from error
+        hint = "pip install 'reshard[objects]'"
+        raise InputError(url, "object stores are read with obstore", hint, code="store.missing-package") from error
     scheme, bucket, prefix = split_url(url)
     if "@" in bucket and not scheme.startswith("abfs"):
-        raise InputError(f"{scheme}://…", "credentials do not belong in an address", "set them in the environment")
-    problem = problem_with_path(prefix) if prefix else None
-    if problem or not bucket:
-        raise InputError(url, problem or "names no bucket", f"expected {scheme}://BUCKET/PREFIX")
+        problem, hint = "credentials do not belong in an address", "set them in the environment"
+        raise InputError(f"{scheme}://…", problem, hint, code="store.credentials-in-address")
+    wrong = problem_with_path(prefix) if prefix else None
+    if wrong or not bucket:
+        hint = f"expected {scheme}://BUCKET/PREFIX"
+        raise InputError(url, wrong or "names no bucket", hint, code="store.malformed-address")
     address = f"{scheme}://{bucket}/{prefix}".rstrip("/")
     options: dict[str, Any] = _profile_credentials(url) if scheme.startswith("s3") else {}
     # obstore decodes its addresses; ours are taken as they are written, as by the clouds' own commands.
     quoted = f"{scheme}://{bucket}/{quote(prefix)}"
     with explained(address):
-        quick, patient = (from_url(quoted, retry_config=retries, **options) for retries in (_QUICK, _PATIENT))
-    return ObstoreClient(url=address, quick=quick, patient=patient)
+        quick, reading, patient = (
+            from_url(quoted, retry_config=retries, client_options=_limits(scheme, limits), **options)
+            for retries, limits in ((_QUICK, None), (_READING, _READING_LIMITS), (_PATIENT, _PATIENT_LIMITS))
+        )
+    return ObstoreClient(url=address, quick=quick, reading=reading, patient=patient, uplink=Uplink())
 
 
+# Waits are drawn at random below a bound that grows, as AWS asks; a store that asks to slow down is given minutes.
+_BACKOFF: BackoffConfig = {"init_backoff": timedelta(seconds=0.5), "max_backoff": timedelta(seconds=30), "base": 2}
 _QUICK: RetryConfig = {"max_retries": 4, "retry_timeout": timedelta(seconds=30)}
-_PATIENT: RetryConfig = {"max_retries": 10, "retry_timeout": timedelta(minutes=3)}
+_READING: RetryConfig = {"max_retries": 2, "retry_timeout": timedelta(seconds=30)}
+_PATIENT: RetryConfig = {
+    "max_retries": 1000,
+    "retry_timeout": timedelta(seconds=LONGEST_PART_S + 300),  # it counts from the start of a request
+    "backoff": _BACKOFF,
+}
+# Answers are timed by their progress. Of a request, whose progress cannot be seen, a whole part is timed.
+_READING_LIMITS: ClientConfig = {"timeout": timedelta(hours=1), "read_timeout": timedelta(seconds=30)}
+_PATIENT_LIMITS: ClientConfig = {"timeout": timedelta(seconds=LONGEST_PART_S)}
+_PREFIXES = {"gs": "GOOGLE_", "az": "AZURE_", "abfs": "AZURE_", "abfss": "AZURE_"}
+# What obstore reads of the environment, and no more once it is given options.
+_CLIENT_SETTINGS = (
+    "allow_http", "allow_invalid_certificates", "connect_timeout", "http1_only", "http2_only", "pool_idle_timeout",
+    "pool_max_idle_per_host", "proxy_ca_certificate", "proxy_excludes", "proxy_url", "randomize_addresses",
+    "read_timeout", "timeout", "user_agent",
+)  # fmt: skip
+
+
+def _limits(scheme: str, limits: ClientConfig | None) -> Any:
+    """Return a client's timeouts and what the environment says of it, which takes precedence."""
+    prefix = _PREFIXES.get(scheme, "AWS_")
+    said = {key: os.environ.get(prefix + key.upper()) for key in _CLIENT_SETTINGS}
+    if scheme == "gs" and os.environ.get("GOOGLE_BASE_URL", "").startswith("http://"):
+        said["allow_http"] = "true"  # as obstore does by itself
+    return {**(limits or {}), **{key: value for key, value in said.items() if value is not None}}
 
 
 def _entry(name: str, nbytes: int, etag: str | None) -> ObjectEntry:
-    """Make an entry; some listings give etags without the quotes that answers have."""
+    """Return an entry; some listings have etags without the quotes that answers have."""
     return ObjectEntry(name=name, nbytes=nbytes, etag=etag.strip('"') if etag else None)
 
 
 def _profile_credentials(url: str) -> dict[str, object]:
-    """Give the credentials of an AWS profile, which obstore cannot read by itself, where there is one."""
+    """Return the credentials of an AWS profile, which obstore cannot read by itself, if there is one."""
     shared = os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")
     config = os.environ.get("AWS_CONFIG_FILE", "~/.aws/config")
     has_profile = "AWS_PROFILE" in os.environ or any(Path(path).expanduser().is_file() for path in (shared, config))
@@ -229,7 +267,7 @@ def _profile_credentials(url: str) -> dict[str, object]:
         return {}
     try:
         return {"credential_provider": Boto3CredentialProvider()}
-    except ValueError:  # the files hold no credentials
+    except ValueError:  # the files contain no credentials
         return {}
     except BotoCoreError as error:
-        raise InputError(url, f"AWS profile: {error}") from error
+        raise InputError(url, f"AWS profile: {error}", code="store.invalid-profile") from error

@@ -1,4 +1,4 @@
-"""What an object store refuses, in sentences that say what to do about it."""
+"""What an object store refuses, in sentences that say how to fix it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from manifests.errors import InputError, UnreachableError
+from stores.base import SOURCE_CHANGED
 
 __all__ = ["explained", "explanation"]
 
-# obstore gives one long text: what it did, the server's status line, its answer, then a dump of the error.
+# obstore has one long text: what it did, the server's status line, its answer, then a dump of the error.
 _DUMP = "\n\nDebug source"
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"(?:<Code>\s*|\(code: )([\w.]+)")
@@ -21,6 +22,7 @@ _ENDPOINT = re.compile(r"Error performing \S+ (\w+://[^/\s?]+)")
 _METADATA_PATHS = ("/latest/api/token", "/latest/meta-data", "/computeMetadata/", "/metadata/identity")
 _ANSWERS_FOR_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
 _ANSWERS_FOR_ANOTHER_REGION = ("AuthorizationHeaderMalformed", "PermanentRedirect")
+_ANSWERS_FOR_BUSY = ("SlowDown", "ServerBusy", "RequestLimitExceeded", "TooManyRequests")
 _EXPECTED_REGION = re.compile(r"expecting '([\w-]+)'")
 
 
@@ -73,7 +75,7 @@ def explained(where: str) -> Iterator[None]:
 
 
 def explanation(where: str, error: Exception) -> InputError:
-    """Say what an exception of obstore means. Queries of addresses, which may carry a signature, are left out."""
+    """Return what an exception of obstore means. Queries of addresses, which may carry a signature, are left out."""
     from obstore.exceptions import InvalidPathError, PermissionDeniedError, PreconditionError, UnauthenticatedError
 
     text = str(error).partition(_DUMP)[0].strip()
@@ -81,41 +83,58 @@ def explanation(where: str, error: Exception) -> InputError:
     cloud = _CLOUDS.get(where.partition("://")[0], _S3)
     if any(path in text for path in _METADATA_PATHS):
         hint = f"set {cloud.credentials}; for a public bucket, {cloud.skip_signature}=true"
-        return InputError(where, "no credentials were found", hint)
+        return InputError(where, "no credentials were found", hint, code="store.no-credentials")
     if code in _ANSWERS_FOR_NO_BUCKET:
-        return InputError(where, "there is no such bucket", f"check its name, and {cloud.endpoint}")
+        hint = f"check its name, and {cloud.endpoint}"
+        return InputError(where, "there is no such bucket", hint, code="store.no-such-bucket")
     if isinstance(error, FileNotFoundError):
-        return InputError(where, "there is no such object")
+        return InputError(where, "there is no such object", code="store.no-such-file")
     if isinstance(error, PreconditionError):
-        return InputError(where, "was changed after it was listed", "start again, so that all is read as it is now")
+        return InputError(
+            where,
+            "was changed after it was listed",
+            "start again, so that all is read as it is now",
+            code=SOURCE_CHANGED,
+        )
     if isinstance(error, InvalidPathError):
-        return InputError(where, "holds an object whose name cannot be a file's path", text.partition(": ")[2])
+        problem = "contains an object whose name cannot be a file's path"
+        return InputError(where, problem, text.partition(": ")[2], code="store.invalid-name")
     is_denied = isinstance(error, PermissionDeniedError | UnauthenticatedError) or status in ("401", "403")
     if is_denied or code == "AccessDenied":
-        return InputError(where, f"access is denied ({code or status})", "check the credentials and what they allow")
+        return InputError(
+            where,
+            f"access is denied ({code or status})",
+            "check the credentials and what they allow",
+            code="store.denied",
+        )
     endpoint = _first(_ENDPOINT, text)
     if "builder error" in text:
         hint = f"set {cloud.allow_http}=true to send everything unencrypted"
-        return InputError(where, f"{endpoint} is no https address", hint)
+        return InputError(where, f"{endpoint} is not an https address", hint, code="store.not-https")
     if cloud.region and ("redirect" in text or code in _ANSWERS_FOR_ANOTHER_REGION):
         region = _first(_EXPECTED_REGION, text)
         hint = f"set {cloud.region}={region}" if region else f"set {cloud.region} to the bucket's"
-        return InputError(where, "the bucket is elsewhere", hint)
+        return InputError(where, "the bucket is in another region", hint, code="store.other-region")
     if "non-partial response" in text:
-        return InputError(where, "the store sends the whole object where a range is asked for")
+        problem = "the store sends the whole object where a range is asked for"
+        return InputError(where, problem, code="store.wrong-answer")
     if status is None and "HTTP error: " in text:
         problem = f"no answer from {endpoint}" if endpoint else "the connection broke"
         why = text.partition("HTTP error: ")[2]
         hint = f"check the network, and {cloud.endpoint}"
         if "TimedOut" in str(error):
             hint += f"; over a slow line, set {cloud.timeout}=5min"
-        return UnreachableError(where, f"{problem}: {why}", hint)
+        return UnreachableError(where, f"{problem}: {why}", hint, code="store.unreachable")
     if status is not None:
-        kind = UnreachableError if status.startswith("5") and status != "501" else InputError
+        is_busy = status in ("429", "503") or code in _ANSWERS_FOR_BUSY
+        kind = UnreachableError if is_busy or (status.startswith("5") and status != "501") else InputError
         said = ": ".join(part for part in (code, _first(_MESSAGE, text)) if part)
         hint = "AWS_CONDITIONAL_PUT=disabled does without conditional writes" if status == "501" else ""
-        return kind(where, f"the store answers {status}" + (f" ({said})" if said else ""), hint)
-    return InputError(where, re.sub(r"\?\S*", "", text.partition("\n")[0]))
+        if is_busy:
+            hint = "the store asks for fewer requests: try again later, or with less at the same time"
+        kind_of = "store.busy" if is_busy else "store.refused" if kind is InputError else "store.unreachable"
+        return kind(where, f"the store answers {status}" + (f" ({said})" if said else ""), hint, code=kind_of)
+    return InputError(where, re.sub(r"\?\S*", "", text.partition("\n")[0]), code="store.refused")
 
 
 def _first(pattern: re.Pattern[str], text: str) -> str | None:

@@ -10,31 +10,30 @@ Memory: `NUM_PARTS` + 1 parts for each open writer: 40 MiB for an object of up t
 from __future__ import annotations
 
 import logging
-import os
-import re
-import socket
-import time
+import threading
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from types import TracebackType
 from typing import Protocol, Self
 
-from manifests.codec import decode_manifest
+from manifests.digest import digest_bytes
 from manifests.errors import InputError
 from manifests.invariants import MANIFEST_NAME
 from stores.address import SCHEME as HUB_SCHEME
 from stores.address import split_url
-from stores.base import read_whole
+from stores.base import Blocks
+from stores.object_claim import Found, Wanted, lines_of, new_claim, read_claim, remaining_names, take_stock
 from stores.object_client import SCHEMES, ObjectEntry, Upload, open_client
-from stores.objects import CLAIM_NAME, Client, ObjectFile, list_objects
+from stores.object_progress import Progress, read_progress
+from stores.object_writer import ObjectWriter
+from stores.objects import CLAIM_NAME, PROGRESS_NAME, Client, list_objects
 
-__all__ = ["ObjectTarget", "ObjectWriter", "open_output"]
+__all__ = ["ObjectTarget", "ObjectWriter", "Wanted", "WritableClient", "open_output", "open_writable"]
 
 logger = logging.getLogger(__name__)
 
-_CLAIM_CHARS = 200  # of what a claim says, shown
-_CLAIM_LINES = 3  # of a claim; names of what is to be removed may follow
-_REMAINS = re.compile(r"packed-[0-9a-f]{12}/stage-\d+/.+\.safetensors")  # shards of ours, where nothing names them
+_SMALL_NBYTES = 8 << 20  # sent, or kept, in one piece
+_EXPORT_MARK = "config.json"  # a model without it is none
 
 
 class WritableClient(Client, Protocol):
@@ -42,66 +41,121 @@ class WritableClient(Client, Protocol):
     def create(self, name: str, data: bytes) -> bool: ...
     def upload(self, name: str, nbytes: int) -> Upload: ...
     def remove(self, names: Collection[str]) -> None: ...
+    def settled(self) -> WritableClient: ...
 
 
-def open_output(
-    url: str, *, force: bool = False, is_ours: Callable[[Collection[str]], bool] = lambda names: MANIFEST_NAME in names
-) -> ObjectTarget:
+def open_output(url: str, *, force: bool = False, wanted: Wanted | None = None, plan: str = "") -> ObjectTarget:
     """Claim a prefix of a bucket for an output.
 
-    With `force`, an output that has a manifest stays readable until the new one is committed, see `ObjectTarget`;
-    what neither that manifest names nor a killed writer left of its own stays for good. An output without one, be
-    it unfinished or recognised by `is_ours` by its names, is gone before the new one is there, and all that lies
-    with it.
+    An output of the same `plan` that was left unfinished is resumed: its completed objects stay. Without `force`
+    that is done where its writer is known to have ended.
+
+    With `force`, an output that can be read is replaced, see `ObjectTarget`. What a writer left unfinished is removed
+    first. Objects of others stay, see Note [Objects of others in a prefix].
 
     Raises:
-        InputError: something lies there that may not be replaced, another process is writing there, or the
-            bucket does not exist, cannot be reached or may not be written.
+        InputError: something is there that may not be replaced, or is where a new object would be; another process
+            is writing there, or the bucket does not exist, cannot be reached or may not be written.
     """
-    client = _open_writable(url)
+    wanted = wanted or Wanted()
+    client = open_writable(url)
     listed = list_objects(client)
     is_unfinished = CLAIM_NAME in listed and MANIFEST_NAME not in listed
-    _check_replaceable(client, listed, is_unfinished, force, is_ours)
-    replaced = _replaced_before(client) if CLAIM_NAME in listed else []
-    claim = _claim() + _lines(replaced)  # which no kill from here on makes forgotten
+    before = read_claim(client) if CLAIM_NAME in listed else b""
+    record = read_progress(client, listed)
+    known = remaining_names(before) | (record.names if record else set())
+    left = record if record and plan and record.plan == plan else None
+    may_replace = force or (is_unfinished and left is not None and left.is_over(before))
+
+    def found_in(listed: Mapping[str, ObjectEntry]) -> Found:
+        return take_stock(client, listed, wanted, known=known, is_unfinished=is_unfinished, force=may_replace)
+
+    found = found_in(listed)
+    # The record is about to be written over, and no kill from here on may make these names forgotten.
+    claim = new_claim() + lines_of(found.ours - (found.old if found.has_manifest else set()))
     if CLAIM_NAME in listed:
         client.put(CLAIM_NAME, claim)
     elif not client.create(CLAIM_NAME, claim):
-        raise InputError(client.url, "another process has begun to write here", "choose another --out")
-    target = ObjectTarget(client, claim, ())
+        problem = "another process has begun to write here"
+        raise InputError(client.url, problem, "choose another --out", code="output.contended")
+    client = client.settled()
+    target = ObjectTarget(client, claim)
     try:
-        listed = list_objects(client)  # some may have come before the claim
-        _check_replaceable(client, listed, is_unfinished, force, is_ours)
-        listed.pop(CLAIM_NAME, None)
-        old = _take_stock(client, listed, replaced) if MANIFEST_NAME in listed else ()
+        found = found_in(list_objects(client))  # some may have come before the claim
+        folder = f"packed-{uuid.uuid4().hex[:12]}/" if found.has_manifest else ""
+        kept: dict[str, ObjectEntry] = {}
+        if left is not None and bool(left.folder) == found.has_manifest:
+            folder, kept = left.folder, left.completed(found.listed)
+        progress = Progress(plan, claim, folder, found.names_to_write(wanted, folder))
+        if progress.names:
+            progress.add(client, kept)
     except BaseException:
-        target.abort()
+        if CLAIM_NAME not in listed:  # otherwise the claim stays, and what was completed with it
+            target.abort()
         raise
-    if old:
-        return ObjectTarget(client, claim, old)
-    _remove(client, listed)  # when it stops halfway, the claim stays: this is unfinished now
+    target = ObjectTarget(client, claim, found, progress, kept, wanted.last)
+    # When it stops halfway, the claim stays: this is unfinished now.
+    remove_objects(client, found.ours - kept.keys() - found.old)
     return target
 
 
 class ObjectTarget:
-    """An output under construction. Leaving its `with` block before `commit` removes what was written.
+    """An output under construction. Leaving its `with` block before `commit` keeps the objects that were completed.
 
-    Where a manifest is replaced (`old`: itself and what it names), it stays whole and readable meanwhile: shards go
-    below a folder of their own, and small files are kept in memory until the commit, which ends by writing the new
-    manifest over the old one. What only the old one named is removed then; the claim lists it, for a kill.
+    With a plan, that is, of which any was: then the same plan is resumed. Otherwise all that was written is removed.
+
+    Where an output is replaced (`found.old`), small files are kept in memory until the commit. A manifest stays whole
+    and readable meanwhile: shards go below a folder of their own, and the commit ends by writing the new manifest
+    over the old one. What only the old one named is removed then; the claim lists it, for a kill. An export has no
+    such folder: it stays whole until the first shard is complete. Then its config.json goes, before that shard
+    takes the place of an old one; from there on the prefix is unfinished until the new config.json is written.
     """
 
-    def __init__(self, client: WritableClient, claim: bytes, old: Collection[str]) -> None:
-        self._client, self._claim, self._old = client, claim, old
-        self._folder = f"packed-{uuid.uuid4().hex[:12]}/" if old else ""
+    def __init__(
+        self,
+        client: WritableClient,
+        claim: bytes,
+        found: Found | None = None,
+        progress: Progress | None = None,
+        kept: Mapping[str, ObjectEntry] | None = None,
+        last: str = MANIFEST_NAME,
+    ) -> None:
+        self._client, self._claim, self._found = client, claim, found or Found(listed={})
+        self._old, self._last = self._found.old, last
+        self._progress = progress or Progress("", claim)
+        self._kept = dict(kept or {})
         self._nbytes: dict[str, int] = {}
-        self._held: dict[str, bytes] = {}
+        self._held: dict[str, bytes | Blocks] = {}
         self._writers: list[ObjectWriter] = []
         self._may_be_committed = False
+        self._removed_mark: bytes | None = None  # of what is replaced in place, once it is gone
+        self._lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        """Return the prefix's address."""
+        return self._client.url
 
     def place(self, path: str) -> str:
         """Give the name under which a shard is to be written."""
-        return self._folder + path
+        return self._progress.folder + path
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether anything was completed that the next run of the same plan need not send again."""
+        return bool(self._progress.plan) and self._progress.has_work
+
+    def forget(self) -> None:
+        """Let a failure remove what was completed, too."""
+        self._progress.plan = ""
+
+    def completed(self, name: str, nbytes: int, head_nbytes: int) -> bytes | None:
+        """Return the head of an object that an earlier run completed, which then is part of this output; or None."""
+        entry = self._kept.pop(name, None)
+        if entry is None or entry.nbytes != nbytes:
+            return None
+        self._nbytes[name] = nbytes
+        return b"".join(self._client.read(entry, 0, head_nbytes))
 
     def put(self, name: str, data: bytes) -> None:
         """Write a small file."""
@@ -112,16 +166,37 @@ class ObjectTarget:
             self._client.put(name, data)
             self._nbytes[name] = len(data)
 
+    def copy(self, name: str, blocks: Blocks) -> None:
+        """Write a file of any length; a long one that must wait for the commit is read once more then."""
+        if blocks.nbytes <= _SMALL_NBYTES:
+            self.put(name, b"".join(map(bytes, blocks)))
+        elif self._old:
+            for _ in blocks:  # hashed
+                pass
+            self._held[name] = Blocks(blocks.file, blocks.digest)
+        else:
+            self._nbytes[name] = blocks.nbytes
+            self._send(name, blocks)
+
     def writer(self, name: str, nbytes: int, header: bytes) -> ObjectWriter:
         """Begin an object of `nbytes`, of which `header` is the start. Several may be open at a time."""
-        assert name not in self._old
+        assert name not in self._old or self._found.is_in_place
         self._check_claim()
         where, upload = f"{self._client.url}/{name}", self._client.upload(name, nbytes)
-        writer = ObjectWriter(where, upload, nbytes, self._check_claim)
+        writer = ObjectWriter(where, upload, nbytes, self._check_finish, lambda: self._completed(name))
         self._nbytes[name] = nbytes
         self._writers.append(writer)
         writer.write(memoryview(header), 0, len(header), 0)
         return writer
+
+    def written(self) -> dict[str, ObjectEntry]:
+        """Return the objects that were completed, as they are now.
+
+        Raises:
+            InputError: another process took the prefix over, or it cannot be listed.
+        """
+        self._check_claim()
+        return {name: entry for name, entry in list_objects(self._client).items() if name in self._nbytes}
 
     def commit(self, data: bytes, name: str = MANIFEST_NAME) -> None:
         """Write the file that makes the output one: everything else is there, whole.
@@ -136,21 +211,29 @@ class ObjectTarget:
             found = listed[written].nbytes if written in listed else 0
             if written not in listed or found != nbytes:
                 where = f"{self._client.url}/{written}"
-                raise InputError(where, f"{nbytes} bytes were written, the store has {found}")
-        done = InputError(self._client.url, "exists already: another process has finished here", "choose another --out")
+                problem = f"{nbytes} bytes were written, the store has {found}"
+                raise InputError(where, problem, code="output.lost-object")
+        problem = "exists already: another process has finished here"
+        done = InputError(self._client.url, problem, "choose another --out", code="output.contended")
         if name in listed and not self._old:
             raise done
-        gone = [old for old in self._old if old in listed and old not in {name, *self._nbytes, *self._held}]
+        kept = {name, *self._nbytes, *self._held}
+        gone = [old for old in self._old if old in listed and old not in kept]
         # Small files of the new manifest lie beside the old one until it is written.
         if left := [*gone, *(held for held in self._held if held not in listed)]:
             self._check_claim()
-            claim = self._claim + _lines(left)
+            claim = self._claim + lines_of(left)
             self._client.put(CLAIM_NAME, claim)
             self._claim = claim
+            self._progress.claim = digest_bytes(claim)
+        if self._found.is_in_place:
+            self._remove_mark()
         # From here on nothing is removed: whether a write without an answer took place is not known.
         self._may_be_committed = True
         for held, content in self._held.items():
-            if held not in listed or self._read(listed[held]) != content:
+            if isinstance(content, Blocks):
+                self._send(held, content)
+            elif held not in listed or self._read(listed[held]) != content:
                 self._client.put(held, content)
         # Commit point: readers ignore a prefix without manifest.json, and refuse a claimed one.
         if self._old:
@@ -160,14 +243,22 @@ class ObjectTarget:
         self._clear_away(gone, is_readable=name == MANIFEST_NAME)
 
     def abort(self) -> None:
-        """Abandon unfinished uploads and remove what was written, as far as the store still lets us."""
+        """Abandon unfinished uploads, and keep or remove the rest, as far as the store still lets us."""
         for writer in self._writers:
             writer.close()
         try:
             self._check_claim()
-            _remove(self._client, [*(self._nbytes.keys() & list_objects(self._client).keys()), CLAIM_NAME])
+            if self.is_resumable:
+                self._progress.stop(self._client)
+                return
+            listed = list_objects(self._client)
+            written = {*self._nbytes, *self._kept} - self._old
+            if self._found.is_in_place and not self._restore_mark(listed):
+                self._progress.stop(self._client)
+                return
+            remove_objects(self._client, [*({*written, PROGRESS_NAME} & listed.keys()), CLAIM_NAME])
         except InputError as error:
-            logger.warning("%s: what was written of it may have been left there: %s", self._client.url, error)
+            logger.warning("%s: what was written of it may have been left there: %s", self._client.url, error.problem)
 
     def __enter__(self) -> Self:
         return self
@@ -175,68 +266,73 @@ class ObjectTarget:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._may_be_committed:
+        if not self._may_be_committed or (error is not None and self.is_resumable):
             self.abort()
+
+    def _check_finish(self) -> None:
+        """Check, before an object appears, that nobody took over. What it takes the place of is no model any more."""
+        self._check_claim()
+        if self._found.is_in_place:
+            self._remove_mark()
+
+    def _remove_mark(self) -> None:
+        with self._lock:
+            if self._removed_mark is None and (mark := self._found.listed.get(self._last)):
+                data = self._read(mark)
+                remove_objects(self._client, [self._last])
+                self._removed_mark = data
+
+    def _restore_mark(self, listed: Mapping[str, ObjectEntry]) -> bool:
+        """Make a replaced export whole again, unless any of it was written over; return whether it is."""
+        if self._removed_mark is None:
+            return True
+        if any(listed.get(name) != self._found.listed[name] for name in self._old - {self._last}):
+            return False
+        self._client.put(self._last, self._removed_mark)
+        return True
+
+    def _completed(self, name: str) -> None:
+        if self._progress.plan:
+            self._progress.add(self._client, {name: self._client.look_up(name)})
 
     def _clear_away(self, gone: Iterable[str], *, is_readable: bool) -> None:
         """Remove what was replaced, then the claim."""
         try:
-            _remove(self._client, [*gone, CLAIM_NAME])
+            left = {PROGRESS_NAME, *self._kept} & list_objects(self._client).keys()
+            remove_objects(self._client, [*gone, *left, CLAIM_NAME])
         except InputError as error:  # not allowed to, perhaps
             if not is_readable:  # readers would take it for unfinished
                 raise
-            logger.warning("%s is complete, but more than that stays there: %s", self._client.url, error)
+            logger.warning("%s is complete, but more than that stays there: %s", self._client.url, error.problem)
+
+    def _send(self, name: str, blocks: Blocks) -> None:
+        """Upload a long file in parts, from its first byte to its last."""
+        self._check_claim()
+        where, upload = f"{self._client.url}/{name}", self._client.upload(name, blocks.nbytes)
+        writer, position = ObjectWriter(where, upload, blocks.nbytes, self._check_claim), 0
+        try:
+            for block in blocks:
+                writer.write(block, 0, len(block), position)
+                position += len(block)
+            writer.finish()
+        finally:
+            writer.close()
 
     def _check_claim(self) -> None:
         """Raise unless the claim is ours: once it is not, nothing of ours may come to lie here any more."""
         if self._read(self._client.look_up(CLAIM_NAME)) != self._claim:
-            raise InputError(self._client.url, "another process took it over with --force", "choose another --out")
+            problem = "another process took it over with --force"
+            raise InputError(self._client.url, problem, "choose another --out", code="output.contended")
 
     def _read(self, entry: ObjectEntry) -> bytes:
         return b"".join(self._client.read(entry, 0, entry.nbytes)) if entry.nbytes else b""
 
 
-class ObjectWriter:
-    """One object under construction: written from its first byte to its last, there once it is finished.
-
-    `check` raises when the prefix is no longer ours: others may have an object of this name by then.
-    """
-
-    def __init__(self, where: str, upload: Upload, nbytes: int, check: Callable[[], None]) -> None:
-        self._where = where
-        self._upload = upload
-        self._nbytes = nbytes
-        self._check = check
-        self._position = 0
-        self.is_open = True
-
-    def write(self, buffer: memoryview, begin: int, end: int, position: int) -> None:
-        """Write `buffer[begin:end]` at `position`, where the last piece ended. The buffer is free afterwards."""
-        assert position == self._position, f"{self._where}: {position} after {self._position}"
-        self._upload.write(bytes(buffer[begin:end]))  # a copy: it is sent later
-        self._position += end - begin
-
-    def finish(self) -> None:
-        """Complete the upload: the object is there, or this raises."""
-        assert self._position == self._nbytes, f"{self._where}: {self._position} of {self._nbytes} bytes"
-        self._check()
-        self.is_open = False
-        self._upload.finish()
-
-    def close(self) -> None:
-        """Abandon the upload unless it is finished; closing twice does no harm."""
-        if not self.is_open:
-            return
-        self.is_open = False
-        try:
-            self._upload.abandon()
-        except InputError as error:
-            logger.warning("an unfinished upload, which takes space and is not listed, may be left: %s", error)
-
-
-def _open_writable(url: str) -> WritableClient:
+def open_writable(url: str) -> WritableClient:
+    """Open a prefix that is to be written. In a bucket nothing is sent yet."""
     if url.startswith(HUB_SCHEME):
-        raise InputError(url, "the hub is not written", "give a folder as --out, then hf upload REPO FOLDER")
+        hint = "give a folder as --out, then hf upload REPO FOLDER"
+        raise InputError(url, "writing to the hub is not supported", hint, code="output.unwritable")
     if split_url(url)[0] in SCHEMES:
         return open_client(url)
     from stores.filesystem_client import open_filesystem
@@ -246,84 +342,9 @@ def _open_writable(url: str) -> WritableClient:
     return client
 
 
-def _lines(names: Iterable[str]) -> bytes:
-    return "".join(f"{name}\n" for name in names).encode()
-
-
-def _claim() -> bytes:
-    """Give a claim, unlike any other."""
-    begun = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    who = f"begun {begun} on {socket.gethostname()} by process {os.getpid()}"
-    return f"{who}\nA command is writing here, or was interrupted.\n{uuid.uuid4()}\n".encode()
-
-
-def _check_replaceable(
-    client: WritableClient,
-    listed: Mapping[str, ObjectEntry],
-    is_unfinished: bool,
-    force: bool,
-    is_ours: Callable[[Collection[str]], bool],
-) -> None:
-    others = {name: entry for name, entry in listed.items() if name != CLAIM_NAME}
-    if not others and not is_unfinished:
-        return
-    if not force and is_unfinished:
-        raise InputError(
-            client.url,
-            f"is being written by another command, or was left unfinished by one: {_what_lies_there(client, others)}",
-            "wait for that one, or start over with --force",
-        )
-    if not force:
-        raise InputError(client.url, "exists already", "choose another --out, or replace it with --force")
-    if not is_unfinished and not is_ours(others):
-        raise InputError(
-            client.url,
-            "exists, and is not what this command writes; --force does not replace it",
-            "choose another --out, or remove it yourself",
-        )
-    if MANIFEST_NAME not in others:  # then all of them would go
-        for name in others:
-            folder, _, last = name.rpartition("/")
-            if folder and last in (MANIFEST_NAME, CLAIM_NAME):
-                raise InputError(
-                    client.url,
-                    f"holds another output, {folder}; --force does not remove that",
-                    "choose another --out, or remove it yourself",
-                )
-
-
-def _take_stock(client: WritableClient, listed: Mapping[str, ObjectEntry], replaced: Collection[str]) -> set[str]:
-    """Give the manifest and what it names; remove what killed writers had `replaced` by it, or written in vain."""
-    file = ObjectFile(url=f"{client.url}/{MANIFEST_NAME}", entry=listed[MANIFEST_NAME], client=client)
-    data = read_whole(file)
-    try:
-        manifest = decode_manifest(data, str(file))
-    except InputError as error:
-        logger.warning("whatever the manifest that is to be replaced names will stay there: %s", error)
-        return {MANIFEST_NAME}
-    named = {MANIFEST_NAME, *(shard.path for shard in manifest.shards), *(each.path for each in manifest.files)}
-    remains = {name for name in listed if name in replaced or _REMAINS.fullmatch(name)} - named
-    _remove(client, remains)
-    return named
-
-
-def _replaced_before(client: WritableClient) -> list[str]:
-    """Give what the writer that had claimed the prefix was about to remove: it may be dead."""
-    claim = client.look_up(CLAIM_NAME)
-    text = b"".join(client.read(claim, 0, claim.nbytes)) if claim.nbytes else b""
-    return [name for name in text.decode(errors="replace").split("\n")[_CLAIM_LINES:] if name]
-
-
-def _what_lies_there(client: WritableClient, others: Mapping[str, ObjectEntry]) -> str:
-    claim = client.look_up(CLAIM_NAME)
-    text = b"".join(client.read(claim, 0, min(claim.nbytes, _CLAIM_CHARS))).decode(errors="replace")
-    nbytes = sum(entry.nbytes for entry in others.values())
-    return f"{len(others)} object{'' if len(others) == 1 else 's'}, {nbytes} bytes, {text.partition(chr(10))[0]}"
-
-
-def _remove(client: WritableClient, names: Collection[str]) -> None:
-    """Remove objects, manifest.json first and the claim last: what is left in between is unfinished."""
-    order = {MANIFEST_NAME: 0, CLAIM_NAME: 2}
+def remove_objects(client: WritableClient, names: Collection[str]) -> None:
+    """Remove objects, those first that make an output one, and the claim last: in between it is unfinished."""
+    order = {MANIFEST_NAME: 0, _EXPORT_MARK: 0, CLAIM_NAME: 2}
     for turn in range(3):
         if batch := [name for name in names if order.get(name, 1) == turn]:
             client.remove(batch)

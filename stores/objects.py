@@ -9,17 +9,22 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from manifests.errors import InputError
+from manifests.errors import InputError, UnreachableError
 from manifests.invariants import MANIFEST_NAME
 from manifests.paths import problem_with_path
 from stores.address import split_url
-from stores.base import Range, is_hidden
+from stores.base import SOURCE_CHANGED, Range, is_hidden
 from stores.object_client import SCHEMES, ObjectEntry, open_client
+from stores.pace import Pace
 from stores.ranges import RangeReader
+from stores.retries import PassingError, Retries, keep_trying
+from stores.streams import Streams
 
-__all__ = ["CLAIM_NAME", "Client", "ObjectFile", "ObjectFolder", "list_objects", "open_objects"]
+__all__ = ["CLAIM_NAME", "PROGRESS_NAME", "Client", "ObjectFile", "ObjectFolder", "list_objects", "open_objects"]
 
-CLAIM_NAME = ".reshard-unfinished"  # lies in a prefix from the first object written there until the commit
+CLAIM_NAME = ".reshard-unfinished"  # is in a prefix from the first object written there until the commit
+
+PROGRESS_NAME = ".reshard-progress"  # is beside the claim: what was completed
 
 _MAX_COUNT = 100_000  # objects in a checkpoint's folder
 
@@ -35,17 +40,17 @@ class Client(Protocol):
     def read(self, entry: ObjectEntry, begin: int, end: int) -> Iterator[memoryview]: ...
 
 
-def open_objects(url: str) -> ObjectFolder:
+def open_objects(url: str, retries: Retries | None = None) -> ObjectFolder:
     """Open a folder of an object store, `s3://BUCKET/PREFIX` for one. Nothing is read yet.
 
     Raises:
         InputError: the address is malformed, or the client for its scheme is not installed.
     """
     if split_url(url)[0] in SCHEMES:
-        return ObjectFolder(open_client(url))
+        return ObjectFolder(open_client(url), retries)
     from stores.filesystem_client import open_filesystem
 
-    return ObjectFolder(open_filesystem(url))
+    return ObjectFolder(open_filesystem(url), retries)
 
 
 class ObjectFolder:
@@ -54,8 +59,8 @@ class ObjectFolder:
     kind = "huggingface"
     revision = None
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    def __init__(self, client: Client, retries: Retries | None = None) -> None:
+        self._client, self._retries, self._streams = client, retries or Retries(), Streams()
         self._pinned: dict[str, ObjectEntry] = {}
         self._names: tuple[str, ...] | None = None
 
@@ -67,10 +72,10 @@ class ObjectFolder:
         return self._client.url
 
     def names(self) -> tuple[str, ...]:
-        """Give every object below the prefix but those of hidden folders, listed once.
+        """Return every object below the prefix but those of hidden folders, listed once.
 
         Raises:
-            InputError: it cannot be listed, holds too much or names that are no paths, or is not finished.
+            InputError: it cannot be listed, contains too much or names that are not paths, or is not finished.
         """
         if self._names is None:
             listed = list_objects(self._client)
@@ -78,22 +83,31 @@ class ObjectFolder:
                 raise InputError(
                     self.location,
                     "is not finished: it is being written, or its writing was interrupted",
-                    "wait for the command that writes it, or run that again with --force",
+                    "wait for the command that writes it, or run the same command again to resume",
+                    code="store.unfinished",
                 )
             for name, entry in listed.items():
                 self._pinned.setdefault(name, entry)
-            self._names = tuple(sorted(name for name in listed if name != CLAIM_NAME and not is_hidden(name)))
+            self._names = tuple(
+                sorted(name for name in listed if name not in (CLAIM_NAME, PROGRESS_NAME) and not is_hidden(name))
+            )
         return self._names
 
     def file(self, name: str) -> ObjectFile:
-        """Give a file, looked up unless it was listed.
+        """Return a file, looked up unless it was listed.
 
         Raises:
             InputError: there is none, or it cannot be reached.
         """
         if name not in self._pinned:
             self._pinned[name] = self._client.look_up(name)
-        return ObjectFile(url=f"{self.location}/{name}", entry=self._pinned[name], client=self._client)
+        return ObjectFile(
+            url=f"{self.location}/{name}",
+            entry=self._pinned[name],
+            client=self._client,
+            retries=self._retries,
+            streams=self._streams,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +115,8 @@ class ObjectFile:
     url: str
     entry: ObjectEntry
     client: Client = field(compare=False, repr=False)
+    retries: Retries = field(default_factory=Retries, compare=False, repr=False)
+    streams: Streams = field(default_factory=Streams, compare=False, repr=False)  # of the folder
 
     def __str__(self) -> str:
         return self.url
@@ -118,10 +134,10 @@ class ObjectFile:
 
 
 def list_objects(client: Client) -> dict[str, ObjectEntry]:
-    """Give the objects below a prefix by name, less the empty ones that stand for folders.
+    """Return the objects below a prefix by name, less the empty ones that represent folders.
 
     Raises:
-        InputError: it cannot be listed, or holds too much or names that are no paths.
+        InputError: it cannot be listed, or contains too much or names that are not paths.
     """
     listed: dict[str, ObjectEntry] = {}
     for entry in client.entries():
@@ -129,9 +145,10 @@ def list_objects(client: Client) -> dict[str, ObjectEntry]:
             continue
         problem = problem_with_path(entry.name)
         if problem:
-            raise InputError(client.url, f"holds an object {entry.name!r}: {problem}")
+            raise InputError(client.url, f"contains an object {entry.name!r}: {problem}", code="store.invalid-name")
         if len(listed) == _MAX_COUNT:
-            raise InputError(client.url, f"holds more than {_MAX_COUNT} objects", "name the folder of one checkpoint")
+            problem = f"contains more than {_MAX_COUNT} objects"
+            raise InputError(client.url, problem, "name the folder of one checkpoint", code="store.too-many-files")
         listed[entry.name] = entry
     folders = set(_parents(listed))
     return {name: entry for name, entry in listed.items() if entry.nbytes or name not in folders}
@@ -145,20 +162,40 @@ def _parents(names: Iterable[str]) -> Iterator[str]:
 
 
 def _fetch(file: ObjectFile, into: memoryview, position: int, stop: threading.Event) -> None:
-    end = position + len(into)
+    """Fill `into` with the bytes at `position`. What came before an answer broke is kept."""
+    end, filled = position + len(into), 0
     if end > file.nbytes:
-        raise InputError(str(file), f"ends at byte {file.nbytes}", "it was cut short after its header was read")
-    filled = 0
-    for chunk in file.client.read(file.entry, position, end):
-        if stop.is_set():
-            raise CancelledError
-        if filled + len(chunk) > len(into):
-            raise _wrong_length(file, into, position, "more")
-        into[filled : filled + len(chunk)] = chunk
-        filled += len(chunk)
+        raise InputError(
+            str(file),
+            f"ends at byte {file.nbytes}",
+            "it was cut short after its header was read",
+            code=SOURCE_CHANGED,
+        )
+
+    def attempt() -> None:
+        nonlocal filled
+        pace = Pace(str(file), file.retries.window_s)
+        for chunk in file.client.read(file.entry, position + filled, end):
+            if stop.is_set():
+                raise CancelledError
+            if filled + len(chunk) > len(into):
+                raise _wrong_length(file, into, position, "more")
+            into[filled : filled + len(chunk)] = chunk
+            filled += len(chunk)
+            pace.take(len(chunk))
+
+    def step() -> None:
+        with file.streams.one(stop):
+            try:
+                attempt()
+            except UnreachableError as error:
+                raise PassingError(error.problem, error.hint, code=error.code) from error
+
+    keep_trying(step, str(file), file.retries, stop, nbytes_done=lambda: filled)
     if filled < len(into):
         raise _wrong_length(file, into, position, str(filled))
 
 
 def _wrong_length(file: ObjectFile, into: memoryview, position: int, found: str) -> InputError:
-    return InputError(str(file), f"asked for {len(into)} bytes at {position}, the server sent {found}")
+    problem = f"asked for {len(into)} bytes at {position}, the server sent {found}"
+    return InputError(str(file), problem, code="store.wrong-answer")

@@ -1,4 +1,4 @@
-"""A folder by its address, wherever it lies."""
+"""A folder by its address, wherever it is."""
 
 from __future__ import annotations
 

@@ -29,13 +29,13 @@ class Fetch(Protocol):
         Once `stop` is set, nobody wants the bytes: give up soon, with any exception.
 
         Raises:
-            InputError: they cannot be had.
+            InputError: they cannot be read.
         """
         ...
 
 
 def plan_requests(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """Give the requests that fetch these ranges, ascending: gaps bridged, long runs cut in equal pieces."""
+    """Return the requests that fetch these ranges, ascending: gaps bridged, long runs cut in equal pieces."""
     runs: list[Range] = []
     for begin, end in merge_ranges(ranges):
         if begin == end:
@@ -85,7 +85,7 @@ class RangeReader:
             self._pool.shutdown(cancel_futures=True)
 
     def _request_at(self, position: int, nbytes: int) -> _Request | None:
-        """Give the request that holds `position`; None when the caller had better fetch by itself."""
+        """Return the request that contains `position`; None when the caller should fetch it directly."""
         self._leave_behind(position)
         if not self._running and len(self._planned) == 1:
             begin, end = self._planned[0]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import json
 import random
+import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 from safetensors import deserialize
 
-from reshard import cli
+from reshard.cli import main
 
 __all__ = [
     "DTYPE_BITS",
@@ -24,6 +25,7 @@ __all__ = [
     "INDEX",
     "Ended",
     "Tensor",
+    "edit_manifest",
     "files_in",
     "header_of",
     "index_of",
@@ -33,6 +35,8 @@ __all__ = [
     "random_tensors",
     "read_safetensors",
     "reshard",
+    "without_digest",
+    "without_file",
     "write_model",
     "write_safetensors",
 ]
@@ -77,7 +81,7 @@ def reshard(*args: str | Path) -> Ended:
     sys.argv = ["reshard", *map(str, args)]
     try:
         with redirect_stdout(out), redirect_stderr(err):
-            cli.main()
+            main()
     except SystemExit as ended:
         code = int(ended.code or 0)
     finally:
@@ -217,6 +221,34 @@ def write_model(
     total_nbytes = sum(len(tensor.data) for tensor in tensors.values())
     (folder / INDEX).write_bytes(index_of(shards, total_nbytes))
     return tensors
+
+
+def without_digest(manifest: bytes) -> bytes:
+    """Return a manifest's text without the digest of itself, as older writers wrote it."""
+    return re.sub(rb", manifest blake3:[0-9a-f]{64}", b"", manifest)
+
+
+def edit_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Rewrite the manifest.json of a folder by hand, and take the digest out that would tell."""
+    document = json.loads(without_digest((folder / "manifest.json").read_bytes()))
+    change(document)
+    (folder / "manifest.json").write_text(json.dumps(document))
+
+
+@contextmanager
+def without_file(folder: Path, name: str) -> Iterator[None]:
+    """Take a file out of a checkpoint and its manifest, as if it had never been packed, until the block ends."""
+    kept = {path: path.read_bytes() for path in (folder / name, folder / "manifest.json")}
+    edit_manifest(
+        folder,
+        lambda document: document.update(files=[file for file in document["files"] if file["path"] != name]),
+    )
+    (folder / name).unlink()
+    try:
+        yield
+    finally:
+        for path, data in kept.items():
+            path.write_bytes(data)
 
 
 def files_in(folder: Path) -> dict[str, bytes]:

@@ -47,27 +47,28 @@ _MOST_EXPERTS = 200_000  # ten times DeepSeek-V3's
 
 
 def model_shape(config: Mapping[str, object], where: str = "config.json") -> ModelShape:
-    """Give the modules and tensors of the model that a Hugging Face config describes.
+    """Return the modules and tensors of the model that a Hugging Face config describes.
 
     Raises:
-        InputError: an architecture that is not known, or a field missing, of the wrong kind or not modelled.
+        InputError: an architecture that is not known, or a field missing, of the wrong kind or unsupported.
     """
     found = config.get("architectures")
     name = found[0] if isinstance(found, list) and len(found) == 1 else found
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise InputError(
             f"{where}: architectures",
-            f"{name!r} is not known",
-            "known: " + ", ".join(sorted(ARCHITECTURES)),
+            f"{name!r} is not supported",
+            "supported: " + ", ".join(sorted(ARCHITECTURES)),
+            code="config.unsupported-architecture",
         )
     _check_experts(config, where)
     return ARCHITECTURES[name](ConfigReader(config, where))
 
 
 def _check_experts(config: Mapping[str, object], where: str) -> None:
-    """Refuse tables of tensors that no memory holds, before they are made: layers times experts are too many."""
+    """Refuse a table of tensors that would exhaust memory before it is made: too many layers times experts."""
     layers = sum(found for found in map(config.get, _LAYERS) if type(found) is int)
     for name, experts in ((name, config.get(name)) for name in _EXPERTS):
         if type(experts) is int and layers * experts > _MOST_EXPERTS:
             problem = f"expected at most {_MOST_EXPERTS} experts in all layers, found {layers * experts}"
-            raise InputError(f"{where}: {name}", problem)
+            raise InputError(f"{where}: {name}", problem, code="config.too-large")

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from manifests.models.components import Part, linear, norm
 from manifests.models.config import ConfigReader
-from manifests.models.parts import Part, linear, norm
 from manifests.models.shape import ModelShape, Work
 
 __all__ = ["HEAD", "ROTARY_BUFFERS", "assemble", "decoder", "embedding", "head", "head_tie"]
 
 EMBEDDING, LAYER, NORM, HEAD = "model.embed_tokens", "model.layers.{}", "model.norm", "lm_head"
-# Rotary frequencies: what files of older code hold in every layer, and models compute.
+# Rotary frequencies: what files of older code have in every layer, and models compute.
 ROTARY_BUFFERS = (".self_attn.rotary_emb.inv_freq",)
 
 
@@ -24,7 +24,7 @@ def decoder(
     *,
     tied_unless_said: bool = False,
 ) -> ModelShape:
-    """Give the shape of a decoder with these layers and, numbered after them, these MTP layers.
+    """Return the shape of a decoder with these layers and, numbered after them, these MTP layers.
 
     Shapes: embedding (V, D).
     Source: `LlamaModel`, `LlamaForCausalLM`.
@@ -48,7 +48,7 @@ def decoder(
 
 
 def assemble(architecture: str, parts: Mapping[str, Part], *, num_layers: int, hidden_size: int) -> ModelShape:
-    """Give the shape of a model of these modules, in the order they run; nothing is tied."""
+    """Return the shape of a model of these modules, in the order they run; nothing is tied."""
     return ModelShape(
         architecture=architecture,
         num_layers=num_layers,

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from manifests.models.components import Part, experts, gated_mlp, layer, linear, norm, routing
 from manifests.models.config import MAX_LAYERS, ConfigReader
 from manifests.models.decoder import decoder, head
-from manifests.models.parts import Part, experts, gated_mlp, layer, linear, norm, routing
-from manifests.models.quantised import as_stored, fp8
+from manifests.models.quantized import as_stored, fp8
 from manifests.models.shape import ModelShape, Work
 
 __all__ = ["deepseek_v3_shape"]
 
 
 def deepseek_v3_shape(config: ConfigReader) -> ModelShape:
-    """Give the shape of a `DeepseekV3ForCausalLM`.
+    """Return the shape of a `DeepseekV3ForCausalLM`.
 
-    The first layers are dense. MTP layers hold an embedding and a head of their own: copies of the
+    The first layers are dense. MTP layers have an embedding and a head of their own: copies of the
     model's, which files store.
     """
     config.expect("moe_layer_freq", 1)

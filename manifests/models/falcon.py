@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from manifests.models.components import Part, layer_norm, linear, mlp
 from manifests.models.config import MAX_LAYERS, ConfigReader
 from manifests.models.decoder import HEAD, assemble, embedding, head, head_tie
-from manifests.models.parts import Part, layer_norm, linear, mlp
-from manifests.models.quantised import as_stored
+from manifests.models.quantized import as_stored
 from manifests.models.shape import ModelShape, Work
 
 __all__ = ["falcon_shape"]
 
 
 def falcon_shape(config: ConfigReader) -> ModelShape:
-    """Give the shape of a `FalconForCausalLM`: 7B, 40B and 180B's decoders, and Falcon-RW's."""
+    """Return the shape of a `FalconForCausalLM`: 7B, 40B and 180B's decoders, and Falcon-RW's."""
     config.expect("apply_residual_connection_post_layernorm", False)
     width, vocab = config.count("hidden_size"), config.count("vocab_size")
     num_layers = config.count("num_hidden_layers", most=MAX_LAYERS)
@@ -54,11 +54,13 @@ def _attention(config: ConfigReader, width: int, *, bias: bool) -> Part:
     """
     heads = config.count("num_attention_heads")
     if width % heads:
-        raise config.error("num_attention_heads", f"expected a divisor of hidden_size {width}, found {heads}")
+        problem = f"expected a divisor of hidden_size {width}, found {heads}"
+        raise config.error("num_attention_heads", problem, code="config.inconsistent-fields")
     is_new = config.flag("new_decoder_architecture", False)
     kv_heads = config.count("num_kv_heads", heads) if is_new else 1 if config.flag("multi_query", True) else heads
     if heads % kv_heads:
-        raise config.error("num_kv_heads", f"expected a divisor of num_attention_heads {heads}, found {kv_heads}")
+        problem = f"expected a divisor of num_attention_heads {heads}, found {kv_heads}"
+        raise config.error("num_kv_heads", problem, code="config.inconsistent-fields")
     size = width // heads
     copied = heads if is_new else kv_heads
     return (
@@ -72,9 +74,11 @@ def _norms(config: ConfigReader) -> tuple[str, ...]:
     is_new = config.flag("new_decoder_architecture", False)
     if not config.flag("parallel_attn", True):
         if is_new:
-            raise config.error("parallel_attn", "expected true beside new_decoder_architecture, found false")
+            problem = "expected true beside new_decoder_architecture, found false"
+            raise config.error("parallel_attn", problem, code="config.inconsistent-fields")
         return "input_layernorm", "post_attention_layernorm"
     count = config.count("num_ln_in_parallel_attn", 2 if is_new else 1, most=2)
     if count == 2 and not is_new:
-        raise config.error("num_ln_in_parallel_attn", "expected 1 without new_decoder_architecture, found 2")
+        problem = "expected 1 without new_decoder_architecture, found 2"
+        raise config.error("num_ln_in_parallel_attn", problem, code="config.inconsistent-fields")
     return ("ln_attn", "ln_mlp") if count == 2 else ("input_layernorm",)

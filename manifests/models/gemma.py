@@ -6,10 +6,10 @@ Source: transformers 5.23, `models/gemma2/modeling_gemma2.py`, `models/gemma3/mo
 
 from __future__ import annotations
 
+from manifests.models.components import attention, gated_mlp, layer, norm
 from manifests.models.config import MAX_LAYERS, ConfigReader
 from manifests.models.decoder import decoder
-from manifests.models.parts import attention, gated_mlp, layer, norm
-from manifests.models.quantised import as_stored
+from manifests.models.quantized import as_stored
 from manifests.models.shape import ModelShape
 
 __all__ = ["gemma2_shape", "gemma3_shape"]
@@ -18,12 +18,12 @@ DEFAULT_HEAD = 256  # Gemma2Config, Gemma3TextConfig
 
 
 def gemma2_shape(config: ConfigReader) -> ModelShape:
-    """Give the shape of a `Gemma2ForCausalLM`."""
+    """Return the shape of a `Gemma2ForCausalLM`."""
     return _shape("Gemma2ForCausalLM", config, qk_norm=False)
 
 
 def gemma3_shape(config: ConfigReader) -> ModelShape:
-    """Give the shape of a `Gemma3ForCausalLM`."""
+    """Return the shape of a `Gemma3ForCausalLM`."""
     return _shape("Gemma3ForCausalLM", config, qk_norm=True)
 
 

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from manifests.models.components import Part, layer_norm, linear, mlp
 from manifests.models.config import MAX_LAYERS, ConfigReader
 from manifests.models.decoder import HEAD, assemble, embedding, head, head_tie
-from manifests.models.parts import Part, layer_norm, linear, mlp
-from manifests.models.quantised import as_stored
+from manifests.models.quantized import as_stored
 from manifests.models.shape import ModelShape, Work
 
 __all__ = ["gpt2_shape"]
 
 
 def gpt2_shape(config: ConfigReader) -> ModelShape:
-    """Give the shape of a `GPT2LMHeadModel`.
+    """Return the shape of a `GPT2LMHeadModel`.
 
     Files of the model without its head, as OpenAI's own are, name their tensors without `transformer.`; old ones
-    hold causal masks.
+    contain causal masks.
 
     Shapes: wte (V, D), wpe (positions, D).
     """
@@ -57,7 +57,8 @@ def _block(config: ConfigReader, width: int) -> Part:
     """
     heads, ffn = config.count("n_head"), config.count("n_inner", 4 * width)
     if width % heads:
-        raise config.error("n_head", f"expected a divisor of n_embd {width}, found {heads}")
+        problem = f"expected a divisor of n_embd {width}, found {heads}"
+        raise config.error("n_head", problem, code="config.inconsistent-fields")
     attention = (
         _conv1d(width, 3 * width).below("c_attn")
         + _conv1d(width, width).below("c_proj")

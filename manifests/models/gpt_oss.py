@@ -1,4 +1,4 @@
-"""GPT-OSS: attention sinks, biases, and experts whose matrices lie in one tensor.
+"""GPT-OSS: attention sinks, biases, and experts whose matrices are in one tensor.
 
 Source: transformers 5.23, `models/gpt_oss/modeling_gpt_oss.py`; OpenAI 2025, "gpt-oss-120b & gpt-oss-20b
 Model Card".
@@ -6,10 +6,10 @@ Model Card".
 
 from __future__ import annotations
 
+from manifests.models.components import Part, attention, expert_work, layer, routing
 from manifests.models.config import MAX_LAYERS, ConfigReader
 from manifests.models.decoder import decoder
-from manifests.models.parts import Part, attention, expert_work, layer, routing
-from manifests.models.quantised import as_stored, mxfp4
+from manifests.models.quantized import as_stored, mxfp4
 from manifests.models.shape import ModelShape, Work
 
 __all__ = ["gpt_oss_shape"]
@@ -18,9 +18,9 @@ DEFAULT_HEAD = 64  # GptOssConfig
 
 
 def gpt_oss_shape(config: ConfigReader) -> ModelShape:
-    """Give the shape of a `GptOssForCausalLM`.
+    """Return the shape of a `GptOssForCausalLM`.
 
-    Shapes: sinks (H); otherwise see `manifests.models.parts.attention`.
+    Shapes: sinks (H); otherwise see `manifests.models.components.attention`.
     """
     width, heads = config.count("hidden_size"), config.count("num_attention_heads")
     head, bias = config.count("head_dim", DEFAULT_HEAD), config.flag("attention_bias", True)
@@ -35,7 +35,7 @@ def _experts(config: ConfigReader) -> Part:
 
     Shapes: router (E, D); gate_up_proj (E, D, 2 F), down_proj (E, F, D): inputs before outputs, unlike
     everywhere else.
-    FLOPs: see `manifests.models.parts.experts`.
+    FLOPs: see `manifests.models.components.experts`.
     Kept: as there, but 7 F by each expert: gate and up, both clamped, the sigmoid, the gate times it, the
     product. A kernel that fuses them keeps less.
     """

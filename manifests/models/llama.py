@@ -5,23 +5,23 @@ Source: transformers 5.23, `models/llama/modeling_llama.py`, `models/mistral/mod
 
 from __future__ import annotations
 
+from manifests.models.components import attention, gated_mlp, layer
 from manifests.models.config import MAX_LAYERS, ConfigReader
 from manifests.models.decoder import decoder
-from manifests.models.parts import attention, gated_mlp, layer
-from manifests.models.quantised import as_stored
+from manifests.models.quantized import as_stored
 from manifests.models.shape import ModelShape
 
 __all__ = ["llama_shape", "mistral_shape"]
 
 
 def llama_shape(config: ConfigReader) -> ModelShape:
-    """Give the shape of a `LlamaForCausalLM`."""
+    """Return the shape of a `LlamaForCausalLM`."""
     biases = config.flag("attention_bias", False), config.flag("mlp_bias", False)
     return _shape("LlamaForCausalLM", config, *biases)
 
 
 def mistral_shape(config: ConfigReader) -> ModelShape:
-    """Give the shape of a `MistralForCausalLM`: a Llama's, without biases."""
+    """Return the shape of a `MistralForCausalLM`: a Llama's, without biases."""
     return _shape("MistralForCausalLM", config, False, False)
 
 

@@ -6,10 +6,10 @@ Source: transformers 5.23, `models/mixtral/modeling_mixtral.py`, `conversion_map
 
 from __future__ import annotations
 
+from manifests.models.components import Part, attention, experts, norm, routing
 from manifests.models.config import MAX_LAYERS, ConfigReader
 from manifests.models.decoder import decoder
-from manifests.models.parts import Part, attention, experts, norm, routing
-from manifests.models.quantised import as_stored
+from manifests.models.quantized import as_stored
 from manifests.models.shape import ModelShape
 
 __all__ = ["mixtral_shape"]
@@ -20,7 +20,7 @@ _FILE_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 def mixtral_shape(config: ConfigReader) -> ModelShape:
-    """Give the shape of a `MixtralForCausalLM`.
+    """Return the shape of a `MixtralForCausalLM`.
 
     Shapes: experts.0.w1 and w3 (F, D), w2 (D, F); gate (E, D).
     """

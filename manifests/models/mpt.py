@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from manifests.models.components import Part, layer_norm, linear, mlp
 from manifests.models.config import MAX_LAYERS, ConfigReader
 from manifests.models.decoder import HEAD, assemble, embedding, head, head_tie
-from manifests.models.parts import Part, layer_norm, linear, mlp
-from manifests.models.quantised import as_stored
+from manifests.models.quantized import as_stored
 from manifests.models.shape import ModelShape, Work
 
 __all__ = ["mpt_shape"]
 
 
 def mpt_shape(config: ConfigReader) -> ModelShape:
-    """Give the shape of a `MptForCausalLM`, which MosaicML's own configs call `MPTForCausalLM`."""
+    """Return the shape of a `MptForCausalLM`, which MosaicML's own configs call `MPTForCausalLM`."""
     config.expect("no_bias", True)
     config.expect("expansion_ratio", 4)
     attended = config.section("attn_config")
@@ -47,7 +47,8 @@ def _block(config: ConfigReader, width: int) -> Part:
     """
     heads, ffn = config.count("n_heads"), 4 * width
     if width % heads:
-        raise config.error("n_heads", f"expected a divisor of d_model {width}, found {heads}")
+        problem = f"expected a divisor of d_model {width}, found {heads}"
+        raise config.error("n_heads", problem, code="config.inconsistent-fields")
     attention = (
         linear(width, 3 * width).below("Wqkv")
         + linear(width, width).below("out_proj")

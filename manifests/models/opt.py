@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from manifests.models.components import Part, layer_norm, linear, mlp
 from manifests.models.config import MAX_LAYERS, ConfigReader
 from manifests.models.decoder import HEAD, assemble, embedding, head, head_tie
-from manifests.models.parts import Part, layer_norm, linear, mlp
-from manifests.models.quantised import as_stored
+from manifests.models.quantized import as_stored
 from manifests.models.shape import ModelShape, Work
 
 __all__ = ["opt_shape"]
@@ -20,7 +20,7 @@ POSITIONS_AHEAD = 2  # rows of the table before that of the first position
 
 
 def opt_shape(config: ConfigReader) -> ModelShape:
-    """Give the shape of an `OPTForCausalLM`.
+    """Return the shape of an `OPTForCausalLM`.
 
     Shapes: embed_tokens (V, P), embed_positions (positions + 2, D), project_in (D, P), project_out (P, D),
     lm_head (V, P); P = `word_embed_proj_dim`, D without projections.
@@ -55,7 +55,8 @@ def _block(config: ConfigReader, width: int, *, affine: bool) -> Part:
     """
     heads, ffn, bias = config.count("num_attention_heads"), config.count("ffn_dim"), config.flag("enable_bias", True)
     if width % heads:
-        raise config.error("num_attention_heads", f"expected a divisor of hidden_size {width}, found {heads}")
+        problem = f"expected a divisor of hidden_size {width}, found {heads}"
+        raise config.error("num_attention_heads", problem, code="config.inconsistent-fields")
     block = Part(work=Work(flops_per_key=4 * width, saved=4 * width, saved_fp32=heads))
     for name in ("k_proj", "v_proj", "q_proj", "out_proj"):
         block += linear(width, width, bias=bias).below(f"self_attn.{name}")

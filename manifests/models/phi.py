@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from manifests.models.components import Part, layer, layer_norm, linear, mlp
 from manifests.models.config import MAX_LAYERS, ConfigReader
 from manifests.models.decoder import HEAD, ROTARY_BUFFERS, assemble, decoder, embedding, head, head_tie
-from manifests.models.parts import Part, layer, layer_norm, linear, mlp
-from manifests.models.quantised import as_stored
+from manifests.models.quantized import as_stored
 from manifests.models.shape import ModelShape, Work
 
 __all__ = ["phi3_shape", "phi_shape"]
 
 
 def phi_shape(config: ConfigReader) -> ModelShape:
-    """Give the shape of a `PhiForCausalLM`, whose head has a bias, which is not tied."""
+    """Return the shape of a `PhiForCausalLM`, whose head has a bias, which is not tied."""
     width, vocab = config.count("hidden_size"), config.count("vocab_size")
     num_layers = config.count("num_hidden_layers", most=MAX_LAYERS)
     block = _phi_block(config, width)
@@ -37,7 +37,7 @@ def _phi_block(config: ConfigReader, width: int) -> Part:
     """A layer: one norm, attention and MLP side by side.
 
     Shapes: q_proj (D, D), k_proj and v_proj (K h, D), dense (D, D), fc1 (F, D), fc2 (D, F).
-    Kept by attention: as `manifests.models.parts.attention`, and its output in another order of memory too; of the
+    Kept by attention: as `manifests.models.components.attention`, and its output in another order of memory too; of the
     norms on queries and keys, their inputs and statistics.
     """
     heads, kv_heads, size = _heads(config, width)
@@ -53,7 +53,7 @@ def _phi_block(config: ConfigReader, width: int) -> Part:
 
 
 def phi3_shape(config: ConfigReader) -> ModelShape:
-    """Give the shape of a `Phi3ForCausalLM` (Phi-3, Phi-3.5 and Phi-4, mini and medium)."""
+    """Return the shape of a `Phi3ForCausalLM` (Phi-3, Phi-3.5 and Phi-4, mini and medium)."""
     width = config.count("hidden_size")
     block = _phi3_block(config, width)
     shape = decoder("Phi3ForCausalLM", config, [block] * config.count("num_hidden_layers", most=MAX_LAYERS))
@@ -64,8 +64,8 @@ def _phi3_block(config: ConfigReader, width: int) -> Part:
     """A Llama's layer.
 
     Shapes: qkv_proj ((H + 2 K) h, D), o_proj (D, H h), gate_up_proj (2 F, D), down_proj (D, F).
-    Kept: as `manifests.models.parts.attention` and `gated_mlp`, attention's output in another order of memory too;
-    with the values, all that qkv_proj gives.
+    Kept: as `manifests.models.components.attention` and `gated_mlp`, attention's output in another order of memory too;
+    with the values, all that qkv_proj returns.
     """
     heads, kv_heads, size = _heads(config, width)
     ffn, keys = config.count("intermediate_size"), kv_heads * size
@@ -83,13 +83,13 @@ def _phi3_block(config: ConfigReader, width: int) -> Part:
 
 
 def _heads(config: ConfigReader, width: int) -> tuple[int, int, int]:
-    """Give the query heads, the key-value heads and a head's width."""
+    """Return the query heads, the key-value heads and a head's width."""
     heads = config.count("num_attention_heads")
     kv_heads = config.count("num_key_value_heads", heads)
     if width % heads:
-        raise config.error("num_attention_heads", f"expected a divisor of hidden_size {width}, found {heads}")
+        problem = f"expected a divisor of hidden_size {width}, found {heads}"
+        raise config.error("num_attention_heads", problem, code="config.inconsistent-fields")
     if heads % kv_heads:
-        raise config.error(
-            "num_key_value_heads", f"expected a divisor of num_attention_heads {heads}, found {kv_heads}"
-        )
+        problem = f"expected a divisor of num_attention_heads {heads}, found {kv_heads}"
+        raise config.error("num_key_value_heads", problem, code="config.inconsistent-fields")
     return heads, kv_heads, width // heads

@@ -5,17 +5,17 @@ Source: transformers 5.23, `models/qwen2/modeling_qwen2.py`.
 
 from __future__ import annotations
 
+from manifests.models.components import attention, gated_mlp, layer
 from manifests.models.config import MAX_LAYERS, ConfigReader
 from manifests.models.decoder import decoder
-from manifests.models.parts import attention, gated_mlp, layer
-from manifests.models.quantised import as_stored
+from manifests.models.quantized import as_stored
 from manifests.models.shape import ModelShape
 
 __all__ = ["qwen2_shape"]
 
 
 def qwen2_shape(config: ConfigReader) -> ModelShape:
-    """Give the shape of a `Qwen2ForCausalLM`."""
+    """Return the shape of a `Qwen2ForCausalLM`."""
     width = config.count("hidden_size")
     head = config.count("head_dim", width // config.count("num_attention_heads"))
     block = layer(

@@ -5,10 +5,10 @@ Source: transformers 5.23, `models/qwen3/modeling_qwen3.py`, `models/qwen3_moe/m
 
 from __future__ import annotations
 
+from manifests.models.components import attention, experts, gated_mlp, layer, routing
 from manifests.models.config import MAX_LAYERS, ConfigReader
 from manifests.models.decoder import decoder
-from manifests.models.parts import attention, experts, gated_mlp, layer, routing
-from manifests.models.quantised import as_stored, fp8
+from manifests.models.quantized import as_stored, fp8
 from manifests.models.shape import ModelShape
 
 __all__ = ["qwen3_moe_shape", "qwen3_shape"]
@@ -17,7 +17,7 @@ DEFAULT_HEAD = 128  # Qwen3Config
 
 
 def qwen3_shape(config: ConfigReader) -> ModelShape:
-    """Give the shape of a `Qwen3ForCausalLM`."""
+    """Return the shape of a `Qwen3ForCausalLM`."""
     width, bias = config.count("hidden_size"), config.flag("attention_bias", False)
     block = layer(
         attention(config, head=config.count("head_dim", DEFAULT_HEAD), bias=bias, qk_norm=True),
@@ -29,7 +29,7 @@ def qwen3_shape(config: ConfigReader) -> ModelShape:
 
 
 def qwen3_moe_shape(config: ConfigReader) -> ModelShape:
-    """Give the shape of a `Qwen3MoeForCausalLM`.
+    """Return the shape of a `Qwen3MoeForCausalLM`.
 
     Layers named by `mlp_only_layers`, and all but every `decoder_sparse_step`-th, are dense.
     """

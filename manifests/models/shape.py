@@ -14,14 +14,14 @@ BACKWARD_SHARE = 2  # backward FLOPs for each forward one: a product for either 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """What one token costs a module on its way forward, and what is kept of it for the way back.
+    """What one token costs a module in the forward pass, and what is kept of it for the backward pass.
 
     FLOPs are those of matrix products, a multiplication and an addition counted as two, as
     `torch.utils.flop_counter` counts them. Attention is counted over all keys of the sequence, masked
     ones too: what a causal mask or a window saves depends on the kernel.
 
     Kept are the inputs of the operations whose gradients need them, each tensor once, under fused
-    norms and fused attention and without recomputation.
+    norms and fused attention and without activation checkpointing.
     """
 
     flops: int = 0
@@ -38,13 +38,13 @@ class Work:
         )
 
     def forward_flops(self, seq_len: int) -> int:
-        """Give the FLOPs of one token's forward pass in a sequence of `seq_len` tokens."""
+        """Return the FLOPs of one token's forward pass in a sequence of `seq_len` tokens."""
         return self.flops + self.flops_per_key * seq_len
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """The modules, in the order they run, and every tensor they hold, by FQN.
+    """The modules, in the order they run, and every tensor they have, by FQN.
 
     Each tied FQN is listed in `tensors`; `ties` groups them, owner first. Decoder layers past
     `num_layers` are multi-token prediction (MTP) layers.
@@ -56,8 +56,8 @@ class ModelShape:
     tensors: Mapping[str, Shape]
     ties: tuple[tuple[str, ...], ...] = ()
     ignored_suffixes: tuple[str, ...] = ()  # tensors that old files carry and the model recomputes
-    untrained_suffixes: tuple[str, ...] = ()  # tensors that hold no parameters: buffers and scales
-    packed_suffixes: tuple[str, ...] = ()  # tensors that hold two parameters in each element
+    untrained_suffixes: tuple[str, ...] = ()  # tensors that are not parameters: buffers and scales
+    packed_suffixes: tuple[str, ...] = ()  # tensors with two parameters in each element
     optional: frozenset[str] = frozenset()  # modules that a checkpoint may lack, each as a whole
     work: Mapping[str, Work] = field(default_factory=dict)  # of each module
     hidden_size: int = 0  # width of what one module hands to the next
@@ -70,24 +70,24 @@ class ModelShape:
         return sum(self.count_params(fqn) for fqn in self.tensors if fqn not in replicas)
 
     def count_params(self, fqn: str) -> int:
-        """Give the number of trained parameters that a tensor holds."""
+        """Return the number of trained parameters that a tensor has."""
         if fqn.endswith(self.untrained_suffixes or ("\0",)):
             return 0
         return prod(self.tensors[fqn]) * (2 if fqn.endswith(self.packed_suffixes or ("\0",)) else 1)
 
     def train_flops(self, seq_len: int) -> int:
-        """Give the FLOPs of one token's way through the whole model and back."""
+        """Return the FLOPs of one token's forward and backward pass through the whole model."""
         return (1 + BACKWARD_SHARE) * sum(work.forward_flops(seq_len) for work in self.work.values())
 
     def fqn_of(self, stored: str) -> str:
-        """Give the FQN of a tensor by the name that a file of the source has for it."""
-        if self.base and module_of(stored, self.modules) is None:
+        """Return the FQN of a tensor by the name that a file of the source has for it."""
+        if self.base and module_of(stored, self.work) is None:
             whole = f"{self.base}{stored}"
-            return stored if module_of(whole, self.modules) is None else whole
+            return stored if module_of(whole, self.work) is None else whole
         return stored
 
     def by_module(self) -> dict[str, tuple[str, ...]]:
-        """Give the FQNs of each module's tensors, in the order of `tensors`."""
+        """Return the FQNs of each module's tensors, in the order of `tensors`."""
         found: dict[str, list[str]] = {module: [] for module in self.modules}
         for fqn in self.tensors:
             module = module_of(fqn, found)
@@ -96,8 +96,10 @@ class ModelShape:
         return {module: tuple(fqns) for module, fqns in found.items()}
 
     def without(self, modules: Collection[str]) -> ModelShape:
-        """Give the shape of a checkpoint that lacks some of the `optional` modules."""
+        """Return the shape of a checkpoint that lacks some of the `optional` modules."""
         assert self.optional.issuperset(modules), modules
+        if not modules:
+            return self
         return replace(
             self,
             modules=tuple(module for module in self.modules if module not in modules),
@@ -108,7 +110,7 @@ class ModelShape:
 
 
 def module_of(fqn: str, modules: Container[str]) -> str | None:
-    """Give the module that owns a tensor: the longest dotted prefix among `modules`."""
+    """Return the module that owns a tensor: the longest dotted prefix among `modules`."""
     end = fqn.rfind(".")
     while end >= 0:
         if (prefix := fqn[:end]) in modules:

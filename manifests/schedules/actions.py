@@ -100,7 +100,7 @@ class LoweredTable:
 
 
 def actions_of(step: LoweredStep) -> tuple[Action, ...]:
-    """Give the compute actions of a step, in the order in which they run."""
+    """Return the compute actions of a step, in the order in which they run."""
     if isinstance(step, Action):
         return (step,)
     if isinstance(step, Overlap):

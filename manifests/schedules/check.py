@@ -1,4 +1,4 @@
-"""What must hold of a table that came from outside. Every broken rule is reported, not the first."""
+"""What must be true of a table that came from outside. Every broken rule is reported, not only the first."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _MOST_SHOWN = 8
 
 def check_table(table: Table | LoweredTable, where: str) -> None:
     """Raise one InputError unless every stage computes every microbatch once, on its rank, in an order that runs."""
-    _raise_all(_misplaced(table), where)
-    _raise_all(_uncovered(table), where)
+    _raise_all(_misplaced(table), where, code="schedule.misplaced-stages")
+    _raise_all(_uncovered(table), where, code="schedule.wrong-actions")
     try:
         for _ in in_order(table.ranks, table.placement):
             pass
     except InputError as error:
-        raise InputError(where, error.problem) from None
+        raise error.changed(where=where) from None
 
 
 def check_lowered(lowered: LoweredTable, where: str) -> None:
@@ -33,22 +33,22 @@ def check_lowered(lowered: LoweredTable, where: str) -> None:
     See Note [Order of transfers] in lower.py.
     """
     check_table(lowered, where)
-    _raise_all(_unreduced(lowered), where)
-    _raise_all(_mistransferred(lowered), where)
+    _raise_all(_unreduced(lowered), where, code="schedule.gradients-not-reduced")
+    _raise_all(_mistransferred(lowered), where, code="schedule.mismatched-transfers")
 
 
 def stages_in(steps: Sequence[LoweredStep]) -> list[int]:
-    """Give the stages that one rank's steps name, in ascending order."""
+    """Return the stages that one rank's steps name, in ascending order."""
     named = {action.stage for step in steps for action in actions_of(step)}
     return sorted(named | {step.stage for step in steps if isinstance(step, Transfer | Upkeep)})
 
 
-def _raise_all(problems: Iterator[str], where: str) -> None:
+def _raise_all(problems: Iterator[str], where: str, *, code: str) -> None:
     found = list(islice(problems, _MOST_SHOWN + 1))
     if len(found) > _MOST_SHOWN:
         found[_MOST_SHOWN:] = ["and so on"]
     if found:
-        raise InputError(where, "; ".join(found))
+        raise InputError(where, "; ".join(found), code=code)
 
 
 def _misplaced(table: Table | LoweredTable) -> Iterator[str]:
@@ -79,7 +79,7 @@ def _uncovered(table: Table | LoweredTable) -> Iterator[str]:
                 yield f"stage {stage} never computes microbatch {microbatch}"
                 continue
             if forwards != 1:
-                yield f"{stage}F{microbatch} stands {forwards} times"
+                yield f"{stage}F{microbatch} occurs {forwards} times"
             if backwards not in ([1, 0, 0], [0, 1, 1]):
                 found = ", ".join(f"{number} {kind}" for number, kind in zip(backwards, "BIW", strict=True))
                 yield f"stage {stage} takes microbatch {microbatch} back by {found}; expected 1 B, or 1 I and 1 W"
@@ -96,7 +96,7 @@ def _unreduced(lowered: LoweredTable) -> Iterator[str]:
                     yield f"rank {rank} reduces stage {action.stage} before {action}"
         for stage in lowered.placement.stages_on(rank):
             if reduced[stage] != 1:
-                yield f"{stage}REDUCE_GRAD stands {reduced[stage]} times"
+                yield f"{stage}REDUCE_GRAD occurs {reduced[stage]} times"
 
 
 def _mistransferred(lowered: LoweredTable) -> Iterator[str]:
@@ -131,7 +131,7 @@ def _mistransferred(lowered: LoweredTable) -> Iterator[str]:
 
 
 def _passed(transfer: Transfer, placement: Placement) -> tuple[Result, int | None]:
-    """Give the result that a transfer passes on and the rank on its far side, if that stage exists."""
+    """Return the result that a transfer passes on and the rank on its far side, if that stage exists."""
     forward = transfer.kind.endswith("F")
     receives = transfer.kind.startswith("RECV")
     other = transfer.stage + (1 if forward != receives else -1)

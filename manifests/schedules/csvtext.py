@@ -41,18 +41,18 @@ _OVERLAP = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 
 
 def write_csv(table: Table | LoweredTable) -> str:
-    """Give the text of a table: `compute_only` of a Table, `compute_comms` of a LoweredTable."""
+    """Return the text of a table: `compute_only` of a Table, `compute_comms` of a LoweredTable."""
     return "".join(",".join(map(str, steps)) + "\n" for steps in table.ranks)
 
 
 def read_csv(text: str, where: str, placement: Placement | None = None) -> Table:
-    """Give the table of a `compute_only` text, which can run as it stands.
+    """Return the table of a `compute_only` text, which can run as it is.
 
-    Without a placement, the stages must lie over the ranks in a loop or in a v. Empty cells, with
+    Without a placement, the stages must be assigned to ranks in a loop or in a v. Empty cells, with
     which torch marks idle time, are left out.
 
     Raises:
-        InputError: a cell that is no compute action; a stage on another rank than its own; a
+        InputError: a cell that is not a compute action; a stage on another rank than its own; a
             microbatch computed twice or not at all; ranks that would wait for ever.
     """
     ranks = _read_rows(text, where, _read_step)
@@ -64,7 +64,7 @@ def read_csv(text: str, where: str, placement: Placement | None = None) -> Table
 
 
 def read_lowered_csv(text: str, where: str, placement: Placement | None = None) -> LoweredTable:
-    """Give the table of a `compute_comms` text, which can run as it stands.
+    """Return the table of a `compute_comms` text, which can run as it is.
 
     Raises:
         InputError: as `read_csv`; a tensor not sent, not received, or received in another order
@@ -82,7 +82,7 @@ def _read_rows(text: str, where: str, read: Callable[[str, str], StepT]) -> tupl
     try:
         rows = list(csv.reader(io.StringIO(text, newline=""), strict=True))
     except csv.Error as error:
-        raise InputError(where, f"this is no CSV: {error}") from error
+        raise InputError(where, f"is not CSV: {error}", code="schedule.not-csv") from error
     ranks = tuple(
         tuple(
             read(cell.strip(), f"{where}: row {row_number}, cell {cell_number}")
@@ -93,16 +93,19 @@ def _read_rows(text: str, where: str, read: Callable[[str, str], StepT]) -> tupl
     )
     for row_number, steps in enumerate(ranks, start=1):
         if not any(actions_of(step) for step in steps):
-            raise InputError(f"{where}: row {row_number}", "this rank computes nothing", "each row is one rank's part")
+            place, hint = f"{where}: row {row_number}", "each row is one rank's part"
+            raise InputError(place, "this rank computes nothing", hint, code="schedule.idle-rank")
     if not ranks:
-        raise InputError(where, "the file is empty", "expected one row of actions for each rank")
+        hint = "expected one row of actions for each rank"
+        raise InputError(where, "the file is empty", hint, code="schedule.idle-rank")
     return ranks
 
 
 def _read_step(cell: str, where: str) -> Step:
     step = _read_lowered_step(cell, where)
     if isinstance(step, Transfer | Upkeep):
-        raise InputError(where, f"{cell!r} is no compute action", "this is a file of the format compute_comms")
+        hint = "this is a file of the format compute_comms"
+        raise InputError(where, f"{cell!r} is not a compute action", hint, code="schedule.invalid-action")
     return step
 
 
@@ -117,9 +120,8 @@ def _read_lowered_step(cell: str, where: str) -> LoweredStep:
         forward, backward = map(_read_action, found.groups())
         if forward and backward and (forward.kind, backward.kind) == ("F", "B"):
             return Overlap(forward=forward, backward=backward)
-    raise InputError(
-        where, f"{cell[:40]!r} is no action", "expected such as 2F0, 2B0, 2I0, 2W0 or (2F4;5B1)OVERLAP_F_B"
-    )
+    hint = "expected for example 2F0, 2B0, 2I0, 2W0 or (2F4;5B1)OVERLAP_F_B"
+    raise InputError(where, f"{cell[:40]!r} is not an action", hint, code="schedule.invalid-action")
 
 
 def _read_action(text: str) -> Action | None:
@@ -135,7 +137,8 @@ def _placement_of(ranks: Sequence[Sequence[LoweredStep]], where: str) -> Placeme
     stages = [stages_in(steps) for steps in ranks]
     num_stages, num_ranks = 1 + max(own[-1] for own in stages), len(ranks)
     if num_stages % num_ranks:
-        raise InputError(where, f"{num_stages} stages do not divide over {num_ranks} rows, one for each rank")
+        problem = f"{num_stages} stages do not divide over {num_ranks} rows, one for each rank"
+        raise InputError(where, problem, code="schedule.misplaced-stages")
     placements = [Placement(num_stages=num_stages, num_ranks=num_ranks)]
     if num_stages == 2 * num_ranks:
         placements.append(Placement(num_stages=num_stages, num_ranks=num_ranks, style="v"))
@@ -143,4 +146,5 @@ def _placement_of(ranks: Sequence[Sequence[LoweredStep]], where: str) -> Placeme
         if all(placement.rank_of(stage) == rank for rank, own in enumerate(stages) for stage in own):
             return placement
     shown = "; ".join(f"rank {rank} has {', '.join(map(str, own[:4]))}" for rank, own in enumerate(stages[:4]))
-    raise InputError(where, f"the stages lie over the ranks neither in a loop nor in a v: {shown}")
+    problem = f"the stages are assigned to ranks neither in a loop nor in a v: {shown}"
+    raise InputError(where, problem, code="schedule.misplaced-stages")

@@ -53,7 +53,7 @@ def lower(table: Table) -> LoweredTable:
 
 
 def compute_part(lowered: LoweredTable) -> Table:
-    """Give the table that is left without transfers and upkeep."""
+    """Return the table that is left without transfers and upkeep."""
     return Table(
         placement=lowered.placement,
         num_microbatches=lowered.num_microbatches,
@@ -62,7 +62,7 @@ def compute_part(lowered: LoweredTable) -> Table:
 
 
 def _transfers(action: Action, placement: Placement) -> list[tuple[Transfer, Transfer]]:
-    """Give the send and the receive that an action causes, if its result goes to another rank."""
+    """Return the send and the receive that an action causes, if its result goes to another rank."""
     stage, microbatch = action.stage, action.microbatch
     if action.kind == "W":
         return []
@@ -94,7 +94,7 @@ def _with_upkeep(steps: Sequence[Step], num_microbatches: int) -> list[LoweredSt
 
 
 def _next_stages(steps: Sequence[Step]) -> list[list[int]]:
-    """Give for each step the stages used from there on, first used first, as many as may be gathered."""
+    """Return for each step the stages used from there on, first used first, as many as may be gathered."""
     upcoming: list[int] = []
     found: list[list[int]] = []
     for step in reversed(steps):

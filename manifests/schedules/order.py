@@ -17,9 +17,9 @@ StepT = TypeVar("StepT", bound=LoweredStep)
 
 
 def in_order(ranks: Sequence[Sequence[StepT]], placement: Placement) -> Iterator[tuple[int, StepT]]:
-    """Give every (rank, step), each after the steps it waits for.
+    """Yield every (rank, step), each after the steps it waits for.
 
-    Goes round and round the ranks, taking one step of each that can go on.
+    Visits the ranks in turn, taking one step of each that is ready.
 
     Raises:
         InputError: ranks that wait for each other, or for what no rank computes.
@@ -41,7 +41,7 @@ def in_order(ranks: Sequence[Sequence[StepT]], placement: Placement) -> Iterator
 
 
 def input_of(action: Action, num_stages: int) -> Result | None:
-    """Give the result of a neighbouring stage that an action works on, if any."""
+    """Return the result of a neighbouring stage that an action works on, if any."""
     if action.kind == "F" and action.stage > 0:
         return action.stage - 1, "F", action.microbatch
     if action.kind in "BI" and action.stage < num_stages - 1:
@@ -54,7 +54,7 @@ def result_of(action: Action) -> Result:
 
 
 def _missing(step: LoweredStep, num_stages: int, done: set[Result]) -> Result | None:
-    """Give what a step still waits for, if anything."""
+    """Return what a step still waits for, if anything."""
     for action in actions_of(step):
         if action.kind != "F":
             own = (action.stage, "B" if action.kind == "W" else "F", action.microbatch)
@@ -67,7 +67,7 @@ def _missing(step: LoweredStep, num_stages: int, done: set[Result]) -> Result | 
 
 
 def _deadlock(left: Sequence[Sequence[LoweredStep]], num_stages: int, done: set[Result]) -> InputError:
-    """Follow the waiting from rank to rank until it closes a circle, or ends at what no rank computes."""
+    """Follow the waiting from rank to rank until it closes a cycle, or ends at what no rank computes."""
     holders = {
         result_of(action): rank for rank, steps in enumerate(left) for step in steps for action in actions_of(step)
     }
@@ -75,13 +75,15 @@ def _deadlock(left: Sequence[Sequence[LoweredStep]], num_stages: int, done: set[
     rank = next(rank for rank, steps in enumerate(left) if steps)
     while rank not in waits:
         missing = _missing(left[rank][0], num_stages, done)
-        assert missing is not None, "a rank that waits for nothing goes on"
+        assert missing is not None, "a rank that waits for nothing is not stuck"
         stage, kind, microbatch = missing
         waits[rank] = f"rank {rank} cannot start {left[rank][0]} before {stage}{kind}{microbatch}"
         if missing not in holders:
-            return InputError("schedule", f"{waits[rank]}, which no rank computes")
+            return InputError("schedule", f"{waits[rank]}, which no rank computes", code="schedule.deadlock")
         if holders[missing] == rank:
-            return InputError("schedule", f"{waits[rank]}, which stands no earlier in its own list")
+            problem = f"{waits[rank]}, which is not earlier in its own list"
+            return InputError("schedule", problem, code="schedule.deadlock")
         rank = holders[missing]
     circle = list(waits)[list(waits).index(rank) :]
-    return InputError("schedule", "the ranks wait for each other: " + "; ".join(waits[rank] for rank in circle))
+    problem = "the ranks wait for each other: " + "; ".join(waits[rank] for rank in circle)
+    return InputError("schedule", problem, code="schedule.deadlock")

@@ -22,7 +22,7 @@ _WHERE = "--schedule"
 
 
 def schedule_named(name: str) -> ScheduleName:
-    """Give the schedule of that name, upper or lower case.
+    """Return the schedule of that name, upper or lower case.
 
     Raises:
         UsageError: no schedule has that name.
@@ -32,11 +32,11 @@ def schedule_named(name: str) -> ScheduleName:
         return known[name.lower()]
     close = get_close_matches(name.lower(), known, n=1, cutoff=0.3)
     guess = f"did you mean {known[close[0]]}? " if close else ""
-    raise UsageError(_WHERE, f"{name!r} is not known", f"{guess}known: {', '.join(SCHEDULES)}")
+    raise UsageError(_WHERE, f"{name!r} is not known", f"{guess}known: {', '.join(SCHEDULES)}", code="schedule.unknown")
 
 
 def default_schedule(placement: Placement) -> ScheduleName:
-    """Name the schedule for stages that no one asked a schedule for."""
+    """Return the schedule for stages when none is asked for."""
     if placement.style == "v":
         return "ZBVZeroBubble"
     return "1F1B" if placement.num_virtual == 1 else "Interleaved1F1B"
@@ -45,17 +45,18 @@ def default_schedule(placement: Placement) -> ScheduleName:
 def check_schedule(
     name: str, placement: Placement, num_microbatches: int, *, microbatch_group: int | None = None
 ) -> ScheduleName:
-    """Give the schedule's own name, if these stages and this many microbatches can run on it.
+    """Return the schedule's own name, if these stages and this many microbatches can run on it.
 
     `microbatch_group` is Megatron's, see `schedule_table`.
 
     Raises:
         UsageError: an unknown schedule; stages per rank or a placement that it cannot run; too few
-            microbatches, or a number of them that it cannot deal out.
+            microbatches, or a number of them that it cannot divide into rounds.
     """
     schedule = schedule_named(name)
     if num_microbatches < 1:
-        raise UsageError(_WHERE, f"{schedule} needs at least 1 microbatch, found {num_microbatches}")
+        problem = f"{schedule} needs at least 1 microbatch, found {num_microbatches}"
+        raise UsageError(_WHERE, problem, code="schedule.too-few-microbatches")
     _check_placement(schedule, placement)
     if schedule in ("1F1B", "DualPipeV") and num_microbatches < placement.num_stages:
         other = "GPipe" if schedule == "1F1B" else "ZBVZeroBubble"
@@ -64,6 +65,7 @@ def check_schedule(
             f"{schedule} needs at least {placement.num_stages} microbatches, one for each stage, "
             f"found {num_microbatches}",
             f"take {placement.num_stages} microbatches or more, or the schedule {other}",
+            code="schedule.too-few-microbatches",
         )
     if microbatch_group is not None:
         _check_group(schedule, placement.num_ranks, num_microbatches, microbatch_group)
@@ -73,7 +75,7 @@ def check_schedule(
 
 
 def default_group(num_ranks: int, num_microbatches: int) -> int:
-    """Give how many microbatches go through a stage before the rank turns to its next one: torch's choice.
+    """Return how many microbatches go through a stage before the rank turns to its next one: torch's choice.
 
     As many rounds as there are whole sets of `num_ranks` microbatches, at least one.
     """
@@ -88,6 +90,7 @@ def _check_placement(schedule: ScheduleName, placement: Placement) -> None:
             _WHERE,
             f"{schedule} needs 1 stage on each rank, found {per_rank}",
             f"take the schedule {other}, or the layout pp={num_ranks}",
+            code="schedule.other-placement",
         )
     if schedule in _V and style != "v":
         others = "GPipe or 1F1B" if per_rank == 1 else "Interleaved1F1B or InterleavedZeroBubble"
@@ -95,6 +98,7 @@ def _check_placement(schedule: ScheduleName, placement: Placement) -> None:
             _WHERE,
             f"{schedule} needs 2 stages on each rank, placed in a v, found {per_rank} placed in a loop",
             f"take the layout pp={num_ranks},vpp=2,style=v, or the schedule {others}",
+            code="schedule.other-placement",
         )
     if schedule not in _SINGLE + _V and (per_rank < 2 or style != "loop"):
         others = "GPipe or 1F1B" if per_rank == 1 else "ZBVZeroBubble or DualPipeV"
@@ -102,6 +106,7 @@ def _check_placement(schedule: ScheduleName, placement: Placement) -> None:
             _WHERE,
             f"{schedule} needs 2 stages or more on each rank, placed in a loop, found {per_rank} placed in a {style}",
             f"take the layout pp={num_ranks},vpp={max(2, per_rank)}, or the schedule {others}",
+            code="schedule.other-placement",
         )
 
 
@@ -115,22 +120,24 @@ def _check_rounds(schedule: ScheduleName, num_ranks: int, num_microbatches: int)
         upper = next(filter(even, count(num_microbatches + 1)))
         raise UsageError(
             _WHERE,
-            f"{schedule} over {num_ranks} ranks deals microbatches in {num_rounds} rounds of equal size, "
+            f"{schedule} over {num_ranks} ranks runs microbatches in {num_rounds} rounds of equal size, "
             f"found {num_microbatches} microbatches",
             f"take {lower} or {upper} microbatches",
+            code="schedule.uneven-rounds",
         )
 
 
 def _check_group(schedule: ScheduleName, num_ranks: int, num_microbatches: int, group: int) -> None:
     if schedule != "Interleaved1F1B":
-        raise UsageError(
-            _WHERE, f"{schedule} knows no groups of microbatches", "leave the group out, or take Interleaved1F1B"
-        )
+        problem = f"{schedule} does not support groups of microbatches"
+        hint = "leave the group out, or take Interleaved1F1B"
+        raise UsageError(_WHERE, problem, hint, code="schedule.microbatch-group")
     if num_microbatches < num_ranks:
         raise UsageError(
             _WHERE,
             f"groups need at least {num_ranks} microbatches, one for each rank, found {num_microbatches}",
             f"take {num_ranks} microbatches or more",
+            code="schedule.too-few-microbatches",
         )
 
     def fits(size: int) -> bool:
@@ -143,4 +150,5 @@ def _check_group(schedule: ScheduleName, num_ranks: int, num_microbatches: int, 
             f"a group of microbatches takes {num_ranks} (ranks) to {num_microbatches} (microbatches) and leaves none "
             f"or at least {num_ranks} for the last group, found {group}",
             "take a group of " + " or ".join(map(str, sorted(sizes[:2]))),
+            code="schedule.microbatch-group",
         )

@@ -1,4 +1,4 @@
-"""How a table runs when each action takes its time: who computes what when, who waits, and what is held meanwhile."""
+"""How a table runs when each action takes its time: who computes what when, who waits, and what is kept meanwhile."""
 
 from __future__ import annotations
 
@@ -34,16 +34,18 @@ class Costs:
                 "costs",
                 f"expected as many stages in each, found {len(self.forward_s)} forward, {len(self.input_s)} input "
                 f"and {len(self.weight_s)} weight times",
+                code="schedule.invalid-costs",
             )
         # NaN fails every comparison.
         if not all(0 <= seconds < inf for seconds in (*self.forward_s, *self.input_s, *self.weight_s, self.hop_s)):
-            raise InputError("costs", "expected times of 0 seconds or more, and finite")
+            problem = "expected times of 0 seconds or more, and finite"
+            raise InputError("costs", problem, code="schedule.invalid-costs")
 
     @classmethod
     def of(
         cls, forward_s: Sequence[float], backward_s: Sequence[float], *, input_share: float = 0.5, hop_s: float = 0.0
     ) -> Costs:
-        """Give the costs of stages whose backwards are known whole; I takes `input_share` of each.
+        """Return the costs of stages whose backwards are known whole; I takes `input_share` of each.
 
         Half is right for matrix products: one for the input, one for the weights. The first stage has
         no one to send to: torch leaves its whole backward to W.
@@ -85,7 +87,7 @@ class Timeline:
     ranks: tuple[tuple[Span, ...], ...]
     makespan_s: float
     busy_s: tuple[float, ...]  # of each rank
-    peak_by_stage: tuple[int, ...]  # most microbatches held at once, see `peak_held`
+    peak_by_stage: tuple[int, ...]  # most microbatches in flight at once, see `peak_held`
     peak_by_rank: tuple[int, ...]  # the same over all stages of the rank
 
     @property
@@ -96,7 +98,7 @@ class Timeline:
 
 
 def simulate(table: Table, costs: Costs, begins_s: Sequence[float] | None = None) -> Timeline:
-    """Give the timeline of a table, each action starting as soon as its rank and its input are there.
+    """Return the timeline of a table, each action starting as soon as its rank and its input are there.
 
     Transfers take `hop_s` and no rank's time. An Overlap takes as long as its two actions in turn. No rank
     does anything before it begins, at its moment of `begins_s`; None: all at 0.
@@ -106,7 +108,8 @@ def simulate(table: Table, costs: Costs, begins_s: Sequence[float] | None = None
     """
     placement = table.placement
     if len(costs.forward_s) != placement.num_stages:
-        raise InputError("costs", f"expected {placement.num_stages} stages, found {len(costs.forward_s)}")
+        problem = f"expected {placement.num_stages} stages, found {len(costs.forward_s)}"
+        raise InputError("costs", problem, code="schedule.invalid-costs")
     spans: list[list[Span]] = [[] for _ in table.ranks]
     free_s, busy_s = list(begins_s or [0.0] * len(spans)), [0.0] * len(spans)
     left_s: dict[Result, tuple[float, int]] = {}  # when each result left its rank, and which rank that is
@@ -138,9 +141,9 @@ def simulate(table: Table, costs: Costs, begins_s: Sequence[float] | None = None
 
 
 def peak_held(table: Table, stage_sizes: Sequence[int]) -> tuple[int, ...]:
-    """Give the most that each rank holds at once, where a microbatch in flight on stage i takes `stage_sizes[i]`.
+    """Return the most that each rank keeps at once, where a microbatch in flight on stage i takes `stage_sizes[i]`.
 
-    A stage holds a microbatch from the start of its F to the end of its B or W. Time does not matter:
+    A stage keeps a microbatch from the start of its F to the end of its B or W. Time does not matter:
     the order of a rank's actions alone decides.
     """
     return tuple(_peak((action for step in steps for action in actions_of(step)), stage_sizes) for steps in table.ranks)

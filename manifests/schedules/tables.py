@@ -18,7 +18,7 @@ __all__ = ["schedule_table"]
 def schedule_table(
     name: str, placement: Placement, num_microbatches: int, *, microbatch_group: int | None = None
 ) -> Table:
-    """Give what every rank computes, in the order in which torch 2.13 runs the schedule of that name.
+    """Return what every rank computes, in the order in which torch 2.13 runs the schedule of that name.
 
     `microbatch_group` (Interleaved1F1B) is how many microbatches go through a stage before the rank
     turns to its next one: Megatron-Core's `microbatch_group_size_per_vp_stage`. The last group may be
@@ -74,7 +74,7 @@ def _one_group(stages: Sequence[int], microbatches: Sequence[int]) -> list[_Turn
 
 
 def _in_groups(stages: Sequence[int], num_microbatches: int, group: int) -> tuple[list[_Turn], list[_Turn]]:
-    """Give the turns of forwards and of backwards: a group through all stages of the rank, then the next group."""
+    """Return the turns of forwards and of backwards: a group through all stages of the rank, then the next group."""
     forwards, backwards = list[_Turn](), list[_Turn]()
     for first in range(0, num_microbatches, group):
         microbatches = range(first, min(first + group, num_microbatches))
@@ -84,7 +84,7 @@ def _in_groups(stages: Sequence[int], num_microbatches: int, group: int) -> tupl
 
 
 def _alternate(forwards: Sequence[_Turn], backwards: Sequence[_Turn], num_warmup: int) -> Iterator[Action]:
-    """Give the warm-up's forwards, then a forward and a backward by turns, then the backwards that are left."""
+    """Yield the warm-up's forwards, then a forward and a backward by turns, then the backwards that are left."""
     ahead = iter(forwards)
     for stage, microbatch in islice(ahead, num_warmup):
         yield Action(stage=stage, kind="F", microbatch=microbatch)

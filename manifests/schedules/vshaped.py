@@ -1,4 +1,4 @@
-"""The schedules of stages placed in a v: rank r holds stage r on the way down and stage 2P - 1 - r on the way up."""
+"""The schedules of stages placed in a v: rank r has stage r on the way down and stage 2P - 1 - r on the way up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["dualpipev", "zbv"]
 
 
 def zbv(placement: Placement, num_microbatches: int, rank: int) -> Iterator[Action]:
-    """Give one rank's actions of ZB-V: hardly a bubble where F, I and W take equally long.
+    """Yield one rank's actions of ZB-V: almost no bubble where F, I and W take equally long.
 
     Source: arXiv 2401.10241, section 6. The pattern is made for 2P - 1 microbatches or more; with
     fewer, the actions of those that are not there are left out.
@@ -37,7 +37,7 @@ def zbv(placement: Placement, num_microbatches: int, rank: int) -> Iterator[Acti
 
 
 def dualpipev(placement: Placement, num_microbatches: int, rank: int) -> Iterator[Step]:
-    """Give one rank's steps of DualPipeV: a forward of one stage beside a backward of the other.
+    """Yield one rank's steps of DualPipeV: a forward of one stage beside a backward of the other.
 
     Source: `dualpipe/dualpipev.py` of deepseek-ai/DualPipe; arXiv 2412.19437, section 3.2.1.
     """
@@ -92,7 +92,7 @@ def _parts(stage: int) -> tuple[_Part, _Part, _Part]:
 
 
 def _numbering() -> Callable[[ComputeKind, int], Action]:
-    """Give a function that gives each stage's next action of a kind. I and B count as one kind."""
+    """Return a function that returns each stage's next action of a kind. I and B count as one kind."""
     counts = defaultdict[tuple[str, int], "count[int]"](count)
 
     def take(kind: ComputeKind, stage: int) -> Action:

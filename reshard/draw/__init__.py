@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from manifests.errors import InputError, UsageError
+from manifests.probe import check_new_file
 from manifests.store import write_file
 
 if TYPE_CHECKING:
-    from reshard.planning import Planned
+    from reshard.operations.resolve import PlanResult
 
 __all__ = ["check_picture", "draw_plan"]
 
@@ -25,17 +26,23 @@ def check_picture(path: Path, force: bool) -> None:
 
     Raises:
         UsageError: another kind of file, or no matplotlib.
-        InputError: the file exists and `force` is not given.
+        InputError: the file exists and `force` is not given, or its folder takes no file.
     """
     if path.suffix.lower() not in SUFFIXES:
-        raise UsageError("--draw", f"{path.name!r} is no picture", f"end it in {', '.join(SUFFIXES)}")
+        raise UsageError(
+            "--draw", f"{path.name!r} is no picture", f"end it in {', '.join(SUFFIXES)}", code="options.draw-suffix"
+        )
     if find_spec("matplotlib") is None:
-        raise UsageError("--draw", "matplotlib draws the pictures, and is not installed", "pip install 'reshard[draw]'")
-    if path.exists() and not force:
-        raise InputError(str(path), "exists already", "choose another --draw, or replace it with --force")
+        raise UsageError(
+            "--draw",
+            "matplotlib draws the pictures, and is not installed",
+            "pip install 'reshard[draw]'",
+            code="options.needs-matplotlib",
+        )
+    check_new_file(path, "--draw", force=force)
 
 
-def draw_plan(planned: Planned, path: Path, theme: str = "light") -> None:
+def draw_plan(planned: PlanResult, path: Path, theme: str = "light") -> None:
     """Write the picture of a plan, of the kind that its name says. The same plan gives the same bytes.
 
     Raises:
@@ -47,7 +54,12 @@ def draw_plan(planned: Planned, path: Path, theme: str = "light") -> None:
     from reshard.draw.theme import THEMES
 
     if planned.forecast.step is None:
-        raise UsageError("--draw", "a step of so many microbatches is too long to simulate", "say fewer --microbatches")
+        raise UsageError(
+            "--draw",
+            "a step of so many microbatches is too long to simulate",
+            "say fewer --microbatches",
+            code="options.too-many-microbatches",
+        )
     suffix = path.suffix.lower()
     if suffix == ".html":
         data = html_page(planned).encode()
@@ -56,4 +68,4 @@ def draw_plan(planned: Planned, path: Path, theme: str = "light") -> None:
     try:
         write_file(path, data)
     except OSError as error:
-        raise InputError(str(path), f"cannot be written: {error.strerror}") from error
+        raise InputError(str(path), f"cannot be written: {error.strerror}", code="output.unwritable") from error

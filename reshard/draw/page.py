@@ -8,7 +8,7 @@ from string import Template
 
 from reshard.draw.sheet import draw_sheet, headline
 from reshard.draw.theme import THEMES
-from reshard.planning import Planned
+from reshard.operations.resolve import PlanResult
 from reshard.report.plan import bottleneck, plan_text
 
 __all__ = ["html_page"]
@@ -38,7 +38,7 @@ $picture
 """)
 
 
-def html_page(planned: Planned) -> str:
+def html_page(planned: PlanResult) -> str:
     """Give the page: the picture, its colours left to the style sheet, and the table below it."""
     return _PAGE.substitute(
         title=escape(headline(planned)),

@@ -12,8 +12,8 @@ from matplotlib.ticker import MaxNLocator
 
 from reshard.draw.scale import byte_scale, height_of, ticks
 from reshard.draw.theme import ACCENT, MEMORY_COLOURS, PLAIN, Theme
-from reshard.forecast import Forecast
-from reshard.units import number_runs, show_bytes
+from reshard.estimate.training_estimate import Forecast
+from reshard.formatting import number_runs, show_bytes
 
 __all__ = ["draw_memory", "draw_work", "number_rows", "put_legend", "row_height"]
 

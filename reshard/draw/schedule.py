@@ -14,7 +14,7 @@ from manifests.schedules import Span
 from reshard.draw.ranks import number_rows, put_legend, row_height
 from reshard.draw.scale import Scale, height_of, second_scale, width_of
 from reshard.draw.theme import ON_DARK, ON_LIGHT, WORK_COLOURS, Theme
-from reshard.forecast import Forecast
+from reshard.estimate.training_estimate import Forecast
 
 __all__ = ["draw_schedule"]
 

@@ -12,12 +12,12 @@ from reshard.draw.ranks import draw_memory, draw_work
 from reshard.draw.schedule import draw_schedule
 from reshard.draw.stages import draw_stages
 from reshard.draw.theme import ACCENT, Theme, drawing
+from reshard.formatting import show_bytes
 from reshard.layout.wording import shorten
-from reshard.plan import traffic_of
-from reshard.planning import Planned
+from reshard.operations.resolve import PlanResult
+from reshard.plans.pack_plan import traffic_of
 from reshard.report.layout import placement_line
 from reshard.report.plan import bottleneck, memory_line, schedule_line
-from reshard.units import show_bytes
 
 __all__ = ["draw_sheet", "headline"]
 
@@ -28,7 +28,7 @@ _SHARES = (0.58, 0.16, 0.26)  # of the width: schedule, work, memory
 _DPI = 130
 
 
-def draw_sheet(planned: Planned, theme: Theme, form: Literal["svg", "png"]) -> bytes:
+def draw_sheet(planned: PlanResult, theme: Theme, form: Literal["svg", "png"]) -> bytes:
     """Give the picture: stages above, ranks below, and in words which rank is the bottleneck."""
     rows = _rows_height(planned.layout.placement.num_ranks)
     height = _HEADER + _STAGES + _BELOW_STAGES + rows + _BELOW_RANKS
@@ -44,7 +44,7 @@ def draw_sheet(planned: Planned, theme: Theme, form: Literal["svg", "png"]) -> b
         return _save(figure, form)
 
 
-def headline(planned: Planned) -> str:
+def headline(planned: PlanResult) -> str:
     return f"{shorten(planned.name)}: {shorten(planned.layout.spec)}"
 
 
@@ -60,7 +60,7 @@ def _place(figure: Figure, left: float, bottom: float, width: float, height: flo
     return figure.add_axes((left / wide, bottom / high, width / wide, height / high))
 
 
-def _write_header(figure: Figure, planned: Planned, theme: Theme, height: float) -> None:
+def _write_header(figure: Figure, planned: PlanResult, theme: Theme, height: float) -> None:
     shape, forecast = planned.shape, planned.forecast
     nbytes = traffic_of(planned.plan.shards_on()).write_nbytes
     model = (

@@ -13,7 +13,7 @@ from manifests.models import module_of
 from manifests.schema import WEIGHTS
 from reshard.draw.scale import Scale, byte_scale, height_of, ticks, width_of
 from reshard.draw.theme import ACCENT, KIND_COLOURS, Theme
-from reshard.planning import Planned
+from reshard.operations.resolve import PlanResult
 from reshard.report.text import modules_shown
 
 __all__ = ["draw_stages", "stage_bytes"]
@@ -24,7 +24,7 @@ _CHAR_PT = 4.4  # width of a character of 7.5 points
 _CUBIC = (Path.MOVETO, Path.CURVE4, Path.CURVE4, Path.CURVE4)
 
 
-def draw_stages(axes: Axes, planned: Planned, theme: Theme) -> None:
+def draw_stages(axes: Axes, planned: PlanResult, theme: Theme) -> None:
     """Draw one bar for each stage, in the order the model runs."""
     by_kind = stage_bytes(planned)
     num_stages = planned.layout.placement.num_stages
@@ -56,7 +56,7 @@ def draw_stages(axes: Axes, planned: Planned, theme: Theme) -> None:
     axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(by_kind), borderaxespad=0.2)
 
 
-def stage_bytes(planned: Planned) -> dict[str, list[int]]:
+def stage_bytes(planned: PlanResult) -> dict[str, list[int]]:
     """Give the bytes of every stage's weights for each kind of module that the model has."""
     kind_of = _kinds(planned)
     found = {kind: [0] * len(planned.plan.stages) for kind in KIND_COLOURS if kind in kind_of.values()}
@@ -68,7 +68,7 @@ def stage_bytes(planned: Planned) -> dict[str, list[int]]:
     return found
 
 
-def _kinds(planned: Planned) -> Mapping[str, str]:
+def _kinds(planned: PlanResult) -> Mapping[str, str]:
     inventory, fqns_of = planned.inventory, planned.shape.by_module()
     kinds = {}
     for position, module in enumerate(inventory.modules):
@@ -83,14 +83,14 @@ def _kinds(planned: Planned) -> Mapping[str, str]:
     return kinds
 
 
-def _headroom(planned: Planned) -> float:
+def _headroom(planned: PlanResult) -> float:
     """Give how much taller than the tallest bar the axes are: room for names, rounds and ties."""
     placement = planned.layout.placement
     named = 1.3 if placement.num_stages <= _MOST_NAMED else 1.1
     return named + (0.12 if placement.num_virtual > 1 else 0) + (0.36 if planned.plan.ties else 0)
 
 
-def _draw_bands(axes: Axes, planned: Planned, theme: Theme) -> None:
+def _draw_bands(axes: Axes, planned: PlanResult, theme: Theme) -> None:
     """Shade every other round over the ranks."""
     placement = planned.layout.placement
     if placement.num_virtual == 1:
@@ -106,7 +106,7 @@ def _draw_bands(axes: Axes, planned: Planned, theme: Theme) -> None:
             )  # fmt: skip
 
 
-def _write_names(axes: Axes, planned: Planned, tops: Sequence[float], scale: Scale) -> list[float]:
+def _write_names(axes: Axes, planned: PlanResult, tops: Sequence[float], scale: Scale) -> list[float]:
     """Write bytes and modules above the bars, as far as they fit, and give where the writing ends."""
     num_stages = len(tops)
     if num_stages > _MOST_SIZED:
@@ -131,7 +131,7 @@ def _wrap(text: str, width_pt: float) -> list[str]:
     return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
 
 
-def _mark_stages(axes: Axes, planned: Planned, theme: Theme) -> None:
+def _mark_stages(axes: Axes, planned: PlanResult, theme: Theme) -> None:
     """Number stages and ranks below the bars; those of the bottleneck stand out."""
     placement = planned.layout.placement
     marked = [stage for rank in planned.forecast.bottleneck[:4] for stage in placement.stages_on(rank)]
@@ -147,7 +147,7 @@ def _mark_stages(axes: Axes, planned: Planned, theme: Theme) -> None:
     )  # fmt: skip
 
 
-def _draw_ties(axes: Axes, planned: Planned, feet: Sequence[float], theme: Theme) -> None:
+def _draw_ties(axes: Axes, planned: PlanResult, feet: Sequence[float], theme: Theme) -> None:
     """Draw an arc from the stage of each tie group's owner to each other's."""
     placement, ceiling = planned.layout.placement, axes.get_ylim()[1]
     height = ceiling * (0.82 if placement.num_virtual > 1 else 0.9)

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from manifests.errors import InputError
 from manifests.placement import Placement
+from manifests.sizes import parse_size
 from reshard.layout.deepspeed import matching_weights
 from reshard.layout.inventory import Inventory
 from reshard.layout.items import pin_windows
@@ -17,7 +18,6 @@ from reshard.layout.names import NameProblem, Names
 from reshard.layout.options import DEGREES, Degrees, Options, Word, layout_of, read_words
 from reshard.layout.solve import Problem, solve
 from reshard.layout.wording import error_at, list_words, nearest_word, shorten
-from reshard.units import parse_bytes
 
 __all__ = ["COSTS", "goes_by_memory", "goes_by_time", "read_balance", "unsolved"]
 
@@ -85,7 +85,10 @@ def _read_options(request: Request, words: tuple[Word, ...]) -> tuple[Options, D
     placement, num_modules = degrees.placement(request), len(request.inventory.modules)
     if placement.num_stages > num_modules:
         raise options.error(
-            "pp", f"{placement.num_stages} stages for {num_modules} modules, some would be empty", "lower pp or vpp"
+            "pp",
+            f"{placement.num_stages} stages for {num_modules} modules, some would be empty",
+            "lower pp or vpp",
+            code="layout.too-many-stages",
         )
     return options, degrees, placement
 
@@ -114,7 +117,9 @@ def _costs(request: Request, text: str) -> tuple[float, ...]:
         found = shorten(name.strip())
         nearest = nearest_word(found, COSTS)
         hint = f"did you mean {nearest}?" if nearest else ""
-        raise error_at(request.spec, position, f"balance by {list_words(COSTS)}, not {found!r}", hint)
+        raise error_at(
+            request.spec, position, f"balance by {list_words(COSTS)}, not {found!r}", hint, code="layout.unknown-cost"
+        )
     return _cost_of_each(request, name.strip(), f"balance:{name.strip()}")
 
 
@@ -131,12 +136,19 @@ def _cost_of_each(request: Request, name: str, asker: str) -> tuple[float, ...]:
             if name == "time"
             else "sizes come from a model: reshard plan SOURCE --layout " + shorten(request.spec)
         )
-        raise InputError("layout", f"{asker} needs the {name} of every module, which are not known here", hint)
+        raise InputError(
+            "layout",
+            f"{asker} needs the {name} of every module, which are not known here",
+            hint,
+            code="layout.missing-costs",
+        )
     for module in request.inventory.modules:
         cost = costs.get(module)
         if cost is None or not math.isfinite(cost) or cost < 0:
             found = "nothing" if cost is None else str(cost)
-            raise InputError(f"{name} of {module}", f"expected a number, 0 or more, found {found}")
+            raise InputError(
+                f"{name} of {module}", f"expected a number, 0 or more, found {found}", code="layout.bad-cost"
+            )
     return tuple(costs[module] for module in request.inventory.modules)
 
 
@@ -144,9 +156,14 @@ def _limit(options: Options) -> int | None:
     text = options.text("limit")
     if text is None:
         return None
-    limit = parse_bytes(text)
+    limit = parse_size(text)
     if limit is None:
-        raise options.error("limit", f"limit must be a number of bytes, found {shorten(text)!r}", "write 80GB or 75GiB")
+        raise options.error(
+            "limit",
+            f"limit must be a size with a unit, found {shorten(text)!r}",
+            "write 80GB, which is 80GiB",
+            code="layout.bad-option",
+        )
     return limit
 
 
@@ -170,14 +187,16 @@ def _pin(request: Request, word: Word, num_stages: int) -> tuple[int, int]:
     name, at, stage = word.value.rpartition("@")
     position = word.value_position
     if not at or not re.fullmatch(r"[0-9]{1,9}", stage):
-        raise error_at(request.spec, position, "a pin is MODULE@STAGE", "write pin=lm_head@3")
+        raise error_at(request.spec, position, "a pin is MODULE@STAGE", "write pin=lm_head@3", code="layout.bad-pin")
     try:
         item = Names(request.inventory).one(name)
     except NameProblem as problem:
-        raise error_at(request.spec, position, str(problem), problem.hint) from problem
+        raise error_at(request.spec, position, str(problem), problem.hint, code="layout.unknown-module") from problem
     if int(stage) >= num_stages:
         stages = f"the stages are 0 to {num_stages - 1}"
-        raise error_at(request.spec, position + len(name) + 1, f"there is no stage {int(stage)}", stages)
+        raise error_at(
+            request.spec, position + len(name) + 1, f"there is no stage {int(stage)}", stages, code="layout.bad-pin"
+        )
     return item, int(stage)
 
 
@@ -199,14 +218,20 @@ def _no_split(request: Request, problem: Problem, pins: list[Word], limit: int) 
     for index, word in enumerate(pins):
         if not pin_windows(len(modules), placement.num_stages, problem.pins[: index + 1]):
             hint = "stages follow the order the modules run in"
-            return error_at(request.spec, word.position, "this pin contradicts those before it", hint)
+            return error_at(
+                request.spec,
+                word.position,
+                "this pin contradicts those before it",
+                hint,
+                code="layout.conflicting-pins",
+            )
     free = problem.memory_limit or 0
     memory = problem.memory
     if problem.in_flight:  # no stage has less
         fewest = min(problem.in_flight)
         memory = tuple(taken + fewest * each for taken, each in zip(memory, problem.kept, strict=True))
     largest = max(range(len(modules)), key=lambda item: memory[item])
-    hint = "raise limit, or ask for more ranks"
+    hint = "raise limit=SIZE (or --memory-limit), or use more ranks"
     if memory[largest] > free:
         found = f"{modules[largest]} alone takes {memory[largest]:,.0f} bytes"
     elif sum(memory) > free * placement.num_ranks:
@@ -214,4 +239,4 @@ def _no_split(request: Request, problem: Problem, pins: list[Word], limit: int) 
     else:
         found = "no contiguous split was found that fits"
     wires = f", {limit - free:,} of them for buffers between ranks" if free < limit else ""
-    return InputError("layout", f"a rank may hold {limit:,} bytes{wires}; {found}", hint)
+    return InputError("layout", f"a rank may hold {limit:,} bytes{wires}; {found}", hint, code="layout.memory-limit")

@@ -77,15 +77,25 @@ def matching_weights(request: Request, pattern: str, position: int) -> dict[str,
     classes = class_names(request.inventory)
     known = list_words(dict.fromkeys(classes), "and")
     if not pattern or len(pattern) > MOST_REGEX:
-        raise error_at(request.spec, position, "type: needs a regular expression", f"the classes are {known}")
+        raise error_at(
+            request.spec,
+            position,
+            "type: needs a regular expression",
+            f"the classes are {known}",
+            code="layout.bad-regex",
+        )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of expressions whose meaning may change
             matcher = re.compile(pattern, re.IGNORECASE)
     except (re.error, OverflowError, RecursionError) as error:
         at = getattr(error, "pos", None) or 0
-        raise error_at(request.spec, position + at, f"not a regular expression: {error}") from error
+        raise error_at(
+            request.spec, position + at, f"not a regular expression: {error}", code="layout.bad-regex"
+        ) from error
     matched = {name: bool(matcher.search(name)) for name in set(classes)}
     if not any(matched.values()):
-        raise error_at(request.spec, position, "matches the class of no module", f"the classes are {known}")
+        raise error_at(
+            request.spec, position, "matches the class of no module", f"the classes are {known}", code="layout.no-match"
+        )
     return {module: float(matched[name]) for module, name in zip(request.inventory.modules, classes, strict=True)}

@@ -48,8 +48,20 @@ def expand(spec: str, strict: bool) -> Expansion:
         return ours
     space = next((at for at, letter in enumerate(spec) if letter.isspace()), None)
     if space is not None:
-        raise error_at(spec, space, "Megatron takes no white space here", f"write {''.join(spec.split())}")
-    raise error_at(spec, _nested_group(spec), "Megatron takes no group inside a group", "write the inner one out")
+        raise error_at(
+            spec,
+            space,
+            "Megatron takes no white space here",
+            f"write {''.join(spec.split())}",
+            code="layout.not-megatron",
+        )
+    raise error_at(
+        spec,
+        _nested_group(spec),
+        "Megatron takes no group inside a group",
+        "write the inner one out",
+        code="layout.not-megatron",
+    )
 
 
 def _expand_as_megatron(spec: str) -> Expansion:
@@ -95,7 +107,9 @@ class _Reader:
             else:
                 raise self._refusal(letter, at)
         if len(self.open) > 1:
-            raise error_at(self.spec, self.open[-1][0], "this group is never closed", "close it with )*n")
+            raise error_at(
+                self.spec, self.open[-1][0], "this group is never closed", "close it with )*n", code="layout.bad-group"
+            )
         _, letters, origins = self.open[0]
         return Expansion(text="".join(letters), origins=origins)
 
@@ -116,14 +130,18 @@ class _Reader:
 
     def _close(self, at: int) -> None:
         if len(self.open) == 1:
-            raise error_at(self.spec, at, "this closes no group")
+            raise error_at(self.spec, at, "this closes no group", code="layout.bad-group")
         opened, letters, origins = self.open.pop()
         if self._peek() != "*":
             raise error_at(
-                self.spec, opened, "a group stands for a repeat: (…)*n", "add *n after it, or drop the parentheses"
+                self.spec,
+                opened,
+                "a group stands for a repeat: (…)*n",
+                "add *n after it, or drop the parentheses",
+                code="layout.bad-group",
             )
         if not letters and self.spec[opened + 1 : at].strip(", ") == "":
-            raise error_at(self.spec, opened, "this group is empty")
+            raise error_at(self.spec, opened, "this group is empty", code="layout.bad-group")
         self._append(letters, origins)
 
     def _append(self, letters: list[str], origins: list[int]) -> None:
@@ -146,21 +164,25 @@ class _Reader:
             digits.append(self.tokens[self.next])
             self.next += 1
         if not digits:
-            raise error_at(self.spec, star, "a repeat needs a number after *")
+            raise error_at(self.spec, star, "a repeat needs a number after *", code="layout.bad-repeat")
         if self._peek() == "*":
             at = self.tokens[self.next][1]
-            raise error_at(self.spec, at, "a repeat cannot be repeated", "put it in a group: (t*2)*3")
+            raise error_at(
+                self.spec, at, "a repeat cannot be repeated", "put it in a group: (t*2)*3", code="layout.bad-repeat"
+            )
         return _times("".join(digit for digit, _ in digits), self.spec, digits[0][1]), digits[0][1]
 
     def _refusal(self, letter: str, at: int) -> InputError:
         if letter == "*":
-            return error_at(self.spec, at, "there is nothing before * to repeat")
+            return error_at(self.spec, at, "there is nothing before * to repeat", code="layout.bad-repeat")
         if letter.isdecimal():
-            return error_at(self.spec, at, "a number stands only after *", "write t*3 for three layers")
+            return error_at(
+                self.spec, at, "a number stands only after *", "write t*3 for three layers", code="layout.bad-repeat"
+            )
         hint = "E embedding, t decoder layer, m MTP layer, L norm and head, | next stage"
         if letter in CASES:
             hint = f"did you mean {CASES[letter]}? {hint}"
-        return error_at(self.spec, at, f"{letter!r} is no layer letter", hint)
+        return error_at(self.spec, at, f"{letter!r} is no layer letter", hint, code="layout.unknown-letter")
 
 
 def _times(digits: str, spec: str, at: int) -> int:
@@ -176,7 +198,7 @@ def _check_length(num_letters: int, spec: str, at: int) -> None:
 
 
 def _too_long(spec: str, at: int) -> InputError:
-    return error_at(spec, at, f"this repeat makes the layout longer than {MAX_LETTERS} letters")
+    return error_at(spec, at, f"this repeat makes the layout longer than {MAX_LETTERS} letters", code="layout.too-long")
 
 
 def _nested_group(spec: str) -> int:

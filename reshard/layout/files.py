@@ -62,14 +62,16 @@ def read_cuts(request: Request) -> Layout:
         try:
             position = names.one(word.value)
         except NameProblem as problem:
-            raise error_at(request.spec, word.value_position, str(problem), problem.hint) from problem
+            raise error_at(
+                request.spec, word.value_position, str(problem), problem.hint, code="layout.unknown-module"
+            ) from problem
         if position <= bounds[-1]:
             module, before = (request.inventory.modules[at] for at in (position, bounds[-1]))
             found = (
                 f"{module} starts the stage before already" if module == before else f"{module} runs before {before}"
             )
             hint = "name the cuts once each, in the order the modules run"
-            raise error_at(request.spec, word.value_position, found, hint)
+            raise error_at(request.spec, word.value_position, found, hint, code="layout.wrong-order")
         bounds.append(position)
     return layout_of(request, (*bounds, len(request.inventory.modules)), Degrees.read(options))
 
@@ -77,18 +79,23 @@ def read_cuts(request: Request) -> Layout:
 def _load(file: Path, path: str) -> Mapping[str, object]:
     try:
         if not file.is_file():
-            raise InputError(path, "no such file", "a layout ending in .toml or .json is a file of module lists")
+            raise InputError(
+                path,
+                "no such file",
+                "a layout ending in .toml or .json is a file of module lists",
+                code="layout.no-file",
+            )
         if file.stat().st_size > MOST_BYTES:
-            raise InputError(path, f"is larger than {MOST_BYTES} bytes")
+            raise InputError(path, f"is larger than {MOST_BYTES} bytes", code="layout.file-too-large")
         data = file.read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-        raise InputError(path, f"cannot be read: {error}") from error
+        raise InputError(path, f"cannot be read: {error}", code="layout.unreadable") from error
     document = _parse(data, path)
     for key in document:
         if key not in FILE_KEYS:
             nearest = nearest_word(key, FILE_KEYS)
             hint = f"did you mean {nearest}?" if nearest else f"known: {list_words(FILE_KEYS, 'and')}"
-            raise InputError(f"{path}: {key}", "is not known here", hint)
+            raise InputError(f"{path}: {key}", "is not known here", hint, code="layout.unknown-key")
     return document
 
 
@@ -99,28 +106,35 @@ def _parse(data: bytes, path: str) -> Mapping[str, object]:
         try:
             return {"stages": json.loads(data)}
         except (RecursionError, ValueError) as error:
-            raise InputError(path, f"is not JSON: {error}") from error
+            raise InputError(path, f"is not JSON: {error}", code="layout.not-json") from error
     try:
         return tomllib.loads(data.decode("utf-8"))
     except (RecursionError, ValueError) as error:  # UnicodeDecodeError and TOMLDecodeError too
-        raise InputError(path, f"is not TOML: {error}") from error
+        raise InputError(path, f"is not TOML: {error}", code="layout.not-toml") from error
 
 
 def _stages(found: object, path: str) -> list[list[str]]:
     if not isinstance(found, list) or not found:
         shown = "nothing" if found is None else "an empty list" if found == [] else kind_of(found)
         hint = 'stages = [["model.embed_tokens", "layers.0-7"], ["layers.8-15", "norm", "lm_head"]]'
-        raise InputError(f"{path}: stages", f"expected a list of lists of module names, found {shown}", hint)
+        raise InputError(
+            f"{path}: stages",
+            f"expected a list of lists of module names, found {shown}",
+            hint,
+            code="layout.invalid-field",
+        )
     if len(found) > MAX_STAGES:
-        raise InputError(f"{path}: stages", f"{len(found)} stages, more than {MAX_STAGES}")
+        raise InputError(
+            f"{path}: stages", f"{len(found)} stages, more than {MAX_STAGES}", code="layout.too-many-stages"
+        )
     for index, stage in enumerate(found):
         if not isinstance(stage, list):
             problem = f"expected a list of module names, found {kind_of(stage)}"
-            raise InputError(f"{path}: stages[{index}]", problem)
+            raise InputError(f"{path}: stages[{index}]", problem, code="layout.invalid-field")
         for place, name in enumerate(stage):
             if not isinstance(name, str):
                 problem = f"expected a module name, found {kind_of(name)}"
-                raise InputError(f"{path}: stages[{index}][{place}]", problem)
+                raise InputError(f"{path}: stages[{index}][{place}]", problem, code="layout.invalid-field")
     return found
 
 
@@ -129,7 +143,7 @@ def _num_ranks(found: object, path: str) -> int | None:
         return None
     if type(found) is not int or not 1 <= found <= MAX_STAGES:
         problem = f"expected a whole number from 1 to {MAX_STAGES}, found {_shown(found)}"
-        raise InputError(f"{path}: num_ranks", problem)
+        raise InputError(f"{path}: num_ranks", problem, code="layout.invalid-field")
     return found
 
 
@@ -142,7 +156,9 @@ def _word(
     for word in known:
         if isinstance(found, str) and found.lower() == word.lower():
             return word
-    raise InputError(f"{path}: {key}", f"expected {list_words(known)}, found {_shown(found)}")
+    raise InputError(
+        f"{path}: {key}", f"expected {list_words(known)}, found {_shown(found)}", code="layout.invalid-field"
+    )
 
 
 def _shown(found: object) -> str:
@@ -153,7 +169,7 @@ def _shown(found: object) -> str:
 
 def _bounds(stages: list[list[str]], inventory: Inventory, path: str) -> tuple[int, ...]:
     """Check that every module is on one stage, in order; give the bounds. Reports every problem."""
-    names, problems = Names(inventory), list[tuple[str, str, str]]()
+    names, problems = Names(inventory), list[InputError]()
     stage_of: dict[int, int] = {}
     for index, stage in enumerate(stages):
         where = f"{path}: stages[{index}]"
@@ -161,12 +177,13 @@ def _bounds(stages: list[list[str]], inventory: Inventory, path: str) -> tuple[i
             try:
                 positions = names.some(entry)
             except NameProblem as problem:
-                problems.append((where, str(problem), problem.hint))
+                problems.append(InputError(where, str(problem), problem.hint, code="layout.unknown-module"))
                 continue
             for position in positions:
                 if position in stage_of:
                     twice = f"{inventory.modules[position]} is on stage {stage_of[position]} already"
-                    problems.append((where, twice, "leave it on one stage"))
+                    hint = "leave it on one stage"
+                    problems.append(InputError(where, twice, hint, code="layout.module-twice"))
                 stage_of.setdefault(position, index)
     problems = problems or _order_problems(stage_of, inventory, path) or _uncovered(stage_of, inventory, path)
     if problems:
@@ -179,7 +196,7 @@ def _bounds(stages: list[list[str]], inventory: Inventory, path: str) -> tuple[i
     return tuple(ends)
 
 
-def _order_problems(stage_of: Mapping[int, int], inventory: Inventory, path: str) -> list[tuple[str, str, str]]:
+def _order_problems(stage_of: Mapping[int, int], inventory: Inventory, path: str) -> list[InputError]:
     """Name the first modules that run after one on a later stage."""
     latest = 0  # the latest stage so far, and the module that is there
     before = ""
@@ -189,12 +206,13 @@ def _order_problems(stage_of: Mapping[int, int], inventory: Inventory, path: str
             here = [at for at in range(position, len(inventory.modules)) if stage_of.get(at) == stage]
             shown = compress_modules(inventory.modules[at] for at in here)
             problem = f"{shown} must run after {before}, which is on stage {latest}"
-            return [(f"{path}: stages[{stage}]", problem, "number the stages in the order the modules run")]
+            hint = "number the stages in the order the modules run"
+            return [InputError(f"{path}: stages[{stage}]", problem, hint, code="layout.wrong-order")]
         latest, before = stage, module
     return []
 
 
-def _uncovered(stage_of: Mapping[int, int], inventory: Inventory, path: str) -> list[tuple[str, str, str]]:
+def _uncovered(stage_of: Mapping[int, int], inventory: Inventory, path: str) -> list[InputError]:
     missing = [position for position in range(len(inventory.modules)) if position not in stage_of]
     if not missing:
         return []
@@ -202,14 +220,15 @@ def _uncovered(stage_of: Mapping[int, int], inventory: Inventory, path: str) -> 
     stage = stage_of[max(before)] if before else min(stage_of.values(), default=0)
     shown = compress_modules(inventory.modules[position] for position in missing)
     first = inventory.modules[missing[0]]
-    return [
-        (f"{path}: stages", f"no stage holds {shown}", f"{first} belongs on stage {stage}, or at the start of the next")
-    ]
+    hint = f"{first} belongs on stage {stage}, or at the start of the next"
+    return [InputError(f"{path}: stages", f"no stage has {shown}", hint, code="layout.uncovered-module")]
 
 
-def _one_error(problems: list[tuple[str, str, str]], path: str) -> InputError:
+def _one_error(problems: list[InputError], path: str) -> InputError:
+    """Return an error that lists all problems; its code and hint are the first one's."""
+    first = problems[0]
     if len(problems) == 1:
-        return InputError(*problems[0])
-    lines = [f"\n  {where.removeprefix(path + ': ')}: {problem}" for where, problem, _ in problems[:MOST_SHOWN]]
+        return first
+    lines = [f"\n  {each.where.removeprefix(path + ': ')}: {each.problem}" for each in problems[:MOST_SHOWN]]
     rest = f"\n  and {len(problems) - MOST_SHOWN} more" if len(problems) > MOST_SHOWN else ""
-    return InputError(path, f"{len(problems)} problems:{''.join(lines)}{rest}", problems[0][2])
+    return InputError(path, f"{len(problems)} problems:{''.join(lines)}{rest}", first.hint, code=first.code)

@@ -34,7 +34,7 @@ def read_megatron(request: Request) -> Layout:
     stages = expansion.text.split("|")
     places = [at for at, letter in enumerate(expansion.text) if letter != "|"]
     if not places:
-        raise error_at(request.spec, 0, "names no layer", HINT)
+        raise error_at(request.spec, 0, "names no layer", HINT, code="layout.empty")
     _check_stages(request, stages)
     _check_ends(request, expansion, places)
     _check_layers(request, expansion, len(stages))
@@ -66,12 +66,15 @@ def _check_stages(request: Request, stages: list[str]) -> None:
     num_stages, num_ranks = len(stages), request.num_ranks
     spec = shorten(request.spec)
     if num_stages > MAX_STAGES:
-        raise InputError("layout", f"{spec} has {num_stages} stages, more than {MAX_STAGES}")
+        raise InputError(
+            "layout", f"{spec} has {num_stages} stages, more than {MAX_STAGES}", code="layout.too-many-stages"
+        )
     if num_ranks and num_stages % num_ranks:
         raise InputError(
             "layout",
             f"{counted(request.inventory.num_layers, 'layer')} and {counted(num_ranks, 'rank')}: {spec} has "
             f"{counted(num_stages, 'stage')}, which need PP {nearest_divisors(num_stages, num_ranks)}",
+            code="layout.indivisible-stages",
         )
 
 
@@ -81,10 +84,12 @@ def _check_ends(request: Request, expansion: Expansion, places: list[int]) -> No
     for letter, place, where in (("E", places[0], "start"), ("L", places[-1], "end")):
         if text[place] != letter:
             found = f"must {where} with {letter}, found {text[place]!r}"
-            raise error_at(spec, expansion.origins[place], found, HINT)
+            raise error_at(spec, expansion.origins[place], found, HINT, code="layout.misplaced-end")
     for letter, second in (("E", text.find("E", places[0] + 1)), ("L", text.find("L", 0, places[-1]))):
         if second >= 0:
-            raise error_at(spec, expansion.origins[second], f"{letter} must stand exactly once", HINT)
+            raise error_at(
+                spec, expansion.origins[second], f"{letter} must stand exactly once", HINT, code="layout.misplaced-end"
+            )
 
 
 def _check_layers(request: Request, expansion: Expansion, num_stages: int) -> None:
@@ -99,10 +104,16 @@ def _check_layers(request: Request, expansion: Expansion, num_stages: int) -> No
                 expansion.origins[place],
                 f"the model has {counted(expected, LAYERS[letter])}, the layout has {found} {letter}",
                 f"{counted(num_stages, 'stage')} of this model: {_even_layout(num_stages, inventory)}",
+                code="layout.layer-count",
             )
     first_mtp = text.find("m")
     if first_mtp >= 0 and (late := text.find("t", first_mtp)) >= 0:
-        raise error_at(spec, expansion.origins[late], "t after m: MTP layers come after every decoder layer")
+        raise error_at(
+            spec,
+            expansion.origins[late],
+            "t after m: MTP layers come after every decoder layer",
+            code="layout.wrong-order",
+        )
 
 
 def _place_of_count(text: str, letter: str, expected: int) -> int:
@@ -122,9 +133,15 @@ def _check_mtp_as_megatron(request: Request, expansion: Expansion, stages: list[
             request.spec,
             first,
             f"Megatron takes m only in the last virtual stage of its rank, this is stage {holding[0]}",
+            code="layout.not-megatron",
         )
     if len(holding) > 1:
-        raise error_at(request.spec, first, f"Megatron takes all m in one stage, these are in {holding}")
+        raise error_at(
+            request.spec,
+            first,
+            f"Megatron takes all m in one stage, these are in {holding}",
+            code="layout.not-megatron",
+        )
 
 
 def _even_layout(num_stages: int, inventory: Inventory) -> str:

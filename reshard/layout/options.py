@@ -22,6 +22,7 @@ __all__ = [
     "read_words",
 ]
 
+MOST_COUNT = 100_000  # of stages, ranks or layers: more than any pipeline has
 DEGREES = ("pp", "vpp", "style", "schedule")  # what every spelling but Megatron's may add
 
 
@@ -67,10 +68,10 @@ class Options:
     def __contains__(self, key: str) -> bool:
         return key in self._table
 
-    def error(self, key: str, problem: str, hint: str = "") -> InputError:
+    def error(self, key: str, problem: str, hint: str = "", *, code: str) -> InputError:
         """Make an error that points at the word of that key, or at the start when it is absent."""
         word = self._table.get(key)
-        return error_at(self.request.spec, word.position if word else 0, problem, hint)
+        return error_at(self.request.spec, word.position if word else 0, problem, hint, code=code)
 
     def text(self, key: str) -> str | None:
         """Give the value as written; nothing when the key is absent."""
@@ -78,12 +79,16 @@ class Options:
         return word.value if word else None
 
     def count(self, key: str, least: int = 1) -> int | None:
-        """Give a whole number of `least` or more; nothing when the key is absent."""
+        """Return a whole number from `least` to `MOST_COUNT`; nothing when the key is absent."""
         text = self.text(key)
         if text is None:
             return None
         if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < least:
-            raise self.error(key, f"{key} must be a whole number, {least} or more, found {shorten(text)!r}")
+            raise self.error(
+                key, f"{key} must be a whole number, {least} or more, found {shorten(text)!r}", code="layout.bad-option"
+            )
+        if int(text) > MOST_COUNT:
+            raise self.error(key, f"{key} must be at most {MOST_COUNT}, found {text}", code="layout.bad-option")
         return int(text)
 
     def choice(self, key: str, known: Collection[str]) -> str | None:
@@ -94,20 +99,31 @@ class Options:
         for word in known:
             if word.lower() == text.lower():
                 return word
-        raise self.error(key, f"{key} must be {list_words(known)}, found {shorten(text)!r}", _did_you_mean(text, known))
+        raise self.error(
+            key,
+            f"{key} must be {list_words(known)}, found {shorten(text)!r}",
+            _did_you_mean(text, known),
+            code="layout.bad-option",
+        )
 
     def _check(self, word: Word, known: Collection[str]) -> None:
         spec = self.request.spec
         if not word.key:
             found = shorten(word.value)
             raise error_at(
-                spec, word.position, f"expected key=value, found {found!r}", f"known: {list_words(known, 'and')}"
+                spec,
+                word.position,
+                f"expected key=value, found {found!r}",
+                f"known: {list_words(known, 'and')}",
+                code="layout.bad-option",
             )
         if word.key not in known:
             hint = _did_you_mean(word.key, known) or f"known: {list_words(known, 'and')}"
-            raise error_at(spec, word.position, f"{shorten(word.key)!r} is not known here", hint)
+            raise error_at(
+                spec, word.position, f"{shorten(word.key)!r} is not known here", hint, code="layout.unknown-key"
+            )
         if word.key in self._table:
-            raise error_at(spec, word.position, f"{word.key} stands twice")
+            raise error_at(spec, word.position, f"{word.key} stands twice", code="layout.repeated-key")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,7 +154,13 @@ class Degrees:
         num_virtual = self.num_virtual or (2 if self.style == "v" else None)
         if num_stages is None:
             if self.num_ranks is None:
-                raise error_at(request.spec, len(request.spec), "says no pp", "add pp=N, the number of pipeline ranks")
+                raise error_at(
+                    request.spec,
+                    len(request.spec),
+                    "says no pp",
+                    "add pp=N, the number of pipeline ranks",
+                    code="layout.no-ranks",
+                )
             num_stages = self.num_ranks * (num_virtual or 1)
         check_num_stages(request, num_stages)
         num_ranks = self.num_ranks or max(1, num_stages // (num_virtual or 1))
@@ -152,6 +174,7 @@ class Degrees:
                 "layout",
                 f"{spec} has {counted(num_stages, 'stage')}, which do not divide over {counted(num_ranks, 'rank')}",
                 f"{counted(num_stages, 'stage')} need PP {nearest_divisors(num_stages, num_ranks)}",
+                code="layout.indivisible-stages",
             )
         num_virtual = num_stages // num_ranks
         if self.num_virtual not in (None, num_virtual):
@@ -159,12 +182,14 @@ class Degrees:
                 "layout",
                 f"{spec} puts {num_virtual} of its {num_stages} stages on each rank, but says vpp={self.num_virtual}",
                 f"say vpp={num_virtual}, or leave it out",
+                code="layout.conflicting-degrees",
             )
         if self.style == "v" and num_virtual != 2:
             raise InputError(
                 "layout",
                 f"style v puts exactly 2 stages on each rank, {spec} puts {num_virtual}",
                 f"ask for {2 * num_ranks} stages, or for style=loop",
+                code="layout.conflicting-degrees",
             )
         self._check_schedule(spec, num_virtual)
 
@@ -176,12 +201,14 @@ class Degrees:
                 "layout",
                 f"{self.schedule} runs style {SCHEDULES[self.schedule]}, {spec} says style {self.style or 'loop'}",
                 f"say style={SCHEDULES[self.schedule]}",
+                code="layout.schedule-mismatch",
             )
         if self.schedule in SINGLE_STAGE_SCHEDULES and num_virtual != 1:
             raise InputError(
                 "layout",
                 f"{self.schedule} runs 1 stage a rank, {spec} puts {num_virtual}",
                 "say schedule=Interleaved1F1B, or leave vpp out",
+                code="layout.schedule-mismatch",
             )
 
 
@@ -199,6 +226,7 @@ def agreed_ranks(said: int | None, request: Request) -> int | None:
             "--pp",
             f"{counted(request.num_ranks, 'rank')}, but {shorten(request.spec)} is for {said}",
             "leave one of the two out",
+            code="layout.conflicting-degrees",
         )
     return said or request.num_ranks
 
@@ -207,7 +235,10 @@ def check_num_stages(request: Request, num_stages: int) -> None:
     """Refuse more stages than any pipeline has, before anything is made for each."""
     if num_stages > MAX_STAGES:
         raise InputError(
-            "layout", f"{shorten(request.spec)} has {num_stages} stages, more than {MAX_STAGES}", "lower pp or vpp"
+            "layout",
+            f"{shorten(request.spec)} has {num_stages} stages, more than {MAX_STAGES}",
+            "lower pp or vpp",
+            code="layout.too-many-stages",
         )
 
 

@@ -26,7 +26,12 @@ def to_megatron(layout: Layout, inventory: Inventory, costs: AllCosts | None = N
     """
     placement = layout.placement
     if any(placement.rank_of(stage) != stage % placement.num_ranks for stage in range(placement.num_stages)):
-        raise InputError("layout", "Megatron lays stages round the ranks, this layout is of style v", "say style=loop")
+        raise InputError(
+            "layout",
+            "Megatron lays stages round the ranks, this layout is of style v",
+            "say style=loop",
+            code="layout.inexpressible",
+        )
     ends = list(accumulate((len(stage) for stage in layout.stages), initial=0))
     for name, start, stop in (("E", 0, inventory.num_inputs), ("L", inventory.layers_stop, len(inventory.modules))):
         parted = [stage for stage, end in enumerate(ends[1:-1]) if start < end < stop]
@@ -36,6 +41,7 @@ def to_megatron(layout: Layout, inventory: Inventory, costs: AllCosts | None = N
                 "layout",
                 f"Megatron's {name} is {first} to {last} on one stage, this layout parts them after stage {parted[0]}",
                 f"put {first} on stage {parted[-1] + 1} (when balancing: pin={first}@{parted[-1] + 1})",
+                code="layout.inexpressible",
             )
     letters = (
         "E" + "." * (inventory.num_inputs - 1)
@@ -57,7 +63,11 @@ def to_torchtitan(layout: Layout, inventory: Inventory, costs: AllCosts | None =
         InputError: a model with more modules than torchtitan's decoder has.
     """
     if inventory.num_inputs != 1 or inventory.num_outputs != 2:
-        raise InputError("layout", "torchtitan's decoder is one embedding, layers, one norm and one head")
+        raise InputError(
+            "layout",
+            "torchtitan's decoder is one embedding, layers, one norm and one head",
+            code="layout.inexpressible",
+        )
     names = ["tok_embeddings"]
     names += [f"layers.{index}" for index in range(inventory.num_layers)]
     names += [f"mtp_layers.{index}" for index in range(inventory.num_mtp)]
@@ -85,7 +95,11 @@ def to_deepspeed(layout: Layout, inventory: Inventory, costs: AllCosts | None = 
     """
     num_stages, num_ranks = layout.placement.num_stages, layout.placement.num_ranks
     if num_stages != num_ranks:
-        raise InputError("layout", f"DeepSpeed has one stage a rank, this layout has {layout.placement.num_virtual}")
+        raise InputError(
+            "layout",
+            f"DeepSpeed has one stage a rank, this layout has {layout.placement.num_virtual}",
+            code="layout.inexpressible",
+        )
     bounds = tuple(accumulate((len(stage) for stage in layout.stages), initial=0))
     if bounds == uniform_bounds(len(inventory.modules), num_stages):
         return f"uniform,pp={num_stages}"
@@ -100,6 +114,7 @@ def to_deepspeed(layout: Layout, inventory: Inventory, costs: AllCosts | None = 
         "layout",
         f"no partition_method of DeepSpeed makes these cuts: not {tried}",
         "DeepSpeed takes no explicit list; use toml, torchtitan or megatron",
+        code="layout.inexpressible",
     )
 
 
@@ -123,12 +138,15 @@ def print_layout(spelling: str, layout: Layout, inventory: Inventory, costs: All
 def _check_mtp(stages: Sequence[str], num_ranks: int) -> None:
     holding = [stage for stage, letters in enumerate(stages) if "m" in letters]
     if len(holding) > 1:
-        raise InputError("layout", f"Megatron takes all MTP layers on one stage, these are on {holding}")
+        raise InputError(
+            "layout", f"Megatron takes all MTP layers on one stage, these are on {holding}", code="layout.inexpressible"
+        )
     if holding and holding[0] < len(stages) - num_ranks:
         raise InputError(
             "layout",
             f"Megatron takes MTP layers only in the last virtual stage of their rank, these are on stage {holding[0]} "
             f"of {len(stages)}",
+            code="layout.inexpressible",
         )
 
 

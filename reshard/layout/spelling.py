@@ -15,7 +15,7 @@ from reshard.layout.inventory import Inventory
 from reshard.layout.megatron import read_megatron
 from reshard.layout.model import Costs, InFlight, Layout, Request
 from reshard.layout.split import SPLIT_KEYS, read_split
-from reshard.layout.wording import nearest_word, shorten
+from reshard.layout.wording import SpecError, nearest_word, shorten
 
 __all__ = ["parse_layout"]
 
@@ -57,14 +57,20 @@ def parse_layout(
         UsageError: `num_ranks` is none, or not what the spec says; `strict_megatron` for another spelling.
     """
     if num_ranks is not None and num_ranks < 1:
-        raise UsageError("--pp", f"expected 1 rank or more, found {num_ranks}")
+        raise UsageError("--pp", f"expected 1 rank or more, found {num_ranks}", code="layout.bad-option")
     if not spec.strip():
-        raise InputError("layout", "is empty", HINT)
+        raise SpecError("layout", "is empty", HINT, code="layout.empty")
     if len(spec) > MAX_SPEC:
-        raise InputError("layout", f"is {len(spec)} characters long, more than {MAX_SPEC}", "write it to a .toml file")
+        problem = f"is {len(spec)} characters long, more than {MAX_SPEC}"
+        raise SpecError("layout", problem, "write it to a .toml file", code="layout.too-long")
     reader = _reader(spec)
     if strict_megatron and reader is not read_megatron:
-        raise UsageError("--strict-megatron", f"{shorten(spec)} is no Megatron string", "leave the flag out")
+        raise UsageError(
+            "--strict-megatron",
+            f"{shorten(spec)} is no Megatron string",
+            "leave the flag out",
+            code="layout.not-megatron",
+        )
     layout = reader(
         Request(
             spec=spec,
@@ -76,7 +82,7 @@ def parse_layout(
         )
     )
     if not is_unicode(spec):  # a file's name can be so, and no manifest could say it
-        raise InputError("layout", "is not valid UTF-8", "rename the file")
+        raise InputError("layout", "is not valid UTF-8", "rename the file", code="layout.not-unicode")
     return layout
 
 
@@ -91,6 +97,5 @@ def _reader(spec: str) -> Callable[[Request], Layout]:
         return read_megatron
     first = word[1] + word[2] if word else text
     nearest = nearest_word(first, _READERS)
-    raise InputError(
-        "layout", f"{shorten(spec)!r} is no layout", f"did you mean {nearest}? {HINT}" if nearest else HINT
-    )
+    hint = f"did you mean {nearest}? {HINT}" if nearest else HINT
+    raise SpecError("layout", f"{shorten(spec)!r} is no layout", hint, code="layout.unknown-spelling")

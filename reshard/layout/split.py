@@ -67,7 +67,9 @@ def read_split(request: Request) -> Layout:
         most = effective // max(first, last, 1)
         per_rank = num_stages // (degrees.num_ranks or num_stages)
         hint = f"at most pp={most // per_rank}" + (f" with vpp={per_rank}" if per_rank > 1 else "")
-        raise options.error(key, str(error), hint if most >= per_rank else "lower vpp") from error
+        raise options.error(
+            key, str(error), hint if most >= per_rank else "lower vpp", code="layout.uneven-split"
+        ) from error
     cuts = list(accumulate(counts, initial=inventory.num_inputs))[1:-1]
     return layout_of(request, (0, *cuts, len(inventory.modules)), degrees)
 
@@ -84,6 +86,7 @@ def _check_layers_per_stage(options: Options, degrees: Degrees, asked: int, effe
         "layers-per-stage",
         f"layers-per-stage={asked} gives {counted(num_stages, 'stage')}, not a multiple of {num_ranks} ranks",
         f"layers-per-stage={nearest} gives {-(-effective // nearest)}" if nearest else "lower pp",
+        code="layout.indivisible-stages",
     )
 
 

@@ -5,20 +5,27 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-from manifests.errors import InputError
+from manifests.errors import InputError, UsageError
 
-__all__ = ["counted", "error_at", "in_one_line", "list_words", "nearest_word", "shorten"]
+__all__ = ["SpecError", "counted", "error_at", "in_one_line", "list_words", "nearest_word", "shorten"]
 
 WHERE = "layout"
 WIDTH = 72  # characters of the spec shown around the caret
 
 
-def error_at(spec: str, position: int, problem: str, hint: str = "") -> InputError:
+class SpecError(InputError):
+    """A layout written on the command line that cannot be read; one in a file is bad input like any other."""
+
+    exit_code = UsageError.exit_code
+
+
+def error_at(spec: str, position: int, problem: str, hint: str = "", *, code: str) -> InputError:
     """Make an error that shows the spec with a caret under `position`."""
     start = max(0, min(position - WIDTH // 2, len(spec) - WIDTH))
     head, tail = "…" if start else "", "…" if len(spec) > start + WIDTH else ""
     shown = head + in_one_line(spec[start : start + WIDTH]) + tail
-    return InputError(WHERE, f"{problem}\n  {shown}\n  {' ' * (len(head) + position - start)}^", hint)
+    shown = f"{problem}\n  {shown}\n  {' ' * (len(head) + position - start)}^"
+    return SpecError(WHERE, shown, hint, code=code)
 
 
 def shorten(spec: str) -> str:

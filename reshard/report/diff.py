@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from reshard.diff import DiffReport, TensorDifference
+from reshard.operations.diff import DiffResult, TensorDifference
 
 __all__ = ["diff_json", "diff_text"]
 
 
-def diff_json(found: DiffReport) -> dict[str, Any]:
+def diff_json(found: DiffResult) -> dict[str, Any]:
     return {
         "version": 1,
-        "equal": not found.differences,
+        "equal": found.equal,
         "layouts": list(found.layouts),
         "num_equal": found.num_equal,
         "num_moved": found.num_moved,
@@ -22,7 +22,7 @@ def diff_json(found: DiffReport) -> dict[str, Any]:
     }
 
 
-def diff_text(found: DiffReport) -> str:
+def diff_text(found: DiffResult) -> str:
     a, b = found.layouts
     lines = [f"layout: {a}"] if a == b else [f"layout of A: {a}", f"layout of B: {b}"]
     moved = f", {found.num_moved} of them on another stage" if found.num_moved else ""

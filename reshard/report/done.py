@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 from typing import Any
 
-from manifests.invariants import MANIFEST_NAME
-from manifests.schema import Manifest
-from reshard.casting import Dtype
-from reshard.export import ExportReport
-from reshard.shares import Part
-from reshard.units import show_bytes
-from reshard.verify import VerifyReport
+from reshard.formatting import show_bytes
+from reshard.operations.export import ExportResult
+from reshard.operations.hub_check import HubReport
+from reshard.operations.pack_result import PackResult
+from reshard.operations.verify import VerifyResult
+from reshard.plans.partition import Part
+from reshard.transforms.cast import Dtype
 from stores.address import is_url
 from stores.manifest_file import Address
 
 __all__ = [
     "export_json",
     "export_text",
+    "hub_lines",
     "pack_json",
     "pack_text",
     "part_json",
@@ -28,29 +28,42 @@ __all__ = [
 ]
 
 
-def pack_json(manifest: Manifest, out: Address) -> dict[str, Any]:
-    return {
+def hub_lines(report: HubReport) -> list[str]:
+    """Say which weight files of a hub were compared with what it lists, and which were not."""
+    lines = []
+    if report.verified:
+        lines.append(f"verified against the hub: {len(report.verified)} weight files (SHA-256)")
+    if report.unverified:
+        names = ", ".join(report.unverified[:3]) + (", ..." if len(report.unverified) > 3 else "")
+        why = "not all of them is in a folder as it was; --verify-source reads them whole"
+        lines.append(f"not verified against the hub: {len(report.unverified)} weight files ({names}): {why}")
+    return lines
+
+
+def pack_json(done: PackResult) -> dict[str, Any]:
+    hub = {"hub_verified": list(done.hub.verified), "hub_unverified": list(done.hub.unverified)}
+    return (hub if any(hub.values()) else {}) | {
         "version": 1,
-        "manifest": str(out / MANIFEST_NAME if isinstance(out, Path) else f"{out.rstrip('/')}/{MANIFEST_NAME}"),
-        "num_stages": manifest.layout.num_stages,
-        "num_ranks": manifest.layout.num_ranks,
-        "num_tensors": sum(stage.num_tensors for stage in manifest.stages),
-        "nbytes": sum(shard.nbytes for shard in manifest.shards),
-        "virtual_nbytes": sum(stage.nbytes for stage in manifest.stages if stage.spans),
+        "manifest": done.path,
+        "num_stages": done.num_stages,
+        "num_ranks": done.num_ranks,
+        "num_tensors": done.num_tensors,
+        "nbytes": done.nbytes,
+        "virtual_nbytes": done.virtual_nbytes,
     }
 
 
-def pack_text(manifest: Manifest, out: Address) -> str:
-    done = pack_json(manifest, out)
-    packed, virtual = show_bytes(done["nbytes"]), show_bytes(done["virtual_nbytes"])
-    how = f"{packed}, and left {virtual} where they are" if manifest.virtual else packed
-    place = shlex.quote(done["manifest"])
-    fetch, place = (f"reshard pack {place} --out DIR; ", "DIR") if is_url(out) else ("", place)
-    stages = "1 stage" if done["num_stages"] == 1 else f"{done['num_stages']} stages"
-    moments = " and their moments" if manifest.training and manifest.training.optimizer else ""
+def pack_text(done: PackResult) -> str:
+    training = done.manifest.training
+    packed, virtual = show_bytes(done.nbytes), show_bytes(done.virtual_nbytes)
+    how = f"{packed}, and left {virtual} where they are" if done.manifest.virtual else packed
+    place = shlex.quote(done.path)
+    fetch, place = (f"reshard pack {place} --out DIR; ", "DIR") if is_url(done.out) else ("", place)
+    stages = "1 stage" if done.num_stages == 1 else f"{done.num_stages} stages"
+    moments = " and their moments" if training and training.optimizer else ""
     return (
-        f"packed {done['num_tensors']} tensors{moments}, {how}, in {stages}: {done['manifest']}\n"
-        f"next: {fetch}runner launch {place} --nproc-per-node {done['num_ranks']} -- --help"
+        f"packed {done.num_tensors} tensors{moments}, {how}, in {stages}: {done.path}\n"
+        f"next: {fetch}runner launch {place} --nproc-per-node {done.num_ranks} -- --help"
     )
 
 
@@ -62,7 +75,7 @@ def part_text(part: Part, nbytes: int, out: Address) -> str:
     return f"packed part {part.number} of {part.of}: {show_bytes(nbytes)}\nnext, after all parts: reshard commit {out}"
 
 
-def export_json(done: ExportReport, form: str, out: Address) -> dict[str, Any]:
+def export_json(done: ExportResult, form: str, out: Address) -> dict[str, Any]:
     return {
         "version": 1,
         "out": str(out),
@@ -74,7 +87,7 @@ def export_json(done: ExportReport, form: str, out: Address) -> dict[str, Any]:
     }
 
 
-def export_text(done: ExportReport, dtype: Dtype, out: Address) -> str:
+def export_text(done: ExportResult, dtype: Dtype, out: Address) -> str:
     how = "headers as in the source" if done.identical else "new headers: dtypes or tensors differ from the source"
     lines = [f"exported {done.num_files} files, {show_bytes(done.nbytes)} of weights ({how}): {out}"]
     why = ", as in the source; --dtype fp32 keeps every bit" if dtype == "source" else ""
@@ -82,10 +95,10 @@ def export_text(done: ExportReport, dtype: Dtype, out: Address) -> str:
     return "\n".join(lines)
 
 
-def verify_json(done: VerifyReport) -> dict[str, Any]:
+def verify_json(done: VerifyResult) -> dict[str, Any]:
     return {
         "version": 1,
-        "equal": not done.differences,
+        "equal": done.equal,
         "num_tensors": done.num_tensors,
         "nbytes": done.nbytes,
         "compared_nbytes": done.compared_nbytes,
@@ -93,7 +106,7 @@ def verify_json(done: VerifyReport) -> dict[str, Any]:
     }
 
 
-def verify_text(done: VerifyReport, manifest: str) -> str:
+def verify_text(done: VerifyResult, manifest: str) -> str:
     read = f"{done.num_tensors} tensors, {show_bytes(done.nbytes)}"
     unread = done.nbytes - done.compared_nbytes
     if not done.differences and done.source and done.num_beyond:
@@ -106,7 +119,8 @@ def verify_text(done: VerifyReport, manifest: str) -> str:
         return f"looked at {read}: {same}; {show_bytes(unread)} of data were not compared"
     if not done.differences:
         return f"verified {read}: every digest is as the manifest says"
-    lines = [f"{manifest}: {len(done.differences)} differ, of {read}"]
+    count = "1 problem" if len(done.differences) == 1 else f"{len(done.differences)} problems"
+    lines = [f"{manifest}: {count} found; {read} could be looked at"]
     lines += [f"  {where}: {problem}" for where, problem in done.differences]
     hint = () if done.source else ("hint: copy the files that differ once more, or write the checkpoint again",)
     return "\n".join((*lines, *hint))

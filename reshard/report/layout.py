@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from reshard.formatting import show_numbers
 from reshard.layout import Layout
 from reshard.layout.wording import counted
 from reshard.report.text import group_stages, modules_shown, shorten_rows, table
-from reshard.units import show_numbers
 
 __all__ = ["layout_json", "layout_text", "placement_json", "placement_line", "spelling_json"]
 

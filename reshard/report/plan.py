@@ -8,20 +8,20 @@ from typing import Any
 from manifests.memory import Memory
 from manifests.schedules import Timeline
 from manifests.schema import TieGroup
-from reshard.forecast import Forecast, imbalance
-from reshard.formats.config import CONFIG_ONLY
-from reshard.plan import StagePlan, Traffic, traffic_of
-from reshard.planning import Planned
+from reshard.estimate.training_estimate import Forecast, imbalance
+from reshard.formatting import show_bytes, show_count, show_numbers
+from reshard.operations.resolve import PlanResult
+from reshard.plans.pack_plan import StagePlan, Traffic, traffic_of
 from reshard.report.layout import placement_json, placement_line
 from reshard.report.text import group_stages, modules_shown, shorten_rows, table, tie_lines
-from reshard.units import show_bytes, show_count, show_numbers
+from reshard.sources.config import CONFIG_ONLY
 
 __all__ = ["bottleneck", "dtypes_assumed", "memory_line", "plan_json", "plan_text", "schedule_line"]
 
 _HEAD = ("stage", "rank", "virtual", "modules", "params", "bytes", "fwd FLOP/token", "memory", "share")
 
 
-def plan_text(planned: Planned, traffic: Traffic | None = None) -> str:
+def plan_text(planned: PlanResult, traffic: Traffic | None = None) -> str:
     """Say it all; `traffic` is what a pack moves, when that is not all of the plan."""
     plan, shape = planned.plan, planned.shape
     traffic = traffic or traffic_of(plan.shards_on())
@@ -47,7 +47,7 @@ def plan_text(planned: Planned, traffic: Traffic | None = None) -> str:
     return "\n".join(lines)
 
 
-def plan_json(planned: Planned, traffic: Traffic | None = None) -> dict[str, Any]:
+def plan_json(planned: PlanResult, traffic: Traffic | None = None) -> dict[str, Any]:
     """Give the same as the object that `--json` prints; null is what a step too long to simulate would tell."""
     plan, forecast = planned.plan, planned.forecast
     traffic, step = traffic or traffic_of(plan.shards_on()), forecast.step
@@ -145,14 +145,14 @@ def memory_line(forecast: Forecast) -> str:
     return f"{line}: {over_shown} OVER the limit of {show_bytes(limit)}"
 
 
-def dtypes_assumed(planned: Planned) -> str:
+def dtypes_assumed(planned: PlanResult) -> str:
     """Name the dtypes that bytes are counted in when there are no weights, or nothing."""
     if planned.checkpoint.source.kind != CONFIG_ONLY:
         return ""
     return ", ".join(sorted({tensor.dtype for tensor in planned.checkpoint.tensors.values()}))
 
 
-def _row(planned: Planned, run: Sequence[StagePlan]) -> tuple[str, ...]:
+def _row(planned: PlanResult, run: Sequence[StagePlan]) -> tuple[str, ...]:
     first, forecast = run[0], planned.forecast
     modules = modules_shown([module for stage in run for module in stage.modules])
     return (
@@ -168,7 +168,7 @@ def _row(planned: Planned, run: Sequence[StagePlan]) -> tuple[str, ...]:
     )
 
 
-def _likeness(planned: Planned) -> list[object]:
+def _likeness(planned: PlanResult) -> list[object]:
     times = planned.forecast.stage_times
     return [
         (stage.virtual, len(stage.modules), stage.num_params, stage.nbytes, times[stage.index])

@@ -8,7 +8,7 @@ from itertools import islice
 
 import torch
 
-from manifests.schema import DataCursor
+from runner.data.mixture import Cursor
 
 __all__ = ["IGNORED", "Batch", "Sample", "batch_samples", "rows_of"]
 
@@ -21,7 +21,7 @@ class Sample:
 
     tokens: torch.Tensor
     labels: torch.Tensor
-    cursor: DataCursor | None  # where the next sequence begins; None: it is found by its number
+    cursor: Cursor | None  # where the next sequence begins; None: it is found by its number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -34,7 +34,7 @@ class Batch:
     tokens: torch.Tensor
     labels: torch.Tensor
     num_tokens: int  # labels that count, at least 1
-    cursor: DataCursor | None = None  # that of the last sequence
+    cursor: Cursor | None = None  # that of the last sequence
 
 
 def batch_samples(samples: Iterator[Sample], global_batch: int) -> Iterator[Batch]:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Protocol
 
 from manifests.schema import SourcePosition
-from runner.data.files import LINES, ROWS, Document, find_files, line_offsets, read_documents
+from runner.config.schema import DataOptions
+from runner.data.files import LINES, ROWS, Document, find_files, line_offsets, read_documents, row_document
 from runner.data.parquet import group_sizes, read_group
 from runner.data.shuffle import shuffled
-from runner.recipe import DataOptions
 
 __all__ = ["Found", "Source", "open_sources"]
 
@@ -105,8 +105,8 @@ class _Shuffled:
     ) -> Iterator[Found]:
         places = range(position.offset, num_rows)
         order = (shuffled(place, num_rows, *key) for place in places)
-        for place, (row, text) in zip(places, read_group(file, self._text_field, group, order), strict=True):
-            document = Document(file=file, begin=row, end=row + 1, pieces=iter(((row, text),)))
+        for place, (row, value) in zip(places, read_group(file, self._text_field, group, order), strict=True):
+            document = row_document(file, self._text_field, row, value)
             begin, after = (replace(position, offset=offset) for offset in (place, place + 1))
             yield Found(document=document, begin=begin, after=after)
 

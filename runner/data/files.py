@@ -13,16 +13,28 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from manifests.errors import InputError, refused_by_system
+from manifests.errors import InputError, printable, refused_by_system
 from manifests.jsontext import kind_of
-from runner.data.parquet import read_rows
+from runner.data.bad import BadDocumentError
+from runner.data.parquet import read_rows, text_of
 
-__all__ = ["LINES", "ROWS", "SUFFIXES", "TEXT", "Document", "find_files", "line_offsets", "read_documents"]
+__all__ = [
+    "LINES",
+    "ROWS",
+    "SUFFIXES",
+    "TEXT",
+    "Document",
+    "find_files",
+    "line_offsets",
+    "read_documents",
+    "row_document",
+]
 
 TEXT, LINES, ROWS = SUFFIXES = (".txt", ".jsonl", ".parquet")
 _OTHERS = 'write other formats as .jsonl: a line {"text": "…"} for each document'
+_BYTE_ORDER_MARK = codecs.BOM_UTF8
 _PIECE_NBYTES = 64 << 10
 _SCAN_NBYTES = 1 << 20
 
@@ -31,7 +43,8 @@ _SCAN_NBYTES = 1 << 20
 class Document:
     """A text to learn from, or the rest of one.
 
-    Its pieces, which end at line ends where they can, add up to it; each comes with its offset.
+    Its pieces, which end at line ends where they can, add up to it; each comes with its offset. Whether they are text
+    shows when they are taken: then a BadDocumentError says where they are not.
     """
 
     file: Path
@@ -61,11 +74,10 @@ def find_files(sources: Iterable[str]) -> tuple[Path, ...]:
 
 
 def read_documents(file: Path, text_field: str, begin: int = 0) -> Iterator[Document]:
-    """Give a file's documents from an offset on: a `.txt` file is one, a line of `.jsonl`, a row of `.parquet`.
+    """Read a file's documents from an offset on: a `.txt` file is one, a line of `.jsonl`, a row of `.parquet`.
 
     Raises:
-        InputError: a file that cannot be read, or a line or row that holds no text in that field;
-            so much of it as the documents asked for show.
+        InputError: a file that cannot be read; so much of it as the documents asked for show.
     """
     return _READERS[file.suffix](file, text_field, begin)
 
@@ -90,16 +102,19 @@ def _files_of(source: str) -> Iterator[Path]:
     if path.is_dir():
         found = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
         if not found:
-            raise InputError(source, f"no file in this folder ends in {', '.join(SUFFIXES)}", _OTHERS)
+            problem = f"no file in this folder ends in {', '.join(SUFFIXES)}"
+            raise InputError(source, problem, _OTHERS, code="data.no-files")
     elif path.exists():
         found = [path]
     else:
         found = sorted(Path(name) for name in glob.glob(source, recursive=True) if Path(name).is_file())
         if not found:
-            raise InputError(source, "no such file or folder, and no file matches it", "look for a slip in its name")
+            problem, hint = "no such file or folder, and no file matches it", "look for a slip in its name"
+            raise InputError(source, problem, hint, code="data.no-files")
     for file in found:
         if file.suffix not in SUFFIXES:
-            raise InputError(str(file), f"expected a file that ends in {', '.join(SUFFIXES)}", _OTHERS)
+            problem = f"expected a file that ends in {', '.join(SUFFIXES)}"
+            raise InputError(str(file), problem, _OTHERS, code="data.unknown-format")
         yield file
 
 
@@ -111,11 +126,12 @@ def _read_text(file: Path, text_field: str, begin: int) -> Iterator[Document]:
 
 
 def _text_pieces(file: Path, begin: int) -> Iterator[tuple[int, str]]:
-    """Give the pieces of a file from the offset of one of them on."""
+    """Read the pieces of a file from the offset of one of them on."""
     decoder = codecs.getincrementaldecoder("utf-8" if begin else "utf-8-sig")()
     with _open(file) as stream:
-        stream.seek(max(0, begin - 3))
-        decoder.decode(_begun_character(stream.read(begin - stream.tell())))
+        if begin:
+            stream.seek(max(0, begin - 3))
+            decoder.setstate((_begun_character(stream.read(begin - stream.tell())), 0))
         while True:
             offset = stream.tell()
             data = stream.read(_PIECE_NBYTES)
@@ -124,7 +140,7 @@ def _text_pieces(file: Path, begin: int) -> Iterator[tuple[int, str]]:
                 text = decoder.decode(data, final=not data)
             except UnicodeDecodeError as error:
                 num_lines = error.object[: error.start].count(b"\n")
-                raise InputError(_line_at(file, offset, num_lines), f"is not UTF-8: {error.reason}") from error
+                raise _not_utf8(_line_at(file, offset, num_lines), error) from error
             if text:
                 yield offset, text
             if not data:
@@ -132,7 +148,7 @@ def _text_pieces(file: Path, begin: int) -> Iterator[tuple[int, str]]:
 
 
 def _begun_character(data: bytes) -> bytes:
-    """Give the bytes at the end of some UTF-8 that begin a character and do not end it."""
+    """Return the bytes at the end of some UTF-8 that begin a character and do not end it."""
     for length in range(1, min(3, len(data)) + 1):
         first = data[-length]
         if first & 0xC0 != 0x80:  # no byte from within a character
@@ -147,26 +163,51 @@ def _read_json_lines(file: Path, text_field: str, begin: int) -> Iterator[Docume
         for line in stream:
             end = begin + len(line)
             if not line.isspace():
-                pieces = iter(((begin, _json_text(line, text_field, file, begin)),))
-                yield Document(file=file, begin=begin, end=end, pieces=pieces)
+                yield Document(file=file, begin=begin, end=end, pieces=_json_pieces(line, text_field, file, begin))
             begin = end
+
+
+def _json_pieces(line: bytes, text_field: str, file: Path, begin: int) -> Iterator[tuple[int, str]]:
+    yield begin, _json_text(line, text_field, file, begin)
 
 
 def _json_text(line: bytes, text_field: str, file: Path, begin: int) -> str:
     try:
-        record = json.loads(line)
+        record = json.loads(line.removeprefix(_BYTE_ORDER_MARK).decode())
+    except UnicodeDecodeError as error:
+        raise _not_utf8(_line_at(file, begin), error) from error
     except (ValueError, RecursionError) as error:
-        raise InputError(_line_at(file, begin), f"is not a line of JSON: {error}") from error
-    if isinstance(record, dict) and isinstance(text := record.get(text_field), str):
+        raise BadDocumentError(
+            _line_at(file, begin), f"is not a line of JSON: {printable(str(error))}", code="data.not-json"
+        ) from error
+    text = record.get(text_field) if isinstance(record, dict) else None
+    if isinstance(text, str):
+        _check_characters(text, file, begin)
         return text
-    hint = "--text-field NAME says which one holds the text"
+    hint, code = "--text-field NAME says which one holds the text", "data.no-text"
     if not isinstance(record, dict):
-        problem, hint = f"expected a JSON object, found {kind_of(record)}", _OTHERS
+        problem, hint, code = f"expected a JSON object, found {kind_of(record)}", _OTHERS, "data.not-an-object"
     elif text_field not in record:
         problem = f"no field {text_field!r}; it has {', '.join(map(repr, sorted(record)))}"
     else:
         problem = f"expected text in {text_field!r}, found {kind_of(record[text_field])}"
-    raise InputError(_line_at(file, begin), problem, hint)
+    raise BadDocumentError(_line_at(file, begin), problem, hint, code=code)
+
+
+def _check_characters(text: str, file: Path, begin: int) -> None:
+    """Refuse half a character, a lone surrogate, which JSON can spell and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ord(text[error.start])
+        problem = f"character {error.start + 1} of its text is half of one (\\u{half:04x}), which is not Unicode"
+        raise BadDocumentError(_line_at(file, begin), problem, code="data.lone-surrogate") from error
+
+
+def _not_utf8(where: str, error: UnicodeDecodeError) -> BadDocumentError:
+    return BadDocumentError(
+        where, f"is not UTF-8: {error.reason}", "iconv -t UTF-8 -f ENCODING FILE converts it", code="data.not-utf8"
+    )
 
 
 def _line_at(file: Path, offset: int, num_lines: int = 0) -> str:
@@ -179,8 +220,17 @@ def _line_at(file: Path, offset: int, num_lines: int = 0) -> str:
 
 
 def _read_parquet(file: Path, text_field: str, begin: int) -> Iterator[Document]:
-    for row, text in enumerate(read_rows(file, text_field, begin), start=begin):
-        yield Document(file=file, begin=row, end=row + 1, pieces=iter(((row, text),)))
+    for row, found in enumerate(read_rows(file, text_field, begin), start=begin):
+        yield row_document(file, text_field, row, found)
+
+
+def row_document(file: Path, column: str, row: int, found: Any) -> Document:
+    """Return the document of a row, the first being 0; `found` is Arrow's value of it."""
+    return Document(file=file, begin=row, end=row + 1, pieces=_row_pieces(file, column, row, found))
+
+
+def _row_pieces(file: Path, column: str, row: int, found: Any) -> Iterator[tuple[int, str]]:
+    yield row, text_of(found, file, column, row)
 
 
 _READERS: Mapping[str, Callable[[Path, str, int], Iterator[Document]]] = {
@@ -196,4 +246,4 @@ def _open(file: Path, buffer_nbytes: int = -1) -> Iterator[BinaryIO]:
         with open(file, "rb", buffering=buffer_nbytes) as stream:
             yield stream
     except OSError as error:
-        raise refused_by_system(str(file), error) from error
+        raise refused_by_system(str(file), error, code="data.unreadable") from error

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from manifests.errors import InputError, refused_by_system
+from runner.data.bad import BadDocumentError
 
-__all__ = ["group_sizes", "read_group", "read_rows"]
+__all__ = ["group_sizes", "read_group", "read_rows", "text_of"]
 
 _COLUMN = "--text-field NAME says which one holds the text"
 _ROWS = 64  # in memory at a time, where they are read in order
@@ -26,11 +27,11 @@ def group_sizes(file: Path) -> tuple[int, ...]:
         return tuple(table.metadata.row_group(group).num_rows for group in range(table.num_row_groups))
 
 
-def read_rows(file: Path, column: str, begin: int) -> Iterator[str]:
-    """Give the texts from row `begin` on, the first being 0. Row groups that end before it are not read.
+def read_rows(file: Path, column: str, begin: int) -> Iterator[Any]:
+    """Read the values from row `begin` on, the first being 0, for `text_of`. Row groups before it are not read.
 
     Raises:
-        InputError: it cannot be read as Parquet, has no such column of text, or has a row without text.
+        InputError: it cannot be read as Parquet, or has no such column of text.
     """
     sizes = group_sizes(file)
     over = list(takewhile(lambda end: end <= begin, accumulate(sizes)))
@@ -38,14 +39,12 @@ def read_rows(file: Path, column: str, begin: int) -> Iterator[str]:
     with _open(file, column) as table:
         groups = list(range(len(over), len(sizes)))
         for rows in table.iter_batches(batch_size=_ROWS, row_groups=groups, columns=[column]):
-            for value in rows.column(0)[max(0, begin - row) :]:
-                yield _text(value, file, column, max(begin, row))
-                begin = max(begin, row) + 1
+            yield from rows.column(0)[max(0, begin - row) :]
             row += len(rows)
 
 
-def read_group(file: Path, column: str, group: int, order: Iterable[int]) -> Iterator[tuple[int, str]]:
-    """Give a row group's texts with the numbers of their rows; `order` names rows by their place in the group.
+def read_group(file: Path, column: str, group: int, order: Iterable[int]) -> Iterator[tuple[int, Any]]:
+    """Read a row group's values with the numbers of their rows; `order` names rows by their place in the group.
 
     All texts of the group are in memory, as Arrow has them.
 
@@ -55,14 +54,26 @@ def read_group(file: Path, column: str, group: int, order: Iterable[int]) -> Ite
     first = sum(group_sizes(file)[:group])
     with _open(file, column) as table:
         values = table.read_row_group(group, columns=[column]).column(0)
+    if len(values) != (num_rows := group_sizes(file)[group]):
+        problem = f"row group {group} has {len(values)} rows, and the footer says {num_rows}"
+        raise InputError(str(file), problem, code="data.not-parquet")
     for place in order:
-        yield first + place, _text(values[place], file, column, first + place)
+        yield first + place, values[place]
 
 
-def _text(value: Any, file: Path, column: str, row: int) -> str:
+def text_of(value: Any, file: Path, column: str, row: int) -> str:
+    """Return the text of a row, the first being 0.
+
+    Raises:
+        BadDocumentError: it is null, or bytes that are not UTF-8: Arrow does not look at them.
+    """
+    where = f"{file}: row {row + 1}"
     if not value.is_valid:
-        raise InputError(f"{file}: row {row + 1}", f"expected text in column {column!r}, found null")
-    return str(value.as_py())
+        raise BadDocumentError(where, f"expected text in column {column!r}, found null", code="data.no-text")
+    try:
+        return str(value.as_py())
+    except UnicodeDecodeError as error:
+        raise BadDocumentError(where, f"is not UTF-8: {error.reason}", code="data.not-utf8") from error
 
 
 @contextmanager
@@ -72,23 +83,26 @@ def _open(file: Path, column: str | None = None) -> Iterator[Any]:
         import pyarrow
         from pyarrow import parquet
     except ImportError as error:
-        raise InputError(str(file), "Parquet needs pyarrow, which is not installed", "pip install pyarrow") from error
+        problem, hint = "Parquet needs pyarrow, which is not installed", "pip install pyarrow"
+        raise InputError(str(file), problem, hint, code="data.needs-pyarrow") from error
     try:
         with parquet.ParquetFile(file) as table:
             if column is not None:
                 _check_column(table.schema_arrow, column, file)
             yield table
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         if isinstance(error, OSError) and error.strerror:
-            raise refused_by_system(str(file), error) from error
-        raise InputError(str(file), f"cannot be read as Parquet: {error}") from error
+            raise refused_by_system(str(file), error, code="data.unreadable") from error
+        raise InputError(str(file), f"cannot be read as Parquet: {error}", code="data.not-parquet") from error
 
 
 def _check_column(schema: Any, column: str, file: Path) -> None:
     import pyarrow
 
     if column not in schema.names:
-        raise InputError(str(file), f"no column {column!r}; it has {', '.join(map(repr, schema.names))}", _COLUMN)
+        problem = f"no column {column!r}; it has {', '.join(map(repr, schema.names))}"
+        raise InputError(str(file), problem, _COLUMN, code="data.no-column")
     kind = schema.field(column).type
     if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-        raise InputError(str(file), f"expected text in column {column!r}, found {kind}", _COLUMN)
+        problem = f"expected text in column {column!r}, found {kind}"
+        raise InputError(str(file), problem, _COLUMN, code="data.no-column")

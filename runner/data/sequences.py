@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import chain, count, islice, repeat
@@ -13,13 +13,16 @@ import torch
 
 from manifests.errors import InputError
 from manifests.schema import DataCursor
+from runner.config.schema import SYNTHETIC, BatchOptions, DataOptions
+from runner.data.bad import Skipped
 from runner.data.batches import IGNORED, Batch, Sample, batch_samples
 from runner.data.documents import open_sources
-from runner.data.mixture import Drawn, draw_documents, first_cursor
-from runner.data.vocabulary import load_vocabulary
-from runner.recipe import SYNTHETIC, BatchOptions, DataOptions
+from runner.data.mixture import Cursor, Drawn, draw_documents, first_cursor
+from runner.data.tokenizer import load_vocabulary
 
 __all__ = ["read_batches", "read_once"]
+
+_MOST_WAITING = 64  # lengths of which samples wait for others, to be read in one batch
 
 
 def read_batches(
@@ -30,40 +33,79 @@ def read_batches(
     vocab_size: int,
     start: int = 0,
     cursor: DataCursor | None = None,
+    skipped: Skipped | None = None,
 ) -> Iterator[Batch]:
     """Give batches without end; the first begins with sequence number `start`, which lies at the cursor.
 
     The same options always give the same sequences. Each batch says at which cursor the next one begins;
     without a cursor, whatever lies before `start` is read. The tokenizer is the one in `folder`;
-    `synthetic` needs neither.
+    `synthetic` needs neither. `skipped` are the documents that were before the cursor, where some may be: a batch's
+    own cursor says how many there are up to it.
 
     Raises:
-        InputError: see `runner.data.files`, `runner.data.mixture` and `runner.data.vocabulary`, some of it only once
+        InputError: see `runner.data.files`, `runner.data.mixture` and `runner.data.tokenizer`, some of it only once
             batches are drawn.
     """
     if data.sources == (SYNTHETIC,):
         return batch_samples(_synthetic(data.seed, vocab_size, batch.seq_len, start), batch.global_batch)
-    vocabulary, sources = load_vocabulary(folder, vocab_size), open_sources(data)
+    vocabulary, sources = load_vocabulary(folder, vocab_size, data.framing), open_sources(data)
     begin = cursor or first_cursor(len(sources))
-    documents = draw_documents(data, sources, vocabulary, begin, is_endless=True)
-    samples = _samples(documents, data, batch.seq_len, vocabulary.eos)
+    documents = draw_documents(data, sources, vocabulary, begin, is_endless=True, skipped=_counted(data, skipped))
+    samples = _samples(documents, data, batch.seq_len, vocabulary.filler)
     return batch_samples(samples if cursor else islice(samples, start, None), batch.global_batch)
 
 
-def read_once(data: DataOptions, batch: BatchOptions, *, folder: Path, vocab_size: int) -> Iterator[Batch]:
-    """Give the batches of one pass over the data, every token once; the last is filled with what does not count.
+def read_once(
+    data: DataOptions,
+    batch: BatchOptions,
+    *,
+    folder: Path,
+    vocab_size: int,
+    padded_length: Callable[[int, int], int] = max,
+    skipped: Skipped | None = None,
+) -> Iterator[Batch]:
+    """Yield the batches of one pass over the data, every token once; the last ones are filled with what does not count.
+
+    Rows are as long as `padded_length` says of their own length and `--seq-len`, see `runner.models.Family`, and
+    those of a batch are equally long.
+
+    When the pass is over, `skipped` says how many documents were, where some may be.
 
     Raises:
         InputError: as `read_batches`; or for `synthetic`, which has no end.
     """
     if data.sources == (SYNTHETIC,):
-        raise InputError(SYNTHETIC, "has no end, so it cannot be read once", "name files")
-    vocabulary, sources = load_vocabulary(folder, vocab_size), open_sources(data)
-    documents = draw_documents(data, sources, vocabulary, first_cursor(len(sources)), is_endless=False)
-    nothing = _filled_up([], batch.seq_len, vocabulary.eos)
-    samples = _samples(documents, data, batch.seq_len, vocabulary.eos)
-    while group := tuple(islice(samples, batch.global_batch)):
+        raise InputError(SYNTHETIC, "has no end, so it cannot be read once", "name files", code="data.synthetic")
+    vocabulary, sources = load_vocabulary(folder, vocab_size, data.framing), open_sources(data)
+    begin = first_cursor(len(sources))
+    documents = draw_documents(data, sources, vocabulary, begin, is_endless=False, skipped=_counted(data, skipped))
+    samples = _samples(documents, data, batch.seq_len, vocabulary.filler)
+    for seq_len, group in _alike(samples, batch, padded_length):
+        nothing = _filled_up([], seq_len, vocabulary.filler)
         yield from batch_samples(islice(chain(group, repeat(nothing)), batch.global_batch), batch.global_batch)
+
+
+def _alike(
+    samples: Iterable[Sample], batch: BatchOptions, padded_length: Callable[[int, int], int]
+) -> Iterator[tuple[int, list[Sample]]]:
+    """Yield samples cut to one length, as many as a batch has or fewer; those without labels are left out."""
+    waiting: dict[int, list[Sample]] = {}
+    for sample in samples:
+        places = (sample.labels != IGNORED).nonzero()
+        if not len(places):
+            continue
+        seq_len = padded_length(int(places[-1]) + 1, batch.seq_len)
+        group = waiting.setdefault(seq_len, [])
+        group.append(replace(sample, tokens=sample.tokens[:seq_len], labels=sample.labels[:seq_len]))
+        if len(group) == batch.global_batch or len(waiting) > _MOST_WAITING:
+            full = seq_len if len(group) == batch.global_batch else next(iter(waiting))
+            yield full, waiting.pop(full)
+    yield from waiting.items()
+
+
+def _counted(data: DataOptions, skipped: Skipped | None) -> Skipped | None:
+    """Return who counts bad documents; None: each of them ends the reading."""
+    return (skipped or Skipped()) if data.skip_bad_documents else None
 
 
 def _samples(documents: Iterable[Drawn], data: DataOptions, seq_len: int, filler: int) -> Iterator[Sample]:
@@ -73,7 +115,7 @@ def _samples(documents: Iterable[Drawn], data: DataOptions, seq_len: int, filler
 def _packed(documents: Iterable[Drawn], seq_len: int, filler: int) -> Iterator[Sample]:
     """Cut documents laid end to end: a sequence begins with the token that ended the one before."""
     ids: list[int] = []
-    runs: deque[tuple[int, DataCursor]] = deque()  # what ids are made of: where each begins, from the first of all
+    runs: deque[tuple[int, Cursor]] = deque()  # what ids are made of: where each begins, from the first of all
     num_cut = 0
     for run, more in chain.from_iterable(document.runs for document in documents):
         runs.append((num_cut + len(ids), run))
@@ -88,7 +130,7 @@ def _packed(documents: Iterable[Drawn], seq_len: int, filler: int) -> Iterator[S
         yield _filled_up(ids, seq_len, filler)
 
 
-def _cursor_at(place: int, runs: deque[tuple[int, DataCursor]]) -> DataCursor:
+def _cursor_at(place: int, runs: deque[tuple[int, Cursor]]) -> Cursor:
     """Give the cursor of a token, and forget the runs before its own."""
     while len(runs) > 1 and runs[1][0] <= place:
         runs.popleft()
@@ -103,7 +145,7 @@ def _padded(documents: Iterable[Drawn], seq_len: int, filler: int) -> Iterator[S
         yield _filled_up(list(islice(ids, seq_len + 1)), seq_len, filler, document.after)
 
 
-def _filled_up(ids: list[int], seq_len: int, filler: int, cursor: DataCursor | None = None) -> Sample:
+def _filled_up(ids: list[int], seq_len: int, filler: int, cursor: Cursor | None = None) -> Sample:
     """Give at most seq_len + 1 ids as tokens and labels; what they lack is filled, and does not count."""
     tokens, labels = torch.full((seq_len,), filler), torch.full((seq_len,), IGNORED)
     num_labels = max(0, len(ids) - 1)

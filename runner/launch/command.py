@@ -9,19 +9,26 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from manifests.codec import encode_manifest
+from manifests.digest import digest_bytes
 from manifests.errors import UsageError
-from runner.dimensions.degrees import Degrees
-from runner.launch.checks import shown_address
+from manifests.signals import deferred
+from manifests.sizes import read_size
+from runner.bundle.cache_folder import check_copied
+from runner.bundle.packed import Packed
+from runner.bundle.remote import name_of, opened
+from runner.config.flags import TrainOptions, flag_of, is_training_flag, parse_training, unwritten
+from runner.config.parallel_dims import Degrees
+from runner.config.whole import Whole
 from runner.launch.gpus import check_gpus, memories_gib
-from runner.launch.job import SCHEDULERS, Job, Kind, read_environment, read_job_file
+from runner.launch.job import Job, Kind, read_environment, read_job_file
 from runner.launch.local import LocalJob, check_beginning, check_request, launch_here
 from runner.launch.nodes import check_groups, check_memory, check_ranks, parse_nnodes, plan_nodes, printed
-from runner.loading.copies import check_copied
-from runner.loading.fetch import name_of, opened
-from runner.loading.packed import Packed
-from runner.options import TrainOptions, flag_of, is_training_flag, parse_training, unwritten
+from runner.launch.run_folder import RunFolder, choose_folder
+from runner.launch.scheduler_checks import shown_address
+from runner.rundir.job_record import SCHEDULERS
 
-__all__ = ["launch"]
+__all__ = ["launch", "training_words"]
 
 
 def _read_job(context: click.Context, parameter: click.Parameter, path: Path | None) -> None:
@@ -59,7 +66,7 @@ class _BeforeTraining(click.Command):
         except click.NoSuchOption as error:
             if is_training_flag(error.option_name):
                 hint = f"put it after --: runner launch MANIFEST … -- {error.option_name} …"
-                raise UsageError(error.option_name, "is for the training", hint) from error
+                raise UsageError(error.option_name, "is for the training", hint, code="launch.flag-order") from error
             raise
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
@@ -67,7 +74,7 @@ class _BeforeTraining(click.Command):
 
 
 @click.command(cls=_BeforeTraining)
-@click.argument("manifest", required=False)
+@click.argument("manifest", type=click.Path(), metavar="[MANIFEST]", required=False)
 @click.option(
     "--job", type=click.Path(path_type=Path), is_eager=True, expose_value=False, callback=_read_job, metavar="FILE",
     help="TOML of flags, manifest and a [training] table; flags given beside it win.",
@@ -75,10 +82,10 @@ class _BeforeTraining(click.Command):
 @click.option("--scheduler", type=click.Choice(SCHEDULERS), default="local", help="Where the ranks are started.")
 @click.option("--nnodes", metavar="N", default="1", help="Nodes of the job.")
 @click.option(
-    "--nproc-per-node", type=click.IntRange(min=1), metavar="N",
+    "--nproc-per-node", type=Whole(min=1), metavar="N",
     show_default="the manifest's pipeline ranks, over the nodes", help="Ranks to start on each node.",
 )  # fmt: skip
-@click.option("--gpu-memory", type=click.FloatRange(min=0), metavar="GIB", help="Refuse stages that do not fit this.")
+@click.option("--gpu-memory", metavar="SIZE", help="Refuse stages that do not fit this, such as 80GB (which is 80GiB).")
 @click.option("--env", multiple=True, metavar="K[=V]", help="Set K for the ranks; without V, to its value here.")
 @click.option("--image", metavar="NAME", help="Container image (Slurm: with pyxis).")
 @click.option("--mount", multiple=True, metavar="FROM:TO", help="Show a folder, or a volume claim, in the container.")
@@ -88,19 +95,18 @@ class _BeforeTraining(click.Command):
 @click.option("--time", metavar="LIMIT", help="Slurm's time limit, such as 4:00:00.")
 @click.option("--sbatch-arg", multiple=True, metavar="ARG", help="One more line for sbatch, such as --gpus-per-node=8.")
 @click.option("--signal", metavar="USR2@SECONDS", help="Save and stop so long before the time limit.")
-@click.option(
-    "--restarts", type=click.IntRange(min=0), default=0, metavar="N", help="Start all ranks again up to N times."
-)
+@click.option("--restarts", type=Whole(min=0), default=0, metavar="N", help="Start all ranks again up to N times.")
 @click.option("--requeue", is_flag=True, help="Queue the job again when it was stopped at a signal.")
 @click.option("--name", metavar="NAME", show_default="the manifest's folder", help="Name of the job.")
 @click.option("--log-dir", type=click.Path(path_type=Path), metavar="DIR", help="As --log-dir after --.")
 @click.option("--stage-to-local", type=click.Path(path_type=Path), metavar="DIR", help="As --stage-to-local after --.")
+@click.option("--quiet", is_flag=True, help="As --quiet after --.")
 @click.option("--follow", is_flag=True, help="Print what the job prints until it ends.")
 @click.option("--dry-run", is_flag=True, help="Print what would be run or submitted, and stop.")
 def launch(
     manifest: str | None, scheduler: str, nnodes: str,
-    nproc_per_node: int | None, gpu_memory: float | None, follow: bool, dry_run: bool, log_dir: Path | None,
-    stage_to_local: Path | None, name: str | None, **asked: Any,
+    nproc_per_node: int | None, gpu_memory: str | None, follow: bool, dry_run: bool, log_dir: Path | None,
+    stage_to_local: Path | None, name: str | None, quiet: bool, **asked: Any,
 ) -> None:  # fmt: skip
     """Train the model of MANIFEST: on this machine, under torchrun, or on the nodes of a cluster.
 
@@ -114,28 +120,45 @@ def launch(
     """
     context = click.get_current_context()
     if not manifest:
-        raise UsageError("MANIFEST", "is missing", "runner launch DIR/manifest.json, or manifest = … in the job file")
-    training = _training(context, log_dir=log_dir, stage_to_local=stage_to_local)
+        raise UsageError(
+            "MANIFEST",
+            "is missing",
+            "runner launch DIR/manifest.json, or manifest = … in the job file",
+            code="launch.no-manifest",
+        )
+    training = training_words(context, log_dir=log_dir, stage_to_local=stage_to_local)
     options, num_nodes = parse_training(training), parse_nnodes(nnodes)
+    gpu_gib = None if gpu_memory is None else read_size("--gpu-memory", gpu_memory) / 2**30
     if scheduler == "local":
         _refuse_clusters(context, num_nodes)
     with opened(manifest, is_staged=options.stage_to_local is not None) as (address, launched):
+        if is_chosen := "log_dir" not in options.given:
+            training += ("--log-dir", str(choose_folder(options, name or name_of(launched.location))))
+            options = parse_training(training)
         each = nproc_per_node or max(1, launched.manifest.layout.num_ranks // num_nodes)
-        degrees = _check_placement(launched, options, num_nodes, each, gpu_memory)
+        degrees = _check_placement(launched, options, num_nodes, each, gpu_gib)
         if scheduler == "local":
-            _check_here(launched, options, degrees, each, gpu_memory)
-        else:
+            _check_here(launched, options, degrees, each, gpu_gib)
+        elif not options.quiet:
             click.echo(printed(plan_nodes(launched.manifest, num_nodes, each)), err=True)
+    run = RunFolder(
+        path=options.log_dir if scheduler == "local" else options.log_dir.resolve(),
+        name=name or name_of(launched.location),
+        manifest=address,
+        digest=digest_bytes(encode_manifest(launched.manifest)),
+        options=options,
+        is_chosen=is_chosen,
+    )
     if scheduler == "local":
-        here = LocalJob(name=name_of(launched.location), log_dir=options.log_dir, shutdown_s=options.timeout_s)
-        launch_here((address, *training), nproc_per_node=each, dry_run=dry_run, job=here)
+        here = LocalJob(name=name_of(launched.location), run=run, shutdown_s=options.timeout_s)
+        launch_here((address, *training), nproc_per_node=each, dry_run=dry_run, job=here, quiet=options.quiet)
         return
     _submit(
         Job(
             manifest=shown_address(address, manifest, asked["mount"]),
             training=training,
             name=name_of(launched.location).lower() if name is None else name,
-            log_dir=options.log_dir.resolve(),
+            log_dir=run.path,
             nnodes=num_nodes,
             nproc_per_node=each,
             environment=read_environment(asked["env"]),
@@ -145,12 +168,13 @@ def launch(
             **{field: asked[field] for field in _PLAIN_FIELDS},
         ),
         scheduler,
+        run,
         follow=follow,
         dry_run=dry_run,
     )
 
 
-def _training(context: click.Context, **own: Path | None) -> tuple[str, ...]:
+def training_words(context: click.Context, **own: Path | None) -> tuple[str, ...]:
     """Give the words for the ranks: those of the job file whose flags nobody has written, and then what was written."""
     of_file, written = dict(context.obj or {}), list(context.meta["training"])
     for name, path in own.items():
@@ -170,7 +194,7 @@ def _check_placement(
     if nnodes > 1:
         check_ranks(manifest.layout.num_ranks, nnodes, nproc_per_node)
     degrees = check_request(launched, options, nnodes * nproc_per_node)
-    for sentence in check_groups(degrees, nnodes, nproc_per_node):
+    for sentence in () if options.quiet else check_groups(degrees, nnodes, nproc_per_node):
         click.echo(f"note: {sentence}", err=True)
     if options.stage_to_local is not None:
         check_copied(manifest, launched.where)
@@ -216,18 +240,23 @@ def _refuse_clusters(context: click.Context, num_nodes: int) -> None:
         given.insert(0, "nnodes")
     if given:
         flag = "--" + given[0].replace("_", "-")
-        raise UsageError(flag, "needs --scheduler slurm or jobset", "without one, all ranks run on this machine")
+        raise UsageError(
+            flag,
+            "needs --scheduler slurm or jobset",
+            "without one, all ranks run on this machine",
+            code="launch.scheduler-flag",
+        )
     unused = [flag_of(name) for name in on if context.get_parameter_source(name) is ParameterSource.DEFAULT_MAP]
     if unused:
         click.echo(f"note: on this machine the job file's {', '.join(unused)} come to nothing", err=True)
 
 
-def _submit(job: Job, scheduler: str, *, follow: bool, dry_run: bool) -> None:
+def _submit(job: Job, scheduler: str, run: RunFolder, *, follow: bool, dry_run: bool) -> None:
     from runner.launch import jobset, slurm
-    from runner.launch.folder import check_free
-    from runner.launch.record import make_log_dir, write_record
-    from runner.launch.state import clear_state
-    from runner.launch.watch import follow as follow_job
+    from runner.launch.follow import follow as follow_job
+    from runner.launch.log_folder import taking
+    from runner.rundir.job_record import make_log_dir, write_record
+    from runner.rundir.state import clear_state
 
     backend = slurm if scheduler == "slurm" else jobset
     rendered = backend.render(job)
@@ -235,10 +264,11 @@ def _submit(job: Job, scheduler: str, *, follow: bool, dry_run: bool) -> None:
         click.echo(rendered, nl=False)
         return
     make_log_dir(job.log_dir)
-    check_free(job.log_dir)
-    record = backend.submit(job)
-    clear_state(job.log_dir)  # of the job before
-    write_record(job.log_dir, record)
+    with taking(job.log_dir), deferred():  # a job that was submitted is known
+        run.begin()
+        record = backend.submit(job)
+        clear_state(job.log_dir)  # of the job before
+        write_record(job.log_dir, record)
     click.echo(f"submitted {record.name} as {scheduler} job {record.id}; runner status {job.log_dir}")
     if follow:
         sys.exit(follow_job(record, Path(record.output), lambda text: click.echo(text, nl=False), job.log_dir))

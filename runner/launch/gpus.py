@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Mapping
 
 from manifests.errors import UsageError
-from runner.options import Device
+from runner.config.flags import Device
 
 __all__ = ["check_gpus", "memories_gib"]
 
@@ -43,6 +43,7 @@ def check_gpus(count: int, nproc_per_node: int) -> None:
             "--nproc-per-node",
             f"{nproc_per_node} ranks need a GPU each, and this machine shows {count}",
             f"reshard pack MANIFEST --layout pp={count}, or train without GPUs: --device cpu after --",
+            code="launch.too-few-gpus",
         )
 
 

@@ -8,17 +8,15 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from manifests.errors import InputError, UsageError
-from runner.launch.checks import check_texts
-from runner.options import TrainOptions, parse_training
+from runner.config.flags import TrainOptions, parse_training
+from runner.launch.scheduler_checks import check_texts
 
-__all__ = ["SCHEDULERS", "Job", "Kind", "Scheduler", "read_environment", "read_job_file"]
+__all__ = ["Job", "Kind", "read_environment", "read_job_file"]
 
 Kind = Literal["switch", "one", "several"]  # what a flag takes
-Scheduler = Literal["local", "slurm", "jobset"]
-SCHEDULERS: tuple[Scheduler, ...] = get_args(Scheduler)
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OWN_VARIABLE = re.compile(r"PET_\w+|TORCHELASTIC_\w+|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)")
@@ -60,13 +58,19 @@ class Job:
                      ("--qos", self.qos), ("--log-dir", str(self.log_dir))))  # fmt: skip
         check_texts((("--image", self.image),), without_spaces=True)
         if self.mounts and self.image is None:
-            raise UsageError("--mount", "needs --image", "without a container, nodes see the files that they share")
+            raise UsageError(
+                "--mount",
+                "needs --image",
+                "without a container, nodes see the files that they share",
+                code="launch.scheduler-flag",
+            )
         for flag, is_asked in (("--restarts", self.restarts > 0), ("--requeue", self.requeue)):
             if is_asked and not self.goes_on:
                 raise UsageError(
                     flag,
                     "needs checkpoints to go on from",
                     "add --checkpoint DIR --checkpoint-every N --resume auto after --",
+                    code="options.needs-checkpoint",
                 )
 
     @property
@@ -93,13 +97,22 @@ def read_environment(given: Sequence[str]) -> tuple[tuple[str, str], ...]:
     for text in given:
         name, equals, value = text.partition("=")
         if not _VARIABLE.fullmatch(name):
-            raise UsageError("--env", f"expected NAME or NAME=VALUE, found {text!r}")
+            raise UsageError("--env", f"expected NAME or NAME=VALUE, found {text!r}", code="launch.environment")
         if _OWN_VARIABLE.fullmatch(name):
-            raise UsageError("--env", f"{name} is torchrun's: every rank finds its own value there", "leave it out")
+            raise UsageError(
+                "--env",
+                f"{name} is torchrun's: every rank finds its own value there",
+                "leave it out",
+                code="launch.environment",
+            )
         if "\0" in value:
-            raise UsageError("--env", f"the value of {name} holds a zero byte, which no variable can")
+            raise UsageError(
+                "--env", f"the value of {name} holds a zero byte, which no variable can", code="launch.environment"
+            )
         if not equals and name not in os.environ:
-            raise UsageError("--env", f"{name} is not set here", f"--env {name}=VALUE sets it")
+            raise UsageError(
+                "--env", f"{name} is not set here", f"--env {name}=VALUE sets it", code="launch.environment"
+            )
         found[name] = value if equals else os.environ[name]
     return tuple(found.items())
 
@@ -115,16 +128,21 @@ def read_job_file(path: Path, known: Mapping[str, Kind]) -> dict[str, Any]:
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise InputError(str(path), f"cannot be read: {error.strerror}") from error
+        raise InputError(str(path), f"cannot be read: {error.strerror}", code="launch.job-file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(str(path), f"is no TOML: {error}") from error
+        raise InputError(str(path), f"is no TOML: {error}", code="launch.job-file") from error
     training = found.pop("training", {})
     if not isinstance(training, Mapping):
-        raise InputError(f"{path}: training", "expected a table of the flags that follow --")
+        raise InputError(f"{path}: training", "expected a table of the flags that follow --", code="launch.job-file")
     values: dict[str, Any] = {}
     for key, value in found.items():
         if key not in known:
-            raise InputError(f"{path}: {key}", "is no flag of runner launch", "known: " + ", ".join(sorted(known)))
+            raise InputError(
+                f"{path}: {key}",
+                "is no flag of runner launch",
+                "known: " + ", ".join(sorted(known)),
+                code="launch.job-file",
+            )
         values[key.replace("-", "_")] = _value_of(value, known[key], f"{path}: {key}")
     return {**values, "training": {f"--{key}": _words(key, value, where=str(path)) for key, value in training.items()}}
 
@@ -136,13 +154,18 @@ def _value_of(value: object, kind: Kind, where: str) -> object:
         return tuple(value)
     if kind == "one" and isinstance(value, (str, int, float)) and not isinstance(value, bool):
         return str(value)
-    raise InputError(where, f"expected {_EXPECTED[kind]}, found {value!r}")
+    raise InputError(where, f"expected {_EXPECTED[kind]}, found {value!r}", code="launch.job-file")
 
 
 def _words(key: str, value: object, *, where: str) -> list[str]:
     flag = "--" + key
     if not _KEY.fullmatch(key):
-        raise InputError(f"{where}: training.{key}", "is no flag", "runner launch MANIFEST -- --help lists them")
+        raise InputError(
+            f"{where}: training.{key}",
+            "is no flag",
+            "runner launch MANIFEST -- --help lists them",
+            code="launch.job-file",
+        )
     if value is True:
         return [flag]
     if value is False:
@@ -151,4 +174,6 @@ def _words(key: str, value: object, *, where: str) -> list[str]:
         return [flag, str(value)]
     if isinstance(value, list) and all(isinstance(part, (str, int, float)) for part in value):
         return [word for part in value for word in (flag, str(part))]
-    raise InputError(f"{where}: training.{key}", "expected a text, a number, true, false or a list of these")
+    raise InputError(
+        f"{where}: training.{key}", "expected a text, a number, true, false or a list of these", code="launch.job-file"
+    )

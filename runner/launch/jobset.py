@@ -15,11 +15,11 @@ from typing import Any
 import yaml
 
 from manifests.errors import UsageError, UserError
-from runner.launch.checks import check_mounts, check_read, check_written, is_shown
+from runner.config.schema import SYNTHETIC
 from runner.launch.job import Job
-from runner.launch.record import JobRecord
-from runner.life.supervise import FINAL, SHUTDOWN_S, agent_command
-from runner.recipe import SYNTHETIC
+from runner.launch.scheduler_checks import check_mounts, check_read, check_written, is_shown
+from runner.launch.supervisor import FINAL, SHUTDOWN_S, agent_command
+from runner.rundir.job_record import JobRecord
 
 __all__ = ["JobSetState", "cancel", "find_phases", "find_state", "print_logs", "render", "submit"]
 
@@ -130,7 +130,7 @@ def print_logs(record: JobRecord, say: Callable[[str], object], *, follow: bool,
             errors="replace",
         )  # fmt: skip
     except FileNotFoundError as error:
-        raise UserError(command[0], *_ABSENT) from error
+        raise UserError(command[0], *_ABSENT, code="system.missing-program") from error
     with running:
         assert running.stdout is not None
         words = []
@@ -144,18 +144,20 @@ def print_logs(record: JobRecord, say: Callable[[str], object], *, follow: bool,
 
 def _refuse(job: Job) -> None:
     if job.image is None:
-        raise UsageError("--image", "is needed for --scheduler jobset", "an image with reshard[runner] in it")
+        raise UsageError(
+            "--image", "is needed for --scheduler jobset", "an image with reshard[runner] in it", code="launch.no-image"
+        )
     if not _NAME.fullmatch(job.name) or len(job.name) > _MAX_NAME:
         found = f"expected up to {_MAX_NAME} of a-z, 0-9 and -, a letter first, found {job.name!r}"
         near = re.sub(r"[^a-z0-9]+", "-", job.name.lower())[:_MAX_NAME].strip("-")
-        raise UsageError("--name", found, f"--name {near}" if _NAME.fullmatch(near) else "")
+        raise UsageError("--name", found, f"--name {near}" if _NAME.fullmatch(near) else "", code="launch.job-name")
     check_mounts(job.mounts, _MOUNT, "CLAIM:/FOLDER or /FOLDER-OF-THE-NODE:/FOLDER")
     for flag, value in (("--partition", job.partition), ("--account", job.account), ("--qos", job.qos),
                         ("--time", job.time), ("--signal", job.signal), ("--sbatch-arg", job.sbatch_args or None),
                         ("--requeue", job.requeue or None)):  # fmt: skip
         if value is not None:
             hint = "--restarts N lets Kubernetes start the job again" if flag == "--requeue" else ""
-            raise UsageError(flag, "is Slurm's; a JobSet has no such thing", hint)
+            raise UsageError(flag, "is Slurm's; a JobSet has no such thing", hint, code="launch.scheduler-flag")
     check_written(_written(job), job.mounts)
     check_read(_read(job), job.mounts)
 
@@ -259,10 +261,12 @@ def _call(command: Sequence[str], standard_input: str = "") -> str:
     try:
         done = subprocess.run(command, input=standard_input, capture_output=True, text=True, timeout=_LIMIT_S)
     except FileNotFoundError as error:
-        raise UserError(command[0], *_ABSENT) from error
+        raise UserError(command[0], *_ABSENT, code="system.missing-program") from error
     except subprocess.TimeoutExpired as error:
-        raise UserError(command[0], f"did not answer within {_LIMIT_S} s") from error
+        raise UserError(command[0], f"did not answer within {_LIMIT_S} s", code="launch.scheduler-silent") from error
     if done.returncode:
         said = _said(done.stderr.splitlines())
-        raise UserError(" ".join(command[:2]), said or f"ended with code {done.returncode}")
+        raise UserError(
+            " ".join(command[:2]), said or f"ended with code {done.returncode}", code="launch.scheduler-failed"
+        )
     return done.stdout

@@ -13,25 +13,27 @@ from pathlib import Path
 import click
 
 from manifests.errors import InputError, UsageError, UserError
-from manifests.invariants import MANIFEST_NAME
-from manifests.publish import check_target
 from manifests.schema import Manifest
-from runner.checkpoints.apart import check_apart
-from runner.checkpoints.position import find_data
-from runner.checkpoints.resume import check_fits, find_origins, goes_on_from, remembered
+from manifests.signals import deferred
+from runner.bundle.packed import Packed, open_packed
+from runner.checkpoint.data_position import find_data
+from runner.checkpoint.outputs import check_outputs
+from runner.checkpoint.resume import check_fits, find_origins, goes_on_from, remembered
+from runner.checkpoint.save_paths import check_apart
+from runner.config.flags import TrainOptions, recall
+from runner.config.parallel_dims import Degrees
+from runner.config.schema import SYNTHETIC
 from runner.data.files import find_files
-from runner.dimensions.degrees import Degrees
-from runner.dimensions.refusals import check_combination, check_divides, check_sinks, combine, share_of
-from runner.launch.folder import check_free
-from runner.launch.processes import record_here
-from runner.launch.record import make_log_dir, write_record
-from runner.life.ending import AGENT
-from runner.life.supervise import stopping
-from runner.loading.packed import Packed, open_packed
-from runner.options import TrainOptions, recall
+from runner.launch.combinations import Combination, check_combination, check_divides, check_sinks, combine, share_of
+from runner.launch.local_processes import record_here
+from runner.launch.log_folder import taking
+from runner.launch.preflight import check_length, check_model, check_places, check_texts
+from runner.launch.run_folder import RunFolder
+from runner.launch.supervisor import stopping
 from runner.pipeline.timetable import choose_timetable
-from runner.recipe import SYNTHETIC
-from runner.request import check_length, check_places, check_texts
+from runner.rundir.exit_report import AGENT
+from runner.rundir.job_record import make_log_dir, write_record
+from runner.rundir.state import clear_state
 
 __all__ = ["LocalJob", "check_beginning", "check_request", "check_world", "launch_here"]
 
@@ -41,13 +43,17 @@ class LocalJob:
     """A training run on this machine. Its ranks have `shutdown_s` to save once they are told to stop."""
 
     name: str
-    log_dir: Path
+    run: RunFolder
     shutdown_s: int
+
+    @property
+    def log_dir(self) -> Path:
+        return self.run.path
 
 
 def launch_here(
     arguments: Sequence[str], *, nproc_per_node: int, dry_run: bool, job: LocalJob | None = None,
-    worker: str = "runner.worker",
+    worker: str = "runner.train", quiet: bool = False,
 ) -> None:  # fmt: skip
     """Replace this process by torchrun with so many workers; see `check_request`. A `job` is known by its log folder.
 
@@ -55,9 +61,11 @@ def launch_here(
         UserError: no torch is installed, or another job has the log folder.
     """
     if find_spec("torch") is None:
-        raise UserError("runner", "torch is not installed here", "pip install 'reshard[runner]'")
+        raise UserError(
+            "runner", "torch is not installed here", "pip install 'reshard[runner]'", code="system.missing-package"
+        )
     command = [
-        sys.executable, "-m", "runner.life.agent", "--standalone", "--nproc-per-node", str(nproc_per_node),
+        sys.executable, "-m", "runner.launch.agent", "--standalone", "--nproc-per-node", str(nproc_per_node),
         *(stopping(job.shutdown_s) if job else ()), "-m", worker, *arguments,
     ]  # fmt: skip
     if dry_run:
@@ -65,11 +73,19 @@ def launch_here(
         return
     if job is not None:
         make_log_dir(job.log_dir)
-        check_free(job.log_dir)
-        write_record(job.log_dir, record_here(job.log_dir, job.name))
-    sys.stdout.flush()
-    os.environ[AGENT] = str(os.getpid())  # which stays
-    os.execv(sys.executable, command)
+    with deferred():  # whoever reads the record finds a process that leaves word of its end
+        if job is not None:
+            with taking(job.log_dir):
+                job.run.begin()
+                clear_state(job.log_dir)  # of the job before
+                write_record(job.log_dir, record_here(job.log_dir, job.name))
+        if not quiet:
+            ranks = "1 rank" if nproc_per_node == 1 else f"{nproc_per_node} ranks"
+            click.echo(f"starting {ranks}" + (f"; log in {job.log_dir}" if job is not None else ""), err=True)
+        sys.stdout.flush()
+        os.environ[AGENT] = str(os.getpid())  # which stays
+        os.environ["PYTHONUTF8"] = "1"  # torch and others read their own files in the encoding of the locale
+        os.execv(sys.executable, command)
 
 
 def check_request(launched: Packed, options: TrainOptions, world_size: int) -> Degrees:
@@ -79,8 +95,11 @@ def check_request(launched: Packed, options: TrainOptions, world_size: int) -> D
         UserError: what does not fit.
     """
     check_places(options)
+    check_model(launched)
+    num_tensor = options.degrees.tensor  # what no number of ranks makes right is refused before ranks are counted
+    check_combination(Combination(architecture=launched.manifest.model.architecture, num_tensor=num_tensor))
+    check_divides(launched.config, num_tensor)
     degrees = options.degrees.resolve(launched.manifest.layout.num_ranks, world_size)
-    check_divides(launched.config, degrees.tensor)
     if options.resume.source is None:  # a checkpoint may remember other batch sizes
         _check_step(launched.manifest, options, degrees)
     return degrees
@@ -96,8 +115,7 @@ def check_beginning(launched: Packed, options: TrainOptions, degrees: Degrees) -
     """
     check_sinks(options)
     check_apart(options, launched.root)
-    if options.save is not None:
-        check_target(options.save, options.force, lambda folder: (folder / MANIFEST_NAME).is_file())
+    check_outputs(options)
     origins, training = find_origins(launched.root, options), None
     if options.resume.source != "auto":
         (folder,) = origins
@@ -110,9 +128,14 @@ def check_beginning(launched: Packed, options: TrainOptions, degrees: Degrees) -
         check_length(launched, options)
     if options.eval_data is not None:
         if SYNTHETIC in options.eval_data.sources:
-            raise UsageError("--eval-data", f"{SYNTHETIC} has no end, so it cannot be read once", "name files")
+            raise UsageError(
+                "--eval-data",
+                f"{SYNTHETIC} has no end, so it cannot be read once",
+                "name files",
+                code="options.needs-documents",
+            )
         find_files(options.eval_data.sources)
-    find_data(options, training.data if training else None, launched.tokenizer)
+    find_data(options, training.data if training else None, launched.tokenizer, launched.root)
     check_texts(launched, options)
 
 
@@ -131,4 +154,5 @@ def check_world(manifest: Manifest, world_size: int) -> None:
             f"manifest needs {num_ranks} ranks, WORLD_SIZE is {world_size}",
             f"runner launch MANIFEST --nproc-per-node {num_ranks}, or "
             f"reshard pack MANIFEST --layout pp={world_size} --out DIR",
+            code="launch.world-size",
         )

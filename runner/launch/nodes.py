@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from manifests.errors import InputError, UsageError
 from manifests.schema import Manifest
-from runner.dimensions.degrees import Degrees
+from runner.config.parallel_dims import Degrees
 
 __all__ = ["NodePlan", "check_groups", "check_memory", "check_ranks", "parse_nnodes", "plan_nodes", "printed"]
 
@@ -33,7 +33,7 @@ def parse_nnodes(text: str) -> int:
     if re.fullmatch(r"0*[1-9][0-9]{0,4}", text, re.ASCII):
         return int(text)
     hint = "every rank has its stages: a job cannot grow or shrink while it runs" if ":" in text else ""
-    raise UsageError("--nnodes", f"expected one number from 1 to 99999, found {text!r}", hint)
+    raise UsageError("--nnodes", f"expected one number from 1 to 99999, found {text!r}", hint, code="launch.nodes")
 
 
 def check_ranks(num_pipeline_ranks: int, nnodes: int, nproc_per_node: int) -> None:
@@ -53,6 +53,7 @@ def check_ranks(num_pipeline_ranks: int, nnodes: int, nproc_per_node: int) -> No
         f"each are {world_size}",
         f"take --nproc-per-node {ranks} or --nnodes {nodes}, or reshard pack MANIFEST --layout pp={world_size} "
         "--out DIR",
+        code="launch.world-size",
     )
 
 
@@ -76,6 +77,7 @@ def check_groups(degrees: Degrees, nnodes: int, nproc_per_node: int) -> tuple[st
             f"{nproc_per_node} ranks on a node cut a tensor-parallel group of {tensor} in two, and its ranks talk in "
             "every layer",
             f"take a multiple of --tp {tensor}: {_nearest(nproc_per_node, tensor)}",
+            code="launch.split-tp-group",
         )
     if per_stage > nproc_per_node or nproc_per_node % per_stage == 0:
         return ()
@@ -147,7 +149,7 @@ def check_memory(
     ]
     rank = max(range(len(params)), key=params.__getitem__)
     if not gpu_gib > 0:
-        raise UsageError(where, f"expected GiB above 0, found {gpu_gib:g}")
+        raise UsageError(where, f"expected GiB above 0, found {gpu_gib:g}", code="options.invalid-value")
     needed = params[rank] * param_nbytes / num_shards / 2**30
     if needed > gpu_gib:
         raise InputError(
@@ -155,4 +157,5 @@ def check_memory(
             f"pipeline rank {rank} needs {needed:.{_digits(needed)}f} GiB for weights, gradients and moments alone, "
             f"its GPU has {gpu_gib:g} GiB",
             "more pipeline ranks (reshard pack MANIFEST --layout pp=N) or --dp-shard N make it smaller",
+            code="launch.gpu-memory",
         )

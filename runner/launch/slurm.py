@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manifests.errors import UsageError, UserError
-from runner.launch.checks import check_mounts, check_sbatch_args, parse_signal, parse_time
 from runner.launch.job import Job
-from runner.launch.record import JobRecord
+from runner.launch.scheduler_checks import check_mounts, check_sbatch_args, parse_signal, parse_time
+from runner.rundir.job_record import JobRecord
 
 __all__ = ["SlurmState", "ask", "cancel", "find_state", "render", "submit"]
 
@@ -120,15 +120,17 @@ def ask(command: Sequence[str], standard_input: str = "", *, limit_s: float = _L
         done = subprocess.run(command, input=standard_input, capture_output=True, text=True, timeout=limit_s)
     except FileNotFoundError as error:
         hint = "run it where Slurm's commands are, on a login node"
-        raise UserError(where, "is not on this machine", hint) from error
+        raise UserError(where, "is not on this machine", hint, code="system.missing-program") from error
     except OSError as error:
-        raise UserError(where, f"cannot be started: {error.strerror}") from error
+        raise UserError(where, f"cannot be started: {error.strerror}", code="system.missing-program") from error
     except subprocess.TimeoutExpired as error:
         hint = "is slurmctld up? scontrol ping says"
-        raise UserError(where, f"did not answer within {limit_s:.0f} s", hint) from error
+        raise UserError(
+            where, f"did not answer within {limit_s:.0f} s", hint, code="launch.scheduler-silent"
+        ) from error
     if done.returncode:
         said = " ".join(done.stderr.split()).removeprefix(f"{where}: error: ")
-        raise UserError(where, said or f"ended with code {done.returncode}")
+        raise UserError(where, said or f"ended with code {done.returncode}", code="launch.scheduler-failed")
     return done.stdout
 
 
@@ -146,10 +148,17 @@ def _check_end(job: Job) -> None:
         return
     before_s = parse_signal(job.signal)
     if limit_s is not None and before_s >= limit_s:
-        raise UsageError("--signal", f"{before_s} s before the end is before the job begins: --time is {limit_s} s")
+        raise UsageError(
+            "--signal",
+            f"{before_s} s before the end is before the job begins: --time is {limit_s} s",
+            code="launch.scheduler-value",
+        )
     if job.options.checkpoint is None:
         raise UsageError(
-            "--signal", "asks the ranks to save, and there is nothing to save to", "add --checkpoint DIR after --"
+            "--signal",
+            "asks the ranks to save, and there is nothing to save to",
+            "add --checkpoint DIR after --",
+            code="options.needs-checkpoint",
         )
 
 
@@ -167,7 +176,7 @@ def _check_nodes(job: Job) -> None:
     if sizes and max(sizes.values()) < job.nnodes:
         has = ", ".join(f"{name} has {size}" for name, size in sizes.items())
         raise UsageError("--nnodes", f"{job.nnodes} nodes are asked for, and partition {has}",
-                         "fewer nodes, or another --partition")  # fmt: skip
+                         "fewer nodes, or another --partition", code="launch.nodes")  # fmt: skip
 
 
 def _options(job: Job) -> list[str]:
@@ -195,7 +204,7 @@ def _output(job: Job) -> str:
 
 def _supervisor(job: Job) -> list[str]:
     command = [
-        sys.executable, "-m", "runner.life.supervise",
+        sys.executable, "-m", "runner.launch.supervisor",
         "--nnodes", str(job.nnodes), "--nproc-per-node", str(job.nproc_per_node), "--restarts", str(job.restarts),
     ]  # fmt: skip
     if job.requeue:

@@ -1,4 +1,4 @@
-"""`runner status`, `logs`, `cancel` and `report`, all of a launched job's log folder. No torch."""
+"""`runner status`, `logs`, `cancel` and `report`, all of a launched job's log folder: the latest, or a named one."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ from pathlib import Path
 
 import click
 
+from runner.config.whole import Whole
+from runner.rundir.run_record import DEFAULT_RUNS, find_run
+
 __all__ = ["cancel", "logs", "report", "status"]
 
-_LOG_DIR = click.argument("log_dir", type=click.Path(path_type=Path), metavar="LOG_DIR")
+_LOG_DIR = click.argument(
+    "log_dir", type=click.Path(path_type=Path), metavar="[LOG_DIR]", default=DEFAULT_RUNS,
+    callback=lambda _, __, path: find_run(path),
+)  # fmt: skip
 
 
 @click.command()
@@ -17,7 +23,7 @@ _LOG_DIR = click.argument("log_dir", type=click.Path(path_type=Path), metavar="L
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def status(log_dir: Path, as_json: bool) -> None:
     """Say what a launched job does, how far it has come, and why it failed."""
-    from runner.launch import watch
+    from runner.launch import follow as watch
 
     found = watch.status(log_dir)
     if as_json:
@@ -40,10 +46,10 @@ def status(log_dir: Path, as_json: bool) -> None:
 @click.command()
 @_LOG_DIR
 @click.option("-f", "--follow", is_flag=True, help="Go on printing until the job ends.")
-@click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Only what this rank logs.")
+@click.option("--rank", type=Whole(min=0), metavar="R", help="Only what this rank logs.")
 def logs(log_dir: Path, follow: bool, rank: int | None) -> None:
     """Print what a launched job has printed; of one on this machine, what rank 0 has."""
-    from runner.launch import watch
+    from runner.launch import follow as watch
 
     watch.show_logs(log_dir, lambda text: click.echo(text, nl=False), rank=rank, is_followed=follow)
 
@@ -53,7 +59,7 @@ def logs(log_dir: Path, follow: bool, rank: int | None) -> None:
 @click.option("--force", is_flag=True, help="Kill a job of this machine at once, and save nothing.")
 def cancel(log_dir: Path, force: bool) -> None:
     """End a launched job; one that saves checkpoints saves, if it has the time."""
-    from runner.launch import watch
+    from runner.launch import follow as watch
 
     record, was_running = watch.cancel(log_dir, is_forced=force)
     job = f"{record.scheduler} job {record.id}"
@@ -63,15 +69,16 @@ def cancel(log_dir: Path, force: bool) -> None:
 @click.command()
 @_LOG_DIR
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE", show_default="LOG_DIR/report.html")
-def report(log_dir: Path, out: Path | None) -> None:
+@click.option("--force", is_flag=True, help="Replace a page that exists.")
+def report(log_dir: Path, out: Path | None, force: bool) -> None:
     """Draw a run as one HTML page: loss, throughput, and, of steps that --trace wrote, the pipeline.
 
     \b
     Example:
-      runner launch ./packed -- --data text/ --steps 100 --trace 20-30 && runner report runner-log
+      runner launch ./packed -- --data text/ --steps 100 --trace 20-30 && runner report
     """
     from runner.report.page import write_report
 
     path = out or log_dir / "report.html"
-    said = write_report(log_dir, path)
+    said = write_report(log_dir, path, force=force)
     click.echo(f"{path}: {said}")

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from runner.dimensions.shards import local_of, local_offset
-from runner.families import Family
-from runner.loading.pages import empty_like
-from runner.loading.pieces import Piece
-from runner.pipeline.codec import Crossing
-
-if TYPE_CHECKING:
-    from runner.training.head import ChunkedHead
+from manifests.models import module_of
+from runner.models import Family
+from runner.pipeline.chunked_head import ChunkedHead
+from runner.pipeline.stage_io import Crossing
+from runner.tensors.dtensor import local_of, local_offset
+from runner.tensors.huge_pages import empty_like
+from runner.tensors.local_shard import Piece
 
 __all__ = [
     "NamedParameter",
@@ -23,8 +22,10 @@ __all__ = [
     "build_chunks",
     "hf_constants",
     "hf_pieces",
+    "layers_of",
     "materialize",
     "named_hf_parameters",
+    "part_of",
 ]
 
 # Under its Hugging Face FQN; one that is made of several tensors, under the first one's.
@@ -32,7 +33,7 @@ NamedParameter = tuple[str, nn.Parameter]
 
 
 class StageChunk(nn.Module):
-    """The modules of one stage: what the stage before hands on goes in (see `runner.pipeline.wire`).
+    """The modules of one stage: what the stage before hands on goes in (see `runner.pipeline.stage_metadata`).
 
     A stage without modules hands on what it gets. In a pipeline, `crossing` says how what comes and
     goes is taken apart into tensors.
@@ -94,3 +95,23 @@ def hf_constants(chunk: StageChunk) -> Iterator[Piece]:
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 yield from chunk.family.pieces(f"{prefix}.{name}".lstrip("."), buffer, (0,) * buffer.dim())
+
+
+def part_of(chunk: StageChunk, module: str) -> nn.Module:
+    """Give the part of a chunk's body that is the module of this name, such as `lm_head`."""
+    names = [
+        name.split(".")[:-1]
+        for name, _ in chunk.body.named_parameters()
+        if module_of(chunk.family.to_hf(name), chunk.module_names) == module
+    ]
+    assert names, module
+    common = [parts[0] for parts in zip(*names, strict=False) if len(set(parts)) == 1]
+    return chunk.body.get_submodule(".".join(common))
+
+
+def layers_of(chunk: StageChunk) -> Iterator[tuple[int, nn.Module]]:
+    """Give a chunk's decoder layers, numbered as in the whole model."""
+    for module in chunk.module_names:
+        number = module.rpartition(".")[2]
+        if number.isdecimal():
+            yield int(number), part_of(chunk, module)

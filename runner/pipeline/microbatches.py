@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from runner.config.schema import BatchOptions
 from runner.data.batches import IGNORED
-from runner.recipe import BatchOptions
 
 __all__ = ["check_shape", "evaluating", "token_loss", "total"]
 

@@ -14,15 +14,15 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
 from manifests.schedules import LoweredTable
+from runner.config.schema import BatchOptions
 from runner.data.batches import Batch
 from runner.pipeline.chunk import StageChunk
-from runner.pipeline.codec import Crossing, form_of
+from runner.pipeline.heads import loss_of, whole_heads
 from runner.pipeline.microbatches import check_shape, evaluating, total
+from runner.pipeline.stage_io import Crossing, form_of
+from runner.pipeline.stage_metadata import Wire
 from runner.pipeline.timetable import Timetable
-from runner.pipeline.wire import Wire
-from runner.recipe import BatchOptions
-from runner.training.head import loss_of, whole_heads
-from runner.watching.trace import RanKind, Recorder
+from runner.profiling.trace import RanKind, Recorder
 
 __all__ = ["Lane", "Pipeline", "Purpose"]
 

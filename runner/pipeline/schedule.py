@@ -8,15 +8,15 @@ from typing import Any, Protocol
 import torch
 from torch import distributed as dist
 
+from runner.config.schema import BatchOptions
 from runner.data.batches import Batch
 from runner.pipeline.chunk import StageChunk
+from runner.pipeline.heads import loss_of, whole_heads
 from runner.pipeline.microbatches import check_shape, evaluating, total
 from runner.pipeline.runtime import Pipeline
+from runner.pipeline.stage_metadata import Wire
 from runner.pipeline.timetable import Timetable
-from runner.pipeline.wire import Wire
-from runner.recipe import BatchOptions
-from runner.training.head import loss_of, whole_heads
-from runner.watching.trace import Recorder
+from runner.profiling.trace import Recorder
 
 __all__ = ["Schedule", "build_schedule"]
 

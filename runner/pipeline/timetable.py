@@ -62,6 +62,7 @@ class Timetable:
                 "--schedule",
                 f"{self.name} is for {self.file.num_microbatches} microbatches, found {num_microbatches}",
                 f"make --global-batch {self.file.num_microbatches} times --microbatch",
+                code="schedule.microbatches",
             )
         if self.file is None and self.placement.num_ranks > 1:
             check_schedule(self.name, self.placement, num_microbatches)
@@ -139,10 +140,12 @@ def read_timetable(path: Path, placement: Placement) -> Timetable:
         InputError: it cannot be read, is not for these stages, or would wait for ever or train wrong.
     """
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         hint = "look for a slip in its name" if isinstance(error, FileNotFoundError) else ""
-        raise InputError(str(path), f"cannot be read: {getattr(error, 'strerror', None) or error}", hint) from error
+        raise InputError(
+            str(path), f"cannot be read: {getattr(error, 'strerror', None) or error}", hint, code="schedule.unreadable"
+        ) from error
     if _TRANSFERS.search(text):
         # Its transfers are replaced: see Note [Waiting for sends] in pipeline.py.
         table = lower(compute_part(read_lowered_csv(text, str(path), placement)))
@@ -168,4 +171,5 @@ def _check_last_stage(table: LoweredTable, where: str) -> None:
             where,
             f"stage {last}, the last one, takes the microbatches in the order {shown}",
             "number them in the order in which the last stage computes them: torch numbers losses so",
+            code="schedule.microbatch-order",
         )

@@ -9,7 +9,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from manifests.errors import UsageError, UserError
+from manifests.errors import InputError, UsageError, UserError
+from manifests.probe import check_new_file
 from manifests.schedules import Timeline
 from runner.report.plan import planned
 from runner.report.read import RunLog, StepTrace, Traces, read_run
@@ -17,7 +18,7 @@ from runner.report.read import RunLog, StepTrace, Traces, read_run
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["write_report"]
+__all__ = ["tables_of", "write_report"]
 
 _COLOURS = {"F": "#4c78a8", "B": "#e4572e", "I": "#f2a541", "W": "#76b041", "L": "#9d7ad2"}
 _KINDS = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients", "L": "loss"}
@@ -34,20 +35,31 @@ svg { width: 100%; height: auto; } p.note { color: #6b7280; max-width: 45rem; }
 """
 
 
-def write_report(log_dir: Path, out: Path) -> str:
-    """Write the page about the run with this log folder, and give what it comes to in a sentence.
+def write_report(log_dir: Path, out: Path, *, force: bool = False) -> str:
+    """Write the page about the run with this log folder, and return what it comes to in a sentence.
 
     Raises:
         UsageError: the name of the page is that of another kind of file.
+        InputError: the page exists and `force` is not given, or its folder takes no file.
         UserError: nothing to tell of, a page that cannot be written, or matplotlib is missing.
     """
     if out.suffix not in _SUFFIXES:
-        raise UsageError("--out", f"expected a name that ends in {' or '.join(_SUFFIXES)}, found {out}")
+        raise UsageError(
+            "--out", f"expected a name that ends in {' or '.join(_SUFFIXES)}, found {out}", code="options.report-suffix"
+        )
+    if not log_dir.is_dir():
+        raise InputError(str(log_dir), "no such folder", "give the log folder of a run", code="launch.no-run")
+    check_new_file(out, "--out", force=force)
     run = read_run(log_dir)
     try:
         parts = [f"<h1>{html.escape(log_dir.resolve().name)}</h1>", _summary(run), *_curves(run), *_times(run)]
     except ImportError as error:
-        raise UserError("runner report", "matplotlib is not installed here", "pip install 'reshard[draw]'") from error
+        raise UserError(
+            "runner report",
+            "matplotlib is not installed here",
+            "pip install 'reshard[draw]'",
+            code="system.missing-package",
+        ) from error
     said = f"{len(run.steps)} steps, last loss {run.steps[-1]['loss']:.6f}"
     if run.traces is not None:
         plan = planned(run.traces)
@@ -59,10 +71,15 @@ def write_report(log_dir: Path, out: Path) -> str:
     title = html.escape(log_dir.resolve().name)
     page = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
     try:
-        out.write_text(page + "\n".join(parts) + "</html>\n")
+        out.write_text(page + "\n".join(parts) + "</html>\n", encoding="utf-8", errors="replace")
     except OSError as error:
-        raise UserError(str(out), f"cannot be written: {error.strerror}") from error
+        raise UserError(str(out), f"cannot be written: {error.strerror}", code="output.unwritable") from error
     return said
+
+
+def tables_of(run: RunLog) -> tuple[str, ...]:
+    """Return the tables of a run's page that need no trace."""
+    return (_summary(run), *_times(run), *_memory(run))
 
 
 def _summary(run: RunLog) -> str:

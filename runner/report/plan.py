@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from manifests.errors import UserError
 from manifests.schedules import Timeline, simulate
 from runner.pipeline.timetable import find_timetable
+from runner.profiling.step_times import stage_costs
 from runner.report.read import Traces
-from runner.watching.times import stage_costs
 
 __all__ = ["planned"]
 
@@ -18,7 +19,10 @@ def planned(traces: Traces) -> Timeline:
     Raises:
         UserError: the schedule's file is gone.
     """
-    timetable = find_timetable(traces.schedule, traces.placement, traces.num_microbatches)
+    try:
+        timetable = find_timetable(traces.schedule, traces.placement, traces.num_microbatches)
+    except UserError as error:
+        raise error.within(str(traces.folder)) from error
     return simulate(
         timetable.planned(traces.num_microbatches), stage_costs(*(traces.seconds_of(kind) for kind in "FBIWL"))
     )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -12,10 +11,10 @@ from typing import Any
 
 from manifests.errors import InputError
 from manifests.placement import Placement
+from runner.report.lines import Line, check_events, check_line, check_run, read_object, read_text
+from runner.rundir.run_record import run_id
 
 __all__ = ["Action", "RunLog", "StepTrace", "Traces", "read_run"]
-
-Line = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,13 +43,14 @@ class StepTrace:
     def bubble(self) -> float:
         """The share of all ranks' time in which they compute nothing, from 0 to 1; transfers are part of it."""
         busy_s = sum(action.end_s - action.begin_s for rank in self.ranks for action in rank)
-        return 1 - busy_s / (len(self.ranks) * self.seconds)
+        return max(0.0, 1 - busy_s / (len(self.ranks) * self.seconds)) if self.seconds else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traces:
     """The traced steps of a run, and what its plan is known by."""
 
+    folder: Path
     schedule: str
     placement: Placement
     num_microbatches: int
@@ -98,18 +98,15 @@ def read_run(log_dir: Path) -> RunLog:
         InputError: no metrics, a line that is no JSON object, or traces of ranks that do not fit together.
     """
     path = log_dir / "metrics.jsonl"
-    try:
-        text = path.read_text()
-    except OSError as error:
-        hint = "give the --log-dir of a run"
-        raise InputError(str(path), f"cannot be read: {error.strerror}", hint) from error
     # What is behind the last line's end is being written, or was when the machine died.
-    lines = text[: text.rfind("\n") + 1].splitlines()
+    lines = read_text(path, "give the --log-dir of a run").split("\n")[:-1]
     attempts = _Attempts()
-    for number, line in enumerate(lines, 1):
-        attempts.add(_object(line, f"{path}:{number}"))
+    for number, text in enumerate(lines, 1):
+        line = read_object(text, f"{path}:{number}")
+        check_line(line, f"{path}:{number}")
+        attempts.add(line)
     if not attempts.steps:
-        raise InputError(str(path), "tells of no step")
+        raise InputError(str(path), "tells of no step", code="log.no-steps")
     return RunLog(
         steps=tuple(attempts.steps),
         evaluations=tuple(attempts.evaluations),
@@ -117,7 +114,7 @@ def read_run(log_dir: Path) -> RunLog:
         loads=tuple(attempts.loads[rank] for rank in sorted(attempts.loads)),
         peaks_nbytes=attempts.peaks_nbytes,
         begins=tuple(attempts.begins),
-        traces=_read_traces(log_dir / "trace"),
+        traces=_read_traces(log_dir / "trace", run_id(log_dir)),
     )
 
 
@@ -153,40 +150,36 @@ class _Attempts:
         self.steps.append(line)
 
 
-def _object(line: str, where: str) -> Mapping[str, Any]:
-    try:
-        found = json.loads(line)
-    except ValueError as error:
-        raise InputError(where, f"is no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise InputError(where, "expected an object")
-    return found
-
-
-def _read_traces(folder: Path) -> Traces | None:
+def _read_traces(folder: Path, own: str) -> Traces | None:
     paths = sorted(folder.glob("rank-*.json"))
     if not paths:
         return None
-    documents = [_object(path.read_text(), str(path)) for path in paths]
-    runs = [document.get("run") for document in documents]
-    run = runs[0]
-    if not isinstance(run, dict) or any(other != run for other in runs):
-        raise InputError(str(folder), "holds traces of different runs", "remove the folder, and trace again")
-    placement = Placement(num_stages=run["num_stages"], num_ranks=run["num_ranks"], style=run["style"])
+    documents = [read_object(read_text(path), str(path)) for path in paths]
+    run = check_run(documents[0].get("run"), str(paths[0]))
+    if any(document.get("run") != run for document in documents):
+        hint = "remove the folder, and trace again"
+        raise InputError(str(folder), "holds traces of different runs", hint, code="log.mixed-traces")
+    if own and run.get("run", own) not in (own, ""):
+        return None  # of another run
+    try:
+        placement = Placement(num_stages=run["num_stages"], num_ranks=run["num_ranks"], style=run["style"])
+    except InputError as error:
+        raise error.within(f"{paths[0]}: run") from error
     # With data or tensor parallelism several ranks hold the same stages: one pipeline is looked at.
     each = max(1, len(documents) // placement.num_ranks)
     if len(documents) % placement.num_ranks:
-        raise InputError(
-            str(folder), f"expected a trace of each of {placement.num_ranks} pipeline ranks, found {len(documents)}"
-        )
-    pipeline = [document["traceEvents"] for document in documents[::each]]
+        problem = f"expected a trace of each of {placement.num_ranks} pipeline ranks, found {len(documents)}"
+        raise InputError(str(folder), problem, code="log.mixed-traces")
+    pipeline = [check_events(documents[at], run, str(paths[at])) for at in range(0, len(documents), each)]
     # A run that was ended may have traced a step on some ranks only.
-    steps = sorted(
-        set.intersection(*({event["args"]["step"] for event in events if event["ph"] == "X"} for events in pipeline))
-    )
+    steps = sorted(set.intersection(*({event["args"]["step"] for event in events} for events in pipeline)))
     if not steps:
         return None
+    if placement.num_stages * run["num_microbatches"] > sum(map(len, pipeline)):
+        problem = f"expected {run['num_microbatches']} microbatches on each of {placement.num_stages} stages"
+        raise InputError(str(folder), problem, "remove the folder, and trace again", code="log.mixed-traces")
     return Traces(
+        folder=folder,
         schedule=run["schedule"],
         placement=placement,
         num_microbatches=run["num_microbatches"],
@@ -194,11 +187,8 @@ def _read_traces(folder: Path) -> Traces | None:
     )
 
 
-def _step(step: int, pipeline: list[list[dict[str, Any]]]) -> StepTrace:
-    ranks = [
-        [event for event in events if event["ph"] == "X" and event["tid"] >= 0 and event["args"]["step"] == step]
-        for events in pipeline
-    ]
+def _step(step: int, pipeline: Sequence[Sequence[Line]]) -> StepTrace:
+    ranks = [[event for event in events if event["args"]["step"] == step] for events in pipeline]
     zero = min(event["ts"] for events in ranks for event in events)
     return StepTrace(
         step=step,

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from manifests.errors import RankError
+from runner.config.schema import BatchOptions
 from runner.data.batches import Batch
-from runner.dimensions.parallel import Parallel
+from runner.parallel.parallelize import Parallel
 from runner.pipeline.schedule import Schedule
-from runner.recipe import BatchOptions
-from runner.training.norm import StepTotals, clip_gradients
-from runner.training.optim import Optimizer
+from runner.profiling.clock import Clock
+from runner.training.gradient_norm import StepTotals, clip_gradients
+from runner.training.optimizer import Optimizer
 from runner.training.ties import Tie, follow_leaders, sync_gradients
-from runner.watching.clock import Clock
 
 __all__ = ["Engine", "StepReport", "eval_step", "train_step"]
 
@@ -38,7 +38,7 @@ class StepReport:
     num_tokens: int  # valid ones
     grad_norm: float  # before clipping
     lr: float
-    is_last: bool = False  # a rank was asked to stop, see `runner.life.watchdog`
+    is_last: bool = False  # a rank was asked to stop, see `runner.distributed.watchdog`
 
 
 def train_step(

@@ -21,9 +21,9 @@ from manifests.digest import digest_bytes
 from manifests.errors import InputError, RankError
 from manifests.placement import Placement
 from manifests.schema import TieGroup
-from runner.dimensions.shards import local_of, local_offset, mesh_dims
 from runner.pipeline.chunk import NamedParameter, StageChunk, named_hf_parameters
-from runner.training.precision import kept, share_master, zero_gradient
+from runner.tensors.dtensor import local_of, local_offset, mesh_dims
+from runner.training.mixed_precision import kept, share_master, zero_gradient
 
 __all__ = ["Tie", "build_ties", "check_equal", "check_loaded", "follow_leaders", "lead_parameters", "sync_gradients"]
 
@@ -59,6 +59,7 @@ def check_loaded(groups: Iterable[TieGroup], chunks: Sequence[StageChunk]) -> No
                     f"tied weight {group.owner.fqn}",
                     f"{keys[0][0]} on stage {keys[0][1]} and {key[0]} on stage {key[1]} hold different values",
                     "the bundles disagree; pack the source again",
+                    code="shard.tied-weights-differ",
                 )
 
 
@@ -166,6 +167,7 @@ def check_equal(
                 key[0],
                 f"the copies of this tied weight differ: {shown}",
                 "if this is the first step, the bundles disagree: pack the source again",
+                code="rank.tied-weights-differ",
             )
 
 

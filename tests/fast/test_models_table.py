@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 from manifests.models import ARCHITECTURES
-from runner.families import FAMILIES
-from runner.families.decoders import DECODERS
+from runner.models import FAMILIES
+from runner.models.decoders import DECODERS
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 ALIAS = "MPTForCausalLM"  # MosaicML's own name for MptForCausalLM

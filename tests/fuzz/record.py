@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from manifests.errors import InputError
-from reshard.record import RecordedShard, SourceRecord, decode_record, encode_record
+from reshard.tensors.source_index import KeptText, RecordedShard, SourceRecord, decode_record, encode_record
 
 __all__ = ["check", "seeds"]
 
@@ -27,7 +27,7 @@ def seeds() -> tuple[bytes, ...]:
     one = SourceRecord(shards=(RecordedShard("model.safetensors", f'{{"a":{_ENTRY}}}'),))
     two = SourceRecord(
         shards=(RecordedShard("a.safetensors", f'{{"a":{_ENTRY}}}'), RecordedShard("b.safetensors", "{}")),
-        index_text='{"weight_map": {"a": "a.safetensors"}}',
+        index=KeptText(b'{"weight_map": {"a": "a.safetensors"}}'),
         dropped=("a",),
     )
     return encode_record(one), encode_record(two)

@@ -109,9 +109,9 @@ SHARDS = (
     Hostile("half-a-character", _text(NORM, b"\\ud800"), "{F}: header: is not JSON: 'utf-8' codec can't encode "
             "character '\\ud800' in position 2048: surrogates not allowed"),
     Hostile("name-twice", _text(UP, b"model.norm.weight"), "{F}: header: is not JSON: key 'model.norm.weight' "
-            "stands twice"),
+            "occurs twice"),
     Hostile("field-twice", _text(_UP_SHAPE, b'"shape": [1], "shape": [24, 16]'),
-            "{F}: header: is not JSON: key 'shape' stands twice"),
+            "{F}: header: is not JSON: key 'shape' occurs twice"),
     Hostile("metadata-of-numbers", _header(lambda table: table.update(__metadata__={"a": 1})),
             "{F}: __metadata__: expected an object of strings"),
     Hostile("entry-null", _header(lambda table: table.update(a=None)),
@@ -136,7 +136,7 @@ SHARDS = (
     Hostile("offsets-infinite", _text(_UP_OFFSETS, b'"data_offsets": [0, Infinity]'),
             "{F}: header: is not JSON: Infinity is not JSON"),
     Hostile("offset-minus-zero", _text('"data_offsets": [0, ', b'"data_offsets": [-0, '),
-            "{F}: header: is not JSON: -0 is no integer"),
+            "{F}: header: is not JSON: -0 is not an integer"),
     Hostile("shape-negative", _entry({"shape": [-24, -16]}),
             f"{{F}}: '{UP}'.shape: expected a list of counts, found [-24, -16]"),
     Hostile("shape-nan", _text(_UP_SHAPE, b'"shape": [24, NaN]'), "{F}: header: is not JSON: NaN is not JSON"),
@@ -180,13 +180,14 @@ INDEXES = (
             "{F}: weight_map: expected a path of 1 to 1024 characters, found 0, found ''"),
     Hostile("long-name", _index({"a": "a" * 2000}),
             f"{{F}}: weight_map: expected a path of 1 to 1024 characters, found 2000, found '{'a' * 80}'"),
-    Hostile("config-as-shard", _index({"a": "config.json"}), "{F}: weight_map: names 'config.json', which is not in "
-            "the folder\nhint: download the missing shard"),
-    Hostile("not-a-name", _index({"a": 1}), "{F}: weight_map: expected an object of file names, found an object"),
+    Hostile("config-as-shard", _index({"a": "config.json"}), "{F}: weight_map: expected names of .safetensors files, "
+            "found 'config.json'\nhint: the index is damaged or was written for weights in another format; download it "
+            "again"),
+    Hostile("not-a-name", _index({"a": 1}), "{F}: weight_map['a']: expected a file name, found a number"),
     Hostile("list", b"[]", "{F}: expected a JSON object, found a list"),
     Hostile("empty", b"", "{F}: is not JSON: Expecting value: line 1 column 1 (char 0)"),
     Hostile("deep", b'{"weight_map":' + b"[" * DEEP, "{F}: is nested too deeply"),
-    Hostile("key-twice", b'{"weight_map": {}, "weight_map": {}}', "{F}: is not JSON: key 'weight_map' stands twice"),
+    Hostile("key-twice", b'{"weight_map": {}, "weight_map": {}}', "{F}: is not JSON: key 'weight_map' occurs twice"),
     Hostile("nan", b'{"metadata": {"total_size": NaN}}', "{F}: is not JSON: NaN is not JSON"),
     Hostile("not-utf-8", b'{"\xff": 0}',
             "{F}: is not JSON: 'utf-8' codec can't decode byte 0xff in position 2: invalid start byte"),
@@ -202,7 +203,7 @@ def _config(**changes: object) -> bytes:
 CONFIGS = (
     Hostile("list", b"[]", "{F}: expected a JSON object, found a list"),
     Hostile("deep", b'{"architectures":' + b"[" * DEEP, "{F}: is nested too deeply"),
-    Hostile("key-twice", b'{"hidden_size": 16, "hidden_size": 32}', "{F}: is not JSON: key 'hidden_size' stands twice"),
+    Hostile("key-twice", b'{"hidden_size": 16, "hidden_size": 32}', "{F}: is not JSON: key 'hidden_size' occurs twice"),
     Hostile("nan", _config(rms_norm_eps=float("nan")), "{F}: is not JSON: NaN is not JSON"),
     Hostile("layers-2^62", _config().replace(b'_layers": 2', b'_layers": %d' % 2**62),
             f"{{F}}: num_hidden_layers: expected at most 10000, found {2**62}"),
@@ -284,7 +285,7 @@ MANIFESTS = (
             "{F}: is not JSON: Unexpected UTF-8 BOM (decode using utf-8-sig): line 1 column 1 (char 0)"),
     Hostile("half-a-character", _manifest(lambda document: document.update(created_by="\udc00")),
             "{F}: is not JSON: 'utf-8' codec can't encode character '\\udc00' in position 60: surrogates not allowed"),
-    Hostile("key-twice", _WHOLE.replace('"ties"', '"stages"').encode(), "{F}: is not JSON: key 'stages' stands twice"),
+    Hostile("key-twice", _WHOLE.replace('"ties"', '"stages"').encode(), "{F}: is not JSON: key 'stages' occurs twice"),
     Hostile("nan", _WHOLE.replace('"training": null', '"training": NaN').encode(),
             "{F}: is not JSON: NaN is not JSON"),
     Hostile("another-format", _manifest(lambda document: document.update(format="reshard-source")),

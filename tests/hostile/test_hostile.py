@@ -14,10 +14,10 @@ import torch
 from blake3 import blake3
 
 from manifests.errors import InputError
+from runner.bundle.packed import open_packed
 from runner.cli import main as run_runner
-from runner.loading.load import load_tensors
-from runner.loading.packed import open_packed
-from runner.loading.pieces import whole_pieces
+from runner.load.load import load_tensors
+from runner.tensors.local_shard import whole_pieces
 from stores.bundles import Bundles
 from tests.builders import INDEX, llama_config, reshard, write_model
 from tests.fast.reshard.forged import change_manifest

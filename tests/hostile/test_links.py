@@ -10,11 +10,20 @@ from pathlib import Path
 import pytest
 
 from manifests.errors import InputError
-from reshard.forecast import Assumptions
-from reshard.journal import plan_key
-from reshard.planning import LayoutRequest, open_model, plan_training
-from runner.loading.packed import open_packed
-from tests.builders import files_in, leftovers, llama_config, random_tensors, reshard, write_model, write_safetensors
+from reshard.copy.journal import plan_key
+from reshard.estimate.training_estimate import Assumptions
+from reshard.operations.resolve import LayoutRequest, plan_source
+from runner.bundle.packed import open_packed
+from tests.builders import (
+    edit_manifest,
+    files_in,
+    leftovers,
+    llama_config,
+    random_tensors,
+    reshard,
+    write_model,
+    write_safetensors,
+)
 
 CONFIG = llama_config(num_hidden_layers=2)
 SHARD = "stage-000/model.safetensors"
@@ -72,7 +81,7 @@ def test_link_to_no_file_is_refused(name: str, target: str, source: Path, tmp_pa
     else:
         (source / name).symlink_to(name if target == "itself" else target)
     ended = reshard("pack", source, "--layout", "pp=2", "--out", tmp_path / "out")
-    sentence = f"error: {source}/{name}: is no regular file\nhint: a dangling link? remove it or mend it\n"
+    sentence = f"error: {source}/{name}: is not a regular file\nhint: a dangling link? remove it or fix it\n"
     assert (ended.code, ended.err) == (3, sentence)
     assert leftovers(tmp_path / "out") == []
 
@@ -156,7 +165,7 @@ def test_link_planted_in_an_interrupted_pack_is_taken_away(
     victim, partial = tmp_path / "victim", tmp_path / ".out.partial"
     victim.mkdir()
     (victim / "model.safetensors").write_bytes(b"years of work")
-    planned = plan_training("source", open_model(str(source)), LayoutRequest(spec="pp=2"), Assumptions())
+    planned = plan_source(str(source), LayoutRequest(spec="pp=2"), Assumptions())
     key = plan_key([shard for stage in planned.plan.stages for shard in stage.shards])
     (partial / linked).parent.mkdir(parents=True)
     (partial / ".journal").write_text(json.dumps({"plan": key}) + "\n")
@@ -179,7 +188,5 @@ def test_names_that_a_terminal_would_obey_are_shown_escaped(source: Path, packed
             "hint: weights and config disagree; to leave one behind say --drop \\x1b[2J\\x00\\x9b\n",
         )
     assert leftovers(tmp_path / "out") == []
-    document = json.loads((packed / "manifest.json").read_text())
-    document["created_by"] = "reshard \x1b]0;owned\x07"
-    (packed / "manifest.json").write_text(json.dumps(document))
+    edit_manifest(packed, lambda document: document.update(created_by="reshard \x1b]0;owned\x07"))
     assert "written by reshard \\x1b]0;owned\\x07\n" in reshard("inspect", packed).out

@@ -18,7 +18,7 @@ import torch
 from torch import distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from runner.life.world import World, join_world
+from runner.distributed.world import World, join_world
 from tests.process.resume_worker import CPU, run_job
 
 _STEPS = count(1)

@@ -48,7 +48,7 @@ def write(url: str, name: str, nbytes: int) -> tuple[int, str]:
 
 def pack(source: str, url: str) -> int:
     """Run the command, and look at this process a hundred times a second."""
-    from reshard import cli
+    from reshard.cli import main
 
     peak_nbytes, ended = 0, threading.Event()
 
@@ -60,9 +60,11 @@ def pack(source: str, url: str) -> int:
     sys.argv = ["reshard", "pack", source, "--layout", "pp=2", "--out", url]
     watcher = threading.Thread(target=watch)
     watcher.start()
-    cli.main()
-    ended.set()
-    watcher.join()
+    try:
+        main()
+    finally:
+        ended.set()
+        watcher.join()
     return peak_nbytes
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from manifests.placement import Placement
 from manifests.schedules import SCHEDULES, ScheduleName
-from runner.recipe import BatchOptions, ComputeOptions
+from runner.config.schema import BatchOptions, ComputeOptions
 
 STEPS = 3
 BATCH = BatchOptions(global_batch=8, microbatch=1, seq_len=16)

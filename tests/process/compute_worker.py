@@ -17,16 +17,16 @@ import torch
 from torch import distributed as dist
 
 from manifests.placement import Placement
-from runner.families import family_for
+from runner.config.schema import ComputeOptions, OptimOptions
+from runner.models import family_for
 from runner.pipeline.chunk import StageChunk, build_chunks, named_hf_parameters
 from runner.pipeline.schedule import build_schedule
+from runner.pipeline.stage_metadata import plan_wire
 from runner.pipeline.timetable import find_timetable
-from runner.pipeline.wire import plan_wire
-from runner.recipe import ComputeOptions, OptimOptions
 from runner.training.compute import arrange
-from runner.training.norm import StepTotals
-from runner.training.optim import Optimizer
-from runner.training.precision import keep_masters, kept, round_masters
+from runner.training.gradient_norm import StepTotals
+from runner.training.mixed_precision import keep_masters, kept, round_masters
+from runner.training.optimizer import Optimizer
 from runner.training.step import Engine, train_step
 from runner.training.ties import build_ties, check_equal, lead_parameters
 from tests.fast.runner.tiny import EMBEDDING, fill, head_tie, padded_batch, read_config, split_evenly

@@ -1,4 +1,4 @@
-"""A rank that trains cases as `runner.worker` does, and saves what came of each.
+"""A rank that trains cases as `runner.train` does, and saves what came of each.
 
 usage: family_worker.py PLACE normal|slow
 """
@@ -14,12 +14,12 @@ import torch
 from torch import distributed as dist
 
 from manifests.schema import TrainingState
-from runner.begin import begin
-from runner.checkpoints.save import save
-from runner.life.world import World, join_world
-from runner.loading.packed import open_packed
-from runner.options import parse_training
+from runner.bundle.packed import open_packed
+from runner.checkpoint.save import save
+from runner.config.flags import parse_training
+from runner.distributed.world import World, join_world
 from runner.pipeline.chunk import hf_pieces
+from runner.setup import begin
 from runner.training.step import eval_step, train_step
 from tests.process.family_cases import NORMAL, SLOW, STEPS, Case, batch_of, evaluated_batch
 
@@ -42,7 +42,7 @@ def run_case(case: Case, place: Path, world: World) -> dict[str, Any]:
             pieces = (piece for chunk in ready.chunks for piece in hf_pieces(chunk, lambda weight: weight.grad))
             found["gradients"] = [(piece.fqn, piece.shape, piece.offset, piece.memory.clone()) for piece in pieces]
     found["loss after"] = eval_step(ready.engine, ready.rows_of(evaluated_batch()) if needed else None)
-    state = TrainingState(step=STEPS, num_tokens=num_tokens, dtype="fp32")
+    state = TrainingState(step=STEPS, num_tokens=num_tokens, dtype="F32")
     save(ready.held_weights(), ready.job, case.folder(place, "trained"), state)
     return found
 

@@ -25,7 +25,17 @@ def pack_tiny(folder: Path, num_stages: int) -> Path:
     """Save a tiny tied model in `folder` and pack it in so many stages."""
     save_model(folder / "tied", tie_word_embeddings=True)
     out = folder / f"pp{num_stages}"
-    pack = [sys.executable, "-m", "reshard.cli", "pack", folder / "tied", "--layout", f"pp={num_stages}", "--out", out]
+    pack = [
+        sys.executable,
+        "-m",
+        "reshard",
+        "pack",
+        folder / "tied",
+        "--layout",
+        f"pp={num_stages}",
+        "--out",
+        out,
+    ]
     subprocess.run(pack, cwd=ROOT, check=True, capture_output=True, timeout=60)
     return out
 

@@ -11,9 +11,9 @@ from manifests.memory import POLICIES, MemoryEstimate, Training, estimate_memory
 from manifests.models import ModelShape, model_shape
 from manifests.placement import Placement
 from manifests.schedules import schedule_table
-from runner.recipe import BatchOptions
+from runner.config.schema import BatchOptions
 
-Policy = Literal["fp32", "bf16"]
+Policy = Literal["fp32", "bf16", "mixed"]
 
 # About 27 million parameters; the tied embedding is a sixth of them.
 CONFIG: Mapping[str, Any] = {
@@ -67,7 +67,9 @@ class Case:
 CASES = (
     Case(name="fp32", policy="fp32", schedule="1F1B", shares=(5, 6)),
     Case(name="bf16", policy="bf16", schedule="1F1B", shares=(5, 6)),
+    Case(name="mixed", policy="mixed", schedule="1F1B", shares=(5, 6)),
     Case(name="both ends on one rank", policy="fp32", schedule="1F1B", shares=(0, 11)),
+    Case(name="both ends on one rank, mixed", policy="mixed", schedule="1F1B", shares=(0, 11)),
     Case(name="interleaved", policy="fp32", schedule="Interleaved1F1B", shares=(2, 3, 3, 3)),
 )
 # 24 modules; embedding and head are two of them.

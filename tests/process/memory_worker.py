@@ -15,21 +15,22 @@ from pathlib import Path
 import torch
 from torch import distributed as dist
 
-from runner.families import family_for
-from runner.life.world import join_world
+from runner.config.schema import OptimOptions
+from runner.distributed.world import join_world
+from runner.models import family_for
 from runner.pipeline.chunk import build_chunks, materialize, named_hf_parameters
 from runner.pipeline.schedule import build_schedule
+from runner.pipeline.stage_metadata import plan_wire
 from runner.pipeline.timetable import find_timetable
-from runner.pipeline.wire import plan_wire
-from runner.recipe import OptimOptions
-from runner.training.norm import StepTotals
-from runner.training.optim import Optimizer
+from runner.training.gradient_norm import StepTotals
+from runner.training.mixed_precision import keep_masters, kept, round_masters
+from runner.training.optimizer import Optimizer
 from runner.training.step import Engine, train_step
 from runner.training.ties import build_ties, lead_parameters
 from tests.fast.runner.tiny import CPU, head_tie, padded_batch
 from tests.process.memory_cases import CASES, ONE_GB, Case
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "mixed": torch.bfloat16}
 TIMEOUT = timedelta(seconds=60)
 
 
@@ -42,8 +43,11 @@ def measure(case: Case) -> dict[str, int]:
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
     for chunk in chunks:
         materialize(chunk, device=CPU, dtype=dtype)
-        for _, parameter in named_hf_parameters(chunk):
-            torch.nn.init.normal_(parameter, std=0.02)
+    if case.policy == "mixed":
+        keep_masters(chunks, torch.float32)
+    for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+        torch.nn.init.normal_(kept(parameter), std=0.02)
+    round_masters(parameter for chunk in chunks for parameter in chunk.parameters())
     ties = build_ties([head_tie(case.stages)], chunks, placement, TIMEOUT)
     parameters = lead_parameters(chunks, ties)
     timetable = find_timetable(case.schedule, placement, sizes.num_microbatches)
@@ -58,11 +62,12 @@ def measure(case: Case) -> dict[str, int]:
     engine.optimizer.zero_gradients()
     engine.schedule.train(batch)
     held = [parameter for chunk in chunks for _, parameter in named_hf_parameters(chunk)]
+    masters = [kept(parameter) for parameter in held if kept(parameter) is not parameter]
     states = engine.optimizer.adamw.state.values() if engine.optimizer.adamw else ()
     return {
         "weights": nbytes_of(held),
         "gradients": nbytes_of(parameter.grad for parameter in held if parameter.grad is not None),
-        "optimizer": nbytes_of(tensor for state in states for tensor in state.values()),
+        "optimizer": nbytes_of([*masters, *(tensor for state in states for tensor in state.values())]),
         "resident": resident_nbytes() - before,
         "peak": status_nbytes("VmHWM") - low,
     }

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from manifests.placement import Placement
-from runner.loading.pieces import Piece
-from runner.recipe import BatchOptions
+from runner.config.schema import BatchOptions
+from runner.tensors.local_shard import Piece
 from tests.fast.runner.tiny import padded_batch
 
 __all__ = ["CUTS", "SCHEDULES", "Toy", "batch_of", "placement_of"]
@@ -76,7 +76,7 @@ class Body(nn.Module):
 
 
 class Toy:
-    """See `runner.families.Family`."""
+    """See `runner.models.Family`."""
 
     architecture, hidden_size, vocab_size = "Toy", WIDTH, VOCAB
     modules = ("embed", *(f"layer{number}" for number in range(6)), "head")
@@ -88,6 +88,9 @@ class Toy:
 
     def init_buffers(self, module: nn.Module, device: torch.device) -> None:
         pass
+
+    def padded_length(self, length: int, most: int) -> int:
+        return most
 
     def to_hf(self, name: str) -> str:
         return name

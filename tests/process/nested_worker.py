@@ -15,8 +15,8 @@ from torch import distributed as dist
 
 from runner.pipeline.chunk import build_chunks, materialize
 from runner.pipeline.schedule import build_schedule
+from runner.pipeline.stage_metadata import plan_wire
 from runner.pipeline.timetable import find_timetable
-from runner.pipeline.wire import plan_wire
 from tests.fast.runner.tiny import CPU, split_evenly
 from tests.process.nested_cases import CUTS, SCHEDULES, Toy, batch_of, fill_by_name, placement_of
 

@@ -14,10 +14,11 @@ _TIED = {"tie_word_embeddings": True}
 _EVEN = ("even-qwen3-moe", "even-deepseek-v3", "even-deepseek-v3-plain", "even-gpt-oss")
 _ALL = ("all-qwen3-moe", "all-deepseek-v3", "all-gpt-oss")
 # A config of tests/data, and what is changed of it. Numbers that no number of ranks divides are here on purpose,
-# of words, of hidden units and of experts; so is an attention of one head, whose sinks are one number.
+# of words, of hidden units and of experts; so is an attention of one head, whose sinks are one number. Padding tokens,
+# whose rows the embedding does not train, are in the rows of one tensor-parallel rank or of the other.
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "tied": ("tiny-llama", _TIED),
-    "untied": ("tiny-llama", {}),
+    "tied": ("tiny-llama", {**_TIED, "pad_token_id": 90}),
+    "untied": ("tiny-llama", {"pad_token_id": 5}),
     "odd": ("tiny-llama", {"vocab_size": VOCAB_SIZE + 1, "intermediate_size": 82}),
     "qwen3": ("tiny-qwen3", {"head_dim": 8}),
     "mistral": ("tiny-mistral", {"sliding_window": 16}),
@@ -39,8 +40,8 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "phi3": ("tiny-phi3", {}),
     "qwen2": ("tiny-qwen2", _TIED),
     "falcon": ("tiny-falcon", {"bias": True}),
-    "even-qwen3-moe": ("tiny-qwen3-moe", _TIED),
-    "even-deepseek-v3": ("tiny-deepseek-v3", {}),
+    "even-qwen3-moe": ("tiny-qwen3-moe", {**_TIED, "pad_token_id": 5}),
+    "even-deepseek-v3": ("tiny-deepseek-v3", {"pad_token_id": 90}),
     "even-deepseek-v3-plain": ("tiny-deepseek-v3", {"q_lora_rank": None, "n_shared_experts": 2}),
     "even-gpt-oss": ("tiny-gpt-oss", {}),
     # Every token goes to all experts: how sums are rounded does not decide which ones.

@@ -20,17 +20,17 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from runner.begin import Ready, begin
-from runner.checkpoints.position import find_data
-from runner.checkpoints.resume import remember
-from runner.checkpoints.save import save
-from runner.life.world import World, join_world
-from runner.loading.load import load_tensors
-from runner.loading.packed import open_packed
-from runner.loading.pieces import Piece
-from runner.options import parse_training
+from runner.bundle.packed import open_packed
+from runner.checkpoint.data_position import find_data
+from runner.checkpoint.resume import remember
+from runner.checkpoint.save import save
+from runner.config.flags import parse_training
+from runner.distributed.world import World, join_world
+from runner.load.load import read_tensors
 from runner.pipeline.chunk import hf_constants, hf_pieces
-from runner.training.randomness import random_state
+from runner.setup import Ready, begin
+from runner.tensors.local_shard import Piece
+from runner.training.rng import random_state
 from runner.training.step import eval_step, train_step
 from stores.base import InputFile, Range, Reader
 from stores.bundles import Bundles
@@ -99,6 +99,7 @@ def run_case(case: dict[str, Any], out: Path, world: World) -> dict[str, Any]:
     options = parse_training(["--data", "synthetic", *case["args"], *flags])
     ready = begin(launched, (origin,), options, world, CPU)
     found: dict[str, Any] = {"loaded": ready.loaded.nbytes, "num_parts": ready.loaded.num_parts, "read": read_of(ready)}
+    found["verified"] = ready.loaded.verified_nbytes
     found["stages"] = [chunk.stage for chunk in ready.chunks]
     found["begun"] = state_of(ready)
     engine, schedule = ready.engine, ready.engine.schedule
@@ -140,10 +141,10 @@ def rest_of(piece: Piece) -> tuple[tuple[int, ...], tuple[int, ...], torch.Tenso
 
 
 def read_of(ready: Ready) -> list[tuple[str, int, int]]:
-    """Give the ranges that this rank reads when it loads its weights."""
+    """Return the ranges that this rank reads into its weights; those that it reads to verify parts come on top."""
     counted = Counted(LocalFolder(ready.origin.root))
     pieces = [piece for chunk in ready.chunks for piece in (*hf_pieces(chunk), *hf_constants(chunk))]
-    load_tensors(pieces, Bundles(ready.origin.manifest, counted), ready.origin.shape)
+    read_tensors(pieces, Bundles(ready.origin.manifest, counted), ready.origin.shape)
     return counted.ranges
 
 

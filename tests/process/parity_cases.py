@@ -11,8 +11,8 @@ import torch
 
 from manifests.placement import Placement
 from manifests.schedules import SCHEDULES, ScheduleName, Table, actions_of, schedule_table
+from runner.config.schema import BatchOptions, OptimOptions
 from runner.data.batches import Batch
-from runner.recipe import BatchOptions, OptimOptions
 from tests.fast.models.built import DECODERS, TINY
 from tests.fast.runner.tiny import padded_batch
 
@@ -21,7 +21,7 @@ EVALUATED = COMPARED = 2  # steps from the first on: one of each shape
 SEQ_LEN = 32
 BATCH = BatchOptions(global_batch=8, microbatch=1, seq_len=SEQ_LEN)
 # Less than any first norm: gradients are clipped.
-OPTIM = OptimOptions(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, max_norm=0.4)
+OPTIM = OptimOptions(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, max_norm=0.4)
 TEXT = BatchOptions(global_batch=3, microbatch=1, seq_len=19)  # of another shape than all training
 
 Weights = Literal["untied", "tied"]

@@ -16,12 +16,12 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from manifests.schedules import Table
+from runner.config.schema import BatchOptions
 from runner.data.batches import IGNORED, Batch
 from runner.pipeline.chunk import StageChunk, hf_pieces
-from runner.pipeline.codec import Crossing, Form
 from runner.pipeline.runtime import Lane, Pipeline, Purpose
-from runner.recipe import BatchOptions
-from runner.training.optim import Optimizer
+from runner.pipeline.stage_io import Crossing, Form
+from runner.training.optimizer import Optimizer
 from runner.training.ties import Tie
 from tests.process.parity_cases import BATCH, Plant
 

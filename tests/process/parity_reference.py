@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from runner.data.batches import Batch
-from runner.families import family_for
+from runner.models import family_for
 from runner.pipeline.chunk import StageChunk, build_chunks, hf_constants, hf_pieces
 from tests.fast.runner.decoders import fill_pieces, tied_name
 from tests.fast.runner.tiny import HEAD, read_config

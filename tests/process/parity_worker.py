@@ -15,13 +15,13 @@ import torch
 from torch import distributed as dist
 
 from manifests.schedules import lower, write_csv
-from runner.families import family_for
+from runner.models import family_for
 from runner.pipeline.chunk import StageChunk, build_chunks, hf_constants, hf_pieces
 from runner.pipeline.schedule import Schedule, build_schedule
+from runner.pipeline.stage_metadata import plan_wire
 from runner.pipeline.timetable import Timetable, find_timetable
-from runner.pipeline.wire import plan_wire
-from runner.training.norm import StepTotals
-from runner.training.optim import Optimizer
+from runner.training.gradient_norm import StepTotals
+from runner.training.optimizer import Optimizer
 from runner.training.step import Engine, eval_step, train_step
 from runner.training.ties import build_ties, check_equal, lead_parameters
 from tests.fast.runner.decoders import fill_pieces

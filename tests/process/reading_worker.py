@@ -17,10 +17,10 @@ import torch
 from torch import distributed as dist
 
 from manifests.store import find_manifest
-from runner.life.world import World, join_world
-from runner.reading.evaluate import loss_over
-from runner.reading.generate import completions_of
-from runner.reading.verbs import parse_eval, parse_generate
+from runner.distributed.world import World, join_world
+from runner.evaluation.command import parse_eval, parse_generate
+from runner.evaluation.evaluate import loss_over
+from runner.evaluation.generate import completions_of
 
 CPU = torch.device("cpu")
 

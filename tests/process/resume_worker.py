@@ -1,4 +1,4 @@
-"""A rank that runs training jobs one after the other, as `runner.worker` does.
+"""A rank that runs training jobs one after the other, as `runner.train` does.
 
 usage: resume_worker.py JOBS
 
@@ -21,10 +21,10 @@ import torch
 from torch import distributed as dist
 
 from manifests.errors import UserError
-from runner.life.world import World, join_world
-from runner.options import parse_training
+from runner.config.flags import parse_training
+from runner.distributed.world import World, join_world
 from runner.pipeline.chunk import StageChunk
-from runner.worker import run
+from runner.train import run
 
 CPU = torch.device("cpu")
 

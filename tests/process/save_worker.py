@@ -23,14 +23,15 @@ from torch import distributed as dist
 
 from manifests.models import module_of
 from manifests.schema import MOMENTS, WEIGHTS, DataPosition, Holds
-from runner.checkpoints.held import Held
-from runner.checkpoints.history import find_checkpoints, hold_history, step_of
-from runner.checkpoints.resume import remember
-from runner.checkpoints.save import Job, parent_of
-from runner.checkpoints.saver import Saver, SaveReport
-from runner.loading.packed import Packed, open_packed
-from runner.loading.pieces import whole_pieces
-from runner.options import parse_training
+from manifests.store import parent_of
+from runner.bundle.packed import Packed, open_packed
+from runner.checkpoint.async_save import Saver, SaveReport
+from runner.checkpoint.history import find_checkpoints, hold_history, step_of
+from runner.checkpoint.resume import remember
+from runner.checkpoint.save import Job
+from runner.checkpoint.state import Held
+from runner.config.flags import parse_training
+from runner.tensors.local_shard import whole_pieces
 
 TIMEOUT = timedelta(seconds=60)
 SAVE_TIMEOUT = timedelta(seconds=float(os.environ.get("TIMEOUT_S", 60)))

@@ -27,9 +27,9 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "we
 # Prints the most memory that it ever had in use; getrusage would count the process that it was forked from.
 MEASURED = """
 import sys
-from reshard import cli
+from reshard.cli import main as cli
 try:
-    cli.main()
+    cli()
 finally:
     print(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0], file=sys.stderr)
 """

@@ -14,7 +14,7 @@ import pytest
 
 from manifests.digest import digest_bytes
 from manifests.store import read_manifest
-from runner.loading.copies import CopyFolder, node_folder
+from runner.bundle.cache_folder import CopyFolder, node_folder
 from stores.local import LocalFolder
 from tests.builders import reshard
 from tests.fast.runner.tiny import save_model

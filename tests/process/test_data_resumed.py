@@ -10,10 +10,14 @@ import json
 import shutil
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from manifests.schema import TrainingState
 from manifests.store import read_manifest
+from runner.bundle.packed import open_packed
+from runner.checkpoint.skipped import read_skipped
 from tests.builders import reshard
 from tests.fast.runner.tiny import save_model
 from tests.fast.runner.words import BOS, EOS, write_documents, write_tokenizer
@@ -35,6 +39,16 @@ def data_of(name: str, place: Path) -> tuple[object, ...]:
     return (*(part for each in weights for part in each), *shuffled)
 
 
+def spoil(place: Path) -> None:
+    """Put what is no text among lines and rows."""
+    lines, rows = place / "lines.jsonl", place / "rows.parquet"
+    good = lines.read_text().splitlines()
+    bad = ['{"text": "w1 \\ud800"}', "{", '{"text": 3}']
+    lines.write_text("\n".join(line for pair in zip(good, bad * 7, strict=False) for line in pair))
+    texts = parquet.read_table(rows).column(0).to_pylist()
+    parquet.write_table(pyarrow.table({"text": [None, *texts[:5], None, *texts[5:]]}), rows, row_group_size=4)
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     runs = Runs(tmp_path_factory.mktemp("data"))
@@ -44,10 +58,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     documents = [[number % 8, *((number * i * i) % 8 for i in range(3 + 5 * number % 17))] for number in range(60)]
     write_documents(runs.place / "lines.jsonl", documents[:20])
     write_documents(runs.place / "rows.parquet", documents[20:30], group=4)
+    spoil(runs.place)
     write_documents(runs.place / "text.txt", documents[50:])
     for layout in ("pp=2", "pp=4"):
         assert reshard("pack", source, "--layout", layout, "--out", runs.packed("untied", layout)).code == 0
-    recipe = ("--seq-len", 24, "--global-batch", 8, "--lr", 2e-3, "--checkpoint-every", 6)
+    recipe = ("--skip-bad-documents", "--seq-len", 24, "--global-batch", 8, "--lr", 2e-3, "--checkpoint-every", 6)
     whole = [(f"whole-{name}", data_of(name, runs.place)) for name in NAMES]
     four, two = runs.packed("untied", "pp=4"), runs.packed("untied", "pp=2")
     launch_jobs(runs, 4, [runs.job(n, four, *recipe, *data, "--checkpoint", runs.history(n)) for n, data in whole])
@@ -63,7 +78,8 @@ def attempts(runs: Runs, root: Path) -> list[dict[str, object]]:
     """Begin other data at a checkpoint, and start the same job again, as a scheduler does, a step further each time."""
     history = runs.history("attempts")
     shutil.copytree(runs.checkpoint("whole-packed", 6), history / "step-000006")
-    words = ("--data", runs.place / "lines.jsonl", "--restart-data", "--resume", "auto", "--checkpoint", history)
+    data = ("--data", runs.place / "lines.jsonl", "--skip-bad-documents")
+    words = (*data, "--restart-data", "--resume", "auto", "--checkpoint", history)
     return [runs.job(f"attempt-{steps}", root, *words, steps=steps) for steps in (7, 8, 9)]
 
 
@@ -80,7 +96,7 @@ def stale(runs: Runs, root: Path) -> dict[str, object]:
 def resumed(runs: Runs, how: str, root: Path, name: str) -> dict[str, object]:
     job, middle = f"{how}-{name}", runs.checkpoint(f"whole-{name}", 6)
     data = data_of(name, runs.place)
-    return runs.job(job, root, *data, "--resume", middle, "--checkpoint", runs.history(job))
+    return runs.job(job, root, *data, "--skip-bad-documents", "--resume", middle, "--checkpoint", runs.history(job))
 
 
 def state_of(checkpoint: Path) -> TrainingState:
@@ -100,6 +116,26 @@ def test_shuffled_and_weighted_data_go_on_bitwise(how: str, name: str, runs: Run
     assert state_of(last).data == state_of(whole).data
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_documents_that_are_no_text_are_counted_alike_whether_resumed_or_not(name: str, runs: Runs) -> None:
+    whole, *others = (skipped(runs, f"{how}-{name}") for how in ("whole", "same", "fewer"))
+    counts = list(whole.values())
+    assert counts == sorted(counts)
+    assert 0 < whole[6] < whole[STEPS]
+    assert others == 2 * [{step: whole[step] for step in range(7, STEPS + 1)}]
+    repacked = runs.place / f"repacked-{name}"
+    assert reshard("pack", runs.checkpoint(f"whole-{name}", 6), "--layout", "pp=2", "--out", repacked).code == 0
+    assert [read_skipped(open_packed(folder)) for folder in (repacked, runs.checkpoint(f"fewer-{name}"))] == [
+        whole[6],
+        whole[STEPS],
+    ]
+
+
+def skipped(runs: Runs, name: str) -> dict[int, int]:
+    """Return the documents skipped up to each step."""
+    return {line["step"]: line["skipped_documents"] for line in runs.lines(name) if "loss" in line}
+
+
 def test_checkpoint_says_where_each_source_was_left(runs: Runs) -> None:
     middle, last = (state_of(runs.checkpoint("whole-packed", step)).data for step in (6, STEPS))
     assert middle is not None
@@ -116,7 +152,8 @@ def test_data_in_another_order_is_refused(runs: Runs) -> None:
     said = runs.said("wrong")
     assert said[said.index("error: ") :].splitlines()[0] == (
         "error: rank 0: --data: is cut into other sequences than those of which the checkpoint has used 48: files, "
-        "their sizes, --seq-len, --text-field, --pack, --shuffle, --data-weight, --seed or the tokenizer changed"
+        "their sizes, --seq-len, --text-field, --pack, --shuffle, --data-weight, --seed, --add-bos-token, "
+        "--add-eos-token or the tokenizer changed"
     )
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.life.supervise import agent_command
+from runner.launch.supervisor import agent_command
 from tests.process.local_jobs import ROOT, SMALL, Run, launched, pack_tiny, wait_until_gone
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
@@ -176,7 +176,7 @@ def free_port() -> str:
 
 
 def test_peers_of_a_rank_with_a_bad_shard_end_with_code_5_and_one_of_them_tells(bad: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "runner.worker", bad / "manifest.json", "--steps", "3", *SMALL]
+    command = [sys.executable, "-m", "runner.train", bad / "manifest.json", "--steps", "3", *SMALL]
     meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "WORLD_SIZE": "4"}
     ranks = [{**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(4)]
     codes, said = run_all([*command, "--log-dir", tmp_path], ranks)
@@ -200,8 +200,8 @@ def test_nodes_that_fail_together_print_one_message(bad: Path, tmp_path: Path) -
 @pytest.mark.parametrize("verb", ["train", pytest.param("eval", marks=pytest.mark.slow)])
 def test_rank_that_alone_does_not_see_the_manifest_says_who_it_is(tmp_path: Path, verb: str) -> None:
     module, flags = {
-        "train": ("runner.worker", (*SMALL, "--log-dir", str(tmp_path))),
-        "eval": ("runner.reading.evaluate", ("--data", str(tmp_path))),
+        "train": ("runner.train", (*SMALL, "--log-dir", str(tmp_path))),
+        "eval": ("runner.evaluation.evaluate", ("--data", str(tmp_path))),
     }[verb]
     alone = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
@@ -218,7 +218,7 @@ def test_disk_that_fails_under_one_rank_ends_all_with_code_5(packed: Path, tmp_p
     # The bytes may be right, and another attempt, or another node, may read them.
     with failing(packed, tmp_path, BROKEN_DISK=f"stage-00{BROKEN}") as run:
         shard = re.escape(f"{packed}/stage-00{BROKEN}/model.safetensors")
-        at_fault = "hint: this machine's disk, its mount or the network is at fault; dmesg may tell"
+        at_fault = "hint: this machine's disk, its mount or the network is at fault; check dmesg"
         check_end(run, 5, rf"{PLACE}: {shard}: cannot be read at byte \d+: Input/output error\n{at_fault}")
     assert run.state["code"] == 5
 
@@ -245,6 +245,18 @@ def test_disk_that_does_not_answer_ends_also_a_rank_that_has_met_something_else(
         why = r"nothing of its checkpoint could be written for \d+ s: the disk does not answer"
         check_end(run, 5, rf"rank 0, stage 0, node {HOST}: {why}\nhint: .*rank-00000.log shows .+")
         assert [beat["phase"] for beat in run.beats] == ["end"]
+
+
+def test_disk_of_rank_0_that_does_not_answer_while_it_commits_ends_all_and_is_named(
+    packed: Path, tmp_path: Path
+) -> None:
+    saving = ("--checkpoint", str(tmp_path / "history"), "--checkpoint-every", "2")
+    with failing(packed, tmp_path, *saving, HANGING_DISK=".manifest.json.partial") as run:
+        run.wait_for_step(2)
+        pids = run.ranks()
+        why = r"nothing of its checkpoint could be written for \d+ s: the disk does not answer"
+        check_end(run, 5, rf"rank 0, [^:]*: {why}\nhint: .*rank-00000.log shows what each of its threads was doing")
+        wait_until_gone(pids, 1)
 
 
 @pytest.mark.slow

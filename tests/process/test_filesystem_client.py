@@ -31,7 +31,7 @@ def memory() -> Iterator[fsspec.AbstractFileSystem]:
     filesystem.rm("/model", recursive=True)
 
 
-class _WithRanges(SimpleHTTPRequestHandler):
+class WithRanges(SimpleHTTPRequestHandler):
     """Answers one range a request, as RFC 9110, 14.2 has it; the standard library's own handler ignores them."""
 
     protocol_version = "HTTP/1.1"
@@ -101,7 +101,7 @@ def test_web_server_with_ranges_is_read(tmp_path: Path) -> None:
     data = bytes(range(256)) * 8192
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "a.safetensors").write_bytes(data)
-    with serve(tmp_path, _WithRanges) as address:
+    with serve(tmp_path, WithRanges) as address:
         assert open_objects(f"{address}/model/").names() == ("a.safetensors",)
         assert read(f"{address}/model", "a.safetensors", 1000, MIB) == data[1000:MIB]
         assert (
@@ -171,9 +171,9 @@ def test_second_writer_is_refused_and_can_take_over(tmp_path: Path) -> None:
 
 
 def test_store_that_cannot_be_written_says_so(tmp_path: Path) -> None:
-    with serve(tmp_path, _WithRanges) as address:
+    with serve(tmp_path, WithRanges) as address:
         assert problem(lambda: open_output(address)) == (
-            f"{address}/.reshard-unfinished: cannot be written: this kind of store does not do that"
+            f"{address}/.reshard-unfinished: cannot be written: this kind of store does not support that"
         )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from manifests.store import read_manifest
-from runner.checkpoints.history import checkpoint_path
+from runner.checkpoint.history import checkpoint_path
 from tests.builders import reshard
 from tests.fast.runner.tiny import save_model
 from tests.process.torchrun import launch

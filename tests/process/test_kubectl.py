@@ -56,7 +56,7 @@ def test_job_of_many_pods_is_followed_until_it_ends(cluster: Kubernetes, packed:
     assert all(query["follow"] == ["true"] for query in cluster.queries.values() if "sinceTime" not in query)
     assert json.loads(runner("status", log, "--json").stdout) == {
         "version": 1, "scheduler": "jobset", "id": "tiny", "name": "tiny", "state": "Completed", "reason": "",
-        "nodes": "", "requeues": 0, "error": None, "silent_ranks": [],
+        "nodes": "", "requeues": 0, "error": None, "error_code": None, "silent_ranks": [],
         "last_step": None, "last_loss": None, "last_checkpoint": None,
     }  # fmt: skip
     use = ("kubectl", "config", "use-context", "empty")

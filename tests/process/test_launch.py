@@ -18,7 +18,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from manifests.store import read_manifest
-from runner.recipe import TRAINED
+from runner.config.architectures import TRAINED
+from tests.builders import edit_manifest
 from tests.fast.runner.tiny import save_model
 
 pytestmark = pytest.mark.process
@@ -56,7 +57,7 @@ def text(source: Path) -> Path:
 
 
 def pack(source: Path, layout: str, out: Path) -> Path:
-    command = [sys.executable, "-m", "reshard.cli", "pack", str(source), "--layout", layout, "--out", str(out)]
+    command = [sys.executable, "-m", "reshard", "pack", str(source), "--layout", layout, "--out", str(out)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
     return out
 
@@ -104,7 +105,7 @@ def test_trained_weights_export_to_a_folder_that_transformers_loads_with_the_sam
     assert [step["step"] for step in steps] == [1, 2, 3, 3]
     assert len(done.stdout.splitlines()) == 5
     command = ["export", str(trained), "--to", "hf", "--out", str(exported)]
-    subprocess.run([sys.executable, "-m", "reshard.cli", *command], cwd=ROOT, check=True, timeout=60)
+    subprocess.run([sys.executable, "-m", "reshard", *command], cwd=ROOT, check=True, timeout=60)
     model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
     loss, num_tokens = loss_of(model, text)
     assert num_tokens == steps[-1]["eval_num_tokens"]
@@ -133,10 +134,10 @@ def check_ranks(lines: list[dict[str, Any]], packed: Path) -> None:
 
 
 def loss_of(model: LlamaForCausalLM, text: Path) -> tuple[float, int]:
-    """One document a sequence, bos and eos around it, cut at 16 tokens."""
+    """One document a sequence, eos after it, as this tokenizer adds no bos, cut at 16 tokens."""
     total, count = 0.0, 0
     for line in text.read_text().splitlines():
-        ids = [300, *(int(word[1:]) for word in json.loads(line)["text"].split()), 301][:17]
+        ids = [*(int(word[1:]) for word in json.loads(line)["text"].split()), 301][:17]
         with torch.no_grad():
             logits = model(torch.tensor([ids[:-1]])).logits[0]
         total += torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="sum").item()
@@ -166,7 +167,7 @@ def test_wrong_world_size_is_refused_before_torchrun_starts(packed: Path) -> Non
 def test_worker_refuses_a_wrong_world_size_before_any_collective(packed: Path, tmp_path: Path) -> None:
     # RANK 1 of 3 alone: a collective would wait for the others until the timeout.
     done = subprocess.run(
-        [sys.executable, "-m", "runner.worker", packed / "manifest.json", "--data", "synthetic", "--log-dir", tmp_path],
+        [sys.executable, "-m", "runner.train", packed / "manifest.json", "--data", "synthetic", "--log-dir", tmp_path],
         cwd=ROOT,
         env={**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost"},
         capture_output=True,
@@ -193,8 +194,9 @@ def test_architecture_without_a_family_is_refused_by_name(tmp_path: Path) -> Non
         MistralConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=8, vocab_size=64)
     ).save_pretrained(tmp_path / "mistral")
     packed = pack(tmp_path / "mistral", "pp=1", tmp_path / "packed")
-    manifest = packed / "manifest.json"
-    manifest.write_text(manifest.read_text().replace("MistralForCausalLM", "BloomForCausalLM"))  # of a later version
+    edit_manifest(
+        packed, lambda document: document["model"].update(architecture="BloomForCausalLM")
+    )  # of a later version
     done = launch(packed, "--", "--data", "synthetic", *SMALL, "--log-dir", tmp_path)
     assert (done.returncode, done.stdout) == (3, "")
     assert done.stderr == (
@@ -221,3 +223,18 @@ def test_ctrl_c_while_ranks_are_being_started_ends_all_without_a_traceback(
     assert "Traceback" not in said
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
+
+
+@pytest.mark.parametrize(("how", "code"), [((), 3), (("--skip-bad-documents",), 0)])
+def test_line_that_is_no_text_ends_a_run_with_code_3_or_is_skipped(
+    how: tuple[str, ...], code: int, packed: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "text.jsonl"
+    data.write_text('{"text": "w1 w2 w3 w4 w5 w6 w7 w8"}\n' * 4 + '{"text": "w1 \\ud800"}\n' + '{"text": "w9 w8"}\n')
+    done = launch(packed, "--", "--data", data, *how, "--steps", 2, "--seq-len", 16, "--global-batch", 2,
+                  "--log-dir", tmp_path)  # fmt: skip
+    assert done.returncode == code, done.stderr
+    assert f"{data}:5" in done.stderr
+    assert "Traceback" not in done.stderr
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert [line.get("skipped_documents") for line in lines if "loss" in line] == ([0, 1] if how else [None])

@@ -35,6 +35,7 @@ def test_job_is_watched_and_cancelled_by_its_log_folder_and_saves(packed: Path, 
     saving = ("--checkpoint", history, "--checkpoint-every", "3", "--resume", "auto")
     with launched(packed, log, "--steps", "100000", *saving) as run:
         run.wait_until(lambda: "saved" in run.said)
+        assert run.said.startswith(f"starting 2 ranks; log in {log}\n")
         found = status(log)
         assert (found["scheduler"], found["state"], found["nodes"]) == ("local", "RUNNING", socket.gethostname())
         assert found["id"] == str(run.process.pid)

@@ -1,7 +1,4 @@
-"""The planner's memory against what ranks of the runner hold, by dtype policy.
-
-`mixed` is not among them: the runner does not train that way.
-"""
+"""The planner's memory against what ranks of the runner hold, by dtype policy."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from runner.recipe import BatchOptions
+from runner.config.schema import BatchOptions
 from tests.process.nested_cases import CUTS, SCHEDULES, Body, Toy, batch_of, fill_by_name
 from tests.process.torchrun import launch
 

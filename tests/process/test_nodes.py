@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from manifests.digest import digest_bytes
-from runner.loading.copies import node_folder
+from runner.bundle.cache_folder import node_folder
 from tests.builders import reshard
 from tests.fast.runner.tiny import save_model
 from tests.servers.network import Network, missing_for_network, start_network

@@ -38,8 +38,9 @@ def test_node_that_is_alone_ends_with_a_sentence_and_a_code_that_a_restart_may_m
         else:
             taken.close()
         command = [
-            sys.executable, "-m", "runner.life.agent", "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "0",
-            "--rdzv-conf", "timeout=3", "-m", "runner.worker", "packed", "--data", "synthetic", "--log-dir", tmp_path,
+            sys.executable, "-m", "runner.launch.agent", "--nnodes", "2", "--nproc-per-node", "1",
+            "--max-restarts", "0", "--rdzv-conf", "timeout=3",
+            "-m", "runner.train", "packed", "--data", "synthetic", "--log-dir", tmp_path,
         ]  # fmt: skip
         where = {"PET_NODE_RANK": str(number), "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port)}
         done = subprocess.run(

@@ -12,10 +12,11 @@ import socket
 import pytest
 
 from manifests.codec import encode_manifest
+from manifests.errors import InputError
 from stores.base import read_whole
-from stores.object_client import MAX_PARTS, NUM_PARTS, part_nbytes
 from stores.object_output import ObjectTarget, open_output
 from stores.objects import CLAIM_NAME, open_objects
+from stores.uplink import MAX_PARTS, NUM_PARTS, part_nbytes
 from tests.fast.manifests.drawn_manifests import full_manifest
 from tests.process.buckets import BUCKET, MIB, become, measured, problem, start_worker, url_of
 from tests.servers.s3 import Fault, MotoServer, S3Server
@@ -94,7 +95,7 @@ def test_nothing_is_readable_before_the_commit(s3: S3Server) -> None:
         write(target, "stage-000/model.safetensors", shard(MIB))
         assert problem(open_objects(url).names) == (
             f"{url}: is not finished: it is being written, or its writing was interrupted\n"
-            "hint: wait for the command that writes it, or run that again with --force"
+            "hint: wait for the command that writes it, or run the same command again to resume"
         )
         assert problem(lambda: open_objects(url).file("manifest.json")).endswith("there is no such object")
         target.commit(MANIFEST)
@@ -167,9 +168,7 @@ def test_objects_of_others_are_never_replaced(s3: S3Server) -> None:
         f"{url}: exists, and is not what this command writes; --force does not replace it\n"
         "hint: choose another --out, or remove it yourself"
     )
-    with open_output(url, force=True, is_ours=lambda names: "data.csv" in names) as target:
-        target.commit(b"{}", name="config.json")  # an export: another file makes it whole
-    assert s3.objects(BUCKET, "theirs/") == {"theirs/config.json": b"{}"}
+    assert s3.objects(BUCKET, "theirs/") == {"theirs/data.csv": b"1,2"}
 
 
 def test_second_writer_is_refused_until_the_first_has_ended(s3: S3Server) -> None:
@@ -182,7 +181,7 @@ def test_second_writer_is_refused_until_the_first_has_ended(s3: S3Server) -> Non
             f"{url}: is being written by another command, or was left unfinished by one: "
             rf"1 object, {len(CONFIG)} bytes, begun {time} on {re.escape(socket.gethostname())} "
             rf"by process {os.getpid()}\n"
-            "hint: wait for that one, or start over with --force",
+            "hint: wait for that one; if it has ended, --force takes its place, and resumes the same plan",
             said,
         )
     write_checkpoint(url)
@@ -252,9 +251,9 @@ def test_stranger_and_wrong_bucket_are_refused_before_anything_is_written(
 
 
 def test_hub_is_not_written() -> None:
-    assert problem(lambda: open_output("hf://org/name")) == (
-        "hf://org/name: the hub is not written\nhint: give a folder as --out, then hf upload REPO FOLDER"
-    )
+    with pytest.raises(InputError) as refused:
+        open_output("hf://org/name")
+    assert (refused.value.where, refused.value.code) == ("hf://org/name", "output.unwritable")
 
 
 def test_store_without_conditional_writes_still_refuses_what_is_there(
@@ -342,7 +341,7 @@ def test_killed_writer_leaves_nothing_readable_and_force_makes_the_whole(s3: S3S
     worker.communicate(timeout=10)
     assert list(s3.objects(BUCKET, "killed/")) == [f"killed/{CLAIM_NAME}"]
     assert problem(open_objects(url).names).startswith(f"{url}: is not finished")
-    assert problem(lambda: open_output(url)).endswith("wait for that one, or start over with --force")
+    assert problem(lambda: open_output(url)).endswith("and resumes the same plan")
     data = write_checkpoint(url, force=True)
     assert s3.objects(BUCKET, "killed/") == {
         "killed/config.json": CONFIG,

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import pytest
 
 from manifests.errors import InputError
-from reshard.engine import WriteOptions
-from reshard.plan import lay_out_shard
-from reshard.target import BucketTarget
+from reshard.copy.destination import BucketTarget
+from reshard.copy.engine import WriteOptions
+from reshard.plans.pack_plan import lay_out_shard
 from stores.base import InputFile, Range, Reader
 from stores.bundles import TensorAt
 from stores.object_output import open_output
@@ -40,7 +40,7 @@ def test_signature_for_another_region_says_which_is_right(moto: MotoServer) -> N
     body = f"<Error><Code>AuthorizationHeaderMalformed</Code><Message>{said}</Message></Error>"
     moto.fail(Fault(method="GET", address=BUCKET, what="status", status=400, body=body))
     assert problem(open_objects(f"s3://{BUCKET}/a").names) == (
-        f"s3://{BUCKET}/a: the bucket is elsewhere\nhint: set AWS_REGION=eu-west-1"
+        f"s3://{BUCKET}/a: the bucket is in another region\nhint: set AWS_REGION=eu-west-1"
     )
 
 

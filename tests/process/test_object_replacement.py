@@ -9,16 +9,17 @@ import pytest
 
 from manifests.codec import encode_manifest
 from manifests.errors import InputError
-from stores.object_output import ObjectTarget, open_output
-from stores.objects import CLAIM_NAME, open_objects
+from stores.object_output import ObjectTarget, Wanted, open_output
+from stores.objects import CLAIM_NAME, PROGRESS_NAME, open_objects
 from tests.builders import files_in, llama_config, reshard, write_model
 from tests.fast.manifests.drawn_manifests import full_manifest
-from tests.process.buckets import BUCKET, problem, url_of
+from tests.process.buckets import BUCKET, url_of
 from tests.servers.s3 import Fault, MotoServer, S3Server
 
 pytestmark = pytest.mark.process
 
 SHARD = "stage-000/model.safetensors"
+WANTED = Wanted(shards=[SHARD], small=["config.json", "manifest.json"])
 
 
 def commit(target: ObjectTarget, data: bytes) -> None:
@@ -60,36 +61,36 @@ def test_pack_that_replaces_a_manifest_removes_nothing_but_what_that_names(s3: S
 
 def test_what_a_killed_writer_left_of_its_own_is_removed_by_the_next(s3: S3Server) -> None:
     url = url_of("left")
-    with open_output(url) as target:
+    with open_output(url, wanted=WANTED) as target:
         commit(target, b"first")
     put(s3, "left/notes.txt")
-    killed = open_output(url, force=True)
+    killed = open_output(url, force=True, wanted=WANTED)
     vain = killed.place(SHARD)
     killed.writer(vain, 4, b"vain").finish()
     assert objects_in(s3, "left").keys() == {
-        "config.json", "manifest.json", "notes.txt", CLAIM_NAME, SHARD, vain
+        "config.json", "manifest.json", "notes.txt", CLAIM_NAME, PROGRESS_NAME, SHARD, vain
     }  # fmt: skip
-    with open_output(url, force=True) as target:
+    with open_output(url, force=True, wanted=WANTED) as target:
         commit(target, b"second")
     assert objects_in(s3, "left").keys() == {"config.json", "manifest.json", "notes.txt", target.place(SHARD)}
 
 
 def test_what_was_replaced_before_a_kill_is_removed_by_the_next(moto: MotoServer) -> None:
     url = url_of("unremoved")
-    with open_output(url) as target:
+    with open_output(url, wanted=WANTED) as target:
         commit(target, b"first")
     put(moto, "unremoved/notes.txt")
     moto.fail(Fault(method="POST", address="?delete", what="status", status=403, times=99))
-    with open_output(url, force=True) as second:
+    with open_output(url, force=True, wanted=WANTED) as second:
         commit(second, b"second")
     moto.fail()
     assert objects_in(moto, "unremoved").keys() == {
-        "config.json", "manifest.json", "notes.txt", CLAIM_NAME, SHARD, second.place(SHARD)
+        "config.json", "manifest.json", "notes.txt", CLAIM_NAME, PROGRESS_NAME, SHARD, second.place(SHARD)
     }  # fmt: skip
     assert open_objects(url).names()  # it can be read
-    with open_output(url, force=True):
+    with open_output(url, force=True, wanted=WANTED):
         assert objects_in(moto, "unremoved").keys() == {
-            "config.json", "manifest.json", "notes.txt", CLAIM_NAME, second.place(SHARD)
+            "config.json", "manifest.json", "notes.txt", CLAIM_NAME, PROGRESS_NAME, second.place(SHARD)
         }  # fmt: skip
     assert objects_in(moto, "unremoved")["config.json"] == b"second"  # the third was not committed
     assert objects_in(moto, "unremoved").keys() == {
@@ -102,49 +103,43 @@ def test_small_files_that_came_before_a_manifest_that_never_did_are_removed_by_t
 ) -> None:
     """Killed as the new manifest was to be written, and its successor before it could remove anything."""
     url = url_of("early")
-    with open_output(url) as first:
+    with open_output(url, wanted=WANTED) as first:
         commit(first, b"first")
     moto.fail(Fault(method="PUT", address="early/manifest.json", what="status", status=403, times=99))
-    with open_output(url, force=True) as killed:
+    with open_output(url, force=True, wanted=WANTED) as killed:
         killed.put("extra.txt", b"new")
         with pytest.raises(InputError):
             commit(killed, b"second")
     moto.fail(Fault(method="POST", address="?delete", what="status", status=403, times=99))
     with pytest.raises(InputError):
-        open_output(url, force=True)
+        open_output(url, force=True, wanted=WANTED)
     moto.fail()
     assert "extra.txt" in objects_in(moto, "early")
-    with open_output(url, force=True) as third:
+    with open_output(url, force=True, wanted=WANTED) as third:
         commit(third, b"third")
     assert objects_in(moto, "early").keys() == {"config.json", "manifest.json", third.place(SHARD)}
 
 
-def test_manifest_that_cannot_be_read_is_replaced_and_nothing_is_removed(
-    s3: S3Server, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_manifest_that_cannot_be_read_is_not_replaced(s3: S3Server) -> None:
     url = url_of("odd")
     for name in (SHARD, "manifest.json", "notes.txt"):
         put(s3, f"odd/{name}", b"{}")
-    with open_output(url, force=True) as target:
-        commit(target, b"new")
-    assert "whatever the manifest that is to be replaced names will stay there: " in caplog.text
-    assert objects_in(s3, "odd").keys() == {
-        "config.json", "manifest.json", "notes.txt", SHARD, target.place(SHARD)
-    }  # fmt: skip
+    before = objects_in(s3, "odd")
+    with pytest.raises(InputError) as refused:
+        open_output(url, force=True, wanted=WANTED)
+    assert (refused.value.code, refused.value.where) == ("output.not-ours", url)
+    assert objects_in(s3, "odd") == before
 
 
 @pytest.mark.parametrize("name", ["step-100/manifest.json", f"step-100/{CLAIM_NAME}"])
-def test_output_without_a_manifest_is_not_removed_with_another_inside(s3: S3Server, name: str) -> None:
+def test_unfinished_output_is_removed_without_another_inside(s3: S3Server, name: str) -> None:
     first = f"inside-{len(name)}"
     url = url_of(first)
-    open_output(url).put("config.json", b"{}")  # and no more: it was killed
+    open_output(url, wanted=WANTED).put("config.json", b"{}")  # and no more: it was killed
     put(s3, f"{first}/{name}")
-    before = objects_in(s3, first)
-    assert problem(lambda: open_output(url, force=True)) == (
-        f"{url}: holds another output, step-100; --force does not remove that\n"
-        "hint: choose another --out, or remove it yourself"
-    )
-    assert objects_in(s3, first) == before
+    with open_output(url, force=True, wanted=WANTED):
+        assert objects_in(s3, first).keys() == {name, CLAIM_NAME, PROGRESS_NAME}
+    assert objects_in(s3, first) == {name: b"theirs"}
 
 
 def test_export_never_removes_the_model_that_it_is_made_of(s3: S3Server, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from manifests.errors import UnreachableError
 from stores.base import InputFile, Range, read_file_header, read_whole
 from stores.objects import open_objects
 from stores.open import open_store
+from stores.retries import Retries
 from tests.builders import Tensor, write_safetensors
 from tests.process.buckets import BUCKET, MIB, become, measured, problem
 from tests.servers.s3 import Fault, MotoServer, S3Server
@@ -77,13 +78,13 @@ def test_address_is_taken_as_it_is_written(s3: S3Server) -> None:
 def test_object_whose_name_is_no_path_below_its_folder_is_refused(s3: S3Server, key: str) -> None:
     put(s3, key, b"")
     folder = f"s3://{BUCKET}/{key.partition('/')[0]}"
-    assert problem(open_objects(folder).names).startswith(f"{folder}: holds an object whose name cannot be a file's")
+    assert problem(open_objects(folder).names).startswith(f"{folder}: contains an object whose name cannot be a file's")
 
 
 def test_object_with_a_name_that_no_system_takes_is_refused(s3: S3Server) -> None:
     put(s3, "hostile-3/back\\slash", b"")
     assert problem(open_objects(f"s3://{BUCKET}/hostile-3").names) == (
-        f"s3://{BUCKET}/hostile-3: holds an object 'back\\\\slash': "
+        f"s3://{BUCKET}/hostile-3: contains an object 'back\\\\slash': "
         "expected a relative path with / between its parts and no control characters"
     )
 
@@ -240,7 +241,7 @@ def test_endpoint_that_does_not_answer_is_named_soon(s3: S3Server, monkeypatch: 
 def test_endpoint_without_encryption_needs_consent(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ALLOW_HTTP")
     assert problem(open_objects(f"s3://{BUCKET}/a").names) == (
-        f"s3://{BUCKET}/a: {s3.endpoint} is no https address\n"
+        f"s3://{BUCKET}/a: {s3.endpoint} is not an https address\n"
         "hint: set AWS_ALLOW_HTTP=true to send everything unencrypted"
     )
 
@@ -274,7 +275,7 @@ def test_other_clouds_are_reached_by_their_own_settings(
 def test_bucket_in_another_region_is_said_to_be(moto: MotoServer) -> None:
     moto.fail(Fault(method="GET", address=BUCKET, what="redirect"))
     assert problem(open_objects(f"s3://{BUCKET}/a").names) == (
-        f"s3://{BUCKET}/a: the bucket is elsewhere\nhint: set AWS_REGION to the bucket's"
+        f"s3://{BUCKET}/a: the bucket is in another region\nhint: set AWS_REGION to the bucket's"
     )
 
 
@@ -327,13 +328,13 @@ def test_answer_that_is_cut_is_completed(moto: MotoServer) -> None:
     [
         ("short", "asked for 2097152 bytes at 1048576, the server sent 1048576"),
         ("ignore range", "the store sends the whole object where a range is asked for"),
-        ("cut", "the connection broke: request or response body error\n"
+        ("cut", "the connection broke: request or response body error (attempt 2, the last)\n"
                 "hint: check the network, and AWS_ENDPOINT_URL"),
     ],
 )  # fmt: skip
 def test_answer_that_is_never_whole_is_refused(moto: MotoServer, what: Any, expected: str) -> None:
     put(moto, "never/file", noise(4 * MIB))
-    file = open_objects(f"s3://{BUCKET}/never").file("file")
+    file = open_objects(f"s3://{BUCKET}/never", Retries(num_attempts=2, first_wait_s=0.01)).file("file")
     moto.fail(Fault(method="GET", address="never/file", what=what, times=99))
     assert problem(lambda: read(file, (MIB, 3 * MIB))) == f"s3://{BUCKET}/never/file: {expected}"
 

@@ -58,7 +58,7 @@ def whole(source: Path) -> Path:
 
 
 def pack(source: Path, out: Path) -> list[str]:
-    command = [sys.executable, "-m", "reshard.cli", "pack", str(source), "--layout", "pp=4", "--out", str(out)]
+    command = [sys.executable, "-m", "reshard", "pack", str(source), "--layout", "pp=4", "--out", str(out)]
     return [*command, "--quiet", "--no-sync"]
 
 

@@ -234,13 +234,16 @@ def header_nbytes(path: Path) -> int:
         return 8 + int.from_bytes(file.read(8), "little")
 
 
-def test_rows_have_no_digest_and_tensors_that_are_sent_on_have_and_are_read_once(trained: Path) -> None:
+def test_tensors_read_in_part_are_read_once_more_to_be_verified_and_those_sent_on_are_read_once(trained: Path) -> None:
     rows, sent = (found_by(trained, case) for case in NORMAL[1:3])
     assert all(rank["num_parts"] > 0 for rank in rows)
     assert all(rank["num_parts"] == 0 for rank in sent)
     manifest = read_manifest(trained / "untied-pp=2")
     for stage in manifest.stages:
         assert sum(rank["loaded"] for rank in sent if rank["stages"] == [stage.index]) == stage.nbytes
+        checked = [rank["verified"] for rank in rows if rank["stages"] == [stage.index]]
+        assert sum(checked) == stage.nbytes
+        assert min(checked) > stage.nbytes / 3  # shared out between the two
 
 
 STEPS = 12

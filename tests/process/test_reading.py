@@ -65,10 +65,10 @@ def generate(model: LlamaForCausalLM, prompt: str) -> list[int]:
 
 
 def loss_of(model: LlamaForCausalLM, text: Path) -> tuple[float, int]:
-    """All documents end to end, bos and eos around each, every token predicted once in windows of 32."""
+    """All documents end to end, eos after each, every token predicted once in windows of 32."""
     ids: list[int] = []
     for line in text.read_text().splitlines():
-        ids += [300, *(int(word[1:]) for word in json.loads(line)["text"].split()), 301]
+        ids += [*(int(word[1:]) for word in json.loads(line)["text"].split()), 301]
     total, count = 0.0, len(ids) - 1
     for begin in range(0, count, 32):
         window = torch.tensor([ids[begin : begin + 33]])
@@ -201,7 +201,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_family_evaluates_and_writes_as_transformers_does(case: Case, families: Path) -> None:
     (loss, num_tokens), ((tokens, _),) = json.loads(case.folder(families, "found").read_text())
     model = load(case.folder(families, "source")).eval()
-    ids = torch.tensor([[60, *(int(word[1:]) for word in FAMILY_TEXT.split()), 61]])
+    ids = torch.tensor([[*(int(word[1:]) for word in FAMILY_TEXT.split()), 61]])
     prompt = torch.tensor([case.prompt])
     with torch.no_grad():
         logits = model(ids[:, :-1]).logits[0].float()
@@ -211,9 +211,80 @@ def test_every_family_evaluates_and_writes_as_transformers_does(case: Case, fami
     assert tokens == written[0, prompt.shape[1] :].tolist()
 
 
-def runner(*arguments: object) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command: Sequence[str] = [sys.executable, "-m", "runner.cli", *map(str, arguments)]
+LENGTHS = (3, 9, 15, 16, 17, 20, 9, 12, 18)  # of documents and prompts; frequencies change after 16
+DEPENDENT: dict[str, Variant] = {
+    "longrope": ("tiny-phi3", {"rope_scaling": LONGROPE, "original_max_position_embeddings": 16}),
+    "dynamic": ("tiny-qwen2", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 16}),
+}
+
+
+@pytest.fixture(scope="module")
+def lengths(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What models whose RoPE depends on the length lose and write, under several --seq-len; one launch."""
+    place = tmp_path_factory.mktemp("lengths")
+    ids = {word: index for index, word in enumerate(WORDS[:60])}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    lines = [" ".join(f"w{token}" for token in tokens_of(length - 1)) for length in LENGTHS]  # and eos
+    (place / "text.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    jobs = []
+    for name, (config, changes) in DEPENDENT.items():
+        save_titan(place / name, config, **changes, **ENDS)
+        tokenizer.save(str(place / name / "tokenizer.json"))
+        packed = place / f"{name}-pp=2"
+        assert reshard("pack", place / name, "--layout", "pp=2", "--out", packed).code == 0
+        text = ["--data", str(place / "text.jsonl"), "--seq-len"]
+        jobs += [{"eval": [str(packed), *text, *how]} for how in (["20", "--no-pack"], ["41", "--no-pack"], ["32"])]
+    prompts = [part for length in LENGTHS for part in ("--tokens", ",".join(map(str, tokens_of(length))))]
+    jobs += [{"generate": [str(place / "longrope-pp=2"), *prompts, "--max-new-tokens", "8"]}]
+    (place / "jobs.json").write_text(json.dumps(jobs))
+    launch(2, "reading_worker.py", place / "jobs.json", place / "found.jsonl")
+    return place
+
+
+def tokens_of(length: int) -> list[int]:
+    return [1 + (7 * i + i * i + length) % 59 for i in range(length)]
+
+
+@pytest.mark.parametrize("name", DEPENDENT)
+def test_loss_is_that_of_each_text_alone_where_frequencies_depend_on_the_length(name: str, lengths: Path) -> None:
+    found = [json.loads(line) for line in (lengths / "found.jsonl").read_text().splitlines()]
+    short, long, packed = found[:3] if name == "longrope" else found[3:6]
+    texts = [[*tokens_of(length - 1), 61] for length in LENGTHS]
+    joined = [token for text in texts for token in text]
+    for (loss, num_tokens), windows in ((short, texts), (long, texts), (packed, windows_of(joined, 32))):
+        total, count = loss_alone(lengths / name, windows)
+        assert (loss, num_tokens) == (pytest.approx(total / count, rel=1e-6), count)
+
+
+def windows_of(ids: list[int], seq_len: int) -> list[list[int]]:
+    return [ids[begin : begin + seq_len + 1] for begin in range(0, len(ids) - 1, seq_len)]
+
+
+def loss_alone(folder: Path, windows: list[list[int]]) -> tuple[float, int]:
+    """Sum the losses of sequences without any padding, each by a model that has seen no other; and count them."""
+    total = 0.0
+    for window in windows:
+        with torch.no_grad():
+            logits = load(folder).eval()(torch.tensor([window[:-1]])).logits[0].float()
+        total += torch.nn.functional.cross_entropy(logits, torch.tensor(window[1:]), reduction="sum").item()
+    return total, sum(len(window) - 1 for window in windows)
+
+
+def test_prompts_of_several_lengths_are_continued_as_each_alone_where_frequencies_depend_on_it(lengths: Path) -> None:
+    found = json.loads((lengths / "found.jsonl").read_text().splitlines()[-1])
+    for length, (tokens, _) in zip(LENGTHS, found, strict=True):
+        prompt = torch.tensor([tokens_of(length)])
+        model = load(lengths / "longrope").eval()
+        with torch.no_grad():
+            written = model.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)
+        assert tokens == written[0, length:].tolist(), length
+
+
+def runner(*arguments: object, **changes: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **changes}
+    words = [word if isinstance(word, bytes) else str(word) for word in arguments]
+    command: Sequence[str | bytes] = [sys.executable, "-m", "runner.cli", *words]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
 
 
@@ -237,9 +308,18 @@ def test_prompt_is_printed_with_what_follows_and_a_bad_one_refused(place: Path) 
         {
             "version": 1,
             "error": {
+                "code": "options.too-many-tokens",
                 "where": f"rank 0, stage 0, node {socket.gethostname()}: --max-new-tokens",
                 "problem": "the model was made for 256 tokens, and the longest prompt and these are 257",
                 "hint": "take at most 254",
             },
         },
     )
+
+
+def test_prompt_is_read_and_printed_in_the_c_locale_too(place: Path) -> None:
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = runner("generate", place / "pp=1", "--prompt", "é w1", "--max-new-tokens", 1, **ascii_only)
+    assert done.returncode == 0, done.stderr
+    done = runner("generate", place / "pp=1", "--prompt", b"\xff", "--max-new-tokens", 1, "--json", **ascii_only)
+    assert (done.returncode, json.loads(done.stdout)["error"]["code"]) == (2, "options.not-utf8")

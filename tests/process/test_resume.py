@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +22,10 @@ from safetensors import safe_open
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 
-from manifests.publish import holding
 from manifests.store import open_shard, read_manifest
+from runner.checkpoint.history import hold_history
+from runner.config.schema import BatchOptions, DataOptions
 from runner.data.sequences import read_batches
-from runner.recipe import BatchOptions, DataOptions
 from tests.builders import reshard
 from tests.fast.runner.tiny import load_model, save_model
 from tests.process.torchrun import launch
@@ -109,7 +111,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     from_v = across(runs, "pp=4", f"across-{V}", 9, STEPS)
     launch_jobs(runs, 4, [*resumed(runs, 4), *across(runs, "pp=4,vpp=2", "across-pp=1", 10, STEPS), *from_v])
     spoil_copy(runs)
-    with holding(runs.history("held")):
+    with hold_history(runs.history("held")):
         launch_jobs(runs, 2, [*resumed(runs, 2), *offline(runs), *on_two_ranks(runs)])
     launch_jobs(runs, 1, resumed(runs, 1))
     return runs
@@ -349,7 +351,8 @@ REFUSALS: list[tuple[str, Callable[[Runs], str]]] = [
     (
         "held",
         lambda runs: (
-            f"rank 0: {runs.history('held')}: another process is writing it\nhint: wait for that one, or stop it"
+            f"rank 0: --checkpoint {runs.history('held')}: process {os.getpid()} on {socket.gethostname()} saves "
+            "checkpoints there\nhint: wait for that one, stop it, or choose another folder"
         ),
     ),
     (
@@ -386,7 +389,8 @@ REFUSALS: list[tuple[str, Callable[[Runs], str]]] = [
         "other data",
         lambda runs: (
             "rank 0: --data: is cut into other sequences than those of which the checkpoint has used 48: files, "
-            "their sizes, --seq-len, --text-field, --pack, --shuffle, --data-weight, --seed or the tokenizer changed\n"
+            "their sizes, --seq-len, --text-field, --pack, --shuffle, --data-weight, --seed, --add-bos-token, "
+            "--add-eos-token or the tokenizer changed\n"
             "hint: say what that run was told, or --restart-data to begin this data at its first sequence"
         ),
     ),

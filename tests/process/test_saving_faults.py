@@ -21,9 +21,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from manifests.store import read_manifest
-from runner.checkpoints.history import checkpoint_path, find_checkpoints, step_of
+from runner.checkpoint.history import checkpoint_path, find_checkpoints, step_of
 from tests.builders import llama_config, reshard, write_model
 from tests.fast.runner.tiny import save_model
+from tests.sentinels import plant_in
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
@@ -89,6 +90,8 @@ def test_rank_killed_while_saving_leaves_whole_checkpoints_and_the_next_run_goes
     num_kills: int, packed: Path, tmp_path: Path
 ) -> None:
     history, chance, newest = tmp_path / "history", random.Random(num_kills), 0
+    history.mkdir()
+    sentinels = plant_in(history)
     for kill in range(num_kills):
         with two_savers(packed, history, ENDLESS) as ranks:
             assert ranks[0].stdout is not None
@@ -96,6 +99,7 @@ def test_rank_killed_while_saving_leaves_whole_checkpoints_and_the_next_run_goes
             time.sleep(chance.uniform(0, 0.4))
             ranks[kill % 2].kill()
             assert [rank.wait(30) for rank in ranks] == ([-9, 1] if kill % 2 == 0 else [1, -9])
+        sentinels.check()
         left = find_checkpoints(history)
         assert 1 <= len(left) <= 3  # the third is being taken away
         for checkpoint in left:
@@ -103,7 +107,8 @@ def test_rank_killed_while_saving_leaves_whole_checkpoints_and_the_next_run_goes
         newest = step_of(left[0]) or 0
     with two_savers(packed, history, newest + 1) as ranks:
         assert [rank.wait(30) for rank in ranks] == [0, 0]
-    assert sorted(path.name for path in history.iterdir()) == [f"step-{newest:06d}", f"step-{newest + 1:06d}"]
+    sentinels.check()
+    assert sorted(path.name for path in history.glob("*step-*")) == [f"step-{newest:06d}", f"step-{newest + 1:06d}"]
 
 
 def test_save_that_fails_on_one_rank_fails_on_all_and_the_next_one_is_whole(packed: Path, tmp_path: Path) -> None:
@@ -160,7 +165,7 @@ def test_run_whose_last_save_fails_was_not_stopped_and_saved(tmp_path: Path) -> 
     assert reshard("pack", tmp_path / "model", "--layout", "pp=1", "--out", tmp_path / "packed").code == 0
     history = tmp_path / "history"
     command = [
-        sys.executable, "-m", "runner.worker", str(tmp_path / "packed/manifest.json"), "--data", "synthetic",
+        sys.executable, "-m", "runner.train", str(tmp_path / "packed/manifest.json"), "--data", "synthetic",
         "--seq-len", "16", "--checkpoint", str(history), "--checkpoint-sync", "--log-dir", str(tmp_path / "log"),
         "--steps", str(ENDLESS),
     ]  # fmt: skip
@@ -189,7 +194,7 @@ def test_second_run_that_would_save_into_the_same_folder_is_refused(packed: Path
         with two_savers(packed, history, ENDLESS) as others:
             _, errors = others[0].communicate(timeout=30)
         assert others[0].returncode == 1
-        assert errors == f"rank 0: {history}: another process is writing it\nhint: wait for that one, or stop it\n"
+        assert errors.startswith(f"rank 0: --checkpoint {history}: process {ranks[0].pid} on ")
 
 
 def test_killed_training_resumes_from_its_newest_checkpoint_and_repeats_the_steps_after_it(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ FAILS = """echo '{{"version": 1, "step": 0, "ended": "failed", "code": %d}}' > {
 LOSES = FAILS % (LOST, LOST)
 # Waits of seconds, which nothing here comes late for.
 HURRIED = (
-    "from runner.life import supervise; supervise._LATE_S = 0.0; supervise._PAUSES_S = (0.0,) * 4; "
+    "from runner.launch import supervisor as supervise; supervise._LATE_S = 0.0; supervise._PAUSES_S = (0.0,) * 4; "
     "supervise._ANSWER_S = 0.5; supervise.main()"
 )
 STALE = """import errno, os
@@ -82,7 +82,7 @@ def supervise(
         (scripts / name).write_text(text)
         (scripts / name).chmod(0o755)
     (place / "log").mkdir(exist_ok=True)
-    program = ("-c", HURRIED) if is_hurried else ("-m", "runner.life.supervise")
+    program = ("-c", HURRIED) if is_hurried else ("-m", "runner.launch.supervisor")
     done = subprocess.run(
         [sys.executable, *program, "--nnodes", "2", "--nproc-per-node", "1", *flags, "packed", "--", "--data",
          "synthetic", "--log-dir", place / "log", "--checkpoint", place / "saved", "--checkpoint-every", "1"],

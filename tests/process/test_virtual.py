@@ -44,7 +44,7 @@ def run(module: str, *arguments: str | Path, **environment: str) -> subprocess.C
 
 
 def pack(source: str | Path, out: Path, *flags: str, **environment: str) -> Path:
-    done = run("reshard.cli", "pack", source, "--layout", "pp=2", "--out", out, *flags, **environment)
+    done = run("reshard", "pack", source, "--layout", "pp=2", "--out", out, *flags, **environment)
     assert done.returncode == 0, done.stderr
     return out
 
@@ -99,7 +99,7 @@ def test_weights_trained_on_virtual_bundles_are_saved_as_copies(trained: Path) -
     assert len(shards[0]) == len(shards[1]) >= 2
     for copied, virtual in zip(*shards, strict=True):
         assert copied.read_bytes() == virtual.read_bytes()
-    verified = run("reshard.cli", "verify", trained / "virtual" / "saved")
+    verified = run("reshard", "verify", trained / "virtual" / "saved")
     assert (verified.returncode, verified.stderr) == (0, "")
     assert verified.stdout.endswith(": every digest is as the manifest says\n")
 

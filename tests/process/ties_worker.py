@@ -18,12 +18,12 @@ from torch import distributed as dist
 from manifests.errors import RankError
 from manifests.placement import Placement
 from manifests.schema import TieGroup, TieMember
-from runner.families import family_for
+from runner.config.schema import OptimOptions
+from runner.models import family_for
 from runner.pipeline.chunk import build_chunks, named_hf_parameters
-from runner.recipe import OptimOptions
-from runner.training.norm import StepTotals
-from runner.training.optim import Optimizer
-from runner.training.precision import keep_masters, kept, round_masters
+from runner.training.gradient_norm import StepTotals
+from runner.training.mixed_precision import keep_masters, kept, round_masters
+from runner.training.optimizer import Optimizer
 from runner.training.ties import build_ties, check_equal, lead_parameters, sync_gradients
 from tests.fast.runner.tiny import CPU, EMBEDDING, HEAD, fill, read_config
 from tests.process.parity_cases import cut_modules

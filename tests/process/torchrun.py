@@ -25,14 +25,14 @@ _IMPORTED = (
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "transformers",
-    "runner.worker",
-    "runner.reading.evaluate",
-    "runner.reading.generate",
-    "runner.families.deepseek_v3",
-    "runner.families.gpt_oss",
-    "runner.families.llama",
-    "runner.families.qwen3",
-    "runner.families.transformers",
+    "runner.train",
+    "runner.evaluation.evaluate",
+    "runner.evaluation.generate",
+    "runner.models.deepseek_v3",
+    "runner.models.gpt_oss",
+    "runner.models.llama",
+    "runner.models.qwen3",
+    "runner.models.transformers",
 )
 
 

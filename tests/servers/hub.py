@@ -50,10 +50,11 @@ class Request:
 
 @dataclass(kw_only=True, slots=True)
 class Fault:
-    """What goes wrong with the next `times` requests whose path holds a match of `path`."""
+    """What goes wrong with the next `times` requests whose path holds a match of `path`, once `after` went well."""
 
     path: str
     times: int = 1
+    after: int = 0
     method: str = "GET"
     status: int | None = None
     headers: Mapping[str, str | None] = field(default_factory=dict)  # added to the answer's own; None: left out
@@ -62,6 +63,8 @@ class Fault:
     drop: bool = False  # the connection breaks before any answer
     ignore_range: bool = False
     delay_s: float = 0.0
+    drip_s: float = 0.0  # between any two bytes that are sent, those of the head too where `drips_head`
+    drips_head: bool = False
 
 
 class _File:
@@ -117,6 +120,12 @@ class Hub:
         with self.lock:
             self.faults.append(Fault(path=path, **fault))
 
+    def damage(self, sha256: str, position: int) -> None:
+        """Flip a bit of a large file on the other host, which the hub goes on listing as it was."""
+        data = bytearray(self._large[sha256])
+        data[position] ^= 1
+        self._large[sha256] = bytes(data)
+
     def expire_links(self) -> None:
         """Make every signed address that was given out so far invalid."""
         with self.lock:
@@ -132,6 +141,9 @@ class Hub:
         with self.lock:
             for fault in self.faults:
                 if fault.times > 0 and fault.method == method and re.search(fault.path, path):
+                    if fault.after > 0:
+                        fault.after -= 1
+                        continue
                     fault.times -= 1
                     return fault
         return Fault(path="")
@@ -319,6 +331,11 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self.answer(206, data[begin:end], {**headers, "Content-Range": f"bytes {begin}-{end - 1}/{len(data)}"})
 
+    def drip(self, data: bytes) -> None:
+        for number in range(len(data)):
+            self.wfile.write(data[number : number + 1])
+            time.sleep(self.fault.drip_s)
+
     def refuse(self, status: int, message: str, code: str = "") -> None:
         headers = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {})
         self.answer(status, json.dumps({"error": message}).encode(), headers)
@@ -343,7 +360,13 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path != _NOT_OURS:
             with self.hub.lock:
                 self.hub.requests.append(entry)
+        if self.fault.drips_head:
+            head, self._headers_buffer = b"".join(self._headers_buffer), []
+            self.drip(head)
         self.end_headers()
-        self.wfile.write(body)
+        if self.fault.drip_s:
+            self.drip(body)
+        else:
+            self.wfile.write(body)
         if self.fault.cut is not None:
             self.close_connection = True

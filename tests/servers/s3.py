@@ -5,8 +5,11 @@ It checks signatures and permissions as S3 does: `owner` may do everything, `str
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -20,11 +23,12 @@ from urllib.parse import unquote
 
 import boto3
 
-__all__ = ["Account", "Fault", "MotoServer", "Request", "S3Server", "start_moto"]
+__all__ = ["Account", "Fault", "MotoServer", "Request", "S3Server", "Strike", "start_moto", "strike"]
 
 ROOT = Path(__file__).parents[2]
 REGION = "us-east-1"
 _FAULTS_PATH = "/faults"
+_STRIKE_PATH = "/strike"
 _POLICY = {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": "s3:*", "Resource": "*"}]}
 
 
@@ -36,7 +40,7 @@ class Account:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """A request as the server answered it: `sent_nbytes` of body, sent back."""
+    """A request as the server answered it: `received_nbytes` of body, and `sent_nbytes` sent back."""
 
     method: str
     path: str
@@ -44,6 +48,7 @@ class Request:
     range: str
     status: int
     sent_nbytes: int
+    received_nbytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +61,20 @@ class Fault:
     status: int = 503  # of "status"; "lost" does as it is told, and answers with that too
     times: int = 1
     body: str = ""  # of "status"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Strike:
+    """What happens at the `at`-th request from now on: a signal to `pid`, or an answer in place of the store's.
+
+    `is_done` says whether the request is carried out all the same. Answers other than signals go on for `times`.
+    """
+
+    pid: int
+    act: str  # a signal's name, or a status
+    at: int
+    is_done: bool = False
+    times: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,6 +134,10 @@ class MotoServer(S3Server):
         found = (Request(**json.loads(line)) for line in self.log.read_text().splitlines())
         return [request for request in found if request.method == method and path in request.path]
 
+    def settle(self) -> None:
+        """Wait for requests under way, whose sender may be dead; strike no more."""
+        strike(self.endpoint, None)
+
     def fail(self, *faults: Fault) -> None:
         """Let requests go wrong; nothing is left of faults that were asked for before."""
         _post(self.endpoint + _FAULTS_PATH, json.dumps([asdict(fault) for fault in faults]))
@@ -150,6 +173,11 @@ def _account(iam: Any, name: str) -> Account:
     return Account(access_key=key["AccessKeyId"], secret_key=key["SecretAccessKey"])
 
 
+def strike(endpoint: str, what: Strike | None) -> None:
+    """Ask a server to strike, or to end that."""
+    _post(endpoint + _STRIKE_PATH, json.dumps(asdict(what) if what else None))
+
+
 def _post(url: str, body: str) -> None:
     headers = {"Content-Type": "application/octet-stream"}
     with urllib.request.urlopen(urllib.request.Request(url, body.encode(), headers)):
@@ -164,6 +192,8 @@ class _Watched:
         self._log = log
         self._lock = threading.Lock()
         self._faults: list[dict[str, Any]] = []
+        self._strike: dict[str, Any] | None = None
+        self._is_idle, self._num_active = threading.Condition(), 0
 
     def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         method, path, query = environ["REQUEST_METHOD"], unquote(environ["PATH_INFO"]), environ["QUERY_STRING"]
@@ -171,19 +201,40 @@ class _Watched:
             self._faults = json.loads(environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"])))
             start_response("200 OK", [("Content-Length", "0")])
             return [b""]
+        if path == _STRIKE_PATH:
+            with self._is_idle:
+                assert self._is_idle.wait_for(lambda: not self._num_active, timeout=30)
+                self._strike = json.loads(environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"])))
+            start_response("200 OK", [("Content-Length", "0")])
+            return [b""]
+        with self._is_idle:
+            self._num_active += 1
+        try:
+            return self._answer(environ, start_response, method, path, query)
+        finally:
+            with self._is_idle:
+                self._num_active -= 1
+                self._is_idle.notify_all()
+
+    def _answer(
+        self, environ: dict[str, Any], start_response: Any, method: str, path: str, query: str
+    ) -> Iterable[bytes]:
         answer: list[Any] = []
 
         def keep(status: str, headers: list[tuple[str, str]], _: object = None) -> None:
             answer[:] = status, headers
 
         range_asked, what = environ.get("HTTP_RANGE", ""), ""
-        fault = self._take(method, f"{path}?{query}")
+        received = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        environ["wsgi.input"] = io.BytesIO(received)
+        if len(received) < int(environ.get("CONTENT_LENGTH") or 0):
+            raise ConnectionAbortedError("the sender is gone")
+        fault = self._struck() or self._take(method, f"{path}?{query}")
         if fault is not None:
             what = fault["what"]
         if what.startswith("ignore"):
             del environ["HTTP_" + what.removeprefix("ignore ").upper().replace("-", "_")]
         if what in ("status", "redirect"):
-            environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             status, body = (fault["status"], fault["body"].encode()) if fault and what == "status" else (301, b"")
             keep(f"{status} Fault", [])
         else:
@@ -202,7 +253,8 @@ class _Watched:
             headers = [item for item in headers if item[0].lower() != "content-length"]
             headers.append(("Content-Length", str(whole_nbytes)))
         self._write(Request(
-            method=method, path=path, query=query, range=range_asked, status=int(status[:3]), sent_nbytes=len(body)
+            method=method, path=path, query=query, range=range_asked, status=int(status[:3]), sent_nbytes=len(body),
+            received_nbytes=len(received),
         ))  # fmt: skip
         start_response(status, headers)
         return self._send(body, cut=what == "cut")
@@ -211,6 +263,21 @@ class _Watched:
         yield body
         if cut:
             raise ConnectionAbortedError("cut on demand")
+
+    def _struck(self) -> dict[str, Any] | None:
+        with self._lock:
+            found = self._strike
+            if found is None or not found["times"]:
+                return None
+            found["at"] -= 1
+            if found["at"] >= 0:
+                return None
+            found["times"] -= 1
+        if found["act"].startswith("SIG"):
+            os.kill(found["pid"], getattr(signal, found["act"]))
+            is_dead = found["act"] == "SIGKILL" and not found["is_done"]
+            return {"what": "status", "status": 500, "body": ""} if is_dead else None
+        return {"what": "lost" if found["is_done"] else "status", "status": int(found["act"]), "body": ""}
 
     def _take(self, method: str, address: str) -> dict[str, Any] | None:
         with self._lock:

@@ -46,7 +46,7 @@ def test_pins_hold_and_may_move_even_the_ends():
 
 
 def test_limit_bounds_the_memory_of_a_rank_over_all_its_stages():
-    layout = read("balance:params,pp=2,vpp=2,limit=75")
+    layout = read("balance:params,pp=2,vpp=2,limit=75B")
     held = [
         sum(SIZES[module] for stage in layout.placement.stages_on(rank) for module in layout.stages[stage])
         for rank in range(2)
@@ -107,23 +107,23 @@ def test_parting_norm_and_head_is_left_to_those_who_need_it():
         ),
         (
             "balance:params,pp=3,limit=lots",
-            "layout: limit must be a number of bytes, found 'lots'\n  balance:params,pp=3,limit=lots\n"
-            "                      ^\nhint: write 80GB or 75GiB",
+            "layout: limit must be a size with a unit, found 'lots'\n  balance:params,pp=3,limit=lots\n"
+            "                      ^\nhint: write 80GB, which is 80GiB",
         ),
         (
-            "balance:params,pp=3,limit=29",
+            "balance:params,pp=3,limit=29B",
             "layout: a rank may hold 29 bytes; model.embed_tokens alone takes 30 bytes\n"
-            "hint: raise limit, or ask for more ranks",
+            "hint: raise limit=SIZE (or --memory-limit), or use more ranks",
         ),
         (
-            "balance:params,pp=3,limit=40",
+            "balance:params,pp=3,limit=40B",
             "layout: a rank may hold 40 bytes; the model takes 141 bytes over 3 ranks\n"
-            "hint: raise limit, or ask for more ranks",
+            "hint: raise limit=SIZE (or --memory-limit), or use more ranks",
         ),
         (
-            "balance:params,pp=3,limit=49",
+            "balance:params,pp=3,limit=49B",
             "layout: a rank may hold 49 bytes; no contiguous split was found that fits\n"
-            "hint: raise limit, or ask for more ranks",
+            "hint: raise limit=SIZE (or --memory-limit), or use more ranks",
         ),
     ],
 )

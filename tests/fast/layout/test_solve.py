@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from fractions import Fraction
 from itertools import combinations_with_replacement, pairwise
 
@@ -11,6 +10,7 @@ import pytest
 
 from manifests.placement import Placement
 from reshard.layout.solve import Problem, Split, solve
+from tests.steps import steps_of
 
 Key = tuple[object, ...]
 
@@ -157,18 +157,14 @@ def deepseek_v3_costs() -> list[int]:
 
 
 @pytest.mark.parametrize("style", ["loop", "v"])
-def test_deepseek_v3_on_16_ranks_of_2_stages_solves_in_a_tenth_of_a_second(style):
+def test_deepseek_v3_on_16_ranks_of_2_stages_solves_in_few_steps(style):
     asked = problem(deepseek_v3_costs(), 16, 2, style)
-    took = []
-    for _ in range(5):
-        begun = time.process_time()
-        split = solve(asked)
-        took.append(time.process_time() - begun)
+    split = solve(asked)
     assert split is not None
     assert split.proven
     assert max(per_stage(asked.costs, split.bounds)) == 2 * 11_507_288_064
     assert max(per_rank(asked, asked.costs, split.bounds)) == 4 * 11_507_288_064
-    assert min(took) < 0.1
+    assert steps_of(lambda: solve(asked)) < 150_000
 
 
 def test_search_with_many_stages_a_rank_stops_and_says_that_it_did():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +15,7 @@ from reshard.layout import layout_for
 from reshard.layout.inventory import inventory_of_layers, inventory_of_modules
 from reshard.layout.model import compress_modules, module_ranges
 from reshard.layout.spelling import parse_layout
+from tests.steps import steps_of
 
 INVENTORY = inventory_of_layers(5, 1)
 COSTS = {name: dict.fromkeys(INVENTORY.modules, 1.0) for name in ("params", "memory")}
@@ -108,10 +108,8 @@ def test_200_000_short_strings_are_layouts_or_refused():
 
 
 @pytest.mark.slow
-def test_a_million_short_strings_take_less_than_a_minute():
-    begun = time.process_time()
+def test_a_million_short_strings_are_layouts_or_refused():
     assert check_total(random.Random(1), 1_000_000) > 0
-    assert time.process_time() - begun < 60
 
 
 @settings(max_examples=500, deadline=None)
@@ -131,8 +129,9 @@ def test_any_text_is_a_layout_or_refused(spec, strict):
         "balance:params,pp=2,limit=" + "9" * 5000,
     ],
 )
-def test_hostile_strings_are_refused_soon(spec):
-    begun = time.process_time()
-    with pytest.raises(UserError):
-        parse_layout(spec, INVENTORY, costs=COSTS)
-    assert time.process_time() - begun < 2
+def test_hostile_strings_are_refused_in_steps_that_grow_with_them(spec):
+    def parse():
+        with pytest.raises(UserError):
+            parse_layout(spec, INVENTORY, costs=COSTS)
+
+    assert steps_of(parse) < 5000 + 30 * len(spec)

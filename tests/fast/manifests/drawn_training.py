@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from base64 import b64encode
 from dataclasses import replace
+from typing import get_args
 
 from hypothesis import strategies as st
 
@@ -12,6 +14,7 @@ from manifests.schema import (
     BatchSizes,
     DataCursor,
     DataPosition,
+    Decay,
     LearningRate,
     Manifest,
     OptimizerState,
@@ -19,8 +22,10 @@ from manifests.schema import (
     RandomState,
     Shard,
     SourcePosition,
+    TrainedDtype,
     TrainingState,
 )
+from manifests.training_state import LARGEST_RATE
 from tests.fast.manifests.drawn_manifests import COUNTS, DIGESTS, TEXTS, digest_of, full_manifest, manifests
 
 __all__ = ["trained_manifests", "training_manifest"]
@@ -28,6 +33,9 @@ __all__ = ["trained_manifests", "training_manifest"]
 NUMBERS = st.floats(0, allow_infinity=False).map(abs)  # a zero may be drawn with its sign
 BETAS = st.floats(0, math.nextafter(1, 0)).map(abs)
 
+RATES = st.floats(0, LARGEST_RATE).map(abs)
+DTYPES = st.none() | st.sampled_from(get_args(TrainedDtype))
+STATES = st.binary(max_size=12).map(b64encode).map(bytes.decode)
 POSITIONS = st.builds(SourcePosition, epoch=COUNTS, item=COUNTS, offset=COUNTS)
 CURSORS = st.builds(
     DataCursor,
@@ -45,7 +53,32 @@ def optimizers(draw: st.DrawFn) -> OptimizerState:
         draw(st.builds(ParameterGroup, **options, fqns=st.just(tuple(f"{i} {j} {fqn}" for j, fqn in enumerate(fqns)))))
         for i, fqns in enumerate([[], *names])
     ]
-    return OptimizerState(name=draw(TEXTS), max_norm=draw(NUMBERS), groups=tuple(groups))
+    return OptimizerState(name=draw(st.sampled_from(("AdamW", "Adam"))), max_norm=draw(NUMBERS), groups=tuple(groups))
+
+
+@st.composite
+def rates(draw: st.DrawFn) -> LearningRate:
+    warmup_steps, stable_steps = draw(st.integers(0, 2**60)), draw(st.integers(0, 2**60))
+    decay: Decay = draw(st.sampled_from(get_args(Decay)))
+    least = 0 if decay == "constant" else warmup_steps + stable_steps + 1
+    return LearningRate(
+        peak=draw(RATES),
+        warmup_steps=warmup_steps,
+        decay=decay,
+        decay_steps=draw(st.integers(least, 2**63 - 1)),
+        minimum=draw(RATES),
+        stable_steps=stable_steps,
+    )
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> BatchSizes:
+    microbatch = draw(st.integers(1, 2**31))
+    return BatchSizes(
+        global_batch=microbatch * draw(st.integers(1, 2**31)),
+        microbatch=microbatch,
+        seq_len=draw(st.integers(1, 2**63 - 1)),
+    )
 
 
 @st.composite
@@ -63,28 +96,17 @@ def trained_manifests(draw: st.DrawFn) -> Manifest:
     training = TrainingState(
         step=draw(COUNTS),
         num_tokens=draw(COUNTS),
-        dtype=draw(st.none() | TEXTS),
-        compute_dtype=draw(st.none() | TEXTS),
-        reduce_dtype=draw(st.none() | TEXTS),
+        dtype=draw(DTYPES),
+        compute_dtype=draw(DTYPES),
+        reduce_dtype=draw(DTYPES),
         optimizer=optimizer,
-        learning_rate=draw(
-            st.none()
-            | st.builds(
-                LearningRate,
-                peak=NUMBERS,
-                warmup_steps=COUNTS,
-                decay=TEXTS,
-                decay_steps=COUNTS,
-                minimum=NUMBERS,
-                stable_steps=COUNTS,
-            )
-        ),
-        batch=draw(st.none() | st.builds(BatchSizes, global_batch=COUNTS, microbatch=COUNTS, seq_len=COUNTS)),
+        learning_rate=draw(st.none() | rates()),
+        batch=draw(st.none() | batches()),
         data=draw(
             st.none() | st.builds(DataPosition, num_sequences=COUNTS, digest=DIGESTS, cursor=st.none() | CURSORS)
         ),
         random=tuple(
-            RandomState(rank=rank, generator=draw(TEXTS), state=draw(TEXTS)) for rank in range(draw(st.integers(0, 2)))
+            RandomState(rank=rank, generator=draw(TEXTS), state=draw(STATES)) for rank in range(draw(st.integers(0, 2)))
         ),
     )
     return replace(bare, stages=tuple(stages), training=training)

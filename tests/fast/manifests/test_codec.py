@@ -18,6 +18,7 @@ import manifests
 from manifests.codec import decode_manifest, encode_manifest
 from manifests.errors import InputError
 from manifests.schema import Manifest
+from tests.builders import without_digest
 from tests.fast.manifests.drawn_manifests import full_manifest, virtual_manifest
 from tests.fast.manifests.drawn_manifests import manifests as packed_manifests
 from tests.fast.manifests.drawn_training import trained_manifests, training_manifest
@@ -25,15 +26,18 @@ from tests.fast.manifests.drawn_training import trained_manifests, training_mani
 GOLDEN = Path(__file__).parents[2] / "data" / "golden" / "manifest-v1.json"
 GOLDEN_VIRTUAL = GOLDEN.with_name("manifest-v1-virtual.json")
 GOLDEN_TRAINING = GOLDEN.with_name("manifest-v1-training.json")
+GOLDEN_DIGEST = GOLDEN.with_name("manifest-v1-digest.json")  # the one before, with a digest of itself
 SCHEMA = Draft202012Validator(json.loads(Path(manifests.__file__).with_name("schema.json").read_text()))
 STRINGS = {"layout.schedule", "source.revision", "virtual.revision"}
-STRINGS |= {f"training.{name}" for name in ("dtype", "compute_dtype", "reduce_dtype")}
+DTYPES = {f"training.{name}" for name in ("dtype", "compute_dtype", "reduce_dtype")}
 TRAINING = ("optimizer", "learning_rate", "batch", "data", "data.cursor")
 OBJECTS = {"training", "virtual", *(f"training.{name}" for name in TRAINING)}
-NULLABLE = STRINGS | OBJECTS
+NULLABLE = STRINGS | DTYPES | OBJECTS
 OPTIONAL = NULLABLE | {"source.left_out", "stages.shards.holds", "stages.spans", "ties", "files", "parents"}
 OPTIONAL |= {"training.optimizer.groups.fqns", "training.learning_rate.stable_steps", "training.random"}
 CHOICES = {"layout.style": ("loop", "v"), "stages.shards.holds": ("weights", "exp_avg", "exp_avg_sq")}
+CHOICES["training.learning_rate.decay"] = ("constant", "linear", "cosine", "sqrt")
+CHOICES |= dict.fromkeys(DTYPES, ("F64", "F32", "F16", "BF16"))
 KINDS = {dict: "an object", list: "a list", str: "a string", bool: "true or false", int: "a count", float: "a number"}
 FOUND = {**KINDS, int: "a number", type(None): "null"}
 OTHERS: tuple[Any, ...] = (None, True, 7, -1.5, "seven", [], {})
@@ -61,7 +65,7 @@ def corruptions(document: dict[str, Any]) -> Iterator[Corruption]:
             if type(other) not in _kinds_allowed(keys, value):
                 yield Corruption(keys, other, f"{path}: {_expected(keys, value, other)}")
         if type(value) is float:
-            yield Corruption(keys, -1.5, f"{path}: expected a number from 0 up, found -1.5")
+            yield Corruption(keys, -1.5, f"{path}: expected a number of 0 or more, found -1.5")
         if type(value) is int:
             yield Corruption(keys, -1, f"{path}: expected a count below 2^63, found -1")
             yield Corruption(keys, 2**63, f"{path}: expected a count below 2^63, found {2**63}")
@@ -72,7 +76,7 @@ def corruptions(document: dict[str, Any]) -> Iterator[Corruption]:
                 yield Corruption([*keys, key], _REMOVED, f"{_shown([*keys, key])}: is missing")
         if isinstance(value, dict):
             stray = [*keys, "stray"]
-            yield Corruption(stray, 1, f"{_shown(stray)}: is no field of version 1")
+            yield Corruption(stray, 1, f"{_shown(stray)}: is not a field of version 1")
 
 
 drawn_manifests = packed_manifests() | trained_manifests()
@@ -131,9 +135,14 @@ def test_a_field_with_a_default_may_be_left_out(field: str) -> None:
     [(GOLDEN, full_manifest()), (GOLDEN_VIRTUAL, virtual_manifest()), (GOLDEN_TRAINING, training_manifest())],
     ids=["full", "virtual", "training"],
 )
-def test_golden_file_of_version_1_is_read_and_is_what_is_written_today(golden: Path, manifest: Manifest) -> None:
+def test_golden_file_of_version_1_without_a_digest_is_read(golden: Path, manifest: Manifest) -> None:
     assert decode_manifest(golden.read_bytes()) == manifest
-    assert encode_manifest(manifest) == golden.read_bytes()
+    assert without_digest(encode_manifest(manifest)) == golden.read_bytes()
+
+
+def test_golden_file_of_version_1_is_read_and_is_what_is_written_today() -> None:
+    assert decode_manifest(GOLDEN_DIGEST.read_bytes()) == training_manifest()
+    assert encode_manifest(training_manifest()) == GOLDEN_DIGEST.read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -142,7 +151,7 @@ def test_golden_file_of_version_1_is_read_and_is_what_is_written_today(golden: P
         (b"", "m: is not JSON: Expecting value: line 1 column 1 (char 0)"),
         (b"\xff{}", "m: is not JSON: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
         (b"[1]", "m: expected a JSON object, found a list"),
-        (b'{"a": 1, "a": 2}', "m: is not JSON: key 'a' stands twice"),
+        (b'{"a": 1, "a": 2}', "m: is not JSON: key 'a' occurs twice"),
         (b'{"a": NaN}', "m: is not JSON: NaN is not JSON"),
         (b'{"a": -Infinity}', "m: is not JSON: -Infinity is not JSON"),
         (b'{"a":' * 100_000, "m: is nested too deeply"),

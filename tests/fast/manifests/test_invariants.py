@@ -25,6 +25,7 @@ SHAPE = ModelShape(
     tensors={f"{module}.weight": (4288,) if module == MODULES[0] else (0,) for module in MODULES},
     ties=(("model.embed_tokens.weight", "lm_head.weight"),),
 )
+PARAMS = (4288, 0, 0, 0)  # of each stage
 
 
 def with_stage(position: int, /, **changes: Any) -> Manifest:
@@ -201,8 +202,21 @@ def test_of_very_many_problems_twenty_are_shown_and_the_rest_counted() -> None:
     assert len(lines) == 22
 
 
-def test_the_full_manifest_holds_the_model_of_its_config() -> None:
-    check_model(FULL, SHAPE)
+def with_params(manifest: Manifest, *counts: int) -> Manifest:
+    stages = zip(manifest.stages, counts, strict=True)
+    return replace(manifest, stages=tuple(replace(stage, num_params=count) for stage, count in stages))
+
+
+def test_a_manifest_with_the_parameters_of_its_config_holds_its_model() -> None:
+    check_model(with_params(FULL, *PARAMS), SHAPE)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_stage_with_another_number_of_parameters_than_its_modules_have_is_refused(stage: int) -> None:
+    counts = [count + (index == stage) for index, count in enumerate(PARAMS)]
+    with pytest.raises(InputError) as error:
+        check_model(with_params(FULL, *counts), SHAPE)
+    assert error.value.where == f"manifest.json: stages[{stage}].num_params"
 
 
 @pytest.mark.parametrize(
@@ -231,13 +245,13 @@ def test_the_full_manifest_holds_the_model_of_its_config() -> None:
 )
 def test_a_manifest_that_is_not_the_configs_model_is_refused(manifest: Manifest, message: str) -> None:
     with pytest.raises(InputError) as error:
-        check_model(manifest, SHAPE)
+        check_model(with_params(manifest, *PARAMS), SHAPE)
     assert str(error.value) == message
 
 
 def test_ties_that_the_config_does_not_have_are_refused() -> None:
     with pytest.raises(InputError) as error:
-        check_model(FULL, replace(SHAPE, ties=(), tensors={**SHAPE.tensors}))
+        check_model(with_params(FULL, *PARAMS), replace(SHAPE, ties=(), tensors={**SHAPE.tensors}))
     assert str(error.value) == "manifest.json: ties: expected none (config.json)"
 
 

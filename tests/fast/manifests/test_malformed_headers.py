@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,9 @@ import pytest
 
 from manifests.errors import InputError
 from manifests.safetensors import read_header
+from tests.steps import steps_of
 
-MAX_REFUSAL_S = 2.0
+MAX_REFUSAL_STEPS = 1000
 AGAIN = "\nhint: download or copy the file again"
 DAMAGED = "\nhint: the file is damaged or is not a safetensors file; download it again"
 KNOWN = (
@@ -83,8 +83,8 @@ def test_length_beyond_the_limit_of_a_file_that_is_long_enough(tmp_path: Path) -
         (b"[]", "f: header: expected a JSON object, found a list"),
         (b"[" * 1_000_000, "f: header: is nested too deeply"),
         (b'{"a":' * 1_000_000, "f: header: is nested too deeply"),
-        (b'{"a":{},"a":{}}', "f: header: is not JSON: key 'a' stands twice"),
-        (b'{"a":{"dtype":"U8","dtype":"U8"}}', "f: header: is not JSON: key 'dtype' stands twice"),
+        (b'{"a":{},"a":{}}', "f: header: is not JSON: key 'a' occurs twice"),
+        (b'{"a":{"dtype":"U8","dtype":"U8"}}', "f: header: is not JSON: key 'dtype' occurs twice"),
         (b'{"a":{"shape":[NaN]}}', "f: header: is not JSON: NaN is not JSON"),
         (
             b'{"\\udc00":{}}',
@@ -223,16 +223,19 @@ def test_file_that_cannot_be_read(tmp_path: Path) -> None:
         file_of(a([1] * 200_000, [0, 1])),
     ],
 )
-def test_refusal_takes_little_memory_and_no_time(file: bytes, tmp_path: Path) -> None:
+def test_refusal_takes_little_memory_and_few_steps(file: bytes, tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_bytes(file)
-    start = time.process_time()
-    tracemalloc.start()
-    try:
+
+    def read() -> None:
         with pytest.raises(InputError):
             read_header(path)
+
+    tracemalloc.start()
+    try:
+        read()
         _, peak_nbytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert peak_nbytes < 10 * len(file) + (1 << 20)
-    assert time.process_time() - start < MAX_REFUSAL_S
+    assert steps_of(read) < MAX_REFUSAL_STEPS

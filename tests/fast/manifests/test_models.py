@@ -77,12 +77,12 @@ def test_module_of_a_tensor_is_its_longest_known_prefix(fqn: str, module: str | 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": None}, "architectures: None is not known\nhint: known: {KNOWN}"),
+        ({"architectures": None}, "architectures: None is not supported\nhint: supported: {KNOWN}"),
         ({"architectures": ["BloomForCausalLM"]},
-         "architectures: 'BloomForCausalLM' is not known\nhint: known: {KNOWN}"),
+         "architectures: 'BloomForCausalLM' is not supported\nhint: supported: {KNOWN}"),
         ({"architectures": ["LlamaForCausalLM"] * 2},
-         "architectures: ['LlamaForCausalLM', 'LlamaForCausalLM'] is not known\nhint: known: {KNOWN}"),
-        ({"architectures": {}}, "architectures: {} is not known\nhint: known: {KNOWN}"),
+         "architectures: ['LlamaForCausalLM', 'LlamaForCausalLM'] is not supported\nhint: supported: {KNOWN}"),
+        ({"architectures": {}}, "architectures: {} is not supported\nhint: supported: {KNOWN}"),
         ({"hidden_size": None}, "hidden_size: expected a positive integer, found nothing"),
         ({"hidden_size": 0}, "hidden_size: expected a positive integer, found 0"),
         ({"hidden_size": "16"}, "hidden_size: expected a positive integer, found '16'"),

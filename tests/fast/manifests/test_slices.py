@@ -108,7 +108,7 @@ WHERE = f"shard: __metadata__.{SLICES_KEY}"
             json.dumps({"a": {**GOOD, "saved_offsets": [True]}}),
             f"{WHERE}: 'a'.saved_offsets: expected 1 counts, found [True]",
         ),
-        (json.dumps({"a": {**GOOD, "shape": [3]}}), f"{WHERE}: 'a': expected to lie in [3], found [0] to [4]"),
+        (json.dumps({"a": {**GOOD, "shape": [3]}}), f"{WHERE}: 'a': expected a slice of [3], found [0] to [4]"),
     ],
 )  # fmt: skip
 def test_header_that_lies_about_slices_is_refused(text: str, message: str | None) -> None:

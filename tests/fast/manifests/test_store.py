@@ -124,7 +124,7 @@ def test_small_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError) as error:
         read_small_file(tmp_path / "config.json")
     assert str(error.value) == (
-        f"{tmp_path}/config.json: cannot be read: No such file or directory\nhint: look for a slip in its name"
+        f"{tmp_path}/config.json: cannot be read: No such file or directory\nhint: check the path for typos"
     )
     with pytest.raises(InputError, match=r"\nhint: the manifest names it: copy it there again$"):
         read_small_file(tmp_path / "config.json", digest_bytes(b"{}"))

@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from manifests.errors import InputError
 from manifests.models import ModelShape, model_shape
-from reshard.costs import ModuleTime, costs_of, parse_times, read_times, times_of
+from reshard.estimate.costs import ModuleTime, costs_of, parse_times, read_times, times_of
 from reshard.layout import layout_for
 from tests.builders import reshard
 from tests.fast.models.built import TINY, build, read_config

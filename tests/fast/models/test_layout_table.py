@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from bench.layouts import MODELS, Row, compare, show, write
 from manifests.models import model_shape
-from reshard.costs import costs_of
+from reshard.estimate.costs import costs_of
 from reshard.layout import layout_for
 from tests.fast.models.built import TRUE, read_config
+from tests.steps import steps_of
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "layouts.md"
 
@@ -46,14 +47,10 @@ def test_writing_the_table_leaves_the_rest_of_the_document(rows: list[Row], tmp_
     assert "old" not in text
 
 
-def test_deepseek_v3_on_16_ranks_of_2_stages_solves_in_a_tenth_of_a_second() -> None:
+def test_deepseek_v3_on_16_ranks_of_2_stages_solves_in_few_steps() -> None:
     shape = model_shape(read_config("deepseek-v3"))
     for model in (shape, shape.without(shape.optional)):
         costs = costs_of(model, seq_len=4096, nbytes={})
         for cost in ("params", "flops", "time"):
-            took_s = []
-            for _ in range(3):
-                started_s = time.process_time()
-                layout_for(model, f"balance:{cost},pp=16,vpp=2", costs=costs)
-                took_s.append(time.process_time() - started_s)
-            assert min(took_s) < 0.1
+            text = f"balance:{cost},pp=16,vpp=2"
+            assert steps_of(partial(layout_for, model, text, costs=costs)) < 150_000

@@ -69,12 +69,12 @@ def test_mxfp4_unpacks_to_the_parameters() -> None:
     ("name", "changes", "message"),
     [
         ("tiny-llama", {"quantization_config": FP8},
-         "quantization_config.quant_method: 'fp8' is not known\n"
-         "hint: known for LlamaForCausalLM: none; give the weights unquantised"),
+         "quantization_config.quant_method: 'fp8' is not supported\n"
+         "hint: supported for LlamaForCausalLM: none; dequantize the weights first"),
         ("tiny-qwen3", {"quantization_config": {"quant_method": "gptq"}},
-         "quantization_config.quant_method: 'gptq' is not known\nhint: known for Qwen3ForCausalLM: fp8"),
+         "quantization_config.quant_method: 'gptq' is not supported\nhint: supported for Qwen3ForCausalLM: fp8"),
         ("tiny-qwen3", {"quantization_config": {}},
-         "quantization_config.quant_method: None is not known\nhint: known for Qwen3ForCausalLM: fp8"),
+         "quantization_config.quant_method: None is not supported\nhint: supported for Qwen3ForCausalLM: fp8"),
         ("tiny-qwen3", {"quantization_config": "fp8"}, "quantization_config: expected an object, found a string"),
         ("tiny-qwen3", {"quantization_config": {**FP8, "weight_block_size": None}},
          "quantization_config.weight_block_size: expected two positive integers, found []"),
@@ -82,19 +82,19 @@ def test_mxfp4_unpacks_to_the_parameters() -> None:
          "quantization_config.weight_block_size: expected a list of integers, 0 or more, found [128, '128']"),
         ("tiny-qwen3", {"quantization_config": {**FP8, "activation_scheme": "static"}},
          "quantization_config.activation_scheme: expected 'dynamic' or nothing, found 'static'\n"
-         "hint: no other is modelled"),
+         "hint: no other value is supported"),
         ("tiny-qwen3", {"quantization_config": {**FP8, "modules_to_not_convert": ["model.layers.*.mlp"]}},
-         "quantization_config.modules_to_not_convert: 'model.layers.*.mlp' is no module's name\n"
-         "hint: patterns are not modelled"),
+         "quantization_config.modules_to_not_convert: 'model.layers.*.mlp' is not the name of a module\n"
+         "hint: patterns are not supported"),
         ("tiny-qwen3", {"quantization_config": {**FP8, "modules_to_not_convert": "lm_head"}},
          "quantization_config.modules_to_not_convert: expected a list of strings, found 'lm_head'"),
         ("tiny-gpt-oss", {"hidden_size": 48, "quantization_config": {"quant_method": "mxfp4"}},
-         "quantization_config.quant_method: mxfp4 needs widths that 32 divides, "
+         "quantization_config.quant_method: mxfp4 requires widths that 32 divides, "
          "model.layers.0.mlp.experts.gate_up_proj has 48"),
         ("tiny-deepseek-v3", {"moe_layer_freq": 2},
-         "moe_layer_freq: expected 1 or nothing, found 2\nhint: no other is modelled"),
+         "moe_layer_freq: expected 1 or nothing, found 2\nhint: no other value is supported"),
         ("tiny-deepseek-v3", {"topk_method": "greedy"},
-         "topk_method: expected 'noaux_tc' or nothing, found 'greedy'\nhint: no other is modelled"),
+         "topk_method: expected 'noaux_tc' or nothing, found 'greedy'\nhint: no other value is supported"),
         ("tiny-deepseek-v3", {"n_routed_experts": 20_000}, "n_routed_experts: expected at most 10000, found 20000"),
         ("tiny-deepseek-v3", {"num_nextn_predict_layers": -1},
          "num_nextn_predict_layers: expected an integer, 0 or more, found -1"),

@@ -10,7 +10,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from tests.builders import Tensor, header_of, read_safetensors
+from tests.builders import Tensor, edit_manifest, header_of, read_safetensors
 
 __all__ = ["change_file", "change_manifest", "change_stage", "digest", "read_stage", "shard_of"]
 
@@ -21,9 +21,7 @@ def digest(data: bytes) -> str:
 
 def change_manifest(out: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Rewrite manifest.json."""
-    document = json.loads((out / "manifest.json").read_text())
-    change(document)
-    (out / "manifest.json").write_text(json.dumps(document))
+    edit_manifest(out, change)
 
 
 def change_file(out: Path, name: str, data: bytes) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import EMBEDDING, HEAD, leftovers, llama_config, reshard, write_model
+from tests.builders import EMBEDDING, HEAD, leftovers, llama_config, reshard, without_digest, write_model
 
 ROOT = Path(__file__).parents[3]
 VERBS = ("plan", "pack", "export", "verify", "inspect")
@@ -62,28 +62,35 @@ def test_inspect_names_model_source_layout_stages_ties_and_files(tmp_path: Path)
     assert lines[7] == f"tied: {EMBEDDING} (stage 0) = {HEAD} (stage 1)"
     assert lines[8] == "files: config.json, generation_config.json, tokenizer.json, source.json"
     shown = reshard("inspect", tmp_path / "out", "--json").json
-    assert shown == {"version": 1, "manifest": json.loads((tmp_path / "out/manifest.json").read_text())}
+    assert shown == {
+        "version": 1,
+        "manifest": json.loads(without_digest((tmp_path / "out/manifest.json").read_bytes())),
+    }
 
 
 @pytest.mark.parametrize(
-    ("args", "problem"),
+    ("args", "where", "problem"),
     [
-        (("layout",), "Missing argument 'SPEC'."),
-        (("pack", "x", "--layout", "pp=2"), "Missing option '--out'."),
-        (("plan",), "Missing argument 'SOURCE'."),
-        (("export", "x", "--to", "gguf", "--out", "y"), "Invalid value for '--to': 'gguf' is not 'hf'."),
-        (("plan", "x", "--layout", "pp=2", "--pp", "0"), "Invalid value for '--pp': 0 is not in the range x>=1."),
-        (("unpack",), "No such command 'unpack'. Did you mean 'pack'?"),
+        (("layout",), "SPEC", "Missing argument 'SPEC'."),
+        (("pack", "x", "--layout", "pp=2"), "--out", "Missing option '--out'."),
+        (("plan",), "SOURCE", "Missing argument 'SOURCE'."),
+        (("export", "x", "--to", "gguf", "--out", "y"), "--to", "Invalid value for '--to': 'gguf' is not 'hf'."),
+        (
+            ("plan", "x", "--layout", "pp=2", "--pp", "0"),
+            "--pp",
+            "Invalid value for '--pp': 0 is not in the range x>=1.",
+        ),
+        (("unpack",), "", "No such command 'unpack'. Did you mean 'pack'?"),
     ],
 )
-def test_misuse_ends_with_code_2_in_text_and_in_json(args: tuple[str, ...], problem: str) -> None:
+def test_misuse_ends_with_code_2_in_text_and_in_json(args: tuple[str, ...], where: str, problem: str) -> None:
     told = reshard(*args)
     assert (told.code, told.out) == (2, "")
     assert told.err.startswith("Usage: reshard ")
     assert told.err.endswith(f"Error: {problem}\n")
     shown = reshard(*args, "--json")
     assert (shown.code, shown.err) == (2, "")
-    error = {"where": "", "problem": problem, "hint": "see --help"}
+    error = {"code": "usage.arguments", "where": where, "problem": problem, "hint": "see --help"}
     assert shown.json == {"version": 1, "error": error}
 
 

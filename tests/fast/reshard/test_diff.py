@@ -141,3 +141,18 @@ def test_same_values_in_another_dtype_differ_by_nothing(tmp_path: Path) -> None:
     write_model(tmp_path / "b", config, wide)
     found = reshard("diff", tmp_path / "a", tmp_path / "b", "--json").json["differences"]
     assert {(one["norm"], one["relative"]) for one in found} == {(0.0, None)}
+
+
+def test_with_bytes_damage_behind_a_right_digest_is_found(tmp_path: Path) -> None:
+    trained = write_trained(tmp_path, "pp=2")
+    other = pack(trained, "pp=1", tmp_path / "other")
+    assert reshard("diff", trained, other, "--bytes").code == 0
+    shard = other / "stage-000" / "exp_avg" / "model.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 64
+    shard.write_bytes(data)
+    assert reshard("diff", trained, other).code == 0  # by digests alone
+    ended = reshard("diff", trained, other, "--bytes", "--json")
+    assert ended.code == 3
+    assert ended.json["error"]["where"].startswith(f"{shard}: ")
+    assert ended.json["error"]["code"] == "shard.digest-mismatch"

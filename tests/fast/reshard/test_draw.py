@@ -12,9 +12,9 @@ from xml.etree import ElementTree
 import pytest
 
 from reshard.draw.stages import stage_bytes
-from reshard.forecast import Assumptions
-from reshard.planning import LayoutRequest, plan_training
-from reshard.source import open_source
+from reshard.estimate.training_estimate import Assumptions
+from reshard.operations.resolve import LayoutRequest, lay_out, look_ahead
+from reshard.sources.open import open_source
 from tests.builders import Ended, reshard
 from tests.fast.reshard.configs import modules_of, write_config, write_times
 from tests.fast.trained import write_trained
@@ -50,7 +50,7 @@ def test_svg_says_what_the_plan_says_and_names_the_bottleneck(config: Path, tmp_
     assert texts[texts.index("tiny: pp=4") + 1] == named == said[8]
     assert set(said[8:11]) <= set(texts)
     assert "tied: model.embed_tokens.weight = lm_head.weight (a copy each on ranks 0 and 3)" in texts
-    assert {"Schedule: 1F1B, 8 microbatches", "forward", "backward", "Work", "limit, 78.12 KiB"} <= set(texts)
+    assert {"Schedule: 1F1B, 8 microbatches", "forward", "backward", "Work", "limit, 80.00 KiB"} <= set(texts)
     assert {"embedding", "dense layers", "norm and head", "KiB", "KiB, estimated for fp32", "rank"} <= set(texts)
     for number in range(4):  # a stage, its rank, and the rank's row
         assert texts.count(str(number)) >= 3
@@ -60,7 +60,7 @@ def test_svg_says_what_the_plan_says_and_names_the_bottleneck(config: Path, tmp_
 
 def test_bars_of_a_training_checkpoint_are_the_bytes_of_its_weights(tmp_path: Path) -> None:
     checkpoint = open_source(str(write_trained(tmp_path, "pp=2")))
-    planned = plan_training("tiny", checkpoint, LayoutRequest(spec="pp=4"), Assumptions())
+    planned = look_ahead(lay_out("tiny", checkpoint, LayoutRequest(spec="pp=4"), Assumptions()))
     bars = zip(*stage_bytes(planned).values(), strict=True)
     assert list(map(sum, bars)) == [stage.nbytes for stage in planned.plan.stages]
 
@@ -119,7 +119,18 @@ def test_page_stands_alone_and_follows_the_readers_theme(config: Path, tmp_path:
 def test_same_plan_gives_the_same_bytes_in_another_process(config: Path, suffix: str, tmp_path: Path) -> None:
     first, second = tmp_path / f"first.{suffix}", tmp_path / f"second.{suffix}"
     draw(config, "pp=2,vpp=2", first)
-    command = [sys.executable, "-m", "reshard.cli", "plan", config, "--layout", "pp=2,vpp=2", "--draw", second, *FLAGS]
+    command = [
+        sys.executable,
+        "-m",
+        "reshard",
+        "plan",
+        config,
+        "--layout",
+        "pp=2,vpp=2",
+        "--draw",
+        second,
+        *FLAGS,
+    ]
     environment = {"PYTHONHASHSEED": "7", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "MPLBACKEND": "svg"}
     (tmp_path / "matplotlibrc").write_text("font.size: 30\naxes.grid: True\n")
     environment["MATPLOTLIBRC"] = str(tmp_path)
@@ -165,9 +176,8 @@ def test_picture_that_exists_needs_force(config: Path, tmp_path: Path) -> None:
 def test_folder_that_cannot_be_written_is_one_sentence(config: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     ended = draw(config, "pp=2", tmp_path / "file" / "plan.svg")
-    assert (ended.code, ended.err) == (
-        3, f"error: {tmp_path}/file/plan.svg: cannot be written: Not a directory\n"
-    )  # fmt: skip
+    assert (ended.code, len(ended.err.splitlines())) == (3, 1)
+    assert ended.err.startswith(f"error: --draw {tmp_path}/file/plan.svg: ")
 
 
 def test_without_matplotlib_one_sentence_says_what_to_install(config: Path, tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_layout_is_printed_in_another_spelling_that_reads_back(spelling: str, te
         ),
         (
             ("Et|((t|)*2)*1,tL", "--layers", "4", "--strict-megatron"),
-            3,
+            2,
             "layout: Megatron takes no group inside a group\n  Et|((t|)*2)*1,tL\n      ^\n"
             "hint: write the inner one out",
         ),

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from reshard.plan import lay_out_shard
-from reshard.shares import deal
+from reshard.operations.pack import parts_of
+from reshard.plans.pack_plan import lay_out_shard
+from reshard.plans.partition import deal
 from stores.bundles import TensorAt
 from stores.local import LocalFile
 from tests.builders import Ended, files_in, leftovers, llama_config, random_tensors, reshard, write_model
@@ -338,7 +339,7 @@ def test_pack_that_cannot_be_is_not_submitted(flags: tuple[str, ...], said: str,
     (tmp_path / "file").write_bytes(b"")
     asked = ("--out", tmp_path / "out", "--parts", "2", "--scheduler", "slurm", "--dry-run")
     ended = reshard("pack", source, *asked, *(flag.format(place=tmp_path) for flag in flags))
-    assert (ended.code, ended.out) == (3, "")
+    assert (ended.code, ended.out) == (2 if "pp=99" in flags else 3, "")
     assert said.format(place=tmp_path) in ended.err
 
 
@@ -364,15 +365,71 @@ def test_dry_run_prints_an_array_and_the_commit_that_waits_for_it(source: Path, 
     assert f"{sbatch} --dependency=afterok:ARRAY_JOB_ID" in said.splitlines()
     assert said.count("#SBATCH --account=us\n#SBATCH --time=1:00:00\n#SBATCH --mem=8G\n") == 2
     assert "#SBATCH --array=1-8\n" in said
-    again = f"-m reshard.cli pack {source} --layout pp=2 --out '{out}' --no-sync"
+    again = f"-m reshard pack {source} --layout pp=2 --out '{out}' --no-sync"
     assert f'  {sys.executable} {again} --part "$SLURM_ARRAY_TASK_ID/8"\n' in said
-    assert f"exec {sys.executable} -m reshard.cli commit '{out}'\n" in said
+    assert f"exec {sys.executable} -m reshard commit '{out}'\n" in said
     assert not out.parent.joinpath(".the out.partial").exists()
 
 
 def test_parts_that_cannot_be_submitted_say_why(source: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "reshard.cli", "pack", str(source), "--layout", "pp=2"]
+    command = [sys.executable, "-m", "reshard", "pack", str(source), "--layout", "pp=2"]
     command += ["--out", str(tmp_path / "out"), "--parts", "2", "--scheduler", "slurm", "--json"]
     environment = {**os.environ, "PATH": str(tmp_path)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=30)
     assert json.loads(done.stdout)["error"]["where"] == "sbatch"
+
+
+def test_commit_that_has_ended_says_so_when_it_is_run_again(tmp_path: Path) -> None:
+    write_model(tmp_path / "source")
+    out = tmp_path / "out"
+    for number in (1, 2):
+        packed = reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", out, "--part", f"{number}/2")
+        assert packed.code == 0, packed.err
+    first = reshard("commit", out, "--json")
+    before = files_in(out)
+    for flags in ((), ("--force",)):
+        again = reshard("commit", out, "--json", *flags)
+        assert (again.code, again.out) == (0, first.out)
+    assert files_in(out) == before
+    nothing = reshard("commit", tmp_path / "nothing", "--json")
+    assert (nothing.code, nothing.json["error"]["code"]) == (3, "output.no-parts")
+
+
+@pytest.mark.parametrize("left", [(), ("part-1-of-2.lock", ".0123abcd"), ("commit.json",)], ids=len)
+def test_records_of_parts_without_a_plan_do_not_keep_a_pack_out(left: tuple[str, ...], tmp_path: Path) -> None:
+    write_model(tmp_path / "source")
+    out = tmp_path / "out"
+    for _ in range(2):
+        assert parts_of(out).parent == tmp_path
+        parts_of(out).mkdir()
+        for name in left:
+            (parts_of(out) / name).touch()
+        packed = reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", out, "--force")
+        assert packed.code == 0, packed.err
+        assert leftovers(out) == ["out"]
+
+
+def test_parts_that_wait_are_left_alone_by_a_pack(tmp_path: Path) -> None:
+    write_model(tmp_path / "source")
+    out = tmp_path / "out"
+    command = ("pack", tmp_path / "source", "--layout", "pp=2", "--out", out)
+    assert reshard(*command, "--part", "1/2").code == 0
+    before = files_in(tmp_path)
+    for flags in ((), ("--force",)):
+        refused = reshard(*command, "--json", *flags)
+        assert (refused.code, refused.json["error"]["code"]) == (3, "output.parts-waiting")
+    assert files_in(tmp_path) == before
+    assert reshard(*command, "--part", "2/2").code == 0
+    assert reshard("commit", out).code == 0
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
+def test_part_of_a_source_whose_small_files_changed_since_the_first_part_is_refused(name: str, tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    write_model(source)
+    command = ("pack", source, "--layout", "pp=2", "--out", out)
+    assert reshard(*command, "--part", "1/2").code == 0
+    (source / name).write_text((source / name).read_text() + "\n")
+    refused = reshard(*command, "--part", "2/2", "--json")
+    assert (refused.code, refused.json["error"]["code"]) == (3, "output.other-plan")
+    assert reshard("commit", out).code == 3

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.builders import reshard, write_model
 from tests.fast.reshard.configs import modules_of, write_config, write_times
+from tests.steps import steps_of
 
 
 def test_measured_times_move_the_cut(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_solved_layout_keeps_to_a_limit_that_the_fastest_one_breaks(spec: str, t
         return max(rank["memory_nbytes"]["total"] for rank in shown["ranks"]), shown["imbalance"]["stages"]
 
     free, best = planned()
-    limited, worse = planned("--memory-limit", f"{free - 1}")
+    limited, worse = planned("--memory-limit", f"{free - 1}B")
     assert limited < free
     assert best <= worse
 
@@ -65,9 +65,9 @@ def test_limit_is_written_into_the_layout_as_if_the_spec_said_it(tmp_path: Path)
         "pack", tmp_path / "source", "--layout", "balance:params,pp=2", "--memory-limit", "80GB", "--out", out
     )
     assert packed.code == 0
-    assert json.loads((out / "manifest.json").read_text())["layout"]["spec"] == "balance:params,pp=2,limit=80GB"
+    assert json.loads((out / "manifest.json").read_text())["layout"]["spec"] == "balance:params,pp=2,limit=80GiB"
     said = reshard("plan", tmp_path / "source", "--layout", "balance:params,pp=2,limit=80GB", "--json").json
-    assert said["assumed"]["memory_limit_nbytes"] == 80 * 10**9
+    assert said["assumed"]["memory_limit_nbytes"] == 80 << 30
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_limit_is_written_into_the_layout_as_if_the_spec_said_it(tmp_path: Path)
         (
             ("--layout", "pp=2", "--memory-limit", "plenty"),
             2,
-            "--memory-limit: expected a number of bytes, found 'plenty'\nhint: write 80GB or 75GiB",
+            "--memory-limit: expected a size with a unit, found 'plenty'\nhint: write 80GB, which is 80GiB",
         ),
         (
             ("--layout", "pp=2", "--schedule", "ZBVZeroBubble"),
@@ -102,7 +102,7 @@ def test_limit_is_written_into_the_layout_as_if_the_spec_said_it(tmp_path: Path)
         ),
         (
             ("--layout", "Ett| ttL", "--strict-megatron"),
-            3,
+            2,
             "layout: Megatron takes no white space here\n  Ett| ttL\n      ^\nhint: write Ett|ttL",
         ),
     ],
@@ -116,11 +116,11 @@ def test_what_cannot_be_planned_is_said(flags: tuple[str, ...], code: int, probl
 def test_buffers_between_ranks_count_towards_the_limit(tmp_path: Path) -> None:
     config = write_config(tmp_path / "config.json")
     flags = ("--layout", "balance:params,pp=2", "--seq-len", "64", "--microbatches", "64")
-    ended = reshard("plan", config, *flags, "--memory-limit", "400kB")
+    ended = reshard("plan", config, *flags, "--memory-limit", "400000B")
     assert (ended.code, ended.err) == (
         3,
         "error: layout: a rank may hold 400,000 bytes, 262,144 of them for buffers between ranks; the model takes "
-        "393,728 bytes over 2 ranks\nhint: raise limit, or ask for more ranks\n",
+        "393,728 bytes over 2 ranks\nhint: raise limit=SIZE (or --memory-limit), or use more ranks\n",
     )
 
 
@@ -177,9 +177,7 @@ def test_what_goes_with_a_layout_is_refused_without_one(
 
 def test_step_too_long_to_simulate_is_left_out_and_said(tmp_path: Path) -> None:
     config = write_config(tmp_path / "config.json", num_hidden_layers=1024)
-    begun_s = time.process_time()
     planned = reshard("plan", config, "--layout", "pp=1024")
-    assert time.process_time() - begun_s < 20  # simulated, it takes minutes
     assert planned.code == 0, planned.err
     assert (
         "1F1B, 4096 microbatches on 1024 stages: too long a step to simulate; memory and bubble are left out, unless "
@@ -207,11 +205,10 @@ def test_layout_that_memory_decides_is_refused_where_a_step_is_too_long(tmp_path
 def test_pack_simulates_no_step(tmp_path: Path) -> None:
     write_model(tmp_path / "source")
 
-    def took_s(num_microbatches: int) -> float:
-        begun_s = time.process_time()
+    def pack(num_microbatches: int) -> None:
         flags = ("--layout", "pp=2", "--microbatches", f"{num_microbatches}", "--out", tmp_path / f"{num_microbatches}")
         assert reshard("pack", tmp_path / "source", *flags).code == 0
-        return time.process_time() - begun_s
 
-    few_s, many_s = max(took_s(4), took_s(5)), took_s(130_000)
-    assert many_s < 10 * few_s  # simulated, seconds beside hundredths of one
+    pack(4)  # what is kept for the next time is there
+    few, many = steps_of(lambda: pack(5)), steps_of(lambda: pack(130_000))
+    assert many < 1.1 * few

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from manifests.models import model_shape, module_of
-from runner.loading.load import load_tensors
-from runner.loading.packed import open_packed
-from runner.loading.pieces import whole_pieces
+from runner.bundle.packed import open_packed
+from runner.load.load import load_tensors
+from runner.tensors.local_shard import whole_pieces
 from stores.bundles import Bundles
 from tests.builders import Tensor, files_in, read_safetensors, reshard, write_model
 from tests.fast.models.built import DECODERS, TINY, read_config

@@ -12,7 +12,7 @@ import pytest
 
 from manifests.memory import POLICIES
 from manifests.models import model_shape
-from reshard.commands import options
+from reshard.cli import options
 from reshard.layout.printing import SPELLINGS
 from tests.builders import EMBEDDING, HEAD, llama_config, reshard, write_model
 from tests.fast.reshard.configs import modules_of, write_config, write_times
@@ -30,7 +30,7 @@ def nbytes(*parts: int) -> dict[str, int]:
 def test_plan_says_the_same_in_a_table_and_in_json(tmp_path: Path) -> None:
     # A layer has 1,952 parameters and 4,352 FLOPs for a token, the embedding 640, on both stages, and the head 1,280.
     write_model(tmp_path, llama_config(tie_word_embeddings=True))
-    flags = ("--layout", "pp=2", "--microbatches", "4", "--seq-len", "8", "--memory-limit", "150kB")
+    flags = ("--layout", "pp=2", "--microbatches", "4", "--seq-len", "8", "--memory-limit", "150000B")
     assert reshard("plan", tmp_path, *flags).out == (
         "LlamaForCausalLM, 4 layers, 8,464 parameters\n"
         "2 stages on 2 pipeline ranks, style loop\n"
@@ -244,5 +244,5 @@ def test_plan_without_a_picture_imports_neither_torch_nor_matplotlib(tmp_path: P
     command = [sys.executable, "-c", code, "plan", str(config), "--layout", "balance:time,pp=2"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     loaded = set(ended.stderr.split())
-    assert "reshard.planning" in loaded
+    assert "reshard.operations.resolve" in loaded
     assert not loaded & {"torch", "numpy", "matplotlib", "transformers"}

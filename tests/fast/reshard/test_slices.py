@@ -20,9 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manifests.slices import Slice
-from reshard.checkpoint import TensorAt
-from reshard.derived import HeldFile, read_blocks
-from reshard.slices import merge_slices
+from reshard.tensors.checkpoint import TensorAt
+from reshard.tensors.lazy import HeldFile, read_blocks
+from reshard.tensors.slices import merge_slices
 from tests.builders import Tensor, files_in, read_safetensors, reshard
 from tests.fast.sliced import CUTS, KINDS, cut_up, rewrite_slices, slices_in
 from tests.fast.trained import write_trained
@@ -182,7 +182,7 @@ def beyond_the_whole(shards: Shards) -> None:
         (twice, "is stored twice: [0, 0] to [24, 8] and [0, 0] to [24, 8]"),
         (of_another_dtype, "'.dtype: expected F32 as in other slices, found I32"),
         (of_another_whole, "is a slice of [24, 17] here and of [24, 16] elsewhere"),
-        (beyond_the_whole, "expected to lie in [24, 16], found [0, 9] to [24, 17]"),
+        (beyond_the_whole, "expected a slice of [24, 16], found [0, 9] to [24, 17]"),
     ],
 )
 def test_slices_that_are_not_exactly_the_tensor_are_refused_and_nothing_is_written(

@@ -43,11 +43,11 @@ def test_submission_gives_the_numbers_of_both_jobs_as_one_object(source: Path, t
     sbatch.parent.mkdir()
     sbatch.write_text(f'#!/bin/sh\ncat > "{tmp_path}/$#.sh"\necho "1$#;cluster"\n')
     sbatch.chmod(sbatch.stat().st_mode | stat.S_IXUSR)
-    command = [sys.executable, "-m", "reshard.cli", "pack", str(source), "--out", str(tmp_path / "out"), *ASKED]
+    command = [sys.executable, "-m", "reshard", "pack", str(source), "--out", str(tmp_path / "out"), *ASKED]
     environment = {**os.environ, "PATH": f"{sbatch.parent}:{os.environ['PATH']}"}
     done = subprocess.run(
         [*command, "--json"], cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=60
     )
     assert json.loads(done.stdout) == {"version": 1, "num_parts": 3, "parts": {"job": "13"}, "commit": {"job": "14"}}
     assert "#SBATCH --array=1-3\n" in (tmp_path / "3.sh").read_text()
-    assert "reshard.cli commit" in (tmp_path / "4.sh").read_text()
+    assert "-m reshard commit" in (tmp_path / "4.sh").read_text()

@@ -12,7 +12,7 @@ import pytest
 from tests.builders import files_in, reshard, write_model
 
 ODD = os.fsdecode(b"x\xff")
-SAID = "its name is not valid UTF-8, and a manifest could not say it\nhint: rename it\n"
+SAID = "its name is not valid UTF-8, and a manifest cannot contain it\nhint: rename it\n"
 
 
 def rename_model(place: Path) -> Path:

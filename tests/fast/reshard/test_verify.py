@@ -33,7 +33,7 @@ def differences(out: Path) -> list[tuple[str, str]]:
         *lines,
         "hint: copy the files that differ once more, or write the checkpoint again",
     ]
-    assert told.out.startswith(f"{out}: {len(lines)} differ, of ")
+    assert told.out.startswith(f"{out}: {len(lines)} problem")
     return [
         (found["where"].replace(str(out), "OUT"), found["problem"].replace(str(out), "OUT"))
         for found in shown.json["differences"]
@@ -137,6 +137,7 @@ def test_verify_of_no_checkpoint_is_bad_input(tmp_path: Path) -> None:
     assert ended.json == {
         "version": 1,
         "error": {
+            "code": "manifest.missing",
             "where": str(tmp_path),
             "problem": "no manifest.json here",
             "hint": "a folder without one was never finished; "
@@ -249,3 +250,20 @@ def test_quick_and_against_do_not_go_together(out: Path) -> None:
     assert ended.err == (
         "error: --quick: reads no tensor, --against reads all of them\nhint: leave one of the two out\n"
     )
+
+
+@pytest.mark.parametrize("change", ["changed", "only there", "only here"])
+def test_auxiliary_files_are_compared_with_the_sources(change: str, out: Path) -> None:
+    source = out.parent / "source"
+    file = source / "generation_config.json"
+    assert reshard("verify", out, "--against", source).code == 0
+    if change == "changed":
+        file.write_bytes(file.read_bytes() + b" ")
+    elif change == "only here":
+        file.unlink()
+    else:
+        file = source / "chat_template.jinja"
+        file.write_text("{{ messages }}")
+    ended = reshard("verify", out, "--against", source, "--json")
+    assert ended.code == 4
+    assert [found["where"] for found in ended.json["differences"]] == [str(out / file.name)]

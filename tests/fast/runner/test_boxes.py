@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from manifests.digest import Hasher, digest_hex
 from manifests.slices import Slice
-from runner.loading import boxes
-from runner.loading.boxes import blocks_of, intersect
-from runner.loading.fill import fill
+from runner.load.fill import fill
+from runner.tensors import regions as boxes
+from runner.tensors.regions import blocks_of, intersect
 
 POSITION = 40  # of a stored tensor in its file
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.pipeline.codec import FormError, form_of
+from runner.pipeline.stage_io import FormError, form_of
 
 CONSTANTS = st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=3), st.floats(allow_nan=False))
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool])

@@ -16,16 +16,15 @@ from torch.distributed.tensor import DTensor
 
 from manifests.errors import UsageError
 from manifests.placement import Placement
-from runner.families import family_for
-from runner.pipeline.chunk import StageChunk, build_chunks, materialize, named_hf_parameters
-from runner.pipeline.parts import layers_of, part_of
+from runner.config.schema import BatchOptions, ComputeOptions, OptimOptions, Recompute
+from runner.models import family_for
+from runner.pipeline.chunk import StageChunk, build_chunks, layers_of, materialize, named_hf_parameters, part_of
 from runner.pipeline.schedule import Schedule, build_schedule
+from runner.pipeline.stage_metadata import plan_wire
 from runner.pipeline.timetable import find_timetable
-from runner.pipeline.wire import plan_wire
-from runner.recipe import BatchOptions, ComputeOptions, OptimOptions, Recompute
 from runner.training.compute import arrange
-from runner.training.optim import Optimizer
-from runner.training.precision import keep_masters, kept, round_masters
+from runner.training.mixed_precision import keep_masters, kept, round_masters
+from runner.training.optimizer import Optimizer
 from tests.fast.models import built
 from tests.fast.runner.tiny import CPU, fill, padded_batch, read_config, save_model, split_evenly
 

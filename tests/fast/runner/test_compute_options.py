@@ -11,9 +11,9 @@ from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LR
 from transformers import get_wsd_schedule
 
 from manifests.errors import UsageError
-from runner.options import parse_training
-from runner.recipe import ComputeOptions, Decay, OptimOptions
-from runner.training.optim import lr_at
+from runner.config.flags import parse_training
+from runner.config.schema import ComputeOptions, Decay, OptimOptions
+from runner.training.optimizer import lr_at
 
 PEAK, MINIMUM, STEPS = 3e-4, 3e-5, 60
 WARMUP, STABLE = 8, 20

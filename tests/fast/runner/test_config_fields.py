@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 
-from manifests.errors import InputError, UserError
-from manifests.models import model_shape
-from runner.families import family_for
-from runner.pipeline.chunk import build_chunks
-from tests.fast.models.built import DECODERS, TINY, perturb, read_config, saved_tensors
-from tests.fast.runner.decoders import SEQ_LEN, fill_pieces
-from tests.fast.runner.tiny import split_evenly
-from tests.fast.runner.titans import forward
+from manifests.errors import UserError
+from runner.models import family_for
+from tests.fast.models.built import DECODERS, TINY, read_config
+from tests.fast.runner.decoders import variant_ids
+from tests.fast.runner.followed import by_stages, by_transformers, differences
 
-TOKENS = torch.randint(2, 90, (2, SEQ_LEN), generator=torch.Generator().manual_seed(3))
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ROPES = (
@@ -39,13 +32,20 @@ ROPES = (
 # Beside another value of the same kind; and fields that configs on the hub have and classes do not.
 OTHERS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("activation", "activation_function", "hidden_activation"), ("relu", "silu")),
-    "attn_config": ({"clip_qkv": 0.1}, {"softmax_scale": 0.2}, {"alibi_bias_max": 4}, {"qk_ln": True}),
+    "attn_config": (
+        {"clip_qkv": 0.1},
+        {"softmax_scale": 0.2},
+        {"alibi_bias_max": 4},
+        {"qk_ln": True},
+        {"attn_pdrop": 0.2},
+    ),
     "hidden_act": ("gelu", "relu"),
     "is_causal": (False,),
     "layer_types": (["full_attention"] * 4, ["sliding_attention", "full_attention"] * 2),
     "moe_layer_freq": (2,),
     "new_decoder_architecture": (True,),
     "original_max_position_embeddings": (16,),
+    "pad_token_id": (5, -1, 96),
     "partial_rotary_factor": (0.5,),
     "rope_local_base_freq": (7.0,),
     "rope_parameters": ROPES,
@@ -87,45 +87,18 @@ def changed(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"no {name}", rest
 
 
-def save(folder: Path, config: dict[str, Any]) -> torch.Tensor | None:
-    """Save a random model under this config, and give its logits; None: transformers refuses it, or fails."""
-    model_class = getattr(transformers, config["architectures"][0])
-    torch.manual_seed(0)
-    try:
-        model = perturb(model_class(model_class.config_class.from_dict(json.loads(json.dumps(config)))))
-        if hasattr(model, "set_experts_implementation"):
-            model.set_experts_implementation("eager")
-        logits: torch.Tensor = model.train(False)(TOKENS).logits
-    except (StrictDataclassError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
-        return None
-    model.save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(config))
-    return logits
-
-
-def stages_of(folder: Path) -> torch.Tensor:
-    config = json.loads((folder / "config.json").read_text())
-    if not saved_tensors(folder).items() <= model_shape(config).tensors.items():
-        raise InputError("", "`reshard pack` refuses it")
-    family = family_for(config, max_seq_len=SEQ_LEN)
-    chunks = build_chunks(family, split_evenly(family.modules, 3), range(3))
-    fill_pieces(chunks, folder)
-    return forward([chunk.eval() for chunk in chunks], TOKENS)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("name", [*TINY, *DECODERS])
-@torch.no_grad()
 def test_field_is_followed_or_refused(name: str, tmp_path: Path) -> None:
-    wrong, num_followed = [], 0
+    wrong, num_followed = {}, 0
     for what, config in changed(read_config(name)):
-        expected = save(tmp_path, config)
+        expected = by_transformers(tmp_path, config)
         if expected is None:
             continue
         try:
-            found = stages_of(tmp_path)
+            found = by_stages(tmp_path)
         except UserError:
             continue
         except RuntimeError as error:
@@ -133,18 +106,46 @@ def test_field_is_followed_or_refused(name: str, tmp_path: Path) -> None:
                 raise
             continue
         num_followed += 1
-        if found.shape != expected.shape or not (found - expected).abs().max() <= 2e-5:
-            wrong.append(what)
+        if differing := differences(found, expected):
+            wrong[what] = differing
     assert num_followed > 50
-    assert wrong == []
+    assert wrong == {}
+
+
+PADS: tuple[dict[str, Any], ...] = (
+    {"pad_token_id": 5},
+    {"pad_token_id": -1},  # of the last row
+    {"pad_token_id": 5, "tie_word_embeddings": True},  # whose row the head trains
+)
+# Fields that nothing shows but training; every family has the first three.
+TRAINED: tuple[tuple[str, dict[str, Any]], ...] = (
+    *((name, changes) for name in [*TINY, *DECODERS] for changes in PADS),
+    ("tiny-falcon", {"hidden_dropout": 0.2, "attention_dropout": 0.3}),
+    ("tiny-gemma2", {"attention_dropout": 0.3}),
+    ("tiny-gemma3", {"attention_dropout": 0.3}),
+    ("tiny-gpt2", {"resid_pdrop": 0.2, "embd_pdrop": 0.1, "attn_pdrop": 0.3}),
+    ("tiny-mixtral", {"attention_dropout": 0.3, "router_jitter_noise": 0.1}),
+    ("tiny-opt", {"dropout": 0.2, "attention_dropout": 0.3, "activation_dropout": 0.1}),
+    ("tiny-phi", {"resid_pdrop": 0.2, "embd_pdrop": 0.1, "attention_dropout": 0.3}),
+    ("tiny-phi3", {"resid_pdrop": 0.2, "embd_pdrop": 0.1, "attention_dropout": 0.3}),
+    ("tiny-qwen2", {"attention_dropout": 0.3}),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "changes"), TRAINED, ids=variant_ids(TRAINED))
+def test_field_that_only_training_shows_gives_gradients_and_buffers_of_transformers(
+    name: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    expected = by_transformers(tmp_path, read_config(name, **changes))
+    assert expected is not None
+    assert differences(by_stages(tmp_path), expected) == []
 
 
 @pytest.mark.parametrize("field", ["norm_topk_prob", "rope_interleave"])
-@torch.no_grad()
 def test_flag_of_deepseek_v3_that_is_null_is_off_as_for_transformers(field: str, tmp_path: Path) -> None:
-    expected = save(tmp_path, read_config("tiny-deepseek-v3", **{field: None}))
+    expected = by_transformers(tmp_path, read_config("tiny-deepseek-v3", **{field: None}))
     assert expected is not None
-    assert (stages_of(tmp_path) - expected).abs().max() <= 5e-6
+    assert differences(by_stages(tmp_path), expected) == []
 
 
 @pytest.mark.parametrize("name", TINY)

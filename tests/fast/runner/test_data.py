@@ -28,6 +28,12 @@ def refusal(*files: Path, field: str = "text") -> str:
     return str(error.value)
 
 
+def code_and_place(file: Path) -> tuple[str, str]:
+    with pytest.raises(InputError) as error:
+        texts(file)
+    return error.value.code, error.value.where
+
+
 LINES = st.text(st.characters(codec="utf-8", exclude_characters="\ufeff"), max_size=40)
 
 
@@ -155,10 +161,10 @@ def test_bytes_that_are_not_text_are_named_by_line(tmp_path: Path) -> None:
     text, lines = tmp_path / "a.txt", tmp_path / "a.jsonl"
     text.write_bytes(b"good\n" * 40_000 + b"bad \xff\n")
     lines.write_bytes(b'{"text": "good"}\n{"text": "\xff"}\n')
-    assert refusal(text) == f"{text}:40001: is not UTF-8: invalid start byte"
-    assert refusal(lines).startswith(f"{lines}:2: is not a line of JSON: 'utf-8' codec can't decode byte 0xff")
+    assert code_and_place(text) == ("data.not-utf8", f"{text}:40001")
+    assert code_and_place(lines) == ("data.not-utf8", f"{lines}:2")
     text.write_bytes(b"good\n\xe2\x82")
-    assert refusal(text) == f"{text}:2: is not UTF-8: unexpected end of data"
+    assert code_and_place(text) == ("data.not-utf8", f"{text}:2")
 
 
 def test_bad_parquet_is_named(tmp_path: Path) -> None:

@@ -20,10 +20,10 @@ from pyarrow import parquet
 
 from manifests.errors import InputError
 from manifests.schema import DataCursor, SourcePosition
+from runner.config.schema import BatchOptions, DataOptions
 from runner.data.batches import Batch
 from runner.data.sequences import read_batches, read_once
 from runner.data.shuffle import draw, shuffled
-from runner.recipe import BatchOptions, DataOptions
 from tests.fast.runner.words import EOS, FIRST, VOCAB_SIZE, WORDS, text_of, write_documents, write_tokenizer
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, len(WORDS) - 1), max_size=9), min_size=1, max_size=7).filter(any)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from manifests.errors import UserError
-from runner.dimensions.degrees import DegreeOptions, Degrees
-from runner.dimensions.mesh import Mesh
+from runner.config.parallel_dims import DegreeOptions, Degrees
+from runner.parallel.mesh import Mesh
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import errno
 import json
 import logging
 import os
+import pickle
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -19,15 +20,15 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from manifests.errors import InputError, UnreachableError, refused_by_system
 from manifests.publish import publishing
-from runner.checkpoints import save
-from runner.checkpoints.save import write_shard
-from runner.life.ending import AGENT, ENDINGS, Ending, code_of, read_ending, read_endings, tell
-from runner.life.heartbeat import Beat, clear_beats, heartbeat_path, log_path, read_beats, write_beat
-from runner.life.inquest import find_cause, find_cause_at_stop
-from runner.life.machine import ExhaustedError, exhausted, unreachable
-from runner.life.together import join_failures
-from runner.life.watchdog import Life, log_to_file
-from runner.loading.pieces import whole_pieces
+from runner.checkpoint import save
+from runner.checkpoint.save import write_shard
+from runner.distributed.fail_together import AloneError, alone, join_failures
+from runner.distributed.system_errors import ExhaustedError, exhausted, unreachable
+from runner.distributed.watchdog import Life, log_to_file
+from runner.launch.diagnose import find_cause, find_cause_at_stop
+from runner.rundir.exit_report import AGENT, ENDINGS, Ending, code_of, read_ending, read_endings, tell
+from runner.rundir.heartbeat import Beat, clear_beats, heartbeat_path, log_path, read_beats, write_beat
+from runner.tensors.local_shard import whole_pieces
 
 LOST = Ending(kind="lost", code=5, where="rank 1, stage 1, node n", problem="another rank is gone or too slow: closed")
 OWN = Ending(kind="failed", code=3, where="rank 2, stage 2, node n: shard", problem="is damaged")
@@ -221,7 +222,7 @@ def test_disk_that_does_not_take_a_shard_ends_a_job_as_a_lost_rank_does_unless_i
         write_shard(whole_pieces({"w": torch.zeros(2)}), tmp_path, "shard")
     with (
         pytest.raises(InputError, match=f"cannot be written: {os.strerror(number)}") as folder,
-        publishing(tmp_path / "out", force=False, is_ours=lambda _: False),
+        publishing(tmp_path / "out", force=False, owned=lambda _: None),
     ):
         fsync(0)
     assert {code_of(shard.value), code_of(folder.value)} == {5 if number in (errno.EIO, errno.ESTALE) else 3}
@@ -330,3 +331,47 @@ def test_heartbeats_are_read_back_by_rank_and_old_ones_are_not(tmp_path: Path) -
     assert log_path(tmp_path, 2).name == "rank-00002.log"
     clear_beats(tmp_path)
     assert read_beats(tmp_path) == ()
+
+
+def test_code_travels_from_the_error_to_whoever_reads_the_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ending = replace(OWN, error_code="shard.damaged", is_elsewhere=True)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setenv(AGENT, str(os.getppid()))
+    tell(ending)
+    left = read_ending(json.loads((tmp_path / "error.json").read_text()))
+    assert left == ending
+    error = left.error
+    assert (error.code, error.exit_code, error.is_elsewhere) == ("shard.damaged", 3, True)
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
+    tell(ending, aloud="json")
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == "shard.damaged"
+
+
+def test_joined_failures_keep_what_the_first_of_them_is() -> None:
+    damaged = InputError("shard", "is damaged", "copy it", code="shard.damaged")
+    damaged.exit_code = 4
+    joined = join_failures({"rank 0": damaged, "rank 1": InputError("other", "is gone", code="shard.missing")})
+    assert isinstance(joined, InputError)
+    assert (joined.code, joined.exit_code, joined.hint, joined.where) == (
+        "shard.damaged",
+        4,
+        "copy it",
+        "rank 0: shard",
+    )
+
+
+def test_rank_is_named_once_however_many_groups_agree_on_a_failure() -> None:
+    inner = join_failures({"rank 2": InputError("shard", "is damaged", code="shard.damaged")})
+    outer = join_failures({"rank 2": inner, "rank 3": inner})
+    assert (outer.where, outer.problem, outer.code) == ("rank 2: shard", "is damaged", "shard.damaged")
+    again = pickle.loads(pickle.dumps(outer)).on_rank("rank 0")
+    assert (again.where, again.code) == ("rank 2: shard", "shard.damaged")
+
+
+def test_error_of_a_rank_alone_is_placed_once_and_keeps_its_code() -> None:
+    placed = InputError("a.jsonl:3", "is no text", code="data.not-utf8").on_rank("rank 1")
+    with pytest.raises(AloneError) as error, alone(1):
+        raise placed
+    assert (error.value.where, error.value.code, error.value.exit_code) == ("rank 1: a.jsonl:3", "data.not-utf8", 3)

@@ -11,9 +11,10 @@ import torch
 
 from manifests.errors import InputError
 from manifests.models import ARCHITECTURES, model_shape
-from runner.families import FAMILIES, family_for
-from runner.recipe import TRAINED
+from runner.config.architectures import TRAINED
+from runner.models import FAMILIES, family_for
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8}
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 16,
@@ -96,11 +97,11 @@ def test_rotary_cache_holds_the_training_length_in_float32() -> None:
             "config.json: rope_parameters.rope_type: 'longrope' is not modelled\nhint: known: default, llama3, yarn",
         ),
         (
-            {"rope_parameters": {"rope_type": "llama3", "factor": -8}},
+            {"rope_parameters": {"rope_type": "llama3", "factor": -8, "original_max_position_embeddings": 8}},
             "config.json: rope_parameters.factor: expected a number above 0, found -8",
         ),
         (
-            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}},
+            {"rope_scaling": {**LLAMA3, "low_freq_factor": 1.0}},
             "config.json: rope_scaling.high_freq_factor: expected a number above 0, found nothing",
         ),
         (
@@ -117,7 +118,8 @@ def test_rotary_cache_holds_the_training_length_in_float32() -> None:
         ({"head_dim": 5}, "config.json: head_dim: expected an even width for RoPE, found 5"),
         (
             {"architectures": ["BertModel"]},
-            "config.json: architectures: 'BertModel' is not known\nhint: known: " + ", ".join(sorted(ARCHITECTURES)),
+            "config.json: architectures: 'BertModel' is not supported\nhint: supported: "
+            + ", ".join(sorted(ARCHITECTURES)),
         ),
         ({"vocab_size": None}, "config.json: vocab_size: expected a positive integer, found nothing"),
     ],
@@ -131,7 +133,7 @@ def test_field_that_is_not_modelled_is_refused_by_name(fields: dict[str, Any], m
 
 @pytest.mark.parametrize(
     ("module", "absent"),
-    [("runner.recipe", "torch"), ("runner.families", "torchtitan"), ("runner.training.step", "torchtitan")],
+    [("runner.config.schema", "torch"), ("runner.models", "torchtitan"), ("runner.training.step", "torchtitan")],
 )
 def test_import_brings_in_no_more_than_needed(module: str, absent: str) -> None:
     script = f"import sys, {module}; sys.exit({absent!r} in sys.modules)"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.watching.flight import keep_flight
+from runner.profiling.flight_recorder import keep_flight
 
 
 def test_recorder_is_on_and_writes_below_the_log_folder(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from manifests.errors import UserError
-from runner.launch import watch
-from runner.launch.record import JobRecord
-from runner.launch.state import Ended, RunState, write_state
+from runner.launch import follow as watch
+from runner.rundir.job_record import JobRecord
+from runner.rundir.state import Ended, RunState, write_state
 
 SILENT = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
 RUNNING = "echo JobState=RUNNING"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +12,10 @@ from blake3 import blake3
 
 from manifests.errors import InputError
 from manifests.schema import DataCursor, DataPosition, SourcePosition
-from runner.checkpoints.position import FoundData, check_alike, find_data
-from runner.checkpoints.resume import advance, remember
-from runner.options import TrainOptions, parse_training
+from runner.checkpoint.data_position import FoundData, check_alike, find_data
+from runner.checkpoint.resume import advance, remember
+from runner.config.flags import TrainOptions, parse_training
+from tests.fast.runner.words import write_tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +68,42 @@ def test_position_of_a_checkpoint_with_weighted_data_stays_valid() -> None:
     assert find(*weighted, left=left).position == left
 
 
+def framed(folder: Path, *args: str, left: DataPosition | None = None) -> FoundData:
+    return find_data(options("--data", "text.txt", *args), left, "blake3:one", folder)
+
+
+def test_position_of_a_checkpoint_that_was_framed_alike_stays_valid(place: Path) -> None:
+    """This tokenizer begins and ends documents with what config.json names, which older runners went by."""
+    left = used(find("--data", "text.txt"), 48)
+    assert framed(write_tokenizer(place / "tokenizer"), left=left).position == left
+    without = write_tokenizer(place / "tokenizer", bos_token_id=None)
+    assert framed(without, "--no-add-bos-token", left=left).position == left
+
+
+def test_position_of_a_checkpoint_that_was_framed_by_config_json_is_refused_or_framed_so(place: Path) -> None:
+    left, folder = used(find("--data", "text.txt"), 48), write_tokenizer(place / "tokenizer")
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "post_processor": None}))
+    with pytest.raises(InputError) as error:
+        framed(folder, left=left)
+    assert (error.value.where, error.value.code) == ("--data", "resume.other-framing")
+    assert "--add-bos-token" in error.value.hint
+    assert framed(folder, "--add-bos-token", left=left).position == left
+    begun = framed(folder, "--resume", "auto", "--restart-data", left=left)
+    assert begun.position.num_sequences == 0
+    assert framed(folder, left=used(begun, 8)).position == used(begun, 8)
+
+
+@pytest.mark.parametrize("flag", ["--no-add-bos-token", "--no-add-eos-token"])
+def test_position_of_documents_framed_otherwise_by_a_flag_is_refused(flag: str, place: Path) -> None:
+    folder = write_tokenizer(place / "tokenizer")
+    left = used(framed(folder, flag), 48)
+    assert framed(folder, flag, left=left).position == left
+    with pytest.raises(InputError) as error:
+        framed(folder, left=left)
+    assert error.value.code == "resume.other-data"
+
+
 def test_cursor_of_other_sources_is_refused(place: Path) -> None:
     asked = 2 * ("--data", str(place), "--data-weight", "1")
     positions = 3 * (SourcePosition(epoch=0, item=0, offset=0),)
@@ -90,27 +128,28 @@ def test_cursor_of_other_sources_is_refused(place: Path) -> None:
 def test_data_that_is_numbered_otherwise_is_refused_or_begins_when_that_is_asked_for(args: tuple[str, ...]) -> None:
     left = used(find("--data", "text.txt"), 48)
     tokenizer = "blake3:one" if args else "blake3:another"
-    with pytest.raises(InputError, match=r"^--data: is cut into other sequences than those of which"):
+    with pytest.raises(InputError) as error:
         find("--data", "text.txt", *args, left=left, tokenizer=tokenizer)
-    begun = find("--data", "text.txt", *args, "--restart-data", left=left, tokenizer=tokenizer)
+    assert (error.value.where, error.value.code) == ("--data", "resume.other-data")
+    begun = find("--data", "text.txt", *args, "--resume", "auto", "--restart-data", left=left, tokenizer=tokenizer)
     assert (begun.position.num_sequences, begun.position.cursor) == (0, None)
     assert begun.position.digest != left.digest
-    assert begun.note == (
-        "--restart-data begins this data at its first sequence: it is not that of which the checkpoint has used 48"
+    assert begun.notes == (
+        "--restart-data begins this data at its first sequence: it is not that of which the checkpoint has used 48",
     )
 
 
 def test_job_that_began_other_data_goes_on_in_it_whenever_it_is_started_again() -> None:
-    asked = ("--data", "more.txt", "--restart-data")
-    assert find(*asked).note is None  # nothing is gone on from
+    asked = ("--data", "more.txt", "--resume", "auto", "--restart-data")
+    assert find(*asked).notes == ()  # nothing is gone on from
     first = find(*asked, left=used(find("--data", "text.txt"), 48))
     assert first.position.num_sequences == 0
     for num_sequences in (8, 16):
         again = find(*asked, left=used(first, num_sequences))
         assert again.position == used(first, num_sequences)
-        assert again.note == (
+        assert again.notes == (
             f"--restart-data changes nothing: the checkpoint has used {num_sequences} sequences of this very data; "
-            "another --seed as well begins it anew"
+            "another --seed as well begins it anew",
         )
     anew = find(*asked, "--seed", "1", left=used(first, 16))
     assert anew.position.num_sequences == 0

@@ -11,12 +11,12 @@ import torch
 
 from manifests.errors import UsageError
 from manifests.placement import Placement
-from runner.families import family_for
+from runner.config.schema import BatchOptions, ComputeOptions
+from runner.models import family_for
 from runner.pipeline.chunk import StageChunk, hf_pieces
 from runner.pipeline.schedule import build_schedule
+from runner.pipeline.stage_metadata import plan_wire
 from runner.pipeline.timetable import find_timetable
-from runner.pipeline.wire import plan_wire
-from runner.recipe import BatchOptions, ComputeOptions
 from runner.training.compute import arrange
 from tests.fast.models.built import DECODERS, TINY
 from tests.fast.runner.decoders import Variant, fill_pieces, variant_ids

@@ -11,12 +11,12 @@ import torch
 from manifests.errors import InputError
 from manifests.placement import Placement
 from manifests.schema import MOMENTS, RandomState
-from runner.checkpoints.held import Held, HostCopy, held_state, held_weights
-from runner.families import family_for
+from runner.checkpoint.state import Held, HostCopy, held_state, held_weights
+from runner.config.schema import OptimOptions
+from runner.models import family_for
 from runner.pipeline.chunk import build_chunks, named_hf_parameters
-from runner.recipe import OptimOptions
-from runner.training.optim import Optimizer
-from runner.training.randomness import random_state, restore_random
+from runner.training.optimizer import Optimizer
+from runner.training.rng import random_state, restore_random
 from runner.training.ties import build_ties, lead_parameters
 from tests.fast.runner.tiny import CPU, EMBEDDING, HEAD, fill, head_tie, read_config, save_model, split_evenly
 

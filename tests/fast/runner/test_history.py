@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from manifests.errors import InputError, UnreachableError
-from runner.checkpoints.history import checkpoint_path, find_checkpoints, hold_history, retire, step_of
+from runner.checkpoint.history import checkpoint_path, find_checkpoints, hold_history, retire, set_aside, step_of
+from tests.builders import files_in
 from tests.fast.trained import write_trained
+from tests.sentinels import plant_in
 
 
 @pytest.fixture(scope="module")
@@ -76,14 +78,15 @@ def test_what_kills_left_is_cleared_away_and_nothing_else(trained: Path, tmp_pat
     (tmp_path / ".step-mine").mkdir()
     (tmp_path / ".step-000009.partial").symlink_to(tmp_path / ".step-mine")
     with hold_history(tmp_path):
-        assert names_in(tmp_path) == [".step-000009.partial", ".step-mine", "step-000003"]
+        assert names_in(tmp_path) == [".lock", ".step-000009.partial", ".step-mine", "step-000003"]
+    assert names_in(tmp_path) == [".step-000009.partial", ".step-mine", "step-000003"]
 
 
 def test_folder_is_held_by_one_run_at_a_time(tmp_path: Path) -> None:
     history = tmp_path / "deep" / "history"
     with hold_history(history), pytest.raises(InputError) as error, hold_history(history):
         pass
-    assert str(error.value) == f"{history}: another process is writing it\nhint: wait for that one, or stop it"
+    assert (error.value.code, error.value.where) == ("launch.folder-in-use", f"--checkpoint {history}")
     with hold_history(history):
         pass
 
@@ -100,6 +103,33 @@ def test_what_the_run_was_told_to_begin_with_stays_however_it_is_called(trained:
     (tmp_path / "link").symlink_to(history)
     retire(history, checkpoint_path(history, 40), keep=1, spared=(checkpoint_path(tmp_path / "link", 20), None))
     assert names_in(history) == ["step-000020", "step-000040"]
+
+
+def test_checkpoint_with_files_of_others_in_it_is_not_pruned(
+    trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(tmp_path, trained, 10, 20, 30, 40)
+    sentinels = plant_in(checkpoint_path(tmp_path, 20), beside_ours="stage-000")
+    (checkpoint_path(tmp_path, 10) / "manifest.json").write_text('{"name": "web app"}')
+    retire(tmp_path, checkpoint_path(tmp_path, 40), keep=1)
+    sentinels.check()
+    assert names_in(tmp_path) == ["step-000010", "step-000020", "step-000040"]
+    assert [record.getMessage().partition(": ")[0] for record in caplog.records] == [
+        str(checkpoint_path(tmp_path, step)) for step in (20, 10)
+    ]
+
+
+def test_checkpoint_whose_manifest_cannot_be_read_gives_way_whole(trained: Path, tmp_path: Path) -> None:
+    fill(tmp_path, trained, 10, 20)
+    damaged = checkpoint_path(tmp_path, 20)
+    (damaged / "manifest.json").write_text('{"format": "reshard-mani')
+    (tmp_path / "step-000020.unreadable-1").touch()
+    before = files_in(damaged)
+    for step in (10, 20, 30):
+        set_aside(checkpoint_path(tmp_path, step))
+    assert files_in(tmp_path / "step-000020.unreadable-2") == before
+    assert names_in(tmp_path) == ["step-000010", "step-000020.unreadable-1", "step-000020.unreadable-2"]
+    assert [step_of(path) for path in find_checkpoints(tmp_path)] == [10]
 
 
 def test_what_a_kill_left_of_a_removal_does_not_stop_the_next(trained: Path, tmp_path: Path) -> None:

@@ -8,15 +8,18 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from manifests.digest import digest_bytes
-from manifests.errors import UsageError, UserError
-from runner.checkpoints.history import checkpoint_path
-from runner.cli import cli
-from tests.builders import reshard
+from manifests.errors import InputError, UsageError, UserError
+from runner.checkpoint.history import checkpoint_path
+from runner.commands import cli
+from tests.builders import llama_config, reshard, write_model
+from tests.fast.models.built import build, read_config
+from tests.fast.reshard.forged import change_file
 from tests.fast.trained import write_trained
 
 Words = tuple[str, ...]
@@ -38,10 +41,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def quantise(packed: Path) -> None:
     """Let a config say that its weights are quantised."""
-    config, manifest = packed / "config.json", packed / "manifest.json"
-    before = config.read_bytes()
-    config.write_text(json.dumps({**json.loads(before), "quantization_config": {"quant_method": "fp8"}}))
-    manifest.write_text(manifest.read_text().replace(digest_bytes(before), digest_bytes(config.read_bytes())))
+    config = json.loads((packed / "config.json").read_bytes())
+    change_file(packed, "config.json", json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}).encode())
 
 
 REFUSED: list[tuple[str, Words, Words, str]] = [
@@ -100,6 +101,23 @@ def test_request_that_cannot_begin_is_refused(
     assert str(done.exception).replace(str(place), "PLACE") == message
 
 
+@pytest.mark.parametrize("training", [(), ("--resume", "auto", "--checkpoint", "PLACE/new")])
+@pytest.mark.parametrize(
+    ("config", "num_tensor", "code"),
+    [("tiny-qwen2", 2, "options.tp-architecture"), ("tiny-llama", 3, "options.tp-divisor")],
+)
+def test_tensor_parallelism_that_no_number_of_ranks_allows_is_refused_before_ranks_are_counted(
+    config: str, num_tensor: int, code: str, training: Words, tmp_path: Path
+) -> None:
+    build(read_config(config)).save_pretrained(tmp_path / "source")
+    assert reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "pp2").code == 0
+    words = ["launch", "PLACE/pp2", "--nproc-per-node", "2", "--dry-run", "--", "--data", "synthetic", *training]
+    words += ["--tp", str(num_tensor)]
+    done = CliRunner().invoke(cli, [word.replace("PLACE", str(tmp_path)) for word in words])
+    assert isinstance(done.exception, UsageError), done.output
+    assert (done.exception.code, done.exception.where) == (code, "--tp")
+
+
 @pytest.mark.parametrize(("training", "taken"), TAKEN)
 def test_save_that_would_take_something_of_the_run_away_is_refused(training: Words, taken: str, place: Path) -> None:
     data = () if "--data" in training else ("--data", "synthetic")
@@ -156,7 +174,7 @@ def test_manifest_in_a_snapshot_of_the_hubs_cache_begins(place: Path) -> None:
     for manifest in (snapshot, snapshot / "manifest.json"):
         done = CliRunner().invoke(cli, ["launch", str(manifest), "--dry-run", "--", "--data", "synthetic"])
         assert done.exception is None, done.exception
-        assert f"runner.worker {snapshot}/manifest.json " in done.stdout
+        assert f"runner.train {snapshot}/manifest.json " in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -166,6 +184,31 @@ def test_request_that_can_begin_is_not(training: Words, place: Path) -> None:
     words = ["launch", str(place / "pp2"), "--nproc-per-node", "4", "--dry-run", "--", "--data", "synthetic", *training]
     done = CliRunner().invoke(cli, [word.replace("PLACE", str(place)) for word in words])
     assert done.exception is None, done.exception
+
+
+@pytest.mark.parametrize("verb", ["launch", "eval", "generate"])
+@pytest.mark.parametrize(
+    ("changes", "where", "code"),
+    [
+        ({"attention_dropout": 0.1}, "attention_dropout", "config.not-modelled"),
+        ({"rope_scaling": {"type": "dynamic"}}, "rope_scaling.rope_type", "config.unsupported-rope"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps", "config.unsupported-rope"),
+    ],
+)
+def test_config_that_no_family_models_is_refused_before_ranks_are_started_or_submitted(
+    changes: dict[str, Any], where: str, code: str, verb: str, tmp_path: Path
+) -> None:
+    write_model(tmp_path / "source", llama_config(**changes))
+    assert reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "packed").code == 0
+    (tmp_path / "a.txt").write_text("a")
+    words = {
+        "launch": ["--scheduler", "slurm", "--dry-run", "--", "--data", "synthetic"],
+        "eval": ["--dry-run", "--data", str(tmp_path / "a.txt")],
+        "generate": ["--dry-run", "--tokens", "1"],
+    }[verb]
+    done = CliRunner().invoke(cli, [verb, str(tmp_path / "packed"), *words])
+    assert isinstance(done.exception, InputError), done.output
+    assert (done.exception.where, done.exception.code) == (f"config.json: {where}", code)
 
 
 def test_reading_verbs_refuse_quantised_weights_at_once(place: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from runner.families import family_for
+from runner.models import family_for
 from runner.pipeline.chunk import StageChunk, build_chunks
 from tests.fast.runner.tiny import SIZES, fill, read_config, save_model, split_evenly
 

@@ -14,9 +14,9 @@ from manifests.errors import InputError
 from manifests.models import module_of
 from manifests.paths import shard_path
 from manifests.schema import MOMENTS, WEIGHTS, Holds
-from runner.loading.load import load_tensors
-from runner.loading.packed import Packed, open_packed
-from runner.loading.pieces import whole_pieces
+from runner.bundle.packed import Packed, open_packed
+from runner.load.load import load_tensors
+from runner.tensors.local_shard import whole_pieces
 from stores.bundles import Bundles
 from tests.builders import EMBEDDING, HEAD, Tensor, llama_config, random_tensors, reshard
 from tests.fast.trained import random_moments, read_moments, write_moments, write_trained

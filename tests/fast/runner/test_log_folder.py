@@ -15,12 +15,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 from manifests.errors import UserError
-from runner.cli import cli
-from runner.launch.folder import check_free
-from runner.launch.processes import record_here
-from runner.launch.record import JobRecord, read_record, write_record
-from runner.launch.state import RunState, read_state, write_state
-from runner.life.heartbeat import Beat, heartbeat_path, write_beat
+from runner.commands import cli
+from runner.launch.local_processes import record_here
+from runner.launch.log_folder import check_free
+from runner.rundir.heartbeat import Beat, heartbeat_path, write_beat
+from runner.rundir.job_record import JobRecord, read_record, write_record
+from runner.rundir.state import RunState, read_state, write_state
 from tests.builders import llama_config, reshard, write_model
 
 SLURM = JobRecord(scheduler="slurm", id="7", name="tiny", output="/x/slurm-7.out")
@@ -134,6 +134,8 @@ def test_folder_with_a_damaged_record_is_refused(place: Path) -> None:
 
 def test_job_of_another_machine_has_its_folder_while_its_ranks_give_signs_of_life(place: Path) -> None:
     log = put_job(place, ELSEWHERE)
+    assert "process 7 on elsewhere" in refusal(log)  # recorded just now: its ranks may still import
+    os.utime(log / "job.json", (0, 0))
     check_free(log)
     for age_s, is_free in ((300, True), (1, False)):
         put_beat(log, time.time() - age_s)

@@ -14,17 +14,17 @@ from manifests.memory import POLICIES, Training, estimate_memory
 from manifests.models import model_shape
 from manifests.placement import Placement
 from manifests.schedules import schedule_table
-from runner.checkpoints.saver import SaveReport
-from runner.dimensions.degrees import Degrees
-from runner.loading.load import LoadReport
-from runner.loading.nearby import CopyReport
-from runner.options import parse_training
+from runner.checkpoint.async_save import SaveReport
+from runner.config.flags import parse_training
+from runner.config.parallel_dims import Degrees
+from runner.load.load import LoadReport
+from runner.load.local_cache import CopyReport
+from runner.metrics.gauges import least_step_s, memory_nbytes, peak_flops, peak_memory_nbytes, planned_memory
+from runner.metrics.metrics import Metrics, RankLoad, StepTimes
+from runner.metrics.progress import Progress
+from runner.metrics.sinks import JsonLines
+from runner.profiling.step_times import RankTimes
 from runner.training.step import StepReport
-from runner.watching.gauges import least_step_s, memory_nbytes, peak_flops, peak_memory_nbytes, planned_memory
-from runner.watching.metrics import Metrics, RankLoad, StepTimes
-from runner.watching.progress import Progress
-from runner.watching.sinks import JsonLines
-from runner.watching.times import RankTimes
 from tests.fast.models.built import read_config
 
 DOCS = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
@@ -52,8 +52,8 @@ def saved(failure: RankError | None = None) -> SaveReport:
 
 def tell_all(metrics: Metrics) -> None:
     metrics.loaded([LOADED])
-    metrics.step(4, STEP, TIMES, peak_nbytes=4096)
-    metrics.evaluation(4, 2.25, 1000)
+    metrics.step(4, STEP, TIMES, peak_nbytes=4096, num_skipped=1)
+    metrics.evaluation(4, 2.25, 1000, 1)
     metrics.checkpoint(saved())
     metrics.checkpoint(saved(RankError("rank 1", "the disk is full")))
     metrics.ended([10, 20])
@@ -76,9 +76,9 @@ def test_lines_say_what_happened(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert step == {
         "step": 4, "loss": 2.5, "grad_norm": 1.5, "lr": 1e-3, "num_tokens": 600, "step_s": 2.0,
         "data_s": [0.5, 0.0], "compute_s": [1.0, 0.75], "communication_s": [0.25, 0.5], "bubble_s": [0.125, 0.625],
-        "tokens_per_s": 300.0, "peak_nbytes": 4096, "mfu": 0.25,
+        "tokens_per_s": 300.0, "peak_nbytes": 4096, "mfu": 0.25, "skipped_documents": 1,
     }  # fmt: skip
-    assert evaluation == {"step": 4, "eval_loss": 2.25, "eval_num_tokens": 1000}
+    assert evaluation == {"step": 4, "eval_loss": 2.25, "eval_num_tokens": 1000, "eval_skipped_documents": 1}
     assert checkpoint == {
         "step": 4, "checkpoint": "step-000004", "save_nbytes": 100, "stall_s": 0.1, "save_s": 0.2,
     }  # fmt: skip

@@ -14,8 +14,8 @@ from typing import TextIO
 
 import pytest
 
-from runner.options import parse_training
-from runner.watching.progress import Progress
+from runner.config.flags import parse_training
+from runner.metrics.progress import Progress
 
 
 def test_every_nth_step_and_the_last_are_printed(capsys: pytest.CaptureFixture[str]) -> None:

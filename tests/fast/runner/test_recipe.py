@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from manifests.errors import UsageError
-from runner.recipe import BatchOptions, DataOptions, OptimOptions
+from runner.config.flags import parse_training
+from runner.config.schema import BatchOptions, DataOptions, OptimOptions
 
 
 @pytest.mark.parametrize(
@@ -39,7 +40,7 @@ def test_batch_that_cannot_be_cut_is_refused(counts: tuple[int, int, int], messa
         ({"eps": 0.0}, "--eps: expected a number from 1e-30 up, found 0.0"),
         ({"eps": float("nan")}, "--eps: expected a number from 1e-30 up, found nan"),
         ({"max_norm": float("nan")}, "--max-norm: expected a number from 0 up, found nan"),
-        ({"betas": (0.9, 1.0)}, "--betas: expected two numbers from 0 up to below 1, found (0.9, 1.0)"),
+        ({"beta2": 1.0}, "--beta2: expected a number from 0 up to below 1, found 1.0"),
         (
             {"decay": "cosine", "warmup_steps": 5, "decay_steps": 5},
             "--decay-steps: expected more than --warmup-steps 5, found 5\n"
@@ -79,3 +80,17 @@ def test_orders_and_weights_that_do_not_fit_the_sources_are_refused(fields: dict
     with pytest.raises(UsageError) as error:
         DataOptions(**{"sources": ("a.txt", "b.txt"), **fields})
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("args", "where", "code"),
+    [
+        (("--restart-data",), "--restart-data", "options.needs-resume"),
+        (("--seed", "-1"), "training options", "usage.arguments"),
+        (("--seed", "-1", "--shuffle"), "training options", "usage.arguments"),
+    ],
+)
+def test_flag_that_means_nothing_here_is_refused(args: tuple[str, ...], where: str, code: str) -> None:
+    with pytest.raises(UsageError) as error:
+        parse_training(["--data", "a.txt", *args])
+    assert (error.value.where, error.value.code) == (where, code)

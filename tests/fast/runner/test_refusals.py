@@ -10,10 +10,10 @@ import pytest
 
 from manifests.errors import UsageError
 from manifests.store import read_manifest
-from runner.dimensions.refusals import REFUSED, Combination, check_combination, check_divides, combine, share_of
-from runner.options import parse_training
+from runner.config.flags import parse_training
+from runner.config.schema import BatchOptions
+from runner.launch.combinations import REFUSED, Combination, check_combination, check_divides, combine, share_of
 from runner.pipeline.timetable import choose_timetable
-from runner.recipe import BatchOptions
 from tests.builders import reshard, write_model
 
 ZERO_BUBBLE: dict[str, Any] = {"schedule": "ZBVZeroBubble", "splits_backward": True}

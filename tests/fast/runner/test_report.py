@@ -11,10 +11,10 @@ import torch
 from manifests.errors import InputError, UserError
 from manifests.placement import Placement
 from manifests.schedules import Costs, schedule_table, simulate
+from runner.profiling.trace import Recorder, RunShape, Tracer, trace_path
 from runner.report.page import write_report
 from runner.report.plan import planned
 from runner.report.read import read_run
-from runner.watching.trace import Recorder, RunShape, Tracer, trace_path
 
 CASES = (("1F1B", 4, "loop", 6), ("Interleaved1F1B", 8, "loop", 8), ("ZBVZeroBubble", 8, "v", 8))
 
@@ -74,6 +74,14 @@ def test_page_is_not_written_under_the_name_of_another_kind_of_file(tmp_path: Pa
     assert not (tmp_path / "r.pdf").exists()
 
 
+def test_page_that_exists_is_replaced_only_by_force(tmp_path: Path) -> None:
+    (tmp_path / "report.html").write_text("mine")
+    with pytest.raises(InputError) as error:
+        write_report(tmp_path, tmp_path / "report.html")
+    assert (error.value.code, error.value.where) == ("output.exists", str(tmp_path / "report.html"))
+    assert (tmp_path / "report.html").read_text() == "mine"
+
+
 def test_page_stands_alone_and_tells_measured_and_planned(tmp_path: Path) -> None:
     write_metrics(tmp_path)
     bubble = write_traces(tmp_path, "1F1B", Placement(num_stages=2, num_ranks=2, style="loop"), 4)
@@ -93,20 +101,57 @@ def test_run_without_traces_has_a_page_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"),
+    ("text", "where", "code"),
     [
-        (None, "metrics.jsonl: cannot be read: No such file or directory"),
-        ("", "metrics.jsonl: tells of no step"),
-        ('{"step": 1, "loss": 2}\n{\n', "metrics.jsonl:2: is no JSON: "),
-        ("3\n", "metrics.jsonl:1: expected an object"),
+        (None, "", "log.unreadable"),
+        (b"", "", "log.no-steps"),
+        (b'{"eval_loss": 1, "step": 2}\n{\n', ":2", "log.not-json"),
+        (b"3\n", ":1", "log.not-an-object"),
+        (b"[" * 100_000 + b"\n", ":1", "log.not-json"),
+        (b"\xff\n", "", "log.not-utf8"),
+        (b'{"step": 1, "loss": 2}\n', ":1: tokens_per_s", "log.bad-field"),
+        (b'{"step": "1", "loss": 2, "tokens_per_s": 1}\n', ":1: step", "log.bad-field"),
+        (b'{"step": 1, "loss": 1%s, "tokens_per_s": 1}\n' % (b"0" * 400), ":1: loss", "log.bad-field"),
+        (b'{"rank": [0], "load_s": 1, "stages": []}\n', ":1: rank", "log.bad-field"),
+        (b'{"step": 1, "loss": 2, "tokens_per_s": 1, "step_s": 1, "bubble_s": [1]}\n', ":1", "log.bad-field"),
     ],
 )
-def test_folder_of_no_run_is_refused(tmp_path: Path, text: str | None, problem: str) -> None:
+def test_folder_of_no_run_is_refused(tmp_path: Path, text: bytes | None, where: str, code: str) -> None:
     if text is not None:
-        (tmp_path / "metrics.jsonl").write_text(text)
+        (tmp_path / "metrics.jsonl").write_bytes(text)
     with pytest.raises(InputError) as error:
         read_run(tmp_path)
-    assert str(error.value).startswith(f"{tmp_path}/{problem}")
+    assert (error.value.where, error.value.code) == (f"{tmp_path}/metrics.jsonl{where}", code)
+
+
+def plan_of(log_dir: Path) -> None:
+    traces = read_run(log_dir).traces
+    assert traces is not None
+    planned(traces)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "code"),
+    [
+        ('"num_stages": 2', '"num_stages": 0', "log.bad-field"),
+        ('"num_stages": 2', '"num_stages": 2000000000', "log.mixed-traces"),
+        ('"num_microbatches": 4', '"num_microbatches": 40000000', "log.mixed-traces"),
+        ('"kind": "F"', '"kind": "Q"', "log.bad-field"),
+        ('"dur"', '"during"', "log.bad-field"),
+        ('"tid": 1', '"tid": 7', "log.bad-field"),
+        ('"schedule": "1F1B"', '"schedule": "2F2B"', "schedule."),
+    ],
+)
+def test_trace_that_is_not_as_traces_are_is_refused(tmp_path: Path, before: str, after: str, code: str) -> None:
+    write_metrics(tmp_path)
+    write_traces(tmp_path, "1F1B", Placement(num_stages=2, num_ranks=2, style="loop"), 4)
+    for rank in (0, 1):
+        path = trace_path(tmp_path, rank)
+        path.write_text(path.read_text().replace(before, after))
+    with pytest.raises(UserError) as error:
+        plan_of(tmp_path)
+    assert error.value.where.startswith(str(tmp_path / "trace"))
+    assert error.value.code.startswith(code)
 
 
 def test_traces_of_different_runs_are_not_mixed(tmp_path: Path) -> None:

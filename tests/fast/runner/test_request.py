@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from manifests.errors import UserError
-from runner.checkpoints.resume import remembered
-from runner.cli import cli
-from runner.loading.packed import Packed, open_packed
-from runner.options import parse_training, recall
-from runner.request import check_length, notes
-from tests.builders import reshard
+from manifests.errors import InputError, UserError
+from runner.bundle.packed import Packed, open_packed
+from runner.checkpoint.resume import remembered
+from runner.commands import cli
+from runner.config.flags import parse_training, recall
+from runner.launch.preflight import check_length, notes
+from tests.builders import reshard, without_file
 from tests.fast.trained import write_trained
 
 LOST = "without --checkpoint DIR or --save DIR what is trained is lost when the run ends"
@@ -66,7 +66,7 @@ def test_hint_names_texts_that_lie_there(files: tuple[str, ...], shown: str, pla
 
 def test_working_folder_is_no_data_where_the_log_goes_by_default(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place / "texts")
-    assert refusal(place, "--data", ".").startswith("--log-dir runner-log: lies in ., which is read as data, ")
+    assert refusal(place, "--data", ".").startswith("--log-dir runner-log/")
 
 
 def test_checkpoints_are_not_saved_below_a_file(place: Path) -> None:
@@ -77,15 +77,22 @@ def test_checkpoints_are_not_saved_below_a_file(place: Path) -> None:
 
 @pytest.mark.parametrize("data", [("--data", "PLACE/texts"), ("--data", "synthetic", "--eval-data", "PLACE/texts")])
 def test_texts_need_a_tokenizer(place: Path, data: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = place / "packed" / "tokenizer.json"
-    tokenizer.rename(tokenizer.with_suffix(".kept"))
-    try:
+    with without_file(place / "packed", "tokenizer.json"):
         assert refusal(place, *data) == (
             "PLACE/packed/tokenizer.json: no such file\n"
             "hint: pack the model with its tokenizer, or train on --data synthetic"
         )
+
+
+def test_a_file_of_the_manifest_that_is_missing_is_named(place: Path) -> None:
+    source = place / "packed" / "source.json"
+    source.rename(source.with_suffix(".kept"))
+    try:
+        with pytest.raises(InputError) as error:
+            open_packed(place / "packed")
     finally:
-        tokenizer.with_suffix(".kept").rename(tokenizer)
+        source.with_suffix(".kept").rename(source)
+    assert (error.value.code, error.value.where) == ("manifest.missing-file", str(source))
 
 
 def test_sequences_are_not_longer_than_learned_positions(place: Path) -> None:
@@ -114,10 +121,8 @@ def noted(origin: Packed, *training: str, goes_on: bool = False) -> list[str]:
         (("--save", "s"), []),
         (("--save", "s", "--steps", "2", "--trace", "5"), ["--trace 5 traces nothing: the run takes steps 1 to 2"]),
         (("--save", "s", "--steps", "5", "--trace", "5-9"), []),
-        (("--save", "s", "--restart-data"),
+        (("--save", "s", "--resume", "auto", "--restart-data"),
          ["--restart-data changes nothing: the run begins at step 0, and its data at the first sequence"]),
-        (("--save", "s", "--resume-weights-only"),
-         ["--resume-weights-only changes nothing: there is no optimizer state to leave behind"]),
         (("--save", "s", "--resume-weights-only", "--resume", "d"), []),  # refused without it: goes_on_from
         (("--save", "s", "--lr", "0.1", "--min-lr", "1"),
          ["--min-lr 1.0 is not used: with --decay constant the rate stays at --lr"]),

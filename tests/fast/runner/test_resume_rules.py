@@ -13,8 +13,9 @@ import pytest
 
 from manifests.errors import InputError, UsageError
 from manifests.schema import LearningRate, TrainingState
-from runner.checkpoints.history import checkpoint_path
-from runner.checkpoints.resume import (
+from runner.bundle.packed import Packed, open_packed
+from runner.checkpoint.history import checkpoint_path
+from runner.checkpoint.resume import (
     check_fits,
     differences,
     endings,
@@ -23,9 +24,8 @@ from runner.checkpoints.resume import (
     remember,
     remembered,
 )
-from runner.loading.packed import Packed, open_packed
-from runner.options import TrainOptions, parse_training, recall
-from runner.training.optim import lr_at
+from runner.config.flags import TrainOptions, parse_training, recall
+from runner.training.optimizer import lr_at
 from tests.builders import reshard
 from tests.fast.reshard.forged import change_file, change_manifest
 from tests.fast.trained import STATE, write_trained
@@ -163,24 +163,18 @@ def test_newest_of_its_own_folder_may_be_named(packed: Path, trained: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
+    ("args", "where", "code"),
     [
-        (
-            ("--resume", "step-40"),
-            "--resume step-40: needs --checkpoint DIR, below which it is looked up",
-        ),
-        (
-            ("--resume", "auto", "--resume-weights-only"),
-            "--resume-weights-only: needs a checkpoint by name: auto goes on where a run was",
-        ),
-        (("--checkpoint-every", "5"), "--checkpoint-every: needs --checkpoint DIR"),
-        (("--keep", "5"), "--keep: needs --checkpoint DIR"),
+        (("--resume", "step-40"), "--resume step-40", "options.needs-checkpoint"),
+        (("--resume", "auto", "--resume-weights-only"), "--resume-weights-only", "options.auto-weights-only"),
+        (("--checkpoint-every", "5"), "--checkpoint-every", "options.needs-checkpoint"),
+        (("--keep", "5"), "--keep", "options.needs-checkpoint"),
     ],
 )
-def test_flags_that_do_not_go_together_are_refused(args: tuple[str, ...], message: str) -> None:
+def test_flags_that_do_not_go_together_are_refused(args: tuple[str, ...], where: str, code: str) -> None:
     with pytest.raises(UsageError) as error:
         options(*args)
-    assert str(error.value) == message
+    assert (error.value.where, error.value.code) == (where, code)
 
 
 def test_state_counts_when_it_is_resumed_and_weights_alone_when_asked(packed: Path, trained: Path) -> None:
@@ -192,6 +186,9 @@ def test_state_counts_when_it_is_resumed_and_weights_alone_when_asked(packed: Pa
     assert goes_on_from(fresh, options().resume, is_launched=True) is None
     with pytest.raises(InputError, match="holds no optimizer state, so training cannot go on from it"):
         goes_on_from(fresh, options("--resume", packed).resume, is_launched=True)
+    with pytest.raises(UsageError) as error:
+        goes_on_from(fresh, options("--resume-weights-only").resume, is_launched=True)
+    assert (error.value.where, error.value.code) == ("--resume-weights-only", "options.needs-resume")
     for args in (("--resume-weights-only",), ("--resume", trained, "--resume-weights-only")):
         assert goes_on_from(origin, options(*args).resume, is_launched=True) is None
 
@@ -228,10 +225,6 @@ GROUP = STATE["optimizer"]["groups"][0]
         (
             state_with(optimizer={**STATE["optimizer"], "groups": [GROUP, {**GROUP, "fqns": ["lm_head.weight"]}]}),
             "has several groups of optimizer options; this runner has one",
-        ),
-        (
-            state_with(learning_rate={**STATE["learning_rate"], "decay": "wsd"}),
-            "decays the learning rate by 'wsd'; this runner knows constant, linear, cosine, sqrt",
         ),
     ],
 )

@@ -9,8 +9,8 @@ import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from manifests.errors import InputError
-from runner.reading.sampling import draw, generators_of, shares
-from runner.reading.verbs import Sampling
+from runner.evaluation.command import Sampling
+from runner.evaluation.sampling import draw, generators_of, shares
 
 LOGITS = torch.randn(50, generator=torch.Generator().manual_seed(3)) * 3
 

@@ -10,7 +10,7 @@ import pytest
 
 from manifests.errors import InputError
 from manifests.schema import Shard
-from runner.checkpoints.seen import check_folder, check_shards
+from runner.checkpoint.shared_folder import check_folder, check_shards
 
 HINT = "hint: --checkpoint and --save must be in a folder that all nodes share"
 SHARD = Shard(path="stage-001/exp_avg/model.safetensors", nbytes=3, digest="blake3:" + 64 * "0")

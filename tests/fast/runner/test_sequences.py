@@ -14,10 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manifests.errors import InputError
+from runner.config.schema import BatchOptions, DataOptions
 from runner.data.batches import IGNORED, Batch
+from runner.data.framing import load_tokenizer, special_id
 from runner.data.sequences import read_batches, read_once
-from runner.data.vocabulary import load_vocabulary
-from runner.recipe import BatchOptions, DataOptions
+from runner.data.tokenizer import load_vocabulary
+from runner.evaluation.evaluate import mean_loss
 from tests.fast.runner.words import BOS, EOS, FIRST, VOCAB_SIZE, WORDS, write_documents, write_tokenizer
 
 
@@ -148,9 +150,9 @@ def test_tokenizer_neither_cuts_nor_fills_documents(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
-        ({"config.json": {"bos_token_id": 0, "eos_token_id": [5, 6]}}, (0, 5)),
-        ({"config.json": {"eos_token_id": 4, "bos_token_id": 4}}, (None, 4)),
-        ({"config.json": {"bos_token_id": None}, "generation_config.json": {"eos_token_id": 3}}, (None, 3)),
+        ({"config.json": {"bos_token_id": 2, "eos_token_id": [5, 6]}}, (2, 5)),
+        ({"config.json": {"eos_token_id": 4, "bos_token_id": 4}}, (4, 4)),
+        ({"config.json": {"bos_token_id": 3}, "generation_config.json": {"eos_token_id": 3}}, (3, 3)),
         (
             {
                 "config.json": {},
@@ -161,27 +163,47 @@ def test_tokenizer_neither_cuts_nor_fills_documents(folder: Path) -> None:
     ],
 )
 def test_special_tokens_come_from_the_first_file_that_names_them(
-    files: dict[str, Any], expected: tuple[int | None, int], tmp_path: Path
+    files: dict[str, Any], expected: tuple[int, int], tmp_path: Path
 ) -> None:
     write_tokenizer(tmp_path)
     for name, fields in files.items():
         (tmp_path / name).write_text(json.dumps(fields))
-    vocabulary = load_vocabulary(tmp_path, VOCAB_SIZE)
-    assert (vocabulary.bos, vocabulary.eos) == expected
+    tokenizer = load_tokenizer(tmp_path)
+    assert (special_id(tmp_path, tokenizer, "bos"), special_id(tmp_path, tokenizer, "eos")) == expected
 
 
 def test_folder_without_a_usable_tokenizer_is_refused(tmp_path: Path) -> None:
-    def refusal() -> str:
+    def refusal() -> tuple[str, str]:
         with pytest.raises(InputError) as error:
             load_vocabulary(tmp_path, VOCAB_SIZE)
-        return str(error.value).removeprefix(f"{tmp_path}")
+        return error.value.where.removeprefix(str(tmp_path)), error.value.code
 
-    assert refusal() == (
-        "/tokenizer.json: no such file\nhint: pack the model with its tokenizer, or train on --data synthetic"
-    )
+    assert refusal() == ("/tokenizer.json", "tokenizer.missing")
+    (tmp_path / "tokenizer.json").touch()
+    assert refusal() == ("/tokenizer.json", "tokenizer.broken")
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert refusal().startswith("/tokenizer.json: is no tokenizer: ")
+    assert refusal() == ("/tokenizer.json", "tokenizer.broken")
     write_tokenizer(tmp_path, eos_token_id=None)
-    assert refusal() == (": no file names the token that ends a text (eos)\nhint: set eos_token_id in config.json")
+    assert refusal() == ("", "tokenizer.no-special-token")
     write_tokenizer(tmp_path, eos_token_id=99)
-    assert refusal() == f"/config.json: eos_token_id: expected a token id below {VOCAB_SIZE}, found 99"
+    assert refusal() == ("", "tokenizer.beyond-vocabulary")
+    write_tokenizer(tmp_path, eos_token_id="none")
+    assert refusal() == ("", "tokenizer.no-special-token")
+    write_tokenizer(tmp_path, eos_token_id=-1)
+    assert refusal() == ("/config.json: eos_token_id", "tokenizer.special-token")
+
+
+def test_rows_of_one_length_are_read_together_and_nothing_to_predict_is_refused(folder: Path) -> None:
+    source = write_documents(folder / "data.jsonl", [[1], [2, 3], [4], [5, 6, 7]])
+    batch = BatchOptions(global_batch=2, microbatch=1, seq_len=6)
+    data = DataOptions(sources=(source,), pack=False)
+
+    def to_even(length: int, most: int) -> int:
+        return length + length % 2
+
+    found = list(read_once(data, batch, folder=folder, vocab_size=VOCAB_SIZE, padded_length=to_even))
+    assert [each.tokens.shape for each in found] == [(2, 2), (2, 4)]  # of 2 and 2, of 3 and 4 tokens
+    assert [each.num_tokens for each in found] == [4, 7]
+    with pytest.raises(InputError) as error:
+        mean_loss(lambda _: 0.0, (), "--eval-data")
+    assert (error.value.code, error.value.where) == ("data.no-tokens", "--eval-data")

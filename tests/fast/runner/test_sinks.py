@@ -19,10 +19,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb.proto import wandb_internal_pb2
 
 from manifests.errors import UsageError
-from runner.dimensions.refusals import check_sinks
-from runner.options import parse_training
-from runner.watching.metrics import Metrics
-from runner.watching.sinks import Aside, JsonLines, TensorBoard, WandB, open_sinks, scalars_of, texts_of
+from runner.config.flags import parse_training
+from runner.launch.combinations import check_sinks
+from runner.metrics.metrics import Metrics
+from runner.metrics.sinks import Aside, JsonLines, TensorBoard, WandB, open_sinks, scalars_of, texts_of
 from tests.fast.runner.test_metrics import tell_all
 
 pytestmark = [

@@ -14,10 +14,11 @@ from manifests.errors import InputError
 from manifests.models import module_of
 from manifests.paths import shard_path
 from manifests.slices import Slice
-from runner.checkpoints.save import write_shard
-from runner.loading.load import load_tensors
-from runner.loading.packed import Packed, open_packed
-from runner.loading.pieces import Piece, join_pieces, whole_pieces
+from manifests.store import open_shard
+from runner.bundle.packed import Packed, open_packed
+from runner.checkpoint.save import write_shard
+from runner.load.load import load_tensors
+from runner.tensors.local_shard import Piece, join_pieces, whole_pieces
 from stores.bundles import Bundles
 from tests.fast.trained import write_trained
 
@@ -99,6 +100,28 @@ def test_a_slice_that_is_missing_is_named(whole: Packed) -> None:
         InputError, match=r"expected \d+ elements in its slices, found \d+\nhint: a shard of this stage"
     ):
         load_tensors(whole_pieces(norm), found, packed.shape)
+
+
+@pytest.mark.parametrize("wanted", [(2, 1), (1, 2), (3, 2)])
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_flipped_bit_is_found_by_who_reads_a_part_whether_or_not_it_is_there(
+    wanted: tuple[int, int], is_own: bool, whole: Packed
+) -> None:
+    shard = next(shard for shard in whole.manifest.stages[STAGE].shards if shard.holds == "weights")
+    header = open_shard(whole.root, shard)
+    entry = max(header.tensors, key=lambda entry: entry.nbytes)
+    tensor = torch.empty(entry.shape)
+    box = next(cut(tensor, *wanted))  # the first: it has the first byte, and not the last
+    data = bytearray((whole.root / shard.path).read_bytes())
+    data[header.nbytes + (entry.begin if is_own else entry.end - 1)] ^= 64
+    (whole.root / shard.path).write_bytes(data)
+    (piece,) = whole_pieces({entry.name: tensor})
+    with pytest.raises(InputError) as error:
+        load_tensors([piece.view(box)], Bundles(whole.manifest, whole.root), whole.shape)
+    assert (error.value.code, error.value.where) == (
+        "shard.digest-mismatch",
+        f"{whole.root / shard.path}: {entry.name!r}",
+    )
 
 
 def test_a_flipped_bit_of_a_slice_is_named_by_who_reads_all_of_it(whole: Packed) -> None:

@@ -11,14 +11,14 @@ from torch.nn.functional import cross_entropy
 
 from manifests.errors import InputError
 from manifests.placement import Placement
+from runner.config.schema import BatchOptions
 from runner.data.batches import Batch
-from runner.families import Family, family_for
+from runner.models import Family, family_for
 from runner.pipeline.chunk import build_chunks, materialize, named_hf_parameters
-from runner.pipeline.codec import Crossing, form_of
 from runner.pipeline.schedule import Schedule, build_schedule
+from runner.pipeline.stage_io import Crossing, form_of
+from runner.pipeline.stage_metadata import PlainWire, plan_wire
 from runner.pipeline.timetable import find_timetable
-from runner.pipeline.wire import PlainWire, plan_wire
-from runner.recipe import BatchOptions
 from tests.fast.runner.test_families import LLAMA
 from tests.fast.runner.tiny import CPU, fill, padded_batch, read_config, save_model, split_evenly
 from tests.process.nested_cases import Toy

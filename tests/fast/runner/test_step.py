@@ -12,15 +12,15 @@ from torch import nn
 
 from manifests.errors import InputError, RankError
 from manifests.placement import Placement
-from runner.families import family_for
+from runner.config.schema import BatchOptions, OptimOptions
+from runner.models import family_for
 from runner.pipeline.chunk import StageChunk, build_chunks, named_hf_parameters
 from runner.pipeline.schedule import build_schedule
+from runner.pipeline.stage_metadata import plan_wire
 from runner.pipeline.timetable import find_timetable
-from runner.pipeline.wire import plan_wire
-from runner.recipe import BatchOptions, OptimOptions
-from runner.training.norm import StepTotals, clip_gradients
-from runner.training.optim import Optimizer, lr_at
-from runner.training.precision import keep_masters, kept, round_masters
+from runner.training.gradient_norm import StepTotals, clip_gradients
+from runner.training.mixed_precision import keep_masters, kept, round_masters
+from runner.training.optimizer import Optimizer, lr_at
 from runner.training.step import Engine, eval_step, train_step
 from runner.training.ties import Tie, build_ties, check_equal, check_loaded, lead_parameters, sync_gradients
 from tests.fast.runner.tiny import (
@@ -140,7 +140,7 @@ def test_norm_of_a_large_gradient_is_summed_in_parts(monkeypatch: pytest.MonkeyP
     parameter = nn.Parameter(torch.zeros(10, 10))
     parameter.grad = torch.arange(100.0).view(10, 10).t()
     whole = StepTotals([("a", parameter)], (), device=CPU)
-    monkeypatch.setattr("runner.training.norm._CPU_PART", 7)
+    monkeypatch.setattr("runner.training.gradient_norm._CPU_PART", 7)
     assert whole.reduce(None, 0).norm == math.sqrt(sum(n * n for n in range(100)))
 
 

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from manifests.errors import InputError, UserError
 from manifests.models import model_shape
-from runner.families import FAMILIES, family_for
-from runner.families.decoders import DECODERS as TABLE
+from runner.config.architectures import TRAINED
+from runner.models import FAMILIES, family_for
+from runner.models.decoders import DECODERS as TABLE
 from runner.pipeline.chunk import StageChunk, build_chunks, materialize
-from runner.recipe import TRAINED
-from runner.training.randomness import begin_random
+from runner.training.rng import begin_random
 from tests.fast.models.built import DECODERS, TRUE_DECODERS, read_config
 from tests.fast.runner.decoders import SEQ_LEN, fill_pieces, save_decoder
 from tests.fast.runner.tiny import CPU, split_evenly

@@ -11,7 +11,7 @@ import transformers
 from torch.nn.functional import cross_entropy
 
 from runner.data.batches import IGNORED
-from runner.families import family_for
+from runner.models import family_for
 from runner.pipeline.chunk import StageChunk, build_chunks
 from tests.fast.runner.decoders import SEQ_LEN, VARIANTS, Variant, fill_pieces, save_decoder, tied_name, variant_ids
 from tests.fast.runner.tiny import padded_batch, read_config, split_evenly

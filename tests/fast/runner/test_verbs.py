@@ -11,9 +11,10 @@ import pytest
 
 from manifests.errors import UsageError
 from runner.cli import main
-from runner.reading.generate import stop_tokens
-from runner.reading.verbs import Sampling, parse_eval, parse_generate
-from runner.recipe import DataOptions
+from runner.config.schema import DataOptions
+from runner.evaluation.command import Sampling, parse_eval, parse_generate
+from runner.evaluation.generate import stop_tokens
+from tests.builders import without_file
 from tests.fast.trained import write_trained
 
 
@@ -34,8 +35,8 @@ def test_ranks_get_the_flags_as_they_were_written(
     flags = ["--prompt", "two words", "--top-k", "3", "--temperature", "0.5"]
     command = shlex.split(run(["generate", packed, *flags, "--dry-run"], monkeypatch, capsys))
     assert command[command.index("--nproc-per-node") + 1] == "2"
-    assert command[command.index("runner.reading.generate") + 1 :] == [str(packed), *flags]
-    options = parse_generate(command[command.index("runner.reading.generate") + 1 :])
+    assert command[command.index("runner.evaluation.generate") + 1 :] == [str(packed), *flags]
+    options = parse_generate(command[command.index("runner.evaluation.generate") + 1 :])
     assert (options.prompts, options.sampling) == (("two words",), Sampling(temperature=0.5, top_k=3))
     assert options.read.manifest == packed
 
@@ -91,12 +92,8 @@ def test_text_without_a_tokenizer_is_refused_before_any_rank_starts(
     packed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer = packed / "tokenizer.json"
-    tokenizer.rename(packed / "kept")
-    try:
-        with pytest.raises(SystemExit):
-            run(["eval", packed, "--data", "a.txt", "--dry-run"], monkeypatch, capsys)
-    finally:
-        (packed / "kept").rename(tokenizer)
+    with without_file(packed, tokenizer.name), pytest.raises(SystemExit):
+        run(["eval", packed, "--data", "a.txt", "--dry-run"], monkeypatch, capsys)
     assert capsys.readouterr().err == (f"error: {tokenizer}: no such file\nhint: pack the model with its tokenizer\n")
 
 

@@ -11,11 +11,11 @@ import pytest
 from click.testing import CliRunner
 
 from manifests.errors import InputError
-from runner.cli import cli
-from runner.launch import watch
-from runner.launch.record import JobRecord, write_record
-from runner.launch.state import Ended, RunState, write_state
-from runner.life.heartbeat import log_path
+from runner.commands import cli
+from runner.launch import follow as watch
+from runner.rundir.heartbeat import log_path
+from runner.rundir.job_record import JobRecord, write_record
+from runner.rundir.state import Ended, RunState, write_state
 
 LOAD: dict[str, Any] = {"rank": 0, "load_s": 0.1}
 

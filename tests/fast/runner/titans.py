@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
 from runner.data.batches import IGNORED, Batch
-from runner.families import family_for
+from runner.models import family_for
 from runner.pipeline.chunk import StageChunk, build_chunks, hf_pieces
 from tests.fast.models.built import build, perturb
 from tests.fast.models.built import read_config as tiny_config

@@ -12,6 +12,7 @@ from pyarrow import parquet
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
 
 __all__ = ["BOS", "EOS", "FIRST", "VOCAB_SIZE", "WORDS", "text_of", "write_documents", "write_tokenizer"]
 
@@ -24,6 +25,7 @@ def write_tokenizer(folder: Path, **config: Any) -> Path:
     vocab = {"<bos>": BOS, "<eos>": EOS, **{word: FIRST + number for number, word in enumerate(WORDS)}}
     tokenizer = Tokenizer(WordLevel(vocab, unk_token="<eos>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
     tokenizer.enable_truncation(3)  # as a file made for inference might ask
     tokenizer.enable_padding(length=5)
     folder.mkdir(exist_ok=True)

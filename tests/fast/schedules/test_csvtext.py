@@ -127,29 +127,30 @@ def test_overlap_is_read_as_one_step() -> None:
     [
         ("", "table.csv: the file is empty\nhint: expected one row of actions for each rank"),
         ("0F0,0B0\n\n", "table.csv: row 2: this rank computes nothing\nhint: each row is one rank's part"),
-        ('0F0,"0B0', "table.csv: this is no CSV: unexpected end of data"),
+        ('0F0,"0B0', "table.csv: is not CSV: unexpected end of data"),
         (
             "0F0,0X0\n",
-            "table.csv: row 1, cell 2: '0X0' is no action\nhint: expected such as 2F0, 2B0, 2I0, 2W0 or "
+            "table.csv: row 1, cell 2: '0X0' is not an action\nhint: expected for example 2F0, 2B0, 2I0, 2W0 or "
             "(2F4;5B1)OVERLAP_F_B",
         ),
         (
             "0F0,(0B0;0F1)OVERLAP_F_B\n",
-            "table.csv: row 1, cell 2: '(0B0;0F1)OVERLAP_F_B' is no action\nhint: expected such as 2F0, 2B0, 2I0, 2W0 "
+            "table.csv: row 1, cell 2: '(0B0;0F1)OVERLAP_F_B' is not an action\nhint: expected for example 2F0, 2B0, "
+            "2I0, 2W0 "
             "or (2F4;5B1)OVERLAP_F_B",
         ),
         (
             "0UNSHARD,0F0,0B0\n",
-            "table.csv: row 1, cell 1: '0UNSHARD' is no compute action\nhint: this is a file of the format "
+            "table.csv: row 1, cell 1: '0UNSHARD' is not a compute action\nhint: this is a file of the format "
             "compute_comms",
         ),
         ("0F0,0B0\n1F0,1B0\n2F0,2B0,3F0,3B0\n", "table.csv: 4 stages do not divide over 3 rows, one for each rank"),
         (
             "0F0,0B0,3F0,3B0\n2F0,2B0,1F0,1B0,4F0,4B0,5F0,5B0\n",
-            "table.csv: the stages lie over the ranks neither in a loop nor in a v: rank 0 has 0, 3; rank 1 has "
+            "table.csv: the stages are assigned to ranks neither in a loop nor in a v: rank 0 has 0, 3; rank 1 has "
             "1, 2, 4, 5",
         ),
-        ("0F0,0F0,0B0\n1F0,1B0\n", "table.csv: 0F0 stands 2 times"),
+        ("0F0,0F0,0B0\n1F0,1B0\n", "table.csv: 0F0 occurs 2 times"),
         (
             "0F0,0F1,0B0,0I1\n1F0,1B0\n",
             "table.csv: stage 0 takes microbatch 1 back by 0 B, 1 I, 0 W; expected 1 B, or 1 I and 1 W; "
@@ -157,7 +158,7 @@ def test_overlap_is_read_as_one_step() -> None:
         ),
         (
             "0F0,0B0\n1B0,1F0\n",
-            "table.csv: rank 1 cannot start 1B0 before 1F0, which stands no earlier in its own list",
+            "table.csv: rank 1 cannot start 1B0 before 1F0, which is not earlier in its own list",
         ),
         (
             "0F0,0B0,0F999999\n",
@@ -203,7 +204,7 @@ TINY = lower(schedule_table("1F1B", placed(2), 2))
         ("0F0,0SEND_F0", "0SEND_F0,0F0", "rank 0 sends by 0SEND_F0 what it has not computed yet"),
         ("1RECV_F0,1F0", "1F0,1RECV_F0", "rank 1 computes 1F0 without having received its input"),
         ("1RECV_F0,", "1SEND_F0,", "1SEND_F0 has no other rank on its far side"),
-        ("0REDUCE_GRAD", "0UNSHARD", "0REDUCE_GRAD stands 0 times"),
+        ("0REDUCE_GRAD", "0UNSHARD", "0REDUCE_GRAD occurs 0 times"),
         ("0SEND_F1,", "", "rank 0 sends nothing to rank 1, which takes it for 0SEND_F1"),
         ("0SEND_F1,", "0SEND_F1,0SEND_F1,", "rank 0 sends 0SEND_F1 to rank 1, which takes it for nothing"),
     ],

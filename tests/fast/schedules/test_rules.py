@@ -92,7 +92,7 @@ def test_name_is_known_in_any_case(name: str) -> None:
             placed(4, 2),
             9,
             None,
-            "Interleaved1F1B over 4 ranks deals microbatches in 2 rounds of equal size, found 9 microbatches\n"
+            "Interleaved1F1B over 4 ranks runs microbatches in 2 rounds of equal size, found 9 microbatches\n"
             "hint: take 8 or 10 microbatches",
         ),
         (
@@ -100,7 +100,7 @@ def test_name_is_known_in_any_case(name: str) -> None:
             placed(4, 2),
             14,
             None,
-            "InterleavedZeroBubble over 4 ranks deals microbatches in 3 rounds of equal size, found 14 microbatches\n"
+            "InterleavedZeroBubble over 4 ranks runs microbatches in 3 rounds of equal size, found 14 microbatches\n"
             "hint: take 12 or 15 microbatches",
         ),
         (
@@ -108,7 +108,7 @@ def test_name_is_known_in_any_case(name: str) -> None:
             placed(2, 2),
             8,
             2,
-            "LoopedBFS knows no groups of microbatches\nhint: leave the group out, or take Interleaved1F1B",
+            "LoopedBFS does not support groups of microbatches\nhint: leave the group out, or take Interleaved1F1B",
         ),
         (
             "Interleaved1F1B",

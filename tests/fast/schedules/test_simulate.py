@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from fractions import Fraction
 
@@ -27,6 +26,7 @@ from manifests.schedules import (
 )
 from manifests.schedules.actions import ComputeKind
 from tests.fast.schedules.torch_tables import LOOPED, SINGLE, V_SHAPED, placed, placements_of
+from tests.steps import steps_of
 
 
 def uniform(placement: Placement, forward_s: float = 1, input_s: float = 1, weight_s: float = 1, **hop: float) -> Costs:
@@ -237,7 +237,7 @@ def test_every_stage_computes_every_microbatch_once_and_all_time_is_accounted_fo
         ),
         (
             ("0F0 2F0 2B0 0B0", "1F0 3B0 3F0 1B0"),
-            "rank 1 cannot start 3B0 before 3F0, which stands no earlier in its own list",
+            "rank 1 cannot start 3B0 before 3F0, which is not earlier in its own list",
         ),
         (("0F0 2F0 2B0 0B0", "3F0 3B0 1B0"), "rank 0 cannot start 2F0 before 1F0, which no rank computes"),
     ],
@@ -267,12 +267,8 @@ def test_costs_of_whole_backwards_leave_the_first_stages_to_w() -> None:
 
 
 @pytest.mark.parametrize("name", [*LOOPED, *V_SHAPED])
-def test_deepseek_v3_on_16_ranks_is_simulated_in_under_a_fifth_of_a_second(name: str) -> None:
+def test_deepseek_v3_on_16_ranks_is_simulated_in_few_steps_an_action(name: str) -> None:
     placement = placed(16, 2, "v" if name in V_SHAPED else "loop")
     table, costs = schedule_table(name, placement, 128), uniform(placement)
-    took_s = []
-    for _ in range(5):
-        start_s = time.process_time()
-        simulate(table, costs)
-        took_s.append(time.process_time() - start_s)
-    assert min(took_s) < 0.2, took_s
+    num_actions = sum(len(actions) for actions in table.ranks)
+    assert steps_of(lambda: simulate(table, costs)) < 150 * num_actions  # DualPipeV runs two in one

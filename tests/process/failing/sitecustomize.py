@@ -42,7 +42,7 @@ def break_disk(name):
     preadv = os.preadv
 
     def broken_preadv(descriptor, buffers, offset, *rest):
-        if f"/{name}/" in os.readlink(f"/proc/self/fd/{descriptor}"):
+        if f"/{name}/" in os.readlink(f"/proc/self/fd/{descriptor}") + "/":
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return preadv(descriptor, buffers, offset, *rest)
 
@@ -53,7 +53,7 @@ def hang_disk(name):
     fsync = os.fsync
 
     def hanging_fsync(descriptor):
-        if f"/{name}/" in os.readlink(f"/proc/self/fd/{descriptor}"):
+        if f"/{name}/" in os.readlink(f"/proc/self/fd/{descriptor}") + "/":
             time.sleep(600)
         fsync(descriptor)
 

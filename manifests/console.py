@@ -1,0 +1,178 @@
+"""The standard streams of a command: closed, full, broken, or of another encoding than what is printed.
+
+# Note [Standard streams]
+A descriptor that is closed when a command begins would be given to the first file that it opens, and what is printed
+would go there. So it is opened on /dev/null first. A failed write to standard output ends a command with exit code 3;
+a reader that has gone ends it as SIGPIPE ends others, silently; a failed write to standard error changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import sys
+from collections.abc import Callable
+
+from manifests.errors import InputError, UserError, error_json, refused_by_system
+from manifests.signals import INTERRUPTED
+
+__all__ = ["STDOUT", "check_open", "open_streams", "run_command", "utf8_argument"]
+
+STDOUT = "standard output"
+_BROKEN_PIPE = 141  # 128 + SIGPIPE, as shells have it
+
+
+def run_command(act: Callable[[], int], *, is_json: bool) -> None:
+    """Run a command, print its error, and end with its exit code."""
+    open_streams()
+    code = 0
+    try:
+        code = act()
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
+    except UserError as error:
+        code = _say(error, is_json=is_json)
+    except KeyboardInterrupt as error:
+        print("\nhint: ".join(("interrupted", *getattr(error, "__notes__", ()))), file=sys.stderr)
+        code = INTERRUPTED
+    except OSError as error:
+        if error.filename is not None:
+            problem = f"cannot be used: {error.strerror}"
+            code = _say(InputError(str(error.filename), problem, code="system.refused"), is_json=is_json)
+        elif _unwritable() is None:
+            raise
+    if code := _finish(code):
+        sys.exit(code)
+
+
+def open_streams() -> None:
+    """Make the standard streams safe to write to, once, before anything else; see Note [Standard streams]."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest that is free: this one
+            if descriptor == 1:
+                sys.stdout = _Closed()
+            elif descriptor == 2:
+                sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115 - for as long as the process lives
+    if sys.stdout is sys.__stdout__ and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout = _Stdout(
+            sys.stdout.buffer,
+            encoding=sys.stdout.encoding,
+            errors="backslashreplace",  # what an encoding lacks, as in the C locale, ends nothing
+            line_buffering=sys.stdout.line_buffering,
+        )
+    if sys.stderr is sys.__stderr__ and isinstance(sys.stderr, io.TextIOWrapper):
+        sys.stderr = _Lenient(
+            sys.stderr.buffer, encoding=sys.stderr.encoding, errors="backslashreplace", line_buffering=True
+        )
+
+
+def check_open() -> None:
+    """Make sure that standard output takes what was printed, and is not closed.
+
+    Raises:
+        InputError: it does not.
+    """
+    if (error := _unwritable()) is not None:
+        _discard()
+        raise _unprinted(error) from error
+
+
+def utf8_argument(text: str) -> str:
+    """Return an argument of the command line as UTF-8: in the C locale Python may have taken it for bytes.
+
+    Raises:
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    return text if text.isascii() else os.fsencode(text).decode("utf-8")
+
+
+class _Stdout(io.TextIOWrapper):
+    """A standard output that remembers why it did not take what was printed; what is left may pass a second time."""
+
+    failure: OSError | None = None
+
+    def write(self, text: str) -> int:
+        try:
+            return super().write(text)
+        except OSError as error:
+            self.failure = error
+            raise
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except OSError as error:
+            self.failure = error
+            raise
+
+
+class _Closed(_Stdout):
+    """A standard output that was closed: nothing can be printed."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO(), encoding="utf-8", errors="backslashreplace")
+        self.failure = OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    def write(self, text: str) -> int:
+        assert self.failure is not None
+        raise self.failure
+
+
+class _Lenient(io.TextIOWrapper):
+    """A standard error whose failed writes are ignored."""
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            super().flush()
+
+
+def _say(error: UserError, *, is_json: bool) -> int:
+    """Print an error, and return its exit code."""
+    with contextlib.suppress(OSError):  # the code tells, and standard output is looked at in the end
+        print(error_json(error) if is_json else f"error: {error}", file=sys.stdout if is_json else sys.stderr)
+    return error.exit_code
+
+
+def _finish(code: int) -> int:
+    """Return the exit code of a command, once all that it printed is out."""
+    error = _unwritable()
+    if error is None:
+        return code
+    _discard()
+    if isinstance(error, BrokenPipeError):
+        return _BROKEN_PIPE if code in (0, 1) else code  # click ends with 1
+    if code in (0, 1):
+        return _say(_unprinted(error), is_json=False)
+    return code
+
+
+def _unprinted(error: OSError) -> InputError:
+    return refused_by_system(STDOUT, error, "cannot be written", code="output.unwritable")
+
+
+def _unwritable() -> OSError | None:
+    """Return why standard output does not take what was written to it; None: it does."""
+    stream = getattr(sys.stdout, "wrapped", sys.stdout)  # click wraps one whose reader has gone, and ends with 1
+    with contextlib.suppress(OSError):  # it remembers
+        if stream is not None:
+            stream.flush()
+    return stream.failure if isinstance(stream, _Stdout) else None
+
+
+def _discard() -> None:
+    """Give up what could not be written: it would be tried again when the process ends."""
+    with contextlib.suppress(OSError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.close(null)
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - for as long as the process lives

@@ -1,0 +1,107 @@
+"""Outputs in a folder that can be filled and not replaced: a mount point, or one whose parent may not be written.
+
+# Note [Outputs in a mount point]
+A volume or a scratch disk is mounted on a folder that no rename can replace, and what is written beside it lands on
+another disk. So the output is written in a folder inside, `.reshard.partial`, and its entries move up when all are
+there, the manifest last: a folder without one is no checkpoint. What is about to move is written down first, and the
+next run after a kill moves it back. An output that is there already is not replaced: that takes more than one step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from manifests.errors import InputError
+from manifests.jsontext import parse_json_object
+from manifests.store import read_small_file, sync_folder, write_file
+
+__all__ = ["WORK_NAME", "is_fixed", "is_free", "move_back", "move_up"]
+
+WORK_NAME = ".reshard.partial"
+_MOVING_NAME = ".moving"
+_ALLOWED = (WORK_NAME, ".reshard.parts", "lost+found")  # in a folder that counts as empty
+_MOUNTS = "/proc/self/mountinfo"
+
+
+def is_fixed(out: Path) -> bool:
+    """Return whether a folder is there that can be filled and not replaced."""
+    if out.is_symlink() or not out.is_dir():
+        return False
+    return _is_mounted(out) or not os.access(Path(os.path.abspath(out)).parent, os.W_OK | os.X_OK)
+
+
+def is_free(out: Path) -> bool:
+    """Return whether nothing is in the place of an output, or an empty folder."""
+    if not os.path.lexists(out):
+        return True
+    if out.is_symlink() or not out.is_dir():
+        return False
+    names = set(os.listdir(out))
+    if names and is_fixed(out):
+        names.difference_update(_ALLOWED)
+        *moving, last = _moving(out / WORK_NAME)
+        if last not in names:
+            names.difference_update(moving)
+    return not names
+
+
+def move_up(work: Path, out: Path, last: str) -> None:
+    """Commit an output: everything in `work` moves to `out`, what makes it a checkpoint `last`.
+
+    Raises:
+        InputError: something of that name has come to be there.
+        OSError: it cannot be moved.
+    """
+    names = sorted(set(os.listdir(work)) - {_MOVING_NAME}, key=lambda name: (name == last, name))
+    if taken := next((name for name in names if os.path.lexists(out / name)), None):
+        raise InputError(str(out / taken), "exists already", "choose another folder", code="output.exists")
+    write_file(work / _MOVING_NAME, json.dumps({"names": names}).encode())
+    for name in names:
+        if name == names[-1]:
+            sync_folder(out)
+        os.rename(work / name, out / name)
+    # Commit point: readers ignore a folder without manifest.json.
+    sync_folder(out)
+    (work / _MOVING_NAME).unlink()
+    work.rmdir()
+
+
+def move_back(out: Path) -> None:
+    """Undo what a commit that was killed or failed had moved, unless it had moved everything."""
+    work = out / WORK_NAME
+    if not work.is_dir() or work.is_symlink():
+        return
+    *moving, last = _moving(work)
+    if not os.path.lexists(out / last):
+        for name in moving:
+            if os.path.lexists(out / name) and not os.path.lexists(work / name):
+                os.rename(out / name, work / name)
+        sync_folder(work)
+    (work / _MOVING_NAME).unlink(missing_ok=True)
+
+
+def _moving(work: Path) -> list[str]:
+    """Return the names that a commit was moving, the last one last; a name that nothing has where there was none."""
+    path = work / _MOVING_NAME
+    if not path.is_file():
+        return [_MOVING_NAME]
+    names = parse_json_object(read_small_file(path), str(path)).get("names")
+    if not isinstance(names, list) or not all(
+        isinstance(name, str) and os.path.basename(name) == name for name in names
+    ):
+        raise InputError(str(path), "is not what a commit writes", "remove it", code="output.damaged-record")
+    return [str(name) for name in names] or [_MOVING_NAME]
+
+
+def _is_mounted(folder: Path) -> bool:
+    if os.path.ismount(folder):
+        return True
+    try:
+        lines = Path(_MOUNTS).read_bytes().splitlines()  # a bind mount may be of the same file system as its parent
+    except OSError:
+        return False
+    mounted = os.fsencode(os.path.realpath(folder))
+    escaped = b"".join(b"\\%03o" % byte if byte in b" \t\n\\" else bytes((byte,)) for byte in mounted)
+    return any(line.split(b" ")[4] == escaped for line in lines)

@@ -1,0 +1,190 @@
+"""A safetensors header's JSON text, read tensor by tensor: no object graph of the whole is ever built.
+
+Memory: the entries, about 240 bytes a tensor, beside the text. Whatever this reader does not know it leaves to the
+strict JSON parser, which reports what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+__all__ = [
+    "DTYPE_BITS",
+    "MAX_DIM",
+    "MAX_RANK",
+    "METADATA",
+    "PAIR",
+    "STRING",
+    "TensorEntry",
+    "read_header_text",
+    "read_string",
+]
+
+METADATA = "__metadata__"
+MAX_DIM = 1 << 63
+MAX_RANK = 64  # dimensions of one tensor; torch and NumPy allow no more
+_MOST_METADATA = 100_000  # strings of `__metadata__`
+_MOST_KINDS = 10_000  # pairs of dtype and shape that are remembered
+
+DTYPE_BITS: Mapping[str, int] = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
+    "C64": 64, "F64": 64, "I64": 64, "U64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorEntry:
+    """One tensor of a shard. `begin` and `end` are byte offsets in the data area."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+
+_S = rb"[ \t\n\r]*+"  # JSON's spaces; possessive, so that no text makes the search go back
+STRING = rb'"((?:[^"\\\x00-\x1f]++|\\.)*+)"'
+_COUNT = rb"(?:0|[1-9][0-9]{0,18})"
+_LIST = rb"\[([0-9, \t\n\r]*+)\]"
+_COLON, _COMMA = _S + rb":" + _S, _S + rb"," + _S
+_NEXT = _S + rb"([,}])" + _S
+_TENSOR = re.compile(
+    STRING + _COLON + rb'\{%s"dtype"' % _S + _COLON + rb'"([A-Z0-9_]+)"' + _COMMA
+    + rb'"shape"' + _COLON + _LIST + _COMMA + rb'"data_offsets"' + _COLON + _LIST + _S + rb"\}" + _NEXT
+)  # fmt: skip
+_FIELD = rb'"(dtype|shape|data_offsets)"' + _COLON + rb'(?:"([A-Z0-9_]+)"|' + _LIST + rb")"
+_IN_ANY_ORDER = re.compile(STRING + _COLON + rb"\{" + _S + _COMMA.join([_FIELD] * 3) + _S + rb"\}" + _NEXT)
+_COUNTS = re.compile(_S + rb"(?:" + _COUNT + rb"(?:" + _COMMA + _COUNT + rb")*+)?" + _S)
+_OPENED, _EMPTY, _CLOSED = re.compile(_S + rb"\{" + _S), re.compile(_S + rb"\{" + _S + rb"\}"), re.compile(_S + rb"\Z")
+_METADATA_OPENED = re.compile(rb'"__metadata__"' + _COLON + rb"\{" + _S + rb"(\}?)" + _S)
+PAIR = re.compile(STRING + _COLON + STRING + _NEXT)
+_NEXT_AT = re.compile(rb"([,}])" + _S)
+
+Kind = tuple[str, tuple[int, ...], int]  # dtype, shape, bytes
+
+
+def read_header_text(raw: bytes) -> tuple[list[TensorEntry], dict[str, str]] | int:
+    """Return the tensors and `__metadata__` of a header's text.
+
+    What has a spelling or a value that no header of a well-formed file has is not read: the position, in bytes, where
+    it begins is returned instead.
+    """
+    entries: list[TensorEntry] = []
+    metadata: dict[str, str] | None = None
+    opened = _OPENED.match(raw)
+    if opened is None:
+        return 0
+    if empty := _EMPTY.match(raw):
+        return ([], {}) if _CLOSED.match(raw, empty.end()) else empty.end()
+    kinds: dict[tuple[bytes, bytes], Kind] = {}
+    at, end = opened.end(), 0
+    while True:
+        if found := _TENSOR.match(raw, at):
+            name, dtype, shape, offsets, following = found.groups()
+        elif (opened := _METADATA_OPENED.match(raw, at)) and metadata is None:
+            read = _read_metadata(raw, opened)
+            if read is None:
+                return at
+            metadata, after = read
+            if (closing := _NEXT_AT.match(raw, after)) is None:
+                return after
+            at = closing.end()
+            if closing[1] == b"}":
+                break
+            continue
+        elif (found := _IN_ANY_ORDER.match(raw, at)) and (fields := _sorted_fields(found)):
+            name, (dtype, shape, offsets), following = found[1], fields, found[11]
+        else:
+            return at
+        entry = _entry(name, _kind_of(dtype, shape, kinds), offsets, end)
+        if entry is None:
+            return at
+        entries.append(entry)
+        at, end = found.end(), entry.end
+        if following == b"}":
+            break
+    if _CLOSED.match(raw, at) is None:
+        return at
+    return at if len({entry.name for entry in entries}) < len(entries) else (entries, metadata or {})
+
+
+def read_string(text: bytes) -> str | None:
+    """Return the characters of a JSON string, given without its quotes; None where it is not valid Unicode."""
+    try:
+        if b"\\" not in text:
+            return text.decode()
+        found: str = json.loads(b'"%s"' % text)
+        found.encode()
+    except ValueError:  # a UnicodeError or a JSONDecodeError
+        return None
+    return found
+
+
+def _entry(name: bytes, kind: Kind | None, offsets: bytes, last_end: int) -> TensorEntry | None:
+    fqn, counts = read_string(name), _COUNTS.fullmatch(offsets)
+    if fqn is None or fqn == METADATA or kind is None or counts is None:
+        return None
+    first, comma, second = offsets.partition(b",")
+    if not comma or b"," in second:
+        return None
+    dtype, shape, nbytes = kind
+    begin, end = int(first), int(second)
+    if begin == last_end:
+        begin = last_end  # one integer, not two: there may be a million
+    if end - begin != nbytes or end >= MAX_DIM:
+        return None
+    return TensorEntry(name=fqn, dtype=dtype, shape=shape, begin=begin, end=end)
+
+
+def _kind_of(dtype: bytes, shape: bytes, known: dict[tuple[bytes, bytes], Kind]) -> Kind | None:
+    """Return dtype, shape and bytes, the same objects for all tensors of a kind."""
+    if found := known.get((dtype, shape)):
+        return found
+    name = _NAMES.get(dtype)
+    if name is None or shape.count(b",") >= MAX_RANK or _COUNTS.fullmatch(shape) is None:
+        return None
+    dims = tuple(map(int, shape.split(b","))) if shape.strip() else ()
+    bits = prod(dims) * DTYPE_BITS[name]
+    if max(dims, default=0) >= MAX_DIM or prod(filter(None, dims)) * DTYPE_BITS[name] >= MAX_DIM or bits % 8:
+        return None
+    if len(known) == _MOST_KINDS:
+        known.clear()
+    known[dtype, shape] = kind = (name, dims, bits // 8)
+    return kind
+
+
+def _sorted_fields(found: re.Match[bytes]) -> tuple[bytes, bytes, bytes] | None:
+    """Return dtype, shape and offsets, each there once and of its kind."""
+    texts = {found[number]: found[number + 1] for number in (2, 5, 8)}
+    lists = {found[number]: found[number + 2] for number in (2, 5, 8)}
+    dtype, shape, offsets = texts.get(b"dtype"), lists.get(b"shape"), lists.get(b"data_offsets")
+    return None if dtype is None or shape is None or offsets is None else (dtype, shape, offsets)
+
+
+def _read_metadata(raw: bytes, opened: re.Match[bytes]) -> tuple[dict[str, str], int] | None:
+    """Return `__metadata__` and the position after it; None where it is not an object of strings, each key once."""
+    metadata: dict[str, str] = {}
+    at, following = opened.end(), opened[1]
+    while following != b"}":
+        found = PAIR.match(raw, at)
+        if found is None or len(metadata) == _MOST_METADATA:
+            return None
+        key, value = read_string(found[1]), read_string(found[2])
+        if key is None or value is None or key in metadata:
+            return None
+        metadata[key] = value
+        at, following = found.end(), found[3]
+    return metadata, at
+
+
+_NAMES = {name.encode(): name for name in DTYPE_BITS}

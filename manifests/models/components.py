@@ -1,0 +1,161 @@
+"""What decoders are made of: each part's tensors as files hold them, and its work for one token.
+
+Letters: D = width of the model, F = of a feed-forward, h = of a head; H and K = query and key-value heads;
+E = experts, k of them for each token; V = vocabulary. A matrix that takes n inputs to m outputs is stored
+(m, n) and costs a token 2 n m FLOPs.
+
+Sources: the modules are those of transformers 5.23. FLOPs: Kaplan et al. 2020, "Scaling Laws for Neural
+Language Models", 2.1 and table 1, without its approximations. Kept activations: Korthikanti et al. 2022,
+"Reducing Activation Recomputation in Large Transformer Models", 4.1, for these modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from manifests.models.config import MAX_EXPERTS, ConfigReader
+from manifests.models.shape import Shape, Work
+
+__all__ = [
+    "Part",
+    "attention",
+    "expert_work",
+    "experts",
+    "gated_mlp",
+    "layer",
+    "layer_norm",
+    "linear",
+    "mlp",
+    "norm",
+    "routing",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """Tensors, named relative to the part, and the work of one token."""
+
+    tensors: Mapping[str, Shape] = field(default_factory=dict)
+    work: Work = field(default_factory=Work)
+
+    def __add__(self, other: Part) -> Part:
+        return Part(tensors={**self.tensors, **other.tensors}, work=self.work + other.work)
+
+    def below(self, name: str) -> Part:
+        """Return the part under a name."""
+        return Part(tensors={f"{name}.{leaf}": shape for leaf, shape in self.tensors.items()}, work=self.work)
+
+
+def norm(width: int) -> Part:
+    """RMS norm. Kept: its input, a statistic, and its output, which is what the matrices after it need."""
+    return Part(tensors={"weight": (width,)}, work=Work(saved=2 * width, saved_fp32=1))
+
+
+def layer_norm(width: int, *, weight: bool = True, bias: bool = True) -> Part:
+    """Layer norm. Kept: as of an RMS norm, with two statistics."""
+    tensors: dict[str, Shape] = {"weight": (width,)} if weight else {}
+    if bias:
+        tensors["bias"] = (width,)
+    return Part(tensors=tensors, work=Work(saved=2 * width, saved_fp32=2))
+
+
+def linear(inputs: int, outputs: int, *, bias: bool = False) -> Part:
+    """A matrix, and its bias. Its input, which is kept, is counted where it is made."""
+    tensors: dict[str, Shape] = {"weight": (outputs, inputs)}
+    if bias:
+        tensors["bias"] = (outputs,)
+    return Part(tensors=tensors, work=Work(flops=2 * inputs * outputs))
+
+
+def attention(
+    config: ConfigReader, *, head: int, bias: bool, out_bias: bool | None = None, qk_norm: bool = False
+) -> Part:
+    """Attention in which groups of query heads share keys and values.
+
+    Shapes: q_proj (H h, D), k_proj and v_proj (K h, D), o_proj (D, H h), q_norm and k_norm (h). `out_bias` is
+    o_proj's; None: as the others'.
+    FLOPs: the matrices, and 4 H h for each key: 2 H h for the score, 2 H h for the value's share.
+    Kept: queries, keys, values, output, and the softmax's sum for each head.
+    Source: `LlamaAttention`, `Qwen3Attention`; Ainslie et al. 2023, "GQA".
+    """
+    width, heads = config.count("hidden_size"), config.count("num_attention_heads")
+    kv_heads = config.count("num_key_value_heads", heads)
+    if not head:
+        problem = f"expected at most hidden_size {width}, found {heads}"
+        raise config.error("num_attention_heads", problem, code="config.inconsistent-fields")
+    if heads % kv_heads:
+        problem = f"expected a divisor of num_attention_heads {heads}, found {kv_heads}"
+        raise config.error("num_key_value_heads", problem, code="config.inconsistent-fields")
+    queries, keys = heads * head, kv_heads * head
+    part = linear(width, queries, bias=bias).below("q_proj")
+    part += linear(width, keys, bias=bias).below("k_proj")
+    part += linear(width, keys, bias=bias).below("v_proj")
+    part += linear(queries, width, bias=bias if out_bias is None else out_bias).below("o_proj")
+    if qk_norm:  # of each head: one weight for all, a statistic for each
+        tensors: dict[str, Shape] = {"q_norm.weight": (head,), "k_norm.weight": (head,)}
+        part += Part(tensors=tensors, work=Work(saved=queries + keys, saved_fp32=heads + kv_heads))
+    work = Work(flops_per_key=4 * queries, saved=2 * queries + 2 * keys, saved_fp32=heads)
+    return part + Part(work=work)
+
+
+def gated_mlp(width: int, ffn: int, *, bias: bool = False) -> Part:
+    """down(act(gate(x)) * up(x)).
+
+    Shapes: gate_proj and up_proj (F, D), down_proj (D, F).
+    Kept: gate, act(gate), up, and their product.
+    Source: `LlamaMLP`; Shazeer 2020, "GLU Variants Improve Transformer".
+    """
+    part = linear(width, ffn, bias=bias).below("gate_proj")
+    part += linear(width, ffn, bias=bias).below("up_proj")
+    part += linear(ffn, width, bias=bias).below("down_proj")
+    return part + Part(work=Work(saved=4 * ffn))
+
+
+def mlp(up: Part, down: Part, ffn: int) -> Part:
+    """down(act(up(x))). Kept: up and act(up), of width F."""
+    return up + down + Part(work=Work(saved=2 * ffn))
+
+
+def routing(config: ConfigReader, num_experts: str) -> tuple[int, int]:
+    """Return how many experts there are, under the field of this name, and how many of them a token goes through."""
+    count = config.count(num_experts, most=MAX_EXPERTS)
+    return count, config.count("num_experts_per_tok", most=count)
+
+
+def experts(width: int, ffn: int, *, count: int, per_token: int) -> Part:
+    """Experts and the router that chooses among them.
+
+    Shapes: gate (E, D); experts.0, experts.1, ... as a gated MLP's.
+    FLOPs: the router, and k experts.
+    Kept: the router's logits and scores, and for each of the k experts its input, what a gated MLP keeps,
+    and its output.
+    Source: `Qwen3MoeSparseMoeBlock`, `DeepseekV3MoE`; Fedus et al. 2021, "Switch Transformers".
+    """
+    expert = gated_mlp(width, ffn)
+    return Part(
+        tensors={
+            "gate.weight": (count, width),
+            **{f"experts.{index}.{leaf}": shape for index in range(count) for leaf, shape in expert.tensors.items()},
+        },
+        work=expert_work(expert.work, width, count=count, per_token=per_token),
+    )
+
+
+def expert_work(expert: Work, width: int, *, count: int, per_token: int) -> Work:
+    """Return the work of a router over `count` experts and of those that one token goes through."""
+    return Work(
+        flops=2 * width * count + per_token * expert.flops,
+        saved=per_token * (expert.saved + 2 * width),
+        saved_fp32=2 * count,
+    )
+
+
+def layer(attention: Part, mlp: Part, width: int) -> Part:
+    """A decoder layer: norm, attention, norm, MLP, each pair around a residual."""
+    return (
+        attention.below("self_attn")
+        + mlp.below("mlp")
+        + norm(width).below("input_layernorm")
+        + norm(width).below("post_attention_layernorm")
+    )

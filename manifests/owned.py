@@ -1,0 +1,172 @@
+"""Which files of a folder a command may replace: those that it wrote. Everything else in the folder stays there.
+
+# Note [Files of others in an output]
+`--force` replaces a folder in one step, by exchanging two names. Files that we did not write (notes, `.git`, a
+checkpoint inside) must be in the folder at every moment, before and after that step, so they are in both folders when
+it is taken: regular files, links, pipes and sockets by a hard link, folders by a folder of the same mode, owner and
+times. What cannot be linked (another file system is mounted there, or links are not supported) makes `--force` refuse,
+and nothing is touched.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from manifests.errors import InputError, UnreachableError
+from manifests.invariants import MANIFEST_NAME
+from manifests.store import read_manifest
+
+__all__ = ["Owned", "check_room", "files_of_manifest", "foreign_files", "keep_others", "remove_replaced", "remove_tree"]
+
+# The paths below a folder that may be removed from it; None: the folder was not written by this command.
+Owned = Callable[[Path], Collection[str] | None]
+
+logger = logging.getLogger(__name__)
+
+_HINT = "move it out of the folder, or choose another folder"
+
+
+def files_of_manifest(folder: Path) -> Collection[str] | None:
+    """Return the paths that a folder's manifest names, itself included; None where there is no manifest to read.
+
+    Raises:
+        UnreachableError: the disk, the mount or the network failed.
+    """
+    try:
+        manifest = read_manifest(folder)
+    except UnreachableError:
+        raise
+    except InputError:
+        return None
+    shards, files = (shard.path for shard in manifest.shards), (carried.path for carried in manifest.files)
+    return frozenset((MANIFEST_NAME, *shards, *files))
+
+
+def foreign_files(folder: Path, owned: Collection[str]) -> list[str]:
+    """Return what is in a folder and is not `owned`: files, links, and folders that nothing of ours is in."""
+    return [path for path, _ in _others(folder, owned)]
+
+
+def check_room(out: Path, owned: Collection[str], wanted: Collection[str]) -> None:
+    """Refuse an output whose files would take the place of others' files in the folder that it replaces.
+
+    Raises:
+        InputError: naming the first such file.
+    """
+    above = {parent for path in wanted for parent in _parents(path)}
+    for path, is_folder in _others(out, owned):
+        if path in wanted or (not is_folder and path in above):
+            raise _in_the_way(out / path)
+
+
+def keep_others(out: Path, owned: Collection[str], new: Path) -> None:
+    """Put everything of `out` that is not `owned` into the `new` folder as well, at the same path.
+
+    Raises:
+        InputError: something cannot be in both folders, or is in the way of the new output.
+    """
+    folders: list[str] = []
+    for path, is_folder in _others(out, owned):
+        source, target = out / path, new / path
+        try:
+            if is_folder:
+                if not target.is_dir() or target.is_symlink():
+                    target.mkdir()
+                    folders.append(path)
+            else:
+                for parent in reversed(_parents(path)):  # a folder of ours that only others' files are left in
+                    if not (new / parent).is_dir() or (new / parent).is_symlink():
+                        (new / parent).mkdir()
+                        folders.append(parent)
+                os.link(source, target, follow_symlinks=False)
+        except FileExistsError as error:
+            raise _in_the_way(source) from error
+        except OSError as error:
+            problem = f"was not written by this command and cannot be kept in one step here: {error.strerror}"
+            raise InputError(str(source), problem, _HINT, code="output.foreign-file") from error
+    for path in reversed(folders):  # last: a folder may be read-only, and filling it changes its times
+        found = os.stat(out / path)
+        os.chown(new / path, found.st_uid, found.st_gid)
+        shutil.copystat(out / path, new / path)
+
+
+def remove_replaced(old: Path, owned: Collection[str], new: Path) -> None:
+    """Remove a replaced folder, less what came into it since `keep_others` looked: that moves to the new folder.
+
+    The new one is there already: what a failing disk does not remove is logged, and left to the next run.
+    """
+    for _ in range(2):  # once more, where something failed
+        if old.exists():
+            _remove_replaced(old, owned, new)
+    if old.exists():
+        logger.warning("%s: what was replaced could not be removed; the next run into %s removes it", old, new)
+
+
+def _remove_replaced(old: Path, owned: Collection[str], new: Path) -> None:
+    for path, is_folder in _walk(old):
+        entry, kept = old / path, new / path
+        with suppress(OSError):
+            if is_folder:
+                entry.chmod(0o700 | entry.stat().st_mode)
+                if not kept.is_dir() and path not in {parent for name in owned for parent in _parents(name)}:
+                    kept.mkdir()
+            elif path in owned or (os.path.lexists(kept) and os.path.samestat(os.lstat(entry), os.lstat(kept))):
+                entry.unlink()
+            elif not os.path.lexists(kept):
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                os.rename(entry, kept)
+    for parent, _, _ in os.walk(old, topdown=False):
+        with suppress(OSError):
+            os.rmdir(parent)
+
+
+def remove_tree(entry: Path) -> None:
+    """Remove a file, a link or a whole folder, read-only folders in it too."""
+    if not entry.is_dir() or entry.is_symlink():
+        entry.unlink(missing_ok=True)
+        return
+    for parent, _, _ in os.walk(entry):
+        with suppress(OSError):
+            os.chmod(parent, 0o700)
+    shutil.rmtree(entry)
+
+
+def _others(out: Path, owned: Collection[str]) -> Iterator[tuple[str, bool]]:
+    """Yield what is in a folder and not `owned`, and whether it is a folder; folders come before what is in them."""
+    above, device = {parent for path in owned for parent in _parents(path)}, os.stat(out).st_dev
+    for path, is_folder in _walk(out):
+        if is_folder and os.lstat(out / path).st_dev != device:
+            raise InputError(str(out / path), "another file system is mounted here", _HINT, code="output.foreign-file")
+        if path not in (above if is_folder else owned):
+            yield path, is_folder
+
+
+def _walk(folder: Path) -> Iterator[tuple[str, bool]]:
+    """Yield every path below a folder, and whether it is a folder, which a link is not."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for parent, folders, files in os.walk(folder, onerror=refuse):
+        below = os.path.relpath(parent, folder)
+        links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
+        folders[:] = sorted(set(folders) - set(links))
+        for names, is_folder in ((folders, True), (sorted(files + links), False)):
+            for name in names:
+                yield name if below == "." else f"{below}/{name}", is_folder
+
+
+def _parents(path: str) -> list[str]:
+    """Return the folders above a path, the nearest first."""
+    parts = path.split("/")
+    return ["/".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
+
+
+def _in_the_way(path: Path) -> InputError:
+    problem = "was not written by this command, and the new output has a file of this name"
+    return InputError(str(path), problem, _HINT, code="output.foreign-file")

@@ -1,0 +1,46 @@
+"""Regular files alone: opening a pipe that nobody writes to would never end, and devices have no end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+from manifests.errors import InputError
+
+__all__ = ["open_regular"]
+
+_KINDS = {
+    stat.S_IFIFO: "a pipe (FIFO)",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+}
+
+
+def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
+    """Open a regular file and return its descriptor; this can be the `opener` of `open`.
+
+    Raises:
+        InputError: it is a pipe, a socket or a device.
+        OSError: it cannot be opened, or is a folder.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # what a socket answers, and a disk that is gone
+            _check(os.stat(path), path)
+        raise
+    try:
+        _check(os.fstat(descriptor), path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check(found: os.stat_result, path: str | Path) -> None:
+    if (kind := _KINDS.get(stat.S_IFMT(found.st_mode))) is not None:
+        problem = f"expected a regular file, found {kind}"
+        raise InputError(str(path), problem, "put the file itself there", code="store.not-a-file")

@@ -1,0 +1,72 @@
+"""Ctrl-C and SIGTERM, from a command's start on: one line on stderr, and exit code 130."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+__all__ = ["INTERRUPTED", "STOPPING", "deferred", "end_at_signals", "interrupts", "say_interrupted"]
+
+INTERRUPTED = 130
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def interrupts() -> Iterator[Callable[[], None]]:
+    """Handle signals that end a command; those that the caller ignores stay ignored.
+
+    Until the block calls what it receives, while modules are being imported, a signal ends the process at once;
+    afterwards it raises KeyboardInterrupt, and the command cleans up.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    before = {number: signal.getsignal(number) for number in STOPPING}
+    try:
+        end_at_signals()
+        yield lambda: _handle(_interrupt)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def end_at_signals(clear_up: Callable[[int], object] = lambda number: None) -> None:
+    """End this process at a signal, with a line on stderr; signals that were blocked for it arrive now."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(Exception):
+            clear_up(number)
+        say_interrupted(number)
+        os._exit(INTERRUPTED)
+
+    _handle(end)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+
+
+@contextlib.contextmanager
+def deferred() -> Iterator[None]:
+    """Let signals wait until the block has ended, or until the program that it executes takes them."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+
+
+def say_interrupted(number: int) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, f"interrupted by {signal.Signals(number).name}\n".encode())
+
+
+def _handle(handler: Callable[[int, FrameType | None], None]) -> None:
+    for number in STOPPING:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

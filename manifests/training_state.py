@@ -1,0 +1,105 @@
+"""Truths of a manifest's training state: what `check_manifest` looks at besides stages and files."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterator
+
+from manifests.digest import is_digest
+from manifests.schema import (
+    MOMENTS,
+    WEIGHTS,
+    BatchSizes,
+    LearningRate,
+    Manifest,
+    OptimizerState,
+    RandomState,
+    TrainingState,
+)
+
+__all__ = ["LARGEST_RATE", "training_problems"]
+
+LARGEST_RATE = 3.4028234663852886e38  # the largest float32: a rate beyond it is infinite to an optimizer
+
+
+def training_problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Return each problem as (path, sentence)."""
+    training, moments = manifest.training, set()
+    for i, stage in enumerate(manifest.stages):
+        for j, shard in enumerate(stage.shards):
+            if shard.holds != WEIGHTS:
+                moments.add(shard.holds)
+                if training is None or training.optimizer is None:
+                    yield f"stages[{i}].shards[{j}].holds", "moments need training.optimizer, which is null"
+    if training is None:
+        return
+    if training.optimizer is not None:
+        for moment in MOMENTS:
+            if moment not in moments:
+                yield "training.optimizer", f"expected null: no shard holds {moment}"
+        yield from _group_problems(training.optimizer)
+    if training.learning_rate is not None:
+        yield from _rate_problems(training.learning_rate)
+    if training.batch is not None:
+        yield from _batch_problems(training.batch)
+    yield from _data_problems(training)
+    yield from _random_problems(training.random)
+
+
+def _rate_problems(rate: LearningRate) -> Iterator[tuple[str, str]]:
+    where = "training.learning_rate"
+    for name in ("peak", "minimum"):
+        if getattr(rate, name) > LARGEST_RATE:
+            yield f"{where}.{name}", f"expected at most {LARGEST_RATE}, found {getattr(rate, name)}"
+    if rate.decay != "constant" and rate.decay_steps <= rate.warmup_steps + rate.stable_steps:
+        least = rate.warmup_steps + rate.stable_steps
+        yield (
+            f"{where}.decay_steps",
+            f"expected more than warmup_steps + stable_steps = {least}, found {rate.decay_steps}",
+        )
+
+
+def _batch_problems(batch: BatchSizes) -> Iterator[tuple[str, str]]:
+    for name in ("global_batch", "microbatch", "seq_len"):
+        if getattr(batch, name) < 1:
+            yield f"training.batch.{name}", f"expected at least 1, found {getattr(batch, name)}"
+    if batch.microbatch and batch.global_batch % batch.microbatch:
+        yield "training.batch.global_batch", f"expected a multiple of {batch.microbatch}, found {batch.global_batch}"
+
+
+def _data_problems(training: TrainingState) -> Iterator[tuple[str, str]]:
+    if training.data is not None and not is_digest(training.data.digest):
+        yield "training.data.digest", f"expected blake3: and 64 hex digits, found {training.data.digest[:80]!r}"
+    if training.data is not None and training.data.cursor is not None and not training.data.cursor.sources:
+        yield "training.data.cursor.sources", "expected at least one"
+
+
+def _random_problems(states: tuple[RandomState, ...]) -> Iterator[tuple[str, str]]:
+    seen: set[tuple[int, str]] = set()
+    for position, random in enumerate(states):
+        if (random.rank, random.generator) in seen:
+            yield f"training.random[{position}]", f"rank {random.rank} has a state of {random.generator!r} already"
+        seen.add((random.rank, random.generator))
+        try:
+            base64.b64decode(random.state, validate=True)
+        except (ValueError, binascii.Error):
+            yield f"training.random[{position}].state", f"expected base64, found {random.state[:40]!r}"
+
+
+def _group_problems(optimizer: OptimizerState) -> Iterator[tuple[str, str]]:
+    where, seen = "training.optimizer.groups", set[str]()
+    if not optimizer.name.isidentifier():
+        yield "training.optimizer.name", f"expected the name of a class, found {optimizer.name[:80]!r}"
+    if not optimizer.groups:
+        yield where, "expected at least one"
+    if sum(not group.fqns for group in optimizer.groups) > 1:
+        yield where, "expected at most one group without fqns: the one for all other parameters"
+    for position, group in enumerate(optimizer.groups):
+        for name in ("beta1", "beta2"):
+            if not getattr(group, name) < 1:
+                yield f"{where}[{position}].{name}", f"expected a number below 1, found {getattr(group, name)}"
+        for fqn in group.fqns:
+            if fqn in seen:
+                yield f"{where}[{position}].fqns", f"{fqn!r} is in a group already"
+            seen.add(fqn)

@@ -1,0 +1,1 @@
+"""The public functions: what `import reshard` offers, and what the commands call."""

@@ -1,0 +1,42 @@
+"""diff: two checkpoints compared, whatever their layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from reshard.operations.diff import DiffResult, diff_checkpoints, nbytes_to_hash
+from reshard.operations.progress import Progress, counting
+from reshard.sources.open import open_source
+
+__all__ = ["diff"]
+
+
+def diff(
+    a: str | Path,
+    b: str | Path,
+    *,
+    with_norms: bool = False,
+    reads_bytes: bool = False,
+    progress: Progress | None = None,
+) -> DiffResult:
+    """Compare the weights and the optimizer state of two checkpoints, tensor by tensor, whatever their layouts.
+
+    `a` and `b` are manifests or Hugging Face folders. Tensors with digests are not read, unless `reads_bytes` asks for
+    all of them, or they differ and `with_norms` asks for the norm of B - A (float64, over floating-point tensors of
+    one shape).
+
+    Units: progress is called with bytes read and bytes in total.
+    Raises:
+        InputError: one of them is not a checkpoint, or a file cannot be read to its end or has other bytes than its
+            digest says.
+
+    Example:
+        >>> found = reshard.diff("model-pp2", "model-pp4")
+        >>> found.equal, found.num_equal, found.num_moved
+        (True, 39, 20)
+    """
+    left, right = open_source(str(a)), open_source(str(b))
+    total_nbytes = nbytes_to_hash(left, right, reads_bytes=reads_bytes)
+    return diff_checkpoints(
+        left, right, with_norms=with_norms, reads_bytes=reads_bytes, progress=counting(progress, total_nbytes)
+    )

@@ -1,0 +1,55 @@
+"""export: from bundles back to a Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from reshard.copy.direct_io import Io
+from reshard.copy.engine import WriteOptions
+from reshard.operations.export import ExportResult, export_huggingface
+from reshard.operations.progress import Progress, counting
+from reshard.sources.bundles import open_manifest
+from reshard.transforms.cast import Dtype, cast_checkpoint
+from stores.address import is_url
+
+__all__ = ["export"]
+
+
+def export(
+    manifest: str | Path,
+    out: str | Path,
+    *,
+    to: Literal["hf"] = "hf",
+    dtype: Dtype = "source",
+    force: bool = False,
+    io: Io = "direct",
+    sync: bool = True,
+    progress: Progress | None = None,
+) -> ExportResult:
+    """Write a manifest's model as a Hugging Face folder.
+
+    Tensors that were not trained come back byte for byte, in the files they came from. `dtype` is each tensor's of
+    the source, or one for all parameters. `out`, `force`, `io` and `sync` are those of `pack`.
+
+    Units: `nbytes` in bytes; progress is called with bytes done and bytes in total.
+    Raises:
+        InputError: a bundle is damaged (its bytes are not what its digests say), `out` exists (`output.exists`), or is
+            where the model came from.
+        UsageError: `out` is inside what is read, or weights cannot be cast.
+
+    Example:
+        >>> done = reshard.export("model-pp2", "model-again")
+        >>> done.identical, (Path("model-again/config.json").read_bytes() == Path("model/config.json").read_bytes())
+        (True, True)
+    """
+    assert to == "hf", "the one format there is"
+    checkpoint = open_manifest(manifest)
+    nbytes = sum(tensor.nbytes for tensor in cast_checkpoint(checkpoint, dtype).tensors.values())
+    return export_huggingface(
+        checkpoint,
+        str(out) if is_url(out) else Path(out),
+        force=force,
+        dtype=dtype,
+        options=WriteOptions(io=io, sync=sync, progress=counting(progress, nbytes)),
+    )

@@ -1,0 +1,74 @@
+"""pack: one bundle per stage, and a manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from reshard.copy.direct_io import Io
+from reshard.estimate.training_estimate import Assumptions
+from reshard.operations.pack_result import PackResult
+from reshard.operations.prepare_pack import PackRequest, prepare_pack
+from reshard.operations.progress import Progress
+from reshard.operations.resolve import LayoutRequest
+from reshard.transforms.conversion import Conversion
+from stores.address import is_url
+
+__all__ = ["pack"]
+
+
+def pack(
+    source: str | Path,
+    out: str | Path,
+    layout: str | None = None,
+    *,
+    pp: int | None = None,
+    drop: Collection[str] = (),
+    conversion: Conversion | None = None,
+    virtual: bool = False,
+    stages: str | None = None,
+    force: bool = False,
+    io: Io = "direct",
+    sync: bool = True,
+    verify_source: bool = False,
+    assumed: Assumptions | None = None,
+    progress: Progress | None = None,
+) -> PackResult:
+    """Write one bundle per pipeline stage and, last, the manifest that commits them.
+
+    `source`, `layout`, `pp`, `drop` and `assumed` are those of `plan`. With a manifest as `source` this reshards it,
+    optimizer state included. `out` is a folder or an object-store URL. `conversion` casts, dequantizes or merges
+    slices. With `virtual`, bundles refer to the source's bytes instead of copying them; `stages` (`0-3,7`) packs these
+    and leaves the others virtual. `force` replaces an earlier output in one step. `io` and `sync` are about the disk;
+    `verify_source` compares whole files with the digests that the hub lists.
+
+    A folder without manifest.json is not a checkpoint: an interrupted pack is resumed by calling it again.
+
+    Units: `nbytes` in bytes; progress is called with bytes done and bytes in total.
+    Raises:
+        InputError: the source or the layout is wrong or cannot be read, `out` exists (`output.exists`) or cannot be
+            written, or bytes are not what a digest says.
+        UsageError: arguments that do not go together.
+
+    Example:
+        >>> done = reshard.pack("model", "model-pp2", "pp=2")
+        >>> done.num_stages, done.num_tensors, done.path
+        (2, 39, 'model-pp2/manifest.json')
+        >>> reshard.pack("model-pp2", "model-pp4", "pp=4").num_stages
+        4
+    """
+    request = PackRequest(
+        source=str(source),
+        out=str(out) if is_url(out) else Path(out),
+        asked=LayoutRequest(spec=layout, num_ranks=pp),
+        assumed=assumed or Assumptions(),
+        conversion=conversion or Conversion(),
+        drop=drop,
+        virtual=virtual,
+        stages=stages,
+        force=force,
+        io=io,
+        sync=sync,
+        verify_source=verify_source,
+    )
+    return prepare_pack(request).run(progress)

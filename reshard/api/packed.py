@@ -1,0 +1,188 @@
+"""open: a packed model or a training checkpoint as an object: its manifest, its layout, and each stage's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from manifests.errors import InputError, UsageError
+from manifests.jsontext import parse_json_object
+from manifests.schema import WEIGHTS, Holds, Layout, Manifest, Stage
+from reshard.tensors.arrays import to_numpy, to_torch
+from reshard.tensors.checkpoint import TensorAt
+from reshard.tensors.slices import merge_slices
+from reshard.transforms.cast import FLOATS, STORED, cast_tensor
+from stores.base import read_whole
+from stores.bundles import Bundles, join_slices
+from stores.manifest_file import find_manifest_file
+
+if TYPE_CHECKING:
+    from reshard.tensors.arrays import Array, Framework, Tensor
+
+__all__ = ["PackedModel", "PackedStage", "TensorInfo", "open"]
+
+_CONFIG = "config.json"
+Float = Literal["fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorInfo:
+    """A stored tensor: dtype as safetensors writes it, whole shape, size in bytes, and BLAKE3 digest if one is known.
+
+    A tensor that ranks stored in slices has one digest per slice, and None here.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    digest: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedModel:
+    """A manifest and the bundles that it names. Files are opened when tensors are asked for.
+
+    Example:
+        >>> packed = reshard.open("model-pp2")
+        >>> packed.layout.spec, len(packed.stages), packed.config["vocab_size"]
+        ('pp=2', 2, 40)
+    """
+
+    location: str
+    manifest: Manifest
+    bundles: Bundles
+
+    @property
+    def layout(self) -> Layout:
+        """The layout as it was asked for, and the numbers of stages and ranks that came of it."""
+        return self.manifest.layout
+
+    @property
+    def stages(self) -> tuple[PackedStage, ...]:
+        return tuple(PackedStage(model=self, info=stage) for stage in self.manifest.stages)
+
+    def stage(self, index: int) -> PackedStage:
+        """Return a stage by its index, virtual stages included.
+
+        Raises:
+            UsageError: there is no such stage (`options.no-such-stage`).
+        """
+        if not 0 <= index < len(self.manifest.stages):
+            problem = f"there is no stage {index}: the manifest has {len(self.manifest.stages)}"
+            raise UsageError(self.location, problem, "stages are counted from 0", code="options.no-such-stage")
+        return PackedStage(model=self, info=self.manifest.stages[index])
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """The model's config.json, its digest verified.
+
+        Raises:
+            InputError: it is missing or damaged.
+        """
+        digest = next((file.digest for file in self.manifest.files if file.path == _CONFIG), None)
+        file = self.bundles.root.file(_CONFIG)
+        return parse_json_object(read_whole(file, digest), str(file))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedStage:
+    """One pipeline stage: `info` has its rank, modules and sizes.
+
+    Example:
+        >>> stage = reshard.open("model-pp2").stage(1)
+        >>> stage.info.rank, stage.info.modules[-1], stage.tensors()["lm_head.weight"].shape
+        (1, 'lm_head', (40, 16))
+    """
+
+    model: PackedModel
+    info: Stage
+
+    def tensors(self, kind: Holds = WEIGHTS) -> dict[str, TensorInfo]:
+        """Return the stage's tensors by Hugging Face FQN, from headers alone.
+
+        `kind` is "weights", or "exp_avg" or "exp_avg_sq" for the optimizer state. A tied weight has each of the names
+        that it has on this stage.
+
+        Raises:
+            InputError: a file is missing or damaged, or the checkpoint has no optimizer state
+                (`checkpoint.no-optimizer-state`).
+        """
+        return {
+            fqn: TensorInfo(dtype=at.dtype, shape=at.shape, nbytes=at.nbytes, digest=at.digest)
+            for fqn, at in self._located(kind).items()
+        }
+
+    @overload
+    def state_dict(
+        self, kind: Holds = WEIGHTS, *, framework: Literal["numpy"] = "numpy", dtype: Float | None = None
+    ) -> dict[str, Array]: ...
+    @overload
+    def state_dict(
+        self, kind: Holds = WEIGHTS, *, framework: Literal["torch"], dtype: Float | None = None
+    ) -> dict[str, Tensor]: ...
+    def state_dict(
+        self, kind: Holds = WEIGHTS, *, framework: Framework = "numpy", dtype: Float | None = None
+    ) -> dict[str, Array] | dict[str, Tensor]:
+        """Read the stage's tensors by Hugging Face FQN, each byte once, digests verified.
+
+        Names that are tied on this stage share one array. With `dtype`, floating-point tensors are cast (to nearest,
+        ties to even); numpy has no BF16, so such models need `dtype="fp32"` or `framework="torch"`. Digests of virtual
+        bundles are unknown: their files' sizes, times and headers are compared instead.
+
+        Shapes: whole tensors as stored, slices merged; `mlp.down_proj.weight` is (D, F), D = model width, F =
+        feed-forward width.
+        Raises:
+            InputError: a file is missing or damaged, or there is no optimizer state (`checkpoint.no-optimizer-state`).
+            UsageError: the framework has no such dtype (`options.array-dtype`).
+
+        Example:
+            >>> stage = reshard.open("model-pp2").stage(0)
+            >>> weights = stage.state_dict(dtype="fp32")
+            >>> weights["model.layers.0.mlp.down_proj.weight"].shape
+            (16, 24)
+        """
+        read = to_numpy if framework == "numpy" else to_torch
+        arrays: dict[TensorAt, Any] = {}
+        located = self._located(kind)
+        for at in located.values():
+            if at not in arrays:
+                wanted = STORED[dtype] if dtype is not None and at.dtype in FLOATS else at.dtype
+                arrays[at] = read(cast_tensor(at, wanted))
+        return {fqn: arrays[at] for fqn, at in located.items()}
+
+    def _located(self, kind: Holds) -> dict[str, TensorAt]:
+        """Return where each tensor is, under all names that it has on this stage."""
+        manifest = self.model.manifest
+        if kind != WEIGHTS and (manifest.training is None or manifest.training.optimizer is None):
+            hint = "a training checkpoint has it; a packed model does not"
+            raise InputError(
+                self.model.location, "there is no optimizer state", hint, code="checkpoint.no-optimizer-state"
+            )
+        slices = join_slices(self.model.bundles.tensors_on(self.info, kind))
+        found = {fqn: merge_slices(parts) for fqn, parts in slices.items()}
+        for group in manifest.ties:
+            names = [member.fqn for member in group.members if member.stage == self.info.index]
+            stored = next((found[name] for name in names if name in found), None)
+            if stored is not None:
+                found |= {name: found.get(name, stored) for name in names}
+        return found
+
+
+def open(manifest: str | Path) -> PackedModel:
+    """Open a packed model or a training checkpoint by its manifest or its folder, here or at a URL.
+
+    Only the manifest is read. Use this in place of Python's `open` as `reshard.open`.
+
+    Raises:
+        InputError: there is no readable manifest.
+
+    Example:
+        >>> reshard.open("model-pp2").manifest.model.architecture
+        'LlamaForCausalLM'
+    """
+    file = find_manifest_file(manifest)
+    found, _ = file.read()
+    return PackedModel(location=str(file), manifest=found, bundles=Bundles(found, file.folder))

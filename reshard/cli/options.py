@@ -1,0 +1,246 @@
+"""Flags that several verbs share, and the frozen objects they become."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from manifests.errors import UsageError
+from manifests.paths import is_unicode
+from manifests.sizes import read_size
+from stores.address import is_url
+
+if TYPE_CHECKING:
+    from reshard.operations.progress import Progress
+    from reshard.transforms.cast import Dtype
+    from reshard.transforms.conversion import Plain
+
+__all__ = [
+    "DTYPES",
+    "POLICIES",
+    "SCHEDULES",
+    "SPELLINGS",
+    "Whole",
+    "allow_remote",
+    "as_json",
+    "as_spelling",
+    "conversion_flags",
+    "cost",
+    "drop",
+    "force",
+    "io",
+    "layout_flags",
+    "manifest",
+    "out",
+    "progress",
+    "quiet",
+    "ranks",
+    "say_done",
+    "strict_megatron",
+    "sync",
+    "training_flags",
+]
+
+Command = Callable[..., Any]
+
+
+class Whole(click.IntRange):
+    """An integer from `min` to `most`. Help shows the lower bound alone."""
+
+    def __init__(self, min: int, most: int = (1 << 31) - 1) -> None:
+        super().__init__(min=min)
+        self.most = most
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        found = int(super().convert(value, param, ctx))
+        if found > self.most:
+            self.fail(f"expected at most {self.most}, found {str(value)[:40]}", param, ctx)
+        return found
+
+
+# Choices, said again here: --help imports nothing that a verb needs. A test compares them.
+SPELLINGS = ("megatron", "torchtitan", "toml", "deepspeed")
+DTYPES = ("source", "fp32", "bf16", "fp16")
+POLICIES = ("fp32", "bf16", "mixed")
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+allow_remote = click.option(
+    "--allow-remote", is_flag=True, expose_value=False, callback=lambda *given: _allow_remote(*given),
+    help="Read from servers that a manifest of virtual bundles names, beside the hub and buckets.",
+)  # fmt: skip
+quiet = click.option(
+    "--quiet", is_flag=True, help="Print nothing but errors, differences and what was asked for: no progress, no notes."
+)
+force = click.option("--force", is_flag=True, help="Replace an output that exists, in one step.")
+out = click.option(
+    "--out", type=click.Path(), required=True, metavar="DIR|URL", callback=lambda _, __, text: _address(text),
+    help="Folder to write, or s3://BUCKET/PREFIX (gs://, az://, or what fsspec writes); it must not exist.",
+)  # fmt: skip
+drop = click.option("--drop", multiple=True, metavar="FQN", help="Leave this tensor behind; may be repeated.")
+manifest = click.argument("manifest", type=click.Path(), metavar="MANIFEST")
+io = click.option(
+    "--io",
+    type=click.Choice(["direct", "buffered"]),
+    default="direct",
+    help="Write past the page cache, where the file system can, or through it.",
+)
+sync = click.option(
+    "--sync/--no-sync", default=True, help="Wait until the disk has everything, or leave that to the kernel."
+)
+layout = click.option(
+    "--layout", "spec", type=click.Path(), metavar="SPEC", show_default="of a manifest, the one that it has",
+    help="pp=N[,vpp=K], a Megatron string, balance:COST,pp=N, uniform,pp=N, cut=MODULE, or a .toml or .json file of "
+    "module lists.",
+)  # fmt: skip
+ranks = click.option(
+    "--pp", "num_ranks", type=Whole(min=1), metavar="P",
+    help="Pipeline ranks, for a SPEC that does not say (a Megatron string).",
+)  # fmt: skip
+strict_megatron = click.option("--strict-megatron", is_flag=True, help="Refuse a Megatron string that Megatron would.")
+as_spelling = click.option(
+    "--as",
+    "spelling",
+    type=click.Choice(SPELLINGS),
+    help="Print only the layout, in this spelling.",
+)
+cost = click.option(
+    "--cost", type=click.Path(path_type=Path), metavar="FILE",
+    help="Measured seconds of each module (JSON), to take in place of FLOPs.",
+)  # fmt: skip
+_CONVERSION = (
+    click.option(
+        "--dtype", type=click.Choice(DTYPES[1:]), help="Cast weights to this dtype.",
+        show_default="as they are",
+    ),
+    click.option(
+        "--dequantise", type=click.Choice(["bf16", "fp32"]), show_default="as they are",
+        help="Turn quantised weights (fp8 in blocks, mxfp4) into plain ones of this dtype.",
+    ),
+    click.option("--merge-slices", is_flag=True, help="Make tensors whole that several ranks wrote in slices."),
+)  # fmt: skip
+_TRAINING = (
+    click.option(
+        "--schedule", metavar="NAME", show_default="the layout's, or one that runs its stages",
+        help=f"Assume this schedule: {', '.join(SCHEDULES)}.",
+    ),
+    click.option(
+        "--microbatches", type=Whole(min=1), metavar="M", show_default="4 for each rank",
+        help="Assume so many microbatches in a step.",
+    ),
+    click.option("--microbatch", type=Whole(min=1), default=1, metavar="B", help="Sequences in one of them."),
+    click.option("--seq-len", type=Whole(min=1), default=4096, metavar="L", help="Tokens in a sequence."),
+    click.option(
+        "--dtype-policy", type=click.Choice(POLICIES), default="fp32",
+        help="Dtypes to estimate memory for; mixed is bf16 weights, fp32 gradients, master weights and moments.",
+    ),
+    click.option(
+        "--memory-limit", metavar="SIZE",
+        help="Memory of a rank, such as 80GB (which is 80GiB); a layout that is solved for keeps to it.",
+    ),
+    cost,
+)  # fmt: skip
+
+
+def layout_flags(command: Command) -> Command:
+    """Add the flags that ask for a layout; the command gets them as `asked`, a LayoutRequest."""
+
+    @functools.wraps(command)
+    def gathered(*, spec: str | None, num_ranks: int | None, strict_megatron: bool, **others: Any) -> Any:
+        from reshard.operations.resolve import LayoutRequest
+        from reshard.sources.open import names_manifest
+
+        if spec is None and not names_manifest(others["source"]):
+            raise click.UsageError("Missing option '--layout'.", click.get_current_context())
+        return command(asked=LayoutRequest(spec=spec, num_ranks=num_ranks, strict_megatron=strict_megatron), **others)
+
+    return _with_flags(gathered, (layout, ranks, strict_megatron))
+
+
+def conversion_flags(command: Command) -> Command:
+    """Add the flags that change tensors on their way; the command gets them as `conversion`, a Conversion."""
+
+    @functools.wraps(command)
+    def gathered(*, dtype: Dtype | None, dequantise: Plain | None, merge_slices: bool, **others: Any) -> Any:
+        from reshard.transforms.conversion import Conversion
+
+        conversion = Conversion(dtype=dtype, dequantise=dequantise, merge_slices=merge_slices)
+        return command(conversion=conversion, **others)
+
+    return _with_flags(gathered, _CONVERSION)
+
+
+def training_flags(command: Command) -> Command:
+    """Add the flags that say what is assumed of training; the command gets them as `assumed`, Assumptions."""
+
+    @functools.wraps(command)
+    def gathered(
+        *, schedule: str | None, microbatches: int | None, microbatch: int, seq_len: int, dtype_policy: str,
+        memory_limit: str | None, cost: Path | None, **others: Any,
+    ) -> Any:  # fmt: skip
+        from reshard.estimate.costs import read_times
+        from reshard.estimate.training_estimate import Assumptions
+
+        assumed = Assumptions(
+            schedule=schedule,
+            num_microbatches=microbatches,
+            microbatch=microbatch,
+            seq_len=seq_len,
+            policy=dtype_policy,
+            memory_limit=None if memory_limit is None else read_size("--memory-limit", memory_limit),
+            measured=read_times(cost) if cost else None,
+        )
+        return command(assumed=assumed, **others)
+
+    return _with_flags(gathered, _TRAINING)
+
+
+def say_done(quiet: bool, as_json: bool, as_object: Callable[[], object], as_text: Callable[[], str]) -> None:
+    """Print what a verb has done: as JSON if that was asked for, and nothing where it was told to be quiet."""
+    if as_json:
+        click.echo(json.dumps(as_object()))
+    elif not quiet:
+        click.echo(as_text())
+
+
+@contextlib.contextmanager
+def progress(verb: str, quiet: bool) -> Iterator[Progress | None]:
+    """Show a bar on a terminal; the block passes what it is given on as the operation's progress callback."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from tqdm import tqdm
+
+    with tqdm(desc=verb, unit="iB", unit_scale=True, unit_divisor=1024) as bar:
+
+        def show(done_nbytes: int, total_nbytes: int) -> None:
+            bar.total = total_nbytes
+            bar.update(done_nbytes - bar.n)
+
+        yield show
+
+
+def _address(text: str) -> str | Path:
+    if not is_unicode(text):
+        raise UsageError("--out", f"{text!r} is not valid UTF-8", "choose another name", code="options.not-utf8")
+    return text if is_url(text) else Path(text)
+
+
+def _allow_remote(context: click.Context, _: click.Parameter, given: bool) -> None:
+    if given:
+        from stores.remote import allowing_remote
+
+        context.with_resource(allowing_remote())
+
+
+def _with_flags(command: Command, flags: Sequence[Callable[[Command], Command]]) -> Command:
+    for flag in reversed(flags):
+        command = flag(command)
+    return command

@@ -1,0 +1,117 @@
+"""plan and layout: what will be, before a byte moves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from manifests.errors import UsageError
+from manifests.models.config import MAX_LAYERS
+from reshard.cli import options
+
+if TYPE_CHECKING:
+    from reshard.estimate.training_estimate import Assumptions
+    from reshard.operations.resolve import LayoutRequest
+
+__all__ = ["layout", "plan"]
+
+
+@click.command()
+@click.argument("source", type=click.Path(), metavar="SOURCE")
+@options.layout_flags
+@options.training_flags
+@options.drop
+@options.as_spelling
+@click.option("--draw", type=click.Path(path_type=Path), metavar="FILE", help="Draw it: .svg, .png or .html.")
+@click.option("--theme", type=click.Choice(["light", "dark"]), default="light", help="Of .svg and .png.")
+@options.force
+@options.allow_remote
+@options.as_json
+@options.quiet
+def plan(
+    source: str, asked: LayoutRequest, assumed: Assumptions, drop: tuple[str, ...], spelling: str | None,
+    draw: Path | None, theme: str, force: bool, as_json: bool, quiet: bool,
+) -> None:  # fmt: skip
+    """Show what SPEC gives before a byte moves: stages, bytes, work, memory and waiting.
+
+    SOURCE is a Hugging Face folder or a manifest, or a config.json alone.
+
+    \b
+    Example:
+      reshard plan ./Llama-3.2-1B --layout pp=4 --memory-limit 80GB --draw plan.html
+    """
+    from reshard.layout.printing import print_layout
+    from reshard.operations.resolve import plan_source
+    from reshard.report.layout import spelling_json
+    from reshard.report.plan import plan_json, plan_text
+
+    if draw:
+        from reshard.draw import check_picture
+
+        check_picture(draw, force)
+    planned = plan_source(source, asked, assumed, drop)
+    if spelling:
+        text = print_layout(spelling, planned.layout, planned.inventory, planned.costs)
+        click.echo(json.dumps(spelling_json(spelling, text)) if as_json else text.rstrip("\n"))
+    else:
+        click.echo(json.dumps(plan_json(planned)) if as_json else plan_text(planned))
+    if draw:
+        from reshard.draw import draw_plan
+
+        draw_plan(planned, draw, theme)
+        if not quiet:
+            click.echo(f"drawn: {draw}", err=True)
+
+
+@click.command()
+@click.argument("spec", type=click.Path(), metavar="SPEC")
+@click.option("--layers", type=options.Whole(1, MAX_LAYERS), required=True, metavar="N", help="Decoder layers.")
+@click.option("--mtp", type=options.Whole(0, MAX_LAYERS), default=0, metavar="M", help="Multi-token prediction layers.")
+@options.ranks
+@options.strict_megatron
+@options.cost
+@options.as_spelling
+@options.as_json
+@options.quiet
+def layout(
+    spec: str, layers: int, mtp: int, num_ranks: int | None, strict_megatron: bool, cost: Path | None,
+    spelling: str | None, as_json: bool, quiet: bool,
+) -> None:  # fmt: skip
+    """Show what a layout means, without a model.
+
+    \b
+    Example:
+      reshard layout 'Et*3|(tt|)*29,m|L' --layers 61 --mtp 1 --pp 16 --as toml
+    """
+    from reshard.layout import parse_layout
+    from reshard.layout.balance import goes_by_time
+    from reshard.layout.inventory import inventory_of_layers
+    from reshard.layout.printing import print_layout
+    from reshard.layout.wording import shorten
+    from reshard.report.layout import layout_json, layout_text, spelling_json
+
+    inventory = inventory_of_layers(layers, mtp)
+    costs = _measured(cost)
+    found = parse_layout(spec, inventory, num_ranks=num_ranks, strict_megatron=strict_megatron, costs=costs)
+    if costs and not goes_by_time(spec):
+        raise UsageError(
+            "--cost",
+            f"{shorten(spec)} does not go by time",
+            "leave it out, or say balance:time",
+            code="options.conflict",
+        )
+    if spelling:
+        text = print_layout(spelling, found, inventory, costs)
+        click.echo(json.dumps(spelling_json(spelling, text)) if as_json else text.rstrip("\n"))
+    else:
+        click.echo(json.dumps(layout_json(found)) if as_json else layout_text(found))
+
+
+def _measured(cost: Path | None) -> dict[str, Any]:
+    """Give the one cost that is known without a model."""
+    from reshard.estimate.costs import read_times
+
+    return {"time": {module: time.total for module, time in read_times(cost).items()}} if cost else {}

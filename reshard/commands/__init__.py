@@ -1,1 +1,0 @@
-"""The verbs as commands: flags in, text out. What a verb needs is imported when it runs."""

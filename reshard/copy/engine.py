@@ -1,0 +1,309 @@
+"""The one executor of plans: byte ranges from files to files, hashed on the way.
+
+Memory: `NUM_THREADS` blocks of `BLOCK_NBYTES`, and a few hundred bytes for each tensor in the plan.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from manifests.digest import Hasher, digest_bytes
+from reshard.copy.direct_io import BLOCK_NBYTES, Io, OutputFile, aligned_buffer
+from reshard.copy.journal import Journal
+from reshard.plans.pack_plan import OutputShard
+from reshard.tensors.checkpoint import TensorAt, check_digest
+from stores.base import InputFile, Range, Reader, merge_ranges
+from stores.local import LocalFile
+
+__all__ = [
+    "NUM_THREADS",
+    "Output",
+    "WriteOptions",
+    "WrittenShard",
+    "hash_tensors",
+    "write_in_order",
+    "write_shards",
+    "write_tensors",
+]
+
+NUM_THREADS = 2  # one from each end of the plan, see `_carry_out`
+_MOST_OPEN = 128  # output files open at a time
+_RUN_NBYTES = 64 << 20  # a run is one thread's piece of work: whole tensors, about this long
+
+Progress = Callable[[int], object]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WriteOptions:
+    """How shards reach the disk. Without `sync`, the kernel flushes them when it likes, as after `cp`."""
+
+    io: Io = "direct"
+    sync: bool = True
+    journal: Journal | None = None
+    progress: Progress = lambda nbytes: None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WrittenShard:
+    """A shard on disk."""
+
+    path: str
+    nbytes: int
+    digest: str
+
+
+class Output(Protocol):
+    """A file under construction."""
+
+    def write(self, buffer: memoryview, begin: int, end: int, position: int) -> None:
+        """Write `buffer[begin:end]` at `position`; begin and position are equal modulo a sector."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """One tensor on its way, and where its bytes begin in the output file (None: hashed, not written)."""
+
+    origin: TensorAt
+    output: Output | None
+    position: int
+
+
+def write_shards(
+    shards: Sequence[OutputShard], folder: Path, options: WriteOptions | None = None
+) -> tuple[WrittenShard, ...]:
+    """Write shards below `folder`.
+
+    Every byte is read once and hashed as it passes; a tensor whose digest is known must match it.
+
+    Raises:
+        InputError: a source file is shorter than planned, or a tensor's bytes are not what its
+            digest says.
+    """
+    options = options or WriteOptions()
+    written: list[WrittenShard] = []
+    for first in range(0, len(shards), _MOST_OPEN):
+        written += _write_together(shards[first : first + _MOST_OPEN], folder, options)
+    return tuple(written)
+
+
+def write_tensors(shard: OutputShard, names: Collection[str], folder: Path, options: WriteOptions) -> dict[str, str]:
+    """Write some of a shard's tensors below `folder`, and nothing else of it; give their hex digests by name.
+
+    Other processes may write the rest at the same time, where no two write in one sector.
+
+    Raises:
+        InputError: as `write_shards`.
+    """
+    path = folder / shard.path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = OutputFile(path, shard.nbytes, options.io)
+    try:
+        pieces = [piece for piece in _pieces(shard, file) if piece.origin.name in names]
+        digests = _carry_out(pieces, options.progress, options.journal)
+        if options.sync:
+            file.sync()
+    finally:
+        file.close()
+    return dict(zip((piece.origin.name for piece in pieces), digests, strict=True))
+
+
+def hash_tensors(tensors: Sequence[TensorAt], progress: Progress = lambda nbytes: None) -> tuple[str, ...]:
+    """Give the hex digest of each tensor's bytes; known digests are not consulted."""
+    return tuple(_carry_out([_Piece(_unknown(tensor), None, 0) for tensor in tensors], progress))
+
+
+def write_in_order(shard: OutputShard, output: Output, progress: Progress) -> None:
+    """Write a shard's data to `output`, from its first byte to its last, in this thread.
+
+    Raises:
+        InputError: as `write_shards`.
+    """
+    stop = threading.Event()  # whoever wants to stop this raises in `progress`
+    for run in _runs(_pieces(shard, output)):
+        _carry_run(run, progress, stop)
+
+
+def _write_together(shards: Sequence[OutputShard], folder: Path, options: WriteOptions) -> list[WrittenShard]:
+    with ExitStack() as stack:
+        files, pieces = [], []
+        for shard in shards:
+            path = folder / shard.path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            files.append(OutputFile(path, shard.nbytes, options.io))
+            stack.callback(files[-1].close)
+            pieces += _pieces(shard, files[-1])
+        digests = iter(_carry_out(pieces, options.progress, options.journal))
+        return [_finish(shard, file, digests, sync=options.sync) for shard, file in zip(shards, files, strict=True)]
+
+
+def _finish(shard: OutputShard, file: OutputFile, digests: Iterator[str], *, sync: bool) -> WrittenShard:
+    """Put the header before the data, now that the digests are known."""
+    header = shard.header_with({origin.name: next(digests) for origin, _ in shard.placed})
+    file.finish(header, sync=sync)
+    return WrittenShard(path=shard.path, nbytes=shard.nbytes, digest=digest_bytes(header))
+
+
+def _pieces(shard: OutputShard, file: Output) -> list[_Piece]:
+    """Give a shard's tensors in the order of their bytes in it."""
+    return [_Piece(origin, file, position) for origin, position in shard.placed]
+
+
+def _carry_out(pieces: Sequence[_Piece], progress: Progress, journal: Journal | None = None) -> list[str]:
+    """Move and hash every piece; give the hex digests in the same order. The first failure stops all.
+
+    What the journal says an earlier run has done is read again, and done again only where it differs.
+
+    One thread takes runs from the front, the other from the back, so that they meet in one file only
+    at the end: two threads that write one file wait for each other.
+    """
+    runs = deque(enumerate(_runs(pieces)))
+    digests: dict[int, list[str]] = {}
+    stop = threading.Event()
+
+    def work(take: Callable[[], tuple[int, list[_Piece]]]) -> None:
+        while not stop.is_set():
+            try:
+                number, run = take()
+            except IndexError:  # none left
+                return
+            digests[number] = _carry_journaled(run, progress, stop, journal)
+
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        try:
+            jobs = [pool.submit(work, take) for take in (runs.popleft, runs.pop)]
+            done, _ = wait(jobs, return_when=FIRST_EXCEPTION)
+            for job in done:
+                job.result()
+        finally:
+            stop.set()
+    return [digest for number in sorted(digests) for digest in digests[number]]
+
+
+def _runs(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
+    """Cut pieces into runs of whole tensors that lie one after the other in one file."""
+    run: list[_Piece] = []
+    nbytes = 0
+    for piece in pieces:
+        if run and (nbytes + piece.origin.nbytes > _RUN_NBYTES or piece.output is not run[-1].output):
+            yield run
+            run, nbytes = [], 0
+        run.append(piece)
+        nbytes += piece.origin.nbytes
+    if run:
+        yield run
+
+
+def _carry_journaled(
+    run: list[_Piece], progress: Progress, stop: threading.Event, journal: Journal | None
+) -> list[str]:
+    output, position = run[0].output, run[0].position
+    if journal is None or not isinstance(output, OutputFile):
+        return _carry_run(run, progress, stop)
+    name = output.path.relative_to(journal.folder).as_posix()
+    known = journal.digests(name, position)
+    if known is not None:
+        file = LocalFile(output.path, may_change=True)
+        there = [_Piece(replace(_unknown(each.origin), file=file, begin=each.position), None, 0) for each in run]
+        if _carry_run(there, progress, stop) == known:
+            return known
+    digests = _carry_run(run, progress, stop)
+    if not stop.is_set():
+        journal.record(name, position, digests)
+    return digests
+
+
+def _unknown(tensor: TensorAt) -> TensorAt:
+    return replace(tensor, digest=None)
+
+
+def _carry_run(run: list[_Piece], progress: Progress, stop: threading.Event) -> list[str]:
+    """Fill, hash and write one block after the other."""
+    buffer, output, hasher = aligned_buffer(), run[0].output, Hasher()
+    digests: list[str] = []
+    with ExitStack() as stack:
+        sources = _Sources(run, stack)
+        for position, parts in _blocks(run):
+            if stop.is_set():
+                return []
+            for file, where, begin, end in _merged_reads(parts):
+                sources[file].read_into(buffer[begin:end], where)
+            for part in parts:
+                hasher.update(buffer[part.begin : part.end])
+                if part.is_last:
+                    digests.append(hasher.hexdigest())
+                    check_digest(part.origin, digests[-1])
+                    hasher = Hasher()
+            begin, end = parts[0].begin, parts[-1].end
+            if output is not None:
+                output.write(buffer, begin, end, position)
+            progress(end - begin)
+    return digests
+
+
+class _Part(NamedTuple):
+    """What a block holds of one tensor, from `begin` to `end`; the tensor's bytes there start at `offset`."""
+
+    origin: TensorAt
+    offset: int
+    begin: int
+    end: int
+    is_last: bool
+
+
+def _blocks(run: list[_Piece]) -> Iterator[tuple[int, list[_Part]]]:
+    """Cut a run into blocks: where each goes in the output, and what it holds, one part after the other.
+
+    A block's place in the buffer and in the file are equal modulo its size, so that whole sectors can be
+    written directly.
+    """
+    position = run[0].position
+    begin = end = position % BLOCK_NBYTES
+    parts: list[_Part] = []
+    for origin in (piece.origin for piece in run):
+        offset, is_last = 0, False
+        while not is_last:
+            count = min(BLOCK_NBYTES - end, origin.nbytes - offset)
+            is_last = offset + count == origin.nbytes
+            parts.append(_Part(origin, offset, end, end + count, is_last))
+            offset, end = offset + count, end + count
+            if end == BLOCK_NBYTES:
+                yield position, parts
+                position, begin, end, parts = position + end - begin, 0, 0, []
+    if parts:
+        yield position, parts
+
+
+def _merged_reads(parts: list[_Part]) -> Iterator[tuple[InputFile, int, int, int]]:
+    """Give the reads that fill a block: file, place in it, and begin and end in the block; neighbours are one."""
+    first, last = parts[0], parts[0]
+    for part in parts[1:]:
+        follows = last.origin.begin + last.offset + last.end - last.begin == part.origin.begin + part.offset
+        if not follows or part.origin.file != first.origin.file:
+            yield first.origin.file, first.origin.begin + first.offset, first.begin, last.end
+            first = part
+        last = part
+    yield first.origin.file, first.origin.begin + first.offset, first.begin, last.end
+
+
+class _Sources(dict[InputFile, Reader]):
+    """The readers of one run, each told beforehand which ranges will be read."""
+
+    def __init__(self, run: list[_Piece], stack: ExitStack) -> None:
+        super().__init__()
+        self._stack = stack
+        self._ranges: dict[InputFile, list[Range]] = {}
+        for origin in (piece.origin for piece in run):
+            self._ranges.setdefault(origin.file, []).append((origin.begin, origin.end))
+
+    def __missing__(self, file: InputFile) -> Reader:
+        self[file] = file.open(merge_ranges(self._ranges[file]))
+        self._stack.callback(self[file].close)
+        return self[file]

@@ -1,0 +1,1 @@
+"""What a layout costs: FLOPs, step time, pipeline bubble and memory."""

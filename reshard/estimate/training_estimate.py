@@ -1,0 +1,159 @@
+"""What training on a layout will be like: the time and memory of stages and ranks, from the schedule's own actions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from manifests.memory import POLICIES, MemoryEstimate, Training, estimate_memory
+from manifests.models import ModelShape
+from manifests.placement import Placement
+from manifests.schedules import Costs, Timeline, check_schedule, default_schedule, schedule_table, simulate
+from reshard.estimate.costs import ModuleTime, flops_of, times_of
+from reshard.layout.model import Layout
+
+__all__ = [
+    "MICROBATCHES_PER_RANK",
+    "MOST_PASSES",
+    "Assumptions",
+    "Forecast",
+    "Step",
+    "forecast",
+    "imbalance",
+    "num_passes",
+]
+
+MICROBATCHES_PER_RANK = 4  # when no number is given: every schedule can deal them out
+MOST_PASSES = 1 << 19  # forward and backward, in a step that is simulated
+_EVEN = 0.0005  # times closer than this count as equal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assumptions:
+    """Assumptions about a training run, for estimates; None: the layout's, or a default that runs its stages."""
+
+    schedule: str | None = None
+    num_microbatches: int | None = None
+    microbatch: int = 1  # sequences
+    seq_len: int = 4096  # tokens
+    policy: str = "fp32"  # or "bf16" or "mixed": see `--dtype-policy`
+    memory_limit: int | None = None  # bytes per rank
+    measured: Mapping[str, ModuleTime] | None = None
+
+    @property
+    def training(self) -> Training:
+        return Training(policy=POLICIES[self.policy], microbatch=self.microbatch, seq_len=self.seq_len)
+
+    def schedule_for(self, layout: Layout) -> str:
+        """Return the name of the schedule that is assumed on a layout."""
+        return self.schedule or layout.schedule or default_schedule(layout.placement)
+
+    def microbatches_for(self, placement: Placement) -> int:
+        """Return the number of microbatches that is assumed for a step."""
+        return self.num_microbatches or MICROBATCHES_PER_RANK * placement.num_ranks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """What the actions of one step come to: when each runs, and what is held meanwhile."""
+
+    memory: MemoryEstimate
+    timeline: Timeline
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forecast:
+    """Stages, ranks and one step on a schedule; of a step of more than `MOST_PASSES` there is no `step`.
+
+    Times are one microbatch's: in seconds where they were measured, else in FLOPs for each token.
+    """
+
+    assumed: Assumptions
+    placement: Placement
+    schedule: str
+    num_microbatches: int
+    flops: tuple[int, ...]  # forward, for each token, by stage
+    times: tuple[ModuleTime, ...]  # by stage
+    step: Step | None
+
+    @property
+    def memory(self) -> MemoryEstimate:
+        assert self.step is not None, "not simulated"
+        return self.step.memory
+
+    @property
+    def timeline(self) -> Timeline:
+        assert self.step is not None, "not simulated"
+        return self.step.timeline
+
+    @property
+    def stage_times(self) -> tuple[float, ...]:
+        """Forward and backward together, by stage."""
+        return tuple(time.total for time in self.times)
+
+    @property
+    def rank_times(self) -> tuple[float, ...]:
+        """The same over all stages of each rank."""
+        placement, times = self.placement, self.stage_times
+        return tuple(sum(times[stage] for stage in placement.stages_on(rank)) for rank in range(placement.num_ranks))
+
+    @property
+    def slowest_ranks(self) -> tuple[int, ...]:
+        """The ranks that take the longest: all of them when they are even."""
+        times = self.rank_times
+        return tuple(rank for rank, time in enumerate(times) if time >= max(times) * (1 - _EVEN))
+
+    @property
+    def bottleneck(self) -> tuple[int, ...]:
+        """The slowest ranks, if most of the others wait for them."""
+        slowest = self.slowest_ranks
+        return slowest if len(slowest) <= self.placement.num_ranks / 2 else ()
+
+    @property
+    def ranks_over_limit(self) -> tuple[int, ...]:
+        limit = self.assumed.memory_limit
+        return tuple(rank for rank, memory in enumerate(self.memory.ranks) if limit and memory.total > limit)
+
+
+def forecast(shape: ModelShape, layout: Layout, assumed: Assumptions) -> Forecast:
+    """Simulate one step of a model's stages, unless it is too long.
+
+    Raises:
+        UsageError: a schedule that is unknown, or that these stages and microbatches cannot run on.
+        InputError: measured times of another model.
+    """
+    placement = layout.placement
+    num_microbatches = assumed.microbatches_for(placement)
+    schedule = check_schedule(assumed.schedule_for(layout), placement, num_microbatches)
+    flops, of_module = flops_of(shape, assumed.seq_len), times_of(shape, assumed.seq_len, assumed.measured)
+    times = tuple(_sum_times([of_module[module] for module in modules]) for modules in layout.stages)
+    step = None
+    if num_passes(placement, num_microbatches) <= MOST_PASSES:
+        table = schedule_table(schedule, placement, num_microbatches)
+        costs = Costs.of([time.forward for time in times], [time.backward for time in times])
+        memory = estimate_memory(shape, layout.stages, table, assumed.training)
+        step = Step(memory=memory, timeline=simulate(table, costs))
+    return Forecast(
+        assumed=assumed,
+        placement=placement,
+        schedule=schedule,
+        num_microbatches=num_microbatches,
+        flops=tuple(sum(flops[module] for module in modules) for modules in layout.stages),
+        times=times,
+        step=step,
+    )
+
+
+def num_passes(placement: Placement, num_microbatches: int) -> int:
+    """Count the forward and backward passes of a step: of each microbatch on each stage."""
+    return 2 * placement.num_stages * num_microbatches
+
+
+def imbalance(times: Sequence[float]) -> float:
+    """Say how much longer the slowest takes than the mean: 1 is even."""
+    total = sum(times)
+    return max(times) * len(times) / total if total else 1.0
+
+
+def _sum_times(times: Sequence[ModuleTime]) -> ModuleTime:
+    return ModuleTime(forward=sum(time.forward for time in times), backward=sum(time.backward for time in times))

@@ -1,0 +1,86 @@
+"""Stored tensors beside those of a source: which differ, which are missing, which are too many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from manifests.digest import PREFIX
+from manifests.errors import InputError
+from manifests.schema import TieGroup
+from reshard.copy.engine import hash_tensors
+from reshard.tensors.checkpoint import TensorAt
+
+__all__ = ["Difference", "differences_from", "hash_each", "missing_from"]
+
+Found = tuple[str, str]  # see `Difference`
+Progress = Callable[[int], object]
+
+
+class Difference(NamedTuple):
+    """A file, or a tensor in one, that is not as expected."""
+
+    where: str
+    problem: str
+
+
+def hash_each(tensors: Sequence[TensorAt], progress: Progress, differences: list[Found]) -> list[str | None]:
+    """Hash all tensors; where a file cannot be read to its end, say so and go on with the others."""
+    try:
+        return list(hash_tensors(tensors, progress))
+    except (InputError, OSError):
+        found: list[str | None] = []
+        for tensor in tensors:
+            try:
+                found += hash_tensors([tensor])
+            except (InputError, OSError) as error:
+                differences.append((str(tensor.file), str(error)))
+                found.append(None)
+        return found
+
+
+def differences_from(
+    source: Mapping[str, TensorAt], stored: Mapping[TensorAt, str | None], ties: Sequence[TieGroup], progress: Progress
+) -> list[Found]:
+    """Compare tensors, given with the hex digests of their bytes, with those of a source, whose bytes are read.
+
+    A name that the source does not store stands for one that is tied to it.
+    """
+    differences: list[Found] = []
+    alike: list[tuple[TensorAt, str, TensorAt]] = []
+    for tensor, digest in stored.items():
+        where = f"{tensor.file}: {tensor.name!r}"
+        origin = next((source[fqn] for fqn in _names(tensor.name, ties) if fqn in source), None)
+        if origin is None:
+            differences.append((where, "the source has no such tensor"))
+        elif (origin.dtype, origin.shape) != (tensor.dtype, tensor.shape):
+            differences.append((where, f"expected {_kind(origin)} ({origin.file}), found {_kind(tensor)}"))
+        elif digest is not None:
+            alike.append((tensor, digest, origin))
+    expected = hash_each([origin for _, _, origin in alike], progress, differences)
+    for (tensor, digest, origin), wanted in zip(alike, expected, strict=True):
+        if wanted is not None and wanted != digest:
+            problem = f"expected {PREFIX}{wanted} ({origin.file}), found {PREFIX}{digest}"
+            differences.append((f"{tensor.file}: {tensor.name!r}", problem))
+    return differences
+
+
+def missing_from(stored: Collection[str], wanted: Collection[TensorAt], ties: Sequence[TieGroup]) -> list[Found]:
+    """Name the tensors of a source that are stored under none of their names."""
+    return [
+        (f"{tensor.file}: {tensor.name!r}", "no bundle holds it")
+        for tensor in wanted
+        if not any(fqn in stored for fqn in _names(tensor.name, ties))
+    ]
+
+
+def _names(fqn: str, ties: Sequence[TieGroup]) -> Iterator[str]:
+    yield fqn
+    for group in ties:
+        fqns = [member.fqn for member in group.members]
+        if fqn in fqns:
+            yield from fqns
+
+
+def _kind(tensor: TensorAt) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"

@@ -1,0 +1,171 @@
+"""diff: two checkpoints beside each other, tensor by tensor, whatever their layouts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+
+from manifests.models import module_of
+from manifests.schema import MOMENTS, WEIGHTS, Holds
+from manifests.slices import Slice
+from reshard.copy.engine import hash_tensors
+from reshard.tensors.checkpoint import Checkpoint, TensorAt, check_digest
+from reshard.tensors.slices import slices_of
+from reshard.transforms.cast import FLOATS
+
+__all__ = ["DiffResult", "TensorDifference", "diff_checkpoints", "nbytes_to_hash"]
+
+Progress = Callable[[int], object]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorDifference:
+    """A tensor that differs between A and B; `fqn` is `*` for all of a kind. Norms (float64) are of B - A and of A."""
+
+    holds: Holds
+    fqn: str
+    problem: str
+    norm: float | None = None
+    norm_a: float | None = None
+
+    @property
+    def relative(self) -> float | None:
+        """How large the difference is beside A; None where A is zero."""
+        return self.norm / self.norm_a if self.norm is not None and self.norm_a else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiffResult:
+    """The result of comparing two checkpoints.
+
+    Of the equal tensors, `num_moved` are on a stage with another index, and `num_resliced` are stored in other slices.
+    """
+
+    layouts: tuple[str, str]
+    num_equal: int
+    num_moved: int
+    num_resliced: int
+    differences: tuple[TensorDifference, ...]
+
+    @property
+    def equal(self) -> bool:
+        return not self.differences
+
+
+def diff_checkpoints(
+    a: Checkpoint,
+    b: Checkpoint,
+    *,
+    with_norms: bool = False,
+    reads_bytes: bool = False,
+    progress: Progress = lambda nbytes: None,
+) -> DiffResult:
+    """Compare two checkpoints by the digests that they carry; only tensors that carry none are read.
+
+    With `reads_bytes` all tensors are, and compared with the digests that they carry. With norms, tensors whose bytes
+    differ are read, where both are of one shape and floating point.
+
+    Raises:
+        InputError: a file cannot be read to its end, or has other bytes than its digest says.
+    """
+    num_equal, num_moved, num_resliced, differences = 0, 0, 0, list[TensorDifference]()
+    stages = _stages(a), _stages(b)
+    for holds in (WEIGHTS, *MOMENTS):
+        left, right = _tensors(a, holds), _tensors(b, holds)
+        if left and right:
+            same = {fqn for fqn in left if fqn in right and _are_same_slices(left[fqn], right[fqn])}
+            known = set() if reads_bytes else same
+            left, right = (_with_digests(tensors, known, reads_bytes, progress) for tensors in (left, right))
+        elif left or right:
+            problem = f"all {len(left or right)} are only in {'A' if left else 'B'}"
+            differences.append(TensorDifference(holds=holds, fqn="*", problem=problem))
+            continue
+        for fqn in dict.fromkeys((*left, *right)):
+            found = _compare(holds, fqn, left.get(fqn), right.get(fqn))
+            if found is not None:
+                differences.append(_measure(found, left.get(fqn), right.get(fqn)) if with_norms else found)
+                continue
+            num_equal += 1
+            num_moved += len({modules.get(module_of(fqn, modules) or "") for modules in stages} - {None}) > 1
+            num_resliced += _boxes(left[fqn]) != _boxes(right[fqn])
+    return DiffResult(
+        layouts=(_layout(a), _layout(b)),
+        num_equal=num_equal,
+        num_moved=num_moved,
+        num_resliced=num_resliced,
+        differences=tuple(differences),
+    )
+
+
+def nbytes_to_hash(a: Checkpoint, b: Checkpoint, *, reads_bytes: bool = False) -> int:
+    """Return about the bytes of the tensors that are read to know their digests."""
+    found = (_tensors(checkpoint, holds) for checkpoint in (a, b) for holds in (WEIGHTS, *MOMENTS))
+    return sum(
+        tensor.nbytes for tensors in found for tensor in tensors.values() if reads_bytes or tensor.digest is None
+    )
+
+
+def _tensors(checkpoint: Checkpoint, holds: Holds) -> Mapping[str, TensorAt]:
+    return checkpoint.tensors if holds == WEIGHTS else checkpoint.moments.get(holds, {})
+
+
+def _are_same_slices(a: TensorAt, b: TensorAt) -> bool:
+    """Tell that two tensors are sliced alike, with equal digests: then neither has to be read."""
+    left, right = ([(one.dtype, one.part, one.digest) for one in slices_of(tensor)] for tensor in (a, b))
+    return len(left) > 1 and left == right
+
+
+def _boxes(tensor: TensorAt) -> list[Slice | None]:
+    return [one.part for one in slices_of(tensor)]
+
+
+def _with_digests(
+    tensors: Mapping[str, TensorAt], same: Collection[str], reads_bytes: bool, progress: Progress
+) -> Mapping[str, TensorAt]:
+    """Return the tensors with digests, but for those that are known to be the same."""
+    unknown = [
+        tensor for tensor in tensors.values() if (reads_bytes or tensor.digest is None) and tensor.name not in same
+    ]
+    found = hash_tensors(unknown, progress)
+    for tensor, digest in zip(unknown, found, strict=True):
+        check_digest(tensor, digest)
+    digests = dict(zip((tensor.name for tensor in unknown), found, strict=True))
+    return {fqn: replace(tensor, digest=digests.get(fqn, tensor.digest)) for fqn, tensor in tensors.items()}
+
+
+def _compare(holds: Holds, fqn: str, a: TensorAt | None, b: TensorAt | None) -> TensorDifference | None:
+    if a is None or b is None:
+        problem = f"only in {'A' if b is None else 'B'}"
+    elif (a.dtype, a.shape) != (b.dtype, b.shape):
+        problem = f"{a.dtype} {list(a.shape)} in A, {b.dtype} {list(b.shape)} in B"
+    elif a.digest != b.digest:
+        problem = "bytes differ"
+    else:
+        return None
+    return TensorDifference(holds=holds, fqn=fqn, problem=problem)
+
+
+def _stages(checkpoint: Checkpoint) -> dict[str, int]:
+    """Give the number of each module's stage; nothing for a checkpoint without a layout."""
+    stages = checkpoint.manifest.stages if checkpoint.manifest else ()
+    return {module: stage.index for stage in stages for module in stage.modules}
+
+
+def _layout(checkpoint: Checkpoint) -> str:
+    if checkpoint.manifest is None:
+        return "none"
+    layout = checkpoint.manifest.layout
+    return f"{layout.spec}: {layout.num_stages} stages on {layout.num_ranks} ranks, style {layout.style}"
+
+
+def _measure(found: TensorDifference, a: TensorAt | None, b: TensorAt | None) -> TensorDifference:
+    """Add the norms, in float64, where both are numbers of one shape."""
+    if a is None or b is None or a.shape != b.shape or not {a.dtype, b.dtype} <= FLOATS:
+        return found
+    from reshard.transforms.arithmetic import norms_of  # numpy
+
+    norm, norm_a = norms_of(a, b)
+    if not (math.isfinite(norm) and math.isfinite(norm_a)):
+        return replace(found, problem=f"{found.problem}, and not all values are finite")
+    return replace(found, norm=norm, norm_a=norm_a)

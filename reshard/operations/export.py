@@ -1,0 +1,183 @@
+"""export: bundles become the Hugging Face folder they came from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from manifests.errors import InputError
+from manifests.jsontext import parse_json_object
+from manifests.safetensors import encode_header
+from reshard.copy.destination import BucketTarget, FolderTarget, check_apart
+from reshard.copy.engine import WriteOptions
+from reshard.copy.resumable import open_target
+from reshard.copy.unchanged import check_unchanged
+from reshard.operations.exported import files_of_export, record_export
+from reshard.operations.exported_objects import objects_of_export, record_exported_objects
+from reshard.operations.pack import carry_files
+from reshard.plans.pack_plan import OutputShard
+from reshard.sources.config import with_dtype
+from reshard.sources.huggingface import CONFIG_NAME
+from reshard.tensors.checkpoint import CarriedAt, Checkpoint, TensorAt
+from reshard.tensors.lazy import HeldFile
+from reshard.tensors.source_index import INDEX_NAME, RecordedShard, index_anew, lay_out_anew
+from reshard.transforms.cast import STORED, Dtype, cast_checkpoint, casts_in
+from stores.address import is_inside, is_url, place_of
+from stores.base import read_whole
+from stores.manifest_file import Address
+
+__all__ = ["ExportResult", "export_huggingface", "plan_export"]
+
+_HF_ALIGNMENT = 8  # what the safetensors library pads its headers to
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportResult:
+    """The result of an export.
+
+    `identical` says that headers, order and index are byte for byte those of the source. Units: bytes.
+    """
+
+    num_files: int
+    nbytes: int
+    identical: bool
+    casts: Mapping[tuple[str, str], int]  # tensors, by their dtypes before and after
+
+
+def plan_export(checkpoint: Checkpoint) -> tuple[OutputShard, ...]:
+    """Lay every tensor back into the shard it came from.
+
+    A shard whose tensors have dtype and shape of old gets its own header again; another gets a new
+    header, in the same order. A shard of which nothing is left
+    (`--drop`) is not written.
+    """
+    dropped = set(checkpoint.record.dropped)
+    shards = ((recorded, {entry.name for entry in recorded.header.tensors}) for recorded in checkpoint.record.shards)
+    return tuple(_shard(recorded, checkpoint) for recorded, names in shards if not names or names - dropped)
+
+
+def export_huggingface(
+    checkpoint: Checkpoint, out: Address, *, force: bool, dtype: Dtype = "source", options: WriteOptions | None = None
+) -> ExportResult:
+    """Write a Hugging Face folder: shards, index and small files as they came.
+
+    Raises:
+        InputError: a bundle's bytes are not what their digests say, `out` exists, or is where the model came from.
+        InputError, UsageError: see `cast_checkpoint` and `check_apart`.
+    """
+    check_apart(out, checkpoint, may_replace=False)
+    if force:
+        _check_not_source(out, checkpoint.source.location)
+    checkpoint = _with_config_for(cast_checkpoint(checkpoint, dtype), dtype)
+    shards = plan_export(checkpoint)
+    (config,) = (item for item in checkpoint.carried if item.path == CONFIG_NAME)
+    names = {CONFIG_NAME, *(item.path for item in checkpoint.carried), *(shard.path for shard in shards)}
+    names |= {INDEX_NAME} if checkpoint.record.index is not None else set()
+    with open_target(
+        out,
+        shards,
+        force=force,
+        owned=files_of_export,
+        owned_objects=objects_of_export,
+        wanted=names,
+        last=CONFIG_NAME,
+    ) as target:
+        carried = carry_files(tuple(item for item in checkpoint.carried if item is not config), target)
+        written = target.write_shards(shards, options or WriteOptions())
+        index = _index_text(checkpoint, shards)
+        if index is not None:
+            target.put(INDEX_NAME, index.encode())
+        check_unchanged(shards, checkpoint.carried)
+        if isinstance(target, BucketTarget):
+            record_exported_objects(target.objects, names)
+        # Commit point in a bucket, where nothing appears in one step: a model without config.json is none.
+        target.commit(CONFIG_NAME, read_whole(config.file, config.digest))
+        if isinstance(target, FolderTarget):
+            record_export(Path(out), target.folder, names, is_published=False)
+    if not is_url(out):
+        with suppress(OSError):  # what is on record describes the old export and the new one
+            record_export(Path(out), Path(out), names, is_published=True)
+    return ExportResult(
+        num_files=len(written) + len(carried) + 1 + (index is not None),
+        nbytes=sum(shard.nbytes for shard in written),
+        identical=[shard.header for shard in shards] == [_own_header(shard) for shard in checkpoint.record.shards],
+        casts=casts_in(checkpoint),
+    )
+
+
+def _shard(recorded: RecordedShard, checkpoint: Checkpoint) -> OutputShard:
+    dropped, recorded_header = set(checkpoint.record.dropped), recorded.header
+    entries = tuple(entry for entry in recorded_header.tensors if entry.name not in dropped)
+    origins = tuple(_tensor(checkpoint, checkpoint.shape.fqn_of(entry.name)) for entry in entries)
+    same = len(entries) == len(recorded_header.tensors) and all(
+        (entry.dtype, entry.shape) == (origin.dtype, origin.shape)
+        for entry, origin in zip(entries, origins, strict=True)
+    )
+    if same:
+        header = _own_header(recorded)
+    else:
+        kinds = {
+            entry.name: (entry.name, origin.dtype, origin.shape) for entry, origin in zip(entries, origins, strict=True)
+        }
+        entries = lay_out_anew(entries, kinds)
+        header = encode_header(entries, recorded_header.metadata, alignment=_HF_ALIGNMENT)
+    return OutputShard(path=recorded.name, origins=origins, header_nbytes=len(header), given=(header, entries))
+
+
+def _own_header(recorded: RecordedShard) -> bytes:
+    raw = recorded.kept.text
+    return len(raw).to_bytes(8, "little") + raw
+
+
+def _tensor(checkpoint: Checkpoint, fqn: str) -> TensorAt:
+    if fqn not in checkpoint.tensors:
+        raise InputError(
+            "source.json",
+            f"names {fqn!r}, which no bundle holds",
+            "the manifest is incomplete",
+            code="manifest.source-mismatch",
+        )
+    return checkpoint.tensors[fqn]
+
+
+def _index_text(checkpoint: Checkpoint, shards: tuple[OutputShard, ...]) -> str | None:
+    """Give the index as it was, unless sizes or tensors changed."""
+    text = checkpoint.record.index_text
+    if text is None:
+        return None
+    recorded = [entry.nbytes for shard in checkpoint.record.shards for entry in shard.header.tensors]
+    now = [entry.nbytes for shard in shards for entry in shard.entries]
+    return text if recorded == now else index_anew(text, {shard.path: shard.entries for shard in shards})
+
+
+def _with_config_for(checkpoint: Checkpoint, dtype: Dtype) -> Checkpoint:
+    """Let the config name the dtype that all parameters are cast to, if it names one: readers go by it."""
+    if dtype == "source":
+        return checkpoint
+    item = next(item for item in checkpoint.carried if item.path == CONFIG_NAME)
+    config = parse_json_object(read_whole(item.file, item.digest), str(item.file))
+    told = with_dtype(config, STORED[dtype])
+    if told == config:
+        return checkpoint
+    text = json.dumps(told, indent=2, ensure_ascii=False) + "\n"
+    held = CarriedAt(path=CONFIG_NAME, file=HeldFile(f"{item.file} for {dtype}", text.encode()))
+    return replace(checkpoint, carried=tuple(held if one is item else one for one in checkpoint.carried))
+
+
+def _check_not_source(out: Address, source: str) -> None:
+    """Keep --force from what looks like an export and may be the only copy of the model as it was."""
+    place, origin = place_of(out), place_of(source)
+    if place == origin:
+        problem = "is the folder that the model came from"
+    elif is_inside(place, origin):
+        problem = f"is inside the folder that the model came from, {source}"
+    elif is_inside(origin, place):
+        problem = f"holds the folder that the model came from, {source}"
+    else:
+        return
+    raise InputError(
+        str(out), f"{problem}; --force does not replace it", "choose another --out", code="output.overlaps-source"
+    )

@@ -1,0 +1,67 @@
+"""What an export wrote, so that `--force` replaces that and nothing else.
+
+The record is a file beside the folder, `.NAME.exported.json`: the folder itself must equal the source, file for file.
+It lists the files of an export, with sizes and times of the shards: a folder with other shards is not that export.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+from manifests.errors import InputError
+from manifests.fixed import is_fixed
+from manifests.jsontext import parse_json_object
+from manifests.store import read_small_file, write_file
+from reshard.tensors.source_index import SUFFIX
+from stores.local import LocalFile
+
+__all__ = ["EXPORT_FORMAT", "files_of_export", "record_export"]
+
+EXPORT_FORMAT = "reshard-export"
+_Files = Mapping[str, str]  # size and time of each shard, "" of other files, by path
+
+
+def files_of_export(out: Path) -> Collection[str] | None:
+    """Return the paths that an export wrote into a folder; None where no record says that this is an export."""
+    return next((files.keys() for files in _recorded(out) if _describes(files, out)), None)
+
+
+def record_export(out: Path, folder: Path, names: Iterable[str], *, is_published: bool) -> None:
+    """Record the files that are in `folder` now and become `out`; until they do, those of `out` stay on record too."""
+    if is_fixed(out):  # it will never be replaced
+        return
+    files = {name: _state(folder / name) for name in sorted(names)}
+    earlier = [] if is_published else [files for files in _recorded(out) if _describes(files, out)]
+    body = {"format": EXPORT_FORMAT, "version": 1, "exports": [files, *earlier]}
+    write_file(_record_path(out), json.dumps(body, indent=1).encode())
+
+
+def _record_path(out: Path) -> Path:
+    out = out.resolve() if out.name in ("", "..") else out
+    return out.parent / f".{out.name}.exported.json"
+
+
+def _recorded(out: Path) -> list[_Files]:
+    path = _record_path(out)
+    if not os.path.lexists(path):
+        return []
+    try:
+        body = parse_json_object(read_small_file(path), str(path))
+    except InputError:
+        return []
+    if body.get("format") != EXPORT_FORMAT or body.get("version") != 1 or not isinstance(body.get("exports"), list):
+        return []
+    return [files for files in body["exports"] if isinstance(files, dict)]
+
+
+def _describes(files: _Files, out: Path) -> bool:
+    """Whether a folder's shards are those on record; one that was removed is no reason to keep the others."""
+    shards = [name for name in files if name.endswith(SUFFIX) and os.path.lexists(out / name)]
+    return bool(shards) and all(_state(out / name) == files[name] for name in shards)
+
+
+def _state(path: Path) -> str:
+    return LocalFile(path).pin if path.name.endswith(SUFFIX) and not path.is_symlink() else ""

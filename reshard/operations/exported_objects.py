@@ -1,0 +1,89 @@
+"""What an export wrote into a bucket, so that `--force` replaces that and nothing else.
+
+As for a folder (see `reshard.operations.exported`), the record is beside the prefix and not below it: for
+`s3://BUCKET/DIR/NAME` it is the object `DIR/.NAME.exported.json`. It lists the objects of an export, with sizes and
+etags of the shards. A whole bucket has nothing beside it: an export into one is not replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Iterable, Mapping
+
+from manifests.errors import InputError, UnreachableError
+from manifests.jsontext import parse_json_object
+from reshard.operations.exported import EXPORT_FORMAT
+from reshard.tensors.source_index import SUFFIX
+from stores.address import split_url
+from stores.object_client import ObjectEntry
+from stores.object_output import ObjectTarget, WritableClient, open_writable
+from stores.objects import Client
+
+__all__ = ["objects_of_export", "record_exported_objects"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_NBYTES = 64 << 20  # of a record
+
+
+def objects_of_export(client: Client, listed: Mapping[str, ObjectEntry]) -> Collection[str] | None:
+    """Return the names that an export wrote below a prefix; None where no record says that this is an export.
+
+    Raises:
+        UnreachableError: the store failed.
+    """
+    recorded = _recorded(client.url)
+    shards = [name for name in recorded if name.endswith(SUFFIX) and name in listed]
+    # A shard that was removed is no reason to keep the others; one that was written over is somebody's work.
+    is_export = bool(shards) and all(listed[name].etag and _state(listed[name]) == recorded[name] for name in shards)
+    return recorded.keys() if is_export else None
+
+
+def record_exported_objects(objects: ObjectTarget, names: Iterable[str]) -> None:
+    """Record what is about to be an export: its shards are there, and the object that makes it one is the last."""
+    beside = _beside(objects.url)
+    written = objects.written()
+    if beside is None:
+        return
+    client, path = beside
+    shards = {name: _state(written[name]) for name in names if name.endswith(SUFFIX) and name in written}
+    body = {"format": EXPORT_FORMAT, "version": 1, "exports": [{name: shards.get(name, "") for name in sorted(names)}]}
+    try:
+        client.put(path, json.dumps(body, indent=1).encode())
+    except UnreachableError:
+        raise
+    except InputError as error:
+        logger.warning("%s: --force will not replace this export later: its record was refused: %s", error.where, error)
+
+
+def _recorded(url: str) -> Mapping[str, str]:
+    beside = _beside(url)
+    if beside is None:
+        return {}
+    client, path = beside
+    try:
+        entry = client.look_up(path)
+        if not 0 < entry.nbytes <= _MAX_NBYTES:
+            return {}
+        body = parse_json_object(b"".join(client.read(entry, 0, entry.nbytes)), f"{client.url}/{path}")
+    except UnreachableError:
+        raise
+    except InputError:
+        return {}
+    exports = body.get("exports")
+    if body.get("format") != EXPORT_FORMAT or body.get("version") != 1 or not isinstance(exports, list):
+        return {}
+    return next((files for files in exports if isinstance(files, dict)), {})
+
+
+def _beside(url: str) -> tuple[WritableClient, str] | None:
+    """Return what is beside a prefix, and the name of its record there."""
+    if not split_url(url)[2]:
+        return None
+    parent, _, name = url.rpartition("/")
+    return open_writable(parent), f".{name}.exported.json"
+
+
+def _state(entry: ObjectEntry) -> str:
+    return f"{entry.nbytes} bytes, etag {entry.etag}"

@@ -1,0 +1,111 @@
+"""Bytes against the SHA-256 that the hub lists of whole files, read from the output or from the hub again."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from manifests.errors import InputError
+from reshard.plans.pack_plan import OutputShard
+from reshard.tensors.checkpoint import Checkpoint
+from stores.base import HUB_MISMATCH, InputFile, Listed
+from stores.local import LocalFile
+
+__all__ = ["HubReport", "check_hub_files"]
+
+_NUM_THREADS = 2
+_BLOCK_NBYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HubReport:
+    """The names of the weight files that are as the hub lists them, and of those that nobody could compare."""
+
+    verified: tuple[str, ...] = ()
+    unverified: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Bytes of a file of the hub, from `begin` there, and where they can be read."""
+
+    begin: int
+    nbytes: int
+    file: InputFile
+    position: int
+
+
+def check_hub_files(
+    checkpoint: Checkpoint, shards: Sequence[OutputShard], folder: Path | None, *, fetch: bool
+) -> HubReport:
+    """Compare every weight file of a hub with its SHA-256 there.
+
+    What was written below `folder` unchanged is read from there: so the bytes on disk are what is compared, those of
+    an earlier run too. The rest of a file is read from the hub, if `fetch` allows it; else the file is not verified.
+
+    Raises:
+        InputError: a file is not what the hub lists.
+    """
+    files = {} if checkpoint.originals is None else checkpoint.originals.files
+    listed = {name: file for name, file in files.items() if isinstance(file, Listed) and len(file.listed) == 64}
+    written = _written(shards, folder) if folder is not None and listed else {}
+    heads = {shard.name: shard.kept.text for shard in checkpoint.record.shards if shard.name in listed}
+    plans = {name: list(_pieces(file, len(heads[name]), written.get(file, {}))) for name, file in listed.items()}
+    ready = [name for name, pieces in plans.items() if fetch or all(piece.file != listed[name] for piece in pieces)]
+
+    def check(name: str) -> None:
+        hasher = hashlib.sha256(len(heads[name]).to_bytes(8, "little") + heads[name])
+        for block in _blocks(plans[name]):
+            hasher.update(block)
+        if hasher.hexdigest() != listed[name].listed:
+            raise InputError(
+                str(listed[name]),
+                f"expected SHA-256 {listed[name].listed} (the hub's listing), found {hasher.hexdigest()}",
+                "a server or proxy on the way sent other bytes: run again, or from another network",
+                code=HUB_MISMATCH,
+            )
+
+    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="hub-check") as pool:
+        for done in [pool.submit(check, name) for name in ready]:
+            done.result()
+    return HubReport(verified=tuple(ready), unverified=tuple(name for name in listed if name not in ready))
+
+
+def _written(shards: Sequence[OutputShard], folder: Path) -> dict[InputFile, dict[int, _Piece]]:
+    """Find the bytes of the source's files in what was written, by their place there."""
+    found: dict[InputFile, dict[int, _Piece]] = {}
+    for shard in shards:
+        file = LocalFile(folder / shard.path)
+        for origin, position in shard.placed:
+            piece = _Piece(origin.begin, origin.nbytes, file, position)
+            if origin.nbytes:
+                found.setdefault(origin.file, {})[origin.begin] = piece
+    return found
+
+
+def _pieces(file: InputFile, head_nbytes: int, written: Mapping[int, _Piece]) -> Iterator[_Piece]:
+    """Cover a file's data from its first byte to its last; what was not written is in the file itself."""
+    position = 8 + head_nbytes
+    for begin, piece in sorted(written.items()):
+        if begin > position:
+            yield _Piece(position, begin - position, file, position)
+        if begin >= position:
+            yield piece
+            position = begin + piece.nbytes
+    if position < file.nbytes:
+        yield _Piece(position, file.nbytes - position, file, position)
+
+
+def _blocks(pieces: Sequence[_Piece]) -> Iterator[memoryview]:
+    buffer = memoryview(bytearray(_BLOCK_NBYTES))
+    for piece in pieces:
+        end = piece.position + piece.nbytes
+        with closing(piece.file.open(((piece.position, end),))) as reader:
+            for begin in range(piece.position, end, _BLOCK_NBYTES):
+                block = buffer[: min(_BLOCK_NBYTES, end - begin)]
+                reader.read_into(block, begin)
+                yield block

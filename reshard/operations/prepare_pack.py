@@ -1,0 +1,150 @@
+"""A pack from request to result: open the source, convert, lay out, then write, here or as one part of many."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from manifests.errors import UsageError
+from reshard.copy.destination import check_apart, read_again
+from reshard.copy.direct_io import Io
+from reshard.copy.engine import WriteOptions
+from reshard.estimate.training_estimate import Assumptions
+from reshard.operations.hub_check import HubReport
+from reshard.operations.pack import PackOptions, pack
+from reshard.operations.pack_distributed import pack_part
+from reshard.operations.pack_result import PackResult
+from reshard.operations.progress import Progress, counting
+from reshard.operations.resolve import LaidOut, LayoutRequest, PlanResult, lay_out, look_ahead, model_name
+from reshard.plans.pack_plan import OutputShard, Traffic, traffic_of
+from reshard.plans.partition import Part, part_nbytes, part_traffic
+from reshard.plans.references import choose_stages
+from reshard.sources.open import links_of, open_source
+from reshard.tensors.checkpoint import TensorAt
+from reshard.transforms.conversion import Conversion, convert
+from stores.manifest_file import Address
+
+__all__ = ["PackRequest", "PreparedPack", "prepare_pack"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackRequest:
+    """What `reshard pack` is asked for. `stages` is written as `0-3,7`; None packs all of them."""
+
+    source: str
+    out: Address
+    asked: LayoutRequest
+    assumed: Assumptions = field(default_factory=Assumptions)
+    conversion: Conversion = field(default_factory=Conversion)
+    drop: Collection[str] = ()
+    virtual: bool = False
+    stages: str | None = None
+    part: Part | None = None
+    force: bool = False
+    io: Io = "direct"
+    sync: bool = True
+    verify_source: bool = False
+
+    def check(self) -> None:
+        """Refuse requests that contradict themselves, before a source is opened.
+
+        Raises:
+            UsageError: naming the flag.
+        """
+        if self.conversion.changes_bytes and (self.virtual or self.stages is not None):
+            raise UsageError(
+                "--virtual" if self.virtual else "--stages",
+                "bytes that stay where they are cannot be converted",
+                "pack without it",
+                code="options.conflict",
+            )
+        if self.verify_source and self.part is not None:
+            problem = "no part reads whole files"
+            raise UsageError("--verify-source", problem, "pack without --part", code="options.conflict")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedPack:
+    """A pack whose source was opened and laid out: everything is known and nothing is written yet."""
+
+    request: PackRequest
+    laid: LaidOut
+    stages: frozenset[int] | None  # to pack; None: all
+
+    @cached_property
+    def shards(self) -> tuple[OutputShard, ...]:
+        return self.laid.plan.shards_on(self.stages)
+
+    @cached_property
+    def read_twice(self) -> list[TensorAt]:
+        return read_again(self.shards, self.request.out)
+
+    @property
+    def planned(self) -> PlanResult:
+        """The plan and the forecast of a training step, as `reshard plan` shows them."""
+        return look_ahead(self.laid)
+
+    @property
+    def traffic(self) -> Traffic:
+        """The bytes that this pack, or its part, reads and writes."""
+        part = self.request.part
+        return part_traffic(self.shards, part) if part else traffic_of(self.shards, self.read_twice)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """The bytes that progress counts."""
+        if self.request.part is not None:
+            return part_nbytes(self.shards, self.request.part)
+        origins = (origin for shard in self.shards for origin in shard.origins)
+        return sum(tensor.nbytes for tensor in (*self.read_twice, *origins))
+
+    @property
+    def links(self) -> tuple[tuple[str, str], ...]:
+        """The source's files that symbolic links take out of its folder, and where to."""
+        return tuple(links_of(self.laid.checkpoint))
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Weight files of the source that transformers does not read beside safetensors."""
+        return self.laid.checkpoint.source.left_out
+
+    def run(self, progress: Progress | None = None) -> PackResult:
+        """Write the bundles and, last, the manifest that commits them; raises as `operations.pack.pack`."""
+        checked: list[HubReport] = []
+        options = self._options(progress, report=checked)
+        manifest = pack(self.laid.checkpoint, self.laid.plan, options)
+        return PackResult(manifest=manifest, out=self.request.out, hub=checked[0] if checked else HubReport())
+
+    def run_part(self, progress: Progress | None = None) -> Part:
+        """Write the request's part of the bundles; raises as `pack_part`."""
+        assert self.request.part is not None, "asked for by --part"
+        pack_part(self.laid.checkpoint, self.laid.plan, self.request.part, self._options(progress, report=[]))
+        return self.request.part
+
+    def _options(self, progress: Progress | None, report: list[HubReport]) -> PackOptions:
+        request = self.request
+        write = WriteOptions(io=request.io, sync=request.sync, progress=counting(progress, self.nbytes))
+        return PackOptions(
+            out=request.out,
+            force=request.force,
+            stages=self.stages,
+            write=write,
+            verify_source=request.verify_source,
+            report=report.append,
+        )
+
+
+def prepare_pack(request: PackRequest) -> PreparedPack:
+    """Open the source, convert it, lay it out and check the output's place, without writing anything.
+
+    Raises:
+        UsageError: options that contradict each other, or no such stage.
+        InputError: the source or the layout is wrong, or `out` would overwrite what is read.
+    """
+    request.check()
+    opened = open_source(request.source, frozenset(request.drop))
+    check_apart(request.out, opened, may_replace=not request.conversion.changes_bytes)
+    checkpoint = convert(opened, request.conversion)
+    laid = lay_out(model_name(request.source), checkpoint, request.asked, request.assumed)
+    return PreparedPack(request=request, laid=laid, stages=choose_stages(laid.plan, request.virtual, request.stages))

@@ -1,0 +1,37 @@
+"""Progress of an operation, as callers of the API see it: bytes done so far, and bytes in all."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+__all__ = ["Progress", "counting"]
+
+
+class Progress(Protocol):
+    """A callback that is told how far an operation is; it may raise to stop the operation."""
+
+    def __call__(self, done_nbytes: int, total_nbytes: int, /) -> object:
+        """Take the bytes that are done, and an estimate of the total.
+
+        It is called from worker threads, one call at a time, and `done_nbytes` never falls. The estimate may be off:
+        `done_nbytes` may end below or above it.
+        """
+        ...
+
+
+def counting(progress: Progress | None, total_nbytes: int) -> Callable[[int], object]:
+    """Return a callback that takes the bytes of each step and reports their sum to `progress`."""
+    if progress is None:
+        return lambda nbytes: None
+    lock, done_nbytes = threading.Lock(), 0
+
+    def count(nbytes: int) -> None:
+        nonlocal done_nbytes
+        with lock:
+            done_nbytes += nbytes
+            progress(done_nbytes, total_nbytes)
+
+    progress(0, total_nbytes)
+    return count

@@ -1,0 +1,207 @@
+"""verify: proof that what is on disk is what the manifest says, and what its source holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from manifests.digest import PREFIX
+from manifests.errors import InputError, UsageError
+from manifests.invariants import SOURCE_NAME
+from manifests.models import ModelShape, module_of
+from manifests.schema import MOMENTS, WEIGHTS, Holds, Manifest, Stage
+from reshard.operations.compare import Difference, differences_from, hash_each, missing_from
+from reshard.sources.bundles import open_manifest
+from reshard.tensors.checkpoint import CarriedAt, Checkpoint, TensorAt
+from reshard.tensors.slices import merge_slices
+from reshard.tensors.source_index import decode_record
+from stores.base import Blocks, Folder, check_whole, read_whole
+from stores.bundles import Bundles, join_slices
+from stores.manifest_file import Address, find_manifest_file
+
+__all__ = ["VerifyOptions", "VerifyResult", "nbytes_to_read", "verify_manifest"]
+
+Progress = Callable[[int], object]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyOptions:
+    """What to look at: `quick` reads no tensor; `against` is a source that must have the same tensors and files."""
+
+    quick: bool = False
+    against: Checkpoint | None = None
+    stages: frozenset[int] | None = None  # None: all
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyResult:
+    """The result of verifying a manifest.
+
+    Of `nbytes` of tensor data, `compared_nbytes` were compared, with the digests or with `source`; `differences` names
+    all that is not as expected.
+    """
+
+    num_tensors: int
+    nbytes: int
+    compared_nbytes: int
+    source: str | None
+    num_beyond: int  # tensors, all of them optimizer state, of which the source has none
+    differences: tuple[Difference, ...]
+
+    @property
+    def equal(self) -> bool:
+        return not self.differences
+
+
+def verify_manifest(
+    address: Address, options: VerifyOptions | None = None, progress: Progress = lambda nbytes: None
+) -> VerifyResult:
+    """Look at every file of a manifest, and compare sizes, headers, pins and digests.
+
+    Damage is reported, not raised: one run names all of it. Virtual bundles have no digests; their
+    bytes are read when there is a source to compare them with.
+
+    Raises:
+        InputError: there is no readable manifest.
+        UsageError: it has no such stage.
+    """
+    options = options or VerifyOptions()
+    file = find_manifest_file(address)
+    manifest, _ = file.read()
+    stages, bundles = _choose(manifest, options.stages), Bundles(manifest, file.folder)
+    bundles.read_ahead(stages, (WEIGHTS, *MOMENTS))
+    differences: list[tuple[str, str]] = []
+    kinds = {holds: _read_headers(bundles, stages, holds, differences) for holds in (WEIGHTS, *MOMENTS)}
+    tensors = [tensor for found in kinds.values() for tensor in found]
+    compared = [tensor for tensor in tensors if options.against or (tensor.digest and not options.quick)]
+    digests = dict(zip(compared, hash_each(compared, progress, differences), strict=True))
+    differences += _unlike_their_digests(digests)
+    differences += _unlike_their_files(manifest, file.folder)
+    num_beyond = 0
+    if options.against is not None:
+        for holds, found in kinds.items():
+            expected = options.against.tensors if holds == WEIGHTS else options.against.moments.get(holds)
+            if expected is None:  # a source that nobody trained
+                num_beyond += len({tensor.name for tensor in found})
+                continue
+            stored = _whole(found, digests, differences, progress)
+            differences += differences_from(expected, stored, manifest.ties, progress)
+            wanted = _wanted(expected, options.against.shape, stages, manifest, file.folder)
+            differences += missing_from({tensor.name for tensor in found}, list(wanted), manifest.ties)
+        differences += _unlike_files_of(options.against, manifest, file.folder)
+    if not differences and options.stages is None:
+        try:
+            open_manifest(file, bundles)
+        except InputError as error:  # whole bytes of an incomplete model
+            differences.append((error.where, error.problem))
+    return VerifyResult(
+        num_tensors=len({(holds, tensor.name) for holds, found in kinds.items() for tensor in found}),
+        nbytes=sum(tensor.nbytes for tensor in tensors),
+        compared_nbytes=sum(tensor.nbytes for tensor in compared),
+        source=options.against.location if options.against else None,
+        num_beyond=num_beyond,
+        differences=tuple(
+            Difference(*each) for each in dict.fromkeys(differences)
+        ),  # stages may share an original file
+    )
+
+
+def nbytes_to_read(address: Address, options: VerifyOptions) -> int:
+    """Give about the bytes that progress will have counted in the end; raises as `verify_manifest`."""
+    stages = _choose(find_manifest_file(address).read()[0], options.stages)
+    own = 0 if options.quick else sum(shard.nbytes for stage in stages for shard in stage.shards)
+    return own if options.against is None else own + sum(stage.nbytes * (2 if stage.spans else 1) for stage in stages)
+
+
+def _choose(manifest: Manifest, wanted: frozenset[int] | None) -> list[Stage]:
+    for index in sorted(wanted or ()):
+        if index >= len(manifest.stages):
+            raise UsageError(
+                "--stage",
+                f"there is no stage {index}: the manifest has {len(manifest.stages)}",
+                code="options.unknown-stage",
+            )
+    return [stage for stage in manifest.stages if wanted is None or stage.index in wanted]
+
+
+def _read_headers(
+    bundles: Bundles, stages: Sequence[Stage], holds: Holds, differences: list[tuple[str, str]]
+) -> list[TensorAt]:
+    tensors = []
+    for read in (part for stage in stages for part in bundles.parts_of(stage, (holds,))):
+        try:
+            tensors += read()
+        except InputError as error:
+            differences.append((error.where, error.problem))
+    return tensors
+
+
+def _whole(
+    found: Sequence[TensorAt],
+    digests: Mapping[TensorAt, str | None],
+    differences: list[tuple[str, str]],
+    progress: Progress,
+) -> Mapping[TensorAt, str | None]:
+    """Give whole tensors with their hex digests; those that are stored in slices are read once more."""
+    try:
+        joined = join_slices(found).values()
+    except InputError as error:
+        differences.append((error.where, error.problem))
+        return {}
+    whole = {merge_slices(parts): digests[parts[0]] for parts in joined if len(parts) == 1}
+    sliced = [parts for parts in joined if len(parts) > 1]
+    merged = [merge_slices(parts) for parts in sliced if all(digests[part] == part.digest for part in parts)]
+    return whole | dict(zip(merged, hash_each(merged, progress, differences), strict=True))
+
+
+def _unlike_their_digests(digests: Mapping[TensorAt, str | None]) -> Iterator[tuple[str, str]]:
+    for tensor, found in digests.items():
+        if None not in (found, tensor.digest) and found != tensor.digest:
+            problem = f"expected {PREFIX}{tensor.digest}, found {PREFIX}{found}"
+            yield f"{tensor.file}: {tensor.name!r}", problem
+
+
+def _unlike_their_files(manifest: Manifest, folder: Folder) -> Iterator[tuple[str, str]]:
+    for carried in manifest.files:
+        try:
+            check_whole(folder.file(carried.path), carried.digest)
+        except InputError as error:
+            yield error.where, error.problem
+
+
+def _unlike_files_of(source: Checkpoint, manifest: Manifest, folder: Folder) -> Iterator[tuple[str, str]]:
+    """Compare auxiliary files, by their digests, with those of a source; `source.json` is the manifest's own."""
+    expected = {carried.path: carried for carried in source.carried}
+    found = {carried.path: carried.digest for carried in manifest.files if carried.path != SOURCE_NAME}
+    for path, digest in found.items():
+        if path not in expected:
+            yield str(folder.file(path)), f"{source.location} has no such file"
+        elif (other := _digest_of(expected[path])) != digest:
+            yield str(folder.file(path)), f"expected {other} ({source.location}), found {digest}"
+    for path in sorted(expected.keys() - found.keys()):
+        yield str(folder.file(path)), f"the manifest has no such file; {source.location} has"
+
+
+def _digest_of(carried: CarriedAt) -> str:
+    if carried.digest is not None:
+        return carried.digest
+    blocks = Blocks(carried.file)
+    for _ in blocks:
+        pass
+    return blocks.digest
+
+
+def _wanted(
+    tensors: Mapping[str, TensorAt], shape: ModelShape, stages: Sequence[Stage], manifest: Manifest, folder: Folder
+) -> Iterator[TensorAt]:
+    """Give the source's tensors that these stages should hold, less what was left behind with good reason."""
+    try:
+        dropped = set(decode_record(read_whole(folder.file(SOURCE_NAME))).dropped)
+    except InputError:  # which is a difference, and named as one
+        dropped = set()
+    modules = {module for stage in stages for module in stage.modules}
+    is_all = len(stages) == len(manifest.stages)
+    for fqn, tensor in tensors.items():
+        is_recomputed = manifest.training is not None and fqn not in shape.tensors
+        if fqn not in dropped and not is_recomputed and (is_all or module_of(fqn, modules) is not None):
+            yield tensor

@@ -1,0 +1,1 @@
+"""The plan of byte ranges: which bytes go where. Pure; reshard.copy carries it out."""

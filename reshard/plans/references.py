@@ -1,0 +1,149 @@
+"""Virtual bundles: stages whose tensors stay where they are, in the source's own files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from manifests.errors import InputError, UsageError
+from manifests.schema import PinnedFile, Span, Virtual
+from reshard.formatting import parse_numbers
+from reshard.plans.pack_plan import PackPlan, StagePlan
+from reshard.tensors.checkpoint import Checkpoint, OriginalFiles
+from stores.base import Range, merge_ranges
+from stores.bundles import TensorAt
+
+__all__ = ["References", "choose_stages", "refer_to_originals"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class References:
+    """What a manifest says of its virtual bundles: the files, and by stage the spans and the number of tensors."""
+
+    virtual: Virtual | None
+    spans: Mapping[int, tuple[Span, ...]]
+    num_tensors: Mapping[int, int]
+
+
+def choose_stages(plan: PackPlan, virtual: bool, wanted: str | None) -> frozenset[int] | None:
+    """Give the stages to pack, `wanted` as a user writes them: `0-3,7`. None: all of them.
+
+    Raises:
+        UsageError: no such stages, or both ways to ask at once.
+    """
+    if virtual and wanted is not None:
+        raise UsageError(
+            "--stages",
+            "says which bundles are packed, --virtual that none is",
+            "leave one of the two out",
+            code="options.conflict",
+        )
+    if virtual or wanted is None:
+        return frozenset() if virtual else None
+    chosen = parse_numbers(wanted)
+    if chosen is None:
+        raise UsageError(
+            "--stages", f"expected numbers, found {wanted[:80]!r}", "write 0-3 or 0,2,5-7", code="options.bad-stages"
+        )
+    if max(chosen) >= len(plan.stages):
+        raise UsageError(
+            "--stages",
+            f"there is no stage {max(chosen)}: the layout has {len(plan.stages)}",
+            code="options.unknown-stage",
+        )
+    return chosen
+
+
+def refer_to_originals(stages: Sequence[StagePlan], checkpoint: Checkpoint) -> References:
+    """Give these stages' tensors as spans of the files that they lie in, and pin the files.
+
+    Raises:
+        InputError: a tensor does not lie in a weight file of the source, is not named by its FQN there, or has
+            no bytes.
+    """
+    if stages:
+        _check_names(checkpoint)
+    originals = checkpoint.originals or OriginalFiles(location="", revision=None, files={})
+    names = {file: name for name, file in originals.files.items()}
+    tied = {fqn for group in checkpoint.shape.ties for fqn in group}
+    ranges: dict[int, dict[str, list[Range]]] = {}
+    num_tensors: dict[int, int] = {}
+    for stage in stages:
+        here: dict[str, list[Range]] = {}
+        seen: set[tuple[str, int]] = set()  # tied tensors, which may be the same bytes
+        count = 0
+        for tensor in (origin for shard in stage.shards for origin in shard.origins):
+            name = names.get(tensor.file)
+            if name is None:
+                raise _no_original(tensor, checkpoint)
+            if not tensor.nbytes:
+                problem = "has no bytes that a virtual bundle could refer to"
+                raise InputError(
+                    f"{tensor.file}: {tensor.name!r}",
+                    problem,
+                    "pack without --virtual",
+                    code="options.cannot-be-virtual",
+                )
+            if tensor.name in tied:
+                if (name, tensor.begin) in seen:
+                    continue
+                seen.add((name, tensor.begin))
+            count += 1
+            _append(here.setdefault(name, []), tensor.begin, tensor.end)
+        if here:
+            ranges[stage.index], num_tensors[stage.index] = here, count
+    used = [name for name in originals.files if any(name in here for here in ranges.values())]
+    numbers = {name: number for number, name in enumerate(used)}
+    return References(
+        virtual=_pin(used, originals, checkpoint) if used else None,
+        spans={index: tuple(_spans(here, numbers)) for index, here in ranges.items()},
+        num_tensors=num_tensors,
+    )
+
+
+def _append(ranges: list[Range], begin: int, end: int) -> None:
+    """Add a range, most often behind the last one: a million neighbours are one range at once."""
+    if ranges and ranges[-1][1] == begin:
+        ranges[-1] = (ranges[-1][0], end)
+    else:
+        ranges.append((begin, end))
+
+
+def _check_names(checkpoint: Checkpoint) -> None:
+    if not checkpoint.shape.base:  # nothing is ever left out of a name
+        return
+    for shard in checkpoint.record.shards:
+        for entry in shard.header.tensors:
+            if (fqn := checkpoint.shape.fqn_of(entry.name)) != entry.name:
+                raise InputError(
+                    f"{shard.name}: {entry.name!r}",
+                    f"is {fqn} in the model, and virtual bundles have the names that their files have",
+                    "pack all stages, without --virtual",
+                    code="options.cannot-be-virtual",
+                )
+
+
+def _spans(here: Mapping[str, Sequence[Range]], numbers: Mapping[str, int]) -> list[Span]:
+    merged = sorted((numbers[name], begin, end) for name, found in here.items() for begin, end in merge_ranges(found))
+    return [Span(file=number, begin=begin, end=end) for number, begin, end in merged]
+
+
+def _pin(used: Sequence[str], originals: OriginalFiles, checkpoint: Checkpoint) -> Virtual:
+    digests = {shard.name: shard.digest for shard in checkpoint.record.shards}
+    return Virtual(
+        location=originals.location,
+        revision=originals.revision,
+        files=tuple(
+            PinnedFile(path=name, nbytes=file.nbytes, pin=file.pin, digest=digests[name])
+            for name, file in ((name, originals.files[name]) for name in used)
+        ),
+    )
+
+
+def _no_original(tensor: TensorAt, checkpoint: Checkpoint) -> InputError:
+    return InputError(
+        str(tensor.file),
+        "is no weight file of a Hugging Face folder, and virtual bundles refer to nothing else",
+        f"give as SOURCE what it was made from ({checkpoint.source.location}), or pack without --virtual",
+        code="options.cannot-be-virtual",
+    )

@@ -1,0 +1,223 @@
+"""A manifest as a source: its bundles' tensors, each named once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from manifests.errors import InputError
+from manifests.invariants import SOURCE_NAME, check_model
+from manifests.jsontext import parse_json_object
+from manifests.models import ModelShape, model_shape, module_of
+from manifests.safetensors import in_data_order
+from manifests.schema import MOMENTS, WEIGHTS, CarriedFile, Holds, Manifest, Parent, Stage
+from reshard.copy.engine import hash_tensors
+from reshard.sources.huggingface import CONFIG_NAME, check_coverage, without_absent
+from reshard.tensors.checkpoint import CarriedAt, Checkpoint, OriginalFiles, TensorAt
+from reshard.tensors.slices import merge_slices, slices_of
+from reshard.tensors.source_index import INDEX_NAME, SourceRecord, decode_record
+from stores.base import read_whole
+from stores.bundles import Bundles, join_slices
+from stores.manifest_file import Address, ManifestFile, find_manifest_file
+
+__all__ = ["open_manifest"]
+
+
+def open_manifest(address: Address | ManifestFile, bundles: Bundles | None = None) -> Checkpoint:
+    """Read a manifest's headers and check that they cover the model exactly, moments too if there are any.
+
+    The tensors stand in the order of the source they came from, whatever the stages are. Headers that `bundles` of
+    this manifest have read are not read again.
+
+    Raises:
+        InputError: the manifest, a header or a carried file is not what it must be, a tensor is
+            missing, strays or is on the wrong stage, or two copies of a tied weight differ.
+    """
+    file = address if isinstance(address, ManifestFile) else find_manifest_file(address)
+    manifest, digest = file.read()
+    folder = file.folder
+    small = {carried.path: carried for carried in manifest.files}
+    for needed in (CONFIG_NAME, SOURCE_NAME):
+        if needed not in small:
+            raise InputError(f"{file}: files", f"{needed} is not among them", code="manifest.missing-file")
+    config_file, record_file = folder.file(CONFIG_NAME), folder.file(SOURCE_NAME)
+    config = parse_json_object(read_whole(config_file, small[CONFIG_NAME].digest), str(config_file))
+    record_text = read_whole(record_file, small[SOURCE_NAME].digest)
+    shape = model_shape(config, str(config_file))
+    check_model(manifest, shape, str(file))
+    record = decode_record(record_text, str(record_file))
+    _check_files(manifest.files, record, str(file))
+    if bundles is None:
+        bundles = Bundles(manifest, folder)
+        bundles.read_ahead(manifest.stages, (WEIGHTS, *MOMENTS))
+    originals = _open_originals(bundles, record, str(file))
+    stored = _stored_tensors(bundles, WEIGHTS, str(file))
+    shape = without_absent(shape, stored)
+    _check_ties(manifest, stored, str(file))
+    tensors, record = _tensors_of_source(manifest, stored, record, shape)
+    _check_strays(manifest, stored, tensors, str(file))
+    check_coverage(tensors, shape, str(file))
+    moments = {}
+    if manifest.training and manifest.training.optimizer:
+        moments = {holds: _moments(bundles, holds, record, shape) for holds in MOMENTS}
+    return Checkpoint(
+        shape=shape,
+        tensors=tensors,
+        carried=tuple(
+            CarriedAt(path=carried.path, file=folder.file(carried.path), digest=carried.digest)
+            for carried in manifest.files
+            if carried.path != SOURCE_NAME
+        ),
+        record=record,
+        source=manifest.source,
+        parents=(*manifest.parents, Parent(location=folder.location, digest=digest)),
+        manifest=manifest,
+        originals=originals,
+        moments=moments,
+    )
+
+
+def _moments(bundles: Bundles, holds: Holds, record: SourceRecord, shape: ModelShape) -> dict[str, TensorAt]:
+    """Give one kind of moments, seen to cover the parameters as the weights do."""
+    where = f"{bundles.root}: {holds}"
+    untrained = shape.untrained_suffixes or ("\0",)
+    parameters = {fqn: dims for fqn, dims in shape.tensors.items() if not fqn.endswith(untrained)}
+    trained = replace(shape, tensors=parameters, ignored_suffixes=())
+    stored = _stored_tensors(bundles, holds, where)
+    _check_ties(bundles.manifest, stored, where)
+    tensors, _ = _tensors_of_source(bundles.manifest, stored, record, trained)
+    _check_strays(bundles.manifest, stored, tensors, where)
+    check_coverage(tensors, trained, where)
+    return tensors
+
+
+def _check_files(files: Iterable[CarriedFile], record: SourceRecord, where: str) -> None:
+    """Refuse a carried file that an export would write over a shard or the index."""
+    taken = {INDEX_NAME, *(shard.name for shard in record.shards)}
+    for position, carried in enumerate(files):
+        if carried.path in taken:
+            raise InputError(
+                f"{where}: files[{position}].path",
+                f"{carried.path!r} is a weight file of the source",
+                code="manifest.source-mismatch",
+            )
+
+
+def _open_originals(bundles: Bundles, record: SourceRecord, where: str) -> OriginalFiles | None:
+    """Find the files that virtual bundles refer to: each is recorded as a weight file of the source."""
+    virtual = bundles.manifest.virtual
+    if virtual is None:
+        return None
+    recorded = {shard.name: shard for shard in record.shards}
+    for position, pinned in enumerate(virtual.files):
+        if pinned.path not in recorded or recorded[pinned.path].digest != pinned.digest:
+            problem = f"{SOURCE_NAME} has no {pinned.path!r} with the header {pinned.digest}"
+            raise InputError(f"{where}: virtual.files[{position}]", problem, code="manifest.source-mismatch")
+    files = {pinned.path: bundles.original_file(number) for number, pinned in enumerate(virtual.files)}
+    return OriginalFiles(location=virtual.location, revision=virtual.revision, files=files)
+
+
+def _stored_tensors(bundles: Bundles, holds: Holds, where: str) -> dict[str, TensorAt]:
+    """Give every stored tensor of one kind; each lies on the stage that holds its module."""
+    tensors: dict[str, TensorAt] = {}
+    for stage in bundles.manifest.stages:
+        modules, here = frozenset(stage.modules), bundles.tensors_on(stage, holds)
+        for name, parts in join_slices(here).items():
+            if module_of(name, modules) is None:
+                raise InputError(
+                    f"{parts[0].file}: {name!r}",
+                    f"belongs to no module of stage {stage.index}",
+                    code="shard.wrong-stage",
+                )
+            if name in tensors:
+                raise InputError(f"{parts[0].file}: {name!r}", "is in two shards", code="shard.tensor-twice")
+            tensors[name] = merge_slices(parts)
+        if holds == WEIGHTS:
+            _check_counts(stage, here, f"{where}: stages[{stage.index}]")
+    return tensors
+
+
+def _check_counts(stage: Stage, tensors: list[TensorAt], where: str) -> None:
+    # Two tied names may stand for the same bytes of an original file, and several slices for one tensor.
+    sizes = {(tensor.file, tensor.begin, tensor.name if stage.shards else ""): tensor.nbytes for tensor in tensors}
+    num_tensors = len({tensor.name for tensor in tensors}) if stage.shards else len(sizes)
+    for name, expected, found in (
+        ("num_tensors", num_tensors, stage.num_tensors),
+        ("nbytes", sum(sizes.values()), stage.nbytes),
+    ):
+        if found != expected:
+            raise InputError(
+                f"{where}.{name}", f"expected {expected} (its shards), found {found}", code="manifest.wrong-count"
+            )
+
+
+def _check_ties(manifest: Manifest, stored: Mapping[str, TensorAt], where: str) -> None:
+    """Refuse a tie whose owner, or whose replica on another stage, is not stored, and copies that differ."""
+    for position, group in enumerate(manifest.ties):
+        place = f"{where}: ties[{position}]"
+        for member in group.members:
+            if member.fqn not in stored and (member == group.owner or member.stage != group.owner.stage):
+                raise InputError(
+                    place, f"no shard of stage {member.stage} holds {member.fqn!r}", code="shard.missing-tensor"
+                )
+        copies = [(member, stored[member.fqn]) for member in group.members if member.fqn in stored]
+        digests = _digests_of([copy for _, copy in copies])
+        if len({copy.dtype for _, copy in copies}) > 1 or len({*digests} - {None}) > 1:
+            shown = ", ".join(
+                f"{member.fqn} on stage {member.stage} {copy.dtype} {digest}"
+                for (member, copy), digest in zip(copies, digests, strict=True)
+            )
+            raise InputError(place, f"expected equal copies, found {shown}", code="shard.tied-copies-differ")
+
+
+def _digests_of(copies: Sequence[TensorAt]) -> Sequence[str | None]:
+    """Give what tells copies of a tensor apart; slices are read where copies are not sliced alike.
+
+    Original files have no digests.
+    """
+    sliced = [slices_of(copy) for copy in copies]
+    if all(len(slices) == 1 for slices in sliced):
+        return [copy.digest for copy in copies]
+    if len({tuple(part.part for part in slices) for slices in sliced}) > 1:
+        return hash_tensors(copies)
+    return [" ".join(part.digest or "" for part in slices) for slices in sliced]
+
+
+def _tensors_of_source(
+    manifest: Manifest, stored: Mapping[str, TensorAt], record: SourceRecord, shape: ModelShape
+) -> tuple[dict[str, TensorAt], SourceRecord]:
+    """Give the tensors that the source stored, in its order, and the record less what training left behind.
+
+    Training keeps one copy of a tied weight per rank, and no tensor that the model recomputes.
+    """
+    owners = {replica.fqn: group.owner.fqn for group in manifest.ties for replica in group.replicas}
+    tensors, gone = {}, []
+    for recorded in _names_in_order(record):
+        name = shape.fqn_of(recorded)
+        at = stored.get(name) or stored.get(owners.get(name, name))
+        if at is not None:
+            tensors[name] = at if at.name == name else replace(at, name=name)
+        elif manifest.training and name not in shape.tensors:
+            gone.append(recorded)
+    return tensors, replace(record, dropped=(*record.dropped, *gone))
+
+
+def _names_in_order(record: SourceRecord) -> Iterable[str]:
+    dropped = set(record.dropped)
+    for shard in record.shards:
+        for entry in in_data_order(shard.header.tensors):
+            if entry.name not in dropped:
+                yield entry.name
+
+
+def _check_strays(
+    manifest: Manifest, stored: Mapping[str, TensorAt], tensors: Mapping[str, TensorAt], where: str
+) -> None:
+    replicas = {replica.fqn for group in manifest.ties for replica in group.replicas}
+    for name, tensor in stored.items():
+        if name not in tensors and name not in replicas:
+            raise InputError(
+                f"{tensor.file}: {name!r}",
+                f"the source had no such tensor ({SOURCE_NAME})",
+                code="shard.unknown-tensor",
+            )

@@ -1,0 +1,279 @@
+"""A Hugging Face folder: config.json, safetensors shards, their index, and the small files beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from manifests.errors import InputError
+from manifests.invariants import MANIFEST_NAME, SOURCE_NAME
+from manifests.jsontext import parse_json_object
+from manifests.models import ModelShape, model_shape, module_of
+from manifests.paths import problem_with_path
+from manifests.schema import Source
+from reshard.copy.journal import is_working_name
+from reshard.sources.weight_map import read_weight_map
+from reshard.tensors.checkpoint import CarriedAt, Checkpoint, OriginalFiles, TensorAt, tensors_in
+from reshard.tensors.source_index import INDEX_NAME, SUFFIX, KeptText, RecordedShard, SourceRecord
+from stores.base import Folder, read_whole
+from stores.headers import each_file_header
+
+__all__ = ["CONFIG_NAME", "check_coverage", "open_folder", "without_absent"]
+
+CONFIG_NAME = "config.json"
+_SINGLE_NAME = "model.safetensors"
+# The same weights once more, in formats that nobody here reads. They are left out, by name.
+_OTHER_WEIGHTS = (
+    ".bin", ".ckpt", ".gguf", ".h5", ".mlmodel", ".msgpack", ".npz", ".onnx", ".onnx_data", ".ot", ".pb", ".pt", ".pth",
+    ".tflite",
+)  # fmt: skip
+_WANTED = "SOURCE must hold safetensors weights"
+_CONVERT = "transformers writes safetensors, from_pretrained(SOURCE).save_pretrained(DIR)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Shards:
+    """The shard names, and which tensor the index puts where (None without an index)."""
+
+    names: tuple[str, ...]
+    beside: tuple[str, ...]  # safetensors that are none of them
+    weight_map: Mapping[str, str] | None
+    index: KeptText | None
+
+
+def open_folder(folder: Folder, drop: frozenset[str] = frozenset()) -> Checkpoint:
+    """Read the headers of a Hugging Face folder and check that they cover the model exactly.
+
+    Raises:
+        InputError: no such folder, no config, unknown architecture, shards and index that disagree,
+            a header that lies, or tensors missing, unexpected or misshapen.
+    """
+    files = folder.names()
+    if CONFIG_NAME not in files:
+        raise InputError(
+            f"{folder}/{CONFIG_NAME}",
+            "no such file",
+            "SOURCE must be a Hugging Face model folder",
+            code="source.no-config",
+        )
+    config_file = folder.file(CONFIG_NAME)
+    config = parse_json_object(read_whole(config_file), str(config_file))
+    shape = model_shape(config, str(config_file))
+    names = {fqn: fqn for fqn in shape.tensors}
+    shards = _find_shards(folder, files, names)
+    tensors, recorded = _read_shards(folder, shards, names)
+    del names
+    dropped = _drop(tensors, drop, shape)
+    tensors = _under_fqns(tensors, shape)
+    shape = without_absent(shape, tensors)
+    check_coverage(tensors, shape, str(folder), frozenset(dropped))
+    beside = set(shards.beside)
+    left_out = tuple(name for name in files if name.endswith(_OTHER_WEIGHTS) or name in beside)
+    return Checkpoint(
+        shape=shape,
+        tensors=tensors,
+        carried=_carried(folder, files, {*shards.names, *left_out, INDEX_NAME}),
+        record=SourceRecord(
+            shards=recorded,
+            index=shards.index,
+            dropped=dropped,
+        ),
+        source=Source(kind=folder.kind, location=folder.location, revision=folder.revision, left_out=left_out),
+        originals=OriginalFiles(
+            location=folder.location,
+            revision=folder.revision,
+            files={name: folder.file(name) for name in shards.names},
+        ),
+    )
+
+
+def without_absent(shape: ModelShape, tensors: Collection[str]) -> ModelShape:
+    """Give the shape less the optional modules, such as MTP layers, of which no tensor is stored."""
+    if not shape.optional:
+        return shape
+    stored = {module_of(fqn, shape.optional) for fqn in tensors}
+    return shape.without(shape.optional.difference(module for module in stored if module))
+
+
+def check_coverage(
+    tensors: Mapping[str, TensorAt], shape: ModelShape, where: str, dropped: frozenset[str] = frozenset()
+) -> None:
+    """Raise unless every tensor of the model is there once, as wide as the config says, and no other."""
+    stored_for_tie = {fqn for group in shape.ties if any(name in tensors for name in group) for fqn in group}
+    missing = [fqn for fqn in shape.tensors if fqn not in tensors and fqn not in stored_for_tie]
+    if missing:
+        raise InputError(
+            where,
+            f"{_count(missing, 'tensor')} of the model missing: {_some(missing)}",
+            "--drop is for what the model can do without; leave it out"
+            if not dropped.isdisjoint(missing)
+            else "the checkpoint is incomplete; download it again",
+            code="source.missing-tensor",
+        )
+    unknown = [
+        fqn for fqn in tensors if fqn not in shape.tensors and not fqn.endswith(shape.ignored_suffixes or ("\0",))
+    ]
+    if unknown:
+        raise InputError(
+            where,
+            f"{_count(unknown, 'tensor')} that {shape.architecture} does not have: {_some(unknown)}",
+            f"weights and config disagree; to leave one behind say --drop {unknown[0]}",
+            code="source.unknown-tensor",
+        )
+    for fqn, tensor in tensors.items():
+        expected = shape.tensors.get(fqn, tensor.shape)
+        if tensor.shape != expected:
+            raise InputError(
+                f"{tensor.file}: {fqn!r}.shape",
+                f"expected {list(expected)} ({CONFIG_NAME}), found {list(tensor.shape)}",
+                "weights and config disagree; download both from one revision",
+                code="source.shape-mismatch",
+            )
+
+
+def _find_shards(folder: Folder, files: tuple[str, ...], fqns: Mapping[str, str]) -> _Shards:
+    found = dict.fromkeys(name for name in files if name.endswith(SUFFIX))
+    if INDEX_NAME not in files:
+        beside = tuple(name for name in found if _is_beside(name))
+        found = dict.fromkeys(name for name in found if not _is_beside(name))
+        if list(found) == [_SINGLE_NAME]:
+            return _Shards(names=(_SINGLE_NAME,), beside=beside, weight_map=None, index=None)
+        if not found:
+            others = [name for name in files if name.endswith(_OTHER_WEIGHTS)]
+            hint = f"{others[0]} is in a format that reshard does not read: {_CONVERT}" if others else _WANTED
+            raise InputError(str(folder), "no safetensors shard here", hint, code="source.no-shards")
+        raise InputError(
+            str(folder),
+            f"expected {_SINGLE_NAME} alone or an {INDEX_NAME}, found {_some(list(found))} and no index",
+            code="source.no-index",
+        )
+    where = str(folder.file(INDEX_NAME))
+    raw = read_whole(folder.file(INDEX_NAME))
+    weight_map = read_weight_map(raw, where, fqns)
+    names = dict.fromkeys(sorted(set(weight_map.values())))
+    for name in names:
+        if problem := problem_with_path(name):
+            raise InputError(f"{where}: weight_map", f"{problem}, found {name[:80]!r}", code="source.bad-index")
+        if not name.endswith(SUFFIX):
+            raise InputError(
+                f"{where}: weight_map",
+                f"expected names of {SUFFIX} files, found {name!r}",
+                "the index is damaged or was written for weights in another format; download it again",
+                code="source.bad-index",
+            )
+        if name not in found:
+            raise InputError(
+                f"{where}: weight_map",
+                f"names {name!r}, which is not in the folder",
+                "download the missing shard",
+                code="source.missing-shard",
+            )
+    others = [name for name in found if name not in names]
+    beside = tuple(name for name in others if _is_beside(name))
+    stray = [name for name in others if not _is_beside(name)]
+    if stray:
+        raise InputError(
+            str(folder.file(stray[0])),
+            f"stray shard: {INDEX_NAME} does not name it",
+            "remove it, or download the index that belongs to these shards",
+            code="source.stray-shard",
+        )
+    return _Shards(names=tuple(names), beside=beside, weight_map=weight_map, index=KeptText(raw))
+
+
+def _is_beside(name: str) -> bool:
+    """Say whether safetensors of this name are the model in its maker's form, or another one: in a folder of their own
+    (`original/` of gpt-oss) or as Mistral names them. transformers reads neither."""
+    return "/" in name or name.startswith("consolidated")
+
+
+def _read_shards(
+    folder: Folder, shards: _Shards, names: Mapping[str, str]
+) -> tuple[dict[str, TensorAt], tuple[RecordedShard, ...]]:
+    """Return the tensors of all shards, as the index lists them, and each shard's header as it is to be recorded."""
+    tensors: dict[str, TensorAt] = {}
+    recorded = []
+    for shard, (file, header) in zip(shards.names, each_file_header(map(folder.file, shards.names)), strict=True):
+        recorded.append(RecordedShard(shard, header.raw))
+        for tensor in tensors_in(file, header, names=names):
+            listed = shard if shards.weight_map is None else shards.weight_map.get(tensor.name)
+            if listed != shard:
+                said = "does not list it" if listed is None else f"puts it in {listed}"
+                raise InputError(
+                    f"{file}: {tensor.name!r}",
+                    f"is in this shard, but {INDEX_NAME} {said}",
+                    "shards and index come from different checkpoints; download them again",
+                    code="source.index-disagrees",
+                )
+            tensors[tensor.name] = tensor
+    for fqn, shard in (shards.weight_map or {}).items():
+        if fqn not in tensors:
+            raise InputError(
+                f"{folder.file(INDEX_NAME)}: weight_map[{fqn!r}]",
+                f"{shard} does not hold this tensor",
+                "shards and index come from different checkpoints; download them again",
+                code="source.index-disagrees",
+            )
+    return tensors, tuple(recorded)
+
+
+def _drop(tensors: dict[str, TensorAt], drop: frozenset[str], shape: ModelShape) -> tuple[str, ...]:
+    if not drop:
+        return ()
+    stored = {shape.fqn_of(name): name for name in tensors}
+    names = []
+    for asked in sorted(drop):
+        name = asked if asked in tensors else stored.get(asked)
+        if name is None:
+            raise InputError("--drop", f"{asked!r} is no tensor of the source", code="options.unknown-drop")
+        del tensors[name]
+        names.append(name)
+    return tuple(sorted(names))
+
+
+def _under_fqns(tensors: dict[str, TensorAt], shape: ModelShape) -> dict[str, TensorAt]:
+    """Give the tensors under their FQNs, where files of the model without its head leave out a prefix."""
+    if not shape.base:
+        return tensors
+    found: dict[str, TensorAt] = {}
+    for name, tensor in tensors.items():
+        fqn = shape.fqn_of(name)
+        if fqn in found:
+            raise InputError(
+                f"{tensor.file}: {name!r}", f"is {fqn}, which is stored a second time", code="source.tensor-twice"
+            )
+        found[fqn] = tensor if fqn == name else replace(tensor, name=fqn)
+    return found
+
+
+def _carried(folder: Folder, files: tuple[str, ...], weights: set[str]) -> tuple[CarriedAt, ...]:
+    carried = []
+    for name in files:
+        if name in weights:
+            continue
+        if name in (MANIFEST_NAME, SOURCE_NAME) or name.startswith("stage-"):
+            raise InputError(
+                str(folder.file(name)),
+                "this name belongs to the manifest's own files",
+                "rename the file",
+                code="source.reserved-name",
+            )
+        if is_working_name(name):
+            raise InputError(
+                str(folder.file(name)),
+                "this name belongs to files that are being written",
+                "rename the file",
+                code="source.reserved-name",
+            )
+        if problem := problem_with_path(name):
+            raise InputError(str(folder.file(name)), problem, "rename the file", code="source.bad-file-name")
+        carried.append(CarriedAt(path=name, file=folder.file(name)))
+    return tuple(carried)
+
+
+def _count(items: list[str], noun: str) -> str:
+    return f"{len(items)} {noun}{'s' if len(items) > 1 else ''}"
+
+
+def _some(items: list[str]) -> str:
+    return ", ".join(items[:5]) + (", ..." if len(items) > 5 else "")

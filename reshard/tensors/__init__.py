@@ -1,0 +1,1 @@
+"""The tensor table of a checkpoint: stored, lazy and sliced tensors, and the source index."""

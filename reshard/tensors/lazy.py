@@ -1,0 +1,154 @@
+"""Tensors whose bytes are computed while they are read: plan entries with a transform."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+
+from manifests.digest import Hasher
+from manifests.safetensors import nbytes_of
+from reshard.tensors.checkpoint import TensorAt, check_digest
+from stores.base import Range
+
+__all__ = [
+    "STEP_NBYTES",
+    "WOULD_OVERFLOW",
+    "Block",
+    "BlockReader",
+    "DerivedFile",
+    "HeldFile",
+    "derive",
+    "read_blocks",
+    "stored_nbytes",
+]
+
+WOULD_OVERFLOW = "source.would-overflow"  # the code of errors about values that a cast would make infinite
+STEP_NBYTES = 1 << 20  # stays in the processor's cache between read, hash, transform and write
+
+Block = bytes | bytearray | memoryview
+Make = Callable[[], Iterator[Block]]
+
+
+@dataclass(frozen=True, slots=True)
+class DerivedFile:
+    """A tensor's bytes as a file that lies nowhere; each reading makes them anew, from front to back.
+
+    What it is made of is read once, and checked against the digests that are known of it.
+    """
+
+    how: str  # in messages: `as BF16`
+    origins: tuple[TensorAt, ...]
+    nbytes: int
+    make: Make = field(compare=False)  # gives the bytes; decided by the other fields
+
+    def __str__(self) -> str:
+        return f"{self.origins[0].file}, {self.how}"
+
+    @property
+    def pin(self) -> str:
+        return "; ".join(f"{origin.file.pin}, from byte {origin.begin}" for origin in self.origins)
+
+    def open(self, ranges: Sequence[Range]) -> BlockReader:
+        return BlockReader(self.nbytes, self.make)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldFile:
+    """A small file that is in memory and nowhere else."""
+
+    name: str
+    data: bytes
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data)
+
+    @property
+    def pin(self) -> str:
+        return f"{len(self.data)} bytes in memory"
+
+    def open(self, ranges: Sequence[Range]) -> BlockReader:
+        return BlockReader(self.nbytes, lambda: iter((self.data,)))
+
+
+@dataclass(frozen=True, slots=True)
+class MadeFile:
+    """A file that is in no memory as a whole: each read produces its bytes again, from front to back."""
+
+    name: str
+    nbytes: int
+    make: Make
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def pin(self) -> str:
+        return f"{self.nbytes} bytes, made"
+
+    def open(self, ranges: Sequence[Range]) -> BlockReader:
+        return BlockReader(self.nbytes, self.make)
+
+
+def derive(tensor: TensorAt, dtype: str, how: str, origins: tuple[TensorAt, ...], make: Make) -> TensorAt:
+    """Give a tensor of the same name and shape whose bytes are made of others'; their digest is not known yet."""
+    nbytes = nbytes_of(dtype, tensor.shape)
+    file = DerivedFile(how, origins, nbytes, make)
+    return replace(tensor, dtype=dtype, file=file, begin=0, nbytes=nbytes, digest=None)
+
+
+def stored_nbytes(tensor: TensorAt) -> int:
+    """Give the bytes that reading a tensor takes from files: of a derived one, those of all that it is made of."""
+    file = tensor.file
+    return sum(map(stored_nbytes, file.origins)) if isinstance(file, DerivedFile) else tensor.nbytes
+
+
+def read_blocks(tensor: TensorAt, step: int = STEP_NBYTES) -> Iterator[memoryview]:
+    """Read a tensor once through, `step` bytes at a time and less at the end. A block holds until the next.
+
+    Raises:
+        InputError: the bytes cannot be read, or are not what the digest says.
+    """
+    buffer = memoryview(bytearray(min(step, tensor.nbytes)))
+    hasher = Hasher()
+    with closing(tensor.file.open(((tensor.begin, tensor.end),))) as reader:
+        for begin in range(tensor.begin, tensor.end, step):
+            block = buffer[: min(step, tensor.end - begin)]
+            reader.read_into(block, begin)
+            if tensor.digest is not None:
+                hasher.update(block)
+            yield block
+    if tensor.digest is not None:
+        check_digest(tensor, hasher.hexdigest())
+
+
+class BlockReader:
+    """Deals out blocks in pieces of any length, from front to back; from the front again at position 0."""
+
+    def __init__(self, nbytes: int, make: Make) -> None:
+        self._nbytes, self._make, self._blocks = nbytes, make, make()
+        self._rest, self._position = memoryview(b""), 0
+
+    def read_into(self, part: memoryview, position: int | None = None) -> None:
+        """Fill `part` with the bytes that come next, which are those at `position`."""
+        if position == 0 < self._position:
+            self.close()
+            self._blocks, self._rest, self._position = self._make(), memoryview(b""), 0
+        assert position in (None, self._position), "derived bytes are read from front to back"
+        while part:
+            if not self._rest:
+                self._rest = memoryview(next(self._blocks)).cast("B")
+            count = min(len(part), len(self._rest))
+            part[:count] = self._rest[:count]
+            part, self._rest = part[count:], self._rest[count:]
+            self._position += count
+        if self._position == self._nbytes:
+            assert next(self._blocks, None) is None, "more bytes than planned"  # checks what was read last
+
+    def close(self) -> None:
+        if isinstance(self._blocks, Generator):
+            self._blocks.close()

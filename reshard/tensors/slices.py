@@ -1,0 +1,86 @@
+"""Slices of a tensor, as the ranks that trained it wrote them, merged while they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from functools import partial
+from heapq import heapify, heappop, heapreplace
+from itertools import product
+from math import prod
+
+from manifests.safetensors import nbytes_of
+from reshard.tensors.checkpoint import TensorAt
+from reshard.tensors.lazy import STEP_NBYTES, Block, BlockReader, DerivedFile, derive, read_blocks
+
+__all__ = ["merge_slices", "slices_of"]
+
+_LEAST_STEP_NBYTES = 64 << 10
+
+
+def merge_slices(slices: Sequence[TensorAt]) -> TensorAt:
+    """Give the whole tensor that slices make up (see `join_slices`); it is put together when it is read."""
+    first = slices[0]
+    if len(slices) == 1:
+        return replace(first, part=None) if first.part else first
+    whole = replace(first, shape=first.whole_shape, part=None)
+    filled = tuple(one for one in slices if one.nbytes) or (first,)
+    how = f"merged of {len(slices)} slices"
+    return derive(whole, first.dtype, how, tuple(slices), partial(_merged_blocks, filled))
+
+
+def slices_of(tensor: TensorAt) -> tuple[TensorAt, ...]:
+    """Give the slices that a tensor is merged of, by its name; itself if it is stored whole."""
+    file = tensor.file
+    if isinstance(file, DerivedFile) and file.origins[0].part is not None:
+        return tuple(replace(one, name=tensor.name) for one in file.origins)
+    return (tensor,)
+
+
+def _merged_blocks(slices: Sequence[TensorAt]) -> Iterator[Block]:
+    """Give a tensor's bytes: always the run that comes next, whichever slice it is in.
+
+    Each slice is read from front to back, just as the whole is made.
+    """
+    whole = slices[0].whole_shape
+    are_rows = all(one.shape[1:] == whole[1:] for one in slices)
+    step = STEP_NBYTES if are_rows else max(_LEAST_STEP_NBYTES, STEP_NBYTES // len(slices))
+    runs = [_runs_of(one) for one in slices]
+    coming = [(next(begins), number) for number, (begins, _) in enumerate(runs)]
+    heapify(coming)
+    block = memoryview(bytearray(STEP_NBYTES))
+    filled = 0
+    with ExitStack() as stack:
+        readers = [
+            stack.enter_context(closing(BlockReader(one.nbytes, partial(read_blocks, one, step)))) for one in slices
+        ]
+        while coming:
+            _, number = coming[0]
+            begins, left = runs[number]
+            while left:
+                count = min(left, STEP_NBYTES - filled)
+                readers[number].read_into(block[filled : filled + count])
+                left, filled = left - count, filled + count
+                if filled == STEP_NBYTES:
+                    yield block
+                    filled = 0
+            following = next(begins, None)
+            if following is None:
+                heappop(coming)
+            else:
+                heapreplace(coming, (following, number))
+    if filled:
+        yield block[:filled]
+
+
+def _runs_of(one: TensorAt) -> tuple[Iterator[int], int]:
+    """Give where each run of a slice begins in the whole, counted in elements, and the bytes of a run."""
+    whole, cut = one.whole_shape, 0
+    for axis, (size, all_of_it) in enumerate(zip(one.shape, whole, strict=True)):
+        if size != all_of_it:
+            cut = axis  # beyond the last axis that is cut, a run is as long as the whole's
+    strides = [prod(whole[axis + 1 :]) for axis in range(len(whole))]
+    begin = sum(offset * stride for offset, stride in zip(one.offset, strides, strict=True))
+    steps = [range(0, size * stride, stride) for size, stride in zip(one.shape[:cut], strides, strict=False)]
+    return (begin + sum(step) for step in product(*steps)), nbytes_of(one.dtype, one.shape[cut:])

@@ -1,0 +1,218 @@
+"""source.json: the original shards' names, headers and order, which a byte-identical export needs."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from codecs import getincrementaldecoder
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from manifests.digest import digest_bytes
+from manifests.errors import InputError
+from manifests.jsontext import parse_json_object
+from manifests.paths import problem_with_path
+from manifests.safetensors import Header, TensorEntry, layout_tensors, parse_header
+
+__all__ = [
+    "INDEX_NAME",
+    "SUFFIX",
+    "KeptText",
+    "RecordedShard",
+    "SourceRecord",
+    "decode_record",
+    "encode_record",
+    "index_anew",
+    "lay_out_anew",
+    "record_blocks",
+]
+
+INDEX_NAME = "model.safetensors.index.json"
+SUFFIX = ".safetensors"
+_PIECE_NBYTES = 1 << 20
+_FORMAT, _VERSION = "reshard-source", 1
+Kind = tuple[str, str, tuple[int, ...]]  # name, dtype and shape
+_FIELDS = {"format", "version", "shards", "index", "dropped"}
+
+
+class KeptText:
+    """A long text that is seldom looked at: compressed, which headers and indexes are to a tenth."""
+
+    __slots__ = ("_packed",)
+
+    def __init__(self, text: bytes) -> None:
+        self._packed = zlib.compress(text, 1)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, KeptText) and self._packed == other._packed
+
+    def __hash__(self) -> int:
+        return hash(self._packed)
+
+    @property
+    def text(self) -> bytes:
+        return zlib.decompress(self._packed)
+
+    def as_json(self) -> Iterator[bytes]:
+        """Yield the text as a JSON string, a piece at a time."""
+        unpacker, decoder, rest = zlib.decompressobj(), getincrementaldecoder("utf-8")(), self._packed
+        yield b'"'
+        while rest:
+            yield json.dumps(decoder.decode(unpacker.decompress(rest, _PIECE_NBYTES)))[1:-1].encode()
+            rest = unpacker.unconsumed_tail
+        yield json.dumps(decoder.decode(unpacker.flush(), final=True))[1:-1].encode() + b'"'
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class RecordedShard:
+    """One shard of the original checkpoint: its name and the JSON text of its header."""
+
+    name: str
+    kept: KeptText
+
+    def __init__(self, name: str, header_text: str | bytes) -> None:
+        object.__setattr__(self, "name", name)
+        raw = header_text.encode() if isinstance(header_text, str) else header_text
+        object.__setattr__(self, "kept", KeptText(raw))
+
+    @property
+    def digest(self) -> str:
+        """As `Header.digest`, without parsing."""
+        text = self.kept.text
+        return digest_bytes(len(text).to_bytes(8, "little") + text)
+
+    @property
+    def header(self) -> Header:
+        """The header, parsed again each time: nobody keeps the tables of all shards."""
+        return parse_header(self.kept.text, data_nbytes=None, where=f"source.json: {self.name}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceRecord:
+    """The original checkpoint's shards in their order, and its index as it was written.
+
+    `dropped` names tensors of those headers that `--drop` left behind.
+    """
+
+    shards: tuple[RecordedShard, ...]
+    index: KeptText | None = None
+    dropped: tuple[str, ...] = field(default=())
+
+    @property
+    def index_text(self) -> str | None:
+        return None if self.index is None else self.index.text.decode()
+
+
+def encode_record(record: SourceRecord) -> bytes:
+    """Return the text of source.json."""
+    return b"".join(record_blocks(record))
+
+
+def record_blocks(record: SourceRecord) -> Iterator[bytes]:
+    """Yield the text of source.json in pieces."""
+    yield f'{{\n "format": "{_FORMAT}",\n "version": {_VERSION},\n "shards": ['.encode()
+    for number, shard in enumerate(record.shards):
+        yield f'{"," if number else ""}\n  {{\n   "name": {json.dumps(shard.name)},\n   "header": '.encode()
+        yield from shard.kept.as_json()
+        yield b"\n  }"
+    yield b'%b],\n "index": ' % (b"\n " if record.shards else b"")
+    if record.index is None:
+        yield b"null"
+    else:
+        yield from record.index.as_json()
+    dropped = json.dumps(list(record.dropped), indent=1).replace("\n", "\n ")
+    yield f',\n "dropped": {dropped}\n}}\n'.encode()
+
+
+def decode_record(text: bytes, where: str = "source.json") -> SourceRecord:
+    """Read source.json.
+
+    Raises:
+        InputError: not source.json, or of another version.
+    """
+    document = parse_json_object(text, where)
+    version = document.get("version")
+    if document.get("format") != _FORMAT or type(version) is not int or version != _VERSION:
+        raise InputError(where, f"expected format {_FORMAT!r}, version {_VERSION}", code="manifest.bad-source-record")
+    if unknown := sorted(document.keys() - _FIELDS):
+        raise InputError(
+            f"{where}: {unknown[0]}", f"is no field of version {_VERSION}", code="manifest.bad-source-record"
+        )
+    shards, index, dropped = document.get("shards"), document.get("index"), document.get("dropped")
+    if not isinstance(shards, list) or not all(_is_shard(shard) for shard in shards):
+        raise InputError(
+            f"{where}: shards",
+            "expected a list of objects with name and header, both strings",
+            code="manifest.bad-source-record",
+        )
+    if not (index is None or isinstance(index, str)):
+        raise InputError(f"{where}: index", "expected a string or null", code="manifest.bad-source-record")
+    if not isinstance(dropped, list) or not all(isinstance(name, str) for name in dropped):
+        raise InputError(f"{where}: dropped", "expected a list of strings", code="manifest.bad-source-record")
+    record = SourceRecord(
+        shards=tuple(RecordedShard(shard["name"], shard["header"]) for shard in shards),
+        index=None if index is None else KeptText(index.encode()),
+        dropped=tuple(dropped),
+    )
+    _check_names(record, where)
+    return record
+
+
+def lay_out_anew(entries: Sequence[TensorEntry], kinds: Mapping[str, Kind]) -> tuple[TensorEntry, ...]:
+    """Give what becomes of a shard's tensors, listed in the same order, their data in the same order as well.
+
+    `kinds` says by old names what they are now; tensors that it does not name are gone.
+    """
+    left = [entry for entry in entries if entry.name in kinds]
+    in_data_order = sorted(left, key=lambda entry: (entry.begin, entry.end))
+    placed = {entry.name: entry for entry in layout_tensors(kinds[entry.name] for entry in in_data_order)}
+    return tuple(placed[kinds[entry.name][0]] for entry in left)
+
+
+def index_anew(text: str, shards: Mapping[str, Sequence[TensorEntry]]) -> str:
+    """Give the text of an index for other tensors, by shard, in transformers' own spelling.
+
+    A count of parameters, which transformers 5 writes, goes when tensors do.
+    """
+    index = parse_json_object(text.encode(), INDEX_NAME)
+    metadata, before = index.get("metadata"), index.get("weight_map")
+    total = sum(entry.nbytes for entries in shards.values() for entry in entries)
+    index["metadata"] = {**(metadata if isinstance(metadata, dict) else {}), "total_size": total}
+    index["weight_map"] = {entry.name: name for name, entries in shards.items() for entry in entries}
+    if not isinstance(before, dict) or before.keys() != index["weight_map"].keys():
+        index["metadata"].pop("total_parameters", None)
+    return json.dumps(index, indent=2, sort_keys=True) + "\n"
+
+
+def _check_names(record: SourceRecord, where: str) -> None:
+    """Refuse a file that would be written twice, or outside its folder, and a tensor that is in two files."""
+    names: set[str] = set()
+    tensors: set[str] = set()
+    for position, shard in enumerate(record.shards):
+        place = f"{where}: shards[{position}]"
+        if problem := problem_with_path(shard.name):
+            raise InputError(f"{place}.name", problem, code="manifest.bad-source-record")
+        if not shard.name.endswith(SUFFIX) or shard.name in names:
+            raise InputError(
+                f"{place}.name",
+                f"expected a {SUFFIX} file of its own, found {shard.name!r}",
+                code="manifest.bad-source-record",
+            )
+        names.add(shard.name)
+        for entry in shard.header.tensors:
+            if entry.name in tensors:
+                raise InputError(
+                    f"{place}.header: {entry.name!r}", "is in two shards", code="manifest.bad-source-record"
+                )
+            tensors.add(entry.name)
+    if unknown := sorted(set(record.dropped) - tensors):
+        raise InputError(f"{where}: dropped", f"{unknown[0]!r} is in no shard", code="manifest.bad-source-record")
+
+
+def _is_shard(found: object) -> bool:
+    return (
+        isinstance(found, dict)
+        and isinstance(found.get("name"), str)
+        and isinstance(found.get("header"), str)
+        and found.keys() == {"name", "header"}
+    )

@@ -1,0 +1,156 @@
+"""Arithmetic on stored values, block by block. The one module that knows numpy, imported when values are wanted.
+
+Bit patterns and rounding (to nearest, ties to even) are torch's, but that NaNs keep their sign and payload.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from manifests.errors import InputError
+from reshard.tensors.checkpoint import TensorAt
+from reshard.tensors.lazy import STEP_NBYTES, WOULD_OVERFLOW, Block, read_blocks
+
+__all__ = ["cast_blocks", "fp8_blocks", "mxfp4_blocks", "norms_of"]
+
+Floats = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
+
+_STEP = STEP_NBYTES // 4  # values at a time
+
+
+def cast_blocks(tensor: TensorAt, dtype: str) -> Iterator[Block]:
+    """Give a floating-point tensor's values in another dtype.
+
+    Raises:
+        InputError: one of them is finite, and would be infinite.
+    """
+    for block in read_blocks(tensor):
+        written = _written(_read(block, tensor.dtype), dtype)
+        if _num_infinite(written, dtype) > _num_infinite(block, tensor.dtype):
+            problem = f"holds a value that is too large for {dtype} and would become infinite"
+            raise InputError(
+                f"{tensor.file}: {tensor.name!r}",
+                problem,
+                "--dtype bf16 and fp32 have more room than fp16",
+                code=WOULD_OVERFLOW,
+            )
+        yield written
+
+
+def fp8_blocks(weight: TensorAt, scale: TensorAt, block: tuple[int, int], dtype: str) -> Iterator[Block]:
+    """Multiply a float8 weight with its scales, one for each block of it, in float32.
+
+    Source: deepseek-ai/DeepSeek-V3, `inference/kernel.py`, `weight_dequant`.
+    """
+    columns = weight.shape[1]
+    scales = np.concatenate([_read(part, scale.dtype) for part in map(bytes, read_blocks(scale))]).reshape(scale.shape)
+    height = max(1, _STEP // columns)
+    for number, part in enumerate(read_blocks(weight, height * columns)):
+        values = _E4M3[np.frombuffer(part, np.uint8)].reshape(-1, columns)
+        rows = np.arange(number * height, number * height + len(values)) // block[0]
+        with np.errstate(over="ignore", invalid="ignore"):
+            values *= np.repeat(scales[rows], block[1], axis=1)[:, :columns]
+        yield _written(values, dtype)
+
+
+def mxfp4_blocks(packed: TensorAt, scales: TensorAt, dtype: str) -> Iterator[Block]:
+    """Unpack 4-bit floats, multiply them with the powers of two that 32 of them share, and put inputs before outputs.
+
+    Memory: one expert's packed matrix for each reader.
+    Source: transformers 5.23, `integrations/mxfp4.py`, `convert_moe_packed_tensors`.
+    """
+    _, outputs, groups, _ = packed.shape
+    width = max(1, _STEP // (outputs * 32))  # groups at a time
+    experts = read_blocks(packed, outputs * groups * 16), read_blocks(scales, outputs * groups)
+    for nibbles, exponents in zip(*experts, strict=True):
+        pairs = np.frombuffer(nibbles, np.uint8).reshape(outputs, groups, 16)
+        halves = _half_powers(np.frombuffer(exponents, np.uint8)).reshape(outputs, groups, 1)
+        for first in range(0, groups, width):
+            part = slice(first, first + width)
+            with np.errstate(over="ignore", invalid="ignore"):
+                values = _FP4_TWICE[pairs[:, part]].reshape(outputs, -1, 32) * halves[:, part]
+            yield _written(np.ascontiguousarray(values.reshape(outputs, -1).T), dtype)
+
+
+def norms_of(a: TensorAt, b: TensorAt) -> tuple[float, float]:
+    """Give the norms of B - A and of A, for floating-point tensors of one shape, in float64."""
+    apart, own = [], []
+    for left, right in zip(_values(a), _values(b), strict=True):
+        with np.errstate(over="ignore", invalid="ignore"):
+            apart.append(float(np.linalg.norm(right - left)))
+            own.append(float(np.linalg.norm(left)))
+    return math.hypot(*apart), math.hypot(*own)
+
+
+def _values(tensor: TensorAt) -> Iterator[NDArray[np.float64]]:
+    """Give a tensor's values, as many at a time whatever its dtype."""
+    for block in read_blocks(tensor, _STEP * _NBYTES[tensor.dtype]):
+        yield np.frombuffer(block, "<f8") if tensor.dtype == "F64" else _read(block, tensor.dtype).astype(np.float64)
+
+
+def _read(block: Block, dtype: str) -> Floats:
+    if dtype == "BF16":
+        return (np.frombuffer(block, "<u2").astype(np.uint32) << 16).view(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):  # too large: infinite, as in torch
+        return np.frombuffer(block, _NUMPY[dtype]).astype(np.float32, copy=False)
+
+
+def _written(values: Floats, dtype: str) -> Block:
+    if dtype == "BF16":
+        return _rounded(values).view(np.uint8).data
+    with np.errstate(over="ignore", invalid="ignore"):
+        return values.astype(_NUMPY[dtype], copy=False).view(np.uint8).data
+
+
+def _num_infinite(block: Block, dtype: str) -> int:
+    if dtype == "BF16":
+        return int(np.count_nonzero(np.frombuffer(block, "<u2") & 0x7FFF == 0x7F80))
+    return int(np.count_nonzero(np.isinf(np.frombuffer(block, _NUMPY[dtype]))))
+
+
+def _rounded(values: Floats) -> NDArray[np.uint16]:
+    """Give the upper halves, the nearest ones."""
+    bits = values.view(np.uint32)
+    upper = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    nans = np.isnan(values)
+    if nans.any():
+        cut = bits[nans] >> 16
+        upper[nans] = np.where(cut & 0x7F, cut, cut | 0x40)  # what is left of one must not read as infinity
+    return upper.astype("<u2")
+
+
+def _half_powers(exponents: Bytes) -> Floats:
+    """Give half of each scale: the largest one, 2 ** 128, is no float32."""
+    return np.ldexp(np.float32(1), exponents.astype(np.int32) - 128)
+
+
+def _float8() -> Floats:
+    """Give each byte's value: a sign, 4 bits of exponent, 3 of mantissa, no infinities.
+
+    Source: Micikevicius et al. 2022, "FP8 formats for deep learning", table 1.
+    """
+    byte = np.arange(256)
+    exponent, mantissa = (byte >> 3) & 15, byte & 7
+    values = np.where(exponent > 0, (8 + mantissa) * 2.0 ** (exponent - 10), mantissa * 2.0**-9)
+    values[byte & 127 == 127] = np.nan
+    return np.where(byte < 128, values, -values).astype(np.float32)
+
+
+def _twice_float4() -> Floats:
+    """Give twice each byte's two values, the one in its low half first.
+
+    Source: OCP Microscaling Formats, version 1.0, 5.3.3.
+    """
+    positive = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    values, byte = np.concatenate([positive, -positive]), np.arange(256)
+    return 2 * np.stack([values[byte & 15], values[byte >> 4]], axis=-1)
+
+
+_NUMPY: Mapping[str, str] = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
+_NBYTES: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_E4M3, _FP4_TWICE = _float8(), _twice_float4()

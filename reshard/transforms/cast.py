@@ -1,0 +1,74 @@
+"""Weights in another dtype: the source's, or one for all of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Literal
+
+from manifests.errors import InputError, UsageError
+from manifests.models import ModelShape
+from reshard.tensors.checkpoint import Checkpoint, TensorAt
+from reshard.tensors.lazy import DerivedFile, derive
+
+__all__ = ["FLOATS", "STORED", "Dtype", "cast_checkpoint", "cast_tensor", "casts_in"]
+
+Dtype = Literal["source", "fp32", "bf16", "fp16"]
+
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+STORED: Mapping[Dtype, str] = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+
+
+def cast_checkpoint(checkpoint: Checkpoint, wanted: Dtype) -> Checkpoint:
+    """Give a checkpoint with its weights in the dtypes that the source had, or all parameters in one.
+
+    Moments, and tensors that hold no parameters, keep their dtypes.
+
+    Raises:
+        InputError: a tensor of the source's was of a dtype that nothing is cast to.
+        UsageError: parameters are quantised.
+    """
+    recorded = {
+        checkpoint.shape.fqn_of(entry.name): entry.dtype
+        for shard in checkpoint.record.shards
+        for entry in shard.header.tensors
+    }
+    tensors = {}
+    for fqn, tensor in checkpoint.tensors.items():
+        dtype = recorded[fqn] if wanted == "source" else _one_dtype(tensor, STORED[wanted], checkpoint.shape)
+        if tensor.dtype != dtype and not {tensor.dtype, dtype} <= FLOATS:
+            problem = f"is {tensor.dtype}, was {dtype} in the source, and is not cast to that"
+            raise InputError(
+                f"{tensor.file}: {fqn!r}", problem, "say --dtype bf16 or --dtype fp32", code="source.cannot-cast"
+            )
+        tensors[fqn] = cast_tensor(tensor, dtype)
+    return replace(checkpoint, tensors=tensors)
+
+
+def cast_tensor(tensor: TensorAt, dtype: str) -> TensorAt:
+    """Give a tensor whose values are cast when they are read; itself if it has the dtype."""
+    if tensor.dtype == dtype:
+        return tensor
+    from reshard.transforms.arithmetic import cast_blocks  # numpy
+
+    return derive(tensor, dtype, f"as {dtype}", (tensor,), partial(cast_blocks, tensor, dtype))
+
+
+def casts_in(checkpoint: Checkpoint) -> Mapping[tuple[str, str], int]:
+    """Count the tensors that are cast, by their dtypes before and after."""
+    derived = ((tensor, tensor.file) for tensor in checkpoint.tensors.values() if isinstance(tensor.file, DerivedFile))
+    pairs = ((file.origins[0].dtype, tensor.dtype) for tensor, file in derived)
+    return Counter((before, after) for before, after in pairs if before != after)
+
+
+def _one_dtype(tensor: TensorAt, wanted: str, shape: ModelShape) -> str:
+    if tensor.name not in shape.tensors or tensor.name.endswith(shape.untrained_suffixes or ("\0",)):
+        return tensor.dtype
+    if tensor.dtype not in FLOATS:
+        problem = f"{tensor.name!r} is {tensor.dtype}, which is not cast"
+        raise UsageError(
+            "--dtype", problem, "quantised weights: reshard pack SOURCE --dequantise bf16", code="source.cannot-cast"
+        )
+    return wanted

@@ -1,0 +1,128 @@
+"""A quantised checkpoint as the plain one that it stands for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+
+from manifests.errors import InputError, UsageError
+from manifests.jsontext import parse_json_object
+from manifests.models import model_shape
+from manifests.safetensors import encode_header
+from reshard.sources.config import with_dtype
+from reshard.sources.huggingface import CONFIG_NAME, check_coverage, without_absent
+from reshard.tensors.checkpoint import CarriedAt, Checkpoint, TensorAt
+from reshard.tensors.lazy import HeldFile, derive
+from reshard.tensors.source_index import KeptText, Kind, RecordedShard, SourceRecord, index_anew, lay_out_anew
+from reshard.transforms.cast import FLOATS
+from stores.base import read_whole
+
+__all__ = ["dequantise"]
+
+_FLAG, _SECTION = "--dequantise", "quantization_config"
+_HF_ALIGNMENT = 8  # what the safetensors library pads its headers to
+
+
+def dequantise(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
+    """Give a checkpoint whose quantised weights are of a floating-point dtype; the others stay as they are.
+
+    Its config says nothing of a quantisation and names that dtype, if it named one. Its record is that of a source
+    that was never quantised: the same files with the same tensors in the same order, and no scales.
+
+    Raises:
+        InputError: a weight or its scales are of a dtype that the method does not use.
+        UsageError: nothing is quantised.
+    """
+    config_at = next(item for item in checkpoint.carried if item.path == CONFIG_NAME)
+    config = parse_json_object(read_whole(config_at.file, config_at.digest), str(config_at.file))
+    section = config.pop(_SECTION, None)
+    if not isinstance(section, dict):
+        raise UsageError(
+            _FLAG,
+            f"{config_at.file} has no {_SECTION}",
+            "the weights are not quantised; leave it out",
+            code="options.not-quantized",
+        )
+    shape = model_shape(config, str(config_at.file))
+    tensors = {tensor.name: (old, tensor) for old, tensor in _tensors(checkpoint, section, dtype)}
+    shape = without_absent(shape, tensors)
+    plain = {fqn: tensor for fqn, (_, tensor) in tensors.items()}
+    check_coverage(plain, shape, checkpoint.location)
+    kinds = {old: (tensor.name, tensor.dtype, tensor.shape) for old, tensor in tensors.values()}
+    text = (json.dumps(with_dtype(config, dtype), indent=2, ensure_ascii=False) + "\n").encode()
+    held = CarriedAt(path=CONFIG_NAME, file=HeldFile(f"{config_at.file} without {_SECTION}", text))
+    return replace(
+        checkpoint,
+        shape=shape,
+        tensors=plain,
+        carried=tuple(held if item is config_at else item for item in checkpoint.carried),
+        record=_record(checkpoint.record, kinds),
+        originals=None,
+    )
+
+
+def _tensors(checkpoint: Checkpoint, section: Mapping[str, object], dtype: str) -> Iterator[tuple[str, TensorAt]]:
+    """Give the plain tensors, each with the name that its values are stored under."""
+    stored = checkpoint.tensors
+    for fqn, tensor in stored.items():
+        if f"{fqn}_scale_inv" in stored:
+            scale = stored[f"{fqn}_scale_inv"]
+            _expect(tensor, {"F8_E4M3"})
+            _expect(scale, FLOATS)
+            yield fqn, _from_fp8(tensor, scale, section, dtype)
+        elif fqn.endswith("_blocks") and fqn.removesuffix("_blocks") + "_scales" in stored:
+            scales = stored[fqn.removesuffix("_blocks") + "_scales"]
+            _expect(tensor, {"U8", "F4"})
+            _expect(scales, {"U8", "F8_E8M0"})
+            yield fqn, _from_mxfp4(tensor, scales, dtype)
+        elif not _is_scale(fqn, stored):
+            yield fqn, tensor
+
+
+def _is_scale(fqn: str, stored: Mapping[str, TensorAt]) -> bool:
+    weight, blocks = fqn.removesuffix("_scale_inv"), fqn.removesuffix("_scales") + "_blocks"
+    return (weight != fqn and weight in stored) or (fqn.endswith("_scales") and blocks in stored)
+
+
+def _from_fp8(weight: TensorAt, scale: TensorAt, section: Mapping[str, object], dtype: str) -> TensorAt:
+    from reshard.transforms.arithmetic import fp8_blocks  # numpy
+
+    sizes = section.get("weight_block_size")
+    assert isinstance(sizes, list), "the shape was made of it"
+    make = partial(fp8_blocks, weight, scale, (sizes[0], sizes[1]), dtype)
+    return derive(weight, dtype, f"dequantised to {dtype}", (weight, scale), make)
+
+
+def _from_mxfp4(packed: TensorAt, scales: TensorAt, dtype: str) -> TensorAt:
+    from reshard.transforms.arithmetic import mxfp4_blocks  # numpy
+
+    count, outputs, groups, half = packed.shape
+    plain = replace(packed, name=packed.name.removesuffix("_blocks"), shape=(count, groups * half * 2, outputs))
+    return derive(
+        plain, dtype, f"dequantised to {dtype}", (packed, scales), partial(mxfp4_blocks, packed, scales, dtype)
+    )
+
+
+def _expect(tensor: TensorAt, dtypes: frozenset[str] | set[str]) -> None:
+    if tensor.dtype not in dtypes:
+        expected = " or ".join(sorted(dtypes))
+        raise InputError(
+            f"{tensor.file}: {tensor.name!r}.dtype",
+            f"expected {expected}, found {tensor.dtype}",
+            code="source.quantized-dtype",
+        )
+
+
+def _record(record: SourceRecord, kinds: Mapping[str, Kind]) -> SourceRecord:
+    """Write the source's headers and index as if it had never been quantised."""
+    shards, entries = [], {}
+    for shard in record.shards:
+        left = [entry for entry in shard.header.tensors if entry.name not in record.dropped]
+        entries[shard.name] = lay_out_anew(left, kinds)
+        if entries[shard.name]:
+            header = encode_header(entries[shard.name], shard.header.metadata, alignment=_HF_ALIGNMENT)
+            shards.append(RecordedShard(shard.name, header[8:].decode()))
+    index = None if record.index_text is None else KeptText(index_anew(record.index_text, entries).encode())
+    return SourceRecord(shards=tuple(shards), index=index)

@@ -1,0 +1,84 @@
+"""A manifest in a store, its config and tokenizer brought to this machine; its bundles stay there. No torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from manifests.errors import UsageError, refused_by_system
+from manifests.invariants import MANIFEST_NAME
+from manifests.store import locate_manifest, read_manifest
+from runner.bundle.packed import Packed, open_packed
+from runner.config.architectures import check_trainable
+from stores.address import is_url
+from stores.base import Blocks, read_whole
+from stores.manifest_file import ManifestFile, find_manifest_file
+
+__all__ = ["fetch", "name_of", "opened"]
+
+
+def fetch(file: ManifestFile, folder: Path) -> Packed:
+    """Write a manifest and the small files beside it to a folder, digests checked, and open it there.
+
+    Several processes may do so at once: each file is renamed to its name when it is whole, the manifest last.
+
+    Raises:
+        InputError: one of them is missing or damaged, or cannot be written; and as `open_packed`.
+    """
+    manifest, _ = file.read()
+    check_trainable(manifest.model.architecture)
+    try:
+        for carried in manifest.files:
+            _put(folder / carried.path, Blocks(file.folder.file(carried.path), carried.digest))
+        _put(folder / MANIFEST_NAME, (read_whole(file.folder.file(file.name)),))
+    except OSError as error:
+        raise refused_by_system(
+            str(error.filename or folder), error, "cannot be written", code="output.unwritable"
+        ) from error
+    return replace(open_packed(folder), store=file.folder)
+
+
+@contextmanager
+def opened(manifest: str, *, is_staged: bool) -> Iterator[tuple[str, Packed]]:
+    """Give the address that ranks are to open, and what is there, until the block ends.
+
+    Raises:
+        UsageError: it leads off this machine, and nothing says where the ranks put the bundles.
+        InputError: there is no manifest, or the runner has no family for its model; and as `fetch`.
+    """
+    if not is_url(manifest):
+        path = locate_manifest(Path(manifest))
+        check_trainable(read_manifest(path).model.architecture)
+        yield str(path), open_packed(path.parent)
+        return
+    if not is_staged:
+        raise UsageError(
+            manifest,
+            "is not on this machine, and ranks read bundles from a file system",
+            "--stage-to-local DIR copies those of a node's ranks to its own disk first",
+            code="options.remote-manifest",
+        )
+    file = find_manifest_file(manifest)
+    with TemporaryDirectory(prefix="runner-") as folder:
+        revision = f"@{file.folder.revision}" if file.folder.revision else ""  # a branch of the hub may move on
+        yield file.folder.location + revision, fetch(file, Path(folder))
+
+
+def name_of(location: str) -> str:
+    """Give the last part of a path or an address."""
+    return location.rstrip("/").rpartition("/")[2]
+
+
+def _put(path: Path, blocks: Iterable[bytes | memoryview]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with open(partial, "wb") as file:
+            file.writelines(blocks)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

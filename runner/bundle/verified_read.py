@@ -1,0 +1,88 @@
+"""A shard read from front to back, its digests checked on the way. No torch."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import closing
+
+from manifests.digest import PREFIX, Hasher
+from manifests.errors import InputError
+from manifests.schema import Shard
+from manifests.store import check_shard
+from stores.base import InputFile, read_file_header
+from stores.bundles import TensorAt, tensors_in
+
+__all__ = ["proven_blocks"]
+
+_BLOCK_NBYTES = 8 << 20
+
+
+def proven_blocks(file: InputFile, shard: Shard, stop: threading.Event) -> Iterator[bytes | memoryview]:
+    """Give a shard's bytes from front to back, each block until the next is asked for; at the end all are checked.
+
+    Raises:
+        InputError: size, header or a tensor are not what the manifest and the header say.
+        CancelledError: `stop` was set.
+    """
+    check_shard(str(file), shard, file.nbytes)
+    header = read_file_header(file)
+    check_shard(str(file), shard, file.nbytes, header)
+    yield len(header.raw).to_bytes(header.nbytes - len(header.raw), "little")
+    yield header.raw
+    tensors = _Digests(tensors_in(file, header, header.digests(str(file))))
+    for position, block in _blocks(file, header.nbytes, shard.nbytes):
+        if stop.is_set():
+            raise CancelledError
+        tensors.update(block, position)
+        yield block
+
+
+class _Digests:
+    """Checks tensors as their bytes go by, in order."""
+
+    def __init__(self, tensors: Iterable[TensorAt]) -> None:
+        self._tensors, self._hasher = deque(tensors), Hasher()
+
+    def update(self, block: memoryview, position: int) -> None:
+        """Take the bytes at `position` of the file, which come after those of the last call."""
+        while block:
+            tensor = self._tensors[0]
+            count = min(len(block), tensor.end - position)
+            self._hasher.update(block[:count])
+            block, position = block[count:], position + count
+            if position == tensor.end:
+                self._end(self._tensors.popleft())
+
+    def _end(self, tensor: TensorAt) -> None:
+        found, self._hasher = self._hasher.hexdigest(), Hasher()
+        if found != tensor.digest:
+            raise InputError(
+                f"{tensor.file}: {tensor.name!r}",
+                f"expected {PREFIX}{tensor.digest}, found {PREFIX}{found}",
+                "the shard was damaged after it was written; reshard verify names all damage",
+                code="shard.digest-mismatch",
+            )
+
+
+def _blocks(file: InputFile, begin: int, end: int) -> Iterator[tuple[int, memoryview]]:
+    """Give a file's bytes with their positions, reading one block while the one before it is used."""
+    buffers = tuple(memoryview(bytearray(min(_BLOCK_NBYTES, end - begin))) for _ in range(2))
+    with closing(file.open(((begin, end),))) as reader, ThreadPoolExecutor(1, thread_name_prefix="copy") as pool:
+
+        def read(number: int) -> tuple[int, memoryview]:
+            position = begin + number * _BLOCK_NBYTES
+            block = buffers[number % 2][: min(_BLOCK_NBYTES, end - position)]
+            reader.read_into(block, position)
+            return position, block
+
+        num_blocks = -(-(end - begin) // _BLOCK_NBYTES)
+        ahead = pool.submit(read, 0) if num_blocks else None
+        for number in range(num_blocks):
+            assert ahead is not None
+            found = ahead.result()
+            if number + 1 < num_blocks:
+                ahead = pool.submit(read, number + 1)
+            yield found

@@ -1,0 +1,1 @@
+"""Training checkpoints: state, saving beside training, history, resume."""

@@ -1,0 +1,131 @@
+"""Checkpoints saved while training goes on: it stands still only for the copy to host memory."""
+
+from __future__ import annotations
+
+import logging
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+
+import torch.distributed as dist
+
+from manifests.errors import UserError
+from manifests.schema import TrainingState
+from runner.checkpoint.history import checkpoint_path, retire, set_aside
+from runner.checkpoint.save import Job, save
+from runner.checkpoint.state import Held, HostCopy
+from runner.config.schema import CheckpointOptions
+from runner.distributed.fail_together import AloneError, together
+from runner.distributed.stall import Pulse
+
+__all__ = ["SaveReport", "Saver"]
+
+logger = logging.getLogger("runner")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveReport:
+    """What came of one save: its bytes over all ranks, and this rank's seconds.
+
+    `failure`, where there is one, is the same on every rank; the checkpoints before it are as they were.
+    """
+
+    path: Path
+    step: int
+    nbytes: int
+    stall_s: float  # training stood still, the wait for the save before this one included
+    save_s: float  # from there on until it was committed
+    failure: UserError | None = None
+
+
+class Saver:
+    """Saves what the ranks hold, one checkpoint at a time.
+
+    # Note [Saving beside training]
+    A thread on each rank writes, and these threads agree on the commit among themselves, over a process
+    group of their own: training runs no collective for a save, and never waits for a disk unless the
+    save before has not ended. They hear of each other while they write: `timeout` bounds no save that
+    gets on.
+
+    Every rank creates one, calls `save` after the same steps, and enters and leaves it as a context. It
+    waits for the save in flight when it is left, unless a rank is gone.
+    """
+
+    def __init__(
+        self, job: Job, options: CheckpointOptions, held: Held, timeout: timedelta, pulse: Pulse | None = None
+    ) -> None:
+        self._job, self._options, self._pulse = job, options, pulse
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="save")
+        # Memory takes long to come: it is made while the first steps are taken.
+        self._copy = self._pool.submit(HostCopy, held) if options.is_async else None
+        self._running: Future[SaveReport] | None = None
+        self._reports: list[SaveReport] = []
+        self.failure: UserError | None = None  # of the newest save that has ended
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        all_know = error is None or (isinstance(error, UserError) and not isinstance(error, AloneError))
+        self._pool.shutdown(wait=all_know)
+
+    def save(self, held: Held, training: TrainingState, num_skipped: int = 0) -> None:
+        """Save a checkpoint after a step; `training` has this rank's random state."""
+        started_s = time.perf_counter()
+        self._wait()
+        if self._copy is not None:
+            held = self._copy.result().fill(held)
+        self._running = self._pool.submit(self._save, held, training, num_skipped, started_s, time.perf_counter())
+        if self._copy is None:
+            self._wait()
+
+    def reports(self, *, wait: bool = False) -> tuple[SaveReport, ...]:
+        """Give the saves that have ended since the last call; with `wait`, the one in flight too."""
+        if wait or (self._running is not None and self._running.done()):
+            self._wait()
+        ended, self._reports = tuple(self._reports), []
+        return ended
+
+    def _wait(self) -> None:
+        if self._running is not None:
+            ended, self._running = self._running.result(), None
+            self._reports.append(ended)
+            self.failure = ended.failure
+
+    def _save(
+        self, held: Held, training: TrainingState, num_skipped: int, started_s: float, copied_s: float
+    ) -> SaveReport:
+        path, nbytes, failure = checkpoint_path(self._options.history, training.step), 0, None
+        try:
+            # What is there already could not be read, or the run would have resumed from it.
+            with together("save", self._group):
+                if dist.get_rank() == 0:
+                    set_aside(path)
+            nbytes = save(
+                held, self._job, path, training,
+                num_skipped=num_skipped, force=True, group=self._group, pulse=self._pulse,
+            )  # fmt: skip
+        except UserError as error:
+            failure = error
+        ended_s = time.perf_counter()
+        if failure is None and self._options.keep is not None and dist.get_rank() == 0:
+            pulse, spared = self._pulse or Pulse(), (self._job.root, self._job.named)
+            try:
+                with pulse.working():
+                    retire(self._options.history, path, self._options.keep, spared, pulse.beat)
+            except UserError as error:
+                logger.error("error: %s", error)
+        return SaveReport(
+            path=path,
+            step=training.step,
+            nbytes=nbytes,
+            stall_s=(copied_s if self._copy is not None else ended_s) - started_s,
+            save_s=ended_s - copied_s,
+            failure=failure,
+        )

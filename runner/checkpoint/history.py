@@ -1,0 +1,169 @@
+"""The checkpoints of one training run: a folder of them, `step-000100` the one after 100 steps. No torch."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import stat
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from manifests.claim import claiming
+from manifests.errors import refused_by_system
+from manifests.invariants import MANIFEST_NAME
+from manifests.owned import files_of_manifest, foreign_files, remove_tree
+from manifests.store import open_shard, read_manifest, sync_folder
+
+__all__ = ["checkpoint_path", "find_checkpoints", "hold_history", "hold_output", "retire", "set_aside", "step_of"]
+
+logger = logging.getLogger("runner")
+
+_CLAIM = ".lock"
+_NAME = re.compile(r"step-(\d{6,18})")
+_LEFT = re.compile(r"\.step-\d{6,18}\.(partial|removed)")
+
+
+def checkpoint_path(history: Path, step: int) -> Path:
+    return history / f"step-{step:06d}"
+
+
+def step_of(checkpoint: Path) -> int | None:
+    """Give the step that a folder is named after, if it is named as `checkpoint_path` does."""
+    match = _NAME.fullmatch(checkpoint.name)
+    return int(match[1]) if match and checkpoint_path(checkpoint.parent, int(match[1])) == checkpoint else None
+
+
+def find_checkpoints(history: Path) -> tuple[Path, ...]:
+    """Give the checkpoints of a folder, the one of the most steps first; clocks play no part.
+
+    Raises:
+        InputError: the folder is there and cannot be read.
+    """
+    found = {}
+    try:
+        for name in os.listdir(history):
+            step = step_of(history / name)
+            if step is not None and _is_whole(history / name):
+                found[step] = history / name
+    except (FileNotFoundError, NotADirectoryError):
+        return ()
+    except OSError as error:
+        raise refused_by_system(str(error.filename or history), error, code="checkpoint.unreadable") from error
+    return tuple(found[step] for step in sorted(found, reverse=True))
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    # Path.is_file, from Python 3.14 on, takes a disk that fails for a file that is not there.
+    try:
+        return stat.S_ISREG(os.stat(checkpoint / MANIFEST_NAME).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+@contextmanager
+def hold_history(history: Path) -> Iterator[None]:
+    """Keep other runs from saving here while the block runs, and clear away what kills have left.
+
+    Raises:
+        InputError: another run saves here, or the folder cannot be made or cleared.
+    """
+    where = f"--checkpoint {history}"
+    _make(history, where)
+    with claiming(history / _CLAIM, where, "saves checkpoints there"):
+        for path in history.iterdir():
+            if _LEFT.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+                _take_away(path)
+        yield
+
+
+@contextmanager
+def hold_output(out: Path) -> Iterator[None]:
+    """Keep other runs from writing this folder at their end while the block runs.
+
+    Raises:
+        InputError: another run will write it, or the folder above it cannot be made.
+    """
+    where, out = f"--save {out}", Path(os.path.abspath(out))
+    _make(out.parent, where)
+    with claiming(out.with_name(f".{out.name}{_CLAIM}"), where, "trains, and will save there"):
+        yield
+
+
+def _make(folder: Path, where: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise refused_by_system(where, error, "cannot be created", code="output.unwritable") from error
+
+
+def retire(
+    history: Path,
+    newest: Path,
+    keep: int,
+    spared: Collection[Path | None] = (),
+    beat: Callable[[], None] = lambda: None,
+) -> None:
+    """Take away all but the last `keep` checkpoints up to `newest`, once that one proves readable.
+
+    Those that are `spared` stay, however they are called. Later ones stay: they are not this run's. Those in which
+    somebody has put other files stay too, each with a warning.
+
+    Raises:
+        InputError: `newest` cannot be read back; nothing was taken away.
+    """
+    for shard in read_manifest(newest).shards:
+        beat()
+        open_shard(newest, shard)
+    last = step_of(newest)
+    assert last is not None
+    past = [path for path in find_checkpoints(history) if (step_of(path) or 0) <= last]
+    staying = {path.resolve() for path in spared if path is not None}
+    for path in past[keep:]:
+        if path.resolve() in staying:
+            continue
+        files = files_of_manifest(path)
+        if files is None or (others := foreign_files(path, files)):
+            reason = "its manifest cannot be read" if files is None else f"{others[0]} in it is not the run's"
+            logger.warning("%s: kept beyond --keep: %s", path, reason)
+            continue
+        beat()
+        # Renamed first: a checkpoint vanishes whole.
+        removed = path.with_name(f".{path.name}.removed")
+        if removed.exists():
+            _take_away(removed)
+        try:
+            os.rename(path, removed)
+            sync_folder(history)
+        except OSError as error:
+            raise refused_by_system(str(path), error, "cannot be taken away", code="checkpoint.not-pruned") from error
+        _take_away(removed)
+
+
+def set_aside(path: Path) -> None:
+    """Give way to a checkpoint at `path`: a folder with a manifest that cannot be read is renamed, with all in it.
+
+    Raises:
+        InputError: it cannot be renamed.
+    """
+    try:
+        if path.is_symlink() or not _is_whole(path) or files_of_manifest(path) is not None:
+            return
+        number = next(number for number in range(1, 1000) if not os.path.lexists(_aside(path, number)))
+        os.rename(path, _aside(path, number))
+        sync_folder(path.parent)
+    except OSError as error:
+        raise refused_by_system(str(path), error, "cannot be renamed", code="checkpoint.not-set-aside") from error
+    logger.warning("%s: its manifest cannot be read; renamed to %s", path, _aside(path, number))
+
+
+def _aside(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.name}.unreadable-{number}")
+
+
+def _take_away(folder: Path) -> None:
+    try:
+        remove_tree(folder)
+    except OSError as error:
+        raise refused_by_system(str(folder), error, "cannot be taken away", code="checkpoint.not-pruned") from error

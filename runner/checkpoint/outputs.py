@@ -1,0 +1,74 @@
+"""Every place that a run will write to, probed before its first step: there it costs nothing yet. No torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from manifests.errors import refused_by_system
+from manifests.owned import files_of_manifest
+from manifests.probe import check_room, check_writable, folder_of
+from manifests.publish import check_target, exchange, partial_of
+from runner.config.flags import TrainOptions
+
+__all__ = ["check_outputs", "check_space"]
+
+_HINT = "name a folder that this user can write on every node"
+
+
+def check_outputs(options: TrainOptions) -> None:
+    """Make sure that every folder a run writes to takes files; the ranks that write and the launcher call this.
+
+    Raises:
+        InputError: one does not, or `--save` exists and may not be replaced.
+    """
+    for where, folder in _folders(options):
+        check_writable(folder, where, _HINT)
+    if options.save is not None:
+        check_target(options.save, options.force, files_of_manifest)
+        is_replaced = options.save.is_dir() and any(options.save.iterdir())
+        where = f"--save {options.save}"
+        check_writable(folder_of(options.save), where, _HINT, exchange=exchange if is_replaced else None)
+    metrics = options.log_dir / "metrics.jsonl"
+    if metrics.exists():
+        try:
+            open(metrics, "ab").close()
+        except OSError as error:
+            raise refused_by_system(str(metrics), error, "cannot be written", code="output.unwritable") from error
+
+
+def check_space(options: TrainOptions, *, checkpoint_nbytes: int, weights_nbytes: int) -> None:
+    """Make sure that the disks have room for one more checkpoint, and for what `--save` writes.
+
+    Raises:
+        InputError: naming the flag whose disk has less.
+    """
+    needs = []
+    if options.checkpoint is not None:
+        history = options.checkpoint.history
+        needs.append((f"--checkpoint {history}", history, checkpoint_nbytes))
+    if options.save is not None:
+        left = _nbytes_of(partial_of(options.save))  # by a kill: it is removed before this one is written
+        needs.append((f"--save {options.save}", folder_of(options.save), max(0, weights_nbytes - left)))
+    check_room(needs)
+
+
+def _folders(options: TrainOptions, environment: Mapping[str, str] = os.environ) -> Iterator[tuple[str, Path]]:
+    """Yield each folder that files are added to, after the flag that asks for them."""
+    yield f"--log-dir {options.log_dir}", options.log_dir
+    if options.checkpoint is not None:
+        yield f"--checkpoint {options.checkpoint.history}", options.checkpoint.history
+    if options.traced:
+        yield "--trace", options.log_dir / "trace"
+    if options.tensorboard:
+        yield "--tensorboard", options.log_dir / "tensorboard"
+    if options.wandb:
+        yield "--wandb", Path(environment.get("WANDB_DIR", options.log_dir)) / "wandb"
+
+
+def _nbytes_of(folder: Path) -> int:
+    try:
+        return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    except OSError:
+        return 0

@@ -1,0 +1,235 @@
+"""What all ranks hold as a checkpoint: every rank writes its own stages' bundles, rank 0 commits."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+import torch.distributed as dist
+
+from manifests.digest import Hasher, digest_bytes
+from manifests.errors import InputError, refused_by_system
+from manifests.owned import files_of_manifest
+from manifests.paths import shard_path
+from manifests.publish import publishing
+from manifests.safetensors import header_template, layout_tensors
+from manifests.schema import WEIGHTS, Holds, Manifest, Parent, RandomState, Shard, Stage, TrainingState
+from manifests.slices import slice_metadata
+from manifests.store import sync_folder, write_file, write_manifest
+from runner.checkpoint.shared_folder import check_folder, check_shards
+from runner.checkpoint.skipped import SKIPPED_NAME, carried_skipped, encode_skipped
+from runner.checkpoint.state import Held
+from runner.distributed.rounds import in_rounds
+from runner.distributed.stall import Pulse
+from runner.load.fill import TORCH_DTYPES, bytes_of
+from runner.tensors.local_shard import Piece
+from stores.base import Blocks
+from stores.local import LocalFile
+
+__all__ = ["Job", "save", "write_shard"]
+
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+_SYNC_NBYTES = 1 << 30  # brought to disk at a time: the last of it takes no longer than the others
+_PART_NBYTES = 64 << 20  # written at a time: a tensor may be of many GiB, and a disk slow
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What a run's checkpoints have in common: the manifest it trains, in `root`, and what its weights descend from.
+
+    Of the `num_writers` ranks that write a stage, each its own shards, this is `writer`. What lies in `root`, or in
+    `named`, is what the run was told to begin with, and stays.
+    """
+
+    manifest: Manifest
+    root: Path
+    parents: tuple[Parent, ...]
+    named: Path | None = None  # the checkpoint to resume, where it was not left to be found
+    writer: int = 0
+    num_writers: int = 1
+
+
+def save(
+    held: Held,
+    job: Job,
+    out: Path,
+    training: TrainingState,
+    *,
+    num_skipped: int = 0,
+    force: bool = False,
+    group: dist.ProcessGroup | None = None,
+    pulse: Pulse | None = None,
+) -> int:
+    """Write what every rank holds as a checkpoint at `out`, and give the bytes of all its shards.
+
+    Every rank of the group calls this, with `training` the same but for `random`, which is each rank's own,
+    and the data's cursor, which rank 0 knows, as it knows how many documents the run has skipped. `pulse` beats while
+    this rank writes.
+    Nothing is visible at `out` before every bundle is on disk.
+
+    # Note [A disk that hangs]
+    What rank 0 does alone, making the folder and committing it, is done in rounds as well: the others do not time out
+    while its disk hangs, and its own watchdog, which `pulse` feeds, ends the job and names it.
+
+    Raises:
+        UserError: the same on every rank, whichever rank met it.
+    """
+    beat, is_rank_0 = pulse or Pulse(), dist.get_rank() == 0
+    with ExitStack() as stack:
+
+        def begin(stop: threading.Event) -> list[str]:
+            if not is_rank_0:
+                return []
+            with beat.working():
+                return [str(stack.enter_context(publishing(out, force=force, owned=files_of_manifest)))]
+
+        shared: list[list[str]] = [in_rounds("save", begin, group)]
+        dist.broadcast_object_list(shared, src=0, group=group)
+        target = Path(shared[0][0])
+        written = in_rounds("save", partial(_write_own, held, job, target, beat), group)
+        gathered: list[tuple[list[Stage], tuple[RandomState, ...]]] = [([], ())] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, (written, training.random), group=group)
+
+        def finish(stop: threading.Event) -> None:
+            if not is_rank_0:
+                return
+            stages = _join_stages(stage for part, _ in gathered for stage in part)
+            random = tuple(state for _, states in gathered for state in states)
+            with beat.working():
+                _commit(job, stages, target, replace(training, random=random), num_skipped, beat)
+                stack.close()
+
+        in_rounds("save", finish, group)
+    return sum(shard.nbytes for part, _ in gathered for stage in part for shard in stage.shards)
+
+
+def write_shard(
+    pieces: Sequence[Piece],
+    root: Path,
+    path: str,
+    holds: Holds = WEIGHTS,
+    is_given_up: Callable[[], bool] = lambda: False,
+) -> Shard:
+    """Write a shard of these tensors or slices, in this order, with their digests, and bring it to disk.
+
+    `is_given_up` is asked before each part of them.
+
+    Raises:
+        InputError: it cannot be written: the disk is full, or the folder is read-only; or it was given up.
+    """
+    entries = layout_tensors((piece.fqn, _NAMES[piece.memory.dtype], tuple(piece.memory.shape)) for piece in pieces)
+    slices = {} if all(piece.is_whole for piece in pieces) else {piece.fqn: piece.part for piece in pieces}
+    metadata = slice_metadata(slices) if slices else {}
+    header, digests, file = header_template(entries, metadata), dict[str, str](), root / path
+    unsynced_nbytes = 0
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with open(file, "wb") as stream:
+            stream.write(header)
+            for piece in pieces:
+                data, hasher = bytes_of(piece.memory.detach().cpu().contiguous()), Hasher()
+                for start in range(0, len(data), _PART_NBYTES):
+                    if is_given_up():
+                        raise InputError(
+                            str(file), "is left unfinished: another rank has failed", code="checkpoint.unfinished"
+                        )
+                    part = data[start : start + _PART_NBYTES]
+                    hasher.update(part)
+                    stream.write(part)
+                    unsynced_nbytes += len(part)
+                    if unsynced_nbytes >= _SYNC_NBYTES:
+                        stream.flush()
+                        os.fsync(stream.fileno())
+                        unsynced_nbytes = 0
+                digests[piece.fqn] = hasher.hexdigest()
+            header = header_template(entries, metadata, digests)
+            stream.seek(0)
+            stream.write(header)
+            stream.flush()
+            os.fsync(stream.fileno())
+        sync_folder(file.parent)
+    except OSError as error:
+        raise refused_by_system(str(file), error, "cannot be written", code="output.unwritable") from error
+    nbytes = len(header) + sum(entry.nbytes for entry in entries)
+    return Shard(path=path, nbytes=nbytes, digest=digest_bytes(header), holds=holds)
+
+
+def _write_own(held: Held, job: Job, folder: Path, pulse: Pulse, stop: threading.Event) -> list[Stage]:
+    """Write this rank's shards in the folder that rank 0 has made."""
+
+    def is_given_up() -> bool:
+        pulse.beat()
+        return stop.is_set()
+
+    def write(stage: Stage, kinds: Mapping[Holds, Sequence[Piece]]) -> Stage:
+        paths = {holds: shard_path(stage.index, holds, number=job.writer, of=job.num_writers) for holds in kinds}
+        shards = (
+            write_shard(pieces, folder, paths[holds], holds, is_given_up) for holds, pieces in kinds.items() if pieces
+        )
+        return _as_written(stage, tuple(shards), kinds[WEIGHTS])
+
+    with pulse.working():
+        check_folder(folder)
+        return [write(job.manifest.stages[index], kinds) for index, kinds in held.items()]
+
+
+def _as_written(stage: Stage, shards: tuple[Shard, ...], weights: Sequence[Piece]) -> Stage:
+    """Give a stage as if one rank's shards were all of it."""
+    return replace(
+        stage,
+        shards=shards,
+        spans=(),
+        num_tensors=sum(piece.is_first for piece in weights),
+        nbytes=sum(piece.memory.nbytes for piece in weights),
+    )
+
+
+def _join_stages(written: Iterable[Stage]) -> dict[int, Stage]:
+    """Put together what several ranks have written of each stage."""
+    stages: dict[int, Stage] = {}
+    for part in written:
+        whole = stages.get(part.index)
+        stages[part.index] = (
+            part
+            if whole is None
+            else replace(
+                whole,
+                shards=(*whole.shards, *part.shards),
+                num_tensors=whole.num_tensors + part.num_tensors,
+                nbytes=whole.nbytes + part.nbytes,
+            )
+        )
+    return stages
+
+
+def _commit(
+    job: Job, stages: Mapping[int, Stage], folder: Path, training: TrainingState, num_skipped: int, pulse: Pulse
+) -> None:
+    check_shards(folder, [shard for stage in stages.values() for shard in stage.shards])
+    files = carried_skipped(job.manifest.files, num_skipped)
+    for carried in files:
+        pulse.beat()
+        target = folder / carried.path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if carried.path == SKIPPED_NAME:
+            write_file(target, encode_skipped(num_skipped))
+        else:
+            write_file(target, Blocks(LocalFile(job.root / carried.path), carried.digest))
+    write_manifest(
+        folder,
+        replace(
+            job.manifest,
+            created_by=f"runner {version('reshard')}",
+            stages=tuple(stages[index] for index in sorted(stages)),
+            files=files,
+            parents=job.parents,
+            training=training,
+            virtual=None,
+        ),
+    )

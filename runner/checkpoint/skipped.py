@@ -1,0 +1,50 @@
+"""How many documents a run had skipped when it saved: a small file of the checkpoint, absent where there were none.
+
+It is carried like config.json, so that a checkpoint repacked for other pipeline degrees has it too, and readers that
+do not know it read the rest.
+"""
+
+from __future__ import annotations
+
+import json
+
+from manifests.digest import digest_bytes
+from manifests.errors import InputError
+from manifests.jsontext import parse_json_object
+from manifests.schema import CarriedFile
+from manifests.store import read_small_file
+from runner.bundle.packed import Packed
+
+__all__ = ["SKIPPED_NAME", "carried_skipped", "encode_skipped", "read_skipped"]
+
+SKIPPED_NAME = "skipped-documents.json"
+_FIELD = "num_skipped"
+
+
+def encode_skipped(num_skipped: int) -> bytes:
+    return (json.dumps({"version": 1, _FIELD: num_skipped}) + "\n").encode()
+
+
+def carried_skipped(files: tuple[CarriedFile, ...], num_skipped: int) -> tuple[CarriedFile, ...]:
+    """Return a checkpoint's carried files with this count in place of the one that it descends from."""
+    others = tuple(file for file in files if file.path != SKIPPED_NAME)
+    if not num_skipped:
+        return others
+    data = encode_skipped(num_skipped)
+    return (*others, CarriedFile(path=SKIPPED_NAME, nbytes=len(data), digest=digest_bytes(data)))
+
+
+def read_skipped(packed: Packed) -> int:
+    """Return the number of documents that a checkpoint's run had skipped.
+
+    Raises:
+        InputError: its file is damaged.
+    """
+    carried = next((file for file in packed.manifest.files if file.path == SKIPPED_NAME), None)
+    if carried is None:
+        return 0
+    path = packed.root / SKIPPED_NAME
+    found = parse_json_object(read_small_file(path, carried.digest), str(path)).get(_FIELD)
+    if type(found) is not int or found < 0:
+        raise InputError(f"{path}: {_FIELD}", f"expected a count, found {str(found)[:80]}", code="resume.bad-count")
+    return found

@@ -1,0 +1,120 @@
+"""What a rank holds of the model in training, as a checkpoint stores it; and copies of it on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from manifests.schema import MOMENTS, WEIGHTS, Holds, TieGroup
+from runner.pipeline.chunk import StageChunk, hf_constants, hf_pieces
+from runner.tensors.huge_pages import empty_like
+from runner.tensors.local_shard import Piece, join_pieces
+from runner.training.mixed_precision import kept
+from runner.training.optimizer import Optimizer
+from runner.training.ties import Tie
+
+__all__ = ["Held", "HostCopy", "held_state", "held_weights", "nbytes_of"]
+
+_CPU = torch.device("cpu")
+
+# By stage, then by kind; of one kind, a piece for each Hugging Face FQN.
+Held = Mapping[int, Mapping[Holds, tuple[Piece, ...]]]
+_Chosen = Callable[[torch.Tensor], bool]
+
+
+def held_weights(
+    chunks: Sequence[StageChunk], groups: Iterable[TieGroup], is_written_here: _Chosen = lambda weight: True
+) -> Held:
+    """Give a rank's weights, those that are not trained too; a replica on its owner's stage is left to its owner.
+
+    `is_written_here` chooses one rank of those that hold the same part of a parameter.
+    """
+    left_out = _left_out(groups)
+    return {
+        chunk.stage: {
+            WEIGHTS: (
+                *_pieces(chunk, left_out, lambda weight: kept(weight) if is_written_here(weight) else None),
+                *(piece for piece in hf_constants(chunk) if is_written_here(piece.memory)),
+            )
+        }
+        for chunk in chunks
+    }
+
+
+def held_state(
+    chunks: Sequence[StageChunk],
+    groups: Iterable[TieGroup],
+    ties: Sequence[Tie],
+    optimizer: Optimizer,
+    is_written_here: _Chosen = lambda weight: True,
+) -> Held:
+    """Give a rank's weights and moments; a member of a tie group has those of the one that leads."""
+    leaders = {id(member): tie.leader for tie in ties for member in tie.members}
+    left_out = _left_out(groups)
+
+    def moment_of(weight: nn.Parameter, moment: Holds) -> torch.Tensor | None:
+        return optimizer.moment(leaders.get(id(weight), weight), moment) if is_written_here(weight) else None
+
+    weights = held_weights(chunks, groups, is_written_here)
+    return {
+        chunk.stage: {
+            **weights[chunk.stage],
+            **{moment: _pieces(chunk, left_out, partial(moment_of, moment=moment)) for moment in MOMENTS},
+        }
+        for chunk in chunks
+    }
+
+
+class HostCopy:
+    """Memory on the host as large as what a rank holds, to be filled anew for each checkpoint.
+
+    It is page-locked where the tensors are on a GPU, and touched beforehand where they are not, so that
+    filling it takes as long as copying memory does.
+    """
+
+    def __init__(self, held: Held) -> None:
+        self._copies: Held = {
+            stage: {
+                kind: tuple(replace(piece, memory=_room_for(piece.memory)) for piece in pieces)
+                for kind, pieces in kinds.items()
+            }
+            for stage, kinds in held.items()
+        }
+
+    def fill(self, held: Held) -> Held:
+        """Copy everything, and give the copies; the next call overwrites them."""
+        is_on_gpu = False
+        for stage, kinds in held.items():
+            for kind, pieces in kinds.items():
+                for piece, copy in zip(pieces, self._copies[stage][kind], strict=True):
+                    copy.memory.copy_(piece.memory, non_blocking=True)
+                    is_on_gpu |= piece.memory.is_cuda
+        if is_on_gpu:
+            torch.cuda.synchronize()
+        return self._copies
+
+
+def nbytes_of(held: Held) -> int:
+    return sum(piece.memory.nbytes for kinds in held.values() for pieces in kinds.values() for piece in pieces)
+
+
+def _left_out(groups: Iterable[TieGroup]) -> frozenset[str]:
+    return frozenset(
+        replica.fqn for group in groups for replica in group.replicas if replica.stage == group.owner.stage
+    )
+
+
+def _pieces(
+    chunk: StageChunk, left_out: frozenset[str], of: Callable[[nn.Parameter], torch.Tensor | None]
+) -> tuple[Piece, ...]:
+    return join_pieces(piece for piece in hf_pieces(chunk, of) if piece.fqn not in left_out)
+
+
+def _room_for(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_cuda:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return empty_like(tensor, _CPU).zero_()

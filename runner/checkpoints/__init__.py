@@ -1,1 +1,0 @@
-"""Saving beside training, and going on from what was saved."""

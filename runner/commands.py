@@ -1,0 +1,86 @@
+"""The verbs of runner: checked as far as they can be without torch, then handed over to torchrun."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from difflib import get_close_matches
+from importlib import import_module
+
+import click
+
+from manifests.console import run_command
+from manifests.errors import UsageError
+
+__all__ = ["cli", "run"]
+
+_PLAIN = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
+# Where each verb is, and what the list of them says.
+_VERBS = {
+    "launch": ("runner.launch.command:launch", "Train a packed model, here or on the nodes of a cluster."),
+    "status": ("runner.launch.verbs:status", "Say what a launched job does, or why it failed."),
+    "logs": ("runner.launch.verbs:logs", "Print what a launched job has printed."),
+    "cancel": ("runner.launch.verbs:cancel", "End a launched job; one that saves checkpoints saves first."),
+    "report": ("runner.launch.verbs:report", "Draw a run as one HTML page."),
+    "eval": ("runner.evaluation.command:eval_command", "Print a packed model's loss over a text."),
+    "generate": ("runner.evaluation.command:generate_command", "Print what a packed model writes after a prompt."),
+}
+
+
+class _Verbs(click.Group):
+    """Verbs of which only the one that is asked for is imported."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _VERBS:
+            return None
+        module, _, name = _VERBS[cmd_name][0].partition(":")
+        command: click.Command = getattr(import_module(module), name)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        near = get_close_matches(args[0], _VERBS, n=1) if args and args[0] not in _VERBS else []
+        if near and not args[0].startswith("-") and not ctx.resilient_parsing:
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {near[0]!r}?")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, said) for name, (_, said) in _VERBS.items()])
+
+
+@click.group(cls=_Verbs, context_settings=_PLAIN)
+@click.version_option(package_name="reshard", prog_name="runner")
+def cli() -> None:
+    """Train a packed model, each rank holding only its own pipeline stages.
+
+    \b
+    Example:
+      runner launch ./Llama-3.2-1B-pp2 -- --steps 100 --seq-len 512 --global-batch 16 --data text/
+    """
+
+
+def run(begin: Callable[[], None] = lambda: None) -> None:
+    """Run the command; end with its exit code. `begin` is called where an interrupt can be handled."""
+    is_json = "--json" in sys.argv[1:]
+    run_command(lambda: _run(begin, is_json=is_json), is_json=is_json)
+
+
+def _run(begin: Callable[[], None], *, is_json: bool) -> int:
+    try:
+        begin()
+        cli.main(prog_name="runner", standalone_mode=False)
+    except click.exceptions.Abort as error:
+        raise (error.__context__ if isinstance(error.__context__, KeyboardInterrupt) else KeyboardInterrupt()) from None
+    except click.ClickException as error:
+        if is_json:
+            told = error.param if isinstance(error, click.BadParameter) else None
+            at = "" if told is None else told.opts[0] if isinstance(told, click.Option) else told.human_readable_name
+            raise UsageError(at, error.format_message(), "see --help", code="usage.arguments") from error
+        error.show()
+        return UsageError.exit_code
+    return 0

@@ -1,0 +1,72 @@
+"""Options declared once: a dataclass field states its flag, default and help, and click's parameters are made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, TypeVar
+
+import click
+
+__all__ = ["build", "flag", "group", "parameters_of"]
+
+T = TypeVar("T")
+_SAME: Any = object()
+
+
+@dataclass(frozen=True, slots=True)
+class _Flag:
+    option: click.Option
+    read: Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    of: type[Any]
+    unless_none: str | None
+
+
+def flag(
+    *spelled: str,
+    default: Any = MISSING,
+    written_default: Any = _SAME,
+    read: Callable[[Any], Any] = lambda value: value,
+    **settings: Any,
+) -> Any:
+    """Declare a dataclass field that the command line fills.
+
+    `spelled` and `settings` are click's, such as `"--lr", help=...`. `written_default` is click's default where it is
+    not the field's, and `read` turns click's value into the field's.
+    """
+    if written_default is not _SAME:
+        settings["default"] = written_default
+    elif default is not MISSING:
+        settings["default"] = default
+    return field(default=default, metadata={"flag": _Flag(click.Option(spelled, **settings), read)})
+
+
+def group(of: type[Any], *, default: Any = MISSING, unless_none: str | None = None) -> Any:
+    """Declare a dataclass field that is itself a dataclass of flags; None where parameter `unless_none` is."""
+    return field(default=default, metadata={"group": _Group(of, unless_none)})
+
+
+def parameters_of(declared: type[Any]) -> Iterator[click.Option]:
+    """Yield the click options of a dataclass, its groups' in their place."""
+    for each in fields(declared):
+        if "flag" in each.metadata:
+            yield each.metadata["flag"].option
+        elif "group" in each.metadata:
+            yield from parameters_of(each.metadata["group"].of)
+
+
+def build(declared: type[T], values: Mapping[str, Any], **others: Any) -> T:
+    """Return the dataclass that click's values, by the names of its parameters, amount to; `others` have no flag."""
+    for each in fields(declared):  # type: ignore[arg-type]
+        if "flag" in each.metadata:
+            said: _Flag = each.metadata["flag"]
+            others[each.name] = said.read(values[str(said.option.name)])
+        elif "group" in each.metadata:
+            inner: _Group = each.metadata["group"]
+            is_absent = inner.unless_none is not None and values[inner.unless_none] is None
+            others[each.name] = None if is_absent else build(inner.of, values)
+    return declared(**others)

@@ -1,0 +1,127 @@
+"""How many ranks share a stage, and what each does of it. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import click
+
+from manifests.errors import InputError, UsageError
+from runner.config.declared import flag
+from runner.config.whole import Whole
+
+__all__ = ["DATA_DIMS", "PIPELINE", "REPLICATE", "SHARD", "TENSOR", "DegreeOptions", "Degrees", "Load"]
+
+# Names of the device mesh's dimensions, as in torchtitan.
+PIPELINE, REPLICATE, SHARD, TENSOR = "pp", "dp_replicate", "dp_shard", "tp"
+DATA_DIMS = (REPLICATE, SHARD)
+
+Load = Literal["rows", "broadcast"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Degrees:
+    """The shape of a job. A rank is numbered (pipeline, replicate, shard, tensor), the last running fastest."""
+
+    pipeline: int
+    replicate: int = 1  # copies of each stage that share the data
+    shard: int = 1  # ranks that share the data and one copy's weights, gradients and moments
+    tensor: int = 1  # ranks that share the data's rows and every matrix product
+
+    @property
+    def data(self) -> int:
+        """Pipelines that each take their own rows of a batch."""
+        return self.replicate * self.shard
+
+    @property
+    def per_stage(self) -> int:
+        return self.data * self.tensor
+
+    @property
+    def world_size(self) -> int:
+        return self.pipeline * self.per_stage
+
+    def __str__(self) -> str:
+        parts = [
+            f"{count} {what}"
+            for count, what in (
+                (self.replicate, "data-parallel replicas"),
+                (self.shard, "data-parallel shards"),
+                (self.tensor, "tensor-parallel parts"),
+            )
+            if count > 1
+        ]
+        return f"{self.pipeline} pipeline ranks" + "".join(f" x {part}" for part in parts)
+
+
+def _parse_shards(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if text.isascii() and text.isdigit() and int(text):
+        return int(text)
+    raise UsageError("--dp-shard", f"expected auto or a number from 1 up, found {text!r}", code="options.invalid-value")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DegreeOptions:
+    """What was asked for. None: whatever the number of ranks comes to; of both data-parallel ways, by copies."""
+
+    replicate: int | None = flag(
+        "--dp-replicate", type=Whole(min=1), metavar="N", default=None, show_default="what the number of ranks leaves",
+        help="Data-parallel replicas of each stage (DDP, HSDP).",
+    )  # fmt: skip
+    shard: int | None = flag(
+        "--dp-shard", metavar="N|auto", default=1, written_default="1", read=_parse_shards,
+        help="Data-parallel ranks that shard each stage (FSDP); auto: all that the number of ranks leaves.",
+    )  # fmt: skip
+    tensor: int = flag("--tp", type=Whole(min=1), metavar="N", default=1, help="Tensor-parallel degree.")
+    load: Load = flag(
+        "--load", type=click.Choice(get_args(Load)), default="rows",
+        help="Each rank reads its own rows; or one rank of a stage reads a tensor and broadcasts it.",
+    )  # fmt: skip
+
+    def resolve(self, num_pipeline_ranks: int, world_size: int) -> Degrees:
+        """Give each stage its ranks.
+
+        Raises:
+            InputError: there are fewer ranks than the manifest needs, or they cannot be dealt out.
+            UsageError: the degrees asked for do not come to this number of ranks.
+        """
+        per_stage, rest = divmod(world_size, num_pipeline_ranks)
+        if rest or not per_stage:
+            near = per_stage * num_pipeline_ranks
+            start = f"start {near} or {near + num_pipeline_ranks}"
+            if not per_stage:
+                start = f"runner launch MANIFEST --nproc-per-node {num_pipeline_ranks}"
+            multiple = ", or a multiple of them" if per_stage else ""
+            raise InputError(
+                "",
+                f"manifest needs {num_pipeline_ranks} ranks{multiple}, WORLD_SIZE is {world_size}",
+                f"{start}, or reshard pack MANIFEST --layout pp={world_size} --out DIR",
+                code="launch.world-size",
+            )
+        if per_stage % self.tensor:
+            unit = num_pipeline_ranks * self.tensor
+            lower = world_size // unit * unit
+            raise UsageError(
+                "--tp",
+                f"expected a divisor of {per_stage}, the ranks of each stage, found {self.tensor}",
+                f"start {lower} or {lower + unit} ranks" if lower else f"start {unit} ranks",
+                code="launch.degrees",
+            )
+        data = per_stage // self.tensor
+        replicate = self.replicate or data // (self.shard or data) or 1
+        shard = self.shard or max(1, data // replicate)
+        if replicate * shard != data:
+            asked = "--dp-replicate" if self.replicate else "--dp-shard"
+            left = "both degrees" if self.replicate and data % (self.shard or data) else asked
+            hint = f"start {num_pipeline_ranks * self.tensor * replicate * shard} ranks, or leave {left} out"
+            raise UsageError(
+                asked,
+                f"{replicate} replicas of {shard} shards are {replicate * shard} data-parallel ranks for each stage, "
+                f"and {world_size} ranks over {num_pipeline_ranks} pipeline ranks and --tp {self.tensor} leave {data}",
+                hint,
+                code="launch.degrees",
+            )
+        return Degrees(pipeline=num_pipeline_ranks, replicate=replicate, shard=shard, tensor=self.tensor)

@@ -1,0 +1,76 @@
+"""The packaged tokenizer: documents to token ids that the model has embeddings for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from manifests.errors import InputError
+from runner.config.schema import FramingOptions
+from runner.data.bad import Skipped
+from runner.data.files import Document
+from runner.data.framing import Frame, document_framing, encode, load_tokenizer, special_id
+
+__all__ = ["Vocabulary", "load_vocabulary"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Vocabulary:
+    """A tokenizer, the model's number of token ids, and the ids before and after each document."""
+
+    tokenizer: Tokenizer
+    size: int
+    frame: Frame
+    filler: int  # of what is too short
+
+    def encode(self, document: Document, skipped: Skipped | None = None) -> Iterator[tuple[int, list[int]]]:
+        """Encode a document piece by piece, within its frame; an empty one gives nothing.
+
+        With the ids comes the offset of their piece; what is before the first of them counts as that piece.
+        The rest of a document has nothing before it. What is no text is left out if it is to be `skipped`.
+
+        A token never spans two pieces, so ids at a seam, a line end, may differ from those of the
+        text tokenised whole.
+
+        Raises:
+            BadDocumentError: it is no text.
+            InputError: an id that the model has no embedding for.
+        """
+        at: int | None = None
+        for offset, piece in skipped.good(document.pieces) if skipped is not None else document.pieces:
+            ids: list[int] = encode(self.tokenizer, piece, document.where)
+            if not ids:
+                continue
+            if max(ids) >= self.size:
+                raise InputError(
+                    document.where,
+                    f"token {max(ids)} is beyond the model's vocabulary of {self.size}",
+                    "tokenizer.json and config.json disagree; take both from one revision",
+                    code="tokenizer.beyond-vocabulary",
+                )
+            if at is None and not document.is_rest:
+                ids = [*self.frame.before, *ids]
+            at = document.begin if at is None else offset
+            yield at, ids
+        if at is not None and self.frame.after:
+            yield at, [*self.frame.after]
+
+
+def load_vocabulary(folder: Path, size: int, asked: FramingOptions | None = None) -> Vocabulary:
+    """Read the tokenizer of a checkpoint folder, for a model of `size` token ids.
+
+    Raises:
+        InputError: no tokenizer, a broken one, no eos to end documents with, or an id beyond the model's.
+    """
+    tokenizer = load_tokenizer(folder, "train on --data synthetic")
+    frame = document_framing(folder, tokenizer, asked or FramingOptions()).frame
+    eos = special_id(folder, tokenizer, "eos")
+    filler = eos if eos is not None and eos < size else 0
+    if beyond := [token for token in (*frame.before, *frame.after) if token >= size]:
+        problem = f"expected token ids below {size} around a text, found {beyond[0]}"
+        hint = "tokenizer.json and config.json disagree; take both from one revision"
+        raise InputError(str(folder), problem, hint, code="tokenizer.beyond-vocabulary")
+    return Vocabulary(tokenizer=tokenizer, size=size, frame=frame, filler=filler)

@@ -1,0 +1,1 @@
+"""Ranks as processes: how they meet, are watched over, fail together and exit."""

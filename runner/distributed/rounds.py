@@ -1,0 +1,64 @@
+"""What takes long on every rank, done in rounds, so that no wait of one rank for another is long."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from runner.distributed.fail_together import together
+
+__all__ = ["in_rounds", "is_true_for_all"]
+
+T = TypeVar("T")
+_ROUND_S = 2.0
+
+
+def in_rounds(task: str, work: Callable[[threading.Event], T], group: dist.ProcessGroup | None = None) -> T:
+    """Run on every rank of a group what may take longer than a rank waits for another, and fail together.
+
+    `work` runs beside the rounds in which ranks hear of each other, and no collectives. It ends early, however it
+    likes, once its event is set: another rank has failed. When this returns or raises, it has ended on all ranks.
+
+    Raises:
+        UserError: as `together`, on all ranks, for the first failure.
+    """
+    stop = threading.Event()
+    failure: Exception | None = None
+    with ThreadPoolExecutor(1, thread_name_prefix=task) as pool:
+        working = pool.submit(work, stop)
+        try:
+            is_done = False
+            while not is_done:
+                wait((working,), timeout=_ROUND_S)
+                is_done = is_true_for_all(working.done(), group)
+                if failure is None:
+                    failure = _failure_of(working, task, group)
+                if failure is not None:
+                    stop.set()
+        finally:
+            stop.set()
+    if failure is not None:
+        raise failure
+    return working.result()
+
+
+def is_true_for_all(value: bool, group: dist.ProcessGroup | None = None) -> bool:
+    """Give whether all ranks of a group say so; each of them calls this."""
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return all(values)
+
+
+def _failure_of(working: Future[T], task: str, group: dist.ProcessGroup | None) -> Exception | None:
+    """Give what one rank or another has met by now, and on a rank with a bug that bug."""
+    try:
+        with together(task, group):
+            if working.done():
+                working.result()
+    except Exception as error:
+        return error
+    return None

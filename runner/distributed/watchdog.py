@@ -1,0 +1,206 @@
+"""A rank's life: signals that ask it to stop, its heartbeat file, and a watchdog for steps that do not end.
+
+# Note [Stopping]
+SIGUSR2, SIGTERM, SIGINT and SIGHUP ask a run that saves checkpoints to stop. Ranks get them at different times,
+and torchrun passes them on again: a signal only raises a flag, which goes with the totals of every step, so that
+all ranks stop after the same one. torchrun also sends SIGTERM to the ranks that are left when one is gone;
+then no step ends, and the watchdog soon ends the rank. Python runs no signal handler while a collective
+waits, so a thread of its own listens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import math
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+from manifests.errors import RankError, UserError, refused_by_system
+from runner.distributed.stall import Pulse
+from runner.profiling.flight_recorder import write_flight
+from runner.rundir.exit_report import Ending, Kind, tell
+from runner.rundir.heartbeat import ALIVE_S, Beat, heartbeat_path, log_path, write_beat
+from runner.rundir.rank_label import place_of
+
+__all__ = ["Life", "StoppedError", "log_to_file"]
+
+logger = logging.getLogger("runner")
+_GRACE_S = 15.0  # after SIGTERM, a step must end within this, or twice what the last one took, or the rank ends
+_STOPPING = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
+_POLL_S = 0.5
+_BEAT_S = 1.0  # the heartbeat file is written no more often
+
+
+def log_to_file(log_dir: Path, rank: int) -> None:
+    """Write what this rank logs to a file of its own, too, and what it prints of its steps.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        handler = _LogFile(log_path(log_dir, rank), encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        hint = "--log-dir names a folder that this user can write on every node"
+        raise refused_by_system(
+            str(error.filename or log_dir), error, "cannot be written", hint, code="output.unwritable"
+        ) from error
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    logging.getLogger().addHandler(handler)
+    said = logging.getLogger("runner.said")
+    said.setLevel(logging.DEBUG)
+    said.propagate = False  # the terminal has it
+    said.addHandler(handler)
+
+
+class _LogFile(logging.FileHandler):
+    """A log whose disk may fill up: that ends no run, and what does not fit is left out."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+
+class StoppedError(UserError):
+    """The run ended at a signal, with a checkpoint."""
+
+    exit_code = 130
+
+
+class Life:
+    """Watches over one rank while the context is entered, which its main thread does.
+
+    With `can_stop`, signals raise `is_asked_to_stop` instead of ending the process. A rank that waits for its
+    checkpoint ends when the `saving` of it has not got on for `save_timeout_s`.
+    """
+
+    def __init__(
+        self, log_dir: Path, rank: int, stages: Sequence[int], *, step_timeout_s: float, can_stop: bool,
+        saving: Pulse | None = None, save_timeout_s: float = math.inf,
+    ) -> None:  # fmt: skip
+        self._log_dir, self._rank, self._stages, self._host = log_dir, rank, tuple(stages), socket.gethostname()
+        self._step_timeout_s, self._can_stop = step_timeout_s, can_stop
+        self._saving, self._save_timeout_s = saving or Pulse(), save_timeout_s
+        self.is_asked_to_stop = False
+        self._terminated_s: float | None = None
+        self._step, self._phase, self._last_s = 0, "begin", time.monotonic()
+        self._took_s: float | None = None
+        self._shown_s = self._written_s = 0.0
+        self._ended, self._main = threading.Event(), threading.get_ident()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Life:
+        with contextlib.suppress(OSError):  # as in `_write`
+            heartbeat_path(self._log_dir, self._rank).parent.mkdir(parents=True, exist_ok=True)
+        self._write()
+        self._receiver, self._sender = socket.socketpair()
+        self._sender.setblocking(False)
+        if self._can_stop:
+            signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+            for number in _STOPPING:
+                signal.signal(number, lambda *_: None)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._write()
+        if self._can_stop:
+            signal.set_wakeup_fd(-1)
+        self._receiver.close()
+        self._sender.close()
+
+    def beat(self, step: int, phase: str = "train") -> None:
+        """Tell that a step has ended, or that another phase begins; only steps of `train` are timed."""
+        now_s = time.monotonic()
+        if self._phase == "train" and step > self._step:
+            self._took_s = now_s - self._last_s
+        self._step, self._phase, self._last_s = step, phase, now_s
+
+    def leave(self) -> None:
+        """Tell that no step follows, whatever ended them: all that is left to wait for is the checkpoint."""
+        self.beat(self._step, "end")
+
+    @property
+    def grace_s(self) -> float:
+        """How long a step may take after SIGTERM, as far as is known of steps."""
+        return self._step_timeout_s if self._took_s is None else max(_GRACE_S, 2 * self._took_s)
+
+    def _watch(self) -> None:
+        while not self._ended.is_set():
+            if select.select([self._receiver], [], [], _POLL_S)[0]:
+                self._note(self._receiver.recv(64))
+            now_s = time.monotonic()
+            if now_s - self._written_s >= (_BEAT_S if self._last_s > self._written_s else ALIVE_S):
+                self._write()
+            if self._phase != "train":
+                if (still_s := self._saving.still_s) > self._save_timeout_s:
+                    why = f"nothing of its checkpoint could be written for {still_s:.0f} s: the disk does not answer"
+                    self._end(why, kind="failed")
+                continue
+            grace_s = self.grace_s
+            if self._terminated_s is not None and now_s - max(self._terminated_s, self._last_s) > grace_s:
+                self._end(f"was told to end, and no step has ended for {grace_s:.0f} s: another rank is gone")
+            if now_s - self._last_s > self._step_timeout_s:
+                self._end(f"no step has ended for {self._step_timeout_s:.0f} s")
+            # Other ranks may give up first, and then end this one before it has shown what it does.
+            if self._last_s > self._shown_s and now_s - self._last_s > self._step_timeout_s / 4:
+                self._show(f"no step has ended for {now_s - self._last_s:.0f} s")
+
+    def _note(self, numbers: bytes) -> None:
+        if any(number in numbers for number in _STOPPING):
+            self.is_asked_to_stop = True
+        if any(number in numbers for number in _STOPPING if number != signal.SIGUSR2) and self._terminated_s is None:
+            self._terminated_s = time.monotonic()
+
+    def _write(self) -> None:
+        self._written_s = time.monotonic()
+        doing, is_waiting = _doing(self._main)
+        beat = Beat(
+            rank=self._rank, stages=self._stages, host=self._host, pid=os.getpid(), step=self._step,
+            phase=self._phase, time=time.time(), doing=doing, is_waiting=is_waiting,
+        )  # fmt: skip
+        with contextlib.suppress(OSError):  # a full disk is met, and said, by what must be written
+            write_beat(heartbeat_path(self._log_dir, self._rank), beat)
+
+    def _show(self, why: str) -> None:
+        """Write to this rank's log what each of its threads is doing."""
+        self._shown_s = time.monotonic()
+        with contextlib.suppress(OSError), open(log_path(self._log_dir, self._rank), "a") as log:
+            print(f"{why}; what each thread is doing:", file=log, flush=True)
+            faulthandler.dump_traceback(log, all_threads=True)
+        write_flight(self._rank)
+
+    def _end(self, why: str, *, kind: Kind = "stuck") -> NoReturn:
+        self._show(why)
+        self._write()
+        place, log = place_of(self._rank, self._stages, self._host), log_path(self._log_dir, self._rank)
+        tell(
+            Ending(kind=kind, code=RankError.exit_code, where=place, problem=why,
+                   hint=f"{log} shows what each of its threads was doing")
+        )  # fmt: skip
+        logging.shutdown()
+        os._exit(RankError.exit_code)
+
+
+def _doing(thread: int) -> tuple[str, bool]:
+    """Say which Python function a thread is in, and whether it waits there for another rank."""
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return "", False
+    name, path = frame.f_code.co_name, Path(frame.f_code.co_filename)
+    is_waiting = "distributed" in path.parts[:-1] or "wait" in name
+    return f"{name} ({'/'.join(path.parts[-2:])}:{frame.f_lineno})", is_waiting

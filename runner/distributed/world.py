@@ -1,0 +1,67 @@
+"""Who this process is among the ranks, and how they meet."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from manifests.errors import InputError
+from runner.config.flags import Device
+from runner.tensors.huge_pages import give_back_freed_memory
+
+__all__ = ["World", "device_of", "join_world"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    """Who this process is, as torchrun says in the environment. Ranks of a node are neighbours."""
+
+    rank: int
+    local_rank: int
+    size: int
+    local_size: int = 1  # ranks on this node
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> World:
+        try:
+            rank, local_rank, size = (int(environment[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+        except KeyError as error:
+            raise InputError(
+                "", f"{error} is not set", "runner launch starts the workers", code="launch.no-world"
+            ) from error
+        local_size = int(environment.get("LOCAL_WORLD_SIZE", local_rank + 1))
+        return cls(rank=rank, local_rank=local_rank, size=size, local_size=local_size)
+
+
+def device_of(world: World, asked: Device) -> torch.device:
+    """Give the device that this rank trains on.
+
+    Raises:
+        InputError: it needs a GPU of its own, and the machine has fewer.
+    """
+    if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if world.local_rank >= torch.cuda.device_count():
+        raise InputError(
+            "--device",
+            f"rank {world.local_rank} of this machine needs a GPU of its own, found {torch.cuda.device_count()}",
+            "start fewer ranks here, or take --device cpu",
+            code="launch.too-few-gpus",
+        )
+    return torch.device("cuda", world.local_rank)
+
+
+def join_world(device: torch.device, timeout_s: int) -> None:
+    """Meet the other ranks. Every later wait for one of them ends after the timeout."""
+    give_back_freed_memory()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    backend = "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))

@@ -1,0 +1,106 @@
+"""A packed model opened to be read: each rank its own stages' weights, and nothing that training needs."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from manifests.schedules import default_schedule
+from manifests.store import locate_manifest, read_manifest
+from runner.bundle.packed import Packed
+from runner.config.schema import BatchOptions
+from runner.distributed.fail_together import alone, together
+from runner.distributed.world import World, device_of, join_world
+from runner.evaluation.command import ReadOptions
+from runner.launch.local import check_world
+from runner.load.load import load_tensors
+from runner.models import Family, family_for
+from runner.pipeline.chunk import StageChunk, build_chunks, hf_constants, hf_pieces, materialize
+from runner.pipeline.schedule import Schedule, build_schedule
+from runner.pipeline.stage_metadata import plan_wire
+from runner.pipeline.timetable import find_timetable
+from runner.rundir.rank_label import declare, stages_of
+from runner.training.ties import check_loaded
+from stores.bundles import Bundles
+
+__all__ = ["ReadModel", "meet", "read_model"]
+
+logger = logging.getLogger("runner")
+
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadModel:
+    """A model whose stages this rank holds some of."""
+
+    packed: Packed
+    chunks: tuple[StageChunk, ...]
+    schedule: Schedule  # its own cut is never asked for: callers say theirs
+
+    @property
+    def family(self) -> Family:
+        return self.chunks[0].family
+
+    @property
+    def vocab_size(self) -> int:
+        return self.family.vocab_size
+
+    @property
+    def num_ranks(self) -> int:
+        return self.packed.manifest.placement.num_ranks
+
+    @property
+    def last_rank(self) -> int:
+        """The rank with the last stage: the one that knows the logits."""
+        placement = self.packed.manifest.placement
+        return placement.rank_of(placement.num_stages - 1)
+
+
+def meet(options: ReadOptions, world: World) -> tuple[Path, torch.device]:
+    """Meet the other ranks, and give the folder of the manifest and this rank's device."""
+    with alone(world.rank):
+        path = locate_manifest(options.manifest)
+        manifest = read_manifest(path)
+    check_world(manifest, world.size)
+    declare(world.rank, stages_of(manifest, world.rank, world.size))
+    with alone(world.rank):
+        device = device_of(world, options.device)
+    join_world(device, options.timeout_s)
+    return path.parent, device
+
+
+def read_model(
+    packed: Packed, options: ReadOptions, world: World, device: torch.device, *, max_seq_len: int
+) -> ReadModel:
+    """Build this rank's stages for sequences of at most `max_seq_len` tokens, and read their weights.
+
+    Raises:
+        UserError: on all ranks alike, whichever rank met it.
+    """
+    dtype = TORCH_DTYPES[options.dtype]
+    manifest = packed.manifest
+    with together("load"):
+        family = family_for(packed.config, max_seq_len=max_seq_len)
+        chunks = build_chunks(family, packed.stage_modules, manifest.placement.stages_on(world.rank))
+        for chunk in chunks:
+            materialize(chunk, device=device, dtype=dtype)
+        weights = [piece for chunk in chunks for piece in (*hf_pieces(chunk), *hf_constants(chunk))]
+        report = load_tensors(weights, Bundles(manifest, packed.root), packed.shape)
+        check_loaded(manifest.ties, chunks)
+    if world.rank == 0:
+        for name in packed.unnamed:
+            logger.warning("warning: %s is not among the files of %s: it is not verified", name, packed.where)
+        if report.num_unverified:
+            logger.warning(
+                "warning: tensors of virtual bundles have no digests: the size, time and header of their files were "
+                "checked, their bytes were not"
+            )
+    placement = manifest.placement
+    whole = BatchOptions(global_batch=2 * placement.num_stages, microbatch=1, seq_len=max_seq_len)
+    timetable = find_timetable(default_schedule(placement), placement, whole.num_microbatches)
+    schedule = build_schedule(timetable, chunks, plan_wire(family, packed.stage_modules, dtype), whole)
+    return ReadModel(packed=packed, chunks=chunks, schedule=schedule)

@@ -1,0 +1,235 @@
+"""torchrun, ending with our exit codes and one sentence instead of a traceback (docs/adr/0006)."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from manifests.console import open_streams
+from manifests.errors import RankError, UserError, error_json
+from manifests.signals import INTERRUPTED, end_at_signals, say_interrupted
+from manifests.store import read_manifest
+from runner.config.flags import TrainOptions, parse_training
+from runner.launch.diagnose import find_cause, find_cause_at_stop
+from runner.launch.waiting import saying_what_is_awaited
+from runner.rundir.exit_report import AGENT, ENDINGS, Ending, read_endings
+from runner.rundir.heartbeat import Beat, read_beats
+from runner.rundir.rank_label import place_of, stages_of
+from runner.rundir.state import RunState, clear_state, read_state, write_state
+
+if TYPE_CHECKING:
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+__all__ = ["main"]
+
+_LOCAL = "--standalone"  # of torchrun, for a job of this machine alone
+_HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2)
+_PATIENCE_S = 2.0  # another node's agent may know better why the ranks ended
+_WORKER = "runner.train"
+
+
+def main() -> None:
+    """Run torchrun on this process's arguments."""
+    open_streams()
+    with TemporaryDirectory(prefix="runner-", ignore_cleanup_errors=True) as endings:
+        # torchrun handles signals itself once it starts ranks.
+        end_at_signals(lambda number: _stop_early(endings))
+        os.environ.update({AGENT: str(os.getpid()), ENDINGS: endings})
+        code = _run(Path(endings))
+    sys.exit(code)
+
+
+def _run(endings: Path) -> int:
+    """Run the ranks, say what ended them, and return the exit code."""
+    torchrun = _quiet_torchrun()
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    options, begun = _training(sys.argv), time.time()
+    log_dir = options.log_dir if options else None
+    if log_dir is not None and _number("--node-rank", "PET_NODE_RANK") == 0:
+        with contextlib.suppress(OSError):  # a folder that cannot be written is met, and said, by the ranks
+            clear_state(log_dir)
+    is_told = options is not None and not options.quiet and _LOCAL in sys.argv
+    num_ranks = _number("--nproc-per-node")
+    try:
+        with saying_what_is_awaited(log_dir, num_ranks) if is_told and log_dir else contextlib.nullcontext():
+            torchrun.main(sys.argv[1:])
+        return 0
+    except ChildFailedError as error:
+        _finish()
+        return _end(error.failures, log_dir, begun)
+    except SignalException as error:
+        _finish()
+        return _stop(int(error.sigval), read_endings(endings), options, begun)
+    except DistError as error:
+        _finish()
+        unmet = _unmet(error)
+        _say(unmet.error)
+        if log_dir is not None and read_state(log_dir) is None:
+            _note(unmet, log_dir, 0)
+        return unmet.code
+
+
+def _finish() -> None:
+    """Take no more signals: no rank is left, and what ended them is about to be said."""
+    for number in _HANDLED:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _stop_early(endings: str) -> None:
+    """Note that the job was stopped before a rank was started."""
+    shutil.rmtree(endings, ignore_errors=True)
+    if (options := _training(sys.argv)) is not None:
+        _note_stopped(options.log_dir, 0)
+
+
+def _note_stopped(log_dir: Path, step: int) -> None:
+    """Leave word that a job of this machine was stopped; a scheduler's jobs are told apart by having left none."""
+    if _LOCAL in sys.argv:
+        with contextlib.suppress(OSError):
+            write_state(log_dir, RunState(step=step, ended="stopped", code=INTERRUPTED))
+
+
+def _quiet_torchrun() -> ModuleType:
+    """Give torchrun, which says nothing of its own here: what there is to say, we say."""
+    levels = "TORCH_CPP_LOG_LEVEL"  # is read when torch is imported; the ranks keep the user's
+    asked = os.environ.get(levels)
+    os.environ[levels] = asked or "FATAL"
+    from torch.distributed import run
+
+    if asked is None:
+        del os.environ[levels]
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.run", "torch.distributed.launcher")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    return run
+
+
+def _end(failures: Mapping[int, ProcessFailure], log_dir: Path | None, begun: float) -> int:
+    """Say why the ranks ended, unless another node's agent has; give the exit code."""
+    beats = read_beats(log_dir, since=begun) if log_dir else ()
+    cause = find_cause(failures, beats, partial(_place, beats))
+    return INTERRUPTED if cause is None else _told(cause, log_dir, beats)
+
+
+def _stop(number: int, endings: Sequence[Ending], options: TrainOptions | None, begun: float) -> int:
+    """Say what kept the ranks from ending well when this signal told them to, if anything did; give the exit code."""
+    log_dir = options.log_dir if options else None
+    beats = read_beats(log_dir, since=begun) if log_dir else ()
+    had_to_save = (
+        options is not None and options.checkpoint is not None and any(beat.phase != "begin" for beat in beats)
+    )
+    state = read_state(log_dir) if log_dir else None
+    cause = find_cause_at_stop(endings, is_unsaved=had_to_save and (state is None or state.ended == "failed"))
+    if cause is not None:
+        return _told(cause, log_dir, beats)
+    if not _is_known(log_dir):
+        say_interrupted(number)
+    if log_dir is not None and state is None:
+        _note_stopped(log_dir, max((beat.step for beat in beats), default=0))
+    return INTERRUPTED
+
+
+def _told(cause: Ending, log_dir: Path | None, beats: Sequence[Beat]) -> int:
+    """Say what ended the ranks, unless another node's agent does, and give the exit code."""
+    if (cause.kind == "failed" and not cause.is_elsewhere) or not _is_known(log_dir):
+        _say(cause.error)
+        if log_dir is not None:
+            _note(cause, log_dir, max((beat.step for beat in beats), default=0))
+    return cause.code
+
+
+def _unmet(error: DistError) -> Ending:
+    """Give what keeps this node from meeting the others: torch raises it before any rank is started."""
+    number, num_nodes = _number("--node-rank", "PET_NODE_RANK"), _number("--nnodes")
+    address, port = (os.environ.get(f"PET_MASTER_{part}", "?") for part in ("ADDR", "PORT"))
+    where = f"node {number}, {socket.gethostname()}"
+    missed = f"not all of {num_nodes} nodes came to" if number == 0 else "node 0 was not met at"
+    problem = f"{missed} {address}:{port}: {' '.join(str(error).split())}"
+    hint = "was every node started? a firewall, or an address of another network, keeps nodes apart, too"
+    if "EADDRINUSE" in problem:
+        problem, hint = f"another process has port {port}, at which nodes meet", "end it, or launch again"
+    return Ending(
+        kind="failed", code=RankError.exit_code, where=where, problem=problem, hint=hint, error_code="rank.unmet"
+    )
+
+
+def _say(error: UserError) -> None:
+    if "--json" in sys.argv:
+        with contextlib.suppress(OSError):  # nobody reads it, and the exit code tells
+            print(error_json(error), flush=True)
+    else:
+        print(f"error: {error}", file=sys.stderr)
+
+
+def _is_known(log_dir: Path | None) -> bool:
+    """Whether the agent of another node has said why."""
+    if log_dir is None or _number("--nnodes") == 1:
+        return False
+    deadline_s = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < deadline_s:
+        state = read_state(log_dir)
+        if state is not None and state.ended == "failed":
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def _note(cause: Ending, log_dir: Path, step: int) -> None:
+    with contextlib.suppress(OSError):  # a full disk must not take the message away, which was said
+        log_dir.mkdir(parents=True, exist_ok=True)
+        write_state(
+            log_dir,
+            RunState(step=step, ended="failed", code=cause.code, error=str(cause.error), error_code=cause.error_code),
+        )
+
+
+def _place(beats: Sequence[Beat], rank: int) -> str:
+    """Name a rank of this node, with its stages where its heartbeat or the command line tells."""
+    node = socket.gethostname()
+    for beat in beats:
+        if beat.rank == rank:
+            return place_of(rank, beat.stages, node)
+    try:
+        manifest = read_manifest(Path(_after(sys.argv, _WORKER)))
+        world_size = _number("--nnodes") * _number("--nproc-per-node")
+        return place_of(rank, stages_of(manifest, rank, world_size), node)
+    except (UserError, LookupError, ValueError):
+        return place_of(rank, (), node)
+
+
+def _training(argv: Sequence[str]) -> TrainOptions | None:
+    """Give the options of a training run; None: the ranks do something else."""
+    try:
+        return parse_training(argv[argv.index(_WORKER) + 2 :])
+    except (UserError, ValueError):
+        return None
+
+
+def _number(flag: str, variable: str = "") -> int:
+    found = dict(itertools.pairwise(sys.argv)).get(flag, os.environ.get(variable, ""))
+    return int(found) if found.isdecimal() else (1 if flag != "--node-rank" else 0)
+
+
+def _after(argv: Sequence[str], word: str) -> str:
+    return argv[argv.index(word) + 1]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""A training request seen as a whole: what cannot come of it, and what of it comes to nothing. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from manifests.errors import InputError, UsageError
+from manifests.models import ConfigReader
+from manifests.schema import Manifest, TrainingState
+from runner.bundle.packed import Packed, check_tokenizer
+from runner.checkpoint.resume import remembered
+from runner.config.flags import TrainOptions, flag_of
+from runner.config.schema import SYNTHETIC
+from runner.data.files import SUFFIXES
+from runner.models.decoders import DECODERS
+from runner.models.titan_fields import TITAN_FIELDS
+
+__all__ = ["check_length", "check_model", "check_places", "check_texts", "notes"]
+
+
+def check_places(options: TrainOptions) -> None:
+    """Make sure that a run does not write in a folder that it reads: texts are looked for in all folders below.
+
+    Raises:
+        UsageError: it would read its own log, and could not go on from a checkpoint, as its data had changed.
+        InputError: checkpoints are to be saved below a file.
+    """
+    history = options.checkpoint.history if options.checkpoint else None
+    read = (*options.data.sources, *(options.eval_data.sources if options.eval_data else ()))
+    folders = [Path(source) for source in read if source != SYNTHETIC and Path(source).is_dir()]
+    for flag, path in (("--log-dir", options.log_dir), ("--checkpoint", history), ("--save", options.save)):
+        for folder in folders if path else ():
+            assert path is not None
+            if path.resolve().is_relative_to(folder.resolve()):
+                raise UsageError(
+                    f"{flag} {path}",
+                    f"lies in {folder}, which is read as data, with all folders in it",
+                    "choose another place" + _or_by_name(folder),
+                    code="output.inside-data",
+                )
+    if history is not None and history.is_file():
+        raise InputError(
+            f"--checkpoint {history}",
+            "is a file",
+            "name a folder: each checkpoint is a folder in it",
+            code="output.not-a-folder",
+        )
+
+
+def check_texts(launched: Packed, options: TrainOptions) -> None:
+    """Make sure that there is a tokenizer, if a run reads texts.
+
+    Raises:
+        InputError: there is none.
+    """
+    if options.data.sources != (SYNTHETIC,) or options.eval_data is not None:
+        check_tokenizer(launched.root, "train on --data synthetic")
+
+
+def check_model(launched: Packed) -> None:
+    """Make sure that the family models what the config asks for, as every rank does when it builds its stages.
+
+    Raises:
+        InputError: naming the field.
+    """
+    config, where = launched.config, "config.json"
+    if (fields := TITAN_FIELDS.get(launched.shape.architecture)) is not None:
+        fields(config, where).check_modules(module for stage in launched.stage_modules for module in stage)
+    elif (decoder := DECODERS.get(launched.shape.architecture)) is not None:
+        decoder.check(ConfigReader(config, where), seq_len=0)
+
+
+def check_length(launched: Packed, options: TrainOptions) -> None:
+    """Make sure that a model has positions for the sequences of a run that goes by these options.
+
+    Raises:
+        InputError: the config asks for what is not modelled.
+        UsageError: the sequences are longer.
+    """
+    decoder = DECODERS.get(launched.shape.architecture)
+    if decoder is not None:
+        decoder.check(ConfigReader(launched.config, "config.json"), options.batch.seq_len)
+
+
+def notes(asked: TrainOptions, options: TrainOptions, origin: Manifest, training: TrainingState | None) -> list[str]:
+    """Give a sentence for each thing that a run does, or does not, although nobody may expect it.
+
+    `options` are those `asked`, with what the checkpoint remembers; `training` is the state that the run goes on
+    from, if it does not begin at step 0, with the weights of `origin`.
+    """
+    said, first, last = [], (training.step if training else 0) + 1, options.steps
+    if first <= last and options.checkpoint is None and options.save is None:
+        said.append("without --checkpoint DIR or --save DIR what is trained is lost when the run ends")
+    if options.traced and first <= last and not (options.traced.start <= last and options.traced.stop > first):
+        said.append(f"--trace {asked.values['trace']} traces nothing: the run takes steps {first} to {last}")
+    if options.resume.restart_data and training is None:
+        said.append("--restart-data changes nothing: the run begins at step 0, and its data at the first sequence")
+    if options.optim.decay == "constant" and "min_lr" in asked.given and options.optim.min_lr:
+        said.append(f"--min-lr {options.optim.min_lr} is not used: with --decay constant the rate stays at --lr")
+    taken = {} if training is None else remembered(training)
+    shown = [f"{flag_of(name)} {value}" for name, value in taken.items() if _is_taken(name, value, asked)]
+    if shown:
+        said.append(f"as in the checkpoint: {', '.join(shown)}")
+    return said
+
+
+def _or_by_name(folder: Path) -> str:
+    """Give the rest of a hint, where texts are in the folder itself: globs of them leave out the folders below."""
+    found = sorted({file.suffix for file in folder.glob("*") if file.suffix in SUFFIXES and file.is_file()})
+    shown = " ".join(f"'{folder}/*{suffix}'" for suffix in found)
+    return f", or name the texts themselves: {shown}" if shown else ""
+
+
+def _is_taken(name: str, value: Any, asked: TrainOptions) -> bool:
+    """Whether a run without the checkpoint would have gone by another value."""
+    return name not in asked.given and asked.values[name] != value

@@ -1,0 +1,164 @@
+"""The folder of a run: chosen, told from those of other runs, and described in `run.json`. No torch.
+
+# Note [One run, one folder]
+A run that resumes its own checkpoints is the same run, and goes on in its folder; any other is another one. Without
+--log-dir it gets a folder of its own. In a folder that is named, what an earlier run has left is moved to
+`earlier/DATE-NAME` first. Restarts by a supervisor pass the folder on, and ask nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from manifests.errors import InputError, refused_by_system
+from runner.checkpoint.history import find_checkpoints
+from runner.config.flags import TrainOptions
+from runner.rundir.run_record import DEFAULT_RUNS, RUN_NAME, link_latest, read_record_of, write_run
+
+__all__ = ["RunFolder", "choose_folder"]
+
+_EARLIER = "earlier"
+_FILES = ("metrics.jsonl", "job.json", "state.json", RUN_NAME, "report.html")
+_FOLDERS = ("trace", "heartbeat", "tensorboard", "wandb", "flight-recorder")
+_PACKAGES = ("reshard", "torch", "torchtitan", "transformers")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFolder:
+    """A run's folder, which nobody else has while this is used."""
+
+    path: Path
+    name: str
+    manifest: str
+    digest: str  # of its manifest
+    options: TrainOptions
+    is_chosen: bool  # by us, as nobody has named one
+
+    def begin(self) -> None:
+        """Make the folder this run's: other runs' files are moved aside, and `run.json` says what is launched.
+
+        Raises:
+            InputError: it cannot be written.
+        """
+        run = read_record_of(self.path)
+        try:
+            if not _is_same(run, self.options, self.path):
+                _move_aside(self.path, run)
+                run = None
+            run = dict(run) if run else self._new()
+            run["launches"] = [*run.get("launches", ()), self._launch()]
+            write_run(self.path, run)
+        except OSError as error:
+            where = f"--log-dir {self.path}"
+            raise refused_by_system(where, error, "cannot be written", code="output.unwritable") from error
+        if self.is_chosen:
+            link_latest(self.path)
+
+    def _new(self) -> dict[str, Any]:
+        history = _history(self.options)
+        return {
+            "id": uuid.uuid4().hex,
+            "name": self.name,
+            "began": time.time(),
+            "checkpoint": str(history) if history else None,
+        }
+
+    def _launch(self) -> dict[str, Any]:
+        return {
+            "time": time.time(),
+            "argv": sys.argv,
+            "folder": os.getcwd(),
+            "host": socket.gethostname(),
+            "manifest": {"path": self.manifest, "digest": self.digest},
+            "options": dict(self.options.values),
+            "versions": _versions(),
+        }
+
+
+def choose_folder(options: TrainOptions, name: str) -> Path:
+    """Return the folder for the run that these options ask for, if they name none; it may not exist yet."""
+    runs = [(_began(run), path) for path, run in _runs() if _is_same(run, options, path)]
+    if runs:
+        return max(runs)[1]
+    return _free(DEFAULT_RUNS, datetime.now(), name)
+
+
+def _free(parent: Path, began: datetime, name: str) -> Path:
+    """Return a folder that is not there yet, called by date and name."""
+    word = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in name)
+    stem = f"{began:%Y%m%d-%H%M%S}-{word or 'run'}"
+    names = itertools.chain((stem,), (f"{stem}-{number}" for number in itertools.count(2)))
+    return next(parent / each for each in names if not (parent / each).exists())
+
+
+def _began(run: Mapping[str, Any]) -> float:
+    began = run.get("began")
+    return float(began) if isinstance(began, int | float) else 0.0
+
+
+def _runs() -> list[tuple[Path, Mapping[str, Any]]]:
+    found = [(path.parent, read_record_of(path.parent)) for path in DEFAULT_RUNS.glob(f"*/{RUN_NAME}")]
+    return [(path, run) for path, run in found if run is not None and not path.is_symlink()]
+
+
+def _is_same(run: Mapping[str, Any] | None, options: TrainOptions, log_dir: Path) -> bool:
+    """Whether these options resume what a folder's run has left, see Note [One run, one folder]."""
+    resume, history = options.resume, _history(options)
+    if resume.source is None or resume.weights_only:
+        return False
+    if run is None:  # of a time without run.json: only what it left tells
+        return (log_dir / "metrics.jsonl").exists()
+    theirs = run.get("checkpoint")
+    if not isinstance(theirs, str):
+        return False
+    if resume.source == "auto" or (history is not None and str(history) == theirs):
+        try:
+            return str(history) == theirs and bool(find_checkpoints(Path(theirs)))
+        except InputError:  # a disk that does not answer now
+            return str(history) == theirs
+    return Path(os.path.abspath(resume.source)).is_relative_to(theirs)
+
+
+def _history(options: TrainOptions) -> Path | None:
+    return Path(os.path.abspath(options.checkpoint.history)) if options.checkpoint else None
+
+
+def _move_aside(log_dir: Path, run: Mapping[str, Any] | None) -> None:
+    """Move all that an earlier run has left into a folder of its own."""
+    left = [path for path in log_dir.iterdir() if _is_left(path)]
+    if not left:
+        return
+    began_s = (run and _began(run)) or min(path.stat().st_mtime for path in left)
+    aside = _free(log_dir / _EARLIER, datetime.fromtimestamp(began_s), str(run.get("name", "")) if run else "")
+    aside.mkdir(parents=True)
+    # Last what tells that they are an earlier run's: a kill between leaves the rest to the next launch.
+    for path in sorted(left, key=lambda path: path.name in (RUN_NAME, "metrics.jsonl")):
+        path.rename(aside / path.name)
+
+
+def _is_left(path: Path) -> bool:
+    if path.is_dir():
+        return path.name in _FOLDERS and not path.is_symlink()
+    return path.name in _FILES or (path.name.startswith("rank-") and path.suffix == ".log")
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version  # slow to import
+
+    found = {"python": sys.version.split()[0]}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,1 +1,0 @@
-"""How ranks are started, meet, are watched over, fail together and end."""

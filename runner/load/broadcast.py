@@ -1,0 +1,122 @@
+"""Stored tensors read once for all ranks that share a stage: one reads each, whole and checked, and sends it on."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from manifests.safetensors import nbytes_of
+from runner.distributed.fail_together import together
+from runner.load.fill import TORCH_DTYPES
+from runner.load.load import LoadReport, Read, count_unverified, read_all
+from runner.tensors.local_shard import Piece
+
+__all__ = ["read_for_all"]
+
+_ROUND_NBYTES = 64 << 20  # what is read before it is sent
+_Key = tuple[str, int]  # a file, and where in it a tensor begins
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Shared:
+    """A stored tensor that ranks of a group want, and the one of them that reads it."""
+
+    key: _Key
+    dtype: str
+    shape: tuple[int, ...]
+    reader: int
+
+    @property
+    def nbytes(self) -> int:
+        return nbytes_of(self.dtype, self.shape)
+
+
+def read_for_all(reads: Sequence[Read], group: dist.ProcessGroup, device: torch.device) -> LoadReport:
+    """Fill what each rank of a group has planned to read. Every one of them calls this.
+
+    Digests of whole tensors are checked by who reads them. Memory for two rounds of tensors is needed besides.
+
+    Raises:
+        UserError: the same on all ranks of the group, whichever rank met it.
+    """
+    started_s, nbytes = time.perf_counter(), 0
+    wanted = defaultdict[_Key, list[Read]](list)
+    for read in reads:
+        wanted[_key_of(read)].append(read)
+    rank, shared = dist.get_rank(group), _share(wanted, group)
+    for some in _rounds(shared):
+        buffers = {each.key: _room_for(each) for each in some}
+        own = [_read_whole(wanted[each.key][0], buffers[each.key]) for each in some if each.reader == rank]
+        with together("load", group):
+            read_all(own)
+        nbytes += sum(read.nbytes for read in own)
+        for each in some:
+            sent = buffers.pop(each.key).to(device)
+            dist.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=each.reader)
+            for read in wanted.get(each.key, ()):
+                read.into.memory.copy_(_box_of(read, sent))
+    return LoadReport(
+        num_tensors=len({read.at.name for read in reads}),
+        num_parts=0,
+        nbytes=nbytes,
+        load_s=time.perf_counter() - started_s,
+        num_unverified=count_unverified(reads),
+    )
+
+
+def _share(wanted: dict[_Key, list[Read]], group: dist.ProcessGroup) -> list[_Shared]:
+    """Deal out what the ranks of a group want, in the order of files and bytes."""
+    mine = [(key, read.at.dtype, read.at.shape) for key, (read, *_) in wanted.items()]
+    everyone: list[list[tuple[_Key, str, tuple[int, ...]]]] = [[] for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(everyone, mine, group=group)
+    found, ranks = dict[_Key, tuple[str, tuple[int, ...]]](), defaultdict[_Key, list[int]](list)
+    for rank, theirs in enumerate(everyone):
+        for key, dtype, shape in theirs:
+            found[key] = dtype, shape
+            ranks[key].append(rank)
+    given = [0] * len(everyone)  # bytes that each rank reads
+    shared = []
+    for key in sorted(found):
+        dtype, shape = found[key]
+        reader = min(ranks[key], key=given.__getitem__)
+        shared.append(_Shared(key=key, dtype=dtype, shape=shape, reader=reader))
+        given[reader] += shared[-1].nbytes
+    return shared
+
+
+def _rounds(shared: Sequence[_Shared]) -> Iterator[list[_Shared]]:
+    some: list[_Shared] = []
+    nbytes = 0
+    for each in shared:
+        if some and nbytes + each.nbytes > _ROUND_NBYTES:
+            yield some
+            some, nbytes = [], 0
+        some.append(each)
+        nbytes += each.nbytes
+    if some:
+        yield some
+
+
+def _key_of(read: Read) -> _Key:
+    return str(read.at.file), read.at.begin
+
+
+def _room_for(shared: _Shared) -> torch.Tensor:
+    return torch.empty(shared.shape, dtype=TORCH_DTYPES[shared.dtype])
+
+
+def _read_whole(read: Read, buffer: torch.Tensor) -> Read:
+    """Give the read of all that is stored where a part of it is wanted."""
+    at = read.at
+    return Read(into=Piece(fqn=at.name, shape=at.whole_shape, offset=at.offset, memory=buffer), at=at)
+
+
+def _box_of(read: Read, stored: torch.Tensor) -> torch.Tensor:
+    for dim, (begin, count) in enumerate(zip(read.box.offset, read.box.shape, strict=True)):
+        stored = stored.narrow(dim, begin, count)
+    return stored

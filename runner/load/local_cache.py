@@ -1,0 +1,163 @@
+"""What a node's ranks read, copied to its own disk first, by all of them together."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Container
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from manifests.errors import InputError
+from manifests.schema import MOMENTS, WEIGHTS, Holds, Manifest, Shard
+from manifests.store import parent_of
+from runner.bundle.cache_folder import CopyFolder, check_copied, deal, node_folder, shards_of
+from runner.bundle.packed import Packed, open_packed
+from runner.bundle.remote import fetch, name_of
+from runner.config.flags import TrainOptions
+from runner.distributed.fail_together import from_rank_0, together
+from runner.distributed.rounds import in_rounds, is_true_for_all
+from runner.distributed.world import World
+from runner.parallel.mesh import Mesh
+from stores.bundles import Bundles
+from stores.manifest_file import find_manifest_file
+
+__all__ = ["CopyReport", "Nearby", "fetch_nearby", "nearby_of"]
+
+logger = logging.getLogger("runner")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CopyReport:
+    """What one rank copied to its node's disk, in `copy_s` seconds, and what of its part was there already."""
+
+    nbytes: int
+    reused_nbytes: int
+    num_damaged: int  # copies that were there, damaged, and were made again
+    copy_s: float
+
+
+def nearby_of(
+    launched: Packed, origin: Packed, options: TrainOptions, mesh: Mesh, world: World, *, has_moments: bool
+) -> Nearby | None:
+    """Give the copies that this rank's node is to have of a checkpoint; None where none are asked for.
+
+    Raises:
+        UserError: there are no files to copy, or DIR is none on this node.
+    """
+    if options.stage_to_local is None:
+        return None
+    check_copied(origin.manifest, origin.where)
+    digest = parent_of(origin.root).digest
+    path = node_folder(options.stage_to_local, name_of(origin.location), digest)
+    modules = _modules_on_node(launched.manifest, mesh, world)
+    holds = (WEIGHTS, *MOMENTS) if has_moments else (WEIGHTS,)
+    return Nearby(origin.bundles, CopyFolder(path=path, limit_s=options.timeout_s), modules, holds, world)
+
+
+def fetch_nearby(address: str, options: TrainOptions, world: World) -> Packed:
+    """Bring a manifest in a store, and the small files beside it, to every node, and open it. Every rank calls this.
+
+    Raises:
+        UserError: on all ranks alike, whichever met it.
+    """
+    assert options.stage_to_local is not None, "the launcher refuses it"
+    digest = ""
+    with together("manifest"):
+        file = find_manifest_file(address)
+        name = name_of(file.folder.location)
+        if world.local_rank == 0:
+            _, digest = file.read()
+            fetch(file, node_folder(options.stage_to_local, name, digest).resolve())
+    expected = from_rank_0(digest)
+    with together("manifest"):
+        if digest not in ("", expected):
+            raise InputError(
+                str(file),
+                "is another one than rank 0 has read",
+                "it was replaced meanwhile: start again",
+                code="manifest.replaced",
+            )
+        folder = node_folder(options.stage_to_local, name, expected).resolve()
+        return replace(open_packed(folder), store=file.folder)
+
+
+def _modules_on_node(launched: Manifest, mesh: Mesh, world: World) -> frozenset[str]:
+    """Give the modules of all ranks on this rank's node."""
+    first, placement = world.rank - world.local_rank, launched.placement
+    pipeline_ranks = {rank // mesh.degrees.per_stage for rank in range(first, first + world.local_size)}
+    stages = (stage for rank in pipeline_ranks for stage in placement.stages_on(rank))
+    return frozenset(module for stage in stages for module in launched.stages[stage].modules)
+
+
+class Nearby:
+    """The shards of one manifest that the ranks of this node read, in a folder of its own disk."""
+
+    def __init__(
+        self, origin: Bundles, folder: CopyFolder, modules: Container[str], holds: Container[Holds], world: World
+    ) -> None:
+        self._origin, self._folder, self._world = origin, folder, world
+        self._shards = shards_of(origin.manifest, modules, holds)
+
+    @property
+    def path(self) -> Path:
+        return self._folder.path
+
+    @property
+    def bundles(self) -> Bundles:
+        """The copies as they are now: one that was made again is another file."""
+        return Bundles(self._origin.manifest, self._folder.path)
+
+    def bring(self, *, proves: bool = False) -> CopyReport:
+        """Make all copies be there. Every rank of the job calls this; those of a node share the work.
+
+        With `proves`, copies that are there are read, and made again where they are damaged. Without, loading
+        finds the damage.
+
+        Raises:
+            UserError: on all ranks alike, whichever met it.
+        """
+        started_s = time.perf_counter()
+        with together("stage to local"):
+            if self._world.local_rank == 0:
+                self._folder.check_room(self._shards)
+        nbytes, reused_nbytes, num_damaged = in_rounds("stage to local", partial(self._bring_own, proves))
+        report = CopyReport(
+            nbytes=nbytes,
+            reused_nbytes=reused_nbytes,
+            num_damaged=num_damaged,
+            copy_s=time.perf_counter() - started_s,
+        )
+        self._say(report)
+        return report
+
+    def mend(self) -> bool:
+        """Make damaged copies again, and give whether there were any on any node. Every rank of the job calls this."""
+        return not is_true_for_all(self.bring(proves=True).num_damaged == 0)
+
+    def _bring_own(self, proves: bool, stop: threading.Event) -> tuple[int, int, int]:
+        """Bring this rank's part; give the bytes copied, those that were there, and how many copies were damaged."""
+        nbytes, reused_nbytes, num_damaged = 0, 0, 0
+        for shard in deal(self._shards, self._world.local_size)[self._world.local_rank]:
+            if self._bring(shard, stop):
+                nbytes += shard.nbytes
+            elif proves and not self._folder.prove(shard, stop):
+                num_damaged += 1
+                nbytes += shard.nbytes
+                self._bring(shard, stop)
+            else:
+                reused_nbytes += shard.nbytes
+        return nbytes, reused_nbytes, num_damaged
+
+    def _bring(self, shard: Shard, stop: threading.Event) -> bool:
+        return self._folder.bring(self._origin.root.file(shard.path), shard, stop)
+
+    def _say(self, report: CopyReport) -> None:
+        if report.nbytes or report.reused_nbytes:
+            logger.info(
+                "[rank %d] copied %.2f GiB to %s in %.2f s; %.2f GiB were there%s",
+                self._world.rank, report.nbytes / 2**30, self.path, report.copy_s, report.reused_nbytes / 2**30,
+                f", and {report.num_damaged} damaged copies, made again" if report.num_damaged else "",
+            )  # fmt: skip

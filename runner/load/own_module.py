@@ -1,0 +1,225 @@
+"""load_stages: a pipeline rank's weights into somebody's own module, such as one of transformers or torchtitan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from manifests.errors import InputError, UsageError
+from manifests.models import module_of
+from manifests.store import locate_manifest
+from runner.bundle.packed import Packed, open_packed
+from runner.load.load import LoadReport, load_tensors
+from runner.tensors.dtensor import local_of, local_offset
+from runner.tensors.huge_pages import empty_like
+from runner.tensors.local_shard import Piece, whole_pieces
+from stores.address import is_url
+
+__all__ = ["LoadResult", "StateDictAdapter", "load_stages"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadResult:
+    """What `load_stages` read: `nbytes` of the tensors of `stages`, in `load_s` seconds.
+
+    `num_unverified` tensors have no digest: they are in the original files of a virtual bundle. `meta_buffers` are the
+    module's buffers that no file stores (a rotary cache, say) and that are still on the meta device: compute them
+    before the first forward pass.
+    """
+
+    stages: tuple[int, ...]
+    num_tensors: int
+    nbytes: int
+    load_s: float
+    num_unverified: int
+    meta_buffers: tuple[str, ...]
+
+
+class StateDictAdapter(Protocol):
+    """A conversion between a module's state dict and Hugging Face's, such as torchtitan's `state_dict_adapter`."""
+
+    def to_hf(self, state_dict: dict[str, Any], /) -> dict[str, Any]:
+        """Return the tensors under Hugging Face FQNs, in the shapes of Hugging Face files.
+
+        Shapes: those of files; called with tensors on the meta device.
+        """
+        ...
+
+    def from_hf(self, hf_state_dict: dict[str, Any], /) -> dict[str, Any]:
+        """Return the tensors under the module's own names.
+
+        Shapes: those of the module.
+        """
+        ...
+
+
+def load_stages(
+    manifest: str | Path,
+    rank: int,
+    model: nn.Module | Sequence[nn.Module],
+    *,
+    name_of: Callable[[str], str] | None = None,
+    adapter: StateDictAdapter | None = None,
+    device: torch.device | str = "cpu",
+) -> LoadResult:
+    """Fill a module with the weights of a pipeline rank's stages, each byte read once, digests verified.
+
+    `model` has the parameters and persistent buffers of exactly these stages, in one module or in several (such as
+    one per virtual stage). Those on the meta device get memory on `device`; the others are filled where they are.
+    Tied parameters stay tied; DTensors get this process's part. Every rank calls it for itself: it runs no collectives.
+
+    A parameter's name must be its Hugging Face FQN, numbered as in the whole model. Otherwise `name_of` maps the one to
+    the other where only names differ. Where values or shapes differ too, pass an `adapter`: torchtitan's Llama 3
+    permutes the rows of query and key projections, which no renaming can do. An adapter needs the memory twice.
+
+    Shapes: parameters as stored, such as `mlp.down_proj.weight` (D, F), D = model width, F = feed-forward width; any
+    floating dtype: stored values are cast.
+    Units: `nbytes` in bytes, `load_s` in seconds.
+    Raises:
+        InputError: a shard is missing or damaged, the stages have a tensor that the module lacks
+            (`model.missing-parameter`), the module has one that the stages lack (`model.unexpected-parameter`), or a
+            shape differs.
+        UsageError: the layout has no such rank (`options.no-such-rank`), or the manifest is not on this machine.
+
+    Example: see examples/load_stage.py and examples/train.py.
+    """
+    if is_url(manifest):
+        hint = "copy it here first: reshard pack URL --out DIR"
+        raise UsageError(str(manifest), "is not on this machine", hint, code="options.remote-manifest")
+    packed = open_packed(locate_manifest(Path(manifest)).parent)
+    placement = packed.manifest.placement
+    if not 0 <= rank < placement.num_ranks:
+        problem = f"there is no pipeline rank {rank}: the layout has {placement.num_ranks}"
+        raise UsageError("rank", problem, "ranks are counted from 0", code="options.no-such-rank")
+    stages, models = placement.stages_on(rank), [model] if isinstance(model, nn.Module) else list(model)
+    for each in models:
+        _give_memory(each, torch.device(device))
+    if adapter is None:
+        report = _load_named(packed, stages, models, name_of)
+    else:
+        report = _load_adapted(packed, stages, models, adapter)
+    return LoadResult(
+        stages=tuple(stages),
+        num_tensors=report.num_tensors,
+        nbytes=report.nbytes,
+        load_s=report.load_s,
+        num_unverified=report.num_unverified,
+        meta_buffers=tuple(name for each in models for name, buffer in each.named_buffers() if buffer.is_meta),
+    )
+
+
+def _load_named(
+    packed: Packed, stages: Sequence[int], models: Sequence[nn.Module], name_of: Callable[[str], str] | None
+) -> LoadReport:
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in (named for model in models for named in _named_tensors(model)):
+        if name in tensors:
+            hint = "number layers as in the whole model, in each of the modules"
+            raise InputError(f"model: {name!r}", "is in two modules", hint, code="model.duplicate-parameter")
+        tensors[name] = tensor
+    fqns = {name: name if name_of is None else name_of(name) for name in tensors}
+    _check_names(packed, stages, fqns)
+    pieces = [_piece(fqns[name], tensor) for name, tensor in tensors.items() if local_of(tensor).numel()]
+    return load_tensors(_once(pieces), packed.bundles, packed.shape)
+
+
+def _load_adapted(
+    packed: Packed, stages: Sequence[int], models: Sequence[nn.Module], adapter: StateDictAdapter
+) -> LoadReport:
+    owned: list[dict[str, Any]] = [model.state_dict() for model in models]
+    stored = [adapter.to_hf({name: _on_meta(tensor) for name, tensor in own.items()}) for own in owned]
+    _check_names(packed, stages, {fqn: fqn for tensors in stored for fqn in tensors})
+    read = {fqn: torch.empty(each.shape, dtype=each.dtype) for tensors in stored for fqn, each in tensors.items()}
+    report = load_tensors(whole_pieces(read), packed.bundles, packed.shape)
+    for model, own, tensors in zip(models, owned, stored, strict=True):
+        converted = adapter.from_hf({fqn: read[fqn] for fqn in tensors})
+        if lacking := sorted(own.keys() - converted.keys()):
+            raise _missing(packed, f"the adapter makes no value for {_some(lacking)}")
+        model.load_state_dict({name: _like(tensor, converted[name]) for name, tensor in own.items()})
+    return report
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _like(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """Return a whole tensor, or of a DTensor this process's part of it."""
+    if not isinstance(tensor, DTensor):
+        return whole
+    local = local_of(tensor)
+    for dim, begin in enumerate(local_offset(tensor)):
+        whole = whole.narrow(dim, begin, local.shape[dim])
+    return DTensor.from_local(
+        whole.to(local.device), tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def _give_memory(model: nn.Module, device: torch.device) -> None:
+    """Replace what is on the meta device by uninitialized memory; a parameter of several names stays one."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or not parameter.is_meta:
+                continue
+            if id(parameter) not in made:
+                memory = empty_like(parameter.detach(), device)
+                made[id(parameter)] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
+                made[id(parameter)].__dict__.update(parameter.__dict__)
+            module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta and name not in module._non_persistent_buffers_set:
+                module._buffers[name] = empty_like(buffer, device)
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call] # FSDP2 takes note of its new parameters
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters and persistent buffers, as `state_dict` names them."""
+    yield from model.named_parameters(remove_duplicate=False)
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}".lstrip("."), buffer
+
+
+def _piece(fqn: str, tensor: torch.Tensor) -> Piece:
+    memory = local_of(tensor).detach()
+    return Piece(fqn=fqn, shape=tuple(tensor.shape), offset=local_offset(tensor), memory=memory)
+
+
+def _once(pieces: Sequence[Piece]) -> list[Piece]:
+    """Leave out further names of memory that is filled under its first."""
+    return list({(each.memory.data_ptr(), each.offset, each.memory.shape): each for each in reversed(pieces)}.values())
+
+
+def _check_names(packed: Packed, stages: Sequence[int], fqns: Mapping[str, str]) -> None:
+    """Refuse a module that would leave out a weight of these stages, or keep one that is not theirs unfilled."""
+    modules = frozenset(module for stage in stages for module in packed.manifest.stages[stage].modules)
+    own = {fqn for fqn in packed.shape.tensors if module_of(fqn, modules) is not None}
+    if unexpected := sorted(name for name, fqn in fqns.items() if fqn not in own):
+        raise InputError(
+            packed.where,
+            f"stages {', '.join(map(str, stages))} have no tensor for {_some(unexpected)} of the module",
+            "build these stages alone, with Hugging Face FQNs, or map names with name_of",
+            code="model.unexpected-parameter",
+        )
+    found = set(fqns.values())
+    tied = {fqn for group in packed.shape.ties if found.intersection(group) for fqn in group}
+    if lacking := sorted(own - found - tied):
+        raise _missing(packed, f"the module has no parameter for {_some(lacking)}")
+
+
+def _missing(packed: Packed, problem: str) -> InputError:
+    hint = "the weights would be left out: build all modules of the rank's stages"
+    return InputError(packed.where, problem, hint, code="model.missing-parameter")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

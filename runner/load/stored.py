@@ -1,0 +1,66 @@
+"""The tensors of a checkpoint as the ranks of a job load them, in any of the ways that they can."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from manifests.errors import InputError
+from manifests.schema import Holds
+from runner.bundle.packed import Packed
+from runner.distributed.fail_together import together
+from runner.load.broadcast import read_for_all
+from runner.load.load import LoadReport, plan_reads, read_tensors
+from runner.load.local_cache import Nearby
+from runner.load.verify_parts import share_parts, verify_parts
+from runner.tensors.local_shard import Piece
+from stores.bundles import Bundles
+
+__all__ = ["Stored"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Stored:
+    """A checkpoint's bundles, or this node's copies of them, and how the ranks of a stage load them."""
+
+    origin: Packed
+    nearby: Nearby | None
+    group: dist.ProcessGroup | None  # the ranks of this one's stage, where there are others
+    is_broadcast: bool  # each tensor is read once for the group; otherwise each rank reads its part
+    device: torch.device
+
+    def load(self, pieces: Sequence[Piece], holds: Holds) -> LoadReport:
+        """Fill what this rank has of the weights, or of one kind of optimizer state; every rank of the job calls this.
+
+        All that is read is verified, but bytes of original files, which have no digests. Where copies were damaged, on
+        any node, they are made again, once.
+
+        Raises:
+            UserError: on all ranks alike, whichever met it.
+        """
+        try:
+            return self._load_once(pieces, holds)
+        except InputError:
+            if self.nearby is None or not self.nearby.mend():
+                raise
+        return self._load_once(pieces, holds)
+
+    def _load_once(self, pieces: Sequence[Piece], holds: Holds) -> LoadReport:
+        bundles, shape = self._bundles, self.origin.shape
+        if not self.is_broadcast or self.group is None:
+            with together("load"):
+                report, parts = read_tensors(pieces, bundles, shape, holds)
+            shared = share_parts(parts, self.group)
+            with together("load"):
+                return replace(report, verified_nbytes=verify_parts(shared))
+        with together("load"):
+            reads = plan_reads(pieces, bundles, shape, holds)
+        with together("load"):  # the ranks of a stage fail as one, and then the others
+            return read_for_all(reads, self.group, self.device)
+
+    @property
+    def _bundles(self) -> Bundles:
+        return self.nearby.bundles if self.nearby else self.origin.bundles

@@ -1,0 +1,169 @@
+"""Stored tensors of which ranks read parts alone: one rank of a group reads each whole, and vouches for all parts.
+
+# Note [Parts are verified]
+A digest is of all bytes of a stored tensor, so that who reads a part cannot compare it. Each rank hashes the bytes that
+it read, and tells its group where they are and what their digest is. Every tensor is then read whole by one of
+those that want it: it must have the digest of its header, and its parts the digests that the others have told. So the
+very bytes that are in each rank's memory are verified, whichever disk, cache or network they came through
+(docs/adr/0020). The work is shared out by bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import closing
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from manifests.digest import PREFIX, Hasher
+from manifests.errors import InputError
+from manifests.slices import Slice
+from runner.load.fill import TORCH_DTYPES
+from runner.tensors.regions import BLOCK_NBYTES, ranges_of
+from stores.bundles import TensorAt
+
+__all__ = ["PartRead", "ToVerify", "share_parts", "verify_parts"]
+
+_Key = tuple[str, int]  # a file, and where in it a stored tensor begins
+_Told = dict[_Key, tuple[int, dict[Slice, str]]]  # its bytes, and the digest of each part
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartRead:
+    """A box of a stored tensor, and the hex digest of the bytes that were read for it."""
+
+    at: TensorAt
+    box: Slice
+    digest: str
+
+    @property
+    def key(self) -> _Key:
+        return str(self.at.file), self.at.begin
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToVerify:
+    """A stored tensor that this rank is to read whole, and the digests that ranks have of its parts."""
+
+    at: TensorAt
+    parts: tuple[Mapping[Slice, str], ...]
+
+
+def share_parts(parts: Sequence[PartRead], group: dist.ProcessGroup | None = None) -> list[ToVerify]:
+    """Share out what the ranks of a group have read in part, and return what this one is to verify.
+
+    Every rank of the group calls this; without a group, one for itself. Original files that virtual bundles refer to
+    have no digests: their parts are left out.
+    """
+    known: dict[_Key, TensorAt] = {part.key: part.at for part in parts if part.at.digest is not None}
+    mine: _Told = {key: (at.nbytes, {}) for key, at in known.items()}
+    for part in parts:
+        if part.key in mine:
+            mine[part.key][1][part.box] = part.digest
+    everyone, rank = [mine], 0
+    if group is not None:
+        everyone, rank = [mine] * dist.get_world_size(group), dist.get_rank(group)
+        dist.all_gather_object(everyone, mine, group=group)
+    return [
+        ToVerify(at=known[key], parts=tuple(told[key][1] for told in everyone if key in told))
+        for key, reader in _choose_readers(everyone).items()
+        if reader == rank
+    ]
+
+
+def verify_parts(tensors: Sequence[ToVerify]) -> int:
+    """Read tensors whole, with two threads, and return the bytes read.
+
+    Raises:
+        InputError: a tensor is not what its digest says, or a rank read other bytes of it.
+    """
+    stop, lock, queue = threading.Event(), threading.Lock(), iter(tensors)
+
+    def work() -> None:
+        while not stop.is_set():
+            with lock:
+                found = next(queue, None)
+            if found is None:
+                return
+            _verify(found)
+
+    with ThreadPoolExecutor(2, thread_name_prefix="verify") as pool:
+        workers = [pool.submit(work) for _ in range(2)]
+        try:
+            done, _ = wait(workers, return_when=FIRST_EXCEPTION)
+            for worker in done:
+                worker.result()
+        finally:
+            stop.set()
+    return sum(tensor.at.nbytes for tensor in tensors)
+
+
+def _choose_readers(everyone: Sequence[_Told]) -> dict[_Key, int]:
+    """Choose, alike on all ranks, who of those that read parts of a tensor reads it whole."""
+    ranks, sizes = defaultdict[_Key, list[int]](list), dict[_Key, int]()
+    for rank, told in enumerate(everyone):
+        for key, (nbytes, _) in told.items():
+            ranks[key].append(rank)
+            sizes[key] = nbytes
+    given, chosen = [0] * len(everyone), dict[_Key, int]()
+    for key in sorted(ranks):
+        chosen[key] = min(ranks[key], key=given.__getitem__)
+        given[chosen[key]] += sizes[key]
+    return chosen
+
+
+def _verify(tensor: ToVerify) -> None:
+    at, boxes = tensor.at, {box for parts in tensor.parts for box in parts}
+    itemsize = TORCH_DTYPES[at.dtype].itemsize
+    whole, hashers = Hasher(), {box: _RangeHasher(ranges_of(at.shape, box, itemsize)) for box in boxes}
+    block = memoryview(bytearray(min(BLOCK_NBYTES, at.nbytes)))
+    with closing(at.file.open(((at.begin, at.end),))) as reader:
+        for position in range(0, at.nbytes, BLOCK_NBYTES):
+            piece = block[: min(BLOCK_NBYTES, at.nbytes - position)]
+            reader.read_into(piece, at.begin + position)
+            whole.update(piece)
+            for hasher in hashers.values():
+                hasher.update(piece, position)
+    where = f"{at.file}: {at.name!r}"
+    if (found := whole.hexdigest()) != at.digest:
+        raise InputError(
+            where,
+            f"expected {PREFIX}{at.digest}, found {PREFIX}{found}",
+            "the shard was damaged after it was written; reshard verify names all damage",
+            code="shard.digest-mismatch",
+        )
+    for parts in tensor.parts:
+        for box, digest in parts.items():
+            if (found := hashers[box].hexdigest()) != digest:
+                begin, end = list(box.offset), list(box.end)
+                raise InputError(
+                    where,
+                    f"{begin} to {end}: expected {PREFIX}{found} (read whole), found {PREFIX}{digest} (read in part)",
+                    "two readings of the same bytes differ: a disk, a cache or the network damages them",
+                    code="shard.readings-differ",
+                )
+
+
+class _RangeHasher:
+    """Hashes the bytes of some ascending ranges as all bytes go by, from front to back."""
+
+    def __init__(self, ranges: Iterator[tuple[int, int]]) -> None:
+        self._ranges, self._hasher = ranges, Hasher()
+        self._next = next(ranges, None)
+
+    def update(self, block: memoryview, position: int) -> None:
+        """Take the bytes at `position`, which come after those of the last call."""
+        end = position + len(block)
+        while self._next is not None and self._next[0] < end:
+            first, last = self._next
+            self._hasher.update(block[max(first, position) - position : min(last, end) - position])
+            if last > end:
+                return
+            self._next = next(self._ranges, None)
+
+    def hexdigest(self) -> str:
+        return self._hasher.hexdigest()

@@ -1,1 +1,0 @@
-"""Bundles to parameters: each rank reads what it holds and nothing else."""

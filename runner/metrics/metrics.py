@@ -1,0 +1,169 @@
+"""The records of a run, for its sinks and for people; only rank 0 has either. The fields are in docs/metrics.md."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from runner.checkpoint.async_save import SaveReport
+from runner.load.load import LoadReport
+from runner.load.local_cache import CopyReport
+from runner.metrics.progress import Progress
+from runner.metrics.sinks import Sink
+from runner.profiling.step_times import RankTimes
+from runner.training.step import StepReport
+
+__all__ = ["Metrics", "RankLoad", "StepTimes"]
+
+logger = logging.getLogger("runner")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankLoad:
+    """What one rank read before the first step."""
+
+    rank: int
+    stages: tuple[int, ...]
+    report: LoadReport
+    base_nbytes: int  # memory that the process had before it built anything
+    planned_nbytes: int | None = None  # what it will have beside that, by the plan
+    copied: CopyReport | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTimes:
+    """Seconds of a step on rank 0, and what became of them on each pipeline rank."""
+
+    step_s: float
+    ranks: tuple[RankTimes, ...]
+
+
+class Metrics:
+    """Hands each record to all sinks, and says what people want to know of it; without `progress`, nothing.
+
+    `least_step_s` is how long the products of a step would take if every GPU were as fast as its data sheet;
+    None where that is not known. Leaving the context closes the sinks.
+    """
+
+    def __init__(
+        self, sinks: Iterable[Sink] = (), progress: Progress | None = None, *, least_step_s: float | None = None
+    ) -> None:
+        self._sinks, self._progress, self._least_step_s = list(sinks), progress, least_step_s
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._progress is not None:
+            self._progress.close()
+        code = 0 if error is None else int(getattr(error, "exit_code", 1))
+        for sink in self._sinks:
+            self._try(sink, partial(sink.close, code))
+
+    def loaded(self, ranks: Iterable[RankLoad]) -> None:
+        for each in ranks:
+            report, copied = each.report, each.copied
+            staged = {} if copied is None else {
+                "staged_nbytes": copied.nbytes, "reused_nbytes": copied.reused_nbytes, "staged_s": copied.copy_s
+            }  # fmt: skip
+            self._write(
+                rank=each.rank,
+                stages=each.stages,
+                num_tensors=report.num_tensors,
+                load_nbytes=report.nbytes,
+                load_s=report.load_s,
+                load_gib_per_s=report.nbytes / 2**30 / report.load_s,
+                base_nbytes=each.base_nbytes,
+                **({} if each.planned_nbytes is None else {"planned_nbytes": each.planned_nbytes}),
+                **staged,
+            )
+
+    def step(
+        self, step: int, report: StepReport, times: StepTimes, *, peak_nbytes: int, num_skipped: int | None = None
+    ) -> None:
+        rate = report.num_tokens / times.step_s
+        utilization = {} if self._least_step_s is None else {"mfu": self._least_step_s / times.step_s}
+        self._write(
+            step=step,
+            loss=report.loss,
+            grad_norm=report.grad_norm,
+            lr=report.lr,
+            num_tokens=report.num_tokens,
+            step_s=times.step_s,
+            data_s=tuple(rank.data_s for rank in times.ranks),
+            compute_s=tuple(rank.compute_s for rank in times.ranks),
+            communication_s=tuple(rank.communication_s for rank in times.ranks),
+            bubble_s=tuple(rank.bubble_s for rank in times.ranks),
+            tokens_per_s=rate,
+            peak_nbytes=peak_nbytes,
+            **utilization,
+            **({} if num_skipped is None else {"skipped_documents": num_skipped}),
+        )
+        if self._progress is not None:
+            self._progress.step(
+                step,
+                f"loss {report.loss:.4f}, {rate:,.0f} tokens/s",
+                f"step {step}/{self._progress.num_steps}  loss {report.loss:.6f}  grad norm {report.grad_norm:.4f}"
+                f"  lr {report.lr:.3g}  {rate:,.0f} tokens/s"
+                + "".join(f"  MFU {mfu:.1%}" for mfu in utilization.values()),
+            )
+
+    def evaluation(self, step: int, loss: float, num_tokens: int, num_skipped: int | None = None) -> None:
+        skipped = {} if num_skipped is None else {"eval_skipped_documents": num_skipped}
+        self._write(step=step, eval_loss=loss, eval_num_tokens=num_tokens, **skipped)
+        self._say(f"after step {step}: loss {loss:.6f} over {num_tokens:,} tokens of the evaluation data")
+
+    def checkpoint(self, report: SaveReport) -> None:
+        if report.failure is not None:
+            self._write(step=report.step, checkpoint=str(report.path), save_error=str(report.failure))
+            self._say(f"after step {report.step}: no checkpoint: {report.failure}")
+            return
+        self._write(
+            step=report.step,
+            checkpoint=str(report.path),
+            save_nbytes=report.nbytes,
+            stall_s=report.stall_s,
+            save_s=report.save_s,
+        )
+        self._say(
+            f"after step {report.step}: saved {report.path}, {report.nbytes / 2**30:.2f} GiB in {report.save_s:.2f} s;"
+            f" training stood still for {report.stall_s:.3f} s"
+        )
+
+    def ended(self, peaks_nbytes: Iterable[int]) -> None:
+        """Write the peak of every rank's memory, by rank; these are the last records."""
+        for rank, nbytes in enumerate(peaks_nbytes):
+            self._write(rank=rank, peak_nbytes=nbytes)
+
+    def saved(self, out: Path) -> None:
+        self._say(f"saved the trained weights: {out / 'manifest.json'}")
+
+    def _write(self, **fields: Any) -> None:
+        record = {**fields, "time": time.time()}
+        for sink in tuple(self._sinks):
+            if not self._try(sink, partial(sink.write, record)):
+                self._sinks.remove(sink)
+                with contextlib.suppress(Exception):
+                    sink.close(1)
+
+    def _try(self, sink: Sink, act: Callable[[], None]) -> bool:
+        """Let a sink do something, say if it fails, and give whether it did not."""
+        try:
+            act()
+        except Exception as error:  # of other people's code, disks and networks: no reason to stop training
+            logger.warning("note: %s failed, and the run goes on without it: %s", sink.name, error)
+            return False
+        return True
+
+    def _say(self, line: str) -> None:
+        if self._progress is not None:
+            self._progress.say(line)

@@ -1,0 +1,59 @@
+"""What people see of a run while it trains: a bar on a terminal, lines elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import NoReturn
+
+from tqdm import tqdm
+
+__all__ = ["Progress"]
+
+logger = logging.getLogger("runner.said")
+_noted = logging.getLogger("runner")
+
+
+class Progress:
+    """Shows the steps after `first_step`; without a terminal, every `every`-th of them and the last.
+
+    With `quiet` nothing is shown; rank 0's log has it all the same.
+    """
+
+    def __init__(self, num_steps: int, *, first_step: int = 0, every: int = 1, quiet: bool = False) -> None:
+        self.num_steps, self._every, self._quiet = num_steps, every, quiet
+        self._bar: tqdm[NoReturn] | None = None
+        if sys.stdout.isatty() and sys.stderr.isatty() and not quiet:
+            self._bar = tqdm(
+                total=num_steps, initial=first_step, unit="step", file=sys.stderr, dynamic_ncols=True, smoothing=0.1
+            )
+
+    def step(self, step: int, brief: str, line: str) -> None:
+        """Show that a step was taken: `brief` beside the bar, or `line`."""
+        logger.debug("%s", line)
+        if self._bar is not None:
+            self._bar.set_postfix_str(brief, refresh=False)
+            self._bar.update(step - self._bar.n)
+        elif step % self._every == 0 or step == self.num_steps:
+            self._print(line)
+
+    def say(self, line: str) -> None:
+        """Print a line, above the bar where there is one."""
+        logger.debug("%s", line)
+        self._print(line)
+
+    def _print(self, line: str) -> None:
+        try:
+            if self._bar is not None:
+                self._bar.write(line, file=sys.stdout)
+            else:
+                print(line, file=sys.stdout, flush=True)
+        except OSError as error:  # a full disk, or a reader that has gone: no reason to stop training
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
+            problem = error.strerror or type(error).__name__
+            _noted.warning("note: standard output: %s; the run continues, and its log has the steps", problem)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()

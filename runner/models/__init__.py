@@ -1,0 +1,110 @@
+"""Model families: from a Hugging Face config to the modules of one stage, and names both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Protocol
+
+from manifests.errors import InputError
+from manifests.models import model_shape
+from runner.config.architectures import check_trainable
+from runner.models.decoders import DECODERS
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from runner.tensors.local_shard import Piece
+
+__all__ = ["FAMILIES", "Family", "family_for"]
+
+
+class Family(Protocol):
+    """A model that can be built one stage at a time.
+
+    `modules` lists the whole model in the order it runs: the first turns tokens into activations of
+    `hidden_size`, the last turns those into `vocab_size` logits.
+    """
+
+    @property
+    def architecture(self) -> str: ...
+    @property
+    def modules(self) -> tuple[str, ...]: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+    def build(self, modules: tuple[str, ...]) -> nn.Module:
+        """Build these modules, and no others, on the meta device."""
+        ...
+
+    def init_buffers(self, module: nn.Module, device: torch.device) -> None:
+        """Compute the buffers that no file holds, such as the rotary cache, on `device`."""
+        ...
+
+    def to_hf(self, name: str) -> str:
+        """Give the Hugging Face FQN of a parameter that `build` made; of several, the first."""
+        ...
+
+    def pieces(self, name: str, memory: torch.Tensor, offset: tuple[int, ...]) -> tuple[Piece, ...]:
+        """Give the parts of Hugging Face tensors that lie in `memory`.
+
+        `memory` is a box, which begins at `offset`, of the parameter `name`, of a moment of it, or of a buffer
+        that files hold.
+        """
+        ...
+
+    def padded_length(self, length: int, most: int) -> int:
+        """Return how many tokens, at most `most`, a row of `length` can be padded to on the right without a change.
+
+        See Note [Padding under RoPE that depends on length] in lengths.py.
+        """
+        ...
+
+
+def family_for(config: Mapping[str, object], *, max_seq_len: int, where: str = "config.json") -> Family:
+    """Give the family of a Hugging Face config, for sequences of at most `max_seq_len` tokens.
+
+    Raises:
+        InputError: an architecture that is not known, or a field that the family does not model.
+    """
+    architecture = model_shape(config, where).architecture
+    check_trainable(architecture, where)
+    return FAMILIES[architecture](config, max_seq_len, where)
+
+
+def _titan(module: str, name: str, config: Mapping[str, object], max_seq_len: int, where: str) -> Family:
+    # torchtitan takes seconds to import: not before a model is wanted.
+    family: Family = getattr(import_module(f"runner.models.{module}"), name)(
+        config, max_seq_len=max_seq_len, where=where
+    )
+    return family
+
+
+def _transformers(config: Mapping[str, object], max_seq_len: int, where: str) -> Family:
+    # Asked of the installation before the import, so that a failing import keeps its traceback.
+    if find_spec("transformers") is None:
+        raise InputError(
+            "transformers",
+            f"{model_shape(config, where).architecture} trains on its model code, and it is not installed",
+            "pip install 'reshard[runner,transformers]'",
+            code="system.missing-package",
+        )
+    from runner.models.transformers import Transformers
+
+    return Transformers(config, max_seq_len=max_seq_len, where=where)
+
+
+FAMILIES: Mapping[str, Callable[[Mapping[str, object], int, str], Family]] = {
+    "DeepseekV3ForCausalLM": partial(_titan, "deepseek_v3", "DeepSeekV3"),
+    "GptOssForCausalLM": partial(_titan, "gpt_oss", "GptOss"),
+    "LlamaForCausalLM": partial(_titan, "llama", "Llama"),
+    "MistralForCausalLM": partial(_titan, "llama", "Mistral"),
+    "Qwen3ForCausalLM": partial(_titan, "qwen3", "Qwen3"),
+    "Qwen3MoeForCausalLM": partial(_titan, "qwen3", "Qwen3Moe"),
+    **dict.fromkeys(DECODERS, _transformers),
+}

@@ -1,0 +1,1 @@
+"""Ranks that share a stage: device mesh, FSDP, tensor parallelism."""

@@ -1,0 +1,85 @@
+"""The head of the last stage: whole, or replaced by one that computes the loss in chunks of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch.func import functional_call
+
+from manifests.errors import UsageError
+from runner.config.parallel_dims import TENSOR
+from runner.models import Family
+from runner.pipeline.chunk import StageChunk, build_chunks, part_of
+from runner.pipeline.chunked_head import ChunkedHead, width_of
+from runner.pipeline.microbatches import token_loss
+from runner.tensors.dtensor import mesh_dims
+
+__all__ = ["chunk_head", "loss_of", "whole_heads"]
+
+
+def chunk_head(chunks: Sequence[StageChunk], num_stages: int, num_tokens: int) -> None:
+    """Keep back the head where it is on one of these chunks, which have their weights.
+
+    Raises:
+        UsageError: the head is not on the last stage, or the model does more to its logits than the head.
+    """
+    for chunk in chunks:
+        head = chunk.family.modules[-1]
+        if head not in chunk.module_names:
+            continue
+        if chunk.stage != num_stages - 1:
+            raise UsageError(
+                "--loss-chunk",
+                f"{head} is on stage {chunk.stage}, and the loss on stage {num_stages - 1}",
+                code="options.loss-chunk",
+            )
+        module = part_of(chunk, head)
+        if any(TENSOR in mesh_dims(parameter) for parameter in module.parameters()):
+            raise UsageError(
+                "--loss-chunk",
+                f"{head} is cut over tensor-parallel ranks",
+                "leave it out, or --tp",
+                code="options.loss-chunk",
+            )
+        if not _ends_with_head(chunk.family, chunk.device):
+            raise UsageError(
+                "--loss-chunk",
+                f"{chunk.family.architecture} does more to its logits than {head}",
+                "leave it out",
+                code="options.loss-chunk",
+            )
+        chunk.head = ChunkedHead(module, num_tokens)
+
+
+def loss_of(chunks: Iterable[StageChunk]) -> Callable[..., torch.Tensor]:
+    """Give the function from what the last stage hands on, and labels, to a microbatch's part of the loss."""
+    return next((chunk.head.loss for chunk in chunks if chunk.head is not None), token_loss)
+
+
+@contextmanager
+def whole_heads(chunks: Iterable[StageChunk]) -> Iterator[None]:
+    """Let the last stage hand on logits while the block runs."""
+    heads = [chunk.head for chunk in chunks if chunk.head is not None]
+    for head in heads:
+        head.is_whole = True
+    try:
+        yield
+    finally:
+        for head in heads:
+            head.is_whole = False
+
+
+@torch.no_grad()
+def _ends_with_head(family: Family, device: torch.device) -> bool:
+    """Whether the model's logits are what its head gives, seen on a head of zeros that takes no memory."""
+    (alone,) = build_chunks(family, (family.modules[-1:],), (0,))
+    family.init_buffers(alone.body, device)
+    head = part_of(alone, family.modules[-1])
+    given: list[torch.Tensor] = []
+    head.register_forward_hook(lambda _, args, out: given.append(out))
+    zero = torch.zeros((), device=device)
+    weights = {name: zero.expand(parameter.shape) for name, parameter in alone.body.named_parameters()}
+    out = functional_call(alone.body, weights, zero.expand(1, 2, width_of(head)))
+    return out is given[0]

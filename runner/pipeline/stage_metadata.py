@@ -1,0 +1,117 @@
+"""What travels between stages: its structure, shapes and dtypes, known on every rank before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+
+from manifests.errors import InputError
+from runner.models import Family
+from runner.pipeline.chunk import StageChunk, build_chunks
+from runner.pipeline.stage_io import Form, form_of
+
+__all__ = ["Cargo", "PlainWire", "TracedWire", "Wire", "plan_wire"]
+
+Cargo = Literal["tokens", "hidden", "logits"]
+
+
+class Wire(Protocol):
+    """The boundaries between stages: boundary s lies before stage s, the last one after the last stage."""
+
+    def form(self, boundary: int, batch: int, seq_len: int) -> Form:
+        """Give what crosses there for microbatches of `batch` sequences of `seq_len` tokens."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlainWire:
+    """One tensor before each stage and after the last: `cargo[s]` enters stage s and leaves stage s - 1.
+
+    Shapes: tokens (B, L), hidden (B, L, D), logits (B, L, V); B = sequences, L = tokens.
+    """
+
+    cargo: tuple[Cargo, ...]
+    hidden_size: int
+    vocab_size: int
+    dtype: torch.dtype
+
+    def form(self, boundary: int, batch: int, seq_len: int) -> Form:
+        cargo = self.cargo[boundary]
+        if cargo == "tokens":
+            return form_of(torch.empty(batch, seq_len, dtype=torch.int64, device="meta"))
+        width = self.hidden_size if cargo == "hidden" else self.vocab_size
+        return form_of(torch.empty(batch, seq_len, width, dtype=self.dtype, device="meta", requires_grad=True))
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class TracedWire:
+    """What the stages of a family hand on, learnt by running the whole model on the meta device.
+
+    Every rank does so for itself: no memory is touched, nothing is sent, and all come to the same.
+    """
+
+    family: Family
+    stage_modules: tuple[tuple[str, ...], ...]
+    dtype: torch.dtype
+    _chunks: tuple[StageChunk, ...] = ()
+    _forms: dict[tuple[int, int], tuple[Form, ...]] = field(default_factory=dict)  # of the last shapes asked for
+
+    def form(self, boundary: int, batch: int, seq_len: int) -> Form:
+        if (batch, seq_len) not in self._forms:
+            if len(self._forms) == _MOST_SHAPES:
+                del self._forms[next(iter(self._forms))]
+            self._forms[batch, seq_len] = self._trace(batch, seq_len)
+        return self._forms[batch, seq_len][boundary]
+
+    def _trace(self, batch: int, seq_len: int) -> tuple[Form, ...]:
+        if not self._chunks:
+            self._chunks = build_chunks(self.family, self.stage_modules, range(len(self.stage_modules)))
+            for chunk in self._chunks:
+                chunk.to(self.dtype)
+                self.family.init_buffers(chunk.body, chunk.device)
+        crossing = torch.empty(batch, seq_len, dtype=torch.int64, device="meta")
+        forms = [form_of(crossing)]
+        with torch.enable_grad():
+            for chunk in self._chunks:
+                crossing = chunk(crossing)
+                forms.append(form_of(crossing))
+        return tuple(forms)
+
+
+_MOST_SHAPES = 16
+
+
+def plan_wire(family: Family, stage_modules: Sequence[tuple[str, ...]], dtype: torch.dtype) -> Wire:
+    """Give the wire of a pipeline whose stages hold these modules and compute in `dtype`.
+
+    A family with a true attribute `hands_on_trees` may hand on anything that `runner.pipeline.stage_io` can take
+    apart; its first module is given tokens, its last gives logits. All others hand on one tensor.
+
+    Raises:
+        InputError: the stages together are not the model, each module once and in the order it runs.
+    """
+    listed = [module for modules in stage_modules for module in modules]
+    for position, (expected, found) in enumerate(zip(family.modules, listed, strict=False)):
+        if expected != found:
+            raise InputError(
+                "stages",
+                f"expected {expected} as module {position} of {family.architecture}, found {found}",
+                code="manifest.wrong-modules",
+            )
+    if len(listed) != len(family.modules):
+        raise InputError(
+            "stages",
+            f"expected {len(family.modules)} modules of {family.architecture}, found {len(listed)}",
+            code="manifest.wrong-modules",
+        )
+    if getattr(family, "hands_on_trees", False):
+        return TracedWire(family=family, stage_modules=tuple(stage_modules), dtype=dtype)
+    first, last = family.modules[0], family.modules[-1]
+    cargo: list[Cargo] = ["tokens"]
+    for modules in stage_modules:
+        arrived = "hidden" if first in modules else cargo[-1]
+        cargo.append("logits" if last in modules else arrived)
+    return PlainWire(cargo=tuple(cargo), hidden_size=family.hidden_size, vocab_size=family.vocab_size, dtype=dtype)

@@ -1,0 +1,1 @@
+"""Step times, action traces, and torch's flight recorder."""

@@ -1,0 +1,64 @@
+"""What a rank tells the others of its times in a step, and what all of that comes to."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+
+from manifests.schedules import Table
+from runner.profiling.step_times import KINDS, RankTimes, parts_of
+from runner.profiling.trace import Recorder
+
+__all__ = ["Clock"]
+
+
+class Clock:
+    """Tells a rank's times, and splits those of all ranks into parts; `table` is what they compute in a step."""
+
+    def __init__(self, table: Table, rank: int) -> None:
+        self.table, self._stages = table, table.placement.stages_on(rank)
+        self._data_s, self._exchanged_s = 0.0, 0.0
+        self._window_s = 0.0  # between the last two exchanges
+        self._rows: Sequence[Sequence[float]] = ()
+
+    @property
+    def num_times(self) -> int:
+        """How many numbers each rank tells."""
+        return 5 + len(KINDS) * len(self._stages)
+
+    def note_data(self, data_s: float) -> None:
+        """Note that the batch of a step is there, for which this rank has waited so long."""
+        self._data_s = data_s
+        if not self._exchanged_s:  # the first step
+            self._exchanged_s = time.perf_counter() - data_s
+
+    def read(self, recorder: Recorder) -> tuple[float, ...]:
+        """Give this rank's numbers, once the schedule has stopped and its gradients are done."""
+        now_s = time.perf_counter()
+        found: dict[tuple[int, str], list[float]] = defaultdict(list)
+        for action in recorder.take():
+            found[action.stage, action.kind].append(action.end_s - action.begin_s)
+        means = (_mean(found[stage, kind]) for stage in self._stages for kind in KINDS)
+        return (
+            recorder.begun_s - self._exchanged_s,
+            self._data_s,
+            sum(map(sum, found.values())),
+            recorder.ended_s - recorder.begun_s,
+            now_s - recorder.ended_s,
+            *means,
+        )
+
+    def note_exchange(self, rows: Sequence[Sequence[float]]) -> None:
+        """Note that all ranks have told each other their numbers, just now."""
+        now_s = time.perf_counter()
+        self._window_s, self._exchanged_s = now_s - self._exchanged_s, now_s
+        self._rows = rows
+
+    def split(self) -> tuple[RankTimes, ...]:
+        """Give the parts of the last step, of each pipeline rank."""
+        return parts_of(self.table, self._rows, self._window_s)
+
+
+def _mean(seconds: Sequence[float]) -> float:
+    return sum(seconds) / len(seconds) if seconds else 0.0

@@ -1,1 +1,0 @@
-"""runner eval and runner generate: a model that is only read."""

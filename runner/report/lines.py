@@ -1,0 +1,182 @@
+"""The lines and traces that a run has left, checked field by field, so that a report can rely on them. No torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from manifests.errors import InputError, refused_by_system
+from manifests.jsontext import kind_of
+
+__all__ = ["Line", "check_events", "check_line", "check_run", "check_types", "read_object", "read_text"]
+
+Line = Mapping[str, Any]
+_MOST = 1 << 62
+_PER_RANK = ("data_s", "compute_s", "communication_s", "bubble_s")
+_KINDS = "FBIWL"
+
+
+def read_text(path: Path, hint: str = "") -> str:
+    """Read a text file.
+
+    Raises:
+        InputError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise refused_by_system(str(path), error, hint=hint, code="log.unreadable") from error
+    except UnicodeDecodeError as error:
+        raise InputError(str(path), f"is not UTF-8: {error.reason}", hint, code="log.not-utf8") from error
+
+
+def read_object(text: str, where: str) -> Line:
+    """Parse a JSON object; numbers that are not numbers may be in it.
+
+    Raises:
+        InputError: it is none.
+    """
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(where, f"is no JSON: {error}", code="log.not-json") from error
+    if not isinstance(found, dict):
+        raise InputError(where, f"expected an object, found {kind_of(found)}", code="log.not-an-object")
+    return found
+
+
+def check_line(line: Line, where: str) -> None:
+    """Make sure that a line of metrics.jsonl has what is told by lines of its kind, and nothing of another type.
+
+    Raises:
+        InputError: naming the field.
+    """
+    for name, needed in _NEEDED.items():
+        if name in line:
+            _check_fields(line, where, needed if "save_error" not in line else ())
+            break
+    _check_fields(line, where, ())
+    lists = [line[name] for name in _PER_RANK if name in line]
+    if lists and ("step_s" not in line or len(lists) != len(_PER_RANK) or len(set(map(len, lists))) > 1):
+        problem = f"expected step_s, and {', '.join(_PER_RANK)} of the same pipeline ranks"
+        raise InputError(where, problem, code="log.bad-field")
+
+
+def check_types(line: Line, where: str) -> None:
+    """Make sure that what a line of metrics.jsonl has is of the types that it should be.
+
+    Raises:
+        InputError: naming the field.
+    """
+    _check_fields(line, where, ())
+
+
+def check_run(run: object, where: str) -> Line:
+    """Make sure that a trace says of which run it is, in the types that it should.
+
+    Raises:
+        InputError: naming the field.
+    """
+    if not isinstance(run, Mapping):
+        raise InputError(f"{where}: run", f"expected an object, found {kind_of(run)}", code="log.bad-field")
+    _check_fields(run, f"{where}: run", ("schedule", "num_stages", "num_ranks", "style", "num_microbatches"))
+    return run
+
+
+def check_events(document: Line, run: Line, where: str) -> tuple[Line, ...]:
+    """Return what a rank ran on its stages, by its trace.
+
+    Raises:
+        InputError: naming what is not as a trace has it.
+    """
+    events = document.get("traceEvents")
+    if not isinstance(events, list):
+        raise InputError(f"{where}: traceEvents", f"expected a list, found {kind_of(events)}", code="log.bad-field")
+    found = []
+    for number, event in enumerate(events):
+        at = f"{where}: traceEvents[{number}]"
+        if not isinstance(event, Mapping):
+            raise InputError(at, f"expected an object, found {kind_of(event)}", code="log.bad-field")
+        if event.get("ph") != "X":
+            continue
+        _check_fields(event, at, ("ts", "dur", "tid", "args"))
+        if event["tid"] < 0:  # a transfer
+            continue
+        _check_fields(event["args"], f"{at}.args", ("step", "kind", "microbatch"))
+        if event["tid"] >= run["num_stages"]:
+            problem = f"expected a stage below {run['num_stages']}, found {event['tid']}"
+            raise InputError(f"{at}.tid", problem, code="log.bad-field")
+        found.append(event)
+    return tuple(found)
+
+
+def _check_fields(line: Line, where: str, needed: Iterable[str]) -> None:
+    for name in needed:
+        if name not in line:
+            raise InputError(f"{where}: {name}", "is missing", code="log.bad-field")
+    for name, value in line.items():
+        expected, is_one = _FIELDS.get(name, _ANY)
+        if not is_one(value):
+            shown = repr(value)[:80] if isinstance(value, int | float | str) else kind_of(value)
+            raise InputError(f"{where}: {name}", f"expected {expected}, found {shown}", code="log.bad-field")
+
+
+def _is_integer(found: object) -> bool:
+    return type(found) is int and abs(found) < _MOST
+
+
+def _is_count(found: object) -> bool:
+    return type(found) is int and 0 <= found < _MOST
+
+
+def _is_positive(found: object) -> bool:
+    return _is_count(found) and found != 0
+
+
+def _is_number(found: object) -> bool:
+    return type(found) is float or _is_integer(found)
+
+
+def _is_finite(found: object) -> bool:
+    return _is_number(found) and abs(found) < _MOST  # type: ignore[arg-type]
+
+
+def _is_duration(found: object) -> bool:
+    return _is_finite(found) and not math.isnan(found) and found >= 0  # type: ignore[arg-type, operator]
+
+
+def _all_of(is_one: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda found: isinstance(found, Sequence) and not isinstance(found, str) and all(map(is_one, found))
+
+
+_ANY = ("anything", lambda found: True)
+_COUNT = ("a count", _is_count)
+_NUMBER = ("a number", _is_number)  # or none, as a loss may be
+_FINITE = ("a number", _is_finite)
+_TEXT = ("a text", lambda found: isinstance(found, str))
+_SECONDS = ("a list of seconds, of each pipeline rank", _all_of(_is_duration))
+_FIELDS: Mapping[str, tuple[str, Callable[[object], bool]]] = {
+    **dict.fromkeys(("step", "rank", "microbatch", "base_nbytes", "planned_nbytes", "peak_nbytes"), _COUNT),
+    **dict.fromkeys(("loss", "grad_norm", "eval_loss"), _NUMBER),
+    **dict.fromkeys(("tokens_per_s", "step_s", "stall_s", "mfu", "ts"), _FINITE),
+    **dict.fromkeys(_PER_RANK, _SECONDS),
+    **dict.fromkeys(("num_stages", "num_ranks", "num_microbatches"), ("a number from 1 up", _is_positive)),
+    **dict.fromkeys(("schedule", "checkpoint", "save_error"), _TEXT),
+    "stages": ("a list of stages", _all_of(_is_count)),
+    "style": ("loop or v", lambda found: found in ("loop", "v")),
+    "dur": ("microseconds, 0 or more", _is_duration),
+    "tid": ("a stage", _is_integer),
+    "kind": (f"one of {', '.join(_KINDS)}", lambda found: found in tuple(_KINDS)),
+    "args": ("an object", lambda found: isinstance(found, Mapping)),
+}  # fmt: skip
+# What lines of a kind must have, by the field that tells the kind; the first that a line has counts.
+_NEEDED: Mapping[str, tuple[str, ...]] = {
+    "load_s": ("rank", "stages"),
+    "loss": ("step", "tokens_per_s"),
+    "eval_loss": ("step",),
+    "checkpoint": ("step", "stall_s"),
+    "rank": ("peak_nbytes",),
+}

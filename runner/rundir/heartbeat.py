@@ -1,0 +1,80 @@
+"""What a rank keeps in the log folder: its log, and its heartbeat, of how far it is and what it does. No torch."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+__all__ = ["ALIVE_S", "SKEWED_S", "Beat", "clear_beats", "heartbeat_path", "log_path", "read_beats", "write_beat"]
+
+ALIVE_S = 2.0  # a rank says at least so often that it is alive, whatever its step takes
+SKEWED_S = 30.0  # clocks of nodes may differ so far: what is no older may be of now
+_FOLDER = "heartbeat"
+_MOST_S = 1e12  # since the epoch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Beat:
+    """A rank at one moment. `time` is in seconds since the epoch, `doing` the function that ran and its line."""
+
+    rank: int
+    stages: tuple[int, ...]
+    host: str
+    pid: int
+    step: int
+    phase: str
+    time: float
+    doing: str = ""
+    is_waiting: bool = False  # for another rank, as far as its stack tells
+
+
+def log_path(log_dir: Path, rank: int) -> Path:
+    return log_dir / f"rank-{rank:05d}.log"
+
+
+def heartbeat_path(log_dir: Path, rank: int) -> Path:
+    return log_dir / _FOLDER / f"rank-{rank:05d}.json"
+
+
+def write_beat(path: Path, beat: Beat) -> None:
+    """Write a beat. Whoever reads sees this one or the one before, whole.
+
+    Raises:
+        OSError: the disk is full, or the folder is gone.
+    """
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    partial.write_text(json.dumps(asdict(beat)) + "\n")
+    partial.replace(path)
+
+
+def read_beats(log_dir: Path, *, since: float = 0.0) -> tuple[Beat, ...]:
+    """Give the last beat of every rank, by rank, but none from before `since`."""
+    found = []
+    for path in sorted((log_dir / _FOLDER).glob("rank-*.json")):
+        try:
+            beat = json.loads(path.read_bytes())
+            beat = Beat(**{**beat, "stages": tuple(beat["stages"])})
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            continue
+        if _is_whole(beat) and beat.time >= since:
+            found.append(beat)
+    return tuple(found)
+
+
+def _is_whole(beat: Beat) -> bool:
+    """Whether all that a file says is of the type that it should be."""
+    counts = (beat.rank, beat.pid, beat.step, *beat.stages)
+    texts = (beat.host, beat.phase, beat.doing)
+    return (
+        all(type(count) is int for count in counts)
+        and all(isinstance(text, str) for text in texts)
+        and isinstance(beat.time, int | float)
+        and abs(beat.time) < _MOST_S
+    )
+
+
+def clear_beats(log_dir: Path) -> None:
+    for path in (log_dir / _FOLDER).glob("rank-*.json"):
+        path.unlink(missing_ok=True)

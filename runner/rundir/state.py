@@ -1,0 +1,58 @@
+"""How far a run has come and how it ended: `state.json` in its log folder, for whoever started it. No torch."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+__all__ = ["STATE_NAME", "Ended", "RunState", "clear_state", "read_state", "write_state"]
+
+STATE_NAME = "state.json"
+
+# done: all steps are taken; stopped: at a signal, after a checkpoint; failed: with `code`, for `error`.
+Ended = Literal["done", "stopped", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunState:
+    """How the last run with this log folder ended; there is none while it runs, and where all of it was killed."""
+
+    step: int
+    ended: Ended
+    code: int = 0
+    error: str = ""
+    error_code: str = ""  # the stable name of its kind, where there is one
+
+    @property
+    def word(self) -> str:
+        """What a scheduler would call it."""
+        return {"done": "COMPLETED", "stopped": "STOPPED", "failed": "FAILED"}[self.ended]
+
+
+def write_state(log_dir: Path, state: RunState) -> None:
+    partial = log_dir / f".{STATE_NAME}.{os.getpid()}.partial"
+    partial.write_text(json.dumps({"version": 1, **asdict(state)}) + "\n")
+    partial.replace(log_dir / STATE_NAME)
+
+
+def clear_state(log_dir: Path) -> None:
+    (log_dir / STATE_NAME).unlink(missing_ok=True)
+
+
+def read_state(log_dir: Path) -> RunState | None:
+    """Give how the last run ended; None where it left no word."""
+    try:
+        found = json.loads((log_dir / STATE_NAME).read_bytes())
+        state = RunState(
+            step=int(found["step"]),
+            ended=found["ended"],
+            code=int(found.get("code", 0)),
+            error=str(found.get("error", "")),
+            error_code=str(found.get("error_code", "")),
+        )
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return None
+    return state if state.ended in get_args(Ended) else None

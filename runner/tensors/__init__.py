@@ -1,0 +1,1 @@
+"""Tensors in memory: dtypes, regions, local shards, DTensors, huge pages, pinned buffers."""

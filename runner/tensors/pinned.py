@@ -1,0 +1,47 @@
+"""Blocks through which stored bytes pass on their way into memory that they cannot be read into."""
+
+from __future__ import annotations
+
+import torch
+
+from runner.tensors.regions import BLOCK_NBYTES
+
+__all__ = ["Staging"]
+
+_NUM_PINNED = 4  # so many copies to a GPU are under way while the next block is read and hashed
+
+
+class Staging:
+    """One thread's blocks on their way to `device`: one for the CPU, page-locked ones in turn for a GPU.
+
+    A block is taken, filled, copied from without waiting, and sent; it is taken again only when the copy
+    has ended.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._is_cuda = device, device.type == "cuda"
+        self._blocks: list[torch.Tensor] = []
+        self._copied: list[torch.cuda.Event | None] = [None] * (_NUM_PINNED if self._is_cuda else 1)
+        self._next = 0
+
+    def take(self, dtype: torch.dtype, count: int) -> torch.Tensor:
+        """Give room for so many elements, at most a block of them."""
+        if len(self._blocks) == self._next:
+            self._blocks.append(torch.empty(BLOCK_NBYTES, dtype=torch.uint8, pin_memory=self._is_cuda))
+        if (copied := self._copied[self._next]) is not None:
+            copied.synchronize()
+        return self._blocks[self._next].view(dtype)[:count]
+
+    def sent(self) -> None:
+        """Say that the copy out of the block that was taken last has been asked for."""
+        if self._is_cuda:
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record(torch.cuda.current_stream(self._device))
+            self._copied[self._next] = copied
+        self._next = (self._next + 1) % len(self._copied)
+
+    def finish(self) -> None:
+        """Wait for every copy."""
+        for copied in self._copied:
+            if copied is not None:
+                copied.synchronize()

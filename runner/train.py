@@ -1,0 +1,367 @@
+"""One rank of a training job, top to bottom."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from itertools import repeat
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from manifests.schedules import default_schedule
+from manifests.schema import DataPosition, TrainingState
+from manifests.store import locate_manifest
+from runner.bundle.packed import Packed, open_packed
+from runner.checkpoint.async_save import Saver
+from runner.checkpoint.data_position import FoundData, check_alike, find_data
+from runner.checkpoint.history import hold_history, hold_output
+from runner.checkpoint.outputs import check_outputs, check_space
+from runner.checkpoint.resume import advance, find_origins, remember
+from runner.checkpoint.save import save
+from runner.checkpoint.save_paths import check_apart
+from runner.checkpoint.skipped import read_skipped
+from runner.checkpoint.state import nbytes_of
+from runner.config.flags import TrainOptions, parse_training
+from runner.data.bad import BadDocumentError, Skipped
+from runner.data.batches import Batch
+from runner.data.sequences import read_batches, read_once
+from runner.distributed.fail_together import alone, from_rank_0, together
+from runner.distributed.rank_process import run_rank
+from runner.distributed.rounds import in_rounds
+from runner.distributed.stall import Pulse
+from runner.distributed.watchdog import Life, StoppedError, log_to_file
+from runner.distributed.world import World, device_of, join_world
+from runner.evaluation.evaluate import cut_as, mean_loss
+from runner.launch.combinations import Combination, check_combination, check_sinks, share_of
+from runner.load.local_cache import fetch_nearby
+from runner.metrics.gauges import least_step_s, peak_memory_nbytes, planned_memory
+from runner.metrics.metrics import Metrics, RankLoad, StepTimes
+from runner.metrics.progress import Progress
+from runner.metrics.sinks import open_sinks
+from runner.profiling.flight_recorder import keep_flight
+from runner.profiling.trace import RunShape, Tracer
+from runner.rundir.heartbeat import clear_beats
+from runner.rundir.rank_label import declare, stages_of
+from runner.rundir.run_record import note_resolved, run_id
+from runner.rundir.state import STATE_NAME, RunState, clear_state, write_state
+from runner.setup import Ready, begin
+from runner.training.rng import random_state
+from runner.training.step import eval_step, train_step
+from runner.training.ties import check_equal
+from stores.address import is_url
+from stores.manifest_file import find_manifest_file
+
+__all__ = ["main", "run", "train"]
+
+T = TypeVar("T")
+logger = logging.getLogger("runner")
+
+
+def train(address: str, options: TrainOptions, world: World) -> None:
+    """Train the model of a manifest; every rank calls this."""
+    with alone(world.rank):
+        log_to_file(options.log_dir, world.rank)
+        keep_flight(options.log_dir, os.environ)
+        manifest, _ = find_manifest_file(address).read()
+    check_combination(Combination(architecture=manifest.model.architecture, num_tensor=options.degrees.tensor))
+    options.degrees.resolve(manifest.layout.num_ranks, world.size)
+    declare(world.rank, stages_of(manifest, world.rank, world.size))
+    with alone(world.rank):
+        device = device_of(world, options.device)
+    join_world(device, options.timeout_s)
+    run(address if is_url(address) else locate_manifest(Path(address)).parent, options, world, device)
+
+
+def run(root: Path | str, options: TrainOptions, world: World, device: torch.device) -> None:
+    """Train the model of the manifest in `root`, a folder or a store's address, the ranks having met."""
+    launched = open_launched(root, options, world)
+    with ExitStack() as stack:
+        folders: tuple[Path, ...] = ()
+        with together("options"):
+            if world.rank == 0:
+                check_sinks(options)
+                check_apart(options, launched.root)
+        in_rounds("folders", partial(_hold_folders, stack, options, world))
+        with together("resume"):
+            if world.rank == 0:
+                clear_state(options.log_dir)
+                clear_beats(options.log_dir)
+                folders = find_origins(launched.root, options)
+        ready = begin(launched, from_rank_0(folders), options, world, device)
+        options = ready.options
+        check_writes(ready, world)
+        if world.rank == 0:
+            begun = ready.training.step if ready.training else 0
+            note_resolved(options.log_dir, {**options.values, "num_ranks": world.size, "first_step": begun + 1})
+        metrics = stack.enter_context(open_metrics(ready, world, device))
+        saver, saving = None, Pulse()
+        life = stack.enter_context(_life(ready, world, saving))  # left after the saver, which waits for its disk
+        if options.checkpoint:
+            timeout = timedelta(seconds=options.timeout_s)
+            saver = stack.enter_context(Saver(ready.job, options.checkpoint, ready.held_state(), timeout, saving))
+        stack.callback(life.leave)
+        trained, is_stopped = train_steps(ready, metrics, saver, life, world)
+        life.beat(trained.step, "end")
+        check_equal(ready.engine.ties)
+        if is_stopped:
+            _stop(saver, metrics, trained, options, world)
+        if options.eval_data is not None:
+            metrics.evaluation(trained.step, *evaluate(ready))
+        if saver is not None:
+            _finish_saving(saver, metrics)
+        if options.save is not None:
+            weights_only = TrainingState(step=trained.step, num_tokens=trained.num_tokens, dtype=trained.dtype)
+            save(ready.held_weights(), ready.job, options.save, weights_only, force=options.force, pulse=saving)
+            metrics.saved(options.save)
+        metrics.ended(_from_all(peak_memory_nbytes(device), world))
+        if world.rank == 0:
+            _note_end(options.log_dir, RunState(step=trained.step, ended="done"))
+
+
+def _hold_folders(stack: ExitStack, options: TrainOptions, world: World, stop: threading.Event) -> None:
+    """Keep other runs away from what this one saves to; a holder that may be dead is watched for a while."""
+    if world.rank == 0:
+        if options.checkpoint:
+            stack.enter_context(hold_history(options.checkpoint.history))
+        if options.save is not None:
+            stack.enter_context(hold_output(options.save))
+
+
+def open_launched(root: Path | str, options: TrainOptions, world: World) -> Packed:
+    """Open the manifest that is launched, on every rank."""
+    if is_url(root):
+        return fetch_nearby(root, options, world)
+    with together("manifest"):
+        return open_packed(Path(root))
+
+
+def check_writes(ready: Ready, world: World) -> None:
+    """Make sure, before the first step, that every rank can write what the run writes, and that there is room."""
+    options = ready.options
+    with together("outputs"):
+        check_outputs(options)
+    own = (nbytes_of(ready.held_state()), nbytes_of(ready.held_weights()))
+    state_nbytes, weights_nbytes = (sum(sizes) for sizes in zip(*_from_all(own, world), strict=True))
+    is_done = ready.training is not None and ready.training.step >= options.steps
+    with together("outputs"):
+        if world.rank == 0:
+            check_space(options, checkpoint_nbytes=0 if is_done else state_nbytes, weights_nbytes=weights_nbytes)
+
+
+def open_metrics(ready: Ready, world: World, device: torch.device) -> Metrics:
+    """Open metrics.jsonl and its like where rank 0 is, and write what every rank has read."""
+    options, metrics = ready.options, Metrics()
+    if world.rank == 0:
+        begun = ready.training.step if ready.training else 0
+        metrics = Metrics(
+            open_sinks(options, begun),
+            Progress(options.steps, first_step=begun, every=options.log_every, quiet=options.quiet),
+            least_step_s=least_step_s(ready.launched.shape, options, world.size, device),
+        )
+    launched, clock = ready.launched, ready.engine.clock
+    assert clock is not None, "begun with one"
+    planned = planned_memory(launched.shape, launched.stage_modules, clock.table, options, ready.mesh.degrees)
+    own = RankLoad(
+        rank=world.rank,
+        stages=tuple(chunk.stage for chunk in ready.chunks),
+        report=ready.loaded,
+        base_nbytes=ready.base_nbytes,
+        planned_nbytes=planned.ranks[ready.mesh.pipeline_rank].total if planned else None,
+        copied=ready.copied,
+    )
+    metrics.loaded(_from_all(own, world))
+    return metrics
+
+
+def train_steps(
+    ready: Ready, metrics: Metrics, saver: Saver | None, life: Life, world: World
+) -> tuple[TrainingState, bool]:
+    """Take all steps that are left, saving checkpoints in between.
+
+    Gives the state after the last one, and whether a signal stopped the run before all were taken.
+    """
+    options, begun, device = ready.options, ready.training, ready.chunks[0].device
+    batches, position, num_skipped = open_data(ready, world)
+    trained = remember(
+        options, step=begun.step if begun else 0, num_tokens=begun.num_tokens if begun else 0, data=position
+    )
+    tracer, clock = _tracer(ready, world), ready.engine.clock
+    assert clock is not None, "begun with one"
+    life.beat(trained.step)
+    for step in range(trained.step, options.steps):
+        started_s = time.perf_counter()
+        with alone(world.rank):
+            batch = next(batches)
+        clock.note_data(time.perf_counter() - started_s)
+        report = train_step(ready.engine, batch, step, is_last=life.is_asked_to_stop)
+        life.beat(step + 1)
+        if tracer is not None and step + 1 in options.traced:
+            tracer.add(step + 1, ready.engine.schedule.recorder)
+        times = StepTimes(step_s=time.perf_counter() - started_s, ranks=clock.split() if world.rank == 0 else ())
+        if batch is not None and batch.cursor is not None:
+            num_skipped = batch.cursor.num_skipped
+        skipped = num_skipped if options.data.skip_bad_documents else None
+        metrics.step(step + 1, report, times, peak_nbytes=peak_memory_nbytes(device), num_skipped=skipped)
+        trained = advance(
+            trained,
+            num_tokens=report.num_tokens,
+            num_sequences=options.batch.global_batch,
+            # Rank 0, which commits, has the first stage and so the data.
+            cursor=batch.cursor.plain if batch and batch.cursor else None,
+        )
+        if options.checks_ties_after(step + 1):
+            check_equal(ready.engine.ties)
+        if saver is not None:
+            if options.saves_after(step + 1) or report.is_last:
+                life.beat(step + 1, "save")  # it takes what it takes
+                state = replace(trained, random=(random_state(world.rank, device),))
+                saver.save(ready.held_state(), state, num_skipped)
+                life.beat(step + 1)
+            for ended in saver.reports():
+                metrics.checkpoint(ended)
+        if report.is_last and step + 1 < options.steps:
+            return trained, True
+    return trained, False
+
+
+def open_data(ready: Ready, world: World) -> tuple[Iterator[Batch | None], DataPosition, int]:
+    """Open the data where the run resumes; ranks with neither the first nor the last stage get no batches.
+
+    With it come its position, and the documents that the run has skipped before that.
+    """
+    options, schedule = ready.options, ready.engine.schedule
+    found: FoundData | None = None
+    with together("data"):
+        if schedule.has_first or schedule.has_last:
+            left = ready.training.data if ready.training else None
+            found = find_data(options, left, ready.launched.tokenizer, ready.launched.root)
+    shared = from_rank_0(found)
+    assert shared is not None, "rank 0 has the first stage"
+    for note in shared.notes if world.rank == 0 else ():
+        logger.info("note: %s", note)
+    position, num_skipped = shared.position, 0
+    batches: Iterator[Batch | None] = repeat(None)
+    with together("data"):
+        if found is not None:
+            check_alike(options.data, found, shared)
+            num_skipped = read_skipped(ready.origin) if position.cursor is not None else 0
+            read = read_batches(
+                options.data,
+                options.batch,
+                folder=ready.launched.root,
+                vocab_size=ready.chunks[0].family.vocab_size,
+                start=position.num_sequences,
+                cursor=position.cursor,
+                skipped=Skipped(count=num_skipped, tell=_say_skipped if world.rank == 0 else None),
+            )
+            batches = map(ready.rows_of, read)
+    return batches, position, num_skipped
+
+
+def evaluate(ready: Ready) -> tuple[float, int, int | None]:
+    """Return the mean loss over the valid tokens of the evaluation data, their number, and documents skipped."""
+    options, family = ready.options, ready.chunks[0].family
+    assert options.eval_data is not None
+    own = share_of(options.batch, ready.mesh.degrees.data)
+    with together("evaluation data"):
+        # Every rank reads it all, so that every rank knows when it ends.
+        skipped = Skipped(tell=_say_skipped if ready.mesh.rank == 0 else None)
+        batches = read_once(
+            options.eval_data,
+            options.batch,
+            folder=ready.launched.root,
+            vocab_size=family.vocab_size,
+            padded_length=family.padded_length,
+            skipped=skipped,
+        )
+    loss, num_tokens = mean_loss(
+        lambda batch: eval_step(ready.engine, ready.rows_of(batch), cut_as(own, batch)), batches, "--eval-data"
+    )
+    return loss, num_tokens, skipped.count if options.eval_data.skip_bad_documents else None
+
+
+def main() -> None:
+    path, *training = sys.argv[1:]
+    run_rank(lambda world: train(path, parse_training(training), world), is_quiet="--quiet" in training)
+
+
+def _say_skipped(error: BadDocumentError) -> None:
+    logger.warning("note: skipped %s: %s", error.where, error.problem)
+
+
+def _finish_saving(saver: Saver, metrics: Metrics) -> None:
+    """Wait for the save in flight; where the last one failed, so has the run."""
+    for ended in saver.reports(wait=True):
+        metrics.checkpoint(ended)
+    if saver.failure is not None:
+        raise saver.failure
+
+
+def _life(ready: Ready, world: World, saving: Pulse) -> Life:
+    return Life(
+        ready.options.log_dir,
+        world.rank,
+        [chunk.stage for chunk in ready.chunks],
+        step_timeout_s=ready.options.step_timeout_s,
+        can_stop=ready.options.checkpoint is not None,
+        saving=saving,
+        save_timeout_s=ready.options.timeout_s,
+    )
+
+
+def _tracer(ready: Ready, world: World) -> Tracer | None:
+    if not ready.options.traced:
+        return None
+    placement = ready.launched.manifest.placement
+    shape = RunShape(
+        schedule=ready.options.schedule or ready.launched.manifest.layout.schedule or default_schedule(placement),
+        num_stages=placement.num_stages,
+        num_ranks=placement.num_ranks,
+        style=placement.style,
+        num_microbatches=share_of(ready.options.batch, ready.mesh.degrees.data).num_microbatches,
+        run=run_id(ready.options.log_dir),
+    )
+    return Tracer(ready.options.log_dir, world.rank, shape)
+
+
+def _stop(
+    saver: Saver | None, metrics: Metrics, trained: TrainingState, options: TrainOptions, world: World
+) -> NoReturn:
+    """End a run that was asked to stop, once its checkpoint is on disk and whoever started it can know."""
+    assert saver is not None, "only a run that saves can be asked to stop"
+    _finish_saving(saver, metrics)
+    with together("stop"):
+        if world.rank == 0:
+            _note_end(options.log_dir, RunState(step=trained.step, ended="stopped"))
+    raise StoppedError(
+        "", f"stopped at a signal after step {trained.step}, and saved", "--resume auto goes on", code="rank.stopped"
+    )
+
+
+def _note_end(log_dir: Path, state: RunState) -> None:
+    """Write how the run ended, which is how it ended also where the log folder's disk is full."""
+    try:
+        write_state(log_dir, state)
+    except OSError as error:
+        logger.warning("note: %s: cannot be written: %s", log_dir / STATE_NAME, error.strerror)
+
+
+def _from_all(value: T, world: World) -> list[T]:
+    gathered = [value] * world.size
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""One norm over every gradient of the pipeline, and the step's loss, known to every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from manifests.errors import RankError
+from runner.parallel.mesh import Mesh
+from runner.pipeline.chunk import NamedParameter
+from runner.tensors.dtensor import local_of
+from runner.training.ties import Tie
+
+__all__ = ["StepTotals", "Totals", "clip_gradients"]
+
+_HEAD = 3  # a row's numbers before the times and the squares
+_CURE = "a lower --lr, a longer warm-up or float32 usually cures it"
+# Elements squared at a time: a CPU's float64 copies stay in its cache, a GPU's are few and small beside its memory.
+_CPU_PART, _PART = 1 << 16, 1 << 24
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Totals:
+    """What one step came to, over the whole pipeline."""
+
+    loss: float  # mean over the valid tokens
+    num_tokens: int  # valid ones
+    norm: float  # L2, of all gradients taken as one vector
+    is_last: bool  # a rank was asked to stop
+    times_s: tuple[tuple[float, ...], ...]  # what each pipeline rank has told of its times
+
+
+class StepTotals:
+    """Sums over all ranks. Building one is a collective: ranks learn each other's names.
+
+    Squares are summed in float64, parameter by parameter and over the ranks that share its stage, each
+    element once, and then exactly (`math.fsum`): the norm does not depend on how stages are cut or
+    which rank holds what. Each rank may tell `num_times` times of its own beside them.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[NamedParameter],
+        ties: Sequence[Tie],
+        *,
+        device: torch.device,
+        mesh: Mesh | None = None,
+        num_times: int = 0,
+    ) -> None:
+        self._num_times = num_times
+        elsewhere = {id(tie.leader) for tie in ties if not tie.is_counted_here}
+        counted = [(fqn, parameter) for fqn, parameter in parameters if id(parameter) not in elsewhere]
+        self._counted = [parameter for _, parameter in counted]
+        self._device, self._mesh = device, mesh
+        pipeline = mesh.pipeline if mesh else None
+        names = [fqn for fqn, _ in counted]
+        self._names = [names]  # by rank
+        if dist.is_initialized():
+            self._names = [[] for _ in range(dist.get_world_size(pipeline))]
+            dist.all_gather_object(self._names, names, group=pipeline)
+
+    def reduce(
+        self,
+        loss: float | None,
+        num_tokens: int,
+        *,
+        is_last: bool = False,
+        times_s: Callable[[], Sequence[float]] = tuple,
+    ) -> Totals:
+        """Give the totals of this step; `loss` is None on every rank but that of the last stage.
+
+        All ranks learn whether one of them was asked to stop after it, and the times of each, which are asked for
+        when this rank's gradients are done; of ranks that share stages, their mean.
+
+        Every rank calls this after `sync_gradients`; it runs one collective, and one more where ranks share stages.
+
+        Raises:
+            RankError: on all ranks alike, if a gradient or the loss is infinite or not a number.
+        """
+        head = [0.0, 0.0] if loss is None or not self._counts_loss else [loss, num_tokens / self._num_losses]
+        shared = self._mesh.degrees.per_stage if self._mesh else 1
+        squares = _squared_norms(self._counted, self._mesh)
+        times = [seconds / shared for seconds in times_s()]
+        assert len(times) == self._num_times, "ranks have told each other how many"
+        rows = self._gather([*head, float(is_last), *times, *squares])
+        first = _HEAD + self._num_times
+        for rank, (row, names) in enumerate(zip(rows, self._names, strict=True)):
+            for name, square in zip(names, row[first:], strict=False):
+                if not math.isfinite(square):
+                    raise RankError(
+                        f"rank {rank}" if self._num_sharing == 1 else f"pipeline rank {rank}",
+                        f"the gradient of {name} is not finite",
+                        _CURE,
+                        code="rank.not-finite",
+                    )
+        loss = math.fsum(row[0] for row in rows)
+        if not math.isfinite(loss):
+            raise RankError("", f"the loss is {loss}", _CURE, code="rank.not-finite")
+        return Totals(
+            loss=loss,
+            num_tokens=round(sum(row[1] for row in rows)),
+            is_last=any(row[2] for row in rows),
+            times_s=tuple(tuple(row[_HEAD:first]) for row in rows),
+            norm=math.sqrt(math.fsum(square for row in rows for square in row[first:])),
+        )
+
+    def reduce_loss(self, loss: float | None) -> float:
+        """Tell every rank the loss, of which only ranks with the last stage know their parts."""
+        return math.fsum(row[0] for row in self._gather([loss or 0.0 if self._counts_loss else 0.0]))
+
+    @property
+    def _counts_loss(self) -> bool:
+        return self._mesh is None or self._mesh.counts_loss
+
+    @property
+    def _num_losses(self) -> int:
+        return self._mesh.degrees.data if self._mesh else 1
+
+    @property
+    def _num_sharing(self) -> int:
+        return self._mesh.degrees.per_stage if self._mesh else 1
+
+    def _gather(self, row: list[float]) -> list[list[float]]:
+        """Give the rows of this pipeline's ranks, each added up over the ranks that share a stage."""
+        if not dist.is_initialized():
+            return [row]
+        width = _HEAD + self._num_times + max(len(names) for names in self._names)
+        mine = torch.zeros(width, dtype=torch.float64)
+        mine[: len(row)] = torch.tensor(row, dtype=torch.float64)
+        mine = mine.to(self._device)
+        if self._mesh is not None and self._mesh.stage is not None:
+            dist.all_reduce(mine, group=self._mesh.stage)
+        everyone = torch.empty(len(self._names) * width, dtype=torch.float64, device=self._device)
+        dist.all_gather_single(everyone, mine, group=self._mesh.pipeline if self._mesh else None)
+        rows: list[list[float]] = everyone.view(-1, width).tolist()
+        return rows
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, max_norm: float) -> None:
+    """Scale gradients whose common norm is `norm` down to `max_norm`; 0 leaves them alone."""
+    if not max_norm:
+        return
+    factor = min(1.0, max_norm / (norm + 1e-6))
+    for parameter in parameters if factor < 1 else ():
+        if parameter.grad is not None:
+            parameter.grad *= factor
+
+
+def _squared_norms(parameters: Iterable[nn.Parameter], mesh: Mesh | None) -> list[float]:
+    squares = [
+        _squared_norm(local_of(parameter.grad))
+        if parameter.grad is not None and (mesh is None or mesh.owns(parameter))
+        else torch.zeros((), dtype=torch.float64, device=parameter.device)
+        for parameter in parameters
+    ]
+    return torch.stack(squares).tolist() if squares else []
+
+
+def _squared_norm(gradient: torch.Tensor) -> torch.Tensor:
+    size = _CPU_PART if gradient.device.type == "cpu" else _PART
+    parts = [part.double().square().sum() for part in torch.split(gradient.reshape(-1), size)]
+    return torch.stack(parts).sum()

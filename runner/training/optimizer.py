@@ -1,0 +1,93 @@
+"""AdamW over one rank's parameters, with a learning rate that is a pure function of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from manifests.schema import MOMENTS, Holds
+from runner.config.schema import Decay, OptimOptions
+from runner.pipeline.chunk import NamedParameter
+from runner.training.mixed_precision import kept, round_masters, zero_gradient
+
+__all__ = ["Optimizer", "lr_at"]
+
+
+class Optimizer:
+    """AdamW that steps each parameter once; `parameters` pairs each with its Hugging Face FQN.
+
+    The moments are there from the start, as zeros, so that a checkpoint can be read into them.
+    """
+
+    def __init__(self, parameters: Sequence[NamedParameter], options: OptimOptions) -> None:
+        self.parameters, self.options = tuple(parameters), options
+        self._stepped = {id(parameter) for _, parameter in parameters}
+        self.adamw: torch.optim.AdamW | None = None
+        if parameters:  # torch refuses an empty list; a stage may hold nothing
+            weights = [kept(parameter) for _, parameter in parameters]
+            is_fused = all(weight.is_cuda for weight in weights)
+            self.adamw = torch.optim.AdamW(
+                weights,
+                lr=options.lr,
+                betas=options.betas,
+                eps=options.eps,
+                weight_decay=options.weight_decay,
+                fused=is_fused or None,  # None: torch's choice, on the CPU one weight at a time
+            )
+            for weight in weights:
+                zeros = {moment: torch.zeros_like(weight) for moment in MOMENTS}
+                step = torch.zeros((), device=weight.device if is_fused else "cpu")
+                self.adamw.state[weight] = {"step": step, **zeros}
+
+    def steps(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether it is this optimizer that changes a parameter: of tied ones on a rank, the first."""
+        return id(parameter) in self._stepped
+
+    def moment(self, parameter: torch.nn.Parameter, moment: Holds) -> torch.Tensor:
+        """Give what AdamW keeps of a parameter's gradients, which it changes in place."""
+        assert self.adamw is not None
+        state: torch.Tensor = self.adamw.state[kept(parameter)][moment]
+        return state
+
+    def resume(self, num_steps: int) -> None:
+        """Go on as after so many steps; the moments have been filled."""
+        for _, parameter in self.parameters:
+            assert self.adamw is not None
+            self.adamw.state[kept(parameter)]["step"].fill_(num_steps)
+
+    def zero_gradients(self) -> None:
+        for _, parameter in self.parameters:
+            zero_gradient(parameter)
+
+    def step(self, step: int) -> float:
+        """Take optimizer step number `step`, the first being 0, and give its learning rate."""
+        lr = lr_at(step, self.options)
+        if self.adamw is not None:
+            for group in self.adamw.param_groups:
+                group["lr"] = lr
+            for _, parameter in self.parameters:
+                kept(parameter).grad = parameter.grad
+            self.adamw.step()
+            round_masters(parameter for _, parameter in self.parameters)
+        return lr
+
+
+def lr_at(step: int, options: OptimOptions) -> float:
+    """Give the learning rate of a step, the first being 0."""
+    if step < options.warmup_steps:
+        return options.lr * (step + 1) / options.warmup_steps
+    begin = options.warmup_steps + options.stable_steps
+    if options.decay == "constant" or step < begin:
+        return options.lr
+    done = min(1.0, (step - begin) / (options.decay_steps - begin))
+    return options.min_lr + (options.lr - options.min_lr) * _LEFT[options.decay](done)
+
+
+# What is left of the rate after a share of the decay; as in torchtitan's and transformers' WSD schedules.
+_LEFT: Mapping[Decay, Callable[[float], float]] = {
+    "linear": lambda done: 1 - done,
+    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
+    "sqrt": lambda done: 1 - math.sqrt(done),
+}

@@ -1,1 +1,0 @@
-"""What a run tells: metrics, progress, times, traces."""

@@ -1,0 +1,159 @@
+"""Who writes below a prefix of a bucket, and what of it may be removed: what a manifest, a record or a claim names.
+
+# Note [Objects of others in a prefix]
+Whoever claims a prefix notes there, before the first object is written, the names that it will write (see
+`stores.object_progress`), and makes sure first that none of them is taken. The claim lists names too: of what the
+new output replaces, and of what earlier writers left unfinished. `--force` removes what is named so, or by the
+manifest or the record of the old output. Everything else stays.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from manifests.codec import decode_manifest
+from manifests.errors import InputError, UnreachableError
+from manifests.invariants import MANIFEST_NAME
+from stores.base import read_whole
+from stores.object_client import ObjectEntry
+from stores.objects import CLAIM_NAME, PROGRESS_NAME, Client, ObjectFile
+
+__all__ = [
+    "Found", "OwnedObjects", "Wanted", "lines_of", "new_claim", "objects_of_manifest", "read_claim", "remaining_names",
+    "take_stock",
+]  # fmt: skip
+
+_CLAIM_CHARS = 200  # of what a claim says, shown
+_CLAIM_LINES = 3  # of a claim; names of what is to be removed may follow
+_WORKING = (CLAIM_NAME, PROGRESS_NAME)
+_HINT = "choose another --out, or remove it yourself"
+
+# The objects below a prefix that may be removed from it; None: its output was not written by this command.
+OwnedObjects = Callable[[Client, Mapping[str, ObjectEntry]], Collection[str] | None]
+
+
+def objects_of_manifest(client: Client, listed: Mapping[str, ObjectEntry]) -> Collection[str] | None:
+    """Return the names in a prefix's manifest, itself included; None where there is no manifest to read.
+
+    Raises:
+        UnreachableError: the store failed.
+    """
+    if MANIFEST_NAME not in listed:
+        return None
+    file = ObjectFile(url=f"{client.url}/{MANIFEST_NAME}", entry=listed[MANIFEST_NAME], client=client)
+    try:
+        manifest = decode_manifest(read_whole(file), str(file))
+    except UnreachableError:
+        raise
+    except InputError:
+        return None
+    return {MANIFEST_NAME, *(shard.path for shard in manifest.shards), *(each.path for each in manifest.files)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """An output that is to be written: its shards, its small files, and the one of these that makes it one."""
+
+    shards: Collection[str] = ()
+    small: Collection[str] = ()
+    last: str = MANIFEST_NAME
+    owned: OwnedObjects = objects_of_manifest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """What is below a prefix, and which of it is `ours`: of an `old` output that can be read, or left by a writer."""
+
+    listed: Mapping[str, ObjectEntry]
+    ours: frozenset[str] = frozenset()
+    old: frozenset[str] = frozenset()
+
+    @property
+    def has_manifest(self) -> bool:
+        return MANIFEST_NAME in self.old
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the new objects have the names of old ones: an export's shards are called as the model's were."""
+        return bool(self.old) and not self.has_manifest
+
+    def names_to_write(self, wanted: Wanted, folder: str) -> set[str]:
+        """Return the names that are written before the commit: where something is replaced, small files come then."""
+        return {folder + path for path in wanted.shards} | set(() if self.old else wanted.small)
+
+
+def take_stock(
+    client: Client,
+    listed: Mapping[str, ObjectEntry],
+    wanted: Wanted,
+    *,
+    known: Collection[str],
+    is_unfinished: bool,
+    force: bool,
+) -> Found:
+    """Find out what an output may replace; `known` are names that earlier writers left to be removed.
+
+    Raises:
+        InputError: what is there may not be replaced, or others' objects are where new ones would be.
+    """
+    others = {name: entry for name, entry in listed.items() if name not in _WORKING}
+    if not others and not is_unfinished:
+        return Found(listed=listed)
+    if not force:
+        raise _not_without_force(client, others, is_unfinished)
+    named = wanted.owned(client, others) if not is_unfinished else ()
+    if named is None:
+        problem = "exists, and is not what this command writes; --force does not replace it"
+        raise InputError(client.url, problem, _HINT, code="output.not-ours")
+    ours = frozenset({*named, *known} & others.keys())
+    has_manifest = MANIFEST_NAME in named
+    old = frozenset(named) if has_manifest else ours if wanted.last in named else frozenset()
+    new = set(wanted.small) | (set() if has_manifest else set(wanted.shards))
+    if in_the_way := sorted((new & others.keys()) - ours):
+        problem = "was not written by this command, and the new output has an object of this name"
+        hint = "move it elsewhere, or choose another --out"
+        raise InputError(f"{client.url}/{in_the_way[0]}", problem, hint, code="output.foreign-file")
+    return Found(listed=listed, ours=ours, old=old)
+
+
+def new_claim() -> bytes:
+    """Return a claim, unlike any other."""
+    begun = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    who = f"begun {begun} on {socket.gethostname()} by process {os.getpid()}"
+    return f"{who}\nA command is writing here, or was interrupted.\n{uuid.uuid4()}\n".encode()
+
+
+def lines_of(names: Iterable[str]) -> bytes:
+    """Return the lines of a claim that list names."""
+    return "".join(f"{name}\n" for name in sorted(names)).encode()
+
+
+def remaining_names(claim: bytes) -> set[str]:
+    """Return what the writer that had claimed the prefix was about to remove: it may be dead."""
+    return {name for name in claim.decode(errors="replace").split("\n")[_CLAIM_LINES:] if name}
+
+
+def read_claim(client: Client) -> bytes:
+    """Return what the claim says."""
+    claim = client.look_up(CLAIM_NAME)
+    return b"".join(client.read(claim, 0, claim.nbytes)) if claim.nbytes else b""
+
+
+def _not_without_force(client: Client, others: Mapping[str, ObjectEntry], is_unfinished: bool) -> InputError:
+    if not is_unfinished:
+        hint = "choose another --out, or replace it with --force"
+        return InputError(client.url, "exists already", hint, code="output.exists")
+    text = read_claim(client)[:_CLAIM_CHARS].decode(errors="replace").partition("\n")[0]
+    nbytes = sum(entry.nbytes for entry in others.values())
+    what = f"{len(others)} object{'' if len(others) == 1 else 's'}, {nbytes} bytes, {text}"
+    return InputError(
+        client.url,
+        f"is being written by another command, or was left unfinished by one: {what}",
+        "wait for that one; if it has ended, --force takes its place, and resumes the same plan",
+        code="output.unfinished",
+    )

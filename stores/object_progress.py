@@ -1,0 +1,120 @@
+"""What an unfinished output in a bucket has already: the next run of the same plan sends only the rest."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from manifests.digest import digest_bytes
+from stores.object_client import ObjectEntry
+from stores.objects import PROGRESS_NAME, Client
+
+__all__ = ["Progress", "read_progress"]
+
+
+class _Writable(Protocol):
+    def put(self, name: str, data: bytes) -> None: ...
+
+
+class Progress:
+    """The record: whose plan it is, below which folder, the names it writes, and the etag of each completed object.
+
+    It belongs to one claim. An object counts as completed while its size and etag are those of the record: nobody
+    has written over it since.
+    """
+
+    def __init__(self, plan: str, claim: bytes, folder: str = "", names: Collection[str] = ()) -> None:
+        self.plan, self.claim, self.folder, self.names = plan, digest_bytes(claim), folder, frozenset(names)
+        self.is_stopped = False
+        self._objects: dict[str, tuple[int, str]] = {}
+        self._process = _this_process()
+        self._lock = threading.Lock()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._objects)
+
+    def is_over(self, claim: bytes) -> bool:
+        """Whether the process that has the claim wrote this, and has ended, as far as can be told from here."""
+        return digest_bytes(claim) == self.claim and (self.is_stopped or _has_ended(self._process))
+
+    def completed(self, listed: Mapping[str, ObjectEntry]) -> dict[str, ObjectEntry]:
+        """Return the objects that are as they were completed."""
+        same = (name for name, known in self._objects.items() if name in listed and _facts(listed[name]) == known)
+        return {name: listed[name] for name in same}
+
+    def add(self, client: _Writable, entries: Mapping[str, ObjectEntry]) -> None:
+        """Take note of completed objects, in the bucket too. An etag verifies them: without one, they are not noted."""
+        with self._lock:
+            self._objects |= {name: facts for name, entry in entries.items() if (facts := _facts(entry))}
+            self._put(client)
+
+    def stop(self, client: _Writable) -> None:
+        """Record that the process has stopped writing."""
+        with self._lock:
+            self.is_stopped = True
+            self._put(client)
+
+    def _put(self, client: _Writable) -> None:
+        document = {
+            "plan": self.plan, "claim": self.claim, "folder": self.folder, "names": sorted(self.names),
+            "stopped": self.is_stopped, "process": self._process, "objects": self._objects,
+        }  # fmt: skip
+        client.put(PROGRESS_NAME, json.dumps(document).encode())
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self | None:
+        """Return what a record says; None if it says nothing that can be used."""
+        try:
+            found = json.loads(data)
+            progress = cls(str(found["plan"]), b"", str(found["folder"]), set(map(str, found["names"])))
+            progress.claim, progress.is_stopped = str(found["claim"]), found["stopped"] is True
+            progress._process = dict(found["process"])
+            progress._objects = {str(name): (int(size), str(etag)) for name, (size, etag) in found["objects"].items()}
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return None
+        return progress
+
+
+def read_progress(client: Client, listed: Mapping[str, ObjectEntry]) -> Progress | None:
+    """Return the record of an unfinished output, if there is one that can be used."""
+    if PROGRESS_NAME not in listed:
+        return None
+    entry = client.look_up(PROGRESS_NAME)
+    return Progress.decode(b"".join(client.read(entry, 0, entry.nbytes)) if entry.nbytes else b"")
+
+
+def _facts(entry: ObjectEntry) -> tuple[int, str] | None:
+    return (entry.nbytes, entry.etag) if entry.etag else None
+
+
+def _this_process() -> dict[str, Any]:
+    return {**_system(), "pid": os.getpid(), "begun": _begun(os.getpid())}
+
+
+def _system() -> dict[str, str]:
+    """Return what identifies this boot of this machine and its process namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    try:
+        return {"boot": boot.read_text().strip(), "processes": os.readlink("/proc/self/ns/pid")}
+    except OSError:
+        return {}
+
+
+def _begun(pid: int) -> str:
+    """Return when a process began, in ticks since the boot; "" if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+def _has_ended(process: Mapping[str, Any]) -> bool:
+    system = _system()
+    is_here = bool(system) and {key: process.get(key) for key in system} == system
+    pid, begun = process.get("pid"), process.get("begun")
+    return is_here and isinstance(pid, int) and bool(begun) and _begun(pid) != begun

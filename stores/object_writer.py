@@ -1,0 +1,64 @@
+"""One object of an output in a bucket."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from manifests.errors import InputError
+from stores.object_client import Upload
+
+__all__ = ["ObjectWriter"]
+
+logger = logging.getLogger(__name__)
+
+
+class ObjectWriter:
+    """One object under construction: written from its first byte to its last, there once it is finished.
+
+    `check` raises when the prefix is no longer ours: others may have an object of this name by then. `done` is
+    called once the object is there.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        upload: Upload,
+        nbytes: int,
+        check: Callable[[], None],
+        done: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._where = where
+        self._upload = upload
+        self._nbytes = nbytes
+        self._check, self._done = check, done
+        self._position = 0
+        self.is_open = True
+
+    def write(self, buffer: memoryview, begin: int, end: int, position: int) -> None:
+        """Write `buffer[begin:end]` at `position`, where the last piece ended. The buffer is free afterwards."""
+        assert position == self._position, f"{self._where}: {position} after {self._position}"
+        self._upload.write(bytes(buffer[begin:end]))  # a copy: it is sent later
+        self._position += end - begin
+
+    def finish(self) -> None:
+        """Complete the upload: the object is there, or this raises."""
+        assert self._position == self._nbytes, f"{self._where}: {self._position} of {self._nbytes} bytes"
+        self._check()
+        self.is_open = False
+        self._upload.finish()
+        self._done()
+
+    def close(self) -> None:
+        """Abandon the upload unless it is finished; closing twice does no harm."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        try:
+            self._upload.abandon()
+        except InputError as error:
+            logger.warning(
+                "%s: an unfinished upload, which takes space and is not listed, may be left: %s",
+                self._where,
+                error.problem,
+            )

@@ -1,0 +1,54 @@
+"""Servers that a manifest names: a file from anywhere does not decide where this machine sends requests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from manifests.errors import InputError
+from stores.address import SCHEME, is_url
+from stores.object_client import SCHEMES
+
+__all__ = ["ALLOW_VARIABLE", "allowing_remote", "check_remote"]
+
+ALLOW_VARIABLE = "RESHARD_ALLOW_REMOTE"  # "1", where no flag is at hand: in the ranks of a job
+
+_is_allowed = False  # by a flag of the command that runs
+
+
+@contextmanager
+def allowing_remote() -> Iterator[None]:
+    """Let manifests name servers while the block runs."""
+    global _is_allowed
+    before, _is_allowed = _is_allowed, True
+    try:
+        yield
+    finally:
+        _is_allowed = before
+
+
+def check_remote(location: str, named: str) -> None:
+    """Refuse a server that a manifest at `named` refers to, unless the user has allowed or named it.
+
+    The hub and buckets are reached at the endpoints that this machine's environment configures, whatever a manifest
+    says: they need no consent.
+
+    Raises:
+        InputError: naming the server.
+    """
+    if not is_url(location) or location.startswith(SCHEME) or location.partition("://")[0] in SCHEMES:
+        return
+    if _is_allowed or os.environ.get(ALLOW_VARIABLE) == "1" or _server_of(location) == _server_of(named):
+        return
+    raise InputError(
+        f"{named}: virtual.location",
+        f"reading these bundles sends requests to {_server_of(location)} ({location})",
+        f"if that server is to be trusted: --allow-remote, or {ALLOW_VARIABLE}=1 for runner",
+        code="source.remote-not-allowed",
+    )
+
+
+def _server_of(url: str) -> str:
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{rest.partition('/')[0].rpartition('@')[2]}" if rest else ""

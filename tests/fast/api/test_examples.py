@@ -1,0 +1,53 @@
+"""The example scripts run as their first lines say. `examples/train.py` starts ranks: see `tests/process`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.builders import files_in
+from tests.fast.runner.tiny import save_model
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("examples")
+    save_model(folder / "model")
+    return folder
+
+
+def run(script: str, *arguments: str | Path) -> str:
+    command = [sys.executable, ROOT / "examples" / script, *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_every_example_is_run_by_a_test_and_told_in_the_page() -> None:
+    scripts = {path.name for path in (ROOT / "examples").glob("*.py")}
+    tests = Path(__file__).read_text() + (ROOT / "tests" / "process" / "test_train_example.py").read_text()
+    page = (ROOT / "docs" / "python-api.md").read_text()
+    for script in scripts:
+        assert f'"{script}"' in tests
+        assert f"examples/{script}" in page
+
+
+def test_examples_pack_reshard_export_load_and_plot(folder: Path) -> None:
+    out = folder / "out"
+    said = run("pack.py", folder / "model", out)
+    assert "75 tensors are equal, 47 on another stage" in said
+    assert files_in(out / "hf") == files_in(folder / "model")
+    manifest = json.loads((out / "pp2" / "manifest.json").read_text())
+    assert [f"({rank},): {stage['num_tensors']} tensors" in run("load_stage.py", out / "pp2", "--rank", str(rank))
+            for rank, stage in enumerate(manifest["stages"])] == [True, True]  # fmt: skip
+    said = run("inspect_and_plot.py", out / "pp2", folder / "stages.svg")
+    assert all(f"stage {stage['index']}: {stage['num_tensors']} tensors" in said for stage in manifest["stages"])
+    assert (folder / "stages.svg").read_text().startswith("<?xml")

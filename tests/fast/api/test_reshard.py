@@ -1,0 +1,202 @@
+"""`import reshard`: what the functions return, against the safetensors library and the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import reshard
+from tests.builders import EMBEDDING, HEAD, files_in, llama_config, random_tensors, write_model
+from tests.builders import reshard as command
+from tests.fast.sliced import CUTS, cut_up
+from tests.fast.trained import write_trained
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    write_model(tmp_path / "model", llama_config(tie_word_embeddings=True), num_shards=3)
+    return tmp_path / "model"
+
+
+def equal_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def test_functions_write_and_return_what_the_command_does(model: Path, tmp_path: Path) -> None:
+    packed = reshard.pack(model, tmp_path / "api", "pp=2")
+    told = command("pack", model, "--layout", "pp=2", "--out", tmp_path / "cli", "--json").json
+    assert files_in(tmp_path / "api") == files_in(tmp_path / "cli")
+    assert (packed.num_stages, packed.num_tensors, packed.nbytes) == (2, told["num_tensors"], told["nbytes"])
+    verified, said = reshard.verify(tmp_path / "api"), command("verify", tmp_path / "cli", "--json").json
+    assert (verified.equal, verified.num_tensors, verified.nbytes) == (True, said["num_tensors"], said["nbytes"])
+    exported = reshard.export(tmp_path / "api", tmp_path / "again")
+    assert exported.identical
+    assert files_in(tmp_path / "again") == files_in(model)
+    planned = reshard.plan(model, "pp=2")
+    assert [list(stage.modules) for stage in planned.stages] == [
+        stage["modules"] for stage in command("plan", model, "--layout", "pp=2", "--json").json["stages"]
+    ]
+
+
+def test_state_dict_has_the_bytes_that_safetensors_reads(model: Path, tmp_path: Path) -> None:
+    reshard.pack(model, tmp_path / "out", "pp=2")
+    source = {name: tensor for file in model.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    for stage in reshard.open(tmp_path / "out").stages:
+        found = stage.state_dict(framework="torch")
+        assert found.keys() == stage.tensors().keys()
+        for fqn, tensor in found.items():
+            assert equal_bytes(tensor, source[EMBEDDING if fqn == HEAD else fqn]), fqn
+        for fqn, array in stage.state_dict(dtype="fp32").items():
+            assert np.array_equal(array, found[fqn].float().numpy(), equal_nan=True), fqn
+            assert array.flags.writeable
+
+
+def test_names_that_are_tied_on_a_stage_share_one_array(model: Path, tmp_path: Path) -> None:
+    reshard.pack(model, tmp_path / "out", "pp=1")
+    found = reshard.open(tmp_path / "out").stage(0).state_dict(framework="torch")
+    assert found[HEAD] is found[EMBEDDING]
+
+
+@pytest.mark.parametrize("dtype", ["F32", "F16"])
+def test_numpy_gets_the_dtypes_that_it_has(tmp_path: Path, dtype: str) -> None:
+    config = llama_config()
+    tensors = write_model(tmp_path / "model", config, random_tensors(config, dtypes=(dtype,)))
+    reshard.pack(tmp_path / "model", tmp_path / "out", "pp=2")
+    for stage in reshard.open(tmp_path / "out").stages:
+        for fqn, array in stage.state_dict().items():
+            assert (array.tobytes(), array.shape) == (tensors[fqn].data, tensors[fqn].shape)
+
+
+def test_bf16_as_numpy_is_refused_and_the_hint_works(model: Path, tmp_path: Path) -> None:
+    reshard.pack(model, tmp_path / "out", "pp=2")
+    stage = reshard.open(tmp_path / "out").stage(0)
+    with pytest.raises(reshard.UsageError) as refused:
+        stage.state_dict()
+    assert refused.value.code == "options.array-dtype"
+    assert 'dtype="fp32"' in refused.value.hint
+
+
+@pytest.mark.parametrize("cut", ["rows", "both"])
+def test_optimizer_state_and_slices_are_read_whole(tmp_path: Path, cut: str) -> None:
+    whole = write_trained(tmp_path, "pp=2")
+    expected = [
+        {kind: stage.state_dict(kind, framework="torch") for kind in ("weights", "exp_avg", "exp_avg_sq")}
+        for stage in reshard.open(whole).stages
+    ]
+    cut_up(whole, CUTS[cut])
+    for before, stage in zip(expected, reshard.open(whole).stages, strict=True):
+        for kind, tensors in before.items():
+            found = stage.state_dict(kind, framework="torch")
+            assert found.keys() == tensors.keys()
+            assert all(equal_bytes(found[fqn], tensors[fqn]) for fqn in tensors)
+
+
+def test_missing_optimizer_state_and_stages_are_refused(model: Path, tmp_path: Path) -> None:
+    reshard.pack(model, tmp_path / "out", "pp=2")
+    packed = reshard.open(tmp_path / "out")
+    with pytest.raises(reshard.InputError) as refused:
+        packed.stage(0).state_dict("exp_avg")
+    assert refused.value.code == "checkpoint.no-optimizer-state"
+    for index in (-1, 2):
+        with pytest.raises(reshard.UsageError) as refused_stage:
+            packed.stage(index)
+        assert refused_stage.value.code == "options.no-such-stage"
+
+
+def test_damage_is_refused_when_a_stage_is_read_and_reported_by_verify(model: Path, tmp_path: Path) -> None:
+    reshard.pack(model, tmp_path / "out", "pp=2")
+    packed = reshard.open(tmp_path / "out")
+    shard = tmp_path / "out" / packed.stage(1).info.shards[0].path
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    packed.stage(0).state_dict(framework="torch")
+    with pytest.raises(reshard.InputError) as refused:
+        packed.stage(1).state_dict(framework="torch")
+    assert str(shard) in refused.value.where
+    result = reshard.verify(tmp_path / "out")
+    assert not result.equal
+    assert all(str(shard) in found.where for found in result.differences)
+
+
+def test_config_and_manifest_are_those_on_disk(model: Path, tmp_path: Path) -> None:
+    reshard.pack(model, tmp_path / "out", "pp=2,vpp=2")
+    packed = reshard.open(tmp_path / "out" / "manifest.json")
+    assert packed.config == json.loads((model / "config.json").read_text())
+    assert (packed.layout.num_stages, packed.layout.num_ranks, packed.layout.num_virtual) == (4, 2, 2)
+    assert [stage.info.rank for stage in packed.stages] == [0, 1, 0, 1]
+
+
+def test_progress_rises_to_the_total(model: Path, tmp_path: Path) -> None:
+    calls: list[tuple[int, int]] = []
+
+    def note(done: int, total: int) -> None:
+        calls.append((done, total))
+
+    def last() -> tuple[int, int]:
+        assert calls == sorted(calls)
+        assert calls[0][0] == 0
+        found = calls[-1]
+        calls.clear()
+        return found
+
+    reshard.pack(model, tmp_path / "out", "pp=2", progress=note)
+    done, total = last()
+    assert done == total > 0
+    reshard.export(tmp_path / "out", tmp_path / "again", progress=note)
+    done, total = last()
+    assert done == total > 0
+    reshard.verify(tmp_path / "out", progress=note)
+    assert last()[0] > 0
+    reshard.diff(model, tmp_path / "out", progress=note)
+    assert last()[0] > 0
+
+
+def test_callback_that_raises_stops_the_pack_and_leaves_no_checkpoint(model: Path, tmp_path: Path) -> None:
+    class Stop(Exception):
+        pass
+
+    def stop(done: int, total: int) -> None:
+        if done:
+            raise Stop
+
+    with pytest.raises(Stop):
+        reshard.pack(model, tmp_path / "out", "pp=2", progress=stop)
+    assert not (tmp_path / "out").exists()
+    reshard.pack(model, tmp_path / "out", "pp=2")
+    assert reshard.verify(tmp_path / "out", against=model).equal
+
+
+def test_layout_is_asked_for_where_a_source_has_none(model: Path, tmp_path: Path) -> None:
+    for call in (lambda: reshard.plan(model), lambda: reshard.pack(model, tmp_path / "out")):
+        with pytest.raises(reshard.UsageError) as refused:
+            call()
+        assert (refused.value.where, refused.value.code) == ("--layout", "options.missing-layout")
+
+
+def test_quick_and_against_contradict_each_other(model: Path, tmp_path: Path) -> None:
+    reshard.pack(model, tmp_path / "out", "pp=2")
+    with pytest.raises(reshard.UsageError) as refused:
+        reshard.verify(tmp_path / "out", quick=True, against=model)
+    assert refused.value.code == "options.conflict"
+
+
+def test_diff_finds_the_tensor_that_was_changed(tmp_path: Path) -> None:
+    config = llama_config()
+    tensors = random_tensors(config, dtypes=("F32",))
+    write_model(tmp_path / "a", config, tensors)
+    changed = bytearray(tensors["model.norm.weight"].data)
+    changed[0] ^= 1
+    tensors["model.norm.weight"] = type(tensors["model.norm.weight"])(
+        dtype="F32", shape=tensors["model.norm.weight"].shape, data=bytes(changed)
+    )
+    write_model(tmp_path / "b", config, tensors)
+    found = reshard.diff(tmp_path / "a", tmp_path / "b", with_norms=True)
+    assert [one.fqn for one in found.differences] == ["model.norm.weight"]
+    assert found.differences[0].norm is not None
+    assert not found.equal

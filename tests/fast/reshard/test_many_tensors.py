@@ -1,0 +1,130 @@
+"""Checkpoints of many tensors: what a plan keeps of each is bounded, and what is written is what it always was."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manifests.models import model_shape
+from manifests.safetensors import encode_header, header_template, layout_tensors, template_nbytes
+from reshard.sources.weight_map import read_weight_map
+from reshard.tensors.source_index import KeptText, RecordedShard, SourceRecord, decode_record, encode_record
+from tests.builders import INDEX
+
+ROOT = Path(__file__).parents[3]
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+# Prints the most memory that it ever had in use; getrusage would count the process that it was forked from.
+MEASURED = """
+import sys
+from reshard.cli import main
+try:
+    main()
+finally:
+    print(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0], file=sys.stderr)
+"""
+START_NBYTES = 64 << 20  # of Python with a verb's modules
+MOST_NBYTES_PER_TENSOR = 540  # with its name, once, and what is needed on the way
+
+
+def write_many(folder: Path, num_layers: int, num_experts: int, num_shards: int) -> int:
+    """Write a model of so many small tensors as sparse files; return their number."""
+    config: dict[str, Any] = {
+        "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 16, "intermediate_size": 16,
+        "moe_intermediate_size": 16, "num_hidden_layers": num_layers, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "num_experts": num_experts,
+        "num_experts_per_tok": 2, "quantization_config": FP8,
+    }  # fmt: skip
+    shapes = model_shape(config).tensors
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    names, weight_map = list(shapes), {}
+    for number in range(num_shards):
+        held = names[len(names) * number // num_shards : len(names) * (number + 1) // num_shards]
+        shard = f"model-{number:05d}-of-{num_shards:05d}.safetensors"
+        entries = layout_tensors((fqn, "F32" if fqn.endswith("_inv") else "F8_E4M3", shapes[fqn]) for fqn in held)
+        header = encode_header(entries, {"format": "pt"}, alignment=8)
+        with open(folder / shard, "wb") as file:
+            file.write(header)
+            file.truncate(len(header) + entries[-1].end)
+        weight_map |= dict.fromkeys(held, shard)
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}, indent=2))
+    return len(names)
+
+
+def peak_nbytes(*args: str | Path) -> int:
+    """Run a command, and return its peak of memory."""
+    command = [sys.executable, "-c", MEASURED, *map(str, args)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return 1024 * int(done.stderr.splitlines()[-1])
+
+
+def test_a_plan_and_a_virtual_pack_take_a_few_hundred_bytes_for_each_tensor(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    num_tensors = write_many(source, num_layers=20, num_experts=500, num_shards=20)
+    bound = START_NBYTES + MOST_NBYTES_PER_TENSOR * num_tensors
+    assert peak_nbytes("plan", source, "--layout", "pp=4") < bound
+    assert peak_nbytes("pack", source, "--layout", "pp=4", "--virtual", "--out", tmp_path / "out", "--quiet") < bound
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_million_tensors_take_less_than_600_mb(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    assert write_many(source, num_layers=100, num_experts=1666, num_shards=100) > 1_000_000
+    assert peak_nbytes("plan", source, "--layout", "pp=4") < 600_000_000
+    assert peak_nbytes("pack", source, "--layout", "pp=4", "--virtual", "--out", tmp_path / "out") < 600_000_000
+
+
+TEXTS = st.text(st.characters(exclude_categories=("Cs",)), max_size=8)
+
+
+@given(TEXTS, TEXTS, st.none() | TEXTS)
+def test_the_record_is_written_as_json_writes_it(name: str, text: str, index: str | None) -> None:
+    shards = (RecordedShard("a.safetensors", f"{{}} {text}"), RecordedShard(name, text))
+    for held, dropped in ((shards, (name, "b")), ((), ())):
+        record = SourceRecord(shards=held, index=None if index is None else KeptText(index.encode()), dropped=dropped)
+        document = {
+            "format": "reshard-source",
+            "version": 1,
+            "shards": [{"name": shard.name, "header": shard.kept.text.decode()} for shard in held],
+            "index": index,
+            "dropped": list(dropped),
+        }
+        assert encode_record(record) == (json.dumps(document, indent=1) + "\n").encode()
+
+
+def test_a_long_record_is_read_as_it_was_written() -> None:
+    index = json.dumps({"weight_map": {}, "é\U0001f600": "é\U0001f600" * 400_000}, ensure_ascii=False)
+    record = SourceRecord(shards=(RecordedShard("a.safetensors", "{}"),), index=KeptText(index.encode()))
+    assert decode_record(encode_record(record)) == record
+    assert json.loads(encode_record(record))["index"] == index
+
+
+@given(st.lists(st.tuples(TEXTS, st.lists(st.integers(0, 300), max_size=3)), unique_by=lambda pair: pair[0]))
+def test_the_length_of_a_header_is_known_before_it_is_made(tensors: list[tuple[str, list[int]]]) -> None:
+    kinds = [(name, "F32", tuple(shape)) for name, shape in tensors]
+    expected = header_template(layout_tensors(kinds), {"a": "é"})
+    assert template_nbytes(iter(kinds), {"a": "é"}) == len(expected)
+
+
+@given(
+    st.dictionaries(TEXTS, TEXTS, max_size=4),
+    st.none() | st.dictionaries(TEXTS, st.integers(0) | TEXTS | st.booleans() | st.none(), max_size=3),
+    st.booleans(), st.sampled_from([None, 2]), st.booleans(),
+)  # fmt: skip
+def test_an_index_is_what_json_says(
+    weight_map: dict[str, str], metadata: dict[str, Any] | None, is_last: bool, indent: int | None, is_ascii: bool
+) -> None:
+    document = {"weight_map": weight_map} if metadata is None else {"metadata": metadata, "weight_map": weight_map}
+    if is_last:
+        document = dict(reversed(document.items()))
+    raw = json.dumps(document, indent=indent, ensure_ascii=is_ascii).encode()
+    assert read_weight_map(raw, "index", {name: name for name in weight_map}) == weight_map

@@ -1,0 +1,83 @@
+"""What every command has in common: --quiet, completion of paths, suggestions, exit codes of typing errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import pytest
+from click.shell_completion import ShellComplete
+from click.testing import CliRunner
+
+from reshard.cli.command import cli as reshard_cli
+from runner.commands import cli as runner_cli
+from runner.config.flags import training_command
+from tests.builders import llama_config, reshard, write_model
+from tests.fast.reshard.configs import write_config
+
+WORDS = {
+    "reshard": [
+        ("plan",), ("pack",), ("pack", "x", "--out"), ("pack", "x", "--layout"), ("export",), ("verify",),
+        ("verify", "x", "--against"), ("inspect",), ("diff",), ("diff", "a"), ("commit",), ("plan", "x", "--draw"),
+    ],
+    "runner": [
+        ("launch",), ("launch", "--job"), ("launch", "--log-dir"), ("eval",), ("eval", "x", "--data"), ("generate",),
+        ("status",), ("logs",), ("cancel",), ("report",), ("report", "x", "--out"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("command", "words"), [(command, words) for command, several in WORDS.items() for words in several]
+)
+def test_completion_offers_paths_wherever_one_is_meant(command: str, words: tuple[str, ...]) -> None:
+    group = reshard_cli if command == "reshard" else runner_cli
+    completer = ShellComplete(group, {}, command, f"_{command.upper()}_COMPLETE")
+    assert [item.type for item in completer.get_completions(list(words), "")] in (["file"], ["dir"])
+
+
+def test_flags_of_training_that_name_paths_are_paths() -> None:
+    names = {"data", "eval_data", "checkpoint", "resume", "save", "log_dir", "stage_to_local", "schedule"}
+    paths = {option.name for option in training_command.params if isinstance(option.type, click.Path)}
+    assert paths == names
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("lanuch", "launch"), ("statsu", "status"), ("evla", "eval"), ("reprot", "report")]
+)
+def test_verb_with_a_typing_error_is_suggested(typed: str, meant: str) -> None:
+    done = CliRunner().invoke(runner_cli, [typed])
+    assert done.exit_code == 2
+    assert f"'{meant}'" in done.output
+
+
+def test_layout_and_schedule_with_typing_errors_are_usage_errors_alike(tmp_path: Path) -> None:
+    config = write_config(tmp_path / "tiny.json")
+    for words in (("--layout", "p=2"), ("--layout", "pp=2,vp=3"), ("--layout", "pp=2", "--schedule", "1F1C")):
+        assert reshard("plan", config, *words).code == 2, words
+    (tmp_path / "layout.toml").write_text("stages = 7\n")
+    assert reshard("plan", config, "--layout", tmp_path / "layout.toml").code == 3
+
+
+def test_quiet_verbs_print_nothing_when_all_is_well(tmp_path: Path) -> None:
+    write_model(tmp_path / "source", llama_config())
+    out = tmp_path / "out"
+    for words in (
+        ("pack", tmp_path / "source", "--layout", "pp=2", "--out", out),
+        ("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "parts", "--part", "1/1"),
+        ("commit", tmp_path / "parts"),
+        ("verify", out),
+        ("export", out, "--to", "hf", "--out", tmp_path / "again"),
+    ):
+        ended = reshard(*words, "--quiet")
+        assert (ended.code, ended.out, ended.err) == (0, "", ""), words
+
+
+@pytest.mark.parametrize("group", [reshard_cli, runner_cli], ids=["reshard", "runner"])
+def test_every_verb_that_works_long_can_be_quiet(group: click.Group) -> None:
+    context = click.Context(group)
+    short = {"status", "logs", "cancel", "report"}  # their answer is all they print
+    for name in set(group.list_commands(context)) - short:
+        command = group.get_command(context, name)
+        assert command is not None
+        assert "--quiet" in {flag for option in command.params for flag in option.opts}, name

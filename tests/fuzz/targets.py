@@ -1,0 +1,33 @@
+"""What is fuzzed: a check that raises where a promise is broken, inputs to begin with, and what the input is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from tests.fuzz import documents, header, job, manifest, record, runlog, tokenizer
+
+__all__ = ["TARGETS", "Target"]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A decoder under fuzzing; `kind` chooses how inputs are mutated."""
+
+    check: Callable[[bytes], None]
+    seeds: Callable[[], tuple[bytes, ...]]
+    kind: Literal["json", "lines", "header", "bytes"]
+
+
+TARGETS: Mapping[str, Target] = {
+    "header": Target(header.check, header.seeds, "header"),
+    "manifest": Target(manifest.check, manifest.seeds, "json"),
+    "record": Target(record.check, record.seeds, "json"),
+    "text": Target(documents.check_text, documents.texts, "bytes"),
+    "lines": Target(documents.check_lines, documents.lines, "lines"),
+    "parquet": Target(documents.check_rows, documents.rows, "bytes"),
+    "tokenizer": Target(tokenizer.check, tokenizer.seeds, "json"),
+    "job": Target(job.check, job.seeds, "bytes"),
+    "runlog": Target(runlog.check, runlog.seeds, "json"),
+}

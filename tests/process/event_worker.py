@@ -1,0 +1,112 @@
+"""Commands of reshard, each in a fork of one process that has imported them, struck at their n-th change of a disk.
+
+Reads a job from each line of standard input: `args`, the file `said` for its output, what happens (`act`) `at` which
+change, or what the server at an `endpoint` does at which request (`strike`). Answers with the exit code (a signal's is
+negative) and the number of changes that were made.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import manifests.publish
+from reshard import cli
+from reshard.operations import export, pack, pack_distributed  # noqa: F401 - once, not in each fork
+from reshard.sources import open as sources  # noqa: F401
+
+if len(sys.argv) > 1:  # for buckets; their client starts no threads before it is used
+    import obstore.store  # noqa: F401
+
+    from tests.servers.s3 import Strike, strike
+
+CHANGES = ("rename", "replace", "link", "unlink", "mkdir", "rmdir", "fsync", "pwrite", "truncate", "chmod")
+ERRORS = {"full": errno.ENOSPC, "broken": errno.EIO, "refused": errno.EACCES}
+
+
+class Disk:
+    """Counts changes of a disk, and does what is asked before the one `at` which it is asked."""
+
+    def __init__(self, act: str, at: int) -> None:
+        self._act, self._at, self._lock = act, at, threading.Lock()
+        self.num_changes = 0
+
+    def counted(self, change: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(*args: Any, **keywords: Any) -> Any:
+            with self._lock:
+                number, self.num_changes = self.num_changes, self.num_changes + 1
+            if number == self._at or (number > self._at >= 0 and self._act == "broken"):
+                self._strike()
+            return change(*args, **keywords)
+
+        return changed
+
+    def _strike(self) -> None:
+        if self._act in ERRORS:
+            raise OSError(ERRORS[self._act], os.strerror(ERRORS[self._act]))
+        os.kill(os.getpid(), getattr(signal, self._act))
+
+
+def noting(path: str) -> Callable[..., int]:
+    """Return a `pwrite` that notes in a file where what is written, before it is."""
+    log, pwrite = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), os.pwrite
+
+    def noted(descriptor: int, data: memoryview, position: int) -> int:
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        os.write(log, (json.dumps([name, position, position + len(data)]) + "\n").encode())
+        return pwrite(descriptor, data, position)
+
+    return noted
+
+
+def run(job: dict[str, Any]) -> None:
+    """Run a command, in the place of this process."""
+    said = os.open(job["said"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(said, stream)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    disk, code = Disk(job["act"], job["at"]), 0
+    os.pwrite = noting(f"{job['said']}.written")
+    for name in CHANGES:
+        setattr(os, name, disk.counted(getattr(os, name)))
+    manifests.publish.exchange = disk.counted(manifests.publish.exchange)
+    if job.get("strike"):
+        strike(job["endpoint"], Strike(pid=os.getpid(), **job["strike"]))
+    sys.argv = ["reshard", *job["args"]]
+    try:
+        cli.main()
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    finally:
+        with open(f"{job['said']}.changes", "w") as file:
+            file.write(str(disk.num_changes))
+        sys.stdout.flush()
+    os._exit(code)
+
+
+def main() -> None:
+    for line in sys.stdin:
+        job = json.loads(line)
+        open(f"{job['said']}.changes", "w").close()
+        if not (child := os.fork()):
+            try:
+                run(job)
+            finally:
+                os._exit(1)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        with open(f"{job['said']}.changes") as file:
+            print(json.dumps({"code": code, "changes": int(file.read() or 0)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

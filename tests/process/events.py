@@ -1,0 +1,66 @@
+"""What the tests of struck commands share: how many events there are, and the process that runs the commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+__all__ = ["NUM_BUCKET_EVENTS", "NUM_LOCAL_EVENTS", "Worker", "chunks_of", "start_worker"]
+
+ROOT = Path(__file__).resolve().parents[2]
+# A thousand seeded events in all: `make test` runs the first few of each kind, `make test-all` all.
+NUM_LOCAL_EVENTS, NUM_BUCKET_EVENTS = 700, 300
+
+
+class Worker:
+    """The process that runs commands, and what they said."""
+
+    def __init__(self, process: subprocess.Popen[str], said: Path) -> None:
+        self._process, self.said = process, said
+        self.written: list[tuple[str, int, int]] = []  # by the last command: file, first byte, end
+
+    def run(self, *args: object, **what: Any) -> tuple[int, int]:
+        """Return a command's exit code and the number of changes that it made to a disk."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        job = {"args": [str(arg) for arg in args], "said": str(self.said), "act": "", "at": -1, **what}
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        answer = json.loads(self._process.stdout.readline())
+        lines = Path(f"{self.said}.written").read_text().splitlines()
+        self.written = [(str(name), int(begin), int(end)) for name, begin, end in map(json.loads, lines)]
+        return answer["code"], answer["changes"]
+
+
+@contextmanager
+def start_worker(said: Path, environment: Mapping[str, str], *args: str) -> Iterator[Worker]:
+    """Run the worker until the block ends."""
+    command = [sys.executable, "tests/process/event_worker.py", *args]
+    own = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**own, **environment, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        yield Worker(process, said)
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def chunks_of(num_events: int, num_sampled: int, num_together: int) -> list[Any]:
+    """Return ranges of seeds: a sample, and the rest in slow chunks."""
+    starts = range(num_sampled, num_events, num_together)
+    rest = (range(first, min(first + num_together, num_events)) for first in starts)
+    slow = (pytest.param(seeds, id=str(seeds[0]), marks=pytest.mark.slow) for seeds in rest)
+    return [pytest.param(range(num_sampled), id="sample"), *slow]

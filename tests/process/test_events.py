@@ -1,0 +1,172 @@
+"""Kills, signals and failing disks at any change that a command makes: what is not ours stays, a rerun ends well."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.builders import files_in, leftovers, llama_config, reshard, write_model
+from tests.process.events import NUM_LOCAL_EVENTS, Worker, chunks_of, start_worker
+from tests.sentinels import Sentinels, plant_in
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(1200)]
+
+ACTS = ("SIGKILL", "SIGKILL", "SIGKILL", "SIGTERM", "SIGINT", "full", "broken", "refused")
+OPERATIONS = ("pack", "forced pack", "reshard", "forced reshard", "export", "forced export", "parts", "forced parts")
+NUM_EVENTS = 24  # of `make test`; the others come in slow chunks
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    with start_worker(tmp_path_factory.mktemp("said") / "said", {}) as started:
+        yield started
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """A source, bundles of it, and what each operation makes of them; `old` is what forced ones replace."""
+
+    folder: Path
+
+    def commands(self, operation: str, out: Path) -> list[tuple[object, ...]]:
+        force = ("--force",) if operation.startswith("forced") else ()
+        source, packed = self.folder / "source", self.folder / "packed"
+        pack = ("pack", source, "--layout", "pp=2", "--out", out, "--quiet", *force)
+        if operation.endswith("parts"):
+            return [(*pack, "--part", "1/2"), (*pack, "--part", "2/2"), ("commit", out, *force)]
+        if operation.endswith("reshard"):
+            return [("pack", packed, "--layout", "pp=3", "--out", out, "--quiet", *force)]
+        if operation.endswith("export"):
+            return [("export", packed, "--to", "hf", "--out", out, "--quiet", *force)]
+        return [pack]
+
+    def expected(self, operation: str) -> dict[str, bytes]:
+        return files_in(self.folder / operation.split()[-1])
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    place = Place(folder=tmp_path_factory.mktemp("events"))
+    write_model(place.folder / "source", llama_config(num_hidden_layers=3), num_shards=2)
+    made = reshard("pack", place.folder / "source", "--layout", "pp=4", "--out", place.folder / "packed")
+    assert made.code == 0, made.err
+    for operation in OPERATIONS[::2]:
+        for command in place.commands(operation, place.folder / operation):
+            ended = reshard(*map(str, command))
+            assert ended.code == 0, ended.err
+    return place
+
+
+def begin(place: Place, operation: str, folder: Path) -> tuple[Path, list[Sentinels]]:
+    """Make a place for an output: others' files around it and, where one is there to be replaced, in it."""
+    out = folder / "out"
+    sentinels = [plant_in(folder)]
+    if operation == "forced export":
+        assert reshard("export", place.folder / "packed", "--to", "hf", "--out", out).code == 0
+    elif operation.startswith("forced"):
+        shutil.copytree(place.folder / "packed", out)
+    if out.exists():
+        sentinels.append(plant_in(out))
+    return out, sentinels
+
+
+def ours_in(out: Path) -> dict[str, bytes]:
+    """Give the files of an output less those that were planted."""
+    with_planted = files_in(out)
+    return {name: with_planted[name] for name in with_planted if not is_planted(name)}
+
+
+def is_planted(name: str) -> bool:
+    first = name.split("/")[0]
+    kinds = ("notes.txt", "optimizer.pt", "pytorch_model.bin", ".git", "nested", "link", "pipe")
+    return first.startswith(("name with", "read", "link")) or first in kinds
+
+
+def journaled(folder: Path) -> set[tuple[str, int]]:
+    """Return the runs of tensors that journals say are on disk: the file's path, and the run's first byte."""
+    found = set()
+    for path in (folder / ".out.partial/.journal", *folder.glob(".out.parts/*")):
+        lines = path.read_text().splitlines() if path.is_file() else []
+        for line in lines[1:] if lines and lines[0].startswith('{"plan"') else ():
+            with suppress(ValueError):  # cut short
+                run = json.loads(line)
+                found.add((str(folder / ".out.partial" / run["output"]), run["position"]))
+    return found
+
+
+def check_kept(worker: Worker, kept: set[tuple[str, int]], context: str) -> None:
+    """Assert that the last command wrote nothing again that a journal said was on disk."""
+    again = {run for run in kept for name, begin, end in worker.written if name == run[0] and begin <= run[1] < end}
+    assert not again, (context, again)
+
+
+@contextmanager
+def emptied(folder: Path) -> Iterator[Path]:
+    folder.mkdir()
+    yield folder
+    for path in folder.rglob("*"):
+        if path.is_dir() and not path.is_symlink():
+            path.chmod(0o755)
+    shutil.rmtree(folder)
+
+
+def strike(place: Place, worker: Worker, seed: int, folder: Path) -> int:
+    """Strike one command of an operation, once or twice, and run it again; return how much of it was kept."""
+    chance = random.Random(seed)
+    operation = OPERATIONS[seed % len(OPERATIONS)]
+    out, sentinels = begin(place, operation, folder)
+    commands, expected = place.commands(operation, out), place.expected(operation)
+    old = ours_in(out) if out.exists() else None
+    struck, kept = chance.randrange(len(commands)), set[tuple[str, int]]()
+    for command in commands[:struck]:
+        assert worker.run(*command)[0] == 0, worker.said.read_text()
+    for _ in range(chance.randint(1, 2)):
+        act = chance.choice(ACTS)
+        at = int(chance.paretovariate(0.6)) - 1 if chance.random() < 0.5 else chance.randrange(120)
+        code, _ = worker.run(*commands[struck], act=act, at=at)
+        context = f"seed {seed}: {operation}, {act} at change {at}, code {code}: {worker.said.read_text()}"
+        assert code in (0, 3, 5, 130, -9, -15), context
+        check_kept(worker, kept, context)
+        kept = journaled(folder)
+        for each in sentinels:
+            each.check()
+        now = ours_in(out) if out.exists() else None
+        assert now in (old, expected), context
+        assert code != 0 or now == expected or struck < len(commands) - 1, context
+        if now == expected and old != expected:
+            break
+    for command in commands[struck:]:
+        code, _ = worker.run(*command)
+        check_kept(worker, kept, context)
+        said = worker.said.read_text()
+        assert code == 0 or (out.exists() and ours_in(out) == expected and "exists already" in said), (context, said)
+    assert ours_in(out) == expected, context
+    for each in sentinels:
+        each.check()
+    # Of a disk that broke for good as an export's record was written, or what was replaced was removed, nothing goes.
+    records = (".out.exported.json", "..out.exported.json.partial", *([".out.partial"] if act == "broken" else []))
+    beside = [name for name in leftovers(out) if name not in records]
+    assert beside == ["out"], context
+    return len(kept)
+
+
+@pytest.mark.parametrize("seeds", chunks_of(NUM_LOCAL_EVENTS, NUM_EVENTS, 113))
+def test_struck_command_touches_nothing_of_others_and_ends_well_when_it_is_run_again(
+    seeds: range, place: Place, worker: Worker, tmp_path: Path
+) -> None:
+    failed, num_kept = [], 0
+    for seed in seeds:
+        with emptied(tmp_path / str(seed)) as folder:
+            try:
+                num_kept += strike(place, worker, seed, folder)
+            except AssertionError as error:
+                failed.append(f"{seed}: {error}")
+    assert failed == []
+    assert num_kept > 0, "no rerun had anything to resume from"

@@ -1,0 +1,190 @@
+"""One flipped bit anywhere in a checkpoint is found before a step, a loss or a token is computed from it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.builders import reshard
+from tests.fast.runner.tiny import HEAD, save_model
+from tests.fast.runner.words import WORDS, write_tokenizer
+from tests.process.torchrun import launch
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(1500)]
+
+SEED = 20
+TRAINING = ("--seq-len", 16, "--global-batch", 8, "--microbatch", 2, "--lr", 1e-3)
+READING = {"eval": ("--seq-len", 16), "generate": ("--prompt", "w1 w2", "--max-new-tokens", 1)}
+AT_A_TIME = 40  # jobs of a process: each leaves the threads of its gloo groups behind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """A way to read a checkpoint; `origin` is one that training resumes from, otherwise `packed` is read."""
+
+    name: str
+    num_ranks: int
+    packed: str = "pp1"
+    flags: tuple[str | int, ...] = ()
+    kind: str = "train"
+    origin: str | None = None
+
+
+SHARDED, CUT = ("--dp-shard", 2), ("--tp", 2)
+TWO = (
+    Mode(name="stages", num_ranks=2, packed="pp2"),
+    Mode(name="sharded", num_ranks=2, flags=SHARDED),
+    Mode(name="cut", num_ranks=2, flags=CUT),
+    Mode(name="broadcast", num_ranks=2, flags=(*SHARDED, "--load", "broadcast")),
+    Mode(name="virtual", num_ranks=2, packed="virtual2"),
+    Mode(name="virtual-sharded", num_ranks=2, packed="virtual1", flags=SHARDED),
+    Mode(name="resumed-stages", num_ranks=2, packed="pp2", origin="stages"),
+    Mode(name="resumed-sharded", num_ranks=2, flags=SHARDED, origin="sharded"),
+    Mode(name="resumed-cut", num_ranks=2, flags=CUT, origin="sharded"),
+    Mode(name="eval", num_ranks=2, packed="pp2", kind="eval"),
+    Mode(name="generate", num_ranks=2, packed="pp2", kind="generate"),
+)
+FOUR = (
+    Mode(name="hybrid", num_ranks=4, flags=("--dp-replicate", 2, *SHARDED)),
+    Mode(name="stages-sharded", num_ranks=4, packed="pp2", flags=SHARDED),
+    Mode(name="sharded-cut", num_ranks=4, flags=(*SHARDED, *CUT)),
+    Mode(name="resumed-on-four", num_ranks=4, flags=("--dp-shard", 4), origin="sharded"),
+    Mode(name="resumed-hybrid", num_ranks=4, flags=("--dp-replicate", 2, *SHARDED), origin="stages"),
+)
+LEAN = ("sharded", "cut", "broadcast", "virtual", "resumed-cut", "eval")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a tokenizer, packed in every way, and checkpoints of two ways to train it."""
+    place = tmp_path_factory.mktemp("flips")
+    source = place / "source"
+    save_model(source, num_hidden_layers=2, tie_word_embeddings=True)
+    write_tokenizer(source, **json.loads((source / "config.json").read_text()))
+    for layout in (1, 2):
+        for name, flags in ((f"pp{layout}", ()), (f"virtual{layout}", ("--virtual",))):
+            packed = reshard("pack", source, "--layout", f"pp={layout}", "--out", place / name, *flags)
+            assert packed.code == 0, packed.err
+    chosen = random.Random(SEED)
+    lines = (" ".join(chosen.choice(WORDS) for _ in range(30)) for _ in range(40))
+    (place / "text.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    begun = [mode for mode in TWO if mode.name in ("stages", "sharded")]
+    ended = go(place, [job_of(place, mode, "begun") for mode in begun], 2)
+    assert [end["exit_code"] for end in ended.values()] == [0, 0], ended
+    return place
+
+
+def job_of(place: Path, mode: Mode, name: str, flip: Sequence[Any] | None = None) -> dict[str, Any]:
+    log = place / "logs" / f"{mode.name}-{name}"
+    data = ("--data", place / "text.jsonl")
+    if mode.kind == "train":
+        args = (*data, *TRAINING, "--log-dir", log, *mode.flags, "--steps", 3 if mode.origin else 2)
+        if mode.origin:
+            args += ("--resume", checkpoint(place, mode.origin))
+        if name == "begun":
+            args += ("--checkpoint", log, "--checkpoint-every", 2)
+    else:
+        args = (*(data if mode.kind == "eval" else ()), *READING[mode.kind])
+    return {
+        "name": log.name,
+        "kind": mode.kind,
+        "root": str(place / mode.packed),
+        "args": [str(arg) for arg in args],
+        "flip": flip,
+    }
+
+
+def checkpoint(place: Path, origin: str) -> Path:
+    return place / "logs" / f"{origin}-begun" / "step-000002"
+
+
+def go(place: Path, jobs: list[dict[str, Any]], num_ranks: int) -> dict[str, dict[str, Any]]:
+    (place / "ended").mkdir(exist_ok=True)
+    for some in (jobs[at : at + AT_A_TIME] for at in range(0, len(jobs), AT_A_TIME)):
+        (place / "jobs.json").write_text(json.dumps(some))
+        launch(num_ranks, "flips_worker.py", place / "jobs.json", place / "ended", timeout_s=600)
+    return {job["name"]: json.loads((place / "ended" / f"{job['name']}.json").read_text()) for job in jobs}
+
+
+def draw_flip(place: Path, mode: Mode, chosen: random.Random) -> tuple[str, int, int]:
+    """Choose a bit of one of the files that a job reads: a small file, or the header or the data of a shard."""
+    read = checkpoint(place, mode.origin) if mode.origin else place / mode.packed
+    files = [path for path in sorted(read.rglob("*")) if path.is_file()]
+    shards = [path for path in files if path.suffix == ".safetensors"] or [place / "source" / "model.safetensors"]
+    small = [path for path in files if path.suffix != ".safetensors"]
+    if chosen.random() < 0.4:
+        file = chosen.choice(small)
+        return str(file), chosen.randrange(file.stat().st_size), chosen.randrange(8)
+    file = chosen.choice(shards)
+    data = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+    in_data = chosen.random() < 0.7
+    position = chosen.randrange(data, file.stat().st_size) if in_data else chosen.randrange(data)
+    return str(file), position, chosen.randrange(8)
+
+
+def check_flips(place: Path, modes: Sequence[Mode], count: int) -> None:
+    """Flip `count` bits in each mode, and run each mode once with none flipped."""
+    num_ranks = modes[0].num_ranks
+    jobs, flips, unread = [], dict[str, Any](), set[str]()
+    for mode in modes:
+        chosen = random.Random(f"{SEED} {mode.name}")
+        for number in range(count):
+            job = job_of(place, mode, str(number), draw_flip(place, mode, chosen))
+            flips[job["name"]] = job["flip"]
+            if is_unread(mode, *job["flip"][:2]):
+                unread.add(job["name"])
+            jobs.append(job)
+        jobs.append(job_of(place, mode, "whole"))
+    ended = go(place, jobs, num_ranks)
+    for name, end in ended.items():
+        told, mode = (name, flips.get(name), end), name.rpartition("-")[0]
+        if name.endswith("-whole"):
+            assert end["exit_code"] == 0, told
+            continue
+        if name in unread:
+            assert end["exit_code"] == 0, told
+            assert losses(place / "logs" / name) == losses(place / "logs" / f"{mode}-whole") != [], told
+            continue
+        assert end["exit_code"] == 3, told
+        assert losses(place / "logs" / name) == [], told
+
+
+def losses(log: Path) -> list[float]:
+    """Return the loss of each step that was taken."""
+    metrics = log / "metrics.jsonl"
+    lines = map(json.loads, metrics.read_text().splitlines()) if metrics.exists() else ()
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def is_unread(mode: Mode, file: str, position: int) -> bool:
+    """Whether nothing reads a bit: it is in the optimizer state of the tied head's copy, and one rank has both ends.
+
+    Such a rank steps one parameter, the embedding, and reads the state of that one.
+    """
+    path = Path(file)
+    if mode.packed != "pp1" or path.parent.name not in ("exp_avg", "exp_avg_sq"):
+        return False
+    data = path.read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    found = json.loads(data[8:begin]).get(HEAD)
+    return found is not None and found["data_offsets"][0] <= position - begin < found["data_offsets"][1]
+
+
+def test_a_flipped_bit_is_found_before_a_step_is_taken(place: Path) -> None:
+    check_flips(place, [mode for mode in TWO if mode.name in LEAN], 2)
+
+
+@pytest.mark.slow
+def test_flipped_bits_are_found_however_two_ranks_read(place: Path) -> None:
+    check_flips(place, TWO, 13)
+
+
+@pytest.mark.slow
+def test_flipped_bits_are_found_however_four_ranks_read(place: Path) -> None:
+    check_flips(place, FOUR, 12)

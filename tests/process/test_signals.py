@@ -1,0 +1,104 @@
+"""Ctrl-C and SIGTERM at any moment from a command's first line on: a word, exit code 130, and a state that says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.process.local_jobs import ROOT, SMALL, pack_tiny, runner
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+
+NUMBERS = [signal.SIGINT, signal.SIGTERM]
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pack_tiny(tmp_path_factory.mktemp("models"), 2)
+
+
+def commands(packed: Path, folder: Path) -> dict[str, tuple[str | Path, ...]]:
+    return {
+        "launch": ("runner", "launch", packed, "--", *SMALL, "--steps", "100000", "--log-dir", folder / "log"),
+        "generate": ("runner", "generate", packed, "--tokens", "1,2"),
+        "pack": ("reshard", "pack", packed, "--layout", "pp=1", "--out", folder / "out"),
+    }
+
+
+def start(*words: str | Path, **options: object) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", *map(str, words)], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE, text=True, **options,  # type: ignore[call-overload]
+    )  # fmt: skip
+
+
+def check_word(process: subprocess.Popen[str]) -> None:
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 130, said
+    assert "Traceback" not in said
+    assert said.count("interrupted") == 1, said
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("verb", ["launch", "generate", "pack"])
+def test_signal_that_waits_for_the_first_line_ends_a_command_with_a_word(
+    verb: str, number: signal.Signals, packed: Path, tmp_path: Path
+) -> None:
+    """It is blocked when Python starts, and sent before: it comes when the command takes it, and not later."""
+    process = start(
+        *commands(packed, tmp_path)[verb], preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    )
+    process.send_signal(number)
+    check_word(process)
+    assert list(tmp_path.iterdir()) == []
+
+
+def words_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+def is_agent(pid: int) -> bool:
+    return "runner.launch.agent" in words_of(pid)
+
+
+def imports_torch(pid: int) -> bool:
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+
+
+def has_ranks(pid: int) -> bool:
+    return bool(Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("moment", [is_agent, imports_torch, pytest.param(has_ranks, marks=pytest.mark.slow)])
+def test_signal_while_a_job_begins_ends_it_with_a_word_and_it_counts_as_stopped(
+    moment: Callable[[int], bool], number: signal.Signals, packed: Path, tmp_path: Path
+) -> None:
+    process = start(*commands(packed, tmp_path)["launch"])
+    deadline = time.monotonic() + 60
+    while not moment(process.pid):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+    process.send_signal(number)
+    check_word(process)
+    found = json.loads(runner("status", tmp_path / "log", "--json").stdout)
+    assert found["state"] == "STOPPED"
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_signal_that_the_caller_ignores_is_ignored(number: signal.Signals, packed: Path, tmp_path: Path) -> None:
+    process = start(*commands(packed, tmp_path)["pack"], preexec_fn=lambda: signal.signal(number, signal.SIG_IGN))
+    process.send_signal(number)
+    assert (process.communicate(timeout=60)[1], process.returncode) == ("", 0)

@@ -1,0 +1,157 @@
+"""What a run will write, probed before its first step: full, small and read-only disks are refused, and left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.process.local_jobs import ROOT, SMALL, pack_tiny, runner
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(os.geteuid() != 0, reason="NOT TESTED: full and read-only disks. Only root can mount one"),
+]
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pack_tiny(tmp_path_factory.mktemp("models"), 2)
+
+
+@contextmanager
+def mounted(folder: Path, nbytes: int = 1 << 20) -> Iterator[Path]:
+    folder.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", folder], capture_output=True)
+    if mount.returncode:
+        pytest.skip(f"NOT TESTED: a small disk. This root may not mount: {mount.stderr.decode().strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with mounted(tmp_path / "disk") as folder:
+        yield folder
+
+
+def make_read_only(disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+
+
+def fill(disk: Path) -> None:
+    with open(disk / "ballast", "wb", buffering=0) as file:
+        try:
+            while file.write(bytes(1 << 12)):
+                pass
+        except OSError:
+            return
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def launch(packed: Path, *training: str | Path) -> tuple[int, str]:
+    done = runner("launch", packed, "--", *SMALL, "--steps", "2", *training)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("flag", ["--save", "--checkpoint", "--log-dir"])
+def test_read_only_place_is_refused_by_its_flag_before_a_rank_starts(
+    flag: str, packed: Path, disk: Path, tmp_path: Path
+) -> None:
+    (disk / "there").mkdir()
+    make_read_only(disk)
+    place = disk / "there" / "out" if flag == "--save" else disk / "there"
+    log = () if flag == "--log-dir" else ("--log-dir", tmp_path / "log")
+    code, said = launch(packed, flag, place, *log)
+    assert code == 3, said
+    assert said.startswith(f"error: {flag} {place}: "), said
+    assert "Traceback" not in said
+    assert names_in(disk) == ["there"]
+
+
+@pytest.mark.parametrize("folder", ["trace", "tensorboard"])
+def test_folder_of_the_log_that_cannot_be_written_is_refused(folder: str, packed: Path, tmp_path: Path) -> None:
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / folder).write_text("a file")
+    asked = ("--trace", "1") if folder == "trace" else ("--tensorboard",)
+    code, said = launch(packed, "--log-dir", tmp_path / "log", *asked)
+    assert (code, said.startswith(f"error: {asked[0]}: ")) == (3, True), said
+
+
+def test_log_folder_on_a_full_disk_is_refused_and_nothing_is_left_there(packed: Path, disk: Path) -> None:
+    fill(disk)
+    code, said = launch(packed, "--log-dir", disk / "log")
+    assert (code, said.startswith(f"error: --log-dir {disk / 'log'}: ")) == (3, True), said
+    assert "Traceback" not in said
+    assert names_in(disk) == ["ballast"]
+
+
+def by_ranks(packed: Path, log: Path, *training: str | Path) -> tuple[int, str, dict[str, Any]]:
+    """Run two ranks as a cluster's node does, with no launcher that looks first."""
+    agent = [sys.executable, "-m", "runner.launch.agent", "--standalone", "--nproc-per-node", "2", "-m", "runner.train"]
+    words = [packed / "manifest.json", *SMALL, "--steps", "2", "--log-dir", log, *training]
+    done = subprocess.run(
+        [*agent, *map(str, words)], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
+        text=True, timeout=120,
+    )  # fmt: skip
+    state: dict[str, Any] = json.loads((log / "state.json").read_text())
+    return done.returncode, done.stdout + done.stderr, state
+
+
+@pytest.mark.parametrize(
+    ("flag", "code"),
+    [
+        ("--checkpoint", "read-only"),
+        pytest.param("--save", "read-only", marks=pytest.mark.slow),
+        ("--checkpoint", "small"),
+    ],
+)
+def test_ranks_refuse_what_they_cannot_write_before_the_first_step(
+    flag: str, code: str, packed: Path, disk: Path, tmp_path: Path
+) -> None:
+    (disk / "there").mkdir()
+    place = disk / "there" / "out" if flag == "--save" else disk / "there"
+    if code == "read-only":
+        make_read_only(disk)
+    else:
+        (disk / "ballast").write_bytes(bytes((1 << 20) - (1 << 15)))
+    ended, said, state = by_ranks(packed, tmp_path / "log", flag, place)
+    assert ended == 3, said
+    assert "step 1/" not in said
+    assert said.count(f"{flag} {place}: ") == 1, said
+    assert (state["ended"], state["code"], state["step"]) == ("failed", 3, 0)
+    assert not any(path.suffix == ".safetensors" for path in disk.rglob("*"))
+
+
+@pytest.mark.parametrize("verb", [("generate", "--tokens", "1,2", "--max-new-tokens", "1")])
+def test_answer_that_cannot_be_printed_is_said_in_a_sentence(verb: tuple[str, ...], packed: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "runner.cli", verb[0], packed, *verb[1:]], cwd=ROOT, stdout=full,
+            stderr=subprocess.PIPE, text=True, timeout=120,
+        )  # fmt: skip
+    assert done.returncode == 3, done.stderr
+    assert "standard output: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_answer_is_not_computed_where_its_file_is_on_a_full_disk(packed: Path, disk: Path) -> None:
+    (disk / "answer").touch()
+    fill(disk)
+    command = [sys.executable, "-m", "runner.cli", "generate", packed, "--tokens", "1,2"]
+    with open(disk / "answer", "w") as full:
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr.startswith("error: standard output: ")) == (3, True), done.stderr

@@ -1,0 +1,128 @@
+"""Write docs/python-api.md: the public functions and classes, from their signatures and docstrings.
+
+`python tools/api.py` writes the page; `--check` exits with 1 where the page differs from the code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "python-api.md"
+PACKAGES = ("reshard", "runner")
+
+_HEAD = """\
+# Python API
+
+`import reshard` packs, exports, verifies, compares and reads checkpoints, without torch. `import runner` fills a
+module of your own with a rank's stages. The commands call the same functions. What `__all__` of the two packages lists
+is public, and all else is private; `py.typed` comes with both. Importing them imports nothing else: a name is loaded
+when it is first used.
+
+    import reshard, runner
+
+    reshard.pack("./Llama-3.2-1B", "./pp2", "pp=2")
+    stage = reshard.open("./pp2").stage(0)
+    weights = stage.state_dict(framework="torch")       # by Hugging Face FQN
+    runner.load_stages("./pp2", rank, model)            # or straight into a module on the meta device
+
+Scripts that run:
+
+- [examples/pack.py](../examples/pack.py): pack, verify, reshard and export, with progress;
+- [examples/load_stage.py](../examples/load_stage.py): a stage into your own module;
+- [examples/train.py](../examples/train.py): torch's pipeline schedule on two ranks;
+- [examples/inspect_and_plot.py](../examples/inspect_and_plot.py): look into bundles and plot them.
+
+Failures that a caller can fix are subclasses of `UserError`: `where`, `problem`, `hint`, and a stable `code`, all of
+them in [errors.md](errors.md). Anything else is a bug of ours.
+
+Written by `make api` from the docstrings; `make check` fails when it is out of date.
+"""
+
+
+def main() -> int:
+    """Write or check the page; return the exit code."""
+    page = render()
+    if "--check" not in sys.argv[1:]:
+        PAGE.write_text(page)
+        return 0
+    if PAGE.exists() and PAGE.read_text() == page:
+        return 0
+    print(f"{PAGE.relative_to(ROOT)} is out of date\nhint: make api", file=sys.stderr)
+    return 1
+
+
+def render() -> str:
+    """Return the page as Markdown."""
+    return "\n".join([_HEAD, *(line for package in PACKAGES for line in _package(package))])
+
+
+def _package(package: str) -> Iterator[str]:
+    module = importlib.import_module(package)
+    found = {name: getattr(module, name) for name in module.__all__ if not name.startswith("_")}
+    yield f"## {package}\n"
+    for name, member in found.items():
+        if inspect.isfunction(member):
+            yield from _entry(f"{package}.{name}", name, member)
+    for name, member in found.items():
+        if inspect.isclass(member):
+            yield f"### class `{package}.{name}`\n"
+            yield _text(member)
+            if fields := _fields(member):
+                yield f"Fields: {', '.join(fields)}.\n"
+            for attribute, method in vars(member).items():
+                if inspect.isfunction(method) and (attribute == "__call__" or not attribute.startswith("_")):
+                    yield from _entry(f"{name}.{attribute}", attribute, method)
+
+
+def _fields(member: type) -> list[str]:
+    fields = getattr(member, "__dataclass_fields__", {})
+    kept = [f"`{name}: {field.type}`" for name, field in fields.items() if not name.startswith("_")]
+    kept += [f"`{name}`" for name in getattr(member, "_fields", ())]
+    properties = [f"`{name}`" for name, found in vars(member).items() if not name.startswith("_") and _is_read(found)]
+    return kept + properties
+
+
+def _is_read(found: object) -> bool:
+    return isinstance(found, property) or type(found).__name__ == "cached_property"
+
+
+def _entry(title: str, name: str, function: Callable[..., object]) -> Iterator[str]:
+    yield f"### `{title}`\n"
+    yield f"```python\n{_signature(name, function)}\n```\n"
+    yield _text(function)
+
+
+def _signature(name: str, function: Callable[..., object]) -> str:
+    """Return a signature as it stands in the code, on one line where it fits."""
+    shown, is_keyword = list[str](), False
+    signature = inspect.signature(function)
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and not is_keyword:
+            shown, is_keyword = [*shown, "*"], True
+        text = (
+            parameter.name if parameter.annotation is parameter.empty else f"{parameter.name}: {parameter.annotation}"
+        )
+        shown.append(text if parameter.default is parameter.empty else f"{text} = {parameter.default!r}")
+    line = f"{name}({', '.join(shown)}) -> {signature.return_annotation}"
+    if len(line) <= 110:
+        return line
+    lines = "".join(f"    {text},\n" for text in shown)
+    return f"{name}(\n{lines}) -> {signature.return_annotation}"
+
+
+def _text(member: object) -> str:
+    """Return a docstring as Markdown: sections that are indented there become blocks of text here."""
+    lines = (inspect.getdoc(member) or "").splitlines()
+    shown = []
+    for line in lines:
+        shown += ["", line, ""] if line in ("Raises:", "Example:") else [line]
+    return "\n".join(shown) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""Write docs/architecture.md: the rooms of each package and the arrows between them, read from the imports.
+
+`python tools/architecture.py` writes the page; `--check` exits with 1 where the page differs from the code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import grimp
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "architecture.md"
+PACKAGES = ("manifests", "stores", "reshard", "runner")
+
+_HEAD = """\
+# Architecture
+
+Written by `make architecture` from the imports and the docstrings; `make check` fails when it is out of date.
+
+An arrow means "imports". Arrows that follow from others are left out: where A imports B and B imports C, an arrow
+from A to C is not drawn; neither is what `runner.cli` imports by name when a command runs. No module imports itself
+through others, and import-linter holds the order of the rooms (`pyproject.toml`).
+"""
+
+
+def main() -> int:
+    """Write or check the page; return the exit code."""
+    page = render()
+    if "--check" not in sys.argv[1:]:
+        PAGE.write_text(page)
+        return 0
+    if PAGE.read_text() == page:
+        return 0
+    print(f"{PAGE.relative_to(ROOT)} is out of date\nhint: make architecture", file=sys.stderr)
+    return 1
+
+
+def render() -> str:
+    """Return the page as Markdown with Mermaid figures."""
+    graph = grimp.build_graph(*PACKAGES)
+    arrows = {(a, b) for a, b in _imports(graph) if a.split(".")[0] != b.split(".")[0]}
+    whole = {(a.split(".")[0], b.split(".")[0]) for a, b in arrows}
+    sections = [_HEAD, "## Packages\n", _figure(PACKAGES, whole), _table({name: name for name in PACKAGES})]
+    for package in PACKAGES[2:]:
+        rooms = _layers(package)
+        inside = {
+            (room_a, room_b)
+            for a, b in _imports(graph)
+            if (room_a := _room(a, package)) and (room_b := _room(b, package)) and room_a != room_b
+        }
+        sections += [
+            f"## Rooms of {package}\n",
+            f"From the highest layer to the lowest: {', '.join(f'`{room}`' for room in rooms)}.\n",
+            _figure(rooms, inside),
+            _table({room: f"{package}.{room}" for room in rooms}),
+        ]
+    return "\n".join(sections)
+
+
+def _imports(graph: grimp.ImportGraph) -> Iterable[tuple[str, str]]:
+    for module in sorted(graph.modules):
+        for imported in sorted(graph.find_modules_directly_imported_by(module)):
+            yield module, imported
+
+
+def _room(module: str, package: str) -> str | None:
+    names = module.split(".")
+    return names[1] if names[0] == package and len(names) > 1 else None
+
+
+def _layers(package: str) -> list[str]:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = (c["layers"] for c in contracts if c["type"] == "layers" and c["containers"] == [package])
+    return [layer for layer in layers if layer != "__main__"]
+
+
+def _figure(rooms: Iterable[str], arrows: set[tuple[str, str]]) -> str:
+    known = list(rooms)
+    kept = {(a, b) for a, b in _reduced(arrows) if a in known and b in known}
+    lines = [f"    {a} --> {b}" for a, b in sorted(kept, key=lambda arrow: [known.index(room) for room in arrow])]
+    return "\n".join(["```mermaid", "flowchart TD", *(f"    {room}" for room in known), *lines, "```", ""])
+
+
+def _reduced(arrows: set[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Return the arrows of a graph without cycles that do not follow from others."""
+    below: dict[str, set[str]] = {}
+
+    def reach(room: str) -> set[str]:
+        if room not in below:
+            direct = {b for a, b in arrows if a == room}
+            below[room] = direct.union(*(reach(other) for other in direct)) if direct else set()
+        return below[room]
+
+    return {(a, b) for a, b in arrows if not any(b in reach(c) for x, c in arrows if x == a and c != b)}
+
+
+def _table(rooms: Mapping[str, str]) -> str:
+    rows = [f"| `{room}` | {_purpose(module)} |" for room, module in rooms.items()]
+    return "\n".join(["| room | what it is for |", "|---|---|", *rows, ""])
+
+
+def _purpose(module: str) -> str:
+    docstring = importlib.import_module(module).__doc__ or ""
+    return docstring.strip().split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""Write docs/errors.md: every error code, its cause and its cure, from docs/errors/*.toml.
+
+`python tools/errors.py` writes the page; `--check` exits with 1 where the page is out of date, where the code raises a
+code that no table explains, or where a table explains a code that nothing raises.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "errors.md"
+TABLES = ROOT / "docs" / "errors"
+PACKAGES = ("manifests", "stores", "reshard", "runner")
+CODE = re.compile(r"[a-z]+\.[a-z0-9]+(-[a-z0-9]+)*")
+
+_HEAD = """\
+# Errors
+
+Every error that a user can fix has a stable code. `--json` prints it as `error.code`; scripts and tests may rely on
+it, the wording is free to improve. Exit codes: 2 for the command line, 3 for bad input, 5 for a rank that failed.
+
+Written by `make errors` from `docs/errors/*.toml`; `make check` fails when it is out of date.
+"""
+
+
+def main() -> int:
+    """Write or check the page; return the exit code."""
+    tables = read_tables()
+    page = render(tables)
+    if "--check" not in sys.argv[1:]:
+        PAGE.write_text(page)
+        return 0
+    problems = list(find_problems(tables))
+    if not PAGE.exists() or PAGE.read_text() != page:
+        problems.append(f"{PAGE.relative_to(ROOT)} is out of date: make errors")
+    print(*problems, sep="\n", end="\n" if problems else "", file=sys.stderr)
+    return bool(problems)
+
+
+def read_tables() -> dict[str, dict[str, Mapping[str, str]]]:
+    """Return the explained codes by area: `{"source": {"missing-tensor": {"cause": ..., "cure": ...}}}`."""
+    tables = {}
+    for path in sorted(TABLES.glob("*.toml")):
+        table = tomllib.loads(path.read_text())
+        tables[path.stem] = {name: table[name] for name in sorted(table)}
+    return tables
+
+
+def raised_codes() -> dict[str, str]:
+    """Return every code that the packages say, with the first place that says it."""
+    paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    trees = {path: ast.parse(path.read_text()) for path in paths}
+    constants = {name for tree in trees.values() for name in _names_given_as_code(tree)}
+    found: dict[str, str] = {}
+    for path, tree in trees.items():
+        for code, line in _codes_in(tree, constants):
+            found.setdefault(code, f"{path.relative_to(ROOT)}:{line}")
+    return found
+
+
+def find_problems(tables: Mapping[str, Mapping[str, Mapping[str, str]]]) -> Iterator[str]:
+    """Yield what disagrees between the code and the tables."""
+    explained = {f"{area}.{name}" for area, table in tables.items() for name in table}
+    raised = raised_codes()
+    for code in sorted(set(raised) - explained):
+        yield f"{raised[code]}: {code} is not in docs/errors/{code.partition('.')[0]}.toml"
+    for code in sorted(explained - set(raised)):
+        yield f"docs/errors/{code.partition('.')[0]}.toml: nothing raises {code}"
+    for area, table in tables.items():
+        for name, entry in table.items():
+            if set(entry) != {"cause", "cure"} or not all(entry.values()):
+                yield f"docs/errors/{area}.toml: {name}: expected a cause and a cure"
+
+
+def render(tables: Mapping[str, Mapping[str, Mapping[str, str]]]) -> str:
+    """Return the page as Markdown."""
+    sections = [_HEAD]
+    for area, table in tables.items():
+        rows = [f"| `{area}.{name}` | {entry['cause']} | {entry['cure']} |" for name, entry in table.items()]
+        sections.append("\n".join([f"## {area}\n", "| code | cause | cure |", "|---|---|---|", *rows, ""]))
+    return "\n".join(sections)
+
+
+def _names_given_as_code(tree: ast.Module) -> Iterator[str]:
+    """Yield the names of constants in `code=NAME`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.keyword) and node.arg == "code" and isinstance(node.value, ast.Name):
+            yield node.value.id
+
+
+def _codes_in(tree: ast.Module, constants: Collection[str] = ()) -> Iterator[tuple[str, int]]:
+    """Yield the texts that are given as `code`: by keyword, as a default, or assigned to a constant or `...code`."""
+    for node in ast.walk(tree):
+        values: list[ast.expr] = []
+        if isinstance(node, ast.keyword) and node.arg == "code":
+            values = [node.value]
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if node.value is not None and any(
+                isinstance(t, ast.Name) and (t.id.lower().endswith("code") or t.id in constants) for t in targets
+            ):
+                values = [node.value]
+        elif isinstance(node, ast.arguments):
+            named = zip(node.kwonlyargs, node.kw_defaults, strict=True)
+            values = [default for argument, default in named if argument.arg == "code" and default is not None]
+        for value in values:
+            for part in ast.walk(value):
+                if isinstance(part, ast.Constant) and isinstance(part.value, str) and CODE.fullmatch(part.value):
+                    yield part.value, part.lineno
+
+
+if __name__ == "__main__":
+    sys.exit(main())
