@@ -16,7 +16,6 @@ from tests.builders import (
     INDEX,
     Tensor,
     files_in,
-    leftovers,
     llama_config,
     random_tensors,
     read_safetensors,
@@ -223,7 +222,7 @@ def test_damage_of_what_is_cast_is_named(tmp_path: Path) -> None:
     ended = reshard("export", out, "--to", "hf", "--dtype", "fp32", "--out", tmp_path / "exported")
     assert ended.code == 3
     assert ended.err.startswith(f"error: {shard}: 'model.norm.weight': expected blake3:")
-    assert leftovers(tmp_path / "exported") == []
+    assert not (tmp_path / "exported").exists()  # what other threads had verified may wait for a rerun beside it
 
 
 def test_weights_that_moments_belong_to_are_not_cast_by_pack(tmp_path: Path) -> None:
