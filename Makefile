@@ -19,7 +19,7 @@ FIND_PYTHON = for python in $(PYTHON); do \
 	    exit 1; \
 	}
 
-.PHONY: help setup check test test-all fuzz demo bench api architecture errors fmt constraints clean
+.PHONY: help setup check test test-all wording fuzz demo bench api architecture errors fmt constraints clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -41,6 +41,9 @@ test: check  ## check, and the tests that start processes
 
 test-all: test  ## test, and the slow tests
 	$(BIN)/python -m pytest -q -m slow || test $$? -eq 5  # pytest's 5: none is slow
+
+wording: setup  ## Renew the snapshots of messages that tests compare; review their diff
+	$(BIN)/python -m pytest -q -m "not process and not slow" --snapshot-update
 
 fuzz: setup  ## Fuzz every decoder, FUZZ_S seconds each; needs a wheel of atheris for this Python
 	$(PIP) 'atheris>=3.0'

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from manifests.errors import InputError, refused_by_system
+from manifests.errors import InputError, LaunchError, refused_by_system
 
 __all__ = ["birth_of", "claiming"]
 
@@ -230,4 +230,4 @@ def _namespace() -> str:
 
 def _in_use(where: str, holder: _Holder | None) -> InputError:
     who = "another process uses it" if holder is None else f"process {holder.pid} on {holder.host} {holder.doing}"
-    return InputError(where, who, "wait for that one, stop it, or choose another folder", code="launch.folder-in-use")
+    return LaunchError(where, who, "wait for that one, stop it, or choose another folder", code="launch.folder-in-use")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from manifests.errors import InputError
+from manifests.errors import InputError, ManifestError
 from manifests.invariants import MANIFEST_NAME, check_manifest
 from manifests.jsontext import kind_of, parse_json_object
 from manifests.paths import is_unicode
@@ -46,10 +46,10 @@ def decode_manifest(text: bytes, where: str = "manifest.json") -> Manifest:
     document = parse_json_object(text, where)
     if document.pop("format", None) != FORMAT:
         hint = "this file was not written by reshard"
-        raise InputError(f"{where}: format", f"expected {FORMAT!r}", hint, code="manifest.not-a-manifest")
+        raise ManifestError(f"{where}: format", f"expected {FORMAT!r}", hint, code="manifest.not-a-manifest")
     version = document.pop("version", None)
     if type(version) is not int or version != VERSION:
-        raise InputError(
+        raise ManifestError(
             f"{where}: version",
             f"expected {VERSION}, found {str(version)[:40]}",
             "write it again with this version of reshard, or read it with the one that wrote it",
@@ -69,7 +69,7 @@ def _text(document: dict[str, Any], digest: str) -> bytes:
     marked = document | {"created_by": mark(document["created_by"], digest)}
     text = json.dumps(marked, indent=1, ensure_ascii=False) + "\n"
     if not is_unicode(text):
-        raise InputError(
+        raise ManifestError(
             MANIFEST_NAME,
             "would name a folder or file whose name is not valid UTF-8",
             "rename that one",
@@ -118,18 +118,18 @@ def _decode_fields(found: Any, wanted: Callable[..., T], path: str) -> T:
     for key in found:
         if key not in known:
             problem, hint = "is not a field of version 1", "known: " + ", ".join(known)
-            raise InputError(f"{prefix}{key}", problem, hint, code="manifest.unknown-field")
+            raise ManifestError(f"{prefix}{key}", problem, hint, code="manifest.unknown-field")
     values = {}
     for name, field in known.items():
         if name in found:
             values[name] = _decode(found[name], hints[name], prefix + name)
         elif field.default is MISSING:
-            raise InputError(f"{prefix}{name}", "is missing", code="manifest.missing-field")
+            raise ManifestError(f"{prefix}{name}", "is missing", code="manifest.missing-field")
     return wanted(**values)
 
 
 def _invalid(path: str, problem: str) -> InputError:
-    return InputError(path, problem, code="manifest.invalid-field")
+    return ManifestError(path, problem, code="manifest.invalid-field")
 
 
 _COUNT_LIMIT = 1 << 63

@@ -5,11 +5,24 @@ from __future__ import annotations
 import errno
 import json
 from copy import copy
+from functools import partial
 from typing import Self
 
 __all__ = [
+    "CheckpointError",
+    "DataError",
     "InputError",
+    "LaunchError",
+    "LayoutError",
+    "LogError",
+    "ManifestError",
+    "ModelError",
+    "OutputError",
     "RankError",
+    "ScheduleError",
+    "ShardError",
+    "SourceError",
+    "StoreError",
     "UnreachableError",
     "UsageError",
     "UserError",
@@ -46,7 +59,7 @@ class UserError(Exception):
     is_elsewhere = False  # on a rank that ends because another one met this
     is_placed = False  # whether `where` names the rank that met this
 
-    def __init__(self, where: str, problem: str, hint: str = "", *, code: str = "") -> None:
+    def __init__(self, where: str, problem: str, hint: str = "", *, code: str) -> None:
         self.where, self.problem, self.hint, self.code = where, problem, hint, code
         super().__init__(where, problem, hint)
 
@@ -54,6 +67,10 @@ class UserError(Exception):
         problem = printable(self.problem)
         head = f"{printable(self.where, lines=False)}: {problem}" if self.where else problem
         return f"{head}\nhint: {printable(self.hint)}" if self.hint else head
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle with the code, which is a keyword: errors travel between ranks."""
+        return partial(type(self), code=self.code), self.args, vars(self)
 
     def within(self, prefix: str) -> Self:
         """Return the same error with `prefix` before its place; class, code and every other attribute are kept."""
@@ -83,13 +100,61 @@ class UsageError(UserError):
 
 
 class InputError(UserError):
-    """A source, layout, manifest or shard that is not what it must be."""
+    """Something on disk, in a store or in a config that is not what it must be. Raised itself for system resources."""
 
     exit_code = 3
 
 
+class SourceError(InputError):
+    """`source.*`: the checkpoint to read is incomplete, inconsistent, unsupported, or changed while it was read."""
+
+
+class ModelError(InputError):
+    """`config.*`, `model.*`: a config that is invalid or unsupported, or weights that are not the model's."""
+
+
+class LayoutError(InputError):
+    """`layout.*`: a layout that is not valid, or not one of this model."""
+
+
+class ScheduleError(InputError):
+    """`schedule.*`: a pipeline schedule that is not valid, deadlocks, or does not fit the layout."""
+
+
+class ManifestError(InputError):
+    """`manifest.*`: a manifest, or a record beside it, that is damaged, edited or inconsistent."""
+
+
+class ShardError(InputError):
+    """`shard.*`, `header.*`: a safetensors file that is damaged, or does not have what the manifest says."""
+
+
+class OutputError(InputError):
+    """`output.*`: a place that cannot be written, or must not be replaced."""
+
+
+class StoreError(InputError):
+    """`store.*`: a file system, hub or bucket that refuses, or an address that names nothing there."""
+
+
+class DataError(InputError):
+    """`data.*`, `tokenizer.*`: training data or a tokenizer that cannot be used."""
+
+
+class CheckpointError(InputError):
+    """`checkpoint.*`, `resume.*`: a training checkpoint that cannot be written, or resumed from."""
+
+
+class LogError(InputError):
+    """`log.*`: a log or trace of a run that is not one."""
+
+
+class LaunchError(InputError):
+    """`launch.*`: a job that cannot be started here, or a record of one that cannot be used."""
+
+
 class UnreachableError(InputError):
-    """A disk, a mount or a network that fails now. It may work elsewhere or later."""
+    """Any area: a disk, a mount or a network that fails now. It may work elsewhere or later."""
 
 
 class RankError(UserError):
@@ -98,8 +163,12 @@ class RankError(UserError):
     exit_code = 5
 
 
+_OF_AREAS: dict[str, type[InputError]] = {"checkpoint": CheckpointError, "data": DataError, "log": LogError}
+_OF_AREAS |= {"output": OutputError, "store": StoreError}
+
+
 def refused_by_system(
-    where: str, error: OSError, problem: str = "cannot be read", hint: str = "", *, code: str = ""
+    where: str, error: OSError, problem: str = "cannot be read", hint: str = "", *, code: str
 ) -> InputError:
     """Return an error about a file that the system refuses; `hint` is for those where the machine is not at fault."""
     said = f"{problem}: {error.strerror}"
@@ -107,7 +176,7 @@ def refused_by_system(
         hint = "a system resource limit is reached; check ulimit -n and free memory"
         return UnreachableError(where, said, hint, code=code)
     if error.errno not in _OF_THE_MACHINE:
-        return InputError(where, said, hint, code=code)
+        return _OF_AREAS.get(code.partition(".")[0], InputError)(where, said, hint, code=code)
     hint = "this machine's disk, its mount or the network is at fault; check dmesg"
     return UnreachableError(where, said, hint, code=code)
 

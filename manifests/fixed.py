@@ -13,7 +13,7 @@ import json
 import os
 from pathlib import Path
 
-from manifests.errors import InputError
+from manifests.errors import OutputError
 from manifests.jsontext import parse_json_object
 from manifests.store import read_small_file, sync_folder, write_file
 
@@ -56,7 +56,7 @@ def move_up(work: Path, out: Path, last: str) -> None:
     """
     names = sorted(set(os.listdir(work)) - {_MOVING_NAME}, key=lambda name: (name == last, name))
     if taken := next((name for name in names if os.path.lexists(out / name)), None):
-        raise InputError(str(out / taken), "exists already", "choose another folder", code="output.exists")
+        raise OutputError(str(out / taken), "exists already", "choose another folder", code="output.exists")
     write_file(work / _MOVING_NAME, json.dumps({"names": names}).encode())
     for name in names:
         if name == names[-1]:
@@ -91,7 +91,7 @@ def _moving(work: Path) -> list[str]:
     if not isinstance(names, list) or not all(
         isinstance(name, str) and os.path.basename(name) == name for name in names
     ):
-        raise InputError(str(path), "is not what a commit writes", "remove it", code="output.damaged-record")
+        raise OutputError(str(path), "is not what a commit writes", "remove it", code="output.damaged-record")
     return [str(name) for name in names] or [_MOVING_NAME]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import cache
 
 from manifests.digest import is_digest
-from manifests.errors import InputError
+from manifests.errors import ManifestError
 from manifests.models.shape import ModelShape, module_of
 from manifests.paths import problem_with_path
 from manifests.schema import (
@@ -51,11 +51,11 @@ def _raise_all(found: list[tuple[str, str]], where: str) -> None:
     if not found:
         return
     if len(found) == 1:
-        raise InputError(f"{where}: {found[0][0]}", found[0][1], code="manifest.inconsistent")
+        raise ManifestError(f"{where}: {found[0][0]}", found[0][1], code="manifest.inconsistent")
     lines = [f"\n  {path}: {problem}" for path, problem in found[:_MOST_SHOWN]]
     rest = f"\n  and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""
     problem = f"{len(found)} problems:{''.join(lines)}{rest}"
-    raise InputError(where, problem, code="manifest.inconsistent")
+    raise ManifestError(where, problem, code="manifest.inconsistent")
 
 
 def _model_problems(manifest: Manifest, shape: ModelShape) -> Iterator[tuple[str, str]]:

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from manifests.errors import InputError
+from manifests.errors import SourceError
 
 __all__ = ["MOST_VALUES", "kind_of", "parse_json_object"]
 
@@ -24,7 +24,7 @@ def parse_json_object(text: bytes, where: str) -> dict[str, Any]:
             more than `MOST_VALUES` values, of which none is built.
     """
     if _has_more_values(text, MOST_VALUES):
-        raise InputError(
+        raise SourceError(
             where,
             f"expected at most {MOST_VALUES:,} values in the whole document, found more",
             "the file is damaged, or was made to exhaust memory; download it again",
@@ -40,11 +40,11 @@ def parse_json_object(text: bytes, where: str) -> dict[str, Any]:
         if _SURROGATE.search(text):  # half a character, which could not be written again
             json.dumps(document, ensure_ascii=False).encode()
     except RecursionError as error:
-        raise InputError(where, "is nested too deeply", code="source.json-too-deep") from error
+        raise SourceError(where, "is nested too deeply", code="source.json-too-deep") from error
     except ValueError as error:  # UnicodeError and JSONDecodeError too
-        raise InputError(where, f"is not JSON: {error}", code="source.not-json") from error
+        raise SourceError(where, f"is not JSON: {error}", code="source.not-json") from error
     if not isinstance(document, dict):
-        raise InputError(where, f"expected a JSON object, found {kind_of(document)}", code="source.not-an-object")
+        raise SourceError(where, f"expected a JSON object, found {kind_of(document)}", code="source.not-an-object")
     return document
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from manifests.errors import InputError, UnreachableError
+from manifests.errors import InputError, OutputError, UnreachableError
 from manifests.invariants import MANIFEST_NAME
 from manifests.store import read_manifest
 
@@ -88,7 +88,7 @@ def keep_others(out: Path, owned: Collection[str], new: Path) -> None:
             raise _in_the_way(source) from error
         except OSError as error:
             problem = f"was not written by this command and cannot be kept in one step here: {error.strerror}"
-            raise InputError(str(source), problem, _HINT, code="output.foreign-file") from error
+            raise OutputError(str(source), problem, _HINT, code="output.foreign-file") from error
     for path in reversed(folders):  # last: a folder may be read-only, and filling it changes its times
         found = os.stat(out / path)
         os.chown(new / path, found.st_uid, found.st_gid)
@@ -141,7 +141,7 @@ def _others(out: Path, owned: Collection[str]) -> Iterator[tuple[str, bool]]:
     above, device = {parent for path in owned for parent in _parents(path)}, os.stat(out).st_dev
     for path, is_folder in _walk(out):
         if is_folder and os.lstat(out / path).st_dev != device:
-            raise InputError(str(out / path), "another file system is mounted here", _HINT, code="output.foreign-file")
+            raise OutputError(str(out / path), "another file system is mounted here", _HINT, code="output.foreign-file")
         if path not in (above if is_folder else owned):
             yield path, is_folder
 
@@ -169,4 +169,4 @@ def _parents(path: str) -> list[str]:
 
 def _in_the_way(path: Path) -> InputError:
     problem = "was not written by this command, and the new output has a file of this name"
-    return InputError(str(path), problem, _HINT, code="output.foreign-file")
+    return OutputError(str(path), problem, _HINT, code="output.foreign-file")

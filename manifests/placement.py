@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from manifests.errors import InputError
+from manifests.errors import LayoutError
 
 __all__ = ["Placement", "Style"]
 
@@ -26,16 +26,16 @@ class Placement:
 
     def __post_init__(self) -> None:
         if self.num_stages < 1 or self.num_ranks < 1:
-            raise InputError(
+            raise LayoutError(
                 "layout",
                 f"expected at least 1 stage and 1 rank, found {self.num_stages} and {self.num_ranks}",
                 code="layout.no-stages",
             )
         if self.num_stages % self.num_ranks:
             problem = f"{self.num_stages} stages do not divide over {self.num_ranks} ranks"
-            raise InputError("layout", problem, code="layout.indivisible-stages")
+            raise LayoutError("layout", problem, code="layout.indivisible-stages")
         if self.style == "v" and self.num_virtual != 2:
-            raise InputError(
+            raise LayoutError(
                 "layout",
                 f"style v puts exactly 2 stages on each rank, found {self.num_virtual}",
                 f"ask for {2 * self.num_ranks} stages, or for style loop",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from manifests.console import STDOUT, check_open
-from manifests.errors import InputError, refused_by_system
+from manifests.errors import InputError, OutputError, refused_by_system
 from manifests.fixed import is_fixed
 
 __all__ = [
@@ -65,7 +65,7 @@ def check_writable(
     except OSError as error:
         raise refused_by_system(where, error, f"{above} cannot be written", hint, code="output.unwritable") from error
     except InputError as error:
-        raise InputError(where, error.problem, error.hint, code="output.cannot-replace") from error
+        raise OutputError(where, error.problem, error.hint, code="output.cannot-replace") from error
 
 
 def check_new_file(path: Path, flag: str, *, force: bool) -> None:
@@ -75,12 +75,12 @@ def check_new_file(path: Path, flag: str, *, force: bool) -> None:
         InputError: it exists, its folder does not, or that takes no file.
     """
     if not path.parent.is_dir():
-        raise InputError(f"{flag} {path}", f"{path.parent} is not a folder", code="output.unwritable")
+        raise OutputError(f"{flag} {path}", f"{path.parent} is not a folder", code="output.unwritable")
     if path.is_dir():
-        raise InputError(f"{flag} {path}", "is a folder", "name a file in it", code="output.unwritable")
+        raise OutputError(f"{flag} {path}", "is a folder", "name a file in it", code="output.unwritable")
     if path.exists() and not force:
         hint = f"choose another {flag}, or replace it with --force"
-        raise InputError(str(path), "exists already", hint, code="output.exists")
+        raise OutputError(str(path), "exists already", hint, code="output.exists")
     check_writable(path.parent, f"{flag} {path}")
 
 
@@ -96,7 +96,7 @@ def check_stdout() -> None:
     except OSError as error:
         raise refused_by_system(STDOUT, error, "cannot be written", code="output.unwritable") from error
     if stat.S_ISREG(mode) and disk.f_blocks and not disk.f_bavail:
-        raise InputError(STDOUT, "is a file on a full disk", "redirect it to another one", code="output.disk-full")
+        raise OutputError(STDOUT, "is a file on a full disk", "redirect it to another one", code="output.disk-full")
 
 
 def print_result(text: str) -> None:
@@ -126,7 +126,7 @@ def check_room(needs: Iterable[tuple[str, Path, int]]) -> None:
             needed[device] = needed.get(device, 0) + nbytes
             free = disk.f_bavail * disk.f_frsize
             if disk.f_blocks and needed[device] > free:  # some file systems count nothing
-                raise InputError(
+                raise OutputError(
                     where, f"{needed[device]} bytes needed, {free} free in {above}", "choose another disk",
                     code="output.disk-full",
                 )  # fmt: skip

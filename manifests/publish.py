@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from manifests.errors import InputError, refused_by_system
+from manifests.errors import InputError, OutputError, refused_by_system
 from manifests.fixed import WORK_NAME, is_fixed, is_free, move_back, move_up
 from manifests.invariants import MANIFEST_NAME
 from manifests.owned import Owned, check_room, keep_others, remove_replaced, remove_tree
@@ -104,7 +104,7 @@ def sharing(out: Path, *, force: bool, owned: Owned) -> Iterator[Path]:
     try:
         if any(path.is_symlink() for path in partial.rglob("*")):
             problem = "contains a symbolic link, which no pack makes"
-            raise InputError(str(partial), problem, "remove it", code="output.link-in-partial")
+            raise OutputError(str(partial), problem, "remove it", code="output.link-in-partial")
         yield partial
     except OSError as error:
         hint = _space_hint(error, out.parent)
@@ -125,12 +125,12 @@ def check_target(out: Path, force: bool, owned: Owned, wanted: Collection[str] =
     if files is not None and is_fixed(out):
         problem = "exists already, in a mount point or a folder whose parent cannot be written: it cannot be replaced"
         hint = "choose a folder below it, or remove what is there"
-        raise InputError(str(out), problem, hint, code="output.exists" if not force else "output.cannot-replace")
+        raise OutputError(str(out), problem, hint, code="output.exists" if not force else "output.cannot-replace")
     if not force:
         otherwise = ", or replace it with --force" if files is not None else ", or remove this yourself"
-        raise InputError(str(out), "exists already", f"choose another folder{otherwise}", code="output.exists")
+        raise OutputError(str(out), "exists already", f"choose another folder{otherwise}", code="output.exists")
     if files is None:
-        raise InputError(
+        raise OutputError(
             str(out),
             "exists, and is not a folder that this command writes; --force does not replace it",
             "choose another folder, or remove it yourself",
@@ -168,7 +168,7 @@ def _lock(folder: Path, out: Path, how: int = fcntl.LOCK_EX) -> int:
             os.close(descriptor)
         if isinstance(error, BlockingIOError | FileNotFoundError):
             hint = "wait for that one, or stop it"
-            raise InputError(str(out), "another process is writing it", hint, code="output.in-use") from error
+            raise OutputError(str(out), "another process is writing it", hint, code="output.in-use") from error
         raise refused_by_system(str(out), error, f"{folder} cannot be locked", code="output.cannot-lock") from error
     return descriptor
 
@@ -235,7 +235,7 @@ def exchange(partial: Path, out: Path) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.renameat2(_AT_FDCWD, bytes(partial), _AT_FDCWD, bytes(out), _RENAME_EXCHANGE):
         problem = f"cannot be replaced in one step here: {os.strerror(ctypes.get_errno())}"
-        raise InputError(str(out), problem, "remove it, then run again", code="output.cannot-replace")
+        raise OutputError(str(out), problem, "remove it, then run again", code="output.cannot-replace")
 
 
 def _unwritable(where: str, error: OSError, hint: str) -> InputError:

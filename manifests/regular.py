@@ -7,7 +7,7 @@ import os
 import stat
 from pathlib import Path
 
-from manifests.errors import InputError
+from manifests.errors import StoreError
 
 __all__ = ["open_regular"]
 
@@ -43,4 +43,4 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
 def _check(found: os.stat_result, path: str | Path) -> None:
     if (kind := _KINDS.get(stat.S_IFMT(found.st_mode))) is not None:
         problem = f"expected a regular file, found {kind}"
-        raise InputError(str(path), problem, "put the file itself there", code="store.not-a-file")
+        raise StoreError(str(path), problem, "put the file itself there", code="store.not-a-file")

@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 
 from manifests.digest import digest_bytes
-from manifests.errors import InputError, refused_by_system
+from manifests.errors import ShardError, refused_by_system
 from manifests.headertext import DTYPE_BITS, MAX_DIM, MAX_RANK, METADATA, TensorEntry, read_header_text
 from manifests.jsontext import parse_json_object
 from manifests.regular import open_regular
@@ -72,7 +72,7 @@ class Header:
         """Return each tensor's hex digest; refuse a shard without them, or with too few."""
         found = self.metadata.get(DIGESTS_KEY, "").split(" ") if self.tensors else []
         if len(found) != len(self.tensors) or any(len(digits) != _DIGEST_CHARS for digits in found):
-            raise InputError(
+            raise ShardError(
                 f"{where}: __metadata__.{DIGESTS_KEY}",
                 f"expected {len(self.tensors)} digests of {_DIGEST_CHARS} digits, found {len(found)} words",
                 "this shard was not written by reshard; pack it again",
@@ -97,14 +97,14 @@ def read_header(path: Path, *, where: str | None = None) -> Header:
         raise refused_by_system(place, error, code="store.unreadable") from error
     if len(raw) != raw_nbytes:
         problem = f"header cut short: expected {raw_nbytes} bytes, found {len(raw)}"
-        raise InputError(place, problem, code="header.not-safetensors")
+        raise ShardError(place, problem, code="header.not-safetensors")
     return parse_header(raw, data_nbytes=file_nbytes - _LENGTH_NBYTES - raw_nbytes, where=place)
 
 
 def header_nbytes(first: bytes, file_nbytes: int, where: str) -> int:
     """Return the length of the JSON text that follows the first 8 bytes of a file of `file_nbytes`."""
     if len(first) < _LENGTH_NBYTES:
-        raise InputError(
+        raise ShardError(
             where,
             f"too short for a safetensors file: {len(first)} bytes",
             "the file is damaged or is not a safetensors file; download it again",
@@ -112,7 +112,7 @@ def header_nbytes(first: bytes, file_nbytes: int, where: str) -> int:
         )
     length = int.from_bytes(first, "little")
     if length > min(_MAX_HEADER_NBYTES, file_nbytes - _LENGTH_NBYTES):
-        raise InputError(
+        raise ShardError(
             where,
             f"header length {length} is beyond the end of the file or the limit of {_MAX_HEADER_NBYTES} bytes",
             "the file is damaged or is not a safetensors file; download it again",
@@ -213,31 +213,31 @@ def header_template(
 
 def _metadata(found: object, where: str) -> dict[str, str]:
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
-        raise InputError(f"{where}: __metadata__", "expected an object of strings", code="header.invalid-field")
+        raise ShardError(f"{where}: __metadata__", "expected an object of strings", code="header.invalid-field")
     return found
 
 
 def _entry(name: str, fields: object, where: str) -> TensorEntry:
     place = f"{where}: {name!r}"
     if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
-        raise InputError(place, "expected an object with dtype, shape and data_offsets", code="header.invalid-field")
+        raise ShardError(place, "expected an object with dtype, shape and data_offsets", code="header.invalid-field")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         hint = "known: " + ", ".join(sorted(DTYPE_BITS))
-        raise InputError(f"{place}.dtype", f"unknown dtype {dtype!r}", hint, code="header.unknown-dtype")
+        raise ShardError(f"{place}.dtype", f"unknown dtype {dtype!r}", hint, code="header.unknown-dtype")
     if not _are_counts(shape):
         problem = f"expected a list of counts, found {str(shape)[:80]}"
-        raise InputError(f"{place}.shape", problem, code="header.invalid-field")
+        raise ShardError(f"{place}.shape", problem, code="header.invalid-field")
     if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         problem = f"expected [begin, end], found {str(offsets)[:80]}"
-        raise InputError(f"{place}.data_offsets", problem, code="header.invalid-field")
+        raise ShardError(f"{place}.data_offsets", problem, code="header.invalid-field")
     if prod(filter(None, shape)) * DTYPE_BITS[dtype] >= MAX_DIM:
         problem = f"expected less than 2^63 bits, found {dtype} {str(shape)[:80]}"
-        raise InputError(f"{place}.shape", problem, code="header.invalid-field")
+        raise ShardError(f"{place}.shape", problem, code="header.invalid-field")
     bits = prod(shape) * DTYPE_BITS[dtype]
     if bits != 8 * (offsets[1] - offsets[0]):
         taken = bits / 8 if bits % 8 else bits // 8
-        raise InputError(
+        raise ShardError(
             f"{place}.data_offsets",
             f"{dtype} {str(shape)[:80]} takes {taken} bytes, found {offsets[1] - offsets[0]}",
             code="header.wrong-offsets",
@@ -258,7 +258,7 @@ def _check_offsets(entries: tuple[TensorEntry, ...], data_nbytes: int | None, wh
     for entry in in_data_order(entries):
         if entry.begin != position:
             kind = "overlaps the tensor before it" if entry.begin < position else "leaves a gap before it"
-            raise InputError(
+            raise ShardError(
                 f"{where}: {entry.name!r}.data_offsets",
                 f"expected to begin at {position}, found {entry.begin}: {kind}",
                 code="header.wrong-offsets",
@@ -266,7 +266,7 @@ def _check_offsets(entries: tuple[TensorEntry, ...], data_nbytes: int | None, wh
         position = entry.end
     if data_nbytes is not None and position != data_nbytes:
         kind = "is cut short" if position > data_nbytes else "has bytes that no tensor owns"
-        raise InputError(
+        raise ShardError(
             where,
             f"expected {position} bytes of data (header), found {data_nbytes}: the file {kind}",
             "download or copy the file again",

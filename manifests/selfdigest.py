@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 
 from manifests.digest import PREFIX, digest_bytes
-from manifests.errors import InputError
+from manifests.errors import ManifestError
 
 __all__ = ["BLANK", "check_own_digest", "mark", "own_digest", "split_mark"]
 
@@ -35,7 +35,7 @@ def split_mark(created_by: str) -> tuple[str, str | None]:
     if found := _MARKED.fullmatch(created_by):
         return found["by"], found["digest"]
     if _LIKE_MARKED.search(created_by):
-        raise InputError(
+        raise ManifestError(
             "created_by",
             "expected to end in `, manifest blake3:` and 64 hex digits, or to have no such digest",
             _HINT,
@@ -56,7 +56,7 @@ def check_own_digest(text: bytes, digest: str | None, where: str) -> None:
         InputError: the text was changed after it was written.
     """
     if digest is not None and (found := own_digest(text, digest)) != digest:
-        raise InputError(
+        raise ManifestError(
             where,
             f"was changed after it was written: expected {digest} (created_by), found {found}",
             _HINT,

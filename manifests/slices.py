@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from manifests.errors import InputError
+from manifests.errors import ShardError
 from manifests.jsontext import parse_json_object
 from manifests.safetensors import Header
 
@@ -53,17 +53,17 @@ def slices_in(header: Header, where: str) -> dict[str, Slice]:
     table = parse_json_object(text.encode(), where)
     if odd := table.keys() ^ {entry.name for entry in header.tensors}:
         problem = f"expected the names of the shard's tensors; {min(odd)!r} is on one side only"
-        raise InputError(where, problem, code="header.invalid-slices")
+        raise ShardError(where, problem, code="header.invalid-slices")
     found = {}
     for entry in header.tensors:
         fields, place = table[entry.name], f"{where}: {entry.name!r}"
         if not isinstance(fields, dict) or fields.keys() != {_OFFSET, _SHAPE}:
-            raise InputError(place, f"expected an object with {_OFFSET} and {_SHAPE}", code="header.invalid-slices")
+            raise ShardError(place, f"expected an object with {_OFFSET} and {_SHAPE}", code="header.invalid-slices")
         offset, whole = (_counts(fields[name], len(entry.shape), f"{place}.{name}") for name in (_OFFSET, _SHAPE))
         part = Slice(offset=offset, shape=entry.shape, whole_shape=whole)
         if any(end > most for end, most in zip(part.end, whole, strict=True)):
             problem = f"expected a slice of {list(whole)}, found {_shown(part)}"
-            raise InputError(place, problem, code="header.invalid-slices")
+            raise ShardError(place, problem, code="header.invalid-slices")
         found[entry.name] = part
     return found
 
@@ -99,7 +99,7 @@ def _counts(found: object, length: int, where: str) -> tuple[int, ...]:
         or not all(type(n) is int and 0 <= n < 1 << 63 for n in found)
     ):
         problem = f"expected {length} counts, found {str(found)[:80]}"
-        raise InputError(where, problem, code="header.invalid-slices")
+        raise ShardError(where, problem, code="header.invalid-slices")
     return tuple(found)
 
 

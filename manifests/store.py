@@ -10,7 +10,13 @@ from pathlib import Path
 
 from manifests.codec import decode_manifest, encode_manifest
 from manifests.digest import digest_bytes
-from manifests.errors import InputError, refused_by_system
+from manifests.errors import (
+    InputError,
+    ManifestError,
+    ShardError,
+    SourceError,
+    refused_by_system,
+)
 from manifests.invariants import MANIFEST_NAME, SOURCE_NAME, check_manifest
 from manifests.regular import open_regular
 from manifests.safetensors import Header, read_header
@@ -74,7 +80,7 @@ def check_links(folder: Path, manifest: Manifest) -> None:
     """
     paths = (*(shard.path for shard in manifest.shards), *(carried.path for carried in manifest.files))
     for path, found in links_out_of(folder, paths):
-        raise InputError(
+        raise ManifestError(
             str(folder / path),
             f"is not in the checkpoint's folder: a link leads to {found}",
             "put the file itself there",
@@ -97,18 +103,18 @@ def no_manifest(where: str, path: Path | None = None) -> InputError:
     """Say that a place holds no manifest, and what is there instead at a `path` of this machine."""
     problem = f"no {MANIFEST_NAME} here"
     if path is None:
-        return InputError(where, problem, _UNFINISHED, code="manifest.missing")
+        return ManifestError(where, problem, _UNFINISHED, code="manifest.missing")
     folder = path.parent if path.name == MANIFEST_NAME else path
     if not folder.exists():
         hint = "name a folder that reshard pack has written"
-        return InputError(where, "no such file or folder", hint, code="manifest.no-such-folder")
+        return ManifestError(where, "no such file or folder", hint, code="manifest.no-such-folder")
     if (folder / "config.json").exists() and not (folder / SOURCE_NAME).exists():
         command = f"reshard pack {shlex.quote(str(folder))} --layout SPEC --out DIR"
-        return InputError(where, problem, f"pack it first: {command}", code="manifest.not-packed")
+        return ManifestError(where, problem, f"pack it first: {command}", code="manifest.not-packed")
     # Names of a run's checkpoints grow with their steps.
     below = sorted((file.parent for file in folder.glob(f"*/{MANIFEST_NAME}")), key=lambda at: (len(at.name), at.name))
     hint = f"there is one in {below[-1]}" if below else _UNFINISHED
-    return InputError(where, problem, hint, code="manifest.missing")
+    return ManifestError(where, problem, hint, code="manifest.missing")
 
 
 def open_shard(folder: Path, shard: Shard) -> Header:
@@ -120,7 +126,7 @@ def open_shard(folder: Path, shard: Shard) -> Header:
     path = folder / shard.path
     if not path.is_file():
         problem = "the manifest names this shard, and it is missing"
-        raise InputError(str(path), problem, _DAMAGED, code="shard.missing")
+        raise ShardError(str(path), problem, _DAMAGED, code="shard.missing")
     check_shard(str(path), shard, path.stat().st_size)
     header = read_header(path)
     check_shard(str(path), shard, shard.nbytes, header)
@@ -131,10 +137,10 @@ def check_shard(where: str, shard: Shard, nbytes: int, header: Header | None = N
     """Raise unless a file's size, and its header once that is read, are what the manifest says."""
     if nbytes != shard.nbytes:
         problem = f"expected {shard.nbytes} bytes (manifest.json), found {nbytes}"
-        raise InputError(where, problem, _DAMAGED, code="shard.wrong-size")
+        raise ShardError(where, problem, _DAMAGED, code="shard.wrong-size")
     if header is not None and header.digest != shard.digest:
         problem = f"header: expected {shard.digest} (manifest.json), found {header.digest}"
-        raise InputError(where, problem, code="shard.digest-mismatch")
+        raise ShardError(where, problem, code="shard.digest-mismatch")
 
 
 def read_small_file(path: Path, digest: str | None = None) -> bytes:
@@ -143,7 +149,7 @@ def read_small_file(path: Path, digest: str | None = None) -> bytes:
         with open(path, "rb", opener=open_regular) as file:
             if os.fstat(file.fileno()).st_size > _MAX_SMALL_NBYTES:
                 problem = f"expected at most {_MAX_SMALL_NBYTES} bytes"
-                raise InputError(str(path), problem, code="source.file-too-large")
+                raise SourceError(str(path), problem, code="source.file-too-large")
             data = file.read()
     except OSError as error:
         if not isinstance(error, FileNotFoundError):
@@ -151,7 +157,7 @@ def read_small_file(path: Path, digest: str | None = None) -> bytes:
         hint = "check the path for typos" if digest is None else "the manifest names it: copy it there again"
         raise refused_by_system(str(path), error, hint=hint, code="store.no-such-file") from error
     if digest is not None and digest_bytes(data) != digest:
-        raise InputError(
+        raise SourceError(
             str(path),
             f"expected {digest}, found {digest_bytes(data)}",
             "the file was changed or damaged after it was written",

@@ -9,7 +9,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from manifests.errors import InputError, UnreachableError, UsageError, UserError
+    from manifests.errors import (
+        InputError,
+        LayoutError,
+        ManifestError,
+        ModelError,
+        OutputError,
+        ScheduleError,
+        ShardError,
+        SourceError,
+        StoreError,
+        UnreachableError,
+        UsageError,
+        UserError,
+    )
     from manifests.schema import Layout, Manifest, Stage
     from reshard.api.diff import diff
     from reshard.api.export import export
@@ -37,13 +50,21 @@ __all__ = [
     "ExportResult",
     "InputError",
     "Layout",
+    "LayoutError",
     "Manifest",
+    "ManifestError",
+    "ModelError",
+    "OutputError",
     "PackResult",
     "PackedModel",
     "PackedStage",
     "PlanResult",
     "Progress",
+    "ScheduleError",
+    "ShardError",
+    "SourceError",
     "Stage",
+    "StoreError",
     "TensorDifference",
     "TensorInfo",
     "UnreachableError",
@@ -60,7 +81,20 @@ __all__ = [
 ]
 
 _MODULES = {
-    "manifests.errors": ("InputError", "UnreachableError", "UsageError", "UserError"),
+    "manifests.errors": (
+        "InputError",
+        "LayoutError",
+        "ManifestError",
+        "ModelError",
+        "OutputError",
+        "ScheduleError",
+        "ShardError",
+        "SourceError",
+        "StoreError",
+        "UnreachableError",
+        "UsageError",
+        "UserError",
+    ),
     "manifests.schema": ("Layout", "Manifest", "Stage"),
     "reshard.api.diff": ("diff",),
     "reshard.api.export": ("export",),

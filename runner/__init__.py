@@ -11,16 +11,46 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from manifests.errors import InputError, RankError, UnreachableError, UsageError, UserError
+    from manifests.errors import (
+        CheckpointError,
+        DataError,
+        InputError,
+        LaunchError,
+        LayoutError,
+        LogError,
+        ManifestError,
+        ModelError,
+        OutputError,
+        RankError,
+        ScheduleError,
+        ShardError,
+        SourceError,
+        StoreError,
+        UnreachableError,
+        UsageError,
+        UserError,
+    )
     from runner.load.own_module import LoadResult, StateDictAdapter, load_stages
 
     __version__: str
 
 __all__ = [
+    "CheckpointError",
+    "DataError",
     "InputError",
+    "LaunchError",
+    "LayoutError",
     "LoadResult",
+    "LogError",
+    "ManifestError",
+    "ModelError",
+    "OutputError",
     "RankError",
+    "ScheduleError",
+    "ShardError",
+    "SourceError",
     "StateDictAdapter",
+    "StoreError",
     "UnreachableError",
     "UsageError",
     "UserError",
@@ -29,7 +59,25 @@ __all__ = [
 ]
 
 _MODULES = {
-    "manifests.errors": ("InputError", "RankError", "UnreachableError", "UsageError", "UserError"),
+    "manifests.errors": (
+        "CheckpointError",
+        "DataError",
+        "InputError",
+        "LaunchError",
+        "LayoutError",
+        "LogError",
+        "ManifestError",
+        "ModelError",
+        "OutputError",
+        "RankError",
+        "ScheduleError",
+        "ShardError",
+        "SourceError",
+        "StoreError",
+        "UnreachableError",
+        "UsageError",
+        "UserError",
+    ),
     "runner.load.own_module": ("LoadResult", "StateDictAdapter", "load_stages"),
 }
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
 
-from manifests.errors import InputError
+from manifests.errors import StoreError
 
 __all__ = ["SCHEME", "HubAddress", "is_inside", "is_url", "parse_hub_address", "place_of", "split_url"]
 
@@ -90,5 +90,5 @@ def parse_hub_address(text: str) -> HubAddress | None:
         return None
     if not fits:
         problem = "expected hf://org/name or hf://org/name@revision"
-        raise InputError(text, problem, "only model repositories are read", code="store.malformed-address")
+        raise StoreError(text, problem, "only model repositories are read", code="store.malformed-address")
     return HubAddress(repo=repo, revision=revision or None, is_bare=is_bare)

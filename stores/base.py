@@ -8,7 +8,7 @@ from contextlib import closing
 from typing import Protocol, runtime_checkable
 
 from manifests.digest import PREFIX, Hasher, digest_bytes
-from manifests.errors import InputError
+from manifests.errors import SourceError
 from manifests.safetensors import Header, header_nbytes, parse_header
 
 __all__ = [
@@ -118,7 +118,7 @@ def read_whole(file: InputFile, digest: str | None = None) -> bytes:
     """
     if file.nbytes > _MAX_WHOLE_NBYTES:
         problem = f"expected at most {_MAX_WHOLE_NBYTES} bytes, found {file.nbytes}"
-        raise InputError(str(file), problem, code="source.file-too-large")
+        raise SourceError(str(file), problem, code="source.file-too-large")
     data = _read(file, 0, file.nbytes)
     if digest is not None:
         _check_digest(file, digest, digest_bytes(data))
@@ -195,7 +195,7 @@ def _listed_hasher(file: InputFile) -> hashlib._Hash | None:
 def _check_listed(file: InputFile, found: str) -> None:
     listed = file.listed if isinstance(file, Listed) else ""
     if found != listed:
-        raise InputError(
+        raise SourceError(
             str(file),
             f"expected the digest {listed} (the hub's listing), found {found}",
             "a server or proxy on the way sent other bytes: run again, or from another network",
@@ -205,7 +205,7 @@ def _check_listed(file: InputFile, found: str) -> None:
 
 def _check_digest(file: InputFile, expected: str, found: str) -> None:
     if found != expected:
-        raise InputError(
+        raise SourceError(
             str(file),
             f"expected {expected}, found {found}",
             "the file was changed or damaged after it was written",

@@ -13,7 +13,12 @@ from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 
-from manifests.errors import InputError
+from manifests.errors import (
+    InputError,
+    ManifestError,
+    ShardError,
+    SourceError,
+)
 from manifests.models import module_of
 from manifests.safetensors import Header, in_data_order
 from manifests.schema import WEIGHTS, Holds, Manifest, PinnedFile, Shard, Span, Stage
@@ -97,14 +102,14 @@ def join_slices(tensors: Iterable[TensorAt]) -> dict[str, tuple[TensorAt, ...]]:
     for name, parts in found.items():
         where = f"{parts[-1].file}: {name!r}"
         if len(parts) > 1 and any(part.part is None for part in parts):
-            raise InputError(where, "is in two shards", code="shard.inconsistent-slices")
+            raise ShardError(where, "is in two shards", code="shard.inconsistent-slices")
         if len({part.dtype for part in parts}) > 1:
             wrong = f"expected {parts[0].dtype} as in other slices, found {parts[-1].dtype}"
-            raise InputError(f"{where}.dtype", wrong, code="shard.inconsistent-slices")
+            raise ShardError(f"{where}.dtype", wrong, code="shard.inconsistent-slices")
         slices = [part.part for part in parts if part.part is not None]
         if slices and (problem := problem_with_slices(slices)):
             hint = "a shard of this stage is missing or stray: write the bundle again"
-            raise InputError(where, problem, hint, code="shard.inconsistent-slices")
+            raise ShardError(where, problem, hint, code="shard.inconsistent-slices")
         parts.sort(key=attrgetter("offset"))
     return {name: tuple(parts) for name, parts in found.items()}
 
@@ -204,7 +209,7 @@ class Bundles:
             if not inside or (inside[0].begin, inside[-1].end) != (span.begin, span.end):
                 where = f"stages[{stage.index}].spans: {self.original_file(number)}"
                 problem = f"bytes {span.begin} to {span.end} are not whole tensors"
-                raise InputError(where, problem, code="manifest.wrong-span")
+                raise ManifestError(where, problem, code="manifest.wrong-span")
             found += [replace(tensor, name=name) for tensor in inside for name in self._names_on(stage, tensor)]
         return found
 
@@ -230,7 +235,7 @@ class Bundles:
         names = [member.fqn for members in tied for member in members if member.stage == stage.index]
         if not names:
             where, problem = f"{tensor.file}: {tensor.name!r}", f"belongs to no module of stage {stage.index}"
-            raise InputError(where, problem, code="manifest.wrong-span")
+            raise ManifestError(where, problem, code="manifest.wrong-span")
         return names
 
 
@@ -245,7 +250,7 @@ def _read_pinned(file: InputFile, pinned: PinnedFile) -> Header:
 
 def _expect(file: InputFile, expected: str, found: str) -> None:
     if found != expected:
-        raise InputError(
+        raise SourceError(
             str(file),
             f"expected {expected} (virtual.files of manifest.json), found {found}",
             "the source changed after the manifest was written; write that again with reshard pack --virtual",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urljoin
 
-from manifests.errors import InputError
+from manifests.errors import InputError, SourceError, StoreError
 from stores.base import SOURCE_CHANGED
 from stores.object_client import ObjectEntry
 from stores.redirects import check_redirect
@@ -38,7 +38,7 @@ class FilesystemClient:
             facts: Mapping[str, Any] = self.filesystem.info(f"{self.root}/{name}")
         nbytes = facts.get("size")
         if not isinstance(nbytes, int):
-            raise InputError(where, "the store does not say how long it is", code="store.no-length")
+            raise StoreError(where, "the store does not say how long it is", code="store.no-length")
         mark = next((str(facts[key]) for key in _MARKS if facts.get(key)), None)
         return ObjectEntry(name=name, nbytes=nbytes, etag=mark)
 
@@ -51,7 +51,7 @@ class FilesystemClient:
             file.seek(begin)
             data = file.read(end - begin)
         if self.look_up(entry.name) != entry:
-            raise InputError(
+            raise SourceError(
                 where,
                 "was changed after it was listed",
                 "start again, so that all is read as it is now",
@@ -133,12 +133,12 @@ def open_filesystem(url: str) -> FilesystemClient:
     authority = url.partition("://")[2].partition("/")[0]
     if ":" in authority.rpartition("@")[0]:
         problem = "a password does not belong in an address"
-        raise InputError(f"{scheme}://…", problem, code="store.credentials-in-address")
+        raise StoreError(f"{scheme}://…", problem, code="store.credentials-in-address")
     try:
         from fsspec.core import url_to_fs
     except ImportError as error:
         problem = f"{scheme}:// is read with fsspec"
-        raise InputError(url, problem, "pip install fsspec", code="store.missing-package") from error
+        raise StoreError(url, problem, "pip install fsspec", code="store.missing-package") from error
     options = {"get_client": _http_client} if scheme in ("http", "https") else {}
     with _explained(url):
         filesystem, root = url_to_fs(url, use_listings_cache=False, **options)
@@ -171,11 +171,11 @@ def _explained(where: str, verb: str = "read") -> Iterator[None]:
         if isinstance(cause, InputError):  # of our own checks
             raise cause from error
         if cause is None or getattr(cause, "status", None) == 404:
-            raise InputError(where, "there is no such file", code="store.no-such-file") from error
-        raise InputError(where, f"cannot be {verb}: {cause}", code="store.refused") from error
+            raise StoreError(where, "there is no such file", code="store.no-such-file") from error
+        raise StoreError(where, f"cannot be {verb}: {cause}", code="store.refused") from error
     except NotImplementedError as error:
         problem = f"cannot be {verb}: this kind of store does not support that"
-        raise InputError(where, problem, code="store.unsupported") from error
+        raise StoreError(where, problem, code="store.unsupported") from error
     except Exception as error:  # file systems from anywhere, each with errors of its own
         problem = f"cannot be {verb}: {error or type(error).__name__}"
-        raise InputError(where, problem, code="store.refused") from error
+        raise StoreError(where, problem, code="store.refused") from error

@@ -12,7 +12,7 @@ from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.hf_api import ModelInfo, RepoSibling
 
-from manifests.errors import InputError
+from manifests.errors import InputError, StoreError
 from manifests.paths import problem_with_path
 from stores.address import SCHEME, HubAddress
 from stores.base import InputFile, Range, Reader, is_hidden
@@ -48,7 +48,7 @@ def open_hub(address: HubAddress, retries: Retries | None = None) -> HubFolder:
     )
     if info.sha is None or not _COMMIT.fullmatch(info.sha):
         problem = f"expected a commit hash from {constants.ENDPOINT}, found {info.sha!r}"
-        raise InputError(str(address), problem, code="store.not-a-hub")
+        raise StoreError(str(address), problem, code="store.not-a-hub")
     streams = Streams()
     files = [
         _listed(address, info.sha, sibling, retries, streams)
@@ -106,7 +106,7 @@ class _AbsentFile:
     def _error(self) -> InputError:
         if self.folder.is_offline:
             return offline_error(replace(self.folder.address, revision=self.folder.revision), str(self), self.name)
-        return InputError(str(self), "no such file", f"at commit {self.folder.revision}", code="store.no-such-file")
+        return StoreError(str(self), "no such file", f"at commit {self.folder.revision}", code="store.no-such-file")
 
 
 def _list(address: HubAddress) -> ModelInfo:
@@ -120,10 +120,10 @@ def _listed(address: HubAddress, commit: str, sibling: RepoSibling, retries: Ret
     name, nbytes = sibling.rfilename, sibling.size
     if problem := problem_with_path(name):
         problem = f"{problem}, found {name[:80]!r} in the listing of {constants.ENDPOINT}"
-        raise InputError(str(address), problem, code="store.invalid-name")
+        raise StoreError(str(address), problem, code="store.invalid-name")
     if not isinstance(nbytes, int) or nbytes < 0:
         problem = f"expected its size from {constants.ENDPOINT}, found {nbytes!r}"
-        raise InputError(f"{address}/{name}", problem, code="store.not-a-hub")
+        raise StoreError(f"{address}/{name}", problem, code="store.not-a-hub")
     etag = sibling.lfs.sha256 if sibling.lfs else sibling.blob_id
     return HubFile(
         address=address,

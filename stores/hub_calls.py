@@ -22,7 +22,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from manifests.errors import InputError
+from manifests.errors import InputError, StoreError
 from stores.address import HubAddress
 from stores.pace import answered_within
 from stores.retries import PassingError
@@ -66,11 +66,11 @@ def asking(address: HubAddress, call: Callable[[], Answer], within_s: float | No
         raise unreachable(constants.ENDPOINT, error) from error
     except HFValidationError as error:
         problem = "the hub has no repository of such a name"
-        raise InputError(str(address), problem, str(error), code="store.malformed-address") from error
+        raise StoreError(str(address), problem, str(error), code="store.malformed-address") from error
     except (AttributeError, FileMetadataError, KeyError, TypeError, ValueError) as error:
         problem = f"{constants.ENDPOINT} does not answer as a hub does: {type(error).__name__}"
         hint = "is HF_ENDPOINT right? a login page may be answering"
-        raise InputError(str(address), problem, hint, code="store.not-a-hub") from error
+        raise StoreError(str(address), problem, hint, code="store.not-a-hub") from error
 
 
 def check_endpoint() -> None:
@@ -129,7 +129,7 @@ def offline_error(address: HubAddress, where: str, name: str = "") -> InputError
     revision = f" --revision {address.revision}" if address.revision else ""
     fetch = f"hf download {address.repo}{' ' * bool(name)}{name}{revision}"
     problem = f"{meant}, and HF_HUB_OFFLINE is set"
-    return InputError(where, problem, f"unset it, or fetch what is missing: {fetch}", code="store.offline")
+    return StoreError(where, problem, f"unset it, or fetch what is missing: {fetch}", code="store.offline")
 
 
 def _refusal(address: HubAddress, error: HfHubHTTPError) -> InputError:
@@ -138,22 +138,22 @@ def _refusal(address: HubAddress, error: HfHubHTTPError) -> InputError:
     if isinstance(error, GatedRepoError):
         problem = "access is gated, and " + ("this token has not been granted it" if has_token else "no token was sent")
         hint = f"ask for access at {page}" + ("" if has_token else f", then {_LOG_IN}")
-        return InputError(where, problem, hint, code="store.gated")
+        return StoreError(where, problem, hint, code="store.gated")
     if isinstance(error, RepositoryNotFoundError):
         meant = "neither a folder here nor a repository on the hub" if address.is_bare else "no repository on the hub"
         unless = "this token may not read it" if has_token else "it is private: no token was sent"
         hint = "check the name" + ("" if has_token else f"; {_LOG_IN}")
-        return InputError(where, f"{meant}, or {unless}", hint, code="store.no-such-repository")
+        return StoreError(where, f"{meant}, or {unless}", hint, code="store.no-such-repository")
     if isinstance(error, RevisionNotFoundError):
         problem, hint = f"has no revision {address.revision!r}", "name a branch, a tag or a whole commit hash"
-        return InputError(where, problem, hint, code="store.no-such-revision")
+        return StoreError(where, problem, hint, code="store.no-such-revision")
     if isinstance(error, EntryNotFoundError):
-        return InputError(where, "a file that it lists is not there", f"look at {page}", code="store.no-such-file")
+        return StoreError(where, "a file that it lists is not there", f"look at {page}", code="store.no-such-file")
     if isinstance(error, DisabledRepoError):
-        return InputError(where, "was disabled by the hub", f"look at {page}", code="store.disabled-repository")
+        return StoreError(where, "was disabled by the hub", f"look at {page}", code="store.disabled-repository")
     status = error.response.status_code
     if status == HTTPStatus.UNAUTHORIZED:
         problem, hint = "the hub does not know this token (401)", f"{_LOG_IN} to one that is valid"
-        return InputError(where, problem, hint, code="store.invalid-token")
+        return StoreError(where, problem, hint, code="store.invalid-token")
     problem = f"the hub answers {status}: {error.server_message or 'no reason given'}"
-    return InputError(where, problem, code="store.refused")
+    return StoreError(where, problem, code="store.refused")

@@ -23,7 +23,7 @@ from huggingface_hub import (
     try_to_load_from_cache,
 )
 
-from manifests.errors import InputError
+from manifests.errors import InputError, SourceError, StoreError
 from stores.address import HubAddress
 from stores.base import SOURCE_CHANGED, Range, Reader
 from stores.hub_calls import (
@@ -93,7 +93,7 @@ class HubFile:
         """
         if position + len(into) > self.nbytes:
             problem = f"ends at byte {self.nbytes}, and was read to {position + len(into)}"
-            raise InputError(str(self), problem, code=SOURCE_CHANGED)
+            raise SourceError(str(self), problem, code=SOURCE_CHANGED)
         wanted = _Wanted(into, position)
         keep_trying(
             lambda: self._attempt(wanted, stop), str(self), self.retries, stop, nbytes_done=lambda: wanted.begin
@@ -174,7 +174,7 @@ class HubFile:
             raise busy(place.host, status, headers)
         if status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
             problem = f"{place.host} has fewer bytes of it than the {self.nbytes} that are listed"
-            raise InputError(str(self), problem, code="store.wrong-answer")
+            raise StoreError(str(self), problem, code="store.wrong-answer")
         if status >= 400:
             with self._route.lock:
                 if self._route.place is place:
@@ -205,11 +205,11 @@ class HubFile:
     def _wrong(self, place: _Place, problem: str) -> InputError:
         fetch = f"hf download {self.address.repo} {self.name} --revision {self.commit}"
         hint = f"a proxy before {place.host} may be changing answers; go around it, or fetch the file whole: {fetch}"
-        return InputError(str(self), problem, hint, code="store.wrong-answer")
+        return StoreError(str(self), problem, hint, code="store.wrong-answer")
 
     def _expect(self, what: str, listed: int | str | None, found: int | str | None) -> None:
         if None not in (listed, found) and listed != found:
-            raise InputError(
+            raise StoreError(
                 str(self),
                 f"expected the {what} {listed} (listing of {self.commit}), found {found}",
                 "is HF_ENDPOINT right?",

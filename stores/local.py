@@ -8,7 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from manifests.errors import InputError, refused_by_system
+from manifests.errors import (
+    InputError,
+    SourceError,
+    StoreError,
+    refused_by_system,
+)
 from manifests.paths import is_unicode
 from manifests.regular import open_regular
 from stores.base import HIDDEN_FOLDERS, SOURCE_CHANGED, Range
@@ -109,7 +114,7 @@ class LocalReader:
                 problem = f"cannot be read at byte {position}"
                 raise refused_by_system(str(self._path), error, problem, code="store.unreadable") from error
             if found == 0:
-                raise InputError(
+                raise SourceError(
                     str(self._path),
                     f"ends at byte {position}",
                     "the file was cut short after its header was read",
@@ -155,7 +160,7 @@ class LocalFolder:
         if not self.path.is_dir():
             problem = "is a file, not a folder" if self.path.exists() else "no such folder"
             hint = "name the folder that contains config.json and the weights"
-            raise InputError(str(self), problem, hint, code="source.not-a-folder")
+            raise SourceError(str(self), problem, hint, code="source.not-a-folder")
         self.check_name()
         return tuple(_files_below(self.path))
 
@@ -178,12 +183,12 @@ def _files_below(folder: Path) -> Iterator[str]:
         for path in (Path(parent, name) for name in folders):
             if path.is_symlink():
                 hint = "put the folder itself there, or remove the link"
-                raise InputError(str(path), "is a link to a folder", hint, code="source.linked-folder")
+                raise SourceError(str(path), "is a link to a folder", hint, code="source.linked-folder")
         for name in sorted(names):
             path = Path(parent, name)
             if not path.is_file():
                 hint = "a dangling link? remove it or fix it"
-                raise InputError(str(path), "is not a regular file", hint, code="store.not-a-file")
+                raise StoreError(str(path), "is not a regular file", hint, code="store.not-a-file")
             _check_unicode(str(path))
             yield path.relative_to(folder).as_posix()
 
@@ -200,7 +205,7 @@ def _in_short(found: os.stat_result) -> _State:
 
 
 def _changed(path: Path) -> InputError:
-    return InputError(
+    return SourceError(
         str(path),
         "was changed or replaced while it was read",
         "run again when nothing writes to it, so that all is read as it is then",
@@ -215,4 +220,4 @@ def _refuse(error: OSError) -> None:
 def _check_unicode(path: str) -> None:
     if not is_unicode(path):
         problem = "its name is not valid UTF-8, and a manifest cannot contain it"
-        raise InputError(path, problem, "rename it", code="store.invalid-name")
+        raise StoreError(path, problem, "rename it", code="store.invalid-name")

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from manifests.codec import decode_manifest
-from manifests.errors import InputError, UnreachableError
+from manifests.errors import InputError, OutputError, UnreachableError
 from manifests.invariants import MANIFEST_NAME
 from stores.base import read_whole
 from stores.object_client import ObjectEntry
@@ -109,7 +109,7 @@ def take_stock(
     named = wanted.owned(client, others) if not is_unfinished else ()
     if named is None:
         problem = "exists, and is not what this command writes; --force does not replace it"
-        raise InputError(client.url, problem, _HINT, code="output.not-ours")
+        raise OutputError(client.url, problem, _HINT, code="output.not-ours")
     ours = frozenset({*named, *known} & others.keys())
     has_manifest = MANIFEST_NAME in named
     old = frozenset(named) if has_manifest else ours if wanted.last in named else frozenset()
@@ -117,7 +117,7 @@ def take_stock(
     if in_the_way := sorted((new & others.keys()) - ours):
         problem = "was not written by this command, and the new output has an object of this name"
         hint = "move it elsewhere, or choose another --out"
-        raise InputError(f"{client.url}/{in_the_way[0]}", problem, hint, code="output.foreign-file")
+        raise OutputError(f"{client.url}/{in_the_way[0]}", problem, hint, code="output.foreign-file")
     return Found(listed=listed, ours=ours, old=old)
 
 
@@ -147,11 +147,11 @@ def read_claim(client: Client) -> bytes:
 def _not_without_force(client: Client, others: Mapping[str, ObjectEntry], is_unfinished: bool) -> InputError:
     if not is_unfinished:
         hint = "choose another --out, or replace it with --force"
-        return InputError(client.url, "exists already", hint, code="output.exists")
+        return OutputError(client.url, "exists already", hint, code="output.exists")
     text = read_claim(client)[:_CLAIM_CHARS].decode(errors="replace").partition("\n")[0]
     nbytes = sum(entry.nbytes for entry in others.values())
     what = f"{len(others)} object{'' if len(others) == 1 else 's'}, {nbytes} bytes, {text}"
-    return InputError(
+    return OutputError(
         client.url,
         f"is being written by another command, or was left unfinished by one: {what}",
         "wait for that one; if it has ended, --force takes its place, and resumes the same plan",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote
 
-from manifests.errors import InputError
+from manifests.errors import SourceError, StoreError
 from manifests.paths import problem_with_path
 from stores.address import split_url
 from stores.base import SOURCE_CHANGED
@@ -121,7 +121,7 @@ class ObstoreClient:
             chunks = iter(answer.stream(min_chunk_size=_CHUNK_NBYTES))
         found = _entry(entry.name, answer.meta["size"], answer.meta["e_tag"])
         if found != entry:  # a server may ignore the condition
-            raise InputError(
+            raise SourceError(
                 where,
                 "was changed after it was listed",
                 "start again, so that all is read as it is now",
@@ -197,15 +197,15 @@ def open_client(url: str) -> ObstoreClient:
         from obstore.store import from_url
     except ImportError as error:
         hint = "pip install 'reshard[objects]'"
-        raise InputError(url, "object stores are read with obstore", hint, code="store.missing-package") from error
+        raise StoreError(url, "object stores are read with obstore", hint, code="store.missing-package") from error
     scheme, bucket, prefix = split_url(url)
     if "@" in bucket and not scheme.startswith("abfs"):
         problem, hint = "credentials do not belong in an address", "set them in the environment"
-        raise InputError(f"{scheme}://…", problem, hint, code="store.credentials-in-address")
+        raise StoreError(f"{scheme}://…", problem, hint, code="store.credentials-in-address")
     wrong = problem_with_path(prefix) if prefix else None
     if wrong or not bucket:
         hint = f"expected {scheme}://BUCKET/PREFIX"
-        raise InputError(url, wrong or "names no bucket", hint, code="store.malformed-address")
+        raise StoreError(url, wrong or "names no bucket", hint, code="store.malformed-address")
     address = f"{scheme}://{bucket}/{prefix}".rstrip("/")
     options: dict[str, Any] = _profile_credentials(url) if scheme.startswith("s3") else {}
     # obstore decodes its addresses; ours are taken as they are written, as by the clouds' own commands.
@@ -270,4 +270,4 @@ def _profile_credentials(url: str) -> dict[str, object]:
     except ValueError:  # the files contain no credentials
         return {}
     except BotoCoreError as error:
-        raise InputError(url, f"AWS profile: {error}", code="store.invalid-profile") from error
+        raise StoreError(url, f"AWS profile: {error}", code="store.invalid-profile") from error

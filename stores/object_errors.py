@@ -7,7 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from manifests.errors import InputError, UnreachableError
+from manifests.errors import (
+    InputError,
+    SourceError,
+    StoreError,
+    UnreachableError,
+)
 from stores.base import SOURCE_CHANGED
 
 __all__ = ["explained", "explanation"]
@@ -83,14 +88,14 @@ def explanation(where: str, error: Exception) -> InputError:
     cloud = _CLOUDS.get(where.partition("://")[0], _S3)
     if any(path in text for path in _METADATA_PATHS):
         hint = f"set {cloud.credentials}; for a public bucket, {cloud.skip_signature}=true"
-        return InputError(where, "no credentials were found", hint, code="store.no-credentials")
+        return StoreError(where, "no credentials were found", hint, code="store.no-credentials")
     if code in _ANSWERS_FOR_NO_BUCKET:
         hint = f"check its name, and {cloud.endpoint}"
-        return InputError(where, "there is no such bucket", hint, code="store.no-such-bucket")
+        return StoreError(where, "there is no such bucket", hint, code="store.no-such-bucket")
     if isinstance(error, FileNotFoundError):
-        return InputError(where, "there is no such object", code="store.no-such-file")
+        return StoreError(where, "there is no such object", code="store.no-such-file")
     if isinstance(error, PreconditionError):
-        return InputError(
+        return SourceError(
             where,
             "was changed after it was listed",
             "start again, so that all is read as it is now",
@@ -98,10 +103,10 @@ def explanation(where: str, error: Exception) -> InputError:
         )
     if isinstance(error, InvalidPathError):
         problem = "contains an object whose name cannot be a file's path"
-        return InputError(where, problem, text.partition(": ")[2], code="store.invalid-name")
+        return StoreError(where, problem, text.partition(": ")[2], code="store.invalid-name")
     is_denied = isinstance(error, PermissionDeniedError | UnauthenticatedError) or status in ("401", "403")
     if is_denied or code == "AccessDenied":
-        return InputError(
+        return StoreError(
             where,
             f"access is denied ({code or status})",
             "check the credentials and what they allow",
@@ -110,14 +115,14 @@ def explanation(where: str, error: Exception) -> InputError:
     endpoint = _first(_ENDPOINT, text)
     if "builder error" in text:
         hint = f"set {cloud.allow_http}=true to send everything unencrypted"
-        return InputError(where, f"{endpoint} is not an https address", hint, code="store.not-https")
+        return StoreError(where, f"{endpoint} is not an https address", hint, code="store.not-https")
     if cloud.region and ("redirect" in text or code in _ANSWERS_FOR_ANOTHER_REGION):
         region = _first(_EXPECTED_REGION, text)
         hint = f"set {cloud.region}={region}" if region else f"set {cloud.region} to the bucket's"
-        return InputError(where, "the bucket is in another region", hint, code="store.other-region")
+        return StoreError(where, "the bucket is in another region", hint, code="store.other-region")
     if "non-partial response" in text:
         problem = "the store sends the whole object where a range is asked for"
-        return InputError(where, problem, code="store.wrong-answer")
+        return StoreError(where, problem, code="store.wrong-answer")
     if status is None and "HTTP error: " in text:
         problem = f"no answer from {endpoint}" if endpoint else "the connection broke"
         why = text.partition("HTTP error: ")[2]
@@ -134,7 +139,7 @@ def explanation(where: str, error: Exception) -> InputError:
             hint = "the store asks for fewer requests: try again later, or with less at the same time"
         kind_of = "store.busy" if is_busy else "store.refused" if kind is InputError else "store.unreachable"
         return kind(where, f"the store answers {status}" + (f" ({said})" if said else ""), hint, code=kind_of)
-    return InputError(where, re.sub(r"\?\S*", "", text.partition("\n")[0]), code="store.refused")
+    return StoreError(where, re.sub(r"\?\S*", "", text.partition("\n")[0]), code="store.refused")
 
 
 def _first(pattern: re.Pattern[str], text: str) -> str | None:

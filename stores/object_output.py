@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from manifests.digest import digest_bytes
-from manifests.errors import InputError
+from manifests.errors import InputError, OutputError
 from manifests.invariants import MANIFEST_NAME
 from stores.address import SCHEME as HUB_SCHEME
 from stores.address import split_url
@@ -77,7 +77,7 @@ def open_output(url: str, *, force: bool = False, wanted: Wanted | None = None, 
         client.put(CLAIM_NAME, claim)
     elif not client.create(CLAIM_NAME, claim):
         problem = "another process has begun to write here"
-        raise InputError(client.url, problem, "choose another --out", code="output.contended")
+        raise OutputError(client.url, problem, "choose another --out", code="output.contended")
     client = client.settled()
     target = ObjectTarget(client, claim)
     try:
@@ -212,9 +212,9 @@ class ObjectTarget:
             if written not in listed or found != nbytes:
                 where = f"{self._client.url}/{written}"
                 problem = f"{nbytes} bytes were written, the store has {found}"
-                raise InputError(where, problem, code="output.lost-object")
+                raise OutputError(where, problem, code="output.lost-object")
         problem = "exists already: another process has finished here"
-        done = InputError(self._client.url, problem, "choose another --out", code="output.contended")
+        done = OutputError(self._client.url, problem, "choose another --out", code="output.contended")
         if name in listed and not self._old:
             raise done
         kept = {name, *self._nbytes, *self._held}
@@ -322,7 +322,7 @@ class ObjectTarget:
         """Raise unless the claim is ours: once it is not, nothing of ours may come to lie here any more."""
         if self._read(self._client.look_up(CLAIM_NAME)) != self._claim:
             problem = "another process took it over with --force"
-            raise InputError(self._client.url, problem, "choose another --out", code="output.contended")
+            raise OutputError(self._client.url, problem, "choose another --out", code="output.contended")
 
     def _read(self, entry: ObjectEntry) -> bytes:
         return b"".join(self._client.read(entry, 0, entry.nbytes)) if entry.nbytes else b""
@@ -332,7 +332,7 @@ def open_writable(url: str) -> WritableClient:
     """Open a prefix that is to be written. In a bucket nothing is sent yet."""
     if url.startswith(HUB_SCHEME):
         hint = "give a folder as --out, then hf upload REPO FOLDER"
-        raise InputError(url, "writing to the hub is not supported", hint, code="output.unwritable")
+        raise OutputError(url, "writing to the hub is not supported", hint, code="output.unwritable")
     if split_url(url)[0] in SCHEMES:
         return open_client(url)
     from stores.filesystem_client import open_filesystem

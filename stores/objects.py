@@ -9,7 +9,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from manifests.errors import InputError, UnreachableError
+from manifests.errors import (
+    InputError,
+    SourceError,
+    StoreError,
+    UnreachableError,
+)
 from manifests.invariants import MANIFEST_NAME
 from manifests.paths import problem_with_path
 from stores.address import split_url
@@ -80,7 +85,7 @@ class ObjectFolder:
         if self._names is None:
             listed = list_objects(self._client)
             if CLAIM_NAME in listed and MANIFEST_NAME not in listed:
-                raise InputError(
+                raise StoreError(
                     self.location,
                     "is not finished: it is being written, or its writing was interrupted",
                     "wait for the command that writes it, or run the same command again to resume",
@@ -145,10 +150,10 @@ def list_objects(client: Client) -> dict[str, ObjectEntry]:
             continue
         problem = problem_with_path(entry.name)
         if problem:
-            raise InputError(client.url, f"contains an object {entry.name!r}: {problem}", code="store.invalid-name")
+            raise StoreError(client.url, f"contains an object {entry.name!r}: {problem}", code="store.invalid-name")
         if len(listed) == _MAX_COUNT:
             problem = f"contains more than {_MAX_COUNT} objects"
-            raise InputError(client.url, problem, "name the folder of one checkpoint", code="store.too-many-files")
+            raise StoreError(client.url, problem, "name the folder of one checkpoint", code="store.too-many-files")
         listed[entry.name] = entry
     folders = set(_parents(listed))
     return {name: entry for name, entry in listed.items() if entry.nbytes or name not in folders}
@@ -165,7 +170,7 @@ def _fetch(file: ObjectFile, into: memoryview, position: int, stop: threading.Ev
     """Fill `into` with the bytes at `position`. What came before an answer broke is kept."""
     end, filled = position + len(into), 0
     if end > file.nbytes:
-        raise InputError(
+        raise SourceError(
             str(file),
             f"ends at byte {file.nbytes}",
             "it was cut short after its header was read",
@@ -198,4 +203,4 @@ def _fetch(file: ObjectFile, into: memoryview, position: int, stop: threading.Ev
 
 def _wrong_length(file: ObjectFile, into: memoryview, position: int, found: str) -> InputError:
     problem = f"asked for {len(into)} bytes at {position}, the server sent {found}"
-    return InputError(str(file), problem, code="store.wrong-answer")
+    return StoreError(str(file), problem, code="store.wrong-answer")

@@ -7,7 +7,7 @@ import socket
 from typing import Literal
 from urllib.parse import urlsplit
 
-from manifests.errors import InputError
+from manifests.errors import StoreError
 
 __all__ = ["check_redirect"]
 
@@ -29,7 +29,7 @@ def check_redirect(where: str, origin: str, target: str) -> None:
         return
     host = urlsplit(target).hostname
     what = "this machine itself" if reach == "loopback" else "a link-local or metadata address"
-    raise InputError(
+    raise StoreError(
         where,
         f"{urlsplit(origin).hostname} redirects to {host}, {what}, which is not followed",
         "name the server that has the file; if the address is right, its server may be compromised",

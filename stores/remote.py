@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from manifests.errors import InputError
+from manifests.errors import SourceError
 from stores.address import SCHEME, is_url
 from stores.object_client import SCHEMES
 
@@ -41,7 +41,7 @@ def check_remote(location: str, named: str) -> None:
         return
     if _is_allowed or os.environ.get(ALLOW_VARIABLE) == "1" or _server_of(location) == _server_of(named):
         return
-    raise InputError(
+    raise SourceError(
         f"{named}: virtual.location",
         f"reading these bundles sends requests to {_server_of(location)} ({location})",
         f"if that server is to be trusted: --allow-remote, or {ALLOW_VARIABLE}=1 for runner",

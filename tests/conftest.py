@@ -1,9 +1,15 @@
 """What holds for every test: one thread per process, no hub, no deadline but the timeout."""
 
+from __future__ import annotations
+
 import os
 import signal
+from collections.abc import Callable
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
+from syrupy.assertion import SnapshotAssertion
 
 # Before anything imports torch, tokenizers or huggingface_hub; processes that tests start inherit it.
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
@@ -14,3 +20,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # A shared machine stalls now and then: an example may take long, a test may not (`timeout`, pyproject.toml).
 settings.register_profile("house", deadline=None)
 settings.load_profile("house")
+
+
+@pytest.fixture
+def wording(snapshot: SnapshotAssertion, tmp_path: Path) -> Callable[[str], None]:
+    """Compare a message with its reviewed snapshot, which `make wording` renews; `tmp_path` stands as TMP there."""
+
+    def compare(message: str) -> None:
+        assert message.replace(str(tmp_path), "TMP") == snapshot
+
+    return compare

@@ -1,7 +1,8 @@
 """Write docs/errors.md: every error code, its cause and its cure, from docs/errors/*.toml.
 
 `python tools/errors.py` writes the page; `--check` exits with 1 where the page is out of date, where the code raises a
-code that no table explains, or where a table explains a code that nothing raises.
+code that no table explains, where a table explains a code that nothing raises, or where an error's class is not its
+area's.
 """
 
 from __future__ import annotations
@@ -17,6 +18,22 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "errors.md"
 TABLES = ROOT / "docs" / "errors"
 PACKAGES = ("manifests", "stores", "reshard", "runner")
+# The class of an area's errors; `UsageError`, `UnreachableError` and `RankError` are of any area.
+CLASSES = {
+    "CheckpointError": ("checkpoint", "resume"),
+    "DataError": ("data", "tokenizer"),
+    "LaunchError": ("launch",),
+    "LayoutError": ("layout",),
+    "LogError": ("log",),
+    "ManifestError": ("manifest",),
+    "ModelError": ("config", "model"),
+    "OutputError": ("output",),
+    "ScheduleError": ("schedule",),
+    "ShardError": ("header", "shard"),
+    "SourceError": ("source",),
+    "StoreError": ("store",),
+    "InputError": ("options", "rank", "system"),
+}
 CODE = re.compile(r"[a-z]+\.[a-z0-9]+(-[a-z0-9]+)*")
 
 _HEAD = """\
@@ -36,7 +53,7 @@ def main() -> int:
     if "--check" not in sys.argv[1:]:
         PAGE.write_text(page)
         return 0
-    problems = list(find_problems(tables))
+    problems = [*find_problems(tables), *misplaced_classes()]
     if not PAGE.exists() or PAGE.read_text() != page:
         problems.append(f"{PAGE.relative_to(ROOT)} is out of date: make errors")
     print(*problems, sep="\n", end="\n" if problems else "", file=sys.stderr)
@@ -76,6 +93,21 @@ def find_problems(tables: Mapping[str, Mapping[str, Mapping[str, str]]]) -> Iter
         for name, entry in table.items():
             if set(entry) != {"cause", "cure"} or not all(entry.values()):
                 yield f"docs/errors/{area}.toml: {name}: expected a cause and a cure"
+
+
+def misplaced_classes() -> Iterator[str]:
+    """Yield the errors that are raised as another class than their area's."""
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CLASSES):
+                    continue
+                for keyword in node.keywords:
+                    code = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
+                    if keyword.arg != "code" or not isinstance(code, str):
+                        continue
+                    if code.partition(".")[0] not in CLASSES[node.func.id]:
+                        yield f"{path.relative_to(ROOT)}:{node.lineno}: {code} is not for {node.func.id}"
 
 
 def render(tables: Mapping[str, Mapping[str, Mapping[str, str]]]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from manifests.errors import InputError
+from manifests.errors import ModelError
 from manifests.models.config import ConfigReader
 from manifests.models.deepseek_v3 import deepseek_v3_shape
 from manifests.models.falcon import falcon_shape
@@ -50,12 +50,12 @@ def model_shape(config: Mapping[str, object], where: str = "config.json") -> Mod
     """Return the modules and tensors of the model that a Hugging Face config describes.
 
     Raises:
-        InputError: an architecture that is not known, or a field missing, of the wrong kind or unsupported.
+        ModelError: an architecture that is not known, or a field missing, of the wrong kind or unsupported.
     """
     found = config.get("architectures")
     name = found[0] if isinstance(found, list) and len(found) == 1 else found
     if not isinstance(name, str) or name not in ARCHITECTURES:
-        raise InputError(
+        raise ModelError(
             f"{where}: architectures",
             f"{name!r} is not supported",
             "supported: " + ", ".join(sorted(ARCHITECTURES)),
@@ -71,4 +71,4 @@ def _check_experts(config: Mapping[str, object], where: str) -> None:
     for name, experts in ((name, config.get(name)) for name in _EXPERTS):
         if type(experts) is int and layers * experts > _MOST_EXPERTS:
             problem = f"expected at most {_MOST_EXPERTS} experts in all layers, found {layers * experts}"
-            raise InputError(f"{where}: {name}", problem, code="config.too-large")
+            raise ModelError(f"{where}: {name}", problem, code="config.too-large")

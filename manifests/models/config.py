@@ -24,7 +24,7 @@ class ConfigReader:
     def __init__(self, config: Mapping[str, object], where: str, prefix: str = "") -> None:
         self.config, self.where, self.prefix = MappingProxyType(dict(config)), where, prefix
 
-    def error(self, name: str, problem: str, hint: str = "", *, code: str = "") -> InputError:
+    def error(self, name: str, problem: str, hint: str = "", *, code: str) -> InputError:
         """Return an error that names the field."""
         return InputError(f"{self.where}: {self.prefix}{name}", problem, hint, code=code)
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
-from manifests.errors import InputError
+from manifests.errors import ScheduleError
 from manifests.placement import Placement
 from manifests.schedules.actions import (
     Action,
@@ -82,7 +82,7 @@ def _read_rows(text: str, where: str, read: Callable[[str, str], StepT]) -> tupl
     try:
         rows = list(csv.reader(io.StringIO(text, newline=""), strict=True))
     except csv.Error as error:
-        raise InputError(where, f"is not CSV: {error}", code="schedule.not-csv") from error
+        raise ScheduleError(where, f"is not CSV: {error}", code="schedule.not-csv") from error
     ranks = tuple(
         tuple(
             read(cell.strip(), f"{where}: row {row_number}, cell {cell_number}")
@@ -94,10 +94,10 @@ def _read_rows(text: str, where: str, read: Callable[[str, str], StepT]) -> tupl
     for row_number, steps in enumerate(ranks, start=1):
         if not any(actions_of(step) for step in steps):
             place, hint = f"{where}: row {row_number}", "each row is one rank's part"
-            raise InputError(place, "this rank computes nothing", hint, code="schedule.idle-rank")
+            raise ScheduleError(place, "this rank computes nothing", hint, code="schedule.idle-rank")
     if not ranks:
         hint = "expected one row of actions for each rank"
-        raise InputError(where, "the file is empty", hint, code="schedule.idle-rank")
+        raise ScheduleError(where, "the file is empty", hint, code="schedule.idle-rank")
     return ranks
 
 
@@ -105,7 +105,7 @@ def _read_step(cell: str, where: str) -> Step:
     step = _read_lowered_step(cell, where)
     if isinstance(step, Transfer | Upkeep):
         hint = "this is a file of the format compute_comms"
-        raise InputError(where, f"{cell!r} is not a compute action", hint, code="schedule.invalid-action")
+        raise ScheduleError(where, f"{cell!r} is not a compute action", hint, code="schedule.invalid-action")
     return step
 
 
@@ -121,7 +121,7 @@ def _read_lowered_step(cell: str, where: str) -> LoweredStep:
         if forward and backward and (forward.kind, backward.kind) == ("F", "B"):
             return Overlap(forward=forward, backward=backward)
     hint = "expected for example 2F0, 2B0, 2I0, 2W0 or (2F4;5B1)OVERLAP_F_B"
-    raise InputError(where, f"{cell[:40]!r} is not an action", hint, code="schedule.invalid-action")
+    raise ScheduleError(where, f"{cell[:40]!r} is not an action", hint, code="schedule.invalid-action")
 
 
 def _read_action(text: str) -> Action | None:
@@ -138,7 +138,7 @@ def _placement_of(ranks: Sequence[Sequence[LoweredStep]], where: str) -> Placeme
     num_stages, num_ranks = 1 + max(own[-1] for own in stages), len(ranks)
     if num_stages % num_ranks:
         problem = f"{num_stages} stages do not divide over {num_ranks} rows, one for each rank"
-        raise InputError(where, problem, code="schedule.misplaced-stages")
+        raise ScheduleError(where, problem, code="schedule.misplaced-stages")
     placements = [Placement(num_stages=num_stages, num_ranks=num_ranks)]
     if num_stages == 2 * num_ranks:
         placements.append(Placement(num_stages=num_stages, num_ranks=num_ranks, style="v"))
@@ -147,4 +147,4 @@ def _placement_of(ranks: Sequence[Sequence[LoweredStep]], where: str) -> Placeme
             return placement
     shown = "; ".join(f"rank {rank} has {', '.join(map(str, own[:4]))}" for rank, own in enumerate(stages[:4]))
     problem = f"the stages are assigned to ranks neither in a loop nor in a v: {shown}"
-    raise InputError(where, problem, code="schedule.misplaced-stages")
+    raise ScheduleError(where, problem, code="schedule.misplaced-stages")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-from manifests.errors import InputError
+from manifests.errors import InputError, ScheduleError
 from manifests.placement import Placement
 from manifests.schedules.actions import Action, LoweredStep, actions_of
 
@@ -79,11 +79,11 @@ def _deadlock(left: Sequence[Sequence[LoweredStep]], num_stages: int, done: set[
         stage, kind, microbatch = missing
         waits[rank] = f"rank {rank} cannot start {left[rank][0]} before {stage}{kind}{microbatch}"
         if missing not in holders:
-            return InputError("schedule", f"{waits[rank]}, which no rank computes", code="schedule.deadlock")
+            return ScheduleError("schedule", f"{waits[rank]}, which no rank computes", code="schedule.deadlock")
         if holders[missing] == rank:
             problem = f"{waits[rank]}, which is not earlier in its own list"
-            return InputError("schedule", problem, code="schedule.deadlock")
+            return ScheduleError("schedule", problem, code="schedule.deadlock")
         rank = holders[missing]
     circle = list(waits)[list(waits).index(rank) :]
     problem = "the ranks wait for each other: " + "; ".join(waits[rank] for rank in circle)
-    return InputError("schedule", problem, code="schedule.deadlock")
+    return ScheduleError("schedule", problem, code="schedule.deadlock")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from manifests.errors import InputError
+from manifests.errors import ScheduleError
 from manifests.schedules.actions import Action, Table, actions_of
 from manifests.schedules.order import Result, in_order, input_of, result_of
 
@@ -30,7 +30,7 @@ class Costs:
 
     def __post_init__(self) -> None:
         if len({len(self.forward_s), len(self.input_s), len(self.weight_s)}) != 1:
-            raise InputError(
+            raise ScheduleError(
                 "costs",
                 f"expected as many stages in each, found {len(self.forward_s)} forward, {len(self.input_s)} input "
                 f"and {len(self.weight_s)} weight times",
@@ -39,7 +39,7 @@ class Costs:
         # NaN fails every comparison.
         if not all(0 <= seconds < inf for seconds in (*self.forward_s, *self.input_s, *self.weight_s, self.hop_s)):
             problem = "expected times of 0 seconds or more, and finite"
-            raise InputError("costs", problem, code="schedule.invalid-costs")
+            raise ScheduleError("costs", problem, code="schedule.invalid-costs")
 
     @classmethod
     def of(
@@ -109,7 +109,7 @@ def simulate(table: Table, costs: Costs, begins_s: Sequence[float] | None = None
     placement = table.placement
     if len(costs.forward_s) != placement.num_stages:
         problem = f"expected {placement.num_stages} stages, found {len(costs.forward_s)}"
-        raise InputError("costs", problem, code="schedule.invalid-costs")
+        raise ScheduleError("costs", problem, code="schedule.invalid-costs")
     spans: list[list[Span]] = [[] for _ in table.ranks]
     free_s, busy_s = list(begins_s or [0.0] * len(spans)), [0.0] * len(spans)
     left_s: dict[Result, tuple[float, int]] = {}  # when each result left its rank, and which rank that is

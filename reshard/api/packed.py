@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from manifests.errors import InputError, UsageError
+from manifests.errors import CheckpointError, UsageError
 from manifests.jsontext import parse_json_object
 from manifests.schema import WEIGHTS, Holds, Layout, Manifest, Stage
 from reshard.tensors.arrays import to_numpy, to_torch
@@ -158,7 +158,7 @@ class PackedStage:
         manifest = self.model.manifest
         if kind != WEIGHTS and (manifest.training is None or manifest.training.optimizer is None):
             hint = "a training checkpoint has it; a packed model does not"
-            raise InputError(
+            raise CheckpointError(
                 self.model.location, "there is no optimizer state", hint, code="checkpoint.no-optimizer-state"
             )
         slices = join_slices(self.model.bundles.tensors_on(self.info, kind))

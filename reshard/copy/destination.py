@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from manifests.digest import digest_bytes
-from manifests.errors import InputError, UsageError
+from manifests.errors import OutputError, UsageError
 from manifests.safetensors import parse_header
 from manifests.schema import CarriedFile
 from manifests.store import write_file
@@ -83,7 +83,7 @@ def check_apart(out: Address, checkpoint: Checkpoint, *, may_replace: bool) -> N
                 "--out", f"{source}, which is read, is inside {out}", _BESIDE, code="output.overlaps-source"
             )
         if place == origin and not (may_replace and number == 0):
-            raise InputError(
+            raise OutputError(
                 str(out),
                 "is what is read; --force does not replace it",
                 "choose another --out",
@@ -217,7 +217,7 @@ def _check_space(shards: Sequence[OutputShard], folder: Path) -> None:
     there = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
     free = shutil.disk_usage(folder).free + there
     if needed > free:
-        raise InputError(
+        raise OutputError(
             str(folder.parent),
             f"{needed} bytes needed, {free} free",
             "choose another disk for --out",

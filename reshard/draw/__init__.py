@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from manifests.errors import InputError, UsageError
+from manifests.errors import OutputError, UsageError
 from manifests.probe import check_new_file
 from manifests.store import write_file
 
@@ -26,7 +26,7 @@ def check_picture(path: Path, force: bool) -> None:
 
     Raises:
         UsageError: another kind of file, or no matplotlib.
-        InputError: the file exists and `force` is not given, or its folder takes no file.
+        OutputError: the file exists and `force` is not given, or its folder takes no file.
     """
     if path.suffix.lower() not in SUFFIXES:
         raise UsageError(
@@ -47,7 +47,7 @@ def draw_plan(planned: PlanResult, path: Path, theme: str = "light") -> None:
 
     Raises:
         UsageError: the step is too long to simulate.
-        InputError: the file cannot be written.
+        OutputError: the file cannot be written.
     """
     from reshard.draw.page import html_page
     from reshard.draw.sheet import draw_sheet
@@ -68,4 +68,4 @@ def draw_plan(planned: PlanResult, path: Path, theme: str = "light") -> None:
     try:
         write_file(path, data)
     except OSError as error:
-        raise InputError(str(path), f"cannot be written: {error.strerror}", code="output.unwritable") from error
+        raise OutputError(str(path), f"cannot be written: {error.strerror}", code="output.unwritable") from error

@@ -7,7 +7,7 @@ import math
 import re
 from dataclasses import replace
 
-from manifests.errors import InputError
+from manifests.errors import InputError, LayoutError
 from manifests.placement import Placement
 from manifests.sizes import parse_size
 from reshard.layout.deepspeed import matching_weights
@@ -136,7 +136,7 @@ def _cost_of_each(request: Request, name: str, asker: str) -> tuple[float, ...]:
             if name == "time"
             else "sizes come from a model: reshard plan SOURCE --layout " + shorten(request.spec)
         )
-        raise InputError(
+        raise LayoutError(
             "layout",
             f"{asker} needs the {name} of every module, which are not known here",
             hint,
@@ -146,7 +146,7 @@ def _cost_of_each(request: Request, name: str, asker: str) -> tuple[float, ...]:
         cost = costs.get(module)
         if cost is None or not math.isfinite(cost) or cost < 0:
             found = "nothing" if cost is None else str(cost)
-            raise InputError(
+            raise LayoutError(
                 f"{name} of {module}", f"expected a number, 0 or more, found {found}", code="layout.bad-cost"
             )
     return tuple(costs[module] for module in request.inventory.modules)
@@ -239,4 +239,4 @@ def _no_split(request: Request, problem: Problem, pins: list[Word], limit: int) 
     else:
         found = "no contiguous split was found that fits"
     wires = f", {limit - free:,} of them for buffers between ranks" if free < limit else ""
-    return InputError("layout", f"a rank may hold {limit:,} bytes{wires}; {found}", hint, code="layout.memory-limit")
+    return LayoutError("layout", f"a rank may hold {limit:,} bytes{wires}; {found}", hint, code="layout.memory-limit")

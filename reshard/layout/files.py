@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from manifests.errors import InputError
+from manifests.errors import InputError, LayoutError
 from manifests.jsontext import kind_of, parse_json_object
 from reshard.layout.inventory import Inventory
 from reshard.layout.model import MAX_STAGES, SCHEDULES, Layout, Request, compress_modules
@@ -79,23 +79,23 @@ def read_cuts(request: Request) -> Layout:
 def _load(file: Path, path: str) -> Mapping[str, object]:
     try:
         if not file.is_file():
-            raise InputError(
+            raise LayoutError(
                 path,
                 "no such file",
                 "a layout ending in .toml or .json is a file of module lists",
                 code="layout.no-file",
             )
         if file.stat().st_size > MOST_BYTES:
-            raise InputError(path, f"is larger than {MOST_BYTES} bytes", code="layout.file-too-large")
+            raise LayoutError(path, f"is larger than {MOST_BYTES} bytes", code="layout.file-too-large")
         data = file.read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-        raise InputError(path, f"cannot be read: {error}", code="layout.unreadable") from error
+        raise LayoutError(path, f"cannot be read: {error}", code="layout.unreadable") from error
     document = _parse(data, path)
     for key in document:
         if key not in FILE_KEYS:
             nearest = nearest_word(key, FILE_KEYS)
             hint = f"did you mean {nearest}?" if nearest else f"known: {list_words(FILE_KEYS, 'and')}"
-            raise InputError(f"{path}: {key}", "is not known here", hint, code="layout.unknown-key")
+            raise LayoutError(f"{path}: {key}", "is not known here", hint, code="layout.unknown-key")
     return document
 
 
@@ -106,35 +106,35 @@ def _parse(data: bytes, path: str) -> Mapping[str, object]:
         try:
             return {"stages": json.loads(data)}
         except (RecursionError, ValueError) as error:
-            raise InputError(path, f"is not JSON: {error}", code="layout.not-json") from error
+            raise LayoutError(path, f"is not JSON: {error}", code="layout.not-json") from error
     try:
         return tomllib.loads(data.decode("utf-8"))
     except (RecursionError, ValueError) as error:  # UnicodeDecodeError and TOMLDecodeError too
-        raise InputError(path, f"is not TOML: {error}", code="layout.not-toml") from error
+        raise LayoutError(path, f"is not TOML: {error}", code="layout.not-toml") from error
 
 
 def _stages(found: object, path: str) -> list[list[str]]:
     if not isinstance(found, list) or not found:
         shown = "nothing" if found is None else "an empty list" if found == [] else kind_of(found)
         hint = 'stages = [["model.embed_tokens", "layers.0-7"], ["layers.8-15", "norm", "lm_head"]]'
-        raise InputError(
+        raise LayoutError(
             f"{path}: stages",
             f"expected a list of lists of module names, found {shown}",
             hint,
             code="layout.invalid-field",
         )
     if len(found) > MAX_STAGES:
-        raise InputError(
+        raise LayoutError(
             f"{path}: stages", f"{len(found)} stages, more than {MAX_STAGES}", code="layout.too-many-stages"
         )
     for index, stage in enumerate(found):
         if not isinstance(stage, list):
             problem = f"expected a list of module names, found {kind_of(stage)}"
-            raise InputError(f"{path}: stages[{index}]", problem, code="layout.invalid-field")
+            raise LayoutError(f"{path}: stages[{index}]", problem, code="layout.invalid-field")
         for place, name in enumerate(stage):
             if not isinstance(name, str):
                 problem = f"expected a module name, found {kind_of(name)}"
-                raise InputError(f"{path}: stages[{index}][{place}]", problem, code="layout.invalid-field")
+                raise LayoutError(f"{path}: stages[{index}][{place}]", problem, code="layout.invalid-field")
     return found
 
 
@@ -143,7 +143,7 @@ def _num_ranks(found: object, path: str) -> int | None:
         return None
     if type(found) is not int or not 1 <= found <= MAX_STAGES:
         problem = f"expected a whole number from 1 to {MAX_STAGES}, found {_shown(found)}"
-        raise InputError(f"{path}: num_ranks", problem, code="layout.invalid-field")
+        raise LayoutError(f"{path}: num_ranks", problem, code="layout.invalid-field")
     return found
 
 
@@ -156,7 +156,7 @@ def _word(
     for word in known:
         if isinstance(found, str) and found.lower() == word.lower():
             return word
-    raise InputError(
+    raise LayoutError(
         f"{path}: {key}", f"expected {list_words(known)}, found {_shown(found)}", code="layout.invalid-field"
     )
 
@@ -177,13 +177,13 @@ def _bounds(stages: list[list[str]], inventory: Inventory, path: str) -> tuple[i
             try:
                 positions = names.some(entry)
             except NameProblem as problem:
-                problems.append(InputError(where, str(problem), problem.hint, code="layout.unknown-module"))
+                problems.append(LayoutError(where, str(problem), problem.hint, code="layout.unknown-module"))
                 continue
             for position in positions:
                 if position in stage_of:
                     twice = f"{inventory.modules[position]} is on stage {stage_of[position]} already"
                     hint = "leave it on one stage"
-                    problems.append(InputError(where, twice, hint, code="layout.module-twice"))
+                    problems.append(LayoutError(where, twice, hint, code="layout.module-twice"))
                 stage_of.setdefault(position, index)
     problems = problems or _order_problems(stage_of, inventory, path) or _uncovered(stage_of, inventory, path)
     if problems:
@@ -207,7 +207,7 @@ def _order_problems(stage_of: Mapping[int, int], inventory: Inventory, path: str
             shown = compress_modules(inventory.modules[at] for at in here)
             problem = f"{shown} must run after {before}, which is on stage {latest}"
             hint = "number the stages in the order the modules run"
-            return [InputError(f"{path}: stages[{stage}]", problem, hint, code="layout.wrong-order")]
+            return [LayoutError(f"{path}: stages[{stage}]", problem, hint, code="layout.wrong-order")]
         latest, before = stage, module
     return []
 
@@ -221,7 +221,7 @@ def _uncovered(stage_of: Mapping[int, int], inventory: Inventory, path: str) -> 
     shown = compress_modules(inventory.modules[position] for position in missing)
     first = inventory.modules[missing[0]]
     hint = f"{first} belongs on stage {stage}, or at the start of the next"
-    return [InputError(f"{path}: stages", f"no stage has {shown}", hint, code="layout.uncovered-module")]
+    return [LayoutError(f"{path}: stages", f"no stage has {shown}", hint, code="layout.uncovered-module")]
 
 
 def _one_error(problems: list[InputError], path: str) -> InputError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from itertools import accumulate, groupby
 
-from manifests.errors import InputError
+from manifests.errors import LayoutError
 from reshard.layout.expansion import Expansion, expand
 from reshard.layout.inventory import Inventory
 from reshard.layout.model import MAX_STAGES, Layout, Request
@@ -66,11 +66,11 @@ def _check_stages(request: Request, stages: list[str]) -> None:
     num_stages, num_ranks = len(stages), request.num_ranks
     spec = shorten(request.spec)
     if num_stages > MAX_STAGES:
-        raise InputError(
+        raise LayoutError(
             "layout", f"{spec} has {num_stages} stages, more than {MAX_STAGES}", code="layout.too-many-stages"
         )
     if num_ranks and num_stages % num_ranks:
-        raise InputError(
+        raise LayoutError(
             "layout",
             f"{counted(request.inventory.num_layers, 'layer')} and {counted(num_ranks, 'rank')}: {spec} has "
             f"{counted(num_stages, 'stage')}, which need PP {nearest_divisors(num_stages, num_ranks)}",

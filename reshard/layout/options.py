@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from manifests.errors import InputError, UsageError
+from manifests.errors import InputError, LayoutError, UsageError
 from manifests.placement import Placement, Style
 from reshard.layout.model import MAX_STAGES, SCHEDULES, SINGLE_STAGE_SCHEDULES, Layout, Request, cut_modules
 from reshard.layout.wording import counted, error_at, list_words, nearest_word, shorten
@@ -170,7 +170,7 @@ class Degrees:
     def _check(self, request: Request, num_stages: int, num_ranks: int) -> None:
         spec = shorten(request.spec)
         if num_stages % num_ranks:
-            raise InputError(
+            raise LayoutError(
                 "layout",
                 f"{spec} has {counted(num_stages, 'stage')}, which do not divide over {counted(num_ranks, 'rank')}",
                 f"{counted(num_stages, 'stage')} need PP {nearest_divisors(num_stages, num_ranks)}",
@@ -178,14 +178,14 @@ class Degrees:
             )
         num_virtual = num_stages // num_ranks
         if self.num_virtual not in (None, num_virtual):
-            raise InputError(
+            raise LayoutError(
                 "layout",
                 f"{spec} puts {num_virtual} of its {num_stages} stages on each rank, but says vpp={self.num_virtual}",
                 f"say vpp={num_virtual}, or leave it out",
                 code="layout.conflicting-degrees",
             )
         if self.style == "v" and num_virtual != 2:
-            raise InputError(
+            raise LayoutError(
                 "layout",
                 f"style v puts exactly 2 stages on each rank, {spec} puts {num_virtual}",
                 f"ask for {2 * num_ranks} stages, or for style=loop",
@@ -197,14 +197,14 @@ class Degrees:
         if self.schedule is None:
             return
         if SCHEDULES[self.schedule] != (self.style or "loop"):
-            raise InputError(
+            raise LayoutError(
                 "layout",
                 f"{self.schedule} runs style {SCHEDULES[self.schedule]}, {spec} says style {self.style or 'loop'}",
                 f"say style={SCHEDULES[self.schedule]}",
                 code="layout.schedule-mismatch",
             )
         if self.schedule in SINGLE_STAGE_SCHEDULES and num_virtual != 1:
-            raise InputError(
+            raise LayoutError(
                 "layout",
                 f"{self.schedule} runs 1 stage a rank, {spec} puts {num_virtual}",
                 "say schedule=Interleaved1F1B, or leave vpp out",
@@ -234,7 +234,7 @@ def agreed_ranks(said: int | None, request: Request) -> int | None:
 def check_num_stages(request: Request, num_stages: int) -> None:
     """Refuse more stages than any pipeline has, before anything is made for each."""
     if num_stages > MAX_STAGES:
-        raise InputError(
+        raise LayoutError(
             "layout",
             f"{shorten(request.spec)} has {num_stages} stages, more than {MAX_STAGES}",
             "lower pp or vpp",

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 
-from manifests.errors import InputError
+from manifests.errors import InputError, LayoutError
 from reshard.layout.deepspeed import balanced_bounds, uniform_bounds
 from reshard.layout.inventory import Inventory, class_names
 from reshard.layout.megatron import write_letters
@@ -26,7 +26,7 @@ def to_megatron(layout: Layout, inventory: Inventory, costs: AllCosts | None = N
     """
     placement = layout.placement
     if any(placement.rank_of(stage) != stage % placement.num_ranks for stage in range(placement.num_stages)):
-        raise InputError(
+        raise LayoutError(
             "layout",
             "Megatron lays stages round the ranks, this layout is of style v",
             "say style=loop",
@@ -37,7 +37,7 @@ def to_megatron(layout: Layout, inventory: Inventory, costs: AllCosts | None = N
         parted = [stage for stage, end in enumerate(ends[1:-1]) if start < end < stop]
         if parted:
             first, last = inventory.modules[start], inventory.modules[stop - 1]
-            raise InputError(
+            raise LayoutError(
                 "layout",
                 f"Megatron's {name} is {first} to {last} on one stage, this layout parts them after stage {parted[0]}",
                 f"put {first} on stage {parted[-1] + 1} (when balancing: pin={first}@{parted[-1] + 1})",
@@ -63,7 +63,7 @@ def to_torchtitan(layout: Layout, inventory: Inventory, costs: AllCosts | None =
         InputError: a model with more modules than torchtitan's decoder has.
     """
     if inventory.num_inputs != 1 or inventory.num_outputs != 2:
-        raise InputError(
+        raise LayoutError(
             "layout",
             "torchtitan's decoder is one embedding, layers, one norm and one head",
             code="layout.inexpressible",
@@ -95,7 +95,7 @@ def to_deepspeed(layout: Layout, inventory: Inventory, costs: AllCosts | None = 
     """
     num_stages, num_ranks = layout.placement.num_stages, layout.placement.num_ranks
     if num_stages != num_ranks:
-        raise InputError(
+        raise LayoutError(
             "layout",
             f"DeepSpeed has one stage a rank, this layout has {layout.placement.num_virtual}",
             code="layout.inexpressible",
@@ -110,7 +110,7 @@ def to_deepspeed(layout: Layout, inventory: Inventory, costs: AllCosts | None = 
     tried = (
         "uniform, parameters or type:" if costs and "params" in costs else "uniform or type: (parameters are not known)"
     )
-    raise InputError(
+    raise LayoutError(
         "layout",
         f"no partition_method of DeepSpeed makes these cuts: not {tried}",
         "DeepSpeed takes no explicit list; use toml, torchtitan or megatron",
@@ -138,11 +138,11 @@ def print_layout(spelling: str, layout: Layout, inventory: Inventory, costs: All
 def _check_mtp(stages: Sequence[str], num_ranks: int) -> None:
     holding = [stage for stage, letters in enumerate(stages) if "m" in letters]
     if len(holding) > 1:
-        raise InputError(
+        raise LayoutError(
             "layout", f"Megatron takes all MTP layers on one stage, these are on {holding}", code="layout.inexpressible"
         )
     if holding and holding[0] < len(stages) - num_ranks:
-        raise InputError(
+        raise LayoutError(
             "layout",
             f"Megatron takes MTP layers only in the last virtual stage of their rank, these are on stage {holding[0]} "
             f"of {len(stages)}",

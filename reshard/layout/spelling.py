@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from manifests.errors import InputError, UsageError
+from manifests.errors import LayoutError, UsageError
 from manifests.paths import is_unicode
 from reshard.layout.balance import read_balance
 from reshard.layout.deepspeed import read_uniform
@@ -82,7 +82,7 @@ def parse_layout(
         )
     )
     if not is_unicode(spec):  # a file's name can be so, and no manifest could say it
-        raise InputError("layout", "is not valid UTF-8", "rename the file", code="layout.not-unicode")
+        raise LayoutError("layout", "is not valid UTF-8", "rename the file", code="layout.not-unicode")
     return layout
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-from manifests.errors import InputError, UsageError
+from manifests.errors import LayoutError, UsageError
 
 __all__ = ["SpecError", "counted", "error_at", "in_one_line", "list_words", "nearest_word", "shorten"]
 
@@ -13,13 +13,13 @@ WHERE = "layout"
 WIDTH = 72  # characters of the spec shown around the caret
 
 
-class SpecError(InputError):
+class SpecError(LayoutError):
     """A layout written on the command line that cannot be read; one in a file is bad input like any other."""
 
     exit_code = UsageError.exit_code
 
 
-def error_at(spec: str, position: int, problem: str, hint: str = "", *, code: str) -> InputError:
+def error_at(spec: str, position: int, problem: str, hint: str = "", *, code: str) -> LayoutError:
     """Make an error that shows the spec with a caret under `position`."""
     start = max(0, min(position - WIDTH // 2, len(spec) - WIDTH))
     head, tail = "…" if start else "", "…" if len(spec) > start + WIDTH else ""

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from manifests.errors import InputError
+from manifests.errors import ManifestError, OutputError
 from manifests.jsontext import parse_json_object
 from manifests.safetensors import encode_header
 from reshard.copy.destination import BucketTarget, FolderTarget, check_apart
@@ -134,7 +134,7 @@ def _own_header(recorded: RecordedShard) -> bytes:
 
 def _tensor(checkpoint: Checkpoint, fqn: str) -> TensorAt:
     if fqn not in checkpoint.tensors:
-        raise InputError(
+        raise ManifestError(
             "source.json",
             f"names {fqn!r}, which no bundle holds",
             "the manifest is incomplete",
@@ -178,6 +178,6 @@ def _check_not_source(out: Address, source: str) -> None:
         problem = f"holds the folder that the model came from, {source}"
     else:
         return
-    raise InputError(
+    raise OutputError(
         str(out), f"{problem}; --force does not replace it", "choose another --out", code="output.overlaps-source"
     )

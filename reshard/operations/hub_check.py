@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from manifests.errors import InputError
+from manifests.errors import SourceError
 from reshard.plans.pack_plan import OutputShard
 from reshard.tensors.checkpoint import Checkpoint
 from stores.base import HUB_MISMATCH, InputFile, Listed
@@ -62,7 +62,7 @@ def check_hub_files(
         for block in _blocks(plans[name]):
             hasher.update(block)
         if hasher.hexdigest() != listed[name].listed:
-            raise InputError(
+            raise SourceError(
                 str(listed[name]),
                 f"expected SHA-256 {listed[name].listed} (the hub's listing), found {hasher.hexdigest()}",
                 "a server or proxy on the way sent other bytes: run again, or from another network",

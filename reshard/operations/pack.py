@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from manifests.codec import encode_manifest
-from manifests.errors import InputError
+from manifests.errors import OutputError, SourceError
 from manifests.invariants import MANIFEST_NAME, SOURCE_NAME, check_manifest
 from manifests.publish import partial_of
 from manifests.schema import CarriedFile, Layout, Manifest, Model, Shard, Stage
@@ -99,7 +99,7 @@ def carry_files(carried: tuple[CarriedAt, ...], target: Target) -> tuple[Carried
     files = []
     for item in carried:
         if is_working_name(item.path):  # a manifest's; those of a model were looked at before
-            raise InputError(
+            raise SourceError(
                 str(item.file),
                 "this name belongs to files that are being written",
                 "leave the file out",
@@ -132,7 +132,7 @@ def _check_no_parts(out: Path) -> None:
     if (parts_of(out) / PLAN_NAME).exists():
         hint = f"end them with reshard commit {out}, or remove {partial_of(out)} and {parts_of(out)}"
         problem = "parts of a pack (--part) are waiting for the others"
-        raise InputError(str(out), problem, hint, code="output.parts-waiting")
+        raise OutputError(str(out), problem, hint, code="output.parts-waiting")
     shutil.rmtree(parts_of(out), ignore_errors=True)
 
 
@@ -142,7 +142,7 @@ def check_stored_ties(checkpoint: Checkpoint) -> None:
         stored = [checkpoint.tensors[fqn] for fqn in group if fqn in checkpoint.tensors]
         kinds = {tensor.dtype for tensor in stored}
         if len(stored) > 1 and (len(kinds) > 1 or len(set(hash_tensors(stored))) > 1):
-            raise InputError(
+            raise SourceError(
                 str(stored[0].file),
                 f"the config ties {' and '.join(group)}, and the files store different values for them",
                 f"set tie_word_embeddings to false to keep both, or say --drop {stored[-1].name}",

@@ -20,7 +20,11 @@ from typing import Any
 
 from manifests.codec import decode_manifest, encode_manifest
 from manifests.digest import PREFIX, digest_bytes
-from manifests.errors import InputError, UsageError, refused_by_system
+from manifests.errors import (
+    OutputError,
+    UsageError,
+    refused_by_system,
+)
 from manifests.fixed import is_fixed, move_back
 from manifests.invariants import MANIFEST_NAME, check_manifest
 from manifests.jsontext import parse_json_object
@@ -134,7 +138,7 @@ def _commit(out: Path, force: bool) -> Manifest | None:
         if (out / MANIFEST_NAME).is_file():
             return None
         problem = "no parts of a pack are waiting for it"
-        raise InputError(str(out), problem, "see reshard pack --part", code="output.no-parts")
+        raise OutputError(str(out), problem, "see reshard pack --part", code="output.no-parts")
     told = _read(records / PLAN_NAME)
     parts = [Part(number=number, of=told["of"], command=tuple(told["command"])) for number in _up_to(told["of"])]
     with ExitStack() as stack:
@@ -143,7 +147,7 @@ def _commit(out: Path, force: bool) -> Manifest | None:
         if is_fixed(out):
             move_back(out)
         if not partial.exists():
-            raise InputError(
+            raise OutputError(
                 str(partial),
                 "what the parts wrote is gone",
                 f"remove {records} and run the parts again",
@@ -210,7 +214,7 @@ def _begin(out: Path, folder: Path, key: str, part: Part) -> Path:
     """Give the folder of the records; the first part says there what plan all others must have."""
     records = parts_of(out)
     if _has_ended(out, records):
-        raise InputError(
+        raise OutputError(
             str(out),
             "a commit was killed when this had its name already",
             f"reshard commit {out} clears up after it",
@@ -218,7 +222,7 @@ def _begin(out: Path, folder: Path, key: str, part: Part) -> Path:
         )
     if not records.exists() and any(folder.iterdir()):
         hint = f"end that one, or remove {folder}"
-        raise InputError(
+        raise OutputError(
             str(out), "a pack that is no part of another has left its work here", hint, code="output.not-parts"
         )
     records.mkdir(exist_ok=True)
@@ -229,7 +233,7 @@ def _begin(out: Path, folder: Path, key: str, part: Part) -> Path:
         os.link(draft, records / PLAN_NAME)
     draft.unlink()
     if _read(records / PLAN_NAME)["plan"] != key:
-        raise InputError(
+        raise OutputError(
             str(out),
             "other parts here are of another plan: another source, layout, number of parts or version, or a source "
             "that was changed since they began",
@@ -247,11 +251,11 @@ def _held(lock: Path, out: str, what: str) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise InputError(
+            raise OutputError(
                 out, f"another process has {what}", "wait for that one, or stop it", code="output.in-use"
             ) from error
         except OSError as error:
-            raise InputError(
+            raise OutputError(
                 str(lock), f"cannot be locked: {error.strerror}", "mount it with flock", code="output.no-locks"
             ) from error
         yield
@@ -262,7 +266,7 @@ def _held(lock: Path, out: str, what: str) -> Iterator[None]:
 def _check_space(shares: Sequence[Share], folder: Path) -> None:
     needed, free = sum(share.nbytes for share in shares), shutil.disk_usage(folder).free
     if needed > free:
-        raise InputError(
+        raise OutputError(
             str(folder.parent),
             f"{needed} bytes needed, {free} free",
             "choose another disk for --out",
@@ -282,7 +286,7 @@ def _gather(out: Path, records: Path, parts: Sequence[Part], key: str) -> tuple[
         numbers = ", ".join(str(part.number) for part in missing)
         again = shlex.join([*missing[0].command, "--part", f"{missing[0].number}/{missing[0].of}"])
         which = f"part {numbers}" if len(missing) == 1 else f"parts {numbers}"
-        raise InputError(
+        raise OutputError(
             str(out),
             f"{which} of {len(parts)} {'is' if len(missing) == 1 else 'are'} not done",
             f"run {again}",
@@ -291,7 +295,7 @@ def _gather(out: Path, records: Path, parts: Sequence[Part], key: str) -> tuple[
     digests: dict[str, dict[str, str]] = {}
     for number, record in done.items():
         if record["plan"] != key:
-            raise InputError(
+            raise OutputError(
                 str(out),
                 f"part {number} is of another plan",
                 f"remove {records} and pack again",
@@ -306,12 +310,12 @@ def _header(folder: Path, shard: Shard, digests: Mapping[str, str]) -> bytes:
     """Give a shard's final header: the template that stands there, with digests in place of zeros."""
     path = folder / shard.path
     if not path.is_file() or path.stat().st_size != shard.nbytes:
-        raise InputError(
+        raise OutputError(
             str(path), f"expected a file of {shard.nbytes} bytes", "run the parts again", code="output.damaged-parts"
         )
     found = read_header(path)
     if digests.keys() != {entry.name for entry in found.tensors}:
-        raise InputError(
+        raise OutputError(
             str(path),
             "the parts' records and its header name different tensors",
             "run the parts again",
@@ -321,7 +325,7 @@ def _header(folder: Path, shard: Shard, digests: Mapping[str, str]) -> bytes:
     # Zeros, our digests, or what a kill left of these over those; anything else is another pack's shard.
     stands = found.metadata.get(DIGESTS_KEY, "")
     if len(stands) != len(words) or any(has not in ("0", due) for has, due in zip(stands, words, strict=True)):
-        raise InputError(
+        raise OutputError(
             str(path),
             "holds digests that no part of this pack found",
             "run the parts again",

@@ -11,7 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from manifests.errors import InputError, UserError
+from manifests.errors import (
+    LaunchError,
+    OutputError,
+    UserError,
+)
 from manifests.owned import files_of_manifest
 from manifests.publish import check_target
 
@@ -67,7 +71,7 @@ def check_out(out: Path, *, force: bool) -> None:
     if not there.is_dir() or not os.access(there, os.W_OK):
         problem = f"{there} is no folder" if not there.is_dir() else f"{there} is not yours to write"
         hint = "choose another --out"
-        raise InputError(str(out), f"cannot be written here: {problem}", hint, code="output.unwritable")
+        raise OutputError(str(out), f"cannot be written here: {problem}", hint, code="output.unwritable")
 
 
 def submit(job: PackJob) -> tuple[str, str]:
@@ -112,9 +116,9 @@ def _call(command: Sequence[str], standard_input: str = "") -> str:
         done = subprocess.run(command, input=standard_input, capture_output=True, text=True, timeout=_LIMIT_S)
     except FileNotFoundError as error:
         hint = "run it where Slurm's commands are, on a login node"
-        raise UserError(where, "is not on this machine", hint, code="launch.no-slurm") from error
+        raise LaunchError(where, "is not on this machine", hint, code="launch.no-slurm") from error
     except subprocess.TimeoutExpired as error:
-        raise UserError(
+        raise LaunchError(
             where,
             f"did not answer within {_LIMIT_S} s",
             "is slurmctld up? scontrol ping says",
@@ -122,5 +126,5 @@ def _call(command: Sequence[str], standard_input: str = "") -> str:
         ) from error
     if done.returncode:
         said = " ".join(done.stderr.split()).removeprefix(f"{where}: error: ")
-        raise UserError(where, said or f"ended with code {done.returncode}", code="launch.slurm-refused")
+        raise LaunchError(where, said or f"ended with code {done.returncode}", code="launch.slurm-refused")
     return done.stdout

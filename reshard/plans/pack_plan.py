@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from manifests.errors import InputError
+from manifests.errors import LayoutError
 from manifests.models import ModelShape, module_of
 from manifests.paths import shard_path
 from manifests.safetensors import TensorEntry, header_template, layout_tensors, template_nbytes
@@ -210,7 +210,7 @@ def _deal_out(
 def _stage_of(fqn: str, stage_of: Mapping[str, int]) -> int:
     module = module_of(fqn, stage_of)
     if module is None:
-        raise InputError("layout", f"no stage holds the module of {fqn!r}", code="layout.uncovered-module")
+        raise LayoutError("layout", f"no stage holds the module of {fqn!r}", code="layout.uncovered-module")
     return stage_of[module]
 
 

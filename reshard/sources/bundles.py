@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from manifests.errors import InputError
+from manifests.errors import ManifestError, ShardError
 from manifests.invariants import SOURCE_NAME, check_model
 from manifests.jsontext import parse_json_object
 from manifests.models import ModelShape, model_shape, module_of
@@ -39,7 +39,7 @@ def open_manifest(address: Address | ManifestFile, bundles: Bundles | None = Non
     small = {carried.path: carried for carried in manifest.files}
     for needed in (CONFIG_NAME, SOURCE_NAME):
         if needed not in small:
-            raise InputError(f"{file}: files", f"{needed} is not among them", code="manifest.missing-file")
+            raise ManifestError(f"{file}: files", f"{needed} is not among them", code="manifest.missing-file")
     config_file, record_file = folder.file(CONFIG_NAME), folder.file(SOURCE_NAME)
     config = parse_json_object(read_whole(config_file, small[CONFIG_NAME].digest), str(config_file))
     record_text = read_whole(record_file, small[SOURCE_NAME].digest)
@@ -96,7 +96,7 @@ def _check_files(files: Iterable[CarriedFile], record: SourceRecord, where: str)
     taken = {INDEX_NAME, *(shard.name for shard in record.shards)}
     for position, carried in enumerate(files):
         if carried.path in taken:
-            raise InputError(
+            raise ManifestError(
                 f"{where}: files[{position}].path",
                 f"{carried.path!r} is a weight file of the source",
                 code="manifest.source-mismatch",
@@ -112,7 +112,7 @@ def _open_originals(bundles: Bundles, record: SourceRecord, where: str) -> Origi
     for position, pinned in enumerate(virtual.files):
         if pinned.path not in recorded or recorded[pinned.path].digest != pinned.digest:
             problem = f"{SOURCE_NAME} has no {pinned.path!r} with the header {pinned.digest}"
-            raise InputError(f"{where}: virtual.files[{position}]", problem, code="manifest.source-mismatch")
+            raise ManifestError(f"{where}: virtual.files[{position}]", problem, code="manifest.source-mismatch")
     files = {pinned.path: bundles.original_file(number) for number, pinned in enumerate(virtual.files)}
     return OriginalFiles(location=virtual.location, revision=virtual.revision, files=files)
 
@@ -124,13 +124,13 @@ def _stored_tensors(bundles: Bundles, holds: Holds, where: str) -> dict[str, Ten
         modules, here = frozenset(stage.modules), bundles.tensors_on(stage, holds)
         for name, parts in join_slices(here).items():
             if module_of(name, modules) is None:
-                raise InputError(
+                raise ShardError(
                     f"{parts[0].file}: {name!r}",
                     f"belongs to no module of stage {stage.index}",
                     code="shard.wrong-stage",
                 )
             if name in tensors:
-                raise InputError(f"{parts[0].file}: {name!r}", "is in two shards", code="shard.tensor-twice")
+                raise ShardError(f"{parts[0].file}: {name!r}", "is in two shards", code="shard.tensor-twice")
             tensors[name] = merge_slices(parts)
         if holds == WEIGHTS:
             _check_counts(stage, here, f"{where}: stages[{stage.index}]")
@@ -146,7 +146,7 @@ def _check_counts(stage: Stage, tensors: list[TensorAt], where: str) -> None:
         ("nbytes", sum(sizes.values()), stage.nbytes),
     ):
         if found != expected:
-            raise InputError(
+            raise ManifestError(
                 f"{where}.{name}", f"expected {expected} (its shards), found {found}", code="manifest.wrong-count"
             )
 
@@ -157,7 +157,7 @@ def _check_ties(manifest: Manifest, stored: Mapping[str, TensorAt], where: str) 
         place = f"{where}: ties[{position}]"
         for member in group.members:
             if member.fqn not in stored and (member == group.owner or member.stage != group.owner.stage):
-                raise InputError(
+                raise ShardError(
                     place, f"no shard of stage {member.stage} holds {member.fqn!r}", code="shard.missing-tensor"
                 )
         copies = [(member, stored[member.fqn]) for member in group.members if member.fqn in stored]
@@ -167,7 +167,7 @@ def _check_ties(manifest: Manifest, stored: Mapping[str, TensorAt], where: str) 
                 f"{member.fqn} on stage {member.stage} {copy.dtype} {digest}"
                 for (member, copy), digest in zip(copies, digests, strict=True)
             )
-            raise InputError(place, f"expected equal copies, found {shown}", code="shard.tied-copies-differ")
+            raise ShardError(place, f"expected equal copies, found {shown}", code="shard.tied-copies-differ")
 
 
 def _digests_of(copies: Sequence[TensorAt]) -> Sequence[str | None]:
@@ -216,7 +216,7 @@ def _check_strays(
     replicas = {replica.fqn for group in manifest.ties for replica in group.replicas}
     for name, tensor in stored.items():
         if name not in tensors and name not in replicas:
-            raise InputError(
+            raise ShardError(
                 f"{tensor.file}: {name!r}",
                 f"the source had no such tensor ({SOURCE_NAME})",
                 code="shard.unknown-tensor",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from manifests.errors import InputError
+from manifests.errors import ModelError
 from manifests.invariants import MANIFEST_NAME
 from manifests.jsontext import parse_json_object
 from manifests.models import ModelShape, model_shape
@@ -71,7 +71,7 @@ def with_dtype(config: Mapping[str, Any], stored: str) -> dict[str, Any]:
 def _dtype(config: Mapping[str, object], where: str) -> str:
     name = config.get("dtype") or config.get("torch_dtype") or _DEFAULT_DTYPE
     if not isinstance(name, str) or name not in _DTYPES:
-        raise InputError(
+        raise ModelError(
             f"{where}: dtype",
             f"{str(name)[:80]!r} is not known",
             f"known: {', '.join(_DTYPES)}",

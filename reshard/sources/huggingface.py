@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from manifests.errors import InputError
+from manifests.errors import InputError, SourceError
 from manifests.invariants import MANIFEST_NAME, SOURCE_NAME
 from manifests.jsontext import parse_json_object
 from manifests.models import ModelShape, model_shape, module_of
@@ -50,7 +50,7 @@ def open_folder(folder: Folder, drop: frozenset[str] = frozenset()) -> Checkpoin
     """
     files = folder.names()
     if CONFIG_NAME not in files:
-        raise InputError(
+        raise SourceError(
             f"{folder}/{CONFIG_NAME}",
             "no such file",
             "SOURCE must be a Hugging Face model folder",
@@ -102,7 +102,7 @@ def check_coverage(
     stored_for_tie = {fqn for group in shape.ties if any(name in tensors for name in group) for fqn in group}
     missing = [fqn for fqn in shape.tensors if fqn not in tensors and fqn not in stored_for_tie]
     if missing:
-        raise InputError(
+        raise SourceError(
             where,
             f"{_count(missing, 'tensor')} of the model missing: {_some(missing)}",
             "--drop is for what the model can do without; leave it out"
@@ -114,7 +114,7 @@ def check_coverage(
         fqn for fqn in tensors if fqn not in shape.tensors and not fqn.endswith(shape.ignored_suffixes or ("\0",))
     ]
     if unknown:
-        raise InputError(
+        raise SourceError(
             where,
             f"{_count(unknown, 'tensor')} that {shape.architecture} does not have: {_some(unknown)}",
             f"weights and config disagree; to leave one behind say --drop {unknown[0]}",
@@ -123,7 +123,7 @@ def check_coverage(
     for fqn, tensor in tensors.items():
         expected = shape.tensors.get(fqn, tensor.shape)
         if tensor.shape != expected:
-            raise InputError(
+            raise SourceError(
                 f"{tensor.file}: {fqn!r}.shape",
                 f"expected {list(expected)} ({CONFIG_NAME}), found {list(tensor.shape)}",
                 "weights and config disagree; download both from one revision",
@@ -141,8 +141,8 @@ def _find_shards(folder: Folder, files: tuple[str, ...], fqns: Mapping[str, str]
         if not found:
             others = [name for name in files if name.endswith(_OTHER_WEIGHTS)]
             hint = f"{others[0]} is in a format that reshard does not read: {_CONVERT}" if others else _WANTED
-            raise InputError(str(folder), "no safetensors shard here", hint, code="source.no-shards")
-        raise InputError(
+            raise SourceError(str(folder), "no safetensors shard here", hint, code="source.no-shards")
+        raise SourceError(
             str(folder),
             f"expected {_SINGLE_NAME} alone or an {INDEX_NAME}, found {_some(list(found))} and no index",
             code="source.no-index",
@@ -153,16 +153,16 @@ def _find_shards(folder: Folder, files: tuple[str, ...], fqns: Mapping[str, str]
     names = dict.fromkeys(sorted(set(weight_map.values())))
     for name in names:
         if problem := problem_with_path(name):
-            raise InputError(f"{where}: weight_map", f"{problem}, found {name[:80]!r}", code="source.bad-index")
+            raise SourceError(f"{where}: weight_map", f"{problem}, found {name[:80]!r}", code="source.bad-index")
         if not name.endswith(SUFFIX):
-            raise InputError(
+            raise SourceError(
                 f"{where}: weight_map",
                 f"expected names of {SUFFIX} files, found {name!r}",
                 "the index is damaged or was written for weights in another format; download it again",
                 code="source.bad-index",
             )
         if name not in found:
-            raise InputError(
+            raise SourceError(
                 f"{where}: weight_map",
                 f"names {name!r}, which is not in the folder",
                 "download the missing shard",
@@ -172,7 +172,7 @@ def _find_shards(folder: Folder, files: tuple[str, ...], fqns: Mapping[str, str]
     beside = tuple(name for name in others if _is_beside(name))
     stray = [name for name in others if not _is_beside(name)]
     if stray:
-        raise InputError(
+        raise SourceError(
             str(folder.file(stray[0])),
             f"stray shard: {INDEX_NAME} does not name it",
             "remove it, or download the index that belongs to these shards",
@@ -199,7 +199,7 @@ def _read_shards(
             listed = shard if shards.weight_map is None else shards.weight_map.get(tensor.name)
             if listed != shard:
                 said = "does not list it" if listed is None else f"puts it in {listed}"
-                raise InputError(
+                raise SourceError(
                     f"{file}: {tensor.name!r}",
                     f"is in this shard, but {INDEX_NAME} {said}",
                     "shards and index come from different checkpoints; download them again",
@@ -208,7 +208,7 @@ def _read_shards(
             tensors[tensor.name] = tensor
     for fqn, shard in (shards.weight_map or {}).items():
         if fqn not in tensors:
-            raise InputError(
+            raise SourceError(
                 f"{folder.file(INDEX_NAME)}: weight_map[{fqn!r}]",
                 f"{shard} does not hold this tensor",
                 "shards and index come from different checkpoints; download them again",
@@ -239,7 +239,7 @@ def _under_fqns(tensors: dict[str, TensorAt], shape: ModelShape) -> dict[str, Te
     for name, tensor in tensors.items():
         fqn = shape.fqn_of(name)
         if fqn in found:
-            raise InputError(
+            raise SourceError(
                 f"{tensor.file}: {name!r}", f"is {fqn}, which is stored a second time", code="source.tensor-twice"
             )
         found[fqn] = tensor if fqn == name else replace(tensor, name=fqn)
@@ -252,21 +252,21 @@ def _carried(folder: Folder, files: tuple[str, ...], weights: set[str]) -> tuple
         if name in weights:
             continue
         if name in (MANIFEST_NAME, SOURCE_NAME) or name.startswith("stage-"):
-            raise InputError(
+            raise SourceError(
                 str(folder.file(name)),
                 "this name belongs to the manifest's own files",
                 "rename the file",
                 code="source.reserved-name",
             )
         if is_working_name(name):
-            raise InputError(
+            raise SourceError(
                 str(folder.file(name)),
                 "this name belongs to files that are being written",
                 "rename the file",
                 code="source.reserved-name",
             )
         if problem := problem_with_path(name):
-            raise InputError(str(folder.file(name)), problem, "rename the file", code="source.bad-file-name")
+            raise SourceError(str(folder.file(name)), problem, "rename the file", code="source.bad-file-name")
         carried.append(CarriedAt(path=name, file=folder.file(name)))
     return tuple(carried)
 

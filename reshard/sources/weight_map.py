@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from manifests.errors import InputError
+from manifests.errors import SourceError
 from manifests.headertext import PAIR, STRING, read_string
 from manifests.jsontext import kind_of, parse_json_object
 
@@ -34,11 +34,11 @@ def read_weight_map(raw: bytes, where: str, names: Mapping[str, str]) -> dict[st
     weight_map = parse_json_object(raw, where).get("weight_map")  # another spelling, or what is wrong
     if not isinstance(weight_map, dict):
         problem = f"expected an object of file names, found {kind_of(weight_map)}"
-        raise InputError(f"{where}: weight_map", problem, code="source.bad-index")
+        raise SourceError(f"{where}: weight_map", problem, code="source.bad-index")
     for fqn, listed in weight_map.items():
         if not isinstance(listed, str):
             place = f"{where}: weight_map[{fqn[:80]!r}]"
-            raise InputError(place, f"expected a file name, found {kind_of(listed)}", code="source.bad-index")
+            raise SourceError(place, f"expected a file name, found {kind_of(listed)}", code="source.bad-index")
     return weight_map
 
 

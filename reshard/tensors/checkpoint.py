@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from manifests.digest import PREFIX
-from manifests.errors import InputError
+from manifests.errors import ShardError
 from manifests.models import ModelShape
 from manifests.schema import Holds, Manifest, Parent, Source
 from reshard.tensors.source_index import SourceRecord
@@ -62,7 +62,7 @@ class Checkpoint:
 def check_digest(tensor: TensorAt, found: str) -> None:
     """Raise unless bytes with the hex digest `found` are the tensor's, as far as that is known."""
     if tensor.digest is not None and found != tensor.digest:
-        raise InputError(
+        raise ShardError(
             f"{tensor.file}: {tensor.name!r}",
             f"expected {PREFIX}{tensor.digest}, found {PREFIX}{found}",
             "the shard was changed or damaged after it was written; pack it again from its source",

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from manifests.digest import digest_bytes
-from manifests.errors import InputError
+from manifests.errors import ManifestError
 from manifests.jsontext import parse_json_object
 from manifests.paths import problem_with_path
 from manifests.safetensors import Header, TensorEntry, layout_tensors, parse_header
@@ -133,22 +133,24 @@ def decode_record(text: bytes, where: str = "source.json") -> SourceRecord:
     document = parse_json_object(text, where)
     version = document.get("version")
     if document.get("format") != _FORMAT or type(version) is not int or version != _VERSION:
-        raise InputError(where, f"expected format {_FORMAT!r}, version {_VERSION}", code="manifest.bad-source-record")
+        raise ManifestError(
+            where, f"expected format {_FORMAT!r}, version {_VERSION}", code="manifest.bad-source-record"
+        )
     if unknown := sorted(document.keys() - _FIELDS):
-        raise InputError(
+        raise ManifestError(
             f"{where}: {unknown[0]}", f"is no field of version {_VERSION}", code="manifest.bad-source-record"
         )
     shards, index, dropped = document.get("shards"), document.get("index"), document.get("dropped")
     if not isinstance(shards, list) or not all(_is_shard(shard) for shard in shards):
-        raise InputError(
+        raise ManifestError(
             f"{where}: shards",
             "expected a list of objects with name and header, both strings",
             code="manifest.bad-source-record",
         )
     if not (index is None or isinstance(index, str)):
-        raise InputError(f"{where}: index", "expected a string or null", code="manifest.bad-source-record")
+        raise ManifestError(f"{where}: index", "expected a string or null", code="manifest.bad-source-record")
     if not isinstance(dropped, list) or not all(isinstance(name, str) for name in dropped):
-        raise InputError(f"{where}: dropped", "expected a list of strings", code="manifest.bad-source-record")
+        raise ManifestError(f"{where}: dropped", "expected a list of strings", code="manifest.bad-source-record")
     record = SourceRecord(
         shards=tuple(RecordedShard(shard["name"], shard["header"]) for shard in shards),
         index=None if index is None else KeptText(index.encode()),
@@ -191,9 +193,9 @@ def _check_names(record: SourceRecord, where: str) -> None:
     for position, shard in enumerate(record.shards):
         place = f"{where}: shards[{position}]"
         if problem := problem_with_path(shard.name):
-            raise InputError(f"{place}.name", problem, code="manifest.bad-source-record")
+            raise ManifestError(f"{place}.name", problem, code="manifest.bad-source-record")
         if not shard.name.endswith(SUFFIX) or shard.name in names:
-            raise InputError(
+            raise ManifestError(
                 f"{place}.name",
                 f"expected a {SUFFIX} file of its own, found {shard.name!r}",
                 code="manifest.bad-source-record",
@@ -201,12 +203,12 @@ def _check_names(record: SourceRecord, where: str) -> None:
         names.add(shard.name)
         for entry in shard.header.tensors:
             if entry.name in tensors:
-                raise InputError(
+                raise ManifestError(
                     f"{place}.header: {entry.name!r}", "is in two shards", code="manifest.bad-source-record"
                 )
             tensors.add(entry.name)
     if unknown := sorted(set(record.dropped) - tensors):
-        raise InputError(f"{where}: dropped", f"{unknown[0]!r} is in no shard", code="manifest.bad-source-record")
+        raise ManifestError(f"{where}: dropped", f"{unknown[0]!r} is in no shard", code="manifest.bad-source-record")
 
 
 def _is_shard(found: object) -> bool:

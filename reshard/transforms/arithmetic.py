@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from manifests.errors import InputError
+from manifests.errors import SourceError
 from reshard.tensors.checkpoint import TensorAt
 from reshard.tensors.lazy import STEP_NBYTES, WOULD_OVERFLOW, Block, read_blocks
 
@@ -33,7 +33,7 @@ def cast_blocks(tensor: TensorAt, dtype: str) -> Iterator[Block]:
         written = _written(_read(block, tensor.dtype), dtype)
         if _num_infinite(written, dtype) > _num_infinite(block, tensor.dtype):
             problem = f"holds a value that is too large for {dtype} and would become infinite"
-            raise InputError(
+            raise SourceError(
                 f"{tensor.file}: {tensor.name!r}",
                 problem,
                 "--dtype bf16 and fp32 have more room than fp16",

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from manifests.errors import InputError, UsageError
+from manifests.errors import SourceError, UsageError
 from manifests.models import ModelShape
 from reshard.tensors.checkpoint import Checkpoint, TensorAt
 from reshard.tensors.lazy import DerivedFile, derive
@@ -40,7 +40,7 @@ def cast_checkpoint(checkpoint: Checkpoint, wanted: Dtype) -> Checkpoint:
         dtype = recorded[fqn] if wanted == "source" else _one_dtype(tensor, STORED[wanted], checkpoint.shape)
         if tensor.dtype != dtype and not {tensor.dtype, dtype} <= FLOATS:
             problem = f"is {tensor.dtype}, was {dtype} in the source, and is not cast to that"
-            raise InputError(
+            raise SourceError(
                 f"{tensor.file}: {fqn!r}", problem, "say --dtype bf16 or --dtype fp32", code="source.cannot-cast"
             )
         tensors[fqn] = cast_tensor(tensor, dtype)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
-from manifests.errors import InputError, UsageError
+from manifests.errors import SourceError, UsageError
 from manifests.jsontext import parse_json_object
 from manifests.models import model_shape
 from manifests.safetensors import encode_header
@@ -108,7 +108,7 @@ def _from_mxfp4(packed: TensorAt, scales: TensorAt, dtype: str) -> TensorAt:
 def _expect(tensor: TensorAt, dtypes: frozenset[str] | set[str]) -> None:
     if tensor.dtype not in dtypes:
         expected = " or ".join(sorted(dtypes))
-        raise InputError(
+        raise SourceError(
             f"{tensor.file}: {tensor.name!r}.dtype",
             f"expected {expected}, found {tensor.dtype}",
             code="source.quantized-dtype",

@@ -23,7 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manifests.digest import PREFIX
-from manifests.errors import InputError, UnreachableError, UserError, refused_by_system
+from manifests.errors import (
+    InputError,
+    LaunchError,
+    OutputError,
+    UnreachableError,
+    UserError,
+    refused_by_system,
+)
 from manifests.schema import Holds, Manifest, Shard
 from manifests.store import open_shard
 from runner.bundle.verified_read import proven_blocks
@@ -47,7 +54,7 @@ def node_folder(directory: Path, name: str, digest: str) -> Path:
     """
     found = os.path.expandvars(directory)
     if "$" in found:
-        raise UserError(
+        raise InputError(
             f"{FLAG} {directory}",
             "names a variable that is not set on this node",
             "set it for the ranks, or name a path",
@@ -63,7 +70,7 @@ def check_copied(manifest: Manifest, where: str) -> None:
         UserError: they are virtual.
     """
     if manifest.virtual is not None:
-        raise UserError(
+        raise InputError(
             FLAG,
             f"the bundles of {where} are virtual: they lie in {manifest.virtual.location}, without digests that a copy "
             "could be checked by",
@@ -119,7 +126,7 @@ class CopyFolder:
                 return
             old = {path.name: sum(map(_nbytes_on_disk, path.rglob("*"))) for path in _others(self.path)}
         others = ", ".join(f"{name} ({nbytes} bytes)" for name, nbytes in old.items())
-        raise UserError(
+        raise OutputError(
             f"{FLAG} {self.path.parent}",
             f"{len(missing)} shards need {needed} bytes more on this node, {free} are free",
             f"copies for other manifests are there: {others}; remove what no job uses" if others else "",
@@ -140,7 +147,7 @@ class CopyFolder:
         with _said(target):
             target.parent.mkdir(parents=True, exist_ok=True)
             if not target.parent.resolve().is_relative_to(self.path.resolve()):
-                raise UserError(str(target.parent), "is a link that leads elsewhere", "remove it", code="output.link")
+                raise OutputError(str(target.parent), "is a link that leads elsewhere", "remove it", code="output.link")
             descriptor = self._lock(partial, stop)
             try:
                 if is_missing := not self.holds(shard):
@@ -185,7 +192,7 @@ class CopyFolder:
             if nbytes != seen:
                 seen, since_s = nbytes, time.monotonic()
             if time.monotonic() - since_s > self.limit_s:
-                raise UserError(
+                raise LaunchError(
                     str(partial),
                     f"another process has it, and has written nothing for {self.limit_s:.0f} s",
                     f"end that process, or take another {FLAG}",

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from manifests.errors import InputError
+from manifests.errors import (
+    DataError,
+    ManifestError,
+    ModelError,
+)
 from manifests.invariants import MANIFEST_NAME, check_model
 from manifests.jsontext import parse_json_object
 from manifests.models import ModelShape, model_shape
@@ -71,14 +75,14 @@ def open_packed(folder: Path) -> Packed:
     manifest, path = read_manifest(folder), folder / "config.json"
     digest = _digest_of(path.name, manifest)
     if digest is None:
-        raise InputError(
+        raise ManifestError(
             str(folder / MANIFEST_NAME), f"{path.name} is not among its files", code="manifest.missing-file"
         )
     config = parse_json_object(read_small_file(path, digest), str(path))
     for carried in manifest.files:  # a tokenizer is read by others, and a checkpoint copies them all
         if not (folder / carried.path).is_file():
             hint = "copy the checkpoint again: it was removed after it was written"
-            raise InputError(
+            raise ManifestError(
                 str(folder / carried.path),
                 "the manifest names this file, and it is missing",
                 hint,
@@ -86,7 +90,7 @@ def open_packed(folder: Path) -> Packed:
             )
         check_whole(LocalFile(folder / carried.path), carried.digest)
     if config.get("quantization_config"):
-        raise InputError(
+        raise ModelError(
             f"{path}: quantization_config",
             "the weights are stored quantised, and the runner reads plain ones",
             f"reshard pack {folder / MANIFEST_NAME} --layout SPEC --dequantise bf16 --out DIR",
@@ -105,7 +109,7 @@ def check_tokenizer(folder: Path, otherwise: str = "") -> Path:
     """
     file = folder / TOKENIZER
     if not file.exists():
-        raise InputError(
+        raise DataError(
             str(file), "no such file", f"pack the model with its tokenizer{otherwise and f', or {otherwise}'}",
             code="tokenizer.missing",
         )  # fmt: skip

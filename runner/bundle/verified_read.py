@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import closing
 
 from manifests.digest import PREFIX, Hasher
-from manifests.errors import InputError
+from manifests.errors import ShardError
 from manifests.schema import Shard
 from manifests.store import check_shard
 from stores.base import InputFile, read_file_header
@@ -59,7 +59,7 @@ class _Digests:
     def _end(self, tensor: TensorAt) -> None:
         found, self._hasher = self._hasher.hexdigest(), Hasher()
         if found != tensor.digest:
-            raise InputError(
+            raise ShardError(
                 f"{tensor.file}: {tensor.name!r}",
                 f"expected {PREFIX}{tensor.digest}, found {PREFIX}{found}",
                 "the shard was damaged after it was written; reshard verify names all damage",

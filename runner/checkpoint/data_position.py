@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from manifests.digest import digest_bytes
-from manifests.errors import InputError
+from manifests.errors import CheckpointError, DataError, InputError
 from manifests.schema import DataPosition
 from runner.config.flags import TrainOptions
 from runner.config.schema import SYNTHETIC, DataOptions
@@ -53,7 +53,7 @@ def find_data(
     if left is not None and left.digest != digest:
         if framing is not None and left.digest == _digest(options, listed, tokenizer, None):
             raise _framed_otherwise(framing)
-        raise InputError(
+        raise CheckpointError(
             "--data",
             f"is cut into other sequences than those of which the checkpoint has used {left.num_sequences}: files, "
             "their sizes, --seq-len, --text-field, --pack, --shuffle, --data-weight, --seed, --add-bos-token, "
@@ -62,7 +62,7 @@ def find_data(
             code="resume.other-data",
         )
     if left is not None and left.cursor is not None and len(left.cursor.sources) != len(options.data.groups):
-        raise InputError(
+        raise CheckpointError(
             "training.data.cursor.sources",
             f"expected a position for each of {len(options.data.groups)}, found {len(left.cursor.sources)}",
             code="resume.other-data",
@@ -81,14 +81,14 @@ def check_alike(data: DataOptions, found: FoundData, on_rank_0: FoundData) -> No
         return
     for source, own, other in zip(data.sources, found.sources, on_rank_0.sources, strict=False):
         if own != other:
-            raise InputError(
+            raise DataError(
                 f"--data {source}",
                 "has other files than rank 0 finds there, by their names and sizes",
                 "every node must see the same ones: a copy on its own disk may be an older one",
                 code="data.differs-between-ranks",
             )
     problem = "is cut into other sequences than on rank 0: its flags or the tokenizer differ"
-    raise InputError("--data", problem, code="data.differs-between-ranks")
+    raise DataError("--data", problem, code="data.differs-between-ranks")
 
 
 def _restart(left: DataPosition, digest: str) -> tuple[DataPosition | None, str]:
@@ -122,7 +122,7 @@ def _framed_otherwise(framing: Framing) -> InputError:
     """Refuse what an older runner framed by config.json; see `runner.data.framing`."""
     former, before = framing.former, framing.frame.before
     flag = "--add-bos-token" if former is not None and former.before and not before else "--no-add-bos-token"
-    return InputError(
+    return CheckpointError(
         "--data",
         "the checkpoint's run framed documents by bos_token_id of config.json, and now the tokenizer's own rule does: "
         "they would be cut into other sequences",

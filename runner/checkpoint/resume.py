@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from manifests.digest import digest_bytes
-from manifests.errors import InputError, UsageError
+from manifests.errors import CheckpointError, UsageError
 from manifests.invariants import MANIFEST_NAME
 from manifests.schema import (
     BatchSizes,
@@ -75,14 +75,14 @@ def find_origins(root: Path, options: TrainOptions) -> tuple[Path, ...]:
         )
     first = training.step if training and source and not options.resume.weights_only else 0
     if past and (source is None or (step_of(past[0]) or 0) > first):
-        raise InputError(
+        raise CheckpointError(
             str(past[0].parent),
             f"holds {past[0].name} already, and this run begins after step {first}",
             _OTHERS,
             code="checkpoint.folder-in-use",
         )
     if past and not _goes_back_to(past[0], origin, manifest):
-        raise InputError(
+        raise CheckpointError(
             str(past[0].parent),
             f"holds {past[0].name} already, and {origin} does not go back to it",
             _OTHERS,
@@ -102,7 +102,7 @@ def goes_on_from(origin: Packed, resume: ResumeOptions, *, is_launched: bool) ->
     has_moments = training is not None and training.optimizer is not None
     if resume.source is None:
         if has_moments and not resume.weights_only:
-            raise InputError(
+            raise CheckpointError(
                 origin.where,
                 "holds optimizer state, and nothing says whether training goes on from it",
                 f"--resume auto does; {_ANEW}",
@@ -127,11 +127,11 @@ def check_fits(origin: Packed, launched: Packed) -> tuple[str, ...]:
     expected, found = launched.shape, origin.shape
     if found.architecture != expected.architecture:
         problem = f"holds a {found.architecture}, another model than {expected.architecture}"
-        raise InputError(origin.where, problem, _OTHER, code="resume.other-model")
+        raise CheckpointError(origin.where, problem, _OTHER, code="resume.other-model")
     sizes = [config.get("vocab_size") for config in (launched.config, origin.config)]
     if sizes[0] != sizes[1]:
         problem = f"has another vocabulary: expected {sizes[0]} tokens, found {sizes[1]}"
-        raise InputError(origin.where, problem, _OTHER, code="resume.other-model")
+        raise CheckpointError(origin.where, problem, _OTHER, code="resume.other-model")
     if found.tensors != expected.tensors or found.ties != expected.ties:
         odd = sorted(
             fqn
@@ -139,13 +139,13 @@ def check_fits(origin: Packed, launched: Packed) -> tuple[str, ...]:
             if found.tensors.get(fqn) != expected.tensors.get(fqn)
         )
         shown = f"they differ in {odd[0]}" if odd else "they tie other weights"
-        raise InputError(
+        raise CheckpointError(
             origin.where, f"holds another model of this architecture: {shown}", _OTHER, code="resume.other-model"
         )
     tokenizers = {packed.tokenizer for packed in (launched, origin)}
     if None not in tokenizers and len(tokenizers) > 1:
         problem = "has another vocabulary: its tokenizer.json is not the launched manifest's"
-        raise InputError(origin.where, problem, _OTHER, code="resume.other-model")
+        raise CheckpointError(origin.where, problem, _OTHER, code="resume.other-model")
     return tuple(
         f"config.json: {name} is {launched.config.get(name)!r} here, {origin.config.get(name)!r} in the checkpoint"
         for name in sorted(origin.config.keys() | launched.config.keys())
@@ -251,7 +251,9 @@ def _named(source: str, history: Path | None) -> Path:
         found = find_checkpoints(folder) or (find_checkpoints(history) if history else ())
         there = ", ".join(path.name for path in found[:5])
         hint = f"there are {there}" if there else "a folder without one was never finished"
-        raise InputError(f"--resume {source}", f"no {MANIFEST_NAME} in {folder}", hint, code="resume.no-checkpoint")
+        raise CheckpointError(
+            f"--resume {source}", f"no {MANIFEST_NAME} in {folder}", hint, code="resume.no-checkpoint"
+        )
     return folder
 
 
@@ -264,12 +266,12 @@ def _goes_back_to(newest: Path, origin: Path, manifest: Manifest) -> bool:
 def _check_state(training: TrainingState | None, where: str) -> None:
     """Refuse what AdamW, as the runner has it, cannot go on from."""
     if training is None or training.optimizer is None:
-        raise InputError(
+        raise CheckpointError(
             where, "holds no optimizer state, so training cannot go on from it", _ANEW, code="resume.no-optimizer-state"
         )
     optimizer = training.optimizer
     if optimizer.name != _OPTIMIZER:
-        raise InputError(
+        raise CheckpointError(
             where,
             f"was trained with {optimizer.name}, and this runner steps with {_OPTIMIZER}",
             _ANEW,
@@ -277,13 +279,13 @@ def _check_state(training: TrainingState | None, where: str) -> None:
         )
     for dtype in (training.dtype, training.compute_dtype, training.reduce_dtype):
         if dtype not in (None, *_DTYPES):
-            raise InputError(
+            raise CheckpointError(
                 where,
                 f"was trained in {dtype}; this runner trains in {' or '.join(_DTYPES)}",
                 _ANEW,
                 code="resume.other-optimizer",
             )
     if len(optimizer.groups) != 1 or optimizer.groups[0].fqns:
-        raise InputError(
+        raise CheckpointError(
             where, "has several groups of optimizer options; this runner has one", _ANEW, code="resume.other-optimizer"
         )

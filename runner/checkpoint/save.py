@@ -14,7 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from manifests.digest import Hasher, digest_bytes
-from manifests.errors import InputError, refused_by_system
+from manifests.errors import CheckpointError, refused_by_system
 from manifests.owned import files_of_manifest
 from manifests.paths import shard_path
 from manifests.publish import publishing
@@ -136,7 +136,7 @@ def write_shard(
                 data, hasher = bytes_of(piece.memory.detach().cpu().contiguous()), Hasher()
                 for start in range(0, len(data), _PART_NBYTES):
                     if is_given_up():
-                        raise InputError(
+                        raise CheckpointError(
                             str(file), "is left unfinished: another rank has failed", code="checkpoint.unfinished"
                         )
                     part = data[start : start + _PART_NBYTES]

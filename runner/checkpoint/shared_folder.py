@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
-from manifests.errors import InputError, refused_by_system
+from manifests.errors import CheckpointError, InputError, refused_by_system
 from manifests.schema import Shard
 
 __all__ = ["check_folder", "check_shards"]
@@ -28,7 +28,7 @@ def check_folder(folder: Path) -> None:
     def find_error() -> InputError | None:
         if _nbytes_of(folder) is not None:
             return None
-        return InputError(
+        return CheckpointError(
             str(folder), "rank 0 made this folder, and it is not here", _HINT, code="checkpoint.not-shared"
         )
 
@@ -63,11 +63,11 @@ def _first_wrong(folder: Path, shards: Sequence[Shard]) -> InputError | None:
         path = folder / shard.path
         found = _nbytes_of(path)
         if found is None:
-            return InputError(
+            return CheckpointError(
                 str(path), "another rank wrote this shard, and it is not here", _HINT, code="checkpoint.not-shared"
             )
         if found != shard.nbytes:
-            return InputError(
+            return CheckpointError(
                 str(path),
                 f"a rank wrote {shard.nbytes} bytes here, and {found} are here",
                 _HINT,

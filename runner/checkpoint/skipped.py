@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 
 from manifests.digest import digest_bytes
-from manifests.errors import InputError
+from manifests.errors import CheckpointError
 from manifests.jsontext import parse_json_object
 from manifests.schema import CarriedFile
 from manifests.store import read_small_file
@@ -46,5 +46,7 @@ def read_skipped(packed: Packed) -> int:
     path = packed.root / SKIPPED_NAME
     found = parse_json_object(read_small_file(path, carried.digest), str(path)).get(_FIELD)
     if type(found) is not int or found < 0:
-        raise InputError(f"{path}: {_FIELD}", f"expected a count, found {str(found)[:80]}", code="resume.bad-count")
+        raise CheckpointError(
+            f"{path}: {_FIELD}", f"expected a count, found {str(found)[:80]}", code="resume.bad-count"
+        )
     return found

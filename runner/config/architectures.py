@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from manifests.errors import InputError
+from manifests.errors import ModelError
 
 __all__ = ["TENSOR_PARALLEL", "TRAINED", "check_trainable"]
 
@@ -44,7 +44,7 @@ def check_trainable(architecture: str, where: str = "config.json") -> None:
         InputError: naming those it has.
     """
     if architecture not in TRAINED:
-        raise InputError(
+        raise ModelError(
             f"{where}: architectures",
             f"{architecture!r} can be packed, but the runner has no family for it",
             "known to the runner: " + ", ".join(TRAINED),

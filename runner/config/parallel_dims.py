@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import click
 
-from manifests.errors import InputError, UsageError
+from manifests.errors import LaunchError, UsageError
 from runner.config.declared import flag
 from runner.config.whole import Whole
 
@@ -95,7 +95,7 @@ class DegreeOptions:
             if not per_stage:
                 start = f"runner launch MANIFEST --nproc-per-node {num_pipeline_ranks}"
             multiple = ", or a multiple of them" if per_stage else ""
-            raise InputError(
+            raise LaunchError(
                 "",
                 f"manifest needs {num_pipeline_ranks} ranks{multiple}, WORLD_SIZE is {world_size}",
                 f"{start}, or reshard pack MANIFEST --layout pp={world_size} --out DIR",

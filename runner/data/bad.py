@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from manifests.errors import InputError
+from manifests.errors import DataError
 
 __all__ = ["BadDocumentError", "Skipped"]
 
 T = TypeVar("T")
 
 
-class BadDocumentError(InputError):
+class BadDocumentError(DataError):
     """A document that is no text: its file can be read, and those after it may be good."""
 
 

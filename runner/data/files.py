@@ -15,7 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from manifests.errors import InputError, printable, refused_by_system
+from manifests.errors import (
+    DataError,
+    printable,
+    refused_by_system,
+)
 from manifests.jsontext import kind_of
 from runner.data.bad import BadDocumentError
 from runner.data.parquet import read_rows, text_of
@@ -103,18 +107,18 @@ def _files_of(source: str) -> Iterator[Path]:
         found = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
         if not found:
             problem = f"no file in this folder ends in {', '.join(SUFFIXES)}"
-            raise InputError(source, problem, _OTHERS, code="data.no-files")
+            raise DataError(source, problem, _OTHERS, code="data.no-files")
     elif path.exists():
         found = [path]
     else:
         found = sorted(Path(name) for name in glob.glob(source, recursive=True) if Path(name).is_file())
         if not found:
             problem, hint = "no such file or folder, and no file matches it", "look for a slip in its name"
-            raise InputError(source, problem, hint, code="data.no-files")
+            raise DataError(source, problem, hint, code="data.no-files")
     for file in found:
         if file.suffix not in SUFFIXES:
             problem = f"expected a file that ends in {', '.join(SUFFIXES)}"
-            raise InputError(str(file), problem, _OTHERS, code="data.unknown-format")
+            raise DataError(str(file), problem, _OTHERS, code="data.unknown-format")
         yield file
 
 

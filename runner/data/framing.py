@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from manifests.errors import InputError
+from manifests.errors import DataError
 from manifests.jsontext import parse_json_object
 from manifests.store import read_small_file
 from runner.bundle.packed import TOKENIZER, check_tokenizer
@@ -99,7 +99,7 @@ def _guarded(where: str, problem: str, act: Any, *args: Any, is_muted: bool = Fa
             return act(*args, **kwargs)
     except BaseException as error:
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":  # of Rust, which no module names
-            raise InputError(where, f"{problem}: {error}", code="tokenizer.broken") from error
+            raise DataError(where, f"{problem}: {error}", code="tokenizer.broken") from error
         raise
 
 
@@ -167,7 +167,7 @@ def special_id(folder: Path, tokenizer: Tokenizer, kind: str) -> int | None:
             continue
         if type(found) is not int or not 0 <= found < 1 << 31:
             problem = f"expected a token id, found {str(found)[:80]!r}"
-            raise InputError(f"{folder / name}: {field}", problem, code="tokenizer.special-token")
+            raise DataError(f"{folder / name}: {field}", problem, code="tokenizer.special-token")
         return found
     return None
 
@@ -190,7 +190,7 @@ def _needed(folder: Path, tokenizer: Tokenizer, kind: str) -> int:
     if found is None:
         what = "begins" if kind == "bos" else "ends"
         hint = f"set {kind}_token_id in config.json, or --no-add-{kind}-token leaves it out"
-        raise InputError(str(folder), f"no file names the token that {what} a text ({kind})", hint,
+        raise DataError(str(folder), f"no file names the token that {what} a text ({kind})", hint,
                          code="tokenizer.no-special-token")  # fmt: skip
     return found
 
@@ -201,7 +201,7 @@ def _tokenizer_frame(folder: Path, tokenizer: Tokenizer) -> Frame:
     )
     mask, ids = framed.special_tokens_mask, framed.ids
     if 0 not in mask:
-        raise InputError(f"{folder / TOKENIZER}: post_processor", "leaves the text itself out", code="tokenizer.broken")
+        raise DataError(f"{folder / TOKENIZER}: post_processor", "leaves the text itself out", code="tokenizer.broken")
     text = mask.index(0)
     return Frame(tuple(ids[:text]), tuple(ids[text + 1 :]))
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count
 
-from manifests.errors import InputError
+from manifests.errors import DataError, InputError
 from manifests.schema import DataCursor, SourcePosition
 from runner.config.schema import DataOptions
 from runner.data.bad import Skipped
@@ -130,12 +130,12 @@ def _skip(
 def _nothing_at(source: Source) -> InputError:
     problem = "ends before the place at which the checkpoint left it"
     hint = "--restart-data with another --seed begins this data at its first sequence"
-    return InputError(source.name, problem, hint, code="data.shorter")
+    return DataError(source.name, problem, hint, code="data.shorter")
 
 
 def _no_text(source: Source, num_skipped: int) -> InputError:
     hint = f"{num_skipped} documents were skipped" if num_skipped else "its files are empty: name others"
-    return InputError(source.name, "there is no text to learn from", hint, code="data.empty")
+    return DataError(source.name, "there is no text to learn from", hint, code="data.empty")
 
 
 def _num(skipped: Skipped | None) -> int:

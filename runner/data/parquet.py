@@ -8,7 +8,7 @@ from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any
 
-from manifests.errors import InputError, refused_by_system
+from manifests.errors import DataError, refused_by_system
 from runner.data.bad import BadDocumentError
 
 __all__ = ["group_sizes", "read_group", "read_rows", "text_of"]
@@ -56,7 +56,7 @@ def read_group(file: Path, column: str, group: int, order: Iterable[int]) -> Ite
         values = table.read_row_group(group, columns=[column]).column(0)
     if len(values) != (num_rows := group_sizes(file)[group]):
         problem = f"row group {group} has {len(values)} rows, and the footer says {num_rows}"
-        raise InputError(str(file), problem, code="data.not-parquet")
+        raise DataError(str(file), problem, code="data.not-parquet")
     for place in order:
         yield first + place, values[place]
 
@@ -84,7 +84,7 @@ def _open(file: Path, column: str | None = None) -> Iterator[Any]:
         from pyarrow import parquet
     except ImportError as error:
         problem, hint = "Parquet needs pyarrow, which is not installed", "pip install pyarrow"
-        raise InputError(str(file), problem, hint, code="data.needs-pyarrow") from error
+        raise DataError(str(file), problem, hint, code="data.needs-pyarrow") from error
     try:
         with parquet.ParquetFile(file) as table:
             if column is not None:
@@ -93,7 +93,7 @@ def _open(file: Path, column: str | None = None) -> Iterator[Any]:
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         if isinstance(error, OSError) and error.strerror:
             raise refused_by_system(str(file), error, code="data.unreadable") from error
-        raise InputError(str(file), f"cannot be read as Parquet: {error}", code="data.not-parquet") from error
+        raise DataError(str(file), f"cannot be read as Parquet: {error}", code="data.not-parquet") from error
 
 
 def _check_column(schema: Any, column: str, file: Path) -> None:
@@ -101,8 +101,8 @@ def _check_column(schema: Any, column: str, file: Path) -> None:
 
     if column not in schema.names:
         problem = f"no column {column!r}; it has {', '.join(map(repr, schema.names))}"
-        raise InputError(str(file), problem, _COLUMN, code="data.no-column")
+        raise DataError(str(file), problem, _COLUMN, code="data.no-column")
     kind = schema.field(column).type
     if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
         problem = f"expected text in column {column!r}, found {kind}"
-        raise InputError(str(file), problem, _COLUMN, code="data.no-column")
+        raise DataError(str(file), problem, _COLUMN, code="data.no-column")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from manifests.errors import InputError
+from manifests.errors import DataError
 from manifests.schema import DataCursor
 from runner.config.schema import SYNTHETIC, BatchOptions, DataOptions
 from runner.data.bad import Skipped
@@ -75,7 +75,7 @@ def read_once(
         InputError: as `read_batches`; or for `synthetic`, which has no end.
     """
     if data.sources == (SYNTHETIC,):
-        raise InputError(SYNTHETIC, "has no end, so it cannot be read once", "name files", code="data.synthetic")
+        raise DataError(SYNTHETIC, "has no end, so it cannot be read once", "name files", code="data.synthetic")
     vocabulary, sources = load_vocabulary(folder, vocab_size, data.framing), open_sources(data)
     begin = first_cursor(len(sources))
     documents = draw_documents(data, sources, vocabulary, begin, is_endless=False, skipped=_counted(data, skipped))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from manifests.errors import InputError
+from manifests.errors import DataError
 from runner.config.schema import FramingOptions
 from runner.data.bad import Skipped
 from runner.data.files import Document
@@ -45,7 +45,7 @@ class Vocabulary:
             if not ids:
                 continue
             if max(ids) >= self.size:
-                raise InputError(
+                raise DataError(
                     document.where,
                     f"token {max(ids)} is beyond the model's vocabulary of {self.size}",
                     "tokenizer.json and config.json disagree; take both from one revision",
@@ -72,5 +72,5 @@ def load_vocabulary(folder: Path, size: int, asked: FramingOptions | None = None
     if beyond := [token for token in (*frame.before, *frame.after) if token >= size]:
         problem = f"expected token ids below {size} around a text, found {beyond[0]}"
         hint = "tokenizer.json and config.json disagree; take both from one revision"
-        raise InputError(str(folder), problem, hint, code="tokenizer.beyond-vocabulary")
+        raise DataError(str(folder), problem, hint, code="tokenizer.beyond-vocabulary")
     return Vocabulary(tokenizer=tokenizer, size=size, frame=frame, filler=filler)

@@ -48,7 +48,7 @@ def together(task: str, group: dist.ProcessGroup | None = None) -> Iterator[None
         failure = exhausted(error) or unreachable(error)
         if failure is None:  # our bug: the other ranks must end too, this one keeps its traceback
             unexpected = error
-            failure = _BugError(task, f"{type(error).__name__}: {error}")
+            failure = _BugError(task, f"{type(error).__name__}: {error}", code="rank.internal-error")
     failures: list[tuple[str, UserError | None]] = [("", None)] * dist.get_world_size(group)
     dist.all_gather_object(failures, (here(dist.get_rank()), failure), group=group)
     if unexpected is not None:

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from manifests.errors import InputError
+from manifests.errors import LaunchError
 from runner.config.flags import Device
 from runner.tensors.huge_pages import give_back_freed_memory
 
@@ -31,7 +31,7 @@ class World:
         try:
             rank, local_rank, size = (int(environment[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
         except KeyError as error:
-            raise InputError(
+            raise LaunchError(
                 "", f"{error} is not set", "runner launch starts the workers", code="launch.no-world"
             ) from error
         local_size = int(environment.get("LOCAL_WORLD_SIZE", local_rank + 1))
@@ -47,7 +47,7 @@ def device_of(world: World, asked: Device) -> torch.device:
     if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if world.local_rank >= torch.cuda.device_count():
-        raise InputError(
+        raise LaunchError(
             "--device",
             f"rank {world.local_rank} of this machine needs a GPU of its own, found {torch.cuda.device_count()}",
             "start fewer ranks here, or take --device cpu",

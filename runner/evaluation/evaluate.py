@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from manifests.errors import InputError
+from manifests.errors import DataError, ModelError
 from manifests.probe import print_result
 from runner.bundle.packed import open_packed
 from runner.config.schema import BatchOptions
@@ -43,7 +43,7 @@ def mean_loss(loss_of: Callable[[Batch], float], batches: Iterable[Batch], where
         losses.append(loss_of(batch) * batch.num_tokens)
         num_tokens += batch.num_tokens
     if not num_tokens:
-        raise InputError(where, "expected text, found no token to predict", code="data.no-tokens")
+        raise DataError(where, "expected text, found no token to predict", code="data.no-tokens")
     return math.fsum(losses) / num_tokens, num_tokens
 
 
@@ -58,7 +58,7 @@ def evaluate(options: EvalOptions, world: World) -> None:
     skipped = Skipped(tell=_say_skipped if world.rank == 0 else None)
     loss, num_tokens = loss_over(options, root, world, device, skipped)
     if not math.isfinite(loss):
-        raise InputError(
+        raise ModelError(
             "",
             f"the loss is {loss}",
             "the weights are not finite, or --dtype is too low for them",

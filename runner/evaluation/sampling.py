@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from manifests.errors import InputError
+from manifests.errors import ModelError
 from runner.evaluation.command import Sampling
 
 __all__ = ["draw", "generators_of", "shares"]
@@ -17,7 +17,7 @@ def draw(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -
         InputError: logits that are infinite or not a number, or become so at this temperature.
     """
     if not (logits / (sampling.temperature or 1.0)).isfinite().all():
-        raise InputError(
+        raise ModelError(
             "",
             "the logits are not finite",
             "nor are the weights, or --dtype or --temperature is too low",

@@ -8,7 +8,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from manifests.errors import InputError, UsageError, UserError
+from manifests.errors import (
+    InputError,
+    LaunchError,
+    UsageError,
+    UserError,
+)
 from runner.launch import jobset, slurm
 from runner.launch import local_processes as processes
 from runner.report.lines import check_types, read_object
@@ -60,7 +65,7 @@ def show_logs(log_dir: Path, say: Callable[[str], object], *, rank: int | None, 
     record = read_record(log_dir)
     if record.scheduler == "jobset" and rank is None and not is_followed:
         if problem := jobset.print_logs(record, say, follow=False):
-            raise UserError("kubectl logs", problem, code="launch.scheduler-failed")
+            raise LaunchError("kubectl logs", problem, code="launch.scheduler-failed")
         return
     path = Path(record.output) if rank is None else log_path(log_dir, rank)
     if not is_followed:
@@ -79,11 +84,11 @@ def show_logs(log_dir: Path, say: Callable[[str], object], *, rank: int | None, 
 def _no_log(path: Path, log_dir: Path) -> InputError:
     state = read_state(log_dir)
     if state is None or state.ended == "stopped":  # and may be queued again
-        return InputError(
+        return LaunchError(
             str(path), "is not there yet", "runner status says whether the job has begun", code="launch.no-log"
         )
     left = sorted(found.stem for found in path.parent.glob("rank-*.log"))
-    return InputError(
+    return LaunchError(
         str(path),
         "is not there, and the job has ended",
         f"it left {left[0]} to {left[-1]}" if left else "",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from manifests.errors import InputError, UsageError
+from manifests.errors import LaunchError, UsageError
 from runner.config.flags import TrainOptions, parse_training
 from runner.launch.scheduler_checks import check_texts
 
@@ -128,16 +128,16 @@ def read_job_file(path: Path, known: Mapping[str, Kind]) -> dict[str, Any]:
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise InputError(str(path), f"cannot be read: {error.strerror}", code="launch.job-file") from error
+        raise LaunchError(str(path), f"cannot be read: {error.strerror}", code="launch.job-file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(str(path), f"is no TOML: {error}", code="launch.job-file") from error
+        raise LaunchError(str(path), f"is no TOML: {error}", code="launch.job-file") from error
     training = found.pop("training", {})
     if not isinstance(training, Mapping):
-        raise InputError(f"{path}: training", "expected a table of the flags that follow --", code="launch.job-file")
+        raise LaunchError(f"{path}: training", "expected a table of the flags that follow --", code="launch.job-file")
     values: dict[str, Any] = {}
     for key, value in found.items():
         if key not in known:
-            raise InputError(
+            raise LaunchError(
                 f"{path}: {key}",
                 "is no flag of runner launch",
                 "known: " + ", ".join(sorted(known)),
@@ -154,13 +154,13 @@ def _value_of(value: object, kind: Kind, where: str) -> object:
         return tuple(value)
     if kind == "one" and isinstance(value, (str, int, float)) and not isinstance(value, bool):
         return str(value)
-    raise InputError(where, f"expected {_EXPECTED[kind]}, found {value!r}", code="launch.job-file")
+    raise LaunchError(where, f"expected {_EXPECTED[kind]}, found {value!r}", code="launch.job-file")
 
 
 def _words(key: str, value: object, *, where: str) -> list[str]:
     flag = "--" + key
     if not _KEY.fullmatch(key):
-        raise InputError(
+        raise LaunchError(
             f"{where}: training.{key}",
             "is no flag",
             "runner launch MANIFEST -- --help lists them",
@@ -174,6 +174,6 @@ def _words(key: str, value: object, *, where: str) -> list[str]:
         return [flag, str(value)]
     if isinstance(value, list) and all(isinstance(part, (str, int, float)) for part in value):
         return [word for part in value for word in (flag, str(part))]
-    raise InputError(
+    raise LaunchError(
         f"{where}: training.{key}", "expected a text, a number, true, false or a list of these", code="launch.job-file"
     )

@@ -14,7 +14,11 @@ from typing import Any
 
 import yaml
 
-from manifests.errors import UsageError, UserError
+from manifests.errors import (
+    InputError,
+    LaunchError,
+    UsageError,
+)
 from runner.config.schema import SYNTHETIC
 from runner.launch.job import Job
 from runner.launch.scheduler_checks import check_mounts, check_read, check_written, is_shown
@@ -130,7 +134,7 @@ def print_logs(record: JobRecord, say: Callable[[str], object], *, follow: bool,
             errors="replace",
         )  # fmt: skip
     except FileNotFoundError as error:
-        raise UserError(command[0], *_ABSENT, code="system.missing-program") from error
+        raise InputError(command[0], *_ABSENT, code="system.missing-program") from error
     with running:
         assert running.stdout is not None
         words = []
@@ -261,12 +265,12 @@ def _call(command: Sequence[str], standard_input: str = "") -> str:
     try:
         done = subprocess.run(command, input=standard_input, capture_output=True, text=True, timeout=_LIMIT_S)
     except FileNotFoundError as error:
-        raise UserError(command[0], *_ABSENT, code="system.missing-program") from error
+        raise InputError(command[0], *_ABSENT, code="system.missing-program") from error
     except subprocess.TimeoutExpired as error:
-        raise UserError(command[0], f"did not answer within {_LIMIT_S} s", code="launch.scheduler-silent") from error
+        raise LaunchError(command[0], f"did not answer within {_LIMIT_S} s", code="launch.scheduler-silent") from error
     if done.returncode:
         said = _said(done.stderr.splitlines())
-        raise UserError(
+        raise LaunchError(
             " ".join(command[:2]), said or f"ended with code {done.returncode}", code="launch.scheduler-failed"
         )
     return done.stdout

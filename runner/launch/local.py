@@ -12,7 +12,11 @@ from pathlib import Path
 
 import click
 
-from manifests.errors import InputError, UsageError, UserError
+from manifests.errors import (
+    InputError,
+    LaunchError,
+    UsageError,
+)
 from manifests.schema import Manifest
 from manifests.signals import deferred
 from runner.bundle.packed import Packed, open_packed
@@ -61,7 +65,7 @@ def launch_here(
         UserError: no torch is installed, or another job has the log folder.
     """
     if find_spec("torch") is None:
-        raise UserError(
+        raise InputError(
             "runner", "torch is not installed here", "pip install 'reshard[runner]'", code="system.missing-package"
         )
     command = [
@@ -149,7 +153,7 @@ def check_world(manifest: Manifest, world_size: int) -> None:
     """Raise unless there is one rank for each pipeline rank of the manifest."""
     num_ranks = manifest.layout.num_ranks
     if world_size != num_ranks:
-        raise InputError(
+        raise LaunchError(
             "",
             f"manifest needs {num_ranks} ranks, WORLD_SIZE is {world_size}",
             f"runner launch MANIFEST --nproc-per-node {num_ranks}, or "

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from manifests.claim import birth_of
-from manifests.errors import UserError
+from manifests.errors import LaunchError
 from runner.rundir.heartbeat import log_path
 from runner.rundir.job_record import JobRecord
 from runner.rundir.state import read_state
@@ -71,7 +71,7 @@ def cancel(record: JobRecord, *, is_forced: bool) -> bool:
         except ProcessLookupError:
             continue
         except PermissionError as error:
-            raise UserError(f"process {pid}", "belongs to another user", code="launch.not-our-process") from error
+            raise LaunchError(f"process {pid}", "belongs to another user", code="launch.not-our-process") from error
     deadline_s = time.monotonic() + _KILL_S
     while is_forced and time.monotonic() < deadline_s and any(map(birth_of, (launcher, *ranks))):
         time.sleep(_POLL_S)
@@ -80,7 +80,7 @@ def cancel(record: JobRecord, *, is_forced: bool) -> bool:
 
 def _check_host(record: JobRecord) -> None:
     if record.host != socket.gethostname():
-        raise UserError(f"job {record.id}", f"runs on {record.host}, this is {socket.gethostname()}", "ask there",
+        raise LaunchError(f"job {record.id}", f"runs on {record.host}, this is {socket.gethostname()}", "ask there",
                         code="launch.other-host")  # fmt: skip
 
 

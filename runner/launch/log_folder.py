@@ -11,7 +11,11 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from manifests.claim import claiming
-from manifests.errors import InputError, UsageError, UserError
+from manifests.errors import (
+    LaunchError,
+    UsageError,
+    UserError,
+)
 from runner.rundir.heartbeat import SKEWED_S, read_beats
 from runner.rundir.job_record import JOB_NAME, JobRecord, read_record
 from runner.rundir.state import read_state
@@ -50,7 +54,7 @@ def check_free(log_dir: Path) -> None:
         record = read_record(log_dir)
         doing = _doing(record, log_dir)
     except UserError as error:
-        raise InputError(
+        raise LaunchError(
             where, f"another job may have it, which cannot be told: {error.where}: {error.problem}",
             f"take another, or remove {log_dir / JOB_NAME} when that job is over",
             code="launch.log-folder-in-use",

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from manifests.errors import InputError, UsageError
+from manifests.errors import LaunchError, UsageError
 from manifests.schema import Manifest
 from runner.config.parallel_dims import Degrees
 
@@ -47,7 +47,7 @@ def check_ranks(num_pipeline_ranks: int, nnodes: int, nproc_per_node: int) -> No
         return
     ranks = _nearest(nproc_per_node, num_pipeline_ranks // math.gcd(num_pipeline_ranks, nnodes))
     nodes = _nearest(nnodes, num_pipeline_ranks // math.gcd(num_pipeline_ranks, nproc_per_node))
-    raise InputError(
+    raise LaunchError(
         "",
         f"manifest needs {num_pipeline_ranks} ranks, or a multiple of them, and {nnodes} nodes with {nproc_per_node} "
         f"each are {world_size}",
@@ -152,7 +152,7 @@ def check_memory(
         raise UsageError(where, f"expected GiB above 0, found {gpu_gib:g}", code="options.invalid-value")
     needed = params[rank] * param_nbytes / num_shards / 2**30
     if needed > gpu_gib:
-        raise InputError(
+        raise LaunchError(
             where,
             f"pipeline rank {rank} needs {needed:.{_digits(needed)}f} GiB for weights, gradients and moments alone, "
             f"its GPU has {gpu_gib:g} GiB",

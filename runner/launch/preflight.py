@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from manifests.errors import InputError, UsageError
+from manifests.errors import OutputError, UsageError
 from manifests.models import ConfigReader
 from manifests.schema import Manifest, TrainingState
 from runner.bundle.packed import Packed, check_tokenizer
@@ -40,7 +40,7 @@ def check_places(options: TrainOptions) -> None:
                     code="output.inside-data",
                 )
     if history is not None and history.is_file():
-        raise InputError(
+        raise OutputError(
             f"--checkpoint {history}",
             "is a file",
             "name a folder: each checkpoint is a folder in it",

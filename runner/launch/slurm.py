@@ -11,7 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from manifests.errors import UsageError, UserError
+from manifests.errors import (
+    InputError,
+    LaunchError,
+    UsageError,
+    UserError,
+)
 from runner.launch.job import Job
 from runner.launch.scheduler_checks import check_mounts, check_sbatch_args, parse_signal, parse_time
 from runner.rundir.job_record import JobRecord
@@ -120,17 +125,17 @@ def ask(command: Sequence[str], standard_input: str = "", *, limit_s: float = _L
         done = subprocess.run(command, input=standard_input, capture_output=True, text=True, timeout=limit_s)
     except FileNotFoundError as error:
         hint = "run it where Slurm's commands are, on a login node"
-        raise UserError(where, "is not on this machine", hint, code="system.missing-program") from error
+        raise InputError(where, "is not on this machine", hint, code="system.missing-program") from error
     except OSError as error:
-        raise UserError(where, f"cannot be started: {error.strerror}", code="system.missing-program") from error
+        raise InputError(where, f"cannot be started: {error.strerror}", code="system.missing-program") from error
     except subprocess.TimeoutExpired as error:
         hint = "is slurmctld up? scontrol ping says"
-        raise UserError(
+        raise LaunchError(
             where, f"did not answer within {limit_s:.0f} s", hint, code="launch.scheduler-silent"
         ) from error
     if done.returncode:
         said = " ".join(done.stderr.split()).removeprefix(f"{where}: error: ")
-        raise UserError(where, said or f"ended with code {done.returncode}", code="launch.scheduler-failed")
+        raise LaunchError(where, said or f"ended with code {done.returncode}", code="launch.scheduler-failed")
     return done.stdout
 
 

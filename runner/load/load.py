@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from manifests.digest import PREFIX, Hasher
-from manifests.errors import InputError
+from manifests.errors import ShardError
 from manifests.models import ModelShape, module_of
 from manifests.schema import WEIGHTS, Holds, Stage
 from manifests.slices import Slice
@@ -195,7 +195,7 @@ def _locate(fqns: Iterable[str], bundles: Bundles, shape: ModelShape, holds: Hol
             located[fqn] = at
     for stage, names in sorted(missing.items()):
         what = "" if holds == WEIGHTS else f"the {holds} of "
-        raise InputError(
+        raise ShardError(
             f"{bundles.root}: stages[{stage}]",
             f"no shard holds {what}{_some(sorted(names))}",
             "the bundle is incomplete; write it again",
@@ -214,7 +214,7 @@ def _open_stage(stage: Stage, bundles: Bundles, shape: ModelShape, holds: Holds)
         if module_of(fqn, modules) is None or (fqn not in shape.tensors and not fqn.endswith(ignored))
     )
     if unexpected:
-        raise InputError(
+        raise ShardError(
             f"{bundles.root}: stages[{stage.index}]",
             f"its shards hold {_some(unexpected)}, which its modules do not have",
             code="shard.unexpected-tensor",
@@ -225,14 +225,14 @@ def _open_stage(stage: Stage, bundles: Bundles, shape: ModelShape, holds: Holds)
 def _check_kind(at: TensorAt, piece: Piece) -> None:
     where = f"{at.file}: {at.name!r}"
     if at.whole_shape != piece.shape:
-        raise InputError(
+        raise ShardError(
             f"{where}.shape",
             f"expected {list(piece.shape)} (config.json), found {list(at.whole_shape)}",
             "weights and config disagree; pack both from one revision",
             code="shard.wrong-shape",
         )
     if at.dtype not in TORCH_DTYPES:
-        raise InputError(
+        raise ShardError(
             f"{where}.dtype", f"expected one of {', '.join(TORCH_DTYPES)}, found {at.dtype}", code="shard.wrong-dtype"
         )
 
@@ -282,7 +282,7 @@ def _fill(read: Read, reader: Reader, staging: Staging) -> str:
     )
     found: str = hasher.hexdigest()
     if read.is_whole and at.digest not in (None, found):
-        raise InputError(
+        raise ShardError(
             f"{at.file}: {at.name!r}",
             f"expected {PREFIX}{at.digest}, found {PREFIX}{found}",
             "the shard was damaged after it was written; reshard verify names all damage",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from manifests.errors import InputError
+from manifests.errors import ManifestError
 from manifests.schema import MOMENTS, WEIGHTS, Holds, Manifest, Shard
 from manifests.store import parent_of
 from runner.bundle.cache_folder import CopyFolder, check_copied, deal, node_folder, shards_of
@@ -74,7 +74,7 @@ def fetch_nearby(address: str, options: TrainOptions, world: World) -> Packed:
     expected = from_rank_0(digest)
     with together("manifest"):
         if digest not in ("", expected):
-            raise InputError(
+            raise ManifestError(
                 str(file),
                 "is another one than rank 0 has read",
                 "it was replaced meanwhile: start again",

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from manifests.errors import InputError, UsageError
+from manifests.errors import InputError, ModelError, UsageError
 from manifests.models import module_of
 from manifests.store import locate_manifest
 from runner.bundle.packed import Packed, open_packed
@@ -121,7 +121,7 @@ def _load_named(
     for name, tensor in (named for model in models for named in _named_tensors(model)):
         if name in tensors:
             hint = "number layers as in the whole model, in each of the modules"
-            raise InputError(f"model: {name!r}", "is in two modules", hint, code="model.duplicate-parameter")
+            raise ModelError(f"model: {name!r}", "is in two modules", hint, code="model.duplicate-parameter")
         tensors[name] = tensor
     fqns = {name: name if name_of is None else name_of(name) for name in tensors}
     _check_names(packed, stages, fqns)
@@ -204,7 +204,7 @@ def _check_names(packed: Packed, stages: Sequence[int], fqns: Mapping[str, str])
     modules = frozenset(module for stage in stages for module in packed.manifest.stages[stage].modules)
     own = {fqn for fqn in packed.shape.tensors if module_of(fqn, modules) is not None}
     if unexpected := sorted(name for name, fqn in fqns.items() if fqn not in own):
-        raise InputError(
+        raise ModelError(
             packed.where,
             f"stages {', '.join(map(str, stages))} have no tensor for {_some(unexpected)} of the module",
             "build these stages alone, with Hugging Face FQNs, or map names with name_of",
@@ -218,7 +218,7 @@ def _check_names(packed: Packed, stages: Sequence[int], fqns: Mapping[str, str])
 
 def _missing(packed: Packed, problem: str) -> InputError:
     hint = "the weights would be left out: build all modules of the rank's stages"
-    return InputError(packed.where, problem, hint, code="model.missing-parameter")
+    return ModelError(packed.where, problem, hint, code="model.missing-parameter")
 
 
 def _some(names: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from manifests.digest import PREFIX, Hasher
-from manifests.errors import InputError
+from manifests.errors import ShardError
 from manifests.slices import Slice
 from runner.load.fill import TORCH_DTYPES
 from runner.tensors.regions import BLOCK_NBYTES, ranges_of
@@ -130,7 +130,7 @@ def _verify(tensor: ToVerify) -> None:
                 hasher.update(piece, position)
     where = f"{at.file}: {at.name!r}"
     if (found := whole.hexdigest()) != at.digest:
-        raise InputError(
+        raise ShardError(
             where,
             f"expected {PREFIX}{at.digest}, found {PREFIX}{found}",
             "the shard was damaged after it was written; reshard verify names all damage",
@@ -140,7 +140,7 @@ def _verify(tensor: ToVerify) -> None:
         for box, digest in parts.items():
             if (found := hashers[box].hexdigest()) != digest:
                 begin, end = list(box.offset), list(box.end)
-                raise InputError(
+                raise ShardError(
                     where,
                     f"{begin} to {end}: expected {PREFIX}{found} (read whole), found {PREFIX}{digest} (read in part)",
                     "two readings of the same bytes differ: a disk, a cache or the network damages them",

@@ -40,7 +40,9 @@ class Decoder:
             section, _, name = path.rpartition(".")
             reader = config.section(section) if section else config
             if reader is not None and (found := reader.config.get(name)) is not None and found not in allowed:
-                raise reader.error(name, f"{found!r} is not modelled; expected {allowed[0]!r} or nothing")
+                raise reader.error(
+                    name, f"{found!r} is not modelled; expected {allowed[0]!r} or nothing", code="config.not-modelled"
+                )
         if self.length is not None and seq_len > (most := self.positions_in(config)):
             problem = f"expected at most {most}, which is {self.length[0]} of the model's config, found {seq_len}"
             raise UsageError("--seq-len", problem, code="options.sequence-length")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from manifests.errors import InputError
+from manifests.errors import InputError, ModelError
 from manifests.jsontext import kind_of
 
 __all__ = ["Llama3", "Rope", "Yarn", "positive_number", "read_rope"]
@@ -127,4 +127,4 @@ def positive_number(table: Mapping[str, object], name: str, prefix: str, default
 
 
 def _refused(where: str, problem: str, hint: str = "") -> InputError:
-    return InputError(where, problem, hint, code="config.unsupported-rope")
+    return ModelError(where, problem, hint, code="config.unsupported-rope")

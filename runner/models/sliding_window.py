@@ -19,9 +19,18 @@ def windows_of(read: ConfigReader, window: int | None, usual: Sequence[bool]) ->
     """
     kinds = read.names("layer_types") or tuple(_KINDS[is_sliding] for is_sliding in usual)
     if len(kinds) != len(usual):
-        raise read.error("layer_types", f"expected {len(usual)}, one for each layer, found {len(kinds)}")
+        raise read.error(
+            "layer_types", f"expected {len(usual)}, one for each layer, found {len(kinds)}", code="config.invalid-field"
+        )
     if unknown := sorted(set(kinds).difference(_KINDS)):
-        raise read.error("layer_types", f"{unknown[0]!r} is not modelled", f"known: {', '.join(_KINDS)}")
+        raise read.error(
+            "layer_types", f"{unknown[0]!r} is not modelled", f"known: {', '.join(_KINDS)}", code="config.not-modelled"
+        )
     if window is None and _KINDS[1] in kinds:
-        raise read.error("sliding_window", "expected a positive integer, found nothing", "layer_types asks for windows")
+        raise read.error(
+            "sliding_window",
+            "expected a positive integer, found nothing",
+            "layer_types asks for windows",
+            code="config.invalid-field",
+        )
     return tuple(window if kind == _KINDS[1] else None for kind in kinds)

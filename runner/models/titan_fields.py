@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar
 
-from manifests.errors import InputError
+from manifests.errors import ModelError
 from manifests.models import ConfigReader, model_shape
 from runner.models.rope_fields import Rope, positive_number, read_rope
 from runner.models.sliding_window import windows_of
@@ -66,7 +66,7 @@ class TitanFields(ABC):
             InputError: naming the first that is.
         """
         if extra := self._extra.intersection(modules):
-            raise InputError(
+            raise ModelError(
                 f"{self.read.where}: num_nextn_predict_layers",
                 f"{min(extra)} predicts further tokens (MTP): torchtitan has no pipeline for such layers",
                 "they can be packed; to train, pack again without them: num_nextn_predict_layers 0 in config.json, "

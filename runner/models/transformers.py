@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from manifests.errors import InputError
+from manifests.errors import InputError, ModelError
 from manifests.models import ConfigReader, model_shape
 from runner.models.decoders import DECODERS, Decoder
 from runner.models.lengths import forget_lengths, longest_alike
@@ -175,7 +175,7 @@ class Transformers:
             yield
         except (StrictDataclassError, AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
             said = " ".join(str(error).split())
-            raise InputError(
+            raise ModelError(
                 self._where,
                 f"transformers {transformers.__version__} refuses it: {said}",
                 code="config.refused-by-transformers",
@@ -186,7 +186,7 @@ class Transformers:
         for alias, name in self._config.attribute_map.items():
             if alias in config and name in config and config[alias] != config[name]:
                 problem = f"{config[alias]!r} contradicts {name}, which is the same field and is {config[name]!r}"
-                raise InputError(
+                raise ModelError(
                     f"{self._where}: {alias}", problem, "leave the wrong one out", code="config.contradictory-fields"
                 )
 

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from manifests.errors import InputError
+from manifests.errors import ManifestError
 from runner.models import Family
 from runner.pipeline.chunk import StageChunk, build_chunks
 from runner.pipeline.stage_io import Form, form_of
@@ -96,13 +96,13 @@ def plan_wire(family: Family, stage_modules: Sequence[tuple[str, ...]], dtype: t
     listed = [module for modules in stage_modules for module in modules]
     for position, (expected, found) in enumerate(zip(family.modules, listed, strict=False)):
         if expected != found:
-            raise InputError(
+            raise ManifestError(
                 "stages",
                 f"expected {expected} as module {position} of {family.architecture}, found {found}",
                 code="manifest.wrong-modules",
             )
     if len(listed) != len(family.modules):
-        raise InputError(
+        raise ManifestError(
             "stages",
             f"expected {len(family.modules)} modules of {family.architecture}, found {len(listed)}",
             code="manifest.wrong-modules",

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from manifests.errors import InputError, UsageError
+from manifests.errors import ScheduleError, UsageError
 from manifests.placement import Placement
 from manifests.schedules import (
     Action,
@@ -143,7 +143,7 @@ def read_timetable(path: Path, placement: Placement) -> Timetable:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         hint = "look for a slip in its name" if isinstance(error, FileNotFoundError) else ""
-        raise InputError(
+        raise ScheduleError(
             str(path), f"cannot be read: {getattr(error, 'strerror', None) or error}", hint, code="schedule.unreadable"
         ) from error
     if _TRANSFERS.search(text):
@@ -167,7 +167,7 @@ def _check_last_stage(table: LoweredTable, where: str) -> None:
     ]
     if order != sorted(order):
         shown = ", ".join(map(str, order[:8]))
-        raise InputError(
+        raise ScheduleError(
             where,
             f"stage {last}, the last one, takes the microbatches in the order {shown}",
             "number them in the order in which the last stage computes them: torch numbers losses so",

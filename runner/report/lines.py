@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from manifests.errors import InputError, refused_by_system
+from manifests.errors import LogError, refused_by_system
 from manifests.jsontext import kind_of
 
 __all__ = ["Line", "check_events", "check_line", "check_run", "check_types", "read_object", "read_text"]
@@ -30,7 +30,7 @@ def read_text(path: Path, hint: str = "") -> str:
     except OSError as error:
         raise refused_by_system(str(path), error, hint=hint, code="log.unreadable") from error
     except UnicodeDecodeError as error:
-        raise InputError(str(path), f"is not UTF-8: {error.reason}", hint, code="log.not-utf8") from error
+        raise LogError(str(path), f"is not UTF-8: {error.reason}", hint, code="log.not-utf8") from error
 
 
 def read_object(text: str, where: str) -> Line:
@@ -42,9 +42,9 @@ def read_object(text: str, where: str) -> Line:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(where, f"is no JSON: {error}", code="log.not-json") from error
+        raise LogError(where, f"is no JSON: {error}", code="log.not-json") from error
     if not isinstance(found, dict):
-        raise InputError(where, f"expected an object, found {kind_of(found)}", code="log.not-an-object")
+        raise LogError(where, f"expected an object, found {kind_of(found)}", code="log.not-an-object")
     return found
 
 
@@ -62,7 +62,7 @@ def check_line(line: Line, where: str) -> None:
     lists = [line[name] for name in _PER_RANK if name in line]
     if lists and ("step_s" not in line or len(lists) != len(_PER_RANK) or len(set(map(len, lists))) > 1):
         problem = f"expected step_s, and {', '.join(_PER_RANK)} of the same pipeline ranks"
-        raise InputError(where, problem, code="log.bad-field")
+        raise LogError(where, problem, code="log.bad-field")
 
 
 def check_types(line: Line, where: str) -> None:
@@ -81,7 +81,7 @@ def check_run(run: object, where: str) -> Line:
         InputError: naming the field.
     """
     if not isinstance(run, Mapping):
-        raise InputError(f"{where}: run", f"expected an object, found {kind_of(run)}", code="log.bad-field")
+        raise LogError(f"{where}: run", f"expected an object, found {kind_of(run)}", code="log.bad-field")
     _check_fields(run, f"{where}: run", ("schedule", "num_stages", "num_ranks", "style", "num_microbatches"))
     return run
 
@@ -94,12 +94,12 @@ def check_events(document: Line, run: Line, where: str) -> tuple[Line, ...]:
     """
     events = document.get("traceEvents")
     if not isinstance(events, list):
-        raise InputError(f"{where}: traceEvents", f"expected a list, found {kind_of(events)}", code="log.bad-field")
+        raise LogError(f"{where}: traceEvents", f"expected a list, found {kind_of(events)}", code="log.bad-field")
     found = []
     for number, event in enumerate(events):
         at = f"{where}: traceEvents[{number}]"
         if not isinstance(event, Mapping):
-            raise InputError(at, f"expected an object, found {kind_of(event)}", code="log.bad-field")
+            raise LogError(at, f"expected an object, found {kind_of(event)}", code="log.bad-field")
         if event.get("ph") != "X":
             continue
         _check_fields(event, at, ("ts", "dur", "tid", "args"))
@@ -108,7 +108,7 @@ def check_events(document: Line, run: Line, where: str) -> tuple[Line, ...]:
         _check_fields(event["args"], f"{at}.args", ("step", "kind", "microbatch"))
         if event["tid"] >= run["num_stages"]:
             problem = f"expected a stage below {run['num_stages']}, found {event['tid']}"
-            raise InputError(f"{at}.tid", problem, code="log.bad-field")
+            raise LogError(f"{at}.tid", problem, code="log.bad-field")
         found.append(event)
     return tuple(found)
 
@@ -116,12 +116,12 @@ def check_events(document: Line, run: Line, where: str) -> tuple[Line, ...]:
 def _check_fields(line: Line, where: str, needed: Iterable[str]) -> None:
     for name in needed:
         if name not in line:
-            raise InputError(f"{where}: {name}", "is missing", code="log.bad-field")
+            raise LogError(f"{where}: {name}", "is missing", code="log.bad-field")
     for name, value in line.items():
         expected, is_one = _FIELDS.get(name, _ANY)
         if not is_one(value):
             shown = repr(value)[:80] if isinstance(value, int | float | str) else kind_of(value)
-            raise InputError(f"{where}: {name}", f"expected {expected}, found {shown}", code="log.bad-field")
+            raise LogError(f"{where}: {name}", f"expected {expected}, found {shown}", code="log.bad-field")
 
 
 def _is_integer(found: object) -> bool:

@@ -9,7 +9,12 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from manifests.errors import InputError, UsageError, UserError
+from manifests.errors import (
+    InputError,
+    LaunchError,
+    OutputError,
+    UsageError,
+)
 from manifests.probe import check_new_file
 from manifests.schedules import Timeline
 from runner.report.plan import planned
@@ -48,13 +53,13 @@ def write_report(log_dir: Path, out: Path, *, force: bool = False) -> str:
             "--out", f"expected a name that ends in {' or '.join(_SUFFIXES)}, found {out}", code="options.report-suffix"
         )
     if not log_dir.is_dir():
-        raise InputError(str(log_dir), "no such folder", "give the log folder of a run", code="launch.no-run")
+        raise LaunchError(str(log_dir), "no such folder", "give the log folder of a run", code="launch.no-run")
     check_new_file(out, "--out", force=force)
     run = read_run(log_dir)
     try:
         parts = [f"<h1>{html.escape(log_dir.resolve().name)}</h1>", _summary(run), *_curves(run), *_times(run)]
     except ImportError as error:
-        raise UserError(
+        raise InputError(
             "runner report",
             "matplotlib is not installed here",
             "pip install 'reshard[draw]'",
@@ -73,7 +78,7 @@ def write_report(log_dir: Path, out: Path, *, force: bool = False) -> str:
     try:
         out.write_text(page + "\n".join(parts) + "</html>\n", encoding="utf-8", errors="replace")
     except OSError as error:
-        raise UserError(str(out), f"cannot be written: {error.strerror}", code="output.unwritable") from error
+        raise OutputError(str(out), f"cannot be written: {error.strerror}", code="output.unwritable") from error
     return said
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from manifests.errors import InputError
+from manifests.errors import InputError, LogError
 from manifests.placement import Placement
 from runner.report.lines import Line, check_events, check_line, check_run, read_object, read_text
 from runner.rundir.run_record import run_id
@@ -106,7 +106,7 @@ def read_run(log_dir: Path) -> RunLog:
         check_line(line, f"{path}:{number}")
         attempts.add(line)
     if not attempts.steps:
-        raise InputError(str(path), "tells of no step", code="log.no-steps")
+        raise LogError(str(path), "tells of no step", code="log.no-steps")
     return RunLog(
         steps=tuple(attempts.steps),
         evaluations=tuple(attempts.evaluations),
@@ -158,7 +158,7 @@ def _read_traces(folder: Path, own: str) -> Traces | None:
     run = check_run(documents[0].get("run"), str(paths[0]))
     if any(document.get("run") != run for document in documents):
         hint = "remove the folder, and trace again"
-        raise InputError(str(folder), "holds traces of different runs", hint, code="log.mixed-traces")
+        raise LogError(str(folder), "holds traces of different runs", hint, code="log.mixed-traces")
     if own and run.get("run", own) not in (own, ""):
         return None  # of another run
     try:
@@ -169,7 +169,7 @@ def _read_traces(folder: Path, own: str) -> Traces | None:
     each = max(1, len(documents) // placement.num_ranks)
     if len(documents) % placement.num_ranks:
         problem = f"expected a trace of each of {placement.num_ranks} pipeline ranks, found {len(documents)}"
-        raise InputError(str(folder), problem, code="log.mixed-traces")
+        raise LogError(str(folder), problem, code="log.mixed-traces")
     pipeline = [check_events(documents[at], run, str(paths[at])) for at in range(0, len(documents), each)]
     # A run that was ended may have traced a step on some ranks only.
     steps = sorted(set.intersection(*({event["args"]["step"] for event in events} for events in pipeline)))
@@ -177,7 +177,7 @@ def _read_traces(folder: Path, own: str) -> Traces | None:
         return None
     if placement.num_stages * run["num_microbatches"] > sum(map(len, pipeline)):
         problem = f"expected {run['num_microbatches']} microbatches on each of {placement.num_stages} stages"
-        raise InputError(str(folder), problem, "remove the folder, and trace again", code="log.mixed-traces")
+        raise LogError(str(folder), problem, "remove the folder, and trace again", code="log.mixed-traces")
     return Traces(
         folder=folder,
         schedule=run["schedule"],

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from manifests.errors import InputError, refused_by_system
+from manifests.errors import LaunchError, refused_by_system
 from manifests.probe import check_writable
 from manifests.store import write_file
 
@@ -85,6 +85,6 @@ def read_record(log_dir: Path) -> JobRecord:
         return JobRecord(**texts)
     except (FileNotFoundError, NotADirectoryError) as error:
         hint = "give the --log-dir of a job that runner launch has started"
-        raise InputError(str(path), "no such file", hint, code="launch.no-record") from error
+        raise LaunchError(str(path), "no such file", hint, code="launch.no-record") from error
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise InputError(str(path), f"is no record of a job: {error}", code="launch.bad-record") from error
+        raise LaunchError(str(path), f"is no record of a job: {error}", code="launch.bad-record") from error

@@ -8,7 +8,7 @@ from hashlib import blake2b
 
 import torch
 
-from manifests.errors import InputError
+from manifests.errors import CheckpointError
 from manifests.schema import RandomState
 
 __all__ = ["begin_random", "random_state", "restore_random"]
@@ -44,7 +44,7 @@ def restore_random(states: Sequence[RandomState], rank: int, num_ranks: int, dev
         else:
             torch.set_rng_state(state)
     except (ValueError, RuntimeError) as error:
-        raise InputError(
+        raise CheckpointError(
             "training.random",
             f"the state of rank {rank} is none of a {device.type} generator",
             code="checkpoint.rng-state",

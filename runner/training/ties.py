@@ -18,7 +18,7 @@ from torch import distributed as dist
 from torch import nn
 
 from manifests.digest import digest_bytes
-from manifests.errors import InputError, RankError
+from manifests.errors import RankError, ShardError
 from manifests.placement import Placement
 from manifests.schema import TieGroup
 from runner.pipeline.chunk import NamedParameter, StageChunk, named_hf_parameters
@@ -55,7 +55,7 @@ def check_loaded(groups: Iterable[TieGroup], chunks: Sequence[StageChunk]) -> No
         keys = [(member.fqn, member.stage) for member in group.members if (member.fqn, member.stage) in found]
         for key in keys[1:]:
             if not torch.equal(local_of(kept(found[key])), local_of(kept(found[keys[0]]))):
-                raise InputError(
+                raise ShardError(
                     f"tied weight {group.owner.fqn}",
                     f"{keys[0][0]} on stage {keys[0][1]} and {key[0]} on stage {key[1]} hold different values",
                     "the bundles disagree; pack the source again",

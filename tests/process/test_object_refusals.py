@@ -65,7 +65,7 @@ class _Reader:
 
     def read_into(self, part: memoryview, position: int) -> None:
         if self._value is None:
-            raise InputError("steps", "cannot be read")
+            raise InputError("steps", "cannot be read", code="store.refused")
         part[:] = bytes([self._value]) * len(part)
 
     def close(self) -> None:

@@ -7,9 +7,9 @@ import pickle
 
 import pytest
 
-from manifests.errors import InputError, RankError, UnreachableError, UsageError, UserError, error_json
+from manifests.errors import InputError, RankError, SourceError, UnreachableError, UsageError, UserError, error_json
 
-KINDS = (UserError, UsageError, InputError, UnreachableError, RankError)
+KINDS = (UserError, UsageError, InputError, SourceError, UnreachableError, RankError)
 
 
 @pytest.mark.parametrize("kind", KINDS)

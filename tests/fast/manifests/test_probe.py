@@ -13,7 +13,7 @@ from manifests.publish import exchange
 
 
 def refuse(first: Path, second: Path) -> None:
-    raise InputError(str(second), "cannot be replaced in one step here", "remove it")
+    raise InputError(str(second), "cannot be replaced in one step here", "remove it", code="output.cannot-replace")
 
 
 def test_probe_leaves_nothing_where_it_wrote(tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ def test_write_that_the_system_refuses_is_one_sentence_and_leaves_nothing(tmp_pa
         "except Exception as error: print(type(error).__name__, error)"
     )
     ended = subprocess.run([sys.executable, "-c", code, out], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert ended.stdout == f"InputError {out}: cannot be written: File too large\n"
+    assert ended.stdout == f"OutputError {out}: cannot be written: File too large\n"
     assert names_in(tmp_path) == []
 
 

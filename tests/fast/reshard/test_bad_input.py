@@ -190,7 +190,7 @@ def test_refusal_is_one_json_object_where_json_is_asked_for(bad: Bad, tmp_path: 
     assert (ended.code, ended.err) == (bad.exit_code, "")
     assert ended.json.keys() == {"version", "error"}
     error = ended.json["error"]
-    shown = str(InputError(error["where"], error["problem"], error["hint"]))
+    shown = str(InputError(error["where"], error["problem"], error["hint"], code=error["code"]))
     assert shown == bad.message.replace("{S}", str(source))
 
 

@@ -185,7 +185,7 @@ def test_too_little_memory_is_a_sentence_whoever_says_it(error: Exception, wante
 
 def test_other_errors_are_not_about_memory() -> None:
     assert exhausted(RuntimeError("shapes differ")) is None
-    assert exhausted(InputError("shard", "is damaged")) is None
+    assert exhausted(InputError("shard", "is damaged", code="shard.digest-mismatch")) is None
 
 
 @pytest.mark.parametrize(
@@ -254,9 +254,9 @@ def test_large_tensor_is_written_in_parts_and_whoever_waits_hears_of_each(
 def test_of_what_ranks_met_that_which_no_restart_mends_comes_first_and_gives_the_code() -> None:
     met = {
         "rank 0": ExhaustedError("", "out of memory", "take less"),
-        "rank 1": UnreachableError("disk", "cannot be read"),
-        "rank 2": InputError("shard", "is damaged", "download it again"),
-        "rank 3": InputError("shard", "is damaged", "download it again"),
+        "rank 1": UnreachableError("disk", "cannot be read", code="system.io"),
+        "rank 2": InputError("shard", "is damaged", "download it again", code="shard.digest-mismatch"),
+        "rank 3": InputError("shard", "is damaged", "download it again", code="shard.digest-mismatch"),
     }
     joined = join_failures(met)
     assert code_of(joined) == 3

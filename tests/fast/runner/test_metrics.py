@@ -55,7 +55,7 @@ def tell_all(metrics: Metrics) -> None:
     metrics.step(4, STEP, TIMES, peak_nbytes=4096, num_skipped=1)
     metrics.evaluation(4, 2.25, 1000, 1)
     metrics.checkpoint(saved())
-    metrics.checkpoint(saved(RankError("rank 1", "the disk is full")))
+    metrics.checkpoint(saved(RankError("rank 1", "the disk is full", code="output.disk-full")))
     metrics.ended([10, 20])
 
 

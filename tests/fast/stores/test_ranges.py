@@ -147,7 +147,7 @@ def test_reading_back_and_outside_the_ranges_gives_the_right_bytes() -> None:
 
 def test_failure_reaches_whoever_reads() -> None:
     def fail(into: memoryview, position: int, stop: threading.Event) -> None:
-        raise InputError("model.safetensors", f"no byte {position}")
+        raise InputError("model.safetensors", f"no byte {position}", code="source.changed")
 
     reader = RangeReader(fail, [(0, 40 * MIB)])
     with pytest.raises(InputError, match="no byte 0"):

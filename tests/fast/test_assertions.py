@@ -1,0 +1,183 @@
+"""Tests assert codes and places: the wording of a message is free to improve, and is reviewed in snapshots."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PRODUCT = ("manifests", "stores", "reshard", "runner")
+MOST_WORDS = 8
+SHARED = 4  # words in a row that show a text to be a message of the product
+
+# Files that still repeat messages, to be shortened and never lengthened.
+NOT_YET = frozenset(
+    {
+        "tests/fast/layout/test_balance.py",
+        "tests/fast/layout/test_deepspeed.py",
+        "tests/fast/layout/test_files.py",
+        "tests/fast/layout/test_megatron.py",
+        "tests/fast/layout/test_printing.py",
+        "tests/fast/layout/test_spelling.py",
+        "tests/fast/layout/test_split.py",
+        "tests/fast/manifests/test_codec.py",
+        "tests/fast/manifests/test_invariants.py",
+        "tests/fast/manifests/test_malformed_headers.py",
+        "tests/fast/manifests/test_models.py",
+        "tests/fast/manifests/test_placement.py",
+        "tests/fast/manifests/test_publish.py",
+        "tests/fast/manifests/test_safetensors.py",
+        "tests/fast/manifests/test_slices.py",
+        "tests/fast/manifests/test_store.py",
+        "tests/fast/manifests/test_training.py",
+        "tests/fast/models/test_costs.py",
+        "tests/fast/models/test_decoder_shapes.py",
+        "tests/fast/models/test_quantised.py",
+        "tests/fast/models/test_true_configs.py",
+        "tests/fast/reshard/test_apart.py",
+        "tests/fast/reshard/test_bad_input.py",
+        "tests/fast/reshard/test_casting.py",
+        "tests/fast/reshard/test_cli.py",
+        "tests/fast/reshard/test_coverage.py",
+        "tests/fast/reshard/test_decoders.py",
+        "tests/fast/reshard/test_dequantise.py",
+        "tests/fast/reshard/test_diff.py",
+        "tests/fast/reshard/test_draw.py",
+        "tests/fast/reshard/test_export.py",
+        "tests/fast/reshard/test_layout_verb.py",
+        "tests/fast/reshard/test_manifests_that_lie.py",
+        "tests/fast/reshard/test_parts.py",
+        "tests/fast/reshard/test_planning.py",
+        "tests/fast/reshard/test_report.py",
+        "tests/fast/reshard/test_slices.py",
+        "tests/fast/reshard/test_trained.py",
+        "tests/fast/reshard/test_undecodable.py",
+        "tests/fast/reshard/test_verify.py",
+        "tests/fast/reshard/test_virtual.py",
+        "tests/fast/runner/test_codec.py",
+        "tests/fast/runner/test_compute.py",
+        "tests/fast/runner/test_compute_options.py",
+        "tests/fast/runner/test_config_fields.py",
+        "tests/fast/runner/test_copies.py",
+        "tests/fast/runner/test_data.py",
+        "tests/fast/runner/test_data_position.py",
+        "tests/fast/runner/test_degrees.py",
+        "tests/fast/runner/test_endings.py",
+        "tests/fast/runner/test_families.py",
+        "tests/fast/runner/test_following.py",
+        "tests/fast/runner/test_found_data.py",
+        "tests/fast/runner/test_heads.py",
+        "tests/fast/runner/test_held.py",
+        "tests/fast/runner/test_jobs.py",
+        "tests/fast/runner/test_launch_flags.py",
+        "tests/fast/runner/test_launch_refusals.py",
+        "tests/fast/runner/test_load.py",
+        "tests/fast/runner/test_log_folder.py",
+        "tests/fast/runner/test_recipe.py",
+        "tests/fast/runner/test_refusals.py",
+        "tests/fast/runner/test_report.py",
+        "tests/fast/runner/test_request.py",
+        "tests/fast/runner/test_resume_rules.py",
+        "tests/fast/runner/test_sampling.py",
+        "tests/fast/runner/test_seen.py",
+        "tests/fast/runner/test_sequences.py",
+        "tests/fast/runner/test_sinks.py",
+        "tests/fast/runner/test_slices_loaded.py",
+        "tests/fast/runner/test_step.py",
+        "tests/fast/runner/test_timetable.py",
+        "tests/fast/runner/test_titan_families.py",
+        "tests/fast/runner/test_transformers_family.py",
+        "tests/fast/runner/test_verbs.py",
+        "tests/fast/runner/test_watch.py",
+        "tests/fast/schedules/test_csvtext.py",
+        "tests/fast/schedules/test_rules.py",
+        "tests/fast/schedules/test_simulate.py",
+        "tests/fast/stores/test_addresses.py",
+        "tests/fast/stores/test_bundles.py",
+        "tests/fast/stores/test_headers.py",
+        "tests/fast/stores/test_hub.py",
+        "tests/fast/stores/test_hub_faults.py",
+        "tests/hostile/make.py",
+        "tests/hostile/test_links.py",
+        "tests/process/test_copies.py",
+        "tests/process/test_data_resumed.py",
+        "tests/process/test_faults.py",
+        "tests/process/test_filesystem_client.py",
+        "tests/process/test_full_disk.py",
+        "tests/process/test_histories.py",
+        "tests/process/test_kubectl.py",
+        "tests/process/test_launch.py",
+        "tests/process/test_life.py",
+        "tests/process/test_local_job.py",
+        "tests/process/test_nodes_meeting.py",
+        "tests/process/test_object_output.py",
+        "tests/process/test_object_pack.py",
+        "tests/process/test_object_refusals.py",
+        "tests/process/test_object_replacement.py",
+        "tests/process/test_objects.py",
+        "tests/process/test_reading.py",
+        "tests/process/test_reshard_killed.py",
+        "tests/process/test_resume.py",
+        "tests/process/test_saving_faults.py",
+        "tests/process/test_slurm.py",
+        "tests/process/test_supervise.py",
+        "tests/process/test_ties.py",
+        "tests/process/test_watching.py",
+    }
+)
+
+
+def texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield the string literals of a file but its docstrings, with what f-strings fill in as one character."""
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }
+    within = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    skipped = docstrings | within
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield node.lineno, "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped:
+            yield node.lineno, node.value
+
+
+def words(text: str) -> list[str]:
+    return re.findall(r"[a-z][a-z'-]*", text.lower())
+
+
+def runs(text: str) -> Iterator[tuple[str, ...]]:
+    """Yield each run of `SHARED` words that nothing filled in interrupts."""
+    for piece in text.split("\0"):
+        found = words(piece)
+        yield from (tuple(found[start : start + SHARED]) for start in range(len(found) - SHARED + 1))
+
+
+@cache
+def said_by_product() -> frozenset[tuple[str, ...]]:
+    paths = (path for package in PRODUCT for path in (ROOT / package).rglob("*.py"))
+    return frozenset(run for path in paths for _, text in texts(ast.parse(path.read_text())) for run in runs(text))
+
+
+TESTS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__))
+
+
+@pytest.mark.parametrize("path", TESTS)
+def test_no_more_than_eight_words_of_a_message_are_asserted(path: str) -> None:
+    repeated = [
+        f"{path}:{line}: {text[:80]!r}"
+        for line, text in texts(ast.parse((ROOT / path).read_text()))
+        if len(words(text)) > MOST_WORDS and not said_by_product().isdisjoint(runs(text))
+    ]
+    if path in NOT_YET:
+        assert repeated, f"{path} is clean: take it off the list"
+    else:
+        assert repeated == []
