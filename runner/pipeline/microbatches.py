@@ -19,8 +19,8 @@ def token_loss(logits: torch.Tensor, labels: torch.Tensor, *, num_tokens: int) -
     """Give a microbatch's part of the loss: summed cross-entropy over `num_tokens`, the whole batch's.
 
     # Note [Loss over tokens]
-    Parts of all microbatches add up to the mean over the batch's valid tokens, however unevenly
-    padding falls. A mean per microbatch, or `scale_grads=True`, gives other gradients; the loss
+    Gradient accumulation sums the parts of all microbatches: the mean over the batch's valid tokens, however
+    unevenly padding falls. A mean per microbatch, or `scale_grads=True`, gives other gradients; the loss
     alone would not show it.
 
     Shapes: logits (B, L, V), labels (B, L).

@@ -1,0 +1,398 @@
+"""What people read uses the words of the field: `words.toml` lists words that are not used, and better ones."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CODE = ("manifests", "stores", "reshard", "runner", "examples", "demo", "bench", "tools")
+PAGES = ("*.md", "docs/*.md", "docs/adr/*.md", "docs/errors/*.toml", "manifests/SPEC.md", "demo/*.sh", "Makefile")
+GENERATED = {"docs/python-api.md", "docs/errors.md", "docs/architecture.md"}  # their sources are searched instead
+
+# Files that still use such words, to be shortened and never lengthened.
+NOT_YET = frozenset(
+    {
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "Makefile",
+        "README.md",
+        "bench/bubble.py",
+        "bench/checkpoints.py",
+        "bench/deepseek.py",
+        "bench/kernel_copies.py",
+        "bench/layouts.py",
+        "bench/load.py",
+        "bench/measure.py",
+        "bench/pack.py",
+        "bench/peers.py",
+        "bench/resharding.py",
+        "bench/saving.py",
+        "bench/sparse.py",
+        "bench/step.py",
+        "demo/draw_losses.py",
+        "demo/kill_rank.py",
+        "demo/make_model.py",
+        "demo/run.sh",
+        "docs/adr/0002-digest-of-the-header.md",
+        "docs/adr/0003-rotate-half-rope.md",
+        "docs/adr/0004-tied-weights-are-replicas.md",
+        "docs/adr/0005-exact-gradient-norm.md",
+        "docs/adr/0007-stores-package.md",
+        "docs/adr/0008-virtual-bundles-are-spans.md",
+        "docs/adr/0009-training-state.md",
+        "docs/adr/0010-buckets-are-written-in-order.md",
+        "docs/adr/0011-one-runtime-for-all-schedules.md",
+        "docs/adr/0013-ranks-that-share-a-stage.md",
+        "docs/adr/0014-bytes-that-change-are-files-of-their-own.md",
+        "docs/adr/0015-jobs-on-clusters.md",
+        "docs/adr/0016-packs-in-parts.md",
+        "docs/adr/0017-data-goes-on-at-a-place.md",
+        "docs/adr/0018-copies-on-nodes.md",
+        "docs/adr/0019-digest-of-the-manifest.md",
+        "docs/adr/0020-parts-are-verified.md",
+        "docs/cluster.md",
+        "docs/errors/config.toml",
+        "docs/errors/launch.toml",
+        "docs/errors/model.toml",
+        "docs/errors/options.toml",
+        "docs/errors/shard.toml",
+        "docs/errors/source.toml",
+        "docs/layouts.md",
+        "docs/metrics.md",
+        "docs/models.md",
+        "docs/training.md",
+        "manifests/SPEC.md",
+        "manifests/console.py",
+        "manifests/fixed.py",
+        "manifests/invariants.py",
+        "manifests/memory.py",
+        "manifests/models/components.py",
+        "manifests/schedules/lower.py",
+        "manifests/schedules/order.py",
+        "manifests/schema.py",
+        "manifests/store.py",
+        "manifests/training_state.py",
+        "reshard/cli/options.py",
+        "reshard/cli/pack.py",
+        "reshard/cli/pack_parts.py",
+        "reshard/cli/plan.py",
+        "reshard/cli/verify.py",
+        "reshard/copy/destination.py",
+        "reshard/copy/direct_io.py",
+        "reshard/copy/engine.py",
+        "reshard/copy/journal.py",
+        "reshard/copy/resumable.py",
+        "reshard/draw/__init__.py",
+        "reshard/draw/page.py",
+        "reshard/draw/ranks.py",
+        "reshard/draw/scale.py",
+        "reshard/draw/schedule.py",
+        "reshard/draw/sheet.py",
+        "reshard/draw/stages.py",
+        "reshard/draw/theme.py",
+        "reshard/estimate/costs.py",
+        "reshard/estimate/training_estimate.py",
+        "reshard/formatting.py",
+        "reshard/layout/__init__.py",
+        "reshard/layout/balance.py",
+        "reshard/layout/deepspeed.py",
+        "reshard/layout/expansion.py",
+        "reshard/layout/inventory.py",
+        "reshard/layout/items.py",
+        "reshard/layout/megatron.py",
+        "reshard/layout/model.py",
+        "reshard/layout/names.py",
+        "reshard/layout/options.py",
+        "reshard/layout/printing.py",
+        "reshard/layout/rows.py",
+        "reshard/layout/solve.py",
+        "reshard/layout/spelling.py",
+        "reshard/layout/split.py",
+        "reshard/layout/wording.py",
+        "reshard/operations/compare.py",
+        "reshard/operations/diff.py",
+        "reshard/operations/export.py",
+        "reshard/operations/exported.py",
+        "reshard/operations/exported_objects.py",
+        "reshard/operations/pack.py",
+        "reshard/operations/pack_distributed.py",
+        "reshard/operations/progress.py",
+        "reshard/operations/resolve.py",
+        "reshard/operations/slurm_array.py",
+        "reshard/operations/verify.py",
+        "reshard/plans/pack_plan.py",
+        "reshard/plans/partition.py",
+        "reshard/plans/references.py",
+        "reshard/report/done.py",
+        "reshard/report/inspect.py",
+        "reshard/report/plan.py",
+        "reshard/report/text.py",
+        "reshard/sources/bundles.py",
+        "reshard/sources/config.py",
+        "reshard/sources/huggingface.py",
+        "reshard/sources/weight_map.py",
+        "reshard/tensors/arrays.py",
+        "reshard/tensors/checkpoint.py",
+        "reshard/tensors/lazy.py",
+        "reshard/tensors/slices.py",
+        "reshard/tensors/source_index.py",
+        "reshard/transforms/arithmetic.py",
+        "reshard/transforms/cast.py",
+        "reshard/transforms/conversion.py",
+        "reshard/transforms/dequantize.py",
+        "runner/bundle/cache_folder.py",
+        "runner/bundle/packed.py",
+        "runner/bundle/remote.py",
+        "runner/bundle/verified_read.py",
+        "runner/checkpoint/async_save.py",
+        "runner/checkpoint/data_position.py",
+        "runner/checkpoint/history.py",
+        "runner/checkpoint/resume.py",
+        "runner/checkpoint/save.py",
+        "runner/checkpoint/save_paths.py",
+        "runner/checkpoint/skipped.py",
+        "runner/checkpoint/state.py",
+        "runner/commands.py",
+        "runner/config/flags.py",
+        "runner/config/parallel_dims.py",
+        "runner/config/schema.py",
+        "runner/data/bad.py",
+        "runner/data/batches.py",
+        "runner/data/documents.py",
+        "runner/data/files.py",
+        "runner/data/framing.py",
+        "runner/data/mixture.py",
+        "runner/data/parquet.py",
+        "runner/data/sequences.py",
+        "runner/data/shuffle.py",
+        "runner/data/tokenizer.py",
+        "runner/distributed/fail_together.py",
+        "runner/distributed/rank_process.py",
+        "runner/distributed/rounds.py",
+        "runner/distributed/stall.py",
+        "runner/distributed/system_errors.py",
+        "runner/distributed/watchdog.py",
+        "runner/distributed/world.py",
+        "runner/evaluation/command.py",
+        "runner/evaluation/generate.py",
+        "runner/evaluation/reader.py",
+        "runner/evaluation/sampling.py",
+        "runner/launch/agent.py",
+        "runner/launch/combinations.py",
+        "runner/launch/command.py",
+        "runner/launch/diagnose.py",
+        "runner/launch/follow.py",
+        "runner/launch/gpus.py",
+        "runner/launch/job.py",
+        "runner/launch/jobset.py",
+        "runner/launch/local.py",
+        "runner/launch/local_processes.py",
+        "runner/launch/log_folder.py",
+        "runner/launch/nodes.py",
+        "runner/launch/preflight.py",
+        "runner/launch/run_folder.py",
+        "runner/launch/scheduler_checks.py",
+        "runner/launch/slurm.py",
+        "runner/launch/supervisor.py",
+        "runner/launch/verbs.py",
+        "runner/load/broadcast.py",
+        "runner/load/fill.py",
+        "runner/load/load.py",
+        "runner/load/local_cache.py",
+        "runner/load/verify_parts.py",
+        "runner/metrics/gauges.py",
+        "runner/metrics/metrics.py",
+        "runner/metrics/sinks.py",
+        "runner/models/__init__.py",
+        "runner/models/attention.py",
+        "runner/models/decoders.py",
+        "runner/models/experts.py",
+        "runner/models/gpt_oss.py",
+        "runner/models/rope.py",
+        "runner/models/rope_fields.py",
+        "runner/models/sliding_window.py",
+        "runner/models/titan_fields.py",
+        "runner/models/torchtitan.py",
+        "runner/models/transformers.py",
+        "runner/parallel/mesh.py",
+        "runner/parallel/parallelize.py",
+        "runner/parallel/tensor_parallel.py",
+        "runner/pipeline/chunk.py",
+        "runner/pipeline/chunked_head.py",
+        "runner/pipeline/heads.py",
+        "runner/pipeline/microbatches.py",
+        "runner/pipeline/runtime.py",
+        "runner/pipeline/schedule.py",
+        "runner/pipeline/stage_io.py",
+        "runner/pipeline/stage_metadata.py",
+        "runner/pipeline/timetable.py",
+        "runner/profiling/clock.py",
+        "runner/profiling/flight_recorder.py",
+        "runner/profiling/step_times.py",
+        "runner/profiling/trace.py",
+        "runner/report/lines.py",
+        "runner/report/page.py",
+        "runner/report/read.py",
+        "runner/rundir/exit_report.py",
+        "runner/rundir/heartbeat.py",
+        "runner/rundir/job_record.py",
+        "runner/rundir/rank_label.py",
+        "runner/rundir/run_record.py",
+        "runner/rundir/state.py",
+        "runner/setup.py",
+        "runner/tensors/dtensor.py",
+        "runner/tensors/huge_pages.py",
+        "runner/tensors/local_shard.py",
+        "runner/tensors/pinned.py",
+        "runner/tensors/regions.py",
+        "runner/train.py",
+        "runner/training/activation_checkpoint.py",
+        "runner/training/compute.py",
+        "runner/training/gradient_norm.py",
+        "runner/training/mixed_precision.py",
+        "runner/training/optimizer.py",
+        "runner/training/rng.py",
+        "runner/training/step.py",
+        "runner/training/ties.py",
+        "stores/address.py",
+        "stores/hub.py",
+        "stores/object_claim.py",
+        "stores/object_output.py",
+        "stores/object_progress.py",
+        "stores/objects.py",
+        "stores/remote.py",
+        "tools/api.py",
+        "tools/architecture.py",
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Word:
+    """A word not to use: where it is fine all the same (`unless`, and in the files `apart`), and what to say."""
+
+    pattern: re.Pattern[str]
+    unless: re.Pattern[str] | None
+    apart: tuple[str, ...]
+    say: str
+
+    def found(self, text: str) -> Iterator[re.Match[str]]:
+        fine = [match.span() for match in self.unless.finditer(text)] if self.unless else []
+        for match in self.pattern.finditer(text):
+            if not any(start <= match.start() and match.end() <= end for start, end in fine):
+                yield match
+
+
+WORDS = tuple(
+    Word(
+        pattern=re.compile(entry["not"], re.IGNORECASE),
+        unless=re.compile(entry["unless"], re.IGNORECASE) if "unless" in entry else None,
+        apart=tuple(entry.get("apart", ())),
+        say=entry["say"],
+    )
+    for entry in tomllib.loads((ROOT / "tests/fast/words.toml").read_text())["word"]
+)
+
+
+def texts(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield what people read in a file, each text with its line."""
+    source = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        yield from strings(ast.parse(source))
+        yield from comments(source)
+    else:
+        start = 1
+        for paragraph in re.split(r"(\n(?:[ \t]*\n)+)", source):
+            yield start, paragraph
+            start += paragraph.count("\n")
+
+
+def strings(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield docstrings and string literals of several words; what an f-string fills in is one character."""
+    within = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield node.lineno, "".join(part.value if isinstance(part, ast.Constant) else "0" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in within:
+            yield node.lineno, node.value if " " in node.value.strip() else ""
+
+
+def comments(source: str) -> Iterator[tuple[int, str]]:
+    """Yield comments, those of lines below each other as one text."""
+    start, last, text = 0, 0, ""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            line, said = token.start[0], token.string.lstrip("# ")
+            if line != last + 1 and text:
+                yield start, text
+                text = ""
+            start, last, text = start if text else line, line, f"{text} {said}"
+    if text:
+        yield start, text
+
+
+def flat(text: str) -> str:
+    """Return a text with every run of white space as one blank, and without what is marked as code."""
+    return re.sub(r"\s+", " ", re.sub(r"`[^`]*`", "`", text)).strip()
+
+
+def paths() -> list[str]:
+    code = [path for folder in CODE for path in (ROOT / folder).rglob("*.py")]
+    pages = [path for pattern in PAGES for path in ROOT.glob(pattern)]
+    return sorted({str(path.relative_to(ROOT)) for path in (*code, *pages)} - GENERATED)
+
+
+@pytest.mark.parametrize("path", paths())
+def test_what_people_read_uses_the_words_of_the_field(path: str) -> None:
+    words = [word for word in WORDS if not any(fnmatch(path, pattern) for pattern in word.apart)]
+    found = [
+        f"{path}:{line}: {text[max(0, match.start() - 30) : match.end() + 30]!r}: say {word.say}"
+        for line, text in ((line, flat(text)) for line, text in texts(ROOT / path))
+        for word in words
+        for match in word.found(text)
+    ]
+    if path in NOT_YET:
+        assert found, f"{path} is clean: take it off the list"
+    else:
+        assert found == []
+
+
+def test_the_list_names_files() -> None:
+    assert set(paths()) >= NOT_YET
+
+
+@pytest.mark.parametrize("place", ["docs/*.md", "runner/**/*.py"])
+@pytest.mark.parametrize("term", ["activation checkpointing", "gradient accumulation"])
+def test_standard_terms_are_said_where_people_search(term: str, place: str) -> None:
+    assert any(term in flat(path.read_text(encoding="utf-8")).lower() for path in ROOT.glob(place))
+
+
+@pytest.mark.parametrize(
+    ("text", "num_found"),
+    [
+        ("the run goes on with step 3", 1),
+        ("what goes on a stage", 0),
+        ("both moments, and\nexp_avg", 0),
+        ("moments of AdamW", 1),
+        ("recommended amendments", 0),
+        ("copied to pinned memory", 0),
+        ("a pin of the file", 1),
+        ("a folder that `holds` is", 0),
+        ("is no checkpoint, though there is no manifest", 1),
+        ("Give the sum", 1),
+        ("hint: give the sum", 0),
+        ("whatever threshold", 0),
+    ],
+)
+def test_words_are_found_but_not_within_others(text: str, num_found: int) -> None:
+    assert sum(1 for word in WORDS for _ in word.found(flat(text))) == num_found
