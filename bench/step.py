@@ -110,7 +110,7 @@ def _runner(schedule: str) -> tuple[Callable[[int], float], list[Any]]:
 
     from runner.config.schema import OptimOptions
     from runner.pipeline.schedule import build_schedule
-    from runner.pipeline.stage_metadata import plan_wire
+    from runner.pipeline.stage_metadata import plan_stage_metadata
     from runner.pipeline.timetable import find_timetable
     from runner.profiling.clock import Clock
     from runner.training.gradient_norm import StepTotals
@@ -124,7 +124,7 @@ def _runner(schedule: str) -> tuple[Callable[[int], float], list[Any]]:
     timetable = find_timetable(schedule, placement, cut.num_microbatches)
     clock = Clock(timetable.planned(cut.num_microbatches), dist.get_rank())
     engine = Engine(
-        schedule=build_schedule(timetable, chunks, plan_wire(family, modules, torch.float32), cut),
+        schedule=build_schedule(timetable, chunks, plan_stage_metadata(family, modules, torch.float32), cut),
         ties=(),
         totals=StepTotals(parameters, (), device=torch.device("cpu"), num_times=clock.num_times),
         optimizer=Optimizer(parameters, options),

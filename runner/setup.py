@@ -26,7 +26,7 @@ from runner.distributed.world import World
 from runner.launch.combinations import check_combination, check_divides, combine, share_of
 from runner.launch.preflight import notes
 from runner.load.load import LoadReport
-from runner.load.local_cache import CopyReport, nearby_of
+from runner.load.local_cache import CacheReport, local_cache_of
 from runner.load.stored import Stored
 from runner.metrics.gauges import memory_nbytes
 from runner.models import Family, family_for
@@ -34,7 +34,7 @@ from runner.parallel.mesh import Mesh, build_mesh
 from runner.parallel.parallelize import Parallel, is_sharded, parallelize
 from runner.pipeline.chunk import StageChunk, build_chunks, hf_constants, hf_pieces, materialize
 from runner.pipeline.schedule import build_schedule
-from runner.pipeline.stage_metadata import plan_wire
+from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import choose_timetable
 from runner.profiling.clock import Clock
 from runner.training.compute import arrange
@@ -62,7 +62,7 @@ class Ready:
     chunks: tuple[StageChunk, ...]
     engine: Engine
     job: Job
-    copied: CopyReport | None  # to the node's own disk
+    copied: CacheReport | None  # to the node's own disk
     loaded: LoadReport
     mesh: Mesh
     base_nbytes: int  # memory that this process had before it built its stages
@@ -130,10 +130,10 @@ def _begin(
             said += endings(options, training)
         said += (*notes(asked, options, origin.manifest, training), *_beyond_positions(launched, options))
         job = _job_of(launched, origin, options, mesh)
-        nearby = nearby_of(launched, origin, options, mesh, world, has_moments=training is not None)
+        cache = local_cache_of(launched, origin, options, mesh, world, has_moments=training is not None)
         stored = Stored(
             origin=origin,
-            nearby=nearby,
+            cache=cache,
             group=mesh.stage,
             is_broadcast=options.degrees.load == "broadcast",
             device=device,
@@ -143,7 +143,7 @@ def _begin(
         base_nbytes = memory_nbytes(device)
         chunks = _build(family, launched, options, mesh, device)
         weights = [piece for chunk in chunks for piece in (*hf_pieces(chunk, kept), *hf_constants(chunk))]
-    copied = nearby.bring() if nearby else None  # loading verifies what is read
+    copied = cache.ensure() if cache else None  # loading verifies what is read
     report = stored.load(weights, WEIGHTS)
     with together("load"):
         round_masters(parameter for chunk in chunks for parameter in chunk.parameters())
@@ -219,16 +219,16 @@ def _build_engine(
         timetable = choose_timetable(options.schedule, launched.manifest, batch.num_microbatches)
         check_combination(combine(launched.manifest, options, timetable, mesh.degrees))
     timetable = from_rank_0(timetable)  # on another machine, a file of that name may be another one
-    wire = plan_wire(chunks[0].family, launched.stage_modules, _DTYPES[options.dtype])
+    metadata = plan_stage_metadata(chunks[0].family, launched.stage_modules, _DTYPES[options.dtype])
     ties = build_ties(launched.manifest.ties, chunks, placement, timedelta(seconds=options.timeout_s), mesh.pipelines)
     parameters = lead_parameters(chunks, ties)
     with together("compute"):
         arrange(chunks, placement.num_stages, options.compute)
     parallel = Parallel(mesh=mesh, chunks=chunks, reduce_dtype=_DTYPES[options.compute.reduce_dtype])
-    parallel.rest()
+    parallel.reshard()
     clock = Clock(timetable.planned(batch.num_microbatches), mesh.pipeline_rank)
     return Engine(
-        schedule=build_schedule(timetable, chunks, wire, batch, mesh.pipeline),
+        schedule=build_schedule(timetable, chunks, metadata, batch, mesh.pipeline),
         ties=ties,
         totals=StepTotals(parameters, ties, device=device, mesh=mesh, num_times=clock.num_times),
         optimizer=Optimizer(parameters, options.optim),

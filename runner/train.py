@@ -39,20 +39,19 @@ from runner.data.sequences import read_batches, read_once
 from runner.distributed.fail_together import alone, from_rank_0, together
 from runner.distributed.rank_process import run_rank
 from runner.distributed.rounds import in_rounds
-from runner.distributed.stall import Pulse
-from runner.distributed.watchdog import Life, StoppedError, log_to_file
+from runner.distributed.watchdog import StallTimer, StoppedError, Watchdog, log_to_file
 from runner.distributed.world import World, device_of, join_world
 from runner.evaluation.evaluate import cut_as, mean_loss
 from runner.launch.combinations import Combination, check_combination, check_sinks, share_of
-from runner.load.local_cache import fetch_nearby
+from runner.load.local_cache import fetch_to_cache
 from runner.metrics.gauges import least_step_s, peak_memory_nbytes, planned_memory
 from runner.metrics.metrics import Metrics, RankLoad, StepTimes
 from runner.metrics.progress import Progress
 from runner.metrics.sinks import open_sinks
-from runner.profiling.flight_recorder import keep_flight
+from runner.profiling.flight_recorder import enable_flight_recorder
 from runner.profiling.trace import RunShape, Tracer
 from runner.rundir.heartbeat import clear_beats
-from runner.rundir.rank_label import declare, stages_of
+from runner.rundir.rank_label import set_rank_label, stages_of
 from runner.rundir.run_record import note_resolved, run_id
 from runner.rundir.state import STATE_NAME, RunState, clear_state, write_state
 from runner.setup import Ready, begin
@@ -72,11 +71,11 @@ def train(address: str, options: TrainOptions, world: World) -> None:
     """Train the model of a manifest; every rank calls this."""
     with alone(world.rank):
         log_to_file(options.log_dir, world.rank)
-        keep_flight(options.log_dir, os.environ)
+        enable_flight_recorder(options.log_dir, os.environ)
         manifest, _ = find_manifest_file(address).read()
     check_combination(Combination(architecture=manifest.model.architecture, num_tensor=options.degrees.tensor))
     options.degrees.resolve(manifest.layout.num_ranks, world.size)
-    declare(world.rank, stages_of(manifest, world.rank, world.size))
+    set_rank_label(world.rank, stages_of(manifest, world.rank, world.size))
     with alone(world.rank):
         device = device_of(world, options.device)
     join_world(device, options.timeout_s)
@@ -105,7 +104,7 @@ def run(root: Path | str, options: TrainOptions, world: World, device: torch.dev
             begun = ready.training.step if ready.training else 0
             note_resolved(options.log_dir, {**options.values, "num_ranks": world.size, "first_step": begun + 1})
         metrics = stack.enter_context(open_metrics(ready, world, device))
-        saver, saving = None, Pulse()
+        saver, saving = None, StallTimer()
         life = stack.enter_context(_life(ready, world, saving))  # left after the saver, which waits for its disk
         if options.checkpoint:
             timeout = timedelta(seconds=options.timeout_s)
@@ -141,7 +140,7 @@ def _hold_folders(stack: ExitStack, options: TrainOptions, world: World, stop: t
 def open_launched(root: Path | str, options: TrainOptions, world: World) -> Packed:
     """Open the manifest that is launched, on every rank."""
     if is_url(root):
-        return fetch_nearby(root, options, world)
+        return fetch_to_cache(root, options, world)
     with together("manifest"):
         return open_packed(Path(root))
 
@@ -185,7 +184,7 @@ def open_metrics(ready: Ready, world: World, device: torch.device) -> Metrics:
 
 
 def train_steps(
-    ready: Ready, metrics: Metrics, saver: Saver | None, life: Life, world: World
+    ready: Ready, metrics: Metrics, saver: Saver | None, life: Watchdog, world: World
 ) -> tuple[TrainingState, bool]:
     """Take all steps that are left, saving checkpoints in between.
 
@@ -263,7 +262,7 @@ def open_data(ready: Ready, world: World) -> tuple[Iterator[Batch | None], DataP
                 vocab_size=ready.chunks[0].family.vocab_size,
                 start=position.num_sequences,
                 cursor=position.cursor,
-                skipped=Skipped(count=num_skipped, tell=_say_skipped if world.rank == 0 else None),
+                skipped=Skipped(count=num_skipped, on_skip=_say_skipped if world.rank == 0 else None),
             )
             batches = map(ready.rows_of, read)
     return batches, position, num_skipped
@@ -276,7 +275,7 @@ def evaluate(ready: Ready) -> tuple[float, int, int | None]:
     own = share_of(options.batch, ready.mesh.degrees.data)
     with together("evaluation data"):
         # Every rank reads it all, so that every rank knows when it ends.
-        skipped = Skipped(tell=_say_skipped if ready.mesh.rank == 0 else None)
+        skipped = Skipped(on_skip=_say_skipped if ready.mesh.rank == 0 else None)
         batches = read_once(
             options.eval_data,
             options.batch,
@@ -308,8 +307,8 @@ def _finish_saving(saver: Saver, metrics: Metrics) -> None:
         raise saver.failure
 
 
-def _life(ready: Ready, world: World, saving: Pulse) -> Life:
-    return Life(
+def _life(ready: Ready, world: World, saving: StallTimer) -> Watchdog:
+    return Watchdog(
         ready.options.log_dir,
         world.rank,
         [chunk.stage for chunk in ready.chunks],

@@ -33,11 +33,11 @@ from manifests.errors import (
 )
 from manifests.schema import Holds, Manifest, Shard
 from manifests.store import open_shard
-from runner.bundle.verified_read import proven_blocks
+from runner.bundle.verified_read import verified_blocks
 from stores.base import InputFile
 from stores.local import LocalFile
 
-__all__ = ["FLAG", "CopyFolder", "check_copied", "deal", "node_folder", "shards_of"]
+__all__ = ["FLAG", "CacheFolder", "assign_shards", "check_cacheable", "node_folder", "shards_of"]
 
 FLAG = "--stage-to-local"
 _POLL_S = 0.2
@@ -63,7 +63,7 @@ def node_folder(directory: Path, name: str, digest: str) -> Path:
     return Path(found) / f"{name[:80]}-{digest.removeprefix(PREFIX)[:16]}"
 
 
-def check_copied(manifest: Manifest, where: str) -> None:
+def check_cacheable(manifest: Manifest, where: str) -> None:
     """Raise where bundles are no files of their own.
 
     Raises:
@@ -85,7 +85,7 @@ def shards_of(manifest: Manifest, modules: Container[str], holds: Container[Hold
     return tuple(shard for stage in stages for shard in stage.shards if shard.holds in holds)
 
 
-def deal(shards: Iterable[Shard], num_ranks: int) -> tuple[tuple[Shard, ...], ...]:
+def assign_shards(shards: Iterable[Shard], num_ranks: int) -> tuple[tuple[Shard, ...], ...]:
     """Deal shards out to the ranks of a node, as evenly in bytes as files allow."""
     dealt: list[list[Shard]] = [[] for _ in range(num_ranks)]
     given = [0] * num_ranks
@@ -97,13 +97,13 @@ def deal(shards: Iterable[Shard], num_ranks: int) -> tuple[tuple[Shard, ...], ..
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CopyFolder:
+class CacheFolder:
     """One manifest's copies on this node. `limit_s`: how long another process may write one and get nowhere."""
 
     path: Path
     limit_s: float
 
-    def holds(self, shard: Shard) -> bool:
+    def has(self, shard: Shard) -> bool:
         """Whether a shard's copy is there, by its size and header."""
         try:
             open_shard(self.path, shard)
@@ -119,7 +119,7 @@ class CopyFolder:
         """
         with _said(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            missing = [shard for shard in shards if not self.holds(shard)]
+            missing = [shard for shard in shards if not self.has(shard)]
             needed = sum(max(0, shard.nbytes - _nbytes_on_disk(_partial(self.path / shard.path))) for shard in missing)
             free = shutil.disk_usage(self.path).free
             if needed <= free:
@@ -133,7 +133,7 @@ class CopyFolder:
             code="output.disk-full",
         )
 
-    def bring(self, file: InputFile, shard: Shard, stop: threading.Event) -> bool:
+    def ensure(self, file: InputFile, shard: Shard, stop: threading.Event) -> bool:
         """Make a shard's copy be there, and give whether it had to be made. Waits for who else is making it.
 
         Raises:
@@ -142,7 +142,7 @@ class CopyFolder:
             CancelledError: `stop` was set.
         """
         target, partial = self.path / shard.path, _partial(self.path / shard.path)
-        if self.holds(shard):
+        if self.has(shard):
             return False
         with _said(target):
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -150,7 +150,7 @@ class CopyFolder:
                 raise OutputError(str(target.parent), "is a link that leads elsewhere", "remove it", code="output.link")
             descriptor = self._lock(partial, stop)
             try:
-                if is_missing := not self.holds(shard):
+                if is_missing := not self.has(shard):
                     _copy(file, shard, descriptor, stop)
                     os.replace(partial, target)
                 else:
@@ -162,11 +162,11 @@ class CopyFolder:
             finally:
                 os.close(descriptor)
 
-    def prove(self, shard: Shard, stop: threading.Event) -> bool:
+    def verify(self, shard: Shard, stop: threading.Event) -> bool:
         """Read a copy that is there, and give whether all digests are right; one that is damaged is removed."""
         path = self.path / shard.path
         try:
-            for _ in proven_blocks(LocalFile(path), shard, stop):
+            for _ in verified_blocks(LocalFile(path), shard, stop):
                 pass
         except InputError:
             with _said(path):
@@ -205,7 +205,7 @@ class CopyFolder:
 def _copy(file: InputFile, shard: Shard, descriptor: int, stop: threading.Event) -> None:
     os.ftruncate(descriptor, 0)
     with open(descriptor, "wb", closefd=False) as copy:
-        for block in proven_blocks(file, shard, stop):
+        for block in verified_blocks(file, shard, stop):
             copy.write(block)
 
 

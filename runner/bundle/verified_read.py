@@ -15,12 +15,12 @@ from manifests.store import check_shard
 from stores.base import InputFile, read_file_header
 from stores.bundles import TensorAt, tensors_in
 
-__all__ = ["proven_blocks"]
+__all__ = ["verified_blocks"]
 
 _BLOCK_NBYTES = 8 << 20
 
 
-def proven_blocks(file: InputFile, shard: Shard, stop: threading.Event) -> Iterator[bytes | memoryview]:
+def verified_blocks(file: InputFile, shard: Shard, stop: threading.Event) -> Iterator[bytes | memoryview]:
     """Give a shard's bytes from front to back, each block until the next is asked for; at the end all are checked.
 
     Raises:

@@ -19,7 +19,7 @@ from runner.checkpoint.save import Job, save
 from runner.checkpoint.state import Held, HostCopy
 from runner.config.schema import CheckpointOptions
 from runner.distributed.fail_together import AloneError, together
-from runner.distributed.stall import Pulse
+from runner.distributed.watchdog import StallTimer
 
 __all__ = ["SaveReport", "Saver"]
 
@@ -55,7 +55,7 @@ class Saver:
     """
 
     def __init__(
-        self, job: Job, options: CheckpointOptions, held: Held, timeout: timedelta, pulse: Pulse | None = None
+        self, job: Job, options: CheckpointOptions, held: Held, timeout: timedelta, pulse: StallTimer | None = None
     ) -> None:
         self._job, self._options, self._pulse = job, options, pulse
         self._group = dist.new_group(backend="gloo", timeout=timeout)
@@ -115,7 +115,7 @@ class Saver:
             failure = error
         ended_s = time.perf_counter()
         if failure is None and self._options.keep is not None and dist.get_rank() == 0:
-            pulse, spared = self._pulse or Pulse(), (self._job.root, self._job.named)
+            pulse, spared = self._pulse or StallTimer(), (self._job.root, self._job.named)
             try:
                 with pulse.working():
                     retire(self._options.history, path, self._options.keep, spared, pulse.beat)

@@ -26,7 +26,7 @@ from runner.checkpoint.shared_folder import check_folder, check_shards
 from runner.checkpoint.skipped import SKIPPED_NAME, carried_skipped, encode_skipped
 from runner.checkpoint.state import Held
 from runner.distributed.rounds import in_rounds
-from runner.distributed.stall import Pulse
+from runner.distributed.watchdog import StallTimer
 from runner.load.fill import TORCH_DTYPES, bytes_of
 from runner.tensors.local_shard import Piece
 from stores.base import Blocks
@@ -64,7 +64,7 @@ def save(
     num_skipped: int = 0,
     force: bool = False,
     group: dist.ProcessGroup | None = None,
-    pulse: Pulse | None = None,
+    pulse: StallTimer | None = None,
 ) -> int:
     """Write what every rank holds as a checkpoint at `out`, and give the bytes of all its shards.
 
@@ -80,7 +80,7 @@ def save(
     Raises:
         UserError: the same on every rank, whichever rank met it.
     """
-    beat, is_rank_0 = pulse or Pulse(), dist.get_rank() == 0
+    beat, is_rank_0 = pulse or StallTimer(), dist.get_rank() == 0
     with ExitStack() as stack:
 
         def begin(stop: threading.Event) -> list[str]:
@@ -160,7 +160,7 @@ def write_shard(
     return Shard(path=path, nbytes=nbytes, digest=digest_bytes(header), holds=holds)
 
 
-def _write_own(held: Held, job: Job, folder: Path, pulse: Pulse, stop: threading.Event) -> list[Stage]:
+def _write_own(held: Held, job: Job, folder: Path, pulse: StallTimer, stop: threading.Event) -> list[Stage]:
     """Write this rank's shards in the folder that rank 0 has made."""
 
     def is_given_up() -> bool:
@@ -209,7 +209,7 @@ def _join_stages(written: Iterable[Stage]) -> dict[int, Stage]:
 
 
 def _commit(
-    job: Job, stages: Mapping[int, Stage], folder: Path, training: TrainingState, num_skipped: int, pulse: Pulse
+    job: Job, stages: Mapping[int, Stage], folder: Path, training: TrainingState, num_skipped: int, pulse: StallTimer
 ) -> None:
     check_shards(folder, [shard for stage in stages.values() for shard in stage.shards])
     files = carried_skipped(job.manifest.files, num_skipped)

@@ -1,4 +1,4 @@
-"""Options declared once: a dataclass field states its flag, default and help, and click's parameters are made of it."""
+"""Options declared once: a dataclass field states its flag, default and help, and click's parameters derive from it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,21 @@ from typing import Any, TypeVar
 
 import click
 
-__all__ = ["build", "flag", "group", "parameters_of"]
+__all__ = ["MOST", "Whole", "build", "flag", "group", "parameters_of"]
 
 T = TypeVar("T")
 _SAME: Any = object()
+MOST = (1 << 31) - 1  # of whole numbers: no memory, table or clock needs more
+
+
+class Whole(click.IntRange):
+    """An integer from `min` to `MOST`. Help shows the lower bound alone."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        found = int(super().convert(value, param, ctx))
+        if found > MOST:
+            self.fail(f"expected at most {MOST}, found {str(value)[:40]}", param, ctx)
+        return found
 
 
 @dataclass(frozen=True, slots=True)

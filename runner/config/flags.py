@@ -14,7 +14,7 @@ from click.core import ParameterSource
 
 from manifests.errors import UsageError
 from manifests.schedules import SCHEDULES
-from runner.config.declared import build, flag, group, parameters_of
+from runner.config.declared import Whole, build, flag, group, parameters_of
 from runner.config.parallel_dims import DegreeOptions
 from runner.config.schema import (
     BatchOptions,
@@ -25,7 +25,6 @@ from runner.config.schema import (
     OptimOptions,
     ResumeOptions,
 )
-from runner.config.whole import Whole
 
 __all__ = ["TrainOptions", "flag_of", "is_training_flag", "parse_training", "recall", "training_command", "unwritten"]
 

@@ -8,8 +8,7 @@ from typing import Literal, get_args
 import click
 
 from manifests.errors import LaunchError, UsageError
-from runner.config.declared import flag
-from runner.config.whole import Whole
+from runner.config.declared import Whole, flag
 
 __all__ = ["DATA_DIMS", "PIPELINE", "REPLICATE", "SHARD", "TENSOR", "DegreeOptions", "Degrees", "Load"]
 

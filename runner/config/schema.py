@@ -15,8 +15,7 @@ import click
 from manifests.errors import UsageError
 from manifests.schema import Decay
 from manifests.training_state import LARGEST_RATE
-from runner.config.declared import flag, group
-from runner.config.whole import Whole
+from runner.config.declared import Whole, flag, group
 
 __all__ = [
     "SYNTHETIC",

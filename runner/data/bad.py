@@ -22,7 +22,7 @@ class Skipped:
     """The documents that a reader has skipped so far, and who is told of each."""
 
     count: int = 0
-    tell: Callable[[BadDocumentError], None] | None = None
+    on_skip: Callable[[BadDocumentError], None] | None = None
 
     def good(self, pieces: Iterator[T]) -> Iterator[T]:
         """Take pieces of a document for as long as they are text; what follows is skipped, and counts as one."""
@@ -30,5 +30,5 @@ class Skipped:
             yield from pieces
         except BadDocumentError as error:
             self.count += 1
-            if self.tell is not None:
-                self.tell(error)
+            if self.on_skip is not None:
+                self.on_skip(error)

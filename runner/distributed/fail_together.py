@@ -11,7 +11,7 @@ import torch.distributed as dist
 from manifests.errors import RankError, UserError
 from runner.distributed.system_errors import exhausted, unreachable
 from runner.rundir.exit_report import code_of
-from runner.rundir.rank_label import here
+from runner.rundir.rank_label import rank_label
 
 __all__ = ["AloneError", "alone", "from_rank_0", "join_failures", "together"]
 
@@ -50,7 +50,7 @@ def together(task: str, group: dist.ProcessGroup | None = None) -> Iterator[None
             unexpected = error
             failure = _BugError(task, f"{type(error).__name__}: {error}", code="rank.internal-error")
     failures: list[tuple[str, UserError | None]] = [("", None)] * dist.get_world_size(group)
-    dist.all_gather_object(failures, (here(dist.get_rank()), failure), group=group)
+    dist.all_gather_object(failures, (rank_label(dist.get_rank()), failure), group=group)
     if unexpected is not None:
         raise unexpected
     failed = {place: error for place, error in failures if error is not None}
@@ -82,7 +82,7 @@ def alone(rank: int) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        placed = error.on_rank(here(rank))
+        placed = error.on_rank(rank_label(rank))
         met = AloneError(placed.where, error.problem, error.hint, code=error.code)
         met.exit_code, met.is_elsewhere, met.is_placed = code_of(error), error.is_elsewhere, True
         raise met from error

@@ -20,8 +20,8 @@ from runner.distributed.fail_together import AloneError
 from runner.distributed.system_errors import causes, exhausted, unreachable
 from runner.distributed.watchdog import StoppedError
 from runner.distributed.world import World
-from runner.rundir.exit_report import AGENT, Ending, code_of, tell
-from runner.rundir.rank_label import declare, here
+from runner.rundir.exit_report import AGENT, ExitReport, code_of, report_exit
+from runner.rundir.rank_label import rank_label, set_rank_label
 
 __all__ = ["run_rank"]
 
@@ -39,7 +39,7 @@ def run_rank(act: Callable[[World], None], *, is_json: bool = False, is_quiet: b
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # its whole schedule, at any failure
     _end_with_agent()
     world, code = World.from_environment(os.environ), 0
-    declare(world.rank)
+    set_rank_label(world.rank)
     try:
         act(world)
     except StoppedError as stopped:
@@ -48,7 +48,7 @@ def run_rank(act: Callable[[World], None], *, is_json: bool = False, is_quiet: b
             logger.info("%s", stopped)
     except UserError as error:
         is_mine = world.rank == 0 or isinstance(error, AloneError)
-        code = _told(error, aloud="json" if is_json and is_mine else is_mine)
+        code = _told(error, echo="json" if is_json and is_mine else is_mine)
     except KeyboardInterrupt:
         code = _INTERRUPTED
     except Exception as error:
@@ -75,28 +75,30 @@ def _end_with_agent() -> None:
         os._exit(RankError.exit_code)
 
 
-def _told(error: UserError, *, aloud: bool | Literal["json"] = True) -> int:
+def _told(error: UserError, *, echo: bool | Literal["json"] = True) -> int:
     """Tell what the job ends by, with its code; give this process's own: it failed, or another rank did."""
     code = code_of(error)
-    told = Ending(
+    told = ExitReport(
         kind="failed", code=code, where=error.where, problem=error.problem, hint=error.hint,
         is_elsewhere=error.is_elsewhere, error_code=error.code,
     )  # fmt: skip
-    tell(told, aloud=aloud)
+    report_exit(told, echo=echo)
     return RankError.exit_code if error.is_elsewhere else code
 
 
 def _report(error: Exception, world: World) -> int:
     """Say what ended this rank: too little memory or a lost peer in a line, our own bug with its traceback."""
-    place = here(world.rank)
+    place = rank_label(world.rank)
     if (said := exhausted(error) or unreachable(error)) is not None:
         return _told(said.on_rank(place))
     lost = [cause for cause in causes(error) if isinstance(cause, dist.DistError) or "gloo" in str(cause).lower()]
     if lost:
         reason = str(lost[0]).splitlines()[0].partition(". ")[0][:200]
         problem = f"another rank is gone or too slow: {reason}"
-        tell(Ending(kind="lost", code=RankError.exit_code, where=place, problem=problem, error_code="rank.lost"))
+        report_exit(
+            ExitReport(kind="lost", code=RankError.exit_code, where=place, problem=problem, error_code="rank.lost")
+        )
         return RankError.exit_code
     problem = traceback.format_exc().rstrip()
-    tell(Ending(kind="failed", code=1, where=place, problem=problem, error_code="rank.bug"))
+    report_exit(ExitReport(kind="failed", code=1, where=place, problem=problem, error_code="rank.bug"))
     return 1

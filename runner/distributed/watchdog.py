@@ -21,19 +21,18 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
 from manifests.errors import RankError, UserError, refused_by_system
-from runner.distributed.stall import Pulse
-from runner.profiling.flight_recorder import write_flight
-from runner.rundir.exit_report import Ending, Kind, tell
+from runner.profiling.flight_recorder import dump_flight_recorder
+from runner.rundir.exit_report import ExitReport, Kind, report_exit
 from runner.rundir.heartbeat import ALIVE_S, Beat, heartbeat_path, log_path, write_beat
 from runner.rundir.rank_label import place_of
 
-__all__ = ["Life", "StoppedError", "log_to_file"]
+__all__ = ["StallTimer", "StoppedError", "Watchdog", "log_to_file"]
 
 logger = logging.getLogger("runner")
 _GRACE_S = 15.0  # after SIGTERM, a step must end within this, or twice what the last one took, or the rank ends
@@ -77,7 +76,33 @@ class StoppedError(UserError):
     exit_code = 130
 
 
-class Life:
+class StallTimer:
+    """Measures how long another thread has made no progress: a disk that does not answer never raises."""
+
+    def __init__(self) -> None:
+        self._last_s: float | None = None  # None: no work is under way
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """Measure while the block runs."""
+        self.beat()
+        try:
+            yield
+        finally:
+            self._last_s = None
+
+    def beat(self) -> None:
+        """Note that there was progress."""
+        self._last_s = time.monotonic()
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds since the last progress; 0 while no work is under way."""
+        last_s = self._last_s
+        return 0.0 if last_s is None else time.monotonic() - last_s
+
+
+class Watchdog:
     """Watches over one rank while the context is entered, which its main thread does.
 
     With `can_stop`, signals raise `is_asked_to_stop` instead of ending the process. A rank that waits for its
@@ -86,11 +111,11 @@ class Life:
 
     def __init__(
         self, log_dir: Path, rank: int, stages: Sequence[int], *, step_timeout_s: float, can_stop: bool,
-        saving: Pulse | None = None, save_timeout_s: float = math.inf,
+        saving: StallTimer | None = None, save_timeout_s: float = math.inf,
     ) -> None:  # fmt: skip
         self._log_dir, self._rank, self._stages, self._host = log_dir, rank, tuple(stages), socket.gethostname()
         self._step_timeout_s, self._can_stop = step_timeout_s, can_stop
-        self._saving, self._save_timeout_s = saving or Pulse(), save_timeout_s
+        self._saving, self._save_timeout_s = saving or StallTimer(), save_timeout_s
         self.is_asked_to_stop = False
         self._terminated_s: float | None = None
         self._step, self._phase, self._last_s = 0, "begin", time.monotonic()
@@ -99,7 +124,7 @@ class Life:
         self._ended, self._main = threading.Event(), threading.get_ident()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
-    def __enter__(self) -> Life:
+    def __enter__(self) -> Watchdog:
         with contextlib.suppress(OSError):  # as in `_write`
             heartbeat_path(self._log_dir, self._rank).parent.mkdir(parents=True, exist_ok=True)
         self._write()
@@ -147,8 +172,8 @@ class Life:
             if now_s - self._written_s >= (_BEAT_S if self._last_s > self._written_s else ALIVE_S):
                 self._write()
             if self._phase != "train":
-                if (still_s := self._saving.still_s) > self._save_timeout_s:
-                    why = f"nothing of its checkpoint could be written for {still_s:.0f} s: the disk does not answer"
+                if (stalled_s := self._saving.stalled_s) > self._save_timeout_s:
+                    why = f"nothing of its checkpoint could be written for {stalled_s:.0f} s: the disk does not answer"
                     self._end(why, kind="failed")
                 continue
             grace_s = self.grace_s
@@ -182,14 +207,14 @@ class Life:
         with contextlib.suppress(OSError), open(log_path(self._log_dir, self._rank), "a") as log:
             print(f"{why}; what each thread is doing:", file=log, flush=True)
             faulthandler.dump_traceback(log, all_threads=True)
-        write_flight(self._rank)
+        dump_flight_recorder(self._rank)
 
     def _end(self, why: str, *, kind: Kind = "stuck") -> NoReturn:
         self._show(why)
         self._write()
         place, log = place_of(self._rank, self._stages, self._host), log_path(self._log_dir, self._rank)
-        tell(
-            Ending(kind=kind, code=RankError.exit_code, where=place, problem=why,
+        report_exit(
+            ExitReport(kind=kind, code=RankError.exit_code, where=place, problem=why,
                    hint=f"{log} shows what each of its threads was doing")
         )  # fmt: skip
         logging.shutdown()

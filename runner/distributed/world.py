@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from manifests.errors import LaunchError
 from runner.config.flags import Device
-from runner.tensors.huge_pages import give_back_freed_memory
+from runner.tensors.huge_pages import return_freed_memory
 
 __all__ = ["World", "device_of", "join_world"]
 
@@ -58,7 +58,7 @@ def device_of(world: World, asked: Device) -> torch.device:
 
 def join_world(device: torch.device, timeout_s: int) -> None:
     """Meet the other ranks. Every later wait for one of them ends after the timeout."""
-    give_back_freed_memory()
+    return_freed_memory()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     backend = "gloo"
     if device.type == "cuda":

@@ -17,9 +17,9 @@ from manifests.probe import check_stdout
 from manifests.store import find_manifest, read_manifest
 from runner.bundle.packed import check_tokenizer, open_packed
 from runner.config.architectures import check_trainable
+from runner.config.declared import Whole
 from runner.config.flags import Device
 from runner.config.schema import SYNTHETIC, DataOptions, Dtype, FramingOptions
-from runner.config.whole import Whole
 from runner.data.files import find_files
 from runner.launch.local import launch_here
 from runner.launch.preflight import check_model

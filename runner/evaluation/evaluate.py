@@ -55,7 +55,7 @@ def evaluate(options: EvalOptions, world: World) -> None:
     """
     root, device = meet(options.read, world)
     started_s = time.perf_counter()
-    skipped = Skipped(tell=_say_skipped if world.rank == 0 else None)
+    skipped = Skipped(on_skip=_say_skipped if world.rank == 0 else None)
     loss, num_tokens = loss_over(options, root, world, device, skipped)
     if not math.isfinite(loss):
         raise ModelError(

@@ -20,9 +20,9 @@ from runner.load.load import load_tensors
 from runner.models import Family, family_for
 from runner.pipeline.chunk import StageChunk, build_chunks, hf_constants, hf_pieces, materialize
 from runner.pipeline.schedule import Schedule, build_schedule
-from runner.pipeline.stage_metadata import plan_wire
+from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import find_timetable
-from runner.rundir.rank_label import declare, stages_of
+from runner.rundir.rank_label import set_rank_label, stages_of
 from runner.training.ties import check_loaded
 from stores.bundles import Bundles
 
@@ -66,7 +66,7 @@ def meet(options: ReadOptions, world: World) -> tuple[Path, torch.device]:
         path = locate_manifest(options.manifest)
         manifest = read_manifest(path)
     check_world(manifest, world.size)
-    declare(world.rank, stages_of(manifest, world.rank, world.size))
+    set_rank_label(world.rank, stages_of(manifest, world.rank, world.size))
     with alone(world.rank):
         device = device_of(world, options.device)
     join_world(device, options.timeout_s)
@@ -102,5 +102,5 @@ def read_model(
     placement = manifest.placement
     whole = BatchOptions(global_batch=2 * placement.num_stages, microbatch=1, seq_len=max_seq_len)
     timetable = find_timetable(default_schedule(placement), placement, whole.num_microbatches)
-    schedule = build_schedule(timetable, chunks, plan_wire(family, packed.stage_modules, dtype), whole)
+    schedule = build_schedule(timetable, chunks, plan_stage_metadata(family, packed.stage_modules, dtype), whole)
     return ReadModel(packed=packed, chunks=chunks, schedule=schedule)

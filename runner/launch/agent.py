@@ -25,7 +25,7 @@ from manifests.store import read_manifest
 from runner.config.flags import TrainOptions, parse_training
 from runner.launch.diagnose import find_cause, find_cause_at_stop
 from runner.launch.waiting import saying_what_is_awaited
-from runner.rundir.exit_report import AGENT, ENDINGS, Ending, read_endings
+from runner.rundir.exit_report import AGENT, REPORTS, ExitReport, read_reports
 from runner.rundir.heartbeat import Beat, read_beats
 from runner.rundir.rank_label import place_of, stages_of
 from runner.rundir.state import RunState, clear_state, read_state, write_state
@@ -48,7 +48,7 @@ def main() -> None:
     with TemporaryDirectory(prefix="runner-", ignore_cleanup_errors=True) as endings:
         # torchrun handles signals itself once it starts ranks.
         end_at_signals(lambda number: _stop_early(endings))
-        os.environ.update({AGENT: str(os.getpid()), ENDINGS: endings})
+        os.environ.update({AGENT: str(os.getpid()), REPORTS: endings})
         code = _run(Path(endings))
     sys.exit(code)
 
@@ -76,7 +76,7 @@ def _run(endings: Path) -> int:
         return _end(error.failures, log_dir, begun)
     except SignalException as error:
         _finish()
-        return _stop(int(error.sigval), read_endings(endings), options, begun)
+        return _stop(int(error.sigval), read_reports(endings), options, begun)
     except DistError as error:
         _finish()
         unmet = _unmet(error)
@@ -128,7 +128,7 @@ def _end(failures: Mapping[int, ProcessFailure], log_dir: Path | None, begun: fl
     return INTERRUPTED if cause is None else _told(cause, log_dir, beats)
 
 
-def _stop(number: int, endings: Sequence[Ending], options: TrainOptions | None, begun: float) -> int:
+def _stop(number: int, endings: Sequence[ExitReport], options: TrainOptions | None, begun: float) -> int:
     """Say what kept the ranks from ending well when this signal told them to, if anything did; give the exit code."""
     log_dir = options.log_dir if options else None
     beats = read_beats(log_dir, since=begun) if log_dir else ()
@@ -146,7 +146,7 @@ def _stop(number: int, endings: Sequence[Ending], options: TrainOptions | None, 
     return INTERRUPTED
 
 
-def _told(cause: Ending, log_dir: Path | None, beats: Sequence[Beat]) -> int:
+def _told(cause: ExitReport, log_dir: Path | None, beats: Sequence[Beat]) -> int:
     """Say what ended the ranks, unless another node's agent does, and give the exit code."""
     if (cause.kind == "failed" and not cause.is_elsewhere) or not _is_known(log_dir):
         _say(cause.error)
@@ -155,7 +155,7 @@ def _told(cause: Ending, log_dir: Path | None, beats: Sequence[Beat]) -> int:
     return cause.code
 
 
-def _unmet(error: DistError) -> Ending:
+def _unmet(error: DistError) -> ExitReport:
     """Give what keeps this node from meeting the others: torch raises it before any rank is started."""
     number, num_nodes = _number("--node-rank", "PET_NODE_RANK"), _number("--nnodes")
     address, port = (os.environ.get(f"PET_MASTER_{part}", "?") for part in ("ADDR", "PORT"))
@@ -165,7 +165,7 @@ def _unmet(error: DistError) -> Ending:
     hint = "was every node started? a firewall, or an address of another network, keeps nodes apart, too"
     if "EADDRINUSE" in problem:
         problem, hint = f"another process has port {port}, at which nodes meet", "end it, or launch again"
-    return Ending(
+    return ExitReport(
         kind="failed", code=RankError.exit_code, where=where, problem=problem, hint=hint, error_code="rank.unmet"
     )
 
@@ -191,7 +191,7 @@ def _is_known(log_dir: Path | None) -> bool:
     return False
 
 
-def _note(cause: Ending, log_dir: Path, step: int) -> None:
+def _note(cause: ExitReport, log_dir: Path, step: int) -> None:
     with contextlib.suppress(OSError):  # a full disk must not take the message away, which was said
         log_dir.mkdir(parents=True, exist_ok=True)
         write_state(

@@ -14,12 +14,12 @@ from manifests.digest import digest_bytes
 from manifests.errors import UsageError
 from manifests.signals import deferred
 from manifests.sizes import read_size
-from runner.bundle.cache_folder import check_copied
+from runner.bundle.cache_folder import check_cacheable
 from runner.bundle.packed import Packed
 from runner.bundle.remote import name_of, opened
+from runner.config.declared import Whole
 from runner.config.flags import TrainOptions, flag_of, is_training_flag, parse_training, unwritten
 from runner.config.parallel_dims import Degrees
-from runner.config.whole import Whole
 from runner.launch.gpus import check_gpus, memories_gib
 from runner.launch.job import Job, Kind, read_environment, read_job_file
 from runner.launch.local import LocalJob, check_beginning, check_request, launch_here
@@ -197,7 +197,7 @@ def _check_placement(
     for sentence in () if options.quiet else check_groups(degrees, nnodes, nproc_per_node):
         click.echo(f"note: {sentence}", err=True)
     if options.stage_to_local is not None:
-        check_copied(manifest, launched.where)
+        check_cacheable(manifest, launched.where)
     if gpu_gib is not None:
         _check_memory(launched, options, degrees, gpu_gib)
     return degrees

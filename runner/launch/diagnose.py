@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runner.rundir.exit_report import Ending, read_ending
+from runner.rundir.exit_report import ExitReport, read_report
 from runner.rundir.heartbeat import ALIVE_S, SKEWED_S, Beat, log_path
 from runner.rundir.rank_label import place_of
 
@@ -25,14 +25,14 @@ _AFTERMATH = (-signal.SIGTERM, -signal.SIGABRT)  # what torchrun, and NCCL's own
 
 def find_cause(
     failures: Mapping[int, ProcessFailure], beats: Sequence[Beat], place: Callable[[int], str]
-) -> Ending | None:
+) -> ExitReport | None:
     """Give what ended a job, as its user is told; None where the ranks stopped because they were asked to.
 
     A rank that a signal killed comes first, then what ranks met themselves; where they only waited in vain, the
     one that they waited for, as far as heartbeats tell.
     """
     first_s = min(failure.timestamp for failure in failures.values())
-    told = {rank: read_ending(failure.error_file_data) for rank, failure in failures.items()}
+    told = {rank: read_report(failure.error_file_data) for rank, failure in failures.items()}
     for rank, failure in sorted(failures.items()):
         is_first = failure.timestamp <= first_s + _AT_ONCE_S
         if is_first and failure.exitcode < 0 and failure.exitcode not in _AFTERMATH:
@@ -47,7 +47,7 @@ def find_cause(
     return told[rank] or _untold(failures[rank], place(rank))
 
 
-def find_cause_at_stop(endings: Sequence[Ending], *, is_unsaved: bool) -> Ending | None:
+def find_cause_at_stop(endings: Sequence[ExitReport], *, is_unsaved: bool) -> ExitReport | None:
     """Give what kept ranks from ending well when they were told to, of what they left, in turn; None: nothing did.
 
     That they waited in vain counts only where they were to save, and have not: who is not to save just ends.
@@ -55,20 +55,22 @@ def find_cause_at_stop(endings: Sequence[Ending], *, is_unsaved: bool) -> Ending
     return _first_met(endings) or (endings[0] if endings and is_unsaved else None)
 
 
-def _first_met(endings: Sequence[Ending]) -> Ending | None:
+def _first_met(endings: Sequence[ExitReport]) -> ExitReport | None:
     """Give the first of what ranks met themselves, as the rank says it that met it, where it is one of these."""
     met = [ending for ending in endings if ending.kind == "failed"]
     return min(met, key=lambda ending: ending.is_elsewhere, default=None)
 
 
-def _killed(failure: ProcessFailure, where: str) -> Ending:
+def _killed(failure: ProcessFailure, where: str) -> ExitReport:
     name = _signal_name(-failure.exitcode)
     hint = "out of memory? the kernel kills with SIGKILL; see dmesg" if name == "SIGKILL" else ""
     problem = f"ended by {name}; all ranks were stopped"
-    return Ending(kind="failed", code=_RANK_FAILED, where=where, problem=problem, hint=hint, error_code="rank.killed")
+    return ExitReport(
+        kind="failed", code=_RANK_FAILED, where=where, problem=problem, hint=hint, error_code="rank.killed"
+    )
 
 
-def _awaited(beats: Sequence[Beat], lost: Container[int], ended_s: float) -> Ending | None:
+def _awaited(beats: Sequence[Beat], lost: Container[int], ended_s: float) -> ExitReport | None:
     """Give the first rank that did not wait for another one when the job ended, unless all were so."""
     silent_s = _silences(beats, ended_s)
     suspects = [beat for beat in beats if beat.rank not in lost]
@@ -84,7 +86,7 @@ def _awaited(beats: Sequence[Beat], lost: Container[int], ended_s: float) -> End
         hint = "its process was stopped, or a driver or the node holds it; dmesg there may tell"
     where = place_of(beat.rank, beat.stages, beat.host)
     error_code = "rank.silent" if silent else "rank.stuck"
-    return Ending(kind="stuck", code=_RANK_FAILED, where=where, problem=problem, hint=hint, error_code=error_code)
+    return ExitReport(kind="stuck", code=_RANK_FAILED, where=where, problem=problem, hint=hint, error_code=error_code)
 
 
 def _silences(beats: Sequence[Beat], ended_s: float) -> dict[int, float]:
@@ -98,14 +100,14 @@ def _silences(beats: Sequence[Beat], ended_s: float) -> dict[int, float]:
     return found
 
 
-def _untold(failure: ProcessFailure, where: str) -> Ending | None:
+def _untold(failure: ProcessFailure, where: str) -> ExitReport | None:
     if failure.exitcode < 0:
         return _killed(failure, where)
     if failure.exitcode == 130:
         return None
     code = failure.exitcode if failure.exitcode in _OUR_CODES else _RANK_FAILED
     problem = f"ended with code {failure.exitcode} without a word; all ranks were stopped"
-    return Ending(kind="failed", code=code, where=where, problem=problem, error_code="rank.ended")
+    return ExitReport(kind="failed", code=code, where=where, problem=problem, error_code="rank.ended")
 
 
 def _signal_name(number: int) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from runner.config.whole import Whole
+from runner.config.declared import Whole
 from runner.rundir.run_record import DEFAULT_RUNS, find_run
 
 __all__ = ["cancel", "logs", "report", "status"]

@@ -8,7 +8,7 @@ import torch
 
 from manifests.digest import Hasher
 from manifests.slices import Slice
-from runner.tensors.pinned import Staging
+from runner.tensors.pinned import PinnedBlocks
 from runner.tensors.regions import Block, blocks_of
 from stores.base import Reader
 
@@ -30,7 +30,7 @@ def fill(
     position: int,
     box: Slice,
     hasher: Hasher | None = None,
-    staging: Staging | None = None,
+    staging: PinnedBlocks | None = None,
 ) -> None:
     """Read a box of a tensor, stored as `dtype` from `position` on, and hash its bytes as they pass if asked.
 
@@ -43,7 +43,7 @@ def fill(
     stored, scalar = box.whole_shape, not box.whole_shape
     if scalar:
         target, stored, box = target.view(1), (1,), Slice(offset=(0,), shape=(1,), whole_shape=(1,))
-    blocks = staging or Staging(target.device)
+    blocks = staging or PinnedBlocks(target.device)
     for block in blocks_of(stored, box, dtype.itemsize):
         rows = target[block.index]
         direct = _is_direct(rows, block, dtype)

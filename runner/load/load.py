@@ -18,7 +18,7 @@ from manifests.slices import Slice
 from runner.load.fill import TORCH_DTYPES, fill
 from runner.load.verify_parts import PartRead, share_parts, verify_parts
 from runner.tensors.local_shard import Piece
-from runner.tensors.pinned import Staging
+from runner.tensors.pinned import PinnedBlocks
 from runner.tensors.regions import intersect, ranges_of
 from stores.base import InputFile, Range, Reader, merge_ranges
 from stores.bundles import Bundles, TensorAt, join_slices
@@ -253,7 +253,7 @@ def _runs(reads: Sequence[Read]) -> Iterator[list[Read]]:
 
 def _fill_run(run: Sequence[Read], stop: threading.Event) -> list[PartRead]:
     reader = run[0].at.file.open(merge_ranges(byte_range for read in run for byte_range in read.ranges))
-    staging = Staging(run[0].into.memory.device)
+    staging = PinnedBlocks(run[0].into.memory.device)
     parts = []
     try:
         for read in run:
@@ -268,7 +268,7 @@ def _fill_run(run: Sequence[Read], stop: threading.Event) -> list[PartRead]:
     return parts
 
 
-def _fill(read: Read, reader: Reader, staging: Staging) -> str:
+def _fill(read: Read, reader: Reader, staging: PinnedBlocks) -> str:
     """Fill a piece and return the hex digest of what was read for it, having compared that of a whole tensor."""
     at, hasher = read.at, Hasher()
     fill(

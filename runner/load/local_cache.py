@@ -13,7 +13,7 @@ from pathlib import Path
 from manifests.errors import ManifestError
 from manifests.schema import MOMENTS, WEIGHTS, Holds, Manifest, Shard
 from manifests.store import parent_of
-from runner.bundle.cache_folder import CopyFolder, check_copied, deal, node_folder, shards_of
+from runner.bundle.cache_folder import CacheFolder, assign_shards, check_cacheable, node_folder, shards_of
 from runner.bundle.packed import Packed, open_packed
 from runner.bundle.remote import fetch, name_of
 from runner.config.flags import TrainOptions
@@ -24,13 +24,13 @@ from runner.parallel.mesh import Mesh
 from stores.bundles import Bundles
 from stores.manifest_file import find_manifest_file
 
-__all__ = ["CopyReport", "Nearby", "fetch_nearby", "nearby_of"]
+__all__ = ["CacheReport", "LocalCache", "fetch_to_cache", "local_cache_of"]
 
 logger = logging.getLogger("runner")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CopyReport:
+class CacheReport:
     """What one rank copied to its node's disk, in `copy_s` seconds, and what of its part was there already."""
 
     nbytes: int
@@ -39,9 +39,9 @@ class CopyReport:
     copy_s: float
 
 
-def nearby_of(
+def local_cache_of(
     launched: Packed, origin: Packed, options: TrainOptions, mesh: Mesh, world: World, *, has_moments: bool
-) -> Nearby | None:
+) -> LocalCache | None:
     """Give the copies that this rank's node is to have of a checkpoint; None where none are asked for.
 
     Raises:
@@ -49,15 +49,15 @@ def nearby_of(
     """
     if options.stage_to_local is None:
         return None
-    check_copied(origin.manifest, origin.where)
+    check_cacheable(origin.manifest, origin.where)
     digest = parent_of(origin.root).digest
     path = node_folder(options.stage_to_local, name_of(origin.location), digest)
     modules = _modules_on_node(launched.manifest, mesh, world)
     holds = (WEIGHTS, *MOMENTS) if has_moments else (WEIGHTS,)
-    return Nearby(origin.bundles, CopyFolder(path=path, limit_s=options.timeout_s), modules, holds, world)
+    return LocalCache(origin.bundles, CacheFolder(path=path, limit_s=options.timeout_s), modules, holds, world)
 
 
-def fetch_nearby(address: str, options: TrainOptions, world: World) -> Packed:
+def fetch_to_cache(address: str, options: TrainOptions, world: World) -> Packed:
     """Bring a manifest in a store, and the small files beside it, to every node, and open it. Every rank calls this.
 
     Raises:
@@ -92,11 +92,11 @@ def _modules_on_node(launched: Manifest, mesh: Mesh, world: World) -> frozenset[
     return frozenset(module for stage in stages for module in launched.stages[stage].modules)
 
 
-class Nearby:
+class LocalCache:
     """The shards of one manifest that the ranks of this node read, in a folder of its own disk."""
 
     def __init__(
-        self, origin: Bundles, folder: CopyFolder, modules: Container[str], holds: Container[Holds], world: World
+        self, origin: Bundles, folder: CacheFolder, modules: Container[str], holds: Container[Holds], world: World
     ) -> None:
         self._origin, self._folder, self._world = origin, folder, world
         self._shards = shards_of(origin.manifest, modules, holds)
@@ -110,10 +110,10 @@ class Nearby:
         """The copies as they are now: one that was made again is another file."""
         return Bundles(self._origin.manifest, self._folder.path)
 
-    def bring(self, *, proves: bool = False) -> CopyReport:
+    def ensure(self, *, verifies: bool = False) -> CacheReport:
         """Make all copies be there. Every rank of the job calls this; those of a node share the work.
 
-        With `proves`, copies that are there are read, and made again where they are damaged. Without, loading
+        With `verifies`, copies that are there are read, and made again where they are damaged. Without, loading
         finds the damage.
 
         Raises:
@@ -123,8 +123,8 @@ class Nearby:
         with together("stage to local"):
             if self._world.local_rank == 0:
                 self._folder.check_room(self._shards)
-        nbytes, reused_nbytes, num_damaged = in_rounds("stage to local", partial(self._bring_own, proves))
-        report = CopyReport(
+        nbytes, reused_nbytes, num_damaged = in_rounds("stage to local", partial(self._ensure_own, verifies))
+        report = CacheReport(
             nbytes=nbytes,
             reused_nbytes=reused_nbytes,
             num_damaged=num_damaged,
@@ -133,28 +133,28 @@ class Nearby:
         self._say(report)
         return report
 
-    def mend(self) -> bool:
+    def repair(self) -> bool:
         """Make damaged copies again, and give whether there were any on any node. Every rank of the job calls this."""
-        return not is_true_for_all(self.bring(proves=True).num_damaged == 0)
+        return not is_true_for_all(self.ensure(verifies=True).num_damaged == 0)
 
-    def _bring_own(self, proves: bool, stop: threading.Event) -> tuple[int, int, int]:
+    def _ensure_own(self, verifies: bool, stop: threading.Event) -> tuple[int, int, int]:
         """Bring this rank's part; give the bytes copied, those that were there, and how many copies were damaged."""
         nbytes, reused_nbytes, num_damaged = 0, 0, 0
-        for shard in deal(self._shards, self._world.local_size)[self._world.local_rank]:
-            if self._bring(shard, stop):
+        for shard in assign_shards(self._shards, self._world.local_size)[self._world.local_rank]:
+            if self._ensure(shard, stop):
                 nbytes += shard.nbytes
-            elif proves and not self._folder.prove(shard, stop):
+            elif verifies and not self._folder.verify(shard, stop):
                 num_damaged += 1
                 nbytes += shard.nbytes
-                self._bring(shard, stop)
+                self._ensure(shard, stop)
             else:
                 reused_nbytes += shard.nbytes
         return nbytes, reused_nbytes, num_damaged
 
-    def _bring(self, shard: Shard, stop: threading.Event) -> bool:
-        return self._folder.bring(self._origin.root.file(shard.path), shard, stop)
+    def _ensure(self, shard: Shard, stop: threading.Event) -> bool:
+        return self._folder.ensure(self._origin.root.file(shard.path), shard, stop)
 
-    def _say(self, report: CopyReport) -> None:
+    def _say(self, report: CacheReport) -> None:
         if report.nbytes or report.reused_nbytes:
             logger.info(
                 "[rank %d] copied %.2f GiB to %s in %.2f s; %.2f GiB were there%s",

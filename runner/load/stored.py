@@ -14,7 +14,7 @@ from runner.bundle.packed import Packed
 from runner.distributed.fail_together import together
 from runner.load.broadcast import read_for_all
 from runner.load.load import LoadReport, plan_reads, read_tensors
-from runner.load.local_cache import Nearby
+from runner.load.local_cache import LocalCache
 from runner.load.verify_parts import share_parts, verify_parts
 from runner.tensors.local_shard import Piece
 from stores.bundles import Bundles
@@ -27,7 +27,7 @@ class Stored:
     """A checkpoint's bundles, or this node's copies of them, and how the ranks of a stage load them."""
 
     origin: Packed
-    nearby: Nearby | None
+    cache: LocalCache | None
     group: dist.ProcessGroup | None  # the ranks of this one's stage, where there are others
     is_broadcast: bool  # each tensor is read once for the group; otherwise each rank reads its part
     device: torch.device
@@ -44,7 +44,7 @@ class Stored:
         try:
             return self._load_once(pieces, holds)
         except InputError:
-            if self.nearby is None or not self.nearby.mend():
+            if self.cache is None or not self.cache.repair():
                 raise
         return self._load_once(pieces, holds)
 
@@ -63,4 +63,4 @@ class Stored:
 
     @property
     def _bundles(self) -> Bundles:
-        return self.nearby.bundles if self.nearby else self.origin.bundles
+        return self.cache.bundles if self.cache else self.origin.bundles

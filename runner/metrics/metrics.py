@@ -14,7 +14,7 @@ from typing import Any
 
 from runner.checkpoint.async_save import SaveReport
 from runner.load.load import LoadReport
-from runner.load.local_cache import CopyReport
+from runner.load.local_cache import CacheReport
 from runner.metrics.progress import Progress
 from runner.metrics.sinks import Sink
 from runner.profiling.step_times import RankTimes
@@ -34,7 +34,7 @@ class RankLoad:
     report: LoadReport
     base_nbytes: int  # memory that the process had before it built anything
     planned_nbytes: int | None = None  # what it will have beside that, by the plan
-    copied: CopyReport | None = None
+    copied: CacheReport | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

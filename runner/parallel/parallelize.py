@@ -2,7 +2,7 @@
 
 # Note [One reduction a step]
 Schedules run backwards microbatch by microbatch, some in two parts, and none of torch's own hooks is right on
-all of them. So no gradient leaves its rank while a schedule runs. When it has ended, `finish_gradients` lets
+all of them. So no gradient leaves its rank while a schedule runs. When it has ended, `reduce_gradients` lets
 FSDP scatter the sums, and adds up over replicas what no one shards: once a step, by sum, because the loss
 is already over the valid tokens of all ranks (Note [Loss over tokens]).
 """
@@ -40,14 +40,14 @@ class Parallel:
     chunks: tuple[StageChunk, ...]
     reduce_dtype: torch.dtype
 
-    def hold_gradients(self) -> None:
-        """Keep gradients here, and parameters whole once they are gathered, until `finish_gradients`."""
+    def defer_gradient_sync(self) -> None:
+        """Keep gradients here, and parameters whole once they are gathered, until `reduce_gradients`."""
         for module in self._sharded():
             module.set_is_last_backward(False)
             module.set_reshard_after_backward(False)
             module.set_requires_gradient_sync(False)
 
-    def finish_gradients(self) -> None:
+    def reduce_gradients(self) -> None:
         """Make each parameter's `.grad` the sum over all ranks that share it, and give back what was gathered.
 
         Tied weights are added up after this: then their copies are the same bits on all stages.
@@ -63,7 +63,7 @@ class Parallel:
             left = [parameter for parameter in parameters if REPLICATE not in mesh_dims(parameter)]
             _add_up(left, self.mesh.group(REPLICATE), self.reduce_dtype)
 
-    def rest(self) -> None:
+    def reshard(self) -> None:
         """Give back what a forward has gathered."""
         for module in self._sharded():
             module.reshard()

@@ -11,7 +11,7 @@ from torch import nn
 from manifests.models import module_of
 from runner.models import Family
 from runner.pipeline.chunked_head import ChunkedHead
-from runner.pipeline.stage_io import Crossing
+from runner.pipeline.stage_io import StageIO
 from runner.tensors.dtensor import local_of, local_offset
 from runner.tensors.huge_pages import empty_like
 from runner.tensors.local_shard import Piece
@@ -44,15 +44,15 @@ class StageChunk(nn.Module):
         self.family, self.stage, self.module_names = family, stage, modules
         self.body = family.build(modules)
         self.device = torch.device("meta")
-        self.crossing: Crossing | None = None
+        self.io: StageIO | None = None
         self.head: ChunkedHead | None = None  # where logits are made a few tokens at a time
 
     def forward(self, *arrived: Any) -> Any:
-        if self.crossing is None:
+        if self.io is None:
             (given,) = arrived
             return self.body(given) if self.module_names else given
-        given = self.crossing.arriving.unpack(arrived)
-        return self.crossing.leaving.pack(self.body(given) if self.module_names else given, arrived)
+        given = self.io.inputs.unpack(arrived)
+        return self.io.outputs.pack(self.body(given) if self.module_names else given, arrived)
 
 
 def build_chunks(

@@ -19,8 +19,8 @@ from runner.data.batches import Batch
 from runner.pipeline.chunk import StageChunk
 from runner.pipeline.heads import loss_of, whole_heads
 from runner.pipeline.microbatches import check_shape, evaluating, total
-from runner.pipeline.stage_io import Crossing, form_of
-from runner.pipeline.stage_metadata import Wire
+from runner.pipeline.stage_io import StageIO, form_of
+from runner.pipeline.stage_metadata import StageMetadata
 from runner.pipeline.timetable import Timetable
 from runner.profiling.trace import RanKind, Recorder
 
@@ -36,7 +36,7 @@ class Lane:
     """What torch needs to take batches of one shape through this rank's stages, for one purpose."""
 
     stages: tuple[_Stage, ...]
-    crossings: tuple[Crossing, ...]  # one for each stage
+    stage_ios: tuple[StageIO, ...]  # one for each stage
     runtime: Any  # runs the actions of a table
 
 
@@ -55,11 +55,11 @@ class Pipeline:
         self,
         timetable: Timetable,
         chunks: Sequence[StageChunk],
-        wire: Wire,
+        metadata: StageMetadata,
         options: BatchOptions,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._timetable, self._chunks, self._wire = timetable, tuple(chunks), wire
+        self._timetable, self._chunks, self._metadata = timetable, tuple(chunks), metadata
         self._options, self._group = options, group
         self._device = chunks[0].device
         self.recorder = Recorder(self._device)
@@ -100,7 +100,7 @@ class Pipeline:
         tables = self._timetable.training if purpose == "train" else self._timetable.forward
         table = tables(num_microbatches)
         forms = {
-            boundary: self._wire.form(boundary, cut.microbatch, cut.seq_len)
+            boundary: self._metadata.form(boundary, cut.microbatch, cut.seq_len)
             for chunk in self._chunks
             for boundary in (chunk.stage, chunk.stage + 1)
         }
@@ -127,8 +127,8 @@ class Pipeline:
                 stage.recorder = self.recorder
         return Lane(
             stages=stages,
-            crossings=tuple(
-                Crossing(arriving=forms[chunk.stage], leaving=forms[chunk.stage + 1]) for chunk in self._chunks
+            stage_ios=tuple(
+                StageIO(inputs=forms[chunk.stage], outputs=forms[chunk.stage + 1]) for chunk in self._chunks
             ),
             runtime=_runtime(stages, table, loss),
         )
@@ -140,8 +140,8 @@ class Pipeline:
         self._lanes[key] = lane
         if len(self._lanes) > _MOST_LANES:
             del self._lanes[next(iter(self._lanes))]
-        for chunk, crossing in zip(self._chunks, lane.crossings, strict=True):
-            chunk.crossing = crossing
+        for chunk, crossing in zip(self._chunks, lane.stage_ios, strict=True):
+            chunk.io = crossing
         return lane
 
     def _evaluate(self, lane: Lane, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:

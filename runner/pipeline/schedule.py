@@ -14,7 +14,7 @@ from runner.pipeline.chunk import StageChunk
 from runner.pipeline.heads import loss_of, whole_heads
 from runner.pipeline.microbatches import check_shape, evaluating, total
 from runner.pipeline.runtime import Pipeline
-from runner.pipeline.stage_metadata import Wire
+from runner.pipeline.stage_metadata import StageMetadata
 from runner.pipeline.timetable import Timetable
 from runner.profiling.trace import Recorder
 
@@ -66,7 +66,7 @@ class Schedule(Protocol):
 def build_schedule(
     timetable: Timetable,
     chunks: Sequence[StageChunk],
-    wire: Wire,
+    metadata: StageMetadata,
     options: BatchOptions,
     group: dist.ProcessGroup | None = None,
 ) -> Schedule:
@@ -77,7 +77,7 @@ def build_schedule(
     """
     if timetable.placement.num_ranks == 1:
         return _Plain(chunks, options)
-    return Pipeline(timetable, chunks, wire, options, group)
+    return Pipeline(timetable, chunks, metadata, options, group)
 
 
 class _Plain:

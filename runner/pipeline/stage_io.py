@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["Constant", "Crossing", "Form", "FormError", "TensorForm", "form_of"]
+__all__ = ["Constant", "Form", "FormError", "StageIO", "TensorForm", "form_of"]
 
 
 class FormError(ValueError):
@@ -95,11 +95,11 @@ class Form:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Crossing:
+class StageIO:
     """What a stage is given and what it hands on."""
 
-    arriving: Form
-    leaving: Form
+    inputs: Form
+    outputs: Form
 
 
 def form_of(value: Any) -> Form:

@@ -13,12 +13,12 @@ from runner.models import Family
 from runner.pipeline.chunk import StageChunk, build_chunks
 from runner.pipeline.stage_io import Form, form_of
 
-__all__ = ["Cargo", "PlainWire", "TracedWire", "Wire", "plan_wire"]
+__all__ = ["Content", "StageMetadata", "TensorMetadata", "TracedMetadata", "plan_stage_metadata"]
 
-Cargo = Literal["tokens", "hidden", "logits"]
+Content = Literal["tokens", "hidden", "logits"]
 
 
-class Wire(Protocol):
+class StageMetadata(Protocol):
     """The boundaries between stages: boundary s lies before stage s, the last one after the last stage."""
 
     def form(self, boundary: int, batch: int, seq_len: int) -> Form:
@@ -27,27 +27,27 @@ class Wire(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlainWire:
-    """One tensor before each stage and after the last: `cargo[s]` enters stage s and leaves stage s - 1.
+class TensorMetadata:
+    """One tensor before each stage and after the last: `contents[s]` enters stage s and leaves stage s - 1.
 
     Shapes: tokens (B, L), hidden (B, L, D), logits (B, L, V); B = sequences, L = tokens.
     """
 
-    cargo: tuple[Cargo, ...]
+    contents: tuple[Content, ...]
     hidden_size: int
     vocab_size: int
     dtype: torch.dtype
 
     def form(self, boundary: int, batch: int, seq_len: int) -> Form:
-        cargo = self.cargo[boundary]
-        if cargo == "tokens":
+        contents = self.contents[boundary]
+        if contents == "tokens":
             return form_of(torch.empty(batch, seq_len, dtype=torch.int64, device="meta"))
-        width = self.hidden_size if cargo == "hidden" else self.vocab_size
+        width = self.hidden_size if contents == "hidden" else self.vocab_size
         return form_of(torch.empty(batch, seq_len, width, dtype=self.dtype, device="meta", requires_grad=True))
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class TracedWire:
+class TracedMetadata:
     """What the stages of a family hand on, learnt by running the whole model on the meta device.
 
     Every rank does so for itself: no memory is touched, nothing is sent, and all come to the same.
@@ -84,8 +84,8 @@ class TracedWire:
 _MOST_SHAPES = 16
 
 
-def plan_wire(family: Family, stage_modules: Sequence[tuple[str, ...]], dtype: torch.dtype) -> Wire:
-    """Give the wire of a pipeline whose stages hold these modules and compute in `dtype`.
+def plan_stage_metadata(family: Family, stage_modules: Sequence[tuple[str, ...]], dtype: torch.dtype) -> StageMetadata:
+    """Give the metadata of a pipeline whose stages hold these modules and compute in `dtype`.
 
     A family with a true attribute `hands_on_trees` may hand on anything that `runner.pipeline.stage_io` can take
     apart; its first module is given tokens, its last gives logits. All others hand on one tensor.
@@ -108,10 +108,12 @@ def plan_wire(family: Family, stage_modules: Sequence[tuple[str, ...]], dtype: t
             code="manifest.wrong-modules",
         )
     if getattr(family, "hands_on_trees", False):
-        return TracedWire(family=family, stage_modules=tuple(stage_modules), dtype=dtype)
+        return TracedMetadata(family=family, stage_modules=tuple(stage_modules), dtype=dtype)
     first, last = family.modules[0], family.modules[-1]
-    cargo: list[Cargo] = ["tokens"]
+    contents: list[Content] = ["tokens"]
     for modules in stage_modules:
-        arrived = "hidden" if first in modules else cargo[-1]
-        cargo.append("logits" if last in modules else arrived)
-    return PlainWire(cargo=tuple(cargo), hidden_size=family.hidden_size, vocab_size=family.vocab_size, dtype=dtype)
+        arrived = "hidden" if first in modules else contents[-1]
+        contents.append("logits" if last in modules else arrived)
+    return TensorMetadata(
+        contents=tuple(contents), hidden_size=family.hidden_size, vocab_size=family.vocab_size, dtype=dtype
+    )

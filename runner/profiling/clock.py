@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from manifests.schedules import Table
-from runner.profiling.step_times import KINDS, RankTimes, parts_of
+from runner.profiling.step_times import KINDS, RankTimes, split_step
 from runner.profiling.trace import Recorder
 
 __all__ = ["Clock"]
@@ -57,7 +57,7 @@ class Clock:
 
     def split(self) -> tuple[RankTimes, ...]:
         """Give the parts of the last step, of each pipeline rank."""
-        return parts_of(self.table, self._rows, self._window_s)
+        return split_step(self.table, self._rows, self._window_s)
 
 
 def _mean(seconds: Sequence[float]) -> float:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import MutableMapping
 from pathlib import Path
 
-__all__ = ["keep_flight", "write_flight"]
+__all__ = ["dump_flight_recorder", "enable_flight_recorder"]
 
 # Each with the names that torch 2.13 knows for it, the first of which counts.
 # Source: torch/csrc/distributed/c10d/FlightRecorder.hpp and ProcessGroupNCCL.hpp.
@@ -23,7 +23,7 @@ _NUM_ENTRIES = 2000
 _LIMIT_S = 5.0
 
 
-def keep_flight(log_dir: Path, environment: MutableMapping[str, str]) -> None:
+def enable_flight_recorder(log_dir: Path, environment: MutableMapping[str, str]) -> None:
     """Let torch record this rank's collectives, before it has any; what is set in the environment stays as it is."""
     folder = log_dir.resolve() / "flight-recorder"
     for names, value in ((_SIZE, str(_NUM_ENTRIES)), (_ON_TIMEOUT, "1"), (_FILE, str(folder / "rank_"))):
@@ -34,7 +34,7 @@ def keep_flight(log_dir: Path, environment: MutableMapping[str, str]) -> None:
             folder.mkdir(parents=True, exist_ok=True)
 
 
-def write_flight(rank: int) -> None:
+def dump_flight_recorder(rank: int) -> None:
     """Write what this rank's recorder holds, as a file that torch's own tools read; another thread than the main one's.
 
     Never raises, and never waits for long: the rank may be stuck in any lock.

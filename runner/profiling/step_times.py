@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from manifests.schedules import Costs, Table, simulate
 
-__all__ = ["KINDS", "RankTimes", "parts_of", "stage_costs"]
+__all__ = ["KINDS", "RankTimes", "split_step", "stage_costs"]
 
 KINDS = ("F", "B", "I", "W", "L")  # see `runner.profiling.trace.RanKind`
 
@@ -56,7 +56,7 @@ class _Told:
         )
 
 
-def parts_of(table: Table, rows: Sequence[Sequence[float]], window_s: float) -> tuple[RankTimes, ...]:
+def split_step(table: Table, rows: Sequence[Sequence[float]], window_s: float) -> tuple[RankTimes, ...]:
     """Split a step into parts, of what each rank tells and of the seconds between this exchange and the last.
 
     See Note [Bubble and communication].

@@ -18,11 +18,11 @@ from typing import Any, Literal, get_args
 
 from manifests.errors import RankError, UnreachableError, UserError, error_json
 
-__all__ = ["AGENT", "ENDINGS", "Ending", "Kind", "code_of", "read_ending", "read_endings", "tell"]
+__all__ = ["AGENT", "REPORTS", "ExitReport", "Kind", "code_of", "read_report", "read_reports", "report_exit"]
 
 logger = logging.getLogger("runner")
 AGENT = "RUNNER_AGENT"  # the process id of an agent that prints what its ranks leave
-ENDINGS = "RUNNER_ENDINGS"  # that agent's folder
+REPORTS = "RUNNER_ENDINGS"  # that agent's folder
 _KEY = "runner"
 
 # failed: by what it met itself; lost: it waited in vain for another rank; stuck: none of its steps ended.
@@ -30,7 +30,7 @@ Kind = Literal["failed", "lost", "stuck"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ending:
+class ExitReport:
     """Why a rank ends, and its exit code."""
 
     kind: Kind
@@ -54,39 +54,39 @@ def code_of(error: UserError) -> int:
     return RankError.exit_code if isinstance(error, UnreachableError) else error.exit_code
 
 
-def tell(ending: Ending, *, aloud: bool | Literal["json"] = True) -> None:
-    """Leave an ending to this process's agent; where there is none, say it, if it is to be said `aloud`."""
+def report_exit(ending: ExitReport, *, echo: bool | Literal["json"] = True) -> None:
+    """Leave an ending to this process's agent; where there is none, say it, if it is to be said `echo`."""
     if _leave(ending):
         _keep_to_files()
-    elif aloud == "json":
+    elif echo == "json":
         with contextlib.suppress(OSError):  # nobody reads it, and the exit code tells
             print(error_json(ending.error), flush=True)
         return
-    elif not aloud:
+    elif not echo:
         return
     logger.error("error: %s", ending.error)
 
 
-def read_ending(left: Mapping[str, Any]) -> Ending | None:
+def read_report(left: Mapping[str, Any]) -> ExitReport | None:
     """Read what a rank left in its error file; None: nothing of ours."""
     found = left.get(_KEY)
     if not isinstance(found, Mapping) or found.get("kind") not in get_args(Kind):
         return None
     texts = {name: str(found.get(name, "")) for name in ("where", "problem", "hint", "error_code")}
     is_elsewhere = found.get("is_elsewhere") is True
-    return Ending(kind=found["kind"], code=int(found.get("code", 1)), is_elsewhere=is_elsewhere, **texts)
+    return ExitReport(kind=found["kind"], code=int(found.get("code", 1)), is_elsewhere=is_elsewhere, **texts)
 
 
-def read_endings(folder: Path) -> tuple[Ending, ...]:
+def read_reports(folder: Path) -> tuple[ExitReport, ...]:
     """Read what ranks left in their agent's folder, the first one first."""
     found = []
     for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns):
         with contextlib.suppress(OSError, ValueError):
-            found.append(read_ending(json.loads(path.read_bytes())))
+            found.append(read_report(json.loads(path.read_bytes())))
     return tuple(ending for ending in found if ending is not None)
 
 
-def _leave(ending: Ending) -> bool:
+def _leave(ending: ExitReport) -> bool:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or os.environ.get(AGENT) != str(os.getppid()):
         return False
@@ -94,7 +94,7 @@ def _leave(ending: Ending) -> bool:
     extra = {"py_callstack": str(ending.error), "timestamp": str(int(time.time()))}
     left = json.dumps({"message": {"message": str(ending.error), "extraInfo": extra}, _KEY: asdict(ending)})
     try:
-        if folder := os.environ.get(ENDINGS):
+        if folder := os.environ.get(REPORTS):
             _write(Path(folder) / f"{os.getpid()}.json", left)
         _write(Path(path), left)
     except OSError:  # a full disk must not take the message away

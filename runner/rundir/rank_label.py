@@ -7,17 +7,17 @@ from collections.abc import Sequence
 
 from manifests.schema import Manifest
 
-__all__ = ["declare", "here", "place_of", "stages_of"]
+__all__ = ["place_of", "rank_label", "set_rank_label", "stages_of"]
 
 _declared: list[str] = []  # a process is one rank, as its process group is one
 
 
-def declare(rank: int, stages: Sequence[int] = ()) -> None:
+def set_rank_label(rank: int, stages: Sequence[int] = ()) -> None:
     """Let every later error of this process name its node, too, and its stages, once they are known."""
     _declared[:] = [place_of(rank, stages, socket.gethostname())]
 
 
-def here(rank: int) -> str:
+def rank_label(rank: int) -> str:
     """Name this process, which is rank `rank`: `rank 2, stage 2, node n1`, or `rank 2` where nothing was declared."""
     return _declared[0] if _declared else f"rank {rank}"
 

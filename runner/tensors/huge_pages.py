@@ -8,7 +8,7 @@ import mmap
 import torch
 from torch.distributed.tensor import DTensor
 
-__all__ = ["empty_like", "give_back_freed_memory"]
+__all__ = ["empty_like", "return_freed_memory"]
 
 _M_MMAP_THRESHOLD = -3  # of mallopt, in glibc's malloc.h
 _LEAST_NBYTES = 4 << 20  # below this a huge page would be mostly empty
@@ -25,7 +25,7 @@ def empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.frombuffer(pages, dtype=tensor.dtype).view(tensor.shape)
 
 
-def give_back_freed_memory() -> None:
+def return_freed_memory() -> None:
     """Let every large block that is freed from here on go back to the system at once.
 
     glibc raises its limit for that to 32 MiB as blocks come and go, and keeps freed gradients and activations in a

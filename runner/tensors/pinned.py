@@ -6,12 +6,12 @@ import torch
 
 from runner.tensors.regions import BLOCK_NBYTES
 
-__all__ = ["Staging"]
+__all__ = ["PinnedBlocks"]
 
 _NUM_PINNED = 4  # so many copies to a GPU are under way while the next block is read and hashed
 
 
-class Staging:
+class PinnedBlocks:
     """One thread's blocks on their way to `device`: one for the CPU, page-locked ones in turn for a GPU.
 
     A block is taken, filled, copied from without waiting, and sent; it is taken again only when the copy

@@ -56,13 +56,13 @@ def train_step(
     optimizer = engine.optimizer
     optimizer.zero_gradients()
     if engine.parallel is not None:
-        engine.parallel.hold_gradients()
+        engine.parallel.defer_gradient_sync()
     recorder, clock = engine.schedule.recorder, engine.clock
     recorder.start()
     loss = engine.schedule.train(batch, cut)
     recorder.stop()
     if engine.parallel is not None:
-        engine.parallel.finish_gradients()
+        engine.parallel.reduce_gradients()
     sync_gradients(engine.ties)
     times_s = partial(clock.read, recorder) if clock else tuple
     try:
@@ -88,5 +88,5 @@ def eval_step(engine: Engine, batch: Batch | None, cut: BatchOptions | None = No
     """Give the loss of a batch, on every rank; nothing is trained."""
     loss = engine.schedule.evaluate(batch, cut)
     if engine.parallel is not None:
-        engine.parallel.rest()
+        engine.parallel.reshard()
     return engine.totals.reduce_loss(loss)

@@ -21,7 +21,7 @@ from runner.config.schema import ComputeOptions, OptimOptions
 from runner.models import family_for
 from runner.pipeline.chunk import StageChunk, build_chunks, named_hf_parameters
 from runner.pipeline.schedule import build_schedule
-from runner.pipeline.stage_metadata import plan_wire
+from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import find_timetable
 from runner.training.compute import arrange
 from runner.training.gradient_norm import StepTotals
@@ -56,7 +56,7 @@ def train(folder: Path, schedule: str, placement: Placement, options: ComputeOpt
         schedule=build_schedule(
             find_timetable(schedule, placement, BATCH.num_microbatches),
             chunks,
-            plan_wire(family, stage_modules, DTYPES[options.dtype]),
+            plan_stage_metadata(family, stage_modules, DTYPES[options.dtype]),
             BATCH,
         ),
         ties=ties,

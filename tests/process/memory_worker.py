@@ -20,7 +20,7 @@ from runner.distributed.world import join_world
 from runner.models import family_for
 from runner.pipeline.chunk import build_chunks, materialize, named_hf_parameters
 from runner.pipeline.schedule import build_schedule
-from runner.pipeline.stage_metadata import plan_wire
+from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import find_timetable
 from runner.training.gradient_norm import StepTotals
 from runner.training.mixed_precision import keep_masters, kept, round_masters
@@ -52,7 +52,7 @@ def measure(case: Case) -> dict[str, int]:
     parameters = lead_parameters(chunks, ties)
     timetable = find_timetable(case.schedule, placement, sizes.num_microbatches)
     engine = Engine(
-        schedule=build_schedule(timetable, chunks, plan_wire(family, case.stages, dtype), sizes),
+        schedule=build_schedule(timetable, chunks, plan_stage_metadata(family, case.stages, dtype), sizes),
         ties=ties,
         totals=StepTotals(parameters, ties, device=CPU),
         optimizer=Optimizer(parameters, OptimOptions(lr=1e-3)),

@@ -15,7 +15,7 @@ from torch import distributed as dist
 
 from runner.pipeline.chunk import build_chunks, materialize
 from runner.pipeline.schedule import build_schedule
-from runner.pipeline.stage_metadata import plan_wire
+from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import find_timetable
 from tests.fast.runner.tiny import CPU, split_evenly
 from tests.process.nested_cases import CUTS, SCHEDULES, Toy, batch_of, fill_by_name, placement_of
@@ -30,7 +30,7 @@ def run(name: str) -> list[dict[str, Any]]:
         materialize(chunk, device=CPU, dtype=torch.float32)
         fill_by_name(chunk.body)
     timetable = find_timetable(name, placement, CUTS[0].num_microbatches)
-    schedule = build_schedule(timetable, chunks, plan_wire(family, stage_modules, torch.float32), CUTS[0])
+    schedule = build_schedule(timetable, chunks, plan_stage_metadata(family, stage_modules, torch.float32), CUTS[0])
     found = []
     for cut in CUTS * 2:
         for chunk in chunks:

@@ -20,7 +20,7 @@ from runner.config.schema import BatchOptions
 from runner.data.batches import IGNORED, Batch
 from runner.pipeline.chunk import StageChunk, hf_pieces
 from runner.pipeline.runtime import Lane, Pipeline, Purpose
-from runner.pipeline.stage_io import Crossing, Form
+from runner.pipeline.stage_io import Form, StageIO
 from runner.training.optimizer import Optimizer
 from runner.training.ties import Tie
 from tests.process.parity_cases import BATCH, Plant
@@ -98,12 +98,12 @@ class StaleShapes(Pipeline):
         lane = super().build_lane(purpose, cut)
         return replace(
             lane,
-            crossings=tuple(
-                Crossing(
-                    arriving=crossing.arriving,
-                    leaving=UncheckedForm(tree=crossing.leaving.tree, leaves=crossing.leaving.leaves),
+            stage_ios=tuple(
+                StageIO(
+                    inputs=crossing.inputs,
+                    outputs=UncheckedForm(tree=crossing.outputs.tree, leaves=crossing.outputs.leaves),
                 )
-                for crossing in lane.crossings
+                for crossing in lane.stage_ios
             ),
         )
 

@@ -18,7 +18,7 @@ from manifests.schedules import lower, write_csv
 from runner.models import family_for
 from runner.pipeline.chunk import StageChunk, build_chunks, hf_constants, hf_pieces
 from runner.pipeline.schedule import Schedule, build_schedule
-from runner.pipeline.stage_metadata import plan_wire
+from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import Timetable, find_timetable
 from runner.training.gradient_norm import StepTotals
 from runner.training.optimizer import Optimizer
@@ -71,11 +71,11 @@ def run_case(case: Case, models: Path, out: Path, rank: int) -> dict[str, Any]:
     ties = build_ties(groups, chunks, placement, TIMEOUT)
     check_equal(ties)
     parameters = lead_parameters(chunks, ties)
-    wire, timetable = plan_wire(family, stage_modules, case.dtype), timetable_of(case, out)
+    metadata, timetable = plan_stage_metadata(family, stage_modules, case.dtype), timetable_of(case, out)
     if case.plant in PIPELINES:
-        schedule: Schedule = PIPELINES[case.plant](timetable, chunks, wire, BATCH)
+        schedule: Schedule = PIPELINES[case.plant](timetable, chunks, metadata, BATCH)
     else:
-        schedule = build_schedule(timetable, chunks, wire, BATCH)
+        schedule = build_schedule(timetable, chunks, metadata, BATCH)
     optimizer = Optimizer(parameters, OPTIM)
     engine = Engine(
         schedule=schedule,
@@ -133,9 +133,9 @@ def run_replicated(case: Replicated, models: Path) -> dict[str, Any]:
     stage_modules = split_evenly(family.modules, case.placement.num_stages)
     chunks = build_chunks(family, stage_modules, case.placement.stages_on(rank))
     fill_pieces(chunks, folder)
-    wire = plan_wire(family, stage_modules, torch.float32)
+    metadata = plan_stage_metadata(family, stage_modules, torch.float32)
     timetable = find_timetable(case.schedule, case.placement, HALF_BATCH.num_microbatches)
-    schedule = DataParallel(timetable, chunks, wire, HALF_BATCH, pipelines[replica])
+    schedule = DataParallel(timetable, chunks, metadata, HALF_BATCH, pipelines[replica])
     schedule.replicas = replicas[rank]
     whole, half = padded_batch(0), slice(4 * replica, 4 * replica + 4)
     schedule.train(replace(whole, tokens=whole.tokens[half], labels=whole.labels[half]))

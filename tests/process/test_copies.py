@@ -14,7 +14,7 @@ import pytest
 
 from manifests.digest import digest_bytes
 from manifests.store import read_manifest
-from runner.bundle.cache_folder import CopyFolder, node_folder
+from runner.bundle.cache_folder import CacheFolder, node_folder
 from stores.local import LocalFolder
 from tests.builders import reshard
 from tests.fast.runner.tiny import save_model
@@ -84,9 +84,9 @@ def test_ranks_that_read_rows_share_one_copy_and_never_a_damaged_one(packed: Pat
 
 
 def test_damage_that_the_loader_finds_is_mended_once(packed: Path, tmp_path: Path) -> None:
-    folder = CopyFolder(path=copies_of(packed, tmp_path / "scratch"), limit_s=10)
+    folder = CacheFolder(path=copies_of(packed, tmp_path / "scratch"), limit_s=10)
     for shard in read_manifest(packed).shards:
-        folder.bring(LocalFolder(packed).file(shard.path), shard, threading.Event())
+        folder.ensure(LocalFolder(packed).file(shard.path), shard, threading.Event())
     flip(folder.path / "stage-000" / "model.safetensors")
     done = launch(packed, "--stage-to-local", tmp_path / "scratch", "--log-dir", tmp_path, "--", *TRAINING)
     assert done.returncode == 0, done.stderr

@@ -133,7 +133,7 @@ def test_one_pass_skips_counts_and_tells_every_bad_document_once(folder: Path, t
     rows = write_rows(tmp_path / "b.parquet", [GOOD[2], *(row for row, _ in BAD_ROWS)])
     (tmp_path / "c.txt").write_bytes(b"w1\n" * 30_000 + b"\xff\n" + b"w2\n")
     told: list[str] = []
-    skipped = Skipped(tell=lambda error: told.append(error.where))
+    skipped = Skipped(on_skip=lambda error: told.append(error.where))
     data = DataOptions(sources=(lines, rows, str(tmp_path / "c.txt")), skip_bad_documents=True)
     batch = BatchOptions(global_batch=1, microbatch=1, seq_len=5)
     found = list(read_once(data, batch, folder=folder, vocab_size=VOCAB_SIZE, skipped=skipped))

@@ -20,7 +20,7 @@ from runner.config.schema import BatchOptions, ComputeOptions, OptimOptions, Rec
 from runner.models import family_for
 from runner.pipeline.chunk import StageChunk, build_chunks, layers_of, materialize, named_hf_parameters, part_of
 from runner.pipeline.schedule import Schedule, build_schedule
-from runner.pipeline.stage_metadata import plan_wire
+from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import find_timetable
 from runner.training.compute import arrange
 from runner.training.mixed_precision import keep_masters, kept, round_masters
@@ -57,7 +57,7 @@ def build(folder: Path, options: ComputeOptions, num_stages: int = 1) -> tuple[t
         round_masters(parameter for _, parameter in parameters_of(chunks))
     arrange(chunks, num_stages, options)
     timetable = find_timetable("1F1B", placement, BATCH.num_microbatches)
-    return chunks, build_schedule(timetable, chunks, plan_wire(family, stage_modules, dtype), BATCH)
+    return chunks, build_schedule(timetable, chunks, plan_stage_metadata(family, stage_modules, dtype), BATCH)
 
 
 def parameters_of(chunks: Iterable[StageChunk]) -> list[tuple[str, torch.nn.Parameter]]:

@@ -17,7 +17,7 @@ from manifests.digest import digest_bytes
 from manifests.errors import InputError, UnreachableError, UserError
 from manifests.schema import MOMENTS, WEIGHTS, Manifest, Shard
 from manifests.store import read_manifest
-from runner.bundle.cache_folder import CopyFolder, check_copied, deal, node_folder, shards_of
+from runner.bundle.cache_folder import CacheFolder, assign_shards, check_cacheable, node_folder, shards_of
 from runner.bundle.remote import fetch, opened
 from runner.config.flags import parse_training
 from runner.rundir.exit_report import code_of
@@ -40,19 +40,19 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> CopyFolder:
-    return CopyFolder(path=tmp_path / "scratch" / "pp4-0123456789abcdef", limit_s=0.5)
+def folder(tmp_path: Path) -> CacheFolder:
+    return CacheFolder(path=tmp_path / "scratch" / "pp4-0123456789abcdef", limit_s=0.5)
 
 
 def shard_of(trained: Path) -> Shard:
     return next(read_manifest(trained).shards)
 
 
-def bring(folder: CopyFolder, trained: Path, shard: Shard, stop: threading.Event = NOBODY_STOPS) -> bool:
-    return folder.bring(LocalFolder(trained).file(shard.path), shard, stop)
+def bring(folder: CacheFolder, trained: Path, shard: Shard, stop: threading.Event = NOBODY_STOPS) -> bool:
+    return folder.ensure(LocalFolder(trained).file(shard.path), shard, stop)
 
 
-def names_in(folder: CopyFolder) -> list[str]:
+def names_in(folder: CacheFolder) -> list[str]:
     return sorted(path.relative_to(folder.path).as_posix() for path in folder.path.rglob("*") if path.is_file())
 
 
@@ -68,50 +68,50 @@ def test_shards_are_those_of_the_modules_and_kinds_that_are_asked_for(trained: P
 
 def test_shards_are_dealt_out_evenly_each_to_one_rank(trained: Path) -> None:
     shards = tuple(read_manifest(trained).shards)
-    dealt = deal(shards, 4)
+    dealt = assign_shards(shards, 4)
     assert sorted(shard.path for own in dealt for shard in own) == sorted(shard.path for shard in shards)
     totals = [sum(shard.nbytes for shard in own) for own in dealt]
     assert max(totals) - min(totals) <= max(shard.nbytes for shard in shards)
-    assert deal(shards[:1], 3) == ((shards[0],), (), ())
+    assert assign_shards(shards[:1], 3) == ((shards[0],), (), ())
 
 
-def test_copy_is_the_shard_and_is_made_once(trained: Path, folder: CopyFolder) -> None:
+def test_copy_is_the_shard_and_is_made_once(trained: Path, folder: CacheFolder) -> None:
     shard = shard_of(trained)
-    assert not folder.holds(shard)
+    assert not folder.has(shard)
     assert bring(folder, trained, shard)
     assert (folder.path / shard.path).read_bytes() == (trained / shard.path).read_bytes()
-    assert folder.holds(shard)
+    assert folder.has(shard)
     assert not bring(folder, trained, shard)
     assert names_in(folder) == [shard.path]
 
 
-def test_what_a_kill_left_is_no_copy_and_is_written_over(trained: Path, folder: CopyFolder) -> None:
+def test_what_a_kill_left_is_no_copy_and_is_written_over(trained: Path, folder: CacheFolder) -> None:
     shard = shard_of(trained)
     partial = folder.path / Path(shard.path).parent / ".model.safetensors.partial"
     partial.parent.mkdir(parents=True)
     partial.write_bytes(b"half" * shard.nbytes)
-    assert not folder.holds(shard)
+    assert not folder.has(shard)
     assert bring(folder, trained, shard)
     assert names_in(folder) == [shard.path]
-    assert folder.prove(shard, NOBODY_STOPS)
+    assert folder.verify(shard, NOBODY_STOPS)
 
 
 @pytest.mark.parametrize("content", [b"", b"short", None], ids=["empty", "short", "another shard"])
-def test_foreign_file_of_that_name_is_replaced(trained: Path, folder: CopyFolder, content: bytes | None) -> None:
+def test_foreign_file_of_that_name_is_replaced(trained: Path, folder: CacheFolder, content: bytes | None) -> None:
     shard, *others = read_manifest(trained).shards
     path = folder.path / shard.path
     path.parent.mkdir(parents=True)
     path.write_bytes((trained / others[-1].path).read_bytes() if content is None else content)
     assert bring(folder, trained, shard)
-    assert folder.prove(shard, NOBODY_STOPS)
+    assert folder.verify(shard, NOBODY_STOPS)
 
 
-def test_flipped_byte_is_proven_and_the_copy_removed(trained: Path, folder: CopyFolder) -> None:
+def test_flipped_byte_is_proven_and_the_copy_removed(trained: Path, folder: CacheFolder) -> None:
     shard = shard_of(trained)
     bring(folder, trained, shard)
     flip(folder.path / shard.path)
-    assert folder.holds(shard)  # size and header are right
-    assert not folder.prove(shard, NOBODY_STOPS)
+    assert folder.has(shard)  # size and header are right
+    assert not folder.verify(shard, NOBODY_STOPS)
     assert names_in(folder) == []
     assert bring(folder, trained, shard)
 
@@ -122,7 +122,7 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_damaged_shard_is_refused_and_leaves_no_copy(trained: Path, folder: CopyFolder, tmp_path: Path) -> None:
+def test_damaged_shard_is_refused_and_leaves_no_copy(trained: Path, folder: CacheFolder, tmp_path: Path) -> None:
     shard, bad = shard_of(trained), tmp_path / "bad"
     (bad / shard.path).parent.mkdir(parents=True)
     (bad / shard.path).write_bytes((trained / shard.path).read_bytes())
@@ -132,17 +132,17 @@ def test_damaged_shard_is_refused_and_leaves_no_copy(trained: Path, folder: Copy
     assert names_in(folder) == []
 
 
-def test_several_at_once_make_one_copy(trained: Path, folder: CopyFolder) -> None:
+def test_several_at_once_make_one_copy(trained: Path, folder: CacheFolder) -> None:
     shard, folder = shard_of(trained), replace(folder, limit_s=30)
     with ThreadPoolExecutor(8) as pool:
         made = list(pool.map(lambda _: bring(folder, trained, shard), range(8)))
     assert made.count(True) == 1
     assert names_in(folder) == [shard.path]
-    assert folder.prove(shard, NOBODY_STOPS)
+    assert folder.verify(shard, NOBODY_STOPS)
 
 
 def test_copy_that_another_process_holds_and_does_not_write_is_not_waited_for_for_ever(
-    trained: Path, folder: CopyFolder
+    trained: Path, folder: CacheFolder
 ) -> None:
     shard = shard_of(trained)
     partial = folder.path / Path(shard.path).parent / ".model.safetensors.partial"
@@ -158,7 +158,7 @@ def test_copy_that_another_process_holds_and_does_not_write_is_not_waited_for_fo
     assert bring(folder, trained, shard)
 
 
-def test_copying_ends_soon_when_another_rank_has_failed(trained: Path, folder: CopyFolder) -> None:
+def test_copying_ends_soon_when_another_rank_has_failed(trained: Path, folder: CacheFolder) -> None:
     stop = threading.Event()
     stop.set()
     with pytest.raises(CancelledError):
@@ -167,7 +167,7 @@ def test_copying_ends_soon_when_another_rank_has_failed(trained: Path, folder: C
 
 
 def test_disk_without_room_is_refused_before_copying_with_what_lies_there(
-    trained: Path, folder: CopyFolder, monkeypatch: pytest.MonkeyPatch
+    trained: Path, folder: CacheFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shards = tuple(read_manifest(trained).shards)
     old = folder.path.parent / "step-000005-00112233445566ff"
@@ -190,7 +190,7 @@ def test_disk_without_room_is_refused_before_copying_with_what_lies_there(
 
 def test_folder_that_cannot_be_written_is_said_to_be_none(trained: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    folder = CopyFolder(path=tmp_path / "file" / "x", limit_s=1)
+    folder = CacheFolder(path=tmp_path / "file" / "x", limit_s=1)
     with pytest.raises(UserError) as error:
         folder.check_room((shard_of(trained),))
     assert str(error.value) == f"{tmp_path}/file/x: cannot be written: Not a directory"
@@ -206,7 +206,7 @@ def test_folder_that_cannot_be_written_is_said_to_be_none(trained: Path, tmp_pat
     ],
 )
 def test_disk_that_does_not_take_a_copy_ends_a_job_as_a_lost_rank_does_unless_it_is_full(
-    trained: Path, folder: CopyFolder, monkeypatch: pytest.MonkeyPatch, number: int, code: int, hint: str
+    trained: Path, folder: CacheFolder, monkeypatch: pytest.MonkeyPatch, number: int, code: int, hint: str
 ) -> None:
     def replace(source: Path, target: Path) -> None:
         raise OSError(number, os.strerror(number), str(target))
@@ -224,7 +224,7 @@ def test_disk_that_does_not_take_a_copy_ends_a_job_as_a_lost_rank_does_unless_it
     assert type(shards.value) is (UnreachableError if code == 5 else UserError)
 
 
-def test_link_that_leads_out_of_the_folder_is_not_followed(trained: Path, folder: CopyFolder, tmp_path: Path) -> None:
+def test_link_that_leads_out_of_the_folder_is_not_followed(trained: Path, folder: CacheFolder, tmp_path: Path) -> None:
     shard, elsewhere = shard_of(trained), tmp_path / "elsewhere"
     elsewhere.mkdir()
     folder.path.mkdir(parents=True)
@@ -267,7 +267,7 @@ def test_virtual_bundles_are_not_copied(tmp_path: Path) -> None:
     assert reshard("pack", tmp_path / "model", "--layout", "pp=2", "--virtual", "--out", tmp_path / "v").code == 0
     manifest: Manifest = read_manifest(tmp_path / "v")
     with pytest.raises(UserError) as error:
-        check_copied(manifest, "v/manifest.json")
+        check_cacheable(manifest, "v/manifest.json")
     assert str(error.value) == (
         f"--stage-to-local: the bundles of v/manifest.json are virtual: they lie in {tmp_path}/model, without digests "
         "that a copy could be checked by\nhint: reshard pack without --virtual writes bundles"
@@ -300,6 +300,6 @@ def test_manifest_on_the_hub_is_launched_at_the_commit_that_is_found(
         hub.push("org/pp4", {"config.json": b"{}"})
         again = fetch(find_manifest_file(address), tmp_path / "node")
         shard = shard_of(trained)
-        folder = CopyFolder(path=tmp_path / "node", limit_s=5)
-        assert folder.bring(again.bundles.root.file(shard.path), shard, NOBODY_STOPS)
+        folder = CacheFolder(path=tmp_path / "node", limit_s=5)
+        assert folder.ensure(again.bundles.root.file(shard.path), shard, NOBODY_STOPS)
         assert (folder.path / shard.path).read_bytes() == (trained / shard.path).read_bytes()

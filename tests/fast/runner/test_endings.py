@@ -24,18 +24,20 @@ from runner.checkpoint import save
 from runner.checkpoint.save import write_shard
 from runner.distributed.fail_together import AloneError, alone, join_failures
 from runner.distributed.system_errors import ExhaustedError, exhausted, unreachable
-from runner.distributed.watchdog import Life, log_to_file
+from runner.distributed.watchdog import Watchdog, log_to_file
 from runner.launch.diagnose import find_cause, find_cause_at_stop
-from runner.rundir.exit_report import AGENT, ENDINGS, Ending, code_of, read_ending, read_endings, tell
+from runner.rundir.exit_report import AGENT, REPORTS, ExitReport, code_of, read_report, read_reports, report_exit
 from runner.rundir.heartbeat import Beat, clear_beats, heartbeat_path, log_path, read_beats, write_beat
 from runner.tensors.local_shard import whole_pieces
 
-LOST = Ending(kind="lost", code=5, where="rank 1, stage 1, node n", problem="another rank is gone or too slow: closed")
-OWN = Ending(kind="failed", code=3, where="rank 2, stage 2, node n: shard", problem="is damaged")
+LOST = ExitReport(
+    kind="lost", code=5, where="rank 1, stage 1, node n", problem="another rank is gone or too slow: closed"
+)
+OWN = ExitReport(kind="failed", code=3, where="rank 2, stage 2, node n: shard", problem="is damaged")
 NOW = 1_000_000
 
 
-def failure(folder: Path, code: int, ending: Ending | None = None, time_s: int = NOW) -> ProcessFailure:
+def failure(folder: Path, code: int, ending: ExitReport | None = None, time_s: int = NOW) -> ProcessFailure:
     """Give what torchrun knows of a rank that has ended, with the file that the rank left."""
     path = folder / f"error-{len(list(folder.iterdir()))}.json"
     if ending is not None:
@@ -146,20 +148,20 @@ def test_ending_is_left_to_the_agent_that_reads_it_and_to_no_other(
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     monkeypatch.setenv(AGENT, str(os.getpid()))  # not this process's parent
-    tell(OWN, aloud=False)
+    report_exit(OWN, echo=False)
     assert not path.exists()
     monkeypatch.setenv(AGENT, str(os.getppid()))
-    tell(OWN, aloud=False)
-    assert read_ending(json.loads(path.read_text())) == OWN
+    report_exit(OWN, echo=False)
+    assert read_report(json.loads(path.read_text())) == OWN
     folder = tmp_path / "endings"  # which torchrun does not take away when a signal has ended it
     folder.mkdir()
-    monkeypatch.setenv(ENDINGS, str(folder))
+    monkeypatch.setenv(REPORTS, str(folder))
     followed = replace(OWN, is_elsewhere=True)
-    tell(followed, aloud=False)
+    report_exit(followed, echo=False)
     (folder / "half.json").write_text("{")
-    assert read_ending(json.loads(path.read_text())) == followed
-    assert read_endings(folder) == (followed,)
-    assert read_ending({"message": "of torchrun's own"}) is None
+    assert read_report(json.loads(path.read_text())) == followed
+    assert read_reports(folder) == (followed,)
+    assert read_report({"message": "of torchrun's own"}) is None
 
 
 @pytest.mark.parametrize(
@@ -274,7 +276,7 @@ def test_step_after_a_save_has_the_grace_of_the_step_before_and_the_first_that_o
 ) -> None:
     now_s = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
-    life = Life(tmp_path, 0, [0], step_timeout_s=1200, can_stop=True)
+    life = Watchdog(tmp_path, 0, [0], step_timeout_s=1200, can_stop=True)
     life.beat(7)  # of a run that goes on
     assert life.grace_s == 1200
     now_s += 40
@@ -339,13 +341,13 @@ def test_code_travels_from_the_error_to_whoever_reads_the_ending(
     ending = replace(OWN, error_code="shard.damaged", is_elsewhere=True)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.setenv(AGENT, str(os.getppid()))
-    tell(ending)
-    left = read_ending(json.loads((tmp_path / "error.json").read_text()))
+    report_exit(ending)
+    left = read_report(json.loads((tmp_path / "error.json").read_text()))
     assert left == ending
     error = left.error
     assert (error.code, error.exit_code, error.is_elsewhere) == ("shard.damaged", 3, True)
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
-    tell(ending, aloud="json")
+    report_exit(ending, echo="json")
     assert json.loads(capsys.readouterr().out)["error"]["code"] == "shard.damaged"
 
 

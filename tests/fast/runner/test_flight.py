@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from runner.profiling.flight_recorder import keep_flight
+from runner.profiling.flight_recorder import enable_flight_recorder
 
 
 def test_recorder_is_on_and_writes_below_the_log_folder(tmp_path: Path) -> None:
     environment = {"HOME": "/root"}
-    keep_flight(tmp_path / "log", environment)
+    enable_flight_recorder(tmp_path / "log", environment)
     assert environment == {
         "HOME": "/root",
         "TORCH_FR_BUFFER_SIZE": "2000",
@@ -34,6 +34,6 @@ def test_recorder_is_on_and_writes_below_the_log_folder(tmp_path: Path) -> None:
 )
 def test_what_the_user_has_set_stays_by_any_name_that_torch_knows(tmp_path: Path, own: dict[str, str]) -> None:
     environment = dict(own)
-    keep_flight(tmp_path, environment)
+    enable_flight_recorder(tmp_path, environment)
     assert environment == own
     assert not (tmp_path / "flight-recorder").exists()

@@ -15,7 +15,7 @@ from runner.config.schema import BatchOptions, ComputeOptions
 from runner.models import family_for
 from runner.pipeline.chunk import StageChunk, hf_pieces
 from runner.pipeline.schedule import build_schedule
-from runner.pipeline.stage_metadata import plan_wire
+from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import find_timetable
 from runner.training.compute import arrange
 from tests.fast.models.built import DECODERS, TINY
@@ -42,7 +42,7 @@ def train(folder: Path, options: ComputeOptions) -> tuple[float, torch.Tensor, M
     fill_pieces(chunks, folder)
     arrange(chunks, 2, options)
     timetable = find_timetable("1F1B", Placement(num_stages=2, num_ranks=1), BATCH.num_microbatches)
-    schedule = build_schedule(timetable, chunks, plan_wire(family, stages, torch.float32), BATCH)
+    schedule = build_schedule(timetable, chunks, plan_stage_metadata(family, stages, torch.float32), BATCH)
     batch = padded_batch(0, size=4, seq_len=20, vocab_size=96)
     loss, logits = schedule.train(batch), schedule.logits(batch.tokens)
     assert loss is not None

@@ -18,7 +18,7 @@ from runner.checkpoint.async_save import SaveReport
 from runner.config.flags import parse_training
 from runner.config.parallel_dims import Degrees
 from runner.load.load import LoadReport
-from runner.load.local_cache import CopyReport
+from runner.load.local_cache import CacheReport
 from runner.metrics.gauges import least_step_s, memory_nbytes, peak_flops, peak_memory_nbytes, planned_memory
 from runner.metrics.metrics import Metrics, RankLoad, StepTimes
 from runner.metrics.progress import Progress
@@ -42,7 +42,7 @@ LOADED = RankLoad(
     report=LoadReport(num_tensors=7, num_parts=7, nbytes=2 << 30, load_s=4.0),
     base_nbytes=100,
     planned_nbytes=200,
-    copied=CopyReport(nbytes=30, reused_nbytes=40, num_damaged=0, copy_s=0.5),
+    copied=CacheReport(nbytes=30, reused_nbytes=40, num_damaged=0, copy_s=0.5),
 )
 
 

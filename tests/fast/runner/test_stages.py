@@ -1,4 +1,4 @@
-"""Chunks, the wire between them, and the schedule of a single rank."""
+"""Chunks, the metadata between them, and the schedule of a single rank."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from runner.data.batches import Batch
 from runner.models import Family, family_for
 from runner.pipeline.chunk import build_chunks, materialize, named_hf_parameters
 from runner.pipeline.schedule import Schedule, build_schedule
-from runner.pipeline.stage_io import Crossing, form_of
-from runner.pipeline.stage_metadata import PlainWire, plan_wire
+from runner.pipeline.stage_io import StageIO, form_of
+from runner.pipeline.stage_metadata import TensorMetadata, plan_stage_metadata
 from runner.pipeline.timetable import find_timetable
 from tests.fast.runner.test_families import LLAMA
 from tests.fast.runner.tiny import CPU, fill, padded_batch, read_config, save_model, split_evenly
@@ -29,10 +29,10 @@ EMBEDDING, *LAYERS, NORM, HEAD = FAMILY.modules
 
 def test_cargo_follows_the_embedding_and_the_head() -> None:
     stages = ((), (EMBEDDING,), tuple(LAYERS), (NORM, HEAD), ())
-    wire = plan_wire(FAMILY, stages, torch.bfloat16)
-    assert isinstance(wire, PlainWire)
-    assert wire.cargo == ("tokens", "tokens", "hidden", "hidden", "logits", "logits")
-    examples = [example for boundary in (0, 2, 4) for example in wire.form(boundary, 2, 8).examples()]
+    metadata = plan_stage_metadata(FAMILY, stages, torch.bfloat16)
+    assert isinstance(metadata, TensorMetadata)
+    assert metadata.contents == ("tokens", "tokens", "hidden", "hidden", "logits", "logits")
+    examples = [example for boundary in (0, 2, 4) for example in metadata.form(boundary, 2, 8).examples()]
     assert [(tuple(e.shape), e.dtype, e.requires_grad) for e in examples] == [
         ((2, 8), torch.int64, False),
         ((2, 8, 16), torch.bfloat16, True),
@@ -41,8 +41,8 @@ def test_cargo_follows_the_embedding_and_the_head() -> None:
 
 
 def test_wire_of_a_family_that_hands_on_trees_is_traced() -> None:
-    wire = plan_wire(Toy(), split_evenly(Toy.modules, 4), torch.float32)
-    tokens, first, *_, logits = (wire.form(boundary, 2, 5) for boundary in range(5))
+    metadata = plan_stage_metadata(Toy(), split_evenly(Toy.modules, 4), torch.float32)
+    tokens, first, *_, logits = (metadata.form(boundary, 2, 5) for boundary in range(5))
     assert [(tuple(e.shape), e.dtype) for e in tokens.examples()] == [((2, 5), torch.int64)]
     assert [(tuple(e.shape), e.dtype, e.requires_grad) for e in logits.examples()] == [
         ((2, 5, 40), torch.float32, True)
@@ -52,7 +52,7 @@ def test_wire_of_a_family_that_hands_on_trees_is_traced() -> None:
         *("float32 [5, 16]", "float32 [5, 16]", "int64 [2, 5]", "bool [2, 5]"),  # angles, tokens, mask
         *("1", "'toy'", "0.5", "True"),
     ]
-    assert wire.form(1, 2, 9).examples()[0].shape == (2, 9, 16)
+    assert metadata.form(1, 2, 9).examples()[0].shape == (2, 9, 16)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_wire_of_a_family_that_hands_on_trees_is_traced() -> None:
 )
 def test_stages_that_are_not_the_model_are_refused(stages: tuple[tuple[str, ...], ...], message: str) -> None:
     with pytest.raises(InputError) as error:
-        plan_wire(FAMILY, stages, torch.float32)
+        plan_stage_metadata(FAMILY, stages, torch.float32)
     assert str(error.value) == message
 
 
@@ -101,7 +101,7 @@ def test_stage_without_modules_hands_on_its_input_and_its_gradient() -> None:
     (chunk,) = build_chunks(FAMILY, ((),), (0,))
     sent = torch.randn(2, 8, 16, requires_grad=True)
     assert chunk(sent) is sent  # on one rank
-    chunk.crossing = Crossing(arriving=form_of(sent), leaving=form_of(sent))
+    chunk.io = StageIO(inputs=form_of(sent), outputs=form_of(sent))
     received = chunk(sent)
     assert received is not sent
     assert torch.equal(received, sent)
@@ -117,7 +117,7 @@ def one_rank_schedule(family: Family, folder: Path, num_stages: int) -> Schedule
     fill(chunks, folder)
     batch = BatchOptions(global_batch=4, microbatch=2, seq_len=16)
     timetable = find_timetable("DualPipeV", Placement(num_stages=num_stages, num_ranks=1), batch.num_microbatches)
-    return build_schedule(timetable, chunks, plan_wire(family, stage_modules, torch.float32), batch)
+    return build_schedule(timetable, chunks, plan_stage_metadata(family, stage_modules, torch.float32), batch)
 
 
 @pytest.fixture(scope="module")

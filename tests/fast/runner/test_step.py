@@ -16,7 +16,7 @@ from runner.config.schema import BatchOptions, OptimOptions
 from runner.models import family_for
 from runner.pipeline.chunk import StageChunk, build_chunks, named_hf_parameters
 from runner.pipeline.schedule import build_schedule
-from runner.pipeline.stage_metadata import plan_wire
+from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import find_timetable
 from runner.training.gradient_norm import StepTotals, clip_gradients
 from runner.training.mixed_precision import keep_masters, kept, round_masters
@@ -55,7 +55,7 @@ def build(folder: Path, num_stages: int) -> tuple[tuple[StageChunk, ...], tuple[
     parameters = lead_parameters(chunks, ties)
     batch = BatchOptions(global_batch=4, microbatch=1, seq_len=16)
     timetable = find_timetable("1F1B", placement, batch.num_microbatches)
-    schedule = build_schedule(timetable, chunks, plan_wire(family, stage_modules, torch.float32), batch)
+    schedule = build_schedule(timetable, chunks, plan_stage_metadata(family, stage_modules, torch.float32), batch)
     totals = StepTotals(parameters, ties, device=CPU)
     engine = Engine(schedule=schedule, ties=ties, totals=totals, optimizer=Optimizer(parameters, OPTIM))
     return chunks, ties, engine

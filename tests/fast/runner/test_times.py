@@ -13,7 +13,7 @@ from manifests.placement import Placement
 from manifests.schedules import Costs, Table, Timeline, schedule_table, simulate
 from runner.pipeline.timetable import Timetable
 from runner.profiling.clock import Clock
-from runner.profiling.step_times import RankTimes, parts_of
+from runner.profiling.step_times import RankTimes, split_step
 from runner.profiling.trace import Recorder
 
 CASES = (("1F1B", 4, "loop", 6), ("Interleaved1F1B", 8, "loop", 8), ("ZBVZeroBubble", 8, "v", 8))
@@ -51,7 +51,7 @@ def split(table: Table, hop_s: float, begins_s: list[float]) -> tuple[tuple[Rank
     """Split a step of ranks that wait for their data until these moments, and then keep to the schedule."""
     timeline = simulate(table, costs_of(table, hop_s), begins_s)
     window_s = timeline.makespan_s + REDUCE_S
-    return parts_of(table, rows_of(table, timeline, begins_s), window_s), timeline
+    return split_step(table, rows_of(table, timeline, begins_s), window_s), timeline
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
