@@ -11,9 +11,9 @@ from manifests.models.shape import ModelShape, module_of
 from manifests.paths import problem_with_path
 from manifests.schema import (
     WEIGHTS,
-    CarriedFile,
+    AuxiliaryFile,
     Manifest,
-    PinnedFile,
+    OriginalFile,
     Shard,
     Stage,
 )
@@ -24,7 +24,7 @@ __all__ = ["MANIFEST_NAME", "SOURCE_NAME", "check_manifest", "check_model", "pro
 MANIFEST_NAME = "manifest.json"
 SOURCE_NAME = "source.json"
 _MOST_SHOWN = 20
-_Named = Shard | CarriedFile | PinnedFile
+_Named = Shard | AuxiliaryFile | OriginalFile
 
 
 def check_manifest(manifest: Manifest, where: str = "manifest.json") -> None:
@@ -204,7 +204,7 @@ def _virtual_problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
     yield from _overlaps(manifest)
 
 
-def _span_problems(manifest: Manifest, files: tuple[PinnedFile, ...]) -> Iterator[tuple[str, str]]:
+def _span_problems(manifest: Manifest, files: tuple[OriginalFile, ...]) -> Iterator[tuple[str, str]]:
     for position, stage in enumerate(manifest.stages):
         before = (0, 0)
         for number, span in enumerate(stage.spans):

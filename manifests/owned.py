@@ -21,10 +21,18 @@ from manifests.errors import InputError, OutputError, UnreachableError
 from manifests.invariants import MANIFEST_NAME
 from manifests.store import read_manifest
 
-__all__ = ["Owned", "check_room", "files_of_manifest", "foreign_files", "keep_others", "remove_replaced", "remove_tree"]
+__all__ = [
+    "FindOwned",
+    "check_room",
+    "files_of_manifest",
+    "foreign_files",
+    "keep_others",
+    "remove_replaced",
+    "remove_tree",
+]
 
 # The paths below a folder that may be removed from it; None: the folder was not written by this command.
-Owned = Callable[[Path], Collection[str] | None]
+FindOwned = Callable[[Path], Collection[str] | None]
 
 logger = logging.getLogger(__name__)
 

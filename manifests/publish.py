@@ -14,7 +14,7 @@ from pathlib import Path
 from manifests.errors import InputError, OutputError, refused_by_system
 from manifests.fixed import WORK_NAME, is_fixed, is_free, move_back, move_up
 from manifests.invariants import MANIFEST_NAME
-from manifests.owned import Owned, check_room, keep_others, remove_replaced, remove_tree
+from manifests.owned import FindOwned, check_room, keep_others, remove_replaced, remove_tree
 from manifests.probe import check_writable
 from manifests.store import sync_folder
 
@@ -29,7 +29,7 @@ def publishing(
     out: Path,
     *,
     force: bool,
-    owned: Owned,
+    find_owned: FindOwned,
     wanted: Collection[str] = (),
     last: str = MANIFEST_NAME,
     is_resumable: Callable[[Path], bool] = lambda partial: False,
@@ -39,8 +39,9 @@ def publishing(
 
     A kill leaves `.NAME.partial` beside `out`, and `out` as it was. The next run removes it, or resumes it where
     `is_resumable` says that it can; such a folder survives an interrupt too, and any error if it `outlives_errors`.
-    With `force`, a folder of which `owned` returns files is replaced in one step: these files are removed, all others
-    stay (see Note [Files of others in an output]). If a `wanted` file would replace somebody else's, nothing is done.
+    With `force`, a folder for which `find_owned` returns files is replaced in one step: these files are removed, all
+    others stay (see Note [Files of others in an output]). If a `wanted` file would replace somebody else's, it is
+    refused before anything is written.
 
     A folder that cannot be replaced is filled instead, the file `last` at the end: see Note [Outputs in a mount point].
 
@@ -49,7 +50,7 @@ def publishing(
     """
     if out.name in ("", ".."):
         out = out.resolve()  # `.` has no name to write beside
-    check_target(out, force, owned, wanted)
+    check_target(out, force, find_owned, wanted)
     partial = _make_partial(out)
     lock = _lock(partial, out)
     try:
@@ -68,12 +69,12 @@ def publishing(
         if not is_free(out):  # will be replaced: found out now, not when all is written
             check_writable(out.parent, str(out), exchange=exchange)
         yield partial
-        check_target(out, force, owned)  # it may have come to be since
+        check_target(out, force, find_owned)  # it may have come to be since
         if fixed:
             _sync_tree(partial)
             move_up(partial, out, last)
         else:
-            _swap_in(partial, out, owned)
+            _swap_in(partial, out, find_owned)
     except BaseException as error:
         if fixed and partial.exists():
             with suppress(OSError, InputError):
@@ -90,7 +91,7 @@ def publishing(
 
 
 @contextmanager
-def sharing(out: Path, *, force: bool, owned: Owned) -> Iterator[Path]:
+def sharing(out: Path, *, force: bool, find_owned: FindOwned) -> Iterator[Path]:
     """Yield the folder that will become `out` to one of several writers: it stays when the block ends or fails.
 
     Raises:
@@ -98,7 +99,7 @@ def sharing(out: Path, *, force: bool, owned: Owned) -> Iterator[Path]:
     """
     if out.name in ("", ".."):
         out = out.resolve()
-    check_target(out, force, owned)
+    check_target(out, force, find_owned)
     partial = _make_partial(out)
     lock = _lock(partial, out, fcntl.LOCK_SH)
     try:
@@ -113,7 +114,7 @@ def sharing(out: Path, *, force: bool, owned: Owned) -> Iterator[Path]:
         os.close(lock)
 
 
-def check_target(out: Path, force: bool, owned: Owned, wanted: Collection[str] = ()) -> None:
+def check_target(out: Path, force: bool, find_owned: FindOwned, wanted: Collection[str] = ()) -> None:
     """Make sure that a folder can become `out`: it is not there, or empty, or may be replaced.
 
     Raises:
@@ -121,7 +122,7 @@ def check_target(out: Path, force: bool, owned: Owned, wanted: Collection[str] =
     """
     if is_free(out):
         return
-    files = owned(out) if out.is_dir() and not out.is_symlink() else None
+    files = find_owned(out) if out.is_dir() and not out.is_symlink() else None
     if files is not None and is_fixed(out):
         problem = "exists already, in a mount point or a folder whose parent cannot be written: it cannot be replaced"
         hint = "choose a folder below it, or remove what is there"
@@ -188,7 +189,7 @@ def _sync_tree(folder: Path) -> None:
         sync_folder(Path(parent))
 
 
-def _swap_in(partial: Path, out: Path, owned: Owned) -> None:
+def _swap_in(partial: Path, out: Path, find_owned: FindOwned) -> None:
     # Commit point: one rename, so that a reader sees the old folder or the new one.
     if out.exists():
         _take_after(out, partial)
@@ -198,7 +199,7 @@ def _swap_in(partial: Path, out: Path, owned: Owned) -> None:
         return
     old = _lock(out, out)  # it takes the name of the partial one: nobody may write in it
     try:
-        files = owned(out) or ()
+        files = find_owned(out) or ()
         keep_others(out, files, partial)
         _sync_tree(partial)
         _rename_for_good(lambda: exchange(partial, out), lambda: exchange(partial, out), out.parent)

@@ -13,8 +13,8 @@ __all__ = [
     "MOMENTS",
     "VERSION",
     "WEIGHTS",
+    "AuxiliaryFile",
     "BatchSizes",
-    "CarriedFile",
     "DataCursor",
     "DataPosition",
     "Decay",
@@ -24,9 +24,9 @@ __all__ = [
     "Manifest",
     "Model",
     "OptimizerState",
+    "OriginalFile",
     "ParameterGroup",
     "Parent",
-    "PinnedFile",
     "RandomState",
     "Shard",
     "Source",
@@ -145,7 +145,7 @@ class Parent:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CarriedFile:
+class AuxiliaryFile:
     """A small file of the source (config, tokenizer), kept byte for byte."""
 
     path: str
@@ -250,12 +250,12 @@ class TrainingState:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PinnedFile:
+class OriginalFile:
     """A weight file of the source as it stood when the manifest was written, and must still stand."""
 
     path: str  # below the location
     nbytes: int
-    pin: str  # see `stores.base.InputFile.pin`
+    pin: str  # see `stores.base.InputFile.fingerprint`
     digest: str  # of its header, see `Header.digest`
 
 
@@ -264,7 +264,7 @@ class Virtual:
     """The original files that virtual bundles refer to, and the folder they are in."""
 
     location: str  # an absolute path or a URL, without the revision
-    files: tuple[PinnedFile, ...]
+    files: tuple[OriginalFile, ...]
     revision: str | None = None
 
 
@@ -278,7 +278,7 @@ class Manifest:
     layout: Layout
     stages: tuple[Stage, ...]
     ties: tuple[TieGroup, ...] = ()
-    files: tuple[CarriedFile, ...] = ()
+    files: tuple[AuxiliaryFile, ...] = ()
     parents: tuple[Parent, ...] = ()
     training: TrainingState | None = None
     virtual: Virtual | None = None

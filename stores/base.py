@@ -60,7 +60,7 @@ class InputFile(Protocol):
     def nbytes(self) -> int: ...
 
     @property
-    def pin(self) -> str:
+    def fingerprint(self) -> str:
         """What changes when the file's bytes do: its size and etag, or its size and time of change."""
         ...
 

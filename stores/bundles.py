@@ -21,7 +21,7 @@ from manifests.errors import (
 )
 from manifests.models import module_of
 from manifests.safetensors import Header, in_data_order
-from manifests.schema import WEIGHTS, Holds, Manifest, PinnedFile, Shard, Span, Stage
+from manifests.schema import WEIGHTS, Holds, Manifest, OriginalFile, Shard, Span, Stage
 from manifests.slices import Slice, problem_with_slices, slices_in
 from manifests.store import check_shard, open_shard
 from stores.base import SOURCE_CHANGED, Folder, InputFile, read_file_header
@@ -222,7 +222,7 @@ class Bundles:
 
     def _open_original(self, number: int) -> Header:
         assert self.manifest.virtual is not None
-        return _read_pinned(self.original_file(number), self.manifest.virtual.files[number])
+        return _read_original(self.original_file(number), self.manifest.virtual.files[number])
 
     def _names_on(self, stage: Stage, tensor: TensorAt) -> Sequence[str]:
         """Return the names of a tensor on a stage: its own, or those that are tied to it."""
@@ -239,12 +239,12 @@ class Bundles:
         return names
 
 
-def _read_pinned(file: InputFile, pinned: PinnedFile) -> Header:
+def _read_original(file: InputFile, original: OriginalFile) -> Header:
     """Read an original file's header, if the file still is what it was when the manifest was written."""
-    _expect(file, f"{pinned.nbytes} bytes", f"{file.nbytes} bytes")
-    _expect(file, pinned.pin, file.pin)
+    _expect(file, f"{original.nbytes} bytes", f"{file.nbytes} bytes")
+    _expect(file, original.pin, file.fingerprint)
     header = read_file_header(file)
-    _expect(file, f"header {pinned.digest}", f"header {header.digest}")
+    _expect(file, f"header {original.digest}", f"header {header.digest}")
     return header
 
 

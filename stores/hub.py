@@ -97,7 +97,7 @@ class _AbsentFile:
         raise self._error()
 
     @property
-    def pin(self) -> str:
+    def fingerprint(self) -> str:
         raise self._error()
 
     def open(self, ranges: Sequence[Range]) -> Reader:

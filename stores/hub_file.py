@@ -73,7 +73,7 @@ class HubFile:
         return f"{self.address}/{self.name}"
 
     @property
-    def pin(self) -> str:
+    def fingerprint(self) -> str:
         return f"{self.nbytes} bytes, etag {self.etag}"
 
     def open(self, ranges: Sequence[Range]) -> Reader:

@@ -49,7 +49,7 @@ class LocalFile:
         return self._first().nbytes
 
     @property
-    def pin(self) -> str:
+    def fingerprint(self) -> str:
         first = self._first()
         return f"{first.nbytes} bytes, changed at {first.mtime_ns}"
 

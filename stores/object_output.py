@@ -22,11 +22,11 @@ from manifests.invariants import MANIFEST_NAME
 from stores.address import SCHEME as HUB_SCHEME
 from stores.address import split_url
 from stores.base import Blocks
-from stores.object_claim import Found, Wanted, lines_of, new_claim, read_claim, remaining_names, take_stock
 from stores.object_client import SCHEMES, ObjectEntry, Upload, open_client
+from stores.object_lock import Found, Wanted, check_existing, lines_of, new_lock, read_lock, remaining_names
 from stores.object_progress import Progress, read_progress
 from stores.object_writer import ObjectWriter
-from stores.objects import CLAIM_NAME, PROGRESS_NAME, Client, list_objects
+from stores.objects import LOCK_NAME, PROGRESS_NAME, Client, list_objects
 
 __all__ = ["ObjectTarget", "ObjectWriter", "Wanted", "WritableClient", "open_output", "open_writable"]
 
@@ -60,22 +60,22 @@ def open_output(url: str, *, force: bool = False, wanted: Wanted | None = None, 
     wanted = wanted or Wanted()
     client = open_writable(url)
     listed = list_objects(client)
-    is_unfinished = CLAIM_NAME in listed and MANIFEST_NAME not in listed
-    before = read_claim(client) if CLAIM_NAME in listed else b""
+    is_unfinished = LOCK_NAME in listed and MANIFEST_NAME not in listed
+    before = read_lock(client) if LOCK_NAME in listed else b""
     record = read_progress(client, listed)
     known = remaining_names(before) | (record.names if record else set())
     left = record if record and plan and record.plan == plan else None
     may_replace = force or (is_unfinished and left is not None and left.is_over(before))
 
     def found_in(listed: Mapping[str, ObjectEntry]) -> Found:
-        return take_stock(client, listed, wanted, known=known, is_unfinished=is_unfinished, force=may_replace)
+        return check_existing(client, listed, wanted, known=known, is_unfinished=is_unfinished, force=may_replace)
 
     found = found_in(listed)
     # The record is about to be written over, and no kill from here on may make these names forgotten.
-    claim = new_claim() + lines_of(found.ours - (found.old if found.has_manifest else set()))
-    if CLAIM_NAME in listed:
-        client.put(CLAIM_NAME, claim)
-    elif not client.create(CLAIM_NAME, claim):
+    claim = new_lock() + lines_of(found.ours - (found.old if found.has_manifest else set()))
+    if LOCK_NAME in listed:
+        client.put(LOCK_NAME, claim)
+    elif not client.create(LOCK_NAME, claim):
         problem = "another process has begun to write here"
         raise OutputError(client.url, problem, "choose another --out", code="output.contended")
     client = client.settled()
@@ -90,7 +90,7 @@ def open_output(url: str, *, force: bool = False, wanted: Wanted | None = None, 
         if progress.names:
             progress.add(client, kept)
     except BaseException:
-        if CLAIM_NAME not in listed:  # otherwise the claim stays, and what was completed with it
+        if LOCK_NAME not in listed:  # otherwise the claim stays, and what was completed with it
             target.abort()
         raise
     target = ObjectTarget(client, claim, found, progress, kept, wanted.last)
@@ -223,7 +223,7 @@ class ObjectTarget:
         if left := [*gone, *(held for held in self._held if held not in listed)]:
             self._check_claim()
             claim = self._claim + lines_of(left)
-            self._client.put(CLAIM_NAME, claim)
+            self._client.put(LOCK_NAME, claim)
             self._claim = claim
             self._progress.claim = digest_bytes(claim)
         if self._found.is_in_place:
@@ -256,7 +256,7 @@ class ObjectTarget:
             if self._found.is_in_place and not self._restore_mark(listed):
                 self._progress.stop(self._client)
                 return
-            remove_objects(self._client, [*({*written, PROGRESS_NAME} & listed.keys()), CLAIM_NAME])
+            remove_objects(self._client, [*({*written, PROGRESS_NAME} & listed.keys()), LOCK_NAME])
         except InputError as error:
             logger.warning("%s: what was written of it may have been left there: %s", self._client.url, error.problem)
 
@@ -299,7 +299,7 @@ class ObjectTarget:
         """Remove what was replaced, then the claim."""
         try:
             left = {PROGRESS_NAME, *self._kept} & list_objects(self._client).keys()
-            remove_objects(self._client, [*gone, *left, CLAIM_NAME])
+            remove_objects(self._client, [*gone, *left, LOCK_NAME])
         except InputError as error:  # not allowed to, perhaps
             if not is_readable:  # readers would take it for unfinished
                 raise
@@ -320,7 +320,7 @@ class ObjectTarget:
 
     def _check_claim(self) -> None:
         """Raise unless the claim is ours: once it is not, nothing of ours may come to lie here any more."""
-        if self._read(self._client.look_up(CLAIM_NAME)) != self._claim:
+        if self._read(self._client.look_up(LOCK_NAME)) != self._claim:
             problem = "another process took it over with --force"
             raise OutputError(self._client.url, problem, "choose another --out", code="output.contended")
 
@@ -344,7 +344,7 @@ def open_writable(url: str) -> WritableClient:
 
 def remove_objects(client: WritableClient, names: Collection[str]) -> None:
     """Remove objects, those first that make an output one, and the claim last: in between it is unfinished."""
-    order = {MANIFEST_NAME: 0, _EXPORT_MARK: 0, CLAIM_NAME: 2}
+    order = {MANIFEST_NAME: 0, _EXPORT_MARK: 0, LOCK_NAME: 2}
     for turn in range(3):
         if batch := [name for name in names if order.get(name, 1) == turn]:
             client.remove(batch)

@@ -25,9 +25,9 @@ from stores.ranges import RangeReader
 from stores.retries import PassingError, Retries, keep_trying
 from stores.streams import Streams
 
-__all__ = ["CLAIM_NAME", "PROGRESS_NAME", "Client", "ObjectFile", "ObjectFolder", "list_objects", "open_objects"]
+__all__ = ["LOCK_NAME", "PROGRESS_NAME", "Client", "ObjectFile", "ObjectFolder", "list_objects", "open_objects"]
 
-CLAIM_NAME = ".reshard-unfinished"  # is in a prefix from the first object written there until the commit
+LOCK_NAME = ".reshard-unfinished"  # is in a prefix from the first object written there until the commit
 
 PROGRESS_NAME = ".reshard-progress"  # is beside the claim: what was completed
 
@@ -84,7 +84,7 @@ class ObjectFolder:
         """
         if self._names is None:
             listed = list_objects(self._client)
-            if CLAIM_NAME in listed and MANIFEST_NAME not in listed:
+            if LOCK_NAME in listed and MANIFEST_NAME not in listed:
                 raise StoreError(
                     self.location,
                     "is not finished: it is being written, or its writing was interrupted",
@@ -94,7 +94,7 @@ class ObjectFolder:
             for name, entry in listed.items():
                 self._pinned.setdefault(name, entry)
             self._names = tuple(
-                sorted(name for name in listed if name not in (CLAIM_NAME, PROGRESS_NAME) and not is_hidden(name))
+                sorted(name for name in listed if name not in (LOCK_NAME, PROGRESS_NAME) and not is_hidden(name))
             )
         return self._names
 
@@ -131,7 +131,7 @@ class ObjectFile:
         return self.entry.nbytes
 
     @property
-    def pin(self) -> str:
+    def fingerprint(self) -> str:
         return f"{self.entry.nbytes} bytes, etag {self.entry.etag}"
 
     def open(self, ranges: Sequence[Range]) -> RangeReader:

@@ -13,7 +13,7 @@ from typing import Protocol
 from manifests.digest import digest_bytes
 from manifests.errors import OutputError, UsageError
 from manifests.safetensors import parse_header
-from manifests.schema import CarriedFile
+from manifests.schema import AuxiliaryFile
 from manifests.store import write_file
 from reshard.copy.engine import WriteOptions, WrittenShard, hash_tensors, write_in_order, write_shards
 from reshard.copy.journal import Journal
@@ -40,7 +40,7 @@ class Target(Protocol):
         """Write a small file."""
         ...
 
-    def copy(self, name: str, file: InputFile, digest: str | None = None) -> CarriedFile:
+    def copy(self, name: str, file: InputFile, digest: str | None = None) -> AuxiliaryFile:
         """Copy a file of any length, a block at a time, and check its digest when one is given.
 
         Raises:
@@ -114,11 +114,11 @@ class FolderTarget:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, data)
 
-    def copy(self, name: str, file: InputFile, digest: str | None = None) -> CarriedFile:
+    def copy(self, name: str, file: InputFile, digest: str | None = None) -> AuxiliaryFile:
         path, blocks = self.folder / name, Blocks(file, digest)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, blocks)
-        return CarriedFile(path=name, nbytes=blocks.nbytes, digest=blocks.digest)
+        return AuxiliaryFile(path=name, nbytes=blocks.nbytes, digest=blocks.digest)
 
     def write_shards(self, shards: Sequence[OutputShard], options: WriteOptions) -> tuple[WrittenShard, ...]:
         _check_space(shards, self.folder)
@@ -144,10 +144,10 @@ class BucketTarget:
     def put(self, name: str, data: bytes) -> None:
         self.objects.put(name, data)
 
-    def copy(self, name: str, file: InputFile, digest: str | None = None) -> CarriedFile:
+    def copy(self, name: str, file: InputFile, digest: str | None = None) -> AuxiliaryFile:
         blocks = Blocks(file, digest)
         self.objects.copy(name, blocks)
-        return CarriedFile(path=name, nbytes=blocks.nbytes, digest=blocks.digest)
+        return AuxiliaryFile(path=name, nbytes=blocks.nbytes, digest=blocks.digest)
 
     def write_shards(self, shards: Sequence[OutputShard], options: WriteOptions) -> tuple[WrittenShard, ...]:
         stop = threading.Event()

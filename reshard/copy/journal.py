@@ -9,7 +9,7 @@ from pathlib import Path
 
 from manifests.digest import Hasher
 from reshard.plans.pack_plan import OutputShard
-from stores.objects import CLAIM_NAME, PROGRESS_NAME
+from stores.objects import LOCK_NAME, PROGRESS_NAME
 
 __all__ = ["JOURNAL_NAME", "Journal", "is_working_name", "plan_key"]
 
@@ -19,7 +19,7 @@ JOURNAL_NAME = ".journal"
 def is_working_name(path: str) -> bool:
     """Tell the names that files have while an output takes shape: a small file of one of them would be lost."""
     name = path.rpartition("/")[2]
-    return path in (JOURNAL_NAME, CLAIM_NAME, PROGRESS_NAME) or (name.startswith(".") and name.endswith(".partial"))
+    return path in (JOURNAL_NAME, LOCK_NAME, PROGRESS_NAME) or (name.startswith(".") and name.endswith(".partial"))
 
 
 def plan_key(shards: Sequence[OutputShard]) -> str:
@@ -27,7 +27,7 @@ def plan_key(shards: Sequence[OutputShard]) -> str:
     hasher = Hasher()
     files = dict.fromkeys(origin.file for shard in shards for origin in shard.origins)
     numbers = {file: number for number, file in enumerate(files)}
-    hasher.update(json.dumps([(str(file), file.pin) for file in files]).encode())
+    hasher.update(json.dumps([(str(file), file.fingerprint) for file in files]).encode())
     for shard in shards:
         ranges = [(numbers[origin.file], origin.begin, origin.nbytes) for origin in shard.origins]
         header = shard.header

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from manifests.errors import UserError
 from manifests.invariants import MANIFEST_NAME
-from manifests.owned import Owned, files_of_manifest
+from manifests.owned import FindOwned, files_of_manifest
 from manifests.publish import partial_of, publishing
 from reshard.copy.destination import BucketTarget, FolderTarget, Target
 from reshard.copy.journal import JOURNAL_NAME, Journal, plan_key
@@ -19,7 +19,7 @@ from reshard.tensors.lazy import WOULD_OVERFLOW
 from stores.address import is_url
 from stores.base import HUB_MISMATCH, SOURCE_CHANGED
 from stores.manifest_file import Address
-from stores.object_claim import OwnedObjects, Wanted, objects_of_manifest
+from stores.object_lock import FindOwnedObjects, Wanted, objects_of_manifest
 from stores.object_output import open_output
 
 __all__ = ["keep_only", "open_target"]
@@ -36,8 +36,8 @@ def open_target(
     shards: Sequence[OutputShard],
     *,
     force: bool,
-    owned: Owned = files_of_manifest,
-    owned_objects: OwnedObjects = objects_of_manifest,
+    find_owned: FindOwned = files_of_manifest,
+    find_owned_objects: FindOwnedObjects = objects_of_manifest,
     wanted: Collection[str] = (),
     last: str = MANIFEST_NAME,
     check_free: Callable[[Path], None] = lambda out: None,
@@ -45,9 +45,10 @@ def open_target(
     """Yield a place to write `shards` to, which becomes the output when the block ends well.
 
     When it fails, whatever the reason, what was verified stays for the next run of the same plan, unless the plan
-    itself was refused. With `force`, an output is replaced: of a folder the files that are `owned`, in one step; of
-    a bucket the `owned_objects` (see `stores.object_output`). It is refused where others' files are in the place of
-    new ones, which are the `wanted`. `check_free` raises where the folder that is written in has others' work in it.
+    itself was refused. With `force`, an output is replaced: of a folder the files that `find_owned` returns, in one
+    step; of a bucket the objects that `find_owned_objects` returns (see `stores.object_output`). It is refused where
+    others' files are in the place of new ones, which are the `wanted`. `check_free` raises where the folder that is
+    written in has others' work in it.
 
     Raises:
         InputError: `out` exists and may not be replaced, is being written, or cannot be.
@@ -55,7 +56,7 @@ def open_target(
     key, begun = plan_key(shards), False
     if is_url(out):
         paths = {shard.path for shard in shards}
-        names = Wanted(shards=paths, small={*wanted} - paths, last=last, owned=owned_objects)
+        names = Wanted(shards=paths, small={*wanted} - paths, last=last, find_owned=find_owned_objects)
         with _interrupted_by_sigterm(), open_output(out, force=force, wanted=names, plan=key) as objects:
             try:
                 with _forgotten_when_refused(objects.forget):
@@ -74,7 +75,7 @@ def open_target(
         with publishing(
             Path(out),
             force=force,
-            owned=owned,
+            find_owned=find_owned,
             wanted=wanted,
             last=last,
             outlives_errors=True,

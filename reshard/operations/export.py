@@ -80,8 +80,8 @@ def export_huggingface(
         out,
         shards,
         force=force,
-        owned=files_of_export,
-        owned_objects=objects_of_export,
+        find_owned=files_of_export,
+        find_owned_objects=objects_of_export,
         wanted=names,
         last=CONFIG_NAME,
     ) as target:

@@ -64,4 +64,4 @@ def _describes(files: _Files, out: Path) -> bool:
 
 
 def _state(path: Path) -> str:
-    return LocalFile(path).pin if path.name.endswith(SUFFIX) and not path.is_symlink() else ""
+    return LocalFile(path).fingerprint if path.name.endswith(SUFFIX) and not path.is_symlink() else ""

@@ -14,7 +14,7 @@ from manifests.codec import encode_manifest
 from manifests.errors import OutputError, SourceError
 from manifests.invariants import MANIFEST_NAME, SOURCE_NAME, check_manifest
 from manifests.publish import partial_of
-from manifests.schema import CarriedFile, Layout, Manifest, Model, Shard, Stage
+from manifests.schema import AuxiliaryFile, Layout, Manifest, Model, Shard, Stage
 from reshard.copy.destination import FolderTarget, Target
 from reshard.copy.engine import WriteOptions, WrittenShard, hash_tensors
 from reshard.copy.journal import is_working_name
@@ -83,14 +83,14 @@ def pack(checkpoint: Checkpoint, plan: PackPlan, options: PackOptions) -> Manife
     return manifest
 
 
-def carry_all(checkpoint: Checkpoint, target: Target) -> tuple[CarriedFile, ...]:
+def carry_all(checkpoint: Checkpoint, target: Target) -> tuple[AuxiliaryFile, ...]:
     """Copy a checkpoint's small files, and write down what it was."""
     files = carry_files(checkpoint.carried, target)
     record = partial(record_blocks, checkpoint.record)
     return (*files, target.copy(SOURCE_NAME, MadeFile(SOURCE_NAME, sum(map(len, record())), record)))
 
 
-def carry_files(carried: tuple[CarriedAt, ...], target: Target) -> tuple[CarriedFile, ...]:
+def carry_files(carried: tuple[CarriedAt, ...], target: Target) -> tuple[AuxiliaryFile, ...]:
     """Copy the files beside the weights, byte for byte, checking the digests that are known.
 
     Raises:
@@ -156,7 +156,7 @@ class Outcome:
 
     written: Mapping[str, WrittenShard]
     references: References
-    files: tuple[CarriedFile, ...]
+    files: tuple[AuxiliaryFile, ...]
 
 
 def describe(checkpoint: Checkpoint, plan: PackPlan, done: Outcome) -> Manifest:

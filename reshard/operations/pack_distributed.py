@@ -81,10 +81,10 @@ def pack_part(checkpoint: Checkpoint, plan: PackPlan, part: Part, options: PackO
     wanted = range(len(plan.stages)) if options.stages is None else options.stages
     shards = [shard for stage in plan.stages if stage.index in wanted for shard in stage.shards]
     draft = _draft(checkpoint, plan, shards, wanted)
-    small = json.dumps([(item.path, item.file.pin, item.digest) for item in checkpoint.carried]).encode()
+    small = json.dumps([(item.path, item.file.fingerprint, item.digest) for item in checkpoint.carried]).encode()
     key = digest_bytes(f"{plan_key(shards)} {part.of} ".encode() + encode_manifest(draft) + small)
     shares = deal(shards, part.of)[part.number - 1]
-    with sharing(out, force=options.force, owned=files_of_manifest) as folder:
+    with sharing(out, force=options.force, find_owned=files_of_manifest) as folder:
         records = _begin(out, folder, key, part)
         with _held(records / f"{part.name}.lock", str(out), f"part {part.number}/{part.of}"):
             journal = Journal(folder, key, records / f"{part.name}.journal")
@@ -163,7 +163,7 @@ def _commit(out: Path, force: bool) -> Manifest | None:
         with publishing(
             out,
             force=force,
-            owned=files_of_manifest,
+            find_owned=files_of_manifest,
             wanted=names,
             is_resumable=lambda _: True,
             outlives_errors=True,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from manifests.errors import InputError, UsageError
-from manifests.schema import PinnedFile, Span, Virtual
+from manifests.schema import OriginalFile, Span, Virtual
 from reshard.formatting import parse_numbers
 from reshard.plans.pack_plan import PackPlan, StagePlan
 from reshard.tensors.checkpoint import Checkpoint, OriginalFiles
@@ -134,7 +134,7 @@ def _pin(used: Sequence[str], originals: OriginalFiles, checkpoint: Checkpoint) 
         location=originals.location,
         revision=originals.revision,
         files=tuple(
-            PinnedFile(path=name, nbytes=file.nbytes, pin=file.pin, digest=digests[name])
+            OriginalFile(path=name, nbytes=file.nbytes, pin=file.fingerprint, digest=digests[name])
             for name, file in ((name, originals.files[name]) for name in used)
         ),
     )

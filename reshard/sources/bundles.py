@@ -10,7 +10,7 @@ from manifests.invariants import SOURCE_NAME, check_model
 from manifests.jsontext import parse_json_object
 from manifests.models import ModelShape, model_shape, module_of
 from manifests.safetensors import in_data_order
-from manifests.schema import MOMENTS, WEIGHTS, CarriedFile, Holds, Manifest, Parent, Stage
+from manifests.schema import MOMENTS, WEIGHTS, AuxiliaryFile, Holds, Manifest, Parent, Stage
 from reshard.copy.engine import hash_tensors
 from reshard.sources.huggingface import CONFIG_NAME, check_coverage, without_absent
 from reshard.tensors.checkpoint import CarriedAt, Checkpoint, OriginalFiles, TensorAt
@@ -91,7 +91,7 @@ def _moments(bundles: Bundles, holds: Holds, record: SourceRecord, shape: ModelS
     return tensors
 
 
-def _check_files(files: Iterable[CarriedFile], record: SourceRecord, where: str) -> None:
+def _check_files(files: Iterable[AuxiliaryFile], record: SourceRecord, where: str) -> None:
     """Refuse a carried file that an export would write over a shard or the index."""
     taken = {INDEX_NAME, *(shard.name for shard in record.shards)}
     for position, carried in enumerate(files):

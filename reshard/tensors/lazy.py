@@ -46,8 +46,8 @@ class DerivedFile:
         return f"{self.origins[0].file}, {self.how}"
 
     @property
-    def pin(self) -> str:
-        return "; ".join(f"{origin.file.pin}, from byte {origin.begin}" for origin in self.origins)
+    def fingerprint(self) -> str:
+        return "; ".join(f"{origin.file.fingerprint}, from byte {origin.begin}" for origin in self.origins)
 
     def open(self, ranges: Sequence[Range]) -> BlockReader:
         return BlockReader(self.nbytes, self.make)
@@ -68,7 +68,7 @@ class HeldFile:
         return len(self.data)
 
     @property
-    def pin(self) -> str:
+    def fingerprint(self) -> str:
         return f"{len(self.data)} bytes in memory"
 
     def open(self, ranges: Sequence[Range]) -> BlockReader:
@@ -87,7 +87,7 @@ class MadeFile:
         return self.name
 
     @property
-    def pin(self) -> str:
+    def fingerprint(self) -> str:
         return f"{self.nbytes} bytes, made"
 
     def open(self, ranges: Sequence[Range]) -> BlockReader:

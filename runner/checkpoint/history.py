@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from manifests.claim import claiming
 from manifests.errors import refused_by_system
 from manifests.invariants import MANIFEST_NAME
+from manifests.lockfile import locking
 from manifests.owned import files_of_manifest, foreign_files, remove_tree
 from manifests.store import open_shard, read_manifest, sync_folder
 
@@ -71,7 +71,7 @@ def hold_history(history: Path) -> Iterator[None]:
     """
     where = f"--checkpoint {history}"
     _make(history, where)
-    with claiming(history / _CLAIM, where, "saves checkpoints there"):
+    with locking(history / _CLAIM, where, "saves checkpoints there"):
         for path in history.iterdir():
             if _LEFT.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
                 _take_away(path)
@@ -87,7 +87,7 @@ def hold_output(out: Path) -> Iterator[None]:
     """
     where, out = f"--save {out}", Path(os.path.abspath(out))
     _make(out.parent, where)
-    with claiming(out.with_name(f".{out.name}{_CLAIM}"), where, "trains, and will save there"):
+    with locking(out.with_name(f".{out.name}{_CLAIM}"), where, "trains, and will save there"):
         yield
 
 

@@ -87,7 +87,7 @@ def save(
             if not is_rank_0:
                 return []
             with beat.working():
-                return [str(stack.enter_context(publishing(out, force=force, owned=files_of_manifest)))]
+                return [str(stack.enter_context(publishing(out, force=force, find_owned=files_of_manifest)))]
 
         shared: list[list[str]] = [in_rounds("save", begin, group)]
         dist.broadcast_object_list(shared, src=0, group=group)

@@ -11,7 +11,7 @@ import json
 from manifests.digest import digest_bytes
 from manifests.errors import CheckpointError
 from manifests.jsontext import parse_json_object
-from manifests.schema import CarriedFile
+from manifests.schema import AuxiliaryFile
 from manifests.store import read_small_file
 from runner.bundle.packed import Packed
 
@@ -25,13 +25,13 @@ def encode_skipped(num_skipped: int) -> bytes:
     return (json.dumps({"version": 1, _FIELD: num_skipped}) + "\n").encode()
 
 
-def carried_skipped(files: tuple[CarriedFile, ...], num_skipped: int) -> tuple[CarriedFile, ...]:
+def carried_skipped(files: tuple[AuxiliaryFile, ...], num_skipped: int) -> tuple[AuxiliaryFile, ...]:
     """Return a checkpoint's carried files with this count in place of the one that it descends from."""
     others = tuple(file for file in files if file.path != SKIPPED_NAME)
     if not num_skipped:
         return others
     data = encode_skipped(num_skipped)
-    return (*others, CarriedFile(path=SKIPPED_NAME, nbytes=len(data), digest=digest_bytes(data)))
+    return (*others, AuxiliaryFile(path=SKIPPED_NAME, nbytes=len(data), digest=digest_bytes(data)))
 
 
 def read_skipped(packed: Packed) -> int:

@@ -15,8 +15,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from manifests.claim import birth_of
 from manifests.errors import LaunchError
+from manifests.lockfile import birth_of
 from runner.rundir.heartbeat import log_path
 from runner.rundir.job_record import JobRecord
 from runner.rundir.state import read_state

@@ -10,12 +10,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from manifests.claim import claiming
 from manifests.errors import (
     LaunchError,
     UsageError,
     UserError,
 )
+from manifests.lockfile import locking
 from runner.rundir.heartbeat import SKEWED_S, read_beats
 from runner.rundir.job_record import JOB_NAME, JobRecord, read_record
 from runner.rundir.state import read_state
@@ -33,7 +33,7 @@ def taking(log_dir: Path) -> Iterator[None]:
     Raises:
         UserError: another launch or job has it, see `check_free`.
     """
-    with claiming(log_dir / _CLAIM, f"--log-dir {log_dir}", "launches a job with it"):
+    with locking(log_dir / _CLAIM, f"--log-dir {log_dir}", "launches a job with it"):
         check_free(log_dir)
         yield
 

@@ -72,8 +72,8 @@ class CountedFile:
         return self.counted.folder.file(self.name).nbytes
 
     @property
-    def pin(self) -> str:
-        return self.counted.folder.file(self.name).pin
+    def fingerprint(self) -> str:
+        return self.counted.folder.file(self.name).fingerprint
 
     def open(self, ranges: Sequence[Range]) -> Reader:
         return CountedReader(self, self.counted.folder.file(self.name).open(ranges))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from stores.objects import CLAIM_NAME, PROGRESS_NAME
+from stores.objects import LOCK_NAME, PROGRESS_NAME
 from tests.bucket_sentinels import ObjectSentinels, is_planted, plant_objects
 from tests.builders import files_in, llama_config, random_tensors, without_digest, write_model
 from tests.process.buckets import BUCKET, url_of
@@ -27,7 +27,7 @@ ACTS = (
 )  # fmt: skip
 NUM_EVENTS = 6  # of `make test`
 PACKED = re.compile(r"packed-[0-9a-f]{12}/")
-WORKING = (CLAIM_NAME, PROGRESS_NAME)
+WORKING = (LOCK_NAME, PROGRESS_NAME)
 
 Objects = dict[str, bytes]
 
@@ -99,12 +99,12 @@ class Output:
             shards = [shard["path"] for stage in document["stages"] for shard in stage["shards"]]
             named = ["manifest.json", *shards, *(each["path"] for each in document["files"])]
             return comparable({name: found[name] for name in named})
-        return None if CLAIM_NAME in found or not found else comparable(found)
+        return None if LOCK_NAME in found or not found else comparable(found)
 
     def recorded(self) -> dict[str, int]:
         """Return the completed objects of an unfinished output, by whole name, with their lengths."""
         found = self.objects()
-        if not {CLAIM_NAME, PROGRESS_NAME} <= found.keys():
+        if not {LOCK_NAME, PROGRESS_NAME} <= found.keys():
             return {}
         return {name: nbytes for name, (nbytes, _) in json.loads(found[PROGRESS_NAME])["objects"].items()}
 
@@ -161,7 +161,7 @@ def strike(place: Place, worker: Worker, seed: int, moto: MotoServer) -> int:
             break
         kept = output.recorded()
         # Each note but the first, and the one that says that the command has stopped, is of one more shard.
-        assert len(kept) >= output.num_noted(since) - (1 if act == "SIGKILL" else 2) or CLAIM_NAME not in (
+        assert len(kept) >= output.num_noted(since) - (1 if act == "SIGKILL" else 2) or LOCK_NAME not in (
             output.objects()
         ), context
     since = output.log_length()

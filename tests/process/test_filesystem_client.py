@@ -89,10 +89,10 @@ def test_folder_in_memory_reads_as_one_in_a_bucket() -> None:
 
 def test_file_that_changed_or_is_gone_is_refused(memory: fsspec.AbstractFileSystem) -> None:
     file = open_objects("memory://model").file("config.json")
-    pin = file.pin
+    pin = file.fingerprint
     memory.pipe("/model/config.json", b"[]")
     assert problem(lambda: read_whole(file)).startswith("memory://model/config.json: was changed after it was listed")
-    assert open_objects("memory://model").file("config.json").pin != pin
+    assert open_objects("memory://model").file("config.json").fingerprint != pin
     memory.rm("/model/config.json")
     assert problem(lambda: read_whole(file)) == "memory://model/config.json: there is no such file"
 

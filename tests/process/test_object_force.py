@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stores.objects import CLAIM_NAME
+from stores.objects import LOCK_NAME
 from tests.bucket_sentinels import is_planted, plant_objects
 from tests.builders import Ended, files_in, llama_config, reshard, write_model
 from tests.process.buckets import BUCKET, url_of
@@ -113,7 +113,7 @@ def test_forced_command_on_an_unfinished_output_keeps_what_is_of_others(
     moto.fail(Fault(method="PUT", address=f"{name}/stage-003", what="status", status=403, times=99))
     assert refusal(pack(source, name))[1] == "store.denied"
     moto.fail()
-    assert CLAIM_NAME in objects_in(moto, name)
+    assert LOCK_NAME in objects_in(moto, name)
     sentinels = plant_objects(moto.client(), BUCKET, name)
     if again == "export":
         ended = export(packed, name, "--force")
@@ -129,7 +129,7 @@ def test_forced_command_on_an_unfinished_output_keeps_what_is_of_others(
     if again == "export":
         assert ours_in(moto, name) == files_in(source)
     else:
-        assert CLAIM_NAME not in objects_in(moto, name)
+        assert LOCK_NAME not in objects_in(moto, name)
         assert len([path for path in ours_in(moto, name) if path.endswith(".safetensors")]) == (
             2 if again == "another plan" else 4
         )

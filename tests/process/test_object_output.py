@@ -15,7 +15,7 @@ from manifests.codec import encode_manifest
 from manifests.errors import InputError
 from stores.base import read_whole
 from stores.object_output import ObjectTarget, open_output
-from stores.objects import CLAIM_NAME, open_objects
+from stores.objects import LOCK_NAME, open_objects
 from stores.uplink import MAX_PARTS, NUM_PARTS, part_nbytes
 from tests.fast.manifests.drawn_manifests import full_manifest
 from tests.process.buckets import BUCKET, MIB, become, measured, problem, start_worker, url_of
@@ -139,13 +139,13 @@ def test_checkpoint_that_is_being_replaced_stays_readable_until_the_new_one_is_c
     url = url_of("kept")
     write_checkpoint(url)
     old = s3.objects(BUCKET, "kept/")
-    pins = {name: open_objects(url).file(name).pin for name in open_objects(url).names()}
+    pins = {name: open_objects(url).file(name).fingerprint for name in open_objects(url).names()}
     with open_output(url, force=True) as target:
         target.put("config.json", b"{}")
         write(target, target.place("stage-000/model.safetensors"), shard(MIB, seed=1))
         assert {name: s3.objects(BUCKET, "kept/")[name] for name in old} == old
         folder = open_objects(url)
-        assert {name: folder.file(name).pin for name in folder.names() if name in pins} == pins
+        assert {name: folder.file(name).fingerprint for name in folder.names() if name in pins} == pins
     assert s3.objects(BUCKET, "kept/") == old  # it was not committed
 
 
@@ -216,7 +216,7 @@ def test_writer_that_was_taken_over_writes_over_nothing(s3: S3Server) -> None:
     late = first.writer("stage-000/model.safetensors", len(data), data)
     second = write_checkpoint(url, seed=1, force=True)
     for act in (late.finish, lambda: first.put("config.json", b"late"), lambda: first.writer("config.json", 1, b"l")):
-        assert problem(act).startswith(f"{url}/{CLAIM_NAME}: there is no such object")
+        assert problem(act).startswith(f"{url}/{LOCK_NAME}: there is no such object")
     first.abort()
     assert s3.objects(BUCKET, "late/") == {
         "late/config.json": CONFIG,
@@ -263,13 +263,13 @@ def test_store_without_conditional_writes_still_refuses_what_is_there(
     url = url_of("unconditional")
     write_checkpoint(url)
     assert problem(lambda: open_output(url)).startswith(f"{url}: exists already")
-    assert CLAIM_NAME not in "".join(s3.objects(BUCKET, "unconditional/"))
+    assert LOCK_NAME not in "".join(s3.objects(BUCKET, "unconditional/"))
 
 
 def test_store_that_has_no_conditional_writes_is_told_how_to_be_used(moto: MotoServer) -> None:
-    moto.fail(Fault(method="PUT", address=CLAIM_NAME, what="status", status=501, times=99))
+    moto.fail(Fault(method="PUT", address=LOCK_NAME, what="status", status=501, times=99))
     assert problem(lambda: open_output(url_of("unsupported"))) == (
-        f"{url_of('unsupported')}/{CLAIM_NAME}: the store answers 501\n"
+        f"{url_of('unsupported')}/{LOCK_NAME}: the store answers 501\n"
         "hint: AWS_CONDITIONAL_PUT=disabled does without conditional writes"
     )
 
@@ -304,7 +304,7 @@ def test_busy_server_gets_its_parts_again(moto: MotoServer) -> None:
 
 def test_write_whose_answer_is_lost_is_known_to_be_ours(moto: MotoServer) -> None:
     moto.fail(
-        Fault(method="PUT", address=f"answerless/{CLAIM_NAME}", what="lost"),
+        Fault(method="PUT", address=f"answerless/{LOCK_NAME}", what="lost"),
         Fault(method="PUT", address="answerless/manifest.json", what="lost"),
     )
     data = write_checkpoint(url_of("answerless"))
@@ -328,7 +328,7 @@ def test_commit_without_any_answer_removes_nothing(moto: MotoServer) -> None:
 def test_manifest_is_the_last_object_that_is_written(moto: MotoServer) -> None:
     write_checkpoint(url_of("order"))
     written = [request.path.removeprefix(f"/{BUCKET}/order/") for request in moto.requests("PUT", "/order/")]
-    assert written == [CLAIM_NAME, "config.json", "stage-000/model.safetensors", "manifest.json"]
+    assert written == [LOCK_NAME, "config.json", "stage-000/model.safetensors", "manifest.json"]
 
 
 def test_killed_writer_leaves_nothing_readable_and_force_makes_the_whole(s3: S3Server) -> None:
@@ -339,7 +339,7 @@ def test_killed_writer_leaves_nothing_readable_and_force_makes_the_whole(s3: S3S
         pass
     worker.kill()
     worker.communicate(timeout=10)
-    assert list(s3.objects(BUCKET, "killed/")) == [f"killed/{CLAIM_NAME}"]
+    assert list(s3.objects(BUCKET, "killed/")) == [f"killed/{LOCK_NAME}"]
     assert problem(open_objects(url).names).startswith(f"{url}: is not finished")
     assert problem(lambda: open_output(url)).endswith("and resumes the same plan")
     data = write_checkpoint(url, force=True)

@@ -13,7 +13,7 @@ import pytest
 
 from reshard.copy.destination import NUM_UPLOADS
 from stores.object_output import open_output
-from stores.objects import CLAIM_NAME, PROGRESS_NAME
+from stores.objects import LOCK_NAME, PROGRESS_NAME
 from stores.uplink import NUM_PARTS
 from tests.builders import files_in, llama_config, random_tensors, reshard, without_digest, write_model
 from tests.process.buckets import BUCKET, MIB, become, measured, url_of
@@ -92,7 +92,7 @@ def test_long_carried_file_is_sent_in_parts_and_replaced(s3: S3Server, tmp_path:
             file.write(content)
         run("pack", source, "--layout", f"pp={number}", "--out", out, *(["--force"] if number > 1 else []))
         assert objects_in(s3, "carried")["long.dat"] == (source / "long.dat").read_bytes()
-        assert CLAIM_NAME not in objects_in(s3, "carried")
+        assert LOCK_NAME not in objects_in(s3, "carried")
         assert s3.uploads(BUCKET, "carried/") == []
         assert run("verify", out)
 
@@ -203,7 +203,7 @@ def test_pack_that_is_killed_leaves_no_manifest_and_says_so_when_it_is_tried_aga
     left = objects_in(s3, "killed")
     assert "manifest.json" not in left
     assert run("verify", url, code=3).startswith(f"error: {url}: is not finished: it is being written, or")
-    del left[CLAIM_NAME]
+    del left[LOCK_NAME]
     left.pop(PROGRESS_NAME, None)
     said = run("pack", source, "--layout", "pp=3", "--out", url, code=3)  # another plan
     assert f"{len(left)} objects, {sum(map(len, left.values()))} bytes, begun " in said
@@ -318,7 +318,7 @@ def test_manifest_is_the_last_object_and_the_config_that_of_an_export(
     for name, last in (("order/packed", "manifest.json"), ("order/model", "config.json")):
         changes = [each for each in log if f"/{name}/" in each["path"] and each["method"] in ("PUT", "POST")]
         written = [each["path"].partition(f"/{name}/")[2] for each in changes]
-        assert (written[0], written[-1], written.count(last)) == (CLAIM_NAME, last, 1)
+        assert (written[0], written[-1], written.count(last)) == (LOCK_NAME, last, 1)
 
 
 def test_source_is_read_once_where_digests_are_known_and_twice_where_not(moto: MotoServer, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_signature_for_another_region_says_which_is_right(moto: MotoServer) -> N
 class Steps(InputFile):
     """A file of one byte's value, which each opening gives one of `values` in turn; None: it cannot be read."""
 
-    nbytes, pin = 64, "none"
+    nbytes, fingerprint = 64, "none"
 
     def __init__(self, *values: int | None) -> None:
         self._values = itertools.cycle(values)

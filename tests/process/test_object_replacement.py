@@ -10,7 +10,7 @@ import pytest
 from manifests.codec import encode_manifest
 from manifests.errors import InputError
 from stores.object_output import ObjectTarget, Wanted, open_output
-from stores.objects import CLAIM_NAME, PROGRESS_NAME, open_objects
+from stores.objects import LOCK_NAME, PROGRESS_NAME, open_objects
 from tests.builders import files_in, llama_config, reshard, write_model
 from tests.fast.manifests.drawn_manifests import full_manifest
 from tests.process.buckets import BUCKET, url_of
@@ -54,7 +54,7 @@ def test_pack_that_replaces_a_manifest_removes_nothing_but_what_that_names(s3: S
         assert {key: data for key, data in found.items() if key in theirs} == theirs
         shards = {key.partition("/")[0] for key in found.keys() - theirs.keys() if key.endswith(".safetensors")}
         assert len(shards) == 1  # one packed-…, the last
-    assert CLAIM_NAME not in found
+    assert LOCK_NAME not in found
     for out in (run, nested):
         assert reshard("verify", out, "--against", tmp_path / "source").code == 0
 
@@ -68,7 +68,7 @@ def test_what_a_killed_writer_left_of_its_own_is_removed_by_the_next(s3: S3Serve
     vain = killed.place(SHARD)
     killed.writer(vain, 4, b"vain").finish()
     assert objects_in(s3, "left").keys() == {
-        "config.json", "manifest.json", "notes.txt", CLAIM_NAME, PROGRESS_NAME, SHARD, vain
+        "config.json", "manifest.json", "notes.txt", LOCK_NAME, PROGRESS_NAME, SHARD, vain
     }  # fmt: skip
     with open_output(url, force=True, wanted=WANTED) as target:
         commit(target, b"second")
@@ -85,12 +85,12 @@ def test_what_was_replaced_before_a_kill_is_removed_by_the_next(moto: MotoServer
         commit(second, b"second")
     moto.fail()
     assert objects_in(moto, "unremoved").keys() == {
-        "config.json", "manifest.json", "notes.txt", CLAIM_NAME, PROGRESS_NAME, SHARD, second.place(SHARD)
+        "config.json", "manifest.json", "notes.txt", LOCK_NAME, PROGRESS_NAME, SHARD, second.place(SHARD)
     }  # fmt: skip
     assert open_objects(url).names()  # it can be read
     with open_output(url, force=True, wanted=WANTED):
         assert objects_in(moto, "unremoved").keys() == {
-            "config.json", "manifest.json", "notes.txt", CLAIM_NAME, PROGRESS_NAME, second.place(SHARD)
+            "config.json", "manifest.json", "notes.txt", LOCK_NAME, PROGRESS_NAME, second.place(SHARD)
         }  # fmt: skip
     assert objects_in(moto, "unremoved")["config.json"] == b"second"  # the third was not committed
     assert objects_in(moto, "unremoved").keys() == {
@@ -131,14 +131,14 @@ def test_manifest_that_cannot_be_read_is_not_replaced(s3: S3Server) -> None:
     assert objects_in(s3, "odd") == before
 
 
-@pytest.mark.parametrize("name", ["step-100/manifest.json", f"step-100/{CLAIM_NAME}"])
+@pytest.mark.parametrize("name", ["step-100/manifest.json", f"step-100/{LOCK_NAME}"])
 def test_unfinished_output_is_removed_without_another_inside(s3: S3Server, name: str) -> None:
     first = f"inside-{len(name)}"
     url = url_of(first)
     open_output(url, wanted=WANTED).put("config.json", b"{}")  # and no more: it was killed
     put(s3, f"{first}/{name}")
     with open_output(url, force=True, wanted=WANTED):
-        assert objects_in(s3, first).keys() == {name, CLAIM_NAME, PROGRESS_NAME}
+        assert objects_in(s3, first).keys() == {name, LOCK_NAME, PROGRESS_NAME}
     assert objects_in(s3, first) == {name: b"theirs"}
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from stores.objects import CLAIM_NAME, PROGRESS_NAME
+from stores.objects import LOCK_NAME, PROGRESS_NAME
 from tests.builders import Ended, files_in, llama_config, random_tensors, reshard, write_model
 from tests.process.buckets import BUCKET, url_of
 from tests.servers.s3 import Fault, MotoServer
@@ -75,7 +75,7 @@ def test_refused_upload_keeps_completed_objects_and_the_same_command_resumes(
     shards = {key: data for key, data in found.items() if key.endswith(".safetensors")}
     expected = {path: data for path, data in files_in(packed).items() if path.endswith(".safetensors")}
     assert sorted(shards.values()) == sorted(expected.values())
-    assert not {CLAIM_NAME, PROGRESS_NAME} & found.keys()
+    assert not {LOCK_NAME, PROGRESS_NAME} & found.keys()
     assert reshard("verify", url_of(name), "--against", source).code == 0
 
 

@@ -136,7 +136,7 @@ def test_changed_object_is_refused(s3: S3Server) -> None:
     put(s3, "changed/file", noise(2 * MIB))
     folder = open_objects(f"s3://{BUCKET}/changed")
     folder.names()
-    file, pin = folder.file("file"), folder.file("file").pin
+    file, pin = folder.file("file"), folder.file("file").fingerprint
     put(s3, "changed/file", noise(2 * MIB, seed=1))
     changed = (
         f"s3://{BUCKET}/changed/file: was changed after it was listed\n"
@@ -144,7 +144,7 @@ def test_changed_object_is_refused(s3: S3Server) -> None:
     )
     assert problem(lambda: read(file, (0, MIB))) == changed
     assert problem(lambda: read(folder.file("file"), (0, MIB))) == changed  # pinned by its folder
-    assert open_objects(f"s3://{BUCKET}/changed").file("file").pin != pin
+    assert open_objects(f"s3://{BUCKET}/changed").file("file").fingerprint != pin
 
 
 def test_changed_object_is_refused_by_its_etag_where_the_server_ignores_conditions(moto: MotoServer) -> None:

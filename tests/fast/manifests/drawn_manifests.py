@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from manifests.placement import Placement, Style
 from manifests.schema import (
-    CarriedFile,
+    AuxiliaryFile,
     Layout,
     Manifest,
     Model,
+    OriginalFile,
     Parent,
-    PinnedFile,
     Shard,
     Source,
     Span,
@@ -69,7 +69,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         ),
         ties=_ties(draw, held),
         files=tuple(
-            CarriedFile(path=next(paths), nbytes=draw(COUNTS), digest=draw(DIGESTS))
+            AuxiliaryFile(path=next(paths), nbytes=draw(COUNTS), digest=draw(DIGESTS))
             for _ in range(draw(st.integers(0, 2)))
         ),
         parents=tuple(Parent(location=draw(TEXTS), digest=draw(DIGESTS)) for _ in range(draw(st.integers(0, 2)))),
@@ -119,9 +119,9 @@ def full_manifest() -> Manifest:
             ),
         ),
         files=(
-            CarriedFile(path="config.json", nbytes=612, digest=digest_of("c")),
-            CarriedFile(path="original/params.json", nbytes=180, digest=digest_of("e")),
-            CarriedFile(path="source.json", nbytes=2048, digest=digest_of("d")),
+            AuxiliaryFile(path="config.json", nbytes=612, digest=digest_of("c")),
+            AuxiliaryFile(path="original/params.json", nbytes=180, digest=digest_of("e")),
+            AuxiliaryFile(path="source.json", nbytes=2048, digest=digest_of("d")),
         ),
         parents=(Parent(location="/packed/pp4", digest=digest_of("f")),),
         training=TrainingState(step=300, num_tokens=1_228_800),
@@ -147,7 +147,7 @@ def virtual_manifest() -> Manifest:
             location="hf://org/name",
             revision="5d3a2f1",
             files=tuple(
-                PinnedFile(path=path, nbytes=nbytes, pin=f"{nbytes} bytes, etag 9c1f", digest=digest_of(digit))
+                OriginalFile(path=path, nbytes=nbytes, pin=f"{nbytes} bytes, etag 9c1f", digest=digest_of(digit))
                 for path, nbytes, digit in (("model-00001.safetensors", 208, "a"), ("more/model.safetensors", 328, "b"))
             ),
         ),
@@ -191,7 +191,7 @@ def _virtual(draw: st.DrawFn, num_stages: int) -> tuple[Virtual | None, list[tup
             spans[owner] += (Span(file=number, begin=begin, end=sizes[number]),)
     paths = draw(st.lists(PATHS, min_size=2, max_size=2, unique=True))
     files = tuple(
-        PinnedFile(path=path, nbytes=nbytes, pin=draw(TEXTS), digest=draw(DIGESTS))
+        OriginalFile(path=path, nbytes=nbytes, pin=draw(TEXTS), digest=draw(DIGESTS))
         for path, nbytes in zip(paths, sizes, strict=True)
     )
     location = draw(st.sampled_from(("/", "hf://", "s3://"))) + draw(TEXTS)

@@ -30,7 +30,7 @@ def owned(folder: Path) -> set[str] | None:
 def publish(
     out: Path, text: str = "new", *, force: bool = False, meanwhile: Callable[[], object] = lambda: None
 ) -> None:
-    with publishing(out, force=force, owned=owned) as folder:
+    with publishing(out, force=force, find_owned=owned) as folder:
         (folder / "ours").write_text(text)
         meanwhile()
         (folder / "below").mkdir()
@@ -49,7 +49,7 @@ def refusal(out: Path, *, force: bool = False) -> str:
 
 def test_folder_appears_when_the_block_ends_and_not_before(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "out"
-    with publishing(out, force=False, owned=owned) as folder:
+    with publishing(out, force=False, find_owned=owned) as folder:
         (folder / "ours").write_text("new")
         assert not out.exists()
         assert folder == tmp_path / "deep" / ".out.partial"
@@ -95,7 +95,7 @@ def test_force_replaces_the_old_folder(tmp_path: Path) -> None:
 def test_force_keeps_the_old_folder_until_the_new_one_is_whole(tmp_path: Path) -> None:
     out = tmp_path / "out"
     publish(out, "old")
-    with publishing(out, force=True, owned=owned) as folder:
+    with publishing(out, force=True, find_owned=owned) as folder:
         (folder / "ours").write_text("new")
         assert (out / "ours").read_text() == "old"
     assert (out / "ours").read_text() == "new"
@@ -152,7 +152,7 @@ def test_folder_that_another_process_is_writing_is_refused(tmp_path: Path) -> No
     out = tmp_path / "out"
     code = (
         "import sys; from pathlib import Path; from manifests.publish import publishing\n"
-        "with publishing(Path(sys.argv[1]), force=False, owned=lambda _: None) as folder:\n"
+        "with publishing(Path(sys.argv[1]), force=False, find_owned=lambda _: None) as folder:\n"
         "    (folder / 'ours').write_text('theirs'); print('writing', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
@@ -206,7 +206,7 @@ def test_write_that_the_system_refuses_is_one_sentence_and_leaves_nothing(tmp_pa
         "import resource, signal, sys; from pathlib import Path; from manifests.publish import publishing\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
         "try:\n"
-        "    with publishing(Path(sys.argv[1]), force=False, owned=lambda _: None) as folder:\n"
+        "    with publishing(Path(sys.argv[1]), force=False, find_owned=lambda _: None) as folder:\n"
         "        (folder / 'big').write_bytes(bytes(8192))\n"
         "except Exception as error: print(type(error).__name__, error)"
     )
@@ -232,7 +232,7 @@ def test_commit_that_cannot_be_brought_to_disk_is_undone(
     monkeypatch.setattr(os, "fsync", fails_above)
     with (
         pytest.raises(InputError, match="cannot be written: Input/output error"),
-        publishing(out, force=True, owned=lambda folder: {"old"}) as folder,
+        publishing(out, force=True, find_owned=lambda folder: {"old"}) as folder,
     ):
         (folder / "new").write_text("new")
     assert sorted(path.name for path in tmp_path.rglob("*")) == (["old", "out"] if is_there else [])

@@ -224,7 +224,7 @@ def test_disk_that_does_not_take_a_shard_ends_a_job_as_a_lost_rank_does_unless_i
         write_shard(whole_pieces({"w": torch.zeros(2)}), tmp_path, "shard")
     with (
         pytest.raises(InputError, match=f"cannot be written: {os.strerror(number)}") as folder,
-        publishing(tmp_path / "out", force=False, owned=lambda _: None),
+        publishing(tmp_path / "out", force=False, find_owned=lambda _: None),
     ):
         fsync(0)
     assert {code_of(shard.value), code_of(folder.value)} == {5 if number in (errno.EIO, errno.ESTALE) else 3}

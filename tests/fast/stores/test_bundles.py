@@ -10,7 +10,7 @@ import pytest
 
 from manifests.digest import digest_bytes
 from manifests.errors import InputError
-from manifests.schema import Layout, Manifest, Model, PinnedFile, Source, Span, Stage, TieGroup, TieMember, Virtual
+from manifests.schema import Layout, Manifest, Model, OriginalFile, Source, Span, Stage, TieGroup, TieMember, Virtual
 from manifests.store import read_manifest
 from stores.bundles import Bundles
 from stores.local import LocalFile
@@ -30,17 +30,17 @@ from tests.servers.hub import Hub
 OWNER, REPLICAS = "a.weight", ("b.weight", "c.weight")
 
 
-def write_original(folder: Path, tensors: dict[str, Tensor]) -> tuple[PinnedFile, int]:
+def write_original(folder: Path, tensors: dict[str, Tensor]) -> tuple[OriginalFile, int]:
     """Write a file of tensors, and give its pin and where its data begin."""
     path = folder / "model.safetensors"
     write_safetensors(path, tensors)
     data = path.read_bytes()
     begin = 8 + int.from_bytes(data[:8], "little")
-    digest, pin = digest_bytes(data[:begin]), LocalFile(path).pin
-    return PinnedFile(path=path.name, nbytes=len(data), pin=pin, digest=digest), begin
+    digest, pin = digest_bytes(data[:begin]), LocalFile(path).fingerprint
+    return OriginalFile(path=path.name, nbytes=len(data), pin=pin, digest=digest), begin
 
 
-def two_stages(folder: Path, pinned: PinnedFile, spans: Sequence[tuple[Span, ...]]) -> Manifest:
+def two_stages(folder: Path, pinned: OriginalFile, spans: Sequence[tuple[Span, ...]]) -> Manifest:
     """Give a manifest of modules a, b and c, which share a weight: a on one stage, b and c on another."""
     owner, *replicas = (
         TieMember(fqn=fqn, stage=stage) for fqn, stage in zip((OWNER, *REPLICAS), (0, 1, 1), strict=True)

@@ -48,7 +48,7 @@ class FarFile:
     name: str
     desk: Desk
     data: bytes = HEADER
-    pin: str = "none"
+    fingerprint: str = "none"
 
     def __str__(self) -> str:
         return self.name

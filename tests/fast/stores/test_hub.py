@@ -84,9 +84,9 @@ def test_files_are_equal_when_commit_and_name_are(hub: Hub) -> None:
     hub.push("org/name", {"a": b"1", "b": b"1"})
     once, again = open_repo("org/name"), open_repo("org/name")
     assert len({once.file("a"), again.file("a"), once.file("b")}) == 2
-    assert once.file("a").pin == once.file("b").pin
+    assert once.file("a").fingerprint == once.file("b").fingerprint
     hub.push("org/name", {"a": b"2"})
-    assert open_repo("org/name").file("a").pin != once.file("a").pin
+    assert open_repo("org/name").file("a").fingerprint != once.file("a").fingerprint
 
 
 def test_reading_a_stage_transfers_its_bytes_and_the_header(hub: Hub) -> None:
@@ -221,8 +221,8 @@ def test_offline_a_cached_snapshot_is_the_same_folder(hub: Hub, monkeypatch: pyt
         assert str(offline) == f"hf://{text} (local cache)"
         assert (offline.location, offline.revision) == (online.location, online.revision)
         assert offline.names() == online.names()
-        assert [offline.file(name).pin for name in offline.names()] == [
-            online.file(name).pin for name in online.names()
+        assert [offline.file(name).fingerprint for name in offline.names()] == [
+            online.file(name).fingerprint for name in online.names()
         ]
         assert read_whole(offline.file(WEIGHTS)) == random_bytes(5000)
     assert hub.take_requests() == []

@@ -21,20 +21,20 @@ from manifests.errors import InputError, OutputError, UnreachableError
 from manifests.invariants import MANIFEST_NAME
 from stores.base import read_whole
 from stores.object_client import ObjectEntry
-from stores.objects import CLAIM_NAME, PROGRESS_NAME, Client, ObjectFile
+from stores.objects import LOCK_NAME, PROGRESS_NAME, Client, ObjectFile
 
 __all__ = [
-    "Found", "OwnedObjects", "Wanted", "lines_of", "new_claim", "objects_of_manifest", "read_claim", "remaining_names",
-    "take_stock",
+    "FindOwnedObjects", "Found", "Wanted", "check_existing", "lines_of", "new_lock", "objects_of_manifest", "read_lock",
+    "remaining_names",
 ]  # fmt: skip
 
 _CLAIM_CHARS = 200  # of what a claim says, shown
 _CLAIM_LINES = 3  # of a claim; names of what is to be removed may follow
-_WORKING = (CLAIM_NAME, PROGRESS_NAME)
+_WORKING = (LOCK_NAME, PROGRESS_NAME)
 _HINT = "choose another --out, or remove it yourself"
 
 # The objects below a prefix that may be removed from it; None: its output was not written by this command.
-OwnedObjects = Callable[[Client, Mapping[str, ObjectEntry]], Collection[str] | None]
+FindOwnedObjects = Callable[[Client, Mapping[str, ObjectEntry]], Collection[str] | None]
 
 
 def objects_of_manifest(client: Client, listed: Mapping[str, ObjectEntry]) -> Collection[str] | None:
@@ -62,7 +62,7 @@ class Wanted:
     shards: Collection[str] = ()
     small: Collection[str] = ()
     last: str = MANIFEST_NAME
-    owned: OwnedObjects = objects_of_manifest
+    find_owned: FindOwnedObjects = objects_of_manifest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +87,7 @@ class Found:
         return {folder + path for path in wanted.shards} | set(() if self.old else wanted.small)
 
 
-def take_stock(
+def check_existing(
     client: Client,
     listed: Mapping[str, ObjectEntry],
     wanted: Wanted,
@@ -106,7 +106,7 @@ def take_stock(
         return Found(listed=listed)
     if not force:
         raise _not_without_force(client, others, is_unfinished)
-    named = wanted.owned(client, others) if not is_unfinished else ()
+    named = wanted.find_owned(client, others) if not is_unfinished else ()
     if named is None:
         problem = "exists, and is not what this command writes; --force does not replace it"
         raise OutputError(client.url, problem, _HINT, code="output.not-ours")
@@ -121,7 +121,7 @@ def take_stock(
     return Found(listed=listed, ours=ours, old=old)
 
 
-def new_claim() -> bytes:
+def new_lock() -> bytes:
     """Return a claim, unlike any other."""
     begun = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     who = f"begun {begun} on {socket.gethostname()} by process {os.getpid()}"
@@ -138,9 +138,9 @@ def remaining_names(claim: bytes) -> set[str]:
     return {name for name in claim.decode(errors="replace").split("\n")[_CLAIM_LINES:] if name}
 
 
-def read_claim(client: Client) -> bytes:
+def read_lock(client: Client) -> bytes:
     """Return what the claim says."""
-    claim = client.look_up(CLAIM_NAME)
+    claim = client.look_up(LOCK_NAME)
     return b"".join(client.read(claim, 0, claim.nbytes)) if claim.nbytes else b""
 
 
@@ -148,7 +148,7 @@ def _not_without_force(client: Client, others: Mapping[str, ObjectEntry], is_unf
     if not is_unfinished:
         hint = "choose another --out, or replace it with --force"
         return OutputError(client.url, "exists already", hint, code="output.exists")
-    text = read_claim(client)[:_CLAIM_CHARS].decode(errors="replace").partition("\n")[0]
+    text = read_lock(client)[:_CLAIM_CHARS].decode(errors="replace").partition("\n")[0]
     nbytes = sum(entry.nbytes for entry in others.values())
     what = f"{len(others)} object{'' if len(others) == 1 else 's'}, {nbytes} bytes, {text}"
     return OutputError(

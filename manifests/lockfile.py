@@ -26,7 +26,7 @@ from pathlib import Path
 
 from manifests.errors import InputError, LaunchError, refused_by_system
 
-__all__ = ["birth_of", "claiming"]
+__all__ = ["birth_of", "locking"]
 
 _BEAT_S = 5.0
 _STALE_S = 60.0
@@ -70,7 +70,7 @@ class _Holder:
 
 
 @contextlib.contextmanager
-def claiming(path: Path, where: str, doing: str, *, stale_s: float = _STALE_S) -> Iterator[None]:
+def locking(path: Path, where: str, doing: str, *, stale_s: float = _STALE_S) -> Iterator[None]:
     """Claim a place for this process while the block runs; `path` is the claim's own file, whose folder exists.
 
     Raises:

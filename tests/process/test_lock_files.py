@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from manifests.claim import birth_of, claiming
 from manifests.errors import InputError
+from manifests.lockfile import birth_of, locking
 from tests.process.local_jobs import ROOT, SMALL, launched, pack_tiny, runner
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
@@ -22,11 +22,11 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 HOLD = """
 import sys, time
 from pathlib import Path
-from manifests.claim import claiming
+from manifests.lockfile import locking
 from manifests.errors import InputError
 sys.stdin.readline()
 try:
-    with claiming(Path(sys.argv[1]), "place", "holds it"):
+    with locking(Path(sys.argv[1]), "place", "holds it"):
         print("has it", flush=True)
         sys.stdin.readline()
 except InputError as error:
@@ -104,8 +104,8 @@ def test_claim_of_a_killed_holder_is_taken_over_at_once_and_that_of_a_live_one_i
 
 def test_lock_that_a_child_of_a_dead_holder_keeps_does_not_keep_the_claim(tmp_path: Path) -> None:
     forks = """
-import manifests.claim, os, time
-acquire = manifests.claim._acquire
+import manifests.lockfile, os, time
+acquire = manifests.lockfile._acquire
 def forking(*given):
     found = acquire(*given)
     if not os.fork():
@@ -113,7 +113,7 @@ def forking(*given):
         time.sleep(10)
         os._exit(0)
     return found
-manifests.claim._acquire = forking
+manifests.lockfile._acquire = forking
 """
     first, second = hold(tmp_path / "claim", forks), hold(tmp_path / "claim")
     try:
@@ -139,13 +139,13 @@ def test_claim_on_another_machine_is_kept_while_it_is_touched_and_taken_over_whe
                 time.sleep(0.05)
 
         touching = pool.submit(touch)
-        with pytest.raises(InputError) as error, claiming(path, "place", "waits", stale_s=1):
+        with pytest.raises(InputError) as error, locking(path, "place", "waits", stale_s=1):
             pass
         is_over = True
         touching.result()
     assert (error.value.code, error.value.where) == ("launch.folder-in-use", "place")
     assert "process 7 on elsewhere" in error.value.problem
-    with claiming(path, "place", "took over", stale_s=1):
+    with locking(path, "place", "took over", stale_s=1):
         assert json.loads(path.read_bytes())["doing"] == "took over"
     assert not path.exists()
 
@@ -154,7 +154,7 @@ def test_process_with_the_number_of_a_dead_holder_is_not_taken_for_it(tmp_path: 
     path, own = tmp_path / "claim", birth_of(os.getpid())
     assert own is not None
     record(path, pid=os.getpid(), birth=f"{own.partition(' ')[0]} 1", namespace=os.readlink("/proc/self/ns/pid"))
-    with claiming(path, "place", "took over"):
+    with locking(path, "place", "took over"):
         pass
 
 
