@@ -5,8 +5,9 @@ The names in `__all__` are the public API; every other module is private. They a
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from manifests.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from manifests.errors import (
@@ -80,51 +81,38 @@ __all__ = [
     "verify",
 ]
 
-_MODULES = {
-    "manifests.errors": (
-        "InputError",
-        "LayoutError",
-        "ManifestError",
-        "ModelError",
-        "OutputError",
-        "ScheduleError",
-        "ShardError",
-        "SourceError",
-        "StoreError",
-        "UnreachableError",
-        "UsageError",
-        "UserError",
-    ),
-    "manifests.schema": ("Layout", "Manifest", "Stage"),
-    "reshard.api.diff": ("diff",),
-    "reshard.api.export": ("export",),
-    "reshard.api.pack": ("pack",),
-    "reshard.api.packed": ("PackedModel", "PackedStage", "TensorInfo", "open"),
-    "reshard.api.plan": ("plan",),
-    "reshard.api.verify": ("verify",),
-    "reshard.estimate.training_estimate": ("Assumptions",),
-    "reshard.operations.compare": ("Difference",),
-    "reshard.operations.diff": ("DiffResult", "TensorDifference"),
-    "reshard.operations.export": ("ExportResult",),
-    "reshard.operations.pack_result": ("PackResult",),
-    "reshard.operations.progress": ("Progress",),
-    "reshard.operations.resolve": ("PlanResult",),
-    "reshard.operations.verify": ("VerifyResult",),
-    "reshard.transforms.conversion": ("Conversion",),
-}
-
-
-def __getattr__(name: str) -> object:
-    if name == "__version__":
-        from importlib.metadata import version
-
-        return version("reshard")
-    module = next((module for module, names in _MODULES.items() if name in names), None)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = found = getattr(import_module(module), name)
-    return found
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_attributes(
+    __name__,
+    {
+        "manifests.errors": (
+            "InputError",
+            "LayoutError",
+            "ManifestError",
+            "ModelError",
+            "OutputError",
+            "ScheduleError",
+            "ShardError",
+            "SourceError",
+            "StoreError",
+            "UnreachableError",
+            "UsageError",
+            "UserError",
+        ),
+        "manifests.schema": ("Layout", "Manifest", "Stage"),
+        "reshard.api.diff": ("diff",),
+        "reshard.api.export": ("export",),
+        "reshard.api.pack": ("pack",),
+        "reshard.api.packed": ("PackedModel", "PackedStage", "TensorInfo", "open"),
+        "reshard.api.plan": ("plan",),
+        "reshard.api.verify": ("verify",),
+        "reshard.estimate.training_estimate": ("Assumptions",),
+        "reshard.operations.compare": ("Difference",),
+        "reshard.operations.diff": ("DiffResult", "TensorDifference"),
+        "reshard.operations.export": ("ExportResult",),
+        "reshard.operations.pack_result": ("PackResult",),
+        "reshard.operations.progress": ("Progress",),
+        "reshard.operations.resolve": ("PlanResult",),
+        "reshard.operations.verify": ("VerifyResult",),
+        "reshard.transforms.conversion": ("Conversion",),
+    },
+)

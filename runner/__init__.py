@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import signal
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from manifests.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from manifests.errors import (
@@ -58,46 +59,33 @@ __all__ = [
     "load_stages",
 ]
 
-_MODULES = {
-    "manifests.errors": (
-        "CheckpointError",
-        "DataError",
-        "InputError",
-        "LaunchError",
-        "LayoutError",
-        "LogError",
-        "ManifestError",
-        "ModelError",
-        "OutputError",
-        "RankError",
-        "ScheduleError",
-        "ShardError",
-        "SourceError",
-        "StoreError",
-        "UnreachableError",
-        "UsageError",
-        "UserError",
-    ),
-    "runner.load.own_module": ("LoadResult", "StateDictAdapter", "load_stages"),
-}
+__getattr__, __dir__ = lazy_attributes(
+    __name__,
+    {
+        "manifests.errors": (
+            "CheckpointError",
+            "DataError",
+            "InputError",
+            "LaunchError",
+            "LayoutError",
+            "LogError",
+            "ManifestError",
+            "ModelError",
+            "OutputError",
+            "RankError",
+            "ScheduleError",
+            "ShardError",
+            "SourceError",
+            "StoreError",
+            "UnreachableError",
+            "UsageError",
+            "UserError",
+        ),
+        "runner.load.own_module": ("LoadResult", "StateDictAdapter", "load_stages"),
+    },
+)
 
 # Importing torch takes seconds, in which Ctrl-C would print a traceback for each rank. Processes that `runner launch`
 # started exit silently instead; once there is something to say, `runner.distributed` handles it.
 if os.environ.get("RUNNER_AGENT") in (str(os.getpid()), str(os.getppid())):
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def __getattr__(name: str) -> object:
-    if name == "__version__":
-        from importlib.metadata import version
-
-        return version("reshard")
-    module = next((module for module, names in _MODULES.items() if name in names), None)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = found = getattr(import_module(module), name)
-    return found
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
