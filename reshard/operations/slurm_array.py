@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from manifests.errors import (
-    LaunchError,
-    OutputError,
-    UserError,
-)
+from manifests.errors import OutputError, UserError
 from manifests.owned import files_of_manifest
 from manifests.publish import check_target
+from manifests.slurm import run_slurm
 
 __all__ = ["PackJob", "check_out", "render_commit", "render_parts", "show", "show_json", "submit"]
 
-_LIMIT_S = 60  # sbatch may not take longer
 _ARRAY_ID = "ARRAY_JOB_ID"  # stands in for the number that Slurm has not given yet
 
 
@@ -80,11 +75,11 @@ def submit(job: PackJob) -> tuple[str, str]:
     Raises:
         UserError: there is no Slurm here, or it refuses a job; parts without a commit are cancelled.
     """
-    parts = _call(_sbatch(job), render_parts(job)).strip().partition(";")[0]
+    parts = run_slurm(_sbatch(job), render_parts(job)).strip().partition(";")[0]
     try:
-        return parts, _call(_sbatch(job, parts), render_commit(job)).strip().partition(";")[0]
+        return parts, run_slurm(_sbatch(job, parts), render_commit(job)).strip().partition(";")[0]
     except UserError:
-        _call(["scancel", parts])
+        run_slurm(["scancel", parts])
         raise
 
 
@@ -108,23 +103,3 @@ def _script(name: str, options: Sequence[str], command: str, job: PackJob) -> st
 
 def _reshard(arguments: Sequence[str]) -> str:
     return shlex.join([sys.executable, "-m", "reshard", *arguments])
-
-
-def _call(command: Sequence[str], standard_input: str = "") -> str:
-    where = command[0]
-    try:
-        done = subprocess.run(command, input=standard_input, capture_output=True, text=True, timeout=_LIMIT_S)
-    except FileNotFoundError as error:
-        hint = "run it where Slurm's commands are, on a login node"
-        raise LaunchError(where, "is not on this machine", hint, code="launch.no-slurm") from error
-    except subprocess.TimeoutExpired as error:
-        raise LaunchError(
-            where,
-            f"did not answer within {_LIMIT_S} s",
-            "is slurmctld up? scontrol ping says",
-            code="launch.slurm-timeout",
-        ) from error
-    if done.returncode:
-        said = " ".join(done.stderr.split()).removeprefix(f"{where}: error: ")
-        raise LaunchError(where, said or f"ended with code {done.returncode}", code="launch.slurm-refused")
-    return done.stdout

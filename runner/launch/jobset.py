@@ -20,9 +20,10 @@ from manifests.errors import (
     UsageError,
 )
 from runner.config.schema import SYNTHETIC
+from runner.launch.decide import FINAL
 from runner.launch.job import Job
 from runner.launch.scheduler_checks import check_mounts, check_read, check_written, is_shown
-from runner.launch.supervisor import FINAL, SHUTDOWN_S, agent_command
+from runner.launch.supervisor import SHUTDOWN_S, agent_command
 from runner.rundir.job_record import JobRecord
 
 __all__ = ["JobSetState", "cancel", "find_phases", "find_state", "print_logs", "render", "submit"]

@@ -5,25 +5,19 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from manifests.errors import (
-    InputError,
-    LaunchError,
-    UsageError,
-    UserError,
-)
+from manifests.errors import UsageError, UserError
+from manifests.slurm import run_slurm
 from runner.launch.job import Job
 from runner.launch.scheduler_checks import check_mounts, check_sbatch_args, parse_signal, parse_time
 from runner.rundir.job_record import JobRecord
 
-__all__ = ["SlurmState", "ask", "cancel", "find_state", "render", "submit"]
+__all__ = ["SlurmState", "cancel", "find_state", "render", "submit"]
 
-_LIMIT_S = 60  # no command of Slurm's may take longer
 _MOUNT = re.compile(r"/[^:,]*:(?P<target>/[^:,]*)(:[a-z+]+)?")  # as pyxis takes them, with its own flags
 
 
@@ -78,7 +72,7 @@ def submit(job: Job) -> JobRecord:
     _check_nodes(job)
     # On its command line as well: SBATCH_ACCOUNT and its like in the environment win over what a script says.
     told = [word for option in _options(job) for word in shlex.split(option)]
-    number = ask(["sbatch", "--parsable", *told], standard_input=script).strip().partition(";")[0]
+    number = run_slurm(["sbatch", "--parsable", *told], standard_input=script).strip().partition(";")[0]
     return JobRecord(scheduler="slurm", id=number, name=job.name, output=str(job.log_dir / f"slurm-{number}.out"))
 
 
@@ -89,7 +83,7 @@ def find_state(record: JobRecord) -> SlurmState:
         UserError: Slurm cannot be asked.
     """
     try:
-        shown = ask(["scontrol", "show", "job", "-o", record.id])
+        shown = run_slurm(["scontrol", "show", "job", "-o", record.id])
     except UserError as error:
         if "Invalid job id" not in error.problem:
             raise
@@ -110,33 +104,8 @@ def cancel(record: JobRecord) -> bool:
     """End a job, and give whether Slurm still knew it: another that has got its number stays as it is."""
     if find_state(record).is_forgotten:
         return False
-    ask(["scancel", record.id])
+    run_slurm(["scancel", record.id])
     return True
-
-
-def ask(command: Sequence[str], standard_input: str = "", *, limit_s: float = _LIMIT_S) -> str:
-    """Give what a command of Slurm's prints.
-
-    Raises:
-        UserError: it is not there, does not answer, or refuses.
-    """
-    where = command[0]
-    try:
-        done = subprocess.run(command, input=standard_input, capture_output=True, text=True, timeout=limit_s)
-    except FileNotFoundError as error:
-        hint = "run it where Slurm's commands are, on a login node"
-        raise InputError(where, "is not on this machine", hint, code="system.missing-program") from error
-    except OSError as error:
-        raise InputError(where, f"cannot be started: {error.strerror}", code="system.missing-program") from error
-    except subprocess.TimeoutExpired as error:
-        hint = "is slurmctld up? scontrol ping says"
-        raise LaunchError(
-            where, f"did not answer within {limit_s:.0f} s", hint, code="launch.scheduler-silent"
-        ) from error
-    if done.returncode:
-        said = " ".join(done.stderr.split()).removeprefix(f"{where}: error: ")
-        raise LaunchError(where, said or f"ended with code {done.returncode}", code="launch.scheduler-failed")
-    return done.stdout
 
 
 def _is_anothers(shown: str, record: JobRecord) -> bool:
@@ -169,7 +138,7 @@ def _check_end(job: Job) -> None:
 
 def _check_nodes(job: Job) -> None:
     """Raise where a job asks for more nodes than its partition has: Slurm 22.05 lets it wait for ever."""
-    words = (line.split() for line in ask(["scontrol", "show", "partition", "-o"]).splitlines())
+    words = (line.split() for line in run_slurm(["scontrol", "show", "partition", "-o"]).splitlines())
     partitions = [dict(word.partition("=")[::2] for word in line) for line in words]
     partition = job.partition or os.environ.get("SBATCH_PARTITION")
     asked = set(partition.split(",")) if partition else None

@@ -1,15 +1,9 @@
-"""A job's life inside a Slurm allocation: all nodes are started, and started again when a rank is lost. No torch.
+"""Supervise a job inside a Slurm allocation: start ranks on all nodes, and restart them when one is lost. No torch.
 
-# Note [Relaunching the whole world]
-torchrun's own restarts do not work over several nodes: ranks of the second attempt meet the addresses of
-the first. So torchrun never restarts (`--max-restarts 0`), every attempt has a port of its own, and node
-numbers are Slurm's: ranks keep their nodes.
-
-# Note [Stopped without a word]
-Slurm sends `--signal`, and a preemption's SIGTERM, to the ranks and not to this process. Ranks and agents that have not
-begun yet die of it, and leave no `state.json`. When one node's agent dies without a word, srun stops the others with
-SIGTERM, and its code, the highest, is the same. Both are queued again; a second time in a row without a newer
-checkpoint ends the job, unless Slurm says that it preempts or ends it. With `--restarts` alone both are a lost rank.
+# Note [Restarting all ranks]
+torchrun's own restarts do not work over several nodes: ranks of the second attempt rendezvous at the addresses of the
+first. So torchrun never restarts (`--max-restarts 0`), every attempt has its own port, and node ranks are Slurm's:
+each node keeps its ranks.
 """
 
 from __future__ import annotations
@@ -26,22 +20,21 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 
 from manifests.errors import RankError, UnreachableError, UserError
+from manifests.signals import INTERRUPTED
+from manifests.slurm import run_slurm
 from runner.checkpoint.history import find_checkpoints, step_of
 from runner.config.flags import TrainOptions, parse_training
-from runner.launch.slurm import ask
+from runner.launch.decide import AttemptEnd, Exit, GiveUp, Requeue, Restart, decide, may_requeue
 from runner.rundir.exit_report import code_of
 from runner.rundir.state import STATE_NAME, RunState, clear_state, read_state, write_state
 
-__all__ = ["FINAL", "SHUTDOWN_S", "agent_command", "main", "srun_command", "stopping"]
+__all__ = ["SHUTDOWN_S", "agent_command", "main", "srun_command", "stopping"]
 
 logger = logging.getLogger("runner")
-SHUTDOWN_S = 30  # beyond the time that a checkpoint may take, ranks are killed
-FINAL = (1, 2, 3, 4)  # a bug, or what the user must mend: another attempt would end alike
-_INTERRUPTED = 130
-_ASKED = (_INTERRUPTED, 128 + signal.SIGUSR2, 128 + signal.SIGTERM)  # see Note [Stopped without a word]
-_LATE_S = 2.0  # for so long a file that another node has written may be unseen here
-# Slurm kills what has not ended KillWait, 30 s by default, after it was told to, and saving took a part of that:
-# asking for a place in the queue may take no longer than the rest, or nobody says that there is none.
+SHUTDOWN_S = 30  # ranks are killed so long after the time that a checkpoint may take
+_LATE_S = 2.0  # a file that another node has written may not be visible here for so long
+# Slurm kills what has not ended KillWait (30 s by default) after it was asked to, and saving took a part of that:
+# a requeue must be requested within the rest, or nothing reports that it failed.
 _ASK_S = 20.0
 _ANSWER_S = 8.0
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0)
@@ -51,7 +44,7 @@ _HANDLED = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR2"
 def agent_command(
     manifest: str, training: Sequence[str], *, nnodes: int, nproc_per_node: int, shutdown_s: int, python: str
 ) -> list[str]:
-    """Give the command that runs one node's ranks. PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT say where."""
+    """Return the command that runs one node's ranks; it reads PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT."""
     return [
         python, "-m", "runner.launch.agent",
         "--nnodes", str(nnodes), "--nproc-per-node", str(nproc_per_node), "--max-restarts", "0",
@@ -60,12 +53,12 @@ def agent_command(
 
 
 def stopping(shutdown_s: int) -> tuple[str, ...]:
-    """Give torchrun's flags for the signals that ask ranks to stop, and the time that they have to save then."""
+    """Return torchrun's flags for the signals that ask ranks to stop, and for the time that they then have to save."""
     return ("--signals-to-handle", _HANDLED, "--shutdown-timeout", str(shutdown_s))
 
 
 def srun_command(agent: Sequence[str], nnodes: int, extra: Sequence[str]) -> list[str]:
-    """Give the command that runs an agent on every node of the allocation."""
+    """Return the command that runs an agent on every node of the allocation."""
     script = 'export PET_NODE_RANK="$SLURM_NODEID"; exec "$@"'
     return [
         "srun", f"--nodes={nnodes}", f"--ntasks={nnodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--wait=20",
@@ -74,7 +67,7 @@ def srun_command(agent: Sequence[str], nnodes: int, extra: Sequence[str]) -> lis
 
 
 def main() -> None:
-    """Run the attempts of one allocation; end with the last one's exit code."""
+    """Run the attempts of one allocation, and exit with the code of the last one."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     parser = argparse.ArgumentParser(prog="runner.launch.supervisor")
     parser.add_argument("--nnodes", type=int, required=True)
@@ -102,64 +95,69 @@ def main() -> None:
 
 
 class _Supervisor:
-    """Runs one command again and again, for as long as it helps."""
+    """Runs one command until it succeeds or a restart would not help."""
 
     def __init__(self, command: Sequence[str], options: TrainOptions, environment: Mapping[str, str]) -> None:
         self._command, self._options, self._environment = list(command), options, environment
         self._job = int(environment.get("SLURM_JOB_ID", "0"))
-        self._requeues = int(environment.get("SLURM_RESTART_COUNT", "0"))
-        self._stopping: int | None = None
-        # The ranks get these signals too, and decide; this process lives on to see what they did.
+        self._num_requeues = int(environment.get("SLURM_RESTART_COUNT", "0"))
+        self._is_signalled = False
+        # The ranks get these signals too, and decide; this process stays alive to see what they did.
         for number in (signal.SIGTERM, signal.SIGUSR2):
-            signal.signal(number, self._note)
+            signal.signal(number, self._note_signal)
 
     def run(self, restarts: int, *, requeue: bool) -> int:
-        """Give the exit code of the last attempt.
+        """Return the exit code of the last attempt.
 
         Raises:
-            UserError: Slurm does not start one, or the checkpoints cannot be listed. `state.json` has it, too.
+            UserError: Slurm does not start an attempt, or the checkpoints cannot be listed; also in `state.json`.
         """
         try:
             return self._run(restarts, requeue=requeue)
         except UserError as error:
-            self._leave(RunState(step=0, ended="failed", code=code_of(error), error=str(error), error_code=error.code))
+            self._write(RunState(step=0, ended="failed", code=code_of(error), error=str(error), error_code=error.code))
             raise
 
     def _run(self, restarts: int, *, requeue: bool) -> int:
-        former = read_state(self._options.log_dir)
-        for attempt in range(restarts + 1):
+        former, attempt = read_state(self._options.log_dir), 0
+        while True:
             before = self._newest_step()
             code, state = self._attempt(attempt)
-            was_stopped = state is not None and state.ended == "stopped"
-            is_done = state is not None and state.ended == "done"
-            if (code == 0 and not was_stopped) or (is_done and code in _ASKED):  # told to stop when all was done
-                return 0
-            if state is not None and state.ended == "failed" and code in FINAL:  # when it was told to stop, too
-                return code
-            if was_stopped or self._stopping is not None:
-                return self._queue_again() if requeue else _INTERRUPTED
-            if state is None and code in _ASKED and (requeue or not restarts or self._is_ending()):
-                return self._end_unsaid(former) if requeue else _INTERRUPTED
-            if code in FINAL:
-                return code
-            step = self._newest_step()
-            if attempt and before is not None and step is not None and step <= before:
-                why = f"no checkpoint since the last restart, from step {step}: another one would end alike"
-                return self._give_up(code, why, state)
-            if attempt == restarts:
-                last = "cannot be listed" if step is None else f"is of step {step}"
-                why = f"all {restarts} restarts are used up; the last checkpoint {last}"
-                return self._give_up(code, why, state) if restarts else code
-            start = "the newest checkpoint" if step is None else f"step {step}"
-            logger.info("attempt %d of %d ended with code %d; all ranks are started again, from %s",
-                        attempt + 1, restarts + 1, code, start)  # fmt: skip
-        return code
+            action = decide(
+                AttemptEnd(
+                    code=code,
+                    state=state,
+                    attempt=attempt,
+                    restarts=restarts,
+                    requeue=requeue,
+                    is_signalled=self._is_signalled,
+                    step_before=before,
+                    newest_step=self._newest_step,
+                    shown=self._shown,
+                    former=former,
+                    num_requeues=self._num_requeues,
+                )
+            )
+            match action:
+                case Exit():
+                    return action.code
+                case GiveUp():
+                    return self._give_up(action.code, action.why, state)
+                case Requeue():
+                    if action.state is not None:
+                        self._write(action.state)
+                    return self._requeue()
+                case Restart():
+                    attempt += 1
+                    start = "the newest checkpoint" if action.step is None else f"step {action.step}"
+                    logger.info("attempt %d of %d exited with code %d; restarting all ranks from %s",
+                                attempt, restarts + 1, code, start)  # fmt: skip
 
     def _give_up(self, code: int, why: str, last: RunState | None) -> int:
-        """Say why no attempt follows, there and in `runner status`, beside why the last one ended."""
+        """Report why no attempt follows, in the log and in `runner status`, with the error that ended the last one."""
         error = f"{why}\n{last.error}" if last and last.error else why
         logger.error("error: %s", why)
-        self._leave(
+        self._write(
             RunState(
                 step=last.step if last else 0,
                 ended="failed",
@@ -170,22 +168,22 @@ class _Supervisor:
         )
         return code
 
-    def _leave(self, state: RunState) -> None:
+    def _write(self, state: RunState) -> None:
         try:
             write_state(self._options.log_dir, state)
         except OSError as error:  # the log has it
             logger.error("note: %s cannot be written: %s", self._options.log_dir / STATE_NAME, error.strerror)
 
     def _attempt(self, attempt: int) -> tuple[int, RunState | None]:
-        """Give the code that all ranks ended with, and what they have left."""
+        """Run all ranks; return their exit code, and what they wrote to `state.json`."""
         stale = None
         try:
-            clear_state(self._options.log_dir)  # or a run that was stopped once would look stopped for ever
+            clear_state(self._options.log_dir)  # or a run that was stopped once would always look stopped
         except OSError as error:
             logger.error("note: %s cannot be removed: %s", self._options.log_dir / STATE_NAME, error.strerror)
             stale = read_state(self._options.log_dir)
         # A port that the attempt before has not used, on a node that other jobs may share.
-        port = 20000 + (self._job * 7 + self._requeues * 101 + attempt) % 20000
+        port = 20000 + (self._job * 7 + self._num_requeues * 101 + attempt) % 20000
         environment = {**self._environment, "PET_MASTER_ADDR": self._first_node(), "PET_MASTER_PORT": str(port)}
         if "SLURM_CPUS_PER_TASK" in environment:  # which srun does not read, from Slurm 22.05 on
             environment.setdefault("SRUN_CPUS_PER_TASK", environment["SLURM_CPUS_PER_TASK"])
@@ -194,16 +192,16 @@ class _Supervisor:
                 code = running.wait()
         except OSError as error:
             raise RankError("srun", f"cannot be started: {error.strerror}", code="system.missing-program") from error
-        state = self._left(code, stale)
-        # srun gives the highest code of all nodes: that of one that it stopped itself, too.
+        state = self._read_new_state(code, stale)
+        # srun returns the highest code of all nodes, which may be that of a node that it stopped itself.
         return (state.code if state is not None and state.ended == "failed" else code), state
 
-    def _left(self, code: int, stale: RunState | None) -> RunState | None:
-        """Give what the ranks have left in `state.json`, which may be late where they failed."""
+    def _read_new_state(self, code: int, stale: RunState | None) -> RunState | None:
+        """Read what the ranks wrote to `state.json`, which may be visible late where they failed."""
         deadline_s = time.monotonic() + (_LATE_S if code else 0)
         while True:
             with contextlib.suppress(OSError):
-                os.listdir(self._options.log_dir)  # NFS remembers that a file was not there, until its folder is opened
+                os.listdir(self._options.log_dir)  # NFS caches that a file was missing until its folder is opened
             state = read_state(self._options.log_dir)
             if state == stale:
                 state = None
@@ -213,7 +211,7 @@ class _Supervisor:
 
     def _first_node(self) -> str:
         try:
-            names = ask(["scontrol", "show", "hostnames", self._environment["SLURM_JOB_NODELIST"]]).split()
+            names = run_slurm(["scontrol", "show", "hostnames", self._environment["SLURM_JOB_NODELIST"]]).split()
         except UserError as error:
             raise RankError(error.where, error.problem, error.hint, code=error.code) from error
         if not names:
@@ -221,7 +219,7 @@ class _Supervisor:
         return names[0]
 
     def _newest_step(self) -> int | None:
-        """Give the step of the newest checkpoint, 0 before there is one; None: no answer now."""
+        """Return the step of the newest checkpoint, 0 before there is one; None where they cannot be listed now."""
         history = self._options.checkpoint.history if self._options.checkpoint else None
         try:
             past = find_checkpoints(history) if history else ()
@@ -230,66 +228,43 @@ class _Supervisor:
             return None
         return (step_of(past[0]) or 0) if past else 0
 
-    def _end_unsaid(self, former: RunState | None) -> int:
-        """Queue a job again that was stopped before its ranks could say so, see Note [Stopped without a word]."""
-        step = self._newest_step()
-        unsaid = RunState(step=step or 0, ended="stopped", code=_INTERRUPTED)
-        is_second = self._requeues > 0 and step is not None and former == unsaid
-        shown = self._shown() if is_second else ""
-        if "JobState=RUNNING" in shown and not _is_preempted(shown):
-            why = f"stopped twice in a row without a word or a checkpoint since step {step}: it would end alike again"
-            return self._give_up(_INTERRUPTED, why, None)
-        self._leave(unsaid)
-        return self._queue_again()
-
     def _shown(self) -> str:
-        """Give what Slurm says of this job; nothing where it does not answer."""
+        """Return what Slurm shows of this job; nothing where it does not answer."""
         try:
-            return ask(["scontrol", "show", "job", "-o", str(self._job)], limit_s=_ANSWER_S)
+            return run_slurm(["scontrol", "show", "job", "-o", str(self._job)], limit_s=_ANSWER_S)
         except UserError:
             return ""
 
-    def _is_ending(self) -> bool:
-        """Whether Slurm says that it ends this job: it was cancelled, or its time is over."""
-        shown = self._shown()
-        return bool(shown) and "JobState=RUNNING" not in shown
-
-    def _queue_again(self) -> int:
+    def _requeue(self) -> int:
         deadline_s = time.monotonic() + _ASK_S
-        # Slurm ends a job that it queues again, and would end scontrol before that has said so.
+        # Slurm ends a job that it requeues, and would end scontrol before that has reported it.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        shown = self._shown()
-        # One that was cancelled is CANCELLED, or COMPLETING while it ends, and Slurm would queue it again all the same.
-        if shown and not any(word in shown for word in ("JobState=RUNNING", "Reason=TimeLimit")):
-            return _INTERRUPTED
+        if not may_requeue(self._shown()):
+            return INTERRUPTED
         command = ["scontrol", "requeue", str(self._job)]
         for pause_s in (*_PAUSES_S, 0.0):
             problem = _refusal(command, min(_ANSWER_S, max(1.0, deadline_s - time.monotonic())))
             if not problem:
-                logger.info("stopped; the job is queued again")
-                return _INTERRUPTED
+                logger.info("stopped; the job was requeued")
+                return INTERRUPTED
             if time.monotonic() + pause_s > deadline_s:
                 break
             time.sleep(pause_s)
-        why = f"stopped, and Slurm does not queue the job again: {problem}\nhint: {' '.join(command)}"
-        return self._give_up(_INTERRUPTED, why, read_state(self._options.log_dir))
+        why = f"stopped, and Slurm did not requeue the job: {problem}\nhint: {' '.join(command)}"
+        return self._give_up(INTERRUPTED, why, read_state(self._options.log_dir))
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._stopping = number
+    def _note_signal(self, number: int, frame: FrameType | None) -> None:
+        self._is_signalled = True
 
 
 def _refusal(command: Sequence[str], limit_s: float) -> str:
-    """Have a job queued again, and give why it is not."""
+    """Ask Slurm to requeue a job; return why it does not, or nothing where it does."""
     try:
-        ask(command, limit_s=limit_s)
+        run_slurm(command, limit_s=limit_s)
     except UserError as error:
-        # Slurm has heard an earlier time that it did not answer.
+        # An earlier request, to which Slurm did not answer, was heard.
         return "" if "pending execution" in error.problem else error.problem
     return ""
-
-
-def _is_preempted(shown: str) -> bool:
-    return any(word.startswith("PreemptTime=") and word != "PreemptTime=None" for word in shown.split())
 
 
 if __name__ == "__main__":

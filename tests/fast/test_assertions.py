@@ -125,7 +125,6 @@ NOT_YET = frozenset(
         "tests/process/test_resume.py",
         "tests/process/test_saving_faults.py",
         "tests/process/test_slurm.py",
-        "tests/process/test_supervise.py",
         "tests/process/test_ties.py",
         "tests/process/test_watching.py",
     }

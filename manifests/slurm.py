@@ -1,0 +1,38 @@
+"""Slurm's commands (sbatch, scontrol, scancel), run with a time limit."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+
+from manifests.errors import InputError, LaunchError
+
+__all__ = ["run_slurm"]
+
+_LIMIT_S = 60
+
+
+def run_slurm(command: Sequence[str], standard_input: str = "", *, limit_s: float = _LIMIT_S) -> str:
+    """Return the output of one of Slurm's commands.
+
+    Raises:
+        InputError: the command is not installed or cannot be started.
+        LaunchError: it does not answer in `limit_s`, or it fails.
+    """
+    where = command[0]
+    try:
+        done = subprocess.run(command, input=standard_input, capture_output=True, text=True, timeout=limit_s)
+    except FileNotFoundError as error:
+        hint = "run this on a login node, where Slurm's commands are installed"
+        raise InputError(where, "not found on this machine", hint, code="system.missing-program") from error
+    except OSError as error:
+        raise InputError(where, f"cannot be started: {error.strerror}", code="system.missing-program") from error
+    except subprocess.TimeoutExpired as error:
+        hint = "check with scontrol ping whether slurmctld is up"
+        raise LaunchError(
+            where, f"did not answer within {limit_s:.0f} s", hint, code="launch.scheduler-silent"
+        ) from error
+    if done.returncode:
+        said = " ".join(done.stderr.split()).removeprefix(f"{where}: error: ")
+        raise LaunchError(where, said or f"exited with code {done.returncode}", code="launch.scheduler-failed")
+    return done.stdout

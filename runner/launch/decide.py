@@ -1,0 +1,133 @@
+"""What the supervisor does when all ranks of an attempt have ended: a pure decision, without torch.
+
+# Note [Stopped without state.json]
+Slurm sends `--signal`, and the SIGTERM of a preemption, to the ranks and not to the supervisor. Ranks and agents that
+have not started yet are killed by it and leave no `state.json`. When the agent of one node is killed, srun stops the
+others with SIGTERM, and its exit code, the highest, is the same. Both are requeued; the second time in a row without a
+newer checkpoint ends the job, unless Slurm preempts or ends it. With `--restarts` alone both count as a lost rank.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from manifests.signals import INTERRUPTED
+from runner.rundir.state import RunState
+
+__all__ = ["FINAL", "Action", "AttemptEnd", "Exit", "GiveUp", "Requeue", "Restart", "decide", "may_requeue"]
+
+FINAL = (1, 2, 3, 4)  # a bug, or an error that the user must fix: a restart would fail the same way
+_ASKED = (INTERRUPTED, 128 + signal.SIGUSR2, 128 + signal.SIGTERM)  # exit codes of ranks that a signal asked to stop
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttemptEnd:
+    """What is known at the end of an attempt.
+
+    `newest_step` and `shown` are called only where the decision depends on them: a disk or Slurm may be slow to answer.
+    """
+
+    code: int  # the highest exit code
+    state: RunState | None  # what the ranks wrote to state.json
+    attempt: int  # the first is 0
+    restarts: int  # --restarts
+    requeue: bool  # --requeue
+    is_signalled: bool  # the supervisor itself was asked to stop
+    step_before: int | None  # of the newest checkpoint when the attempt started; 0: there was none; None: unknown
+    newest_step: Callable[[], int | None]  # the same, now
+    shown: Callable[[], str]  # what `scontrol show job` prints; nothing where Slurm does not answer
+    former: RunState | None = None  # what state.json contained before the job's first attempt
+    num_requeues: int = 0  # how often Slurm has requeued the job
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exit:
+    """End the job with this exit code."""
+
+    code: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GiveUp:
+    """End the job with this exit code, and say why it is not restarted."""
+
+    code: int
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Requeue:
+    """Hand the job back to Slurm's queue; `state` is written first where the ranks wrote none."""
+
+    state: RunState | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Restart:
+    """Start all ranks again from the checkpoint of `step`; None: the newest one, whichever that is."""
+
+    step: int | None
+
+
+Action = Exit | GiveUp | Requeue | Restart
+
+
+def decide(end: AttemptEnd) -> Action:
+    """Return what follows an attempt."""
+    ended = end.state.ended if end.state is not None else None
+    if (end.code == 0 and ended != "stopped") or (ended == "done" and end.code in _ASKED):
+        return Exit(code=0)  # also when it was asked to stop after the last step
+    if ended == "failed" and end.code in FINAL:
+        return Exit(code=end.code)  # also when it was asked to stop
+    if ended == "stopped" or end.is_signalled:
+        return Requeue() if end.requeue else Exit(code=INTERRUPTED)
+    if end.state is None and end.code in _ASKED and (end.requeue or not end.restarts or _is_ending(end.shown())):
+        return _decide_without_state(end) if end.requeue else Exit(code=INTERRUPTED)
+    if end.code in FINAL:
+        return Exit(code=end.code)
+    return _decide_after_loss(end)
+
+
+def may_requeue(shown: str) -> bool:
+    """Whether a stopped job may go back to the queue: Slurm would also requeue one that was cancelled.
+
+    A cancelled job is CANCELLED, or COMPLETING while it ends.
+    """
+    return not shown or "JobState=RUNNING" in shown or "Reason=TimeLimit" in shown
+
+
+def _decide_after_loss(end: AttemptEnd) -> Action:
+    """Restart after a lost rank, while restarts are left and checkpoints advance."""
+    step = end.newest_step()
+    if end.attempt and end.step_before is not None and step is not None and step <= end.step_before:
+        why = f"no checkpoint since the last restart, from step {step}: a restart would fail the same way"
+        return GiveUp(code=end.code, why=why)
+    if end.attempt < end.restarts:
+        return Restart(step=step)
+    if not end.restarts:
+        return Exit(code=end.code)
+    last = "the checkpoints cannot be listed" if step is None else f"the last checkpoint is at step {step}"
+    return GiveUp(code=end.code, why=f"all {end.restarts} restarts are used up; {last}")
+
+
+def _decide_without_state(end: AttemptEnd) -> Action:
+    """Requeue a job that was stopped before its ranks could write why, see Note [Stopped without state.json]."""
+    step = end.newest_step()
+    state = RunState(step=step or 0, ended="stopped", code=INTERRUPTED)
+    if end.num_requeues > 0 and step is not None and end.former == state:
+        shown = end.shown()
+        if "JobState=RUNNING" in shown and not _is_preempted(shown):
+            why = f"stopped twice in a row without a state.json, and without a checkpoint after step {step}"
+            return GiveUp(code=INTERRUPTED, why=f"{why}: a restart would fail the same way")
+    return Requeue(state=state)
+
+
+def _is_ending(shown: str) -> bool:
+    """Whether Slurm is ending the job: it was cancelled, or its time is over."""
+    return bool(shown) and "JobState=RUNNING" not in shown
+
+
+def _is_preempted(shown: str) -> bool:
+    return any(word.startswith("PreemptTime=") and word != "PreemptTime=None" for word in shown.split())

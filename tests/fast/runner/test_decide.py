@@ -1,0 +1,121 @@
+"""What follows an attempt of a supervised job, case by case."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from runner.launch.decide import Action, AttemptEnd, Exit, GiveUp, Requeue, Restart, decide, may_requeue
+from runner.rundir.state import RunState
+
+LOST = 5
+TERMINATED, PREEMPTED_NOW, INTERRUPTED = 128 + signal.SIGTERM, 128 + signal.SIGUSR2, 130
+RUNNING = "JobState=RUNNING PreemptTime=None"
+PREEMPTED = "JobState=RUNNING PreemptTime=2026-11-21T12:00:00"
+CANCELLED = "JobState=COMPLETING Reason=None"
+SILENT = RunState(step=4, ended="stopped", code=INTERRUPTED)
+
+
+def unused() -> str:
+    raise AssertionError("asked for what the decision does not depend on")
+
+
+def end(**changes: object) -> AttemptEnd:
+    """An attempt that lost a rank, the first of four; fields that are not used cannot be asked for."""
+    lost = AttemptEnd(
+        code=LOST,
+        state=None,
+        attempt=0,
+        restarts=3,
+        requeue=False,
+        is_signalled=False,
+        step_before=4,
+        newest_step=unused,  # type: ignore[arg-type]
+        shown=unused,
+    )
+    return replace(lost, **{name: (lambda found=value: found) if name in ("newest_step", "shown") else value
+                            for name, value in changes.items()})  # type: ignore[arg-type]  # fmt: skip
+
+
+def left(ended: str, code: int = 0) -> RunState:
+    return RunState(step=4, ended=ended, code=code)  # type: ignore[arg-type]
+
+
+TABLE = {
+    "all steps taken": (end(code=0, state=left("done")), Exit(code=0)),
+    "ranks that train nothing": (end(code=0), Exit(code=0)),
+    "asked to stop when all was done": (end(code=TERMINATED, state=left("done"), requeue=True), Exit(code=0)),
+    "a bug": (end(code=1, state=left("failed", 1)), Exit(code=1)),
+    "bad input, and asked to stop": (end(code=3, state=left("failed", 3), is_signalled=True, requeue=True),
+                                     Exit(code=3)),
+    "bad input, unwritten": (end(code=3), Exit(code=3)),
+    "stopped": (end(code=INTERRUPTED, state=left("stopped")), Exit(code=INTERRUPTED)),
+    "stopped, to be requeued": (end(code=INTERRUPTED, state=left("stopped"), requeue=True), Requeue()),
+    "stopped with code 0": (end(code=0, state=left("stopped"), requeue=True), Requeue()),
+    "lost a rank as it was stopped": (end(is_signalled=True), Exit(code=INTERRUPTED)),
+    "lost a rank as it was stopped, to be requeued": (end(is_signalled=True, requeue=True), Requeue()),
+    "silent, never to be restarted": (end(code=INTERRUPTED, restarts=0), Exit(code=INTERRUPTED)),
+    "silent, cancelled": (end(code=TERMINATED, shown=CANCELLED), Exit(code=INTERRUPTED)),
+    "silent, running": (end(code=TERMINATED, shown=RUNNING, newest_step=4), Restart(step=4)),
+    "silent, Slurm does not answer": (end(code=TERMINATED, shown="", newest_step=4), Restart(step=4)),
+    "silent, to be requeued": (end(code=PREEMPTED_NOW, requeue=True, newest_step=4), Requeue(state=SILENT)),
+    "silent again after another end": (end(code=TERMINATED, requeue=True, newest_step=4, num_requeues=1,
+                                           former=left("done")), Requeue(state=SILENT)),
+    "silent twice": (
+        end(code=TERMINATED, requeue=True, newest_step=4, num_requeues=1, former=SILENT, shown=RUNNING),
+        GiveUp(code=INTERRUPTED, why=""),
+    ),
+    "silent twice, preempted": (end(code=TERMINATED, requeue=True, newest_step=4, num_requeues=1, former=SILENT,
+                                    shown=PREEMPTED), Requeue(state=SILENT)),
+    "silent twice, Slurm does not answer": (end(code=TERMINATED, requeue=True, newest_step=4, num_requeues=1,
+                                                former=SILENT, shown=""), Requeue(state=SILENT)),
+    "silent twice, cancelled": (end(code=TERMINATED, requeue=True, newest_step=4, num_requeues=1, former=SILENT,
+                                    shown=CANCELLED), Requeue(state=SILENT)),
+    "silent twice with a checkpoint between": (end(code=TERMINATED, requeue=True, newest_step=5, num_requeues=1,
+                                                   former=SILENT), Requeue(state=replace(SILENT, step=5))),
+    "silent twice, checkpoints unknown": (end(code=TERMINATED, requeue=True, newest_step=None, num_requeues=1,
+                                              former=SILENT), Requeue(state=replace(SILENT, step=0))),
+    "lost a rank": (end(newest_step=4), Restart(step=4)),
+    "lost a rank, to be restarted before it is requeued": (end(newest_step=4, requeue=True), Restart(step=4)),
+    "lost a rank, failure written": (end(state=left("failed", LOST), newest_step=4), Restart(step=4)),
+    "lost a rank, checkpoints unknown": (end(attempt=1, newest_step=None), Restart(step=None)),
+    "lost another after a checkpoint": (end(attempt=1, newest_step=5), Restart(step=5)),
+    "lost another, checkpoints were unknown": (end(attempt=1, newest_step=4, step_before=None), Restart(step=4)),
+    "lost another without a checkpoint": (
+        end(attempt=1, newest_step=4),
+        GiveUp(code=LOST, why=""),
+    ),
+    "lost the last": (end(attempt=3, newest_step=5),
+                      GiveUp(code=LOST, why="")),
+    "lost the last, checkpoints unknown": (
+        end(attempt=3, newest_step=None),
+        GiveUp(code=LOST, why=""),
+    ),
+    "lost a rank, never to be restarted": (end(restarts=0, newest_step=4), Exit(code=LOST)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("ended", "action"), TABLE.values(), ids=TABLE.keys())
+def test_what_follows_an_attempt(ended: AttemptEnd, action: Action, wording: Callable[[str], None]) -> None:
+    found = decide(ended)
+    if isinstance(found, GiveUp):
+        wording(found.why)
+        found = replace(found, why="")
+    assert found == action
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (RUNNING, True),
+        ("JobState=COMPLETING Reason=TimeLimit", True),
+        (CANCELLED, False),
+        ("JobState=CANCELLED Reason=None", False),
+        ("", True),  # Slurm does not answer
+    ],
+)
+def test_stopped_job_goes_back_to_the_queue_unless_it_was_cancelled(shown: str, expected: bool) -> None:
+    assert may_requeue(shown) is expected
