@@ -22,7 +22,7 @@ __all__ = ["DEGREES", "MODELS", "SEQ_LEN", "Row", "compare", "show", "write"]
 
 CONFIGS = Path(__file__).resolve().parents[1] / "tests" / "data" / "configs"
 SEQ_LEN = 4096
-# Name of the config, and the model's own.
+# Config name: model name.
 MODELS: Mapping[str, str] = {
     "llama-3.1-8b": "Llama-3.1 8B",
     "llama-3.1-70b": "Llama-3.1 70B",
@@ -34,12 +34,12 @@ MODELS: Mapping[str, str] = {
 }
 DEGREES = ((8, 1), (16, 1), (16, 2))  # PP, VPP
 BEGIN, END = "<!-- python bench/layouts.py --write docs/layouts.md -->", "<!-- end -->"
-SECTION = "## Against DeepSpeed's and torchtitan's splits"
+SECTION = "## Comparison with DeepSpeed's and torchtitan's splits"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Imbalance:
-    """How much slower the slowest is than the mean: 1 is even."""
+    """The slowest over the mean: 1 is balanced."""
 
     stage: float
     rank: float
@@ -54,11 +54,11 @@ class Row:
     num_virtual: int
     deepspeed: Imbalance
     torchtitan: Imbalance
-    ours: Imbalance
+    reshard: Imbalance
 
 
 def compare(name: str) -> Iterator[Row]:
-    """Give the rows of one model. MTP layers are left out: nobody trains them in a pipeline."""
+    """Yield the rows of one model, without its MTP layers, which are rarely trained in a pipeline."""
     shape = model_shape(json.loads((CONFIGS / f"{name}.json").read_text()))
     shape = shape.without(shape.optional)
     costs = costs_of(shape, seq_len=SEQ_LEN, nbytes={})
@@ -70,7 +70,7 @@ def compare(name: str) -> Iterator[Row]:
         splits = {
             "deepspeed": tuple(shape.modules[start:stop] for start, stop in pairwise(bounds)),
             "torchtitan": layout_for(shape, spec).stages,
-            "ours": layout_for(shape, f"balance:time,{spec}", costs=costs).stages,
+            "reshard": layout_for(shape, f"balance:time,{spec}", costs=costs).stages,
         }
         yield Row(
             model=name,
@@ -81,11 +81,11 @@ def compare(name: str) -> Iterator[Row]:
 
 
 def show(rows: Sequence[Row]) -> str:
-    """Give the rows as a Markdown table; of equals the best are bold."""
-    head = "| model | PP x VPP | DeepSpeed | torchtitan | ours | by rank: DeepSpeed | torchtitan | ours |"
+    """Return the rows as a Markdown table, with the best values in bold."""
+    head = "| model | PP x VPP | DeepSpeed | torchtitan | reshard | by rank: DeepSpeed | torchtitan | reshard |"
     lines = [head, "|---|---|--:|--:|--:|--:|--:|--:|"]
     for row in rows:
-        three = (row.deepspeed, row.torchtitan, row.ours)
+        three = (row.deepspeed, row.torchtitan, row.reshard)
         cells = _bold([one.stage for one in three]) + _bold([one.rank for one in three])
         degrees = f"{row.num_ranks} x {row.num_virtual}"
         lines.append(f"| {' | '.join([MODELS[row.model], degrees, *cells])} |")
@@ -93,7 +93,7 @@ def show(rows: Sequence[Row]) -> str:
 
 
 def write(table: str, path: Path) -> None:
-    """Put the table into its place in a document, or the whole section at the end of one that has none."""
+    """Replace the table of a document, or append the section to one that has none."""
     text = path.read_text() if path.exists() else "# Layouts\n"
     if BEGIN not in text:
         text = f"{text.rstrip()}\n\n{SECTION}\n\n{BEGIN}\n{END}\n"

@@ -26,8 +26,8 @@ def test_no_split_of_theirs_has_a_faster_slowest_stage_or_rank(rows: list[Row]) 
     assert {row.model for row in rows} == set(TRUE)
     for row in rows:
         for theirs in (row.deepspeed, row.torchtitan):
-            assert row.ours.stage <= theirs.stage * (1 + 1e-12), row
-            assert row.ours.rank <= theirs.rank * (1 + 1e-12), row
+            assert row.reshard.stage <= theirs.stage * (1 + 1e-12), row
+            assert row.reshard.rank <= theirs.rank * (1 + 1e-12), row
 
 
 def test_the_documented_table_is_the_one_computed(rows: list[Row]) -> None:
@@ -41,7 +41,7 @@ def test_writing_the_table_leaves_the_rest_of_the_document(rows: list[Row], tmp_
     path.write_text(path.read_text() + "\nMore.\n")
     write(show(rows), path)
     text = path.read_text()
-    assert text.startswith("# Layouts\n\nText.\n\n## Against DeepSpeed's")
+    assert text.startswith("# Layouts\n\nText.\n\n## Comparison with DeepSpeed's")
     assert text.endswith("<!-- end -->\n\nMore.\n")
     assert show(rows) in text
     assert "old" not in text
