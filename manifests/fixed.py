@@ -47,14 +47,14 @@ def is_free(out: Path) -> bool:
     return not names
 
 
-def move_up(work: Path, out: Path, last: str) -> None:
-    """Commit an output: everything in `work` moves to `out`, what makes it a checkpoint `last`.
+def move_up(work: Path, out: Path, last: str, journal: str = "") -> None:
+    """Commit an output: everything in `work` moves to `out`, what makes it a checkpoint `last`; no `journal` is left.
 
     Raises:
         InputError: something of that name has come to be there.
         OSError: it cannot be moved.
     """
-    names = sorted(set(os.listdir(work)) - {_MOVING_NAME}, key=lambda name: (name == last, name))
+    names = sorted(set(os.listdir(work)) - {_MOVING_NAME, journal}, key=lambda name: (name == last, name))
     if taken := next((name for name in names if os.path.lexists(out / name)), None):
         raise OutputError(str(out / taken), "exists already", "choose another folder", code="output.exists")
     write_file(work / _MOVING_NAME, json.dumps({"names": names}).encode())
@@ -64,7 +64,8 @@ def move_up(work: Path, out: Path, last: str) -> None:
         os.rename(work / name, out / name)
     # Commit point: readers ignore a folder without manifest.json.
     sync_folder(out)
-    (work / _MOVING_NAME).unlink()
+    for name in filter(None, (journal, _MOVING_NAME)):
+        (work / name).unlink(missing_ok=True)
     work.rmdir()
 
 

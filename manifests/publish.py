@@ -34,6 +34,7 @@ def publishing(
     last: str = MANIFEST_NAME,
     is_resumable: Callable[[Path], bool] = lambda partial: False,
     outlives_errors: bool = False,
+    journal: str = "",
 ) -> Iterator[Path]:
     """Yield a folder to write in: it becomes `out` when the block succeeds and is removed when it fails.
 
@@ -42,6 +43,7 @@ def publishing(
     With `force`, a folder for which `find_owned` returns files is replaced in one step: these files are removed, all
     others stay (see Note [Files of others in an output]). If a `wanted` file would replace somebody else's, it is
     refused before anything is written.
+    The file `journal`, which a run resumes from, is removed right before the folder becomes `out`, and not earlier.
 
     A folder that cannot be replaced is filled instead, the file `last` at the end: see Note [Outputs in a mount point].
 
@@ -72,9 +74,9 @@ def publishing(
         check_target(out, force, find_owned)  # it may have come to be since
         if fixed:
             _sync_tree(partial)
-            move_up(partial, out, last)
+            move_up(partial, out, last, journal)
         else:
-            _swap_in(partial, out, find_owned)
+            _swap_in(partial, out, find_owned, journal)
     except BaseException as error:
         if fixed and partial.exists():
             with suppress(OSError, InputError):
@@ -189,23 +191,44 @@ def _sync_tree(folder: Path) -> None:
         sync_folder(Path(parent))
 
 
-def _swap_in(partial: Path, out: Path, find_owned: FindOwned) -> None:
+def _swap_in(partial: Path, out: Path, find_owned: FindOwned, journal: str) -> None:
     # Commit point: one rename, so that a reader sees the old folder or the new one.
     if out.exists():
         _take_after(out, partial)
     if is_free(out):
         _sync_tree(partial)
-        _rename_for_good(lambda: os.rename(partial, out), lambda: os.rename(out, partial), out.parent)
+        with _removed(partial, journal):
+            _rename_for_good(lambda: os.rename(partial, out), lambda: os.rename(out, partial), out.parent)
         return
     old = _lock(out, out)  # it takes the name of the partial one: nobody may write in it
     try:
         files = find_owned(out) or ()
+        if is_taken := bool(journal) and os.path.lexists(out / journal):  # by a file of others, which stays
+            (partial / journal).unlink(missing_ok=True)
         keep_others(out, files, partial)
         _sync_tree(partial)
-        _rename_for_good(lambda: exchange(partial, out), lambda: exchange(partial, out), out.parent)
+        with _removed(partial, "" if is_taken else journal):
+            _rename_for_good(lambda: exchange(partial, out), lambda: exchange(partial, out), out.parent)
         remove_replaced(partial, files, out)
     finally:
         os.close(old)
+
+
+@contextmanager
+def _removed(folder: Path, name: str) -> Iterator[None]:
+    """Remove a file while the block runs, and for good when it ends well."""
+    path = folder / name
+    if not name or not path.is_file():
+        yield
+        return
+    content = path.read_bytes()
+    path.unlink()
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            path.write_bytes(content)
+        raise
 
 
 def _take_after(out: Path, partial: Path) -> None:

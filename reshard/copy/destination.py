@@ -125,9 +125,7 @@ class FolderTarget:
         return write_shards(shards, self.folder, replace(options, journal=self.journal))
 
     def commit(self, name: str, data: bytes) -> None:
-        if self.journal is not None:
-            self.journal.finish()
-        self.put(name, data)
+        self.put(name, data)  # the folder loses its journal later, as it gets its name
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,8 +73,8 @@ class Journal:
         with self._lock, open(self.path, "a") as file:
             file.write(line + "\n")
 
-    def finish(self) -> None:
-        """Take the journal away: what it spoke of is about to be published."""
+    def forget(self) -> None:
+        """Remove the journal: nobody is to resume from what it says."""
         self.path.unlink(missing_ok=True)
 
     def _read(self) -> dict[tuple[str, int], list[str]] | None:

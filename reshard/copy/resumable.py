@@ -80,11 +80,12 @@ def open_target(
             last=last,
             outlives_errors=True,
             is_resumable=is_resumable,
+            journal=JOURNAL_NAME,
         ) as folder:
             journal, begun = Journal(folder, key), True
             keep_only(folder, {JOURNAL_NAME, *(shard.path for shard in shards)})
             journal.begin()
-            with _forgotten_when_refused(journal.finish):
+            with _forgotten_when_refused(journal.forget):
                 yield FolderTarget(folder, journal)
     except BaseException as error:
         partial = partial_of(Path(out))

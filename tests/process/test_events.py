@@ -157,6 +157,31 @@ def strike(place: Place, worker: Worker, seed: int, folder: Path) -> int:
     return len(kept)
 
 
+@pytest.mark.parametrize("operation", ["pack", "export"])
+def test_a_kill_after_the_last_shard_loses_nothing_until_the_rename(
+    operation: str, place: Place, worker: Worker, tmp_path: Path
+) -> None:
+    """The journal is the last to go: a rerun starts over after a kill between that and the rename, and no other."""
+    found: list[str] = []
+    with emptied(tmp_path / "whole") as folder:
+        out, _ = begin(place, operation, folder)
+        _, num_changes = worker.run(*place.commands(operation, out)[0])
+    for at in reversed(range(num_changes)):
+        with emptied(tmp_path / str(at)) as folder:
+            out, _ = begin(place, operation, folder)
+            (command,) = place.commands(operation, out)
+            worker.run(*command, act="SIGKILL", at=at)
+            is_done, kept = ours_in(out) == place.expected(operation) if out.exists() else False, journaled(folder)
+            found.append("done" if is_done else "kept" if kept else "lost")
+            if found[-5:] == ["kept"] * 5:
+                break
+            if not is_done:
+                assert worker.run(*command)[0] == 0, worker.said.read_text()
+                check_kept(worker, kept, f"{operation}, change {at}")
+                assert ours_in(out) == place.expected(operation)
+    assert found.count("lost") == 1, found
+
+
 @pytest.mark.parametrize("seeds", chunks_of(NUM_LOCAL_EVENTS, NUM_EVENTS, 113))
 def test_struck_command_touches_nothing_of_others_and_ends_well_when_it_is_run_again(
     seeds: range, place: Place, worker: Worker, tmp_path: Path

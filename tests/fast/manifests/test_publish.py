@@ -115,6 +115,32 @@ def test_force_replaces_only_folders_of_ours(tmp_path: Path) -> None:
     assert names_in(home) == ["thesis.tex"]
 
 
+def test_the_journal_goes_with_the_rename_and_comes_back_when_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, partial = tmp_path / "out", tmp_path / ".out.partial"
+
+    def publish_from_journal() -> None:
+        with publishing(
+            out, force=True, find_owned=owned, journal="log", outlives_errors=True, is_resumable=lambda _: True
+        ) as folder:
+            (folder / "ours").write_text("new")
+            (folder / "log").write_text("done")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "rename", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
+        with pytest.raises(InputError) as refused:
+            publish_from_journal()
+    assert refused.value.code == "output.unwritable"
+    assert (partial / "log").read_text() == "done"
+    publish_from_journal()
+    assert names_in(out) == ["ours"]
+    (out / "log").write_text("theirs")
+    publish_from_journal()
+    assert {path.name: path.read_text() for path in out.iterdir()} == {"ours": "new", "log": "theirs"}
+    assert names_in(tmp_path) == ["out"]
+
+
 def test_failure_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         publish(tmp_path / "out", meanwhile=lambda: 1 / 0)
