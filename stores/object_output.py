@@ -163,8 +163,8 @@ class ObjectTarget:
             self._held[name] = data
         else:
             self._check_claim()
+            self._nbytes[name] = len(data)  # an interrupt may come right after the object has
             self._client.put(name, data)
-            self._nbytes[name] = len(data)
 
     def copy(self, name: str, blocks: Blocks) -> None:
         """Write a file of any length; a long one that must wait for the commit is read once more then."""

@@ -19,7 +19,7 @@ from stores.objects import LOCK_NAME, open_objects
 from stores.uplink import MAX_PARTS, NUM_PARTS, part_nbytes
 from tests.fast.manifests.drawn_manifests import full_manifest
 from tests.process.buckets import BUCKET, MIB, become, measured, problem, start_worker, url_of
-from tests.servers.s3 import Fault, MotoServer, S3Server
+from tests.servers.s3 import Fault, MotoServer, S3Server, Strike, strike
 
 pytestmark = pytest.mark.process
 
@@ -116,6 +116,16 @@ def test_failure_leaves_nothing_and_no_unfinished_upload(s3: S3Server) -> None:
         fail()
     assert s3.uploads(BUCKET, "failed/") == []
     assert s3.objects(BUCKET, "failed") == {}
+
+
+def test_interrupt_as_a_small_file_arrives_leaves_nothing(moto: MotoServer) -> None:
+    with pytest.raises(KeyboardInterrupt), open_output(url_of("interrupted")) as target:
+        # Of three requests that `put` makes, two of which look at the claim, at the last.
+        strike(moto.endpoint, Strike(pid=os.getpid(), act="SIGINT", at=2, is_done=True))
+        target.put("config.json", CONFIG)
+    moto.settle()
+    assert [request.path for request in moto.requests("PUT", "interrupted/config.json")] != []
+    assert moto.objects(BUCKET, "interrupted/") == {}
 
 
 def test_checkpoint_that_is_there_is_replaced_by_force_only(s3: S3Server) -> None:
