@@ -1,11 +1,11 @@
-"""A run made ready: stages built, filled from a checkpoint, tied and scheduled. Every rank does this."""
+"""Make a run ready: build the stages, fill them from a checkpoint, tie and schedule them. Every rank does this."""
 
 from __future__ import annotations
 
 import gc
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -37,11 +37,11 @@ from runner.pipeline.schedule import build_schedule
 from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import choose_timetable
 from runner.profiling.clock import Clock
-from runner.training.compute import arrange
+from runner.training.compute import apply_compute_options
 from runner.training.gradient_norm import StepTotals
 from runner.training.mixed_precision import keep_masters, kept, round_masters
 from runner.training.optimizer import Optimizer
-from runner.training.rng import begin_random, restore_random
+from runner.training.rng import seed_rng, restore_rng
 from runner.training.step import Engine
 from runner.training.ties import build_ties, check_equal, check_loaded, lead_parameters
 
@@ -53,9 +53,9 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ready:
-    """What one rank trains, and the state that it goes on from; None: it begins at step 0."""
+    """What one rank trains, and the state that it resumes from; None: it starts at step 0."""
 
-    options: TrainOptions  # with what the checkpoint remembers
+    options: TrainOptions  # with the values that the checkpoint recalls
     launched: Packed
     origin: Packed
     training: TrainingState | None
@@ -65,18 +65,24 @@ class Ready:
     copied: CacheReport | None  # to the node's own disk
     loaded: LoadReport
     mesh: Mesh
-    base_nbytes: int  # memory that this process had before it built its stages
+    base_nbytes: int  # memory that this process used before it built its stages
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps were taken before this run."""
+        return self.training.step if self.training else 0
 
     def rows_of(self, batch: Batch) -> Batch:
-        """Give this rank's rows of a batch: those that its pipeline takes."""
+        """Return the rows of a batch that this rank's pipeline trains on."""
         return rows_of(batch, self.mesh.data_rank, self.mesh.degrees.data)
 
     def held_state(self) -> Held:
-        """Give what this rank writes of the weights and moments, as a checkpoint stores them."""
+        """Return the weights and optimizer state that this rank writes, as a checkpoint stores them."""
         ties, engine = self.launched.manifest.ties, self.engine
         return held_state(self.chunks, ties, engine.ties, engine.optimizer, self.mesh.owns)
 
     def held_weights(self) -> Held:
+        """Return the weights that this rank writes."""
         return held_weights(self.chunks, self.launched.manifest.ties, self.mesh.owns)
 
 
@@ -86,7 +92,7 @@ def begin(
     """Make a run ready from the first of these folders that can be read; `folders` are the same on all ranks.
 
     Raises:
-        UserError: on all ranks alike, as for the first folder.
+        UserError: on all ranks alike, for the first folder.
     """
     with together("ranks"):
         degrees = options.degrees.resolve(launched.manifest.layout.num_ranks, world.size)
@@ -97,38 +103,24 @@ def begin(
     for folder in folders:
         try:
             return _begin(launched, folder, options, mesh, world, device)
-        except UnreachableError:  # an older one would throw steps away: this one may be had at the next attempt
+        except UnreachableError:  # an older checkpoint would lose steps: this one may be readable at the next attempt
             raise
         except InputError as error:
-            first = first or _without_frames(error)
+            first = first or error.changed()  # a copy, which keeps no frames and so none of their tensors alive
             if world.rank == 0 and len(folders) > 1:
                 logger.warning("warning: %s cannot be resumed: %s", folder, error)
-        gc.collect()  # the stages of this attempt: what raised and the frames that it came through hold each other
-    assert first is not None, "there is always a manifest to begin with"
+        gc.collect()  # frees the stages of this attempt: the exception and the frames of its traceback form a cycle
+    assert first is not None, "there is always a manifest to start from"
     raise first
-
-
-def _without_frames(error: InputError) -> InputError:
-    """Give the same error, holding nothing of what was there when it was raised."""
-    return error.changed()
 
 
 def _begin(
     launched: Packed, folder: Path, options: TrainOptions, mesh: Mesh, world: World, device: torch.device
 ) -> Ready:
+    """Read the checkpoint, build and fill this rank's stages, tie and schedule them, and resume the optimizer."""
     with together("load"):
-        origin = launched if folder == launched.root else open_packed(folder)
-        said = check_fits(origin, launched)
-        said += tuple(
-            f"{name} is not among the files of {launched.where}: it is not verified" for name in launched.unnamed
-        )
-        training = goes_on_from(origin, options.resume, is_launched=folder == launched.root)
-        asked = options
-        if training is not None:
-            said += differences(options, training)
-            options = recall(options, remembered(training))
-            said += endings(options, training)
-        said += (*notes(asked, options, origin.manifest, training), *_beyond_positions(launched, options))
+        start = _read_start(launched, folder, options)
+        options, origin, training = start.options, start.origin, start.training
         job = _job_of(launched, origin, options, mesh)
         cache = local_cache_of(launched, origin, options, mesh, world, has_moments=training is not None)
         stored = Stored(
@@ -143,30 +135,19 @@ def _begin(
         base_nbytes = memory_nbytes(device)
         chunks = _build(family, launched, options, mesh, device)
         weights = [piece for chunk in chunks for piece in (*hf_pieces(chunk, kept), *hf_constants(chunk))]
-    copied = cache.ensure() if cache else None  # loading verifies what is read
-    report = stored.load(weights, WEIGHTS)
+    copied = cache.ensure() if cache else None  # the loader verifies what it reads
+    loaded = stored.load(weights, WEIGHTS)
     with together("load"):
         round_masters(parameter for chunk in chunks for parameter in chunk.parameters())
         check_loaded(launched.manifest.ties, chunks)
-    _say_loaded(report, chunks, mesh)
+    _log_loaded(loaded, chunks, mesh)
     engine = _build_engine(launched, chunks, options, mesh, device)
     check_equal(engine.ties)
-    begin_random(options.data.seed, mesh.rank // mesh.degrees.tensor)
+    seed_rng(options.data.seed, mesh.rank // mesh.degrees.tensor)
     if training is not None:
-        for holds in MOMENTS:
-            moment = partial(_moment, engine.optimizer, holds=holds)
-            moments = [piece for chunk in chunks for piece in hf_pieces(chunk, moment)]
-            stored.load(moments, holds)
-            check_equal(engine.ties, of=partial(engine.optimizer.moment, moment=holds))
-        engine.optimizer.resume(training.step)
-        with together("load"):
-            is_restored = restore_random(training.random, mesh.rank, mesh.degrees.world_size, device)
-        if not is_restored:
-            said += (
-                f"no random states of {mesh.degrees.world_size} ranks on {device.type} were saved: they begin anew",
-            )
+        start = _resume_optimizer(start, training, stored, engine, chunks, mesh, device)
     if mesh.rank == 0:
-        _say_begun(origin, training, said)
+        _log_start(start)
     return Ready(
         options=options,
         launched=launched,
@@ -176,10 +157,57 @@ def _begin(
         engine=engine,
         job=job,
         copied=copied,
-        loaded=report,
+        loaded=loaded,
         mesh=mesh,
         base_nbytes=base_nbytes,
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Start:
+    """What a run starts from: a manifest and its training state, the options that follow, and notes for the log."""
+
+    origin: Packed
+    training: TrainingState | None
+    options: TrainOptions
+    notes: tuple[str, ...]
+
+
+def _read_start(launched: Packed, folder: Path, options: TrainOptions) -> _Start:
+    origin = launched if folder == launched.root else open_packed(folder)
+    found = check_fits(origin, launched)
+    found += tuple(f"{name} is not listed in {launched.where}, so it is not verified" for name in launched.unnamed)
+    training, asked = goes_on_from(origin, options.resume, is_launched=folder == launched.root), options
+    if training is not None:
+        found += differences(options, training)
+        options = recall(options, remembered(training))
+        found += endings(options, training)
+    found += (*notes(asked, options, origin.manifest, training), *_beyond_positions(launched, options))
+    return _Start(origin=origin, training=training, options=options, notes=found)
+
+
+def _resume_optimizer(
+    start: _Start,
+    training: TrainingState,
+    stored: Stored,
+    engine: Engine,
+    chunks: Sequence[StageChunk],
+    mesh: Mesh,
+    device: torch.device,
+) -> _Start:
+    """Load the optimizer state and the RNG state; return `start` with a note where there is no RNG state."""
+    for holds in MOMENTS:
+        moment = partial(_moment, engine.optimizer, holds=holds)
+        stored.load([piece for chunk in chunks for piece in hf_pieces(chunk, moment)], holds)
+        check_equal(engine.ties, of=partial(engine.optimizer.moment, moment=holds))
+    engine.optimizer.resume(training.step)
+    num_ranks = mesh.degrees.world_size
+    with together("load"):
+        is_restored = restore_rng(training.random, mesh.rank, num_ranks, device)
+    if is_restored:
+        return start
+    note = f"the checkpoint has no RNG state for {num_ranks} {device.type.upper()} ranks; reseeding from --seed"
+    return replace(start, notes=(*start.notes, note))
 
 
 def _job_of(launched: Packed, origin: Packed, options: TrainOptions, mesh: Mesh) -> Job:
@@ -196,7 +224,7 @@ def _job_of(launched: Packed, origin: Packed, options: TrainOptions, mesh: Mesh)
 def _build(
     family: Family, launched: Packed, options: TrainOptions, mesh: Mesh, device: torch.device
 ) -> tuple[StageChunk, ...]:
-    """Build this rank's stages, and no others, and give them memory."""
+    """Build this rank's stages, and no others, and allocate their memory."""
     chunks = build_chunks(family, launched.stage_modules, launched.manifest.placement.stages_on(mesh.pipeline_rank))
     is_fsdp, compute = is_sharded(mesh, options.compute), options.compute
     dtype = _DTYPES[compute.master_dtype if is_fsdp else compute.dtype]
@@ -212,18 +240,18 @@ def _build(
 def _build_engine(
     launched: Packed, chunks: tuple[StageChunk, ...], options: TrainOptions, mesh: Mesh, device: torch.device
 ) -> Engine:
-    """Tie, schedule and optimize what was loaded; this creates process groups."""
+    """Tie, schedule and optimize the loaded stages; this creates process groups."""
     placement = launched.manifest.placement
     with together("schedule"):
         batch = share_of(options.batch, mesh.degrees.data)
         timetable = choose_timetable(options.schedule, launched.manifest, batch.num_microbatches)
         check_combination(combine(launched.manifest, options, timetable, mesh.degrees))
-    timetable = from_rank_0(timetable)  # on another machine, a file of that name may be another one
+    timetable = from_rank_0(timetable)  # a schedule file of that name may differ on another machine
     metadata = plan_stage_metadata(chunks[0].family, launched.stage_modules, _DTYPES[options.dtype])
     ties = build_ties(launched.manifest.ties, chunks, placement, timedelta(seconds=options.timeout_s), mesh.pipelines)
     parameters = lead_parameters(chunks, ties)
     with together("compute"):
-        arrange(chunks, placement.num_stages, options.compute)
+        apply_compute_options(chunks, placement.num_stages, options.compute)
     parallel = Parallel(mesh=mesh, chunks=chunks, reduce_dtype=_DTYPES[options.compute.reduce_dtype])
     parallel.reshard()
     clock = Clock(timetable.planned(batch.num_microbatches), mesh.pipeline_rank)
@@ -241,7 +269,7 @@ def _moment(optimizer: Optimizer, parameter: torch.nn.Parameter, *, holds: Holds
     return optimizer.moment(parameter, holds) if optimizer.steps(parameter) else None
 
 
-def _say_loaded(report: LoadReport, chunks: Sequence[StageChunk], mesh: Mesh) -> None:
+def _log_loaded(report: LoadReport, chunks: Sequence[StageChunk], mesh: Mesh) -> None:
     stages = ", ".join(str(chunk.stage) for chunk in chunks)
     logger.info(
         "[rank %d stage %s] loaded %d tensors, %.2f GiB in %.2f s, %.2f GiB/s%s",
@@ -251,28 +279,29 @@ def _say_loaded(report: LoadReport, chunks: Sequence[StageChunk], mesh: Mesh) ->
     )  # fmt: skip
     if report.num_unverified:
         logger.warning(
-            "[rank %d stage %s] warning: %d tensors of virtual bundles have no digest: the size, time and header of "
-            "their files were checked, their bytes were not",
+            "[rank %d stage %s] warning: %d tensors of virtual bundles have no digest: size, mtime and header of their "
+            "files were checked, their bytes were not verified",
             mesh.rank, stages, report.num_unverified,
         )  # fmt: skip
 
 
 def _beyond_positions(launched: Packed, options: TrainOptions) -> tuple[str, ...]:
-    """Say that rotary positions are asked for that the model was not made for: they can be computed, all the same."""
+    """Return a note where --seq-len exceeds the positions that the model was made for; RoPE can compute them."""
     seq_len, most = options.batch.seq_len, launched.config.get("max_position_embeddings")
     if not isinstance(most, int) or seq_len <= most:
         return ()
-    return (f"--seq-len {seq_len} is beyond the {most} of max_position_embeddings in config.json",)
+    return (f"--seq-len {seq_len} exceeds max_position_embeddings {most} of config.json",)
 
 
-def _say_begun(origin: Packed, training: TrainingState | None, said: Sequence[str]) -> None:
+def _log_start(start: _Start) -> None:
+    origin, training = start.origin, start.training
     if training is not None:
-        logger.info("going on from %s: step %d, %d tokens", origin.root, training.step, training.num_tokens)
+        logger.info("resuming from %s at step %d (%s tokens)", origin.root, training.step, f"{training.num_tokens:,}")
     elif (left := origin.manifest.training) is not None and left.optimizer is not None:
         logger.info(
-            "beginning at step 0 with the weights of %s: the moments of %s, step %d, the learning rate's schedule, "
-            "the data's position and the random states stay behind",
+            "starting at step 0 with the weights of %s; not resumed: %s state at step %d, learning-rate schedule, "
+            "data position and RNG state",
             origin.root, left.optimizer.name, left.step,
         )  # fmt: skip
-    for sentence in said:
+    for sentence in start.notes:
         logger.info("note: %s", sentence)

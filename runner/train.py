@@ -1,4 +1,4 @@
-"""One rank of a training job, top to bottom."""
+"""One rank of a training job, from start to end."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -55,7 +54,7 @@ from runner.rundir.rank_label import set_rank_label, stages_of
 from runner.rundir.run_record import note_resolved, run_id
 from runner.rundir.state import STATE_NAME, RunState, clear_state, write_state
 from runner.setup import Ready, begin
-from runner.training.rng import random_state
+from runner.training.rng import rng_state
 from runner.training.step import eval_step, train_step
 from runner.training.ties import check_equal
 from stores.address import is_url
@@ -83,35 +82,58 @@ def train(address: str, options: TrainOptions, world: World) -> None:
 
 
 def run(root: Path | str, options: TrainOptions, world: World, device: torch.device) -> None:
-    """Train the model of the manifest in `root`, a folder or a store's address, the ranks having met."""
+    """Train the model of the manifest in `root`, a folder or a store's address, once the ranks have met."""
     launched = open_launched(root, options, world)
-    with ExitStack() as stack:
-        folders: tuple[Path, ...] = ()
-        with together("options"):
-            if world.rank == 0:
-                check_sinks(options)
-                check_apart(options, launched.root)
-        in_rounds("folders", partial(_hold_folders, stack, options, world))
-        with together("resume"):
-            if world.rank == 0:
-                clear_state(options.log_dir)
-                clear_beats(options.log_dir)
-                folders = find_origins(launched.root, options)
-        ready = begin(launched, from_rank_0(folders), options, world, device)
-        options = ready.options
+    with together("options"):
+        if world.rank == 0:
+            check_sinks(options)
+            check_apart(options, launched.root)
+    with claim_outputs(options, world):
+        ready = begin(launched, find_start(launched, options, world), options, world, device)
         check_writes(ready, world)
         if world.rank == 0:
-            begun = ready.training.step if ready.training else 0
-            note_resolved(options.log_dir, {**options.values, "num_ranks": world.size, "first_step": begun + 1})
-        metrics = stack.enter_context(open_metrics(ready, world, device))
-        saver, saving = None, StallTimer()
-        life = stack.enter_context(_life(ready, world, saving))  # left after the saver, which waits for its disk
-        if options.checkpoint:
-            timeout = timedelta(seconds=options.timeout_s)
-            saver = stack.enter_context(Saver(ready.job, options.checkpoint, ready.held_state(), timeout, saving))
-        stack.callback(life.leave)
-        trained, is_stopped = train_steps(ready, metrics, saver, life, world)
-        life.beat(trained.step, "end")
+            resolved = {**ready.options.values, "num_ranks": world.size, "first_step": ready.num_steps + 1}
+            note_resolved(options.log_dir, resolved)
+        with open_metrics(ready, world, device) as metrics:
+            _train_and_save(ready, metrics, world, device)
+
+
+@contextmanager
+def claim_outputs(options: TrainOptions, world: World) -> Iterator[None]:
+    """Keep other runs from saving where this run saves, on rank 0; every rank calls this."""
+    with ExitStack() as claims:
+
+        def claim(stop: threading.Event) -> None:
+            if world.rank == 0:
+                if options.checkpoint:
+                    claims.enter_context(hold_history(options.checkpoint.history))
+                if options.save is not None:
+                    claims.enter_context(hold_output(options.save))
+
+        in_rounds("folders", claim)  # a claim whose owner may be dead is watched for a while
+        yield
+
+
+def find_start(launched: Packed, options: TrainOptions, world: World) -> tuple[Path, ...]:
+    """Return the folders of manifests to start from, the best first, the same on all ranks; clear the log folder."""
+    folders: tuple[Path, ...] = ()
+    with together("resume"):
+        if world.rank == 0:
+            clear_state(options.log_dir)
+            clear_beats(options.log_dir)
+            folders = find_origins(launched.root, options)
+    return from_rank_0(folders)
+
+
+def _train_and_save(ready: Ready, metrics: Metrics, world: World, device: torch.device) -> None:
+    """Take all steps, evaluate, and save; or stop at a signal with a checkpoint."""
+    options, saving = ready.options, StallTimer()
+    with _watchdog(ready, world, saving) as watchdog, _saver(ready, saving) as saver:
+        # The saver is left first, and waits for its save while the watchdog watches that the disk answers.
+        try:
+            trained, is_stopped = train_steps(ready, metrics, saver, watchdog, world)
+        finally:
+            watchdog.leave()
         check_equal(ready.engine.ties)
         if is_stopped:
             _stop(saver, metrics, trained, options, world)
@@ -128,17 +150,8 @@ def run(root: Path | str, options: TrainOptions, world: World, device: torch.dev
             _note_end(options.log_dir, RunState(step=trained.step, ended="done"))
 
 
-def _hold_folders(stack: ExitStack, options: TrainOptions, world: World, stop: threading.Event) -> None:
-    """Keep other runs away from what this one saves to; a holder that may be dead is watched for a while."""
-    if world.rank == 0:
-        if options.checkpoint:
-            stack.enter_context(hold_history(options.checkpoint.history))
-        if options.save is not None:
-            stack.enter_context(hold_output(options.save))
-
-
 def open_launched(root: Path | str, options: TrainOptions, world: World) -> Packed:
-    """Open the manifest that is launched, on every rank."""
+    """Open the launched manifest, on every rank."""
     if is_url(root):
         return fetch_to_cache(root, options, world)
     with together("manifest"):
@@ -146,30 +159,29 @@ def open_launched(root: Path | str, options: TrainOptions, world: World) -> Pack
 
 
 def check_writes(ready: Ready, world: World) -> None:
-    """Make sure, before the first step, that every rank can write what the run writes, and that there is room."""
+    """Check before the first step that every rank can write its outputs, and that the disk has room for them."""
     options = ready.options
     with together("outputs"):
         check_outputs(options)
     own = (nbytes_of(ready.held_state()), nbytes_of(ready.held_weights()))
     state_nbytes, weights_nbytes = (sum(sizes) for sizes in zip(*_from_all(own, world), strict=True))
-    is_done = ready.training is not None and ready.training.step >= options.steps
+    is_done = ready.training is not None and ready.num_steps >= options.steps
     with together("outputs"):
         if world.rank == 0:
             check_space(options, checkpoint_nbytes=0 if is_done else state_nbytes, weights_nbytes=weights_nbytes)
 
 
 def open_metrics(ready: Ready, world: World, device: torch.device) -> Metrics:
-    """Open metrics.jsonl and its like where rank 0 is, and write what every rank has read."""
+    """Open metrics.jsonl and the other sinks on rank 0, and write what every rank has read."""
     options, metrics = ready.options, Metrics()
     if world.rank == 0:
-        begun = ready.training.step if ready.training else 0
         metrics = Metrics(
-            open_sinks(options, begun),
-            Progress(options.steps, first_step=begun, every=options.log_every, quiet=options.quiet),
+            open_sinks(options, ready.num_steps),
+            Progress(options.steps, first_step=ready.num_steps, every=options.log_every, quiet=options.quiet),
             least_step_s=least_step_s(ready.launched.shape, options, world.size, device),
         )
     launched, clock = ready.launched, ready.engine.clock
-    assert clock is not None, "begun with one"
+    assert clock is not None, "training times its steps"
     planned = planned_memory(launched.shape, launched.stage_modules, clock.table, options, ready.mesh.degrees)
     own = RankLoad(
         rank=world.rank,
@@ -184,32 +196,31 @@ def open_metrics(ready: Ready, world: World, device: torch.device) -> Metrics:
 
 
 def train_steps(
-    ready: Ready, metrics: Metrics, saver: Saver | None, life: Watchdog, world: World
+    ready: Ready, metrics: Metrics, saver: Saver | None, watchdog: Watchdog, world: World
 ) -> tuple[TrainingState, bool]:
     """Take all steps that are left, saving checkpoints in between.
 
-    Gives the state after the last one, and whether a signal stopped the run before all were taken.
+    Returns the state after the last one, and whether a signal stopped the run before all were taken.
     """
-    options, begun, device = ready.options, ready.training, ready.chunks[0].device
+    options, engine, device = ready.options, ready.engine, ready.chunks[0].device
     batches, position, num_skipped = open_data(ready, world)
-    trained = remember(
-        options, step=begun.step if begun else 0, num_tokens=begun.num_tokens if begun else 0, data=position
-    )
-    tracer, clock = _tracer(ready, world), ready.engine.clock
-    assert clock is not None, "begun with one"
-    life.beat(trained.step)
+    num_tokens = ready.training.num_tokens if ready.training else 0
+    trained = remember(options, step=ready.num_steps, num_tokens=num_tokens, data=position)
+    tracer, clock = _tracer(ready, world), engine.clock
+    assert clock is not None, "training times its steps"
+    watchdog.beat(trained.step)
     for step in range(trained.step, options.steps):
         started_s = time.perf_counter()
         with alone(world.rank):
             batch = next(batches)
         clock.note_data(time.perf_counter() - started_s)
-        report = train_step(ready.engine, batch, step, is_last=life.is_asked_to_stop)
-        life.beat(step + 1)
+        report = train_step(engine, batch, step, is_last=watchdog.is_asked_to_stop)
+        watchdog.beat(step + 1)
         if tracer is not None and step + 1 in options.traced:
-            tracer.add(step + 1, ready.engine.schedule.recorder)
+            tracer.add(step + 1, engine.schedule.recorder)
         times = StepTimes(step_s=time.perf_counter() - started_s, ranks=clock.split() if world.rank == 0 else ())
-        if batch is not None and batch.cursor is not None:
-            num_skipped = batch.cursor.num_skipped
+        cursor = batch.cursor if batch is not None else None
+        num_skipped = cursor.num_skipped if cursor is not None else num_skipped
         skipped = num_skipped if options.data.skip_bad_documents else None
         metrics.step(step + 1, report, times, peak_nbytes=peak_memory_nbytes(device), num_skipped=skipped)
         trained = advance(
@@ -217,19 +228,19 @@ def train_steps(
             num_tokens=report.num_tokens,
             num_sequences=options.batch.global_batch,
             # Rank 0, which commits, has the first stage and so the data.
-            cursor=batch.cursor.plain if batch and batch.cursor else None,
+            cursor=cursor.plain if cursor is not None else None,
         )
-        if options.checks_ties_after(step + 1):
-            check_equal(ready.engine.ties)
+        if options.checks_ties_after(trained.step):
+            check_equal(engine.ties)
         if saver is not None:
-            if options.saves_after(step + 1) or report.is_last:
-                life.beat(step + 1, "save")  # it takes what it takes
-                state = replace(trained, random=(random_state(world.rank, device),))
+            if options.saves_after(trained.step) or report.is_last:
+                watchdog.beat(trained.step, "save")  # a save is not timed as a step
+                state = replace(trained, random=(rng_state(world.rank, device),))
                 saver.save(ready.held_state(), state, num_skipped)
-                life.beat(step + 1)
+                watchdog.beat(trained.step)
             for ended in saver.reports():
                 metrics.checkpoint(ended)
-        if report.is_last and step + 1 < options.steps:
+        if report.is_last and trained.step < options.steps:
             return trained, True
     return trained, False
 
@@ -237,7 +248,7 @@ def train_steps(
 def open_data(ready: Ready, world: World) -> tuple[Iterator[Batch | None], DataPosition, int]:
     """Open the data where the run resumes; ranks with neither the first nor the last stage get no batches.
 
-    With it come its position, and the documents that the run has skipped before that.
+    Returns the batches, the position of the first one, and the number of documents skipped before it.
     """
     options, schedule = ready.options, ready.engine.schedule
     found: FoundData | None = None
@@ -274,7 +285,7 @@ def evaluate(ready: Ready) -> tuple[float, int, int | None]:
     assert options.eval_data is not None
     own = share_of(options.batch, ready.mesh.degrees.data)
     with together("evaluation data"):
-        # Every rank reads it all, so that every rank knows when it ends.
+        # Every rank reads all of it, and so knows where it ends.
         skipped = Skipped(on_skip=_say_skipped if ready.mesh.rank == 0 else None)
         batches = read_once(
             options.eval_data,
@@ -300,14 +311,14 @@ def _say_skipped(error: BadDocumentError) -> None:
 
 
 def _finish_saving(saver: Saver, metrics: Metrics) -> None:
-    """Wait for the save in flight; where the last one failed, so has the run."""
+    """Wait for the save in flight; the run fails if the last save has failed."""
     for ended in saver.reports(wait=True):
         metrics.checkpoint(ended)
     if saver.failure is not None:
         raise saver.failure
 
 
-def _life(ready: Ready, world: World, saving: StallTimer) -> Watchdog:
+def _watchdog(ready: Ready, world: World, saving: StallTimer) -> Watchdog:
     return Watchdog(
         ready.options.log_dir,
         world.rank,
@@ -317,6 +328,14 @@ def _life(ready: Ready, world: World, saving: StallTimer) -> Watchdog:
         saving=saving,
         save_timeout_s=ready.options.timeout_s,
     )
+
+
+def _saver(ready: Ready, saving: StallTimer) -> AbstractContextManager[Saver | None]:
+    options = ready.options
+    if options.checkpoint is None:
+        return nullcontext()
+    timeout = timedelta(seconds=options.timeout_s)
+    return Saver(ready.job, options.checkpoint, ready.held_state(), timeout, saving)
 
 
 def _tracer(ready: Ready, world: World) -> Tracer | None:
@@ -337,19 +356,22 @@ def _tracer(ready: Ready, world: World) -> Tracer | None:
 def _stop(
     saver: Saver | None, metrics: Metrics, trained: TrainingState, options: TrainOptions, world: World
 ) -> NoReturn:
-    """End a run that was asked to stop, once its checkpoint is on disk and whoever started it can know."""
+    """End a run that was asked to stop, once its checkpoint is on disk and `state.json` is written."""
     assert saver is not None, "only a run that saves can be asked to stop"
     _finish_saving(saver, metrics)
     with together("stop"):
         if world.rank == 0:
             _note_end(options.log_dir, RunState(step=trained.step, ended="stopped"))
     raise StoppedError(
-        "", f"stopped at a signal after step {trained.step}, and saved", "--resume auto goes on", code="rank.stopped"
+        "",
+        f"stopped by a signal after step {trained.step}; checkpoint saved",
+        "--resume auto resumes from it",
+        code="rank.stopped",
     )
 
 
 def _note_end(log_dir: Path, state: RunState) -> None:
-    """Write how the run ended, which is how it ended also where the log folder's disk is full."""
+    """Write how the run ended; a log folder on a full disk does not change that."""
     try:
         write_state(log_dir, state)
     except OSError as error:

@@ -1,1 +1,1 @@
-"""One optimizer step: precision, recomputation, ties, the norm, AdamW."""
+"""One optimizer step: mixed precision, activation checkpointing, tied weights, gradient clipping, AdamW."""

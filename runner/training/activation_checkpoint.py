@@ -1,4 +1,4 @@
-"""Activations that are not kept for the backward, but computed again there, layer by layer."""
+"""Activation checkpointing: layers keep their input, and recompute their activations in the backward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runner.pipeline.chunk import StageChunk, layers_of
 __all__ = ["recompute_layers"]
 
 _aten = torch.ops.aten
-# What `selective` keeps: results that take long to compute again. Everything between them is cheap.
+# Results that `selective` saves, because recomputing them is slow. Everything between them is cheap.
 _KEPT = (
     _aten.mm.default,
     _aten.addmm.default,
@@ -26,15 +26,14 @@ _KEPT = (
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten.topk.default,  # of a router: the second choice of experts must be the first
+    _aten.topk.default,  # of a router: the recomputed choice of experts must be the same
 )
 
 
 def recompute_layers(chunks: Iterable[StageChunk], recompute: Recompute) -> None:
-    """Keep only the input of every layer, of every Nth, or that and products and attention (`selective`).
+    """Checkpoint every layer, every Nth layer, or all but matrix products and attention (`selective`).
 
-    A layer's forward is wrapped and not the layer, so that no name changes and hooks, FSDP's among them,
-    are as they were.
+    The forward of a layer is wrapped, not the layer: no parameter name changes, and hooks (FSDP's too) keep working.
     """
     if recompute == "none":
         return

@@ -1,4 +1,4 @@
-"""How a rank's stages compute: what is computed again, compiled, or cut up. Done once they have their weights."""
+"""Apply activation checkpointing, torch.compile and the chunked loss to stages that have their weights."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from runner.pipeline.chunk import StageChunk, layers_of
 from runner.pipeline.heads import chunk_head
 from runner.training.activation_checkpoint import recompute_layers
 
-__all__ = ["arrange"]
+__all__ = ["apply_compute_options"]
 
 
-def arrange(chunks: Sequence[StageChunk], num_stages: int, options: ComputeOptions) -> None:
-    """Let stages compute as was asked for. What is computed again is compiled with the rest of its layer.
+def apply_compute_options(chunks: Sequence[StageChunk], num_stages: int, options: ComputeOptions) -> None:
+    """Apply the compute options to stages. A checkpointed layer is compiled as a whole.
 
     Raises:
         UsageError: see `runner.pipeline.heads.chunk_head`.
@@ -26,10 +26,10 @@ def arrange(chunks: Sequence[StageChunk], num_stages: int, options: ComputeOptio
 
 
 def _compile_layers(chunks: Iterable[StageChunk]) -> None:
-    """Compile every layer when it first runs; all of one kind share what was compiled.
+    """Compile every layer when it first runs; layers of one kind share the compiled code.
 
-    In place, so that no name changes. Shapes are taken as they come: each length of sequence is
-    compiled again, and so is evaluation.
+    In place, so that no parameter name changes. Shapes are static: each sequence length is compiled separately,
+    and so is evaluation.
     """
     for chunk in chunks:
         for _, layer in layers_of(chunk):

@@ -1,4 +1,4 @@
-"""One norm over every gradient of the pipeline, and the step's loss, known to every rank."""
+"""The gradient norm over the whole pipeline, gradient clipping, and the loss of the step, known to every rank."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from runner.training.ties import Tie
 __all__ = ["StepTotals", "Totals", "clip_gradients"]
 
 _HEAD = 3  # a row's numbers before the times and the squares
-_CURE = "a lower --lr, a longer warm-up or float32 usually cures it"
-# Elements squared at a time: a CPU's float64 copies stay in its cache, a GPU's are few and small beside its memory.
+_CURE = "try a lower --lr, a longer --warmup-steps or --dtype fp32"
+# Elements squared at a time: on a CPU the float64 copies fit its cache, on a GPU they are few and small.
 _CPU_PART, _PART = 1 << 16, 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Totals:
-    """What one step came to, over the whole pipeline."""
+    """The totals of one step over the whole pipeline."""
 
     loss: float  # mean over the valid tokens
     num_tokens: int  # valid ones
     norm: float  # L2, of all gradients taken as one vector
     is_last: bool  # a rank was asked to stop
-    times_s: tuple[tuple[float, ...], ...]  # what each pipeline rank has told of its times
+    times_s: tuple[tuple[float, ...], ...]  # the times that each pipeline rank reported
 
 
 class StepTotals:
-    """Sums over all ranks. Building one is a collective: ranks learn each other's names.
+    """Sums over all ranks. The constructor is a collective: ranks exchange the names of their parameters.
 
     Squares are summed in float64, parameter by parameter and over the ranks that share its stage, each
-    element once, and then exactly (`math.fsum`): the norm does not depend on how stages are cut or
-    which rank holds what. Each rank may tell `num_times` times of its own beside them.
+    element once, and then exactly (`math.fsum`): the norm does not depend on the layout of stages or the
+    assignment to ranks. Each rank may report `num_times` times of its own with them.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class StepTotals:
         is_last: bool = False,
         times_s: Callable[[], Sequence[float]] = tuple,
     ) -> Totals:
-        """Give the totals of this step; `loss` is None on every rank but that of the last stage.
+        """Return the totals of this step; `loss` is None on all ranks but those of the last stage.
 
-        All ranks learn whether one of them was asked to stop after it, and the times of each, which are asked for
-        when this rank's gradients are done; of ranks that share stages, their mean.
+        All ranks learn whether one of them was asked to stop after this step, and the times of each; `times_s` is
+        called when this rank's gradients are done. The times of ranks that share stages are averaged.
 
         Every rank calls this after `sync_gradients`; it runs one collective, and one more where ranks share stages.
 
@@ -86,7 +86,7 @@ class StepTotals:
         shared = self._mesh.degrees.per_stage if self._mesh else 1
         squares = _squared_norms(self._counted, self._mesh)
         times = [seconds / shared for seconds in times_s()]
-        assert len(times) == self._num_times, "ranks have told each other how many"
+        assert len(times) == self._num_times, "all ranks report the same number of times"
         rows = self._gather([*head, float(is_last), *times, *squares])
         first = _HEAD + self._num_times
         for rank, (row, names) in enumerate(zip(rows, self._names, strict=True)):
@@ -110,7 +110,7 @@ class StepTotals:
         )
 
     def reduce_loss(self, loss: float | None) -> float:
-        """Tell every rank the loss, of which only ranks with the last stage know their parts."""
+        """Return the loss on every rank; only ranks with the last stage know their parts of it."""
         return math.fsum(row[0] for row in self._gather([loss or 0.0 if self._counts_loss else 0.0]))
 
     @property
@@ -126,7 +126,7 @@ class StepTotals:
         return self._mesh.degrees.per_stage if self._mesh else 1
 
     def _gather(self, row: list[float]) -> list[list[float]]:
-        """Give the rows of this pipeline's ranks, each added up over the ranks that share a stage."""
+        """Return the rows of this pipeline's ranks, each summed over the ranks that share a stage."""
         if not dist.is_initialized():
             return [row]
         width = _HEAD + self._num_times + max(len(names) for names in self._names)
@@ -142,7 +142,7 @@ class StepTotals:
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, max_norm: float) -> None:
-    """Scale gradients whose common norm is `norm` down to `max_norm`; 0 leaves them alone."""
+    """Clip gradients whose total norm is `norm` to `max_norm`; 0 disables clipping."""
     if not max_norm:
         return
     factor = min(1.0, max_norm / (norm + 1e-6))

@@ -1,13 +1,13 @@
-"""Mixed precision: the optimizer keeps weights that are finer than those that stages compute with.
+"""Mixed precision: stages compute in bfloat16, the optimizer steps float32 master weights.
 
-# Note [Masters]
+# Note [Master weights]
 A parameter is what its stage computes with, in bfloat16. Its master is the same weight in float32: checkpoints
-load into it and are made of it, AdamW steps it, and after each step it is rounded into the parameter. Gradients
-of a microbatch are bfloat16, and `.grad` adds them up in float32 (`torch.Tensor.grad_dtype`): it is there from
-the start, as zeros, because zero-bubble schedules add to it without autograd. Norm, ties and clipping see it
-alone. Matrices get the bits that FSDP2's `MixedPrecisionPolicy` gives them; gradients of norms, which autograd
-has in float32, are not rounded to bfloat16 in between, as there. Where parameters are sharded that policy does
-it all, and a parameter is its own master.
+are loaded into it and saved from it, AdamW steps it, and after each step it is rounded into the parameter. The
+gradients of a microbatch are bfloat16; gradient accumulation into `.grad` is float32 (`torch.Tensor.grad_dtype`).
+`.grad` exists from the start, as zeros, because zero-bubble schedules add to it without autograd. The norm, ties and
+gradient clipping read `.grad` alone. Matrices get the same bits as with FSDP2's `MixedPrecisionPolicy`; gradients of
+norms, which autograd computes in float32, are not rounded to bfloat16 in between, unlike there. Where parameters are
+sharded that policy does all of this, and a parameter is its own master.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MASTER = "_master"  # an attribute of a parameter
 
 
 def keep_masters(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
-    """Give every parameter a master of this dtype, not yet filled."""
+    """Allocate a master of this dtype for every parameter, not yet filled."""
     for parameter in _parameters(modules):
         like = torch.empty(parameter.shape, dtype=dtype, device="meta")
         setattr(parameter, _MASTER, empty_like(like, parameter.device))
@@ -34,28 +34,28 @@ def keep_masters(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
 
 
 def kept(parameter: torch.Tensor) -> torch.Tensor:
-    """Give the weight that the optimizer keeps: the parameter's master, or the parameter where it has none."""
+    """Return the weight that the optimizer steps: the parameter's master, or the parameter where it has none."""
     master: torch.Tensor = getattr(parameter, _MASTER, parameter)
     return master
 
 
 @torch.no_grad()
 def round_masters(parameters: Iterable[nn.Parameter]) -> None:
-    """Let stages compute with what their masters have become."""
+    """Round the masters into the parameters that stages compute with."""
     for parameter in parameters:
         if (master := kept(parameter)) is not parameter:
             parameter.copy_(master)
 
 
 def share_master(parameters: Sequence[nn.Parameter]) -> None:
-    """Let parameters that have one storage have one master."""
+    """Let parameters that share a storage share a master."""
     if (master := kept(parameters[0])) is not parameters[0]:
         for parameter in parameters[1:]:
             setattr(parameter, _MASTER, master)
 
 
 def zero_gradient(parameter: nn.Parameter) -> None:
-    """Forget a parameter's gradient."""
+    """Reset a parameter's gradient."""
     if kept(parameter) is parameter:
         parameter.grad = None
     else:

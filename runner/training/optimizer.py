@@ -1,4 +1,4 @@
-"""AdamW over one rank's parameters, with a learning rate that is a pure function of the step."""
+"""AdamW over one rank's parameters, and the learning-rate schedule: a pure function of the step."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["Optimizer", "lr_at"]
 class Optimizer:
     """AdamW that steps each parameter once; `parameters` pairs each with its Hugging Face FQN.
 
-    The moments are there from the start, as zeros, so that a checkpoint can be read into them.
+    The optimizer state exists from the start, as zeros, so that a checkpoint can be loaded into it.
     """
 
     def __init__(self, parameters: Sequence[NamedParameter], options: OptimOptions) -> None:
         self.parameters, self.options = tuple(parameters), options
         self._stepped = {id(parameter) for _, parameter in parameters}
         self.adamw: torch.optim.AdamW | None = None
-        if parameters:  # torch refuses an empty list; a stage may hold nothing
+        if parameters:  # torch refuses an empty list; a stage may have no parameters
             weights = [kept(parameter) for _, parameter in parameters]
             is_fused = all(weight.is_cuda for weight in weights)
             self.adamw = torch.optim.AdamW(
@@ -42,17 +42,17 @@ class Optimizer:
                 self.adamw.state[weight] = {"step": step, **zeros}
 
     def steps(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether it is this optimizer that changes a parameter: of tied ones on a rank, the first."""
+        """Whether this optimizer steps a parameter: of tied ones on a rank, it steps the first."""
         return id(parameter) in self._stepped
 
     def moment(self, parameter: torch.nn.Parameter, moment: Holds) -> torch.Tensor:
-        """Give what AdamW keeps of a parameter's gradients, which it changes in place."""
+        """Return AdamW's `exp_avg` or `exp_avg_sq` of a parameter, which it updates in place."""
         assert self.adamw is not None
         state: torch.Tensor = self.adamw.state[kept(parameter)][moment]
         return state
 
     def resume(self, num_steps: int) -> None:
-        """Go on as after so many steps; the moments have been filled."""
+        """Set the step count, after the optimizer state was loaded."""
         for _, parameter in self.parameters:
             assert self.adamw is not None
             self.adamw.state[kept(parameter)]["step"].fill_(num_steps)
@@ -62,7 +62,7 @@ class Optimizer:
             zero_gradient(parameter)
 
     def step(self, step: int) -> float:
-        """Take optimizer step number `step`, the first being 0, and give its learning rate."""
+        """Take optimizer step number `step`, the first being 0, and return its learning rate."""
         lr = lr_at(step, self.options)
         if self.adamw is not None:
             for group in self.adamw.param_groups:
@@ -75,7 +75,7 @@ class Optimizer:
 
 
 def lr_at(step: int, options: OptimOptions) -> float:
-    """Give the learning rate of a step, the first being 0."""
+    """Return the learning rate of a step, the first being 0."""
     if step < options.warmup_steps:
         return options.lr * (step + 1) / options.warmup_steps
     begin = options.warmup_steps + options.stable_steps
@@ -85,7 +85,7 @@ def lr_at(step: int, options: OptimOptions) -> float:
     return options.min_lr + (options.lr - options.min_lr) * _LEFT[options.decay](done)
 
 
-# What is left of the rate after a share of the decay; as in torchtitan's and transformers' WSD schedules.
+# The factor of the learning rate after a fraction of the decay; as in torchtitan's and transformers' WSD schedules.
 _LEFT: Mapping[Decay, Callable[[float], float]] = {
     "linear": lambda done: 1 - done,
     "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),

@@ -1,4 +1,4 @@
-"""A rank's random numbers: where they begin, and their states, kept in checkpoints."""
+"""The RNG state of a rank: seeded at the start, saved in checkpoints, restored from them."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import torch
 from manifests.errors import CheckpointError
 from manifests.schema import RandomState
 
-__all__ = ["begin_random", "random_state", "restore_random"]
+__all__ = ["seed_rng", "rng_state", "restore_rng"]
 
 
-def begin_random(seed: int, rank: int) -> None:
-    """Draw from here on random numbers of this rank's own, the same for the same seed and rank: what dropout draws."""
-    # A generator takes up 32 bits of its seed: stir both numbers into them.
-    stirred = blake2b(f"{seed} rank {rank}".encode(), digest_size=4).digest()
-    torch.manual_seed(int.from_bytes(stirred, "little"))
+def seed_rng(seed: int, rank: int) -> None:
+    """Seed this rank's generator, which dropout draws from, from the run's seed and the rank."""
+    # A generator uses 32 bits of its seed: hash both numbers into them.
+    mixed = blake2b(f"{seed} rank {rank}".encode(), digest_size=4).digest()
+    torch.manual_seed(int.from_bytes(mixed, "little"))
 
 
-def random_state(rank: int, device: torch.device) -> RandomState:
-    """Give the state of the generator that this rank draws from."""
+def rng_state(rank: int, device: torch.device) -> RandomState:
+    """Return the state of the generator that this rank draws from."""
     state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
     text = base64.b64encode(state.numpy().tobytes()).decode()
     return RandomState(rank=rank, generator=device.type, state=text)
 
 
-def restore_random(states: Sequence[RandomState], rank: int, num_ranks: int, device: torch.device) -> bool:
-    """Go on with the random numbers of a run that had as many ranks on the same kind of device, or give False.
+def restore_rng(states: Sequence[RandomState], rank: int, num_ranks: int, device: torch.device) -> bool:
+    """Restore the RNG state of a run that had as many ranks on the same kind of device; return False for another run.
 
     Raises:
-        InputError: this rank's state is none.
+        CheckpointError: the state of this rank is not an RNG state.
     """
     mine = {state.rank: state.state for state in states if state.generator == device.type}
     if sorted(mine) != list(range(num_ranks)):
@@ -46,7 +46,7 @@ def restore_random(states: Sequence[RandomState], rank: int, num_ranks: int, dev
     except (ValueError, RuntimeError) as error:
         raise CheckpointError(
             "training.random",
-            f"the state of rank {rank} is none of a {device.type} generator",
+            f"expected the RNG state of a {device.type} generator for rank {rank}, found something else",
             code="checkpoint.rng-state",
         ) from error
     return True

@@ -1,4 +1,4 @@
-"""One optimizer step: forward and backward, ties, norm, clip, AdamW."""
+"""One optimizer step: forward and backward, tied gradients, gradient clipping, AdamW."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Engine:
     ties: tuple[Tie, ...]
     totals: StepTotals
     optimizer: Optimizer
-    parallel: Parallel | None = None  # None: no rank shares this one's stages
-    clock: Clock | None = None  # None: no times are told
+    parallel: Parallel | None = None  # None: no other rank shares the stages of this one
+    clock: Clock | None = None  # None: steps are not timed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
-    """What a step came to; the same on every rank."""
+    """The result of a step; the same on every rank."""
 
     loss: float  # mean over the valid tokens of the global batch, before the step
     num_tokens: int  # valid ones
@@ -47,7 +47,7 @@ def train_step(
     """Take optimizer step number `step`, the first being 0; every rank calls this.
 
     The clipped gradients stay in `.grad` until the next step. Ranks with neither the first nor the
-    last stage may pass no batch. A `cut` that is not the run's own is declared by all of them, see
+    last stage may pass no batch. All ranks pass the same `cut` where it is not that of the run, see
     Note [Shapes are declared] in schedule.py.
 
     Raises:
@@ -85,7 +85,7 @@ def train_step(
 
 
 def eval_step(engine: Engine, batch: Batch | None, cut: BatchOptions | None = None) -> float:
-    """Give the loss of a batch, on every rank; nothing is trained."""
+    """Return the loss of a batch, on every rank; nothing is trained."""
     loss = engine.schedule.evaluate(batch, cut)
     if engine.parallel is not None:
         engine.parallel.reshard()

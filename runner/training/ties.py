@@ -1,10 +1,10 @@
 """Tied weights: several parameters, on one rank or on many, that behave as one.
 
 # Note [Ties across stages]
-Every rank that holds a member of a tie group keeps a copy of the weight. On one rank all members
-share the copy's storage and have gradients of their own; the first of them leads. After the backward
-the leader's gradient becomes the sum over all members of all ranks, so every copy takes the same
-optimizer step. The norm counts the group once, on the rank of its owner.
+Every rank that has a member of a tie group keeps one copy of the weight. On one rank all members
+share the storage of the copy and have separate gradients; the first member is the leader. After the backward
+the leader's gradient becomes the sum over all members on all ranks, so every copy takes the same
+optimizer step. The gradient norm counts the group once, on the rank of its owner.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Tie:
 
 
 def check_loaded(groups: Iterable[TieGroup], chunks: Sequence[StageChunk]) -> None:
-    """Make sure that the copies of a tied weight that this rank has read, and keeps, are equal; no collective.
+    """Check that the copies of a tied weight that this rank has read are equal; no collective.
 
     Raises:
-        InputError: naming two that differ.
+        ShardError: naming two that differ.
     """
     found = _by_name(chunks)
     for group in groups:
@@ -57,8 +57,8 @@ def check_loaded(groups: Iterable[TieGroup], chunks: Sequence[StageChunk]) -> No
             if not torch.equal(local_of(kept(found[key])), local_of(kept(found[keys[0]]))):
                 raise ShardError(
                     f"tied weight {group.owner.fqn}",
-                    f"{keys[0][0]} on stage {keys[0][1]} and {key[0]} on stage {key[1]} hold different values",
-                    "the bundles disagree; pack the source again",
+                    f"{keys[0][0]} on stage {keys[0][1]} and {key[0]} on stage {key[1]} have different values",
+                    "the bundles are inconsistent; pack the source again",
                     code="shard.tied-weights-differ",
                 )
 
@@ -70,11 +70,11 @@ def build_ties(
     timeout: timedelta,
     pipelines: Sequence[Sequence[int]] | None = None,
 ) -> tuple[Tie, ...]:
-    """Tie this rank's parameters, which are loaded, and give the groups that it is part of.
+    """Tie this rank's loaded parameters, and return the tie groups that it is part of.
 
-    Every rank calls this with the same groups: it creates a process group for each that spans ranks, in
-    each of the `pipelines`, which list their ranks; None: all ranks are one.
-    A replica takes over the values of the first member on its rank.
+    Every rank calls this with the same groups: it creates a process group for each one that spans ranks, in
+    each of the `pipelines`, which list their ranks; None: all ranks are one pipeline.
+    A replica takes the values of the first member on its rank.
     """
     found = _by_name(chunks)
     ties = []
@@ -105,14 +105,14 @@ def build_ties(
 
 
 def follow_leaders(ties: Iterable[Tie]) -> None:
-    """Give members with a storage of their own what their leader has become."""
+    """Copy the leader's new value to members that have a separate storage."""
     for tie in ties:
         for member in () if tie.shares_storage else tie.members[1:]:
             local_of(member.detach()).copy_(local_of(tie.leader.detach()))
 
 
 def lead_parameters(chunks: Sequence[StageChunk], ties: Sequence[Tie]) -> tuple[NamedParameter, ...]:
-    """Give the parameters that this rank's optimizer steps, with their FQNs: each storage once."""
+    """Return the parameters that this rank's optimizer steps, with their FQNs: each storage once."""
     led = {id(member) for tie in ties for member in tie.members[1:]}
     return tuple(
         (fqn, parameter)
@@ -126,7 +126,7 @@ def sync_gradients(ties: Sequence[Tie]) -> None:
     """Make each leader's gradient the sum over its group; the other members' become None.
 
     Every rank of a group calls this after the backward and before the norm. A member without a
-    gradient counts as zeros. Of sharded members, ranks add up the parts that they hold.
+    gradient counts as zeros. Ranks sum their parts of sharded members.
     """
     for tie in ties:
         leader = tie.leader
@@ -146,9 +146,9 @@ def check_equal(
     *,
     of: Callable[[nn.Parameter], torch.Tensor] = kept,
 ) -> None:
-    """Make sure that all copies of each tied weight, as it is kept, or of what `of` gives for it, hold the same bytes.
+    """Check that all copies of each tied weight (the master, or what `of` returns for it) have the same bytes.
 
-    Every rank calls this. Ranks that hold the same part of a weight are compared, of all pipelines.
+    Every rank calls this. Ranks that have the same part of a weight are compared, over all pipelines.
 
     Raises:
         RankError: on all ranks alike, naming the weight and the ranks that differ.
@@ -166,7 +166,7 @@ def check_equal(
             raise RankError(
                 key[0],
                 f"the copies of this tied weight differ: {shown}",
-                "if this is the first step, the bundles disagree: pack the source again",
+                "at the first step this means that the bundles are inconsistent: pack the source again",
                 code="rank.tied-weights-differ",
             )
 
@@ -181,7 +181,7 @@ def _process_group(
     own: dist.ProcessGroup | None = None
     for pipeline in pipelines or (range(dist.get_world_size()),):
         members = [pipeline[rank] for rank in ranks]
-        # A new group does not take over the world's timeout.
+        # A new group does not inherit the timeout of the world.
         group: dist.ProcessGroup | None = dist.new_group(members, timeout=timeout)
         own = group if dist.get_rank() in pipeline else own
     return own

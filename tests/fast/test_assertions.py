@@ -72,7 +72,6 @@ NOT_YET = frozenset(
         "tests/fast/runner/test_following.py",
         "tests/fast/runner/test_found_data.py",
         "tests/fast/runner/test_heads.py",
-        "tests/fast/runner/test_held.py",
         "tests/fast/runner/test_jobs.py",
         "tests/fast/runner/test_launch_flags.py",
         "tests/fast/runner/test_launch_refusals.py",
@@ -88,7 +87,6 @@ NOT_YET = frozenset(
         "tests/fast/runner/test_sequences.py",
         "tests/fast/runner/test_sinks.py",
         "tests/fast/runner/test_slices_loaded.py",
-        "tests/fast/runner/test_step.py",
         "tests/fast/runner/test_timetable.py",
         "tests/fast/runner/test_titan_families.py",
         "tests/fast/runner/test_transformers_family.py",
@@ -112,7 +110,6 @@ NOT_YET = frozenset(
         "tests/process/test_histories.py",
         "tests/process/test_kubectl.py",
         "tests/process/test_launch.py",
-        "tests/process/test_life.py",
         "tests/process/test_local_job.py",
         "tests/process/test_nodes_meeting.py",
         "tests/process/test_object_output.py",
@@ -125,7 +122,6 @@ NOT_YET = frozenset(
         "tests/process/test_resume.py",
         "tests/process/test_saving_faults.py",
         "tests/process/test_slurm.py",
-        "tests/process/test_ties.py",
         "tests/process/test_watching.py",
     }
 )

@@ -23,7 +23,7 @@ from runner.pipeline.chunk import StageChunk, build_chunks, named_hf_parameters
 from runner.pipeline.schedule import build_schedule
 from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import find_timetable
-from runner.training.compute import arrange
+from runner.training.compute import apply_compute_options
 from runner.training.gradient_norm import StepTotals
 from runner.training.mixed_precision import keep_masters, kept, round_masters
 from runner.training.optimizer import Optimizer
@@ -51,7 +51,7 @@ def train(folder: Path, schedule: str, placement: Placement, options: ComputeOpt
     ties = build_ties([head_tie(stage_modules)], chunks, placement, TIMEOUT)
     check_equal(ties if placement.num_ranks > 1 else ())
     parameters = lead_parameters(chunks, ties)
-    arrange(chunks, placement.num_stages, options)
+    apply_compute_options(chunks, placement.num_stages, options)
     engine = Engine(
         schedule=build_schedule(
             find_timetable(schedule, placement, BATCH.num_microbatches),

@@ -30,7 +30,7 @@ from runner.load.load import read_tensors
 from runner.pipeline.chunk import hf_constants, hf_pieces
 from runner.setup import Ready, begin
 from runner.tensors.local_shard import Piece
-from runner.training.rng import random_state
+from runner.training.rng import rng_state
 from runner.training.step import eval_step, train_step
 from stores.base import InputFile, Range, Reader
 from stores.bundles import Bundles
@@ -128,7 +128,7 @@ def state_of(ready: Ready) -> list[Part]:
 def save_state(ready: Ready, folder: Path, rank: int) -> None:
     """Save what there is after the first step."""
     state = remember(ready.options, step=1, num_tokens=1, data=find_data(ready.options, None, None).position)
-    save(ready.held_state(), ready.job, folder, replace(state, random=(random_state(rank, CPU),)))
+    save(ready.held_state(), ready.job, folder, replace(state, random=(rng_state(rank, CPU),)))
 
 
 def parts_of(ready: Ready, of: Any) -> list[Part]:

@@ -2,8 +2,8 @@
 
 usage: resume_worker.py JOBS
 
-JOBS is a JSON list of {"root": …, "args": […], "log": …}; a job's log gets what rank 0 says, its refusal too, and how
-many stages it has in memory whenever it has loaded some.
+JOBS is a JSON list of {"root": …, "args": […], "log": …}; a job's log gets what rank 0 logs, the code and place of its
+error, and how many stages it has in memory whenever it has loaded some.
 {rank} in an argument is the rank's number: a path on a disk that is its node's own.
 """
 
@@ -46,7 +46,7 @@ def run_job(job: dict[str, Any], world: World) -> None:
     try:
         run(Path(job["root"]), parse_training(args), world, CPU)
     except UserError as error:
-        logger.error("error: %s", error)
+        logger.error("error: %s at %s", error.code, error.where)
     finally:
         logger.removeHandler(handler)
         handler.close()

@@ -271,7 +271,7 @@ def test_checkpoint_that_a_disk_does_not_give_now_is_not_passed_over_for_an_olde
         check_end(run, 5, rf"rank 0, stage 0, node .+: {shard}: cannot be read at byte \d+: Input/output error\n.+")
     with failing(packed, tmp_path, *saving, "--steps", "3") as run:
         assert run.process.wait(timeout=90) == 0, run.said
-        assert f"going on from {tmp_path}/history/step-000002: step 2, " in run.said
+        assert f"resuming from {tmp_path}/history/step-000002 at step 2 " in run.said
 
 
 @pytest.mark.slow

@@ -36,10 +36,10 @@ def test_signal_to_one_rank_stops_all_after_the_same_step_and_the_next_run_loses
         assert run.process.wait(timeout=60) == 130, run.said
     stopped = run.state
     assert stopped["ended"] == "stopped"
-    assert f"stopped at a signal after step {stopped['step']}, and saved\nhint: --resume auto goes on\n" in run.said
+    assert f"stopped by a signal after step {stopped['step']}; " in run.said
     with launched(packed, tmp_path / "log", *saving) as again:
         assert again.process.wait(timeout=90) == 0, again.said
-    assert again.state == {"version": 1, "step": 60, "ended": "done", "code": 0, "error": ""}
+    assert (again.state["step"], again.state["ended"], again.state["code"]) == (60, "done", 0)
     with launched(packed, tmp_path / "whole", "--steps", STEPS) as whole:
         assert whole.process.wait(timeout=90) == 0, whole.said
     assert again.losses() == whole.losses()
@@ -104,4 +104,4 @@ def test_run_whose_end_cannot_be_written_to_the_log_folder_ends_as_it_would(
     assert run.said.count(f"note: {run.log}/state.json: cannot be written: Is a directory\n") == 1
     assert "Traceback" not in run.said
     assert "error: " not in run.said
-    assert ("stopped at a signal after step" in run.said) == bool(code)
+    assert ("stopped by a signal after step" in run.said) == bool(code)

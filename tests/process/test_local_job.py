@@ -58,7 +58,7 @@ def test_job_is_watched_and_cancelled_by_its_log_folder_and_saves(packed: Path, 
         pids = run.ranks()
         assert runner("cancel", log).stdout == f"cancelled local job {run.process.pid}\n"
         assert run.process.wait(timeout=60) == 130, run.said
-        assert "stopped at a signal after step" in following.communicate(timeout=60)[0]
+        assert "stopped by a signal after step" in following.communicate(timeout=60)[0]
         wait_until_gone(pids, 1)
     found = status(log)
     assert found["state"] == "STOPPED"

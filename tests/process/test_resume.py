@@ -320,7 +320,7 @@ def test_auto_names_what_is_damaged_and_goes_on_from_the_checkpoint_before(runs:
     assert (
         f"warning: {newest} cannot be resumed: rank 1: {newest}/stage-001/exp_avg/model.safetensors: "
     ) in runs.said("spoiled")
-    assert f"going on from {runs.checkpoint('spoiled', 6)}: step 6, " in runs.said("spoiled")
+    assert f"resuming from {runs.checkpoint('spoiled', 6)} at step 6 " in runs.said("spoiled")
     # The damaged one was replaced on the way, and older ones were taken away.
     assert sorted(path.name for path in runs.history("spoiled").iterdir()) == ["step-000010", "step-000012"]
     assert reshard("verify", newest).code == 0
@@ -337,10 +337,7 @@ def test_flags_that_are_written_win_and_are_said(runs: Runs) -> None:
 
 def test_weights_only_begins_at_step_0_and_says_what_stays_behind(runs: Runs) -> None:
     middle = runs.checkpoint("whole-2-1F1B-untied", 6)
-    assert (
-        f"beginning at step 0 with the weights of {middle}: the moments of AdamW, step 6, the learning rate's "
-        "schedule, the data's position and the random states stay behind"
-    ) in runs.said("anew")
+    assert f"starting at step 0 with the weights of {middle}; not resumed: AdamW state at step 6" in runs.said("anew")
     assert [line["step"] for line in runs.lines("anew")] == [1]
     state = read_manifest(runs.place / "saved").training
     assert state is not None

@@ -216,7 +216,7 @@ def test_killed_training_resumes_from_its_newest_checkpoint_and_repeats_the_step
     assert newest is not None
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    assert f"going on from {tmp_path}/history/step-{newest:06d}: step {newest}, " in done.stderr
+    assert f"resuming from {tmp_path}/history/step-{newest:06d} at step {newest} " in done.stderr
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     losses = [(line["step"], line["loss"]) for line in lines if "loss" in line]
     assert [step for step, _ in losses][newest - 200 :] == list(range(newest + 1, 201))

@@ -179,7 +179,7 @@ def test_killed_rank_is_started_again_from_the_last_checkpoint_within_a_minute(
     log = begin_long(slurm, packed, tmp_path, "--restarts", "1")
     os.kill(ranks_on(slurm, "node10")[0], signal.SIGKILL)
     said = log / "rank-00000.log"
-    assert wait_until(lambda: said.read_text().count("going on from") == 1, slurm, log) < 60
+    assert wait_until(lambda: said.read_text().count("resuming from") == 1, slurm, log) < 60
     assert wait_for_end(slurm, log) == "COMPLETED", runner(slurm, "logs", log).stdout
     assert losses(log) == uninterrupted
 
@@ -196,7 +196,7 @@ def test_preempted_job_saves_is_queued_again_and_loses_nothing(
     wait_until(lambda: "COMPLETED" in slurm.run("scontrol", "show", "job", urgent).stdout, slurm, log)
     assert wait_for_end(slurm, log) == "COMPLETED", runner(slurm, "logs", log).stdout
     assert state(slurm, log)["requeues"] == 1
-    assert "stopped at a signal after step" in runner(slurm, "logs", log).stdout
+    assert "stopped by a signal after step" in runner(slurm, "logs", log).stdout
     assert losses(log) == uninterrupted
     assert hosts_of_ranks(log) == hosts
 

@@ -60,7 +60,7 @@ def main(folder: Path, out: Path) -> None:
         "shared": [tie.fqn for tie in ties if len({p.data_ptr() for p in tie.members}) < len(tie.members)],
         "led": sorted(named.keys() - {fqn for fqn, _ in parameters}),
         # Every weight is random: the copies on different ranks differ.
-        "unequal": message_of(lambda: check_equal(ties)),
+        "unequal": refusal_of(lambda: check_equal(ties)),
     }
     for parameter in named.values():
         parameter.data.fill_(0.5)
@@ -82,7 +82,7 @@ def main(folder: Path, out: Path) -> None:
 
     if dist.get_rank() == 2:
         named[UP.format(2)].grad = torch.full_like(named[UP.format(2)], math.inf)
-    found["not_finite"] = message_of(lambda: totals.reduce(None, 0))
+    found["not_finite"] = refusal_of(lambda: totals.reduce(None, 0))
 
     for parameter in named.values():
         parameter.grad = None
@@ -91,18 +91,18 @@ def main(folder: Path, out: Path) -> None:
         kept(parameter).fill_(0.5 + dist.get_rank() * 2**-40)
     round_masters(named.values())
     found["weights"] = [set_of(tie.leader) for tie in ties]
-    found["unequal_masters"] = message_of(lambda: check_equal(ties))
+    found["unequal_masters"] = refusal_of(lambda: check_equal(ties))
     (out / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def message_of(act: Any) -> str:
+def refusal_of(act: Any) -> dict[str, str]:
     try:
         act()
     except RankError as error:
-        return str(error)
-    return "nothing was raised"
+        return {"code": error.code, "where": error.where, "problem": error.problem}
+    return {}
 
 
 def set_of(tensor: torch.Tensor | None) -> list[float]:

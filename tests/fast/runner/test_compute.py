@@ -22,7 +22,7 @@ from runner.pipeline.chunk import StageChunk, build_chunks, layers_of, materiali
 from runner.pipeline.schedule import Schedule, build_schedule
 from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import find_timetable
-from runner.training.compute import arrange
+from runner.training.compute import apply_compute_options
 from runner.training.mixed_precision import keep_masters, kept, round_masters
 from runner.training.optimizer import Optimizer
 from tests.fast.models import built
@@ -55,7 +55,7 @@ def build(folder: Path, options: ComputeOptions, num_stages: int = 1) -> tuple[t
         for (_, parameter), (_, weight) in zip(parameters_of(chunks), parameters_of(whole), strict=True):
             kept(parameter).copy_(weight.detach())
         round_masters(parameter for _, parameter in parameters_of(chunks))
-    arrange(chunks, num_stages, options)
+    apply_compute_options(chunks, num_stages, options)
     timetable = find_timetable("1F1B", placement, BATCH.num_microbatches)
     return chunks, build_schedule(timetable, chunks, plan_stage_metadata(family, stage_modules, dtype), BATCH)
 
@@ -149,7 +149,7 @@ def test_head_must_be_on_the_last_stage(folder: Path) -> None:
     family = family_for(read_config(folder), max_seq_len=8)
     chunks = build_chunks(family, (family.modules, ()), (0, 1))
     with pytest.raises(UsageError, match=r"^--loss-chunk: lm_head is on stage 0, and the loss on stage 1$"):
-        arrange(chunks, 2, ComputeOptions(loss_chunk=8))
+        apply_compute_options(chunks, 2, ComputeOptions(loss_chunk=8))
 
 
 def test_model_that_does_more_to_its_logits_keeps_its_head() -> None:
@@ -160,7 +160,7 @@ def test_model_that_does_more_to_its_logits_keeps_its_head() -> None:
     for _, parameter in parameters_of(chunks):
         torch.nn.init.normal_(parameter)
     with pytest.raises(UsageError, match=r"^--loss-chunk: Gemma2ForCausalLM does more to its logits than lm_head\n"):
-        arrange(chunks, 1, ComputeOptions(loss_chunk=8))
+        apply_compute_options(chunks, 1, ComputeOptions(loss_chunk=8))
 
 
 def steps(folder: Path, options: ComputeOptions, count: int) -> tuple[list[float], tuple[StageChunk, ...]]:

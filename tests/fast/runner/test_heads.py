@@ -17,7 +17,7 @@ from runner.pipeline.chunk import StageChunk, hf_pieces
 from runner.pipeline.schedule import build_schedule
 from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import find_timetable
-from runner.training.compute import arrange
+from runner.training.compute import apply_compute_options
 from tests.fast.models.built import DECODERS, TINY
 from tests.fast.runner.decoders import Variant, fill_pieces, variant_ids
 from tests.fast.runner.tiny import padded_batch, read_config, split_evenly
@@ -40,7 +40,7 @@ def train(folder: Path, options: ComputeOptions) -> tuple[float, torch.Tensor, M
     stages = split_evenly(family.modules, 2)
     chunks = tuple(StageChunk(family, stage, modules) for stage, modules in enumerate(stages))
     fill_pieces(chunks, folder)
-    arrange(chunks, 2, options)
+    apply_compute_options(chunks, 2, options)
     timetable = find_timetable("1F1B", Placement(num_stages=2, num_ranks=1), BATCH.num_microbatches)
     schedule = build_schedule(timetable, chunks, plan_stage_metadata(family, stages, torch.float32), BATCH)
     batch = padded_batch(0, size=4, seq_len=20, vocab_size=96)
@@ -81,6 +81,6 @@ def test_head_without_its_neighbours_is_refused_in_chunks_alike(tmp_path: Path) 
     family = family_for(read_config(tmp_path), max_seq_len=BATCH.seq_len)
     chunk = StageChunk(family, 1, family.modules[-1:])
     fill_pieces([chunk], tmp_path)
-    arrange([chunk], 2, ComputeOptions(loss_chunk=7))
+    apply_compute_options([chunk], 2, ComputeOptions(loss_chunk=7))
     assert chunk.head is not None
     assert chunk.head.width == 16

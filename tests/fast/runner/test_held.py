@@ -16,7 +16,7 @@ from runner.config.schema import OptimOptions
 from runner.models import family_for
 from runner.pipeline.chunk import build_chunks, named_hf_parameters
 from runner.training.optimizer import Optimizer
-from runner.training.rng import random_state, restore_random
+from runner.training.rng import rng_state, restore_rng
 from runner.training.ties import build_ties, lead_parameters
 from tests.fast.runner.tiny import CPU, EMBEDDING, HEAD, fill, head_tie, read_config, save_model, split_evenly
 
@@ -108,18 +108,18 @@ def test_optimizer_with_moments_from_the_start_steps_as_torch_does(folder: Path)
 @pytest.mark.parametrize("state", ["", "AAAA", "no base64", "AAA"])
 def test_random_state_that_is_none_is_refused(state: str) -> None:
     with pytest.raises(InputError) as error:
-        restore_random((RandomState(rank=0, generator="cpu", state=state),), 0, 1, CPU)
-    assert str(error.value) == "training.random: the state of rank 0 is none of a cpu generator"
+        restore_rng((RandomState(rank=0, generator="cpu", state=state),), 0, 1, CPU)
+    assert (error.value.code, error.value.where) == ("checkpoint.rng-state", "training.random")
 
 
 def test_random_numbers_go_on_where_they_were_on_as_many_ranks() -> None:
-    state = random_state(1, CPU)
+    state = rng_state(1, CPU)
     expected = torch.rand(4)
     other = RandomState(rank=0, generator="cpu", state=state.state)
-    assert restore_random((other, state), 1, 2, CPU)
+    assert restore_rng((other, state), 1, 2, CPU)
     assert torch.rand(4).equal(expected)
     now = torch.get_rng_state()
-    assert not restore_random((state,), 1, 2, CPU)
-    assert not restore_random((other, state), 0, 1, CPU)
-    assert not restore_random((), 0, 1, CPU)
+    assert not restore_rng((state,), 1, 2, CPU)
+    assert not restore_rng((other, state), 0, 1, CPU)
+    assert not restore_rng((), 0, 1, CPU)
     assert torch.get_rng_state().equal(now)

@@ -89,10 +89,7 @@ def test_copies_that_differ_in_masters_alone_are_refused(folder: Path) -> None:
     assert torch.equal(named[HEAD], named[EMBEDDING])
     with pytest.raises(InputError) as error:
         check_loaded([tie], chunks)
-    assert str(error.value) == (
-        f"tied weight {EMBEDDING}: {EMBEDDING} on stage 0 and {HEAD} on stage 0 hold different values\n"
-        "hint: the bundles disagree; pack the source again"
-    )
+    assert (error.value.code, error.value.where) == ("shard.tied-weights-differ", f"tied weight {EMBEDDING}")
 
 
 def test_replica_gradient_is_summed_into_the_owner_and_zeros_stand_for_none(folder: Path) -> None:
@@ -161,15 +158,17 @@ def test_gradient_that_is_not_finite_stops_the_step_before_any_weight_changes(fo
     name = "model.layers.1.mlp.down_proj.weight"
     named[name].data[0, 0] = math.inf
     before = {fqn: parameter.detach().clone() for fqn, parameter in named.items()}
-    with pytest.raises(RankError, match=r"^step 4: rank 0: the gradient of model\..* is not finite\nhint: a lower"):
+    with pytest.raises(RankError) as error:
         train_step(engine, padded_batch(0, size=4, seq_len=16), 3)
+    assert (error.value.code, error.value.where) == ("rank.not-finite", "step 4: rank 0")
     assert all(torch.equal(parameter, before[fqn]) for fqn, parameter in named.items())
 
 
 @pytest.mark.parametrize("loss", [math.inf, math.nan])
 def test_loss_that_is_not_finite_stops_the_step_where_all_gradients_are(loss: float) -> None:
-    with pytest.raises(RankError, match=f"^the loss is {loss}\nhint: a lower --lr"):
+    with pytest.raises(RankError) as error:
         StepTotals([], (), device=CPU).reduce(loss, 1)
+    assert (error.value.code, error.value.where) == ("rank.not-finite", "")
 
 
 def test_step_reports_what_torch_computes(folder: Path) -> None:

@@ -20,7 +20,7 @@ from runner.config.architectures import TRAINED
 from runner.models import FAMILIES, family_for
 from runner.models.decoders import DECODERS as TABLE
 from runner.pipeline.chunk import StageChunk, build_chunks, materialize
-from runner.training.rng import begin_random
+from runner.training.rng import seed_rng
 from tests.fast.models.built import DECODERS, TRUE_DECODERS, read_config
 from tests.fast.runner.decoders import SEQ_LEN, fill_pieces, save_decoder
 from tests.fast.runner.tiny import CPU, split_evenly
@@ -193,7 +193,7 @@ def test_dropout_draws_what_transformers_draws(tmp_path: Path) -> None:
 def test_each_rank_and_seed_draws_random_numbers_of_its_own() -> None:
     drawn = []
     for seed, rank in ((0, 0), (0, 1), (1, 0), (0, 0)):
-        begin_random(seed, rank)
+        seed_rng(seed, rank)
         drawn.append(float(torch.rand(())))
     assert drawn[0] == drawn[3]
     assert len(set(drawn)) == 3
