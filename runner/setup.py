@@ -41,7 +41,7 @@ from runner.training.compute import apply_compute_options
 from runner.training.gradient_norm import StepTotals
 from runner.training.mixed_precision import keep_masters, kept, round_masters
 from runner.training.optimizer import Optimizer
-from runner.training.rng import seed_rng, restore_rng
+from runner.training.rng import restore_rng, seed_rng
 from runner.training.step import Engine
 from runner.training.ties import build_ties, check_equal, check_loaded, lead_parameters
 

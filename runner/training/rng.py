@@ -11,7 +11,7 @@ import torch
 from manifests.errors import CheckpointError
 from manifests.schema import RandomState
 
-__all__ = ["seed_rng", "rng_state", "restore_rng"]
+__all__ = ["restore_rng", "rng_state", "seed_rng"]
 
 
 def seed_rng(seed: int, rank: int) -> None:

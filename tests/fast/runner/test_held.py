@@ -16,7 +16,7 @@ from runner.config.schema import OptimOptions
 from runner.models import family_for
 from runner.pipeline.chunk import build_chunks, named_hf_parameters
 from runner.training.optimizer import Optimizer
-from runner.training.rng import rng_state, restore_rng
+from runner.training.rng import restore_rng, rng_state
 from runner.training.ties import build_ties, lead_parameters
 from tests.fast.runner.tiny import CPU, EMBEDDING, HEAD, fill, head_tie, read_config, save_model, split_evenly
 
