@@ -74,6 +74,12 @@ class Ended:
     def json(self) -> Any:
         return json.loads(self.out)
 
+    @property
+    def refusal(self) -> tuple[int, str, str]:
+        """Exit code, error code and place of a command that failed with --json."""
+        error = self.json["error"]
+        return self.code, error["code"], error["where"]
+
 
 def reshard(*args: str | Path) -> Ended:
     """Run the whole `reshard` command in this process."""

@@ -87,7 +87,7 @@ def layout(
       reshard layout 'Et*3|(tt|)*29,m|L' --layers 61 --mtp 1 --pp 16 --as toml
     """
     from reshard.layout import parse_layout
-    from reshard.layout.balance import goes_by_time
+    from reshard.layout.balance import balances_time
     from reshard.layout.inventory import inventory_of_layers
     from reshard.layout.printing import print_layout
     from reshard.layout.wording import shorten
@@ -96,7 +96,7 @@ def layout(
     inventory = inventory_of_layers(layers, mtp)
     costs = _measured(cost)
     found = parse_layout(spec, inventory, num_ranks=num_ranks, strict_megatron=strict_megatron, costs=costs)
-    if costs and not goes_by_time(spec):
+    if costs and not balances_time(spec):
         raise UsageError(
             "--cost",
             f"{shorten(spec)} does not go by time",

@@ -1,4 +1,4 @@
-"""Layouts: every way to say which stage holds which modules, read to one form, solved for and printed."""
+"""Layouts: which stage has which modules. Reads every spelling into one form, balances, and prints."""
 
 from __future__ import annotations
 

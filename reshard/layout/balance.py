@@ -1,4 +1,4 @@
-"""Layouts that are solved for: `balance:COST`, and DeepSpeed's `parameters` and `type:REGEX`."""
+"""Balanced layouts: `balance:COST`, and DeepSpeed's `parameters` and `type:REGEX`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import re
 from dataclasses import replace
 
-from manifests.errors import InputError, LayoutError
+from manifests.errors import LayoutError
 from manifests.placement import Placement
 from manifests.sizes import parse_size
 from reshard.layout.deepspeed import matching_weights
@@ -19,7 +19,7 @@ from reshard.layout.options import DEGREES, Degrees, Options, Word, layout_of, r
 from reshard.layout.solve import Problem, solve
 from reshard.layout.wording import error_at, list_words, nearest_word, shorten
 
-__all__ = ["COSTS", "goes_by_memory", "goes_by_time", "read_balance", "unsolved"]
+__all__ = ["COSTS", "balances_memory", "balances_time", "read_balance", "unsolved"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +31,12 @@ def read_balance(request: Request) -> Layout:
     """Read `balance:COST,pp=N[,vpp=K][,style=v][,pin=MODULE@STAGE]...[,limit=BYTES][,schedule=NAME]`.
 
     `parameters` is `balance:params`; `type:REGEX` counts the modules whose class matches. `limit` is the
-    most memory of one rank, over all its stages (`80GB`, `75GiB`). The first module stays on the first
-    stage and the last on the last (so tied ones share a rank in style v), unless pinned elsewhere. Norm
-    and head are parted only when that lowers the slowest stage or rank.
+    memory limit of one rank, over all its stages (`80GB`, `75GiB`). The first module is on the first stage
+    and the last module on the last (so tied ones share a rank in style v), unless pinned elsewhere. Norm
+    and head are split only when that makes the slowest stage or rank cheaper.
 
     Raises:
-        InputError: an unknown cost, one that the caller has not given, a bad pin, or no split that fits.
+        LayoutError: an unknown cost, one that the caller did not pass, a bad pin, or no split that fits.
     """
     method, words = _split_method(request.spec)
     pins = [word for word in words if word.key == "pin"]
@@ -56,23 +56,23 @@ def read_balance(request: Request) -> Layout:
     if split is None:
         raise _no_split(request, problem, pins, limit or 0)
     if not split.proven:
-        logger.warning("%s: the search was cut short; there may be a better split", shorten(request.spec))
+        logger.warning("%s: the search hit its step limit; a better split may exist", shorten(request.spec))
     return layout_of(request, split.bounds, degrees)
 
 
-def goes_by_memory(spec: str) -> bool:
+def balances_memory(spec: str) -> bool:
     return re.match(r"\s*balance:\s*memory\b", spec) is not None
 
 
-def goes_by_time(spec: str) -> bool:
+def balances_time(spec: str) -> bool:
     return re.match(r"\s*balance:\s*time\b", spec) is not None
 
 
 def unsolved(request: Request) -> Layout:
-    """Give the layout that `read_balance` will, but for its stages: all modules are on the first of them.
+    """Return what `read_balance` will return, with all modules on the first stage.
 
     Raises:
-        InputError: options that make no sense.
+        LayoutError: invalid options.
     """
     _, degrees, placement = _read_options(request, _split_method(request.spec)[1])
     stages = (request.inventory.modules, *[()] * (placement.num_stages - 1))
@@ -86,7 +86,7 @@ def _read_options(request: Request, words: tuple[Word, ...]) -> tuple[Options, D
     if placement.num_stages > num_modules:
         raise options.error(
             "pp",
-            f"{placement.num_stages} stages for {num_modules} modules, some would be empty",
+            f"expected at most {num_modules} stages, one per module, found {placement.num_stages}",
             "lower pp or vpp",
             code="layout.too-many-stages",
         )
@@ -94,7 +94,7 @@ def _read_options(request: Request, words: tuple[Word, ...]) -> tuple[Options, D
 
 
 def _split_method(spec: str) -> tuple[str, tuple[Word, ...]]:
-    """Part what is balanced (`balance:params`, `type:a{1,2}`, commas and all) from the options after it."""
+    """Split the method (`balance:params`, `type:a{1,2}`, commas included) from the options after it."""
     words = read_words(spec)
     first_option = 1
     if spec.lstrip().startswith("type:"):
@@ -118,27 +118,27 @@ def _costs(request: Request, text: str) -> tuple[float, ...]:
         nearest = nearest_word(found, COSTS)
         hint = f"did you mean {nearest}?" if nearest else ""
         raise error_at(
-            request.spec, position, f"balance by {list_words(COSTS)}, not {found!r}", hint, code="layout.unknown-cost"
+            request.spec, position, f"expected {list_words(COSTS)}, found {found!r}", hint, code="layout.unknown-cost"
         )
     return _cost_of_each(request, name.strip(), f"balance:{name.strip()}")
 
 
 def _cost_of_each(request: Request, name: str, asker: str) -> tuple[float, ...]:
-    """Give the cost of every module, from what the caller has.
+    """Return the cost of every module, from what the caller passed.
 
     Raises:
-        InputError: the caller has none of that name, or one that leaves a module out or is no cost.
+        LayoutError: no cost of that name, or one that lacks a module or is not a finite number, 0 or more.
     """
     costs: Costs | None = (request.costs or {}).get(name)
     if costs is None:
         hint = (
-            "measured times come from a file: --cost times.json"
+            "pass measured times: --cost times.json"
             if name == "time"
-            else "sizes come from a model: reshard plan SOURCE --layout " + shorten(request.spec)
+            else "pass a model: reshard plan SOURCE --layout " + shorten(request.spec)
         )
         raise LayoutError(
             "layout",
-            f"{asker} needs the {name} of every module, which are not known here",
+            f"{asker} needs the {name} of every module, found none",
             hint,
             code="layout.missing-costs",
         )
@@ -161,14 +161,14 @@ def _limit(options: Options) -> int | None:
         raise options.error(
             "limit",
             f"limit must be a size with a unit, found {shorten(text)!r}",
-            "write 80GB, which is 80GiB",
+            "write for example 80GiB (80GB means the same)",
             code="layout.bad-option",
         )
     return limit
 
 
 def _within(limit: int, request: Request, problem: Problem) -> Problem:
-    """Add to a problem that no rank may hold more than so many bytes."""
+    """Add a memory limit per rank, in bytes, to a problem."""
     memory, schedule = _cost_of_each(request, "memory", "limit"), request.in_flight
     if schedule is None:
         return replace(problem, memory=memory, memory_limit=limit)
@@ -187,21 +187,25 @@ def _pin(request: Request, word: Word, num_stages: int) -> tuple[int, int]:
     name, at, stage = word.value.rpartition("@")
     position = word.value_position
     if not at or not re.fullmatch(r"[0-9]{1,9}", stage):
-        raise error_at(request.spec, position, "a pin is MODULE@STAGE", "write pin=lm_head@3", code="layout.bad-pin")
+        raise error_at(
+            request.spec,
+            position,
+            "expected pin=MODULE@STAGE",
+            "write for example pin=lm_head@3",
+            code="layout.bad-pin",
+        )
     try:
         item = Names(request.inventory).one(name)
     except NameProblem as problem:
         raise error_at(request.spec, position, str(problem), problem.hint, code="layout.unknown-module") from problem
     if int(stage) >= num_stages:
-        stages = f"the stages are 0 to {num_stages - 1}"
-        raise error_at(
-            request.spec, position + len(name) + 1, f"there is no stage {int(stage)}", stages, code="layout.bad-pin"
-        )
+        found = f"expected a stage from 0 to {num_stages - 1}, found {int(stage)}"
+        raise error_at(request.spec, position + len(name) + 1, found, code="layout.bad-pin")
     return item, int(stage)
 
 
 def _with_ends(pins: list[tuple[int, int]], num_items: int, num_stages: int) -> tuple[tuple[int, int], ...]:
-    """Add that the first module is on the first stage and the last on the last, where no pin says otherwise."""
+    """Pin the first module to the first stage and the last to the last, unless a pin conflicts with that."""
     for item, stage in ((0, 0), (num_items - 1, num_stages - 1)):
         if pin_windows(num_items, num_stages, [*pins, (item, stage)]):
             pins = [*pins, (item, stage)]
@@ -209,22 +213,16 @@ def _with_ends(pins: list[tuple[int, int]], num_items: int, num_stages: int) -> 
 
 
 def _together(inventory: Inventory) -> frozenset[int]:
-    """Give the bounds inside Megatron's E and L."""
+    """Return the bounds inside Megatron's E and L."""
     return frozenset((*range(1, inventory.num_inputs), *range(inventory.layers_stop + 1, len(inventory.modules))))
 
 
-def _no_split(request: Request, problem: Problem, pins: list[Word], limit: int) -> InputError:
+def _no_split(request: Request, problem: Problem, pins: list[Word], limit: int) -> LayoutError:
     modules, placement = request.inventory.modules, problem.placement
     for index, word in enumerate(pins):
         if not pin_windows(len(modules), placement.num_stages, problem.pins[: index + 1]):
-            hint = "stages follow the order the modules run in"
-            return error_at(
-                request.spec,
-                word.position,
-                "this pin contradicts those before it",
-                hint,
-                code="layout.conflicting-pins",
-            )
+            found, hint = "pin conflicts with the ones before it", "stages follow the order in which the modules run"
+            return error_at(request.spec, word.position, found, hint, code="layout.conflicting-pins")
     free = problem.memory_limit or 0
     memory = problem.memory
     if problem.in_flight:  # no stage has less
@@ -233,10 +231,10 @@ def _no_split(request: Request, problem: Problem, pins: list[Word], limit: int) 
     largest = max(range(len(modules)), key=lambda item: memory[item])
     hint = "raise limit=SIZE (or --memory-limit), or use more ranks"
     if memory[largest] > free:
-        found = f"{modules[largest]} alone takes {memory[largest]:,.0f} bytes"
+        found = f"{modules[largest]} alone needs {memory[largest]:,.0f}"
     elif sum(memory) > free * placement.num_ranks:
-        found = f"the model takes {sum(memory):,.0f} bytes over {placement.num_ranks} ranks"
+        found = f"the model needs {sum(memory):,.0f} over {placement.num_ranks} ranks"
     else:
-        found = "no contiguous split was found that fits"
+        found = "found no contiguous split that fits"
     wires = f", {limit - free:,} of them for buffers between ranks" if free < limit else ""
-    return LayoutError("layout", f"a rank may hold {limit:,} bytes{wires}; {found}", hint, code="layout.memory-limit")
+    return LayoutError("layout", f"limit is {limit:,} bytes per rank{wires}; {found}", hint, code="layout.memory-limit")

@@ -1,6 +1,6 @@
-"""DeepSpeed's `PipelineModule(partition_method=...)`, as DeepSpeed does it.
+"""DeepSpeed's `PipelineModule(partition_method=...)`.
 
-Its items are our modules: embedding, decoder layers, norm, head.
+The items are modules: embedding, decoder layers, norm, head.
 Source: microsoft/DeepSpeed edaa7221, `runtime/pipe/module.py` `_partition_layers`, `runtime/utils.py`
 `partition_uniform` and `partition_balanced`.
 """
@@ -23,23 +23,23 @@ MOST_REGEX = 200  # characters
 
 
 def uniform_bounds(num_items: int, num_stages: int) -> tuple[int, ...]:
-    """Give `uniform`'s bounds: equal counts, the remainder to the earliest stages."""
+    """Return the bounds of `uniform`: equal counts, the remainder on the earliest stages."""
     base, extra = divmod(num_items, num_stages)
     return tuple(accumulate((base + (stage < extra) for stage in range(num_stages)), initial=0))
 
 
 def balanced_bounds(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Give the bounds that `parameters` and `type:` get in DeepSpeed, which minimises max - min.
+    """Return the bounds of DeepSpeed's `parameters` and `type:`, which minimize max - min.
 
-    Its recurrence keeps, for each prefix and number of stages, only the split with the least difference
-    (the last one found, of equals), so it misses even its own optimum; the layouts that we make of these
-    names are `reshard.layout.solve`'s. This is here to compare with, and to print what DeepSpeed would do.
+    For each prefix and number of stages its recurrence keeps only the split with the least difference (the
+    last one, of equals), so it misses even its own optimum. Layouts of these names are solved by
+    `reshard.layout.solve`; this is for comparison, and for printing a layout as DeepSpeed would make it.
     """
     num_items = len(weights)
     if num_items <= num_stages:
         return uniform_bounds(num_items, num_stages)
     sums = list(accumulate(weights, initial=0))
-    # For each number of items: most, least, where the last stage starts; for stages so far.
+    # By number of items, for the stages so far: most, least, start of the last stage.
     best: list[tuple[float, float, int] | None] = [(0, float("inf"), 0)] + [None] * num_items
     starts: list[list[int]] = []
     for stage in range(1, num_stages + 1):
@@ -72,7 +72,7 @@ def matching_weights(request: Request, pattern: str, position: int) -> dict[str,
     """Weigh 1 each module whose class name matches, case ignored, and 0 the others.
 
     Raises:
-        InputError: not a regular expression, or one that no class matches. Points at the character.
+        LayoutError: not a regular expression, or one that no class matches. Points at the character.
     """
     classes = class_names(request.inventory)
     known = list_words(dict.fromkeys(classes), "and")
@@ -80,8 +80,8 @@ def matching_weights(request: Request, pattern: str, position: int) -> dict[str,
         raise error_at(
             request.spec,
             position,
-            "type: needs a regular expression",
-            f"the classes are {known}",
+            f"expected a regular expression of at most {MOST_REGEX} characters",
+            f"module classes are {known}",
             code="layout.bad-regex",
         )
     try:
@@ -96,6 +96,6 @@ def matching_weights(request: Request, pattern: str, position: int) -> dict[str,
     matched = {name: bool(matcher.search(name)) for name in set(classes)}
     if not any(matched.values()):
         raise error_at(
-            request.spec, position, "matches the class of no module", f"the classes are {known}", code="layout.no-match"
+            request.spec, position, "matches no module class", f"module classes are {known}", code="layout.no-match"
         )
     return {module: float(matched[name]) for module, name in zip(request.inventory.modules, classes, strict=True)}

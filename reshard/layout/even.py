@@ -12,7 +12,7 @@ __all__ = ["Caps", "even_bounds"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Caps:
-    """Most cost and memory of one stage, and the prefix sums of what its items take there."""
+    """Cost and memory limits of one stage, and the prefix sums of its items' memory there."""
 
     cost: int
     memory: int
@@ -22,11 +22,11 @@ class Caps:
 def even_bounds(
     items: Items, caps: Sequence[Caps], least: Sequence[int], most: Sequence[int]
 ) -> tuple[int, ...] | None:
-    """Cut items `least[0]` to `least[-1]` into as many stages as there are caps; None when none fits.
+    """Split items `least[0]` to `least[-1]` into as many stages as there are caps; None if nothing fits.
 
-    Of all ways within the caps and windows: fewest cuts at bounds that are to stay together, least sum
-    of squared costs, least sum of squared numbers of items, earliest cuts. Dynamic programming from the
-    end over (stage, position); the three sums are packed into one integer, high digits first.
+    Among the splits within caps and windows: fewest cuts at `together` bounds, least sum of squared costs,
+    least sum of squared numbers of items, earliest cuts. Dynamic programming from the end over (stage,
+    position); the three sums are packed into one integer, most significant first.
     """
     costs = items.costs
     count_unit = items.num_items**2 + 1

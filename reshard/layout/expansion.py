@@ -1,4 +1,4 @@
-"""A Megatron layout string written out: repeats expanded, every letter with the place it came from.
+"""Expands a Megatron layout string: repeats written out, and the position in the spec of every letter.
 
 Source: NVIDIA/Megatron-LM d98e8a64, `megatron/core/transformer/pipeline_parallel_layer_layout.py`,
 `parse_str_to_list`.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from manifests.errors import InputError
+from manifests.errors import LayoutError
 from reshard.layout.wording import error_at
 
 __all__ = ["LETTERS", "MAX_LETTERS", "Expansion", "expand"]
@@ -25,20 +25,20 @@ CASES = {"e": "E", "T": "t", "M": "m", "l": "L"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expansion:
-    """`text` has only layer letters and bars; `text[i]` stands at `origins[i]` of the spec."""
+    """`text` has only layer letters and bars; `text[i]` is at `origins[i]` in the spec."""
 
     text: str
     origins: list[int]
 
 
 def expand(spec: str, strict: bool) -> Expansion:
-    """Write out a layout string.
+    """Expand a layout string.
 
-    What Megatron accepts means what it means there. Beyond that, unless `strict`, white space is
-    skipped and groups nest.
+    What Megatron accepts has the same meaning here. Beyond that, unless `strict`, white space is skipped
+    and groups nest.
 
     Raises:
-        InputError: a character that is no layer letter, a bare parenthesis, a bad or huge repeat.
+        LayoutError: an unknown letter, a group without a repeat, a bad or huge repeat.
     """
     theirs = _expand_as_megatron(spec)
     if LEGAL.issuperset(theirs.text):
@@ -51,21 +51,21 @@ def expand(spec: str, strict: bool) -> Expansion:
         raise error_at(
             spec,
             space,
-            "Megatron takes no white space here",
+            "Megatron does not accept white space",
             f"write {''.join(spec.split())}",
             code="layout.not-megatron",
         )
     raise error_at(
         spec,
         _nested_group(spec),
-        "Megatron takes no group inside a group",
-        "write the inner one out",
+        "Megatron does not accept nested groups",
+        "write out the inner group",
         code="layout.not-megatron",
     )
 
 
 def _expand_as_megatron(spec: str) -> Expansion:
-    """Do what Megatron does: drop the commas, then one pass for groups and one for characters."""
+    """Expand as Megatron does: drop the commas, then one pass for groups and one for characters."""
     origins = [at for at, letter in enumerate(spec) if letter != ","]
     text = spec.replace(",", "")
     if "*" not in text:
@@ -86,13 +86,13 @@ def _expand_as_megatron(spec: str) -> Expansion:
 
 
 class _Reader:
-    """Reads our own grammar: letters, bars, groups that nest, repeats of either, white space between."""
+    """Reads the extended grammar: letters, bars, nested groups, repeats of either, white space between them."""
 
     def __init__(self, spec: str) -> None:
         self.spec = spec
         self.tokens = [(letter, at) for at, letter in enumerate(spec) if letter != ","]
         self.next = 0
-        # Groups that are open, the whole layout first: where each opened, its letters and their origins.
+        # Open groups, the whole layout first: start, letters and their origins.
         self.open: list[tuple[int, list[str], list[int]]] = [(0, [], [])]
 
     def read(self) -> Expansion:
@@ -107,9 +107,7 @@ class _Reader:
             else:
                 raise self._refusal(letter, at)
         if len(self.open) > 1:
-            raise error_at(
-                self.spec, self.open[-1][0], "this group is never closed", "close it with )*n", code="layout.bad-group"
-            )
+            raise error_at(self.spec, self.open[-1][0], "unclosed group", "close it with )*n", code="layout.bad-group")
         _, letters, origins = self.open[0]
         return Expansion(text="".join(letters), origins=origins)
 
@@ -130,22 +128,22 @@ class _Reader:
 
     def _close(self, at: int) -> None:
         if len(self.open) == 1:
-            raise error_at(self.spec, at, "this closes no group", code="layout.bad-group")
+            raise error_at(self.spec, at, "unmatched )", code="layout.bad-group")
         opened, letters, origins = self.open.pop()
         if self._peek() != "*":
             raise error_at(
                 self.spec,
                 opened,
-                "a group stands for a repeat: (…)*n",
-                "add *n after it, or drop the parentheses",
+                "expected *n after the group",
+                "write (…)*n, or remove the parentheses",
                 code="layout.bad-group",
             )
         if not letters and self.spec[opened + 1 : at].strip(", ") == "":
-            raise error_at(self.spec, opened, "this group is empty", code="layout.bad-group")
+            raise error_at(self.spec, opened, "empty group", code="layout.bad-group")
         self._append(letters, origins)
 
     def _append(self, letters: list[str], origins: list[int]) -> None:
-        """Put letters, repeated if a repeat follows, into the innermost open group."""
+        """Add letters, repeated if a repeat follows, to the innermost open group."""
         times, at = self._repeat()
         _, into, places = self.open[-1]
         _check_length(len(letters) * times + sum(len(group[1]) for group in self.open), self.spec, at)
@@ -153,7 +151,7 @@ class _Reader:
         places += origins * times
 
     def _repeat(self) -> tuple[int, int]:
-        """Take `*n` if it is next: how often, and where n stands."""
+        """Read `*n` if it is next; return n and its position."""
         if self._peek() != "*":
             return 1, self.tokens[self.next - 1][1]
         star = self.tokens[self.next][1]
@@ -164,25 +162,29 @@ class _Reader:
             digits.append(self.tokens[self.next])
             self.next += 1
         if not digits:
-            raise error_at(self.spec, star, "a repeat needs a number after *", code="layout.bad-repeat")
+            raise error_at(self.spec, star, "expected a number after *", code="layout.bad-repeat")
         if self._peek() == "*":
             at = self.tokens[self.next][1]
             raise error_at(
-                self.spec, at, "a repeat cannot be repeated", "put it in a group: (t*2)*3", code="layout.bad-repeat"
+                self.spec, at, "a repeat cannot be repeated", "use a group: (t*2)*3", code="layout.bad-repeat"
             )
         return _times("".join(digit for digit, _ in digits), self.spec, digits[0][1]), digits[0][1]
 
-    def _refusal(self, letter: str, at: int) -> InputError:
+    def _refusal(self, letter: str, at: int) -> LayoutError:
         if letter == "*":
-            return error_at(self.spec, at, "there is nothing before * to repeat", code="layout.bad-repeat")
+            return error_at(self.spec, at, "expected a letter or group before *", code="layout.bad-repeat")
         if letter.isdecimal():
             return error_at(
-                self.spec, at, "a number stands only after *", "write t*3 for three layers", code="layout.bad-repeat"
+                self.spec,
+                at,
+                "expected a letter, found a number",
+                "write t*3 for three layers",
+                code="layout.bad-repeat",
             )
         hint = "E embedding, t decoder layer, m MTP layer, L norm and head, | next stage"
         if letter in CASES:
             hint = f"did you mean {CASES[letter]}? {hint}"
-        return error_at(self.spec, at, f"{letter!r} is no layer letter", hint, code="layout.unknown-letter")
+        return error_at(self.spec, at, f"unknown layer letter {letter!r}", hint, code="layout.unknown-letter")
 
 
 def _times(digits: str, spec: str, at: int) -> int:
@@ -197,12 +199,12 @@ def _check_length(num_letters: int, spec: str, at: int) -> None:
         raise _too_long(spec, at)
 
 
-def _too_long(spec: str, at: int) -> InputError:
-    return error_at(spec, at, f"this repeat makes the layout longer than {MAX_LETTERS} letters", code="layout.too-long")
+def _too_long(spec: str, at: int) -> LayoutError:
+    return error_at(spec, at, f"expected at most {MAX_LETTERS} letters after repeats", code="layout.too-long")
 
 
 def _nested_group(spec: str) -> int:
-    """Find the first parenthesis opened inside another."""
+    """Return the position of the first group inside another."""
     depth = 0
     for at, letter in enumerate(spec):
         depth += (letter == "(") - (letter == ")")

@@ -23,15 +23,14 @@ MOST_SHOWN = 10
 
 
 def read_file(request: Request) -> Layout:
-    """Read a file of module lists, one list a stage.
+    """Read a file of module lists, one per stage.
 
-    `stages` with `num_ranks`, `style` and `schedule` beside it if wanted, or in JSON a bare list of lists
-    (torchtitan's and NeMo AutoModel's `module_fqns_per_model_part`). Names are Hugging Face's or
-    torchtitan's, whole or short; `layers.0-7` is a range and `layers.*` every layer. The order within a
-    stage is free.
+    `stages`, optionally with `num_ranks`, `style` and `schedule`, or in JSON a bare list of lists (torchtitan's
+    and NeMo AutoModel's `module_fqns_per_model_part`). Names are Hugging Face's or torchtitan's, full or
+    short; `layers.0-7` is a range and `layers.*` every layer. The order within a stage is free.
 
     Raises:
-        InputError: not such a file; a module that is unknown, on two stages, on none, or out of order.
+        LayoutError: an invalid file; a module that is unknown, on two stages, on none, or out of order.
     """
     path = in_one_line(request.spec.strip())
     document = _load(Path(request.spec.strip()), path)
@@ -49,10 +48,10 @@ def read_file(request: Request) -> Layout:
 def read_cuts(request: Request) -> Layout:
     """Read `cut=MODULE[,MODULE]...[,pp=N][,vpp=K][,style=v][,schedule=NAME]`.
 
-    Each module named is the first of a new stage. (Slapo's `cut_pipeline_stage` names the last of one.)
+    Each named module is the first of a new stage. (Slapo's `cut_pipeline_stage` names the last of one.)
 
     Raises:
-        InputError: an unknown module, modules out of order, or the very first module.
+        LayoutError: an unknown module, modules out of order, or the model's first module.
     """
     words = read_words(request.spec)
     cuts = [word for word in words if word.key in ("cut", "")]
@@ -67,10 +66,8 @@ def read_cuts(request: Request) -> Layout:
             ) from problem
         if position <= bounds[-1]:
             module, before = (request.inventory.modules[at] for at in (position, bounds[-1]))
-            found = (
-                f"{module} starts the stage before already" if module == before else f"{module} runs before {before}"
-            )
-            hint = "name the cuts once each, in the order the modules run"
+            found = f"{module} already starts a stage" if module == before else f"{module} runs before {before}"
+            hint = "name each module once, in the order in which they run"
             raise error_at(request.spec, word.value_position, found, hint, code="layout.wrong-order")
         bounds.append(position)
     return layout_of(request, (*bounds, len(request.inventory.modules)), Degrees.read(options))
@@ -82,11 +79,11 @@ def _load(file: Path, path: str) -> Mapping[str, object]:
             raise LayoutError(
                 path,
                 "no such file",
-                "a layout ending in .toml or .json is a file of module lists",
+                "a layout that ends in .toml or .json is the path of a file of module lists",
                 code="layout.no-file",
             )
         if file.stat().st_size > MOST_BYTES:
-            raise LayoutError(path, f"is larger than {MOST_BYTES} bytes", code="layout.file-too-large")
+            raise LayoutError(path, f"expected at most {MOST_BYTES} bytes", code="layout.file-too-large")
         data = file.read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         raise LayoutError(path, f"cannot be read: {error}", code="layout.unreadable") from error
@@ -94,8 +91,8 @@ def _load(file: Path, path: str) -> Mapping[str, object]:
     for key in document:
         if key not in FILE_KEYS:
             nearest = nearest_word(key, FILE_KEYS)
-            hint = f"did you mean {nearest}?" if nearest else f"known: {list_words(FILE_KEYS, 'and')}"
-            raise LayoutError(f"{path}: {key}", "is not known here", hint, code="layout.unknown-key")
+            hint = f"did you mean {nearest}?" if nearest else f"known keys: {list_words(FILE_KEYS, 'and')}"
+            raise LayoutError(f"{path}: {key}", "unknown key", hint, code="layout.unknown-key")
     return document
 
 
@@ -116,7 +113,7 @@ def _parse(data: bytes, path: str) -> Mapping[str, object]:
 def _stages(found: object, path: str) -> list[list[str]]:
     if not isinstance(found, list) or not found:
         shown = "nothing" if found is None else "an empty list" if found == [] else kind_of(found)
-        hint = 'stages = [["model.embed_tokens", "layers.0-7"], ["layers.8-15", "norm", "lm_head"]]'
+        hint = 'write one list per stage: [["embed_tokens", "layers.0-7"], [..., "lm_head"]]'
         raise LayoutError(
             f"{path}: stages",
             f"expected a list of lists of module names, found {shown}",
@@ -125,7 +122,7 @@ def _stages(found: object, path: str) -> list[list[str]]:
         )
     if len(found) > MAX_STAGES:
         raise LayoutError(
-            f"{path}: stages", f"{len(found)} stages, more than {MAX_STAGES}", code="layout.too-many-stages"
+            f"{path}: stages", f"expected at most {MAX_STAGES}, found {len(found)}", code="layout.too-many-stages"
         )
     for index, stage in enumerate(found):
         if not isinstance(stage, list):
@@ -168,7 +165,7 @@ def _shown(found: object) -> str:
 
 
 def _bounds(stages: list[list[str]], inventory: Inventory, path: str) -> tuple[int, ...]:
-    """Check that every module is on one stage, in order; give the bounds. Reports every problem."""
+    """Check that every module is on one stage, in order, and return the bounds. Reports every problem."""
     names, problems = Names(inventory), list[InputError]()
     stage_of: dict[int, int] = {}
     for index, stage in enumerate(stages):
@@ -181,8 +178,8 @@ def _bounds(stages: list[list[str]], inventory: Inventory, path: str) -> tuple[i
                 continue
             for position in positions:
                 if position in stage_of:
-                    twice = f"{inventory.modules[position]} is on stage {stage_of[position]} already"
-                    hint = "leave it on one stage"
+                    twice = f"{inventory.modules[position]} is already on stage {stage_of[position]}"
+                    hint = "list it on one stage only"
                     problems.append(LayoutError(where, twice, hint, code="layout.module-twice"))
                 stage_of.setdefault(position, index)
     problems = problems or _order_problems(stage_of, inventory, path) or _uncovered(stage_of, inventory, path)
@@ -197,7 +194,7 @@ def _bounds(stages: list[list[str]], inventory: Inventory, path: str) -> tuple[i
 
 
 def _order_problems(stage_of: Mapping[int, int], inventory: Inventory, path: str) -> list[InputError]:
-    """Name the first modules that run after one on a later stage."""
+    """Return the problem of the first modules that are on an earlier stage than a module before them."""
     latest = 0  # the latest stage so far, and the module that is there
     before = ""
     for position in sorted(stage_of):
@@ -205,8 +202,8 @@ def _order_problems(stage_of: Mapping[int, int], inventory: Inventory, path: str
         if stage < latest:
             here = [at for at in range(position, len(inventory.modules)) if stage_of.get(at) == stage]
             shown = compress_modules(inventory.modules[at] for at in here)
-            problem = f"{shown} must run after {before}, which is on stage {latest}"
-            hint = "number the stages in the order the modules run"
+            problem = f"{shown} runs after {before}, which is on stage {latest}"
+            hint = "list the stages in the order in which the modules run"
             return [LayoutError(f"{path}: stages[{stage}]", problem, hint, code="layout.wrong-order")]
         latest, before = stage, module
     return []
@@ -220,8 +217,8 @@ def _uncovered(stage_of: Mapping[int, int], inventory: Inventory, path: str) -> 
     stage = stage_of[max(before)] if before else min(stage_of.values(), default=0)
     shown = compress_modules(inventory.modules[position] for position in missing)
     first = inventory.modules[missing[0]]
-    hint = f"{first} belongs on stage {stage}, or at the start of the next"
-    return [LayoutError(f"{path}: stages", f"no stage has {shown}", hint, code="layout.uncovered-module")]
+    hint = f"add {first} to stage {stage}, or to the start of the next"
+    return [LayoutError(f"{path}: stages", f"missing {shown}", hint, code="layout.uncovered-module")]
 
 
 def _one_error(problems: list[InputError], path: str) -> InputError:
@@ -231,4 +228,4 @@ def _one_error(problems: list[InputError], path: str) -> InputError:
         return first
     lines = [f"\n  {each.where.removeprefix(path + ': ')}: {each.problem}" for each in problems[:MOST_SHOWN]]
     rest = f"\n  and {len(problems) - MOST_SHOWN} more" if len(problems) > MOST_SHOWN else ""
-    return InputError(path, f"{len(problems)} problems:{''.join(lines)}{rest}", first.hint, code=first.code)
+    return first.changed(where=path, problem=f"{len(problems)} problems:{''.join(lines)}{rest}")

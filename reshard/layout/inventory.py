@@ -1,4 +1,4 @@
-"""What there is to deal out: a model's modules, in the order they run."""
+"""A model's modules, in the order in which they run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = [
     "short_name",
 ]
 
-_BASES = ("model.decoder.", "model.", "transformer.")  # what a short name leaves out
+_BASES = ("model.decoder.", "model.", "transformer.")  # prefixes that short names omit
 # Classes whose names do not follow from the architecture's, by the last word of a module or of its list of layers.
 _CLASSES: Mapping[str, Mapping[str, str]] = {
     "FalconForCausalLM": {"ln_f": "LayerNorm"},
@@ -38,9 +38,9 @@ EMBEDDING, LAYER, NORM, HEAD = "model.embed_tokens", "model.layers.", "model.nor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inventory:
-    """Modules in the order they run: what comes in, decoder layers, MTP layers, what goes out.
+    """Modules in execution order: inputs, decoder layers, MTP layers, outputs.
 
-    A layout cuts `modules` into contiguous stages, so a layout is a tuple of bounds into it.
+    Stages are contiguous runs of `modules`, so a layout is a tuple of bounds into it.
     """
 
     modules: tuple[str, ...]
@@ -65,13 +65,13 @@ class Inventory:
 
 
 def inventory_of_layers(num_layers: int, num_mtp: int = 0) -> Inventory:
-    """Give the modules of a decoder with that many layers, by their Hugging Face names."""
+    """Return the modules of a decoder with that many layers, by their Hugging Face names."""
     layers = tuple(f"{LAYER}{index}" for index in range(num_layers + num_mtp))
     return Inventory(modules=(EMBEDDING, *layers, NORM, HEAD), num_inputs=1, num_layers=num_layers, num_mtp=num_mtp)
 
 
 def inventory_of_modules(modules: Sequence[str], num_layers: int, architecture: str = "") -> Inventory:
-    """Sort a model's modules, given in the order they run, into inputs, layers and outputs.
+    """Sort a model's modules, in execution order, into inputs, layers and outputs.
 
     Names that end in a number are layers; those past `num_layers` are MTP layers.
     """
@@ -89,7 +89,7 @@ def inventory_of_modules(modules: Sequence[str], num_layers: int, architecture: 
 
 
 def positions_by_name(inventory: Inventory) -> dict[str, int]:
-    """Give every name a module may go by and its position: the Hugging Face name, short, or torchtitan's."""
+    """Return the position of each module under all its names: Hugging Face's, full and short, and torchtitan's."""
     table = {name: position for position, name in enumerate(inventory.modules)}
     last = len(inventory.modules) - 1
     aliases = [(short_name(name), position) for name, position in table.items()]
@@ -101,13 +101,13 @@ def positions_by_name(inventory: Inventory) -> dict[str, int]:
 
 
 def short_name(module: str) -> str:
-    """Leave out what all modules but the head have in front: `layers.0` for `model.layers.0`, `h.0` for GPT-2's."""
+    """Return a module's name without the base model's prefix: `layers.0` for `model.layers.0`, `h.0` for GPT-2's."""
     base = next((base for base in _BASES if module.startswith(base)), "")
     return module.removeprefix(base)
 
 
 def class_names(inventory: Inventory) -> tuple[str, ...]:
-    """Name the class of each module, as transformers does; without a model, without its family's prefix."""
+    """Return the class name of each module in transformers; without a model, without the family's prefix."""
     family = re.sub(r"For[A-Z]\w*$", "", inventory.architecture)
     num_layers = inventory.num_layers + inventory.num_mtp
     usual = (
@@ -121,6 +121,6 @@ def class_names(inventory: Inventory) -> tuple[str, ...]:
 
 
 def _word(module: str) -> str:
-    """Give the last word of a module's name; of a layer's, the one before its number."""
+    """Return the last word of a module's name; for a layer, the one before its number."""
     rest, _, last = module.rpartition(".")
     return rest.rpartition(".")[2] if last.isdecimal() else last

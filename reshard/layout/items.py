@@ -1,4 +1,4 @@
-"""Items to cut: their costs and memory as exact integers, and where cuts may lie."""
+"""Items to split: costs and memory as exact integers, and where cuts may be."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Items:
     memory: tuple[tuple[int, ...], ...]
     memory_limit: int  # per rank
     placement: Placement
-    together: frozenset[int] = frozenset()  # bounds better not cut at
+    together: frozenset[int] = frozenset()  # bounds to avoid cutting at
 
     @property
     def num_items(self) -> int:
@@ -33,16 +33,16 @@ class Items:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Windows:
-    """Bound s lies in `least[s]` to `most[s]`; both rise with s, `least[S]` is the number of items."""
+    """Bound s is in `least[s]` to `most[s]`; both rise with s, and `least[S]` is the number of items."""
 
     least: tuple[int, ...]
     most: tuple[int, ...]
 
 
 def exact_integers(values: Sequence[float]) -> list[int]:
-    """Give the least integers in the same proportions.
+    """Return the smallest integers in the same proportions.
 
-    A float counts as the decimal it prints as, so that 0.1 + 0.2 is 0.3 and a tie stays a tie.
+    A float is taken as the decimal that it prints as, so that 0.1 + 0.2 is 0.3 and ties stay ties.
     """
     ratios = [Fraction(str(value)) for value in values]
     scale = lcm(*(ratio.denominator for ratio in ratios))
@@ -56,7 +56,7 @@ def prefix_sums(values: Sequence[int]) -> tuple[int, ...]:
 
 
 def pin_windows(num_items: int, num_stages: int, pins: Sequence[tuple[int, int]]) -> Windows | None:
-    """Say where the bounds may lie so that each (item, stage) pin holds; None when two contradict."""
+    """Return the windows of bounds that satisfy each (item, stage) pin; None when pins conflict."""
     least = [0] * num_stages + [num_items]
     most = [0] + [num_items] * num_stages
     for item, stage in pins:
@@ -70,9 +70,9 @@ def pin_windows(num_items: int, num_stages: int, pins: Sequence[tuple[int, int]]
 
 
 def tighten(items: Items, windows: Windows, bound: int) -> Windows | None:
-    """Narrow the windows to where stages of cost `bound` or less can reach; None when they cannot.
+    """Narrow the windows to what stages of cost `bound` or less can reach; None when there is no split.
 
-    Cutting as late as possible leaves the least to do, so it finds a split whenever there is one.
+    Cutting as late as possible leaves the least for later stages, so it finds a split whenever one exists.
     """
     costs, limit = items.costs, items.memory_limit
     most, least = [0], [items.num_items]
@@ -99,7 +99,7 @@ def tighten(items: Items, windows: Windows, bound: int) -> Windows | None:
 
 
 def possible_rank_costs(items: Items, bound: int) -> list[int] | None:
-    """List, in order, what a rank's stages can come to, each costing `bound` or less; None when too many."""
+    """Return the sorted possible costs of a rank whose stages cost `bound` or less each; None when too many."""
     of_stage: set[int] = set()
     for start, done in enumerate(items.costs):
         stop = bisect_right(items.costs, done + bound)

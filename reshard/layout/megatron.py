@@ -1,4 +1,4 @@
-"""Megatron-Core's `--pipeline-model-parallel-layout`: one letter a layer, `|` between stages.
+"""Megatron-Core's `--pipeline-model-parallel-layout`: one letter per layer, `|` between stages.
 
 Source: NVIDIA/Megatron-LM d98e8a64, `megatron/core/transformer/pipeline_parallel_layer_layout.py`.
 """
@@ -22,19 +22,17 @@ HINT = "E (embedding) comes first, L (norm and head) last, each once"
 
 
 def read_megatron(request: Request) -> Layout:
-    """Read a layout string; its stages go round over the ranks: stage i on rank i % PP.
-
-    Without a number of ranks from the caller every stage gets its own.
+    """Read a layout string. Stage i is on rank i % PP; without a number of ranks, every stage has its own.
 
     Raises:
-        InputError: what Megatron refuses, less white space, nested groups and MTP layers on several
-            stages or early ones; with `strict_megatron` those too. Points at the character.
+        LayoutError: what Megatron refuses, except white space, nested groups, and MTP layers on several or
+            early stages; with `strict_megatron` those too. Points at the character.
     """
     expansion = expand(request.spec, request.strict_megatron)
     stages = expansion.text.split("|")
     places = [at for at, letter in enumerate(expansion.text) if letter != "|"]
     if not places:
-        raise error_at(request.spec, 0, "names no layer", HINT, code="layout.empty")
+        raise error_at(request.spec, 0, "expected layers, found none", HINT, code="layout.empty")
     _check_stages(request, stages)
     _check_ends(request, expansion, places)
     _check_layers(request, expansion, len(stages))
@@ -67,28 +65,29 @@ def _check_stages(request: Request, stages: list[str]) -> None:
     spec = shorten(request.spec)
     if num_stages > MAX_STAGES:
         raise LayoutError(
-            "layout", f"{spec} has {num_stages} stages, more than {MAX_STAGES}", code="layout.too-many-stages"
+            "layout", f"expected at most {MAX_STAGES} stages, {spec} has {num_stages}", code="layout.too-many-stages"
         )
     if num_ranks and num_stages % num_ranks:
         raise LayoutError(
             "layout",
-            f"{counted(request.inventory.num_layers, 'layer')} and {counted(num_ranks, 'rank')}: {spec} has "
-            f"{counted(num_stages, 'stage')}, which need PP {nearest_divisors(num_stages, num_ranks)}",
+            f"{counted(request.inventory.num_layers, 'layer')} on {counted(num_ranks, 'rank')}: {spec} has "
+            f"{counted(num_stages, 'stage')}, not a multiple of {num_ranks}",
+            f"use PP {nearest_divisors(num_stages, num_ranks)}",
             code="layout.indivisible-stages",
         )
 
 
 def _check_ends(request: Request, expansion: Expansion, places: list[int]) -> None:
-    """Check that E is first, L last, and neither stands again; `places` are where layers stand."""
+    """Check that E is first and L last, each once; `places` are the positions of layers."""
     spec, text = request.spec, expansion.text
     for letter, place, where in (("E", places[0], "start"), ("L", places[-1], "end")):
         if text[place] != letter:
-            found = f"must {where} with {letter}, found {text[place]!r}"
+            found = f"expected {letter} at the {where}, found {text[place]!r}"
             raise error_at(spec, expansion.origins[place], found, HINT, code="layout.misplaced-end")
     for letter, second in (("E", text.find("E", places[0] + 1)), ("L", text.find("L", 0, places[-1]))):
         if second >= 0:
             raise error_at(
-                spec, expansion.origins[second], f"{letter} must stand exactly once", HINT, code="layout.misplaced-end"
+                spec, expansion.origins[second], f"{letter} must occur exactly once", HINT, code="layout.misplaced-end"
             )
 
 
@@ -102,8 +101,8 @@ def _check_layers(request: Request, expansion: Expansion, num_stages: int) -> No
             raise error_at(
                 spec,
                 expansion.origins[place],
-                f"the model has {counted(expected, LAYERS[letter])}, the layout has {found} {letter}",
-                f"{counted(num_stages, 'stage')} of this model: {_even_layout(num_stages, inventory)}",
+                f"expected {expected} {letter} (the model's {LAYERS[letter]}s), found {found}",
+                f"for {counted(num_stages, 'stage')} write {_even_layout(num_stages, inventory)}",
                 code="layout.layer-count",
             )
     first_mtp = text.find("m")
@@ -111,13 +110,13 @@ def _check_layers(request: Request, expansion: Expansion, num_stages: int) -> No
         raise error_at(
             spec,
             expansion.origins[late],
-            "t after m: MTP layers come after every decoder layer",
+            "t after m: MTP layers (m) must come after all decoder layers",
             code="layout.wrong-order",
         )
 
 
 def _place_of_count(text: str, letter: str, expected: int) -> int:
-    """Point at the first letter too many, or at the last one when there are too few."""
+    """Return the position of the first surplus letter, or of the last one when there are too few."""
     places = [at for at, found in enumerate(text) if found == letter]
     if len(places) > expected:
         return places[expected]
@@ -125,27 +124,27 @@ def _place_of_count(text: str, letter: str, expected: int) -> int:
 
 
 def _check_mtp_as_megatron(request: Request, expansion: Expansion, stages: list[str]) -> None:
-    holding = [stage for stage, letters in enumerate(stages) if "m" in letters]
+    mtp = [stage for stage, letters in enumerate(stages) if "m" in letters]
     num_ranks = request.num_ranks or len(stages)
-    first = expansion.origins[expansion.text.find("m")] if holding else 0
-    if holding and holding[0] < len(stages) - num_ranks:
+    first = expansion.origins[expansion.text.find("m")] if mtp else 0
+    if mtp and mtp[0] < len(stages) - num_ranks:
         raise error_at(
             request.spec,
             first,
-            f"Megatron takes m only in the last virtual stage of its rank, this is stage {holding[0]}",
+            f"Megatron accepts m only in the last virtual stage of a rank, found it in stage {mtp[0]}",
             code="layout.not-megatron",
         )
-    if len(holding) > 1:
+    if len(mtp) > 1:
         raise error_at(
             request.spec,
             first,
-            f"Megatron takes all m in one stage, these are in {holding}",
+            f"Megatron accepts m only in one stage, found it in stages {mtp}",
             code="layout.not-megatron",
         )
 
 
 def _even_layout(num_stages: int, inventory: Inventory) -> str:
-    """Write a layout with that many stages and the model's layers dealt out evenly."""
+    """Return a layout of that many stages with the model's layers distributed evenly."""
     base, extra = divmod(inventory.num_layers, num_stages)
     stages = ["t" * (base + (stage < extra)) for stage in range(num_stages)]
     stages[0] = "E" + stages[0]

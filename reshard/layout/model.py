@@ -1,4 +1,4 @@
-"""The one form behind every spelling: ordered stages of module names, and where the stages sit."""
+"""The common form of all spellings: stages of module names, in order, and their placement on ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_STAGES = 4096
 # Cost of each module by name, in any unit: parameters, bytes, FLOPs, seconds.
 Costs = Mapping[str, float]
 
-# torch's schedules, and the placement each is written for.
+# torch's schedules, and the placement that each needs.
 SCHEDULES: Mapping[str, Style] = {
     "GPipe": "loop",
     "1F1B": "loop",
@@ -43,9 +43,9 @@ SINGLE_STAGE_SCHEDULES = ("GPipe", "1F1B")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Every module on exactly one stage, in the order they run; a stage may be empty.
+    """Every module on exactly one stage, in execution order; a stage may be empty.
 
-    `spec` is what was asked, word for word; `schedule` is a hint for the runner.
+    `spec` is the layout as given; `schedule` is a hint for the runner.
     """
 
     spec: str
@@ -56,19 +56,19 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InFlight:
-    """What a memory limit must know of the schedule that the stages will run on.
+    """What a memory limit needs to know about the schedule.
 
-    `costs["memory"]` of a module counts as many microbatches as the stage with the most has in flight.
+    `costs["memory"]` of a module includes activations of as many microbatches as the stage with the most has in flight.
     """
 
-    microbatches: tuple[int, ...]  # the most in flight, by stage
-    activations: Costs  # bytes that each module keeps of one of them
-    reserved: int  # bytes of each rank that are no module's
+    microbatches: tuple[int, ...]  # most in flight, by stage
+    activations: Costs  # bytes per module and microbatch
+    reserved: int  # bytes per rank that belong to no module
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What a reader is given: the spec, what there is to deal out, and the caller's flags."""
+    """What a reader gets: the spec, the model's modules, and the caller's options."""
 
     spec: str
     inventory: Inventory
@@ -79,12 +79,12 @@ class Request:
 
 
 def cut_modules(modules: Sequence[str], bounds: Sequence[int]) -> tuple[tuple[str, ...], ...]:
-    """Give the stages between bounds: stage s is `modules[bounds[s]:bounds[s + 1]]`."""
+    """Return the stages between bounds: stage s is `modules[bounds[s]:bounds[s + 1]]`."""
     return tuple(tuple(modules[start:stop]) for start, stop in pairwise(bounds))
 
 
 def compress_modules(modules: Iterable[str]) -> str:
-    """Say which modules in few words: `model.embed_tokens, model.layers.0-7`."""
+    """Return a short list of modules: `model.embed_tokens, model.layers.0-7`."""
     return ", ".join(module_ranges(modules))
 
 

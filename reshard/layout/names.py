@@ -1,4 +1,4 @@
-"""Module names as people write them: whole, short, torchtitan's, as a range or with a wildcard."""
+"""Module names as users write them: full, short, torchtitan's, as a range or with a wildcard."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from reshard.layout.wording import nearest_word, shorten
 __all__ = ["NameProblem", "Names"]
 
 _RANGE = re.compile(r"(.*\.)([0-9]{1,6})-([0-9]{1,6})")
-# Modules that hold no weight. NeMo AutoModel lists this one on every stage.
+# A module without weights, which NeMo AutoModel lists on every stage.
 WEIGHTLESS = "rotary_emb"
 
 
 class NameProblem(ValueError):
-    """A name that means no module; `hint` is the nearest right answer."""
+    """A name that matches no module; `hint` is the nearest valid one."""
 
     def __init__(self, problem: str, hint: str = "") -> None:
         super().__init__(problem)
@@ -31,7 +31,7 @@ class Names:
         self.positions = positions_by_name(inventory)
 
     def one(self, name: str) -> int:
-        """Give the position of one module.
+        """Return the position of one module.
 
         Raises:
             NameProblem: no module, or a range or wildcard.
@@ -42,9 +42,9 @@ class Names:
         return found
 
     def some(self, entry: str) -> list[int]:
-        """Give the positions that a name, a range (`layers.0-7`) or a wildcard (`layers.*`) stands for.
+        """Return the positions of a name, a range (`layers.0-7`) or a wildcard (`layers.*`).
 
-        None for a module that holds no weight.
+        Empty for a module without weights.
 
         Raises:
             NameProblem: no module, a range that ends before it starts or past the last layer.
@@ -62,7 +62,7 @@ class Names:
     def _matching(self, entry: str) -> list[int]:
         head, _, tail = entry.partition("*")
         if "*" in tail:
-            raise NameProblem(f"{shorten(entry)!r} has more than one *", "write one * for each name")
+            raise NameProblem(f"expected one *, found {shorten(entry)!r}", "list several names instead")
         found = {
             position
             for name, position in self.positions.items()
@@ -87,7 +87,7 @@ class Names:
         else:
             nearest = nearest_word(name, self.positions)
             hint = f"did you mean {nearest}?" if nearest else self._known()
-        return NameProblem(f"{shorten(name)!r} is no module of the model", hint)
+        return NameProblem(f"{shorten(name)!r} is not a module of this model", hint)
 
     def _known(self) -> str:
         return f"the modules are {compress_modules(self.inventory.modules)}"

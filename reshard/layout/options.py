@@ -1,4 +1,4 @@
-"""The `key=value` words of a spec, and the number of ranks and stages they come to."""
+"""The `key=value` words of a spec, and the parallel degrees that they set."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ __all__ = [
 ]
 
 MOST_COUNT = 100_000  # of stages, ranks or layers: more than any pipeline has
-DEGREES = ("pp", "vpp", "style", "schedule")  # what every spelling but Megatron's may add
+DEGREES = ("pp", "vpp", "style", "schedule")  # accepted by every spelling except Megatron's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Word:
-    """One comma-separated part of a spec: `pp=4` has key `pp`; a word without `=` has no key."""
+    """One comma-separated word of a spec: `pp=4` has key `pp`; a word without `=` has no key."""
 
     key: str
     value: str
     start: int  # after the comma before it
-    position: int  # of its first character that is not white space
+    position: int  # of the first character that is not white space
     value_position: int
 
 
@@ -56,7 +56,7 @@ def read_words(spec: str, start: int = 0) -> tuple[Word, ...]:
 
 
 class Options:
-    """Reads the words of a spec with errors that point at them."""
+    """Reads the words of a spec; errors point at them."""
 
     def __init__(self, request: Request, words: Collection[Word], known: Collection[str]) -> None:
         self.request = request
@@ -69,30 +69,30 @@ class Options:
         return key in self._table
 
     def error(self, key: str, problem: str, hint: str = "", *, code: str) -> InputError:
-        """Make an error that points at the word of that key, or at the start when it is absent."""
+        """Return an error that points at the word with that key, or at the start if it is absent."""
         word = self._table.get(key)
         return error_at(self.request.spec, word.position if word else 0, problem, hint, code=code)
 
     def text(self, key: str) -> str | None:
-        """Give the value as written; nothing when the key is absent."""
+        """Return the value as written; None if the key is absent."""
         word = self._table.get(key)
         return word.value if word else None
 
     def count(self, key: str, least: int = 1) -> int | None:
-        """Return a whole number from `least` to `MOST_COUNT`; nothing when the key is absent."""
+        """Return a whole number from `least` to `MOST_COUNT`; None if the key is absent."""
         text = self.text(key)
         if text is None:
             return None
         if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < least:
             raise self.error(
-                key, f"{key} must be a whole number, {least} or more, found {shorten(text)!r}", code="layout.bad-option"
+                key, f"expected a whole number, {least} or more, found {shorten(text)!r}", code="layout.bad-option"
             )
         if int(text) > MOST_COUNT:
-            raise self.error(key, f"{key} must be at most {MOST_COUNT}, found {text}", code="layout.bad-option")
+            raise self.error(key, f"expected at most {MOST_COUNT}, found {text}", code="layout.bad-option")
         return int(text)
 
     def choice(self, key: str, known: Collection[str]) -> str | None:
-        """Give one of the known words, however its letters are cased; nothing when the key is absent."""
+        """Return one of the known words, ignoring case; None if the key is absent."""
         text = self.text(key)
         if text is None:
             return None
@@ -101,7 +101,7 @@ class Options:
                 return word
         raise self.error(
             key,
-            f"{key} must be {list_words(known)}, found {shorten(text)!r}",
+            f"expected {list_words(known)}, found {shorten(text)!r}",
             _did_you_mean(text, known),
             code="layout.bad-option",
         )
@@ -114,21 +114,19 @@ class Options:
                 spec,
                 word.position,
                 f"expected key=value, found {found!r}",
-                f"known: {list_words(known, 'and')}",
+                f"known keys: {list_words(known, 'and')}",
                 code="layout.bad-option",
             )
         if word.key not in known:
-            hint = _did_you_mean(word.key, known) or f"known: {list_words(known, 'and')}"
-            raise error_at(
-                spec, word.position, f"{shorten(word.key)!r} is not known here", hint, code="layout.unknown-key"
-            )
+            hint = _did_you_mean(word.key, known) or f"known keys: {list_words(known, 'and')}"
+            raise error_at(spec, word.position, f"unknown key {shorten(word.key)!r}", hint, code="layout.unknown-key")
         if word.key in self._table:
-            raise error_at(spec, word.position, f"{word.key} stands twice", code="layout.repeated-key")
+            raise error_at(spec, word.position, f"{word.key} is given twice", code="layout.repeated-key")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Degrees:
-    """What is said of ranks and stages; what is not said follows from what is."""
+    """The number of ranks and stages, as far as given; the rest is derived."""
 
     num_ranks: int | None = None
     num_virtual: int | None = None
@@ -137,7 +135,7 @@ class Degrees:
 
     @classmethod
     def read(cls, options: Options) -> Degrees:
-        """Take `pp`, `vpp`, `style` and `schedule`; a v schedule brings style v along."""
+        """Read `pp`, `vpp`, `style` and `schedule`; a v schedule implies style v."""
         schedule = options.choice("schedule", SCHEDULES)
         style: Style | None = "v" if schedule and SCHEDULES[schedule] == "v" else None
         if asked := options.choice("style", ("loop", "v")):
@@ -150,15 +148,15 @@ class Degrees:
         )
 
     def placement(self, request: Request, num_stages: int | None = None) -> Placement:
-        """Lay the stages over the ranks. Without `num_stages` they are pp x vpp."""
+        """Return the placement of stages on ranks. Without `num_stages` there are pp x vpp."""
         num_virtual = self.num_virtual or (2 if self.style == "v" else None)
         if num_stages is None:
             if self.num_ranks is None:
                 raise error_at(
                     request.spec,
                     len(request.spec),
-                    "says no pp",
-                    "add pp=N, the number of pipeline ranks",
+                    "expected pp, the number of pipeline ranks",
+                    "add pp=N",
                     code="layout.no-ranks",
                 )
             num_stages = self.num_ranks * (num_virtual or 1)
@@ -172,23 +170,23 @@ class Degrees:
         if num_stages % num_ranks:
             raise LayoutError(
                 "layout",
-                f"{spec} has {counted(num_stages, 'stage')}, which do not divide over {counted(num_ranks, 'rank')}",
-                f"{counted(num_stages, 'stage')} need PP {nearest_divisors(num_stages, num_ranks)}",
+                f"{spec} has {counted(num_stages, 'stage')}, not a multiple of {counted(num_ranks, 'rank')}",
+                f"use PP {nearest_divisors(num_stages, num_ranks)}",
                 code="layout.indivisible-stages",
             )
         num_virtual = num_stages // num_ranks
         if self.num_virtual not in (None, num_virtual):
             raise LayoutError(
                 "layout",
-                f"{spec} puts {num_virtual} of its {num_stages} stages on each rank, but says vpp={self.num_virtual}",
-                f"say vpp={num_virtual}, or leave it out",
+                f"{spec} has {counted(num_virtual, 'stage')} per rank, but vpp={self.num_virtual}",
+                f"set vpp={num_virtual}, or remove it",
                 code="layout.conflicting-degrees",
             )
         if self.style == "v" and num_virtual != 2:
             raise LayoutError(
                 "layout",
-                f"style v puts exactly 2 stages on each rank, {spec} puts {num_virtual}",
-                f"ask for {2 * num_ranks} stages, or for style=loop",
+                f"style v needs 2 stages per rank, {spec} has {num_virtual}",
+                f"use {2 * num_ranks} stages, or style=loop",
                 code="layout.conflicting-degrees",
             )
         self._check_schedule(spec, num_virtual)
@@ -199,51 +197,51 @@ class Degrees:
         if SCHEDULES[self.schedule] != (self.style or "loop"):
             raise LayoutError(
                 "layout",
-                f"{self.schedule} runs style {SCHEDULES[self.schedule]}, {spec} says style {self.style or 'loop'}",
-                f"say style={SCHEDULES[self.schedule]}",
+                f"{self.schedule} needs style {SCHEDULES[self.schedule]}, {spec} has style {self.style or 'loop'}",
+                f"set style={SCHEDULES[self.schedule]}",
                 code="layout.schedule-mismatch",
             )
         if self.schedule in SINGLE_STAGE_SCHEDULES and num_virtual != 1:
             raise LayoutError(
                 "layout",
-                f"{self.schedule} runs 1 stage a rank, {spec} puts {num_virtual}",
-                "say schedule=Interleaved1F1B, or leave vpp out",
+                f"{self.schedule} needs 1 stage per rank, {spec} has {num_virtual}",
+                "use schedule=Interleaved1F1B, or remove vpp",
                 code="layout.schedule-mismatch",
             )
 
 
 def layout_of(request: Request, bounds: Collection[int], degrees: Degrees) -> Layout:
-    """Make the layout whose stages lie between `bounds`."""
+    """Return the layout whose stages are between `bounds`."""
     stages = cut_modules(request.inventory.modules, tuple(bounds))
     placement = degrees.placement(request, len(stages))
     return Layout(spec=request.spec, stages=stages, placement=placement, schedule=degrees.schedule)
 
 
 def agreed_ranks(said: int | None, request: Request) -> int | None:
-    """Give the one number of ranks that the spec and the caller name."""
+    """Return the number of ranks of the spec or the caller; an error if they differ."""
     if said and request.num_ranks and said != request.num_ranks:
         raise UsageError(
             "--pp",
-            f"{counted(request.num_ranks, 'rank')}, but {shorten(request.spec)} is for {said}",
-            "leave one of the two out",
+            f"{counted(request.num_ranks, 'rank')} requested, {shorten(request.spec)} has {said}",
+            "remove one of the two",
             code="layout.conflicting-degrees",
         )
     return said or request.num_ranks
 
 
 def check_num_stages(request: Request, num_stages: int) -> None:
-    """Refuse more stages than any pipeline has, before anything is made for each."""
+    """Raise if there are more stages than any pipeline has, before building anything per stage."""
     if num_stages > MAX_STAGES:
         raise LayoutError(
             "layout",
-            f"{shorten(request.spec)} has {num_stages} stages, more than {MAX_STAGES}",
+            f"expected at most {MAX_STAGES} stages, {shorten(request.spec)} has {num_stages}",
             "lower pp or vpp",
             code="layout.too-many-stages",
         )
 
 
 def nearest_divisors(number: int, asked: int) -> str:
-    """List the (up to three) divisors of `number` nearest to `asked`: `8, 16 or 32`."""
+    """Return up to three divisors of `number` nearest to `asked`: `8, 16 or 32`."""
     divisors = [value for value in range(1, number + 1) if number % value == 0]
     return list_words(sorted(sorted(divisors, key=lambda value: (abs(value - asked), value))[:3]))
 

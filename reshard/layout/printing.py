@@ -1,4 +1,4 @@
-"""A layout in other people's spellings, or the reason why it has none there."""
+"""Prints a layout in the spelling of another program, or says why it cannot."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ AllCosts = Mapping[str, Costs]
 
 
 def to_megatron(layout: Layout, inventory: Inventory, costs: AllCosts | None = None) -> str:
-    """Give Megatron's `--pipeline-model-parallel-layout` string.
+    """Return Megatron's `--pipeline-model-parallel-layout` string.
 
     Raises:
-        InputError: embedding, or norm and head, on two stages; MTP layers where Megatron has none; style v.
+        LayoutError: embedding, or norm and head, on two stages; MTP layers where Megatron has none; style v.
     """
     placement = layout.placement
     if any(placement.rank_of(stage) != stage % placement.num_ranks for stage in range(placement.num_stages)):
         raise LayoutError(
             "layout",
-            "Megatron lays stages round the ranks, this layout is of style v",
-            "say style=loop",
+            "Megatron needs style loop, this layout has style v",
+            "set style=loop",
             code="layout.inexpressible",
         )
     ends = list(accumulate((len(stage) for stage in layout.stages), initial=0))
     for name, start, stop in (("E", 0, inventory.num_inputs), ("L", inventory.layers_stop, len(inventory.modules))):
-        parted = [stage for stage, end in enumerate(ends[1:-1]) if start < end < stop]
-        if parted:
+        split = [stage for stage, end in enumerate(ends[1:-1]) if start < end < stop]
+        if split:
             first, last = inventory.modules[start], inventory.modules[stop - 1]
             raise LayoutError(
                 "layout",
-                f"Megatron's {name} is {first} to {last} on one stage, this layout parts them after stage {parted[0]}",
-                f"put {first} on stage {parted[-1] + 1} (when balancing: pin={first}@{parted[-1] + 1})",
+                f"Megatron's {name} is {first} to {last} on one stage, this layout splits them after stage {split[0]}",
+                f"move {first} to stage {split[-1] + 1} (when balancing: pin={first}@{split[-1] + 1})",
                 code="layout.inexpressible",
             )
     letters = (
@@ -55,17 +55,17 @@ def to_megatron(layout: Layout, inventory: Inventory, costs: AllCosts | None = N
 
 
 def to_torchtitan(layout: Layout, inventory: Inventory, costs: AllCosts | None = None) -> str:
-    """Give torchtitan's `module_fqns_per_model_part` as JSON: a list of module names for each stage.
+    """Return torchtitan's `module_fqns_per_model_part` as JSON: a list of module names for each stage.
 
-    The placement is not in it; in torchtitan that is the schedule's.
+    It has no placement; in torchtitan the schedule decides that.
 
     Raises:
-        InputError: a model with more modules than torchtitan's decoder has.
+        LayoutError: a model with more modules than torchtitan's decoder has.
     """
     if inventory.num_inputs != 1 or inventory.num_outputs != 2:
         raise LayoutError(
             "layout",
-            "torchtitan's decoder is one embedding, layers, one norm and one head",
+            "torchtitan's decoder has one embedding, layers, one norm and one head, this model has others",
             code="layout.inexpressible",
         )
     names = ["tok_embeddings"]
@@ -77,7 +77,7 @@ def to_torchtitan(layout: Layout, inventory: Inventory, costs: AllCosts | None =
 
 
 def to_toml(layout: Layout, inventory: Inventory | None = None, costs: AllCosts | None = None) -> str:
-    """Give the TOML file of module lists that says everything this layout does."""
+    """Return the TOML file of module lists, which can express every layout."""
     lines = [f"num_ranks = {layout.placement.num_ranks}", f'style = "{layout.placement.style}"']
     if layout.schedule:
         lines.append(f'schedule = "{layout.schedule}"')
@@ -86,18 +86,18 @@ def to_toml(layout: Layout, inventory: Inventory | None = None, costs: AllCosts 
 
 
 def to_deepspeed(layout: Layout, inventory: Inventory, costs: AllCosts | None = None) -> str:
-    """Give the DeepSpeed `partition_method` that makes this layout, here and in DeepSpeed.
+    """Return the DeepSpeed `partition_method` that makes this layout, here and in DeepSpeed.
 
-    `parameters` is tried if `costs` has the parameters.
+    `parameters` is tried if `costs` has them.
 
     Raises:
-        InputError: virtual stages, which DeepSpeed has not; or no method that makes these cuts.
+        LayoutError: virtual stages, which DeepSpeed does not support; or no method that makes these cuts.
     """
     num_stages, num_ranks = layout.placement.num_stages, layout.placement.num_ranks
     if num_stages != num_ranks:
         raise LayoutError(
             "layout",
-            f"DeepSpeed has one stage a rank, this layout has {layout.placement.num_virtual}",
+            f"DeepSpeed supports one stage per rank, this layout has {layout.placement.num_virtual}",
             code="layout.inexpressible",
         )
     bounds = tuple(accumulate((len(stage) for stage in layout.stages), initial=0))
@@ -105,15 +105,15 @@ def to_deepspeed(layout: Layout, inventory: Inventory, costs: AllCosts | None = 
         return f"uniform,pp={num_stages}"
     for method, weights in _methods(inventory, costs):
         spec = f"{method},pp={num_stages}"
-        if bounds == balanced_bounds(weights, num_stages) and _gives(spec, layout, inventory, costs):
+        if bounds == balanced_bounds(weights, num_stages) and _makes(spec, layout, inventory, costs):
             return spec
     tried = (
-        "uniform, parameters or type:" if costs and "params" in costs else "uniform or type: (parameters are not known)"
+        "uniform, parameters and type:" if costs and "params" in costs else "uniform and type: (parameters are unknown)"
     )
     raise LayoutError(
         "layout",
-        f"no partition_method of DeepSpeed makes these cuts: not {tried}",
-        "DeepSpeed takes no explicit list; use toml, torchtitan or megatron",
+        f"no partition_method of DeepSpeed makes these stages: tried {tried}",
+        "DeepSpeed has no explicit lists; use toml, torchtitan or megatron",
         code="layout.inexpressible",
     )
 
@@ -127,24 +127,24 @@ SPELLINGS: Mapping[str, Callable[[Layout, Inventory, AllCosts | None], str]] = {
 
 
 def print_layout(spelling: str, layout: Layout, inventory: Inventory, costs: AllCosts | None = None) -> str:
-    """Give the layout in a spelling of SPELLINGS.
+    """Return the layout in a spelling of `SPELLINGS`.
 
     Raises:
-        InputError: it cannot be said there; the message says why.
+        LayoutError: the spelling cannot express it; the message says why.
     """
     return SPELLINGS[spelling](layout, inventory, costs)
 
 
 def _check_mtp(stages: Sequence[str], num_ranks: int) -> None:
-    holding = [stage for stage, letters in enumerate(stages) if "m" in letters]
-    if len(holding) > 1:
+    mtp = [stage for stage, letters in enumerate(stages) if "m" in letters]
+    if len(mtp) > 1:
         raise LayoutError(
-            "layout", f"Megatron takes all MTP layers on one stage, these are on {holding}", code="layout.inexpressible"
+            "layout", f"Megatron accepts MTP layers on one stage only, found them on {mtp}", code="layout.inexpressible"
         )
-    if holding and holding[0] < len(stages) - num_ranks:
+    if mtp and mtp[0] < len(stages) - num_ranks:
         raise LayoutError(
             "layout",
-            f"Megatron takes MTP layers only in the last virtual stage of their rank, these are on stage {holding[0]} "
+            f"Megatron accepts MTP layers only in the last virtual stage of a rank, found them on stage {mtp[0]} "
             f"of {len(stages)}",
             code="layout.inexpressible",
         )
@@ -160,7 +160,7 @@ def _methods(inventory: Inventory, costs: AllCosts | None) -> list[tuple[str, li
     return methods
 
 
-def _gives(spec: str, layout: Layout, inventory: Inventory, costs: AllCosts | None) -> bool:
+def _makes(spec: str, layout: Layout, inventory: Inventory, costs: AllCosts | None) -> bool:
     try:
         return parse_layout(spec, inventory, costs=costs).stages == layout.stages
     except InputError:

@@ -1,10 +1,10 @@
-"""Splits whose ranks, with several stages each, stay within limits.
+"""Searches splits whose ranks, with several stages each, stay within limits.
 
-A rank holds one stage of every row (virtual index). Walking the ranks in order, all rows advance at
-once: row k of a loop forward from bound k x P, the second row of a v backward from the end. With the
-rows' ends given, of two ways to the same positions in all rows but the last the one further along in
+A rank has one stage of every row (virtual index). Going through the ranks in order, all rows advance
+together: row k of a loop forward from bound k x P, the second row of a v backward from the end. For fixed
+ends of the rows, of two paths to the same positions in all rows but the last, the one further along in
 the last row is at least as good (its later stages can only shrink), so a table from positions to the
-furthest last position is exact. The rows' ends are tried in turn.
+furthest last position is exact. All ends of the rows are tried in turn.
 
 Source: the argument above, checked against brute force in tests/fast/layout/test_solve.py.
 """
@@ -22,11 +22,11 @@ __all__ = ["Limits", "OutOfStepsError", "Steps", "fit_ranks"]
 
 
 class OutOfStepsError(Exception):
-    """The search was cut short; whether there is a split is not known."""
+    """The search hit its step limit; whether a split exists is unknown."""
 
 
 class Steps:
-    """How much a search may still do, in ways looked at."""
+    """The steps that a search has left."""
 
     def __init__(self, left: int) -> None:
         self.left = left
@@ -39,7 +39,7 @@ class Steps:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """The stages of one virtual index, in the order of their ranks.
+    """The stages of one virtual index, in rank order.
 
     `least[r]` and `most[r]` bound the position before rank r; a row that runs backward counts positions
     from the end.
@@ -53,7 +53,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Most cost of a stage and of a rank, and most memory of a rank."""
+    """The highest cost of a stage and of a rank, and the most memory of a rank."""
 
     stage: int
     rank: int
@@ -61,9 +61,9 @@ class Limits:
 
 
 def fit_ranks(items: Items, windows: Windows, limits: Limits, steps: Steps) -> tuple[int, ...] | None:
-    """Give bounds with every stage and every rank within the limits; None when there are none.
+    """Return bounds with every stage and rank within the limits; None if there are none.
 
-    `windows` are those of stages within `limits.stage`.
+    `windows` are those for stages within `limits.stage`.
 
     Raises:
         OutOfStepsError: `steps` ran out first.
@@ -81,7 +81,7 @@ def fit_ranks(items: Items, windows: Windows, limits: Limits, steps: Steps) -> t
 
 
 def _row_ends(items: Items, windows: Windows, bound: int) -> Iterator[tuple[int, ...]]:
-    """Give every choice of where one row ends and the next begins, the middle ones first."""
+    """Yield every choice of where one row ends and the next begins, the middle ones first."""
     num_ranks, num_rows = items.placement.num_ranks, items.placement.num_virtual
     bounds = [row * num_ranks for row in range(1, num_rows)]
     for inner in product(*(_middle_first(windows.least[at], windows.most[at]) for at in bounds)):
@@ -125,14 +125,14 @@ def _reversed(sums: Sequence[int]) -> tuple[int, ...]:
 
 
 def _walk(rows: list[Row], num_ranks: int, limits: Limits, steps: Steps) -> list[tuple[int, ...]] | None:
-    """Give the positions in all rows before each rank and after the last; None when there is no way."""
+    """Return the positions in all rows before each rank and after the last; None if there are none."""
     *free, last = rows
     start = tuple(row.least[0] for row in free)
-    # Positions in the rows but the last, to the furthest position in the last and where that came from.
+    # Positions in all rows but the last -> furthest position in the last, and the previous positions.
     tables: list[dict[tuple[int, ...], tuple[int, tuple[int, ...]]]] = [{start: (last.least[0], start)}]
     all_done = sum(row.costs[row.least[-1]] for row in rows)
     for rank in range(num_ranks):
-        least_done = all_done - (num_ranks - 1 - rank) * limits.rank  # the ranks to come hold no more
+        least_done = all_done - (num_ranks - 1 - rank) * limits.rank  # the remaining ranks can do no more
         table: dict[tuple[int, ...], tuple[int, tuple[int, ...]]] = {}
         for here, (at, _) in tables[-1].items():
             ways = _ways(free, here, rank, limits)
@@ -159,7 +159,7 @@ def _walk(rows: list[Row], num_ranks: int, limits: Limits, steps: Steps) -> list
 def _ways(
     rows: list[Row], here: tuple[int, ...], rank: int, limits: Limits
 ) -> list[tuple[tuple[int, ...], tuple[int, int]]]:
-    """Give every way for these rows to advance by one stage, with the cost and memory the rank then has."""
+    """Return every way for these rows to advance by one stage, with the rank's cost and memory after it."""
     ways: list[tuple[tuple[int, ...], tuple[int, int]]] = [((), (0, 0))]
     for row, at in zip(rows, here, strict=True):
         sums = row.memory[rank]
@@ -172,7 +172,7 @@ def _ways(
 
 
 def _furthest(row: Row, at: int, rank: int, limits: Limits, load: tuple[int, int]) -> int:
-    """Give the furthest end of the row's stage on this rank, which holds `load` (cost, memory) already."""
+    """Return the furthest end of the row's stage on this rank, which already has `load` (cost, memory)."""
     (cost, memory), sums = load, row.memory[rank]
     return min(
         bisect_right(row.costs, row.costs[at] + min(limits.stage, limits.rank - cost)) - 1,
@@ -182,7 +182,7 @@ def _furthest(row: Row, at: int, rank: int, limits: Limits, load: tuple[int, int
 
 
 def _bounds(walk: list[tuple[int, ...]], items: Items) -> tuple[int, ...]:
-    """Lay the rows end to end."""
+    """Concatenate the rows."""
     num_ranks, num_items = items.placement.num_ranks, items.num_items
     rows = [list(row) for row in zip(*walk, strict=True)]
     if items.placement.style == "v":

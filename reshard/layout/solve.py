@@ -1,20 +1,20 @@
-"""The best contiguous split: no other has a cheaper slowest stage.
+"""Finds the best contiguous split: no other has a cheaper slowest stage.
 
-Among the splits that fit in memory and keep the pins, the one chosen has, in this order,
+Among the splits that fit in memory and satisfy the pins, the result has, in this order,
 
 1. the least cost of the slowest stage;
 2. the least cost of the slowest rank (a rank's stages together: what a microbatch costs it);
 3. even stages: fewest cuts inside `together`, least sum of squared costs, then of squared numbers of
    items; of equals the one whose cuts come earliest.
 
-With one stage a rank all of it is exact. With several, 1 and 2 are, unless a search was cut short, which
-`Split.proven` says (two stages a rank are far from it; with three or more, 1 is still exact when there is
-no memory limit); for 3, stages are evened out P neighbours at a time, the others held still, until nothing
-changes.
+With one stage per rank all of it is exact. With several, 1 and 2 are, unless the search hit its step limit,
+which `Split.proven` tells (two stages per rank are far from it; with three or more, 1 is still exact when
+there is no memory limit); for 3, stages are evened out P neighbors at a time, the others fixed, until
+nothing changes.
 
-Method: stages of cost B or less suffice if and only if cutting as late as B allows gets to the end, so
-bisection finds 1. What ranks with several stages may hold is searched by `reshard.layout.rows`. All
-arithmetic is on integers.
+Method: stages of cost B or less suffice if and only if cutting as late as B allows reaches the end, so
+bisection finds 1. Ranks with several stages are searched by `reshard.layout.rows`. All arithmetic is on
+integers.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ MOST_STEPS = 1_000_000  # about a second
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """Items to cut into contiguous stages, in order. Costs and memory add up and are not negative.
+    """Items to split into contiguous stages, in order. Costs and memory are additive and not negative.
 
-    On stage s an item takes `memory`, and `kept` for each of `in_flight[s]` microbatches.
+    On stage s an item needs `memory`, plus `kept` for each of `in_flight[s]` microbatches.
     """
 
     costs: tuple[float, ...]  # per item, any unit
     placement: Placement
     memory: tuple[float, ...] = ()  # per item, any unit; unused without a limit
     kept: tuple[float, ...] = ()  # per item, in the unit of memory
-    in_flight: tuple[int, ...] = ()  # per stage; without it, nothing is kept
+    in_flight: tuple[int, ...] = ()  # per stage; empty: nothing is kept
     memory_limit: float | None = None  # of one rank, over all its stages
     pins: tuple[tuple[int, int], ...] = ()  # (item, stage)
-    together: frozenset[int] = frozenset()  # bounds that are cut at only when nothing is lost by it
+    together: frozenset[int] = frozenset()  # bounds to avoid cutting at, all else being equal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,11 +59,11 @@ class Split:
     """Stage s is items `bounds[s]` to `bounds[s + 1] - 1`."""
 
     bounds: tuple[int, ...]
-    proven: bool  # False: a search was cut short; there may be a better split
+    proven: bool  # False: the search hit its step limit; a better split may exist
 
 
 def solve(problem: Problem) -> Split | None:
-    """Give the best split. None when none was found that keeps the pins within the memory limit."""
+    """Return the best split; None if none was found that satisfies the pins and the memory limit."""
     items = _items(problem)
     windows = pin_windows(items.num_items, problem.placement.num_stages, problem.pins)
     if windows is None:
@@ -119,7 +119,7 @@ class _Search:
         return self._even_out(bounds, bound, self._slowest_rank(bounds))
 
     def _fit(self, bound: int, rank_bound: int) -> tuple[int, ...] | None:
-        """Give bounds of stages and ranks within the bounds, and within memory; None when none is found."""
+        """Return a split of stages and ranks within these costs and within memory; None if none is found."""
         windows = tighten(self.items, self.windows, bound)
         if windows is None:
             return None
@@ -135,7 +135,7 @@ class _Search:
             self.steps_left += max(0, steps.left)
 
     def _lower_slowest_rank(self, bounds: tuple[int, ...], bound: int) -> tuple[int, ...]:
-        """Give a split with the least slowest rank among those within `bound`."""
+        """Return a split with the cheapest slowest rank among those within `bound`."""
         least = max(bound, -(-self.items.costs[-1] // self.num_ranks))
         most = self._slowest_rank(bounds)
         sums = possible_rank_costs(self.items, bound)
@@ -148,9 +148,9 @@ class _Search:
         return bounds
 
     def _even_out(self, bounds: tuple[int, ...], bound: int, rank_bound: int) -> tuple[int, ...]:
-        """Even out P neighbouring stages at a time, the others held still, until nothing changes.
+        """Even out P neighboring stages at a time, the others fixed, until nothing changes.
 
-        In a loop any P neighbours sit on P ranks; in a v the first P do, and the last P.
+        In a loop any P neighbors are on P ranks; in a v the first P are, and the last P.
         """
         num_stages = len(bounds) - 1
         step = self.num_ranks if self.items.placement.style == "v" else -(-self.num_ranks // 2)
@@ -162,7 +162,7 @@ class _Search:
         return bounds
 
     def _even_out_row(self, bounds: tuple[int, ...], first: int, bound: int, rank_bound: int) -> tuple[int, ...]:
-        """Even out stages first to first + P - 1, each within what the other stages of its rank leave."""
+        """Even out stages first to first + P - 1, each within what its rank's other stages leave."""
         stages = range(first, first + self.num_ranks)
         rank_of = self.items.placement.rank_of
         costs = self._per_rank([self.items.costs] * (len(bounds) - 1), bounds)
@@ -186,15 +186,15 @@ class _Search:
         return max(self._per_rank(self.items.memory, bounds))
 
     def _per_rank(self, of_stage: Sequence[Sequence[int]], bounds: tuple[int, ...]) -> list[int]:
-        """Add up, over the stages of each rank, what these prefix sums say of each."""
-        held = [0] * self.num_ranks
+        """Sum, over the stages of each rank, what these prefix sums give for each."""
+        totals = [0] * self.num_ranks
         for stage, (sums, (start, stop)) in enumerate(zip(of_stage, pairwise(bounds), strict=True)):
-            held[self.items.placement.rank_of(stage)] += sums[stop] - sums[start]
-        return held
+            totals[self.items.placement.rank_of(stage)] += sums[stop] - sums[start]
+        return totals
 
 
 def _first(least: int, most: int, attempt: Callable[[int], T | None]) -> tuple[int, T] | None:
-    """Give the first of least to most whose attempt succeeds, as all after it do, with what came of it."""
+    """Return the first of least to most whose attempt succeeds, as all later ones do, with its result."""
     found = attempt(most)
     if found is None:
         return None
@@ -209,7 +209,7 @@ def _first(least: int, most: int, attempt: Callable[[int], T | None]) -> tuple[i
 
 
 def _middle(values: Sequence[int] | None, least: int, most: int) -> int | None:
-    """Give the middle one of the values from least up to, not with, most; all integers if values is None."""
+    """Return the middle one of the values in least to most - 1; of all integers there if values is None."""
     if values is None:
         return (least + most) // 2 if least < most else None
     first, last = bisect_left(values, least), bisect_left(values, most)
@@ -217,5 +217,5 @@ def _middle(values: Sequence[int] | None, least: int, most: int) -> int | None:
 
 
 def _found(bounds: tuple[int, ...] | None) -> tuple[int, ...]:
-    assert bounds is not None  # the caps were taken from bounds that are one way
+    assert bounds is not None  # the caps come from bounds that satisfy them
     return bounds

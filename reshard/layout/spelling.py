@@ -1,4 +1,4 @@
-"""The one door: a layout in any spelling, told apart by its looks."""
+"""Reads a layout in any spelling, recognized by its form."""
 
 from __future__ import annotations
 
@@ -45,30 +45,30 @@ def parse_layout(
     costs: Mapping[str, Costs] | None = None,
     in_flight: InFlight | None = None,
 ) -> Layout:
-    """Read a layout, whatever its spelling.
+    """Read a layout in any spelling.
 
-    `num_ranks` is for spellings that name no ranks (a Megatron string, cuts, a file); without it each
-    stage gets its own. `strict_megatron` refuses what Megatron would. `costs` has, under `params`,
-    `bytes`, `flops`, `time` or `memory`, the cost of every module. With `in_flight`, a memory limit counts
-    for each stage what it keeps itself.
+    `num_ranks` is for spellings without ranks (a Megatron string, cuts, a file); without it each stage has
+    its own. `strict_megatron` refuses what Megatron would. `costs` has, under `params`, `bytes`, `flops`,
+    `time` or `memory`, the cost of every module. With `in_flight`, a memory limit counts the activations
+    that each stage keeps.
 
     Raises:
-        InputError: a spec that says nothing, or not this model's modules each exactly once, in order.
-        UsageError: `num_ranks` is none, or not what the spec says; `strict_megatron` for another spelling.
+        LayoutError: an invalid spec, or one without each of the model's modules exactly once, in order.
+        UsageError: `num_ranks` is below 1 or differs from the spec's; `strict_megatron` for another spelling.
     """
     if num_ranks is not None and num_ranks < 1:
-        raise UsageError("--pp", f"expected 1 rank or more, found {num_ranks}", code="layout.bad-option")
+        raise UsageError("--pp", f"expected at least 1 rank, found {num_ranks}", code="layout.bad-option")
     if not spec.strip():
-        raise SpecError("layout", "is empty", HINT, code="layout.empty")
+        raise SpecError("layout", "expected a layout, found nothing", HINT, code="layout.empty")
     if len(spec) > MAX_SPEC:
-        problem = f"is {len(spec)} characters long, more than {MAX_SPEC}"
-        raise SpecError("layout", problem, "write it to a .toml file", code="layout.too-long")
+        problem = f"expected at most {MAX_SPEC} characters, found {len(spec)}"
+        raise SpecError("layout", problem, "write the layout to a .toml file", code="layout.too-long")
     reader = _reader(spec)
     if strict_megatron and reader is not read_megatron:
         raise UsageError(
             "--strict-megatron",
-            f"{shorten(spec)} is no Megatron string",
-            "leave the flag out",
+            f"expected a Megatron string, found {shorten(spec)}",
+            "remove the flag",
             code="layout.not-megatron",
         )
     layout = reader(
@@ -81,7 +81,7 @@ def parse_layout(
             in_flight=in_flight,
         )
     )
-    if not is_unicode(spec):  # a file's name can be so, and no manifest could say it
+    if not is_unicode(spec):  # possible for a file name, but not representable in a manifest
         raise LayoutError("layout", "is not valid UTF-8", "rename the file", code="layout.not-unicode")
     return layout
 
@@ -98,4 +98,4 @@ def _reader(spec: str) -> Callable[[Request], Layout]:
     first = word[1] + word[2] if word else text
     nearest = nearest_word(first, _READERS)
     hint = f"did you mean {nearest}? {HINT}" if nearest else HINT
-    raise SpecError("layout", f"{shorten(spec)!r} is no layout", hint, code="layout.unknown-spelling")
+    raise SpecError("layout", f"unknown layout {shorten(spec)!r}", hint, code="layout.unknown-spelling")

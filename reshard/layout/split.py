@@ -1,4 +1,4 @@
-"""torchtitan's rule: equal stages, with the embedding and the head counted as so many layers.
+"""torchtitan's split: equal stages, with embedding and head counted as a number of layers.
 
 Source: torchtitan 0.3.0, `distributed/pipeline_parallel.py`, `_generate_llm_fqn_per_model_part` and
 `_get_pipeline_metadata`.
@@ -18,23 +18,24 @@ SPLIT_KEYS = (*DEGREES, "first", "last", "layers-per-stage")
 
 
 def split_layers(num_stages: int, num_layers: int, first: int = 1, last: int = 1) -> tuple[int, ...]:
-    """Give the decoder layers of each stage.
+    """Return the number of decoder layers of each stage.
 
-    The embedding counts as `first` layers and norm and head as `last`; all are dealt out evenly, what
-    is left over going to the earliest stages.
+    The embedding counts as `first` layers, norm and head as `last`; all are distributed evenly, the
+    remainder on the earliest stages.
 
     Raises:
-        ValueError: a stage would be left with nothing, or the first or last with less than nothing.
+        ValueError: a stage would be empty, or `first` or `last` exceeds its stage.
     """
     if num_stages == 1:
         return (num_layers,)
     effective = num_layers + first + last
     base, extra = divmod(effective, num_stages)
     if num_stages > effective:
-        raise ValueError(f"{counted(num_stages, 'stage')} for {_sum_shown(num_layers, first, last)}")
+        parts = f"{counted(num_layers, 'layer')}, first={first} and last={last}"
+        raise ValueError(f"expected at most {counted(effective, 'stage')} ({parts}), found {num_stages}")
     for key, weight in (("first", first), ("last", last)):
         if weight > base:
-            raise ValueError(f"{key}={weight} is more than the {base} that the smallest stage holds")
+            raise ValueError(f"{key}={weight} exceeds the smallest stage, which has {base}")
     counts = [base + (stage < extra) for stage in range(num_stages)]
     counts[0] -= first
     counts[-1] -= last
@@ -44,10 +45,10 @@ def split_layers(num_stages: int, num_layers: int, first: int = 1, last: int = 1
 def read_split(request: Request) -> Layout:
     """Read `pp=N[,vpp=K][,style=loop|v][,first=A][,last=B][,layers-per-stage=L][,schedule=NAME]`.
 
-    MTP layers go with the head, as Megatron places them by default; torchtitan does not split them.
+    MTP layers are on the head's stage, Megatron's default; torchtitan does not split them.
 
     Raises:
-        InputError: an unknown or bad key, or a split that torchtitan refuses.
+        LayoutError: an unknown key, an invalid value, or a split that torchtitan refuses.
     """
     options = Options(request, read_words(request.spec), SPLIT_KEYS)
     degrees = Degrees.read(options)
@@ -75,7 +76,7 @@ def read_split(request: Request) -> Layout:
 
 
 def _check_layers_per_stage(options: Options, degrees: Degrees, asked: int, effective: int) -> None:
-    """Refuse a number of layers per stage whose stages do not fill the ranks evenly."""
+    """Raise if this number of layers per stage makes stages that are not a multiple of the ranks."""
     num_ranks = degrees.num_ranks
     num_stages = -(-effective // asked)
     if num_ranks is None or num_stages % num_ranks == 0:
@@ -84,11 +85,7 @@ def _check_layers_per_stage(options: Options, degrees: Degrees, asked: int, effe
     nearest = min(fitting, key=lambda size: (abs(size - asked), size), default=None)
     raise options.error(
         "layers-per-stage",
-        f"layers-per-stage={asked} gives {counted(num_stages, 'stage')}, not a multiple of {num_ranks} ranks",
-        f"layers-per-stage={nearest} gives {-(-effective // nearest)}" if nearest else "lower pp",
+        f"layers-per-stage={asked} makes {counted(num_stages, 'stage')}, not a multiple of {num_ranks} ranks",
+        f"layers-per-stage={nearest} makes {-(-effective // nearest)}" if nearest else "lower pp",
         code="layout.indivisible-stages",
     )
-
-
-def _sum_shown(num_layers: int, first: int, last: int) -> str:
-    return f"{counted(num_layers, 'layer')}, {first} for the embedding and {last} for the head"

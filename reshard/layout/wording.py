@@ -1,4 +1,4 @@
-"""How the errors here are worded; some point at a character of the spec."""
+"""Errors of layouts, which point at a character of the spec, and their wording."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ WIDTH = 72  # characters of the spec shown around the caret
 
 
 class SpecError(LayoutError):
-    """A layout written on the command line that cannot be read; one in a file is bad input like any other."""
+    """An invalid layout on the command line, hence exit code 2; one in a file is bad input (3)."""
 
     exit_code = UsageError.exit_code
 
 
 def error_at(spec: str, position: int, problem: str, hint: str = "", *, code: str) -> LayoutError:
-    """Make an error that shows the spec with a caret under `position`."""
+    """Return an error that shows the spec with a caret under `position`."""
     start = max(0, min(position - WIDTH // 2, len(spec) - WIDTH))
     head, tail = "…" if start else "", "…" if len(spec) > start + WIDTH else ""
     shown = head + in_one_line(spec[start : start + WIDTH]) + tail
@@ -29,29 +29,29 @@ def error_at(spec: str, position: int, problem: str, hint: str = "", *, code: st
 
 
 def shorten(spec: str) -> str:
-    """Fit a spec into a sentence."""
+    """Shorten a spec to fit into a sentence."""
     return in_one_line(spec if len(spec) <= WIDTH else spec[: WIDTH - 1] + "…")
 
 
 def nearest_word(word: str, known: Iterable[str]) -> str:
-    """Give the known word most like this one, or nothing when none is like it."""
+    """Return the most similar known word, or nothing if none is similar."""
     found = difflib.get_close_matches(word[:WIDTH], list(known), n=1)
     return found[0] if found else ""
 
 
 def list_words(words: Iterable[object], conjunction: str = "or") -> str:
-    """Join words as a sentence does: `8, 16 or 32`."""
+    """Join words as in a sentence: `8, 16 or 32`."""
     *head, last = map(str, words)
     return f"{', '.join(head)} {conjunction} {last}" if head else last
 
 
 def counted(number: int, noun: str) -> str:
-    """Give `1 stage`, `2 stages`."""
+    """Return `1 stage`, `2 stages`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def in_one_line(text: str) -> str:
-    """Put a space for white space and ? for what cannot be shown, one for one."""
+    """Replace white space by a space and unprintable characters by ?, one for one."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(letter if letter.isprintable() else " " if letter.isspace() else "?" for letter in text)

@@ -18,7 +18,7 @@ from manifests.sizes import parse_size, write_size
 from reshard.estimate.costs import costs_of
 from reshard.estimate.training_estimate import MOST_PASSES, Assumptions, Forecast, forecast, num_passes
 from reshard.layout import Layout, parse_layout
-from reshard.layout.balance import goes_by_memory, unsolved
+from reshard.layout.balance import balances_memory, unsolved
 from reshard.layout.inventory import Inventory, inventory_of_modules
 from reshard.layout.model import InFlight, Request
 from reshard.layout.options import read_words
@@ -222,7 +222,7 @@ def _solve(
     are stages; it depends on their number and places alone.
     """
     assert asked.spec is not None
-    if assumed.memory_limit is None and not goes_by_memory(asked.spec):
+    if assumed.memory_limit is None and not balances_memory(asked.spec):
         return _read(asked, inventory, costs)
     placed = unsolved(Request(spec=asked.spec, inventory=inventory, num_ranks=asked.num_ranks))
     placement, training = placed.placement, assumed.training

@@ -18,13 +18,6 @@ SHARED = 4  # words in a row that show a text to be a message of the product
 # Files that still repeat messages, to be shortened and never lengthened.
 NOT_YET = frozenset(
     {
-        "tests/fast/layout/test_balance.py",
-        "tests/fast/layout/test_deepspeed.py",
-        "tests/fast/layout/test_files.py",
-        "tests/fast/layout/test_megatron.py",
-        "tests/fast/layout/test_printing.py",
-        "tests/fast/layout/test_spelling.py",
-        "tests/fast/layout/test_split.py",
         "tests/fast/manifests/test_codec.py",
         "tests/fast/manifests/test_invariants.py",
         "tests/fast/manifests/test_malformed_headers.py",
@@ -49,10 +42,8 @@ NOT_YET = frozenset(
         "tests/fast/reshard/test_diff.py",
         "tests/fast/reshard/test_draw.py",
         "tests/fast/reshard/test_export.py",
-        "tests/fast/reshard/test_layout_verb.py",
         "tests/fast/reshard/test_manifests_that_lie.py",
         "tests/fast/reshard/test_parts.py",
-        "tests/fast/reshard/test_planning.py",
         "tests/fast/reshard/test_report.py",
         "tests/fast/reshard/test_slices.py",
         "tests/fast/reshard/test_trained.py",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from manifests.errors import InputError, UsageError
+from manifests.errors import InputError, LayoutError, UsageError
 from reshard.layout.inventory import inventory_of_layers
 from reshard.layout.model import Layout, compress_modules
 from reshard.layout.spelling import parse_layout
@@ -30,13 +30,6 @@ def written(tmp_path: Path, name: str, content: object) -> str:
     else:
         path.write_text(content if isinstance(content, str) else json.dumps(content))
     return str(path)
-
-
-def refusal(tmp_path: Path, name: str, content: object) -> str:
-    path = written(tmp_path, name, content)
-    with pytest.raises(InputError) as error:
-        read(path)
-    return str(error.value).replace(path, name)
 
 
 HALVES = ["model.embed_tokens, model.layers.0-3", "model.layers.4-7, model.norm, lm_head"]
@@ -75,14 +68,14 @@ def test_json_lists_of_other_trainers_are_read(tmp_path, stages):
     assert shown(read(written(tmp_path, "object.JSON", {"stages": stages}))) == HALVES
 
 
-def test_wildcards_take_what_matches_and_mtp_layers_are_layers(tmp_path):
+def test_wildcards_match_names_and_mtp_layers_are_layers(tmp_path):
     path = written(tmp_path, "layout.toml", 'stages = [["embed_tokens"], ["layers.*"], ["*norm"], ["lm*"]]')
     assert shown(read(path, num_mtp=1))[1] == "model.layers.0-8"
     named = written(tmp_path, "m.toml", 'stages = [["*embeddings", "layers.0-7"], ["mtp_layers.0", "norm", "output"]]')
     assert shown(read(named, num_mtp=1))[1] == "model.layers.8, model.norm, lm_head"
 
 
-def test_file_says_ranks_style_and_schedule_and_stages_may_be_empty(tmp_path):
+def test_file_sets_ranks_style_and_schedule_and_stages_may_be_empty(tmp_path):
     content = 'num_ranks = 2\nschedule = "zbvzerobubble"\nstages = [[], ["*"], [], []]'
     layout = read(written(tmp_path, "layout.toml", content))
     assert shown(layout) == ["", "model.embed_tokens, model.layers.0-7, model.norm, lm_head", "", ""]
@@ -91,130 +84,79 @@ def test_file_says_ranks_style_and_schedule_and_stages_may_be_empty(tmp_path):
 
 def test_ranks_of_the_caller_must_be_those_of_the_file(tmp_path):
     path = written(tmp_path, "layout.json", {"stages": [["*"], []], "num_ranks": 2})
-    with pytest.raises(UsageError, match="--pp: 1 rank, but"):
+    with pytest.raises(UsageError) as error:
         read(path, num_ranks=1)
+    assert (error.value.code, error.value.where) == ("layout.conflicting-degrees", "--pp")
     assert read(written(tmp_path, "bare.json", [["*"], []]), num_ranks=1).placement.num_virtual == 2
 
 
-@pytest.mark.parametrize(
-    ("content", "code", "where"),
-    [
-        (
-            'stages = [["embed_tokens", "layers.0-3"], ["layers.5-7", "norm", "lm_head"]]',
-            "layout.uncovered-module",
-            "l.toml: stages",
-        ),
-        (
-            'stages = [["layers.0-3"], ["layers.4-7", "norm", "lm_head"]]',
-            "layout.uncovered-module",
-            "l.toml: stages",
-        ),
-        (
-            'stages = [["embed_tokens", "layers.0-4"], ["layers.4-7", "norm", "lm_head"]]',
-            "layout.module-twice",
-            "l.toml: stages[1]",
-        ),
-        (
-            'stages = [["embed_tokens", "layers.0-3"], ["layers.4-7", "nrom", "lm_head"]]',
-            "layout.unknown-module",
-            "l.toml: stages[1]",
-        ),
-        (
-            'stages = [["embed_tokens", "layers.0-3"], ["layers.4-8", "norm", "lm_head"]]',
-            "layout.unknown-module",
-            "l.toml: stages[1]",
-        ),
-        (
-            'stages = [["embed_tokens", "layers.0-3"], ["layers.7-4", "norm", "lm_head"]]',
-            "layout.unknown-module",
-            "l.toml: stages[1]",
-        ),
-        (
-            'stages = [["embed_tokens", "layers.*.*"], ["norm", "lm_head"]]',
-            "layout.unknown-module",
-            "l.toml: stages[0]",
-        ),
-        (
-            'stages = [["embed_tokens", "blocks.*", "visual"]]',
-            "layout.unknown-module",
-            "l.toml",
-        ),
-        (
-            'stages = [["embed_tokens", "layers.4-7"], ["layers.0-3", "norm", "lm_head"]]',
-            "layout.wrong-order",
-            "l.toml: stages[0]",
-        ),
-        (
-            "stages = []",
-            "layout.invalid-field",
-            "l.toml: stages",
-        ),
-        (
-            "num_ranks = 2",
-            "layout.invalid-field",
-            "l.toml: stages",
-        ),
-        ('stages = ["*"]', "layout.invalid-field", "l.toml: stages[0]"),
-        ("stages = [[1]]", "layout.invalid-field", "l.toml: stages[0][0]"),
-        ('stages = [["*"]]\nrank = 1', "layout.unknown-key", "l.toml: rank"),
-        (
-            'stages = [["*"]]\nx = 1',
-            "layout.unknown-key",
-            "l.toml: x",
-        ),
-        ('stages = [["*"]]\nnum_ranks = 0', "layout.invalid-field", "l.toml: num_ranks"),
-        (
-            'stages = [["*"]]\nnum_ranks = true',
-            "layout.invalid-field",
-            "l.toml: num_ranks",
-        ),
-        (
-            f'stages = [["*"]]\nnum_ranks = 0x{"f" * 9999}',
-            "layout.invalid-field",
-            "l.toml: num_ranks",
-        ),
-        ('stages = [["*"]]\nstyle = "u"', "layout.invalid-field", "l.toml: style"),
-        ('stages = [["*"]]\nstyle = ["v"]', "layout.invalid-field", "l.toml: style"),
-        (
-            'stages = [["*"], []]\nnum_ranks = 3',
-            "layout.indivisible-stages",
-            "layout",
-        ),
-        ("stages = [[", "layout.not-toml", "l.toml"),
-    ],
-)
-def test_bad_toml_is_refused_by_stage_and_name(tmp_path, monkeypatch, content, code, where):
+HEAD, TAIL = '"embed_tokens", "layers.0-3"', '"norm", "lm_head"'
+BAD_TOML = [
+    (f'stages = [[{HEAD}], ["layers.5-7", {TAIL}]]', "layout.uncovered-module", "l.toml: stages"),
+    (f'stages = [["layers.0-3"], ["layers.4-7", {TAIL}]]', "layout.uncovered-module", "l.toml: stages"),
+    (f'stages = [[{HEAD}, "layers.4"], ["layers.4-7", {TAIL}]]', "layout.module-twice", "l.toml: stages[1]"),
+    (f'stages = [[{HEAD}], ["layers.4-7", "nrom", "lm_head"]]', "layout.unknown-module", "l.toml: stages[1]"),
+    (f'stages = [[{HEAD}], ["layers.4-8", {TAIL}]]', "layout.unknown-module", "l.toml: stages[1]"),
+    (f'stages = [[{HEAD}], ["layers.7-4", {TAIL}]]', "layout.unknown-module", "l.toml: stages[1]"),
+    (f'stages = [["embed_tokens", "layers.*.*"], [{TAIL}]]', "layout.unknown-module", "l.toml: stages[0]"),
+    ('stages = [["embed_tokens", "blocks.*", "visual"]]', "layout.unknown-module", "l.toml"),
+    (f'stages = [["embed_tokens", "layers.4-7"], ["layers.0-3", {TAIL}]]', "layout.wrong-order", "l.toml: stages[0]"),
+    ("stages = []", "layout.invalid-field", "l.toml: stages"),
+    ("num_ranks = 2", "layout.invalid-field", "l.toml: stages"),
+    ('stages = ["*"]', "layout.invalid-field", "l.toml: stages[0]"),
+    ("stages = [[1]]", "layout.invalid-field", "l.toml: stages[0][0]"),
+    ('stages = [["*"]]\nrank = 1', "layout.unknown-key", "l.toml: rank"),
+    ('stages = [["*"]]\nx = 1', "layout.unknown-key", "l.toml: x"),
+    ('stages = [["*"]]\nnum_ranks = 0', "layout.invalid-field", "l.toml: num_ranks"),
+    ('stages = [["*"]]\nnum_ranks = true', "layout.invalid-field", "l.toml: num_ranks"),
+    (f'stages = [["*"]]\nnum_ranks = 0x{"f" * 9999}', "layout.invalid-field", "l.toml: num_ranks"),
+    ('stages = [["*"]]\nstyle = "u"', "layout.invalid-field", "l.toml: style"),
+    ('stages = [["*"]]\nstyle = ["v"]', "layout.invalid-field", "l.toml: style"),
+    ('stages = [["*"], []]\nnum_ranks = 3', "layout.indivisible-stages", "layout"),
+    ("stages = [[", "layout.not-toml", "l.toml"),
+]
+
+
+@pytest.mark.parametrize(("content", "code", "where"), BAD_TOML, ids=range(len(BAD_TOML)))
+def test_bad_toml_is_refused_by_stage_and_name(tmp_path, monkeypatch, content, code, where, wording):
     monkeypatch.chdir(tmp_path)
     Path("l.toml").write_text(content)
-    with pytest.raises(InputError) as error:
+    with pytest.raises(LayoutError) as error:
         read("l.toml")
     assert (error.value.code, error.value.where) == (code, where)
+    if code != "layout.not-toml":  # which ends in Python's own words
+        wording(str(error.value))
+
+
+HOSTILE = [
+    ("l.json", "[[", "layout.not-json", ""),
+    ("l.json", '{"stages": 1, "stages": 2}', "source.not-json", ""),
+    ("l.json", "3", "source.not-an-object", ""),
+    ("l.json", "[" * 100_000, "layout.not-json", ""),
+    ("l.json", '{"stages":' * 100_000, "source.json-too-deep", ""),
+    ("l.toml", "stages = " + "[" * 100_000, "layout.not-toml", ""),
+    ("l.json", b"[\xff]", "layout.not-json", ""),
+    ("l.toml", b"\xff", "layout.not-toml", ""),
+    ("l.toml", b"#" * (5 << 20), "layout.file-too-large", ""),
+    ("l.json", [[]] * 5000, "layout.too-many-stages", ": stages"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "code", "place"), HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_files_are_refused(tmp_path, name, content, code, place):
+    path = written(tmp_path, name, content)
+    with pytest.raises(InputError) as error:
+        read(path)
+    assert (error.value.code, error.value.where) == (code, path + place)
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("l.json", "[[", "l.json: is not JSON: Expecting value: line 1 column 3 (char 2)"),
-        ("l.json", '{"stages": 1, "stages": 2}', "l.json: is not JSON: key 'stages' occurs twice"),
-        ("l.json", "3", "l.json: expected a JSON object, found a number"),
-        ("l.json", "[" * 100_000, "l.json: is not JSON: "),
-        ("l.json", '{"stages":' * 100_000, "l.json: is nested too deeply"),
-        ("l.toml", "stages = " + "[" * 100_000, "l.toml: is not TOML: "),
-        ("l.json", b"[\xff]", "l.json: is not JSON: "),
-        ("l.toml", b"\xff", "l.toml: is not TOML: "),
-        ("l.toml", b"#" * (5 << 20), "l.toml: is larger than 4194304 bytes"),
-        ("l.json", [[]] * 5000, "l.json: stages: 5000 stages, more than 4096"),
-    ],
+    "spec", ["nowhere.toml", "\0.json", "a" * 5000 + ".toml", "/.toml", "\udcff.json"], ids=range(5)
 )
-def test_hostile_files_are_refused_in_one_sentence(tmp_path, name, content, message):
-    assert refusal(tmp_path, name, content).startswith(message)
-
-
-@pytest.mark.parametrize("spec", ["nowhere.toml", "\0.json", "a" * 5000 + ".toml", "/.toml", "\udcff.json"])
-def test_a_file_that_is_not_there_is_refused(spec):
-    with pytest.raises(InputError) as error:
+def test_a_file_that_does_not_exist_is_refused(spec):
+    with pytest.raises(LayoutError) as error:
         read(spec)
-    assert "no such file" in str(error.value) or "cannot be read" in str(error.value)
+    assert error.value.code in ("layout.no-file", "layout.unreadable")
 
 
 def test_cuts_start_new_stages():
@@ -231,37 +173,16 @@ def test_cuts_start_new_stages():
 
 
 @pytest.mark.parametrize(
-    ("spec", "code", "caret"),
+    ("spec", "code"),
     [
-        (
-            "cut=layers.5,layers.3",
-            "layout.wrong-order",
-            13,
-        ),
-        (
-            "cut=layers.5,layers.5",
-            "layout.wrong-order",
-            13,
-        ),
-        (
-            "cut=model.layers.8",
-            "layout.unknown-module",
-            4,
-        ),
-        (
-            "cut=layers.4,pp=3",
-            "layout.indivisible-stages",
-            None,
-        ),
-        (
-            "cut=layers.4,first=3",
-            "layout.unknown-key",
-            13,
-        ),
+        ("cut=layers.5,layers.3", "layout.wrong-order"),
+        ("cut=layers.5,layers.5", "layout.wrong-order"),
+        ("cut=model.layers.8", "layout.unknown-module"),
+        ("cut=layers.4,pp=3", "layout.indivisible-stages"),
     ],
 )
-def test_bad_cuts_are_pointed_at(spec, code, caret):
-    with pytest.raises(InputError) as error:
+def test_bad_cuts_are_pointed_at(spec, code, wording):
+    with pytest.raises(LayoutError) as error:
         read(spec)
     assert (error.value.code, error.value.where) == (code, "layout")
-    assert caret is None or error.value.problem.endswith(f"\n  {spec}\n  {' ' * caret}^")
+    wording(str(error.value))

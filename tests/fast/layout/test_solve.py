@@ -1,4 +1,4 @@
-"""The solver, against every split there is."""
+"""The solver, compared with brute force."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def per_stage(values, bounds) -> list[Fraction]:
 
 
 def per_rank(asked: Problem, values, bounds) -> list[Fraction]:
-    held = [Fraction(0)] * asked.placement.num_ranks
+    totals = [Fraction(0)] * asked.placement.num_ranks
     for stage, value in enumerate(per_stage(values, bounds)):
-        held[asked.placement.rank_of(stage)] += value
-    return held
+        totals[asked.placement.rank_of(stage)] += value
+    return totals
 
 
 def fits(asked: Problem, bounds) -> bool:
@@ -37,14 +37,14 @@ def fits(asked: Problem, bounds) -> bool:
         return False
     if asked.memory_limit is None:
         return True
-    held = per_rank(asked, asked.memory, bounds)
+    used = per_rank(asked, asked.memory, bounds)
     for stage, kept in enumerate(per_stage(asked.kept, bounds)):
-        held[asked.placement.rank_of(stage)] += kept * (asked.in_flight or [0] * len(bounds))[stage]
-    return max(held) <= asked.memory_limit
+        used[asked.placement.rank_of(stage)] += kept * (asked.in_flight or [0] * len(bounds))[stage]
+    return max(used) <= asked.memory_limit
 
 
 def key(asked: Problem, bounds) -> Key:
-    """What is minimised: exactly all of it with one stage a rank, the first two otherwise."""
+    """Return what is minimized: all of it with one stage per rank, otherwise the first two."""
     stages = per_stage(asked.costs, bounds)
     slowest = (max(stages), max(per_rank(asked, asked.costs, bounds)))
     if asked.placement.num_virtual > 1:
@@ -102,7 +102,7 @@ def test_split_equals_brute_force_on_500_random_problems(seed):
     assert 50 < unsolvable < 250
 
 
-def test_equal_layers_are_dealt_out_evenly_and_early_cuts_win():
+def test_equal_layers_are_distributed_evenly_and_early_cuts_win():
     assert solve(problem([1] * 5, 4)) == Split(bounds=(0, 1, 2, 3, 5), proven=True)
     assert solve(problem([1] * 33, 4)) == Split(bounds=(0, 8, 16, 24, 33), proven=True)
 
@@ -121,7 +121,7 @@ def test_norm_and_head_stay_together_when_it_costs_nothing():
 
 
 def test_of_splits_with_equal_slowest_stage_the_slowest_rank_decides():
-    # The heavy head bounds every stage by 6; its rank then takes as little else as it can.
+    # The slowest stage is the head, 6; its rank then gets as little else as possible.
     split = solve(problem([1] * 12 + [6], 2, 2))
     assert split is not None
     assert max(per_stage([1] * 12 + [6], split.bounds)) == 6
@@ -147,7 +147,7 @@ def test_stage_with_less_in_flight_takes_more_layers():
     assert solve(asked) == Split(bounds=(0, 3, 8), proven=True)
 
 
-def test_contradicting_pins_have_no_split():
+def test_conflicting_pins_have_no_split():
     assert solve(problem([1] * 4, 3, pins=((2, 0), (1, 1)))) is None
 
 
@@ -167,7 +167,7 @@ def test_deepseek_v3_on_16_ranks_of_2_stages_solves_in_few_steps(style):
     assert steps_of(lambda: solve(asked)) < 150_000
 
 
-def test_search_with_many_stages_a_rank_stops_and_says_that_it_did():
+def test_search_with_many_stages_per_rank_stops_and_says_that_it_did():
     head = 128_256 * 4096
     asked = problem([head, *[218_112_000] * 32, 4096, head], 8, 4)
     split = solve(asked)

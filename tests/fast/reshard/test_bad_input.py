@@ -149,7 +149,7 @@ CASES = (
         message=f"{{S}}/{SINGLE}: expected 18208 bytes of data (header), found 18209: "
         f"the file has bytes that no tensor owns{AGAIN}"),
     Bad(name="too many stages", spoil=lambda source: None, layout="pp=7", exit_code=2,
-        message="layout: 7 stages for 4 layers, 1 for the embedding and 1 for the head\n"
+        message="layout: expected at most 6 stages (4 layers, first=1 and last=1), found 7\n"
         "  pp=7\n"
         "  ^\n"
         "hint: at most pp=6"),
@@ -249,11 +249,11 @@ def test_manifest_with_a_file_that_a_pack_would_lose_is_refused(name: str, tmp_p
     [
         (
             [["model.embed_tokens", "model.layers.0-2"], ["model.norm", "lm_head"]],
-            "stages: no stage has model.layers.3\nhint: model.layers.3 belongs on stage 0, or at the start of the next",
+            "stages: missing model.layers.3\nhint: add model.layers.3 to stage 0, or to the start of the next",
         ),
         (
             [["model.embed_tokens", "model.layers.0-3"], ["model.norm", "lm_head", "model.vision"]],
-            "stages[1]: 'model.vision' is no module of the model\nhint: did you mean model.norm?",
+            "stages[1]: 'model.vision' is not a module of this model\nhint: did you mean model.norm?",
         ),
     ],
     ids=["uncovered", "unknown"],

@@ -1,4 +1,4 @@
-"""layout: what a layout means, without a model."""
+"""`reshard layout`: what a layout means, without a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.fast.reshard.configs import write_times
 DOCS = Path(__file__).parents[3] / "docs" / "layouts.md"
 
 
-def test_layout_says_the_same_in_a_table_and_in_json() -> None:
+def test_layout_is_the_same_in_a_table_and_in_json() -> None:
     args = ("layout", "E|t|t*2|t||(t|)*2,t*2,L", "--layers", "8", "--pp", "4")
     assert reshard(*args).out == (
         "8 stages on 4 pipeline ranks, style loop\n"
@@ -64,7 +64,7 @@ def test_mtp_layers_are_numbered_after_the_decoders() -> None:
     ]
 
 
-def test_256_stages_fit_a_screen() -> None:
+def test_256_stages_fit_on_a_screen() -> None:
     lines = reshard("layout", "pp=256", "--layers", "600").out.splitlines()
     assert lines == [
         "256 stages on 256 pipeline ranks, style loop",
@@ -107,46 +107,20 @@ def test_layout_is_printed_in_another_spelling_that_reads_back(spelling: str, te
 
 
 @pytest.mark.parametrize(
-    ("args", "code", "message"),
+    ("args", "exit_code", "code"),
     [
-        (
-            ("pp=2,vpp=2,style=v", "--layers", "6", "--as", "megatron"),
-            3,
-            "layout: Megatron lays stages round the ranks, this layout is of style v\nhint: say style=loop",
-        ),
-        (
-            ("Et|tttL", "--layers", "4", "--as", "deepspeed"),
-            3,
-            "layout: no partition_method of DeepSpeed makes these cuts: not uniform or type: (parameters are not "
-            "known)\nhint: DeepSpeed takes no explicit list; use toml, torchtitan or megatron",
-        ),
-        (
-            ("balance:params,pp=2", "--layers", "4"),
-            3,
-            "layout: balance:params needs the params of every module, which are not known here\n"
-            "hint: sizes come from a model: reshard plan SOURCE --layout balance:params,pp=2",
-        ),
-        (
-            ("Et*3|(tt|)*29,m|L", "--layers", "61", "--mtp", "1", "--pp", "12"),
-            3,
-            "layout: 61 layers and 12 ranks: Et*3|(tt|)*29,m|L has 32 stages, which need PP 4, 8 or 16",
-        ),
-        (
-            ("Et|((t|)*2)*1,tL", "--layers", "4", "--strict-megatron"),
-            2,
-            "layout: Megatron takes no group inside a group\n  Et|((t|)*2)*1,tL\n      ^\n"
-            "hint: write the inner one out",
-        ),
+        (("pp=2,vpp=2,style=v", "--layers", "6", "--as", "megatron"), 3, "layout.inexpressible"),
+        (("balance:params,pp=2", "--layers", "4"), 3, "layout.missing-costs"),
+        (("Et*3|(tt|)*29,m|L", "--layers", "61", "--mtp", "1", "--pp", "12"), 3, "layout.indivisible-stages"),
+        (("Et|((t|)*2)*1,tL", "--layers", "4", "--strict-megatron"), 2, "layout.not-megatron"),
     ],
 )
-def test_what_cannot_be_said_is_one_sentence_in_text_and_in_json(
-    args: tuple[str, ...], code: int, message: str
-) -> None:
-    told = reshard("layout", *args)
-    assert (told.code, told.out, told.err) == (code, "", f"error: {message}\n")
-    error = reshard("layout", *args, "--json").json["error"]
-    said = f"{error['where']}: {error['problem']}" + (f"\nhint: {error['hint']}" if error["hint"] else "")
-    assert said == message
+def test_failures_are_the_same_in_text_and_in_json(args: tuple[str, ...], exit_code: int, code: str) -> None:
+    ended = reshard("layout", *args, "--json")
+    assert ended.refusal == (exit_code, code, "layout")
+    error, printed = ended.json["error"], reshard("layout", *args)
+    hint = f"\nhint: {error['hint']}" if error["hint"] else ""
+    assert (printed.code, printed.out, printed.err) == (exit_code, "", f"error: layout: {error['problem']}{hint}\n")
 
 
 def test_measured_times_balance_a_layout_without_a_model(tmp_path: Path) -> None:
@@ -185,11 +159,8 @@ def test_every_spelling_in_the_docs_is_read(tmp_path: Path) -> None:
         assert (ended.code, ended.err) == (0, ""), spec
 
 
-def test_times_that_a_layout_does_not_go_by_are_refused(tmp_path: Path) -> None:
+def test_times_that_a_layout_does_not_use_are_refused(tmp_path: Path) -> None:
     names = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head")
     times = write_times(tmp_path / "times.json", dict.fromkeys(names, (0.1, 0.2)))
-    ended = reshard("layout", "pp=2", "--layers", "2", "--cost", times)
-    assert (ended.code, ended.err) == (
-        2,
-        "error: --cost: pp=2 does not go by time\nhint: leave it out, or say balance:time\n",
-    )
+    ended = reshard("layout", "pp=2", "--layers", "2", "--cost", times, "--json")
+    assert ended.refusal == (2, "options.conflict", "--cost")
