@@ -66,7 +66,7 @@ architecture: setup  ## Write docs/architecture.md from the imports
 errors: setup  ## Write docs/errors.md from docs/errors/*.toml
 	$(BIN)/python tools/errors.py
 
-fmt: setup  ## Format, and mend what the linter can
+fmt: setup  ## Format, and fix what the linter can
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
@@ -80,13 +80,13 @@ fmt: setup  ## Format, and mend what the linter can
 	@$(PIP) -c constraints.txt --no-build-isolation -e '.[runner,test,dev]'
 	@touch $@
 
-constraints:  ## Write constraints.txt anew, from the newest releases that pyproject.toml allows
+constraints:  ## Regenerate constraints.txt from the newest releases that pyproject.toml allows
 	@$(FIND_PYTHON); set -e; \
 	"$$python" -m venv --clear .constraints; \
 	.constraints/bin/python -m pip install -qq "$$(sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)"; \
 	.constraints/bin/python -m pip install -qq --no-build-isolation -e '.[runner,test,dev]'; \
-	.constraints/bin/python -m pip freeze --all --exclude-editable --exclude pip >.constraints/pins; \
-	{ sed -n '/^#/p' constraints.txt; sed 's/+[^ ]*//' .constraints/pins; } >.constraints/new; \
+	.constraints/bin/python -m pip freeze --all --exclude-editable --exclude pip >.constraints/exact; \
+	{ sed -n '/^#/p' constraints.txt; sed 's/+[^ ]*//' .constraints/exact; } >.constraints/new; \
 	mv .constraints/new constraints.txt; \
 	rm -rf .constraints
 

@@ -1,13 +1,13 @@
-"""Hold the bubble that a run really has against the one that its schedule has on paper, where computing takes the time.
+"""Compare the measured pipeline bubble of a run with the simulated bubble of its schedule.
 
     python bench/bubble.py [--steps 20] [--out bench/results/bubble.json] [--page docs/pictures/report-pp4.html]
 
-Each run is the runner's own, with --trace; the numbers are those of `runner report`. On paper, every action takes the
-median of the time that was measured for its stage, and transfers cost nothing. `two ranks` compute for real, a core
-each. Four ranks need not have a core each: there, every layer of a small model also waits, with its core free, 100 ms
-in its forward and 200 ms in its backward, as it would for an accelerator. Tensors, transfers and the order of things
-are real; how long a layer takes is made. --page keeps the report of `four ranks`, on the demo's text, and its pipeline
-beside it as a picture.
+Each run is an ordinary `runner launch` with --trace; the numbers are those of `runner report`. In the simulation, every
+action takes the median time that was measured for its stage, and transfers cost nothing. `two ranks` really compute,
+one core each. Four ranks may share cores: there, every layer of a small model also sleeps for 100 ms in its forward
+and 200 ms in its backward, as if an accelerator were busy. Tensors, transfers and their order are real; only the time
+of a layer is simulated. --page keeps the report of `four ranks`, on the demo's text, and its pipeline as a picture
+beside it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WARM = 3  # the first step that is traced
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A run: its layout and schedule, its model's width, and how long each of the 8 layers waits in its forward."""
+    """A run: its layout, schedule and model width, and how long each of the 8 layers sleeps in its forward."""
 
     name: str
     layout: str
@@ -54,7 +54,7 @@ CASES = (
 
 
 def be_rank(wait_s: float, arguments: Sequence[str]) -> None:
-    """Be one rank of a run, whose layers wait."""
+    """Run one rank, whose layers sleep."""
     import torch
     from torch.nn.modules.module import register_module_forward_hook
 
@@ -81,7 +81,7 @@ def be_rank(wait_s: float, arguments: Sequence[str]) -> None:
 
 
 def measure(case: Case, num_steps: int, scratch: Path, page: Path | None) -> dict[str, object]:
-    """Run a case, and give its bubble as it was and as it would be on paper."""
+    """Run a case, and return its measured and its simulated bubble."""
     from runner.report.page import write_report
     from runner.report.plan import planned
     from runner.report.read import read_run
@@ -118,12 +118,12 @@ def measure(case: Case, num_steps: int, scratch: Path, page: Path | None) -> dic
 
 
 def _pipelines(page: str) -> str:
-    """Give the page's pictures of the pipeline, as it ran and as it was planned, as one."""
+    """Return the page's two pictures of the pipeline, measured and simulated, as one."""
     ran, planned = re.findall(r"<svg.*?</svg>", page, re.DOTALL)[2:4]
     width, height = (float(size) for size in re.findall(r'(?:width|height)="([\d.]+)pt"', ran)[:2])
     titles = "".join(
         f'<text x="6" y="{14 + part * (height + 18):g}" font-family="sans-serif" font-size="11">{title}</text>'
-        for part, title in enumerate(("as it ran", "as it is on paper"))
+        for part, title in enumerate(("as it ran", "simulated"))
     )
     # Inside another picture, sizes are in its units.
     both = "".join(
@@ -141,7 +141,7 @@ def _pipelines(page: str) -> str:
 
 
 def _packed(case: Case, scratch: Path) -> Path:
-    """Pack a model with the demo's tokenizer, whose text lies beside it."""
+    """Pack a model with the demo's tokenizer, and write its text beside it."""
     from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
     if not (scratch / "text").exists():
@@ -180,7 +180,7 @@ def main() -> None:
             if options.only in (None, case.name)
         }
     result = {
-        "what": "the share of all ranks' time in which they do not compute, measured and simulated",
+        "what": "fraction of all ranks' time in which they do not compute, measured and simulated",
         **circumstances(),
         "cases": found,
     }

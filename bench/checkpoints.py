@@ -15,7 +15,7 @@ _VOCAB_SIZE = 32000
 
 
 def llama_config(num_layers: int, width: int) -> dict[str, object]:
-    """Give the config of a Llama with 3.1's proportions."""
+    """Return the config of a Llama with 3.1's proportions."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -30,13 +30,13 @@ def llama_config(num_layers: int, width: int) -> dict[str, object]:
 
 
 def llama_of(num_params: float, width: int, least_layers: int) -> dict[str, object]:
-    """Give the config of a Llama with about so many parameters: so many layers, and no fewer than asked."""
+    """Return the config of a Llama with this many layers and at least this many parameters."""
     of_layer = 2 * width * width + 2 * width * width // 4 + 3 * 7 * width * width // 2
     return llama_config(max(least_layers, round((num_params - 2 * _VOCAB_SIZE * width) / of_layer)), width)
 
 
 def experts_config(num_layers: int, num_experts: int) -> dict[str, object]:
-    """Give the config of a Qwen3-MoE whose experts are three tensors of 2 KiB each in 16 bits, and little else."""
+    """Return the config of a Qwen3-MoE that is mostly experts, each three 16-bit tensors of 2 KiB."""
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -54,7 +54,7 @@ def experts_config(num_layers: int, num_experts: int) -> dict[str, object]:
 
 
 def write_checkpoint(folder: Path, config: dict[str, object], num_shards: int, dtype: str = "BF16") -> int:
-    """Write a Hugging Face folder of `num_shards` shards, and give the bytes of its weights."""
+    """Write a Hugging Face folder of `num_shards` shards, and return the bytes of its weights."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     tensors = list(model_shape(config).tensors.items())

@@ -2,8 +2,8 @@
 
     python bench/deepseek.py [--runs 5] [--real] [--folder DIR] [--out bench/results/deepseek.json]
 
-The files have real headers, and data that are holes: reading them takes no disk, but the kernel has to make
-the zeros. `--real` writes the bundle of one stage of 32, 23 GB, beside `dd`, which copies files of the same kind.
+The files have real headers and sparse data: reading them needs no disk, but the kernel must produce the zeros.
+`--real` writes the bundle of one of 32 stages, 23 GB, and compares with `dd`, which copies files of the same kind.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LAYOUT = ("--layout", f"pp={NUM_STAGES}")
 
 def main() -> None:
     parser = measure.options_of(__doc__)
-    parser.add_argument("--real", action="store_true", help="pack one stage, 23 GB, as well")
+    parser.add_argument("--real", action="store_true", help="also pack one stage, 23 GB")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def check_spans(virtual: Path, source: Path) -> None:
-    """The result first, then the time: the stages' spans cover every byte of every file's data once."""
+    """Check the result first: the stages' spans cover every byte of every file's data exactly once."""
     manifest = json.loads((virtual / "manifest.json").read_text())
     spans: dict[int, list[tuple[int, int]]] = {}
     for span in (span for stage in manifest["stages"] for span in stage["spans"]):
@@ -93,7 +93,7 @@ def check_spans(virtual: Path, source: Path) -> None:
 
 
 def list_with_safetensors(source: Path) -> int:
-    """Give the number of tensors of which the safetensors library has said name, dtype and shape."""
+    """Return the number of tensors whose name, dtype and shape the safetensors library listed."""
     from safetensors import safe_open
 
     found = []
@@ -106,7 +106,7 @@ def list_with_safetensors(source: Path) -> int:
 
 
 def read_own_headers(virtual: Path) -> list[float]:
-    """Give the seconds that the rank of each stage takes from the manifest to all it needs to know to read."""
+    """Return the seconds that each stage's rank needs to go from the manifest to its list of byte ranges."""
     from manifests.store import read_manifest
     from stores.bundles import Bundles
 
@@ -121,7 +121,7 @@ def read_own_headers(virtual: Path) -> list[float]:
 
 
 def pack_one_stage(source: Path, scratch: Path) -> dict[str, Any]:
-    """Write one stage's bundle and read it back; then copy five other shards with dd, cold and direct alike."""
+    """Write one stage's bundle and read it back; then copy five other shards with dd, also cold and with direct I/O."""
     out, copied = scratch / "one", scratch / "copied"
     pack = [*measure.RESHARD, "pack", str(source), *LAYOUT, "--stages", str(STAGE), "--out", str(out), "--quiet"]
     packed = measure.run_measured(pack)

@@ -1,9 +1,9 @@
-"""Time the engine beside kernel copies of the same ranges, when bundles whose digests are known are cut anew.
+"""Compare the copy engine with kernel copies of the same byte ranges, when bundles with digests are resharded.
 
     python bench/kernel_copies.py [--gb 1] [--runs 5] [--folder DIR] [--out bench/results/kernel-copies.json]
 
 The engine reads, checks every tensor's digest and writes; `copy_file_range` moves the same runs of bytes without
-looking at them. Both flush what they wrote. docs/adr/0012 rests on this.
+reading them. Both flush what they wrote. docs/adr/0012 is based on this.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> None:
         load = [measure.load_average()]
         turns = measure.take_turns({name: partial(_time, way, root / name) for name, way in ways.items()}, options.runs)
     result = {
-        "what": "bundles of 4 stages cut anew into 2: by the engine, and by copy_file_range in 1, 2 and 4 threads; "
+        "what": "bundles of 4 stages resharded to 2: by the engine, and by copy_file_range in 1, 2 and 4 threads; "
         "flushed, warm cache; medians, ratios within a turn",
         **measure.circumstances(),
         "load_average": [*load, measure.load_average()],
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def kernel_copy(shards: list[OutputShard], out: Path, num_threads: int) -> None:
-    """Move a plan's bytes with copy_file_range: tensors that lie one after the other in one call."""
+    """Copy a plan's bytes with copy_file_range, adjacent tensors in one call."""
     outputs = [_create(out / shard.path, shard) for shard in shards]
     jobs = [(output, run) for output, shard in zip(outputs, shards, strict=True) for run in _runs(shard)]
     with ThreadPoolExecutor(num_threads) as pool:
@@ -87,7 +87,7 @@ def _create(path: Path, shard: OutputShard) -> int:
 
 
 def _runs(shard: OutputShard) -> list[tuple[str, int, int, int]]:
-    """Give runs as (file, place there, place in the output, bytes)."""
+    """Yield runs as (file, offset in it, offset in the output, bytes)."""
     runs: list[tuple[str, int, int, int]] = []
     for entry, origin in zip(shard.entries, shard.origins, strict=True):
         position = len(shard.header) + entry.begin
@@ -110,7 +110,7 @@ def _copy(output: int, run: tuple[str, int, int, int]) -> None:
 
 
 def _time(way: Callable[[Path], object], out: Path) -> tuple[float, float]:
-    """Give the wall and the processor's time of one copy."""
+    """Return the wall time and the CPU time of one copy."""
     out.mkdir()
     os.sync()
     began_s, used_s = time.perf_counter(), time.process_time()

@@ -1,10 +1,10 @@
-"""Time the runner's loading of one stage of four beside reading its bytes, and beside other loaders.
+"""Compare how the runner loads one stage of four with plain reads of its bytes and with other loaders.
 
     python bench/load.py [--gb 4] [--runs 5] [--folder DIR] [--out bench/results/load.json]
 
 Each loader runs in a process of its own, which times itself after its imports; all but `cat` end with all
-bytes touched in memory of their own. Once with what it reads in the page cache, and once without, as a job
-finds it on a node that it comes to.
+bytes touched in their own memory. Measured once with a warm page cache, and once with a cold one, as on a node that
+the job is new to.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def cat(source: Path, packed: Path) -> int:
 
 
 def read_once(source: Path, packed: Path) -> int:
-    """The limit: the stage's shard into one fresh piece of memory, by the same two threads."""
+    """The lower limit: the stage's shard read into one new block of memory, by the same two threads."""
     import mmap
     from concurrent.futures import ThreadPoolExecutor
 
@@ -62,7 +62,7 @@ def read_once(source: Path, packed: Path) -> int:
 
 
 def runner(source: Path, packed: Path) -> int:
-    """What a rank does: its stage's modules on meta, memory for them, its bundle into it, digests checked."""
+    """What a rank does: build its stage on the meta device, allocate memory, load its bundle, verify digests."""
     import torch
 
     from runner.bundle.packed import open_packed
@@ -85,7 +85,7 @@ def runner(source: Path, packed: Path) -> int:
 
 
 def load_file(source: Path, packed: Path) -> int:
-    """The safetensors library, its tensors copied out of the mapped file."""
+    """The safetensors library, with tensors copied out of the mapped file."""
     from safetensors.torch import load_file as load
 
     shard = next((packed / f"stage-{STAGE:03d}").glob("*.safetensors"))
@@ -93,7 +93,7 @@ def load_file(source: Path, packed: Path) -> int:
 
 
 def whole(source: Path, packed: Path) -> int:
-    """What each rank does elsewhere: the whole checkpoint into memory."""
+    """What each rank does with other tools: load the whole checkpoint into memory."""
     from safetensors.torch import load_file as load
 
     shards = sorted(source.glob("*.safetensors"))
@@ -101,7 +101,7 @@ def whole(source: Path, packed: Path) -> int:
 
 
 def _nbytes(tensors: list[Any]) -> int:
-    """Add up tensors that are all held at once."""
+    """Sum all tensors, so that all are in memory at once."""
     return sum(tensor.nbytes for tensor in tensors)
 
 
@@ -148,7 +148,7 @@ def main() -> None:
             measures = {name: partial(_run, name, source, packed, is_cold=state == "cold") for name in LOADERS}
             turns[state] = measure.take_turns(measures, options.runs)
     result = {
-        "what": "one stage of four into memory of its own, all bytes touched; whole: all four; cat: into nothing",
+        "what": "one stage of four into its own memory, all bytes touched; whole: all four; cat: to /dev/null",
         **measure.circumstances(),
         "load_average": [*load, measure.load_average()],
         "turns": options.runs,

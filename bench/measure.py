@@ -1,7 +1,7 @@
-"""What benches share: commands with their time and memory, ratios within a turn, and where and when it all ran.
+"""What benchmarks share: time and memory of commands, ratios within a turn, and where and when they ran.
 
-A bench calls `take_turns` with what it compares, so that a slow moment of the machine meets all of it alike, and
-ends with `write_result({"what": …, **circumstances(), …}, options.out)`.
+A bench calls `take_turns` with the contenders, so that slow phases of the machine affect all of them alike, and ends
+with `write_result({"what": …, **circumstances(), …}, options.out)`.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ __all__ = [
 ROOT = Path(__file__).resolve().parents[1]
 RESHARD = (sys.executable, "-m", "reshard")
 
-_LOOK_S = 0.005  # between looks at a command's memory
+_LOOK_S = 0.005  # between samples of a command's memory
 
 Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """What a command took; `anonymous_nbytes` is the most anonymous memory that it was seen with."""
+    """Resources that a command used; `anonymous_nbytes` is the largest anonymous memory that was sampled."""
 
     wall_s: float
     anonymous_nbytes: int
 
 
 def run_quietly(command: Sequence[str]) -> None:
-    """Run a command that must end well, and drop what it prints."""
+    """Run a command that must succeed, and discard its output."""
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 def run_measured(command: Sequence[str], out: Path | None = None) -> Run:
-    """Run a command that must end well; what it wrote at `out` is gone afterwards, and nothing waits to be flushed."""
+    """Run a command that must succeed; what it wrote to `out` is removed afterwards, and nothing is left to flush."""
     began_s = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     most = 0
@@ -68,15 +68,15 @@ def run_measured(command: Sequence[str], out: Path | None = None) -> Run:
         time.sleep(_LOOK_S)
     wall_s = time.perf_counter() - began_s
     if process.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
+        raise SystemExit(f"{' '.join(command)} exited with code {process.returncode}")
     if out is not None:
         shutil.rmtree(out)
-        os.sync()  # what one run left to write is not for the next one to wait for
+        os.sync()  # the next run must not wait for the writes of this one
     return Run(wall_s=wall_s, anonymous_nbytes=most)
 
 
 def run_ranks(num_ranks: int, script: str, *args: str) -> None:
-    """Run a script under torchrun, one thread a rank, our packages at hand."""
+    """Run a script under torchrun, one thread per rank, with these packages importable."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"]
     torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -84,17 +84,17 @@ def run_ranks(num_ranks: int, script: str, *args: str) -> None:
 
 
 def take_turns(measures: Mapping[str, Callable[[], Found]], num_turns: int) -> list[dict[str, Found]]:
-    """Give what all measures found, turn by turn; one more turn, the first, only warms up."""
+    """Return the results of all measures, turn by turn, after one additional turn of warmup."""
     return [{name: measure() for name, measure in measures.items()} for _ in range(num_turns + 1)][1:]
 
 
 def median_ratio(ours: Iterable[float], theirs: Iterable[float], digits: int = 3) -> float:
-    """Give the median of ratios, each of two values of the same turn."""
+    """Return the median of the ratios of two values of the same turn."""
     return round(statistics.median(one / max(other, 1e-9) for one, other in zip(ours, theirs, strict=True)), digits)
 
 
 def summary(runs: Sequence[Run]) -> dict[str, object]:
-    """Give a command's times and its peak of memory."""
+    """Return a command's times and its peak memory."""
     return {
         "wall_s": [round(run.wall_s, 3) for run in runs],
         "median_s": round(statistics.median(run.wall_s for run in runs), 3),
@@ -103,12 +103,12 @@ def summary(runs: Sequence[Run]) -> dict[str, object]:
 
 
 def load_average() -> float:
-    """Give how many processes wanted a core, on average over the last minute."""
+    """Return the load average of the last minute."""
     return round(os.getloadavg()[0], 2)
 
 
 def circumstances() -> dict[str, object]:
-    """Give what a result says of the day, the code and the machine."""
+    """Return the date, commit and machine that a result records."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return {
         "date": date.today().isoformat(),
@@ -118,18 +118,18 @@ def circumstances() -> dict[str, object]:
 
 
 def options_of(doc: str | None, *, gb: float | None = None, runs: int = 5) -> argparse.ArgumentParser:
-    """Give a parser of the options that benches share; `doc` is the bench's own docstring."""
+    """Return a parser of the options that benchmarks share; `doc` is the benchmark's docstring."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if gb is not None:
         parser.add_argument("--gb", type=float, default=gb)
     parser.add_argument("--runs", type=int, default=runs)
-    parser.add_argument("--folder", help="where to put the scratch folder")
-    parser.add_argument("--out", help="where to write the result")
+    parser.add_argument("--folder", help="scratch folder")
+    parser.add_argument("--out", help="file to write the result to")
     return parser
 
 
 def write_result(result: Mapping[str, Any], out: str | None) -> None:
-    """Print a result as JSON, and write it where it is wanted."""
+    """Print a result as JSON, and write it to --out if given."""
     text = json.dumps(result, indent=2) + "\n"
     print(text, end="")
     if out:

@@ -2,8 +2,8 @@
 
     python bench/pack.py --gb 4 --peers --out bench/results/pack-4gb.json [--runs 5] [--folder DIR]
 
-Like is compared with like: a pack that ends when the bytes are on the disk with `cp` and a flush of what it wrote,
-one that leaves the flushing to the kernel (--no-sync) with a bare `cp`. The peers flush nothing.
+Like is compared with like: a pack that waits for the disk with `cp` and a flush of what it wrote, one that leaves
+flushing to the kernel (--no-sync) with a bare `cp`. The peers flush nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PEERS_SCRIPT = Path(__file__).with_name("peers.py")
 
 def main() -> None:
     parser = measure.options_of(__doc__, gb=2.0)
-    parser.add_argument("--peers", action="store_true", help="time what people do today as well")
+    parser.add_argument("--peers", action="store_true", help="also time the peers")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-pack-") as scratch:
         root = Path(scratch)
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def check(pack: list[str], source: Path, root: Path) -> None:
-    """The result first, then the time: an export of the pack is the source, byte for byte."""
+    """Check the result first: an export of the pack equals the source, byte for byte."""
     measure.run_quietly(pack)
     back = root / "back"
     measure.run_quietly([*measure.RESHARD, "export", str(root / "packed"), "--to", "hf", "--out", str(back), "--quiet"])
@@ -84,7 +84,7 @@ def check(pack: list[str], source: Path, root: Path) -> None:
 
 
 def _ratio(name: str, other: str, turns: list[dict[str, measure.Run]]) -> float:
-    """Give a command's time over another's."""
+    """Return the ratio of two commands' times."""
     return measure.median_ratio((turn[name].wall_s for turn in turns), (turn[other].wall_s for turn in turns))
 
 

@@ -1,4 +1,4 @@
-"""What people do today in place of `reshard pack` and the runner's loader, to be timed beside them.
+"""What people use today instead of `reshard pack` and the runner's loader, timed for comparison.
 
 python bench/peers.py script|transformers|dcp|dcp-save|dcp-again SOURCE OUT
 """
@@ -14,7 +14,7 @@ NUM_STAGES = 4
 
 
 def script(source: Path, out: Path) -> None:
-    """The usual script: open every shard, gather each stage's tensors, save them."""
+    """The usual script: open every shard, collect each stage's tensors, save them."""
     from safetensors import safe_open
     from safetensors.torch import save_file
 
@@ -55,7 +55,7 @@ def dcp(source: Path, out: Path) -> None:
 
 
 def dcp_save(source: Path, out: Path) -> None:
-    """Write the weights and moments of a training checkpoint as a checkpoint of torch.distributed.checkpoint."""
+    """Write the weights and optimizer state of a training checkpoint with torch.distributed.checkpoint."""
     import torch.distributed.checkpoint as checkpoint
     from safetensors.torch import load_file
 
@@ -68,7 +68,7 @@ def dcp_save(source: Path, out: Path) -> None:
 
 
 def dcp_again(source: Path, out: Path) -> None:
-    """Load such a checkpoint whole, and save it."""
+    """Load such a checkpoint as a whole, and save it."""
     import torch
     import torch.distributed.checkpoint as checkpoint
 

@@ -1,9 +1,9 @@
-"""Time a reshard of a training checkpoint, weights and Adam's moments, from 8 stages to 4, and write it as JSON.
+"""Time a reshard of a training checkpoint, with AdamW's optimizer state, from 8 stages to 4; write it as JSON.
 
     python bench/resharding.py --gb 4 --out bench/results/reshard-4gb.json [--runs 5] [--folder DIR]
 
-Like is compared with like: a reshard that ends when the bytes are on the disk with `cp -r` and a flush of what it
-wrote, one that leaves the flushing to the kernel with a bare `cp -r`. The peer reads the same state as a checkpoint of
+Like is compared with like: a reshard that waits for the disk with `cp -r` and a flush of what it
+wrote, one that leaves flushing to the kernel with a bare `cp -r`. The peer reads the same state as a checkpoint of
 torch.distributed.checkpoint into one process, as plain tensors, and saves it again; it flushes nothing.
 """
 
@@ -27,7 +27,7 @@ from manifests.schema import MOMENTS, OptimizerState, ParameterGroup, Stage, Tra
 from manifests.store import read_manifest, write_manifest
 
 WIDTH = 1024
-BYTES_PER_PARAMETER = 12  # in float32: the weight and two moments
+BYTES_PER_PARAMETER = 12  # in float32: weight, exp_avg, exp_avg_sq
 PEERS_SCRIPT = Path(__file__).with_name("peers.py")
 
 
@@ -52,7 +52,7 @@ def main() -> None:
         measures = {name: partial(measure.run_measured, *command) for name, command in commands.items()}
         turns = measure.take_turns(measures, options.runs)
     result = {
-        "what": "reshard pack of a checkpoint with Adam's moments, 8 stages to 4, digests checked; cp -r; and DCP "
+        "what": "reshard pack of a checkpoint with AdamW state, 8 stages to 4, digests verified; cp -r; and DCP "
         "loading and saving the state in one process; in turn, warm cache; medians of ratios within a turn",
         **measure.circumstances(),
         "nbytes": nbytes,
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def write_trained(root: Path, gb: float) -> int:
-    """Write a training checkpoint of 8 stages below `root`, its moments with the weights' bytes; give its bytes."""
+    """Write a training checkpoint of 8 stages, with copies of the weights as optimizer state; return its bytes."""
     source, trained = root / "source", root / "trained"
     config = llama_of(gb * 1e9 / BYTES_PER_PARAMETER, WIDTH, least_layers=8)
     write_checkpoint(source, config, num_shards=2, dtype="F32")
@@ -89,7 +89,7 @@ def write_trained(root: Path, gb: float) -> int:
 
 
 def check(pack: list[str], trained: Path, resharded: Path) -> None:
-    """The result first, then the time: every tensor is that of the parent."""
+    """Check the result first: every tensor equals the parent's."""
     measure.run_quietly(pack)
     measure.run_quietly([*measure.RESHARD, "verify", str(resharded), "--against", str(trained), "--quiet"])
     shutil.rmtree(resharded)
@@ -107,7 +107,7 @@ def _with_moments(stage: Stage, trained: Path) -> Stage:
 
 
 def _ratio(name: str, other: str, field: str, turns: list[dict[str, measure.Run]]) -> float:
-    """Give a command's time or memory over another's."""
+    """Return the ratio of two commands' times or memory."""
     value = attrgetter(field)
     return measure.median_ratio((value(turn[name]) for turn in turns), (value(turn[other]) for turn in turns))
 

@@ -1,11 +1,11 @@
-"""Time how long training stands still for an asynchronous save, beside a plain copy of the same memory.
+"""Time how long an asynchronous save pauses training, compared with a plain copy of the same memory.
 
     python bench/saving.py [--gb 1] [--turns 9] [--folder DIR] [--out bench/results/saving.json]
 
-On one rank and on two, each with so many GB of weights and Adam's moments in float32. In every turn the ranks begin
-together, no save in flight, which of the two first changing every time; the plain copy goes, tensor by tensor, into
-memory that has been touched before. Before anything is timed a checkpoint has to hold, bit for bit, what the ranks
-held when it was asked for, though they have changed it since.
+On one rank and on two, each with this many GB of weights and AdamW state in float32. In every turn the ranks start
+together with no save in flight, and the order of the two alternates; the plain copy goes, tensor by tensor, into
+memory that was touched before. Before anything is timed, a checkpoint must contain, bit for bit, what the ranks had
+when the save was requested, although they changed it since.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ import measure
 from checkpoints import llama_of, write_checkpoint
 
 WIDTH = 1024
-BYTES_PER_PARAMETER = 12  # in float32: the weight and two moments
+BYTES_PER_PARAMETER = 12  # in float32: weight, exp_avg, exp_avg_sq
 
 
 def rank(packed: Path, turns: int, out: Path) -> None:
-    """Be one rank: the first save, which is checked, then so many turns; write what was found."""
+    """Run one rank: a first save, which is checked, then the turns; write the results."""
     import torch
     from torch import distributed as dist
 
@@ -94,7 +94,7 @@ def rank(packed: Path, turns: int, out: Path) -> None:
                 tensor.neg_()
 
         copy()
-        first_s = timed(lambda: save(0))  # the host's memory may not be there yet
+        first_s = timed(lambda: save(0))  # host memory may not be allocated yet
         timed(save_and_change)
         dist.barrier()
         check(history / "step-000001", number, held[number], rooms)
@@ -111,7 +111,7 @@ def rank(packed: Path, turns: int, out: Path) -> None:
 
 
 def check(checkpoint: Path, stage: int, held: dict[Any, Any], expected: Sequence[Any]) -> None:
-    """The result first, then the time: every tensor of a stage is the one that was copied."""
+    """Check the result first: every saved tensor of a stage equals the copied one."""
     import torch
     from safetensors.torch import load_file
 
@@ -121,14 +121,14 @@ def check(checkpoint: Path, stage: int, held: dict[Any, Any], expected: Sequence
     saved = {holds: load_file(path) for holds, path in shards.items()}
     names = [(holds, piece.fqn) for holds, pieces in held.items() for piece in pieces]
     for (holds, fqn), tensor in zip(names, expected, strict=True):
-        assert torch.equal(saved[holds][fqn], tensor), f"{holds} {fqn} is not what was saved"
+        assert torch.equal(saved[holds][fqn], tensor), f"{holds} {fqn} differs from what was saved"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gb", type=float, default=1.0)
     parser.add_argument("--turns", type=int, default=9)
-    parser.add_argument("--folder", help="where to put the scratch folder")
+    parser.add_argument("--folder", help="scratch folder")
     parser.add_argument("--out")
     parser.add_argument("--rank", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -139,7 +139,7 @@ def main() -> None:
     load = [measure.load_average()]
     runs = {f"{count} ranks": _run(count, options.gb, options.turns, options.folder) for count in (1, 2)}
     result = {
-        "what": "how long the training thread stands still for an asynchronous save of weights and Adam's moments, and "
+        "what": "pause of the training thread for an asynchronous save of weights and AdamW state, and "
         "a plain copy of the same tensors; in turn, no save in flight; medians of ratios within a turn",
         **measure.circumstances(),
         "load_average": [*load, measure.load_average()],
@@ -150,7 +150,7 @@ def main() -> None:
 
 
 def _run(num_ranks: int, gb: float, turns: int, folder: str | None) -> list[dict[str, object]]:
-    """Give what each rank found."""
+    """Return the results of each rank."""
     with tempfile.TemporaryDirectory(dir=folder, prefix="bench-saving-") as scratch:
         place = Path(scratch)
         config = llama_of(num_ranks * gb * 1e9 / BYTES_PER_PARAMETER, WIDTH, least_layers=2)

@@ -23,10 +23,10 @@ class SparseCheckpoint:
 
 
 def write_sparse(folder: Path, config: Mapping[str, object], num_shards: int) -> SparseCheckpoint:
-    """Write a Hugging Face folder whose weights are zeros that no disk holds.
+    """Write a Hugging Face folder whose weights are zeros in sparse files.
 
-    Tensors are dealt out in the model's order, as evenly as whole tensors can be; in a shard they lie as
-    the safetensors library lays them: widest dtype first, then by name.
+    Tensors are distributed over shards in the model's order, as evenly as whole tensors allow; within a shard they
+    are ordered as by the safetensors library: widest dtype first, then by name.
     """
     shape = model_shape(config)
     folder.mkdir(parents=True)
@@ -53,7 +53,7 @@ def write_sparse(folder: Path, config: Mapping[str, object], num_shards: int) ->
 
 
 def _stored_dtype(fqn: str, shape: ModelShape) -> str:
-    """Quantised weights in 8 bits, their scales and the router's bias in 32, all else in 16."""
+    """Quantized weights in 8 bits, their scales and the router's bias in 32, all else in 16."""
     if fqn.endswith(("_scale_inv", ".e_score_correction_bias")):
         return "F32"
     return "F8_E4M3" if f"{fqn}_scale_inv" in shape.tensors else "BF16"

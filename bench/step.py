@@ -1,12 +1,11 @@
-"""Time the runner's step beside the plain loop over torch.distributed.pipelining, on two pipeline ranks.
+"""Compare the runner's step with a plain loop over torch.distributed.pipelining, on two pipeline ranks.
 
     python bench/step.py [--turns 9] [--schedule 1F1B] [--out bench/results/step.json]
 
-Both train the same Llama from the same weights, in the same processes, a step each in turn, which of them first
-changing every time. The plain loop is torch's own schedule class and AdamW; the runner's step also sums the loss and
-the gradient's norm over the ranks, looks for gradients that are not finite, and tells where its time went. Before
-anything is timed, both have to come to the same weights, bit for bit. Every step computes for seconds and sends a
-few MB.
+Both train the same Llama from the same weights, in the same processes, one step each in turn, in alternating order.
+The plain loop is torch's own schedule class and AdamW; the runner's step also reduces loss and gradient norm over the
+ranks, checks that gradients are finite, and measures the step time breakdown. Before anything is timed, both must
+reach the same weights, bit for bit. Every step computes for seconds and sends a few MB.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ LR, BETAS, EPS, DECAY = 1e-4, (0.9, 0.95), 1e-8, 0.1
 
 
 def rank(turns: int, schedule: str, out: Path) -> None:
-    """Be one rank: check, then time; the first one writes what it found."""
+    """Run one rank: check, then time; rank 0 writes the results."""
     import torch
     from torch import distributed as dist
 
@@ -51,7 +50,7 @@ def rank(turns: int, schedule: str, out: Path) -> None:
     losses = {name: [step(number) for number in range(CHECKED)] for name, step in steps.items()}
     assert len({tuple(found) for found in losses.values()}) == 1, losses
     for ours, theirs in zip(*weights.values(), strict=True):
-        assert torch.equal(ours, theirs), "the two come to different weights"
+        assert torch.equal(ours, theirs), "the two reached different weights"
 
     found: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(turns):
@@ -67,7 +66,7 @@ def rank(turns: int, schedule: str, out: Path) -> None:
 
 
 def _build(schedule: str) -> tuple[Any, ...]:
-    """Give this rank's stages with weights that depend on nothing but their names, and what they belong to."""
+    """Return this rank's stages, with weights that depend only on their names, and the objects around them."""
     import torch
     from torch import distributed as dist
 
@@ -201,7 +200,7 @@ def _plain(schedule: str) -> tuple[Callable[[int], float], list[Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=9)
-    parser.add_argument("--schedule", default="1F1B", help="one whose stages lie in a loop")
+    parser.add_argument("--schedule", default="1F1B", help="one with looped placement")
     parser.add_argument("--out")
     parser.add_argument("--rank-to", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -214,7 +213,7 @@ def main() -> None:
         measure.run_ranks(NUM_RANKS, __file__, *arguments)
         found = json.loads(out.read_text())
     result = {
-        "what": "one optimizer step of a Llama on two ranks: the runner's, and the plain loop over torch's schedule",
+        "what": "one optimizer step of a Llama on two ranks: the runner's, and a plain loop over torch's schedule",
         **measure.circumstances(),
         "schedule": options.schedule,
         "turns": options.turns,

@@ -1,9 +1,9 @@
-"""Time what one tensor costs when a pack moves 1,000, 10,000 and 100,000 small ones, and write it as JSON.
+"""Time the cost per tensor when packing 1,000, 10,000 and 100,000 small ones, and write it as JSON.
 
     python bench/tensors.py [--runs 5] [--folder DIR] [--out bench/results/tensors.json]
 
-Each tensor is 2 KiB, so that almost all of the time is ours and not the disk's. The time is that of opening,
-planning and packing within one process, without its start; an export is compared with the source first.
+Each tensor is 2 KiB, so that almost all of the time is overhead, not disk. The time covers opening, planning and
+packing within one process, without its start; an export is compared with the source first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from checkpoints import experts_config, write_checkpoint
 NUM_LAYERS = 8
 COUNTS = (1_000, 10_000, 100_000)
 TENSORS_PER_SHARD = 1_000
-FLAT = 1.5  # the most that a tensor may cost over what it costs elsewhere
+FLAT = 1.5  # largest allowed ratio of the costs per tensor
 
 
 def main() -> None:
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def check(source: Path) -> None:
-    """The result first, then the time: an export of the pack is the source, byte for byte."""
+    """Check the result first: an export of the pack equals the source, byte for byte."""
     packed, back = source.with_name("packed"), source.with_name("back")
     measure.run_quietly([*measure.RESHARD, "pack", str(source), "--layout", "pp=4", "--out", str(packed), "--no-sync"])
     measure.run_quietly([*measure.RESHARD, "export", str(packed), "--to", "hf", "--out", str(back), "--no-sync"])
@@ -78,7 +78,7 @@ def check(source: Path) -> None:
 
 
 def pack_once(source: Path) -> dict[str, float]:
-    """Pack in a process of its own, and give what it says of itself."""
+    """Pack in a new process, and return what it measured."""
     out = source.with_name("packed")
     child = [sys.executable, __file__, "--child", str(source), str(out)]
     found: dict[str, float] = json.loads(subprocess.run(child, check=True, capture_output=True, text=True).stdout)

@@ -1,4 +1,4 @@
-"""Load an exported folder with transformers and compare its loss with the pipeline's last."""
+"""Load an exported folder with transformers and compare its loss with the pipeline's evaluation loss."""
 
 from __future__ import annotations
 

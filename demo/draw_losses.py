@@ -1,6 +1,6 @@
-"""Draw the losses of a run that nobody disturbed, and of one that was killed and went on elsewhere; compare them.
+"""Plot and compare the losses of an uninterrupted run and of one that was killed and resumed on other ranks.
 
-python demo/draw_losses.py UNDISTURBED KILLED RESUMED PICTURE      folders of metrics.jsonl, and an .svg or .png file
+python demo/draw_losses.py UNINTERRUPTED KILLED RESUMED PICTURE      log folders, and an .svg or .png file
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from reshard.draw.theme import ACCENT, MEMORY_COLOURS, PLAIN, THEMES, drawing
 TOLERANCE = 1e-5  # relative
 
 
-def main(undisturbed: Path, killed: Path, resumed: Path, picture: Path) -> None:
-    whole, before, after = (_losses(folder) for folder in (undisturbed, killed, resumed))
+def main(uninterrupted: Path, killed: Path, resumed: Path, picture: Path) -> None:
+    whole, before, after = (_losses(folder) for folder in (uninterrupted, killed, resumed))
     picture.parent.mkdir(parents=True, exist_ok=True)
     with drawing(THEMES["light"]):
         figure, axes = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
-        axes.plot(whole.keys(), whole.values(), color=PLAIN, linewidth=3.5, alpha=0.45, label="2 ranks, undisturbed")
+        axes.plot(whole.keys(), whole.values(), color=PLAIN, linewidth=3.5, alpha=0.45, label="2 ranks, uninterrupted")
         axes.plot(
             before.keys(),
             before.values(),
@@ -45,19 +45,21 @@ def main(undisturbed: Path, killed: Path, resumed: Path, picture: Path) -> None:
             arrowprops={"arrowstyle": "-", "color": PLAIN, "linewidth": 0.8},
         )  # fmt: skip
         axes.set(
-            xlabel="optimizer step", ylabel="training loss", title="A rank killed, the checkpoint cut anew, resumed"
+            xlabel="optimizer step",
+            ylabel="training loss",
+            title="A rank is killed; the checkpoint is resharded and resumed",
         )
         axes.legend(loc="upper left", bbox_to_anchor=(0.28, 1))
         figure.savefig(picture, metadata={"Date": None} if picture.suffix == ".svg" else None, dpi=150)
     apart = max(abs(loss - whole[step]) / whole[step] for run in (before, after) for step, loss in run.items())
     print(f"{len(before)} steps until the kill, {len(after)} after the checkpoint: {picture}")
-    print(f"losses of the same step differ by at most {apart:.1e} of their size from the undisturbed run's")
+    print(f"losses of the same step differ by at most {apart:.1e} relative to the uninterrupted run")
     if apart > TOLERANCE or max(after) != max(whole):
         sys.exit("the runs differ")
 
 
 def _losses(folder: Path) -> dict[int, float]:
-    """Give the training loss of each step."""
+    """Return the training loss of each step."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 

@@ -1,4 +1,4 @@
-"""Run a job, kill one of its ranks with SIGKILL once a step and a checkpoint are done, and wait for the others' end.
+"""Run a job, kill one of its ranks with SIGKILL after a given step and checkpoint, and wait for the job to exit.
 
 python demo/kill_rank.py RANK STEP CHECKPOINT COMMAND ...
 """
@@ -24,12 +24,12 @@ def main(rank: int, step: int, checkpoint: Path, command: list[str]) -> None:
                 os.kill(_process_of(rank, job.pid), signal.SIGKILL)
                 is_killed = True
     if job.returncode == 0 or not is_killed:
-        sys.exit(f"the job should have lost rank {rank} after {checkpoint} was there")
+        sys.exit(f"expected the job to fail after rank {rank} was killed, once {checkpoint} existed")
     print(f"exit code {job.returncode}")
 
 
 def _process_of(rank: int, job: int) -> int:
-    """Give the process of a rank: the one below the job that torchrun told its number."""
+    """Return the process ID of a rank: the descendant of the job whose environment has its RANK."""
     waiting = [job]
     for process in waiting:
         if f"RANK={rank}".encode() in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):

@@ -53,7 +53,7 @@ def main(root: Path) -> None:
 
 
 def _standard_library() -> list[str]:
-    """Give pieces of the sources of Python's standard library, mixed in an order that is fixed."""
+    """Return pieces of the sources of Python's standard library, shuffled with a fixed seed."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     pieces: list[str] = []
     for file in sorted(folder.glob("*.py")):

@@ -14,14 +14,14 @@ import runner
 
 
 class Skip(nn.Module):
-    """A module of another stage: it returns the hidden state as it came."""
+    """A placeholder for a module of another stage: returns its input."""
 
     def forward(self, hidden: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         return hidden
 
 
 class Stage(nn.Module):
-    """Some modules of a transformers model of Llama's kind, on the meta device.
+    """One stage of a Llama-like transformers model, on the meta device.
 
     Shapes: tokens (B, L) into the first stage, hidden states (B, L, D) between stages, logits (B, L, V) at the end.
     """
@@ -29,7 +29,7 @@ class Stage(nn.Module):
     def __init__(self, packed: reshard.PackedModel, folder: str, rank: int) -> None:
         super().__init__()
         config = AutoConfig.from_pretrained(folder)
-        own = packed.stage(rank).info.modules
+        own = packed.stage(rank).info.modules  # one stage per rank
         names = [name for stage in packed.stages for name in stage.info.modules]
         self.is_first, self.is_last = names[0] in own, names[-1] in own
         with torch.device("meta"):
@@ -37,17 +37,17 @@ class Stage(nn.Module):
         for name in names:
             if name not in own:
                 self.whole.set_submodule(name, Skip())
-        # No file stores the rotary cache: compute it on a real device.
+        # The rotary embedding's buffer is in no file: compute it on a real device.
         self.whole.model.rotary_emb = type(self.whole.model.rotary_emb)(config)
 
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         model = self.whole if self.is_last else self.whole.model
-        found = model(**{"input_ids" if self.is_first else "inputs_embeds": given}, use_cache=False)
-        return found.logits if self.is_last else found.last_hidden_state
+        outputs = model(**{"input_ids" if self.is_first else "inputs_embeds": inputs}, use_cache=False)
+        return outputs.logits if self.is_last else outputs.last_hidden_state
 
 
 def load(folder: str, rank: int) -> tuple[Stage, runner.LoadResult]:
-    """Build a rank's stage and fill it."""
+    """Build the stage of a rank and load its weights."""
     stage = Stage(reshard.open(folder), folder, rank)
     result = runner.load_stages(folder, rank, stage.whole)
     if result.meta_buffers:

@@ -2,8 +2,8 @@
 
 torchrun --nproc-per-node 2 examples/train.py ./out/pp2 --steps 5
 
-It takes a Llama-like model without tied weights, one stage per rank, and random tokens in the place of data.
-`runner launch` does the same with checkpoints, data, tied weights and all else that a training run needs.
+It needs a Llama-like model without tied weights and one stage per rank, and trains on random tokens. `runner launch`
+adds data, checkpoints, tied weights and everything else that a training run needs.
 """
 
 import argparse
@@ -25,7 +25,7 @@ def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def batch_of(step: int, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens and labels of a step, both (B, L); every rank draws the same."""
+    """Return the tokens and labels of a step, both (B, L), the same on every rank."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(vocab_size, (BATCH, SEQ_LEN + 1), generator=generator)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

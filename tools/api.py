@@ -98,7 +98,7 @@ def _entry(title: str, name: str, function: Callable[..., object]) -> Iterator[s
 
 
 def _signature(name: str, function: Callable[..., object]) -> str:
-    """Return a signature as it stands in the code, on one line where it fits."""
+    """Return a signature as written in the code, on one line where it fits."""
     shown, is_keyword = list[str](), False
     signature = inspect.signature(function)
     for parameter in signature.parameters.values():

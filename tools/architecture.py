@@ -1,4 +1,4 @@
-"""Write docs/architecture.md: the rooms of each package and the arrows between them, read from the imports.
+"""Write docs/architecture.md: the subpackages of each package and their dependencies, from the imports.
 
 `python tools/architecture.py` writes the page; `--check` exits with 1 where the page differs from the code.
 """
@@ -22,9 +22,9 @@ _HEAD = """\
 
 Written by `make architecture` from the imports and the docstrings; `make check` fails when it is out of date.
 
-An arrow means "imports". Arrows that follow from others are left out: where A imports B and B imports C, an arrow
-from A to C is not drawn; neither is what `runner.cli` imports by name when a command runs. No module imports itself
-through others, and import-linter holds the order of the rooms (`pyproject.toml`).
+An arrow means "imports". Arrows implied by others are omitted: where A imports B and B imports C, there is no arrow
+from A to C. Modules that `runner.cli` imports by name when a command runs are omitted, too. There are no
+import cycles, and import-linter checks the layers (`pyproject.toml`).
 """
 
 
