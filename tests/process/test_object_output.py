@@ -119,10 +119,14 @@ def test_failure_leaves_nothing_and_no_unfinished_upload(s3: S3Server) -> None:
 
 
 def test_interrupt_as_a_small_file_arrives_leaves_nothing(moto: MotoServer) -> None:
-    with pytest.raises(KeyboardInterrupt), open_output(url_of("interrupted")) as target:
-        # Of three requests that `put` makes, two of which look at the claim, at the last.
-        strike(moto.endpoint, Strike(pid=os.getpid(), act="SIGINT", at=2, is_done=True))
-        target.put("config.json", CONFIG)
+    def write_config() -> None:
+        with open_output(url_of("interrupted")) as target:
+            # Of three requests that `put` makes, two of which look at the claim, at the last.
+            strike(moto.endpoint, Strike(pid=os.getpid(), act="SIGINT", at=2, is_done=True))
+            target.put("config.json", CONFIG)
+
+    with pytest.raises(KeyboardInterrupt):
+        write_config()
     moto.settle()
     assert [request.path for request in moto.requests("PUT", "interrupted/config.json")] != []
     assert moto.objects(BUCKET, "interrupted/") == {}
