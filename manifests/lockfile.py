@@ -26,7 +26,7 @@ from pathlib import Path
 
 from manifests.errors import InputError, LaunchError, refused_by_system
 
-__all__ = ["birth_of", "locking"]
+__all__ = ["birth_of", "locking", "pid_namespace"]
 
 _BEAT_S = 5.0
 _STALE_S = 60.0
@@ -54,14 +54,14 @@ class _Holder:
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
     birth: str = field(default_factory=lambda: birth_of(os.getpid()) or "")
-    namespace: str = field(default_factory=lambda: _namespace())
+    namespace: str = field(default_factory=lambda: pid_namespace())
     nonce: str = field(default_factory=lambda: uuid.uuid4().hex)
     doing: str = ""
 
     @property
     def is_here(self) -> bool:
         own = birth_of(os.getpid()) or ""
-        return self.birth.partition(" ")[0] == own.partition(" ")[0] and self.namespace == _namespace()
+        return self.birth.partition(" ")[0] == own.partition(" ")[0] and self.namespace == pid_namespace()
 
     @property
     def is_alive(self) -> bool:
@@ -222,7 +222,8 @@ def _is_shared(path: Path) -> bool:
     return False
 
 
-def _namespace() -> str:
+def pid_namespace() -> str:
+    """Return the process namespace in which this process's number means something."""
     with contextlib.suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
     return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
 import stat
 import sys
@@ -13,8 +14,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from manifests.console import STDOUT, check_open
+from manifests.digest import PREFIX, digest_bytes
 from manifests.errors import InputError, OutputError, refused_by_system
 from manifests.fixed import is_fixed
+from manifests.lockfile import birth_of, pid_namespace
 
 __all__ = [
     "check_new_file",
@@ -26,7 +29,8 @@ __all__ = [
     "print_result",
 ]
 
-_PREFIX = ".probe-"
+# A probe is named after its process, so that what a kill leaves is known to be nobody's by the next one.
+_NAME = re.compile(r"\.probe-([0-9a-f]{8})-([0-9]+)-([0-9]+)-.+")
 _NBYTES = 4096
 
 
@@ -55,7 +59,8 @@ def check_writable(
     try:
         if not above.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, f"{above} is not a folder")
-        probe = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=above))
+        _remove_left_probes(above)
+        probe = Path(tempfile.mkdtemp(prefix=_prefix(), dir=above))
         try:
             _write_in(probe)
             if exchange is not None:
@@ -130,6 +135,28 @@ def check_room(needs: Iterable[tuple[str, Path, int]]) -> None:
                     where, f"{needed[device]} bytes needed, {free} free in {above}", "choose another disk",
                     code="output.disk-full",
                 )  # fmt: skip
+
+
+def _prefix() -> str:
+    _, _, begun = (birth_of(os.getpid()) or "").partition(" ")
+    return f".probe-{_machine()}-{os.getpid()}-{begun or 0}-"
+
+
+def _machine() -> str:
+    """Return a name for this machine since its start, and this namespace: other processes cannot be looked up here."""
+    boot, _, _ = (birth_of(os.getpid()) or "").partition(" ")
+    return digest_bytes(f"{boot} {pid_namespace()}".encode()).removeprefix(PREFIX)[:8]
+
+
+def _remove_left_probes(folder: Path) -> None:
+    """Remove the probes of processes of this machine that have ended."""
+    with contextlib.suppress(OSError):
+        for entry in folder.iterdir():
+            found = _NAME.fullmatch(entry.name)
+            if found is None or found[1] != _machine() or entry.is_symlink():
+                continue
+            if (birth_of(int(found[2])) or "").partition(" ")[2] != found[3]:
+                shutil.rmtree(entry, ignore_errors=True)
 
 
 def _write_in(folder: Path) -> None:

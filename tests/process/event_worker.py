@@ -1,5 +1,7 @@
 """Commands of reshard, each in a fork of one process that has imported them, struck at their n-th change of a disk.
 
+usage: event_worker.py [buckets | saves]; with `saves`, each job is a save of a rank that trains (see `save_once`).
+
 Reads a job from each line of standard input: `args`, the file `said` for its output, what happens (`act`) `at` which
 change, or what the server at an `endpoint` does at which request (`strike`). Answers with the exit code (a signal's is
 negative) and the number of changes that were made.
@@ -22,7 +24,10 @@ from reshard import cli
 from reshard.operations import export, pack, pack_distributed  # noqa: F401 - once, not in each fork
 from reshard.sources import open as sources  # noqa: F401
 
-if len(sys.argv) > 1:  # for buckets; their client starts no threads before it is used
+KIND = sys.argv[1] if sys.argv[1:] else ""
+if KIND == "saves":
+    from tests.process.save_once import save_once
+elif KIND == "buckets":  # their client starts no threads before it is used
     import obstore.store  # noqa: F401
 
     from tests.servers.s3 import Strike, strike
@@ -81,7 +86,10 @@ def run(job: dict[str, Any]) -> None:
         strike(job["endpoint"], Strike(pid=os.getpid(), **job["strike"]))
     sys.argv = ["reshard", *job["args"]]
     try:
-        cli.main()
+        if KIND == "saves":
+            code = save_once(*job["args"])
+        else:
+            cli.main()
     except SystemExit as ended:
         code = int(ended.code or 0)
     except BaseException:

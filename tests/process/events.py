@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -13,11 +14,23 @@ from typing import Any
 
 import pytest
 
-__all__ = ["NUM_BUCKET_EVENTS", "NUM_LOCAL_EVENTS", "Worker", "chunks_of", "start_worker"]
+__all__ = [
+    "ACTS",
+    "NUM_BUCKET_EVENTS",
+    "NUM_LOCAL_EVENTS",
+    "NUM_PUSH_EVENTS",
+    "NUM_SAVE_EVENTS",
+    "Worker",
+    "chunks_of",
+    "emptied",
+    "is_planted",
+    "start_worker",
+]
 
 ROOT = Path(__file__).resolve().parents[2]
-# A thousand seeded events in all: `make test` runs the first few of each kind, `make test-all` all.
-NUM_LOCAL_EVENTS, NUM_BUCKET_EVENTS = 700, 300
+# 1,200 seeded events in all: `make test` runs the first few of each kind, `make test-all` all.
+NUM_LOCAL_EVENTS, NUM_BUCKET_EVENTS, NUM_SAVE_EVENTS, NUM_PUSH_EVENTS = 700, 300, 120, 80
+ACTS = ("SIGKILL", "SIGKILL", "SIGKILL", "SIGTERM", "SIGINT", "full", "broken", "refused")  # on this machine
 
 
 class Worker:
@@ -64,3 +77,21 @@ def chunks_of(num_events: int, num_sampled: int, num_together: int) -> list[Any]
     rest = (range(first, min(first + num_together, num_events)) for first in starts)
     slow = (pytest.param(seeds, id=str(seeds[0]), marks=pytest.mark.slow) for seeds in rest)
     return [pytest.param(range(num_sampled), id="sample"), *slow]
+
+
+@contextmanager
+def emptied(folder: Path) -> Iterator[Path]:
+    """Make a folder, and remove it and all in it when the block has ended well."""
+    folder.mkdir()
+    yield folder
+    for path in folder.rglob("*"):
+        if path.is_dir() and not path.is_symlink():
+            path.chmod(0o755)
+    shutil.rmtree(folder)
+
+
+def is_planted(name: str) -> bool:
+    """Whether a path is of `tests.sentinels.plant_in`."""
+    first = name.split("/")[0]
+    kinds = ("notes.txt", "optimizer.pt", "pytorch_model.bin", ".git", "nested", "dangling", "pipe")
+    return first.startswith(("name with", "read", "link")) or first in kinds

@@ -6,19 +6,18 @@ import json
 import random
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.builders import files_in, leftovers, llama_config, reshard, write_model
-from tests.process.events import NUM_LOCAL_EVENTS, Worker, chunks_of, start_worker
+from tests.process.events import ACTS, NUM_LOCAL_EVENTS, Worker, chunks_of, emptied, is_planted, start_worker
 from tests.sentinels import Sentinels, plant_in
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(1200)]
 
-ACTS = ("SIGKILL", "SIGKILL", "SIGKILL", "SIGTERM", "SIGINT", "full", "broken", "refused")
 OPERATIONS = ("pack", "forced pack", "reshard", "forced reshard", "export", "forced export", "parts", "forced parts")
 NUM_EVENTS = 24  # of `make test`; the others come in slow chunks
 
@@ -83,12 +82,6 @@ def ours_in(out: Path) -> dict[str, bytes]:
     return {name: with_planted[name] for name in with_planted if not is_planted(name)}
 
 
-def is_planted(name: str) -> bool:
-    first = name.split("/")[0]
-    kinds = ("notes.txt", "optimizer.pt", "pytorch_model.bin", ".git", "nested", "link", "pipe")
-    return first.startswith(("name with", "read", "link")) or first in kinds
-
-
 def journaled(folder: Path) -> set[tuple[str, int]]:
     """Return the runs of tensors that journals say are on disk: the file's path, and the run's first byte."""
     found = set()
@@ -105,16 +98,6 @@ def check_kept(worker: Worker, kept: set[tuple[str, int]], context: str) -> None
     """Assert that the last command wrote nothing again that a journal said was on disk."""
     again = {run for run in kept for name, begin, end in worker.written if name == run[0] and begin <= run[1] < end}
     assert not again, (context, again)
-
-
-@contextmanager
-def emptied(folder: Path) -> Iterator[Path]:
-    folder.mkdir()
-    yield folder
-    for path in folder.rglob("*"):
-        if path.is_dir() and not path.is_symlink():
-            path.chmod(0o755)
-    shutil.rmtree(folder)
 
 
 def strike(place: Place, worker: Worker, seed: int, folder: Path) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ import pytest
 from manifests.errors import InputError
 from manifests.probe import check_new_file, check_room, check_writable, folder_of
 from manifests.publish import exchange
+
+ROOT = Path(__file__).parents[3]
 
 
 def refuse(first: Path, second: Path) -> None:
@@ -19,6 +23,19 @@ def refuse(first: Path, second: Path) -> None:
 def test_probe_leaves_nothing_where_it_wrote(tmp_path: Path) -> None:
     check_writable(tmp_path / "not" / "yet", "--out", exchange=exchange)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_probe_of_a_killed_process_is_removed_by_the_next(tmp_path: Path) -> None:
+    killed = "import os; from manifests import probe; probe._write_in = lambda _: os.kill(os.getpid(), 9)"
+    code = f"{killed}; import pathlib; probe.check_writable(pathlib.Path({str(tmp_path)!r}), 'x')"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == -9
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".probe-")
+    for name in (".probe-notes", left.name.replace("-", "-f", 1)):  # a name that is not ours, another machine's
+        (tmp_path / name).mkdir()
+    check_writable(tmp_path, "x")
+    assert not left.exists()
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_folder_below_a_file_is_refused_by_its_flag(tmp_path: Path) -> None:
