@@ -121,8 +121,8 @@ _CONVERSION = (
         show_default="as they are",
     ),
     click.option(
-        "--dequantise", type=click.Choice(["bf16", "fp32"]), show_default="as they are",
-        help="Turn quantised weights (fp8 in blocks, mxfp4) into plain ones of this dtype.",
+        "--dequantize", "--dequantise", type=click.Choice(["bf16", "fp32"]), show_default="as they are",
+        help="Turn quantized weights (fp8 in blocks, mxfp4) into plain ones of this dtype.",
     ),
     click.option("--merge-slices", is_flag=True, help="Make tensors whole that several ranks wrote in slices."),
 )  # fmt: skip
@@ -168,10 +168,10 @@ def conversion_flags(command: Command) -> Command:
     """Add the flags that change tensors on their way; the command gets them as `conversion`, a Conversion."""
 
     @functools.wraps(command)
-    def gathered(*, dtype: Dtype | None, dequantise: Plain | None, merge_slices: bool, **others: Any) -> Any:
+    def gathered(*, dtype: Dtype | None, dequantize: Plain | None, merge_slices: bool, **others: Any) -> Any:
         from reshard.transforms.conversion import Conversion
 
-        conversion = Conversion(dtype=dtype, dequantise=dequantise, merge_slices=merge_slices)
+        conversion = Conversion(dtype=dtype, dequantize=dequantize, merge_slices=merge_slices)
         return command(conversion=conversion, **others)
 
     return _with_flags(gathered, _CONVERSION)

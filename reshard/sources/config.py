@@ -39,7 +39,7 @@ def find_config(source: str) -> Path | None:
 def open_config(path: Path) -> Checkpoint:
     """Make the checkpoint that a config promises. Its tensors have sizes, and no bytes anywhere.
 
-    They are of the dtype that the config names, bfloat16 when it names none; quantised ones of theirs.
+    They are of the dtype that the config names, bfloat16 when it names none; quantized ones of theirs.
 
     Raises:
         InputError: no config of a known architecture, or a dtype that is not known.

@@ -60,7 +60,7 @@ def to_torch(tensor: TensorAt) -> Tensor:
     import torch
 
     if tensor.dtype not in _TORCH:
-        raise _no_dtype(tensor, "torch", "reshard pack --dequantise gives plain weights")
+        raise _no_dtype(tensor, "torch", "reshard pack --dequantize gives plain weights")
     dtype: torch.dtype = getattr(torch, _TORCH[tensor.dtype])
     if not tensor.nbytes:
         return torch.empty(tensor.shape, dtype=dtype)

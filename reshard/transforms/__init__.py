@@ -1,1 +1,1 @@
-"""Transforms of stored values: casts and dequantization. Only arithmetic.py imports numpy."""
+"""Transforms of stored values: casts and dequantization. Only `arithmetic` imports numpy."""

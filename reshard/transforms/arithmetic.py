@@ -1,6 +1,6 @@
-"""Arithmetic on stored values, block by block. The one module that knows numpy, imported when values are wanted.
+"""Arithmetic on stored values, block by block. The only module that imports numpy, and itself imported lazily.
 
-Bit patterns and rounding (to nearest, ties to even) are torch's, but that NaNs keep their sign and payload.
+Bit patterns and rounding (to nearest, ties to even) are those of torch, except that NaNs keep sign and payload.
 """
 
 from __future__ import annotations
@@ -24,44 +24,46 @@ _STEP = STEP_NBYTES // 4  # values at a time
 
 
 def cast_blocks(tensor: TensorAt, dtype: str) -> Iterator[Block]:
-    """Give a floating-point tensor's values in another dtype.
+    """Yield a floating-point tensor's values in another dtype.
 
     Raises:
-        InputError: one of them is finite, and would be infinite.
+        SourceError: a finite value would become infinite.
     """
     for block in read_blocks(tensor):
-        written = _written(_read(block, tensor.dtype), dtype)
-        if _num_infinite(written, dtype) > _num_infinite(block, tensor.dtype):
-            problem = f"holds a value that is too large for {dtype} and would become infinite"
+        encoded = _encoded(_decoded(block, tensor.dtype), dtype)
+        if _num_infinite(encoded, dtype) > _num_infinite(block, tensor.dtype):
+            problem = f"a value is too large for {dtype} and would become infinite"
             raise SourceError(
                 f"{tensor.file}: {tensor.name!r}",
                 problem,
-                "--dtype bf16 and fp32 have more room than fp16",
+                "use --dtype bf16 or fp32, which have a larger range than fp16",
                 code=WOULD_OVERFLOW,
             )
-        yield written
+        yield encoded
 
 
 def fp8_blocks(weight: TensorAt, scale: TensorAt, block: tuple[int, int], dtype: str) -> Iterator[Block]:
-    """Multiply a float8 weight with its scales, one for each block of it, in float32.
+    """Multiply a float8 weight by its scales, one per block, in float32.
 
     Source: deepseek-ai/DeepSeek-V3, `inference/kernel.py`, `weight_dequant`.
     """
     columns = weight.shape[1]
-    scales = np.concatenate([_read(part, scale.dtype) for part in map(bytes, read_blocks(scale))]).reshape(scale.shape)
+    scales = np.concatenate([_decoded(part, scale.dtype) for part in map(bytes, read_blocks(scale))]).reshape(
+        scale.shape
+    )
     height = max(1, _STEP // columns)
     for number, part in enumerate(read_blocks(weight, height * columns)):
         values = _E4M3[np.frombuffer(part, np.uint8)].reshape(-1, columns)
         rows = np.arange(number * height, number * height + len(values)) // block[0]
         with np.errstate(over="ignore", invalid="ignore"):
             values *= np.repeat(scales[rows], block[1], axis=1)[:, :columns]
-        yield _written(values, dtype)
+        yield _encoded(values, dtype)
 
 
 def mxfp4_blocks(packed: TensorAt, scales: TensorAt, dtype: str) -> Iterator[Block]:
-    """Unpack 4-bit floats, multiply them with the powers of two that 32 of them share, and put inputs before outputs.
+    """Unpack 4-bit floats, multiply each group of 32 by its power of two, and transpose to (inputs, outputs).
 
-    Memory: one expert's packed matrix for each reader.
+    Memory: one expert's packed matrix per reader.
     Source: transformers 5.23, `integrations/mxfp4.py`, `convert_moe_packed_tensors`.
     """
     _, outputs, groups, _ = packed.shape
@@ -74,11 +76,11 @@ def mxfp4_blocks(packed: TensorAt, scales: TensorAt, dtype: str) -> Iterator[Blo
             part = slice(first, first + width)
             with np.errstate(over="ignore", invalid="ignore"):
                 values = _FP4_TWICE[pairs[:, part]].reshape(outputs, -1, 32) * halves[:, part]
-            yield _written(np.ascontiguousarray(values.reshape(outputs, -1).T), dtype)
+            yield _encoded(np.ascontiguousarray(values.reshape(outputs, -1).T), dtype)
 
 
 def norms_of(a: TensorAt, b: TensorAt) -> tuple[float, float]:
-    """Give the norms of B - A and of A, for floating-point tensors of one shape, in float64."""
+    """Return the norms of B - A and of A, of floating-point tensors of the same shape, in float64."""
     apart, own = [], []
     for left, right in zip(_values(a), _values(b), strict=True):
         with np.errstate(over="ignore", invalid="ignore"):
@@ -88,21 +90,21 @@ def norms_of(a: TensorAt, b: TensorAt) -> tuple[float, float]:
 
 
 def _values(tensor: TensorAt) -> Iterator[NDArray[np.float64]]:
-    """Give a tensor's values, as many at a time whatever its dtype."""
+    """Yield a tensor's values, the same number at a time for every dtype."""
     for block in read_blocks(tensor, _STEP * _NBYTES[tensor.dtype]):
-        yield np.frombuffer(block, "<f8") if tensor.dtype == "F64" else _read(block, tensor.dtype).astype(np.float64)
+        yield np.frombuffer(block, "<f8") if tensor.dtype == "F64" else _decoded(block, tensor.dtype).astype(np.float64)
 
 
-def _read(block: Block, dtype: str) -> Floats:
+def _decoded(block: Block, dtype: str) -> Floats:
     if dtype == "BF16":
         return (np.frombuffer(block, "<u2").astype(np.uint32) << 16).view(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):  # too large: infinite, as in torch
         return np.frombuffer(block, _NUMPY[dtype]).astype(np.float32, copy=False)
 
 
-def _written(values: Floats, dtype: str) -> Block:
+def _encoded(values: Floats, dtype: str) -> Block:
     if dtype == "BF16":
-        return _rounded(values).view(np.uint8).data
+        return _to_bf16(values).view(np.uint8).data
     with np.errstate(over="ignore", invalid="ignore"):
         return values.astype(_NUMPY[dtype], copy=False).view(np.uint8).data
 
@@ -113,24 +115,24 @@ def _num_infinite(block: Block, dtype: str) -> int:
     return int(np.count_nonzero(np.isinf(np.frombuffer(block, _NUMPY[dtype]))))
 
 
-def _rounded(values: Floats) -> NDArray[np.uint16]:
-    """Give the upper halves, the nearest ones."""
+def _to_bf16(values: Floats) -> NDArray[np.uint16]:
+    """Round to the nearest BF16, ties to even."""
     bits = values.view(np.uint32)
     upper = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     nans = np.isnan(values)
     if nans.any():
         cut = bits[nans] >> 16
-        upper[nans] = np.where(cut & 0x7F, cut, cut | 0x40)  # what is left of one must not read as infinity
+        upper[nans] = np.where(cut & 0x7F, cut, cut | 0x40)  # a NaN whose payload is cut off must not become infinity
     return upper.astype("<u2")
 
 
 def _half_powers(exponents: Bytes) -> Floats:
-    """Give half of each scale: the largest one, 2 ** 128, is no float32."""
+    """Return half of each scale: the largest one, 2 ** 128, is not a float32."""
     return np.ldexp(np.float32(1), exponents.astype(np.int32) - 128)
 
 
 def _float8() -> Floats:
-    """Give each byte's value: a sign, 4 bits of exponent, 3 of mantissa, no infinities.
+    """Return the value of each byte: a sign, 4 bits of exponent, 3 of mantissa, no infinities.
 
     Source: Micikevicius et al. 2022, "FP8 formats for deep learning", table 1.
     """
@@ -142,7 +144,7 @@ def _float8() -> Floats:
 
 
 def _twice_float4() -> Floats:
-    """Give twice each byte's two values, the one in its low half first.
+    """Return twice each byte's two values, the one in the low half first.
 
     Source: OCP Microscaling Formats, version 1.0, 5.3.3.
     """

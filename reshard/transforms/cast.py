@@ -1,4 +1,4 @@
-"""Weights in another dtype: the source's, or one for all of them."""
+"""Casts weights to the source's dtypes, or all to one."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ STORED: Mapping[Dtype, str] = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 
 
 def cast_checkpoint(checkpoint: Checkpoint, wanted: Dtype) -> Checkpoint:
-    """Give a checkpoint with its weights in the dtypes that the source had, or all parameters in one.
+    """Return a checkpoint with weights in the source's dtypes, or all parameters in one dtype.
 
-    Moments, and tensors that hold no parameters, keep their dtypes.
+    Optimizer state and tensors that are not parameters keep their dtypes.
 
     Raises:
-        InputError: a tensor of the source's was of a dtype that nothing is cast to.
-        UsageError: parameters are quantised.
+        SourceError: the source's dtype of a tensor cannot be cast to.
+        UsageError: parameters are quantized.
     """
     recorded = {
         checkpoint.shape.fqn_of(entry.name): entry.dtype
@@ -48,7 +48,7 @@ def cast_checkpoint(checkpoint: Checkpoint, wanted: Dtype) -> Checkpoint:
 
 
 def cast_tensor(tensor: TensorAt, dtype: str) -> TensorAt:
-    """Give a tensor whose values are cast when they are read; itself if it has the dtype."""
+    """Return a tensor whose values are cast when they are read; the tensor itself if it has that dtype."""
     if tensor.dtype == dtype:
         return tensor
     from reshard.transforms.arithmetic import cast_blocks  # numpy
@@ -57,7 +57,7 @@ def cast_tensor(tensor: TensorAt, dtype: str) -> TensorAt:
 
 
 def casts_in(checkpoint: Checkpoint) -> Mapping[tuple[str, str], int]:
-    """Count the tensors that are cast, by their dtypes before and after."""
+    """Count the tensors that are cast, by dtypes before and after."""
     derived = ((tensor, tensor.file) for tensor in checkpoint.tensors.values() if isinstance(tensor.file, DerivedFile))
     pairs = ((file.origins[0].dtype, tensor.dtype) for tensor, file in derived)
     return Counter((before, after) for before, after in pairs if before != after)
@@ -69,6 +69,9 @@ def _one_dtype(tensor: TensorAt, wanted: str, shape: ModelShape) -> str:
     if tensor.dtype not in FLOATS:
         problem = f"{tensor.name!r} is {tensor.dtype}, which is not cast"
         raise UsageError(
-            "--dtype", problem, "quantised weights: reshard pack SOURCE --dequantise bf16", code="source.cannot-cast"
+            "--dtype",
+            problem,
+            "quantized weights: reshard pack SOURCE --dequantize bf16",
+            code="source.cannot-cast",
         )
     return wanted

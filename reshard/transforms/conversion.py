@@ -1,4 +1,4 @@
-"""What pack changes of the tensors on their way."""
+"""How `pack` converts tensors."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ Plain = Literal["bf16", "fp32"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversion:
-    """What `pack` changes of the tensors: `dtype` casts weights, `dequantise` makes quantized ones plain.
+    """How `pack` converts tensors: `dtype` casts weights, `dequantize` dequantizes them.
 
-    With `merge_slices`, tensors that ranks wrote in slices become whole.
+    `merge_slices` merges tensors that several ranks stored in slices.
     """
 
     dtype: Dtype | None = None
-    dequantise: Plain | None = None
+    dequantize: Plain | None = None
     merge_slices: bool = False
 
     @property
     def changes_bytes(self) -> bool:
-        return self.dtype is not None or self.dequantise is not None
+        return self.dtype is not None or self.dequantize is not None
 
 
 def convert(checkpoint: Checkpoint, asked: Conversion) -> Checkpoint:
-    """Give a checkpoint whose tensors are converted when they are read.
+    """Return a checkpoint whose tensors are converted when they are read.
 
     Raises:
-        InputError, UsageError: see `dequantise` and `cast_checkpoint`.
-        UsageError: weights that belong to moments were to be cast.
+        SourceError, UsageError: see `dequantize` and `cast_checkpoint`.
+        UsageError: a cast of a training checkpoint, which has optimizer state.
     """
-    if asked.dequantise is not None:
-        from reshard.transforms.dequantize import dequantise
+    if asked.dequantize is not None:
+        from reshard.transforms.dequantize import dequantize
 
-        checkpoint = dequantise(checkpoint, STORED[asked.dequantise])
+        checkpoint = dequantize(checkpoint, STORED[asked.dequantize])
     if asked.dtype is not None:
         if checkpoint.moments:
             problem = "SOURCE has an optimizer's moments, and training goes on with the weights as it left them"

@@ -1,4 +1,4 @@
-"""A quantised checkpoint as the plain one that it stands for."""
+"""Dequantizes a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from reshard.tensors.source_index import KeptText, Kind, RecordedShard, SourceRe
 from reshard.transforms.cast import FLOATS
 from stores.base import read_whole
 
-__all__ = ["dequantise"]
+__all__ = ["dequantize"]
 
-_FLAG, _SECTION = "--dequantise", "quantization_config"
-_HF_ALIGNMENT = 8  # what the safetensors library pads its headers to
+_FLAG, _SECTION = "--dequantize", "quantization_config"
+_HF_ALIGNMENT = 8  # the safetensors library pads headers to this
 
 
-def dequantise(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
-    """Give a checkpoint whose quantised weights are of a floating-point dtype; the others stay as they are.
+def dequantize(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
+    """Return a checkpoint whose quantized weights have a floating-point dtype; other tensors are unchanged.
 
-    Its config says nothing of a quantisation and names that dtype, if it named one. Its record is that of a source
-    that was never quantised: the same files with the same tensors in the same order, and no scales.
+    Its config has no quantization section, and names that dtype if it named one. Its record is that of a source
+    that was never quantized: the same files with the same tensors in the same order, without scales.
 
     Raises:
-        InputError: a weight or its scales are of a dtype that the method does not use.
-        UsageError: nothing is quantised.
+        SourceError: a weight or its scales have a dtype that the method does not use.
+        UsageError: the checkpoint is not quantized.
     """
     config_at = next(item for item in checkpoint.carried if item.path == CONFIG_NAME)
     config = parse_json_object(read_whole(config_at.file, config_at.digest), str(config_at.file))
@@ -42,7 +42,7 @@ def dequantise(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
         raise UsageError(
             _FLAG,
             f"{config_at.file} has no {_SECTION}",
-            "the weights are not quantised; leave it out",
+            "the weights are not quantized; remove the flag",
             code="options.not-quantized",
         )
     shape = model_shape(config, str(config_at.file))
@@ -64,7 +64,7 @@ def dequantise(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
 
 
 def _tensors(checkpoint: Checkpoint, section: Mapping[str, object], dtype: str) -> Iterator[tuple[str, TensorAt]]:
-    """Give the plain tensors, each with the name that its values are stored under."""
+    """Yield the plain tensors, each with the name that its values are stored under."""
     stored = checkpoint.tensors
     for fqn, tensor in stored.items():
         if f"{fqn}_scale_inv" in stored:
@@ -90,9 +90,9 @@ def _from_fp8(weight: TensorAt, scale: TensorAt, section: Mapping[str, object], 
     from reshard.transforms.arithmetic import fp8_blocks  # numpy
 
     sizes = section.get("weight_block_size")
-    assert isinstance(sizes, list), "the shape was made of it"
+    assert isinstance(sizes, list), "model_shape checked it"
     make = partial(fp8_blocks, weight, scale, (sizes[0], sizes[1]), dtype)
-    return derive(weight, dtype, f"dequantised to {dtype}", (weight, scale), make)
+    return derive(weight, dtype, f"dequantized to {dtype}", (weight, scale), make)
 
 
 def _from_mxfp4(packed: TensorAt, scales: TensorAt, dtype: str) -> TensorAt:
@@ -101,7 +101,7 @@ def _from_mxfp4(packed: TensorAt, scales: TensorAt, dtype: str) -> TensorAt:
     count, outputs, groups, half = packed.shape
     plain = replace(packed, name=packed.name.removesuffix("_blocks"), shape=(count, groups * half * 2, outputs))
     return derive(
-        plain, dtype, f"dequantised to {dtype}", (packed, scales), partial(mxfp4_blocks, packed, scales, dtype)
+        plain, dtype, f"dequantized to {dtype}", (packed, scales), partial(mxfp4_blocks, packed, scales, dtype)
     )
 
 
@@ -116,7 +116,7 @@ def _expect(tensor: TensorAt, dtypes: frozenset[str] | set[str]) -> None:
 
 
 def _record(record: SourceRecord, kinds: Mapping[str, Kind]) -> SourceRecord:
-    """Write the source's headers and index as if it had never been quantised."""
+    """Return the record of a source that was never quantized."""
     shards, entries = [], {}
     for shard in record.shards:
         left = [entry for entry in shard.header.tensors if entry.name not in record.dropped]

@@ -69,7 +69,7 @@ def open_packed(folder: Path) -> Packed:
     """Read a manifest and its config, and verify the small files beside them.
 
     Raises:
-        InputError: one of them cannot be read or is not what the manifest says, the weights are quantised, or the
+        InputError: one of them cannot be read or is not what the manifest says, the weights are quantized, or the
             stages do not hold the config's model.
     """
     manifest, path = read_manifest(folder), folder / "config.json"
@@ -92,8 +92,8 @@ def open_packed(folder: Path) -> Packed:
     if config.get("quantization_config"):
         raise ModelError(
             f"{path}: quantization_config",
-            "the weights are stored quantised, and the runner reads plain ones",
-            f"reshard pack {folder / MANIFEST_NAME} --layout SPEC --dequantise bf16 --out DIR",
+            "the weights are stored quantized, and the runner reads plain ones",
+            f"reshard pack {folder / MANIFEST_NAME} --layout SPEC --dequantize bf16 --out DIR",
             code="model.quantized",
         )
     shape = model_shape(config, str(path))

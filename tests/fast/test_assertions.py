@@ -38,7 +38,6 @@ NOT_YET = frozenset(
         "tests/fast/reshard/test_cli.py",
         "tests/fast/reshard/test_coverage.py",
         "tests/fast/reshard/test_decoders.py",
-        "tests/fast/reshard/test_dequantise.py",
         "tests/fast/reshard/test_diff.py",
         "tests/fast/reshard/test_draw.py",
         "tests/fast/reshard/test_export.py",

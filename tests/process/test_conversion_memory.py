@@ -1,4 +1,4 @@
-"""Law 4 for what changes bytes: casting, dequantising and merging slices take the same memory whatever the tensors."""
+"""Law 4 for what changes bytes: casting, dequantizing and merging slices take the same memory whatever the tensors."""
 
 from __future__ import annotations
 
@@ -88,10 +88,10 @@ def test_merged_slices_take_no_more_for_a_large_tensor(cut: str, packed: Path, t
     assert reshard("diff", tmp_path / "merged", packed).code == 0
 
 
-def test_dequantised_weights_take_no_more_for_a_large_tensor(tmp_path: Path) -> None:
+def test_dequantized_weights_take_no_more_for_a_large_tensor(tmp_path: Path) -> None:
     config = read_config(
         "tiny-deepseek-v3", hidden_size=4096, intermediate_size=32768, num_hidden_layers=1, quantization_config=FP8
     )
     source = write_zeros(tmp_path / "source", config)
-    args = ("pack", source, "--layout", "pp=1", "--dequantise", "bf16", "--no-sync", "--out", tmp_path / "out")
+    args = ("pack", source, "--layout", "pp=1", "--dequantize", "bf16", "--no-sync", "--out", tmp_path / "out")
     assert peak_nbytes(*args) < MOST_NBYTES

@@ -257,7 +257,7 @@ def test_source_dtype_that_nothing_is_cast_to_is_refused(tmp_path: Path) -> None
         assert (ended.code, ended.err) == (
             2,
             f"error: --dtype: '{UP}' is F8_E4M3, which is not cast\n"
-            "hint: quantised weights: reshard pack SOURCE --dequantise bf16\n",
+            "hint: quantized weights: reshard pack SOURCE --dequantize bf16\n",
         )
 
     def train(stage: dict[str, Tensor]) -> None:

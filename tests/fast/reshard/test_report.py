@@ -147,7 +147,7 @@ def test_config_alone_counts_the_bytes_that_its_weights_take(tmp_path: Path) -> 
     assert said[-2] == "from the config alone: bytes as if stored in BF16"
 
 
-def test_quantised_config_counts_each_tensor_in_its_own_dtype(tmp_path: Path) -> None:
+def test_quantized_config_counts_each_tensor_in_its_own_dtype(tmp_path: Path) -> None:
     config = json.loads((CONFIGS / "deepseek-v3.json").read_text())
     shown = reshard("plan", CONFIGS / "deepseek-v3.json", "--layout", "pp=16", "--json").json
     (tmp_path / "plain.json").write_text(json.dumps(config | {"quantization_config": None}))

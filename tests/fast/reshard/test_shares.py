@@ -9,7 +9,7 @@ from tests.steps import steps_of
 
 
 def shard_of(num_tensors: int) -> OutputShard:
-    """Give a shard of tensors that each fill sectors of their own, as a quantised layer's experts do."""
+    """Give a shard of tensors that each fill sectors of their own, as a quantized layer's experts do."""
     entries = layout_tensors((f"model.layers.0.mlp.experts.{i}.w1", "BF16", (64, 64)) for i in range(num_tensors))
     return OutputShard(path="a", origins=(), header_nbytes=0, given=(b"", entries))
 

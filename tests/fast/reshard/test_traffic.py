@@ -10,7 +10,7 @@ import pytest
 
 from tests.builders import llama_config, random_tensors, reshard, write_model
 from tests.fast.models.built import read_config
-from tests.fast.reshard.test_dequantise import fp8, write_quantised
+from tests.fast.reshard.test_dequantize import fp8, write_quantized
 from tests.fast.sliced import CUTS, cut_up
 from tests.fast.trained import write_trained
 
@@ -46,10 +46,10 @@ def test_stages_that_are_not_packed_are_not_read(tmp_path: Path) -> None:
     assert text.out.splitlines()[-1] == "to read 0 B, to write 0 B"
 
 
-def test_scales_of_quantised_weights_are_read_with_them(tmp_path: Path) -> None:
+def test_scales_of_quantized_weights_are_read_with_them(tmp_path: Path) -> None:
     config = {**read_config("tiny-deepseek-v3"), "quantization_config": fp8(128, 128)}
-    stored = write_quantised(tmp_path / "source", config)
-    plan = told(tmp_path / "source", "--dequantise", "fp32")
+    stored = write_quantized(tmp_path / "source", config)
+    plan = told(tmp_path / "source", "--dequantize", "fp32")
     assert plan["read_nbytes"] == sum(len(tensor.data) for tensor in stored.values())
 
 

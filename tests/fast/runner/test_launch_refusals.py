@@ -30,25 +30,25 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("refused")
     write_trained(place, "pp=2")
     write_trained(place / "other", "pp=2", intermediate_size=32)
-    for name in ("pp2", "quantised"):
+    for name in ("pp2", "quantized"):
         assert reshard("pack", place / "source", "--layout", "pp=2", "--out", place / name).code == 0
-    quantise(place / "quantised")
+    quantize(place / "quantized")
     (place / "text").mkdir()
     (place / "text" / "one.txt").write_text("one two three")
     (place / "link").symlink_to(place)
     return place
 
 
-def quantise(packed: Path) -> None:
-    """Let a config say that its weights are quantised."""
+def quantize(packed: Path) -> None:
+    """Let a config say that its weights are quantized."""
     config = json.loads((packed / "config.json").read_bytes())
     change_file(packed, "config.json", json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}).encode())
 
 
 REFUSED: list[tuple[str, Words, Words, str]] = [
-    ("quantised", (), (), "PLACE/quantised/config.json: quantization_config: the weights are stored quantised, and "
+    ("quantized", (), (), "PLACE/quantized/config.json: quantization_config: the weights are stored quantized, and "
      "the runner reads plain ones\n"
-     "hint: reshard pack PLACE/quantised/manifest.json --layout SPEC --dequantise bf16 --out DIR"),
+     "hint: reshard pack PLACE/quantized/manifest.json --layout SPEC --dequantize bf16 --out DIR"),
     ("trained", (), (), "PLACE/trained/manifest.json: holds optimizer state, and nothing says whether training goes "
      "on from it\nhint: --resume auto does; --resume-weights-only begins a new run with its weights"),
     ("trained", (), ("--resume", "PLACE/gone"), "--resume PLACE/gone: no manifest.json in PLACE/gone\n"
@@ -211,9 +211,9 @@ def test_config_that_no_family_models_is_refused_before_ranks_are_started_or_sub
     assert (done.exception.where, done.exception.code) == (f"config.json: {where}", code)
 
 
-def test_reading_verbs_refuse_quantised_weights_at_once(place: Path) -> None:
-    done = CliRunner().invoke(cli, ["generate", str(place / "quantised"), "--tokens", "1", "--dry-run"])
-    assert "the weights are stored quantised" in str(done.exception)
+def test_reading_verbs_refuse_quantized_weights_at_once(place: Path) -> None:
+    done = CliRunner().invoke(cli, ["generate", str(place / "quantized"), "--tokens", "1", "--dry-run"])
+    assert "the weights are stored quantized" in str(done.exception)
 
 
 def test_torch_is_not_imported(place: Path) -> None:

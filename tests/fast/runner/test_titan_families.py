@@ -32,7 +32,7 @@ from runner.tensors.local_shard import whole_pieces
 from stores.bundles import Bundles
 from tests.builders import Tensor, reshard
 from tests.fast.models.built import read_config
-from tests.fast.reshard.test_dequantise import MXFP4, fp8, values_in, write_quantised
+from tests.fast.reshard.test_dequantize import MXFP4, fp8, values_in, write_quantized
 from tests.fast.runner.tiny import CPU, split_evenly
 from tests.fast.runner.titans import TITANS, save_titan
 
@@ -183,19 +183,19 @@ def test_dropped_expert_is_an_error_and_never_a_guess(expert: int, tmp_path: Pat
 @pytest.mark.parametrize(
     ("name", "changes", "section"), [("tiny-deepseek-v3", {}, fp8(8, 16)), ("tiny-gpt-oss", {"hidden_size": 96}, MXFP4)]
 )
-def test_quantised_source_is_refused_until_it_is_packed_plain_and_then_has_its_values(
+def test_quantized_source_is_refused_until_it_is_packed_plain_and_then_has_its_values(
     name: str, changes: dict[str, Any], section: dict[str, Any], tmp_path: Path
 ) -> None:
     config = read_config(name, **changes)
-    stored = write_quantised(tmp_path / "source", {**config, "quantization_config": section})
-    for out, flags in (("kept", ()), ("plain", ("--dequantise", "fp32"))):
+    stored = write_quantized(tmp_path / "source", {**config, "quantization_config": section})
+    for out, flags in (("kept", ()), ("plain", ("--dequantize", "fp32"))):
         asked = ("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / out, "--quiet")
         assert reshard(*asked, *flags).code == 0
     with pytest.raises(InputError) as error:
         open_packed(tmp_path / "kept")
     assert str(error.value) == (
-        f"{tmp_path}/kept/config.json: quantization_config: the weights are stored quantised, and the runner reads "
-        f"plain ones\nhint: reshard pack {tmp_path}/kept/manifest.json --layout SPEC --dequantise bf16 --out DIR"
+        f"{tmp_path}/kept/config.json: quantization_config: the weights are stored quantized, and the runner reads "
+        f"plain ones\nhint: reshard pack {tmp_path}/kept/manifest.json --layout SPEC --dequantize bf16 --out DIR"
     )
     launched = open_packed(tmp_path / "plain")
     family = family_for(launched.config, max_seq_len=8)
@@ -204,11 +204,11 @@ def test_quantised_source_is_refused_until_it_is_packed_plain_and_then_has_its_v
     pieces = [*hf_pieces(chunk), *hf_constants(chunk)]
     load_tensors(pieces, Bundles(launched.manifest, launched.root), launched.shape)
     for piece in pieces:
-        expected = dequantised(piece.fqn, stored, (8, 16))
+        expected = dequantized(piece.fqn, stored, (8, 16))
         assert torch.equal(piece.memory.nan_to_num(), expected.nan_to_num()), piece.fqn
 
 
-def dequantised(fqn: str, stored: dict[str, Tensor], block: tuple[int, int]) -> torch.Tensor:
+def dequantized(fqn: str, stored: dict[str, Tensor], block: tuple[int, int]) -> torch.Tensor:
     """Give a tensor's values, by torch alone or by transformers."""
     if f"{fqn}_blocks" in stored:
         blocks, scales = (values_in(stored[f"{fqn}_{part}"]) for part in ("blocks", "scales"))

@@ -1,10 +1,10 @@
-"""Quantised sources packed as plain ones: values as torch and transformers compute them, and no trace of the scales."""
+"""Dequantized sources: values as torch and transformers compute them, and no scales."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,8 @@ def stored_dtype(fqn: str, names: Mapping[str, object]) -> str:
     return "U8" if fqn.endswith(("_blocks", "_scales")) else "BF16"
 
 
-def write_quantised(folder: Path, config: dict[str, Any]) -> dict[str, Tensor]:
-    """Write a quantised model of random bytes: float8 NaNs and every scale of mxfp4 are among them."""
+def write_quantized(folder: Path, config: dict[str, Any]) -> dict[str, Tensor]:
+    """Write a quantized model of random bytes: float8 NaNs and every scale of mxfp4 are among them."""
     noise, shapes = random.Random(0), model_shape(config).tensors
     tensors = {}
     for fqn, shape in shapes.items():
@@ -80,13 +80,13 @@ def pack(source: Path, out: Path, *args: str) -> Path:
 
 @pytest.mark.parametrize(("flag", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
 @pytest.mark.parametrize("block", [(8, 16), (128, 128), (5, 7)])
-def test_float8_weights_are_multiplied_with_their_blocks_scales(
+def test_float8_weights_are_multiplied_by_the_scales_of_their_blocks(
     block: tuple[int, int], flag: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     config = read_config("tiny-deepseek-v3", num_nextn_predict_layers=1, intermediate_size=200)
-    quantised = {**config, "quantization_config": fp8(*block)}
-    stored = write_quantised(tmp_path / "source", quantised)
-    out = pack(tmp_path / "source", tmp_path / "out", "--dequantise", flag)
+    quantized = {**config, "quantization_config": fp8(*block)}
+    stored = write_quantized(tmp_path / "source", quantized)
+    out = pack(tmp_path / "source", tmp_path / "out", "--dequantize", flag)
     found = tensors_in(out)
     assert found.keys() == model_shape(config).tensors.keys()
     for fqn, tensor in found.items():
@@ -105,8 +105,8 @@ def test_mxfp4_experts_are_those_of_transformers(flag: str, dtype: torch.dtype, 
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     config = read_config("tiny-gpt-oss", hidden_size=96)
-    stored = write_quantised(tmp_path / "source", {**config, "quantization_config": MXFP4})
-    found = tensors_in(pack(tmp_path / "source", tmp_path / "out", "--dequantise", flag))
+    stored = write_quantized(tmp_path / "source", {**config, "quantization_config": MXFP4})
+    found = tensors_in(pack(tmp_path / "source", tmp_path / "out", "--dequantize", flag))
     assert found.keys() == model_shape(config).tensors.keys()
     for fqn, tensor in found.items():
         if fqn in stored:
@@ -123,8 +123,8 @@ def test_export_is_the_plain_model_in_the_files_and_the_order_of_the_source(
     name: str, section: dict[str, Any], tmp_path: Path
 ) -> None:
     config = read_config(name)
-    write_quantised(tmp_path / "source", {**config, "quantization_config": section})
-    out = pack(tmp_path / "source", tmp_path / "out", "--dequantise", "bf16")
+    write_quantized(tmp_path / "source", {**config, "quantization_config": section})
+    out = pack(tmp_path / "source", tmp_path / "out", "--dequantize", "bf16")
     ended = reshard("export", out, "--to", "hf", "--out", tmp_path / "plain")
     assert ended.out.startswith("exported 7 files, ")
     assert "(headers as in the source)" in ended.out
@@ -138,45 +138,44 @@ def test_export_is_the_plain_model_in_the_files_and_the_order_of_the_source(
     assert reshard("diff", out, again).code == 0
 
 
-def test_manifest_of_quantised_bundles_is_dequantised_as_its_source_is(tmp_path: Path) -> None:
+def test_manifest_of_quantized_bundles_is_dequantized_as_its_source_is(tmp_path: Path) -> None:
     config = read_config("tiny-deepseek-v3", quantization_config=fp8(8, 16))
-    write_quantised(tmp_path / "source", config)
+    write_quantized(tmp_path / "source", config)
     packed = pack(tmp_path / "source", tmp_path / "packed")
-    straight = files_in(pack(tmp_path / "source", tmp_path / "straight", "--dequantise", "bf16"))
-    later = files_in(pack(packed, tmp_path / "later", "--dequantise", "bf16"))
+    straight = files_in(pack(tmp_path / "source", tmp_path / "straight", "--dequantize", "bf16"))
+    later = files_in(pack(packed, tmp_path / "later", "--dequantise", "bf16"))  # the older spelling
     assert {name for name in straight if straight[name] != later[name]} == {"manifest.json"}
 
 
-def test_source_that_is_not_quantised_is_refused(tmp_path: Path) -> None:
+def test_source_that_is_not_quantized_is_refused(tmp_path: Path, wording: Callable[[str], None]) -> None:
     write_model(tmp_path / "source")
     asked = ("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out")
-    ended = reshard(*asked, "--dequantise", "bf16")
-    assert (ended.code, ended.err) == (
-        2,
-        f"error: --dequantise: {tmp_path}/source/config.json has no quantization_config\n"
-        "hint: the weights are not quantised; leave it out\n",
-    )
+    ended = reshard(*asked, "--dequantize", "bf16", "--json")
+    assert ended.refusal == (2, "options.not-quantized", "--dequantize")
+    wording(ended.json["error"]["problem"])
 
 
-def test_scale_of_a_dtype_that_is_no_number_is_refused(tmp_path: Path) -> None:
+def test_scale_of_an_integer_dtype_is_refused(tmp_path: Path, wording: Callable[[str], None]) -> None:
     config = read_config("tiny-deepseek-v3", quantization_config=fp8(8, 16))
-    tensors = write_quantised(tmp_path / "source", config)
+    tensors = write_quantized(tmp_path / "source", config)
     name = next(fqn for fqn in tensors if fqn.endswith("_scale_inv"))
     scale = tensors[name]
     tensors[name] = Tensor(dtype="I32", shape=scale.shape, data=scale.data)
     write_model(tmp_path / "other", config, tensors)
     asked = ("pack", tmp_path / "other", "--layout", "pp=2", "--out", tmp_path / "out")
-    ended = reshard(*asked, "--dequantise", "bf16")
-    assert ended.code == 3
-    assert ended.err.endswith(f"model.safetensors: '{name}'.dtype: expected BF16 or F16 or F32 or F64, found I32\n")
+    ended = reshard(*asked, "--dequantize", "bf16", "--json")
+    exit_code, code, where = ended.refusal
+    assert (exit_code, code) == (3, "source.quantized-dtype")
+    assert where.endswith(f"model.safetensors: '{name}'.dtype")
+    wording(ended.json["error"]["problem"])
 
 
 @pytest.mark.parametrize(("flag", "name"), [("bf16", "bfloat16"), ("fp32", "float32")])
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
-def test_config_names_the_dtype_that_weights_have_now(key: str, flag: str, name: str, tmp_path: Path) -> None:
+def test_config_names_the_dtype_of_the_dequantized_weights(key: str, flag: str, name: str, tmp_path: Path) -> None:
     config = {**read_config("tiny-deepseek-v3"), key: "bfloat16"}
-    write_quantised(tmp_path / "source", {**config, "quantization_config": fp8(128, 128)})
-    out = pack(tmp_path / "source", tmp_path / "out", "--dequantise", flag)
+    write_quantized(tmp_path / "source", {**config, "quantization_config": fp8(128, 128)})
+    out = pack(tmp_path / "source", tmp_path / "out", "--dequantize", flag)
     assert reshard("export", out, "--to", "hf", "--out", tmp_path / "plain").code == 0
     for folder in (out, tmp_path / "plain"):
         assert json.loads((folder / "config.json").read_text()) == {**config, key: name}
