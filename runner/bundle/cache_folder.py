@@ -1,10 +1,10 @@
-"""Copies of shards on a node's own disk: each made once, checked on its way, shared by all who need it. No torch.
+"""The local cache: shards on a node's own disk, each copied and verified once, shared by all that need it. No torch.
 
-# Note [Copies]
-A copy gets its name when it is whole and its digests are right. Until then it is `.NAME.partial`, under a lock that
-a kill releases, so that ranks, jobs and restarts never see half a file and never write one twice at once. Folders are
-named by a manifest's digest. Whoever finds a copy there checks its size and its header, which holds the digest of every
-tensor. Nothing is brought to disk by force: what a loss of power damages is found like any other damage.
+# Note [Cached shards]
+A shard gets its name when it is whole and its digests match. Until then it is `.NAME.partial`, under a lock that is
+released when its process dies, so ranks, jobs and restarts never see half a file and never write one twice. Folders are
+named by a manifest's digest. A shard found there is checked by its size and its header, which has the digest of every
+tensor. There is no fsync: damage by a power loss is found like any other damage.
 """
 
 from __future__ import annotations
@@ -45,66 +45,66 @@ _NAMED = re.compile(r".+-[0-9a-f]{16}")  # as `node_folder` names them
 
 
 def node_folder(directory: Path, name: str, digest: str) -> Path:
-    """Give the folder that copies of a manifest's shards are in, on whichever node asks.
+    """Return the folder of a manifest's cached shards on this node.
 
-    `directory` may name environment variables of the node.
+    `directory` may contain environment variables of the node.
 
     Raises:
-        UserError: the node has no such variable.
+        InputError: a variable is not set on this node.
     """
     found = os.path.expandvars(directory)
     if "$" in found:
         raise InputError(
             f"{FLAG} {directory}",
-            "names a variable that is not set on this node",
-            "set it for the ranks, or name a path",
+            "contains an environment variable that is not set on this node",
+            "set it for the ranks, or use a path without variables",
             code="options.cache-variable",
         )
     return Path(found) / f"{name[:80]}-{digest.removeprefix(PREFIX)[:16]}"
 
 
 def check_cacheable(manifest: Manifest, where: str) -> None:
-    """Raise where bundles are no files of their own.
+    """Check that bundles can be cached.
 
     Raises:
-        UserError: they are virtual.
+        InputError: they are virtual.
     """
     if manifest.virtual is not None:
         raise InputError(
             FLAG,
-            f"the bundles of {where} are virtual: they lie in {manifest.virtual.location}, without digests that a copy "
-            "could be checked by",
-            "reshard pack without --virtual writes bundles",
+            f"not supported for virtual bundles: those of {where} are in {manifest.virtual.location}, without digests "
+            "to verify a copy with",
+            "write bundles: reshard pack without --virtual",
             code="options.cache-virtual",
         )
 
 
 def shards_of(manifest: Manifest, modules: Container[str], holds: Container[Holds]) -> tuple[Shard, ...]:
-    """Give the shards, of these kinds, of every stage that has one of these modules."""
+    """Return the shards of these kinds of every stage that has one of these modules."""
     stages = (stage for stage in manifest.stages if any(module in modules for module in stage.modules))
     return tuple(shard for stage in stages for shard in stage.shards if shard.holds in holds)
 
 
 def assign_shards(shards: Iterable[Shard], num_ranks: int) -> tuple[tuple[Shard, ...], ...]:
-    """Deal shards out to the ranks of a node, as evenly in bytes as files allow."""
-    dealt: list[list[Shard]] = [[] for _ in range(num_ranks)]
-    given = [0] * num_ranks
+    """Distribute shards over the ranks of a node, as evenly by bytes as files allow."""
+    assigned: list[list[Shard]] = [[] for _ in range(num_ranks)]
+    nbytes = [0] * num_ranks
     for shard in sorted(shards, key=lambda shard: (-shard.nbytes, shard.path)):
-        rank = min(range(num_ranks), key=given.__getitem__)
-        dealt[rank].append(shard)
-        given[rank] += shard.nbytes
-    return tuple(map(tuple, dealt))
+        rank = min(range(num_ranks), key=nbytes.__getitem__)
+        assigned[rank].append(shard)
+        nbytes[rank] += shard.nbytes
+    return tuple(map(tuple, assigned))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheFolder:
-    """One manifest's copies on this node. `limit_s`: how long another process may write one and get nowhere."""
+    """One manifest's cached shards on this node. `limit_s`: how long another process may make no progress on one."""
 
     path: Path
     limit_s: float
 
     def has(self, shard: Shard) -> bool:
-        """Whether a shard's copy is there, by its size and header."""
+        """Whether a shard is cached, judging by its size and header."""
         try:
             open_shard(self.path, shard)
         except InputError:
@@ -112,12 +112,13 @@ class CacheFolder:
         return True
 
     def check_room(self, shards: Sequence[Shard]) -> None:
-        """Make the folder, and raise unless what is missing there fits its disk.
+        """Create the folder, and check that the missing shards fit on its disk.
 
         Raises:
-            UserError: with the bytes that are needed and free, and the copies of other manifests that lie there.
+            OutputError: they do not; it says what is needed and free, and which other manifests are cached there.
+            UserError: the folder cannot be written.
         """
-        with _said(self.path):
+        with _write_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             missing = [shard for shard in shards if not self.has(shard)]
             needed = sum(max(0, shard.nbytes - _nbytes_on_disk(_partial(self.path / shard.path))) for shard in missing)
@@ -128,26 +129,27 @@ class CacheFolder:
         others = ", ".join(f"{name} ({nbytes} bytes)" for name, nbytes in old.items())
         raise OutputError(
             f"{FLAG} {self.path.parent}",
-            f"{len(missing)} shards need {needed} bytes more on this node, {free} are free",
-            f"copies for other manifests are there: {others}; remove what no job uses" if others else "",
+            f"{len(missing)} shards need {needed} more bytes on this node, {free} are free",
+            f"other manifests are cached there: {others}; remove those that no job uses" if others else "",
             code="output.disk-full",
         )
 
     def ensure(self, file: InputFile, shard: Shard, stop: threading.Event) -> bool:
-        """Make a shard's copy be there, and give whether it had to be made. Waits for who else is making it.
+        """Cache a shard, and return whether it had to be copied. If another process is copying it, wait for that.
 
         Raises:
-            InputError: the shard is damaged.
-            UserError: the disk is full or cannot be written, or the other maker gets nowhere.
+            ShardError: the shard is damaged.
+            LaunchError: another process that copies it makes no progress.
+            UserError: the disk is full or cannot be written.
             CancelledError: `stop` was set.
         """
         target, partial = self.path / shard.path, _partial(self.path / shard.path)
         if self.has(shard):
             return False
-        with _said(target):
+        with _write_errors(target):
             target.parent.mkdir(parents=True, exist_ok=True)
             if not target.parent.resolve().is_relative_to(self.path.resolve()):
-                raise OutputError(str(target.parent), "is a link that leads elsewhere", "remove it", code="output.link")
+                raise OutputError(str(target.parent), "is a link to another folder", "remove it", code="output.link")
             descriptor = self._lock(partial, stop)
             try:
                 if is_missing := not self.has(shard):
@@ -163,19 +165,19 @@ class CacheFolder:
                 os.close(descriptor)
 
     def verify(self, shard: Shard, stop: threading.Event) -> bool:
-        """Read a copy that is there, and give whether all digests are right; one that is damaged is removed."""
+        """Read a cached shard, and return whether all digests match; a damaged one is removed."""
         path = self.path / shard.path
         try:
             for _ in verified_blocks(LocalFile(path), shard, stop):
                 pass
         except InputError:
-            with _said(path):
+            with _write_errors(path):
                 path.unlink(missing_ok=True)
             return False
         return True
 
     def _lock(self, partial: Path, stop: threading.Event) -> int:
-        """Hold a copy that is being made, until the descriptor is closed."""
+        """Lock a shard that is being copied, until the returned descriptor is closed."""
         seen, since_s = -1, time.monotonic()
         while True:
             flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -184,7 +186,7 @@ class CacheFolder:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if _is_at(partial, descriptor):
                     return descriptor
-                wait_s = 0.0  # its maker has renamed it
+                wait_s = 0.0  # the other process has renamed it
             except BlockingIOError:
                 wait_s = _POLL_S
             nbytes = os.fstat(descriptor).st_size
@@ -194,8 +196,8 @@ class CacheFolder:
             if time.monotonic() - since_s > self.limit_s:
                 raise LaunchError(
                     str(partial),
-                    f"another process has it, and has written nothing for {self.limit_s:.0f} s",
-                    f"end that process, or take another {FLAG}",
+                    f"another process has locked it, and has written nothing for {self.limit_s:.0f} s",
+                    f"end that process, or use another {FLAG}",
                     code="launch.cache-stalled",
                 )
             if stop.wait(wait_s):
@@ -228,25 +230,25 @@ def _nbytes_on_disk(path: Path) -> int:
 
 
 def _others(folder: Path) -> list[Path]:
-    """Give the folders of copies of other manifests, beside this one."""
+    """Return the folders of other manifests beside this one."""
     return sorted(path for path in folder.parent.iterdir() if path != folder and _NAMED.fullmatch(path.name))
 
 
 @contextmanager
-def _said(path: Path) -> Iterator[None]:
-    """Say in a sentence what the disk refuses."""
+def _write_errors(path: Path) -> Iterator[None]:
+    """Turn errors of the disk into user errors."""
     try:
         yield
     except OSError as error:
         hint = ""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            hint = "the disk has filled up since the copy was begun: remove what no job uses"
+            hint = "the disk has filled up since copying began: free space on it"
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            hint = f"{FLAG} names a folder that this user can write on every node"
+            hint = f"choose a folder for {FLAG} that this user can write on every node"
         said = refused_by_system(
             str(error.filename or path), error, "cannot be written", hint, code="store.cache-unwritable"
         )
         if isinstance(said, UnreachableError):
             raise said from error
-        # The node's fault, and no InputError: not one to pass over a checkpoint for.
+        # The node's fault, so not an InputError: resuming must not skip the checkpoint for it.
         raise UserError(said.where, said.problem, said.hint, code=said.code) from error

@@ -1,4 +1,4 @@
-"""A manifest as the runner opens it, with the model that its config promises. No torch."""
+"""A manifest as the runner opens it, with its config and the model shape derived from that. No torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _READ_BY_NAME = (TOKENIZER, "tokenizer_config.json", "generation_config.json")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packed:
-    """A manifest in the folder `root`, seen to hold its config's model. Its bundles are there too, or in a `store`."""
+    """A manifest in the folder `root`, checked against its config. Its bundles are in the folder too, or in `store`."""
 
     root: Path
     manifest: Manifest
@@ -51,12 +51,12 @@ class Packed:
 
     @property
     def tokenizer(self) -> str | None:
-        """The digest of tokenizer.json, if there is one."""
+        """The digest of tokenizer.json, if the checkpoint has one."""
         return _digest_of(TOKENIZER, self.manifest)
 
     @property
     def unnamed(self) -> tuple[str, ...]:
-        """The files that are read here though the manifest does not name them, so that nothing verifies them."""
+        """The files that are read although the manifest does not list them, so they cannot be verified."""
         named = {file.path for file in self.manifest.files}
         return tuple(name for name in _READ_BY_NAME if name not in named and (self.root / name).exists())
 
@@ -66,33 +66,34 @@ class Packed:
 
 
 def open_packed(folder: Path) -> Packed:
-    """Read a manifest and its config, and verify the small files beside them.
+    """Read a manifest and its config, and verify the auxiliary files.
 
     Raises:
-        InputError: one of them cannot be read or is not what the manifest says, the weights are quantized, or the
-            stages do not hold the config's model.
+        ManifestError: the manifest is invalid or a file is missing.
+        ModelError: the weights are quantized, or the stages are not the config's model.
+        InputError: a file cannot be read, or its digest does not match.
     """
     manifest, path = read_manifest(folder), folder / "config.json"
     digest = _digest_of(path.name, manifest)
     if digest is None:
         raise ManifestError(
-            str(folder / MANIFEST_NAME), f"{path.name} is not among its files", code="manifest.missing-file"
+            str(folder / MANIFEST_NAME), f"does not list {path.name} among its files", code="manifest.missing-file"
         )
     config = parse_json_object(read_small_file(path, digest), str(path))
-    for carried in manifest.files:  # a tokenizer is read by others, and a checkpoint copies them all
-        if not (folder / carried.path).is_file():
-            hint = "copy the checkpoint again: it was removed after it was written"
+    for auxiliary in manifest.files:
+        if not (folder / auxiliary.path).is_file():
+            hint = "copy the checkpoint again: the file was removed after it was written"
             raise ManifestError(
-                str(folder / carried.path),
-                "the manifest names this file, and it is missing",
+                str(folder / auxiliary.path),
+                "is missing, although the manifest lists it",
                 hint,
                 code="manifest.missing-file",
             )
-        check_whole(LocalFile(folder / carried.path), carried.digest)
+        check_whole(LocalFile(folder / auxiliary.path), auxiliary.digest)
     if config.get("quantization_config"):
         raise ModelError(
             f"{path}: quantization_config",
-            "the weights are stored quantized, and the runner reads plain ones",
+            "training on quantized weights is not supported",
             f"reshard pack {folder / MANIFEST_NAME} --layout SPEC --dequantize bf16 --out DIR",
             code="model.quantized",
         )
@@ -102,10 +103,10 @@ def open_packed(folder: Path) -> Packed:
 
 
 def check_tokenizer(folder: Path, otherwise: str = "") -> Path:
-    """Give the file of a checkpoint folder's tokenizer, having seen that it is there.
+    """Return the path of a checkpoint folder's tokenizer.json, after checking that it exists.
 
     Raises:
-        InputError: it is not; the hint says what can be done `otherwise`, if anything can.
+        DataError: it does not; the hint says what can be done `otherwise`, if anything.
     """
     file = folder / TOKENIZER
     if not file.exists():

@@ -1,4 +1,4 @@
-"""A manifest in a store, its config and tokenizer brought to this machine; its bundles stay there. No torch."""
+"""Remote manifests: manifest, config and tokenizer are downloaded, the bundles are not. No torch."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ __all__ = ["fetch", "name_of", "opened"]
 
 
 def fetch(file: ManifestFile, folder: Path) -> Packed:
-    """Write a manifest and the small files beside it to a folder, digests checked, and open it there.
+    """Download a manifest and its auxiliary files to a folder, verify them, and open the manifest there.
 
-    Several processes may do so at once: each file is renamed to its name when it is whole, the manifest last.
+    Several processes may do so at once: each file gets its name when it is whole, the manifest last.
 
     Raises:
-        InputError: one of them is missing or damaged, or cannot be written; and as `open_packed`.
+        InputError: a file is missing or damaged, or cannot be written; and as `open_packed`.
     """
     manifest, _ = file.read()
     check_trainable(manifest.model.architecture)
     try:
-        for carried in manifest.files:
-            _put(folder / carried.path, Blocks(file.folder.file(carried.path), carried.digest))
+        for auxiliary in manifest.files:
+            _put(folder / auxiliary.path, Blocks(file.folder.file(auxiliary.path), auxiliary.digest))
         _put(folder / MANIFEST_NAME, (read_whole(file.folder.file(file.name)),))
     except OSError as error:
         raise refused_by_system(
@@ -44,11 +44,11 @@ def fetch(file: ManifestFile, folder: Path) -> Packed:
 
 @contextmanager
 def opened(manifest: str, *, is_staged: bool) -> Iterator[tuple[str, Packed]]:
-    """Give the address that ranks are to open, and what is there, until the block ends.
+    """Yield the address for ranks to open, and the opened manifest, until the block ends.
 
     Raises:
-        UsageError: it leads off this machine, and nothing says where the ranks put the bundles.
-        InputError: there is no manifest, or the runner has no family for its model; and as `fetch`.
+        UsageError: it is remote, and no local cache is configured.
+        InputError: there is no manifest, or its model cannot be trained; and as `fetch`.
     """
     if not is_url(manifest):
         path = locate_manifest(Path(manifest))
@@ -58,18 +58,18 @@ def opened(manifest: str, *, is_staged: bool) -> Iterator[tuple[str, Packed]]:
     if not is_staged:
         raise UsageError(
             manifest,
-            "is not on this machine, and ranks read bundles from a file system",
-            "--stage-to-local DIR copies those of a node's ranks to its own disk first",
+            "is not on this machine, and ranks read bundles from a local file system",
+            "add --stage-to-local DIR, which copies the bundles of a node's ranks to its own disk",
             code="options.remote-manifest",
         )
     file = find_manifest_file(manifest)
     with TemporaryDirectory(prefix="runner-") as folder:
-        revision = f"@{file.folder.revision}" if file.folder.revision else ""  # a branch of the hub may move on
+        revision = f"@{file.folder.revision}" if file.folder.revision else ""  # a branch of the hub may change
         yield file.folder.location + revision, fetch(file, Path(folder))
 
 
 def name_of(location: str) -> str:
-    """Give the last part of a path or an address."""
+    """Return the last part of a path or address."""
     return location.rstrip("/").rpartition("/")[2]
 
 

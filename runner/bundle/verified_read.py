@@ -1,4 +1,4 @@
-"""A shard read from front to back, its digests checked on the way. No torch."""
+"""Reading a shard from front to back while verifying its digests. No torch."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _BLOCK_NBYTES = 8 << 20
 
 
 def verified_blocks(file: InputFile, shard: Shard, stop: threading.Event) -> Iterator[bytes | memoryview]:
-    """Give a shard's bytes from front to back, each block until the next is asked for; at the end all are checked.
+    """Yield a shard's bytes from front to back, each block valid until the next; at the end all are verified.
 
     Raises:
-        InputError: size, header or a tensor are not what the manifest and the header say.
+        ShardError: its size, header or a tensor does not match the manifest and the header.
         CancelledError: `stop` was set.
     """
     check_shard(str(file), shard, file.nbytes)
@@ -41,13 +41,13 @@ def verified_blocks(file: InputFile, shard: Shard, stop: threading.Event) -> Ite
 
 
 class _Digests:
-    """Checks tensors as their bytes go by, in order."""
+    """Verifies tensors as their bytes are read, in order."""
 
     def __init__(self, tensors: Iterable[TensorAt]) -> None:
         self._tensors, self._hasher = deque(tensors), Hasher()
 
     def update(self, block: memoryview, position: int) -> None:
-        """Take the bytes at `position` of the file, which come after those of the last call."""
+        """Hash the bytes at `position` of the file, which follow those of the last call."""
         while block:
             tensor = self._tensors[0]
             count = min(len(block), tensor.end - position)
@@ -68,7 +68,7 @@ class _Digests:
 
 
 def _blocks(file: InputFile, begin: int, end: int) -> Iterator[tuple[int, memoryview]]:
-    """Give a file's bytes with their positions, reading one block while the one before it is used."""
+    """Yield a file's bytes with their positions, reading each block while the previous one is used."""
     buffers = tuple(memoryview(bytearray(min(_BLOCK_NBYTES, end - begin))) for _ in range(2))
     with closing(file.open(((begin, end),))) as reader, ThreadPoolExecutor(1, thread_name_prefix="copy") as pool:
 

@@ -1,4 +1,4 @@
-"""Which architectures train, and which of them with tensor parallelism: asked by the launcher, so without torch."""
+"""The architectures that can be trained, and those that support tensor parallelism. No torch: the launcher checks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TRAINED = (
     "PhiForCausalLM",
     "Qwen2ForCausalLM",
 )
-# Those of them whose matrices can be cut over tensor-parallel ranks.
+# Those that support tensor parallelism.
 TENSOR_PARALLEL = (
     "DeepseekV3ForCausalLM",
     "GptOssForCausalLM",
@@ -38,15 +38,15 @@ TENSOR_PARALLEL = (
 
 
 def check_trainable(architecture: str, where: str = "config.json") -> None:
-    """Check that the runner has a family for this architecture.
+    """Check that this architecture can be trained.
 
     Raises:
-        InputError: naming those it has.
+        ModelError: it cannot; the hint lists those that can.
     """
     if architecture not in TRAINED:
         raise ModelError(
             f"{where}: architectures",
-            f"{architecture!r} can be packed, but the runner has no family for it",
-            "known to the runner: " + ", ".join(TRAINED),
+            f"{architecture!r} can be packed, but not trained",
+            "trainable: " + ", ".join(TRAINED),
             code="model.no-family",
         )

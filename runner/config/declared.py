@@ -44,7 +44,7 @@ def flag(
     read: Callable[[Any], Any] = lambda value: value,
     **settings: Any,
 ) -> Any:
-    """Declare a dataclass field that the command line fills.
+    """Declare a dataclass field that a flag sets.
 
     `spelled` and `settings` are click's, such as `"--lr", help=...`. `written_default` is click's default where it is
     not the field's, and `read` turns click's value into the field's.
@@ -57,12 +57,12 @@ def flag(
 
 
 def group(of: type[Any], *, default: Any = MISSING, unless_none: str | None = None) -> Any:
-    """Declare a dataclass field that is itself a dataclass of flags; None where parameter `unless_none` is."""
+    """Declare a dataclass field that is itself a dataclass of flags, or None if parameter `unless_none` is None."""
     return field(default=default, metadata={"group": _Group(of, unless_none)})
 
 
 def parameters_of(declared: type[Any]) -> Iterator[click.Option]:
-    """Yield the click options of a dataclass, its groups' in their place."""
+    """Yield the click options of a dataclass and its groups, in the order of their fields."""
     for each in fields(declared):
         if "flag" in each.metadata:
             yield each.metadata["flag"].option
@@ -71,11 +71,11 @@ def parameters_of(declared: type[Any]) -> Iterator[click.Option]:
 
 
 def build(declared: type[T], values: Mapping[str, Any], **others: Any) -> T:
-    """Return the dataclass that click's values, by the names of its parameters, amount to; `others` have no flag."""
+    """Return the dataclass built from click's values by parameter name; `others` are fields without a flag."""
     for each in fields(declared):  # type: ignore[arg-type]
         if "flag" in each.metadata:
-            said: _Flag = each.metadata["flag"]
-            others[each.name] = said.read(values[str(said.option.name)])
+            declaration: _Flag = each.metadata["flag"]
+            others[each.name] = declaration.read(values[str(declaration.option.name)])
         elif "group" in each.metadata:
             inner: _Group = each.metadata["group"]
             is_absent = inner.unless_none is not None and values[inner.unless_none] is None

@@ -1,4 +1,4 @@
-"""How many ranks share a stage, and what each does of it. No torch."""
+"""Parallel dimensions: pipeline, data-parallel replicas and shards, and tensor-parallel degree. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runner.config.declared import Whole, flag
 
 __all__ = ["DATA_DIMS", "PIPELINE", "REPLICATE", "SHARD", "TENSOR", "DegreeOptions", "Degrees", "Load"]
 
-# Names of the device mesh's dimensions, as in torchtitan.
+# Names of the device mesh dimensions, as in torchtitan.
 PIPELINE, REPLICATE, SHARD, TENSOR = "pp", "dp_replicate", "dp_shard", "tp"
 DATA_DIMS = (REPLICATE, SHARD)
 
@@ -21,16 +21,16 @@ Load = Literal["rows", "broadcast"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Degrees:
-    """The shape of a job. A rank is numbered (pipeline, replicate, shard, tensor), the last running fastest."""
+    """The parallel degrees of a job. Ranks are numbered (pipeline, replicate, shard, tensor), tensor fastest."""
 
     pipeline: int
-    replicate: int = 1  # copies of each stage that share the data
-    shard: int = 1  # ranks that share the data and one copy's weights, gradients and moments
-    tensor: int = 1  # ranks that share the data's rows and every matrix product
+    replicate: int = 1  # data-parallel replicas of each stage
+    shard: int = 1  # data-parallel shards of each replica's weights, gradients and optimizer state
+    tensor: int = 1  # tensor-parallel degree
 
     @property
     def data(self) -> int:
-        """Pipelines that each take their own rows of a batch."""
+        """The number of data-parallel ranks, each with its own rows of a batch."""
         return self.replicate * self.shard
 
     @property
@@ -64,36 +64,36 @@ def _parse_shards(text: str) -> int | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DegreeOptions:
-    """What was asked for. None: whatever the number of ranks comes to; of both data-parallel ways, by copies."""
+    """The degrees on the command line. None: derived from the number of ranks; if both are None, by replicas."""
 
     replicate: int | None = flag(
-        "--dp-replicate", type=Whole(min=1), metavar="N", default=None, show_default="what the number of ranks leaves",
+        "--dp-replicate", type=Whole(min=1), metavar="N", default=None, show_default="from the number of ranks",
         help="Data-parallel replicas of each stage (DDP, HSDP).",
     )  # fmt: skip
     shard: int | None = flag(
         "--dp-shard", metavar="N|auto", default=1, written_default="1", read=_parse_shards,
-        help="Data-parallel ranks that shard each stage (FSDP); auto: all that the number of ranks leaves.",
+        help="Data-parallel ranks that shard each stage (FSDP); auto: from the number of ranks.",
     )  # fmt: skip
     tensor: int = flag("--tp", type=Whole(min=1), metavar="N", default=1, help="Tensor-parallel degree.")
     load: Load = flag(
         "--load", type=click.Choice(get_args(Load)), default="rows",
-        help="Each rank reads its own rows; or one rank of a stage reads a tensor and broadcasts it.",
+        help="rows: each rank reads its own rows; broadcast: one rank of a stage reads a tensor and broadcasts it.",
     )  # fmt: skip
 
     def resolve(self, num_pipeline_ranks: int, world_size: int) -> Degrees:
-        """Give each stage its ranks.
+        """Return the degrees for this number of ranks.
 
         Raises:
-            InputError: there are fewer ranks than the manifest needs, or they cannot be dealt out.
-            UsageError: the degrees asked for do not come to this number of ranks.
+            LaunchError: `world_size` is not a multiple of the number of pipeline ranks.
+            UsageError: the product of the degrees is not `world_size`.
         """
         per_stage, rest = divmod(world_size, num_pipeline_ranks)
         if rest or not per_stage:
             near = per_stage * num_pipeline_ranks
-            start = f"start {near} or {near + num_pipeline_ranks}"
+            start = f"start {near} or {near + num_pipeline_ranks} ranks"
             if not per_stage:
                 start = f"runner launch MANIFEST --nproc-per-node {num_pipeline_ranks}"
-            multiple = ", or a multiple of them" if per_stage else ""
+            multiple = ", or a multiple" if per_stage else ""
             raise LaunchError(
                 "",
                 f"manifest needs {num_pipeline_ranks} ranks{multiple}, WORLD_SIZE is {world_size}",
@@ -115,7 +115,7 @@ class DegreeOptions:
         if replicate * shard != data:
             asked = "--dp-replicate" if self.replicate else "--dp-shard"
             left = "both degrees" if self.replicate and data % (self.shard or data) else asked
-            hint = f"start {num_pipeline_ranks * self.tensor * replicate * shard} ranks, or leave {left} out"
+            hint = f"start {num_pipeline_ranks * self.tensor * replicate * shard} ranks, or remove {left}"
             raise UsageError(
                 asked,
                 f"{replicate} replicas of {shard} shards are {replicate * shard} data-parallel ranks for each stage, "

@@ -35,7 +35,7 @@ __all__ = [
 Dtype = Literal["fp32", "bf16"]
 Recompute = Literal["none", "full", "selective"] | int  # a number N: every Nth layer
 SYNTHETIC = "synthetic"  # as a data source: random tokens
-_LEAST_EPS = 1e-30  # of AdamW: far from where float32 takes it for zero
+_LEAST_EPS = 1e-30  # of AdamW: well above the smallest float32
 _NBYTES: Mapping[Dtype, int] = {"fp32": 4, "bf16": 2}
 _DTYPES = click.Choice(get_args(Dtype))
 _POSITIVE = click.FloatRange(min=0)
@@ -60,10 +60,10 @@ def parse_recompute(text: str) -> Recompute:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchOptions:
-    """How the sequences of one optimizer step are cut. All counts but `seq_len` are in sequences.
+    """Batch sizes, in sequences, and the sequence length, in tokens.
 
     Raises:
-        UsageError: a count below 1, or a global batch that the microbatch does not divide.
+        UsageError: a value below 1, or a global batch size that is not a multiple of the microbatch size.
     """
 
     seq_len: int = flag("--seq-len", type=Whole(min=1), written_default=512, help="Sequence length, in tokens.")
@@ -92,7 +92,7 @@ class BatchOptions:
             raise UsageError(
                 "--global-batch",
                 f"expected a multiple of --microbatch {self.microbatch}, found {self.global_batch}",
-                f"the next ones are {lower} and {upper}" if lower else f"the next one is {upper}",
+                f"use {lower} or {upper}" if lower else f"use {upper}",
                 code="options.batch-size",
             )
 
@@ -103,10 +103,10 @@ class BatchOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimOptions:
-    """AdamW and its learning rate: a linear warm-up, steps at `lr`, then a decay down to `min_lr`.
+    """AdamW, gradient clipping, and the learning-rate schedule: linear warmup, stable at `lr`, decay to `min_lr`.
 
     Raises:
-        UsageError: a value out of its range, or a decay that ends before it begins.
+        UsageError: a value out of range, or a decay that ends before it begins.
     """
 
     lr: float = flag("--lr", type=_POSITIVE, default=1e-4, help="Learning rate of AdamW, after warmup.")
@@ -140,19 +140,17 @@ class OptimOptions:
             ("--min-lr", self.min_lr),
         ):
             if not 0 <= value < math.inf:
-                raise UsageError(name, f"expected a number from 0 up, found {value}", code="options.invalid-value")
+                raise UsageError(name, f"expected a number >= 0, found {value}", code="options.invalid-value")
         for name, rate in (("--lr", self.lr), ("--min-lr", self.min_lr)):
             if rate > LARGEST_RATE:
                 raise UsageError(name, f"expected at most {LARGEST_RATE}, found {rate}", code="options.rate-too-large")
-        if not _LEAST_EPS <= self.eps < math.inf:  # else zero over zero, where a weight has had no gradient yet
+        if not _LEAST_EPS <= self.eps < math.inf:  # otherwise 0/0 for weights without gradient
             raise UsageError(
-                "--eps", f"expected a number from {_LEAST_EPS} up, found {self.eps}", code="options.invalid-value"
+                "--eps", f"expected a number >= {_LEAST_EPS}, found {self.eps}", code="options.invalid-value"
             )
         for name, beta in (("--beta1", self.beta1), ("--beta2", self.beta2)):
             if not 0 <= beta < 1:
-                raise UsageError(
-                    name, f"expected a number from 0 up to below 1, found {beta}", code="options.invalid-value"
-                )
+                raise UsageError(name, f"expected a number >= 0 and < 1, found {beta}", code="options.invalid-value")
         if self.decay == "constant":
             return
         if self.decay_steps <= self.warmup_steps + self.stable_steps:
@@ -160,7 +158,7 @@ class OptimOptions:
             raise UsageError(
                 "--decay-steps",
                 f"expected more than --warmup-steps {self.warmup_steps}{stable}, found {self.decay_steps}",
-                "where it is not written, the decay ends at --steps",
+                "by default, the decay ends at --steps",
                 code="options.decay-too-short",
             )
 
@@ -171,10 +169,10 @@ class OptimOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComputeOptions:
-    """In which dtypes a step is computed, and what of it is computed again, compiled or cut up.
+    """Dtypes, activation checkpointing, chunked loss and compilation.
 
     Raises:
-        UsageError: masters that are coarser than what is computed with, or a count below 1.
+        UsageError: master weights of less precision than the compute dtype, or a chunk below 1.
     """
 
     dtype: Dtype = flag(
@@ -190,11 +188,11 @@ class ComputeOptions:
     )  # fmt: skip
     recompute: Recompute = flag(
         "--ac", metavar="none|full|selective|N", default="none", read=parse_recompute,
-        help="Activation checkpointing: of no layer, of all layers (full), of all but matrix products (selective), "
-        "or of every Nth layer.",
+        help="Activation checkpointing: none, every layer (full), all but matrix products (selective), or every Nth "
+        "layer.",
     )  # fmt: skip
     loss_chunk: int | None = flag(
-        "--loss-chunk", type=Whole(min=1), metavar="N", default=None, show_default="a microbatch's",
+        "--loss-chunk", type=Whole(min=1), metavar="N", default=None, show_default="a whole microbatch",
         help="Compute logits and loss in chunks of this many tokens.",
     )  # fmt: skip
     is_compiled: bool = flag(
@@ -205,7 +203,7 @@ class ComputeOptions:
         if self.dtype == "fp32" and self.master_dtype == "bf16":
             raise UsageError(
                 "--master-dtype",
-                "bf16 is coarser than --dtype fp32: what is computed could not be kept",
+                "bf16 has less precision than --dtype fp32: updates would be lost",
                 code="options.master-dtype",
             )
         if self.loss_chunk is not None and self.loss_chunk < 1:
@@ -215,18 +213,18 @@ class ComputeOptions:
 
     @property
     def has_masters(self) -> bool:
-        """Whether the weights that the optimizer keeps are others than those that stages compute with."""
+        """Whether the optimizer has master weights besides the weights that stages compute with."""
         return self.dtype != self.master_dtype
 
     @property
     def param_nbytes(self) -> int:
-        """What one parameter takes in training, in bytes: weight, gradient and two moments, and its master."""
+        """Bytes per parameter in training: weight, gradient, exp_avg and exp_avg_sq, and the master weight."""
         return 4 * _NBYTES[self.master_dtype] + (_NBYTES[self.dtype] if self.has_masters else 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FramingOptions:
-    """Whether bos begins a text and eos ends it; None: as the tokenizer does, and documents end with eos."""
+    """Whether BOS and EOS are added to a text; None: as the tokenizer does, but every document ends with EOS."""
 
     bos: bool | None = flag(
         "--add-bos-token/--no-add-bos-token", default=None, show_default="as the tokenizer does",
@@ -240,21 +238,17 @@ class FramingOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataOptions:
-    """Where the text comes from. A source is a file, a folder or a glob; or the only one is `synthetic`.
+    """The training data. A source is a file, a folder or a glob; `synthetic` can only be used alone.
 
     Raises:
-        UsageError: no source, `synthetic` beside another or with what needs documents, or weights that do
-            not say how often each source is drawn.
+        UsageError: no source, `synthetic` with other sources or with an option for documents, or invalid weights.
     """
 
     sources: tuple[str, ...] = flag(
         "--data", type=click.Path(), multiple=True, required=True, metavar="PATH",
-        help="Training data: .txt, .jsonl or .parquet files, folders or globs of them, or the word synthetic. "
-        "May be repeated.",
+        help="Training data: .txt, .jsonl or .parquet files, folders or globs of them; or synthetic. May be repeated.",
     )  # fmt: skip
-    text_field: str = flag(
-        "--text-field", default="text", help="Field of a JSON line, or column of a Parquet file, with the text."
-    )
+    text_field: str = flag("--text-field", default="text", help="JSON field or Parquet column of the text.")
     pack: bool = flag(
         "--pack/--no-pack", default=True,
         help="Pack documents end to end into sequences, or truncate and pad one document per sequence.",
@@ -262,14 +256,14 @@ class DataOptions:
     framing: FramingOptions = group(FramingOptions, default=FramingOptions())
     skip_bad_documents: bool = flag(
         "--skip-bad-documents", is_flag=True, default=False,
-        help="Skip and count documents that are not text (invalid UTF-8 or JSON, no text field), rather than fail.",
+        help="Skip and count documents that are not text (invalid UTF-8 or JSON, no text field) instead of failing.",
     )  # fmt: skip
     shuffle: bool = flag(
-        "--shuffle/--no-shuffle", default=False, help="Shuffle the documents, in a new order each epoch."
+        "--shuffle/--no-shuffle", default=False, help="Shuffle the documents, in a new order every epoch."
     )
     weights: tuple[float, ...] = flag(
-        "--data-weight", type=float, multiple=True, metavar="W", default=(), show_default="sources in sequence",
-        help="Sampling weight of a source, once for each --data in order: documents are drawn in these proportions.",
+        "--data-weight", type=float, multiple=True, metavar="W", default=(), show_default="one source after the other",
+        help="Sampling weight of a source, one for each --data in order: documents are drawn in these proportions.",
     )  # fmt: skip
     seed: int = flag(
         "--seed", type=Whole(min=0), default=0, help="Seed of synthetic data, shuffling, sampling and dropout."
@@ -279,61 +273,66 @@ class DataOptions:
         if not self.sources or (SYNTHETIC in self.sources and len(self.sources) > 1):
             raise UsageError(
                 "--data",
-                f"expected files, folders or globs, or the one word {SYNTHETIC!r}",
+                f"expected files, folders or globs, or only {SYNTHETIC!r}",
                 code="options.invalid-value",
             )
         if SYNTHETIC in self.sources and (self.shuffle or self.weights):
             name = "--shuffle" if self.shuffle else "--data-weight"
-            raise UsageError(name, f"needs documents, and --data {SYNTHETIC} has none", code="options.needs-documents")
+            raise UsageError(
+                name, f"not supported with --data {SYNTHETIC}, which has no documents", code="options.needs-documents"
+            )
         if self.weights and len(self.weights) != len(self.sources):
-            problem = f"expected one for each of {len(self.sources)} --data, found {len(self.weights)}"
+            problem = f"expected one for each of the {len(self.sources)} --data, found {len(self.weights)}"
             raise UsageError("--data-weight", problem, code="options.data-weights")
         for weight in self.weights:
             if not 0 <= weight < math.inf:
                 raise UsageError(
-                    "--data-weight", f"expected a number from 0 up, found {weight}", code="options.data-weights"
+                    "--data-weight", f"expected a number >= 0, found {weight}", code="options.data-weights"
                 )
         if self.weights and not sys.float_info.min < sum(self.weights) < math.inf:
             raise UsageError(
-                "--data-weight", f"expected a sum above 0, found {sum(self.weights)}", code="options.data-weights"
+                "--data-weight", f"expected a finite sum > 0, found {sum(self.weights)}", code="options.data-weights"
             )
 
     @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
-        """The sources as they are read: each by itself if they have weights, otherwise all as one."""
+        """The sources to draw from: each by itself if they have weights, otherwise all as one."""
         return tuple((source,) for source in self.sources) if self.weights else (self.sources,)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointOptions:
-    """Where a run saves its checkpoints, after how many steps, and how many of them stay; None: all."""
+    """Where and how often checkpoints are saved, and how many are kept; None: all."""
 
     history: Path = flag(
         "--checkpoint", type=click.Path(path_type=Path), metavar="DIR",
-        help="Save checkpoints in this folder: after the last step, and see --checkpoint-every.",
+        help="Save checkpoints to this folder: after the last step, and every --checkpoint-every steps.",
     )  # fmt: skip
     every: int | None = flag(
-        "--checkpoint-every", type=Whole(min=1), metavar="N", help="Save a checkpoint every N steps, too."
+        "--checkpoint-every", type=Whole(min=1), metavar="N", help="Also save a checkpoint every N steps."
     )
     keep: int | None = flag(
         "--keep", type=Whole(min=1), metavar="K", show_default="all", help="Number of checkpoints to keep."
     )
     is_async: bool = flag(
-        "--checkpoint-sync", is_flag=True, read=operator.not_, help="Pause training until a checkpoint is on disk."
+        "--checkpoint-sync",
+        is_flag=True,
+        read=operator.not_,
+        help="Save synchronously: pause training until the checkpoint is on disk.",
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResumeOptions:
-    """What a run resumes from: `auto`, `step-N` or a checkpoint's path; None: the manifest that is launched."""
+    """What to resume from: `auto`, `step-N` or the path of a checkpoint; None: start from the manifest's weights."""
 
     source: str | None = flag(
         "--resume", type=click.Path(), metavar="auto|DIR|step-N",
-        help="Resume from the newest readable checkpoint (auto; from MANIFEST if there is none), or from this one.",
+        help="Resume from the newest readable checkpoint (auto; without one, start from MANIFEST) or from this one.",
     )  # fmt: skip
     weights_only: bool = flag(
-        "--resume-weights-only", is_flag=True, help="Load only the weights of the checkpoint, and start at step 0."
+        "--resume-weights-only", is_flag=True, help="Load only the checkpoint's weights, and start at step 0."
     )
     restart_data: bool = flag(
-        "--restart-data", is_flag=True, help="Resume with other data than the checkpoint's, from its first sequence."
+        "--restart-data", is_flag=True, help="Resume with data other than the checkpoint's, from its first sequence."
     )

@@ -1,4 +1,4 @@
-"""Documents that cannot be read as text: refused, or skipped and counted."""
+"""Invalid documents: an error, or skipped and counted."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ T = TypeVar("T")
 
 
 class BadDocumentError(DataError):
-    """A document that is no text: its file can be read, and those after it may be good."""
+    """A document that is not text. Its file can be read, and later documents may be valid."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Skipped:
-    """The documents that a reader has skipped so far, and who is told of each."""
+    """The number of documents that a reader has skipped, and a callback for each."""
 
     count: int = 0
     on_skip: Callable[[BadDocumentError], None] | None = None
 
     def good(self, pieces: Iterator[T]) -> Iterator[T]:
-        """Take pieces of a document for as long as they are text; what follows is skipped, and counts as one."""
+        """Yield a document's pieces up to the first that is not text; the rest is skipped, and counted once."""
         try:
             yield from pieces
         except BadDocumentError as error:

@@ -1,4 +1,4 @@
-"""The sequences of one optimizer step, as the model takes them."""
+"""Batches: the sequences of one optimizer step as tensors."""
 
 from __future__ import annotations
 
@@ -12,33 +12,36 @@ from runner.data.mixture import Cursor
 
 __all__ = ["IGNORED", "Batch", "Sample", "batch_samples", "rows_of"]
 
-IGNORED = -100  # the label of a position that does not count in the loss
+IGNORED = -100  # the label of positions that are ignored in the loss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sample:
-    """One sequence; its tokens and labels are (L,)."""
+    """One sequence.
+
+    Shapes: tokens and labels (L,).
+    """
 
     tokens: torch.Tensor
     labels: torch.Tensor
-    cursor: Cursor | None  # where the next sequence begins; None: it is found by its number
+    cursor: Cursor | None  # of the next sequence; None for synthetic data, which is found by number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Batch:
     """The sequences of one optimizer step.
 
-    Shapes: tokens and labels (B, L), int64; labels are the next tokens, IGNORED where none counts.
+    Shapes: tokens and labels (B, L), int64; labels are the next tokens, or IGNORED.
     """
 
     tokens: torch.Tensor
     labels: torch.Tensor
-    num_tokens: int  # labels that count, at least 1
+    num_tokens: int  # labels that are not IGNORED, at least 1
     cursor: Cursor | None = None  # that of the last sequence
 
 
 def batch_samples(samples: Iterator[Sample], global_batch: int) -> Iterator[Batch]:
-    """Give batches of `global_batch` sequences for as long as whole ones come."""
+    """Yield batches of `global_batch` sequences; an incomplete last one is dropped."""
     while group := tuple(islice(samples, global_batch)):
         if len(group) < global_batch:
             return
@@ -48,7 +51,7 @@ def batch_samples(samples: Iterator[Sample], global_batch: int) -> Iterator[Batc
 
 
 def rows_of(batch: Batch, number: int, count: int) -> Batch:
-    """Give the rows of one of `count` pipelines that share a batch; `num_tokens` stays the whole batch's."""
+    """Return the rows of data-parallel rank `number` of `count`; `num_tokens` is still the whole batch's."""
     each = len(batch.tokens) // count
     rows = slice(number * each, (number + 1) * each)
     return replace(batch, tokens=batch.tokens[rows], labels=batch.labels[rows])

@@ -1,4 +1,4 @@
-"""The documents of a source, pass after pass from any position on: as its files have them, or shuffled."""
+"""The documents of a source from any position, in the order of its files or shuffled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Found", "Source", "open_sources"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """A document, the position at which it begins, and the one at which what follows it does."""
+    """A document, its position, and the position after it."""
 
     document: Document
     begin: SourcePosition
@@ -28,24 +28,24 @@ class Found:
 
 
 class Source(Protocol):
-    """Documents in items that each pass takes in its own order."""
+    """Documents, grouped in items that are read in some order in each epoch."""
 
     name: str
     num_items: int
 
     def read(self, position: SourcePosition) -> Iterator[Found]:
-        """Give the documents of the item at a position, from its offset on.
+        """Yield the documents of the item at a position, from the position's offset on.
 
         Raises:
-            InputError: see `runner.data.files`.
+            DataError: see `runner.data.files`.
         """
 
 
 def open_sources(data: DataOptions) -> tuple[Source, ...]:
-    """Give what documents are drawn from: each source by itself if they have weights, otherwise all as one.
+    """Open the sources to draw documents from: each by itself if they have weights, otherwise all as one.
 
     Raises:
-        InputError: a source that names nothing; or a file to be shuffled that cannot be read.
+        DataError: a source has no files, or a file to shuffle cannot be read.
     """
     sources: list[Source] = []
     for number, names in enumerate(data.groups):
@@ -58,7 +58,7 @@ def open_sources(data: DataOptions) -> tuple[Source, ...]:
 
 
 class _InOrder:
-    """An item is a file."""
+    """Documents in the order of their files. An item is a file."""
 
     def __init__(self, name: str, files: Sequence[Path], text_field: str) -> None:
         self.name, self.num_items = name, len(files)
@@ -71,10 +71,10 @@ class _InOrder:
 
 
 class _Shuffled:
-    """An item is a document or, as a single row cannot be read alone, a Parquet file's row group.
+    """Shuffled documents. An item is a document or, as single rows cannot be read alone, a Parquet row group.
 
-    What comes at a place of a pass is `shuffled`, with seed, source and pass as the key; rows of a row group
-    are shuffled in their turn, with the item's number added to the key.
+    Items are `shuffled` in each epoch, with seed, source and epoch as the key; so are the rows within a row group,
+    with the item's number appended to the key.
     """
 
     def __init__(self, name: str, files: Sequence[Path], text_field: str, key: tuple[int, ...]) -> None:
@@ -112,7 +112,7 @@ class _Shuffled:
 
 
 def _parts_of(file: Path) -> Sequence[int]:
-    """Give what can be read of a file by itself: offsets of lines, rows of row groups, or the whole of it."""
+    """Return the parts of a file that can be read separately: line offsets, sizes of row groups, or one part."""
     if file.suffix == LINES:
         return line_offsets(file)
     return group_sizes(file) if file.suffix == ROWS else (0,)

@@ -1,6 +1,6 @@
-"""Documents out of text, JSON line and Parquet files, a bounded piece at a time, from any place on.
+"""Documents from text, JSON Lines and Parquet files, in pieces of bounded size, from any offset.
 
-A place in a file, an offset, is a byte of a `.txt` or `.jsonl` file and a row of a `.parquet` file.
+An offset is a byte of a `.txt` or `.jsonl` file, and a row of a `.parquet` file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 TEXT, LINES, ROWS = SUFFIXES = (".txt", ".jsonl", ".parquet")
-_OTHERS = 'write other formats as .jsonl: a line {"text": "…"} for each document'
+_OTHERS = 'convert other formats to .jsonl, with a line {"text": "…"} for each document'
 _BYTE_ORDER_MARK = codecs.BOM_UTF8
 _PIECE_NBYTES = 64 << 10
 _SCAN_NBYTES = 1 << 20
@@ -45,15 +45,15 @@ _SCAN_NBYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
-    """A text to learn from, or the rest of one.
+    """A text, or the rest of one.
 
-    Its pieces, which end at line ends where they can, add up to it; each comes with its offset. Whether they are text
-    shows when they are taken: then a BadDocumentError says where they are not.
+    It is the concatenation of its pieces, which come with their offsets and end at line ends where possible. Iterating
+    over them raises BadDocumentError where they are not text.
     """
 
     file: Path
     begin: int  # its offset
-    end: int  # where the file's next document begins
+    end: int  # the offset of the file's next document
     pieces: Iterator[tuple[int, str]]
 
     @property
@@ -62,35 +62,35 @@ class Document:
 
     @property
     def where(self) -> str:
-        """File, and line or row, as people count them."""
+        """The file, and line or row counted from 1."""
         if self.file.suffix == LINES:
             return _line_at(self.file, self.begin)
         return f"{self.file}: row {self.begin + 1}" if self.file.suffix == ROWS else str(self.file)
 
 
 def find_files(sources: Iterable[str]) -> tuple[Path, ...]:
-    """Give the files that the sources name: in the order given, sorted within a folder or a glob.
+    """Return the files of the sources, in the given order, sorted within a folder or glob.
 
     Raises:
-        InputError: a source that names nothing, or a file of a kind that is not read.
+        DataError: a source matches no file, or a file has an unknown format.
     """
     return tuple(file for source in sources for file in _files_of(source))
 
 
 def read_documents(file: Path, text_field: str, begin: int = 0) -> Iterator[Document]:
-    """Read a file's documents from an offset on: a `.txt` file is one, a line of `.jsonl`, a row of `.parquet`.
+    """Read documents from an offset on: a `.txt` file, a line of `.jsonl` or a row of `.parquet` is one document.
 
     Raises:
-        InputError: a file that cannot be read; so much of it as the documents asked for show.
+        DataError: the part of the file that was iterated over cannot be read.
     """
     return _READERS[file.suffix](file, text_field, begin)
 
 
 def line_offsets(file: Path) -> array[int]:
-    """Give the offset of every line of a `.jsonl` file that is a document, 8 bytes each.
+    """Return the offsets of the non-blank lines of a `.jsonl` file, 8 bytes each.
 
     Raises:
-        InputError: it cannot be read.
+        DataError: it cannot be read.
     """
     offsets, offset = array("Q"), 0
     with _open(file, _SCAN_NBYTES) as stream:
@@ -113,7 +113,7 @@ def _files_of(source: str) -> Iterator[Path]:
     else:
         found = sorted(Path(name) for name in glob.glob(source, recursive=True) if Path(name).is_file())
         if not found:
-            problem, hint = "no such file or folder, and no file matches it", "look for a slip in its name"
+            problem, hint = "no file, folder or glob matches it", "check the path for typos"
             raise DataError(source, problem, hint, code="data.no-files")
     for file in found:
         if file.suffix not in SUFFIXES:
@@ -130,7 +130,7 @@ def _read_text(file: Path, text_field: str, begin: int) -> Iterator[Document]:
 
 
 def _text_pieces(file: Path, begin: int) -> Iterator[tuple[int, str]]:
-    """Read the pieces of a file from the offset of one of them on."""
+    """Read the pieces of a file from an offset on."""
     decoder = codecs.getincrementaldecoder("utf-8" if begin else "utf-8-sig")()
     with _open(file) as stream:
         if begin:
@@ -152,10 +152,10 @@ def _text_pieces(file: Path, begin: int) -> Iterator[tuple[int, str]]:
 
 
 def _begun_character(data: bytes) -> bytes:
-    """Return the bytes at the end of some UTF-8 that begin a character and do not end it."""
+    """Return the bytes of an incomplete character at the end of some UTF-8."""
     for length in range(1, min(3, len(data)) + 1):
         first = data[-length]
-        if first & 0xC0 != 0x80:  # no byte from within a character
+        if first & 0xC0 != 0x80:  # not a continuation byte
             needed = 1 if first < 0x80 else 2 if first < 0xE0 else 3 if first < 0xF0 else 4
             return data[-length:] if needed > length else b""
     return b""
@@ -182,40 +182,40 @@ def _json_text(line: bytes, text_field: str, file: Path, begin: int) -> str:
         raise _not_utf8(_line_at(file, begin), error) from error
     except (ValueError, RecursionError) as error:
         raise BadDocumentError(
-            _line_at(file, begin), f"is not a line of JSON: {printable(str(error))}", code="data.not-json"
+            _line_at(file, begin), f"is not valid JSON: {printable(str(error))}", code="data.not-json"
         ) from error
     text = record.get(text_field) if isinstance(record, dict) else None
     if isinstance(text, str):
         _check_characters(text, file, begin)
         return text
-    hint, code = "--text-field NAME says which one holds the text", "data.no-text"
+    hint, code = "name the field of the text with --text-field", "data.no-text"
     if not isinstance(record, dict):
         problem, hint, code = f"expected a JSON object, found {kind_of(record)}", _OTHERS, "data.not-an-object"
     elif text_field not in record:
-        problem = f"no field {text_field!r}; it has {', '.join(map(repr, sorted(record)))}"
+        problem = f"expected a field {text_field!r}, found {', '.join(map(repr, sorted(record)))}"
     else:
-        problem = f"expected text in {text_field!r}, found {kind_of(record[text_field])}"
+        problem = f"expected text in field {text_field!r}, found {kind_of(record[text_field])}"
     raise BadDocumentError(_line_at(file, begin), problem, hint, code=code)
 
 
 def _check_characters(text: str, file: Path, begin: int) -> None:
-    """Refuse half a character, a lone surrogate, which JSON can spell and no tokenizer takes."""
+    """Refuse a lone surrogate, which JSON can express and tokenizers reject."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         half = ord(text[error.start])
-        problem = f"character {error.start + 1} of its text is half of one (\\u{half:04x}), which is not Unicode"
+        problem = f"character {error.start + 1} of its text is a lone surrogate (\\u{half:04x}), not valid Unicode"
         raise BadDocumentError(_line_at(file, begin), problem, code="data.lone-surrogate") from error
 
 
 def _not_utf8(where: str, error: UnicodeDecodeError) -> BadDocumentError:
     return BadDocumentError(
-        where, f"is not UTF-8: {error.reason}", "iconv -t UTF-8 -f ENCODING FILE converts it", code="data.not-utf8"
+        where, f"is not UTF-8: {error.reason}", "convert it: iconv -t UTF-8 -f ENCODING FILE", code="data.not-utf8"
     )
 
 
 def _line_at(file: Path, offset: int, num_lines: int = 0) -> str:
-    """Name the line that is so many lines after the one at an offset: only who asks for it counts lines."""
+    """Return the file and line number of the line `num_lines` after the one at an offset, by counting lines."""
     with _open(file) as stream:
         while data := stream.read(min(_SCAN_NBYTES, offset)):
             num_lines += data.count(b"\n")
@@ -229,7 +229,7 @@ def _read_parquet(file: Path, text_field: str, begin: int) -> Iterator[Document]
 
 
 def row_document(file: Path, column: str, row: int, found: Any) -> Document:
-    """Return the document of a row, the first being 0; `found` is Arrow's value of it."""
+    """Return the document of a row, counted from 0; `found` is its Arrow value."""
     return Document(file=file, begin=row, end=row + 1, pieces=_row_pieces(file, column, row, found))
 
 

@@ -1,10 +1,10 @@
-"""Which tokens stand before and after a text: the tokenizer's own, as transformers adds them. No torch.
+"""Framing: the special tokens before and after a text, as transformers' tokenizers add them. No torch.
 
 # Note [Framing]
-`tokenizer(text)` of transformers adds what the post-processor of tokenizer.json says, and nothing else: where there is
-a tokenizer.json, `add_bos_token` and `add_eos_token` of tokenizer_config.json are not looked at, and `bos_token_id` of
-config.json never is. Training, evaluation and generation follow the same rule; flags override it. What is particular to
-training and evaluation: a document, unlike a prompt, ends, so eos follows it even where the tokenizer adds none.
+transformers' `tokenizer(text)` adds the tokens of the post-processor in tokenizer.json, and no others: it ignores
+`add_bos_token` and `add_eos_token` of tokenizer_config.json if there is a tokenizer.json, and always ignores
+`bos_token_id` of config.json. Training, evaluation and generation follow the same rule; flags override it. One thing is
+different in training and evaluation: a document, unlike a prompt, ends with EOS even if the tokenizer adds none.
 Source: transformers 5.23, `tokenization_utils_tokenizers.py`, `tokenization_utils_base.py`.
 """
 
@@ -45,41 +45,41 @@ class Frame:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Framing:
-    """How documents are framed, and how a runner that knew config.json alone framed them.
+    """How documents are framed, and how older versions, which read only config.json, framed them.
 
-    `former` is None where that one knew no eos, and so read no text.
+    `former` is None if older versions found no EOS, and so could not read documents.
     """
 
     frame: Frame
     former: Frame | None
-    note: str | None = None  # where tokenizer_config.json says otherwise
+    note: str | None = None  # if tokenizer_config.json differs
 
     @property
     def is_as_before(self) -> bool:
         return self.frame == self.former
 
 
-def load_tokenizer(folder: Path, otherwise: str = "give --tokens") -> Tokenizer:
-    """Read the tokenizer of a checkpoint folder, which then gives a text's ids, all of them and no others.
+def load_tokenizer(folder: Path, otherwise: str = "pass --tokens") -> Tokenizer:
+    """Read the tokenizer of a checkpoint folder, with truncation and padding off.
 
     Raises:
-        InputError: no tokenizer, or a broken one; the hint says what can be done `otherwise`.
+        DataError: it is missing or invalid; the hint says what can be done `otherwise`.
     """
     file = check_tokenizer(folder, otherwise)
     from tokenizers import Tokenizer
 
-    tokenizer: Tokenizer = _guarded(str(file), "is no tokenizer", Tokenizer.from_file, str(file), is_muted=True)
-    # What the file asks for at inference would cut or fill every document.
+    tokenizer: Tokenizer = _guarded(str(file), "is not a tokenizer", Tokenizer.from_file, str(file), is_muted=True)
+    # The file's settings for inference would truncate or pad every document.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
 def encode(tokenizer: Tokenizer, text: str, where: str) -> list[int]:
-    """Return the ids of a text, with nothing around them.
+    """Return the ids of a text, without special tokens.
 
     Raises:
-        InputError: the tokenizer fails at the text that is at `where`.
+        DataError: the tokenizer fails on the text at `where`.
     """
     encoded = _guarded(where, "the tokenizer fails", tokenizer.encode, text, add_special_tokens=False)
     ids: list[int] = encoded.ids
@@ -87,18 +87,18 @@ def encode(tokenizer: Tokenizer, text: str, where: str) -> list[int]:
 
 
 def _guarded(where: str, problem: str, act: Any, *args: Any, is_muted: bool = False, **kwargs: Any) -> Any:
-    """Call the tokenizers library, which raises nothing narrower than Exception, and panics besides.
+    """Call the tokenizers library, which raises plain Exception, or panics.
 
-    A panic prints where in the library it was, unless standard error is muted, which it is for all threads.
+    A panic prints its location to stderr; `is_muted` suppresses that, for all threads.
 
     Raises:
-        InputError: it failed.
+        DataError: it failed.
     """
     try:
         with _muted(is_muted):
             return act(*args, **kwargs)
     except BaseException as error:
-        if isinstance(error, Exception) or type(error).__name__ == "PanicException":  # of Rust, which no module names
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":  # from Rust; no module exports it
             raise DataError(where, f"{problem}: {error}", code="tokenizer.broken") from error
         raise
 
@@ -119,10 +119,10 @@ def _muted(is_muted: bool) -> Iterator[None]:
 
 
 def prompt_frame(folder: Path, tokenizer: Tokenizer, asked: FramingOptions) -> Frame:
-    """Return what stands around a prompt; see Note [Framing].
+    """Return the special tokens around a prompt; see Note [Framing].
 
     Raises:
-        InputError: a token is asked for that no file names.
+        DataError: a token is required, and no file defines it.
     """
     own = _tokenizer_frame(folder, tokenizer)
     after = own.after if asked.eos is None else ()
@@ -132,10 +132,10 @@ def prompt_frame(folder: Path, tokenizer: Tokenizer, asked: FramingOptions) -> F
 
 
 def document_framing(folder: Path, tokenizer: Tokenizer, asked: FramingOptions) -> Framing:
-    """Return what stands around a document; see Note [Framing].
+    """Return the special tokens around a document; see Note [Framing].
 
     Raises:
-        InputError: a token is asked for that no file names.
+        DataError: a token is required, and no file defines it.
     """
     own = _tokenizer_frame(folder, tokenizer)
     bos, eos = (special_id(folder, tokenizer, kind) for kind in ("bos", "eos"))
@@ -146,10 +146,10 @@ def document_framing(folder: Path, tokenizer: Tokenizer, asked: FramingOptions) 
 
 
 def special_id(folder: Path, tokenizer: Tokenizer, kind: str) -> int | None:
-    """Return the id of bos or eos: the first in config.json, generation_config.json and tokenizer_config.json.
+    """Return the id of BOS or EOS: the first in config.json, generation_config.json and tokenizer_config.json.
 
     Raises:
-        InputError: what stands there is no id, and no token that has one.
+        DataError: the value is neither an id nor a token of the tokenizer.
     """
     for name, field in (
         ("config.json", f"{kind}_token_id"),
@@ -158,7 +158,7 @@ def special_id(folder: Path, tokenizer: Tokenizer, kind: str) -> int | None:
     ):
         found = _read(folder / name).get(field)
         if isinstance(found, list) and found:
-            found = found[0]  # Llama 3.1 lists every token that may end a text or a turn
+            found = found[0]  # Llama 3.1 lists several
         if isinstance(found, Mapping):
             found = found.get("content")
         if isinstance(found, str):
@@ -188,9 +188,8 @@ def _ended(after: tuple[int, ...], eos: int) -> tuple[int, ...]:
 def _needed(folder: Path, tokenizer: Tokenizer, kind: str) -> int:
     found = special_id(folder, tokenizer, kind)
     if found is None:
-        what = "begins" if kind == "bos" else "ends"
-        hint = f"set {kind}_token_id in config.json, or --no-add-{kind}-token leaves it out"
-        raise DataError(str(folder), f"no file names the token that {what} a text ({kind})", hint,
+        hint = f"set {kind}_token_id in config.json, or use --no-add-{kind}-token"
+        raise DataError(str(folder), f"no file defines the {kind.upper()} token", hint,
                          code="tokenizer.no-special-token")  # fmt: skip
     return found
 
@@ -201,14 +200,14 @@ def _tokenizer_frame(folder: Path, tokenizer: Tokenizer) -> Frame:
     )
     mask, ids = framed.special_tokens_mask, framed.ids
     if 0 not in mask:
-        raise DataError(f"{folder / TOKENIZER}: post_processor", "leaves the text itself out", code="tokenizer.broken")
+        raise DataError(f"{folder / TOKENIZER}: post_processor", "drops the text itself", code="tokenizer.broken")
     text = mask.index(0)
     return Frame(tuple(ids[:text]), tuple(ids[text + 1 :]))
 
 
 @cache
 def _one_token() -> Encoding:
-    """Return the encoding of a text of one token, whatever its id: what is added around it is the same for all."""
+    """Return the encoding of a text of one token: the special tokens around it do not depend on its id."""
     from tokenizers import Tokenizer, models
 
     return Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).encode("a")
@@ -221,10 +220,10 @@ def _note(folder: Path, own: Frame, asked: FramingOptions) -> str | None:
         if is_asked is None and isinstance(said, bool) and said != bool(added):
             flag = f"--add-{kind}-token" if said else f"--no-add-{kind}-token"
             if kind == "eos" and said:
-                continue  # it ends every document as it is
+                continue  # documents end with EOS anyway
             return (
-                f"{_CONFIG} says add_{kind}_token: {str(said).lower()}, and {TOKENIZER} says otherwise, which is what "
-                f"transformers goes by; {flag} overrides it"
+                f"{_CONFIG} has add_{kind}_token: {str(said).lower()}, but {TOKENIZER}, which transformers follows, "
+                f"does the opposite; {flag} overrides it"
             )
     return None
 

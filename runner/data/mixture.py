@@ -1,4 +1,4 @@
-"""Which document comes next, of whichever source, and where in the sources each of its tokens is."""
+"""Drawing documents from several sources, and the cursor of each of their tokens."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _Ids = Iterator[tuple[int, list[int]]]  # of pieces, see `Vocabulary.encode`
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cursor(DataCursor):
-    """A place in the data, and the documents that were skipped before it."""
+    """A position in the data, and the number of documents that were skipped before it."""
 
     num_skipped: int = 0
 
     @property
     def plain(self) -> DataCursor:
-        """The place alone, as a manifest has it."""
+        """The position alone, as in a manifest."""
         return DataCursor(num_documents=self.num_documents, num_tokens=self.num_tokens, sources=self.sources)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Drawn:
-    """A document's ids, piece by piece, each with the place of its first; and, once they are taken, the place after."""
+    """A document's ids, piece by piece, each with the cursor of its first id; and the cursor after them."""
 
     runs: Iterator[tuple[Cursor, list[int]]]
     skipped: Skipped | None
@@ -41,11 +41,12 @@ class Drawn:
 
     @property
     def after(self) -> Cursor:
+        """The cursor after the document, once its ids have been read."""
         return replace(self.following, num_skipped=_num(self.skipped))
 
 
 def first_cursor(num_sources: int) -> DataCursor:
-    """Return the place at which the data begins."""
+    """Return the cursor at which the data begins."""
     return DataCursor(num_documents=0, num_tokens=0, sources=num_sources * (_first_position(0),))
 
 
@@ -53,13 +54,13 @@ def draw_documents(
     data: DataOptions, sources: Sequence[Source], vocabulary: Vocabulary, cursor: DataCursor, *, is_endless: bool,
     skipped: Skipped | None = None,
 ) -> Iterator[Drawn]:  # fmt: skip
-    """Give the documents that hold any token from a place on: pass after pass of each source, or one pass.
+    """Yield the documents with any token from a cursor on, for one epoch of each source or without end.
 
-    Which source is next depends on the seed and the document's number alone. A document that is no text is `skipped`,
-    and has no number, if anybody counts them; its place is between those of its neighbours.
+    The next source depends only on the seed and the document's number. With `skipped`, invalid documents are counted
+    there and have no number.
 
     Raises:
-        InputError: see `runner.data.files`; a source without text; or nothing is at the place.
+        DataError: see `runner.data.files`; a source has no text; or nothing is at the cursor.
     """
     positions, left = list(cursor.sources), cursor.num_tokens
     readers = [
@@ -89,7 +90,7 @@ def _read_passes(
     if position.item > source.num_items:
         raise _nothing_at(source)
     while True:
-        is_empty = position == _first_position(position.epoch)  # and not the rest of a pass
+        is_empty = position == _first_position(position.epoch)  # not the rest of an epoch
         for item in range(position.item, source.num_items):
             offset = position.offset if item == position.item else 0
             for found in source.read(replace(position, item=item, offset=offset)):
@@ -105,7 +106,7 @@ def _read_passes(
 
 
 def _placed(ids: _Ids, begin: Cursor, chosen: int, first: int) -> Iterator[tuple[Cursor, list[int]]]:
-    """Say of each piece's ids where they are: the first piece is at `begin`, later ones further on in its source."""
+    """Yield each piece's ids with their cursor: the first piece is at `begin`, the others at their own offset."""
     at, offset, num_tokens = begin, first, 0
     for piece_offset, piece in ids:
         if piece_offset != offset:
@@ -128,14 +129,14 @@ def _skip(
 
 
 def _nothing_at(source: Source) -> InputError:
-    problem = "ends before the place at which the checkpoint left it"
-    hint = "--restart-data with another --seed begins this data at its first sequence"
+    problem = "has less data than the checkpoint has consumed"
+    hint = "start this data from its first sequence with --restart-data and another --seed"
     return DataError(source.name, problem, hint, code="data.shorter")
 
 
 def _no_text(source: Source, num_skipped: int) -> InputError:
-    hint = f"{num_skipped} documents were skipped" if num_skipped else "its files are empty: name others"
-    return DataError(source.name, "there is no text to learn from", hint, code="data.empty")
+    hint = f"all its {num_skipped} documents were skipped" if num_skipped else "its files are empty: choose others"
+    return DataError(source.name, "contains no text", hint, code="data.empty")
 
 
 def _num(skipped: Skipped | None) -> int:

@@ -1,4 +1,4 @@
-"""The text column of a Parquet file: all rows from any one on, or those of a row group in any order."""
+"""The text column of a Parquet file: all rows from any row on, or those of a row group in any order."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from runner.data.bad import BadDocumentError
 
 __all__ = ["group_sizes", "read_group", "read_rows", "text_of"]
 
-_COLUMN = "--text-field NAME says which one holds the text"
+_COLUMN = "name the column of the text with --text-field"
 _ROWS = 64  # in memory at a time, where they are read in order
 
 
 def group_sizes(file: Path) -> tuple[int, ...]:
-    """Give the number of rows of each row group.
+    """Return the number of rows of each row group.
 
     Raises:
-        InputError: it cannot be read as Parquet.
+        DataError: it cannot be read as Parquet.
     """
     with _open(file) as table:
         return tuple(table.metadata.row_group(group).num_rows for group in range(table.num_row_groups))
 
 
 def read_rows(file: Path, column: str, begin: int) -> Iterator[Any]:
-    """Read the values from row `begin` on, the first being 0, for `text_of`. Row groups before it are not read.
+    """Read the values from row `begin` on, counted from 0, for `text_of`. Row groups before it are not read.
 
     Raises:
-        InputError: it cannot be read as Parquet, or has no such column of text.
+        DataError: it cannot be read as Parquet, or has no such text column.
     """
     sizes = group_sizes(file)
     over = list(takewhile(lambda end: end <= begin, accumulate(sizes)))
@@ -44,28 +44,28 @@ def read_rows(file: Path, column: str, begin: int) -> Iterator[Any]:
 
 
 def read_group(file: Path, column: str, group: int, order: Iterable[int]) -> Iterator[tuple[int, Any]]:
-    """Read a row group's values with the numbers of their rows; `order` names rows by their place in the group.
+    """Read a row group's values with their row numbers, in an order of their indices within the group.
 
-    All texts of the group are in memory, as Arrow has them.
+    The whole group is in memory, as Arrow arrays.
 
     Raises:
-        InputError: as `read_rows`.
+        DataError: as `read_rows`.
     """
     first = sum(group_sizes(file)[:group])
     with _open(file, column) as table:
         values = table.read_row_group(group, columns=[column]).column(0)
     if len(values) != (num_rows := group_sizes(file)[group]):
-        problem = f"row group {group} has {len(values)} rows, and the footer says {num_rows}"
+        problem = f"expected {num_rows} rows in row group {group} (footer), found {len(values)}"
         raise DataError(str(file), problem, code="data.not-parquet")
     for place in order:
         yield first + place, values[place]
 
 
 def text_of(value: Any, file: Path, column: str, row: int) -> str:
-    """Return the text of a row, the first being 0.
+    """Return the text of a row, counted from 0.
 
     Raises:
-        BadDocumentError: it is null, or bytes that are not UTF-8: Arrow does not look at them.
+        BadDocumentError: it is null, or not UTF-8, which Arrow does not check.
     """
     where = f"{file}: row {row + 1}"
     if not value.is_valid:
@@ -78,12 +78,12 @@ def text_of(value: Any, file: Path, column: str, row: int) -> str:
 
 @contextmanager
 def _open(file: Path, column: str | None = None) -> Iterator[Any]:
-    """Open a file whose column, if one is named, holds text."""
+    """Open a file, and check that `column` is a text column, if one is named."""
     try:
         import pyarrow
         from pyarrow import parquet
     except ImportError as error:
-        problem, hint = "Parquet needs pyarrow, which is not installed", "pip install pyarrow"
+        problem, hint = "reading Parquet requires pyarrow", "pip install pyarrow"
         raise DataError(str(file), problem, hint, code="data.needs-pyarrow") from error
     try:
         with parquet.ParquetFile(file) as table:
@@ -100,7 +100,7 @@ def _check_column(schema: Any, column: str, file: Path) -> None:
     import pyarrow
 
     if column not in schema.names:
-        problem = f"no column {column!r}; it has {', '.join(map(repr, schema.names))}"
+        problem = f"expected a column {column!r}, found {', '.join(map(repr, schema.names))}"
         raise DataError(str(file), problem, _COLUMN, code="data.no-column")
     kind = schema.field(column).type
     if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):

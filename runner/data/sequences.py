@@ -1,4 +1,4 @@
-"""Documents to sequences of tokens, numbered from 0 and without end."""
+"""Documents to token sequences, packed or padded, numbered from 0."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from runner.data.tokenizer import load_vocabulary
 
 __all__ = ["read_batches", "read_once"]
 
-_MOST_WAITING = 64  # lengths of which samples wait for others, to be read in one batch
+_MOST_WAITING = 64  # lengths with incomplete batches
 
 
 def read_batches(
@@ -35,16 +35,15 @@ def read_batches(
     cursor: DataCursor | None = None,
     skipped: Skipped | None = None,
 ) -> Iterator[Batch]:
-    """Give batches without end; the first begins with sequence number `start`, which lies at the cursor.
+    """Yield batches without end; the first begins with sequence number `start`, which is at the cursor.
 
-    The same options always give the same sequences. Each batch says at which cursor the next one begins;
-    without a cursor, whatever lies before `start` is read. The tokenizer is the one in `folder`;
-    `synthetic` needs neither. `skipped` are the documents that were before the cursor, where some may be: a batch's
-    own cursor says how many there are up to it.
+    The same options always yield the same sequences. Each batch has the cursor of the next one; without a cursor,
+    everything before `start` is read. The tokenizer is in `folder`; `synthetic` needs neither. `skipped` counts invalid
+    documents, starting from those before the cursor; a batch's cursor has the count up to it.
 
     Raises:
-        InputError: see `runner.data.files`, `runner.data.mixture` and `runner.data.tokenizer`, some of it only once
-            batches are drawn.
+        DataError: see `runner.data.files`, `runner.data.mixture` and `runner.data.tokenizer`; some only while
+            iterating.
     """
     if data.sources == (SYNTHETIC,):
         return batch_samples(_synthetic(data.seed, vocab_size, batch.seq_len, start), batch.global_batch)
@@ -64,18 +63,18 @@ def read_once(
     padded_length: Callable[[int, int], int] = max,
     skipped: Skipped | None = None,
 ) -> Iterator[Batch]:
-    """Yield the batches of one pass over the data, every token once; the last ones are filled with what does not count.
+    """Yield the batches of one epoch, with every token once; the last batches are padded with ignored labels.
 
-    Rows are as long as `padded_length` says of their own length and `--seq-len`, see `runner.models.Family`, and
-    those of a batch are equally long.
-
-    When the pass is over, `skipped` says how many documents were, where some may be.
+    `padded_length` maps a row's own length and `--seq-len` to its padded length, see `runner.models.Family`; all rows
+    of a batch have the same length. At the end, `skipped` has the number of skipped documents.
 
     Raises:
-        InputError: as `read_batches`; or for `synthetic`, which has no end.
+        DataError: as `read_batches`; or for `synthetic`, which has no end.
     """
     if data.sources == (SYNTHETIC,):
-        raise DataError(SYNTHETIC, "has no end, so it cannot be read once", "name files", code="data.synthetic")
+        raise DataError(
+            SYNTHETIC, "has no end, so evaluation cannot use it", "use files, folders or globs", code="data.synthetic"
+        )
     vocabulary, sources = load_vocabulary(folder, vocab_size, data.framing), open_sources(data)
     begin = first_cursor(len(sources))
     documents = draw_documents(data, sources, vocabulary, begin, is_endless=False, skipped=_counted(data, skipped))
@@ -88,7 +87,7 @@ def read_once(
 def _alike(
     samples: Iterable[Sample], batch: BatchOptions, padded_length: Callable[[int, int], int]
 ) -> Iterator[tuple[int, list[Sample]]]:
-    """Yield samples cut to one length, as many as a batch has or fewer; those without labels are left out."""
+    """Yield groups of samples of one length, at most a batch; samples without labels are dropped."""
     waiting: dict[int, list[Sample]] = {}
     for sample in samples:
         places = (sample.labels != IGNORED).nonzero()
@@ -104,7 +103,7 @@ def _alike(
 
 
 def _counted(data: DataOptions, skipped: Skipped | None) -> Skipped | None:
-    """Return who counts bad documents; None: each of them ends the reading."""
+    """Return the counter of invalid documents; None: they are errors."""
     return (skipped or Skipped()) if data.skip_bad_documents else None
 
 
@@ -113,9 +112,9 @@ def _samples(documents: Iterable[Drawn], data: DataOptions, seq_len: int, filler
 
 
 def _packed(documents: Iterable[Drawn], seq_len: int, filler: int) -> Iterator[Sample]:
-    """Cut documents laid end to end: a sequence begins with the token that ended the one before."""
+    """Split concatenated documents: each sequence begins with the last token of the previous one."""
     ids: list[int] = []
-    runs: deque[tuple[int, Cursor]] = deque()  # what ids are made of: where each begins, from the first of all
+    runs: deque[tuple[int, Cursor]] = deque()  # the index of each run's first id, counted over all ids, and its cursor
     num_cut = 0
     for run, more in chain.from_iterable(document.runs for document in documents):
         runs.append((num_cut + len(ids), run))
@@ -131,7 +130,7 @@ def _packed(documents: Iterable[Drawn], seq_len: int, filler: int) -> Iterator[S
 
 
 def _cursor_at(place: int, runs: deque[tuple[int, Cursor]]) -> Cursor:
-    """Give the cursor of a token, and forget the runs before its own."""
+    """Return the cursor of a token, and remove the runs before its own."""
     while len(runs) > 1 and runs[1][0] <= place:
         runs.popleft()
     begin, cursor = runs[0]
@@ -139,14 +138,14 @@ def _cursor_at(place: int, runs: deque[tuple[int, Cursor]]) -> Cursor:
 
 
 def _padded(documents: Iterable[Drawn], seq_len: int, filler: int) -> Iterator[Sample]:
-    """Make each document one sequence: what is too long is cut off, what is too short filled up."""
+    """Make each document one sequence, truncated or padded."""
     for document in documents:
         ids = chain.from_iterable(ids for _, ids in document.runs)
         yield _filled_up(list(islice(ids, seq_len + 1)), seq_len, filler, document.after)
 
 
 def _filled_up(ids: list[int], seq_len: int, filler: int, cursor: Cursor | None = None) -> Sample:
-    """Give at most seq_len + 1 ids as tokens and labels; what they lack is filled, and does not count."""
+    """Return at most seq_len + 1 ids as tokens and labels, padded with `filler` and IGNORED."""
     tokens, labels = torch.full((seq_len,), filler), torch.full((seq_len,), IGNORED)
     num_labels = max(0, len(ids) - 1)
     tokens[:num_labels], labels[:num_labels] = torch.tensor(ids[:num_labels]), torch.tensor(ids[1:])
@@ -155,7 +154,7 @@ def _filled_up(ids: list[int], seq_len: int, filler: int, cursor: Cursor | None 
 
 def _synthetic(seed: int, vocab_size: int, seq_len: int, start: int) -> Iterator[Sample]:
     for number in count(start):
-        # A generator takes up 32 bits of its seed: stir both numbers into them.
+        # A generator uses only 32 bits of its seed: hash both numbers into them.
         stirred = blake2b(f"{seed} {number}".encode(), digest_size=4).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(stirred, "little"))
         window = torch.randint(vocab_size, (seq_len + 1,), generator=generator)

@@ -1,4 +1,4 @@
-"""Orders and draws that are functions of their numbers alone, the same on every rank, machine and version."""
+"""Stateless shuffling and sampling: pure functions of their arguments, the same on every rank, machine and version."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from itertools import accumulate
 __all__ = ["draw", "shuffled"]
 
 _NUM_ROUNDS = 6
-_LEAST_HALF = 4  # bits: in a smaller domain, some orders of few things would come much more often than others
+_LEAST_HALF = 4  # bits: in a smaller domain, some permutations would be much more frequent than others
 
 
 def shuffled(place: int, count: int, *key: int) -> int:
-    """Give which of the numbers below `count` comes at a place, in an order of them that the key names.
+    """Return the number at a place of the pseudorandom permutation of range(count) that the key selects.
 
-    All places have all numbers, each once, and nothing of the order is in memory. It is a Feistel network:
-    of the place as a number of 2h bits, 4^h >= count and h >= 4, the upper half a and the lower half b
-    become b and a ^ F(b), six times over; all of it again until the outcome is below `count`. In round r,
-    the first being 0, F(b) is the lowest h bits of blake2b, 8 bytes, little-endian, of the text
-    "KEY r b", in which KEY and all else are decimal numbers with a space between them.
+    The permutation is never in memory. It is a Feistel network: of the place as a number of 2h bits, with 4^h >= count
+    and h >= 4, the upper half a and the lower half b become b and a ^ F(b), in six rounds; all six are repeated until
+    the result is below `count`. In round r, counted from 0, F(b) is the lowest h bits of blake2b, 8 bytes,
+    little-endian, of the text "KEY r b": decimal numbers separated by spaces.
     """
     half = max(_LEAST_HALF, ((count - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
@@ -33,11 +32,10 @@ def shuffled(place: int, count: int, *key: int) -> int:
 
 
 def draw(weights: Sequence[float], *key: int) -> int:
-    """Give one of the places in `weights`, each as often among all keys as its weight says.
+    """Return an index of `weights`, pseudorandom by key, with probability proportional to its weight.
 
-    It is the first whose weight, added to those before it, is above u times the sum of all: u is the upper
-    53 bits of blake2b, 8 bytes, little-endian, of the key as decimal numbers with a space between them,
-    over 2^53.
+    It is the first index whose cumulative weight is above u times the sum of all weights: u is the upper 53 bits of
+    blake2b, 8 bytes, little-endian, of the key as decimal numbers separated by spaces, divided by 2^53.
     """
     sums = list(accumulate(weights))
     point = (_stir(*key) >> 11) / 2**53 * sums[-1]

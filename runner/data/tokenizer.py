@@ -1,4 +1,4 @@
-"""The packaged tokenizer: documents to token ids that the model has embeddings for."""
+"""The checkpoint's tokenizer: documents to token ids within the model's vocabulary."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ __all__ = ["Vocabulary", "load_vocabulary"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vocabulary:
-    """A tokenizer, the model's number of token ids, and the ids before and after each document."""
+    """A tokenizer, the model's vocabulary size, and the ids before and after each document."""
 
     tokenizer: Tokenizer
     size: int
     frame: Frame
-    filler: int  # of what is too short
+    filler: int  # the padding token
 
     def encode(self, document: Document, skipped: Skipped | None = None) -> Iterator[tuple[int, list[int]]]:
-        """Encode a document piece by piece, within its frame; an empty one gives nothing.
+        """Encode a document piece by piece, with its frame; an empty document has no ids.
 
-        With the ids comes the offset of their piece; what is before the first of them counts as that piece.
-        The rest of a document has nothing before it. What is no text is left out if it is to be `skipped`.
+        Ids come with the offset of their piece; the frame before a document belongs to its first piece, and the rest of
+        a document has none. With `skipped`, invalid text is counted there and skipped.
 
-        A token never spans two pieces, so ids at a seam, a line end, may differ from those of the
-        text tokenised whole.
+        A token never spans two pieces, so ids at their boundaries, which are line ends, may differ from those of the
+        text tokenized whole.
 
         Raises:
-            BadDocumentError: it is no text.
-            InputError: an id that the model has no embedding for.
+            BadDocumentError: it is not text.
+            DataError: an id is beyond the model's vocabulary.
         """
         at: int | None = None
         for offset, piece in skipped.good(document.pieces) if skipped is not None else document.pieces:
@@ -48,7 +48,7 @@ class Vocabulary:
                 raise DataError(
                     document.where,
                     f"token {max(ids)} is beyond the model's vocabulary of {self.size}",
-                    "tokenizer.json and config.json disagree; take both from one revision",
+                    "tokenizer.json and config.json disagree; use both from one revision",
                     code="tokenizer.beyond-vocabulary",
                 )
             if at is None and not document.is_rest:
@@ -60,17 +60,17 @@ class Vocabulary:
 
 
 def load_vocabulary(folder: Path, size: int, asked: FramingOptions | None = None) -> Vocabulary:
-    """Read the tokenizer of a checkpoint folder, for a model of `size` token ids.
+    """Read the tokenizer of a checkpoint folder, for a model with a vocabulary of `size` ids.
 
     Raises:
-        InputError: no tokenizer, a broken one, no eos to end documents with, or an id beyond the model's.
+        DataError: it is missing or invalid, defines no EOS, or has special tokens beyond the vocabulary.
     """
     tokenizer = load_tokenizer(folder, "train on --data synthetic")
     frame = document_framing(folder, tokenizer, asked or FramingOptions()).frame
     eos = special_id(folder, tokenizer, "eos")
     filler = eos if eos is not None and eos < size else 0
     if beyond := [token for token in (*frame.before, *frame.after) if token >= size]:
-        problem = f"expected token ids below {size} around a text, found {beyond[0]}"
-        hint = "tokenizer.json and config.json disagree; take both from one revision"
+        problem = f"expected special token ids below {size}, found {beyond[0]}"
+        hint = "tokenizer.json and config.json disagree; use both from one revision"
         raise DataError(str(folder), problem, hint, code="tokenizer.beyond-vocabulary")
     return Vocabulary(tokenizer=tokenizer, size=size, frame=frame, filler=filler)

@@ -1,1 +1,1 @@
-"""Ranks as processes: how they meet, are watched over, fail together and exit."""
+"""Ranks as processes: world, watchdog, failing together, exit codes."""

@@ -1,4 +1,4 @@
-"""Fail together: what is wrong on one rank ends all ranks, with the same message everywhere."""
+"""Fail together: an error on one rank ends all ranks, with one message that names the rank."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ T = TypeVar("T")
 
 
 class AloneError(UserError):
-    """What one rank met while the others went on: it says so itself, and its end ends them."""
+    """An error of one rank while the others continue: it reports the error itself, and its exit ends them."""
 
 
 class _BugError(UserError):
-    """What is our bug on another rank, which keeps the traceback."""
+    """A bug on another rank, which prints the traceback."""
 
     exit_code = 1
 
 
 @contextmanager
 def together(task: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Run a block on every rank of a group; when any rank's block raised, raise on all of them.
+    """Run a block on every rank of a group; if it raises on any rank, raise on all of them.
 
-    The block may run no collectives of its own. The message names each rank that failed, once; what no restart
-    mends comes first.
+    The block must not run collectives. The message names each failed rank once; errors that a restart cannot fix
+    come first.
 
     Raises:
-        UserError: what the first failing rank met, with a line for each of the others.
+        UserError: the error of the first failing rank, with a line for each of the others.
     """
     failure: UserError | None = None
     unexpected: BaseException | None = None
@@ -46,7 +46,7 @@ def together(task: str, group: dist.ProcessGroup | None = None) -> Iterator[None
         failure = error
     except Exception as error:
         failure = exhausted(error) or unreachable(error)
-        if failure is None:  # our bug: the other ranks must end too, this one keeps its traceback
+        if failure is None:  # a bug: the other ranks must end too, this one prints its traceback
             unexpected = error
             failure = _BugError(task, f"{type(error).__name__}: {error}", code="rank.internal-error")
     failures: list[tuple[str, UserError | None]] = [("", None)] * dist.get_world_size(group)
@@ -61,16 +61,16 @@ def together(task: str, group: dist.ProcessGroup | None = None) -> Iterator[None
 
 
 def join_failures(failed: Mapping[str, UserError]) -> UserError:
-    """Give one error for what ranks met, each at its place; what no restart mends comes first, and gives the code."""
+    """Join the errors of ranks, by their labels, into one; an error that a restart cannot fix comes first."""
     (place, first), *others = sorted(failed.items(), key=lambda item: code_of(item[1]) == RankError.exit_code)
     said = first.on_rank(place)
-    # What ranks of a group have agreed on already is the same on all of them.
+    # An error that a group of ranks has already joined is the same on all of them.
     rest = [error.on_rank(place) for place, error in others if str(error) != str(first)]
     return said.changed(problem=said.problem + "".join(f"\n{each.where}: {each.problem}" for each in rest))
 
 
 def from_rank_0(value: T) -> T:
-    """Give rank 0's value, on every rank; each of them calls this."""
+    """Return rank 0's value on every rank; every rank calls this."""
     shared = [value]
     dist.broadcast_object_list(shared, src=0)
     return shared[0]
@@ -78,7 +78,7 @@ def from_rank_0(value: T) -> T:
 
 @contextmanager
 def alone(rank: int) -> Iterator[None]:
-    """Run a block where a gather at every turn would cost too much; its errors name the rank."""
+    """Run a block without collectives, where `together` would cost too much; its errors name the rank."""
     try:
         yield
     except UserError as error:

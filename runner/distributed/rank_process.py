@@ -1,4 +1,4 @@
-"""One rank's process: what it does, how it says what went wrong, and its exit code."""
+"""One rank's process: it runs a function, reports errors, and exits with the right code."""
 
 from __future__ import annotations
 
@@ -31,12 +31,14 @@ _INTERRUPTED = 130
 
 
 def run_rank(act: Callable[[World], None], *, is_json: bool = False, is_quiet: bool = False) -> None:
-    """Act as one rank, and end with its exit code. What all ranks know is said once; `is_quiet`: errors alone."""
+    """Run `act` as one rank, and exit with its code. Errors of all ranks are printed once; `is_quiet`: only errors."""
     open_streams()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     for terminal in logging.getLogger().handlers if is_quiet else ():
         terminal.setLevel(logging.WARNING)
-    logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # its whole schedule, at any failure
+    logging.getLogger("torch.distributed.pipelining").setLevel(
+        logging.CRITICAL
+    )  # it logs its whole schedule at any failure
     _end_with_agent()
     world, code = World.from_environment(os.environ), 0
     set_rank_label(world.rank)
@@ -48,53 +50,53 @@ def run_rank(act: Callable[[World], None], *, is_json: bool = False, is_quiet: b
             logger.info("%s", stopped)
     except UserError as error:
         is_mine = world.rank == 0 or isinstance(error, AloneError)
-        code = _told(error, echo="json" if is_json and is_mine else is_mine)
+        code = _fail(error, echo="json" if is_json and is_mine else is_mine)
     except KeyboardInterrupt:
         code = _INTERRUPTED
     except Exception as error:
-        code = _report(error, world)
+        code = _crash(error, world)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     if code:
-        os._exit(code)  # a peer may be gone: waiting for it in destroy_process_group could hang
+        os._exit(code)  # destroy_process_group could hang waiting for a rank that has exited
     dist.destroy_process_group()
 
 
 def _end_with_agent() -> None:
-    """Be sent SIGTERM when the agent is gone, however it ended: nobody else would stop this rank then."""
+    """Receive SIGTERM when the agent exits, for whatever reason: nothing else would stop this rank then."""
     agent = os.environ.get(AGENT)
     if agent is None:
         return
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the agent says that it was interrupted
-    with contextlib.suppress(AttributeError):  # another kernel than Linux
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the agent reports the interrupt
+    with contextlib.suppress(AttributeError):  # not Linux
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
     try:
         os.kill(int(agent), 0)
-    except ProcessLookupError:  # it was gone before
+    except ProcessLookupError:  # it has exited already
         os._exit(RankError.exit_code)
 
 
-def _told(error: UserError, *, echo: bool | Literal["json"] = True) -> int:
-    """Tell what the job ends by, with its code; give this process's own: it failed, or another rank did."""
+def _fail(error: UserError, *, echo: bool | Literal["json"] = True) -> int:
+    """Report an error with the job's exit code; return this process's own, which says whether another rank failed."""
     code = code_of(error)
-    told = ExitReport(
+    report = ExitReport(
         kind="failed", code=code, where=error.where, problem=error.problem, hint=error.hint,
         is_elsewhere=error.is_elsewhere, error_code=error.code,
     )  # fmt: skip
-    report_exit(told, echo=echo)
+    report_exit(report, echo=echo)
     return RankError.exit_code if error.is_elsewhere else code
 
 
-def _report(error: Exception, world: World) -> int:
-    """Say what ended this rank: too little memory or a lost peer in a line, our own bug with its traceback."""
+def _crash(error: Exception, world: World) -> int:
+    """Report what ended this rank: out of memory or a lost rank in a line, a bug with its traceback."""
     place = rank_label(world.rank)
     if (said := exhausted(error) or unreachable(error)) is not None:
-        return _told(said.on_rank(place))
+        return _fail(said.on_rank(place))
     lost = [cause for cause in causes(error) if isinstance(cause, dist.DistError) or "gloo" in str(cause).lower()]
     if lost:
         reason = str(lost[0]).splitlines()[0].partition(". ")[0][:200]
-        problem = f"another rank is gone or too slow: {reason}"
+        problem = f"lost the connection to another rank, or timed out waiting for it: {reason}"
         report_exit(
             ExitReport(kind="lost", code=RankError.exit_code, where=place, problem=problem, error_code="rank.lost")
         )

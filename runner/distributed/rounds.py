@@ -1,4 +1,4 @@
-"""What takes long on every rank, done in rounds, so that no wait of one rank for another is long."""
+"""Long work on every rank, with regular exchanges, so that no rank waits for another until it times out."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _ROUND_S = 2.0
 
 
 def in_rounds(task: str, work: Callable[[threading.Event], T], group: dist.ProcessGroup | None = None) -> T:
-    """Run on every rank of a group what may take longer than a rank waits for another, and fail together.
+    """Run work that may take longer than the timeout between ranks on every rank of a group, and fail together.
 
-    `work` runs beside the rounds in which ranks hear of each other, and no collectives. It ends early, however it
-    likes, once its event is set: another rank has failed. When this returns or raises, it has ended on all ranks.
+    `work` runs in a thread while ranks exchange their progress, and must not run collectives. Once its event is set,
+    because another rank has failed, it should end early. When this returns or raises, it has ended on all ranks.
 
     Raises:
         UserError: as `together`, on all ranks, for the first failure.
@@ -47,14 +47,14 @@ def in_rounds(task: str, work: Callable[[threading.Event], T], group: dist.Proce
 
 
 def is_true_for_all(value: bool, group: dist.ProcessGroup | None = None) -> bool:
-    """Give whether all ranks of a group say so; each of them calls this."""
+    """Return whether `value` is true on all ranks of a group; each of them calls this."""
     values = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return all(values)
 
 
 def _failure_of(working: Future[T], task: str, group: dist.ProcessGroup | None) -> Exception | None:
-    """Give what one rank or another has met by now, and on a rank with a bug that bug."""
+    """Return the failure of any rank so far; on a rank with a bug, that bug."""
     try:
         with together(task, group):
             if working.done():

@@ -1,11 +1,11 @@
-"""A rank's life: signals that ask it to stop, its heartbeat file, and a watchdog for steps that do not end.
+"""Watchdog of a rank: signals that ask it to stop, its heartbeat, and a timeout for steps that hang.
 
 # Note [Stopping]
-SIGUSR2, SIGTERM, SIGINT and SIGHUP ask a run that saves checkpoints to stop. Ranks get them at different times,
-and torchrun passes them on again: a signal only raises a flag, which goes with the totals of every step, so that
-all ranks stop after the same one. torchrun also sends SIGTERM to the ranks that are left when one is gone;
-then no step ends, and the watchdog soon ends the rank. Python runs no signal handler while a collective
-waits, so a thread of its own listens.
+SIGUSR2, SIGTERM, SIGINT and SIGHUP ask a run that saves checkpoints to stop. Ranks receive them at different times,
+and torchrun forwards them again: a signal only sets a flag, which is reduced with the totals of every step, so that
+all ranks stop after the same one. torchrun also sends SIGTERM to the remaining ranks when one has exited; then no step
+ends, and the watchdog soon ends the rank. Python runs no signal handler while a collective waits, so a separate thread
+listens.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from runner.rundir.rank_label import place_of
 __all__ = ["StallTimer", "StoppedError", "Watchdog", "log_to_file"]
 
 logger = logging.getLogger("runner")
-_GRACE_S = 15.0  # after SIGTERM, a step must end within this, or twice what the last one took, or the rank ends
+_GRACE_S = 15.0  # after SIGTERM, the rank exits unless a step ends within this, or twice the last step's time
 _STOPPING = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 _POLL_S = 0.5
-_BEAT_S = 1.0  # the heartbeat file is written no more often
+_BEAT_S = 1.0  # the shortest time between two heartbeats
 
 
 def log_to_file(log_dir: Path, rank: int) -> None:
-    """Write what this rank logs to a file of its own, too, and what it prints of its steps.
+    """Also write this rank's log, and the steps that it prints, to its log file.
 
     Raises:
-        InputError: the file cannot be written.
+        OutputError: the file cannot be written.
     """
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
         handler = _LogFile(log_path(log_dir, rank), encoding="utf-8", errors="backslashreplace")
     except OSError as error:
-        hint = "--log-dir names a folder that this user can write on every node"
+        hint = "choose a --log-dir that this user can write on every node"
         raise refused_by_system(
             str(error.filename or log_dir), error, "cannot be written", hint, code="output.unwritable"
         ) from error
@@ -59,19 +59,19 @@ def log_to_file(log_dir: Path, rank: int) -> None:
     logging.getLogger().addHandler(handler)
     said = logging.getLogger("runner.said")
     said.setLevel(logging.DEBUG)
-    said.propagate = False  # the terminal has it
+    said.propagate = False  # the terminal shows it already
     said.addHandler(handler)
 
 
 class _LogFile(logging.FileHandler):
-    """A log whose disk may fill up: that ends no run, and what does not fit is left out."""
+    """A log whose disk may fill up: that must not end a run, so what does not fit is dropped."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass
 
 
 class StoppedError(UserError):
-    """The run ended at a signal, with a checkpoint."""
+    """The run was stopped by a signal, after saving a checkpoint."""
 
     exit_code = 130
 
@@ -103,10 +103,10 @@ class StallTimer:
 
 
 class Watchdog:
-    """Watches over one rank while the context is entered, which its main thread does.
+    """Watches over one rank while the context is entered, by its main thread.
 
-    With `can_stop`, signals raise `is_asked_to_stop` instead of ending the process. A rank that waits for its
-    checkpoint ends when the `saving` of it has not got on for `save_timeout_s`.
+    With `can_stop`, signals set `is_asked_to_stop` instead of ending the process. A rank that waits for its checkpoint
+    exits when `saving` has made no progress for `save_timeout_s`.
     """
 
     def __init__(
@@ -149,19 +149,19 @@ class Watchdog:
         self._sender.close()
 
     def beat(self, step: int, phase: str = "train") -> None:
-        """Tell that a step has ended, or that another phase begins; only steps of `train` are timed."""
+        """Note that a step has ended, or that another phase begins; only steps of `train` have a timeout."""
         now_s = time.monotonic()
         if self._phase == "train" and step > self._step:
             self._took_s = now_s - self._last_s
         self._step, self._phase, self._last_s = step, phase, now_s
 
     def leave(self) -> None:
-        """Tell that no step follows, whatever ended them: all that is left to wait for is the checkpoint."""
+        """Note that no step follows, for whatever reason: only the checkpoint can still be waited for."""
         self.beat(self._step, "end")
 
     @property
     def grace_s(self) -> float:
-        """How long a step may take after SIGTERM, as far as is known of steps."""
+        """How long a step may take after SIGTERM, estimated from the last step."""
         return self._step_timeout_s if self._took_s is None else max(_GRACE_S, 2 * self._took_s)
 
     def _watch(self) -> None:
@@ -173,15 +173,17 @@ class Watchdog:
                 self._write()
             if self._phase != "train":
                 if (stalled_s := self._saving.stalled_s) > self._save_timeout_s:
-                    why = f"nothing of its checkpoint could be written for {stalled_s:.0f} s: the disk does not answer"
+                    why = (
+                        f"writing its checkpoint has made no progress for {stalled_s:.0f} s: the disk does not respond"
+                    )
                     self._end(why, kind="failed")
                 continue
             grace_s = self.grace_s
             if self._terminated_s is not None and now_s - max(self._terminated_s, self._last_s) > grace_s:
-                self._end(f"was told to end, and no step has ended for {grace_s:.0f} s: another rank is gone")
+                self._end(f"no step has ended in the {grace_s:.0f} s since SIGTERM: another rank has exited")
             if now_s - self._last_s > self._step_timeout_s:
                 self._end(f"no step has ended for {self._step_timeout_s:.0f} s")
-            # Other ranks may give up first, and then end this one before it has shown what it does.
+            # Other ranks may time out first and end this one before it has dumped its stacks.
             if self._last_s > self._shown_s and now_s - self._last_s > self._step_timeout_s / 4:
                 self._show(f"no step has ended for {now_s - self._last_s:.0f} s")
 
@@ -198,14 +200,14 @@ class Watchdog:
             rank=self._rank, stages=self._stages, host=self._host, pid=os.getpid(), step=self._step,
             phase=self._phase, time=time.time(), doing=doing, is_waiting=is_waiting,
         )  # fmt: skip
-        with contextlib.suppress(OSError):  # a full disk is met, and said, by what must be written
+        with contextlib.suppress(OSError):  # whatever must be written reports a full disk
             write_beat(heartbeat_path(self._log_dir, self._rank), beat)
 
     def _show(self, why: str) -> None:
-        """Write to this rank's log what each of its threads is doing."""
+        """Write the stack of every thread to this rank's log."""
         self._shown_s = time.monotonic()
         with contextlib.suppress(OSError), open(log_path(self._log_dir, self._rank), "a") as log:
-            print(f"{why}; what each thread is doing:", file=log, flush=True)
+            print(f"{why}; stacks of all threads:", file=log, flush=True)
             faulthandler.dump_traceback(log, all_threads=True)
         dump_flight_recorder(self._rank)
 
@@ -215,14 +217,14 @@ class Watchdog:
         place, log = place_of(self._rank, self._stages, self._host), log_path(self._log_dir, self._rank)
         report_exit(
             ExitReport(kind=kind, code=RankError.exit_code, where=place, problem=why,
-                   hint=f"{log} shows what each of its threads was doing")
+                   hint=f"see the stacks of its threads in {log}")
         )  # fmt: skip
         logging.shutdown()
         os._exit(RankError.exit_code)
 
 
 def _doing(thread: int) -> tuple[str, bool]:
-    """Say which Python function a thread is in, and whether it waits there for another rank."""
+    """Return which Python function a thread executes, and whether it waits there for another rank."""
     frame = sys._current_frames().get(thread)
     if frame is None:
         return "", False

@@ -1,4 +1,4 @@
-"""Who this process is among the ranks, and how they meet."""
+"""This process's rank, its device, and the process group of all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["World", "device_of", "join_world"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:
-    """Who this process is, as torchrun says in the environment. Ranks of a node are neighbours."""
+    """This process's rank, from torchrun's environment variables. Ranks of a node have consecutive numbers."""
 
     rank: int
     local_rank: int
@@ -39,25 +39,25 @@ class World:
 
 
 def device_of(world: World, asked: Device) -> torch.device:
-    """Give the device that this rank trains on.
+    """Return the device that this rank trains on.
 
     Raises:
-        InputError: it needs a GPU of its own, and the machine has fewer.
+        LaunchError: the node has fewer GPUs than ranks.
     """
     if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if world.local_rank >= torch.cuda.device_count():
         raise LaunchError(
             "--device",
-            f"rank {world.local_rank} of this machine needs a GPU of its own, found {torch.cuda.device_count()}",
-            "start fewer ranks here, or take --device cpu",
+            f"local rank {world.local_rank} needs its own GPU, found {torch.cuda.device_count()} GPUs on this node",
+            "start fewer ranks per node, or use --device cpu",
             code="launch.too-few-gpus",
         )
     return torch.device("cuda", world.local_rank)
 
 
 def join_world(device: torch.device, timeout_s: int) -> None:
-    """Meet the other ranks. Every later wait for one of them ends after the timeout."""
+    """Create the process group of all ranks; every later wait for another rank ends after `timeout_s`."""
     return_freed_memory()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     backend = "gloo"

@@ -1,4 +1,4 @@
-"""Stored tensors read once for all ranks that share a stage: one reads each, whole and checked, and sends it on."""
+"""`--load broadcast`: one rank of a stage reads and verifies each stored tensor, and broadcasts it to the others."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from runner.tensors.local_shard import Piece
 
 __all__ = ["read_for_all"]
 
-_ROUND_NBYTES = 64 << 20  # what is read before it is sent
-_Key = tuple[str, int]  # a file, and where in it a tensor begins
+_ROUND_NBYTES = 64 << 20  # read before a broadcast
+_Key = tuple[str, int]  # a file, and the offset of a tensor in it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Shared:
-    """A stored tensor that ranks of a group want, and the one of them that reads it."""
+    """A stored tensor that ranks of a group need, and the rank that reads it."""
 
     key: _Key
     dtype: str
@@ -37,12 +37,12 @@ class _Shared:
 
 
 def read_for_all(reads: Sequence[Read], group: dist.ProcessGroup, device: torch.device) -> LoadReport:
-    """Fill what each rank of a group has planned to read. Every one of them calls this.
+    """Execute the planned reads of every rank of a group; each of them calls this.
 
-    Digests of whole tensors are checked by who reads them. Memory for two rounds of tensors is needed besides.
+    The rank that reads a tensor verifies its digest. This needs extra memory for two rounds of tensors.
 
     Raises:
-        UserError: the same on all ranks of the group, whichever rank met it.
+        UserError: the same on all ranks of the group, whichever rank failed.
     """
     started_s, nbytes = time.perf_counter(), 0
     wanted = defaultdict[_Key, list[Read]](list)
@@ -59,7 +59,7 @@ def read_for_all(reads: Sequence[Read], group: dist.ProcessGroup, device: torch.
             sent = buffers.pop(each.key).to(device)
             dist.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=each.reader)
             for read in wanted.get(each.key, ()):
-                read.into.memory.copy_(_box_of(read, sent))
+                read.into.memory.copy_(_region_of(read, sent))
     return LoadReport(
         num_tensors=len({read.at.name for read in reads}),
         num_parts=0,
@@ -70,7 +70,7 @@ def read_for_all(reads: Sequence[Read], group: dist.ProcessGroup, device: torch.
 
 
 def _share(wanted: dict[_Key, list[Read]], group: dist.ProcessGroup) -> list[_Shared]:
-    """Deal out what the ranks of a group want, in the order of files and bytes."""
+    """Assign the tensors that ranks of a group need to readers, in the order of files and offsets."""
     mine = [(key, read.at.dtype, read.at.shape) for key, (read, *_) in wanted.items()]
     everyone: list[list[tuple[_Key, str, tuple[int, ...]]]] = [[] for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(everyone, mine, group=group)
@@ -79,13 +79,13 @@ def _share(wanted: dict[_Key, list[Read]], group: dist.ProcessGroup) -> list[_Sh
         for key, dtype, shape in theirs:
             found[key] = dtype, shape
             ranks[key].append(rank)
-    given = [0] * len(everyone)  # bytes that each rank reads
+    assigned = [0] * len(everyone)  # bytes that each rank reads
     shared = []
     for key in sorted(found):
         dtype, shape = found[key]
-        reader = min(ranks[key], key=given.__getitem__)
+        reader = min(ranks[key], key=assigned.__getitem__)
         shared.append(_Shared(key=key, dtype=dtype, shape=shape, reader=reader))
-        given[reader] += shared[-1].nbytes
+        assigned[reader] += shared[-1].nbytes
     return shared
 
 
@@ -111,12 +111,12 @@ def _room_for(shared: _Shared) -> torch.Tensor:
 
 
 def _read_whole(read: Read, buffer: torch.Tensor) -> Read:
-    """Give the read of all that is stored where a part of it is wanted."""
+    """Return a read of the whole stored tensor of which `read` is a part."""
     at = read.at
     return Read(into=Piece(fqn=at.name, shape=at.whole_shape, offset=at.offset, memory=buffer), at=at)
 
 
-def _box_of(read: Read, stored: torch.Tensor) -> torch.Tensor:
-    for dim, (begin, count) in enumerate(zip(read.box.offset, read.box.shape, strict=True)):
+def _region_of(read: Read, stored: torch.Tensor) -> torch.Tensor:
+    for dim, (begin, count) in enumerate(zip(read.region.offset, read.region.shape, strict=True)):
         stored = stored.narrow(dim, begin, count)
     return stored

@@ -1,4 +1,4 @@
-"""A stored tensor's bytes, or those of a box of it, into memory that is already there, hashed on the way."""
+"""Reading a region of a stored tensor into allocated memory, hashed on the way."""
 
 from __future__ import annotations
 
@@ -28,26 +28,25 @@ def fill(
     dtype: torch.dtype,
     reader: Reader,
     position: int,
-    box: Slice,
+    region: Slice,
     hasher: Hasher | None = None,
-    staging: PinnedBlocks | None = None,
+    blocks: PinnedBlocks | None = None,
 ) -> None:
-    """Read a box of a tensor, stored as `dtype` from `position` on, and hash its bytes as they pass if asked.
+    """Read a region of a tensor, stored as `dtype` from `position` on, and update `hasher` with its bytes.
 
-    The bytes go straight into the target where they lie there as they are stored, on the CPU, in the
-    same dtype and without gaps, and through the blocks of `staging` where they do not; without one of the
-    caller's they have arrived when this ends, otherwise when that is finished.
+    Bytes are read directly into the target where it is on the CPU, contiguous and of the same dtype, and elsewhere
+    through blocks. With the caller's `blocks`, copies have finished only when those are finished.
 
-    Shapes: `target` is the box; `box.whole_shape` is what is stored.
+    Shapes: `target` has the shape of `region`, which is within the stored shape `region.whole_shape`.
     """
-    stored, scalar = box.whole_shape, not box.whole_shape
+    stored, scalar = region.whole_shape, not region.whole_shape
     if scalar:
-        target, stored, box = target.view(1), (1,), Slice(offset=(0,), shape=(1,), whole_shape=(1,))
-    blocks = staging or PinnedBlocks(target.device)
-    for block in blocks_of(stored, box, dtype.itemsize):
+        target, stored, region = target.view(1), (1,), Slice(offset=(0,), shape=(1,), whole_shape=(1,))
+    pinned = blocks or PinnedBlocks(target.device)
+    for block in blocks_of(stored, region, dtype.itemsize):
         rows = target[block.index]
         direct = _is_direct(rows, block, dtype)
-        read = rows if direct else blocks.take(dtype, block.nbytes // dtype.itemsize).view(block.rows)
+        read = rows if direct else pinned.take(dtype, block.nbytes // dtype.itemsize).view(block.rows)
         room = bytes_of(read)
         reader.read_into(room, position + block.begin)
         if hasher is not None:
@@ -56,14 +55,14 @@ def fill(
             for dim, begin in enumerate(block.inner, start=1):
                 read = read.narrow(dim, begin, rows.shape[dim])
             rows.copy_(read, non_blocking=True)
-            blocks.sent()
-    if staging is None:
-        blocks.finish()
+            pinned.sent()
+    if blocks is None:
+        pinned.finish()
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Give the memory of a contiguous tensor on the CPU."""
-    # A view of one element may be contiguous and have a stride, which torch does not look past.
+    """Return the memory of a contiguous CPU tensor."""
+    # A contiguous view of one element may have any stride, which `view` does not accept.
     flat = tensor.as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data
 

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors into memory, whatever stages hold them: each byte read once, digests checked on the way."""
+"""Loading a checkpoint's tensors, from whatever stages store them: each byte is read once, digests are verified."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from stores.bundles import Bundles, TensorAt, join_slices
 
 __all__ = ["LoadReport", "Read", "count_unverified", "load_tensors", "plan_reads", "read_all", "read_tensors"]
 
-_RUN_NBYTES = 64 << 20  # what a thread reads before it takes more
+_RUN_NBYTES = 64 << 20  # one unit of work of a thread
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadReport:
     """What one rank read: `nbytes` of tensor data, and `verified_nbytes` more to verify parts, in `load_s` seconds.
 
-    Of `num_parts` stored tensors it read a part alone. `num_unverified` have no digest: they are of original files.
+    Of `num_parts` stored tensors it read only a part. `num_unverified` have no digest: they are in original files.
     """
 
     num_tensors: int
@@ -45,7 +45,7 @@ class LoadReport:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Read:
-    """A part of a stored tensor on its way into memory."""
+    """A read of a stored tensor, or part of it, into memory."""
 
     into: Piece
     at: TensorAt
@@ -55,17 +55,17 @@ class Read:
         return tuple(self.into.memory.shape) == self.at.shape
 
     @cached_property
-    def box(self) -> Slice:
-        """The part as a box of what is stored."""
+    def region(self) -> Slice:
+        """The part as a region of the stored tensor."""
         offset = tuple(own - stored for own, stored in zip(self.into.offset, self.at.offset, strict=True))
         return Slice(offset=offset, shape=tuple(self.into.memory.shape), whole_shape=self.at.shape)
 
     @cached_property
     def ranges(self) -> tuple[Range, ...]:
-        """The bytes of the file that are read."""
+        """The byte ranges of the file that are read."""
         if self.is_whole:
             return ((self.at.begin, self.at.end),)
-        ranges = ranges_of(self.at.shape, self.box, TORCH_DTYPES[self.at.dtype].itemsize)
+        ranges = ranges_of(self.at.shape, self.region, TORCH_DTYPES[self.at.dtype].itemsize)
         return merge_ranges((self.at.begin + begin, self.at.begin + end) for begin, end in ranges)
 
     @property
@@ -74,10 +74,10 @@ class Read:
 
 
 def load_tensors(pieces: Iterable[Piece], bundles: Bundles, shape: ModelShape, holds: Holds = WEIGHTS) -> LoadReport:
-    """Fill what a rank has of a model's tensors as `read_tensors` does, and verify what it read in part by itself.
+    """Load a rank's tensors as `read_tensors` does, and verify those that were read in part, without other ranks.
 
     Raises:
-        InputError: as `read_tensors`, or parts are not of a tensor with its digest.
+        ShardError: as `read_tensors`, or a tensor that was read in part does not match its digest.
     """
     started_s = time.perf_counter()
     report, parts = read_tensors(pieces, bundles, shape, holds)
@@ -88,23 +88,23 @@ def load_tensors(pieces: Iterable[Piece], bundles: Bundles, shape: ModelShape, h
 def read_tensors(
     pieces: Iterable[Piece], bundles: Bundles, shape: ModelShape, holds: Holds = WEIGHTS
 ) -> tuple[LoadReport, list[PartRead]]:
-    """Fill what a rank has of a model's tensors with weights or optimizer state, in place.
+    """Read weights, or one kind of optimizer state, into a rank's pieces, in place.
 
-    Every rank calls this for what it has; it runs no collectives, and opens only files of the stages that store these
-    FQNs, whatever stages are trained here. Of a tensor that it has in part it reads that part, from whatever slices are
-    stored, and returns it for `verify_parts`: no digest was compared yet. What is stored in another floating dtype is
-    cast. A replica that is not stored beside its owner gets the owner's bytes.
+    It runs no collectives, and opens only files of the stages that store these FQNs, whichever stages this rank trains.
+    If a rank has part of a tensor, only that part is read, from whatever slices are stored, and returned for
+    `verify_parts`: its digest has not been compared yet. Other floating dtypes are cast. A tied replica that is not
+    stored gets the bytes of its owner.
 
     Shapes: as stored; see `manifests.models`.
     Raises:
-        InputError: a shard is missing or damaged, a tensor is missing, unexpected or misshapen, or the
-            bytes of whole ones are not what their digest says (those of virtual bundles have none).
+        ShardError: a shard is missing or damaged, a tensor is missing, unexpected or of another shape or dtype, or a
+            tensor that was read whole does not match its digest (those of virtual bundles have none).
     """
     started_s = time.perf_counter()
     reads: dict[_Bytes, Read] = {}
-    wanted: dict[_Bytes, list[Piece]] = defaultdict(list)  # two tied names may stand for the same bytes
+    wanted: dict[_Bytes, list[Piece]] = defaultdict(list)  # two tied names may have the same bytes
     for read in plan_reads(pieces, bundles, shape, holds):
-        key = read.at.file, read.at.begin, read.box
+        key = read.at.file, read.at.begin, read.region
         reads.setdefault(key, read)
         wanted[key].append(read.into)
     parts = read_all(list(reads.values()))
@@ -122,15 +122,15 @@ def read_tensors(
 
 
 def count_unverified(reads: Iterable[Read]) -> int:
-    """Count the tensors that have no digest: those of original files."""
+    """Count the tensors without a digest: those in original files."""
     return len({read.at.name for read in reads if read.at.digest is None})
 
 
-_Bytes = tuple[InputFile, int, Slice]  # a file, where in it a tensor begins, and what of that is wanted
+_Bytes = tuple[InputFile, int, Slice]  # a file, the offset of a tensor in it, and a region of the tensor
 
 
 def plan_reads(pieces: Iterable[Piece], bundles: Bundles, shape: ModelShape, holds: Holds = WEIGHTS) -> list[Read]:
-    """Find where each piece is stored, reading headers alone; raises as `load_tensors`."""
+    """Find where each piece is stored, from headers alone; raises as `load_tensors`."""
     pieces = tuple(pieces)
     located = _locate(dict.fromkeys(piece.fqn for piece in pieces), bundles, shape, holds)
     reads = []
@@ -138,18 +138,19 @@ def plan_reads(pieces: Iterable[Piece], bundles: Bundles, shape: ModelShape, hol
         for at in located[piece.fqn]:
             _check_kind(at, piece)
             stored = at.part or Slice(offset=at.offset, shape=at.shape, whole_shape=at.shape)
-            if (box := intersect(piece.part, stored)) is not None:
-                reads.append(Read(into=piece.view(box), at=at))
+            if (region := intersect(piece.part, stored)) is not None:
+                reads.append(Read(into=piece.view(region), at=at))
     return reads
 
 
 def read_all(reads: Sequence[Read]) -> list[PartRead]:
-    """Read all of these, with one thread from the front of the files and one from the back.
+    """Execute reads, with one thread from the first file on and one from the last backwards.
 
-    Returns the parts of tensors among them, which nothing has verified yet.
+    Returns the partial reads among them, which are not verified yet.
 
     Raises:
-        InputError: a file cannot be read, or whole tensors are not what their digests say.
+        ShardError: a tensor that was read whole does not match its digest.
+        InputError: a file cannot be read.
     """
     in_order = sorted(reads, key=lambda read: (str(read.at.file), read.ranges[0]))
     queue, stop, parts = deque(_runs(in_order)), threading.Event(), list[PartRead]()
@@ -176,7 +177,7 @@ def read_all(reads: Sequence[Read]) -> list[PartRead]:
 def _locate(fqns: Iterable[str], bundles: Bundles, shape: ModelShape, holds: Holds) -> dict[str, tuple[TensorAt, ...]]:
     manifest, opened = bundles.manifest, dict[int, dict[str, tuple[TensorAt, ...]]]()
     stage_of = {module: stage.index for stage in manifest.stages for module in stage.modules}
-    # A replica on its owner's stage may be left out: it has the owner's bytes.
+    # A replica on its owner's stage need not be stored: it has the owner's bytes.
     owners = {
         replica.fqn: group.owner.fqn
         for group in manifest.ties
@@ -197,7 +198,7 @@ def _locate(fqns: Iterable[str], bundles: Bundles, shape: ModelShape, holds: Hol
         what = "" if holds == WEIGHTS else f"the {holds} of "
         raise ShardError(
             f"{bundles.root}: stages[{stage}]",
-            f"no shard holds {what}{_some(sorted(names))}",
+            f"no shard contains {what}{_some(sorted(names))}",
             "the bundle is incomplete; write it again",
             code="shard.missing-tensor",
         )
@@ -205,7 +206,7 @@ def _locate(fqns: Iterable[str], bundles: Bundles, shape: ModelShape, holds: Hol
 
 
 def _open_stage(stage: Stage, bundles: Bundles, shape: ModelShape, holds: Holds) -> dict[str, tuple[TensorAt, ...]]:
-    """Give what a stage stores of one kind, having seen that it is the model's and the stage's own."""
+    """Return a stage's tensors of one kind, after checking that they belong to the model and to the stage."""
     modules, found = frozenset(stage.modules), join_slices(bundles.tensors_on(stage, holds))
     ignored = (shape.ignored_suffixes if holds == WEIGHTS else ()) or ("\0",)
     unexpected = sorted(
@@ -216,7 +217,7 @@ def _open_stage(stage: Stage, bundles: Bundles, shape: ModelShape, holds: Holds)
     if unexpected:
         raise ShardError(
             f"{bundles.root}: stages[{stage.index}]",
-            f"its shards hold {_some(unexpected)}, which its modules do not have",
+            f"its shards contain {_some(unexpected)}, which its modules do not have",
             code="shard.unexpected-tensor",
         )
     return found
@@ -228,7 +229,7 @@ def _check_kind(at: TensorAt, piece: Piece) -> None:
         raise ShardError(
             f"{where}.shape",
             f"expected {list(piece.shape)} (config.json), found {list(at.whole_shape)}",
-            "weights and config disagree; pack both from one revision",
+            "weights and config disagree; use both from one revision",
             code="shard.wrong-shape",
         )
     if at.dtype not in TORCH_DTYPES:
@@ -238,7 +239,7 @@ def _check_kind(at: TensorAt, piece: Piece) -> None:
 
 
 def _runs(reads: Sequence[Read]) -> Iterator[list[Read]]:
-    """Cut reads into runs of one file, each of them a thread's piece of work."""
+    """Split reads into runs of one file, which are the threads' units of work."""
     run: list[Read] = []
     nbytes = 0
     for read in reads:
@@ -253,32 +254,32 @@ def _runs(reads: Sequence[Read]) -> Iterator[list[Read]]:
 
 def _fill_run(run: Sequence[Read], stop: threading.Event) -> list[PartRead]:
     reader = run[0].at.file.open(merge_ranges(byte_range for read in run for byte_range in read.ranges))
-    staging = PinnedBlocks(run[0].into.memory.device)
+    blocks = PinnedBlocks(run[0].into.memory.device)
     parts = []
     try:
         for read in run:
             if stop.is_set():
                 break
-            found = _fill(read, reader, staging)
+            found = _fill(read, reader, blocks)
             if not read.is_whole:
-                parts.append(PartRead(at=read.at, box=read.box, digest=found))
+                parts.append(PartRead(at=read.at, region=read.region, digest=found))
     finally:
-        staging.finish()
+        blocks.finish()
         reader.close()
     return parts
 
 
-def _fill(read: Read, reader: Reader, staging: PinnedBlocks) -> str:
-    """Fill a piece and return the hex digest of what was read for it, having compared that of a whole tensor."""
+def _fill(read: Read, reader: Reader, blocks: PinnedBlocks) -> str:
+    """Fill a piece, and return the hex digest of the bytes read, after comparing that of a whole tensor."""
     at, hasher = read.at, Hasher()
     fill(
         read.into.memory,
         TORCH_DTYPES[at.dtype],
         reader,
         at.begin,
-        read.box,
+        read.region,
         None if at.digest is None else hasher,
-        staging,
+        blocks,
     )
     found: str = hasher.hexdigest()
     if read.is_whole and at.digest not in (None, found):

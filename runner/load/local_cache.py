@@ -1,4 +1,4 @@
-"""What a node's ranks read, copied to its own disk first, by all of them together."""
+"""The local cache of bundles (`--stage-to-local`): a node's ranks copy what they read to its own disk first."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ logger = logging.getLogger("runner")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheReport:
-    """What one rank copied to its node's disk, in `copy_s` seconds, and what of its part was there already."""
+    """What one rank copied to its node's disk, in `copy_s` seconds, and what of its part was already cached."""
 
     nbytes: int
     reused_nbytes: int
-    num_damaged: int  # copies that were there, damaged, and were made again
+    num_damaged: int  # cached shards that were damaged, and copied again
     copy_s: float
 
 
 def local_cache_of(
     launched: Packed, origin: Packed, options: TrainOptions, mesh: Mesh, world: World, *, has_moments: bool
 ) -> LocalCache | None:
-    """Give the copies that this rank's node is to have of a checkpoint; None where none are asked for.
+    """Return this node's cache of a checkpoint; None without --stage-to-local.
 
     Raises:
-        UserError: there are no files to copy, or DIR is none on this node.
+        InputError: the bundles are virtual, or DIR has a variable that is not set on this node.
     """
     if options.stage_to_local is None:
         return None
@@ -58,12 +58,12 @@ def local_cache_of(
 
 
 def fetch_to_cache(address: str, options: TrainOptions, world: World) -> Packed:
-    """Bring a manifest in a store, and the small files beside it, to every node, and open it. Every rank calls this.
+    """Download a remote manifest and its auxiliary files to every node, and open it. Every rank calls this.
 
     Raises:
-        UserError: on all ranks alike, whichever met it.
+        UserError: on all ranks, whichever failed.
     """
-    assert options.stage_to_local is not None, "the launcher refuses it"
+    assert options.stage_to_local is not None, "checked by the launcher"
     digest = ""
     with together("manifest"):
         file = find_manifest_file(address)
@@ -76,8 +76,8 @@ def fetch_to_cache(address: str, options: TrainOptions, world: World) -> Packed:
         if digest not in ("", expected):
             raise ManifestError(
                 str(file),
-                "is another one than rank 0 has read",
-                "it was replaced meanwhile: start again",
+                "differs from what rank 0 read",
+                "it was replaced in the meantime: start again",
                 code="manifest.replaced",
             )
         folder = node_folder(options.stage_to_local, name, expected).resolve()
@@ -85,7 +85,7 @@ def fetch_to_cache(address: str, options: TrainOptions, world: World) -> Packed:
 
 
 def _modules_on_node(launched: Manifest, mesh: Mesh, world: World) -> frozenset[str]:
-    """Give the modules of all ranks on this rank's node."""
+    """Return the modules of all ranks on this node."""
     first, placement = world.rank - world.local_rank, launched.placement
     pipeline_ranks = {rank // mesh.degrees.per_stage for rank in range(first, first + world.local_size)}
     stages = (stage for rank in pipeline_ranks for stage in placement.stages_on(rank))
@@ -93,7 +93,7 @@ def _modules_on_node(launched: Manifest, mesh: Mesh, world: World) -> frozenset[
 
 
 class LocalCache:
-    """The shards of one manifest that the ranks of this node read, in a folder of its own disk."""
+    """The shards of one manifest that the ranks of this node read, in a folder on its own disk."""
 
     def __init__(
         self, origin: Bundles, folder: CacheFolder, modules: Container[str], holds: Container[Holds], world: World
@@ -107,17 +107,16 @@ class LocalCache:
 
     @property
     def bundles(self) -> Bundles:
-        """The copies as they are now: one that was made again is another file."""
+        """The cached bundles as they are now: a shard that was copied again is another file."""
         return Bundles(self._origin.manifest, self._folder.path)
 
     def ensure(self, *, verifies: bool = False) -> CacheReport:
-        """Make all copies be there. Every rank of the job calls this; those of a node share the work.
+        """Cache all shards. Every rank of the job calls this; the ranks of a node split the work.
 
-        With `verifies`, copies that are there are read, and made again where they are damaged. Without, loading
-        finds the damage.
+        With `verifies`, cached shards are read, and copied again if they are damaged. Otherwise, loading finds damage.
 
         Raises:
-            UserError: on all ranks alike, whichever met it.
+            UserError: on all ranks, whichever failed.
         """
         started_s = time.perf_counter()
         with together("stage to local"):
@@ -134,11 +133,11 @@ class LocalCache:
         return report
 
     def repair(self) -> bool:
-        """Make damaged copies again, and give whether there were any on any node. Every rank of the job calls this."""
+        """Copy damaged shards again, and return whether any node had one. Every rank of the job calls this."""
         return not is_true_for_all(self.ensure(verifies=True).num_damaged == 0)
 
     def _ensure_own(self, verifies: bool, stop: threading.Event) -> tuple[int, int, int]:
-        """Bring this rank's part; give the bytes copied, those that were there, and how many copies were damaged."""
+        """Cache this rank's part; return the bytes copied, the bytes already cached, and the damaged shards."""
         nbytes, reused_nbytes, num_damaged = 0, 0, 0
         for shard in assign_shards(self._shards, self._world.local_size)[self._world.local_rank]:
             if self._ensure(shard, stop):
@@ -157,7 +156,7 @@ class LocalCache:
     def _say(self, report: CacheReport) -> None:
         if report.nbytes or report.reused_nbytes:
             logger.info(
-                "[rank %d] copied %.2f GiB to %s in %.2f s; %.2f GiB were there%s",
+                "[rank %d] copied %.2f GiB to %s in %.2f s; %.2f GiB were already cached%s",
                 self._world.rank, report.nbytes / 2**30, self.path, report.copy_s, report.reused_nbytes / 2**30,
-                f", and {report.num_damaged} damaged copies, made again" if report.num_damaged else "",
+                f"; {report.num_damaged} damaged shards were copied again" if report.num_damaged else "",
             )  # fmt: skip

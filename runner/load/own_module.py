@@ -1,4 +1,4 @@
-"""load_stages: a pipeline rank's weights into somebody's own module, such as one of transformers or torchtitan."""
+"""load_stages: load a pipeline rank's weights into your own module, such as one of transformers or torchtitan."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class LoadResult:
     """What `load_stages` read: `nbytes` of the tensors of `stages`, in `load_s` seconds.
 
     `num_unverified` tensors have no digest: they are in the original files of a virtual bundle. `meta_buffers` are the
-    module's buffers that no file stores (a rotary cache, say) and that are still on the meta device: compute them
-    before the first forward pass.
+    module's non-persistent buffers (such as a rotary cache) that are still on the meta device: compute them before the
+    first forward pass.
     """
 
     stages: tuple[int, ...]
@@ -150,7 +150,7 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _like(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Return a whole tensor, or of a DTensor this process's part of it."""
+    """Return `whole`, as a DTensor with this process's part of it if `tensor` is one."""
     if not isinstance(tensor, DTensor):
         return whole
     local = local_of(tensor)
@@ -162,7 +162,7 @@ def _like(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 def _give_memory(model: nn.Module, device: torch.device) -> None:
-    """Replace what is on the meta device by uninitialized memory; a parameter of several names stays one."""
+    """Replace meta tensors by uninitialized memory; a parameter with several names stays one."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -195,19 +195,19 @@ def _piece(fqn: str, tensor: torch.Tensor) -> Piece:
 
 
 def _once(pieces: Sequence[Piece]) -> list[Piece]:
-    """Leave out further names of memory that is filled under its first."""
+    """Drop pieces whose memory is already filled under another name."""
     return list({(each.memory.data_ptr(), each.offset, each.memory.shape): each for each in reversed(pieces)}.values())
 
 
 def _check_names(packed: Packed, stages: Sequence[int], fqns: Mapping[str, str]) -> None:
-    """Refuse a module that would leave out a weight of these stages, or keep one that is not theirs unfilled."""
+    """Check that the module has all weights of these stages, and no others."""
     modules = frozenset(module for stage in stages for module in packed.manifest.stages[stage].modules)
     own = {fqn for fqn in packed.shape.tensors if module_of(fqn, modules) is not None}
     if unexpected := sorted(name for name, fqn in fqns.items() if fqn not in own):
         raise ModelError(
             packed.where,
-            f"stages {', '.join(map(str, stages))} have no tensor for {_some(unexpected)} of the module",
-            "build these stages alone, with Hugging Face FQNs, or map names with name_of",
+            f"stages {', '.join(map(str, stages))} have no tensor for the module's {_some(unexpected)}",
+            "build only these stages, with Hugging Face FQNs, or map names with name_of",
             code="model.unexpected-parameter",
         )
     found = set(fqns.values())
@@ -217,7 +217,7 @@ def _check_names(packed: Packed, stages: Sequence[int], fqns: Mapping[str, str])
 
 
 def _missing(packed: Packed, problem: str) -> InputError:
-    hint = "the weights would be left out: build all modules of the rank's stages"
+    hint = "build all modules of the rank's stages: these weights would not be loaded"
     return ModelError(packed.where, problem, hint, code="model.missing-parameter")
 
 

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint as the ranks of a job load them, in any of the ways that they can."""
+"""Loading a checkpoint on the ranks of a job: from the cache or not, in rows or by broadcast."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ __all__ = ["Stored"]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Stored:
-    """A checkpoint's bundles, or this node's copies of them, and how the ranks of a stage load them."""
+    """A checkpoint's bundles, or this node's cache of them, and how the ranks of a stage load them."""
 
     origin: Packed
     cache: LocalCache | None
-    group: dist.ProcessGroup | None  # the ranks of this one's stage, where there are others
+    group: dist.ProcessGroup | None  # the ranks of this stage, if there are several
     is_broadcast: bool  # each tensor is read once for the group; otherwise each rank reads its part
     device: torch.device
 
     def load(self, pieces: Sequence[Piece], holds: Holds) -> LoadReport:
-        """Fill what this rank has of the weights, or of one kind of optimizer state; every rank of the job calls this.
+        """Load this rank's weights, or one kind of its optimizer state; every rank of the job calls this.
 
-        All that is read is verified, but bytes of original files, which have no digests. Where copies were damaged, on
-        any node, they are made again, once.
+        Everything is verified except original files, which have no digests. If cached shards of any node are damaged,
+        they are copied again, once.
 
         Raises:
-            UserError: on all ranks alike, whichever met it.
+            UserError: on all ranks, whichever failed.
         """
         try:
             return self._load_once(pieces, holds)

@@ -1,11 +1,10 @@
-"""Stored tensors of which ranks read parts alone: one rank of a group reads each whole, and vouches for all parts.
+"""Verifying stored tensors that ranks read in part: one rank of a group reads each whole, and checks all parts.
 
 # Note [Parts are verified]
-A digest is of all bytes of a stored tensor, so that who reads a part cannot compare it. Each rank hashes the bytes that
-it read, and tells its group where they are and what their digest is. Every tensor is then read whole by one of
-those that want it: it must have the digest of its header, and its parts the digests that the others have told. So the
-very bytes that are in each rank's memory are verified, whichever disk, cache or network they came through
-(docs/adr/0020). The work is shared out by bytes.
+A digest covers all bytes of a stored tensor, so a rank that reads a part cannot compare it. Each rank hashes the bytes
+that it read, and exchanges region and digest with its group. Every tensor is then read whole by one of these ranks: it
+must match the digest in its header, and its regions the digests of the other ranks. So exactly the bytes in each rank's
+memory are verified, whichever disk, cache or network they came through (docs/adr/0020). The work is balanced by bytes.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from stores.bundles import TensorAt
 
 __all__ = ["PartRead", "ToVerify", "share_parts", "verify_parts"]
 
-_Key = tuple[str, int]  # a file, and where in it a stored tensor begins
-_Told = dict[_Key, tuple[int, dict[Slice, str]]]  # its bytes, and the digest of each part
+_Key = tuple[str, int]  # a file, and the offset of a stored tensor in it
+_Digests = dict[_Key, tuple[int, dict[Slice, str]]]  # its size in bytes, and the digest of each part
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartRead:
-    """A box of a stored tensor, and the hex digest of the bytes that were read for it."""
+    """A region of a stored tensor, and the hex digest of the bytes read for it."""
 
     at: TensorAt
-    box: Slice
+    region: Slice
     digest: str
 
     @property
@@ -47,29 +46,29 @@ class PartRead:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToVerify:
-    """A stored tensor that this rank is to read whole, and the digests that ranks have of its parts."""
+    """A stored tensor for this rank to read whole, and the ranks' digests of its parts."""
 
     at: TensorAt
     parts: tuple[Mapping[Slice, str], ...]
 
 
 def share_parts(parts: Sequence[PartRead], group: dist.ProcessGroup | None = None) -> list[ToVerify]:
-    """Share out what the ranks of a group have read in part, and return what this one is to verify.
+    """Distribute the tensors that ranks of a group read in part, and return those for this rank to verify.
 
-    Every rank of the group calls this; without a group, one for itself. Original files that virtual bundles refer to
-    have no digests: their parts are left out.
+    Every rank of the group calls this; without a group, a rank verifies its own parts. The original files of virtual
+    bundles have no digests: their parts are skipped.
     """
     known: dict[_Key, TensorAt] = {part.key: part.at for part in parts if part.at.digest is not None}
-    mine: _Told = {key: (at.nbytes, {}) for key, at in known.items()}
+    mine: _Digests = {key: (at.nbytes, {}) for key, at in known.items()}
     for part in parts:
         if part.key in mine:
-            mine[part.key][1][part.box] = part.digest
+            mine[part.key][1][part.region] = part.digest
     everyone, rank = [mine], 0
     if group is not None:
         everyone, rank = [mine] * dist.get_world_size(group), dist.get_rank(group)
         dist.all_gather_object(everyone, mine, group=group)
     return [
-        ToVerify(at=known[key], parts=tuple(told[key][1] for told in everyone if key in told))
+        ToVerify(at=known[key], parts=tuple(digests[key][1] for digests in everyone if key in digests))
         for key, reader in _choose_readers(everyone).items()
         if reader == rank
     ]
@@ -79,7 +78,7 @@ def verify_parts(tensors: Sequence[ToVerify]) -> int:
     """Read tensors whole, with two threads, and return the bytes read.
 
     Raises:
-        InputError: a tensor is not what its digest says, or a rank read other bytes of it.
+        ShardError: a tensor does not match its digest, or a rank read other bytes of it.
     """
     stop, lock, queue = threading.Event(), threading.Lock(), iter(tensors)
 
@@ -102,24 +101,24 @@ def verify_parts(tensors: Sequence[ToVerify]) -> int:
     return sum(tensor.at.nbytes for tensor in tensors)
 
 
-def _choose_readers(everyone: Sequence[_Told]) -> dict[_Key, int]:
-    """Choose, alike on all ranks, who of those that read parts of a tensor reads it whole."""
+def _choose_readers(everyone: Sequence[_Digests]) -> dict[_Key, int]:
+    """Choose, identically on all ranks, which of the ranks that read parts of a tensor reads it whole."""
     ranks, sizes = defaultdict[_Key, list[int]](list), dict[_Key, int]()
-    for rank, told in enumerate(everyone):
-        for key, (nbytes, _) in told.items():
+    for rank, digests in enumerate(everyone):
+        for key, (nbytes, _) in digests.items():
             ranks[key].append(rank)
             sizes[key] = nbytes
-    given, chosen = [0] * len(everyone), dict[_Key, int]()
+    assigned, chosen = [0] * len(everyone), dict[_Key, int]()
     for key in sorted(ranks):
-        chosen[key] = min(ranks[key], key=given.__getitem__)
-        given[chosen[key]] += sizes[key]
+        chosen[key] = min(ranks[key], key=assigned.__getitem__)
+        assigned[chosen[key]] += sizes[key]
     return chosen
 
 
 def _verify(tensor: ToVerify) -> None:
-    at, boxes = tensor.at, {box for parts in tensor.parts for box in parts}
+    at, regions = tensor.at, {region for parts in tensor.parts for region in parts}
     itemsize = TORCH_DTYPES[at.dtype].itemsize
-    whole, hashers = Hasher(), {box: _RangeHasher(ranges_of(at.shape, box, itemsize)) for box in boxes}
+    whole, hashers = Hasher(), {region: _RangeHasher(ranges_of(at.shape, region, itemsize)) for region in regions}
     block = memoryview(bytearray(min(BLOCK_NBYTES, at.nbytes)))
     with closing(at.file.open(((at.begin, at.end),))) as reader:
         for position in range(0, at.nbytes, BLOCK_NBYTES):
@@ -137,26 +136,26 @@ def _verify(tensor: ToVerify) -> None:
             code="shard.digest-mismatch",
         )
     for parts in tensor.parts:
-        for box, digest in parts.items():
-            if (found := hashers[box].hexdigest()) != digest:
-                begin, end = list(box.offset), list(box.end)
+        for region, digest in parts.items():
+            if (found := hashers[region].hexdigest()) != digest:
+                begin, end = list(region.offset), list(region.end)
                 raise ShardError(
                     where,
                     f"{begin} to {end}: expected {PREFIX}{found} (read whole), found {PREFIX}{digest} (read in part)",
-                    "two readings of the same bytes differ: a disk, a cache or the network damages them",
+                    "two reads of the same bytes differ: check this node's disk, page cache and network",
                     code="shard.readings-differ",
                 )
 
 
 class _RangeHasher:
-    """Hashes the bytes of some ascending ranges as all bytes go by, from front to back."""
+    """Hashes the bytes of ascending ranges while all bytes are read from front to back."""
 
     def __init__(self, ranges: Iterator[tuple[int, int]]) -> None:
         self._ranges, self._hasher = ranges, Hasher()
         self._next = next(ranges, None)
 
     def update(self, block: memoryview, position: int) -> None:
-        """Take the bytes at `position`, which come after those of the last call."""
+        """Hash what the ranges contain of the bytes at `position`, which follow those of the last call."""
         end = position + len(block)
         while self._next is not None and self._next[0] < end:
             first, last = self._next

@@ -1,4 +1,4 @@
-"""Where this rank stands among pipelines, data-parallel ranks and tensor-parallel ranks, and its process groups."""
+"""The device mesh: this rank's coordinates in the pipeline, data-parallel and tensor-parallel dimensions."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["Mesh", "build_mesh"]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Mesh:
-    """One rank's place. Where each stage has one rank, there is one pipeline: all ranks, and no group but theirs."""
+    """One rank's coordinates. If each stage has one rank, there is no device mesh: all ranks are one pipeline."""
 
     degrees: Degrees
     rank: int
     device_mesh: DeviceMesh | None = None
-    stage: dist.ProcessGroup | None = None  # the ranks that hold what this one's pipeline rank holds
+    stage: dist.ProcessGroup | None = None  # the ranks that share this one's stages
 
     @property
     def pipeline_rank(self) -> int:
@@ -31,7 +31,7 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Which rows of a batch are this rank's."""
+        """The index of this rank's rows of a batch."""
         return self.rank % self.degrees.per_stage // self.degrees.tensor
 
     @property
@@ -59,7 +59,7 @@ class Mesh:
 
     @property
     def writer(self) -> int:
-        """Which part of its stage this rank writes, if it is of the first replica."""
+        """Which part of its stages this rank writes, if it is in the first replica."""
         return self.shard_rank * self.degrees.tensor + self.tensor_rank
 
     @property
@@ -68,32 +68,32 @@ class Mesh:
 
     @property
     def counts_loss(self) -> bool:
-        """Whether this rank's loss is not another rank's too."""
+        """Whether this rank's loss is counted: tensor-parallel ranks have the same one."""
         return self.tensor_rank == 0
 
     def group(self, dim: str) -> dist.ProcessGroup | None:
         return None if self.device_mesh is None else self.device_mesh.get_group(dim)
 
     def part(self, *dims: str) -> DeviceMesh:
-        """Give the ranks that differ from this one in these dimensions alone."""
+        """Return the submesh of these dimensions."""
         assert self.device_mesh is not None
         return self.device_mesh[dims]
 
     def owns(self, parameter: torch.Tensor) -> bool:
-        """Whether, of the ranks that hold the same part of a parameter, this is the one that speaks for it."""
+        """Whether this is the first of the ranks with the same part of a parameter."""
         place = {REPLICATE: self.replicate_rank, SHARD: self.shard_rank, TENSOR: self.tensor_rank}
         return not any(rank for dim, rank in place.items() if dim not in sharded_dims(parameter))
 
 
 def build_mesh(degrees: Degrees, rank: int, device: torch.device, timeout: timedelta) -> Mesh:
-    """Meet the ranks of the same pipeline, stage, and so on. Every rank calls this: it creates process groups."""
+    """Create the device mesh and the process group of each stage. Every rank calls this."""
     if degrees.per_stage == 1:
         return Mesh(degrees=degrees, rank=rank)
     shape = (degrees.pipeline, degrees.replicate, degrees.shard, degrees.tensor)
     names = (PIPELINE, REPLICATE, SHARD, TENSOR)
     device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     for name in names:
-        # A new group does not take over the world's timeout.
+        # A new group does not inherit the world's timeout.
         _set_pg_timeout(timeout, device_mesh.get_group(name))
     stage: dist.ProcessGroup | None = None
     for first in range(0, degrees.world_size, degrees.per_stage):

@@ -1,14 +1,14 @@
-"""Matrices cut over tensor-parallel ranks, those of attention, MLPs and experts.
+"""Tensor parallelism of attention, MLPs and experts.
 
 # Note [Tensor parallelism]
-Matrices are cut as in Megatron: those that begin a block by rows, so that each rank has whole heads or hidden
-units, those that end it by columns. What goes in and comes out is whole on every rank, so stages hand on what
-they hand on without it, on every schedule, and norms and the choice of experts are the same everywhere.
+Matrices are sharded as in Megatron: the first of a block column-wise, so that each rank has whole heads or hidden
+units, the last row-wise. Inputs and outputs of a block are replicated, so stages send the same tensors as without
+tensor parallelism, on every schedule, and norms and routing are the same on all ranks.
 
-Each expert is cut as an MLP is. A rank weighs its part of an expert's output, and parts are added up once all
-experts of a token are; gradients of a token, and of its weights for experts, are added up where both go in.
-Of latent attention, what leads to latents is whole on every rank. The key's rotary part is of all heads and goes
-by no matrix that is cut, so its gradient is added up where it is split off.
+Each expert is sharded like an MLP. A rank weights its part of an expert's output, and parts are reduced after all
+experts of a token; gradients of tokens and routing weights are reduced where both enter the experts. In latent
+attention, the projections to latents are replicated. The rotary part of the key is shared by all heads and bypasses
+the sharded matrices, so its gradient is reduced where it is split off.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from runner.pipeline.chunk import StageChunk, layers_of
 
-__all__ = ["cut_matrices", "summed_over_heads"]
+__all__ = ["shard_matrices", "summed_over_heads"]
 
 _COLWISE, _ROWWISE, _WHOLE = "colwise", "rowwise", "whole"
-# Every linear map of a layer, by its last two names; both ways to a rank's own heads or units.
+# Every linear module of a layer, by the last two parts of its name.
 _LINEAR: Mapping[str, str] = {
     "qkv_linear.wq": _COLWISE,
     "qkv_linear.wk": _COLWISE,
@@ -45,7 +45,7 @@ _LINEAR: Mapping[str, str] = {
     "shared_experts.w2": _ROWWISE,
     "router.gate": _WHOLE,
 }
-# Every parameter of all experts of a layer: the dimension of hidden units; None: it has none.
+# Every parameter of a layer's experts, with its dimension of hidden units; None: it has none.
 _EXPERTS: Mapping[str, int | None] = {
     "w1_EFD": 1,
     "w3_EFD": 1,
@@ -56,12 +56,12 @@ _EXPERTS: Mapping[str, int | None] = {
     "mlp2_bias_ED": None,
 }
 _LATENT = "kv_lora_rank"  # an attribute of latent attention
-# Of each head, and the same for all of them: a rank has seen its own heads alone.
+# Shared by all heads: a rank's gradient covers only its own heads.
 _OF_HEADS = ("q_norm", "k_norm")
 
 
-def cut_matrices(chunk: StageChunk, mesh: DeviceMesh) -> None:
-    """Let this rank hold its part of every matrix of a chunk, which is on the meta device."""
+def shard_matrices(chunk: StageChunk, mesh: DeviceMesh) -> None:
+    """Shard the matrices of a chunk, which is on the meta device, over tensor-parallel ranks."""
     plan: dict[str, ParallelStyle] = {}
     present = {name for name, _ in chunk.body.named_modules()}
     if "tok_embeddings" in present:
@@ -75,10 +75,10 @@ def cut_matrices(chunk: StageChunk, mesh: DeviceMesh) -> None:
 
 
 def summed_over_heads(chunk: StageChunk) -> Iterator[nn.Parameter]:
-    """Give the parameters whose gradients on each rank are those of its own heads, to be added up."""
+    """Yield the parameters whose gradients on a rank cover only its own heads, and must be reduced."""
     for _, layer in layers_of(chunk):
         attention = layer.get_submodule("attention")
-        if hasattr(attention, _LATENT):  # its norms are of latents, which every rank has whole
+        if hasattr(attention, _LATENT):  # its norms are of latents, which are replicated
             continue
         for name, module in attention.named_modules():
             if name.split(".")[-1] in _OF_HEADS:
@@ -100,14 +100,14 @@ def _layer_plan(layer: nn.Module) -> Iterator[tuple[str, ParallelStyle]]:
 
 
 class _VocabularyParallel(ParallelStyle):
-    """torchtitan's embedding with its rows cut: given a group, it embeds the tokens that are in its own rows."""
+    """torchtitan's embedding, sharded by rows: given a group, it embeds the tokens in its own rows."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Embedding)
         module.tp_group = device_mesh.get_group()  # type: ignore[assignment]
         if (
             module.padding_idx is not None
-        ):  # of the whole vocabulary; torchtitan looks up a rank's own rows by their place
+        ):  # an index of the whole vocabulary; torchtitan looks up a rank's rows by their local index
             rows = module.num_embeddings // device_mesh.size()
             rank, place = divmod(module.padding_idx, rows)
             module.padding_idx = place if rank == device_mesh.get_local_rank() else None
@@ -117,7 +117,7 @@ class _VocabularyParallel(ParallelStyle):
 
 
 class _LatentParallel(ParallelStyle):
-    """Latent attention whose heads share the rotary part of the key."""
+    """Latent attention, whose heads share the rotary part of the key."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         rank = getattr(module, _LATENT)
@@ -130,7 +130,7 @@ class _LatentParallel(ParallelStyle):
 
 
 class _SinksParallel(ParallelStyle):
-    """Attention that has a sink for each of its heads."""
+    """Attention with a sink per head."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _place(module, "sinks", device_mesh, Shard(0))
@@ -138,7 +138,7 @@ class _SinksParallel(ParallelStyle):
 
 
 class _ExpertParallel(ParallelStyle):
-    """Experts each of which has its hidden units cut; see Note [Tensor parallelism]."""
+    """Experts, each sharded by its hidden units; see Note [Tensor parallelism]."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         experts = module.get_submodule("inner_experts")
@@ -161,13 +161,13 @@ def _place(module: nn.Module, name: str, mesh: DeviceMesh, where: Placement) -> 
 
 
 def _summed(partial: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Add up what ranks have parts of; each gets the whole gradient."""
+    """Sum the ranks' partial values in the forward; the gradient is replicated."""
     whole: torch.Tensor = DTensor.from_local(partial, mesh, (Partial(),)).redistribute(mesh, (Replicate(),)).to_local()
     return whole
 
 
 def _summed_backwards(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Give what all ranks have, as it is; the gradients that they have parts of are added up."""
+    """Return a replicated value; its partial gradients are summed in the backward."""
     same: torch.Tensor = DTensor.from_local(whole, mesh, (Replicate(),), run_check=False).to_local(
         grad_placements=(Partial(),)
     )

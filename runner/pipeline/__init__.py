@@ -1,1 +1,1 @@
-"""Stages, what they hand on, and the schedules that run them."""
+"""Pipeline stages, their inputs and outputs, and the schedules that run them."""

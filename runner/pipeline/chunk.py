@@ -1,4 +1,4 @@
-"""One stage's modules, built empty, and its parameters under their Hugging Face names."""
+"""One stage's modules, built on the meta device, and its parameters under their Hugging Face names."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ __all__ = [
     "part_of",
 ]
 
-# Under its Hugging Face FQN; one that is made of several tensors, under the first one's.
+# With its Hugging Face FQN; if it consists of several tensors, with the first one's.
 NamedParameter = tuple[str, nn.Parameter]
 
 
 class StageChunk(nn.Module):
-    """The modules of one stage: what the stage before hands on goes in (see `runner.pipeline.stage_metadata`).
+    """The modules of one stage; its input is the output of the previous stage (see `runner.pipeline.stage_metadata`).
 
-    A stage without modules hands on what it gets. In a pipeline, `crossing` says how what comes and
-    goes is taken apart into tensors.
+    A stage without modules returns its input. In a pipeline, `io` describes how input and output are flattened into
+    tensors.
     """
 
     def __init__(self, family: Family, stage: int, modules: tuple[str, ...]) -> None:
@@ -45,7 +45,7 @@ class StageChunk(nn.Module):
         self.body = family.build(modules)
         self.device = torch.device("meta")
         self.io: StageIO | None = None
-        self.head: ChunkedHead | None = None  # where logits are made a few tokens at a time
+        self.head: ChunkedHead | None = None  # if logits are computed in chunks of tokens
 
     def forward(self, *arrived: Any) -> Any:
         if self.io is None:
@@ -58,12 +58,12 @@ class StageChunk(nn.Module):
 def build_chunks(
     family: Family, stage_modules: Sequence[tuple[str, ...]], stages: Iterable[int]
 ) -> tuple[StageChunk, ...]:
-    """Build these stages, and no others, on the meta device; `stage_modules` lists every stage's."""
+    """Build only these stages, on the meta device; `stage_modules` has the modules of every stage."""
     return tuple(StageChunk(family, stage, stage_modules[stage]) for stage in stages)
 
 
 def materialize(chunk: StageChunk, *, device: torch.device, dtype: torch.dtype) -> None:
-    """Give a chunk memory on `device`: parameters of `dtype`, not yet filled, and computed buffers."""
+    """Allocate a chunk on `device`: uninitialized parameters of `dtype`, and computed buffers."""
     chunk.to(dtype)
     chunk._apply(lambda tensor: empty_like(tensor, device))  # type: ignore[no-untyped-call] # as to_empty does
     chunk.device = device
@@ -71,7 +71,7 @@ def materialize(chunk: StageChunk, *, device: torch.device, dtype: torch.dtype) 
 
 
 def named_hf_parameters(chunk: StageChunk) -> Iterator[NamedParameter]:
-    """Give each parameter of a chunk with its Hugging Face FQN, numbered as in the whole model."""
+    """Yield each parameter of a chunk with its Hugging Face FQN, numbered as in the whole model."""
     for name, parameter in chunk.body.named_parameters():
         yield chunk.family.to_hf(name), parameter
 
@@ -79,7 +79,7 @@ def named_hf_parameters(chunk: StageChunk) -> Iterator[NamedParameter]:
 def hf_pieces(
     chunk: StageChunk, of: Callable[[nn.Parameter], torch.Tensor | None] = lambda weight: weight
 ) -> Iterator[Piece]:
-    """Give what lies here of a chunk's parameters, or of what `of` gives for each, as parts of Hugging Face tensors."""
+    """Yield this rank's part of a chunk's parameters, or of what `of` returns for each, by Hugging Face FQN."""
     for name, parameter in chunk.body.named_parameters():
         tensor = of(parameter)
         if tensor is not None and local_of(tensor).numel():
@@ -87,9 +87,9 @@ def hf_pieces(
 
 
 def hf_constants(chunk: StageChunk) -> Iterator[Piece]:
-    """Give a chunk's buffers that files hold, as Hugging Face tensors: they are loaded and saved, and never trained.
+    """Yield a chunk's persistent buffers as Hugging Face tensors: they are loaded and saved, but not trained.
 
-    Every rank that shares the chunk has all of them.
+    Every rank that shares the stage has all of them.
     """
     for prefix, module in chunk.body.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -98,7 +98,7 @@ def hf_constants(chunk: StageChunk) -> Iterator[Piece]:
 
 
 def part_of(chunk: StageChunk, module: str) -> nn.Module:
-    """Give the part of a chunk's body that is the module of this name, such as `lm_head`."""
+    """Return the submodule of a chunk's body for a Hugging Face module such as `lm_head`."""
     names = [
         name.split(".")[:-1]
         for name, _ in chunk.body.named_parameters()
@@ -110,7 +110,7 @@ def part_of(chunk: StageChunk, module: str) -> nn.Module:
 
 
 def layers_of(chunk: StageChunk) -> Iterator[tuple[int, nn.Module]]:
-    """Give a chunk's decoder layers, numbered as in the whole model."""
+    """Yield a chunk's decoder layers, numbered as in the whole model."""
     for module in chunk.module_names:
         number = module.rpartition(".")[2]
         if number.isdecimal():

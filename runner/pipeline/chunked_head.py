@@ -1,4 +1,4 @@
-"""A head that gives the loss of a few tokens at a time, so that the logits of a microbatch are never all there."""
+"""A head that computes the loss in chunks of tokens, so that the logits of a microbatch are never all in memory."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ __all__ = ["ChunkedHead", "width_of"]
 
 
 class ChunkedHead:
-    """The head of the last stage, kept back until the labels are there.
+    """The head of the last stage, applied in the loss instead of in the forward.
 
-    # Note [Logits a few tokens at a time]
-    The stage hands its hidden states on, and the loss makes logits of `num_tokens` of them, sums their
-    cross-entropy and forgets them; the backward makes them once more. That is one more product with
-    the head's weight in three. `torch.nn.functional.linear_cross_entropy` spares it by computing
-    gradients in the forward, but then keeps one as large as the weight for every microbatch in flight.
-    The parts' gradients are added up in another order than a whole microbatch's: equal to about 1e-7.
+    # Note [Chunked loss]
+    The stage outputs its hidden states, and the loss computes the logits of `num_tokens` of them, sums their
+    cross-entropy and frees them; the backward recomputes them. That is one extra product with the head's weight for
+    every three. `torch.nn.functional.linear_cross_entropy` avoids it by computing gradients in the forward, but then
+    keeps one as large as the weight for every microbatch in flight. The gradients of chunks are summed in another
+    order than those of a whole microbatch: equal to about 1e-7.
 
     Shapes: hidden (B, L, D), labels (B, L).
     """
 
     def __init__(self, module: nn.Module, num_tokens: int) -> None:
         self.module, self.num_tokens, self.is_whole = module, num_tokens, False
-        self.width = width_of(module)  # of hidden: of some models, less than the layers'
+        self.width = width_of(module)  # of hidden; less than the layers' width in some models
         self._project: Callable[[torch.Tensor], torch.Tensor] = module.forward
-        module.forward = self._forward  # hooks on the module stay as they are
+        module.forward = self._forward  # hooks on the module still run
 
     def loss(self, hidden: torch.Tensor, labels: torch.Tensor, *, num_tokens: int) -> torch.Tensor:
-        """Give a microbatch's part of the loss; see `runner.pipeline.microbatches.token_loss`."""
+        """Return a microbatch's contribution to the loss; see `runner.pipeline.microbatches.token_loss`."""
         summed: torch.Tensor = self.module(hidden, labels)
         return summed / num_tokens
 
@@ -54,6 +54,6 @@ class ChunkedHead:
 
 
 def width_of(head: nn.Module) -> int:
-    """Return D, the width of the hidden states that a head takes."""
+    """Return D, the width of a head's input."""
     weight = head.get_parameter("weight")
     return weight.shape[1]

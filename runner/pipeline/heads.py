@@ -1,4 +1,4 @@
-"""The head of the last stage: whole, or replaced by one that computes the loss in chunks of tokens."""
+"""The head of the last stage, which may compute the loss in chunks of tokens (`--loss-chunk`)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["chunk_head", "loss_of", "whole_heads"]
 
 
 def chunk_head(chunks: Sequence[StageChunk], num_stages: int, num_tokens: int) -> None:
-    """Keep back the head where it is on one of these chunks, which have their weights.
+    """Replace the head, if one of these loaded chunks has it, by one that computes the loss in chunks.
 
     Raises:
-        UsageError: the head is not on the last stage, or the model does more to its logits than the head.
+        UsageError: the head is not on the last stage, is tensor-parallel, or is not the last operation on logits.
     """
     for chunk in chunks:
         head = chunk.family.modules[-1]
@@ -32,35 +32,36 @@ def chunk_head(chunks: Sequence[StageChunk], num_stages: int, num_tokens: int) -
         if chunk.stage != num_stages - 1:
             raise UsageError(
                 "--loss-chunk",
-                f"{head} is on stage {chunk.stage}, and the loss on stage {num_stages - 1}",
+                f"not supported when {head} (stage {chunk.stage}) is not on the last stage ({num_stages - 1})",
+                "remove it, or repack with a layout that has it there",
                 code="options.loss-chunk",
             )
         module = part_of(chunk, head)
         if any(TENSOR in mesh_dims(parameter) for parameter in module.parameters()):
             raise UsageError(
                 "--loss-chunk",
-                f"{head} is cut over tensor-parallel ranks",
-                "leave it out, or --tp",
+                f"conflicts with --tp, which shards {head}",
+                "remove one of them",
                 code="options.loss-chunk",
             )
         if not _ends_with_head(chunk.family, chunk.device):
             raise UsageError(
                 "--loss-chunk",
-                f"{chunk.family.architecture} does more to its logits than {head}",
-                "leave it out",
+                f"not supported for {chunk.family.architecture}, which changes the logits after {head}",
+                "remove it",
                 code="options.loss-chunk",
             )
         chunk.head = ChunkedHead(module, num_tokens)
 
 
 def loss_of(chunks: Iterable[StageChunk]) -> Callable[..., torch.Tensor]:
-    """Give the function from what the last stage hands on, and labels, to a microbatch's part of the loss."""
+    """Return the function from the last stage's output and labels to a microbatch's contribution to the loss."""
     return next((chunk.head.loss for chunk in chunks if chunk.head is not None), token_loss)
 
 
 @contextmanager
 def whole_heads(chunks: Iterable[StageChunk]) -> Iterator[None]:
-    """Let the last stage hand on logits while the block runs."""
+    """Make the last stage output logits while the block runs."""
     heads = [chunk.head for chunk in chunks if chunk.head is not None]
     for head in heads:
         head.is_whole = True
@@ -73,7 +74,7 @@ def whole_heads(chunks: Iterable[StageChunk]) -> Iterator[None]:
 
 @torch.no_grad()
 def _ends_with_head(family: Family, device: torch.device) -> bool:
-    """Whether the model's logits are what its head gives, seen on a head of zeros that takes no memory."""
+    """Whether the head's output is the model's logits, tested with expanded zeros, which need no memory."""
     (alone,) = build_chunks(family, (family.modules[-1:],), (0,))
     family.init_buffers(alone.body, device)
     head = part_of(alone, family.modules[-1])

@@ -1,4 +1,4 @@
-"""What every schedule does with a batch: its shape held against the one declared, its loss over tokens."""
+"""What all schedules share: the check of a batch's shape, the loss over tokens, evaluation mode."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["check_shape", "evaluating", "token_loss", "total"]
 
 
 def token_loss(logits: torch.Tensor, labels: torch.Tensor, *, num_tokens: int) -> torch.Tensor:
-    """Give a microbatch's part of the loss: summed cross-entropy over `num_tokens`, the whole batch's.
+    """Return a microbatch's contribution to the loss: its summed cross-entropy over the batch's `num_tokens`.
 
     # Note [Loss over tokens]
     Gradient accumulation sums the parts of all microbatches: the mean over the batch's valid tokens, however
@@ -32,12 +32,12 @@ def token_loss(logits: torch.Tensor, labels: torch.Tensor, *, num_tokens: int) -
 
 
 def check_shape(tokens: torch.Tensor, cut: BatchOptions) -> None:
-    """Make sure that tokens have the shape that all ranks were told.
+    """Check that tokens have the shape that all ranks expect.
 
-    The pipeline would receive a shorter sequence into stale buffers, in silence.
+    The pipeline would silently receive a shorter sequence into stale buffers.
 
     Raises:
-        ValueError: they have not: a mistake of the caller.
+        ValueError: they do not, which is a bug of the caller.
     """
     expected = (cut.global_batch, cut.seq_len)
     if tuple(tokens.shape) != expected:
@@ -46,7 +46,7 @@ def check_shape(tokens: torch.Tensor, cut: BatchOptions) -> None:
 
 @contextmanager
 def evaluating(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Compute without gradients, in evaluation mode, while the block runs."""
+    """Switch to evaluation mode, without gradients, while the block runs."""
     for chunk in chunks:
         chunk.eval()
     try:

@@ -1,4 +1,4 @@
-"""A pipeline over several ranks. The only file that knows torch.distributed.pipelining."""
+"""A pipeline over several ranks. The only file that uses torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MOST_LANES = 4  # each keeps the buffers of what it receives
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Lane:
-    """What torch needs to take batches of one shape through this rank's stages, for one purpose."""
+    """torch's stages and runtime for batches of one shape and one purpose on this rank."""
 
     stages: tuple[_Stage, ...]
     stage_ios: tuple[StageIO, ...]  # one for each stage
@@ -44,11 +44,10 @@ class Pipeline:
     """A schedule over several ranks; see `runner.pipeline.schedule.Schedule`.
 
     # Note [One runtime for all schedules]
-    torch's schedule runtime carries out a table of actions, whichever it is given. We give it our own:
-    the one that was validated and that plans are simulated on, for training, and one of forwards alone
-    for everything else, because torch's `eval` of schedules in a v fails (torch 2.13:
-    "can't steal_bwd_input"). Receives stand where both ranks agree on their order; see Note [Order of
-    transfers] in manifests/schedules/lower.py.
+    torch's schedule runtime executes any table of actions. It gets ours: for training the table that was validated and
+    that plans simulate, and for everything else one of forwards only, because torch's `eval` of v-shaped schedules
+    fails (torch 2.13: "can't steal_bwd_input"). Receives are placed so that both ranks agree on their order; see
+    Note [Order of transfers] in manifests/schedules/lower.py.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class Pipeline:
         self._options, self._group = options, group
         self._device = chunks[0].device
         self.recorder = Recorder(self._device)
-        self._lanes: dict[tuple[Purpose, BatchOptions], Lane] = {}  # the last used at the end
+        self._lanes: dict[tuple[Purpose, BatchOptions], Lane] = {}  # the most recently used at the end
         self.has_first = any(chunk.stage == 0 for chunk in chunks)
         self.has_last = any(chunk.stage == timetable.placement.num_stages - 1 for chunk in chunks)
 
@@ -95,7 +94,7 @@ class Pipeline:
             return self._evaluate(self._enter("logits", cut), args, {"return_outputs": True})
 
     def build_lane(self, purpose: Purpose, cut: BatchOptions) -> Lane:
-        """Build what batches of this shape need. Shapes are given, never inferred: that would run on garbage."""
+        """Build the lane for batches of this shape. Shapes are declared: torch's inference would run on garbage."""
         num_microbatches, num_stages = cut.num_microbatches, self._timetable.placement.num_stages
         tables = self._timetable.training if purpose == "train" else self._timetable.forward
         table = tables(num_microbatches)
@@ -105,7 +104,7 @@ class Pipeline:
             for boundary in (chunk.stage, chunk.stage + 1)
         }
         for chunk in self._chunks:
-            if chunk.head is not None and purpose != "logits":  # it hands on what the head is given
+            if chunk.head is not None and purpose != "logits":  # its output is the head's input
                 (logits,) = forms[chunk.stage + 1].examples()
                 forms[chunk.stage + 1] = form_of(logits[..., :1].expand(-1, -1, chunk.head.width))
         stages = tuple(
@@ -134,7 +133,7 @@ class Pipeline:
         )
 
     def _enter(self, purpose: Purpose, cut: BatchOptions) -> Lane:
-        """Give the lane for a purpose and a shape, the chunks being set to it."""
+        """Return the lane for a purpose and a shape, and switch the chunks to it."""
         key = (purpose, cut)
         lane = self._lanes.pop(key, None) or self.build_lane(purpose, cut)
         self._lanes[key] = lane
@@ -149,7 +148,7 @@ class Pipeline:
             outputs: torch.Tensor | None = lane.runtime.eval(*args, **kwargs)
         for stage in lane.stages:
             stage.wait_for_sends()
-            stage.clear_runtime_states()  # or the activations of every microbatch stay
+            stage.clear_runtime_states()  # otherwise the activations of every microbatch stay in memory
         return outputs
 
     def _inputs(
@@ -170,13 +169,12 @@ class Pipeline:
 
 
 class _Stage(PipelineStage):
-    """Forgets what torch would keep in memory until a step ends: tensors that were sent, and evaluated logits.
+    """Frees what torch would keep in memory until a step ends: tensors that were sent, and evaluated logits.
 
     # Note [Waiting for sends]
-    Before a stage sends once more, it waits until all but its last few sends have arrived. That cannot
-    stop the pipeline: every send and its receive enter the tables of both ranks at one moment (see
-    Note [Order of transfers] in manifests/schedules/lower.py), so whatever the receiver does before
-    needs nothing that the sender does later.
+    Before a stage sends again, it waits until all but its last few sends have arrived. That cannot deadlock the
+    pipeline: every send and its receive are added to the tables of both ranks together (see Note [Order of transfers]
+    in manifests/schedules/lower.py), so nothing that the receiver does before depends on what the sender does later.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -188,7 +186,7 @@ class _Stage(PipelineStage):
         with self._timed("F", fwd_chunk_id):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if self.is_last and not self.has_backward:
-            self.fwd_cache.clear()  # they are sent nowhere, and no backward comes
+            self.fwd_cache.clear()  # neither a send nor a backward needs them
         return output
 
     def backward_one_chunk(
@@ -223,7 +221,7 @@ class _Stage(PipelineStage):
 
 
 def _runtime(stages: Sequence[PipelineStage], table: LoweredTable, loss: Callable[..., torch.Tensor] | None) -> Any:
-    """Give torch's runtime with a table of ours, which is known to run: torch's own checks want backwards in it."""
+    """Build torch's runtime with our table, which is validated; torch's own checks would require backwards."""
     # See Note [Loss over tokens].
     runtime: Any = _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
         list(stages), table.num_microbatches, loss_fn=loss, scale_grads=False

@@ -1,4 +1,4 @@
-"""Microbatches through stages: over the ranks of a pipeline, or on one rank."""
+"""Running the microbatches of a batch through stages: over the ranks of a pipeline, or on one rank."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ __all__ = ["Schedule", "build_schedule"]
 
 
 class Schedule(Protocol):
-    """The microbatches of a batch on their way through this rank's stages.
+    """Runs the microbatches of a batch through this rank's stages.
 
-    Every rank of the pipeline calls the same method at the same time. A rank with the first stage
-    needs the batch for its tokens, one with the last stage for its labels; others may pass None.
+    Every rank of the pipeline calls the same method at the same time. A rank with the first stage needs the batch for
+    its tokens, one with the last stage for its labels; others may pass None.
 
     # Note [Shapes are declared]
-    Ranks in the middle see no data, and torch sends no shapes. So every rank says the shape of a
-    batch that is not the run's own, as a `cut`, the same on all of them; who calls knows it without a
-    message, from the options, the step or the text so far. Data of any other shape is refused on the
-    rank that holds it. What a shape needs is built when it first comes, and kept for the last few.
+    Ranks in the middle see no data, and torch sends no shapes. So every rank passes the shape of a batch that differs
+    from the run's own as `cut`, the same on all of them; callers know it without communication, from the options, the
+    step or the text so far. Data of another shape is an error on the rank that has it. What a shape needs is built at
+    its first use, and kept for the most recent few.
     """
 
     @property
@@ -40,26 +40,26 @@ class Schedule(Protocol):
     def has_last(self) -> bool: ...
     @property
     def recorder(self) -> Recorder:
-        """What times the actions of `train`."""
+        """The timer of the actions of `train`."""
         ...
 
     def train(self, batch: Batch | None, cut: BatchOptions | None = None) -> float | None:
         """Add the gradients of the batch's loss to every parameter's `.grad`.
 
-        Gives the loss, the mean over the valid tokens of the whole batch, where the last stage is.
+        Returns the loss, the mean over the valid tokens of the whole batch, on ranks with the last stage.
 
         Raises:
-            UsageError: on all ranks alike, for a number of microbatches that the schedule cannot run.
-            ValueError: the batch has another shape than was declared.
+            UsageError: on all ranks, for a number of microbatches that the schedule cannot run.
+            ValueError: the batch does not have the declared shape.
         """
         ...
 
     def evaluate(self, batch: Batch | None, cut: BatchOptions | None = None) -> float | None:
-        """Give the loss of the batch where the last stage is; gradients stay as they are."""
+        """Return the loss of the batch on ranks with the last stage; gradients are unchanged."""
         ...
 
     def logits(self, tokens: torch.Tensor | None, cut: BatchOptions | None = None) -> torch.Tensor | None:
-        """Give the logits (B, L, V) of tokens (B, L) where the last stage is."""
+        """Return the logits (B, L, V) of tokens (B, L) on ranks with the last stage."""
         ...
 
 
@@ -70,10 +70,10 @@ def build_schedule(
     options: BatchOptions,
     group: dist.ProcessGroup | None = None,
 ) -> Schedule:
-    """Give the schedule that runs this rank's chunks, which have their memory; `options` is the run's own cut.
+    """Build the schedule that runs this rank's chunks, which are allocated; `options` has the run's batch shape.
 
-    `group` holds the ranks of one pipeline, in order; None means all. A single rank needs no
-    pipeline: it takes each microbatch through its chunks in turn, with the same arithmetic.
+    `group` is the ranks of one pipeline, in order; None means all. A single rank needs no pipeline: it runs each
+    microbatch through its chunks in turn, with the same arithmetic.
     """
     if timetable.placement.num_ranks == 1:
         return _Plain(chunks, options)
@@ -81,7 +81,7 @@ def build_schedule(
 
 
 class _Plain:
-    """One rank, all stages, no pipeline."""
+    """One rank with all stages."""
 
     has_first = has_last = True
 

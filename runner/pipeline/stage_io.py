@@ -1,11 +1,10 @@
-"""Whatever a stage hands on, as the tensors that torch's pipelining can carry.
+"""A stage's inputs and outputs, flattened into the tensors that torch's pipelining can send.
 
 # Note [What crosses a boundary]
-torch carries tensors from a stage to the next one, and nothing else; a tensor that a later stage
-wants travels through all stages in between. So the structure of what crosses each boundary, with all
-in it that is no tensor, is found once for each shape of batch (see `runner.pipeline.stage_metadata`), on every rank
-alike, and only tensors are sent. What a stage hands on is held against it every time: gloo takes a
-shorter message, or one of another dtype, into a longer buffer in silence.
+torch sends only tensors, from a stage to the next one; a tensor that a later stage needs travels through all stages in
+between. So the structure of what crosses each boundary, including everything that is not a tensor, is found once for
+each batch shape (see `runner.pipeline.stage_metadata`), identically on every rank, and only tensors are sent. Every
+output is checked against it: gloo silently receives a shorter message, or one of another dtype, into a longer buffer.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ __all__ = ["Constant", "Form", "FormError", "StageIO", "TensorForm", "form_of"]
 
 
 class FormError(ValueError):
-    """A stage hands on something else than was agreed: a mistake in a model's code."""
+    """A stage's output differs from its declared form: a bug in a model's code."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorForm:
-    """A tensor, but for its values."""
+    """Shape, dtype and requires_grad of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -38,7 +37,7 @@ class TensorForm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Constant:
-    """What is no tensor: a number, a word, None. The same for every microbatch."""
+    """A value that is not a tensor, such as a number, a string or None. The same for every microbatch."""
 
     value: Any
 
@@ -48,32 +47,32 @@ class Constant:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Form:
-    """What crosses a boundary between stages: dicts, lists and tuples, nested as `tree` says, and their leaves."""
+    """The structure of what crosses a boundary between stages: a tree of dicts, lists and tuples, and its leaves."""
 
     tree: pytree.TreeSpec
     leaves: tuple[TensorForm | Constant, ...]
 
     def examples(self) -> tuple[torch.Tensor, ...]:
-        """Give tensors without memory for those that travel."""
+        """Return meta tensors for those that are sent."""
         return tuple(
             torch.empty(leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
             for leaf in self.leaves
             if isinstance(leaf, TensorForm)
         )
 
-    def pack(self, handed_on: Any, arrived: Sequence[torch.Tensor] = ()) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Give the tensors of what a stage hands on: one as it is, several as a tuple.
+    def pack(self, output: Any, inputs: Sequence[torch.Tensor] = ()) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Return the tensors of a stage's output: one as it is, several as a tuple.
 
-        `arrived` are those that the stage was given. torch takes gradients between what arrives and
-        what leaves, and detaches what leaves in place: each of them becomes a tensor of its own.
+        `inputs` are the tensors that the stage received. torch computes gradients between inputs and outputs, and
+        detaches outputs in place, so each output must be a separate tensor.
 
         Raises:
-            FormError: it is not of this form.
+            FormError: the output does not have this form.
         """
-        leaves, tree = pytree.tree_flatten(handed_on)
+        leaves, tree = pytree.tree_flatten(output)
         if tree != self.tree:
-            raise FormError(f"a stage hands on {_in_a_line(tree)}, expected {_in_a_line(self.tree)}")
-        taken = {id(tensor) for tensor in arrived}
+            raise FormError(f"a stage's output is {_in_a_line(tree)}, expected {_in_a_line(self.tree)}")
+        taken = {id(tensor) for tensor in inputs}
         packed = []
         for found, expected in zip(leaves, self.leaves, strict=True):
             _check(found, expected)
@@ -85,25 +84,25 @@ class Form:
         return packed[0] if len(packed) == 1 else tuple(packed)
 
     def unpack(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Give back what was packed."""
-        arriving = iter(tensors)
-        return pytree.tree_unflatten(list(self._fill(arriving)), self.tree)
+        """Return the output that was packed."""
+        received = iter(tensors)
+        return pytree.tree_unflatten(list(self._fill(received)), self.tree)
 
-    def _fill(self, arriving: Iterator[torch.Tensor]) -> Iterator[Any]:
+    def _fill(self, received: Iterator[torch.Tensor]) -> Iterator[Any]:
         for leaf in self.leaves:
-            yield leaf.value if isinstance(leaf, Constant) else next(arriving)
+            yield leaf.value if isinstance(leaf, Constant) else next(received)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageIO:
-    """What a stage is given and what it hands on."""
+    """The forms of a stage's input and output."""
 
     inputs: Form
     outputs: Form
 
 
 def form_of(value: Any) -> Form:
-    """Give the form of a value."""
+    """Return the form of a value."""
     leaves, tree = pytree.tree_flatten(value)
     return Form(tree=tree, leaves=tuple(map(_leaf_of, leaves)))
 
@@ -121,6 +120,6 @@ def _leaf_of(leaf: Any) -> TensorForm | Constant:
 def _check(found: Any, expected: TensorForm | Constant) -> None:
     if isinstance(expected, Constant):
         if isinstance(found, torch.Tensor) or type(found) is not type(expected.value) or found != expected.value:
-            raise FormError(f"a stage hands on {_leaf_of(found)}, expected {expected} as for every microbatch")
+            raise FormError(f"a stage's output has {_leaf_of(found)}, expected {expected} as for every microbatch")
     elif not isinstance(found, torch.Tensor) or (found.shape, found.dtype) != (expected.shape, expected.dtype):
-        raise FormError(f"a stage hands on {_leaf_of(found)}, expected {expected}")
+        raise FormError(f"a stage's output has {_leaf_of(found)}, expected {expected}")

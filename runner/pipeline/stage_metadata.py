@@ -1,4 +1,4 @@
-"""What travels between stages: its structure, shapes and dtypes, known on every rank before anything is sent."""
+"""Stage metadata: structure, shapes and dtypes of what stages send, known on every rank before anything is sent."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Content = Literal["tokens", "hidden", "logits"]
 
 
 class StageMetadata(Protocol):
-    """The boundaries between stages: boundary s lies before stage s, the last one after the last stage."""
+    """The forms at the boundaries between stages: boundary s is before stage s, the last one after the last stage."""
 
     def form(self, boundary: int, batch: int, seq_len: int) -> Form:
-        """Give what crosses there for microbatches of `batch` sequences of `seq_len` tokens."""
+        """Return the form at a boundary for microbatches of `batch` sequences of `seq_len` tokens."""
         ...
 
 
@@ -48,16 +48,16 @@ class TensorMetadata:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class TracedMetadata:
-    """What the stages of a family hand on, learnt by running the whole model on the meta device.
+    """Nested inputs and outputs, found by running the whole model on the meta device.
 
-    Every rank does so for itself: no memory is touched, nothing is sent, and all come to the same.
+    Every rank does so by itself, without memory or communication, and with the same result.
     """
 
     family: Family
     stage_modules: tuple[tuple[str, ...], ...]
     dtype: torch.dtype
     _chunks: tuple[StageChunk, ...] = ()
-    _forms: dict[tuple[int, int], tuple[Form, ...]] = field(default_factory=dict)  # of the last shapes asked for
+    _forms: dict[tuple[int, int], tuple[Form, ...]] = field(default_factory=dict)  # of the most recent shapes
 
     def form(self, boundary: int, batch: int, seq_len: int) -> Form:
         if (batch, seq_len) not in self._forms:
@@ -85,13 +85,13 @@ _MOST_SHAPES = 16
 
 
 def plan_stage_metadata(family: Family, stage_modules: Sequence[tuple[str, ...]], dtype: torch.dtype) -> StageMetadata:
-    """Give the metadata of a pipeline whose stages hold these modules and compute in `dtype`.
+    """Return the metadata of a pipeline with these modules on its stages, computing in `dtype`.
 
-    A family with a true attribute `hands_on_trees` may hand on anything that `runner.pipeline.stage_io` can take
-    apart; its first module is given tokens, its last gives logits. All others hand on one tensor.
+    Stages of a family with a true attribute `hands_on_trees` may output anything that `runner.pipeline.stage_io` can
+    flatten; its first module takes tokens, its last returns logits. Stages of all others output one tensor.
 
     Raises:
-        InputError: the stages together are not the model, each module once and in the order it runs.
+        ManifestError: the stages do not have each module of the model once, in the order of the forward.
     """
     listed = [module for modules in stage_modules for module in modules]
     for position, (expected, found) in enumerate(zip(family.modules, listed, strict=False)):

@@ -1,4 +1,4 @@
-"""Which schedule a pipeline runs, and its table of actions: chosen and checked before torch is imported."""
+"""The schedule of a pipeline and its table of actions, chosen and checked before torch is imported."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _TRANSFERS = re.compile(r"SEND_|RECV_|SHARD|REDUCE_GRAD")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timetable:
-    """What every rank of a pipeline computes, and when: by a schedule's name, or as a file says.
+    """A named schedule, or a table of actions from a file, for the ranks of a pipeline.
 
-    A single rank takes its microbatches in turn, whatever the schedule.
+    A single rank runs its microbatches in turn, whatever the schedule.
     """
 
     name: str  # the schedule's, or the file's
@@ -44,7 +44,7 @@ class Timetable:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether gradients of weights are computed apart from those of activations (zero bubble)."""
+        """Whether weight gradients are computed separately from input gradients (zero bubble)."""
         if self.placement.num_ranks == 1:
             return False
         if self.file is None:
@@ -52,23 +52,23 @@ class Timetable:
         return any(action.kind in "IW" for steps in self.file.ranks for step in steps for action in actions_of(step))
 
     def check(self, num_microbatches: int) -> None:
-        """Make sure that so many microbatches can be trained on.
+        """Check that a step can have this number of microbatches.
 
         Raises:
-            UsageError: too few, a number that the schedule cannot deal out, or not the file's.
+            UsageError: too few, a number that the schedule does not support, or not the file's.
         """
         if self.file is not None and self.file.num_microbatches != num_microbatches:
             raise UsageError(
                 "--schedule",
-                f"{self.name} is for {self.file.num_microbatches} microbatches, found {num_microbatches}",
-                f"make --global-batch {self.file.num_microbatches} times --microbatch",
+                f"{self.name} expects {self.file.num_microbatches} microbatches, found {num_microbatches}",
+                f"set --global-batch to {self.file.num_microbatches} times --microbatch",
                 code="schedule.microbatches",
             )
         if self.file is None and self.placement.num_ranks > 1:
             check_schedule(self.name, self.placement, num_microbatches)
 
     def training(self, num_microbatches: int) -> LoweredTable:
-        """Give the actions of a training step.
+        """Return the actions of a training step.
 
         Raises:
             UsageError: see `check`.
@@ -77,7 +77,7 @@ class Timetable:
         return self.file or lower(schedule_table(self.name, self.placement, num_microbatches))
 
     def planned(self, num_microbatches: int) -> Table:
-        """Give what every rank computes in a training step; a single rank, one microbatch after the other.
+        """Return what every rank computes in a training step; a single rank runs one microbatch after the other.
 
         Raises:
             UsageError: see `check`.
@@ -91,9 +91,9 @@ class Timetable:
         return Table(placement=self.placement, num_microbatches=num_microbatches, ranks=(tuple(steps),))
 
     def forward(self, num_microbatches: int) -> LoweredTable:
-        """Give the actions of an evaluation: forwards alone, each stage's microbatches one after the other.
+        """Return the actions of an evaluation: only forwards, each stage's microbatches one after the other.
 
-        They do not depend on the schedule, so any number of microbatches can be evaluated on all of them.
+        They do not depend on the schedule, so any number of microbatches can be evaluated.
         """
         ranks = tuple(
             tuple(
@@ -107,10 +107,10 @@ class Timetable:
 
 
 def choose_timetable(asked: str | None, manifest: Manifest, num_microbatches: int) -> Timetable:
-    """Give the timetable that was asked for, or else the manifest's, or else the usual one for its stages.
+    """Return the timetable of --schedule, else the manifest's, else the default one for its stages.
 
     Raises:
-        UsageError, InputError: see `find_timetable`.
+        UsageError, ScheduleError: see `find_timetable`.
     """
     placement = manifest.placement
     name = manifest.layout.schedule or default_schedule(placement)
@@ -118,11 +118,11 @@ def choose_timetable(asked: str | None, manifest: Manifest, num_microbatches: in
 
 
 def find_timetable(asked: str, placement: Placement, num_microbatches: int) -> Timetable:
-    """Give the timetable of a schedule's name, or of a file whose name ends in .csv.
+    """Return the timetable of a schedule's name, or of a .csv file.
 
     Raises:
-        UsageError: an unknown schedule, or one that these stages or this many microbatches cannot run on.
-        InputError: a file that cannot be read or run.
+        UsageError: an unknown schedule, or one that does not support these stages or this number of microbatches.
+        ScheduleError: a file that cannot be read or run.
     """
     timetable = (
         read_timetable(Path(asked), placement)
@@ -134,20 +134,20 @@ def find_timetable(asked: str, placement: Placement, num_microbatches: int) -> T
 
 
 def read_timetable(path: Path, placement: Placement) -> Timetable:
-    """Read a table that `manifests.schedules.write_csv` or torch has written, with or without transfers.
+    """Read a table written by `manifests.schedules.write_csv` or torch, with or without sends and receives.
 
     Raises:
-        InputError: it cannot be read, is not for these stages, or would wait for ever or train wrong.
+        ScheduleError: it cannot be read, is not for these stages, deadlocks, or would compute wrong gradients.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        hint = "look for a slip in its name" if isinstance(error, FileNotFoundError) else ""
+        hint = "check the path for typos" if isinstance(error, FileNotFoundError) else ""
         raise ScheduleError(
             str(path), f"cannot be read: {getattr(error, 'strerror', None) or error}", hint, code="schedule.unreadable"
         ) from error
     if _TRANSFERS.search(text):
-        # Its transfers are replaced: see Note [Waiting for sends] in pipeline.py.
+        # Its transfers are replaced: see Note [Waiting for sends] in runtime.py.
         table = lower(compute_part(read_lowered_csv(text, str(path), placement)))
     else:
         table = lower(read_csv(text, str(path), placement))
@@ -156,7 +156,7 @@ def read_timetable(path: Path, placement: Placement) -> Timetable:
 
 
 def _check_last_stage(table: LoweredTable, where: str) -> None:
-    """Refuse what torch 2.13 trains wrong in silence: it numbers losses in the order in which they come.
+    """Refuse tables for which torch 2.13 silently computes wrong gradients: it numbers losses in order of execution.
 
     Source: `_maybe_compute_loss` and `_maybe_get_loss` in torch/distributed/pipelining/schedules.py.
     """
@@ -169,7 +169,7 @@ def _check_last_stage(table: LoweredTable, where: str) -> None:
         shown = ", ".join(map(str, order[:8]))
         raise ScheduleError(
             where,
-            f"stage {last}, the last one, takes the microbatches in the order {shown}",
-            "number them in the order in which the last stage computes them: torch numbers losses so",
+            f"the last stage, {last}, runs microbatches in the order {shown}",
+            "number microbatches in the order in which the last stage runs them: torch matches losses by that",
             code="schedule.microbatch-order",
         )

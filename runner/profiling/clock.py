@@ -1,4 +1,4 @@
-"""What a rank tells the others of its times in a step, and what all of that comes to."""
+"""The step time breakdown: what a rank measures of its step, and the parts computed from all ranks' measurements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Clock"]
 
 
 class Clock:
-    """Tells a rank's times, and splits those of all ranks into parts; `table` is what they compute in a step."""
+    """Measures a rank's step, and splits the steps of all ranks into parts; `table` has their actions."""
 
     def __init__(self, table: Table, rank: int) -> None:
         self.table, self._stages = table, table.placement.stages_on(rank)
@@ -24,17 +24,17 @@ class Clock:
 
     @property
     def num_times(self) -> int:
-        """How many numbers each rank tells."""
+        """How many numbers each rank exchanges."""
         return 5 + len(KINDS) * len(self._stages)
 
     def note_data(self, data_s: float) -> None:
-        """Note that the batch of a step is there, for which this rank has waited so long."""
+        """Note that this rank has its batch, after waiting `data_s` seconds for it."""
         self._data_s = data_s
         if not self._exchanged_s:  # the first step
             self._exchanged_s = time.perf_counter() - data_s
 
     def read(self, recorder: Recorder) -> tuple[float, ...]:
-        """Give this rank's numbers, once the schedule has stopped and its gradients are done."""
+        """Return this rank's numbers, once the schedule has ended and gradients are reduced."""
         now_s = time.perf_counter()
         found: dict[tuple[int, str], list[float]] = defaultdict(list)
         for action in recorder.take():
@@ -50,13 +50,13 @@ class Clock:
         )
 
     def note_exchange(self, rows: Sequence[Sequence[float]]) -> None:
-        """Note that all ranks have told each other their numbers, just now."""
+        """Note that all ranks have just exchanged their numbers."""
         now_s = time.perf_counter()
         self._window_s, self._exchanged_s = now_s - self._exchanged_s, now_s
         self._rows = rows
 
     def split(self) -> tuple[RankTimes, ...]:
-        """Give the parts of the last step, of each pipeline rank."""
+        """Return the parts of the last step of each pipeline rank."""
         return split_step(self.table, self._rows, self._window_s)
 
 

@@ -1,7 +1,7 @@
-"""torch's flight recorder: the last collectives of each rank, kept in memory, and written when a rank is stuck.
+"""torch's flight recorder: the last collectives of each rank, kept in memory and dumped when a rank hangs.
 
-torch itself writes it when NCCL times out. It does not for gloo, nor where a step does not end for another reason:
-there the rank's watchdog does. `torchfrtrace LOG_DIR/flight-recorder` says which ranks met in which collective.
+torch itself dumps it when NCCL times out, but not for gloo, nor when a step hangs for another reason: then the rank's
+watchdog does. `torchfrtrace LOG_DIR/flight-recorder` shows which ranks joined which collective.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 __all__ = ["dump_flight_recorder", "enable_flight_recorder"]
 
-# Each with the names that torch 2.13 knows for it, the first of which counts.
+# Each with the names that torch 2.13 reads, in order of precedence.
 # Source: torch/csrc/distributed/c10d/FlightRecorder.hpp and ProcessGroupNCCL.hpp.
 _SIZE = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _FILE = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
@@ -24,20 +24,20 @@ _LIMIT_S = 5.0
 
 
 def enable_flight_recorder(log_dir: Path, environment: MutableMapping[str, str]) -> None:
-    """Let torch record this rank's collectives, before it has any; what is set in the environment stays as it is."""
+    """Make torch record this rank's collectives; call it before the first. Variables already set are unchanged."""
     folder = log_dir.resolve() / "flight-recorder"
     for names, value in ((_SIZE, str(_NUM_ENTRIES)), (_ON_TIMEOUT, "1"), (_FILE, str(folder / "rank_"))):
         if not any(name in environment for name in names):
             environment[names[0]] = value
     if environment.get(_FILE[0]) == str(folder / "rank_"):
-        with contextlib.suppress(OSError):  # a folder that cannot be written is met by what must be
+        with contextlib.suppress(OSError):  # whatever must be written there reports the error
             folder.mkdir(parents=True, exist_ok=True)
 
 
 def dump_flight_recorder(rank: int) -> None:
-    """Write what this rank's recorder holds, as a file that torch's own tools read; another thread than the main one's.
+    """Dump this rank's flight recorder to the file that torch's tools read.
 
-    Never raises, and never waits for long: the rank may be stuck in any lock.
+    It never raises, and waits for at most a few seconds: the rank may hang in any lock.
     """
     writer = threading.Thread(target=_write, args=(rank,), daemon=True)
     writer.start()

@@ -1,4 +1,4 @@
-"""What a rank really computed, action by action: times for the metrics, and traces that Perfetto opens."""
+"""The actions that a rank ran: their times for the metrics, and Chrome traces for Perfetto."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["Ran", "RanKind", "Recorder", "RunShape", "Tracer", "trace_path"]
 
 logger = logging.getLogger("runner")
 
-# Forward, whole backward, gradients of the input, gradients of the weights, loss.
+# Forward, full backward, input gradients, weight gradients, loss.
 RanKind = Literal["F", "B", "I", "W", "L"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ran:
-    """An action that a rank has run, between two moments of its own clock."""
+    """An action that a rank ran, and when, by its own clock."""
 
     kind: RanKind
     stage: int
@@ -35,18 +35,18 @@ class Ran:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunShape:
-    """What a trace must say to be held against its plan."""
+    """What a trace records so that it can be compared with its plan."""
 
-    schedule: str  # a name, or the path of a file
+    schedule: str  # a name, or the path of a CSV file
     num_stages: int
     num_ranks: int
     style: str
     num_microbatches: int
-    run: str = ""  # the run's name in run.json
+    run: str = ""  # the run's id in run.json
 
 
 class Recorder:
-    """Times what a rank computes. On a GPU, events of its own queue are timed, and nothing waits for them."""
+    """Times the actions of a rank; on a GPU with CUDA events, without synchronizing."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
@@ -56,22 +56,22 @@ class Recorder:
         self.begun_s = self.ended_s = 0.0  # of the schedule, in seconds of `time.perf_counter`
 
     def start(self) -> None:
-        """Forget what was run: a schedule begins."""
+        """Clear the recorded actions: a schedule begins."""
         self._ran, self._losses = [], count()
         self._zero = self._now()
         self.begun_s = time.perf_counter()
 
     def stop(self) -> None:
-        """Note that the schedule has ended; waits for a GPU to end it."""
+        """Note that the schedule has ended, after synchronizing with the GPU."""
         end = self._now()
         if self._is_cuda:
             torch.cuda.synchronize()
         self.ended_s = time.perf_counter()
-        if self._is_cuda:  # the queue may have been behind when the schedule began, and is empty now
+        if self._is_cuda:  # the stream may have been behind when the schedule began, and is empty now
             self.begun_s = self.ended_s - float(self._zero.elapsed_time(end)) / 1e3
 
     def loss(self, stage: int, loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Give a loss function that is timed, as that of one microbatch after the other."""
+        """Return the loss function with timing; its calls are for the microbatches in turn."""
 
         def timed(*args: Any, **kwargs: Any) -> torch.Tensor:
             with self.action("L", stage, next(self._losses)):
@@ -88,7 +88,7 @@ class Recorder:
             self._ran.append((kind, stage, microbatch, begin, self._now()))
 
     def take(self) -> tuple[Ran, ...]:
-        """Give what was run from the start to the stop, in order, in seconds of `time.perf_counter`."""
+        """Return the actions between start and stop, in order, in seconds of `time.perf_counter`."""
         return tuple(
             Ran(kind=kind, stage=stage, microbatch=microbatch, begin_s=self._seconds(begin), end_s=self._seconds(end))
             for kind, stage, microbatch, begin, end in self._ran
@@ -101,10 +101,10 @@ class Recorder:
         event.record()
         return event
 
-    def _seconds(self, moment: Any) -> float:
+    def _seconds(self, event: Any) -> float:
         if not self._is_cuda:
-            return float(moment)
-        return self.begun_s + float(self._zero.elapsed_time(moment)) / 1e3
+            return float(event)
+        return self.begun_s + float(self._zero.elapsed_time(event)) / 1e3
 
 
 def trace_path(log_dir: Path, rank: int) -> Path:
@@ -112,17 +112,17 @@ def trace_path(log_dir: Path, rank: int) -> Path:
 
 
 class Tracer:
-    """Writes the actions of some steps as one rank's Chrome trace: a process a rank, a thread a stage."""
+    """Writes the actions of some steps as one rank's Chrome trace, in which ranks are processes and stages threads."""
 
     def __init__(self, log_dir: Path, rank: int, shape: RunShape) -> None:
         self._path, self._rank, self._shape = trace_path(log_dir, rank), rank, shape
         self._events: list[dict[str, Any]] = []
         self._is_lossy = False
-        # Clocks of ranks agree as well as those of their machines do.
+        # The clocks of ranks agree as well as those of their nodes.
         self._epoch_s = time.time() - time.perf_counter()
 
     def add(self, step: int, recorder: Recorder) -> None:
-        """Add a step that ends now, the first being 1, and write the trace so far in place of an earlier one."""
+        """Add a step that has just ended, counted from 1, and rewrite the trace file."""
         whole = self._event(f"step {step}", -1, recorder.begun_s, time.perf_counter(), {"step": step})
         self._events.append(whole)
         for action in recorder.take():
@@ -131,7 +131,7 @@ class Tracer:
             self._events.append(self._event(name, action.stage, action.begin_s, action.end_s, arguments))
         try:
             self._write()
-        except OSError as error:  # a trace ends no run
+        except OSError as error:  # a failed trace must not end a run
             if not self._is_lossy:
                 logger.warning("note: %s cannot be written: %s", self._path, error.strerror)
             self._is_lossy = True

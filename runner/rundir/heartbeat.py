@@ -1,4 +1,4 @@
-"""What a rank keeps in the log folder: its log, and its heartbeat, of how far it is and what it does. No torch."""
+"""Heartbeats: a file per rank in the log folder with its step and what it executes. No torch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 
 __all__ = ["ALIVE_S", "SKEWED_S", "Beat", "clear_beats", "heartbeat_path", "log_path", "read_beats", "write_beat"]
 
-ALIVE_S = 2.0  # a rank says at least so often that it is alive, whatever its step takes
-SKEWED_S = 30.0  # clocks of nodes may differ so far: what is no older may be of now
+ALIVE_S = 2.0  # a rank writes its heartbeat at least this often, however long its step takes
+SKEWED_S = 30.0  # the clocks of nodes may differ by this much
 _FOLDER = "heartbeat"
 _MOST_S = 1e12  # since the epoch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Beat:
-    """A rank at one moment. `time` is in seconds since the epoch, `doing` the function that ran and its line."""
+    """One heartbeat. `time` is in seconds since the epoch, `doing` the function being executed and its line."""
 
     rank: int
     stages: tuple[int, ...]
@@ -27,7 +27,7 @@ class Beat:
     phase: str
     time: float
     doing: str = ""
-    is_waiting: bool = False  # for another rank, as far as its stack tells
+    is_waiting: bool = False  # for another rank, judging by its stack
 
 
 def log_path(log_dir: Path, rank: int) -> Path:
@@ -39,7 +39,7 @@ def heartbeat_path(log_dir: Path, rank: int) -> Path:
 
 
 def write_beat(path: Path, beat: Beat) -> None:
-    """Write a beat. Whoever reads sees this one or the one before, whole.
+    """Write a heartbeat atomically: a reader sees this one or the previous one.
 
     Raises:
         OSError: the disk is full, or the folder is gone.
@@ -50,7 +50,7 @@ def write_beat(path: Path, beat: Beat) -> None:
 
 
 def read_beats(log_dir: Path, *, since: float = 0.0) -> tuple[Beat, ...]:
-    """Give the last beat of every rank, by rank, but none from before `since`."""
+    """Return every rank's last heartbeat that is not older than `since`, ordered by rank."""
     found = []
     for path in sorted((log_dir / _FOLDER).glob("rank-*.json")):
         try:
@@ -64,7 +64,7 @@ def read_beats(log_dir: Path, *, since: float = 0.0) -> tuple[Beat, ...]:
 
 
 def _is_whole(beat: Beat) -> bool:
-    """Whether all that a file says is of the type that it should be."""
+    """Whether every field that was read has its declared type."""
     counts = (beat.rank, beat.pid, beat.step, *beat.stages)
     texts = (beat.host, beat.phase, beat.doing)
     return (

@@ -1,4 +1,4 @@
-"""What a launched job is known by later: `job.json` in its log folder. No torch."""
+"""`job.json` in the log folder: which job `runner launch` started, for status, logs and cancel. No torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from manifests.store import write_file
 __all__ = ["JOB_NAME", "SCHEDULERS", "JobRecord", "Scheduler", "make_log_dir", "read_record", "write_record"]
 
 JOB_NAME = "job.json"
-_MOST_DIGITS = 20  # of a process's number
+_MOST_DIGITS = 20  # of a process id
 
 Scheduler = Literal["local", "slurm", "jobset"]
 SCHEDULERS: tuple[Scheduler, ...] = get_args(Scheduler)
@@ -22,10 +22,10 @@ SCHEDULERS: tuple[Scheduler, ...] = get_args(Scheduler)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobRecord:
-    """A launched job: its scheduler, what that calls it, and the file that its output goes to.
+    """A launched job: its scheduler, its id there, and the file of its output.
 
-    One on this machine is called by its process; `host` and `birth` say which of that number. A JobSet has its name in
-    a `namespace` alone.
+    The id of a local job is its process id; `host` and `birth` distinguish it from later processes with that id. A
+    JobSet's id is its name in `namespace`.
     """
 
     scheduler: str
@@ -38,12 +38,12 @@ class JobRecord:
 
 
 def make_log_dir(log_dir: Path) -> None:
-    """Make sure that the log folder exists and can be written; where it cannot, no folder is left.
+    """Create the log folder if it is missing, and check that it can be written; on failure, no folder is left.
 
     Raises:
-        InputError: it cannot be created or written.
+        OutputError: it cannot be created or written.
     """
-    where, hint = f"--log-dir {log_dir}", "name a folder that every node can write"
+    where, hint = f"--log-dir {log_dir}", "choose a folder that every node can write"
     check_writable(log_dir, where, hint)
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -55,13 +55,13 @@ def write_record(log_dir: Path, record: JobRecord) -> None:
     """Write a job's record to its log folder.
 
     Raises:
-        InputError: it cannot be written; a record that was there is as it was.
+        OutputError: it cannot be written; an older record is unchanged.
     """
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
         write_file(log_dir / JOB_NAME, (json.dumps({"version": 1, **asdict(record)}, indent=2) + "\n").encode())
     except OSError as error:
-        where, hint = f"--log-dir {log_dir}", "name a folder that every node can write"
+        where, hint = f"--log-dir {log_dir}", "choose a folder that every node can write"
         raise refused_by_system(where, error, "cannot be written", hint, code="output.unwritable") from error
 
 
@@ -69,7 +69,7 @@ def read_record(log_dir: Path) -> JobRecord:
     """Read the record of the job last launched with this log folder.
 
     Raises:
-        InputError: there is none, or it is damaged.
+        LaunchError: there is none, or it is damaged.
     """
     path = log_dir / JOB_NAME
     try:
@@ -78,13 +78,13 @@ def read_record(log_dir: Path) -> JobRecord:
         if texts["scheduler"] not in SCHEDULERS:
             raise ValueError(f"expected one of {', '.join(SCHEDULERS)}, found {texts['scheduler']!r}")
         if texts["scheduler"] == "local" and not (texts["id"].isdecimal() and len(texts["id"]) < _MOST_DIGITS):
-            raise ValueError(f"expected the number of a process, found {texts['id']!r}")
+            raise ValueError(f"expected a process id, found {texts['id']!r}")
         texts |= {field: str(found.get(field, "")) for field in ("host", "birth", "namespace")}
         if "\0" in "".join(texts.values()):
-            raise ValueError("a zero byte, which no command takes")
+            raise ValueError("it contains a zero byte")
         return JobRecord(**texts)
     except (FileNotFoundError, NotADirectoryError) as error:
-        hint = "give the --log-dir of a job that runner launch has started"
+        hint = "pass the --log-dir of a job that runner launch started"
         raise LaunchError(str(path), "no such file", hint, code="launch.no-record") from error
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise LaunchError(str(path), f"is no record of a job: {error}", code="launch.bad-record") from error
+        raise LaunchError(str(path), f"is not a job record: {error}", code="launch.bad-record") from error

@@ -1,4 +1,4 @@
-"""Which run a log folder is of: `run.json`, with what it was asked for; and the folder that a user means. No torch."""
+"""`run.json` in the log folder: which run this is and with which options; and how a run's folder is found. No torch."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ __all__ = [
 ]
 
 RUN_NAME = "run.json"
-DEFAULT_RUNS = Path("runner-log")  # of runs that were given no folder, each in one of its own
+DEFAULT_RUNS = Path("runner-log")  # has a folder for each run started without --log-dir
 LATEST = "latest"
 
-# A run as JSON: `id`, `began`, `name`, `manifest`, `checkpoint`, `versions`, and a launch for each time it was started.
+# A run as JSON: `id`, `began`, `name`, `manifest`, `checkpoint`, `versions`, and `launches`, one for each start.
 Run = Mapping[str, Any]
 
 
 def read_record_of(log_dir: Path) -> dict[str, Any] | None:
-    """Return what a folder says of its run; None where it says nothing that can be read."""
+    """Return the run record of a folder; None if there is none that can be read."""
     try:
         found = json.loads((log_dir / RUN_NAME).read_bytes())
     except (OSError, ValueError):
@@ -41,38 +41,38 @@ def read_record_of(log_dir: Path) -> dict[str, Any] | None:
 
 
 def run_id(log_dir: Path) -> str:
-    """Return the name that tells this folder's run from all others; empty where it has none."""
+    """Return the unique id of this folder's run; empty if it has none."""
     found = read_record_of(log_dir)
     return str(found["id"]) if found else ""
 
 
 def write_run(log_dir: Path, run: Run) -> None:
-    """Write what a run is.
+    """Write a run record.
 
     Raises:
-        OSError: it cannot be written; an older one is as it was.
+        OSError: it cannot be written; an older record is unchanged.
     """
     write_file(log_dir / RUN_NAME, (json.dumps({"version": 1, **run}, indent=2, default=str) + "\n").encode())
 
 
 def note_resolved(log_dir: Path, resolved: Mapping[str, Any]) -> None:
-    """Add to a run's last launch what became of its options, with a checkpoint's and the number of ranks known."""
+    """Add the resolved options (from flags, checkpoint and number of ranks) to the record of a run's last launch."""
     run = read_record_of(log_dir)
     if run is None or not run.get("launches"):
         return
     run["launches"][-1]["resolved"] = dict(resolved)
-    with contextlib.suppress(OSError):  # the run does not depend on it
+    with contextlib.suppress(OSError):  # training does not depend on it
         write_run(log_dir, run)
 
 
 def find_run(path: Path) -> Path:
-    """Return the folder of one run: the one that is named, or the latest of those in it."""
+    """Return the folder of one run: `path` itself, or the latest run in it."""
     latest = path / LATEST
     return path / os.readlink(latest) if latest.is_symlink() and latest.is_dir() else path
 
 
 def link_latest(log_dir: Path) -> None:
-    """Let `latest`, beside a run's folder, lead to it; what is called so and is no link stays."""
+    """Point the link `latest`, beside a run's folder, to it; a file of that name that is not a link is kept."""
     latest = log_dir.parent / LATEST
     if os.path.lexists(latest) and not latest.is_symlink():
         return

@@ -1,4 +1,4 @@
-"""How far a run has come and how it ended: `state.json` in its log folder, for whoever started it. No torch."""
+"""`state.json` in the log folder: how a run ended and after which step. No torch."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ __all__ = ["STATE_NAME", "Ended", "RunState", "clear_state", "read_state", "writ
 
 STATE_NAME = "state.json"
 
-# done: all steps are taken; stopped: at a signal, after a checkpoint; failed: with `code`, for `error`.
+# done: all steps are complete; stopped: by a signal, after a checkpoint; failed: `error`, with exit code `code`.
 Ended = Literal["done", "stopped", "failed"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunState:
-    """How the last run with this log folder ended; there is none while it runs, and where all of it was killed."""
+    """How the last run with this log folder ended; there is none while it runs, or if every process was killed."""
 
     step: int
     ended: Ended
     code: int = 0
     error: str = ""
-    error_code: str = ""  # the stable name of its kind, where there is one
+    error_code: str = ""
 
     @property
     def word(self) -> str:
-        """What a scheduler would call it."""
+        """The state as Slurm names it."""
         return {"done": "COMPLETED", "stopped": "STOPPED", "failed": "FAILED"}[self.ended]
 
 
@@ -43,7 +43,7 @@ def clear_state(log_dir: Path) -> None:
 
 
 def read_state(log_dir: Path) -> RunState | None:
-    """Give how the last run ended; None where it left no word."""
+    """Return how the last run ended; None if it left no state."""
     try:
         found = json.loads((log_dir / STATE_NAME).read_bytes())
         state = RunState(

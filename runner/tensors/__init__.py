@@ -1,1 +1,1 @@
-"""Tensors in memory: dtypes, regions, local shards, DTensors, huge pages, pinned buffers."""
+"""Tensors in memory: regions, local shards, DTensors, huge pages, pinned blocks."""

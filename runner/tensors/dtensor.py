@@ -1,4 +1,4 @@
-"""What of a parameter lies on this rank, where torch shards it over a device mesh."""
+"""Which part of a parameter is on this rank, if torch shards it over a device mesh."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["local_of", "local_offset", "mesh_dims", "sharded_dims"]
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Give this rank's part of a tensor, in the same memory; of one that is not sharded, all of it."""
+    """Return this rank's part of a DTensor, sharing its memory; any other tensor as it is."""
     if isinstance(tensor, DTensor):
         local: torch.Tensor = tensor._local_tensor
         return local
@@ -18,23 +18,23 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_offset(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Give where this rank's part of a tensor begins."""
+    """Return the offset of this rank's part of a tensor in each dimension."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.dim()
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    assert tuple(shape) == tuple(local_of(tensor).shape), "the parts of a parameter are boxes"
+    assert tuple(shape) == tuple(local_of(tensor).shape), "the parts of a parameter are regions"
     return tuple(offset)
 
 
 def mesh_dims(tensor: torch.Tensor) -> tuple[str, ...]:
-    """Give the names of the mesh's dimensions that torch keeps a tensor in step over."""
+    """Return the names of the mesh dimensions that a tensor is distributed over."""
     return tensor.device_mesh.mesh_dim_names or () if isinstance(tensor, DTensor) else ()
 
 
 def sharded_dims(tensor: torch.Tensor) -> frozenset[str]:
-    """Give those of `mesh_dims` over which its parts differ."""
+    """Return those of `mesh_dims` over which a tensor is sharded, not replicated."""
     if not isinstance(tensor, DTensor):
         return frozenset()
     placed = zip(mesh_dims(tensor), tensor.placements, strict=True)
-    # A part of a part is no `Shard` for torch: see `_StridedShard`.
+    # torch places a shard of a shard as `_StridedShard`, which is not a `Shard`.
     return frozenset(name for name, where in placed if not where.is_replicate())

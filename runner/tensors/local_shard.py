@@ -1,4 +1,4 @@
-"""Parts of Hugging Face tensors as they lie in this rank's memory."""
+"""Parts of Hugging Face tensors in this rank's memory."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["Piece", "join_pieces", "whole_pieces"]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Piece:
-    """A box of a Hugging Face tensor: what writes `memory` writes that part of a parameter or of a moment.
+    """A region of a Hugging Face tensor; writing to `memory` writes that part of the parameter or optimizer state.
 
-    Shapes: `memory` is the box, of as many dimensions as `shape`; `offset` is where it begins.
+    Shapes: `memory` is the region, with as many dimensions as `shape`; `offset` is where it begins.
     """
 
     fqn: str
     shape: tuple[int, ...]  # of the whole tensor
     offset: tuple[int, ...]
-    memory: torch.Tensor  # a view, in any strides
+    memory: torch.Tensor  # a view, with any strides
 
     @property
     def part(self) -> Slice:
@@ -34,19 +34,19 @@ class Piece:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the one part of its tensor that begins where the tensor does."""
+        """Whether this part begins where its tensor does: exactly one part does."""
         return not any(self.offset)
 
-    def view(self, box: Slice) -> Piece:
-        """Give the part of this one that is a box of the same tensor, which lies in it."""
+    def view(self, region: Slice) -> Piece:
+        """Return the part of this piece in a region of the same tensor that is within it."""
         memory = self.memory
-        for dim, (begin, own, count) in enumerate(zip(box.offset, self.offset, box.shape, strict=True)):
+        for dim, (begin, own, count) in enumerate(zip(region.offset, self.offset, region.shape, strict=True)):
             memory = memory.narrow(dim, begin - own, count)
-        return replace(self, offset=box.offset, memory=memory)
+        return replace(self, offset=region.offset, memory=memory)
 
 
 def whole_pieces(tensors: Mapping[str, torch.Tensor]) -> tuple[Piece, ...]:
-    """Give tensors that lie here whole, by FQN, as pieces."""
+    """Return whole tensors, by FQN, as pieces."""
     return tuple(
         Piece(fqn=fqn, shape=tuple(memory.shape), offset=(0,) * memory.dim(), memory=memory.detach())
         for fqn, memory in tensors.items()
@@ -54,7 +54,7 @@ def whole_pieces(tensors: Mapping[str, torch.Tensor]) -> tuple[Piece, ...]:
 
 
 def join_pieces(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
-    """Give the same parts with one piece for each FQN; those that lie in several memories are copied together."""
+    """Return one piece for each FQN; pieces of one FQN in separate memory are copied into one."""
     found: dict[str, list[Piece]] = {}
     for piece in pieces:
         found.setdefault(piece.fqn, []).append(piece)
@@ -66,7 +66,7 @@ def _joined(parts: list[Piece]) -> Piece:
     end = tuple(map(max, zip(*(piece.part.end for piece in parts), strict=True)))
     shape = [last - first for first, last in zip(offset, end, strict=True)]
     memory = torch.empty(shape, dtype=parts[0].memory.dtype, device=parts[0].memory.device)
-    assert memory.numel() == sum(piece.memory.numel() for piece in parts), "a rank's parts of a tensor are one box"
+    assert memory.numel() == sum(piece.memory.numel() for piece in parts), "a rank's parts of a tensor form one region"
     joined = replace(parts[0], offset=offset, memory=memory)
     for piece in parts:
         joined.view(piece.part).memory.copy_(piece.memory)

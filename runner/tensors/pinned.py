@@ -1,4 +1,4 @@
-"""Blocks through which stored bytes pass on their way into memory that they cannot be read into."""
+"""Blocks that stored bytes are read into when they cannot be read directly into their destination."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from runner.tensors.regions import BLOCK_NBYTES
 
 __all__ = ["PinnedBlocks"]
 
-_NUM_PINNED = 4  # so many copies to a GPU are under way while the next block is read and hashed
+_NUM_PINNED = 4  # copies to a GPU in flight while the next block is read and hashed
 
 
 class PinnedBlocks:
-    """One thread's blocks on their way to `device`: one for the CPU, page-locked ones in turn for a GPU.
+    """One thread's blocks for copies to `device`: one for the CPU, pinned ones in turn for a GPU.
 
-    A block is taken, filled, copied from without waiting, and sent; it is taken again only when the copy
-    has ended.
+    A block is taken, filled, copied from asynchronously, and marked as sent; it is reused once the copy has finished.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -25,7 +24,7 @@ class PinnedBlocks:
         self._next = 0
 
     def take(self, dtype: torch.dtype, count: int) -> torch.Tensor:
-        """Give room for so many elements, at most a block of them."""
+        """Return room for `count` elements, at most a block."""
         if len(self._blocks) == self._next:
             self._blocks.append(torch.empty(BLOCK_NBYTES, dtype=torch.uint8, pin_memory=self._is_cuda))
         if (copied := self._copied[self._next]) is not None:
@@ -33,7 +32,7 @@ class PinnedBlocks:
         return self._blocks[self._next].view(dtype)[:count]
 
     def sent(self) -> None:
-        """Say that the copy out of the block that was taken last has been asked for."""
+        """Note that the copy from the last block taken has been enqueued."""
         if self._is_cuda:
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(torch.cuda.current_stream(self._device))

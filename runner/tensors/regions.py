@@ -1,4 +1,4 @@
-"""Which bytes of a file a box of a stored tensor is. No torch."""
+"""Which bytes of a file make up a region of a stored tensor. No torch."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ from manifests.slices import Slice
 __all__ = ["BLOCK_NBYTES", "Block", "blocks_of", "intersect", "ranges_of"]
 
 BLOCK_NBYTES = 1 << 20  # stays in the processor's cache between read, hash and copy
-_GAP_NBYTES = 4096  # what lies between two wanted parts is read along with them if it is less: disks read pages
+_GAP_NBYTES = 4096  # a smaller gap between two wanted parts is read along with them: disks read pages
 _Index = tuple[int | slice, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """Bytes that are read at once: `rows` of the stored tensor, of which the box takes what begins at `inner`."""
+    """Bytes that are read at once: `rows` of the stored tensor, of which the region takes what begins at `inner`."""
 
     begin: int  # from the first byte of the stored tensor
     nbytes: int
-    index: _Index  # of these rows in the box
+    index: _Index  # of these rows in the region
     rows: tuple[int, ...]  # the shape of what is read
-    inner: tuple[int, ...]  # where the box begins in each row
+    inner: tuple[int, ...]  # where the region begins in each row
 
 
 def intersect(one: Slice, other: Slice) -> Slice | None:
-    """Give what two boxes of a tensor have in common, None if that is nothing."""
+    """Return the intersection of two regions of a tensor; None if it is empty."""
     begin = tuple(map(max, one.offset, other.offset))
     shape = tuple(last - first for first, last in zip(begin, map(min, one.end, other.end), strict=True))
     return Slice(offset=begin, shape=shape, whole_shape=one.whole_shape) if all(n > 0 for n in shape) else None
 
 
-def blocks_of(stored: tuple[int, ...], box: Slice, itemsize: int) -> Iterator[Block]:
-    """Cut a box, with at least one element, of a stored tensor into blocks, in the order of their bytes.
+def blocks_of(stored: tuple[int, ...], region: Slice, itemsize: int) -> Iterator[Block]:
+    """Split a region of a stored tensor into blocks, in the order of their bytes.
 
-    `box.offset` is within the stored tensor, which has at least one dimension.
+    The region has at least one element, the stored tensor at least one dimension; `region.offset` is within it.
     """
-    return _cut(stored, box.offset, box.shape, itemsize, 0, ())
+    return _split(stored, region.offset, region.shape, itemsize, 0, ())
 
 
-def ranges_of(stored: tuple[int, ...], box: Slice, itemsize: int) -> Iterator[tuple[int, int]]:
-    """Cut a box as `blocks_of` does, and return the begin and end of each block, ascending."""
-    return ((block.begin, block.begin + block.nbytes) for block in blocks_of(stored, box, itemsize))
+def ranges_of(stored: tuple[int, ...], region: Slice, itemsize: int) -> Iterator[tuple[int, int]]:
+    """Return the begin and end of each block of a region, ascending; see `blocks_of`."""
+    return ((block.begin, block.begin + block.nbytes) for block in blocks_of(stored, region, itemsize))
 
 
-def _cut(
+def _split(
     stored: tuple[int, ...], offset: tuple[int, ...], shape: tuple[int, ...], itemsize: int, begin: int, index: _Index
 ) -> Iterator[Block]:
     row_nbytes = prod(stored[1:]) * itemsize
@@ -65,11 +65,11 @@ def _cut(
             )
     else:
         for row in range(shape[0]):
-            yield from _cut(stored[1:], offset[1:], shape[1:], itemsize, first + row * row_nbytes, (*index, row))
+            yield from _split(stored[1:], offset[1:], shape[1:], itemsize, first + row * row_nbytes, (*index, row))
 
 
 def _span(stored: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """Give the number of elements from a box's first to its last, those between included."""
+    """Return the number of elements from a region's first to its last, including those between."""
     span, stride = 1, 1
     for size, count in zip(reversed(stored), reversed(shape), strict=True):
         span += (count - 1) * stride

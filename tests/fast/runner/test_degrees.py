@@ -1,6 +1,8 @@
-"""How ranks are dealt out: to pipelines, replicas, shards and parts of matrices."""
+"""Parallel degrees: from flags and the number of ranks to pipelines, replicas, shards and tensor-parallel ranks."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 
@@ -27,66 +29,26 @@ def test_degrees_that_were_not_asked_for_are_found(asked: DegreeOptions, world_s
 
 
 @pytest.mark.parametrize(
-    ("asked", "world_size", "message"),
+    ("asked", "world_size", "where", "code"),
     [
-        (
-            DegreeOptions(),
-            3,
-            "manifest needs 4 ranks, WORLD_SIZE is 3\n"
-            "hint: runner launch MANIFEST --nproc-per-node 4, or reshard pack MANIFEST --layout pp=3 --out DIR",
-        ),
-        (
-            DegreeOptions(),
-            6,
-            "manifest needs 4 ranks, or a multiple of them, WORLD_SIZE is 6\n"
-            "hint: start 4 or 8, or reshard pack MANIFEST --layout pp=6 --out DIR",
-        ),
-        (
-            DegreeOptions(tensor=2),
-            12,
-            "--tp: expected a divisor of 3, the ranks of each stage, found 2\nhint: start 8 or 16 ranks",
-        ),
-        (
-            DegreeOptions(tensor=2),
-            4,
-            "--tp: expected a divisor of 1, the ranks of each stage, found 2\nhint: start 8 ranks",
-        ),
-        (
-            DegreeOptions(shard=3),
-            16,
-            "--dp-shard: 1 replicas of 3 shards are 3 data-parallel ranks for each stage, and 16 ranks over 4 "
-            "pipeline ranks and --tp 1 leave 4\nhint: start 12 ranks, or leave --dp-shard out",
-        ),
-        (
-            DegreeOptions(replicate=3),
-            8,
-            "--dp-replicate: 3 replicas of 1 shards are 3 data-parallel ranks for each stage, and 8 ranks over 4 "
-            "pipeline ranks and --tp 1 leave 2\nhint: start 12 ranks, or leave --dp-replicate out",
-        ),
-        (
-            DegreeOptions(replicate=3, shard=None),
-            16,
-            "--dp-replicate: 3 replicas of 1 shards are 3 data-parallel ranks for each stage, and 16 ranks over 4 "
-            "pipeline ranks and --tp 1 leave 4\nhint: start 12 ranks, or leave --dp-replicate out",
-        ),
-        (
-            DegreeOptions(replicate=2, shard=4),
-            16,
-            "--dp-replicate: 2 replicas of 4 shards are 8 data-parallel ranks for each stage, and 16 ranks over 4 "
-            "pipeline ranks and --tp 1 leave 4\nhint: start 32 ranks, or leave --dp-replicate out",
-        ),
-        (
-            DegreeOptions(replicate=2, shard=3),
-            16,
-            "--dp-replicate: 2 replicas of 3 shards are 6 data-parallel ranks for each stage, and 16 ranks over 4 "
-            "pipeline ranks and --tp 1 leave 4\nhint: start 24 ranks, or leave both degrees out",
-        ),
+        (DegreeOptions(), 3, "", "launch.world-size"),
+        (DegreeOptions(), 6, "", "launch.world-size"),
+        (DegreeOptions(tensor=2), 12, "--tp", "launch.degrees"),
+        (DegreeOptions(tensor=2), 4, "--tp", "launch.degrees"),
+        (DegreeOptions(shard=3), 16, "--dp-shard", "launch.degrees"),
+        (DegreeOptions(replicate=3), 8, "--dp-replicate", "launch.degrees"),
+        (DegreeOptions(replicate=3, shard=None), 16, "--dp-replicate", "launch.degrees"),
+        (DegreeOptions(replicate=2, shard=4), 16, "--dp-replicate", "launch.degrees"),
+        (DegreeOptions(replicate=2, shard=3), 16, "--dp-replicate", "launch.degrees"),
     ],
 )
-def test_ranks_that_cannot_be_dealt_out_are_refused(asked: DegreeOptions, world_size: int, message: str) -> None:
+def test_degrees_that_do_not_match_the_number_of_ranks_are_refused(
+    asked: DegreeOptions, world_size: int, where: str, code: str, wording: Callable[[str], None]
+) -> None:
     with pytest.raises(UserError) as error:
         asked.resolve(4, world_size)
-    assert str(error.value) == message
+    assert (error.value.where, error.value.code) == (where, code)
+    wording(str(error.value))
 
 
 def test_ranks_are_numbered_by_pipeline_then_data_then_tensor() -> None:

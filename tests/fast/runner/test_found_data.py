@@ -110,7 +110,7 @@ def test_cursor_of_other_sources_is_refused(place: Path) -> None:
     left = replace(find(*asked).position, cursor=DataCursor(num_documents=0, num_tokens=0, sources=positions))
     with pytest.raises(InputError) as error:
         find(*asked, left=left)
-    assert str(error.value) == "training.data.cursor.sources: expected a position for each of 2, found 3"
+    assert (error.value.where, error.value.code) == ("training.data.cursor.sources", "resume.other-data")
 
 
 @pytest.mark.parametrize(
@@ -134,9 +134,7 @@ def test_data_that_is_numbered_otherwise_is_refused_or_begins_when_that_is_asked
     begun = find("--data", "text.txt", *args, "--resume", "auto", "--restart-data", left=left, tokenizer=tokenizer)
     assert (begun.position.num_sequences, begun.position.cursor) == (0, None)
     assert begun.position.digest != left.digest
-    assert begun.notes == (
-        "--restart-data begins this data at its first sequence: it is not that of which the checkpoint has used 48",
-    )
+    assert len(begun.notes) == 1
 
 
 def test_job_that_began_other_data_goes_on_in_it_whenever_it_is_started_again() -> None:
@@ -147,10 +145,7 @@ def test_job_that_began_other_data_goes_on_in_it_whenever_it_is_started_again() 
     for num_sequences in (8, 16):
         again = find(*asked, left=used(first, num_sequences))
         assert again.position == used(first, num_sequences)
-        assert again.notes == (
-            f"--restart-data changes nothing: the checkpoint has used {num_sequences} sequences of this very data; "
-            "another --seed as well begins it anew",
-        )
+        assert len(again.notes) == 1
     anew = find(*asked, "--seed", "1", left=used(first, 16))
     assert anew.position.num_sequences == 0
     assert find(*asked, "--seed", "1", left=used(anew, 8)).position == used(anew, 8)
@@ -163,14 +158,11 @@ def test_rank_that_finds_other_files_than_rank_0_is_refused_by_the_source(place:
     (place / "more.txt").write_text("one two")
     with pytest.raises(InputError) as error:
         check_alike(options(*asked).data, find(*asked), on_rank_0)
-    assert str(error.value) == (
-        "--data more.txt: has other files than rank 0 finds there, by their names and sizes\n"
-        "hint: every node must see the same ones: a copy on its own disk may be an older one"
-    )
+    assert (error.value.where, error.value.code) == ("--data more.txt", "data.differs-between-ranks")
 
 
 def test_rank_that_cuts_the_same_files_otherwise_than_rank_0_is_refused() -> None:
     asked = ("--data", "text.txt")
     with pytest.raises(InputError) as error:
         check_alike(options(*asked).data, find(*asked, tokenizer="blake3:another"), find(*asked))
-    assert str(error.value) == ("--data: is cut into other sequences than on rank 0: its flags or the tokenizer differ")
+    assert (error.value.where, error.value.code) == ("--data", "data.differs-between-ranks")

@@ -1,8 +1,9 @@
-"""What one node makes and another must find: late is borne, never is refused."""
+"""What one node writes and another must find: a late file is waited for, a missing one is an error."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,6 @@ from manifests.errors import InputError
 from manifests.schema import Shard
 from runner.checkpoint.shared_folder import check_folder, check_shards
 
-HINT = "hint: --checkpoint and --save must be in a folder that all nodes share"
 SHARD = Shard(path="stage-001/exp_avg/model.safetensors", nbytes=3, digest="blake3:" + 64 * "0")
 FIRST = replace(SHARD, path="stage-000/model.safetensors")
 
@@ -38,23 +38,21 @@ def test_what_is_seen_late_is_waited_for(tmp_path: Path) -> None:
     late.join()
 
 
-@pytest.mark.parametrize(
-    ("data", "problem"),
-    [
-        (None, "another rank wrote this shard, and it is not here"),
-        (b"ab", "a rank wrote 3 bytes here, and 2 are here"),
-    ],
-)
-def test_shard_that_never_comes_is_refused(data: bytes | None, problem: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("data", "code"), [(None, "checkpoint.not-shared"), (b"ab", "checkpoint.not-shared")])
+def test_shard_that_never_comes_is_refused(
+    data: bytes | None, code: str, tmp_path: Path, wording: Callable[[str], None]
+) -> None:
     write(tmp_path, FIRST)
     if data is not None:
         write(tmp_path, SHARD, data)
     with pytest.raises(InputError) as error:
         check_shards(tmp_path, (FIRST, SHARD))
-    assert str(error.value) == f"{tmp_path}/{SHARD.path}: {problem}\n{HINT}"
+    assert (error.value.where, error.value.code) == (f"{tmp_path}/{SHARD.path}", code)
+    wording(str(error.value))
 
 
-def test_folder_that_never_comes_is_refused(tmp_path: Path) -> None:
+def test_folder_that_never_comes_is_refused(tmp_path: Path, wording: Callable[[str], None]) -> None:
     with pytest.raises(InputError) as error:
         check_folder(tmp_path / "gone")
-    assert str(error.value) == f"{tmp_path}/gone: rank 0 made this folder, and it is not here\n{HINT}"
+    assert (error.value.where, error.value.code) == (f"{tmp_path}/gone", "checkpoint.not-shared")
+    wording(str(error.value))

@@ -96,10 +96,9 @@ def test_a_slice_that_is_missing_is_named(whole: Packed) -> None:
     stages[STAGE] = replace(stages[STAGE], shards=stages[STAGE].shards[:1])
     found = Bundles(replace(packed.manifest, stages=tuple(stages)), packed.root)
     norm = {"model.norm.weight": torch.empty(packed.shape.tensors["model.norm.weight"])}
-    with pytest.raises(
-        InputError, match=r"expected \d+ elements in its slices, found \d+\nhint: a shard of this stage"
-    ):
+    with pytest.raises(InputError) as error:
         load_tensors(whole_pieces(norm), found, packed.shape)
+    assert error.value.code == "shard.missing-slice"
 
 
 @pytest.mark.parametrize("wanted", [(2, 1), (1, 2), (3, 2)])
@@ -131,5 +130,7 @@ def test_a_flipped_bit_of_a_slice_is_named_by_who_reads_all_of_it(whole: Packed)
     data[-1] ^= 128
     shard.write_bytes(data)
     tensors = {fqn: torch.empty_like(tensor) for fqn, tensor in weights_of(whole).items()}
-    with pytest.raises(InputError, match=rf"^{shard}: '.*': expected blake3:[0-9a-f]+, found blake3:"):
+    with pytest.raises(InputError) as error:
         load_tensors(whole_pieces(tensors), Bundles(packed.manifest, packed.root), packed.shape)
+    assert error.value.code == "shard.digest-mismatch"
+    assert error.value.where.startswith(f"{shard}: '")

@@ -1,15 +1,16 @@
-"""Chunks, the metadata between them, and the schedule of a single rank."""
+"""Chunks, stage metadata, and the schedule of a single rank."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from manifests.errors import InputError
+from manifests.errors import ManifestError
 from manifests.placement import Placement
 from runner.config.schema import BatchOptions
 from runner.data.batches import Batch
@@ -56,26 +57,20 @@ def test_wire_of_a_family_that_hands_on_trees_is_traced() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stages", "message"),
+    "stages",
     [
-        (
-            ((EMBEDDING, *LAYERS), (HEAD, NORM)),
-            "stages: expected model.norm as module 13 of LlamaForCausalLM, found lm_head",
-        ),
-        (
-            ((EMBEDDING, *LAYERS), (NORM,)),
-            "stages: expected 15 modules of LlamaForCausalLM, found 14",
-        ),
-        (
-            ((EMBEDDING, *LAYERS), (NORM, HEAD, "mtp.0")),
-            "stages: expected 15 modules of LlamaForCausalLM, found 16",
-        ),
+        ((EMBEDDING, *LAYERS), (HEAD, NORM)),
+        ((EMBEDDING, *LAYERS), (NORM,)),
+        ((EMBEDDING, *LAYERS), (NORM, HEAD, "mtp.0")),
     ],
 )
-def test_stages_that_are_not_the_model_are_refused(stages: tuple[tuple[str, ...], ...], message: str) -> None:
-    with pytest.raises(InputError) as error:
+def test_stages_that_are_not_the_model_are_refused(
+    stages: tuple[tuple[str, ...], ...], wording: Callable[[str], None]
+) -> None:
+    with pytest.raises(ManifestError) as error:
         plan_stage_metadata(FAMILY, stages, torch.float32)
-    assert str(error.value) == message
+    assert (error.value.where, error.value.code) == ("stages", "manifest.wrong-modules")
+    wording(str(error.value))
 
 
 def test_chunk_has_its_own_modules_under_hugging_face_names() -> None:
@@ -146,9 +141,9 @@ def test_sequences_of_another_length_are_refused_before_they_meet_stale_buffers(
     schedule = one_rank_schedule(family_for(read_config(folder), max_seq_len=16), folder, 1)
     short = padded_batch(0, size=4, seq_len=15)
     for act in (schedule.train, schedule.evaluate):
-        with pytest.raises(ValueError, match=r"expected tokens of shape \(4, 16\), found \(4, 15\)"):
+        with pytest.raises(ValueError, match=r"found \(4, 15\)"):
             act(short)
-    with pytest.raises(ValueError, match=r"expected tokens of shape \(4, 16\), found \(2, 16\)"):
+    with pytest.raises(ValueError, match=r"found \(2, 16\)"):
         schedule.logits(padded_batch(0, size=2, seq_len=16).tokens)
 
 

@@ -33,27 +33,27 @@ def box_of(offset: tuple[int, int], shape: tuple[int, int]) -> Slice:
     return Slice(offset=offset, shape=shape, whole_shape=(ROWS, COLUMNS))
 
 
-def read(at: TensorAt, box: Slice) -> PartRead:
+def read(at: TensorAt, region: Slice) -> PartRead:
     """Return the part as who reads its ranges hashes it."""
     hasher = blake3()
-    for begin, end in ranges_of(at.shape, box, 2):
+    for begin, end in ranges_of(at.shape, region, 2):
         hasher.update(DATA[begin:end])
-    return PartRead(at=at, box=box, digest=hasher.hexdigest())
+    return PartRead(at=at, region=region, digest=hasher.hexdigest())
 
 
 @given(data=st.data())
 def test_parts_are_as_who_reads_the_whole_finds_them(stored: TensorAt, data: st.DataObject) -> None:
-    boxes = []
+    regions = []
     for _ in range(data.draw(st.integers(1, 3))):
         first, left = data.draw(st.integers(0, ROWS - 1)), data.draw(st.integers(0, COLUMNS - 1))
         shape = data.draw(st.integers(1, ROWS - first)), data.draw(st.integers(1, COLUMNS - left))
-        boxes.append(box_of((first, left), shape))
-    assert verify_parts(share_parts([read(stored, box) for box in boxes])) == len(DATA)
+        regions.append(box_of((first, left), shape))
+    assert verify_parts(share_parts([read(stored, region) for region in regions])) == len(DATA)
 
 
 def test_a_rank_that_read_other_bytes_is_found(stored: TensorAt) -> None:
     own, other = read(stored, box_of((0, 0), (10, COLUMNS))), read(stored, box_of((10, 0), (10, COLUMNS)))
-    told = ({own.box: own.digest}, {other.box: own.digest})
+    told = ({own.region: own.digest}, {other.region: own.digest})
     with pytest.raises(InputError) as error:
         verify_parts([ToVerify(at=stored, parts=told)])
     assert (error.value.code, error.value.where) == ("shard.readings-differ", f"{stored.file}: 'w'")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from manifests.digest import Hasher, digest_hex
 from manifests.slices import Slice
 from runner.load.fill import fill
-from runner.tensors import regions as boxes
+from runner.tensors import regions as regions
 from runner.tensors.regions import blocks_of, intersect
 
 POSITION = 40  # of a stored tensor in its file
@@ -40,8 +40,8 @@ def stored(shape: Sequence[int]) -> tuple[torch.Tensor, Memory]:
     return tensor, Memory(bytes(POSITION) + tensor.reshape(-1).numpy().tobytes())
 
 
-def cut(tensor: torch.Tensor, box: Slice) -> torch.Tensor:
-    return tensor[tuple(slice(begin, end) for begin, end in zip(box.offset, box.end, strict=True))]
+def cut(tensor: torch.Tensor, region: Slice) -> torch.Tensor:
+    return tensor[tuple(slice(begin, end) for begin, end in zip(region.offset, region.end, strict=True))]
 
 
 @st.composite
@@ -55,30 +55,30 @@ def boxes_in(draw: Any) -> Slice:
 @pytest.fixture(params=[4096, 8], ids=["page", "two elements"])
 def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits that small tensors reach."""
-    monkeypatch.setattr(boxes, "BLOCK_NBYTES", 64)
-    monkeypatch.setattr(boxes, "_GAP_NBYTES", request.param)
+    monkeypatch.setattr(regions, "BLOCK_NBYTES", 64)
+    monkeypatch.setattr(regions, "_GAP_NBYTES", request.param)
 
 
 # One element of a row: contiguous for torch, and with a stride all the same.
 @example(Slice(offset=(0, 0), shape=(2, 1), whole_shape=(2, 3)), torch.float32, True)
 @settings(deadline=None)
-@given(box=boxes_in(), dtype=st.sampled_from([torch.float32, torch.float64]), is_turned=st.booleans())
+@given(region=boxes_in(), dtype=st.sampled_from([torch.float32, torch.float64]), is_turned=st.booleans())
 @pytest.mark.usefixtures("small_blocks")
-def test_box_is_filled_from_its_own_bytes(box: Slice, dtype: torch.dtype, is_turned: bool) -> None:
-    tensor, memory = stored(box.whole_shape)
-    target = torch.empty(box.shape[::-1] if is_turned else box.shape, dtype=dtype)
+def test_box_is_filled_from_its_own_bytes(region: Slice, dtype: torch.dtype, is_turned: bool) -> None:
+    tensor, memory = stored(region.whole_shape)
+    target = torch.empty(region.shape[::-1] if is_turned else region.shape, dtype=dtype)
     target = target.permute(tuple(reversed(range(target.dim())))) if is_turned else target
-    fill(target, torch.float32, memory, POSITION, box)
-    assert target.equal(cut(tensor, box).to(dtype))
+    fill(target, torch.float32, memory, POSITION, region)
+    assert target.equal(cut(tensor, region).to(dtype))
     ends = [begin + length for begin, length in memory.read]
     assert all(begin >= end for (begin, _), end in zip(memory.read[1:], ends, strict=False))  # no byte twice
 
 
-@given(box=boxes_in())
-def test_whole_tensor_is_hashed_in_order(box: Slice) -> None:
-    whole = Slice(offset=(0,) * len(box.whole_shape), shape=box.whole_shape, whole_shape=box.whole_shape)
-    tensor, memory = stored(box.whole_shape)
-    target, hasher = torch.empty(box.whole_shape), Hasher()
+@given(region=boxes_in())
+def test_whole_tensor_is_hashed_in_order(region: Slice) -> None:
+    whole = Slice(offset=(0,) * len(region.whole_shape), shape=region.whole_shape, whole_shape=region.whole_shape)
+    tensor, memory = stored(region.whole_shape)
+    target, hasher = torch.empty(region.whole_shape), Hasher()
     fill(target, torch.float32, memory, POSITION, whole, hasher)
     assert target.equal(tensor)
     assert hasher.hexdigest() == digest_hex((memory.data[POSITION:],))

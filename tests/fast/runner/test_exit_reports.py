@@ -1,4 +1,4 @@
-"""What the agent says of ranks that have ended: of all that failed at once, the one that the others followed."""
+"""Exit reports, and which of several failed ranks the agent reports as the cause."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from runner.rundir.exit_report import AGENT, REPORTS, ExitReport, code_of, read_
 from runner.rundir.heartbeat import Beat, clear_beats, heartbeat_path, log_path, read_beats, write_beat
 from runner.tensors.local_shard import whole_pieces
 
-LOST = ExitReport(
-    kind="lost", code=5, where="rank 1, stage 1, node n", problem="another rank is gone or too slow: closed"
+LOST = ExitReport(kind="lost", code=5, where="rank 1, stage 1, node n", problem="closed", error_code="rank.lost")
+OWN = ExitReport(
+    kind="failed", code=3, where="rank 2, stage 2, node n: shard", problem="is damaged", error_code="shard.damaged"
 )
-OWN = ExitReport(kind="failed", code=3, where="rank 2, stage 2, node n: shard", problem="is damaged")
 NOW = 1_000_000
 
 
 def failure(folder: Path, code: int, ending: ExitReport | None = None, time_s: int = NOW) -> ProcessFailure:
-    """Give what torchrun knows of a rank that has ended, with the file that the rank left."""
+    """Return what torchrun knows of a rank that has exited, with its error file."""
     path = folder / f"error-{len(list(folder.iterdir()))}.json"
     if ending is not None:
         text = {"message": "x", "extraInfo": {"timestamp": str(time_s)}}
@@ -53,80 +53,69 @@ def beat(rank: int, *, is_waiting: bool = True, silent_s: float = 0.0) -> Beat:
                 doing="wait (a.py:1)" if is_waiting else "read (b.py:2)", is_waiting=is_waiting)  # fmt: skip
 
 
-def said(failures: dict[int, ProcessFailure], beats: tuple[Beat, ...] = ()) -> str | None:
+def cause_of(failures: dict[int, ProcessFailure], beats: tuple[Beat, ...] = ()) -> tuple[int, str, str] | None:
+    """Return the cause's exit code, place and error code."""
     cause = find_cause(failures, beats, lambda rank: f"rank {rank}, node n")
-    return None if cause is None else f"{cause.code} {cause.where}: {cause.problem}"
+    return None if cause is None else (cause.code, cause.where, cause.error_code)
 
 
-def test_what_a_rank_met_is_told_as_that_rank_says_it(tmp_path: Path) -> None:
+def test_cause_is_reported_as_its_rank_reported_it(tmp_path: Path) -> None:
     followed = replace(OWN, is_elsewhere=True)
     failures = {0: failure(tmp_path, 5, followed, NOW - 1), 2: failure(tmp_path, 3, OWN)}
     assert find_cause(failures, (), str) == OWN
-    assert find_cause({0: failures[0]}, (), str) == followed  # another node's agent says it, unless that is gone
+    assert find_cause({0: failures[0]}, (), str) == followed  # another node's agent may have exited
 
 
 def test_killed_rank_comes_before_peers_that_noticed_it_first(tmp_path: Path) -> None:
     failures = {0: failure(tmp_path, 5, LOST), 2: failure(tmp_path, -9), 3: failure(tmp_path, -15)}
-    assert said(failures) == "5 rank 2, node n: ended by SIGKILL; all ranks were stopped"
+    assert cause_of(failures) == (5, "rank 2, node n", "rank.killed")
 
 
 def test_rank_that_torchrun_had_to_kill_in_the_end_is_not_blamed_for_that(tmp_path: Path) -> None:
     failures = {1: failure(tmp_path, 5, LOST), 2: failure(tmp_path, -9, time_s=NOW + 30)}
     beats = (beat(0), beat(1), beat(2, silent_s=9), beat(3))
-    assert said(failures, beats) == (
-        "5 rank 2, stage 2, node n: gave no sign of life for 9 s, and the other ranks waited for it in vain after "
-        "step 7: it was in wait (a.py:1) then"
-    )
+    assert cause_of(failures, beats) == (5, "rank 2, stage 2, node n", "rank.silent")
 
 
-def test_what_a_rank_met_itself_comes_before_what_its_peers_lost(tmp_path: Path) -> None:
+def test_error_of_a_rank_comes_before_lost_connections_of_others(tmp_path: Path) -> None:
     failures = {0: failure(tmp_path, 5, LOST, NOW - 1), 2: failure(tmp_path, 3, OWN), 3: failure(tmp_path, -15)}
-    assert said(failures) == "3 rank 2, stage 2, node n: shard: is damaged"
+    assert cause_of(failures) == (3, "rank 2, stage 2, node n: shard", "shard.damaged")
 
 
 def test_the_one_rank_that_does_not_wait_is_the_one_that_is_waited_for(tmp_path: Path) -> None:
     failures = {1: failure(tmp_path, 5, LOST), 3: failure(tmp_path, 5, LOST)}
-    assert said(failures, (beat(0), beat(1), beat(2, is_waiting=False), beat(3))) == (
-        "5 rank 2, stage 2, node n: the other ranks waited for it in vain after step 7: it was in read (b.py:2)"
-    )
+    beats = (beat(0), beat(1), beat(2, is_waiting=False), beat(3))
+    assert cause_of(failures, beats) == (5, "rank 2, stage 2, node n", "rank.stuck")
 
 
 @pytest.mark.parametrize("skew_s", [-25.0, 25.0], ids=["behind", "ahead"])
 def test_rank_is_silent_by_the_clock_of_its_node_which_may_differ_from_ours(tmp_path: Path, skew_s: float) -> None:
     failures = {0: failure(tmp_path, 5, LOST)}
     there = [replace(one, host="m", time=one.time + skew_s) for one in (beat(2), beat(3))]
-    assert (
-        said(failures, (beat(0), beat(1), *there))
-        == "5 rank 1, stage 1, node n: another rank is gone or too slow: closed"
-    )
+    assert cause_of(failures, (beat(0), beat(1), *there)) == (5, "rank 1, stage 1, node n", "rank.lost")
     there[1] = replace(there[1], time=there[1].time - 9)
-    assert said(failures, (beat(0), beat(1), *there)) == (
-        "5 rank 3, stage 3, node m: gave no sign of life for 9 s, and the other ranks waited for it in vain after "
-        "step 7: it was in wait (a.py:1) then"
-    )
+    assert cause_of(failures, (beat(0), beat(1), *there)) == (5, "rank 3, stage 3, node m", "rank.silent")
 
 
 def test_node_that_is_silent_as_a_whole_is_so_by_our_clock(tmp_path: Path) -> None:
     gone = replace(beat(2, silent_s=60), host="m")
-    assert said({0: failure(tmp_path, 5, LOST)}, (beat(0), beat(1), gone)) == (
-        "5 rank 2, stage 2, node m: gave no sign of life for 60 s, and the other ranks waited for it in vain after "
-        "step 7: it was in wait (a.py:1) then"
-    )
+    found = cause_of({0: failure(tmp_path, 5, LOST)}, (beat(0), beat(1), gone))
+    assert found == (5, "rank 2, stage 2, node m", "rank.silent")
 
 
 @pytest.mark.parametrize("is_waiting", [True, False], ids=["all-wait", "none-waits"])
-def test_where_heartbeats_tell_nothing_the_first_rank_says_what_it_saw(tmp_path: Path, is_waiting: bool) -> None:
-    stuck = replace(LOST, kind="stuck", problem="no step has ended for 8 s")
+def test_without_a_suspect_among_heartbeats_the_first_report_is_the_cause(tmp_path: Path, is_waiting: bool) -> None:
+    stuck = replace(LOST, kind="stuck", error_code="rank.stuck")
     failures = {1: failure(tmp_path, 5, stuck), 0: failure(tmp_path, 5, stuck, NOW + 1)}
     beats = (beat(0, is_waiting=is_waiting), beat(1, is_waiting=is_waiting))
-    assert said(failures, beats) == "5 rank 1, stage 1, node n: no step has ended for 8 s"
+    assert cause_of(failures, beats) == (5, "rank 1, stage 1, node n", "rank.stuck")
 
 
-def test_ranks_that_stopped_as_they_were_asked_have_no_cause(tmp_path: Path) -> None:
-    assert said({0: failure(tmp_path, 130), 1: failure(tmp_path, -15, time_s=NOW + 1)}) is None
+def test_ranks_that_stopped_as_requested_have_no_cause(tmp_path: Path) -> None:
+    assert cause_of({0: failure(tmp_path, 130), 1: failure(tmp_path, -15, time_s=NOW + 1)}) is None
 
 
-def test_what_ranks_met_while_they_stopped_is_told_and_that_they_waited_only_where_they_were_to_save() -> None:
+def test_errors_at_a_stop_are_the_cause_and_lost_ranks_only_if_a_checkpoint_was_due() -> None:
     followed = replace(OWN, is_elsewhere=True)
     assert find_cause_at_stop((LOST, followed, OWN), is_unsaved=False) == OWN
     assert find_cause_at_stop((LOST, followed), is_unsaved=False) == followed
@@ -135,14 +124,12 @@ def test_what_ranks_met_while_they_stopped_is_told_and_that_they_waited_only_whe
     assert find_cause_at_stop((), is_unsaved=True) is None
 
 
-def test_rank_that_ended_without_a_word_is_named_with_its_code(tmp_path: Path) -> None:
-    assert said({1: failure(tmp_path, 7)}) == (
-        "5 rank 1, node n: ended with code 7 without a word; all ranks were stopped"
-    )
-    assert said({1: failure(tmp_path, -6)}) == "5 rank 1, node n: ended by SIGABRT; all ranks were stopped"
+@pytest.mark.parametrize(("exit_code", "code"), [(7, "rank.ended"), (-6, "rank.killed")])
+def test_rank_that_exited_without_a_report_is_named(exit_code: int, code: str, tmp_path: Path) -> None:
+    assert cause_of({1: failure(tmp_path, exit_code)}) == (5, "rank 1, node n", code)
 
 
-def test_ending_is_left_to_the_agent_that_reads_it_and_to_no_other(
+def test_report_is_left_to_the_agent_that_reads_it_and_to_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "error.json"
@@ -153,7 +140,7 @@ def test_ending_is_left_to_the_agent_that_reads_it_and_to_no_other(
     monkeypatch.setenv(AGENT, str(os.getppid()))
     report_exit(OWN, echo=False)
     assert read_report(json.loads(path.read_text())) == OWN
-    folder = tmp_path / "endings"  # which torchrun does not take away when a signal has ended it
+    folder = tmp_path / "reports"  # which torchrun does not remove after a signal
     folder.mkdir()
     monkeypatch.setenv(REPORTS, str(folder))
     followed = replace(OWN, is_elsewhere=True)
@@ -168,21 +155,21 @@ def test_ending_is_left_to_the_agent_that_reads_it_and_to_no_other(
     ("error", "wanted"),
     [
         (RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you "
-                      "tried to allocate 1048576 bytes. Error code 12 (Cannot allocate memory)"), "1.0 MiB more"),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has"), "2.50 GiB more"),
-        (MemoryError(), "a block"),
-        (OSError(12, "Cannot allocate memory"), "a block"),
-        (RuntimeError("std::bad_alloc"), "a block"),
+                      "tried to allocate 1048576 bytes. Error code 12 (Cannot allocate memory)"), "1.0 MiB;"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has"), "2.50 GiB;"),
+        (MemoryError(), ""),
+        (OSError(12, "Cannot allocate memory"), ""),
+        (RuntimeError("std::bad_alloc"), ""),
     ],
     ids=["cpu", "cuda", "python", "kernel", "c++"],
 )  # fmt: skip
-def test_too_little_memory_is_a_sentence_whoever_says_it(error: Exception, wanted: str) -> None:
+def test_out_of_memory_is_recognized_whatever_raises_it(error: Exception, wanted: str) -> None:
     wrapped = RuntimeError("[Stage 2] failed to run forward")
     wrapped.__cause__ = error
     for found in (exhausted(error), exhausted(wrapped)):
         assert found is not None
-        assert found.exit_code == 5
-        assert found.problem.startswith(f"out of memory: {wanted} could not be had, its process has had up to ")
+        assert (found.code, found.exit_code) == ("system.out-of-memory", 5)
+        assert f" {wanted}" in found.problem
 
 
 def test_other_errors_are_not_about_memory() -> None:
@@ -202,14 +189,13 @@ def test_disk_that_fails_ends_a_job_as_a_lost_rank_does_and_a_file_that_is_not_t
     number: int, code: int
 ) -> None:
     met = OSError(number, os.strerror(number), "shard")
-    said = refused_by_system("shard", met)
-    assert (said.where, said.problem) == ("shard", f"cannot be read: {os.strerror(number)}")
-    assert (code_of(said), said.exit_code) == (code, 3)  # 3: reshard, too, reads files, and has no ranks
+    said = refused_by_system("shard", met, code="system.io")
+    assert (said.where, said.code) == ("shard", "system.io")
+    assert (code_of(said), said.exit_code) == (code, 3)  # 3: reshard reads files, too, and has no ranks
     assert code_of(said.within("rank 2")) == code
     assert isinstance(said, UnreachableError) == (code == 5)
     found = unreachable(met)
-    words = f"shard: cannot be read or written: {os.strerror(number)}\nhint: {said.hint}"
-    assert (str(found) if found else None) == (words if code == 5 else None)
+    assert ((found.where, found.hint) if found else None) == (("shard", said.hint) if code == 5 else None)
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EROFS])
@@ -220,13 +206,14 @@ def test_disk_that_does_not_take_a_shard_ends_a_job_as_a_lost_rank_does_unless_i
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(InputError, match=f"shard: cannot be written: {os.strerror(number)}") as shard:
+    with pytest.raises(InputError) as shard:
         write_shard(whole_pieces({"w": torch.zeros(2)}), tmp_path, "shard")
     with (
-        pytest.raises(InputError, match=f"cannot be written: {os.strerror(number)}") as folder,
+        pytest.raises(InputError) as folder,
         publishing(tmp_path / "out", force=False, find_owned=lambda _: None),
     ):
         fsync(0)
+    assert shard.value.where == str(tmp_path / "shard")
     assert {code_of(shard.value), code_of(folder.value)} == {5 if number in (errno.EIO, errno.ESTALE) else 3}
 
 
@@ -253,9 +240,9 @@ def test_large_tensor_is_written_in_parts_and_whoever_waits_hears_of_each(
     assert all(torch.equal(read[fqn], tensors[fqn]) for fqn in tensors)
 
 
-def test_of_what_ranks_met_that_which_no_restart_mends_comes_first_and_gives_the_code() -> None:
+def test_error_that_a_restart_cannot_fix_comes_first_and_has_the_code() -> None:
     met = {
-        "rank 0": ExhaustedError("", "out of memory", "take less"),
+        "rank 0": ExhaustedError("", "out of memory", "take less", code="system.out-of-memory"),
         "rank 1": UnreachableError("disk", "cannot be read", code="system.io"),
         "rank 2": InputError("shard", "is damaged", "download it again", code="shard.digest-mismatch"),
         "rank 3": InputError("shard", "is damaged", "download it again", code="shard.digest-mismatch"),
@@ -276,19 +263,19 @@ def test_step_after_a_save_has_the_grace_of_the_step_before_and_the_first_that_o
 ) -> None:
     now_s = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
-    life = Watchdog(tmp_path, 0, [0], step_timeout_s=1200, can_stop=True)
-    life.beat(7)  # of a run that goes on
-    assert life.grace_s == 1200
+    watchdog = Watchdog(tmp_path, 0, [0], step_timeout_s=1200, can_stop=True)
+    watchdog.beat(7)  # of a run that was resumed
+    assert watchdog.grace_s == 1200
     now_s += 40
-    life.beat(8)
+    watchdog.beat(8)
     now_s += 0.01
-    life.beat(8, "save")
+    watchdog.beat(8, "save")
     now_s += 3
-    life.beat(8)
-    assert life.grace_s == 80
+    watchdog.beat(8)
+    assert watchdog.grace_s == 80
     now_s += 2
-    life.beat(9)
-    assert life.grace_s == 15
+    watchdog.beat(9)
+    assert watchdog.grace_s == 15
 
 
 @pytest.fixture
@@ -301,7 +288,7 @@ def loggers() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("loggers")
-def test_log_on_a_full_disk_takes_nothing_and_ends_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_log_on_a_full_disk_ends_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     log_path(tmp_path, 0).symlink_to("/dev/full")
     log_to_file(tmp_path, 0)
     for _ in range(9):
@@ -312,14 +299,11 @@ def test_log_on_a_full_disk_takes_nothing_and_ends_nothing(tmp_path: Path, capfd
 
 
 @pytest.mark.usefixtures("loggers")
-def test_log_folder_that_is_none_is_bad_input(tmp_path: Path) -> None:
+def test_log_folder_that_cannot_be_written_is_bad_input(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(InputError) as refused:
         log_to_file(tmp_path / "file" / "log", 0)
-    assert str(refused.value) == (
-        f"{tmp_path}/file/log: cannot be written: Not a directory\n"
-        "hint: --log-dir names a folder that this user can write on every node"
-    )
+    assert (refused.value.where, refused.value.code) == (f"{tmp_path}/file/log", "output.unwritable")
 
 
 def test_heartbeats_are_read_back_by_rank_and_old_ones_are_not(tmp_path: Path) -> None:

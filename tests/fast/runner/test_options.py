@@ -1,0 +1,103 @@
+"""Options that make no sense are refused before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from manifests.errors import UsageError
+from runner.config.flags import parse_training
+from runner.config.schema import BatchOptions, DataOptions, OptimOptions
+
+
+@pytest.mark.parametrize(
+    ("counts", "where", "code"),
+    [
+        ((0, 1, 8), "--global-batch", "options.invalid-value"),
+        ((8, 0, 8), "--microbatch", "options.invalid-value"),
+        ((8, 1, 0), "--seq-len", "options.invalid-value"),
+        ((8, 3, 8), "--global-batch", "options.batch-size"),
+        ((2, 4, 8), "--global-batch", "options.batch-size"),
+    ],
+)
+def test_batch_that_cannot_be_split_is_refused(
+    counts: tuple[int, int, int], where: str, code: str, wording: Callable[[str], None]
+) -> None:
+    with pytest.raises(UsageError) as error:
+        BatchOptions(global_batch=counts[0], microbatch=counts[1], seq_len=counts[2])
+    assert (error.value.where, error.value.code) == (where, code)
+    wording(str(error.value))
+
+
+@pytest.mark.parametrize(
+    ("fields", "where", "code"),
+    [
+        ({"lr": -1.0}, "--lr", "options.invalid-value"),
+        ({"eps": 0.0}, "--eps", "options.invalid-value"),
+        ({"eps": float("nan")}, "--eps", "options.invalid-value"),
+        ({"max_norm": float("nan")}, "--max-norm", "options.invalid-value"),
+        ({"beta2": 1.0}, "--beta2", "options.invalid-value"),
+        ({"decay": "cosine", "warmup_steps": 5, "decay_steps": 5}, "--decay-steps", "options.decay-too-short"),
+        (
+            {"decay": "cosine", "warmup_steps": 3, "stable_steps": 3, "decay_steps": 5},
+            "--decay-steps",
+            "options.decay-too-short",
+        ),
+    ],
+)
+def test_optimizer_value_out_of_range_is_refused(
+    fields: dict[str, Any], where: str, code: str, wording: Callable[[str], None]
+) -> None:
+    with pytest.raises(UsageError) as error:
+        OptimOptions(**fields)
+    assert (error.value.where, error.value.code) == (where, code)
+    wording(str(error.value))
+
+
+@pytest.mark.parametrize(
+    ("fields", "where", "code"),
+    [
+        ({"sources": ()}, "--data", "options.invalid-value"),
+        ({"sources": ("synthetic", "a.txt")}, "--data", "options.invalid-value"),
+        ({"weights": (1.0,)}, "--data-weight", "options.data-weights"),
+        ({"weights": (1.0, -0.5)}, "--data-weight", "options.data-weights"),
+        ({"weights": (1.0, float("nan"))}, "--data-weight", "options.data-weights"),
+        ({"weights": (0.0, 0.0)}, "--data-weight", "options.data-weights"),
+        ({"weights": (5e-324, 0.0)}, "--data-weight", "options.data-weights"),
+        ({"sources": ("synthetic",), "weights": (1.0,)}, "--data-weight", "options.needs-documents"),
+        ({"sources": ("synthetic",), "shuffle": True}, "--shuffle", "options.needs-documents"),
+    ],
+)
+def test_data_options_that_conflict_are_refused(
+    fields: dict[str, Any], where: str, code: str, wording: Callable[[str], None]
+) -> None:
+    with pytest.raises(UsageError) as error:
+        DataOptions(**{"sources": ("a.txt", "b.txt"), **fields})
+    assert (error.value.where, error.value.code) == (where, code)
+    wording(str(error.value))
+
+
+@pytest.mark.parametrize(
+    ("args", "where", "code"),
+    [
+        (("--restart-data",), "--restart-data", "options.needs-resume"),
+        (("--seed", "-1"), "training options", "usage.arguments"),
+        (("--master-dtype", "bf16"), "--master-dtype", "options.master-dtype"),
+        (("--ac", "0"), "--ac", "options.invalid-value"),
+        (("--ac", "some"), "--ac", "options.invalid-value"),
+        (("--trace", "5-3"), "--trace", "options.invalid-value"),
+        (("--keep", "2"), "--keep", "options.needs-checkpoint"),
+        (("--resume", "step-3"), "--resume step-3", "options.needs-checkpoint"),
+        (("--resume", "auto", "--resume-weights-only"), "--resume-weights-only", "options.auto-weights-only"),
+        (("--stage-to-local", "scratch"), "--stage-to-local scratch", "options.relative-cache"),
+    ],
+)
+def test_flags_that_make_no_sense_are_refused(
+    args: tuple[str, ...], where: str, code: str, wording: Callable[[str], None]
+) -> None:
+    with pytest.raises(UsageError) as error:
+        parse_training(["--data", "a.txt", *args])
+    assert (error.value.where, error.value.code) == (where, code)
+    wording(str(error.value))
