@@ -98,7 +98,7 @@ def test_a_slice_that_is_missing_is_named(whole: Packed) -> None:
     norm = {"model.norm.weight": torch.empty(packed.shape.tensors["model.norm.weight"])}
     with pytest.raises(InputError) as error:
         load_tensors(whole_pieces(norm), found, packed.shape)
-    assert error.value.code == "shard.missing-slice"
+    assert error.value.code == "shard.inconsistent-slices"
 
 
 @pytest.mark.parametrize("wanted", [(2, 1), (1, 2), (3, 2)])

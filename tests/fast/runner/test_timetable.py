@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from manifests.errors import ScheduleError, UsageError
+from manifests.errors import InputError, UsageError
 from manifests.placement import Placement, Style
 from manifests.schedules import SCHEDULES, actions_of, lower, schedule_table, write_csv
 from runner.pipeline.timetable import Timetable, find_timetable
@@ -49,7 +49,7 @@ def test_timetable_knows_which_schedules_split_backwards(name: str, placement: P
     [
         ("ZBV", placed(1), 4, "schedule.unknown"),
         ("1F1B", placed(4), 3, "schedule.too-few-microbatches"),
-        ("GPipe", V, 4, "schedule.misplaced-stages"),
+        ("GPipe", V, 4, "schedule.other-placement"),
     ],
 )
 def test_schedule_that_cannot_run_is_refused(
@@ -101,11 +101,12 @@ def test_file_that_cannot_train_is_refused_before_anything_starts(
     path = tmp_path / "table.csv"
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises((ScheduleError, UsageError)) as error:
+    with pytest.raises((InputError, UsageError)) as error:
         find_timetable(str(path), placed(num_ranks), num_microbatches)
     where = "--schedule" if code == "schedule.microbatches" else str(path)
     assert (error.value.where, error.value.code) == (where, code)
-    wording(str(error.value))
+    if code not in ("schedule.other-placement", "schedule.wrong-actions"):  # of manifests
+        wording(str(error.value))
 
 
 @pytest.mark.parametrize("placement", [placed(3), placed(2, 3), V])
