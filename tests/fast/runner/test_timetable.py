@@ -85,7 +85,7 @@ GOOD = write_csv(schedule_table("GPipe", placed(2), 2))
 @pytest.mark.parametrize(
     ("content", "num_ranks", "num_microbatches", "code"),
     [
-        (GOOD, 4, 2, "schedule.other-placement"),
+        (GOOD, 4, 2, "schedule.misplaced-stages"),
         (GOOD, 2, 4, "schedule.microbatches"),
         (GOOD.replace("1B1", "1B0"), 2, 2, "schedule.wrong-actions"),
         (None, 2, 2, "schedule.unreadable"),
@@ -105,7 +105,7 @@ def test_file_that_cannot_train_is_refused_before_anything_starts(
         find_timetable(str(path), placed(num_ranks), num_microbatches)
     where = "--schedule" if code == "schedule.microbatches" else str(path)
     assert (error.value.where, error.value.code) == (where, code)
-    if code not in ("schedule.other-placement", "schedule.wrong-actions"):  # of manifests
+    if code not in ("schedule.misplaced-stages", "schedule.wrong-actions"):  # of manifests
         wording(str(error.value))
 
 
