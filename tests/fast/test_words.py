@@ -23,9 +23,6 @@ GENERATED = {"docs/python-api.md", "docs/errors.md", "docs/architecture.md"}  # 
 NOT_YET = frozenset(
     {
         "README.md",
-        "docs/errors/config.toml",
-        "docs/errors/launch.toml",
-        "docs/errors/options.toml",
         "docs/models.md",
         "manifests/SPEC.md",
         "manifests/console.py",
