@@ -19,7 +19,7 @@ FIND_PYTHON = for python in $(PYTHON); do \
 	    exit 1; \
 	}
 
-.PHONY: help setup check test test-all wording fuzz demo bench api architecture errors fmt constraints clean
+.PHONY: help setup check test test-all wording fuzz demo bench api architecture catalogue models errors fmt constraints clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -33,6 +33,7 @@ check: setup  ## Format, lint, types, arrows, fast tests
 	$(BIN)/lint-imports
 	$(BIN)/python tools/architecture.py --check
 	$(BIN)/python tools/errors.py --check
+	$(BIN)/python tools/models.py --check
 	$(BIN)/python tools/api.py --check
 	$(BIN)/python -m pytest -q -n 2 -m "not process and not slow"
 
@@ -62,6 +63,12 @@ api: setup  ## Write docs/python-api.md from the docstrings
 
 architecture: setup  ## Write docs/architecture.md from the imports
 	$(BIN)/python tools/architecture.py
+
+catalogue: setup  ## Write the table of architectures from the installed transformers
+	$(BIN)/python tools/catalogue.py
+
+models: setup  ## Write the table of architectures in docs/models.md
+	$(BIN)/python tools/models.py
 
 errors: setup  ## Write docs/errors.md from docs/errors/*.toml
 	$(BIN)/python tools/errors.py

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from manifests.errors import ModelError
+from manifests.models.by_names import Stored, shape_by_names
+from manifests.models.catalogue import entry_of
 from manifests.models.config import ConfigReader
 from manifests.models.deepseek_v3 import deepseek_v3_shape
 from manifests.models.falcon import falcon_shape
@@ -20,7 +22,16 @@ from manifests.models.qwen2 import qwen2_shape
 from manifests.models.qwen3 import qwen3_moe_shape, qwen3_shape
 from manifests.models.shape import ModelShape, Work, module_of
 
-__all__ = ["ARCHITECTURES", "ConfigReader", "ModelShape", "Work", "model_shape", "module_of"]
+__all__ = [
+    "ARCHITECTURES",
+    "ConfigReader",
+    "ModelShape",
+    "Stored",
+    "Work",
+    "is_sized_by_files",
+    "model_shape",
+    "module_of",
+]
 
 ARCHITECTURES: Mapping[str, Callable[[ConfigReader], ModelShape]] = {
     "DeepseekV3ForCausalLM": deepseek_v3_shape,
@@ -46,23 +57,54 @@ _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")  # what conf
 _MOST_EXPERTS = 200_000  # ten times DeepSeek-V3's
 
 
-def model_shape(config: Mapping[str, object], where: str = "config.json") -> ModelShape:
+def model_shape(config: Mapping[str, object], where: str = "config.json", stored: Stored | None = None) -> ModelShape:
     """Return the modules and tensors of the model that a Hugging Face config describes.
 
+    An architecture that only the catalogue describes has the tensors and shapes that are `stored`; of another, the
+    config alone decides, and they are not looked at.
+
     Raises:
-        ModelError: an architecture that is not known, or a field missing, of the wrong kind or unsupported.
+        ModelError: an architecture that is not known, or a field missing, of the wrong kind or unsupported; one of the
+            catalogue without tensors.
+        SourceError: tensors of an architecture of the catalogue are missing, or not the model's.
     """
+    name = _architecture(config, where)
+    _check_experts(config, where)
+    reader = ConfigReader(config, where)
+    if name in ARCHITECTURES:
+        return ARCHITECTURES[name](reader)
+    entry = entry_of(name)
+    assert entry is not None, name
+    if stored is None:
+        raise ModelError(
+            f"{where}: architectures",
+            f"the sizes of {name}'s tensors are known from its weights, and config.json is alone",
+            "give the folder with its safetensors; their headers are enough",
+            code="config.needs-weights",
+        )
+    return shape_by_names(entry, reader, stored)
+
+
+def is_sized_by_files(config: Mapping[str, object], where: str = "config.json") -> bool:
+    """Return whether `model_shape` needs the stored tensors of a config's architecture.
+
+    Raises:
+        ModelError: an architecture that is not known.
+    """
+    return _architecture(config, where) not in ARCHITECTURES
+
+
+def _architecture(config: Mapping[str, object], where: str) -> str:
     found = config.get("architectures")
     name = found[0] if isinstance(found, list) and len(found) == 1 else found
-    if not isinstance(name, str) or name not in ARCHITECTURES:
+    if not isinstance(name, str) or (name not in ARCHITECTURES and entry_of(name) is None):
         raise ModelError(
             f"{where}: architectures",
             f"{name!r} is not supported",
-            "supported: " + ", ".join(sorted(ARCHITECTURES)),
+            "docs/models.md lists what is",
             code="config.unsupported-architecture",
         )
-    _check_experts(config, where)
-    return ARCHITECTURES[name](ConfigReader(config, where))
+    return name
 
 
 def _check_experts(config: Mapping[str, object], where: str) -> None:

@@ -61,6 +61,7 @@ class ModelShape:
     optional: frozenset[str] = frozenset()  # modules that a checkpoint may lack, each as a whole
     work: Mapping[str, Work] = field(default_factory=dict)  # of each module
     hidden_size: int = 0  # width of what one module hands to the next
+    is_estimated: bool = False  # whether `work` was made of the sizes of tensors, not of the modules' arithmetic
     base: str = ""  # what files of the model without its head leave out in front of every name
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import replace
 from manifests.errors import ManifestError, ShardError
 from manifests.invariants import SOURCE_NAME, check_model
 from manifests.jsontext import parse_json_object
-from manifests.models import ModelShape, model_shape, module_of
+from manifests.models import ModelShape, is_sized_by_files, model_shape, module_of
 from manifests.safetensors import in_data_order
 from manifests.schema import MOMENTS, WEIGHTS, AuxiliaryFile, Holds, Manifest, Parent, Stage
 from reshard.copy.engine import hash_tensors
@@ -43,9 +43,10 @@ def open_manifest(address: Address | ManifestFile, bundles: Bundles | None = Non
     config_file, record_file = folder.file(CONFIG_NAME), folder.file(SOURCE_NAME)
     config = parse_json_object(read_whole(config_file, small[CONFIG_NAME].digest), str(config_file))
     record_text = read_whole(record_file, small[SOURCE_NAME].digest)
-    shape = model_shape(config, str(config_file))
-    check_model(manifest, shape, str(file))
     record = decode_record(record_text, str(record_file))
+    stored_names = record.stored(str(record_file)) if is_sized_by_files(config, str(config_file)) else None
+    shape = model_shape(config, str(config_file), stored_names)
+    check_model(manifest, shape, str(file))
     _check_files(manifest.files, record, str(file))
     if bundles is None:
         bundles = Bundles(manifest, folder)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from manifests.errors import InputError, SourceError
 from manifests.invariants import MANIFEST_NAME, SOURCE_NAME
 from manifests.jsontext import parse_json_object
-from manifests.models import ModelShape, model_shape, module_of
+from manifests.models import ModelShape, Stored, is_sized_by_files, model_shape, module_of
 from manifests.paths import problem_with_path
 from manifests.schema import Source
 from reshard.copy.journal import is_working_name
@@ -18,7 +18,7 @@ from reshard.tensors.source_index import INDEX_NAME, SUFFIX, KeptText, RecordedS
 from stores.base import Folder, read_whole
 from stores.headers import each_file_header
 
-__all__ = ["CONFIG_NAME", "check_coverage", "open_folder", "without_absent"]
+__all__ = ["CONFIG_NAME", "check_coverage", "open_folder", "stored_in", "without_absent"]
 
 CONFIG_NAME = "config.json"
 _SINGLE_NAME = "model.safetensors"
@@ -58,13 +58,16 @@ def open_folder(folder: Folder, drop: frozenset[str] = frozenset()) -> Checkpoin
         )
     config_file = folder.file(CONFIG_NAME)
     config = parse_json_object(read_whole(config_file), str(config_file))
-    shape = model_shape(config, str(config_file))
-    names = {fqn: fqn for fqn in shape.tensors}
+    shape = None if is_sized_by_files(config, str(config_file)) else model_shape(config, str(config_file))
+    names = {fqn: fqn for fqn in shape.tensors} if shape else {}
     shards = _find_shards(folder, files, names)
     tensors, recorded = _read_shards(folder, shards, names)
     del names
     dropped = _drop(tensors, drop, shape)
-    tensors = _under_fqns(tensors, shape)
+    if shape is None:
+        shape = model_shape(config, str(config_file), stored_in(tensors, str(folder)))
+    else:
+        tensors = _under_fqns(tensors, shape)
     shape = without_absent(shape, tensors)
     check_coverage(tensors, shape, str(folder), frozenset(dropped))
     beside = set(shards.beside)
@@ -85,6 +88,11 @@ def open_folder(folder: Folder, drop: frozenset[str] = frozenset()) -> Checkpoin
             files={name: folder.file(name) for name in shards.names},
         ),
     )
+
+
+def stored_in(tensors: Mapping[str, TensorAt], where: str) -> Stored:
+    """Return the names and shapes of tensors, for an architecture that only they and the catalogue describe."""
+    return Stored(tensors={name: tensor.shape for name, tensor in tensors.items()}, where=where)
 
 
 def without_absent(shape: ModelShape, tensors: Collection[str]) -> ModelShape:
@@ -217,10 +225,10 @@ def _read_shards(
     return tensors, tuple(recorded)
 
 
-def _drop(tensors: dict[str, TensorAt], drop: frozenset[str], shape: ModelShape) -> tuple[str, ...]:
+def _drop(tensors: dict[str, TensorAt], drop: frozenset[str], shape: ModelShape | None) -> tuple[str, ...]:
     if not drop:
         return ()
-    stored = {shape.fqn_of(name): name for name in tensors}
+    stored = {shape.fqn_of(name): name for name in tensors} if shape else {}
     names = []
     for asked in sorted(drop):
         name = asked if asked in tensors else stored.get(asked)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from manifests.digest import digest_bytes
 from manifests.errors import ManifestError
 from manifests.jsontext import parse_json_object
+from manifests.models import Stored
 from manifests.paths import problem_with_path
 from manifests.safetensors import Header, TensorEntry, layout_tensors, parse_header
 
@@ -97,6 +98,12 @@ class SourceRecord:
     shards: tuple[RecordedShard, ...]
     index: KeptText | None = None
     dropped: tuple[str, ...] = field(default=())
+
+    def stored(self, where: str) -> Stored:
+        """Return the names and shapes of the tensors that were not left behind."""
+        entries = (entry for shard in self.shards for entry in shard.header.tensors)
+        gone = set(self.dropped)
+        return Stored(tensors={entry.name: entry.shape for entry in entries if entry.name not in gone}, where=where)
 
     @property
     def index_text(self) -> str | None:

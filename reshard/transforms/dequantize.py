@@ -12,7 +12,7 @@ from manifests.jsontext import parse_json_object
 from manifests.models import model_shape
 from manifests.safetensors import encode_header
 from reshard.sources.config import with_dtype
-from reshard.sources.huggingface import CONFIG_NAME, check_coverage, without_absent
+from reshard.sources.huggingface import CONFIG_NAME, check_coverage, stored_in, without_absent
 from reshard.tensors.checkpoint import CarriedAt, Checkpoint, TensorAt
 from reshard.tensors.lazy import HeldFile, derive
 from reshard.tensors.source_index import KeptText, Kind, RecordedShard, SourceRecord, index_anew, lay_out_anew
@@ -45,10 +45,10 @@ def dequantize(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
             "the weights are not quantized; remove the flag",
             code="options.not-quantized",
         )
-    shape = model_shape(config, str(config_at.file))
     tensors = {tensor.name: (old, tensor) for old, tensor in _tensors(checkpoint, section, dtype)}
-    shape = without_absent(shape, tensors)
     plain = {fqn: tensor for fqn, (_, tensor) in tensors.items()}
+    shape = model_shape(config, str(config_at.file), stored_in(plain, checkpoint.location))
+    shape = without_absent(shape, tensors)
     check_coverage(plain, shape, checkpoint.location)
     kinds = {old: (tensor.name, tensor.dtype, tensor.shape) for old, tensor in tensors.values()}
     text = (json.dumps(with_dtype(config, dtype), indent=2, ensure_ascii=False) + "\n").encode()

@@ -12,9 +12,10 @@ from manifests.errors import (
     ManifestError,
     ModelError,
 )
-from manifests.invariants import MANIFEST_NAME, check_model
+from manifests.invariants import MANIFEST_NAME, SOURCE_NAME, check_model
 from manifests.jsontext import parse_json_object
-from manifests.models import ModelShape, model_shape
+from manifests.models import ModelShape, Stored, is_sized_by_files, model_shape
+from manifests.safetensors import parse_header
 from manifests.schema import Manifest
 from manifests.store import read_manifest, read_small_file
 from stores.base import Folder, check_whole
@@ -97,9 +98,33 @@ def open_packed(folder: Path) -> Packed:
             f"reshard pack {folder / MANIFEST_NAME} --layout SPEC --dequantize bf16 --out DIR",
             code="model.quantized",
         )
-    shape = model_shape(config, str(path))
+    stored = _read_stored(folder, manifest) if is_sized_by_files(config, str(path)) else None
+    shape = model_shape(config, str(path), stored)
     check_model(manifest, shape, str(folder / MANIFEST_NAME))
     return Packed(root=folder, manifest=manifest, config=config, shape=shape)
+
+
+def _read_stored(folder: Path, manifest: Manifest) -> Stored:
+    """Return the names and shapes of the tensors that the source of a manifest had, less those that were dropped."""
+    path = folder / SOURCE_NAME
+    digest = _digest_of(SOURCE_NAME, manifest)
+    if digest is None:
+        raise ManifestError(
+            str(folder / MANIFEST_NAME), f"{SOURCE_NAME} is not among its files", code="manifest.missing-file"
+        )
+    record = parse_json_object(read_small_file(path, digest), str(path))
+    shards, dropped = record.get("shards"), record.get("dropped")
+    if not isinstance(shards, list) or not isinstance(dropped, list):
+        raise ManifestError(str(path), "expected lists of shards and dropped", code="manifest.bad-source-record")
+    tensors = {}
+    for position, shard in enumerate(shards):
+        text = shard.get("header") if isinstance(shard, dict) else None
+        if not isinstance(text, str):
+            place = f"{path}: shards[{position}].header"
+            raise ManifestError(place, "expected a string", code="manifest.bad-source-record")
+        header = parse_header(text.encode(), data_nbytes=None, where=f"{path}: shards[{position}]")
+        tensors.update({entry.name: entry.shape for entry in header.tensors if entry.name not in dropped})
+    return Stored(tensors=tensors, where=str(path))
 
 
 def check_tokenizer(folder: Path, otherwise: str = "") -> Path:

@@ -105,6 +105,7 @@ def test_plan_says_the_same_in_a_table_and_in_json(tmp_path: Path) -> None:
             "dtype_policy": "fp32",
             "memory_limit_nbytes": 150_000,
             "times": "flops",
+            "work": "exact",
             "stored_dtypes": None,
         },
         "ties": [{"owner": {"fqn": EMBEDDING, "stage": 0}, "replicas": [{"fqn": HEAD, "stage": 1}]}],

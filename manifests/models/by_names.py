@@ -1,0 +1,296 @@
+"""The shape of a model that is described by the names in its files: the catalogue says which, the files how large.
+
+Estimates are made of the sizes in the files: a matrix of n elements costs a token 2 n FLOPs, an expert its share of the
+tokens; attention what `per_key` of the catalogue says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from manifests.errors import SourceError
+from manifests.models.catalogue import Entry
+from manifests.models.config import MAX_LAYERS, ConfigReader
+from manifests.models.shape import ModelShape, Shape, Work, module_of
+
+__all__ = ["Stored", "shape_by_names"]
+
+_PER_TOKEN = (
+    "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k", "top_k_experts",
+)  # fmt: skip
+_MOST_WIDE = 1 << 24
+_COMPUTED = ("rotary_emb.inv_freq",)  # what files of older code have in every layer, and models compute
+_INCOMPLETE = "the checkpoint is incomplete, or its files are another model's; download files and config again"
+_OTHER = "weights and config disagree; to leave one behind say --drop {}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stored:
+    """The tensors that files hold, by their names there, and the place that errors name."""
+
+    tensors: Mapping[str, Shape]
+    where: str
+
+
+@dataclass(slots=True)
+class _Layer:
+    """One layer's tensors: their names with `*` for numbers, and which numbers each such name has."""
+
+    shapes: dict[str, Shape]  # of each name; of an expert's, the first one's
+    numbers: dict[str, set[str]]  # by names with a `*`
+
+    @property
+    def num_experts(self) -> tuple[int, ...]:
+        return tuple(len(numbers) for _, numbers in sorted(self.numbers.items()))
+
+
+def shape_by_names(entry: Entry, config: ConfigReader, stored: Stored) -> ModelShape:
+    """Return the shape of a model whose tensors are in files, seen that none is missing and none unknown.
+
+    Raises:
+        InputError: the number of layers is missing from the config or is none.
+        SourceError: a layer or a tensor is missing, or no module owns a tensor.
+    """
+    num_layers = _count_layers(config, entry.count)
+    inner, outside = _sort(entry, stored)
+    layers = _read_layers(entry, config, inner, num_layers, stored.where)
+    spare = [module for module in entry.spare if any(module_of(name, {module}) for name in outside)]
+    names = [f"{entry.layers}.{number}" for number in range(len(layers))]
+    modules = (*entry.inputs, *names, *spare, *entry.outputs)
+    owned = set(modules)
+    for name in outside:
+        if module_of(name, owned) is None:
+            raise _unknown(entry, name, stored.where)
+    kinds: list[int] = []
+    if not config.has("quantization_config"):  # which has names of its own for the parts of a weight
+        outer, expected = entry.names(config.config)
+        _check_outside(entry, config, outer, outside, spare, stored.where)
+        for number, layer in enumerate(layers[:num_layers]):
+            here = {kind for kind, place in entry.places.items() if number == place % num_layers}
+            possible = {
+                kind: names for kind, names in enumerate(expected) if kind in here or not (here or kind in entry.places)
+            }
+            kinds.append(_kind_of(entry, layer, possible, names[number], stored.where))
+        _check_alike(names, layers[:num_layers], kinds, stored.where)
+    ignored = (*entry.ignored, *_COMPUTED)
+    tensors = {name: dims for name, dims in stored.tensors.items() if not _ends(name, ignored)}
+    ties = _ties(entry, config, tensors)
+    return ModelShape(
+        architecture=entry.architecture,
+        num_layers=num_layers,
+        modules=modules,
+        tensors=tensors,
+        ties=ties,
+        ignored_suffixes=tuple(f".{leaf}" for leaf in ignored),
+        untrained_suffixes=tuple(leaf.rpartition("*")[2] for leaf in entry.buffers),
+        optional=frozenset((*names[num_layers:], *spare)),
+        work=_work(entry, config, modules, layers, kinds, tensors),
+        hidden_size=_count(config, entry.width),
+        is_estimated=True,
+    )
+
+
+def _count(config: ConfigReader, names: tuple[str, ...], most: int = _MOST_WIDE) -> int:
+    return config.count(next((name for name in names if config.has(name)), names[0]), most=most)
+
+
+def _count_layers(config: ConfigReader, names: tuple[str, ...]) -> int:
+    """Return the number of layers; some configs have a list of their types instead."""
+    name = next((name for name in names if config.has(name)), names[0])
+    found = config.config.get(name)
+    return len(found) if isinstance(found, list) and found else config.count(name, most=MAX_LAYERS)
+
+
+def _sort(entry: Entry, stored: Stored) -> tuple[dict[str, dict[str, Shape]], dict[str, Shape]]:
+    """Return the tensors of layers, by number and name in the layer, and the others, less what a model ignores."""
+    prefix, ignored = f"{entry.layers}.", (*entry.ignored, *_COMPUTED)
+    inner: dict[str, dict[str, Shape]] = {}
+    outside = {}
+    for name, dims in stored.tensors.items():
+        if name.startswith(prefix):
+            number, _, leaf = name[len(prefix) :].partition(".")
+            if number.isdecimal() and leaf:
+                if not _ends(name, ignored):
+                    inner.setdefault(number, {})[leaf] = dims
+                continue
+        if not _ends(name, ignored):
+            outside[name] = dims
+    return inner, outside
+
+
+def _read_layers(
+    entry: Entry, config: ConfigReader, inner: Mapping[str, Mapping[str, Shape]], num_layers: int, where: str
+) -> list[_Layer]:
+    """Return the layers, MTP layers after the others, all of them there."""
+    num_mtp = config.count(entry.mtp, 0, most=MAX_LAYERS, least=0) if entry.mtp else 0
+    for number in range(num_layers):
+        if str(number) not in inner:
+            found = f"found {len(inner)} layers" if inner else "found no layers of that name"
+            problem = f"expected layers 0 to {num_layers - 1} of {entry.layers}, {found} and no {entry.layers}.{number}"
+            raise SourceError(where, problem, _INCOMPLETE, code="source.missing-tensor")
+    count = num_layers
+    while str(count) in inner and count < num_layers + num_mtp:
+        count += 1
+    if len(inner) > count:
+        odd = next(number for number in inner if number not in {str(known) for known in range(count)})
+        leaf = next(iter(inner[odd]))
+        raise _unknown(entry, f"{entry.layers}.{odd}.{leaf}", where)
+    return [_layer(inner[str(number)]) for number in range(count)]
+
+
+def _layer(tensors: Mapping[str, Shape]) -> _Layer:
+    found = _Layer(shapes={}, numbers={})
+    for leaf, dims in tensors.items():
+        words = leaf.split(".")
+        numbers = [word for word in words[:-1] if word.isdecimal()]
+        if numbers:
+            leaf = ".".join("*" if word.isdecimal() else word for word in words[:-1]) + f".{words[-1]}"
+            found.numbers.setdefault(leaf, set()).add(".".join(numbers))
+        found.shapes.setdefault(leaf, dims)
+    return found
+
+
+def _kind_of(entry: Entry, layer: _Layer, kinds: Mapping[int, frozenset[str]], name: str, where: str) -> int:
+    """Return which kind of layer this is.
+
+    Raises:
+        SourceError: it has not the names of any kind, or lacks an expert.
+    """
+    for leaf, numbers in layer.numbers.items():
+        if leaf.count("*") == 1 and "expert" in leaf:
+            alike = leaf.partition("*")[0]
+            together = [found for other, found in layer.numbers.items() if other.partition("*")[0] == alike]
+            if entry.uneven:
+                together = [numbers]
+            most = max(len(found) for found in together)
+            gap = next((number for number in range(most) if str(number) not in numbers), None)
+            if gap is not None:
+                raise _missing(f"{name}.{leaf.replace('*', str(gap))}", where)
+    if not kinds:
+        return 0
+    names = frozenset(layer.shapes)
+    for kind, known in kinds.items():
+        if names == known:
+            return kind
+    nearest = max(kinds.values(), key=lambda kind: len(kind & names) - len(kind ^ names))
+    if lacking := sorted(nearest - names):
+        raise _missing(f"{name}.{lacking[0].replace('*', '0')}", where)
+    odd = sorted(names - nearest)[0]
+    raise _unknown(entry, f"{name}.{odd.replace('*', '0')}", where)
+
+
+def _check_alike(names: list[str], layers: list[_Layer], kinds: list[int], where: str) -> None:
+    """Refuse a layer with fewer experts than others of its kind, or whose names are but a part of another's."""
+    first: dict[tuple[int, frozenset[str]], int] = {}
+    for number, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
+        other = first.setdefault((kind, frozenset(layer.shapes)), number)
+        if layer.num_experts != layers[other].num_experts:
+            fewer, more = sorted((number, other), key=lambda found: layers[found].num_experts)
+            leaf, numbers = next(
+                (leaf, found) for leaf, found in sorted(layers[more].numbers.items())
+                if len(found) > len(layers[fewer].numbers[leaf])
+            )  # fmt: skip
+            gone = sorted(numbers - layers[fewer].numbers[leaf])[0]
+            raise _missing(f"{names[fewer]}.{leaf.replace('*', gone, 1)}", where)
+    for (kind, few), number in first.items():
+        for other_kind, many in first:
+            if kind == other_kind and few < many:
+                raise _missing(f"{names[number]}.{sorted(many - few)[0].replace('*', '0')}", where)
+
+
+def _check_outside(
+    entry: Entry, config: ConfigReader, expected: frozenset[str], found: Mapping[str, Shape], spare: list[str],
+    where: str,
+) -> None:  # fmt: skip
+    if not expected:
+        return
+    tied = {}
+    if config.flag("tie_word_embeddings", entry.tied):
+        tied = {one: other for pair in entry.ties for one, other in (pair, pair[::-1])}
+    for name in sorted(expected):
+        if name not in found and tied.get(name) not in found:
+            raise _missing(name, where)
+    for name in found:
+        if name not in expected and module_of(name, spare) is None:
+            raise _unknown(entry, name, where)
+
+
+def _ties(entry: Entry, config: ConfigReader, tensors: dict[str, Shape]) -> tuple[tuple[str, ...], ...]:
+    """Return the tie groups, owner first, and add to `tensors` what no file stores of them."""
+    if not config.flag("tie_word_embeddings", entry.tied):
+        return ()
+    groups: dict[str, list[str]] = {}
+    for owner, replica in entry.ties:
+        if owner in tensors or replica in tensors:
+            groups.setdefault(owner, [owner]).append(replica)
+            dims = tensors[owner if owner in tensors else replica]
+            tensors.setdefault(owner, dims)
+            tensors.setdefault(replica, dims)
+    return tuple(tuple(group) for group in groups.values())
+
+
+def _work(
+    entry: Entry,
+    config: ConfigReader,
+    modules: tuple[str, ...],
+    layers: list[_Layer],
+    kinds: list[int],
+    tensors: Mapping[str, Shape],
+) -> dict[str, Work]:
+    work = dict.fromkeys(modules, Work())
+    per_token = next((config.count(name) for name in _PER_TOKEN if config.has(name)), 0)
+    heads = _heads_width(entry, config) if entry.per_key else 0.0
+    for number, layer in enumerate(layers):
+        kind = kinds[number] if number < len(kinds) else -1
+        per_key = entry.per_key[kind] if 0 <= kind < len(entry.per_key) else 0.0
+        flops, saved = 0.0, 0.0
+        for leaf, dims in layer.shapes.items():
+            if len(dims) >= 2:
+                share = _share(leaf, dims, layer, per_token)
+                flops += 2 * share * prod(dims)
+                saved += share * sum(dims[-2:]) * (dims[0] if len(dims) > 2 and "expert" in leaf else 1)
+        keyed = round(per_key * heads)
+        work[f"{entry.layers}.{number}"] = Work(flops=round(flops), flops_per_key=keyed, saved=round(saved))
+    for module in entry.outputs:
+        sizes = [dims for name, dims in tensors.items() if module_of(name, {module}) and len(dims) == 2]
+        last = max((dims[0] for dims in sizes), default=0) if module == entry.outputs[-1] else 0
+        products, widths = sum(2 * prod(dims) for dims in sizes), sum(sum(dims) for dims in sizes)
+        work[module] = Work(flops=products, saved=widths, saved_fp32=last)
+    return work
+
+
+def _share(leaf: str, dims: Shape, layer: _Layer, per_token: int) -> float:
+    """Return how much of a tensor a token goes through, times how many such tensors there are."""
+    if leaf in layer.numbers:
+        count = len(layer.numbers[leaf])
+        return min(per_token, count) if per_token and "expert" in leaf else count
+    if len(dims) == 3 and "expert" in leaf and per_token:
+        return min(per_token, dims[0]) / dims[0]
+    return 1
+
+
+def _heads_width(entry: Entry, config: ConfigReader) -> float:
+    """Return the width of all heads together, which the catalogue counts FLOPs in."""
+    name = next((name for name in ("num_attention_heads", "n_head", "n_heads", "num_heads") if config.has(name)), None)
+    if name is None:
+        return 0
+    heads, width = config.count(name), _count(config, entry.width)
+    if entry.latent:
+        sizes = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        return heads * sum(config.count(size) if config.has(size) else 0 for size in sizes) / 2
+    return heads * config.count("head_dim", width // heads or 1)
+
+
+def _ends(name: str, leaves: tuple[str, ...]) -> bool:
+    return any(name == leaf or name.endswith(f".{leaf}") for leaf in leaves)
+
+
+def _missing(name: str, where: str) -> SourceError:
+    return SourceError(where, f"1 tensor of the model missing: {name}", _INCOMPLETE, code="source.missing-tensor")
+
+
+def _unknown(entry: Entry, name: str, where: str) -> SourceError:
+    problem = f"1 tensor that {entry.architecture} does not have: {name}"
+    return SourceError(where, problem, _OTHER.format(name), code="source.unknown-tensor")

@@ -1,0 +1,68 @@
+"""Tiny models of the catalogue's architectures, and the names and shapes that files of them have."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from manifests.models import Stored
+from tools.tiny_models import tiny_config
+
+__all__ = ["DOZEN", "build_meta", "config_of", "save_tiny", "stored_by"]
+
+# What `make test` packs: dense and sparse, tied and untied, hybrids, renamed and stacked tensors.
+DOZEN = (
+    "BloomForCausalLM", "Cohere2ForCausalLM", "DeepseekV32ForCausalLM", "GPTNeoXForCausalLM", "Glm4MoeForCausalLM",
+    "GraniteMoeHybridForCausalLM", "JambaForCausalLM", "KimiLinearForCausalLM", "Llama4ForCausalLM",
+    "LongcatFlashForCausalLM", "MiniMaxM2ForCausalLM", "Olmo3ForCausalLM", "Qwen3NextForCausalLM",
+)  # fmt: skip
+
+
+def config_of(architecture: str, **changes: Any) -> Any:
+    """Return the tiny config of an architecture, as transformers has it."""
+    return tiny_config(getattr(transformers, architecture), **changes)
+
+
+def build_meta(architecture: str, **changes: Any) -> PreTrainedModel:
+    """Build a tiny model without weights."""
+    with quiet(), torch.device("meta"):
+        model: PreTrainedModel = getattr(transformers, architecture)(config_of(architecture, **changes))
+    return model
+
+
+def stored_by(architecture: str, **changes: Any) -> tuple[dict[str, Any], Stored]:
+    """Return a tiny model's config.json, and the tensors that its files have."""
+    model = build_meta(architecture, **changes)
+    config = model.config
+    state = dict(model.state_dict())
+    if getattr(config, "tie_word_embeddings", False):
+        for replica in model._tied_weights_keys or {}:
+            state.pop(replica, None)
+    files = revert_weight_conversion(model, state)
+    document = {**config.to_dict(), "architectures": [architecture]}
+    return document, Stored(tensors={name: tuple(tensor.shape) for name, tensor in files.items()}, where="SOURCE")
+
+
+def save_tiny(folder: Path, architecture: str, **changes: Any) -> None:
+    """Write a tiny model with random weights, as transformers does, in several shards."""
+    torch.manual_seed(0)
+    with quiet():
+        model = getattr(transformers, architecture)(config_of(architecture, **changes))
+        model.save_pretrained(folder, max_shard_size="200KB")
+
+
+class quiet(warnings.catch_warnings):  # used as a function
+    """Keep what transformers says of tiny configs to itself."""
+
+    def __enter__(self) -> Any:
+        found = super().__enter__()
+        warnings.simplefilter("ignore")
+        logging.getLogger("transformers").setLevel(logging.ERROR)
+        return found

@@ -1,0 +1,125 @@
+"""Architectures that the catalogue describes: packed, resharded and exported by the names in their files."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manifests.errors import UserError
+from manifests.models import ARCHITECTURES, Stored, model_shape
+from manifests.models.catalogue import catalogued
+from tests.builders import files_in, reshard
+from tests.fast.models.catalogued import DOZEN, build_meta, save_tiny, stored_by
+
+ROOT = Path(__file__).parents[3]
+OTHERS = tuple(name for name in catalogued() if name not in DOZEN)
+ALL = (*DOZEN, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS))
+
+
+@pytest.mark.parametrize("architecture", ALL)
+def test_export_of_a_resharded_pack_gives_back_every_byte(architecture: str, tmp_path: Path) -> None:
+    source, packed, resharded, exported = (tmp_path / name for name in ("source", "packed", "resharded", "exported"))
+    save_tiny(source, architecture)
+    for args in (
+        ("pack", source, "--layout", "pp=2", "--out", packed),
+        ("verify", packed, "--against", source),
+        ("pack", packed, "--layout", "pp=1", "--out", resharded),
+        ("export", resharded, "--to", "hf", "--out", exported),
+    ):
+        ended = reshard(*args, "--quiet")
+        assert ended.code == 0, ended.err
+    assert files_in(exported) == files_in(source)
+
+
+@pytest.mark.parametrize("architecture", ALL)
+def test_a_tensor_that_is_missing_is_named(architecture: str) -> None:
+    config, stored = stored_by(architecture)
+    if architecture in ARCHITECTURES:  # the config alone decides; `reshard.sources` compares the tensors with it
+        assert model_shape(config, stored=stored).tensors.keys() >= stored.tensors.keys()
+        return
+    ignored = model_shape(config, stored=stored).ignored_suffixes
+    for gone in stored.tensors:
+        if gone.endswith(ignored):
+            continue
+        with pytest.raises(UserError) as caught:
+            model_shape(config, stored=without(stored, gone))
+        assert (caught.value.code, caught.value.where) == ("source.missing-tensor", "SOURCE"), gone
+
+
+def test_plan_estimates_and_says_so(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "Olmo3ForCausalLM")
+    ended = reshard("plan", tmp_path, "--layout", "pp=2", "--json")
+    assert ended.json["assumed"]["work"] == "estimated"
+    ended = reshard("plan", tmp_path / "config.json", "--layout", "pp=2", "--json")
+    assert (ended.code, ended.json["error"]["code"]) == (3, "config.needs-weights")
+    assert ended.json["error"]["where"] == f"{tmp_path}/config.json: architectures"
+
+
+def test_layers_that_are_missing_in_the_middle_are_named() -> None:
+    config, stored = stored_by("Olmo3ForCausalLM")
+    gone = [name for name in stored.tensors if name.startswith("model.layers.2.")]
+    assert refusal(config, without(stored, *gone)) == "source.missing-tensor"
+
+
+def test_layers_and_tensors_that_the_config_does_not_have_are_refused() -> None:
+    config, stored = stored_by("Glm4MoeForCausalLM")
+    more = {name.replace("layers.3.", "layers.4."): size for name, size in stored.tensors.items()}
+    beyond = replace(stored, tensors={**stored.tensors, **more})
+    assert refusal(config, beyond) == "source.unknown-tensor"
+    shape = model_shape({**config, "num_nextn_predict_layers": 1}, stored=beyond)
+    assert shape.optional == {"model.layers.4"}
+    for odd in ("model.layers.0.mlp.other.weight", "model.other.weight", "other.weight", "lm_head.bias"):
+        assert refusal(config, replace(stored, tensors={**stored.tensors, odd: (1,)})) == "source.unknown-tensor"
+
+
+def test_index_of_another_model_is_refused() -> None:
+    config, _ = stored_by("Olmo3ForCausalLM")
+    _, other = stored_by("BloomForCausalLM")
+    assert refusal(config, other) == "source.missing-tensor"
+
+
+def test_config_fields_that_add_tensors_are_followed() -> None:
+    plain, without_bias = stored_by("Olmo3ForCausalLM", attention_bias=False)
+    biased, with_bias = stored_by("Olmo3ForCausalLM", attention_bias=True)
+    assert with_bias.tensors.keys() > without_bias.tensors.keys()
+    model_shape(biased, stored=with_bias)
+    assert refusal(biased, without_bias) == "source.missing-tensor"
+    assert refusal(plain, with_bias) == "source.unknown-tensor"
+
+
+@pytest.mark.parametrize("architecture", ALL)
+def test_parameters_and_buffers_are_told_apart(architecture: str) -> None:
+    config, stored = stored_by(architecture)
+    shape = model_shape(config, stored=stored)
+    model = build_meta(architecture)
+    assert shape.num_params == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("architectures", [DOZEN[:2], pytest.param((), marks=pytest.mark.slow)], ids=["some", "all"])
+def test_catalogue_is_what_the_command_writes(architectures: tuple[str, ...]) -> None:
+    command = [sys.executable, ROOT / "tools" / "catalogue.py", "--check", *architectures]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_tables_of_the_documentation_are_what_the_command_writes() -> None:
+    command = [sys.executable, ROOT / "tools" / "models.py", "--check"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+def refusal(config: dict[str, Any], stored: Stored) -> str:
+    with pytest.raises(UserError) as caught:
+        model_shape(config, stored=stored)
+    assert caught.value.where == "SOURCE"
+    return caught.value.code
+
+
+def without(stored: Stored, *names: str) -> Stored:
+    return replace(stored, tensors={name: shape for name, shape in stored.tensors.items() if name not in names})

@@ -1,0 +1,429 @@
+"""Write manifests/models/catalogue.json: what files of every decoder of transformers hold, and how it is tied.
+
+`python tools/catalogue.py` writes the table from the installed transformers; `--check` exits with 1 where the table is
+out of date. Names of architectures after that restrict either to these.
+
+Nothing is downloaded: each class is built tiny, on the meta device for names and on the CPU for the order in which its
+modules run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import transformers
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from tools.tiny_models import LAYERS, decoder_classes, tiny_config
+
+PATH = Path(__file__).parents[1] / "manifests" / "models" / "catalogue.json"
+
+_ENCODER = "an encoder, which sees tokens on both sides"
+_OTHER_HALF = "one half of an encoder-decoder model"
+_SHARED = "the same layers run several times"
+# Not decoders, or not decoders of one list of layers.
+LEFT_OUT: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("BertGenerationDecoder", "BertLMHeadModel", "BigBirdForCausalLM", "CamembertForCausalLM",
+         "Data2VecTextForCausalLM", "ElectraForCausalLM", "ErnieForCausalLM", "MegatronBertForCausalLM",
+         "ReformerModelWithLMHead", "RemBertForCausalLM", "RoCBertForCausalLM", "RoFormerForCausalLM",
+         "RobertaForCausalLM", "RobertaPreLayerNormForCausalLM", "XLMRobertaForCausalLM", "XLMRobertaXLForCausalLM",
+         "XLMWithLMHeadModel", "XLNetLMHeadModel", "XmodForCausalLM"),
+        _ENCODER,
+    ),
+    **dict.fromkeys(
+        ("BartForCausalLM", "BigBirdPegasusForCausalLM", "BlenderbotForCausalLM", "BlenderbotSmallForCausalLM",
+         "MBartForCausalLM", "MarianForCausalLM", "MusicgenForCausalLM", "MusicgenMelodyForCausalLM",
+         "MvpForCausalLM", "PLBartForCausalLM", "PegasusForCausalLM", "ProphetNetForCausalLM", "TrOCRForCausalLM",
+         "WhisperForCausalLM"),
+        _OTHER_HALF,
+    ),
+    "BltForCausalLM": "several decoders in one model",
+    "Gemma4AssistantForCausalLM": "drafts tokens for another model",
+    "Gemma4UnifiedAssistantForCausalLM": "drafts tokens for another model",
+    "GitForCausalLM": "takes images",
+    "HrmTextForCausalLM": _SHARED,
+    "ZambaForCausalLM": "layers share weights",
+    "Zamba2ForCausalLM": "layers share weights",
+}  # fmt: skip
+# Fields beside true or false whose value decides which tensors there are.
+_SWITCHES: tuple[tuple[str, Any], ...] = (
+    ("q_lora_rank", None),
+    ("n_shared_experts", None),
+    ("n_shared_experts", 0),
+    ("num_shared_experts", 0),
+    ("first_k_dense_replace", 0),
+    ("num_dense_layers", 0),
+    ("moe_num_shared_experts", 0),
+    ("shared_intermediate_size", 0),
+    ("decoder_sparse_step", 2),
+    ("hidden_size_per_layer_input", 0),
+)
+_SEP = ",\n"
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+class NotDescribedError(Exception):
+    """An architecture that the catalogue cannot hold, and why."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tensors:
+    """The names that files of one config have: outside layers, and in each layer, numbers of experts as `*`."""
+
+    outside: frozenset[str]
+    layers: tuple[frozenset[str], ...]
+
+
+def main() -> int:
+    """Write or check the table; return the exit code."""
+    only = [word for word in sys.argv[1:] if not word.startswith("--")]
+    found, refused = describe_all(only)
+    committed = json.loads(PATH.read_text()) if PATH.exists() else {}
+    if "--check" in sys.argv[1:]:
+        held = committed.get("architectures", {})
+        wrong = [name for name in only or {*found, *held} if found.get(name) != held.get(name)]
+        print(*(f"{name} differs: make catalogue" for name in sorted(wrong)), sep="\n", end="", file=sys.stderr)
+        return bool(wrong)
+    if only:
+        found = {**committed.get("architectures", {}), **found}
+        refused = {**committed.get("left_out", {}), **refused}
+    PATH.write_text(render(found, {name: why for name, why in refused.items() if name not in found}))
+    return 0
+
+
+def describe_all(only: Iterable[str] = ()) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Return the entries by architecture, and the reasons of those that have none."""
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    found, refused, wanted = {}, dict[str, str](), set(only)
+    for name, model in decoder_classes():
+        if wanted and name not in wanted:
+            continue
+        if name in LEFT_OUT:
+            refused[name] = LEFT_OUT[name]
+            continue
+        try:
+            found[name] = describe(model)
+        except NotDescribedError as error:
+            refused[name] = str(error)
+        except Exception as error:  # whatever transformers raises of a tiny config
+            refused[name] = f"no tiny model could be built: {type(error).__name__}"
+            print(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:200]}", file=sys.stderr)
+    return found, refused
+
+
+def describe(model_class: type[PreTrainedModel]) -> dict[str, Any]:
+    """Return a class's entry in the table.
+
+    Raises:
+        NotDescribedError: files of it have names that the table cannot tell.
+    """
+    config = tiny_config(model_class)
+    model = build(model_class, config, "meta")
+    if sum(parameter.numel() for parameter in model.parameters()) > 2e7:
+        raise NotDescribedError("needs a tiny config of its own")
+    path = list_of_layers(model)
+    stored = {name: names_in_files(model, [name]) for name in model.state_dict()}
+    prefix = prefix_in_files(path, model)
+    base = tensors_of(model, prefix)
+    outside = {name: files for name, files in stored.items() if not name.startswith(f"{path}.")}
+    inputs, outputs = units_in_order(model_class, config, path, outside, prefix)
+    kinds, kind_of = kinds_of(base)
+    entry: dict[str, Any] = {
+        "inputs": inputs,
+        "layers": prefix,
+        "outputs": outputs,
+        "count": fields_for(model_class, "num_hidden_layers", config),
+        "width": fields_for(model_class, "hidden_size", config),
+        "outside": sorted(base.outside),
+        "kinds": [sorted(kind) for kind in kinds],
+    }
+    if places := places_of(kinds, kind_of):
+        entry["places"] = places
+    entry |= ties_of(model_class, model, stored)
+    if switches := switches_of(model_class, config, base, kind_of, prefix):
+        entry["switches"] = switches
+    if buffers := buffers_of(model, stored, prefix):
+        entry["buffers"] = buffers
+    entry |= ignored_by(model_class, prefix)
+    if has_uneven_experts(model, prefix):
+        entry["uneven"] = True
+    entry |= attention_of(model_class, config, path, kind_of)
+    return entry
+
+
+def build(model_class: type[PreTrainedModel], config: Any, device: str) -> PreTrainedModel:
+    with torch.device(device):
+        return model_class(config).eval()
+
+
+def list_of_layers(model: PreTrainedModel) -> str:
+    """Return the name of the list of decoder layers in memory."""
+    lists = [name for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and len(part) == LAYERS]
+    if not lists:
+        # A decoder that counts its layers otherwise has half as many.
+        lists = [name for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and len(part) == 2]
+    least = min((name.count(".") for name in lists), default=0)
+    lists = [name for name in lists if name.count(".") == least]
+    if len(lists) != 1:
+        raise NotDescribedError(f"expected one list of decoder layers, found {len(lists)}")
+    return lists[0]
+
+
+def names_in_files(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    state = model.state_dict()
+    return sorted(revert_weight_conversion(model, {name: state[name] for name in names}))
+
+
+def prefix_in_files(path: str, model: PreTrainedModel) -> str:
+    """Return the name of the list of layers in files."""
+    names = names_in_files(model, [name for name in model.state_dict() if name.startswith(f"{path}.")])
+    for prefix in (path, *{name.split(".0.")[0] for name in names if ".0." in name}):
+        if all(re.match(rf"{re.escape(prefix)}\.\d+\.", name) for name in names):
+            return prefix
+    raise NotDescribedError("files have its layers under several names")
+
+
+def tensors_of(model: PreTrainedModel, prefix: str) -> Tensors:
+    names = names_in_files(model, model.state_dict())
+    layers: dict[int, set[str]] = {}
+    outside = set()
+    for name in names:
+        if name.startswith(f"{prefix}."):
+            number, _, leaf = name.removeprefix(f"{prefix}.").partition(".")
+            layers.setdefault(int(number), set()).add(_NUMBER.sub("*", f".{leaf}")[1:])
+        else:
+            outside.add(name)
+    if sorted(layers) != list(range(len(layers))):
+        raise NotDescribedError("some of its layers have no tensors")
+    return Tensors(outside=frozenset(outside), layers=tuple(frozenset(layers[number]) for number in sorted(layers)))
+
+
+def has_uneven_experts(model: PreTrainedModel, prefix: str) -> bool:
+    """Return whether files have more experts of one matrix than of another, as where some experts are the identity."""
+    counts: dict[str, dict[str, int]] = {}
+    for name in names_in_files(model, [name for name in model.state_dict() if ".0." in name]):
+        if name.startswith(f"{prefix}.0.") and (match := _NUMBER.search(name, len(prefix) + 2)):
+            alike = counts.setdefault(name[: match.start()], {})
+            alike[name[match.end() :]] = alike.get(name[match.end() :], 0) + 1
+    return any(len(set(alike.values())) > 1 for alike in counts.values())
+
+
+def kinds_of(tensors: Tensors) -> tuple[list[frozenset[str]], list[int]]:
+    """Return the distinct sets of names that layers have, and which of them each layer has."""
+    kinds = list(dict.fromkeys(tensors.layers))
+    return kinds, [kinds.index(layer) for layer in tensors.layers]
+
+
+def places_of(kinds: list[frozenset[str]], kind_of: list[int]) -> dict[str, int]:
+    """Return which kinds only the first (0) or last (-1) layer has, if a damaged layer could pass for another kind."""
+    found = {}
+    for number, kind in enumerate(kinds):
+        if any(kind < other or other < kind for other in kinds) and kind_of.count(number) == 1:
+            at = kind_of.index(number)
+            if at in (0, len(kind_of) - 1):
+                found[str(number)] = 0 if at == 0 else -1
+    return found
+
+
+def units_in_order(
+    model_class: type[PreTrainedModel], config: Any, path: str, outside: Mapping[str, list[str]], prefix: str
+) -> tuple[list[str], list[str]]:
+    """Return the modules that run before and after the layers, as files name them."""
+    torch.manual_seed(0)
+    model = build(model_class, config, "cpu")
+    calls: list[str] = []
+    for name, part in model.named_modules():
+        part.register_forward_pre_hook(lambda *_, name=name: calls.append(name))
+    run(model)
+    layers = [position for position, name in enumerate(calls) if name.startswith(f"{path}.")]
+    found: dict[str, tuple[bool, int]] = {}
+    for name, files in outside.items():
+        unit, stored = unit_of(name, path), {unit_of(file, prefix) for file in files}
+        if len(stored) != 1:
+            raise NotDescribedError(f"files have {name} in several modules")
+        at = [position for position, call in enumerate(calls) if call == unit or call.startswith(f"{unit}.")]
+        first = at[0] if at else -1
+        found.setdefault(stored.pop(), (first > layers[-1], first))
+    ordered = sorted(found, key=lambda unit: found[unit])
+    return [unit for unit in ordered if not found[unit][0]], [unit for unit in ordered if found[unit][0]]
+
+
+def run(model: PreTrainedModel, length: int = 12) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(input_ids=torch.arange(3, 3 + length)[None], use_cache=False).logits
+    return logits
+
+
+def unit_of(name: str, path: str) -> str:
+    """Return the module outside the list of layers `path` that a tensor belongs to: the first not around the list."""
+    around = {path[:end] for end in range(len(path)) if path[end] == "."}
+    words = name.split(".")
+    for end in range(1, len(words)):
+        if (unit := ".".join(words[:end])) not in around:
+            return unit
+    raise NotDescribedError(f"{name} belongs to the model itself, not to one of its modules")
+
+
+def fields_for(model_class: type[PreTrainedModel], name: str, config: Any) -> list[str]:
+    """Return what config.json may call a field, the usual name first."""
+    aliases: Mapping[str, str] = model_class.config_class.attribute_map
+    names = [aliases[name], name] if name in aliases else [name]
+    fields = config.to_dict()
+    if name == "num_hidden_layers" and not any(known in fields for known in names):
+        if "num_layers" in fields:
+            return ["num_layers"]
+        names += [known for known, value in fields.items() if isinstance(value, list) and len(value) == LAYERS]
+    return list(dict.fromkeys(names))
+
+
+def ties_of(
+    model_class: type[PreTrainedModel], model: PreTrainedModel, stored: Mapping[str, list[str]]
+) -> dict[str, Any]:
+    keys = model._tied_weights_keys or {}
+    pairs = []
+    for replica, owner in keys.items():
+        if replica not in stored or owner not in stored:
+            if re.escape(replica) == replica.replace(".", r"\."):
+                continue  # of a part that this config does not have
+            raise NotDescribedError("weights are tied by patterns")
+        pairs.append([stored[owner][0], stored[replica][0]])
+    default = model_class.config_class()
+    return {"ties": pairs, "tied": bool(getattr(default, "tie_word_embeddings", False))} if pairs else {}
+
+
+def switches_of(
+    model_class: type[PreTrainedModel], config: Any, base: Tensors, kind_of: list[int], prefix: str
+) -> list[dict[str, Any]]:
+    """Return which fields add or remove tensors: outside layers, and of each kind of layer."""
+    fields, found = config.to_dict(), []
+    default = model_class.config_class().to_dict()
+    tried = [(name, not value) for name, value in fields.items() if isinstance(value, bool)]
+    tried += [(name, value) for name, value in _SWITCHES if fields.get(name) is not None]
+    for name, value in sorted(tried, key=str):
+        if name in ("tie_word_embeddings", "use_cache", "return_dict"):
+            continue
+        try:
+            changed = tensors_of(build(model_class, tiny_config(model_class, **{name: value}), "meta"), prefix)
+        except Exception:  # a combination that transformers refuses
+            continue
+        if changed.outside == base.outside and set(changed.layers) <= set(base.layers):
+            continue  # at most, other layers are of the same kinds
+        if len(changed.layers) != len(base.layers):
+            continue
+        deltas = {-1: delta(base.outside, changed.outside)}
+        for kind, before, after in zip(kind_of, base.layers, changed.layers, strict=True):
+            if deltas.setdefault(kind, delta(before, after)) != delta(before, after):
+                deltas = {}  # it changes which layers are of which kind
+                break
+        if any(added or removed for added, removed in deltas.values()):
+            found.append({
+                "field": name, "value": value, "absent": default.get(name) == value,
+                "changes": [[kind, *change] for kind, change in sorted(deltas.items()) if any(change)],
+            })  # fmt: skip
+    return found
+
+
+def delta(before: frozenset[str], after: frozenset[str]) -> tuple[list[str], list[str]]:
+    return sorted(after - before), sorted(before - after)
+
+
+def buffers_of(model: PreTrainedModel, stored: Mapping[str, list[str]], prefix: str) -> list[str]:
+    """Return the names, from the layer's on, of tensors that files hold and nobody trains."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    found = {file for name, files in stored.items() if name not in parameters for file in files}
+    layer = re.compile(rf"{re.escape(prefix)}\.\d+")
+    return sorted({_NUMBER.sub("*", layer.sub("", name)) for name in found})
+
+
+def ignored_by(model_class: type[PreTrainedModel], prefix: str) -> dict[str, Any]:
+    """Return which tensors files may have that the model has not: whole modules, MTP layers, leaves."""
+    found: dict[str, Any] = {}
+    for pattern in sorted(model_class._keys_to_ignore_on_load_unexpected or ()):
+        plain = pattern.replace("\\", "").removeprefix("(^|.)").strip("^$").removesuffix(".*").rstrip(".")
+        if re.fullmatch(rf"{re.escape(prefix)}\.\d+", plain):
+            found["mtp"] = "num_nextn_predict_layers"
+        elif plain.endswith(("mtp", "mtp_layers")):
+            found["spare"] = [plain]
+        elif re.fullmatch(r"[\w.]+", plain):
+            found.setdefault("ignored", []).append(plain)
+    if "num_nextn_predict_layers" in model_class.config_class().to_dict():
+        found["mtp"] = "num_nextn_predict_layers"
+    return found
+
+
+def attention_of(model_class: type[PreTrainedModel], config: Any, path: str, kind_of: list[int]) -> dict[str, Any]:
+    """Return the FLOPs of a token for each key, by kind of layer, as a multiple of all heads' width.
+
+    A width is that of a query head and its value together, halved: what `4 H h` counts where they are equally wide.
+    """
+    config._attn_implementation = "eager"
+    try:
+        model = build(model_class, config, "cpu")
+        counted = [count_flops(model, path, length) for length in (8, 16)]
+    except Exception:  # a model that only runs on other kernels
+        return {}
+    heads = getattr(config, "num_attention_heads", 0) or 0
+    latent = getattr(config, "qk_nope_head_dim", None)
+    head = config.to_dict().get("head_dim") or config.hidden_size // max(heads, 1)
+    width = heads * ((latent + config.qk_rope_head_dim + config.v_head_dim) / 2 if latent else head)
+    found: dict[int, float] = {}
+    for layer, kind in enumerate(kind_of):
+        short, long = (flops.get(layer, 0) for flops in counted)
+        per_key = (long - 2 * short) / (16 * 16 - 2 * 8 * 8)
+        found[kind] = round(per_key / width, 2) if width else 0.0
+    kinds = [max(found.get(kind, 0.0), 0.0) for kind in range(max(kind_of) + 1)]
+    latency = {"latent": True} if latent else {}
+    return {"per_key": kinds, **latency} if any(kinds) else {}
+
+
+def count_flops(model: PreTrainedModel, path: str, length: int) -> dict[int, int]:
+    with FlopCounterMode(display=False) as counter:
+        run(model, length)
+    found = {}
+    for name, counts in counter.get_flop_counts().items():
+        if match := re.fullmatch(rf"\w+\.{re.escape(path)}\.(\d+)", name):
+            found[int(match[1])] = sum(counts.values())
+    return found
+
+
+def render(found: Mapping[str, Mapping[str, Any]], refused: Mapping[str, str]) -> str:
+    """Return the text of the table: a line for each field."""
+    entries = [f"{json.dumps(name)}: {{\n{_SEP.join(_lines(found[name]))}\n}}" for name in sorted(found)]
+    reasons = [f" {json.dumps(name)}: {json.dumps(refused[name])}" for name in sorted(refused)]
+    version = json.dumps(transformers.__version__)
+    return (
+        f'{{\n"transformers": {version},\n"architectures": {{\n{_SEP.join(entries)}\n}},\n'
+        f'"left_out": {{\n{_SEP.join(reasons)}\n}}\n}}\n'
+    )
+
+
+def _lines(entry: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in entry.items():
+        if name in ("kinds", "switches"):
+            items = _SEP.join(f"  {json.dumps(item)}" for item in value)
+            yield f" {json.dumps(name)}: [\n{items}\n ]"
+        else:
+            yield f" {json.dumps(name)}: {json.dumps(value)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

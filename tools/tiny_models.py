@@ -1,0 +1,127 @@
+"""Tiny configs of every decoder of the installed transformers, by the class's own config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import transformers
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+__all__ = ["LAYERS", "decoder_classes", "tiny_config"]
+
+LAYERS = 4
+
+# Sizes by the names that configs have for them; a config gets those of its own fields.
+_SMALL: Mapping[str, Any] = {
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer"), LAYERS),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 64),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "d_ff"), 96),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "n_heads"), 4),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 96),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 128),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim"), 8),
+    **dict.fromkeys(("kv_lora_rank", "v_head_dim"), 16),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace", "mamba_n_groups"), 1),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "mamba_d_head", "mamba_d_state"), 16),
+    **dict.fromkeys(("kv_channels", "state_size", "hidden_size_per_layer_input", "index_head_dim"), 16),
+    **dict.fromkeys(("linear_num_key_heads", "n_mamba_heads", "index_n_heads"), 2),
+    "linear_num_value_heads": 4,
+    "mamba_n_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "q_lora_rank": 16,
+    "sliding_window": 8,
+    "index_topk": 8,
+    "partial_rotary_factor": 0.5,
+    "num_nextn_predict_layers": 0,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    **dict.fromkeys(
+        ("dropout", "attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "layerdrop",
+         "embedding_dropout", "activation_dropout", "classifier_dropout", "residual_dropout", "embed_dropout"),
+        0.0,
+    ),
+}  # fmt: skip
+
+# What a config needs besides, where its own checks or its model refuse these sizes, or where they would leave out a
+# kind of layer that the architecture has.
+_OWN: Mapping[str, Mapping[str, Any]] = {
+    "BailingHybridForCausalLM": {"n_group": 1, "topk_group": 1, "num_local_experts": 4, "layer_group_size": 2},
+    "CodeGenForCausalLM": {"rotary_dim": 8},
+    "CohereCompassForCausalLM": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
+    },
+    "DbrxForCausalLM": {
+        "n_layers": LAYERS,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "Dots3NoteForCausalLM": {"num_key_value_heads": 4},
+    "FalconH1ForCausalLM": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16},
+    "GPTJForCausalLM": {"rotary_dim": 8},
+    "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], LAYERS // 2]]},
+    "Gemma3nForCausalLM": {"num_kv_shared_layers": 0, "activation_sparsity_pattern": None},
+    "JambaForCausalLM": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "KimiLinearForCausalLM": {"num_local_experts": 4, "linear_head_dim": 16, "linear_num_heads": 4},
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2), "num_dense_layers": 1},
+    "LongcatFlashForCausalLM": {
+        "num_layers": 2,
+        "ffn_hidden_size": 96,
+        "expert_ffn_hidden_size": 32,
+        "zero_expert_num": 2,
+        "head_dim": 8,
+    },
+    "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
+    "ZayaForCausalLM": {"num_experts_per_tok": 1},
+    "Zamba2ForCausalLM": {"layers_block_type": ["mamba", "hybrid"] * (LAYERS // 2), "hybrid_layer_ids": [1, 3]},
+    "ZambaForCausalLM": {
+        "layers_block_type": ["linear_attention", "hybrid"] * (LAYERS // 2),
+        "num_key_value_heads": 4,
+        "use_mamba_kernels": False,
+    },
+}
+
+
+def decoder_classes() -> Iterator[tuple[str, type[PreTrainedModel]]]:
+    """Yield the distinct classes that transformers takes for causal language models, by name, in order."""
+    names: set[str] = set()
+    for found in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        names.update((found,) if isinstance(found, str) else found)
+    for name in sorted(names):
+        yield name, getattr(transformers, name)
+
+
+def tiny_config(model: type[PreTrainedModel], **changes: Any) -> Any:
+    """Return a config of a few layers and small widths.
+
+    Raises:
+        Exception: whatever the config class raises of a config that it refuses.
+    """
+    kind = model.config_class
+    default = kind().to_dict()
+    own = {**_OWN.get(model.__name__, {}), **changes}
+    sizes = {name: size for name, size in _SMALL.items() if name in default}
+    if "qk_rope_head_dim" in default:  # a head's width is another thing under latent attention
+        sizes = {name: size for name, size in sizes.items() if name not in ("head_dim", "partial_rotary_factor")}
+        sizes |= {"num_key_value_heads": sizes["num_attention_heads"]}
+    # Lists with an entry for each layer: the class's default for this number of them.
+    lists = {
+        name: None
+        for name, found in default.items()
+        if isinstance(found, list) and len(found) > LAYERS and all(isinstance(item, (str, int)) for item in found)
+    }
+    set_only = {name: size for name, size in sizes.items() if default[name] is not None}
+    failed: Exception | None = None
+    for fields in ({**sizes, **lists}, {**set_only, **lists}, sizes, set_only):
+        try:
+            return kind(**{**fields, **own})
+        except Exception as error:
+            failed = failed or error
+    assert failed is not None
+    raise failed
