@@ -29,7 +29,7 @@ __all__ = [
 ]  # fmt: skip
 
 _CLAIM_CHARS = 200  # of what a claim says, shown
-_CLAIM_LINES = 3  # of a claim; names of what is to be removed may follow
+_CLAIM_LINES = 3  # of a claim; names of objects to remove may follow
 _WORKING = (LOCK_NAME, PROGRESS_NAME)
 _HINT = "choose another --out, or remove it yourself"
 
@@ -57,7 +57,7 @@ def objects_of_manifest(client: Client, listed: Mapping[str, ObjectEntry]) -> Co
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """An output that is to be written: its shards, its small files, and the one of these that makes it one."""
+    """An output to write: its shards, its small files, and the one of these that commits it."""
 
     shards: Collection[str] = ()
     small: Collection[str] = ()

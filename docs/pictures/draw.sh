@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Draw the pictures of docs/layouts.md and docs/metrics.md anew.
+# Regenerate the pictures of docs/layouts.md and docs/metrics.md.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
