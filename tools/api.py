@@ -18,10 +18,10 @@ PACKAGES = ("reshard", "runner")
 _HEAD = """\
 # Python API
 
-`import reshard` packs, exports, verifies, compares and reads checkpoints, without torch. `import runner` fills a
-module of your own with a rank's stages. The commands call the same functions. What `__all__` of the two packages lists
-is public, and all else is private; `py.typed` comes with both. Importing them imports nothing else: a name is loaded
-when it is first used.
+`import reshard` packs, exports, verifies, compares and reads checkpoints, without torch. `import runner` loads a rank's
+stages into your own module. The commands call the same functions. The names in `__all__` of the two packages are
+public, all others are private; both packages have type hints (`py.typed`). Importing them is cheap: each name is
+loaded when it is first used.
 
     import reshard, runner
 
@@ -30,15 +30,15 @@ when it is first used.
     weights = stage.state_dict(framework="torch")       # by Hugging Face FQN
     runner.load_stages("./pp2", rank, model)            # or straight into a module on the meta device
 
-Scripts that run:
+Runnable scripts:
 
 - [examples/pack.py](../examples/pack.py): pack, verify, reshard and export, with progress;
-- [examples/load_stage.py](../examples/load_stage.py): a stage into your own module;
-- [examples/train.py](../examples/train.py): torch's pipeline schedule on two ranks;
-- [examples/inspect_and_plot.py](../examples/inspect_and_plot.py): look into bundles and plot them.
+- [examples/load_stage.py](../examples/load_stage.py): load a stage into your own module;
+- [examples/train.py](../examples/train.py): train with torch's pipeline schedule on two ranks;
+- [examples/inspect_and_plot.py](../examples/inspect_and_plot.py): inspect bundles and plot them.
 
-Failures that a caller can fix are subclasses of `UserError`: `where`, `problem`, `hint`, and a stable `code`, all of
-them in [errors.md](errors.md). Anything else is a bug of ours.
+Errors that a caller can fix are subclasses of `UserError`, with `where`, `problem`, `hint` and a stable `code`,
+listed in [errors.md](errors.md). Any other exception is a bug.
 
 Written by `make api` from the docstrings; `make check` fails when it is out of date.
 """

@@ -1,4 +1,4 @@
-"""Write manifests/models/catalogue.json: what files of every decoder of transformers hold, and how it is tied.
+"""Write manifests/models/catalogue.json: what files of every decoder of transformers contain, and how it is tied.
 
 `python tools/catalogue.py` writes the table from the installed transformers; `--check` exits with 1 where the table is
 out of date. Names of architectures after that restrict either to these.
@@ -347,7 +347,7 @@ def delta(before: frozenset[str], after: frozenset[str]) -> tuple[list[str], lis
 
 
 def buffers_of(model: PreTrainedModel, stored: Mapping[str, list[str]], prefix: str) -> list[str]:
-    """Return the names, from the layer's on, of tensors that files hold and nobody trains."""
+    """Return the names, from the layer's on, of tensors in files that nobody trains."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     found = {file for name, files in stored.items() if name not in parameters for file in files}
     layer = re.compile(rf"{re.escape(prefix)}\.\d+")

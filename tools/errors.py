@@ -1,8 +1,8 @@
 """Write docs/errors.md: every error code, its cause and its cure, from docs/errors/*.toml.
 
 `python tools/errors.py` writes the page; `--check` exits with 1 where the page is out of date, where the code raises a
-code that no table explains, where a table explains a code that nothing raises, or where an error's class is not its
-area's.
+code that no table explains, where a table explains a code that nothing raises, or where the class of an error is not
+that of its area.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _HEAD = """\
 # Errors
 
 Every error that a user can fix has a stable code. `--json` prints it as `error.code`; scripts and tests may rely on
-it, the wording is free to improve. Exit codes: 2 for the command line, 3 for bad input, 5 for a rank that failed.
+it; the wording may change. Exit codes: 2 for the command line, 3 for bad input, 5 for a rank that failed.
 
 Written by `make errors` from `docs/errors/*.toml`; `make check` fails when it is out of date.
 """

@@ -28,7 +28,7 @@ _OTHER = "weights and config disagree; to leave one behind say --drop {}"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stored:
-    """The tensors that files hold, by their names there, and the place that errors name."""
+    """The tensors in files, by their names there, and the place that errors name."""
 
     tensors: Mapping[str, Shape]
     where: str

@@ -1,4 +1,4 @@
-"""The catalogue: what files of an architecture hold, for those that no module here describes by hand.
+"""The catalogue: what files of an architecture contain, for those that no module here describes by hand.
 
 `catalogue.json` is written from transformers by `make catalogue`.
 """
