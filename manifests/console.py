@@ -14,11 +14,12 @@ import io
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
-from manifests.errors import InputError, UserError, error_json, refused_by_system
+from manifests.errors import InputError, UsageError, UserError, error_json, refused_by_system
 from manifests.signals import INTERRUPTED
 
-__all__ = ["STDOUT", "check_open", "open_streams", "run_command", "utf8_argument"]
+__all__ = ["STDOUT", "check_open", "open_streams", "run_cli", "run_command", "utf8_argument"]
 
 STDOUT = "standard output"
 _BROKEN_PIPE = 141  # 128 + SIGPIPE, as shells have it
@@ -45,6 +46,44 @@ def run_command(act: Callable[[], int], *, is_json: bool) -> None:
             raise
     if code := _finish(code):
         sys.exit(code)
+
+
+def run_cli(
+    cli: Callable[[], object], begin: Callable[[], None], *, refusal: type[Exception], abort: type[Exception]
+) -> None:
+    """Run a click command, and end with its exit code; `--json` makes its refusals JSON, too.
+
+    `begin` is called where an interrupt can be handled. click is no dependency of this package: `refusal` is its
+    ClickException, `abort` its Abort.
+    """
+    is_json = "--json" in sys.argv[1:]
+
+    def act() -> int:
+        try:
+            begin()
+            cli()
+        except refusal as caught:
+            error: Any = caught
+            if is_json:
+                problem = error.format_message()
+                raise UsageError(_parameter(error), problem, "see --help", code="usage.arguments") from caught
+            error.show()
+            return UsageError.exit_code
+        except abort as caught:
+            interrupt = caught.__context__
+            raise (interrupt if isinstance(interrupt, KeyboardInterrupt) else KeyboardInterrupt()) from None
+        return 0
+
+    run_command(act, is_json=is_json)
+
+
+def _parameter(error: Any) -> str:
+    """Return the flag or the argument that a click exception is about, if it is about one."""
+    parameter = getattr(error, "param", None)
+    if parameter is None:
+        return ""
+    name: str = parameter.opts[0] if parameter.param_type_name == "option" else parameter.human_readable_name
+    return name
 
 
 def open_streams() -> None:

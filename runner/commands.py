@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from difflib import get_close_matches
+from functools import partial
 from importlib import import_module
 
 import click
 
-from manifests.console import run_command
-from manifests.errors import UsageError
+from manifests.console import run_cli
 
 __all__ = ["cli", "run"]
 
@@ -66,21 +65,5 @@ def cli() -> None:
 
 def run(begin: Callable[[], None] = lambda: None) -> None:
     """Run the command; end with its exit code. `begin` is called where an interrupt can be handled."""
-    is_json = "--json" in sys.argv[1:]
-    run_command(lambda: _run(begin, is_json=is_json), is_json=is_json)
-
-
-def _run(begin: Callable[[], None], *, is_json: bool) -> int:
-    try:
-        begin()
-        cli.main(prog_name="runner", standalone_mode=False)
-    except click.exceptions.Abort as error:
-        raise (error.__context__ if isinstance(error.__context__, KeyboardInterrupt) else KeyboardInterrupt()) from None
-    except click.ClickException as error:
-        if is_json:
-            told = error.param if isinstance(error, click.BadParameter) else None
-            at = "" if told is None else told.opts[0] if isinstance(told, click.Option) else told.human_readable_name
-            raise UsageError(at, error.format_message(), "see --help", code="usage.arguments") from error
-        error.show()
-        return UsageError.exit_code
-    return 0
+    main = partial(cli.main, prog_name="runner", standalone_mode=False)
+    run_cli(main, begin, refusal=click.ClickException, abort=click.exceptions.Abort)

@@ -1,14 +1,13 @@
-"""The reshard command: a skin over the verbs. Nothing heavy is imported before a verb needs it."""
+"""The reshard command: the group of its verbs. Nothing heavy is imported before a verb needs it."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
+from functools import partial
 
 import click
 
-from manifests.console import run_command
-from manifests.errors import UsageError
+from manifests.console import run_cli
 from reshard.cli.pack import export, pack
 from reshard.cli.pack_parts import commit
 from reshard.cli.plan import layout, plan
@@ -22,7 +21,7 @@ _PLAIN = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show
 @click.group(context_settings=_PLAIN)
 @click.version_option(package_name="reshard", prog_name="reshard")
 def cli() -> None:
-    """Cut a Hugging Face checkpoint into pipeline stages, and put it together again.
+    """Pack a Hugging Face checkpoint into pipeline stages, reshard it, and export it again.
 
     \b
     Example:
@@ -36,21 +35,5 @@ for verb in (plan, layout, pack, commit, export, verify, inspect, diff):
 
 def run(begin: Callable[[], None] = lambda: None) -> None:
     """Run the command; end with its exit code. `begin` is called where an interrupt can be handled."""
-    is_json = "--json" in sys.argv[1:]
-    run_command(lambda: _run(begin, is_json=is_json), is_json=is_json)
-
-
-def _run(begin: Callable[[], None], *, is_json: bool) -> int:
-    try:
-        begin()
-        cli.main(prog_name="reshard", standalone_mode=False)
-    except click.exceptions.Abort as error:
-        raise (error.__context__ if isinstance(error.__context__, KeyboardInterrupt) else KeyboardInterrupt()) from None
-    except click.ClickException as error:
-        if is_json:
-            told = error.param if isinstance(error, click.BadParameter) else None
-            at = "" if told is None else told.opts[0] if isinstance(told, click.Option) else told.human_readable_name
-            raise UsageError(at, error.format_message(), "see --help", code="usage.arguments") from error
-        error.show()
-        return UsageError.exit_code
-    return 0
+    main = partial(cli.main, prog_name="reshard", standalone_mode=False)
+    run_cli(main, begin, refusal=click.ClickException, abort=click.exceptions.Abort)
