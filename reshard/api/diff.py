@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from reshard.api.arguments import names_parameters
 from reshard.operations.diff import DiffResult, diff_checkpoints, nbytes_to_hash
 from reshard.operations.progress import Progress, counting
 from reshard.sources.open import open_source
@@ -11,6 +12,7 @@ from reshard.sources.open import open_source
 __all__ = ["diff"]
 
 
+@names_parameters
 def diff(
     a: str | Path,
     b: str | Path,
@@ -22,13 +24,13 @@ def diff(
     """Compare the weights and the optimizer state of two checkpoints, tensor by tensor, whatever their layouts.
 
     `a` and `b` are manifests or Hugging Face folders. Tensors with digests are not read, unless `reads_bytes` asks for
-    all of them, or they differ and `with_norms` asks for the norm of B - A (float64, over floating-point tensors of
-    one shape).
+    all of them, or they differ and `with_norms` asks for the norm of B - A (float64, of floating-point tensors of the
+    same shape).
 
     Units: progress is called with bytes read and bytes in total.
     Raises:
-        InputError: one of them is not a checkpoint, or a file cannot be read to its end or has other bytes than its
-            digest says.
+        SourceError, ModelError, ManifestError: one of them is not a checkpoint.
+        ShardError: a file is truncated or damaged.
 
     Example:
         >>> found = reshard.diff("model-pp2", "model-pp4")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from reshard.api.arguments import names_parameters
 from reshard.copy.direct_io import Io
 from reshard.copy.engine import WriteOptions
 from reshard.operations.export import ExportResult, export_huggingface
@@ -16,6 +17,7 @@ from stores.address import is_url
 __all__ = ["export"]
 
 
+@names_parameters
 def export(
     manifest: str | Path,
     out: str | Path,
@@ -29,13 +31,13 @@ def export(
 ) -> ExportResult:
     """Write a manifest's model as a Hugging Face folder.
 
-    Tensors that were not trained come back byte for byte, in the files they came from. `dtype` is each tensor's of
-    the source, or one for all parameters. `out`, `force`, `io` and `sync` are those of `pack`.
+    Untrained tensors are restored byte for byte, in the files that they came from. `dtype` is as in the source, or one
+    for all parameters. `out`, `force`, `io` and `sync` are those of `pack`.
 
     Units: `nbytes` in bytes; progress is called with bytes done and bytes in total.
     Raises:
-        InputError: a bundle is damaged (its bytes are not what its digests say), `out` exists (`output.exists`), or is
-            where the model came from.
+        ManifestError, ShardError: the manifest or a bundle is damaged.
+        OutputError: `out` exists (`output.exists`), cannot be written, or is where the model came from.
         UsageError: `out` is inside what is read, or weights cannot be cast.
 
     Example:
@@ -43,7 +45,7 @@ def export(
         >>> done.identical, (Path("model-again/config.json").read_bytes() == Path("model/config.json").read_bytes())
         (True, True)
     """
-    assert to == "hf", "the one format there is"
+    assert to == "hf", "the only format"
     checkpoint = open_manifest(manifest)
     nbytes = sum(tensor.nbytes for tensor in cast_checkpoint(checkpoint, dtype).tensors.values())
     return export_huggingface(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
+from reshard.api.arguments import names_parameters
 from reshard.copy.direct_io import Io
 from reshard.estimate.training_estimate import Assumptions
 from reshard.operations.pack_result import PackResult
@@ -17,6 +18,7 @@ from stores.address import is_url
 __all__ = ["pack"]
 
 
+@names_parameters
 def pack(
     source: str | Path,
     out: str | Path,
@@ -38,17 +40,20 @@ def pack(
 
     `source`, `layout`, `pp`, `drop` and `assumed` are those of `plan`. With a manifest as `source` this reshards it,
     optimizer state included. `out` is a folder or an object-store URL. `conversion` casts, dequantizes or merges
-    slices. With `virtual`, bundles refer to the source's bytes instead of copying them; `stages` (`0-3,7`) packs these
-    and leaves the others virtual. `force` replaces an earlier output in one step. `io` and `sync` are about the disk;
-    `verify_source` compares whole files with the digests that the hub lists.
+    slices. With `virtual`, bundles refer to the source's bytes instead of copying them; `stages` (`0-3,7`) packs only
+    these, and the others become virtual. `force` replaces an existing output in one step. `io` selects direct or
+    buffered writes, `sync` flushes them to disk; `verify_source` compares whole files with the hub's SHA-256.
 
-    A folder without manifest.json is not a checkpoint: an interrupted pack is resumed by calling it again.
+    A folder without manifest.json is not a checkpoint. To resume an interrupted pack, call it again.
 
     Units: `nbytes` in bytes; progress is called with bytes done and bytes in total.
     Raises:
-        InputError: the source or the layout is wrong or cannot be read, `out` exists (`output.exists`) or cannot be
-            written, or bytes are not what a digest says.
-        UsageError: arguments that do not go together.
+        SourceError, ModelError, ShardError, ManifestError: the source is incomplete, damaged or unsupported, or was
+            changed while it was read.
+        StoreError: the source does not exist, or cannot be reached.
+        LayoutError: the layout is invalid, or does not cover the model.
+        OutputError: `out` exists (`output.exists`) or cannot be written.
+        UsageError: arguments conflict.
 
     Example:
         >>> done = reshard.pack("model", "model-pp2", "pp=2")

@@ -1,4 +1,4 @@
-"""open: a packed model or a training checkpoint as an object: its manifest, its layout, and each stage's tensors."""
+"""open: a packed model or training checkpoint as an object, with its manifest, layout and stages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedModel:
-    """A manifest and the bundles that it names. Files are opened when tensors are asked for.
+    """A manifest and its bundles. Files are opened when tensors are requested.
 
     Example:
         >>> packed = reshard.open("model-pp2")
@@ -57,7 +57,7 @@ class PackedModel:
 
     @property
     def layout(self) -> Layout:
-        """The layout as it was asked for, and the numbers of stages and ranks that came of it."""
+        """The layout: the spec that was asked for, and its numbers of stages and ranks."""
         return self.manifest.layout
 
     @property
@@ -68,11 +68,12 @@ class PackedModel:
         """Return a stage by its index, virtual stages included.
 
         Raises:
-            UsageError: there is no such stage (`options.no-such-stage`).
+            UsageError: there is no such stage (`options.unknown-stage`).
         """
-        if not 0 <= index < len(self.manifest.stages):
-            problem = f"there is no stage {index}: the manifest has {len(self.manifest.stages)}"
-            raise UsageError(self.location, problem, "stages are counted from 0", code="options.no-such-stage")
+        num_stages = len(self.manifest.stages)
+        if not 0 <= index < num_stages:
+            problem = f"expected a stage from 0 to {num_stages - 1}, found {index}"
+            raise UsageError("index", problem, "stages are numbered from 0", code="options.unknown-stage")
         return PackedStage(model=self, info=self.manifest.stages[index])
 
     @cached_property
@@ -80,7 +81,7 @@ class PackedModel:
         """The model's config.json, its digest verified.
 
         Raises:
-            InputError: it is missing or damaged.
+            InputError: it is missing, or does not match its digest.
         """
         digest = next((file.digest for file in self.manifest.files if file.path == _CONFIG), None)
         file = self.bundles.root.file(_CONFIG)
@@ -107,8 +108,8 @@ class PackedStage:
         that it has on this stage.
 
         Raises:
-            InputError: a file is missing or damaged, or the checkpoint has no optimizer state
-                (`checkpoint.no-optimizer-state`).
+            CheckpointError: there is no optimizer state (`checkpoint.no-optimizer-state`).
+            ShardError: a file is missing or damaged.
         """
         return {
             fqn: TensorInfo(dtype=at.dtype, shape=at.shape, nbytes=at.nbytes, digest=at.digest)
@@ -135,7 +136,8 @@ class PackedStage:
         Shapes: whole tensors as stored, slices merged; `mlp.down_proj.weight` is (D, F), D = model width, F =
         feed-forward width.
         Raises:
-            InputError: a file is missing or damaged, or there is no optimizer state (`checkpoint.no-optimizer-state`).
+            CheckpointError: there is no optimizer state (`checkpoint.no-optimizer-state`).
+            ShardError: a file is missing or damaged.
             UsageError: the framework has no such dtype (`options.array-dtype`).
 
         Example:
@@ -154,10 +156,10 @@ class PackedStage:
         return {fqn: arrays[at] for fqn, at in located.items()}
 
     def _located(self, kind: Holds) -> dict[str, TensorAt]:
-        """Return where each tensor is, under all names that it has on this stage."""
+        """Return where each tensor is, by all names that it has on this stage."""
         manifest = self.model.manifest
         if kind != WEIGHTS and (manifest.training is None or manifest.training.optimizer is None):
-            hint = "a training checkpoint has it; a packed model does not"
+            hint = "open a training checkpoint; a packed model has none"
             raise CheckpointError(
                 self.model.location, "there is no optimizer state", hint, code="checkpoint.no-optimizer-state"
             )
@@ -177,7 +179,8 @@ def open(manifest: str | Path) -> PackedModel:
     Only the manifest is read. Use this in place of Python's `open` as `reshard.open`.
 
     Raises:
-        InputError: there is no readable manifest.
+        ManifestError: the manifest is damaged.
+        InputError: there is no manifest, or it cannot be read.
 
     Example:
         >>> reshard.open("model-pp2").manifest.model.architecture

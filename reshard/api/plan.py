@@ -1,16 +1,18 @@
-"""plan: what a layout does to a model, before a byte moves."""
+"""plan: the stages of a model, before a byte moves."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
 
+from reshard.api.arguments import names_parameters
 from reshard.estimate.training_estimate import Assumptions
 from reshard.operations.resolve import LayoutRequest, PlanResult, plan_source
 
 __all__ = ["plan"]
 
 
+@names_parameters
 def plan(
     source: str | Path,
     layout: str | None = None,
@@ -22,14 +24,17 @@ def plan(
     """Plan the stages of a model and estimate a training step on them, from headers alone.
 
     `source` is a Hugging Face folder, a manifest, `org/name@revision` on the hub, an object-store URL, or a
-    config.json alone. `layout` is a spelling that `--layout` takes (`pp=4`, a Megatron string, a file); a manifest
-    keeps its own without one. `pp` is the number of pipeline ranks, for a spelling that does not say. `drop` names
-    tensors to leave behind.
+    config.json alone. `layout` is a SPEC as in docs/layouts.md (`pp=4`, a Megatron string, a file); without one, a
+    manifest keeps its own. `pp` is the number of pipeline ranks, if `layout` does not say it. `drop` lists tensors to
+    leave out.
 
     Units: sizes in bytes, FLOPs per token; times in seconds if `assumed.measured` has them, otherwise in FLOPs.
     Raises:
-        InputError: `source` or `layout` is wrong or cannot be read.
-        UsageError: arguments that do not go together; `options.missing-layout` where a layout is needed.
+        SourceError, ModelError, ShardError, ManifestError: the source is incomplete, damaged or unsupported.
+        StoreError: the source does not exist, or cannot be reached.
+        LayoutError: the layout is invalid, or does not cover the model.
+        ScheduleError: the schedule does not support the layout.
+        UsageError: arguments conflict, or a layout is required (`options.missing-layout`).
 
     Example:
         >>> planned = reshard.plan("model", "pp=2", assumed=reshard.Assumptions(seq_len=128))

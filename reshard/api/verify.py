@@ -1,4 +1,4 @@
-"""verify: are the bytes on disk what the manifest says?"""
+"""verify: whether the bytes on disk match the manifest's digests."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from manifests.errors import UsageError
+from reshard.api.arguments import names_parameters
 from reshard.operations.progress import Progress, counting
 from reshard.operations.verify import VerifyOptions, VerifyResult, nbytes_to_read, verify_manifest
 from reshard.sources.open import open_source
@@ -13,6 +14,7 @@ from reshard.sources.open import open_source
 __all__ = ["verify"]
 
 
+@names_parameters
 def verify(
     manifest: str | Path,
     *,
@@ -21,15 +23,16 @@ def verify(
     stages: Iterable[int] | None = None,
     progress: Progress | None = None,
 ) -> VerifyResult:
-    """Read every byte that a manifest names and compare digests; with `against`, with every tensor of a source too.
+    """Read every byte that a manifest names and compare digests; with `against`, also with every tensor of a source.
 
-    Damage is reported in `differences`, not raised: one run names all of it. `quick` reads no tensor and compares
-    sizes and headers. `stages` are the indices to look at; None: all. Virtual bundles have no digests of their own.
+    Damage is reported in `differences`, not raised: one run lists all of it. `quick` reads no tensors and compares
+    sizes and headers. `stages` are the indices to verify; None: all. Virtual bundles have no digests.
 
     Units: `nbytes` in bytes; progress is called with bytes done and bytes in total.
     Raises:
-        InputError: there is no readable manifest or source.
-        UsageError: no such stage; `options.conflict` for `quick` beside `against`.
+        ManifestError: the manifest is damaged.
+        InputError: there is no manifest or no source, or it cannot be read.
+        UsageError: there is no such stage, or `quick` and `against` are combined (`options.conflict`).
 
     Example:
         >>> result = reshard.verify("model-pp2", against="model")
@@ -37,7 +40,7 @@ def verify(
         (True, 39, ())
     """
     if quick and against is not None:
-        problem = "reads no tensor, --against reads all of them"
+        problem = "conflicts with --against, which reads all tensors"
         raise UsageError("--quick", problem, "leave one of the two out", code="options.conflict")
     options = VerifyOptions(
         quick=quick,

@@ -1,4 +1,4 @@
-"""Flags that several verbs share, and the frozen objects they become."""
+"""Flags that several commands share, and the frozen objects that they become."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ __all__ = [
     "layout_flags",
     "manifest",
     "out",
+    "print_result",
     "progress",
     "quiet",
     "ranks",
-    "say_done",
     "strict_megatron",
     "sync",
     "training_flags",
@@ -65,7 +65,7 @@ class Whole(click.IntRange):
         return found
 
 
-# Choices, said again here: --help imports nothing that a verb needs. A test compares them.
+# Repeated here, since --help imports nothing that a command needs; a test compares them.
 SPELLINGS = ("megatron", "torchtitan", "toml", "deepspeed")
 DTYPES = ("source", "fp32", "bf16", "fp16")
 POLICIES = ("fp32", "bf16", "mixed")
@@ -74,37 +74,37 @@ SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBu
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 allow_remote = click.option(
     "--allow-remote", is_flag=True, expose_value=False, callback=lambda *given: _allow_remote(*given),
-    help="Read from servers that a manifest of virtual bundles names, beside the hub and buckets.",
+    help="Read virtual bundles from any server that their manifest names, not only from the hub and buckets.",
 )  # fmt: skip
 quiet = click.option(
-    "--quiet", is_flag=True, help="Print nothing but errors, differences and what was asked for: no progress, no notes."
+    "--quiet", is_flag=True, help="Print only errors, differences and requested output; no progress, no notes."
 )
-force = click.option("--force", is_flag=True, help="Replace an output that exists, in one step.")
+force = click.option("--force", is_flag=True, help="Replace an existing output, in one step.")
 out = click.option(
     "--out", type=click.Path(), required=True, metavar="DIR|URL", callback=lambda _, __, text: _address(text),
-    help="Folder to write, or s3://BUCKET/PREFIX (gs://, az://, or what fsspec writes); it must not exist.",
+    help="Folder to write, or s3://BUCKET/PREFIX (gs://, az://, or another fsspec URL); must not exist.",
 )  # fmt: skip
-drop = click.option("--drop", multiple=True, metavar="FQN", help="Leave this tensor behind; may be repeated.")
+drop = click.option("--drop", multiple=True, metavar="FQN", help="Leave this tensor out; may be repeated.")
 manifest = click.argument("manifest", type=click.Path(), metavar="MANIFEST")
 io = click.option(
     "--io",
     type=click.Choice(["direct", "buffered"]),
     default="direct",
-    help="Write past the page cache, where the file system can, or through it.",
+    help="Bypass the page cache where the file system allows it (O_DIRECT), or write through it.",
 )
 sync = click.option(
-    "--sync/--no-sync", default=True, help="Wait until the disk has everything, or leave that to the kernel."
+    "--sync/--no-sync", default=True, help="Flush the output to disk (fsync), or leave that to the kernel."
 )
 layout = click.option(
-    "--layout", "spec", type=click.Path(), metavar="SPEC", show_default="of a manifest, the one that it has",
+    "--layout", "spec", type=click.Path(), metavar="SPEC", show_default="a manifest's own",
     help="pp=N[,vpp=K], a Megatron string, balance:COST,pp=N, uniform,pp=N, cut=MODULE, or a .toml or .json file of "
     "module lists.",
 )  # fmt: skip
 ranks = click.option(
     "--pp", "num_ranks", type=Whole(min=1), metavar="P",
-    help="Pipeline ranks, for a SPEC that does not say (a Megatron string).",
+    help="Number of pipeline ranks, if SPEC does not say it (a Megatron string).",
 )  # fmt: skip
-strict_megatron = click.option("--strict-megatron", is_flag=True, help="Refuse a Megatron string that Megatron would.")
+strict_megatron = click.option("--strict-megatron", is_flag=True, help="Refuse strings that Megatron refuses.")
 as_spelling = click.option(
     "--as",
     "spelling",
@@ -113,7 +113,7 @@ as_spelling = click.option(
 )
 cost = click.option(
     "--cost", type=click.Path(path_type=Path), metavar="FILE",
-    help="Measured seconds of each module (JSON), to take in place of FLOPs.",
+    help="Measured seconds of each module (JSON), used instead of FLOPs.",
 )  # fmt: skip
 _CONVERSION = (
     click.option(
@@ -124,33 +124,33 @@ _CONVERSION = (
         "--dequantize", "--dequantise", type=click.Choice(["bf16", "fp32"]), show_default="as they are",
         help="Turn quantized weights (fp8 in blocks, mxfp4) into plain ones of this dtype.",
     ),
-    click.option("--merge-slices", is_flag=True, help="Make tensors whole that several ranks wrote in slices."),
+    click.option("--merge-slices", is_flag=True, help="Merge tensors that several ranks stored in slices."),
 )  # fmt: skip
 _TRAINING = (
     click.option(
-        "--schedule", metavar="NAME", show_default="the layout's, or one that runs its stages",
-        help=f"Assume this schedule: {', '.join(SCHEDULES)}.",
+        "--schedule", metavar="NAME", show_default="the layout's, or one that supports its stages",
+        help=f"Pipeline schedule to assume: {', '.join(SCHEDULES)}.",
     ),
     click.option(
-        "--microbatches", type=Whole(min=1), metavar="M", show_default="4 for each rank",
-        help="Assume so many microbatches in a step.",
+        "--microbatches", type=Whole(min=1), metavar="M", show_default="4 per pipeline rank",
+        help="Microbatches per step to assume.",
     ),
-    click.option("--microbatch", type=Whole(min=1), default=1, metavar="B", help="Sequences in one of them."),
-    click.option("--seq-len", type=Whole(min=1), default=4096, metavar="L", help="Tokens in a sequence."),
+    click.option("--microbatch", type=Whole(min=1), default=1, metavar="B", help="Sequences per microbatch."),
+    click.option("--seq-len", type=Whole(min=1), default=4096, metavar="L", help="Tokens per sequence."),
     click.option(
         "--dtype-policy", type=click.Choice(POLICIES), default="fp32",
-        help="Dtypes to estimate memory for; mixed is bf16 weights, fp32 gradients, master weights and moments.",
+        help="Dtypes of the memory estimate; mixed: bf16 weights, fp32 gradients, master weights and optimizer state.",
     ),
     click.option(
         "--memory-limit", metavar="SIZE",
-        help="Memory of a rank, such as 80GB (which is 80GiB); a layout that is solved for keeps to it.",
+        help="Memory per rank, such as 80GB (read as 80GiB); a layout that is solved for stays within it.",
     ),
     cost,
 )  # fmt: skip
 
 
 def layout_flags(command: Command) -> Command:
-    """Add the flags that ask for a layout; the command gets them as `asked`, a LayoutRequest."""
+    """Add the flags of a layout, which the command receives as `asked`, a LayoutRequest."""
 
     @functools.wraps(command)
     def gathered(*, spec: str | None, num_ranks: int | None, strict_megatron: bool, **others: Any) -> Any:
@@ -165,7 +165,7 @@ def layout_flags(command: Command) -> Command:
 
 
 def conversion_flags(command: Command) -> Command:
-    """Add the flags that change tensors on their way; the command gets them as `conversion`, a Conversion."""
+    """Add the flags that convert tensors, which the command receives as `conversion`, a Conversion."""
 
     @functools.wraps(command)
     def gathered(*, dtype: Dtype | None, dequantize: Plain | None, merge_slices: bool, **others: Any) -> Any:
@@ -178,7 +178,7 @@ def conversion_flags(command: Command) -> Command:
 
 
 def training_flags(command: Command) -> Command:
-    """Add the flags that say what is assumed of training; the command gets them as `assumed`, Assumptions."""
+    """Add the flags of the assumed training step, which the command receives as `assumed`, Assumptions."""
 
     @functools.wraps(command)
     def gathered(
@@ -202,8 +202,8 @@ def training_flags(command: Command) -> Command:
     return _with_flags(gathered, _TRAINING)
 
 
-def say_done(quiet: bool, as_json: bool, as_object: Callable[[], object], as_text: Callable[[], str]) -> None:
-    """Print what a verb has done: as JSON if that was asked for, and nothing where it was told to be quiet."""
+def print_result(quiet: bool, as_json: bool, as_object: Callable[[], object], as_text: Callable[[], str]) -> None:
+    """Print what a command has done: as JSON with --json, and as text unless --quiet."""
     if as_json:
         click.echo(json.dumps(as_object()))
     elif not quiet:
@@ -212,7 +212,7 @@ def say_done(quiet: bool, as_json: bool, as_object: Callable[[], object], as_tex
 
 @contextlib.contextmanager
 def progress(verb: str, quiet: bool) -> Iterator[Progress | None]:
-    """Show a bar on a terminal; the block passes what it is given on as the operation's progress callback."""
+    """Show a bar on a terminal; yield the progress callback for the operation."""
     if quiet or not sys.stderr.isatty():
         yield None
         return

@@ -1,4 +1,4 @@
-"""pack and export: the verbs that write."""
+"""pack and export: the commands that write."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ __all__ = ["export", "pack"]
 @options.layout_flags
 @options.out
 @options.drop
-@click.option("--virtual", is_flag=True, help="Write no tensor: let bundles refer to the bytes where they are.")
-@click.option("--stages", metavar="N-M,...", help="Pack these stages alone; the others' bundles are virtual.")
+@click.option("--virtual", is_flag=True, help="Copy no tensors; bundles refer to the bytes in SOURCE.")
+@click.option("--stages", metavar="N-M,...", help="Pack only these stages; the bundles of the others are virtual.")
 @options.conversion_flags
 @options.force
 @options.io
@@ -36,9 +36,9 @@ __all__ = ["export", "pack"]
 @click.option(
     "--verify-source",
     is_flag=True,
-    help="Read all of a hub's files, also what is not packed, and compare their SHA-256.",
+    help="Compare the SHA-256 of every hub file, reading also what is not packed.",
 )
-@click.option("--dry-run", is_flag=True, help="Print the plan, or the jobs of --scheduler, and stop.")
+@click.option("--dry-run", is_flag=True, help="Print the plan, or the jobs of --scheduler, and exit.")
 @options.allow_remote
 @options.as_json
 @options.quiet
@@ -50,15 +50,15 @@ def pack(
 ) -> None:  # fmt: skip
     """Write one bundle per stage, and a manifest.
 
-    SOURCE is a Hugging Face folder or a manifest; packing a manifest cuts its bundles anew. What is assumed of
-    training decides nothing but layouts that are solved for, and what --dry-run shows. Virtual bundles hold as long
-    as SOURCE stays as it is; packing their manifest makes them real.
+    SOURCE is a Hugging Face folder or hub repository, or a manifest, which is resharded. --schedule, --microbatches
+    and the like only affect layouts that are solved for, and what --dry-run shows. Virtual bundles are valid as long
+    as SOURCE is unchanged; packing their manifest copies the bytes.
 
-    Into a bucket, a shard goes from its first byte to its last, and the digests stand at its start: tensors of which
-    none is known are read twice. Where reading is slow, pack into a folder, and its manifest into the bucket.
+    Uploads to a bucket are sequential, and a shard's digests come first in it: tensors without a known digest are
+    read twice. If reading is slow, pack into a folder, then pack that manifest into the bucket.
 
-    Machines that share a file system divide the work with --part, each its own; reshard commit ends it. Slurm
-    does both with --parts N --scheduler slurm. The bytes are those of one pack.
+    Machines that share a file system can each pack a --part, which reshard commit merges; --parts N --scheduler slurm
+    submits all of it. The output is the same, byte for byte.
 
     \b
     Example:
@@ -86,16 +86,16 @@ def pack(
     for name, found in () if quiet else prepared.links:
         click.echo(f"link out of SOURCE: {name} -> {found}", err=True)
     for name in () if quiet else prepared.left_out:
-        click.echo(f"left out: {name} (weights that transformers does not read beside safetensors)", err=True)
+        click.echo(f"left out: {name} (transformers ignores these weights if there are safetensors files)", err=True)
     with options.progress("pack", quiet) as progress:
         if division.part is not None:
             part, nbytes = prepared.run_part(progress), prepared.nbytes
-            options.say_done(quiet, as_json, lambda: part_json(part, nbytes), lambda: part_text(part, nbytes, out))
+            options.print_result(quiet, as_json, lambda: part_json(part, nbytes), lambda: part_text(part, nbytes, out))
             return
         done = prepared.run(progress)
     for line in () if quiet else hub_lines(done.hub):
         click.echo(line, err=True)
-    options.say_done(quiet, as_json, lambda: pack_json(done), lambda: pack_text(done))
+    options.print_result(quiet, as_json, lambda: pack_json(done), lambda: pack_text(done))
 
 
 @click.command()
@@ -106,7 +106,7 @@ def pack(
     "--dtype",
     type=click.Choice(options.DTYPES),
     default="source",
-    help="Dtype of the weights: each tensor's in the source, or one for all parameters.",
+    help="Dtype of the weights: as in the source, or one for all parameters.",
 )
 @options.force
 @options.io
@@ -120,17 +120,18 @@ def export(
 ) -> None:  # fmt: skip
     """Write a manifest's model as a Hugging Face folder.
 
-    Tensors that were not trained come back byte for byte, in the files they came from. Those that were trained in
-    another dtype than the source's are rounded to that one, unless --dtype says otherwise. In a bucket, where files
-    of a model cannot be exchanged in one step, --force removes the old ones first.
+    Untrained tensors are restored byte for byte, in the files that they came from. Tensors that were trained in a
+    dtype other than the source's are rounded to the source's, unless --dtype says otherwise. A bucket cannot replace
+    the files of a model in one step: there, --force removes the old ones first.
 
     \b
     Example:
       reshard export ./Llama-3.2-1B-pp2 --to hf --out ./Llama-3.2-1B-again
     """
+    from reshard.api.arguments import names_flags
     from reshard.api.export import export as run
     from reshard.report.done import export_json, export_text
 
     with options.progress("export", quiet) as progress:
-        done = run(manifest, out, to=form, dtype=dtype, force=force, io=io, sync=sync, progress=progress)
-    options.say_done(quiet, as_json, lambda: export_json(done, form, out), lambda: export_text(done, dtype, out))
+        done = names_flags(run)(manifest, out, to=form, dtype=dtype, force=force, io=io, sync=sync, progress=progress)
+    options.print_result(quiet, as_json, lambda: export_json(done, form, out), lambda: export_text(done, dtype, out))

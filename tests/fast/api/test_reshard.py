@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -105,7 +106,7 @@ def test_missing_optimizer_state_and_stages_are_refused(model: Path, tmp_path: P
     for index in (-1, 2):
         with pytest.raises(reshard.UsageError) as refused_stage:
             packed.stage(index)
-        assert refused_stage.value.code == "options.no-such-stage"
+        assert refused_stage.value.code == "options.unknown-stage"
 
 
 def test_damage_is_refused_when_a_stage_is_read_and_reported_by_verify(model: Path, tmp_path: Path) -> None:
@@ -172,18 +173,26 @@ def test_callback_that_raises_stops_the_pack_and_leaves_no_checkpoint(model: Pat
     assert reshard.verify(tmp_path / "out", against=model).equal
 
 
-def test_layout_is_asked_for_where_a_source_has_none(model: Path, tmp_path: Path) -> None:
-    for call in (lambda: reshard.plan(model), lambda: reshard.pack(model, tmp_path / "out")):
+def test_errors_name_parameters_where_the_command_names_flags(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    reshard.pack(model, out, "pp=2")
+    calls: dict[tuple[str, str], Callable[[], object]] = {
+        ("layout", "options.missing-layout"): lambda: reshard.plan(model),
+        ("pp", "options.needs-layout"): lambda: reshard.pack(out, tmp_path / "new", pp=2),
+        ("stages", "options.unknown-stage"): lambda: reshard.verify(out, stages=[2]),
+        ("quick", "options.conflict"): lambda: reshard.verify(out, quick=True, against=model),
+        ("out", "output.overlaps-source"): lambda: reshard.export(out, out / "inside"),
+        ("assumed.memory_limit", "options.conflict"): lambda: reshard.plan(
+            model, "balance:params,pp=2,limit=1GB", assumed=reshard.Assumptions(memory_limit=1)
+        ),
+    }
+    for (where, code), call in calls.items():
         with pytest.raises(reshard.UsageError) as refused:
             call()
-        assert (refused.value.where, refused.value.code) == ("--layout", "options.missing-layout")
-
-
-def test_quick_and_against_contradict_each_other(model: Path, tmp_path: Path) -> None:
-    reshard.pack(model, tmp_path / "out", "pp=2")
-    with pytest.raises(reshard.UsageError) as refused:
-        reshard.verify(tmp_path / "out", quick=True, against=model)
-    assert refused.value.code == "options.conflict"
+        assert (refused.value.where, refused.value.code) == (where, code)
+        assert "--" not in str(refused.value)
+    told = command("verify", out, "--stage", "2", "--json").json["error"]
+    assert (told["where"], told["code"]) == ("--stage", "options.unknown-stage")
 
 
 def test_diff_finds_the_tensor_that_was_changed(tmp_path: Path) -> None:
