@@ -53,7 +53,7 @@ def run_cli(
 ) -> None:
     """Run a click command, and end with its exit code; `--json` makes its refusals JSON, too.
 
-    `begin` is called where an interrupt can be handled. click is no dependency of this package: `refusal` is its
+    `begin` is called where an interrupt can be handled. click is not a dependency of this package: `refusal` is its
     ClickException, `abort` its Abort.
     """
     is_json = "--json" in sys.argv[1:]
@@ -209,7 +209,7 @@ def _unwritable() -> OSError | None:
 
 
 def _discard() -> None:
-    """Give up what could not be written: it would be tried again when the process ends."""
+    """Discard what could not be written, which would be tried again when the process ends."""
     with contextlib.suppress(OSError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)

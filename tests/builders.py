@@ -24,6 +24,7 @@ __all__ = [
     "HEAD",
     "INDEX",
     "Ended",
+    "Refusal",
     "Tensor",
     "edit_manifest",
     "files_in",
@@ -34,6 +35,7 @@ __all__ = [
     "llama_shapes",
     "random_tensors",
     "read_safetensors",
+    "refusal",
     "reshard",
     "without_digest",
     "without_file",
@@ -93,6 +95,23 @@ def reshard(*args: str | Path) -> Ended:
     finally:
         sys.argv = argv
     return Ended(code=code, out=out.getvalue(), err=err.getvalue())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """How the command refused something: `found` is its exit code, the error's code and its place."""
+
+    found: tuple[int, str, str]
+    text: str  # for `wording`
+
+
+def refusal(*args: str | Path) -> Refusal:
+    """Run the `reshard` command, which must end with an error as one JSON object."""
+    ended = reshard(*args, "--json")
+    assert (ended.json.keys(), ended.json["version"], ended.err) == ({"version", "error"}, 1, "")
+    error = ended.json["error"]
+    text = f"{error['where']}: {error['problem']}" + (f"\nhint: {error['hint']}" if error["hint"] else "")
+    return Refusal(found=ended.refusal, text=text)
 
 
 def llama_config(**overrides: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""plan and layout: what will be, before a byte moves."""
+"""plan and layout: what a pack would do, before a byte moves."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ __all__ = ["layout", "plan"]
 @options.training_flags
 @options.drop
 @options.as_spelling
-@click.option("--draw", type=click.Path(path_type=Path), metavar="FILE", help="Draw it: .svg, .png or .html.")
-@click.option("--theme", type=click.Choice(["light", "dark"]), default="light", help="Of .svg and .png.")
+@click.option("--draw", type=click.Path(path_type=Path), metavar="FILE", help="Draw the plan as .svg, .png or .html.")
+@click.option("--theme", type=click.Choice(["light", "dark"]), default="light", help="Theme of .svg and .png.")
 @options.force
 @options.allow_remote
 @options.as_json
@@ -35,9 +35,9 @@ def plan(
     source: str, asked: LayoutRequest, assumed: Assumptions, drop: tuple[str, ...], spelling: str | None,
     draw: Path | None, theme: str, force: bool, as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
-    """Show what SPEC gives before a byte moves: stages, bytes, work, memory and waiting.
+    """Show a layout before a byte moves: its stages, bytes, FLOPs, memory and pipeline bubble.
 
-    SOURCE is a Hugging Face folder or a manifest, or a config.json alone.
+    SOURCE is a Hugging Face folder or hub repository, a manifest, or just a config.json.
 
     \b
     Example:
@@ -68,8 +68,12 @@ def plan(
 
 @click.command()
 @click.argument("spec", type=click.Path(), metavar="SPEC")
-@click.option("--layers", type=options.Whole(1, MAX_LAYERS), required=True, metavar="N", help="Decoder layers.")
-@click.option("--mtp", type=options.Whole(0, MAX_LAYERS), default=0, metavar="M", help="Multi-token prediction layers.")
+@click.option(
+    "--layers", type=options.Whole(1, MAX_LAYERS), required=True, metavar="N", help="Number of decoder layers."
+)
+@click.option(
+    "--mtp", type=options.Whole(0, MAX_LAYERS), default=0, metavar="M", help="Number of multi-token prediction layers."
+)
 @options.ranks
 @options.strict_megatron
 @options.cost
@@ -99,8 +103,8 @@ def layout(
     if costs and not balances_time(spec):
         raise UsageError(
             "--cost",
-            f"{shorten(spec)} does not go by time",
-            "leave it out, or say balance:time",
+            f"{shorten(spec)} does not balance by time",
+            "leave it out, or use balance:time",
             code="options.conflict",
         )
     if spelling:
@@ -111,7 +115,7 @@ def layout(
 
 
 def _measured(cost: Path | None) -> dict[str, Any]:
-    """Give the one cost that is known without a model."""
+    """Return the one cost that is known without a model."""
     from reshard.estimate.costs import read_times
 
     return {"time": {module: time.total for module, time in read_times(cost).items()}} if cost else {}

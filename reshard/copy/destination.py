@@ -1,4 +1,4 @@
-"""Where an output goes: a folder on this machine, or a prefix of a bucket. Both appear whole or not at all."""
+"""Where an output is written: a folder on this machine, or a prefix in a bucket. Both appear atomically."""
 
 from __future__ import annotations
 
@@ -25,74 +25,76 @@ from stores.local import LocalFile
 from stores.manifest_file import Address
 from stores.object_output import ObjectTarget
 
-__all__ = ["NUM_UPLOADS", "BucketTarget", "FolderTarget", "Target", "check_apart", "read_again"]
+__all__ = ["NUM_UPLOADS", "BucketTarget", "FolderTarget", "Target", "check_apart", "check_space", "read_twice"]
 
-_BESIDE = "choose a folder beside it"
-NUM_UPLOADS = 2  # shards under way at a time: one is hashed while another is sent
+NUM_UPLOADS = 2  # concurrent shards: one is hashed while another is sent
 
 Progress = Callable[[int], object]
 
 
 class Target(Protocol):
-    """An output under construction. Of its files, the one that `commit` writes is the last."""
+    """An output under construction, to which `commit` writes the last file."""
 
     def put(self, name: str, data: bytes) -> None:
         """Write a small file."""
         ...
 
     def copy(self, name: str, file: InputFile, digest: str | None = None) -> AuxiliaryFile:
-        """Copy a file of any length, a block at a time, and check its digest when one is given.
+        """Copy a file of any length, a block at a time, and verify its digest if there is one.
 
         Raises:
-            InputError: it cannot be read, or is not what the digest says.
+            InputError: it cannot be read, or does not match its digest.
         """
         ...
 
     def write_shards(self, shards: Sequence[OutputShard], options: WriteOptions) -> tuple[WrittenShard, ...]:
-        """Write shards, given in return with the paths that they have now.
+        """Write shards, and return them with the paths that they have now.
 
         Raises:
-            InputError: there is no room for them, as far as can be known, or as `engine.write_shards`.
+            OutputError: there is not enough disk space.
+            InputError: as `engine.write_shards`.
         """
         ...
 
-    def commit(self, name: str, data: bytes) -> None: ...
+    def commit(self, name: str, data: bytes) -> None:
+        """Write the file that makes the output valid."""
+        ...
 
 
 def check_apart(out: Address, checkpoint: Checkpoint, *, may_replace: bool) -> None:
-    """Make sure that an output leaves what it is made of as it is, however both are named.
+    """Refuse an output that overlaps what it is read from, whichever names lead there.
 
-    One that `may_replace` a manifest may be written over that very one: it holds the same bytes.
+    With `may_replace`, a manifest may be replaced by its own repack, which has the same bytes.
 
     Raises:
-        InputError: it would be in the place of its source.
-        UsageError: it would lie inside its source or around it.
+        OutputError: it is where its source is.
+        UsageError: it is inside its source, or its source is inside it.
     """
     place = place_of(out)
-    for number, source in enumerate(_read_from(checkpoint)):
+    for number, source in enumerate(_locations(checkpoint)):
         origin = place_of(source)
-        if is_inside(place, origin):
-            raise UsageError(
-                "--out",
-                f"{out} is inside {source}, which would have other files then",
-                _BESIDE,
-                code="output.overlaps-source",
-            )
-        if is_inside(origin, place):
-            raise UsageError(
-                "--out", f"{source}, which is read, is inside {out}", _BESIDE, code="output.overlaps-source"
-            )
+        if is_inside(place, origin) or is_inside(origin, place):
+            inner, outer = (out, source) if is_inside(place, origin) else (source, out)
+            problem = f"overlaps the source: {inner} is inside {outer}"
+            raise UsageError("--out", problem, "choose a folder beside it", code="output.overlaps-source")
         if place == origin and not (may_replace and number == 0):
-            raise OutputError(
-                str(out),
-                "is what is read; --force does not replace it",
-                "choose another --out",
-                code="output.overlaps-source",
-            )
+            problem = "is the source itself, which --force does not replace"
+            raise OutputError(str(out), problem, "choose another --out", code="output.overlaps-source")
 
 
-def _read_from(checkpoint: Checkpoint) -> Iterator[str]:
-    """Give a checkpoint's folder, then that of original files, and where links take those."""
+def check_space(needed_nbytes: int, free_nbytes: int, folder: Path) -> None:
+    """Refuse to start writing below `folder` what the disk has no space for.
+
+    Raises:
+        OutputError: the disk is full.
+    """
+    if needed_nbytes > free_nbytes:
+        problem = f"the disk has {free_nbytes} bytes free, expected at least {needed_nbytes}"
+        raise OutputError(str(folder.parent), problem, "choose another disk for --out", code="output.disk-full")
+
+
+def _locations(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield a checkpoint's folder, that of its original files, and the targets of links among those."""
     yield checkpoint.location
     if checkpoint.originals is not None:
         if checkpoint.manifest is not None:
@@ -104,7 +106,7 @@ def _read_from(checkpoint: Checkpoint) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class FolderTarget:
-    """A folder that appears when its `publishing` block ends; with a journal, what is written can be gone on with."""
+    """A folder that appears when its `publishing` block ends; with a journal, an interrupted run can be resumed."""
 
     folder: Path
     journal: Journal | None = None
@@ -121,7 +123,10 @@ class FolderTarget:
         return AuxiliaryFile(path=name, nbytes=blocks.nbytes, digest=blocks.digest)
 
     def write_shards(self, shards: Sequence[OutputShard], options: WriteOptions) -> tuple[WrittenShard, ...]:
-        _check_space(shards, self.folder)
+        # What an interrupted run left here will be overwritten.
+        reused = sum(path.stat().st_blocks * 512 for path in self.folder.rglob("*") if path.is_file())
+        free = shutil.disk_usage(self.folder).free + reused
+        check_space(sum(shard.nbytes for shard in shards), free, self.folder)
         return write_shards(shards, self.folder, replace(options, journal=self.journal))
 
     def commit(self, name: str, data: bytes) -> None:
@@ -130,11 +135,11 @@ class FolderTarget:
 
 @dataclass(frozen=True, slots=True)
 class BucketTarget:
-    """Uploads shards from their first byte to their last, each with its header in front.
+    """A prefix in a bucket, to which each shard is uploaded sequentially, header first.
 
-    Digests that a header is to hold and nobody knows are computed before: those tensors are read twice, and
-    must be the same both times. Memory: `NUM_UPLOADS` uploads (see `stores.object_output`), and twice as many
-    readers of the source (see `stores.ranges`).
+    Digests in the header that are not known are computed before: those tensors are read twice, and must have the same
+    bytes both times. Memory: `NUM_UPLOADS` uploads (see `stores.object_output`), and twice as many readers of the
+    source (see `stores.ranges`).
     """
 
     objects: ObjectTarget
@@ -171,9 +176,9 @@ class BucketTarget:
 
     def _upload(self, shard: OutputShard, progress: Progress) -> WrittenShard:
         if (header := self._completed(shard)) is not None:
-            progress(sum(tensor.nbytes for tensor in (*_hashed_first(shard), *shard.origins)))
+            progress(sum(tensor.nbytes for tensor in (*_without_digest(shard), *shard.origins)))
             return WrittenShard(path=self.objects.place(shard.path), nbytes=shard.nbytes, digest=digest_bytes(header))
-        unknown = _hashed_first(shard)
+        unknown = _without_digest(shard)
         found = dict(zip((tensor.name for tensor in unknown), hash_tensors(unknown, progress), strict=True))
         shard = replace(
             shard,
@@ -188,7 +193,7 @@ class BucketTarget:
         return WrittenShard(path=shard.path, nbytes=shard.nbytes, digest=digest_bytes(header))
 
     def _completed(self, shard: OutputShard) -> bytes | None:
-        """Return the header of a shard that an earlier run completed, if it is this one's."""
+        """Return the header of a shard that an interrupted run of this plan uploaded, if there is one."""
         path = self.objects.place(shard.path)
         header = self.objects.completed(path, shard.nbytes, shard.header_nbytes)
         if header is None or not shard.with_digests:
@@ -199,25 +204,11 @@ class BucketTarget:
         return header if is_same else None
 
 
-def read_again(shards: Iterable[OutputShard], out: Address) -> list[TensorAt]:
-    """Give the tensors that are read twice on their way to `out`."""
-    return [tensor for shard in shards for tensor in _hashed_first(shard)] if is_url(out) else []
+def read_twice(shards: Iterable[OutputShard], out: Address) -> list[TensorAt]:
+    """Return the tensors that are read twice when `shards` are written to `out`."""
+    return [tensor for shard in shards for tensor in _without_digest(shard)] if is_url(out) else []
 
 
-def _hashed_first(shard: OutputShard) -> list[TensorAt]:
-    """Give the tensors that are hashed before a shard is uploaded: their digests are to stand in its header."""
+def _without_digest(shard: OutputShard) -> list[TensorAt]:
+    """Return the tensors to hash before a shard is uploaded, since its header comes first and has their digests."""
     return [origin for origin in shard.origins if origin.digest is None] if shard.with_digests else []
-
-
-def _check_space(shards: Sequence[OutputShard], folder: Path) -> None:
-    """Refuse to begin what the disk cannot hold; what an interrupted run left there is room, too."""
-    needed = sum(shard.nbytes for shard in shards)
-    there = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
-    free = shutil.disk_usage(folder).free + there
-    if needed > free:
-        raise OutputError(
-            str(folder.parent),
-            f"{needed} bytes needed, {free} free",
-            "choose another disk for --out",
-            code="output.disk-full",
-        )

@@ -1,4 +1,4 @@
-"""Files written in blocks, past the page cache where the file system lets us."""
+"""Files written in blocks, with O_DIRECT where the file system supports it."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Literal
 
 __all__ = ["BLOCK_NBYTES", "Io", "OutputFile", "aligned_buffer"]
 
-BLOCK_NBYTES = 1 << 20  # stays in the processor's cache between read, hash and write
+BLOCK_NBYTES = 1 << 20  # fits into the CPU cache between read, hash and write
 _SECTOR_NBYTES = 4096
 
 Io = Literal["direct", "buffered"]
 
 
 def aligned_buffer(nbytes: int = BLOCK_NBYTES) -> memoryview:
-    """Give memory that starts on a page, as direct writes need."""
+    """Return page-aligned memory, as direct writes require."""
     return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 class OutputFile:
-    """One file under construction, written at any position by several threads; what it holds already stays.
+    """One file under construction, written at any position by several threads; existing contents are kept.
 
-    With `direct`, whole sectors go past the page cache, so that nothing is left to flush at the end;
-    what a sector shares with another piece of work, and file systems that refuse, go through it.
+    With `direct`, whole sectors bypass the page cache, so that there is nothing to flush at the end. Partial sectors,
+    and file systems without O_DIRECT, go through it.
     """
 
     def __init__(self, path: Path, nbytes: int, io: Io) -> None:
@@ -46,13 +46,13 @@ class OutputFile:
         try:
             _write_all(self._direct, buffer[first:last], position + first - begin)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # this file system takes no direct writes after all
+            if error.errno != errno.EINVAL:  # not supported by this file system after all
                 raise
             _write_all(self._buffered, buffer[first:last], position + first - begin)
         _write_all(self._buffered, buffer[last:end], position + last - begin)
 
     def finish(self, header: bytes, *, sync: bool) -> None:
-        """Write the start of the file, bring the whole to disk if asked, and close it."""
+        """Write the start of the file, flush all of it to disk if asked, and close it."""
         try:
             _write_all(self._buffered, memoryview(header), 0)
             if sync:
@@ -61,11 +61,11 @@ class OutputFile:
             self.close()
 
     def sync(self) -> None:
-        """Bring what was written to disk."""
+        """Flush what was written to disk."""
         os.fsync(self._buffered)
 
     def close(self) -> None:
-        """Let go of the file; closing it twice does no harm."""
+        """Close the file, if it is open."""
         if self._is_open:
             self._is_open = False
             os.close(self._buffered)

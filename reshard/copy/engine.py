@@ -1,6 +1,6 @@
-"""The one executor of plans: byte ranges from files to files, hashed on the way.
+"""The executor of plans: it copies byte ranges from files to files, hashing them on the way.
 
-Memory: `NUM_THREADS` blocks of `BLOCK_NBYTES`, and a few hundred bytes for each tensor in the plan.
+Memory: `NUM_THREADS` blocks of `BLOCK_NBYTES`, and a few hundred bytes per tensor of the plan.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ __all__ = [
     "write_tensors",
 ]
 
-NUM_THREADS = 2  # one from each end of the plan, see `_carry_out`
-_MOST_OPEN = 128  # output files open at a time
-_RUN_NBYTES = 64 << 20  # a run is one thread's piece of work: whole tensors, about this long
+NUM_THREADS = 2  # one from each end of the plan, see `_execute`
+_MAX_OPEN = 128  # output files open at a time
+_RUN_NBYTES = 64 << 20  # of a run, which is one thread's unit of work: whole tensors
 
 Progress = Callable[[int], object]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WriteOptions:
-    """How shards reach the disk. Without `sync`, the kernel flushes them when it likes, as after `cp`."""
+    """How shards are written. Without `sync`, flushing them is left to the kernel, as after `cp`."""
 
     io: Io = "direct"
     sync: bool = True
@@ -69,7 +69,7 @@ class Output(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """One tensor on its way, and where its bytes begin in the output file (None: hashed, not written)."""
+    """A tensor to copy, and where its bytes begin in the output file (None: only hashed)."""
 
     origin: TensorAt
     output: Output | None
@@ -81,23 +81,23 @@ def write_shards(
 ) -> tuple[WrittenShard, ...]:
     """Write shards below `folder`.
 
-    Every byte is read once and hashed as it passes; a tensor whose digest is known must match it.
+    Every byte is read once and hashed on the way; known digests are verified.
 
     Raises:
-        InputError: a source file is shorter than planned, or a tensor's bytes are not what its
-            digest says.
+        ShardError: a tensor's bytes do not match its digest.
+        InputError: a source file is shorter than planned, or cannot be read.
     """
     options = options or WriteOptions()
     written: list[WrittenShard] = []
-    for first in range(0, len(shards), _MOST_OPEN):
-        written += _write_together(shards[first : first + _MOST_OPEN], folder, options)
+    for first in range(0, len(shards), _MAX_OPEN):
+        written += _write_together(shards[first : first + _MAX_OPEN], folder, options)
     return tuple(written)
 
 
 def write_tensors(shard: OutputShard, names: Collection[str], folder: Path, options: WriteOptions) -> dict[str, str]:
-    """Write some of a shard's tensors below `folder`, and nothing else of it; give their hex digests by name.
+    """Write some of a shard's tensors below `folder`, and nothing else of it; return their hex digests by name.
 
-    Other processes may write the rest at the same time, where no two write in one sector.
+    Other processes may write the other tensors at the same time, unless two share a sector.
 
     Raises:
         InputError: as `write_shards`.
@@ -107,7 +107,7 @@ def write_tensors(shard: OutputShard, names: Collection[str], folder: Path, opti
     file = OutputFile(path, shard.nbytes, options.io)
     try:
         pieces = [piece for piece in _pieces(shard, file) if piece.origin.name in names]
-        digests = _carry_out(pieces, options.progress, options.journal)
+        digests = _execute(pieces, options.progress, options.journal)
         if options.sync:
             file.sync()
     finally:
@@ -116,19 +116,19 @@ def write_tensors(shard: OutputShard, names: Collection[str], folder: Path, opti
 
 
 def hash_tensors(tensors: Sequence[TensorAt], progress: Progress = lambda nbytes: None) -> tuple[str, ...]:
-    """Give the hex digest of each tensor's bytes; known digests are not consulted."""
-    return tuple(_carry_out([_Piece(_unknown(tensor), None, 0) for tensor in tensors], progress))
+    """Return the hex digest of each tensor's bytes; known digests are ignored."""
+    return tuple(_execute([_Piece(_unverified(tensor), None, 0) for tensor in tensors], progress))
 
 
 def write_in_order(shard: OutputShard, output: Output, progress: Progress) -> None:
-    """Write a shard's data to `output`, from its first byte to its last, in this thread.
+    """Write a shard's data to `output` sequentially, in this thread.
 
     Raises:
         InputError: as `write_shards`.
     """
-    stop = threading.Event()  # whoever wants to stop this raises in `progress`
+    stop = threading.Event()  # never set: callers stop this by raising in `progress`
     for run in _runs(_pieces(shard, output)):
-        _carry_run(run, progress, stop)
+        _copy_run(run, progress, stop)
 
 
 def _write_together(shards: Sequence[OutputShard], folder: Path, options: WriteOptions) -> list[WrittenShard]:
@@ -140,29 +140,29 @@ def _write_together(shards: Sequence[OutputShard], folder: Path, options: WriteO
             files.append(OutputFile(path, shard.nbytes, options.io))
             stack.callback(files[-1].close)
             pieces += _pieces(shard, files[-1])
-        digests = iter(_carry_out(pieces, options.progress, options.journal))
+        digests = iter(_execute(pieces, options.progress, options.journal))
         return [_finish(shard, file, digests, sync=options.sync) for shard, file in zip(shards, files, strict=True)]
 
 
 def _finish(shard: OutputShard, file: OutputFile, digests: Iterator[str], *, sync: bool) -> WrittenShard:
-    """Put the header before the data, now that the digests are known."""
+    """Write the header, now that the digests are known."""
     header = shard.header_with({origin.name: next(digests) for origin, _ in shard.placed})
     file.finish(header, sync=sync)
     return WrittenShard(path=shard.path, nbytes=shard.nbytes, digest=digest_bytes(header))
 
 
 def _pieces(shard: OutputShard, file: Output) -> list[_Piece]:
-    """Give a shard's tensors in the order of their bytes in it."""
+    """Return a shard's tensors in the order of their bytes in it."""
     return [_Piece(origin, file, position) for origin, position in shard.placed]
 
 
-def _carry_out(pieces: Sequence[_Piece], progress: Progress, journal: Journal | None = None) -> list[str]:
-    """Move and hash every piece; give the hex digests in the same order. The first failure stops all.
+def _execute(pieces: Sequence[_Piece], progress: Progress, journal: Journal | None = None) -> list[str]:
+    """Copy and hash every piece; return the hex digests in the same order. The first failure stops all.
 
-    What the journal says an earlier run has done is read again, and done again only where it differs.
+    What an interrupted run has written, by the journal, is read and hashed, and written again only if it differs.
 
-    One thread takes runs from the front, the other from the back, so that they meet in one file only
-    at the end: two threads that write one file wait for each other.
+    One thread takes runs from the front, the other from the back, so that they only write the same file at the end:
+    two threads that write one file block each other.
     """
     runs = deque(enumerate(_runs(pieces)))
     digests: dict[int, list[str]] = {}
@@ -172,9 +172,9 @@ def _carry_out(pieces: Sequence[_Piece], progress: Progress, journal: Journal | 
         while not stop.is_set():
             try:
                 number, run = take()
-            except IndexError:  # none left
+            except IndexError:  # all taken
                 return
-            digests[number] = _carry_journaled(run, progress, stop, journal)
+            digests[number] = _copy_or_reuse(run, progress, stop, journal)
 
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         try:
@@ -188,7 +188,7 @@ def _carry_out(pieces: Sequence[_Piece], progress: Progress, journal: Journal | 
 
 
 def _runs(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
-    """Cut pieces into runs of whole tensors that lie one after the other in one file."""
+    """Split pieces into runs of whole, consecutive tensors of one file."""
     run: list[_Piece] = []
     nbytes = 0
     for piece in pieces:
@@ -201,31 +201,30 @@ def _runs(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
         yield run
 
 
-def _carry_journaled(
-    run: list[_Piece], progress: Progress, stop: threading.Event, journal: Journal | None
-) -> list[str]:
+def _copy_or_reuse(run: list[_Piece], progress: Progress, stop: threading.Event, journal: Journal | None) -> list[str]:
+    """Copy a run, unless the journal has it and the bytes on disk match."""
     output, position = run[0].output, run[0].position
     if journal is None or not isinstance(output, OutputFile):
-        return _carry_run(run, progress, stop)
+        return _copy_run(run, progress, stop)
     name = output.path.relative_to(journal.folder).as_posix()
     known = journal.digests(name, position)
     if known is not None:
         file = LocalFile(output.path, may_change=True)
-        there = [_Piece(replace(_unknown(each.origin), file=file, begin=each.position), None, 0) for each in run]
-        if _carry_run(there, progress, stop) == known:
+        on_disk = [_Piece(replace(_unverified(each.origin), file=file, begin=each.position), None, 0) for each in run]
+        if _copy_run(on_disk, progress, stop) == known:
             return known
-    digests = _carry_run(run, progress, stop)
+    digests = _copy_run(run, progress, stop)
     if not stop.is_set():
         journal.record(name, position, digests)
     return digests
 
 
-def _unknown(tensor: TensorAt) -> TensorAt:
+def _unverified(tensor: TensorAt) -> TensorAt:
     return replace(tensor, digest=None)
 
 
-def _carry_run(run: list[_Piece], progress: Progress, stop: threading.Event) -> list[str]:
-    """Fill, hash and write one block after the other."""
+def _copy_run(run: list[_Piece], progress: Progress, stop: threading.Event) -> list[str]:
+    """Read, hash and write one block after the other."""
     buffer, output, hasher = aligned_buffer(), run[0].output, Hasher()
     digests: list[str] = []
     with ExitStack() as stack:
@@ -248,8 +247,8 @@ def _carry_run(run: list[_Piece], progress: Progress, stop: threading.Event) -> 
     return digests
 
 
-class _Part(NamedTuple):
-    """What a block holds of one tensor, from `begin` to `end`; the tensor's bytes there start at `offset`."""
+class _Chunk(NamedTuple):
+    """The part of a block, from `begin` to `end`, that has bytes of one tensor, from its `offset` on."""
 
     origin: TensorAt
     offset: int
@@ -258,21 +257,21 @@ class _Part(NamedTuple):
     is_last: bool
 
 
-def _blocks(run: list[_Piece]) -> Iterator[tuple[int, list[_Part]]]:
-    """Cut a run into blocks: where each goes in the output, and what it holds, one part after the other.
+def _blocks(run: list[_Piece]) -> Iterator[tuple[int, list[_Chunk]]]:
+    """Split a run into blocks; yield each block's position in the output, and its parts in order.
 
-    A block's place in the buffer and in the file are equal modulo its size, so that whole sectors can be
-    written directly.
+    A block's positions in the buffer and in the file are equal modulo its size, so that whole sectors can be written
+    with O_DIRECT.
     """
     position = run[0].position
     begin = end = position % BLOCK_NBYTES
-    parts: list[_Part] = []
+    parts: list[_Chunk] = []
     for origin in (piece.origin for piece in run):
         offset, is_last = 0, False
         while not is_last:
             count = min(BLOCK_NBYTES - end, origin.nbytes - offset)
             is_last = offset + count == origin.nbytes
-            parts.append(_Part(origin, offset, end, end + count, is_last))
+            parts.append(_Chunk(origin, offset, end, end + count, is_last))
             offset, end = offset + count, end + count
             if end == BLOCK_NBYTES:
                 yield position, parts
@@ -281,8 +280,8 @@ def _blocks(run: list[_Piece]) -> Iterator[tuple[int, list[_Part]]]:
         yield position, parts
 
 
-def _merged_reads(parts: list[_Part]) -> Iterator[tuple[InputFile, int, int, int]]:
-    """Give the reads that fill a block: file, place in it, and begin and end in the block; neighbours are one."""
+def _merged_reads(parts: list[_Chunk]) -> Iterator[tuple[InputFile, int, int, int]]:
+    """Yield the reads that fill a block, adjacent ones merged: file, position in it, begin and end in the block."""
     first, last = parts[0], parts[0]
     for part in parts[1:]:
         follows = last.origin.begin + last.offset + last.end - last.begin == part.origin.begin + part.offset
@@ -294,7 +293,7 @@ def _merged_reads(parts: list[_Part]) -> Iterator[tuple[InputFile, int, int, int
 
 
 class _Sources(dict[InputFile, Reader]):
-    """The readers of one run, each told beforehand which ranges will be read."""
+    """The readers of one run, each opened with the ranges that will be read."""
 
     def __init__(self, run: list[_Piece], stack: ExitStack) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What an interrupted run had done: one line for each run of tensors that is on disk."""
+"""The journal of an output under construction: one line for each run of tensors that was written."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ JOURNAL_NAME = ".journal"
 
 
 def is_working_name(path: str) -> bool:
-    """Tell the names that files have while an output takes shape: a small file of one of them would be lost."""
+    """Whether a path is reserved for files under construction: an auxiliary file of that name would be lost."""
     name = path.rpartition("/")[2]
     return path in (JOURNAL_NAME, LOCK_NAME, PROGRESS_NAME) or (name.startswith(".") and name.endswith(".partial"))
 
 
 def plan_key(shards: Sequence[OutputShard]) -> str:
-    """Give a digest of everything that decides the bytes to be written, the state of the source included."""
+    """Return a digest of everything that determines the bytes to write, the source's fingerprint included."""
     hasher = Hasher()
     files = dict.fromkeys(origin.file for shard in shards for origin in shard.origins)
     numbers = {file: number for number, file in enumerate(files)}
@@ -37,10 +37,10 @@ def plan_key(shards: Sequence[OutputShard]) -> str:
 
 
 class Journal:
-    """Lines of an earlier run of the same plan, and new ones as runs of tensors are done.
+    """Lines of an interrupted run of the same plan, and new ones as tensors are written.
 
-    It speaks of outputs below `folder`, and lies there itself unless `path` says where.
-    A line is a claim, to be checked against the bytes: after a power cut it may be ahead of them.
+    It is about outputs below `folder`, and is located there itself unless `path` says otherwise. Lines must be
+    verified against the bytes on disk: after a power failure they may be ahead of them.
     """
 
     def __init__(self, folder: Path, key: str, path: Path | None = None) -> None:
@@ -50,22 +50,22 @@ class Journal:
 
     @property
     def is_begun(self) -> bool:
-        """Whether an earlier run of this very plan has left its work here."""
+        """Whether there is a journal of an interrupted run of this plan."""
         return self._done is not None
 
     @property
     def has_work(self) -> bool:
-        """Whether that run has anything to resume from: at least one line."""
+        """Whether that run can be resumed: its journal has at least one line."""
         return bool(self._done)
 
     def begin(self) -> None:
-        """Start the journal, keeping the lines of an earlier run of the same plan."""
+        """Start the journal, keeping the lines of an interrupted run of the same plan."""
         if self._done is None:
             self.path.write_text(json.dumps({"plan": self._key}) + "\n")
             self._done = {}
 
     def digests(self, output: str, position: int) -> list[str] | None:
-        """Give the hex digests of the run that begins at `position` of a shard, if it was done."""
+        """Return the hex digests of the run that begins at `position` of a shard, if it was written."""
         return (self._done or {}).get((output, position))
 
     def record(self, output: str, position: int, digests: Sequence[str]) -> None:
@@ -74,7 +74,7 @@ class Journal:
             file.write(line + "\n")
 
     def forget(self) -> None:
-        """Remove the journal: nobody is to resume from what it says."""
+        """Remove the journal: its outputs cannot be resumed."""
         self.path.unlink(missing_ok=True)
 
     def _read(self) -> dict[tuple[str, int], list[str]] | None:
@@ -91,7 +91,7 @@ class Journal:
                         return None
                 else:
                     done[entry["output"], entry["position"]] = entry["digests"]
-            except (ValueError, KeyError, TypeError):  # a line that the kill cut short
+            except (ValueError, KeyError, TypeError):  # truncated by the interrupt
                 if number == 0:
                     return None
         return done if lines else None

@@ -1,4 +1,4 @@
-"""Outputs that outlive a failure: what was verified of them stays, and the same command resumes from it."""
+"""Outputs that survive a failure: verified data is kept, and the same command resumes from it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from stores.object_output import open_output
 
 __all__ = ["keep_only", "open_target"]
 
-# Of errors with which the plan itself ends: what was written may be of two models, or will never be of use.
-_REFUSALS = (HUB_MISMATCH, SOURCE_CHANGED, WOULD_OVERFLOW)
+# Errors after which a plan cannot be resumed: its output may be of two models, or useless.
+_FATAL = (HUB_MISMATCH, SOURCE_CHANGED, WOULD_OVERFLOW)
 
 _RESUME = "run the same command again to resume"
 
@@ -42,16 +42,16 @@ def open_target(
     last: str = MANIFEST_NAME,
     check_free: Callable[[Path], None] = lambda out: None,
 ) -> Iterator[Target]:
-    """Yield a place to write `shards` to, which becomes the output when the block ends well.
+    """Yield a target to write `shards` to, which becomes the output when the block succeeds.
 
-    When it fails, whatever the reason, what was verified stays for the next run of the same plan, unless the plan
-    itself was refused. With `force`, an output is replaced: of a folder the files that `find_owned` returns, in one
-    step; of a bucket the objects that `find_owned_objects` returns (see `stores.object_output`). It is refused where
-    others' files are in the place of new ones, which are the `wanted`. `check_free` raises where the folder that is
-    written in has others' work in it.
+    If it fails, verified data is kept for the next run of the same plan, unless the error is one after which the plan
+    cannot be resumed. With `force`, an existing output is replaced: in a folder the files that `find_owned`
+    returns, in one step; in a bucket the objects that `find_owned_objects` returns (see `stores.object_output`). Other
+    files that would be overwritten by the `wanted` ones are refused. `check_free` raises if the folder under
+    construction is in use otherwise.
 
     Raises:
-        InputError: `out` exists and may not be replaced, is being written, or cannot be.
+        OutputError: `out` exists and may not be replaced, is being written by another process, or cannot be written.
     """
     key, begun = plan_key(shards), False
     if is_url(out):
@@ -59,16 +59,16 @@ def open_target(
         names = Wanted(shards=paths, small={*wanted} - paths, last=last, find_owned=find_owned_objects)
         with _interrupted_by_sigterm(), open_output(out, force=force, wanted=names, plan=key) as objects:
             try:
-                with _forgotten_when_refused(objects.forget):
+                with _discarded_if_fatal(objects.forget):
                     yield BucketTarget(objects)
             except BaseException as error:
                 if objects.is_resumable:
-                    _tell(error, f"the objects that were completed stay in {out}: {_RESUME}")
+                    _add_hint(error, f"completed objects are kept in {out}; {_RESUME}")
                 raise
         return
 
     def is_resumable(folder: Path) -> bool:
-        check_free(Path(out))  # once no other process has the folder, and before anything in it is removed
+        check_free(Path(out))  # when the folder is locked, and before anything in it is removed
         return Journal(folder, key).has_work
 
     try:
@@ -85,17 +85,17 @@ def open_target(
             journal, begun = Journal(folder, key), True
             keep_only(folder, {JOURNAL_NAME, *(shard.path for shard in shards)})
             journal.begin()
-            with _forgotten_when_refused(journal.forget):
+            with _discarded_if_fatal(journal.forget):
                 yield FolderTarget(folder, journal)
     except BaseException as error:
         partial = partial_of(Path(out))
         if begun and Journal(partial, key).has_work:
-            _tell(error, f"what was verified stays in {partial}: {_RESUME}")
+            _add_hint(error, f"verified data is kept in {partial}; {_RESUME}")
         raise
 
 
 def keep_only(folder: Path, names: Collection[str]) -> None:
-    """Remove what an earlier run left but for these: half-written small files, and others' that were to be kept."""
+    """Remove everything from a folder but these files."""
     for path in sorted(folder.rglob("*")):
         if path.is_dir() and not path.is_symlink():
             path.chmod(0o700 | path.stat().st_mode)
@@ -108,19 +108,19 @@ def keep_only(folder: Path, names: Collection[str]) -> None:
 
 
 @contextmanager
-def _forgotten_when_refused(forget: Callable[[], None]) -> Iterator[None]:
+def _discarded_if_fatal(discard: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        if error.code in _REFUSALS:
-            forget()
+        if error.code in _FATAL:
+            discard()
         raise
 
 
 @contextmanager
 def _interrupted_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM, a scheduler's for one, interrupt: uploads that nobody aborts take space, and are not listed."""
-    if threading.current_thread() is not threading.main_thread():  # only that one may say so
+    """Let SIGTERM, as from a scheduler, interrupt: uploads that are not aborted take space, and are not listed."""
+    if threading.current_thread() is not threading.main_thread():  # only that one may set handlers
         yield
         return
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -130,8 +130,8 @@ def _interrupted_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _tell(error: BaseException, hint: str) -> None:
+def _add_hint(error: BaseException, hint: str) -> None:
     if isinstance(error, UserError):
         error.hint = f"{error.hint}; {hint}" if error.hint else hint
     else:
-        error.add_note(hint)  # an interrupt, which the command line reports
+        error.add_note(hint)  # of an interrupt, which the command prints

@@ -1,4 +1,4 @@
-"""Whether the files that an output was made of are still those that were read: asked before it is committed."""
+"""Whether the files that an output was made from were changed meanwhile: checked before the commit."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["check_unchanged"]
 
 
 def check_unchanged(shards: Iterable[OutputShard], carried: Iterable[CarriedAt]) -> None:
-    """Refuse to commit what was made of files on this machine that somebody wrote to meanwhile.
+    """Refuse to commit an output if local files that it was made from were changed while they were read.
 
-    Files of other stores are pinned by their etag whenever they are read.
+    Files of other stores are compared with their etag at every read.
 
     Raises:
-        InputError: naming the first file that was changed, replaced or removed.
+        SourceError: a file was changed, replaced or removed.
     """
     files = dict.fromkeys(origin.file for shard in shards for origin in shard.origins)
     for file in dict.fromkeys(_all_of((*files, *(item.file for item in carried)))):

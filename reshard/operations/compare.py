@@ -1,4 +1,4 @@
-"""Stored tensors beside those of a source: which differ, which are missing, which are too many."""
+"""Stored tensors compared with those of a source: which differ, which are missing, which are unexpected."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Progress = Callable[[int], object]
 
 
 class Difference(NamedTuple):
-    """A file, or a tensor in one, that is not as expected."""
+    """A difference: where it is (a file, or a tensor in one), and what it is."""
 
     where: str
     problem: str
 
 
 def hash_each(tensors: Sequence[TensorAt], progress: Progress, differences: list[Found]) -> list[str | None]:
-    """Hash all tensors; where a file cannot be read to its end, say so and go on with the others."""
+    """Hash all tensors; one that cannot be read is added to `differences` and gets None."""
     try:
         return list(hash_tensors(tensors, progress))
     except (InputError, OSError):
@@ -42,9 +42,9 @@ def hash_each(tensors: Sequence[TensorAt], progress: Progress, differences: list
 def differences_from(
     source: Mapping[str, TensorAt], stored: Mapping[TensorAt, str | None], ties: Sequence[TieGroup], progress: Progress
 ) -> list[Found]:
-    """Compare tensors, given with the hex digests of their bytes, with those of a source, whose bytes are read.
+    """Compare tensors, given with the hex digests of their bytes, with those of a source, which are read.
 
-    A name that the source does not store stands for one that is tied to it.
+    A name that the source does not store is compared with a tensor that it is tied to.
     """
     differences: list[Found] = []
     alike: list[tuple[TensorAt, str, TensorAt]] = []
@@ -68,7 +68,7 @@ def differences_from(
 def missing_from(stored: Collection[str], wanted: Collection[TensorAt], ties: Sequence[TieGroup]) -> list[Found]:
     """Name the tensors of a source that are stored under none of their names."""
     return [
-        (f"{tensor.file}: {tensor.name!r}", "no bundle holds it")
+        (f"{tensor.file}: {tensor.name!r}", "is in no bundle")
         for tensor in wanted
         if not any(fqn in stored for fqn in _names(tensor.name, ties))
     ]

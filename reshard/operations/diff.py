@@ -1,4 +1,4 @@
-"""diff: two checkpoints beside each other, tensor by tensor, whatever their layouts."""
+"""diff: two checkpoints compared tensor by tensor, whatever their layouts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TensorDifference:
 
     @property
     def relative(self) -> float | None:
-        """How large the difference is beside A; None where A is zero."""
+        """The norm of the difference relative to that of A; None if A is zero."""
         return self.norm / self.norm_a if self.norm is not None and self.norm_a else None
 
 
@@ -61,13 +61,13 @@ def diff_checkpoints(
     reads_bytes: bool = False,
     progress: Progress = lambda nbytes: None,
 ) -> DiffResult:
-    """Compare two checkpoints by the digests that they carry; only tensors that carry none are read.
+    """Compare two checkpoints by their digests, reading only tensors without one.
 
-    With `reads_bytes` all tensors are, and compared with the digests that they carry. With norms, tensors whose bytes
-    differ are read, where both are of one shape and floating point.
+    With `reads_bytes`, all tensors are read and their digests verified. With norms, tensors that differ are read too,
+    if both are floating point and of the same shape.
 
     Raises:
-        InputError: a file cannot be read to its end, or has other bytes than its digest says.
+        ShardError: a file is truncated or damaged.
     """
     num_equal, num_moved, num_resliced, differences = 0, 0, 0, list[TensorDifference]()
     stages = _stages(a), _stages(b)
@@ -78,7 +78,7 @@ def diff_checkpoints(
             known = set() if reads_bytes else same
             left, right = (_with_digests(tensors, known, reads_bytes, progress) for tensors in (left, right))
         elif left or right:
-            problem = f"all {len(left or right)} are only in {'A' if left else 'B'}"
+            problem = f"all {len(left or right)} only in {'A' if left else 'B'}"
             differences.append(TensorDifference(holds=holds, fqn="*", problem=problem))
             continue
         for fqn in dict.fromkeys((*left, *right)):
@@ -99,7 +99,7 @@ def diff_checkpoints(
 
 
 def nbytes_to_hash(a: Checkpoint, b: Checkpoint, *, reads_bytes: bool = False) -> int:
-    """Return about the bytes of the tensors that are read to know their digests."""
+    """Return an estimate of the bytes to read for digests."""
     found = (_tensors(checkpoint, holds) for checkpoint in (a, b) for holds in (WEIGHTS, *MOMENTS))
     return sum(
         tensor.nbytes for tensors in found for tensor in tensors.values() if reads_bytes or tensor.digest is None
@@ -111,7 +111,7 @@ def _tensors(checkpoint: Checkpoint, holds: Holds) -> Mapping[str, TensorAt]:
 
 
 def _are_same_slices(a: TensorAt, b: TensorAt) -> bool:
-    """Tell that two tensors are sliced alike, with equal digests: then neither has to be read."""
+    """Whether two tensors are sliced alike with equal digests, so that neither must be read."""
     left, right = ([(one.dtype, one.part, one.digest) for one in slices_of(tensor)] for tensor in (a, b))
     return len(left) > 1 and left == right
 
@@ -123,7 +123,7 @@ def _boxes(tensor: TensorAt) -> list[Slice | None]:
 def _with_digests(
     tensors: Mapping[str, TensorAt], same: Collection[str], reads_bytes: bool, progress: Progress
 ) -> Mapping[str, TensorAt]:
-    """Return the tensors with digests, but for those that are known to be the same."""
+    """Return the tensors with digests, computed for all but those that are known to be equal."""
     unknown = [
         tensor for tensor in tensors.values() if (reads_bytes or tensor.digest is None) and tensor.name not in same
     ]
@@ -147,7 +147,7 @@ def _compare(holds: Holds, fqn: str, a: TensorAt | None, b: TensorAt | None) -> 
 
 
 def _stages(checkpoint: Checkpoint) -> dict[str, int]:
-    """Give the number of each module's stage; nothing for a checkpoint without a layout."""
+    """Return the stage index of each module; empty for a checkpoint without a layout."""
     stages = checkpoint.manifest.stages if checkpoint.manifest else ()
     return {module: stage.index for stage in stages for module in stage.modules}
 
@@ -160,7 +160,7 @@ def _layout(checkpoint: Checkpoint) -> str:
 
 
 def _measure(found: TensorDifference, a: TensorAt | None, b: TensorAt | None) -> TensorDifference:
-    """Add the norms, in float64, where both are numbers of one shape."""
+    """Add the norms, in float64, if both are floating point and of the same shape."""
     if a is None or b is None or a.shape != b.shape or not {a.dtype, b.dtype} <= FLOATS:
         return found
     from reshard.transforms.arithmetic import norms_of  # numpy

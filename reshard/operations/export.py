@@ -1,4 +1,4 @@
-"""export: bundles become the Hugging Face folder they came from."""
+"""export: from bundles back to the Hugging Face folder that they came from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from reshard.copy.resumable import open_target
 from reshard.copy.unchanged import check_unchanged
 from reshard.operations.exported import files_of_export, record_export
 from reshard.operations.exported_objects import objects_of_export, record_exported_objects
-from reshard.operations.pack import carry_files
+from reshard.operations.pack import copy_files
 from reshard.plans.pack_plan import OutputShard
 from reshard.sources.config import with_dtype
 from reshard.sources.huggingface import CONFIG_NAME
@@ -31,14 +31,14 @@ from stores.manifest_file import Address
 
 __all__ = ["ExportResult", "export_huggingface", "plan_export"]
 
-_HF_ALIGNMENT = 8  # what the safetensors library pads its headers to
+_HF_ALIGNMENT = 8  # of headers, as the safetensors library pads them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportResult:
     """The result of an export.
 
-    `identical` says that headers, order and index are byte for byte those of the source. Units: bytes.
+    `identical`: headers, order and index are byte for byte those of the source. Units: bytes.
     """
 
     num_files: int
@@ -48,11 +48,10 @@ class ExportResult:
 
 
 def plan_export(checkpoint: Checkpoint) -> tuple[OutputShard, ...]:
-    """Lay every tensor back into the shard it came from.
+    """Plan every tensor into the shard that it came from.
 
-    A shard whose tensors have dtype and shape of old gets its own header again; another gets a new
-    header, in the same order. A shard of which nothing is left
-    (`--drop`) is not written.
+    A shard whose tensors still have their original dtypes and shapes gets its original header; otherwise it gets a new
+    one, in the same order. A shard without remaining tensors (`--drop`) is not written.
     """
     dropped = set(checkpoint.record.dropped)
     shards = ((recorded, {entry.name for entry in recorded.header.tensors}) for recorded in checkpoint.record.shards)
@@ -62,11 +61,12 @@ def plan_export(checkpoint: Checkpoint) -> tuple[OutputShard, ...]:
 def export_huggingface(
     checkpoint: Checkpoint, out: Address, *, force: bool, dtype: Dtype = "source", options: WriteOptions | None = None
 ) -> ExportResult:
-    """Write a Hugging Face folder: shards, index and small files as they came.
+    """Write a Hugging Face folder, with shards, index and auxiliary files as in the source.
 
     Raises:
-        InputError: a bundle's bytes are not what their digests say, `out` exists, or is where the model came from.
-        InputError, UsageError: see `cast_checkpoint` and `check_apart`.
+        OutputError: `out` exists, cannot be written, or is where the model came from.
+        ShardError: a bundle's bytes do not match their digests.
+        UserError: see `cast_checkpoint` and `check_apart`.
     """
     check_apart(out, checkpoint, may_replace=False)
     if force:
@@ -85,7 +85,7 @@ def export_huggingface(
         wanted=names,
         last=CONFIG_NAME,
     ) as target:
-        carried = carry_files(tuple(item for item in checkpoint.carried if item is not config), target)
+        copied = copy_files([item for item in checkpoint.carried if item is not config], target)
         written = target.write_shards(shards, options or WriteOptions())
         index = _index_text(checkpoint, shards)
         if index is not None:
@@ -93,15 +93,15 @@ def export_huggingface(
         check_unchanged(shards, checkpoint.carried)
         if isinstance(target, BucketTarget):
             record_exported_objects(target.objects, names)
-        # Commit point in a bucket, where nothing appears in one step: a model without config.json is none.
+        # Commit point in a bucket, where nothing appears in one step: a folder without config.json is not a model.
         target.commit(CONFIG_NAME, read_whole(config.file, config.digest))
         if isinstance(target, FolderTarget):
             record_export(Path(out), target.folder, names, is_published=False)
     if not is_url(out):
-        with suppress(OSError):  # what is on record describes the old export and the new one
+        with suppress(OSError):  # the record lists both the old export and the new one
             record_export(Path(out), Path(out), names, is_published=True)
     return ExportResult(
-        num_files=len(written) + len(carried) + 1 + (index is not None),
+        num_files=len(written) + len(copied) + 1 + (index is not None),
         nbytes=sum(shard.nbytes for shard in written),
         identical=[shard.header for shard in shards] == [_own_header(shard) for shard in checkpoint.record.shards],
         casts=casts_in(checkpoint),
@@ -136,15 +136,15 @@ def _tensor(checkpoint: Checkpoint, fqn: str) -> TensorAt:
     if fqn not in checkpoint.tensors:
         raise ManifestError(
             "source.json",
-            f"names {fqn!r}, which no bundle holds",
-            "the manifest is incomplete",
+            f"lists {fqn!r}, which is in no bundle",
+            "the manifest is incomplete; pack the source again",
             code="manifest.source-mismatch",
         )
     return checkpoint.tensors[fqn]
 
 
 def _index_text(checkpoint: Checkpoint, shards: tuple[OutputShard, ...]) -> str | None:
-    """Give the index as it was, unless sizes or tensors changed."""
+    """Return the original index, or a new one if sizes or tensors changed."""
     text = checkpoint.record.index_text
     if text is None:
         return None
@@ -154,30 +154,22 @@ def _index_text(checkpoint: Checkpoint, shards: tuple[OutputShard, ...]) -> str 
 
 
 def _with_config_for(checkpoint: Checkpoint, dtype: Dtype) -> Checkpoint:
-    """Let the config name the dtype that all parameters are cast to, if it names one: readers go by it."""
+    """Update the config's dtype, if it has one, to the one that all parameters are cast to: readers rely on it."""
     if dtype == "source":
         return checkpoint
     item = next(item for item in checkpoint.carried if item.path == CONFIG_NAME)
     config = parse_json_object(read_whole(item.file, item.digest), str(item.file))
-    told = with_dtype(config, STORED[dtype])
-    if told == config:
+    updated = with_dtype(config, STORED[dtype])
+    if updated == config:
         return checkpoint
-    text = json.dumps(told, indent=2, ensure_ascii=False) + "\n"
-    held = CarriedAt(path=CONFIG_NAME, file=HeldFile(f"{item.file} for {dtype}", text.encode()))
-    return replace(checkpoint, carried=tuple(held if one is item else one for one in checkpoint.carried))
+    text = json.dumps(updated, indent=2, ensure_ascii=False) + "\n"
+    new = CarriedAt(path=CONFIG_NAME, file=HeldFile(f"{item.file} for {dtype}", text.encode()))
+    return replace(checkpoint, carried=tuple(new if one is item else one for one in checkpoint.carried))
 
 
 def _check_not_source(out: Address, source: str) -> None:
-    """Keep --force from what looks like an export and may be the only copy of the model as it was."""
+    """Protect the folder that the model came from against --force: it may be the only copy of the original."""
     place, origin = place_of(out), place_of(source)
-    if place == origin:
-        problem = "is the folder that the model came from"
-    elif is_inside(place, origin):
-        problem = f"is inside the folder that the model came from, {source}"
-    elif is_inside(origin, place):
-        problem = f"holds the folder that the model came from, {source}"
-    else:
-        return
-    raise OutputError(
-        str(out), f"{problem}; --force does not replace it", "choose another --out", code="output.overlaps-source"
-    )
+    if place == origin or is_inside(place, origin) or is_inside(origin, place):
+        problem = f"overlaps the folder that the model came from, {source}, which --force does not replace"
+        raise OutputError(str(out), problem, "choose another --out", code="output.overlaps-source")

@@ -1,7 +1,7 @@
-"""What an export wrote, so that `--force` replaces that and nothing else.
+"""The record of what an export wrote, so that `--force` replaces that and nothing else.
 
-The record is a file beside the folder, `.NAME.exported.json`: the folder itself must equal the source, file for file.
-It lists the files of an export, with sizes and times of the shards: a folder with other shards is not that export.
+The record is a file beside the folder, `.NAME.exported.json`, since the folder itself must equal the source. It lists
+the files of an export, with sizes and modification times of the shards: a folder with other shards is not that export.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _Files = Mapping[str, str]  # size and time of each shard, "" of other files, by
 
 
 def files_of_export(out: Path) -> Collection[str] | None:
-    """Return the paths that an export wrote into a folder; None where no record says that this is an export."""
+    """Return the paths that an export wrote to a folder, or None if there is no record of that."""
     return next((files.keys() for files in _recorded(out) if _describes(files, out)), None)
 
 
 def record_export(out: Path, folder: Path, names: Iterable[str], *, is_published: bool) -> None:
-    """Record the files that are in `folder` now and become `out`; until they do, those of `out` stay on record too."""
-    if is_fixed(out):  # it will never be replaced
+    """Record the files of `folder`, which becomes `out`; until it is published, those of the earlier `out` as well."""
+    if is_fixed(out):  # never replaced
         return
     files = {name: _state(folder / name) for name in sorted(names)}
     earlier = [] if is_published else [files for files in _recorded(out) if _describes(files, out)]
@@ -58,7 +58,7 @@ def _recorded(out: Path) -> list[_Files]:
 
 
 def _describes(files: _Files, out: Path) -> bool:
-    """Whether a folder's shards are those on record; one that was removed is no reason to keep the others."""
+    """Whether a folder's shards are those of the record; shards that were removed do not count."""
     shards = [name for name in files if name.endswith(SUFFIX) and os.path.lexists(out / name)]
     return bool(shards) and all(_state(out / name) == files[name] for name in shards)
 

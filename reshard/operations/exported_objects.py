@@ -1,8 +1,8 @@
-"""What an export wrote into a bucket, so that `--force` replaces that and nothing else.
+"""The record of what an export wrote to a bucket, so that `--force` replaces that and nothing else.
 
 As for a folder (see `reshard.operations.exported`), the record is beside the prefix and not below it: for
 `s3://BUCKET/DIR/NAME` it is the object `DIR/.NAME.exported.json`. It lists the objects of an export, with sizes and
-etags of the shards. A whole bucket has nothing beside it: an export into one is not replaced.
+etags of the shards. There is nothing beside a whole bucket, so an export to one is not replaced.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ __all__ = ["objects_of_export", "record_exported_objects"]
 
 logger = logging.getLogger(__name__)
 
-_MAX_NBYTES = 64 << 20  # of a record
+_MAX_RECORD_NBYTES = 64 << 20
 
 
 def objects_of_export(client: Client, listed: Mapping[str, ObjectEntry]) -> Collection[str] | None:
-    """Return the names that an export wrote below a prefix; None where no record says that this is an export.
+    """Return the names that an export wrote below a prefix, or None if there is no record of that.
 
     Raises:
         UnreachableError: the store failed.
     """
     recorded = _recorded(client.url)
     shards = [name for name in recorded if name.endswith(SUFFIX) and name in listed]
-    # A shard that was removed is no reason to keep the others; one that was written over is somebody's work.
+    # A shard may have been removed; one that was overwritten is somebody else's work.
     is_export = bool(shards) and all(listed[name].etag and _state(listed[name]) == recorded[name] for name in shards)
     return recorded.keys() if is_export else None
 
 
 def record_exported_objects(objects: ObjectTarget, names: Iterable[str]) -> None:
-    """Record what is about to be an export: its shards are there, and the object that makes it one is the last."""
+    """Record an export whose shards are uploaded, before the object that makes it valid is written."""
     beside = _beside(objects.url)
     written = objects.written()
     if beside is None:
@@ -54,7 +54,7 @@ def record_exported_objects(objects: ObjectTarget, names: Iterable[str]) -> None
     except UnreachableError:
         raise
     except InputError as error:
-        logger.warning("%s: --force will not replace this export later: its record was refused: %s", error.where, error)
+        logger.warning("%s: could not record this export, so --force will not replace it later: %s", error.where, error)
 
 
 def _recorded(url: str) -> Mapping[str, str]:
@@ -64,7 +64,7 @@ def _recorded(url: str) -> Mapping[str, str]:
     client, path = beside
     try:
         entry = client.look_up(path)
-        if not 0 < entry.nbytes <= _MAX_NBYTES:
+        if not 0 < entry.nbytes <= _MAX_RECORD_NBYTES:
             return {}
         body = parse_json_object(b"".join(client.read(entry, 0, entry.nbytes)), f"{client.url}/{path}")
     except UnreachableError:
@@ -78,7 +78,7 @@ def _recorded(url: str) -> Mapping[str, str]:
 
 
 def _beside(url: str) -> tuple[WritableClient, str] | None:
-    """Return what is beside a prefix, and the name of its record there."""
+    """Return a client of the prefix's parent, and the name of the record there."""
     if not split_url(url)[2]:
         return None
     parent, _, name = url.rpartition("/")

@@ -1,4 +1,4 @@
-"""Bytes against the SHA-256 that the hub lists of whole files, read from the output or from the hub again."""
+"""Verification of whole files against the SHA-256 that the hub lists, read from the output or again from the hub."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BLOCK_NBYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HubReport:
-    """The names of the weight files that are as the hub lists them, and of those that nobody could compare."""
+    """The names of the weight files that match the hub's SHA-256, and of those that were not verified."""
 
     verified: tuple[str, ...] = ()
     unverified: tuple[str, ...] = ()
@@ -31,7 +31,7 @@ class HubReport:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Bytes of a file of the hub, from `begin` there, and where they can be read."""
+    """Bytes of a hub file, from `begin` there, and where to read them."""
 
     begin: int
     nbytes: int
@@ -42,13 +42,13 @@ class _Piece:
 def check_hub_files(
     checkpoint: Checkpoint, shards: Sequence[OutputShard], folder: Path | None, *, fetch: bool
 ) -> HubReport:
-    """Compare every weight file of a hub with its SHA-256 there.
+    """Compare every weight file of a hub repository with the SHA-256 that the hub lists.
 
-    What was written below `folder` unchanged is read from there: so the bytes on disk are what is compared, those of
-    an earlier run too. The rest of a file is read from the hub, if `fetch` allows it; else the file is not verified.
+    What was written unchanged below `folder` is read from there, which verifies the bytes on disk, also those of an
+    interrupted run. The rest of a file is read from the hub if `fetch` allows it; otherwise it is not verified.
 
     Raises:
-        InputError: a file is not what the hub lists.
+        SourceError: a file does not match its SHA-256.
     """
     files = {} if checkpoint.originals is None else checkpoint.originals.files
     listed = {name: file for name, file in files.items() if isinstance(file, Listed) and len(file.listed) == 64}
@@ -57,7 +57,7 @@ def check_hub_files(
     plans = {name: list(_pieces(file, len(heads[name]), written.get(file, {}))) for name, file in listed.items()}
     ready = [name for name, pieces in plans.items() if fetch or all(piece.file != listed[name] for piece in pieces)]
 
-    def check(name: str) -> None:
+    def verify(name: str) -> None:
         hasher = hashlib.sha256(len(heads[name]).to_bytes(8, "little") + heads[name])
         for block in _blocks(plans[name]):
             hasher.update(block)
@@ -65,18 +65,18 @@ def check_hub_files(
             raise SourceError(
                 str(listed[name]),
                 f"expected SHA-256 {listed[name].listed} (the hub's listing), found {hasher.hexdigest()}",
-                "a server or proxy on the way sent other bytes: run again, or from another network",
+                "a server or proxy sent wrong bytes; run again, or from another network",
                 code=HUB_MISMATCH,
             )
 
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="hub-check") as pool:
-        for done in [pool.submit(check, name) for name in ready]:
+        for done in [pool.submit(verify, name) for name in ready]:
             done.result()
     return HubReport(verified=tuple(ready), unverified=tuple(name for name in listed if name not in ready))
 
 
 def _written(shards: Sequence[OutputShard], folder: Path) -> dict[InputFile, dict[int, _Piece]]:
-    """Find the bytes of the source's files in what was written, by their place there."""
+    """Return where the bytes of each source file were written, by their offset in it."""
     found: dict[InputFile, dict[int, _Piece]] = {}
     for shard in shards:
         file = LocalFile(folder / shard.path)
@@ -88,7 +88,7 @@ def _written(shards: Sequence[OutputShard], folder: Path) -> dict[InputFile, dic
 
 
 def _pieces(file: InputFile, head_nbytes: int, written: Mapping[int, _Piece]) -> Iterator[_Piece]:
-    """Cover a file's data from its first byte to its last; what was not written is in the file itself."""
+    """Yield the pieces that make up a file's data, in order; what was not written is read from the file itself."""
     position = 8 + head_nbytes
     for begin, piece in sorted(written.items()):
         if begin > position:

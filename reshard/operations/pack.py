@@ -1,4 +1,4 @@
-"""pack: a checkpoint and a layout become bundles and a manifest."""
+"""pack: from a checkpoint and a layout to bundles and a manifest."""
 
 from __future__ import annotations
 
@@ -21,48 +21,48 @@ from reshard.copy.journal import is_working_name
 from reshard.copy.resumable import open_target
 from reshard.copy.unchanged import check_unchanged
 from reshard.operations.hub_check import HubReport, check_hub_files
-from reshard.plans.pack_plan import OutputShard, PackPlan, StagePlan, plan_pack
+from reshard.plans.pack_plan import OutputShard, PackPlan, StagePlan
 from reshard.plans.references import References, refer_to_originals
 from reshard.tensors.checkpoint import CarriedAt, Checkpoint
 from reshard.tensors.lazy import MadeFile
 from reshard.tensors.source_index import record_blocks
 from stores.manifest_file import Address
 
-PLAN_NAME = "plan.json"  # of parts, in the folder of their records
+PLAN_NAME = "plan.json"  # in the folder of the parts' records
 
 __all__ = [
     "PLAN_NAME",
-    "Outcome",
     "PackOptions",
-    "carry_all",
-    "carry_files",
+    "Written",
+    "build_manifest",
     "check_stored_ties",
-    "describe",
+    "copy_auxiliary_files",
+    "copy_files",
     "pack",
-    "parts_of",
-    "plan_pack",
+    "records_folder",
 ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackOptions:
-    """Where to write, and which `stages` to pack (None: all); the bundles of the others are virtual."""
+    """Where to write, and which `stages` to pack (None: all of them); the bundles of the others are virtual."""
 
     out: Address
     force: bool = False
     stages: frozenset[int] | None = None
     write: WriteOptions = field(default_factory=WriteOptions)
-    verify_source: bool = False  # read what the pack does not, to compare whole files of a hub
-    report: Callable[[HubReport], object] = lambda report: None  # is told before the commit
+    verify_source: bool = False  # read also what is not packed, to compare whole hub files
+    report: Callable[[HubReport], object] = lambda report: None  # called before the commit
 
 
 def pack(checkpoint: Checkpoint, plan: PackPlan, options: PackOptions) -> Manifest:
     """Write one bundle per stage and, last, the manifest that commits them.
 
     Raises:
-        InputError: `out` exists, the disk is full, a source file changed or is damaged, two stored copies
-            of a tied weight differ, a bundle that is to be virtual has nothing to refer to, or a file is not
-            what the hub lists.
+        OutputError: `out` exists or cannot be written, or the disk is full.
+        SourceError: a source file changed, stored copies of a tied weight differ, or a file is not what the hub lists.
+        ShardError: a source file is damaged.
+        InputError: a bundle that would be virtual has no original file to refer to.
     """
     check_stored_ties(checkpoint)
     wanted = range(len(plan.stages)) if options.stages is None else options.stages
@@ -70,48 +70,43 @@ def pack(checkpoint: Checkpoint, plan: PackPlan, options: PackOptions) -> Manife
     shards = [shard for stage in plan.stages if stage.index in wanted for shard in stage.shards]
     names = {MANIFEST_NAME, SOURCE_NAME, *(item.path for item in checkpoint.carried), *(each.path for each in shards)}
     with _open_target(options, shards, names) as target:
-        files = carry_all(checkpoint, target)
+        files = copy_auxiliary_files(checkpoint, target)
         done = target.write_shards(shards, options.write)
-        written = {shard.path: made for shard, made in zip(shards, done, strict=True)}
-        manifest = describe(checkpoint, plan, Outcome(written, references, files))
+        written = {shard.path: on_disk for shard, on_disk in zip(shards, done, strict=True)}
+        manifest = build_manifest(checkpoint, plan, Written(written, references, files))
         check_manifest(manifest)
         folder = target.folder if isinstance(target, FolderTarget) else None
         options.report(check_hub_files(checkpoint, shards, folder, fetch=options.verify_source))
         check_unchanged(plan.shards_on(), checkpoint.carried)
-        # Commit point: readers ignore a place without manifest.json.
+        # Commit point: readers ignore an output without manifest.json.
         target.commit(MANIFEST_NAME, encode_manifest(manifest))
     return manifest
 
 
-def carry_all(checkpoint: Checkpoint, target: Target) -> tuple[AuxiliaryFile, ...]:
-    """Copy a checkpoint's small files, and write down what it was."""
-    files = carry_files(checkpoint.carried, target)
+def copy_auxiliary_files(checkpoint: Checkpoint, target: Target) -> tuple[AuxiliaryFile, ...]:
+    """Copy a checkpoint's auxiliary files, and write source.json."""
+    files = copy_files(checkpoint.carried, target)
     record = partial(record_blocks, checkpoint.record)
     return (*files, target.copy(SOURCE_NAME, MadeFile(SOURCE_NAME, sum(map(len, record())), record)))
 
 
-def carry_files(carried: tuple[CarriedAt, ...], target: Target) -> tuple[AuxiliaryFile, ...]:
-    """Copy the files beside the weights, byte for byte, checking the digests that are known.
+def copy_files(files: Sequence[CarriedAt], target: Target) -> tuple[AuxiliaryFile, ...]:
+    """Copy auxiliary files byte for byte, verifying known digests.
 
     Raises:
-        InputError: one cannot be read, is not what its digest says, or has a name that is needed here.
+        SourceError: one has a name that is reserved for files under construction.
+        InputError: one cannot be read, or does not match its digest.
     """
-    files = []
-    for item in carried:
-        if is_working_name(item.path):  # a manifest's; those of a model were looked at before
-            raise SourceError(
-                str(item.file),
-                "this name belongs to files that are being written",
-                "leave the file out",
-                code="source.reserved-name",
-            )
-        files.append(target.copy(item.path, item.file, item.digest))
-    return tuple(files)
+    for item in files:
+        if is_working_name(item.path):  # of a manifest; for other sources it was checked before
+            problem = "this name is reserved for files under construction"
+            raise SourceError(str(item.file), problem, "leave the file out", code="source.reserved-name")
+    return tuple(target.copy(item.path, item.file, item.digest) for item in files)
 
 
 @contextmanager
 def _open_target(options: PackOptions, shards: Sequence[OutputShard], names: Collection[str]) -> Iterator[Target]:
-    """Yield the place to write to; an interrupted pack of the same plan is resumed."""
+    """Yield the target to write to; an interrupted pack of the same plan is resumed."""
     with open_target(
         options.out,
         shards,
@@ -122,18 +117,19 @@ def _open_target(options: PackOptions, shards: Sequence[OutputShard], names: Col
         yield target
 
 
-def parts_of(out: Path) -> Path:
-    """Give the folder where the parts of a pack say what they did (see `reshard.operations.pack_distributed`)."""
+def records_folder(out: Path) -> Path:
+    """Return the folder of the parts' records (see `reshard.operations.pack_distributed`)."""
     return partial_of(out).with_suffix(".parts")
 
 
 def _check_no_parts(out: Path) -> None:
-    """Refuse to remove the work of processes that each pack a part. A record without a plan is of none."""
-    if (parts_of(out) / PLAN_NAME).exists():
-        hint = f"end them with reshard commit {out}, or remove {partial_of(out)} and {parts_of(out)}"
-        problem = "parts of a pack (--part) are waiting for the others"
+    """Refuse to remove packed parts that are not committed. Records without a plan belong to no part."""
+    records = records_folder(out)
+    if (records / PLAN_NAME).exists():
+        hint = f"merge them with reshard commit {out}, or remove {partial_of(out)} and {records}"
+        problem = "parts of a pack (--part) are waiting to be committed"
         raise OutputError(str(out), problem, hint, code="output.parts-waiting")
-    shutil.rmtree(parts_of(out), ignore_errors=True)
+    shutil.rmtree(records, ignore_errors=True)
 
 
 def check_stored_ties(checkpoint: Checkpoint) -> None:
@@ -144,23 +140,23 @@ def check_stored_ties(checkpoint: Checkpoint) -> None:
         if len(stored) > 1 and (len(kinds) > 1 or len(set(hash_tensors(stored))) > 1):
             raise SourceError(
                 str(stored[0].file),
-                f"the config ties {' and '.join(group)}, and the files store different values for them",
-                f"set tie_word_embeddings to false to keep both, or say --drop {stored[-1].name}",
+                f"the config ties {' and '.join(group)}, but the files store different values for them",
+                f"set tie_word_embeddings to false to keep both, or pass --drop {stored[-1].name}",
                 code="source.tied-values-differ",
             )
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What is there now, by the paths that were planned, and what is referred to instead."""
+class Written:
+    """The shards that were written, by their planned paths, what virtual bundles refer to, and the auxiliary files."""
 
     written: Mapping[str, WrittenShard]
     references: References
     files: tuple[AuxiliaryFile, ...]
 
 
-def describe(checkpoint: Checkpoint, plan: PackPlan, done: Outcome) -> Manifest:
-    """Give the manifest of what was written."""
+def build_manifest(checkpoint: Checkpoint, plan: PackPlan, done: Written) -> Manifest:
+    """Return the manifest of what was written."""
     placement = plan.layout.placement
     return Manifest(
         created_by=f"reshard {version('reshard')}",
@@ -187,7 +183,7 @@ def describe(checkpoint: Checkpoint, plan: PackPlan, done: Outcome) -> Manifest:
     )
 
 
-def _stage(stage: StagePlan, done: Outcome) -> Stage:
+def _stage(stage: StagePlan, done: Written) -> Stage:
     spans = done.references.spans.get(stage.index, ())
     shards = () if spans else stage.shards
     return Stage(
@@ -199,8 +195,8 @@ def _stage(stage: StagePlan, done: Outcome) -> Stage:
         num_params=stage.num_params,
         nbytes=sum(span.end - span.begin for span in spans) if spans else stage.nbytes,
         shards=tuple(
-            Shard(path=made.path, nbytes=made.nbytes, digest=made.digest, holds=shard.holds)
-            for shard, made in ((shard, done.written[shard.path]) for shard in shards)
+            Shard(path=on_disk.path, nbytes=on_disk.nbytes, digest=on_disk.digest, holds=shard.holds)
+            for shard, on_disk in ((shard, done.written[shard.path]) for shard in shards)
         ),
         spans=spans,
     )

@@ -1,4 +1,4 @@
-"""What a pack returns."""
+"""The result of a pack."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["PackResult"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackResult:
-    """What was written: the manifest, its address, and the source files that were compared with the hub's digests."""
+    """What was written: the manifest, its address, and which source files were verified against the hub's SHA-256."""
 
     manifest: Manifest
     out: Address
@@ -47,5 +47,5 @@ class PackResult:
 
     @property
     def virtual_nbytes(self) -> int:
-        """The bytes of tensors that stay in the source's files."""
+        """The size of tensors that virtual bundles refer to in the source's files, in bytes."""
         return sum(stage.nbytes for stage in self.manifest.stages if stage.spans)

@@ -1,4 +1,4 @@
-"""A pack from request to result: open the source, convert, lay out, then write, here or as one part of many."""
+"""A pack from request to result: open the source, convert, lay out, then write all of it or one part."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from manifests.errors import UsageError
-from reshard.copy.destination import check_apart, read_again
+from reshard.copy.destination import check_apart, read_twice
 from reshard.copy.direct_io import Io
 from reshard.copy.engine import WriteOptions
 from reshard.estimate.training_estimate import Assumptions
@@ -16,7 +16,7 @@ from reshard.operations.pack import PackOptions, pack
 from reshard.operations.pack_distributed import pack_part
 from reshard.operations.pack_result import PackResult
 from reshard.operations.progress import Progress, counting
-from reshard.operations.resolve import LaidOut, LayoutRequest, PlanResult, lay_out, look_ahead, model_name
+from reshard.operations.resolve import LaidOut, LayoutRequest, PlanResult, estimate_step, lay_out, model_name
 from reshard.plans.pack_plan import OutputShard, Traffic, traffic_of
 from reshard.plans.partition import Part, part_nbytes, part_traffic
 from reshard.plans.references import choose_stages
@@ -30,7 +30,7 @@ __all__ = ["PackRequest", "PreparedPack", "prepare_pack"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackRequest:
-    """What `reshard pack` is asked for. `stages` is written as `0-3,7`; None packs all of them."""
+    """The options of `reshard pack`. `stages` is written as `0-3,7`; None packs all of them."""
 
     source: str
     out: Address
@@ -47,26 +47,20 @@ class PackRequest:
     verify_source: bool = False
 
     def check(self) -> None:
-        """Refuse requests that contradict themselves, before a source is opened.
+        """Refuse options that conflict, before a source is opened.
 
         Raises:
             UsageError: naming the flag.
         """
         if self.conversion.changes_bytes and (self.virtual or self.stages is not None):
-            raise UsageError(
-                "--virtual" if self.virtual else "--stages",
-                "bytes that stay where they are cannot be converted",
-                "pack without it",
-                code="options.conflict",
-            )
-        if self.verify_source and self.part is not None:
-            problem = "no part reads whole files"
-            raise UsageError("--verify-source", problem, "pack without --part", code="options.conflict")
+            flag = "--virtual" if self.virtual else "--stages"
+            problem = "virtual bundles refer to the source's bytes, which cannot be converted"
+            raise UsageError(flag, problem, "pack without it", code="options.conflict")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedPack:
-    """A pack whose source was opened and laid out: everything is known and nothing is written yet."""
+    """A pack that is ready to run: its source is open and laid out, and nothing is written yet."""
 
     request: PackRequest
     laid: LaidOut
@@ -78,12 +72,12 @@ class PreparedPack:
 
     @cached_property
     def read_twice(self) -> list[TensorAt]:
-        return read_again(self.shards, self.request.out)
+        return read_twice(self.shards, self.request.out)
 
     @property
     def planned(self) -> PlanResult:
-        """The plan and the forecast of a training step, as `reshard plan` shows them."""
-        return look_ahead(self.laid)
+        """The plan and the estimate of a training step, as `reshard plan` shows them."""
+        return estimate_step(self.laid)
 
     @property
     def traffic(self) -> Traffic:
@@ -101,12 +95,12 @@ class PreparedPack:
 
     @property
     def links(self) -> tuple[tuple[str, str], ...]:
-        """The source's files that symbolic links take out of its folder, and where to."""
+        """The source's files that are symbolic links out of its folder, with their targets."""
         return tuple(links_of(self.laid.checkpoint))
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Weight files of the source that transformers does not read beside safetensors."""
+        """Weight files of the source that transformers ignores, since there are safetensors files."""
         return self.laid.checkpoint.source.left_out
 
     def run(self, progress: Progress | None = None) -> PackResult:
@@ -118,7 +112,7 @@ class PreparedPack:
 
     def run_part(self, progress: Progress | None = None) -> Part:
         """Write the request's part of the bundles; raises as `pack_part`."""
-        assert self.request.part is not None, "asked for by --part"
+        assert self.request.part is not None, "requested by --part"
         pack_part(self.laid.checkpoint, self.laid.plan, self.request.part, self._options(progress, report=[]))
         return self.request.part
 
@@ -136,11 +130,13 @@ class PreparedPack:
 
 
 def prepare_pack(request: PackRequest) -> PreparedPack:
-    """Open the source, convert it, lay it out and check the output's place, without writing anything.
+    """Open the source, convert it, lay it out and check the output's location, without writing anything.
 
     Raises:
-        UsageError: options that contradict each other, or no such stage.
-        InputError: the source or the layout is wrong, or `out` would overwrite what is read.
+        UsageError: options conflict, or there is no such stage.
+        SourceError, ModelError, ShardError, ManifestError: the source is incomplete, damaged or unsupported.
+        LayoutError: the layout is invalid, or does not cover the model.
+        OutputError: `out` would overwrite what is read.
     """
     request.check()
     opened = open_source(request.source, frozenset(request.drop))

@@ -1,4 +1,4 @@
-"""Progress of an operation, as callers of the API see it: bytes done so far, and bytes in all."""
+"""Progress of an operation, as callers of the API see it: bytes done, and bytes in total."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ __all__ = ["Progress", "counting"]
 
 
 class Progress(Protocol):
-    """A callback that is told how far an operation is; it may raise to stop the operation."""
+    """A callback for an operation's progress; it may raise to stop the operation."""
 
     def __call__(self, done_nbytes: int, total_nbytes: int, /) -> object:
-        """Take the bytes that are done, and an estimate of the total.
+        """Receive the bytes that are done, and an estimate of the total.
 
-        It is called from worker threads, one call at a time, and `done_nbytes` never falls. The estimate may be off:
-        `done_nbytes` may end below or above it.
+        It is called from worker threads, one call at a time, and `done_nbytes` never decreases. Since the total is an
+        estimate, `done_nbytes` may end below or above it.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""SOURCE and SPEC become a plan of bytes and a forecast of the training that it is for."""
+"""From SOURCE and SPEC to a plan of byte ranges and an estimate of a training step."""
 
 from __future__ import annotations
 
@@ -28,15 +28,23 @@ from reshard.sources.huggingface import CONFIG_NAME
 from reshard.sources.open import open_source
 from reshard.tensors.checkpoint import Checkpoint
 
-__all__ = ["LaidOut", "LayoutRequest", "PlanResult", "lay_out", "look_ahead", "model_name", "open_model", "plan_source"]
+__all__ = [
+    "LaidOut",
+    "LayoutRequest",
+    "PlanResult",
+    "estimate_step",
+    "lay_out",
+    "model_name",
+    "open_model",
+    "plan_source",
+]
 
 _SOLVED = re.compile(r"\s*(balance:|parameters\b|type:)")  # the spellings that take limit=
-_LIMIT = "--memory-limit"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutRequest:
-    """A layout as it was asked for; see `parse_layout`. Without a spec, a manifest keeps the layout that it has."""
+    """A requested layout; see `parse_layout`. Without a spec, a manifest keeps its own layout."""
 
     spec: str | None
     num_ranks: int | None = None
@@ -45,9 +53,9 @@ class LayoutRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaidOut:
-    """A model's tensors on a layout: all that packing them takes."""
+    """A model's tensors on a layout: everything that packing requires."""
 
-    name: str  # of the model, as its source calls it
+    name: str  # of the model's folder or config
     checkpoint: Checkpoint
     inventory: Inventory
     costs: Mapping[str, Mapping[str, float]]
@@ -80,24 +88,24 @@ class PlanResult(LaidOut):
 
 
 def open_model(source: str, drop: frozenset[str] = frozenset()) -> Checkpoint:
-    """Open a source, or the config that stands there alone.
+    """Open a source, or a config without weights.
 
     Raises:
-        InputError: see `open_source` and `open_config`.
-        UsageError: tensors to drop where there are none.
+        SourceError, ModelError, ShardError, ManifestError: see `open_source` and `open_config`.
+        UsageError: there are tensors to drop, and a config alone.
     """
     config = find_config(source)
     if config is None:
         return open_source(source, drop)
     if drop:
         raise UsageError(
-            "--drop", f"{source} has no weights to leave behind", "leave --drop out", code="options.unknown-drop"
+            "--drop", f"{source} is a config without weights", "leave --drop out", code="options.unknown-drop"
         )
     return open_config(config)
 
 
 def model_name(source: str) -> str:
-    """Name a model after its folder, or after its config where that has a name of its own."""
+    """Return a model's name: that of its folder, or of its config file if that is not called config.json."""
     path = Path(source)
     if path.suffix == ".json":
         path = path.resolve().parent if path.name in (CONFIG_NAME, MANIFEST_NAME) else path.with_suffix("")
@@ -105,16 +113,16 @@ def model_name(source: str) -> str:
 
 
 def plan_source(source: str, asked: LayoutRequest, assumed: Assumptions, drop: Collection[str] = ()) -> PlanResult:
-    """Open a source, read or solve for the layout, lay the tensors out on it and simulate a step.
+    """Open a source, read or solve for the layout, lay the tensors out on it and estimate a training step.
 
     Raises:
-        InputError, UsageError: see `open_model` and `lay_out`.
+        UserError: see `open_model` and `lay_out`.
     """
-    return look_ahead(lay_out(model_name(source), open_model(source, frozenset(drop)), asked, assumed))
+    return estimate_step(lay_out(model_name(source), open_model(source, frozenset(drop)), asked, assumed))
 
 
-def look_ahead(laid: LaidOut) -> PlanResult:
-    """Simulate a step of training."""
+def estimate_step(laid: LaidOut) -> PlanResult:
+    """Estimate the time and memory of a training step by simulating its schedule."""
     return PlanResult(
         **{field.name: getattr(laid, field.name) for field in fields(LaidOut)},
         forecast=forecast(laid.shape, laid.layout, laid.assumed),
@@ -122,13 +130,15 @@ def look_ahead(laid: LaidOut) -> PlanResult:
 
 
 def lay_out(name: str, checkpoint: Checkpoint, asked: LayoutRequest, assumed: Assumptions) -> LaidOut:
-    """Read or solve for the layout and lay the tensors out on it. Nothing is simulated but for a memory limit.
+    """Read or solve for the layout and lay the tensors out on it. A step is only simulated for a memory limit.
 
-    A memory limit is the solver's too, as if the spec said `limit=`; a limit in the spec is assumed here.
+    `assumed.memory_limit` also limits the solver, as `limit=` in the spec does; a limit in the spec is assumed too.
 
     Raises:
-        InputError: a layout that is wrong or that does not fit, or times of another model.
-        UsageError: two limits, a schedule that cannot run on the layout, or what a layout needs without one.
+        LayoutError: the layout is invalid, or does not fit the model or the memory limit.
+        ScheduleError: the schedule does not support the layout.
+        UsageError: there are two memory limits, a layout is missing, or an option requires one.
+        InputError: the measured times are of another model.
     """
     shape = checkpoint.shape
     asked, assumed = _agree_on_limit(asked, assumed)
@@ -158,32 +168,33 @@ def lay_out(name: str, checkpoint: Checkpoint, asked: LayoutRequest, assumed: As
 def _agree_on_limit(asked: LayoutRequest, assumed: Assumptions) -> tuple[LayoutRequest, Assumptions]:
     if asked.spec is None or not _SOLVED.match(asked.spec):
         return asked, assumed
-    said = next((word.value for word in read_words(asked.spec) if word.key == "limit"), None)
-    if said is None:
+    limit = next((word.value for word in read_words(asked.spec) if word.key == "limit"), None)
+    if limit is None:
         if assumed.memory_limit is None:
             return asked, assumed
         return replace(asked, spec=f"{asked.spec},limit={write_size(assumed.memory_limit)}"), assumed
     if assumed.memory_limit is not None:
         raise UsageError(
-            _LIMIT, f"the layout says limit={said} itself", "leave one of the two out", code="options.conflict"
+            "--memory-limit",
+            f"conflicts with limit={limit} of the layout",
+            "leave one of the two out",
+            code="options.conflict",
         )
-    return asked, replace(assumed, memory_limit=parse_size(said))  # what is no size, the layout's reader refuses
+    return asked, replace(assumed, memory_limit=parse_size(limit))  # the layout's reader refuses what is not a size
 
 
 def _kept(manifest: Manifest | None, asked: LayoutRequest) -> Layout:
-    """Give the layout of a manifest, seen that nothing is asked of another."""
+    """Return the layout of a manifest, which no option may change."""
     if manifest is None:
-        problem = "a source that is no manifest has no layout to keep"
-        raise UsageError("--layout", problem, "say one, such as pp=2", code="options.missing-layout")
-    problem = "goes with --layout, and without one a manifest keeps the layout that it has"
+        problem = "is required: the source is not a manifest, which would have one"
+        raise UsageError("--layout", problem, "pass one, such as pp=2", code="options.missing-layout")
+    problem = "requires --layout; without one, a manifest keeps its own layout"
     if asked.num_ranks is not None:
-        raise UsageError(
-            "--pp", problem, f"say --layout pp={asked.num_ranks}, or leave --pp out", code="options.needs-layout"
-        )
+        hint = f"use --layout pp={asked.num_ranks}, or leave --pp out"
+        raise UsageError("--pp", problem, hint, code="options.needs-layout")
     if asked.strict_megatron:
-        raise UsageError(
-            "--strict-megatron", problem, "give a --layout, or leave the flag out", code="options.needs-layout"
-        )
+        hint = "add --layout, or leave --strict-megatron out"
+        raise UsageError("--strict-megatron", problem, hint, code="options.needs-layout")
     return Layout(
         spec=manifest.layout.spec,
         stages=tuple(stage.modules for stage in manifest.stages),
@@ -216,10 +227,10 @@ def _solve(
     costs: Mapping[str, Mapping[str, float]],
     assumed: Assumptions,
 ) -> Layout:
-    """Solve for a layout whose ranks keep within the memory limit, if there is one.
+    """Solve for a layout whose ranks stay within the memory limit, if there is one.
 
-    The schedule says how many microbatches each stage has in flight, which a limit must know before there
-    are stages; it depends on their number and places alone.
+    A memory limit depends on how many microbatches each stage has in flight. The schedule decides that, by the number
+    and the placement of the stages alone, so it is known before the stages are.
     """
     assert asked.spec is not None
     if assumed.memory_limit is None and not balances_memory(asked.spec):
@@ -228,8 +239,8 @@ def _solve(
     placement, training = placed.placement, assumed.training
     _check_length(placement, assumed.microbatches_for(placement))
     table = schedule_table(assumed.schedule_for(placed), placement, assumed.microbatches_for(placement))
-    ones = [1.0] * placement.num_stages
-    in_flight = simulate(table, Costs.of(ones, ones)).peak_by_stage
+    equal_costs = [1.0] * placement.num_stages
+    in_flight = simulate(table, Costs.of(equal_costs, equal_costs)).peak_by_stage
     without, with_one = memory_of(shape, training, 0), memory_of(shape, training, 1)
     wires = [rank.wires for rank in estimate_memory(shape, placed.stages, table, training).ranks]
     return _read(
@@ -249,8 +260,8 @@ def _check_length(placement: Placement, num_microbatches: int) -> None:
         most = MOST_PASSES // num_passes(placement, 1)
         raise UsageError(
             "--microbatches",
-            f"memory depends on the schedule, and a step of {num_microbatches} microbatches on {placement.num_stages} "
-            "stages is too long to simulate",
-            f"take {most} microbatches or fewer, or another layout than one that memory decides",
+            f"a step of {num_microbatches} microbatches on {placement.num_stages} stages is too long to simulate, "
+            "which balancing by memory requires",
+            f"use at most {most} microbatches, or a layout that does not depend on memory",
             code="options.too-many-microbatches",
         )

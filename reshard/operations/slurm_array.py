@@ -1,4 +1,4 @@
-"""A pack in parts, handed to Slurm: an array of parts, and a commit that waits for all of them."""
+"""A pack in parts on Slurm: a job array of the parts, and a commit that depends on all of them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from manifests.errors import OutputError, UserError
+from manifests.errors import OutputError, UsageError, UserError
 from manifests.owned import files_of_manifest
 from manifests.publish import check_target
 from manifests.slurm import run_slurm
 
-__all__ = ["PackJob", "check_out", "render_commit", "render_parts", "show", "show_json", "submit"]
+__all__ = ["PackJob", "check_options", "check_out", "render_commit", "render_parts", "show", "show_json", "submit"]
 
-_ARRAY_ID = "ARRAY_JOB_ID"  # stands in for the number that Slurm has not given yet
+_ARRAY_ID = "ARRAY_JOB_ID"  # placeholder for the job id that Slurm has not assigned yet
+_RESERVED = ("--array", "-a", "--wrap", "--requeue", "--no-requeue", "--open-mode", "--dependency", "-d")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackJob:
-    """What sbatch is asked. `pack` and `commit` are arguments of reshard; `options` go to both jobs."""
+    """The jobs to submit. `pack` and `commit` are arguments of reshard; sbatch gets `options` for both."""
 
     num_parts: int
     pack: tuple[str, ...]
@@ -30,50 +31,77 @@ class PackJob:
     options: tuple[str, ...] = ()
 
 
+def check_options(options: Sequence[str]) -> None:
+    """Refuse what sbatch would not take for one option, or what would break the job array.
+
+    Raises:
+        UsageError: naming the option.
+    """
+
+    def refused(problem: str, hint: str = "") -> UsageError:
+        return UsageError("--sbatch-arg", problem, hint, code="options.sbatch-argument")
+
+    for option in options:
+        shown = repr(option[:80])
+        if not option.isprintable() or not option.startswith("-") or option.endswith("="):
+            raise refused(f"expected an option of sbatch, found {shown}")
+        try:
+            words = shlex.split(option)
+        except ValueError as error:
+            raise refused(f"{shown}: {error}", "close its quotes") from error
+        # sbatch takes a word that is neither a flag nor a flag's value for its script.
+        if len(words) > 2 or (len(words) == 2 and ("=" in words[0] or words[1][:1] in ("-", "#"))):
+            raise refused(f"expected one option, found {shown}", "quote a value with spaces")
+        if words[0].partition("=")[0] in _RESERVED:
+            raise refused(f"{option!r} is not supported: reshard sets it for the job array", "leave it out")
+
+
 def render_parts(job: PackJob) -> str:
-    """Give the batch script of the parts; one that is killed goes on, here or where it is queued."""
+    """Return the batch script of the parts; a part that is killed is resumed, here or after a requeue."""
     part = f'--part "$SLURM_ARRAY_TASK_ID/{job.num_parts}"'
     options = (f"--array=1-{job.num_parts}", "--requeue")
-    # Not left to a requeue by hand: once a part has failed, Slurm never starts what depends on it.
+    # Retried in the script: once a part has failed, Slurm never starts what depends on it.
     again = f"for attempt in 1 2 3; do\n  {_reshard(job.pack)} {part}\n  code=$?; [ $code -gt 128 ] || break\ndone"
     return _script("reshard-pack", options, f"{again}\nexit $code", job)
 
 
 def render_commit(job: PackJob) -> str:
-    """Give the batch script of the commit."""
+    """Return the batch script of the commit."""
     return _script("reshard-commit", ("--requeue",), f"exec {_reshard(job.commit)}", job)
 
 
 def show(job: PackJob) -> str:
-    """Give exactly what would be submitted, after the commands that it is handed to."""
+    """Return each sbatch command, followed by the script that it would submit."""
     return "\n".join(f"$ {shlex.join(command)}\n{script}" for command, script in _both(job))
 
 
 def show_json(job: PackJob) -> dict[str, Any]:
-    """Give the same as the object that `--json` prints."""
+    """Return the same as the object that `--json` prints."""
     parts, commit = ({"command": command, "script": script} for command, script in _both(job))
     return {"version": 1, "num_parts": job.num_parts, "parts": parts, "commit": commit}
 
 
 def check_out(out: Path, *, force: bool) -> None:
-    """Refuse an output that the jobs could not write, before they wait in a queue.
+    """Refuse an output that the jobs could not write, before they are queued.
 
     Raises:
-        InputError: it exists and `force` is not given, or nothing can be written there.
+        OutputError: it exists and `force` is not given, or it cannot be written from here.
     """
     check_target(out, force, files_of_manifest)
-    there = next(parent for parent in out.absolute().parents if parent.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        problem = f"{there} is no folder" if not there.is_dir() else f"{there} is not yours to write"
-        hint = "choose another --out"
-        raise OutputError(str(out), f"cannot be written here: {problem}", hint, code="output.unwritable")
+    parent = next(parent for parent in out.absolute().parents if parent.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        why = "is not a folder" if not parent.is_dir() else "is not writable"
+        raise OutputError(
+            str(out), f"cannot be written: {parent} {why}", "choose another --out", code="output.unwritable"
+        )
 
 
 def submit(job: PackJob) -> tuple[str, str]:
-    """Hand both jobs to Slurm; give the numbers of the array and of the commit.
+    """Submit both jobs to Slurm; return the job ids of the array and of the commit.
 
     Raises:
-        UserError: there is no Slurm here, or it refuses a job; parts without a commit are cancelled.
+        LaunchError: Slurm refuses a job; if it is the commit, the parts are cancelled.
+        InputError: sbatch is not installed here.
     """
     parts = run_slurm(_sbatch(job), render_parts(job)).strip().partition(";")[0]
     try:
@@ -84,20 +112,20 @@ def submit(job: PackJob) -> tuple[str, str]:
 
 
 def _both(job: PackJob) -> Iterator[tuple[list[str], str]]:
-    """Give the command and the script of the array, then those of the commit."""
+    """Yield the command and the script of the array, then those of the commit."""
     yield _sbatch(job), render_parts(job)
     yield _sbatch(job, _ARRAY_ID), render_commit(job)
 
 
 def _sbatch(job: PackJob, after: str | None = None) -> list[str]:
-    # Options here as well as in the script, over which SBATCH_ACCOUNT and its like in the environment win.
-    told = [word for option in job.options for word in shlex.split(option)]
-    return ["sbatch", "--parsable", *told, *([f"--dependency=afterok:{after}"] if after else [])]
+    # Options are here as well as in the script, which SBATCH_ACCOUNT and the like in the environment override.
+    words = [word for option in job.options for word in shlex.split(option)]
+    return ["sbatch", "--parsable", *words, *([f"--dependency=afterok:{after}"] if after else [])]
 
 
 def _script(name: str, options: Sequence[str], command: str, job: PackJob) -> str:
-    told = [f"--job-name={name}", *options, "--open-mode=append", f"--chdir={shlex.quote(str(Path.cwd()))}"]
-    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in (*told, *job.options)), "", command, ""]
+    ours = [f"--job-name={name}", *options, "--open-mode=append", f"--chdir={shlex.quote(str(Path.cwd()))}"]
+    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in (*ours, *job.options)), "", command, ""]
     return "\n".join(lines)
 
 

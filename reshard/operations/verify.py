@@ -1,4 +1,4 @@
-"""verify: proof that what is on disk is what the manifest says, and what its source holds."""
+"""verify: whether the bytes on disk match the manifest's digests, and its source."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Progress = Callable[[int], object]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyOptions:
-    """What to look at: `quick` reads no tensor; `against` is a source that must have the same tensors and files."""
+    """What to verify: `quick` reads no tensors; `against` is a source that must have the same tensors and files."""
 
     quick: bool = False
     against: Checkpoint | None = None
@@ -37,15 +37,15 @@ class VerifyOptions:
 class VerifyResult:
     """The result of verifying a manifest.
 
-    Of `nbytes` of tensor data, `compared_nbytes` were compared, with the digests or with `source`; `differences` names
-    all that is not as expected.
+    Of `nbytes` of tensor data, `compared_nbytes` were compared with digests or with `source`; `differences` lists
+    everything that does not match.
     """
 
     num_tensors: int
     nbytes: int
     compared_nbytes: int
     source: str | None
-    num_beyond: int  # tensors, all of them optimizer state, of which the source has none
+    num_beyond: int  # tensors of the optimizer state, if the source has none
     differences: tuple[Difference, ...]
 
     @property
@@ -56,13 +56,14 @@ class VerifyResult:
 def verify_manifest(
     address: Address, options: VerifyOptions | None = None, progress: Progress = lambda nbytes: None
 ) -> VerifyResult:
-    """Look at every file of a manifest, and compare sizes, headers, pins and digests.
+    """Verify every file of a manifest: sizes, headers, source fingerprints and digests.
 
-    Damage is reported, not raised: one run names all of it. Virtual bundles have no digests; their
-    bytes are read when there is a source to compare them with.
+    Damage is reported, not raised: one run lists all of it. Virtual bundles have no digests; their bytes are read if
+    there is a source to compare them with.
 
     Raises:
-        InputError: there is no readable manifest.
+        ManifestError: the manifest is damaged.
+        InputError: there is no manifest, or it cannot be read.
         UsageError: it has no such stage.
     """
     options = options or VerifyOptions()
@@ -81,7 +82,7 @@ def verify_manifest(
     if options.against is not None:
         for holds, found in kinds.items():
             expected = options.against.tensors if holds == WEIGHTS else options.against.moments.get(holds)
-            if expected is None:  # a source that nobody trained
+            if expected is None:  # a source without optimizer state
                 num_beyond += len({tensor.name for tensor in found})
                 continue
             stored = _whole(found, digests, differences, progress)
@@ -92,7 +93,7 @@ def verify_manifest(
     if not differences and options.stages is None:
         try:
             open_manifest(file, bundles)
-        except InputError as error:  # whole bytes of an incomplete model
+        except InputError as error:  # an incomplete model, its files intact
             differences.append((error.where, error.problem))
     return VerifyResult(
         num_tensors=len({(holds, tensor.name) for holds, found in kinds.items() for tensor in found}),
@@ -100,14 +101,12 @@ def verify_manifest(
         compared_nbytes=sum(tensor.nbytes for tensor in compared),
         source=options.against.location if options.against else None,
         num_beyond=num_beyond,
-        differences=tuple(
-            Difference(*each) for each in dict.fromkeys(differences)
-        ),  # stages may share an original file
+        differences=tuple(Difference(*each) for each in dict.fromkeys(differences)),  # stages may share original files
     )
 
 
 def nbytes_to_read(address: Address, options: VerifyOptions) -> int:
-    """Give about the bytes that progress will have counted in the end; raises as `verify_manifest`."""
+    """Return an estimate of the bytes to read; raises as `verify_manifest`."""
     stages = _choose(find_manifest_file(address).read()[0], options.stages)
     own = 0 if options.quick else sum(shard.nbytes for stage in stages for shard in stage.shards)
     return own if options.against is None else own + sum(stage.nbytes * (2 if stage.spans else 1) for stage in stages)
@@ -118,7 +117,8 @@ def _choose(manifest: Manifest, wanted: frozenset[int] | None) -> list[Stage]:
         if index >= len(manifest.stages):
             raise UsageError(
                 "--stage",
-                f"there is no stage {index}: the manifest has {len(manifest.stages)}",
+                f"expected a stage from 0 to {len(manifest.stages) - 1}, found {index}",
+                "stages are numbered from 0",
                 code="options.unknown-stage",
             )
     return [stage for stage in manifest.stages if wanted is None or stage.index in wanted]
@@ -142,7 +142,7 @@ def _whole(
     differences: list[tuple[str, str]],
     progress: Progress,
 ) -> Mapping[TensorAt, str | None]:
-    """Give whole tensors with their hex digests; those that are stored in slices are read once more."""
+    """Return whole tensors with their hex digests; those that are stored in slices are read again."""
     try:
         joined = join_slices(found).values()
     except InputError as error:
@@ -175,11 +175,11 @@ def _unlike_files_of(source: Checkpoint, manifest: Manifest, folder: Folder) -> 
     found = {carried.path: carried.digest for carried in manifest.files if carried.path != SOURCE_NAME}
     for path, digest in found.items():
         if path not in expected:
-            yield str(folder.file(path)), f"{source.location} has no such file"
+            yield str(folder.file(path)), f"is not in {source.location}"
         elif (other := _digest_of(expected[path])) != digest:
             yield str(folder.file(path)), f"expected {other} ({source.location}), found {digest}"
     for path in sorted(expected.keys() - found.keys()):
-        yield str(folder.file(path)), f"the manifest has no such file; {source.location} has"
+        yield str(folder.file(path)), f"is in {source.location}, but not in the manifest"
 
 
 def _digest_of(carried: CarriedAt) -> str:
@@ -194,10 +194,10 @@ def _digest_of(carried: CarriedAt) -> str:
 def _wanted(
     tensors: Mapping[str, TensorAt], shape: ModelShape, stages: Sequence[Stage], manifest: Manifest, folder: Folder
 ) -> Iterator[TensorAt]:
-    """Give the source's tensors that these stages should hold, less what was left behind with good reason."""
+    """Yield the source's tensors that belong to these stages, except those that were dropped or are recomputed."""
     try:
         dropped = set(decode_record(read_whole(folder.file(SOURCE_NAME))).dropped)
-    except InputError:  # which is a difference, and named as one
+    except InputError:  # already reported as a difference
         dropped = set()
     modules = {module for stage in stages for module in stage.modules}
     is_all = len(stages) == len(manifest.stages)

@@ -1,4 +1,4 @@
-"""The plan: which bytes go where. Pure; another file moves them."""
+"""The plan of a pack: which bytes go where. Pure; `reshard.copy` executes it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = ["OutputShard", "PackPlan", "StagePlan", "Traffic", "lay_out_shard", "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputShard:
-    """A shard to be written: `entries[i]` gets the bytes of `origins[i]`, `header` stands before them.
+    """A shard to write: its `header`, then the bytes of `origins[i]` at `entries[i]`.
 
-    Both are made when they are asked for, since a plan may have a million tensors, unless they are `given`: those of
-    a shard that carries no digests. The header of one that does is a template of the final length.
+    Header and entries are computed on demand, since a plan may have a million tensors, unless they are `given`: then
+    the shard has no digests. The header of a shard with digests is a template of the final length.
     """
 
     path: str
@@ -53,15 +53,15 @@ class OutputShard:
 
     @property
     def placed(self) -> Iterator[tuple[TensorAt, int]]:
-        """Each tensor, in the order of their bytes, and where it begins in the file."""
-        if self.given is None:  # one after the other
+        """Each tensor, in the order of their bytes, with its position in the file."""
+        if self.given is None:  # consecutive
             ends = accumulate((origin.nbytes for origin in self.origins), initial=self.header_nbytes)
             return zip(self.origins, ends, strict=False)
         pairs = sorted(zip(self.given[1], self.origins, strict=True), key=lambda pair: (pair[0].begin, pair[0].end))
         return ((origin, self.header_nbytes + entry.begin) for entry, origin in pairs)
 
     def header_with(self, digests: Mapping[str, str]) -> bytes:
-        """Return the header with the hex digests of the tensors' bytes, by name, if it carries any."""
+        """Return the header with the tensors' hex digests, given by name, if this shard has digests."""
         return self.header if self.given else header_template(self.entries, _metadata(self.origins), digests)
 
 
@@ -91,7 +91,7 @@ class PackPlan:
     ties: tuple[TieGroup, ...]
 
     def shards_on(self, stages: Collection[int] | None = None) -> tuple[OutputShard, ...]:
-        """Give the shards of these stages; None: of all."""
+        """Return the shards of these stages; None: of all."""
         return tuple(
             shard for stage in self.stages if stages is None or stage.index in stages for shard in stage.shards
         )
@@ -101,7 +101,7 @@ class PackPlan:
 class Traffic:
     """Bytes of tensors that a pack reads, as files store them, and bytes of shards that it writes.
 
-    A tied tensor is read once for each copy that is written; `again_nbytes` are read once more than that.
+    A tied tensor is read once for each copy that is written; `again_nbytes` are read a second time.
     """
 
     once_nbytes: int
@@ -114,7 +114,7 @@ class Traffic:
 
 
 def traffic_of(shards: Iterable[OutputShard], again: Iterable[TensorAt] = ()) -> Traffic:
-    """Count what it takes to write shards when some tensors are read `again`."""
+    """Return the bytes to read and write for shards, if some tensors are read `again`."""
     shards = tuple(shards)
     return Traffic(
         once_nbytes=sum(stored_nbytes(origin) for shard in shards for origin in shard.origins),
@@ -124,18 +124,18 @@ def traffic_of(shards: Iterable[OutputShard], again: Iterable[TensorAt] = ()) ->
 
 
 def plan_pack(checkpoint: Checkpoint, layout: Layout) -> PackPlan:
-    """Lay every tensor of a checkpoint onto the stage that owns its module, and moments beside their weights.
+    """Assign every tensor of a checkpoint to the stage that owns its module, and optimizer state to its weights' stage.
 
-    A tied FQN that its stage needs and nobody stores there becomes a copy of the one that is stored. Slices
-    travel as they are, unless the checkpoint says to merge them.
+    A tied FQN that a stage requires and the checkpoint does not store becomes a copy of the stored one. Slices are
+    copied as they are, unless the checkpoint says to merge them.
 
     Raises:
-        InputError: a tensor belongs to no module of the layout.
+        LayoutError: a tensor belongs to no module of the layout.
     """
     stage_of = {module: index for index, modules in enumerate(layout.stages) for module in modules}
     ties = tuple(_tie_group(group, checkpoint, stage_of) for group in checkpoint.shape.ties)
     kinds: dict[Holds, Mapping[str, TensorAt]] = {WEIGHTS: checkpoint.tensors, **checkpoint.moments}
-    dealt = {holds: _deal_out(tensors, ties, stage_of, len(layout.stages)) for holds, tensors in kinds.items()}
+    bundles = {holds: _by_stage(tensors, ties, stage_of, len(layout.stages)) for holds, tensors in kinds.items()}
     placement, params = layout.placement, params_of(checkpoint.shape)
     doubled = _doubled_params(checkpoint.shape, ties, placement.num_stages)
     return PackPlan(
@@ -147,11 +147,11 @@ def plan_pack(checkpoint: Checkpoint, layout: Layout) -> PackPlan:
                 virtual=placement.virtual_of(index),
                 modules=modules,
                 num_params=sum(params[module] for module in modules) - doubled[index],
-                nbytes=sum(tensor.nbytes for tensor in dealt[WEIGHTS][index]),
+                nbytes=sum(tensor.nbytes for tensor in bundles[WEIGHTS][index]),
                 shards=tuple(
                     shard
-                    for holds, bundles in dealt.items()
-                    for shard in _lay_out_bundle(index, bundles[index], holds, merged=checkpoint.merges_slices)
+                    for holds, by_stage in bundles.items()
+                    for shard in _lay_out_bundle(index, by_stage[index], holds, merged=checkpoint.merges_slices)
                 ),
             )
             for index, modules in enumerate(layout.stages)
@@ -161,7 +161,7 @@ def plan_pack(checkpoint: Checkpoint, layout: Layout) -> PackPlan:
 
 
 def lay_out_shard(path: str, tensors: Sequence[TensorAt], holds: Holds = WEIGHTS) -> OutputShard:
-    """Lay tensors one after the other in a shard of ours, with room for their digests."""
+    """Plan a shard of consecutive tensors, with space for their digests."""
     nbytes = template_nbytes(_kinds_of(tensors), _metadata(tensors))
     return OutputShard(path=path, origins=tuple(tensors), header_nbytes=nbytes, holds=holds)
 
@@ -171,19 +171,19 @@ def _kinds_of(tensors: Sequence[TensorAt]) -> Iterator[tuple[str, str, tuple[int
 
 
 def _lay_out_bundle(stage: int, tensors: Sequence[TensorAt], holds: Holds, *, merged: bool) -> Iterable[OutputShard]:
-    """Give one shard, or one for each slice of the tensor that has most of them; whole tensors are in the first."""
+    """Yield one shard, or one for each slice of the tensor that has most of them; whole tensors are in the first."""
     if merged:
         shards = [list(tensors)] if tensors else []
     else:
         split = [slices_of(tensor) for tensor in tensors]
         numbers = range(max(map(len, split), default=0))
         shards = [[slices[number] for slices in split if number < len(slices)] for number in numbers]
-    for number, held in enumerate(shards):
-        yield lay_out_shard(shard_path(stage, holds, number=number, of=len(shards)), held, holds)
+    for number, contents in enumerate(shards):
+        yield lay_out_shard(shard_path(stage, holds, number=number, of=len(shards)), contents, holds)
 
 
 def _metadata(tensors: Sequence[TensorAt]) -> Mapping[str, str]:
-    """Give what a shard's header says of slices, if it holds any."""
+    """Return the header's metadata about slices, if the shard has any."""
     if all(tensor.part is None for tensor in tensors):
         return {}
     slices = {}
@@ -193,10 +193,10 @@ def _metadata(tensors: Sequence[TensorAt]) -> Mapping[str, str]:
     return slice_metadata(slices)
 
 
-def _deal_out(
+def _by_stage(
     tensors: Mapping[str, TensorAt], ties: Sequence[TieGroup], stage_of: Mapping[str, int], num_stages: int
 ) -> list[list[TensorAt]]:
-    """Give each stage's tensors; a replica that has to be stored and nobody stores is a copy of its owner."""
+    """Return each stage's tensors; a replica on a stage of its own that is not stored becomes a copy of its owner."""
     bundles: list[list[TensorAt]] = [[] for _ in range(num_stages)]
     for tensor in tensors.values():
         bundles[_stage_of(tensor.name, stage_of)].append(tensor)
@@ -210,19 +210,19 @@ def _deal_out(
 def _stage_of(fqn: str, stage_of: Mapping[str, int]) -> int:
     module = module_of(fqn, stage_of)
     if module is None:
-        raise LayoutError("layout", f"no stage holds the module of {fqn!r}", code="layout.uncovered-module")
+        raise LayoutError("layout", f"no stage has the module of {fqn!r}", code="layout.uncovered-module")
     return stage_of[module]
 
 
 def _tie_group(group: tuple[str, ...], checkpoint: Checkpoint, stage_of: Mapping[str, int]) -> TieGroup:
-    """Give the group with its owner in front: the first FQN that is stored (coverage saw to one)."""
+    """Return the group with its owner: the first FQN that is stored. The source was checked to store one."""
     owner = next(fqn for fqn in group if fqn in checkpoint.tensors)
     replicas = tuple(TieMember(fqn=fqn, stage=_stage_of(fqn, stage_of)) for fqn in group if fqn != owner)
     return TieGroup(owner=TieMember(fqn=owner, stage=_stage_of(owner, stage_of)), replicas=replicas)
 
 
 def _doubled_params(shape: ModelShape, ties: Sequence[TieGroup], num_stages: int) -> list[int]:
-    """Count what each stage's modules name twice: two tied names on one stage are one parameter."""
+    """Count the parameters that each stage's modules name twice: two tied names on one stage are one parameter."""
     doubled = [0] * num_stages
     for tie in ties:
         stages = [member.stage for member in tie.members]

@@ -1,4 +1,4 @@
-"""Who packs what: the tensors of a plan, dealt to parts that are equal in bytes."""
+"""The parts of a pack: a plan's tensors, distributed over parts that are equal in bytes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from manifests.safetensors import ALIGNMENT
 from reshard.plans.pack_plan import OutputShard, Traffic
 from reshard.tensors.lazy import stored_nbytes
 
-__all__ = ["Part", "Share", "deal", "parse_part", "part_nbytes", "part_traffic"]
+__all__ = ["Part", "PartOfShard", "parse_part", "part_nbytes", "part_traffic", "partition"]
 
-_MOST_PARTS = 512  # a commit holds a lock of each, and 1024 files is what many systems let a process open
+_MAX_PARTS = 512  # a commit locks a file of each, and many systems limit a process to 1024 open files
 _FORM = re.compile(r"([0-9]{1,5})/([0-9]{1,5})", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """Part `number` of `of`, counted from 1. `command` packs it when `--part` is added: told to whoever lacks one."""
+    """Part `number` of `of`, counted from 1. `command`, with `--part` added, packs it; errors name it."""
 
     number: int
     of: int
@@ -31,8 +31,8 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
-    """Tensors of one shard that one part writes; `has_start` says that it writes the header's template too."""
+class PartOfShard:
+    """The tensors of one shard that one part writes; with `has_start`, it also writes the header's template."""
 
     shard: OutputShard
     names: frozenset[str]
@@ -40,72 +40,68 @@ class Share:
     has_start: bool
 
 
-def parse_part(text: str) -> Part:
-    """Read `i/n`.
+def parse_part(text: str, command: tuple[str, ...] = ()) -> Part:
+    """Read `i/n`; `command` packs the other parts.
 
     Raises:
-        UsageError: it is no such thing, or i is not from 1 to n.
+        UsageError: it is not of this form, or i is not from 1 to n.
     """
     found = _FORM.fullmatch(text)
-    part = Part(number=int(found[1]), of=int(found[2])) if found else None
-    if part is None or not 1 <= part.number <= part.of <= _MOST_PARTS:
-        raise UsageError(
-            "--part",
-            f"expected I/N with I from 1 to N, found {text[:80]!r}",
-            "write 1/8 to 8/8",
-            code="options.bad-part",
-        )
+    part = Part(number=int(found[1]), of=int(found[2]), command=command) if found else None
+    if part is None or not 1 <= part.number <= part.of <= _MAX_PARTS:
+        problem = f"expected I/N with I from 1 to N, and N at most {_MAX_PARTS}, found {text[:80]!r}"
+        raise UsageError("--part", problem, "write 1/8 to 8/8", code="options.bad-part")
     return part
 
 
-def deal(shards: Sequence[OutputShard], num_parts: int) -> tuple[tuple[Share, ...], ...]:
-    """Give each part its share, equal in bytes but for the length of a piece.
+def partition(shards: Sequence[OutputShard], num_parts: int) -> tuple[tuple[PartOfShard, ...], ...]:
+    """Return what each part writes, equal in bytes up to the length of a piece.
 
-    A piece is the tensors between two sectors' borders of a shard: machines that share a file system must not
-    write into one sector of one file, for each may put back the other's bytes as it read them.
+    A piece is the tensors between two sector boundaries of a shard: machines that share a file system must not
+    write to the same sector of a file, since each may write back the other's bytes as it read them before.
     """
     pieces = [piece for shard in shards for piece in _pieces(shard)]
     total, before = max(1, sum(piece.nbytes for piece in pieces)), 0
-    dealt: list[dict[str, list[Share]]] = [{} for _ in range(num_parts)]
+    parts: list[dict[str, list[PartOfShard]]] = [{} for _ in range(num_parts)]
     for piece in pieces:
-        # The part that its middle falls to: neighbours stay together, and reading stays in order.
-        mine = dealt[min(num_parts - 1, (2 * before + piece.nbytes) * num_parts // (2 * total))]
-        mine.setdefault(piece.shard.path, []).append(piece)
+        # The part that the piece's middle falls into: neighbors stay together, and reads stay in order.
+        part = parts[min(num_parts - 1, (2 * before + piece.nbytes) * num_parts // (2 * total))]
+        part.setdefault(piece.shard.path, []).append(piece)
         before += piece.nbytes
-    return tuple(tuple(map(_join, shares.values())) for shares in dealt)
+    return tuple(tuple(map(_join, by_shard.values())) for by_shard in parts)
 
 
-def _pieces(shard: OutputShard) -> Iterator[Share]:
+def part_nbytes(shards: Sequence[OutputShard], part: Part) -> int:
+    """Return the size of a part's tensors."""
+    return sum(piece.nbytes for piece in partition(shards, part.of)[part.number - 1])
+
+
+def part_traffic(shards: Sequence[OutputShard], part: Part) -> Traffic:
+    """Return the bytes that a part reads and writes; a header's template is written with the first tensors after it."""
+    written = partition(shards, part.of)[part.number - 1]
+    return Traffic(
+        once_nbytes=sum(
+            stored_nbytes(origin) for piece in written for origin in piece.shard.origins if origin.name in piece.names
+        ),
+        write_nbytes=sum(piece.nbytes + (piece.shard.header_nbytes if piece.has_start else 0) for piece in written),
+    )
+
+
+def _pieces(shard: OutputShard) -> Iterator[PartOfShard]:
     names: list[str] = []
     begin, is_first = 0, True
     entries = sorted(shard.entries, key=lambda entry: (entry.begin, entry.end))
     for number, entry in enumerate(entries, 1):
         names.append(entry.name)
         if number == len(entries) or (entry.end > begin and entry.end % ALIGNMENT == 0):
-            yield Share(shard=shard, names=frozenset(names), nbytes=entry.end - begin, has_start=is_first)
+            yield PartOfShard(shard=shard, names=frozenset(names), nbytes=entry.end - begin, has_start=is_first)
             names, begin, is_first = [], entry.end, False
 
 
-def _join(pieces: Sequence[Share]) -> Share:
-    return Share(
+def _join(pieces: Sequence[PartOfShard]) -> PartOfShard:
+    return PartOfShard(
         shard=pieces[0].shard,
         names=frozenset().union(*(piece.names for piece in pieces)),
         nbytes=sum(piece.nbytes for piece in pieces),
         has_start=pieces[0].has_start,
-    )
-
-
-def part_nbytes(shards: Sequence[OutputShard], part: Part) -> int:
-    """Count the bytes of a part's tensors."""
-    return sum(share.nbytes for share in deal(shards, part.of)[part.number - 1])
-
-
-def part_traffic(shards: Sequence[OutputShard], part: Part) -> Traffic:
-    """Count what a part reads and writes; the template of a header is written with the tensors behind it."""
-    mine = deal(shards, part.of)[part.number - 1]
-    return Traffic(
-        once_nbytes=sum(
-            stored_nbytes(origin) for share in mine for origin in share.shard.origins if origin.name in share.names
-        ),
-        write_nbytes=sum(share.nbytes + (share.shard.header_nbytes if share.has_start else 0) for share in mine),
     )

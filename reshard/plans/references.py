@@ -1,4 +1,4 @@
-"""Virtual bundles: stages whose tensors stay where they are, in the source's own files."""
+"""Virtual bundles: stages that refer to the tensors in the source's own files instead of copying them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["References", "choose_stages", "refer_to_originals"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class References:
-    """What a manifest says of its virtual bundles: the files, and by stage the spans and the number of tensors."""
+    """The virtual bundles of a manifest: the files, and by stage the spans and the number of tensors."""
 
     virtual: Virtual | None
     spans: Mapping[int, tuple[Span, ...]]
@@ -26,40 +26,36 @@ class References:
 
 
 def choose_stages(plan: PackPlan, virtual: bool, wanted: str | None) -> frozenset[int] | None:
-    """Give the stages to pack, `wanted` as a user writes them: `0-3,7`. None: all of them.
+    """Return the stages to pack, `wanted` being written as `0-3,7`. None: all of them.
 
     Raises:
-        UsageError: no such stages, or both ways to ask at once.
+        UsageError: there is no such stage, or both options are used.
     """
     if virtual and wanted is not None:
-        raise UsageError(
-            "--stages",
-            "says which bundles are packed, --virtual that none is",
-            "leave one of the two out",
-            code="options.conflict",
-        )
+        problem = "conflicts with --virtual, which packs no stage"
+        raise UsageError("--stages", problem, "leave one of the two out", code="options.conflict")
     if virtual or wanted is None:
         return frozenset() if virtual else None
     chosen = parse_numbers(wanted)
     if chosen is None:
         raise UsageError(
-            "--stages", f"expected numbers, found {wanted[:80]!r}", "write 0-3 or 0,2,5-7", code="options.bad-stages"
+            "--stages", f"expected numbers, found {wanted[:80]!r}", "write 0-3, or 0,2,5-7", code="options.bad-stages"
         )
     if max(chosen) >= len(plan.stages):
         raise UsageError(
             "--stages",
-            f"there is no stage {max(chosen)}: the layout has {len(plan.stages)}",
+            f"expected stages from 0 to {len(plan.stages) - 1}, found {max(chosen)}",
+            "stages are numbered from 0",
             code="options.unknown-stage",
         )
     return chosen
 
 
 def refer_to_originals(stages: Sequence[StagePlan], checkpoint: Checkpoint) -> References:
-    """Give these stages' tensors as spans of the files that they lie in, and pin the files.
+    """Return these stages' tensors as spans of the files that they are in, with the files' fingerprints.
 
     Raises:
-        InputError: a tensor does not lie in a weight file of the source, is not named by its FQN there, or has
-            no bytes.
+        InputError: a tensor is not in a weight file of the source, is not named by its FQN there, or is empty.
     """
     if stages:
         _check_names(checkpoint)
@@ -77,7 +73,7 @@ def refer_to_originals(stages: Sequence[StagePlan], checkpoint: Checkpoint) -> R
             if name is None:
                 raise _no_original(tensor, checkpoint)
             if not tensor.nbytes:
-                problem = "has no bytes that a virtual bundle could refer to"
+                problem = "is empty, and virtual bundles can only refer to bytes"
                 raise InputError(
                     f"{tensor.file}: {tensor.name!r}",
                     problem,
@@ -102,7 +98,7 @@ def refer_to_originals(stages: Sequence[StagePlan], checkpoint: Checkpoint) -> R
 
 
 def _append(ranges: list[Range], begin: int, end: int) -> None:
-    """Add a range, most often behind the last one: a million neighbours are one range at once."""
+    """Append a range, merging it with the last one if they are adjacent, as a million tensors may be."""
     if ranges and ranges[-1][1] == begin:
         ranges[-1] = (ranges[-1][0], end)
     else:
@@ -110,14 +106,14 @@ def _append(ranges: list[Range], begin: int, end: int) -> None:
 
 
 def _check_names(checkpoint: Checkpoint) -> None:
-    if not checkpoint.shape.base:  # nothing is ever left out of a name
+    if not checkpoint.shape.base:  # stored names are FQNs
         return
     for shard in checkpoint.record.shards:
         for entry in shard.header.tensors:
             if (fqn := checkpoint.shape.fqn_of(entry.name)) != entry.name:
                 raise InputError(
                     f"{shard.name}: {entry.name!r}",
-                    f"is {fqn} in the model, and virtual bundles have the names that their files have",
+                    f"is {fqn} in the model, but virtual bundles cannot rename tensors",
                     "pack all stages, without --virtual",
                     code="options.cannot-be-virtual",
                 )
@@ -143,7 +139,7 @@ def _pin(used: Sequence[str], originals: OriginalFiles, checkpoint: Checkpoint) 
 def _no_original(tensor: TensorAt, checkpoint: Checkpoint) -> InputError:
     return InputError(
         str(tensor.file),
-        "is no weight file of a Hugging Face folder, and virtual bundles refer to nothing else",
-        f"give as SOURCE what it was made from ({checkpoint.source.location}), or pack without --virtual",
+        "is not a weight file of a Hugging Face folder, which virtual bundles require",
+        f"use its own source ({checkpoint.source.location}) as SOURCE, or pack without --virtual",
         code="options.cannot-be-virtual",
     )

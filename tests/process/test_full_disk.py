@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import llama_config, reshard, write_model
+from tests.builders import llama_config, refusal, reshard, write_model
 
 pytestmark = [
     pytest.mark.process,
@@ -58,13 +59,9 @@ def verbs(source: Path) -> dict[str, tuple[str | Path, ...]]:
 def test_full_disk_is_refused_before_a_tensor_moves(verb: str, source: Path, disk: Path) -> None:
     (disk / "ballast").write_bytes(bytes(DISK_NBYTES // 2))
     began_s = time.process_time()
-    ended = reshard(*verbs(source)[verb], "--out", disk / "out")
-    said = re.fullmatch(
-        f"error: {disk}: (\\d+) bytes needed, (\\d+) free\nhint: choose another disk for --out\n", ended.err
-    )
-    assert ended.code == 3, ended.err
-    assert said is not None, ended.err
-    needed, free = map(int, said.groups())
+    refused = refusal(*verbs(source)[verb], "--out", disk / "out")
+    assert refused.found == (3, "output.disk-full", str(disk))
+    free, needed = map(int, re.findall(r"(\d+)(?= bytes|\n)", refused.text))
     assert 27e6 < needed < 30e6
     assert 0.9 * DISK_NBYTES // 2 < free <= DISK_NBYTES // 2
     assert [path.name for path in disk.iterdir()] == ["ballast"]
@@ -93,20 +90,18 @@ def test_disk_that_another_fills_meanwhile_is_said_in_a_sentence(verb: str, sour
         "--out",
         disk / "out",
         "--quiet",
+        "--json",
     ]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     filler = threading.Thread(target=fill, args=(disk, process))
     filler.start()
-    _, errors = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=60)
     filler.join()
-    said = re.fullmatch(
-        f"error: {disk}/\\S+: cannot be written: No space left on device\nhint: \\d+ bytes were free there.*\n"
-        f"|error: {disk}: \\d+ bytes needed, \\d+ free\nhint: choose another disk for --out\n",
-        errors,
-    )
-    assert (process.returncode, said is not None) == (3, True), errors
+    error = json.loads(output)["error"]
+    assert (process.returncode, error["code"]) in ((3, "output.unwritable"), (3, "output.disk-full")), output
+    assert error["where"].startswith(str(disk))
     assert {path.name for path in disk.iterdir()} <= {"ballast", ".out.partial"}  # of what was verified, if anything
-    assert (".out.partial" in errors) == (disk / ".out.partial").exists()
+    assert (".out.partial" in error["hint"]) == (disk / ".out.partial").exists()
     (disk / "ballast").unlink()
     assert reshard(*verbs(source)[verb], "--out", disk / "out").code == 0
 

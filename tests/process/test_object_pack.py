@@ -15,7 +15,7 @@ from reshard.copy.destination import NUM_UPLOADS
 from stores.object_output import open_output
 from stores.objects import LOCK_NAME, PROGRESS_NAME
 from stores.uplink import NUM_PARTS
-from tests.builders import files_in, llama_config, random_tensors, reshard, without_digest, write_model
+from tests.builders import files_in, llama_config, random_tensors, refusal, reshard, without_digest, write_model
 from tests.process.buckets import BUCKET, MIB, become, measured, url_of
 from tests.servers.s3 import Fault, MotoServer, S3Server
 
@@ -83,7 +83,7 @@ def test_pack_in_a_bucket_is_the_pack_in_a_folder(s3: S3Server, source: Path, pa
     assert s3.uploads(BUCKET, "packed/") == []
 
 
-def test_long_carried_file_is_sent_in_parts_and_replaced(s3: S3Server, tmp_path: Path) -> None:
+def test_long_auxiliary_file_is_sent_in_parts_and_replaced(s3: S3Server, tmp_path: Path) -> None:
     source, out = tmp_path / "source", url_of("carried")
     write_model(source, llama_config())
     for number, content in enumerate((b"first", b"other"), 1):
@@ -142,10 +142,7 @@ def test_damage_in_a_bucket_is_found(s3: S3Server, packed: Path) -> None:
 
 def test_place_without_a_manifest_is_said_to_be_one(s3: S3Server) -> None:
     url = url_of("nothing")
-    assert run("verify", url, code=3) == (
-        f"error: {url}: no manifest.json here\nhint: a folder without one was never finished; make one with "
-        "reshard pack SOURCE --layout SPEC --out DIR\n"
-    )
+    assert refusal("verify", url).found == (3, "manifest.missing", url)
 
 
 def test_virtual_bundles_lie_in_a_bucket_and_refer_to_one(
@@ -202,7 +199,7 @@ def test_pack_that_is_killed_leaves_no_manifest_and_says_so_when_it_is_tried_aga
     assert worker.wait(10) == -9
     left = objects_in(s3, "killed")
     assert "manifest.json" not in left
-    assert run("verify", url, code=3).startswith(f"error: {url}: is not finished: it is being written, or")
+    assert refusal("verify", url).found == (3, "store.unfinished", url)
     del left[LOCK_NAME]
     left.pop(PROGRESS_NAME, None)
     said = run("pack", source, "--layout", "pp=3", "--out", url, code=3)  # another plan
@@ -246,33 +243,32 @@ def test_memory_does_not_grow_with_the_model(s3: S3Server, large: Path) -> None:
 def test_second_packer_is_refused(s3: S3Server, source: Path) -> None:
     url = url_of("contended")
     with open_output(url):
-        assert "is being written by another command" in run("pack", source, "--layout", "pp=2", "--out", url, code=3)
+        assert refusal("pack", source, "--layout", "pp=2", "--out", url).found == (3, "output.contended", url)
     assert objects_in(s3, "contended") == {}
 
 
 def test_what_is_wrong_with_the_bucket_is_said_in_a_sentence(
     s3: S3Server, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refusal(url: str) -> str:
+    def problem(url: str) -> str:
         said = run("pack", source, "--layout", "pp=2", "--out", url, code=3)
         assert said.startswith(f"error: {url}: ")
         return said.removeprefix(f"error: {url}: ").partition("\n")[0]
 
-    assert refusal("s3://no-such-bucket/a") == "there is no such bucket"
-    assert refusal("hf://org/name") == "writing to the hub is not supported"
+    assert problem("s3://no-such-bucket/a") == "there is no such bucket"
+    assert problem("hf://org/name") == "writing to the hub is not supported"
     become(monkeypatch, s3.environment(s3.stranger))
-    assert refusal(url_of("denied")) == "access is denied (AccessDenied)"
+    assert problem(url_of("denied")) == "access is denied (AccessDenied)"
     become(monkeypatch, {"AWS_ENDPOINT_URL": s3.endpoint, "AWS_ALLOW_HTTP": "true"})
-    assert refusal(url_of("nobody")) == "no credentials were found"
+    assert problem(url_of("nobody")) == "no credentials were found"
     become(monkeypatch, s3.environment() | {"AWS_ENDPOINT_URL": "http://127.0.0.1:1"})
-    assert refusal(url_of("nowhere")) == "no answer from http://127.0.0.1:1: error sending request"
+    assert problem(url_of("nowhere")) == "no answer from http://127.0.0.1:1: error sending request"
 
 
 def test_wrong_region_is_said_to_be(moto: MotoServer, source: Path) -> None:
     moto.fail(Fault(method="GET", address=BUCKET, what="redirect"))
-    assert run("pack", source, "--layout", "pp=2", "--out", url_of("elsewhere"), code=3) == (
-        f"error: {url_of('elsewhere')}: the bucket is in another region\nhint: set AWS_REGION to the bucket's\n"
-    )
+    refused = refusal("pack", source, "--layout", "pp=2", "--out", url_of("elsewhere"))
+    assert refused.found == (3, "store.other-region", url_of("elsewhere"))
 
 
 def test_busy_server_gets_everything_in_the_end(moto: MotoServer, source: Path, packed: Path) -> None:

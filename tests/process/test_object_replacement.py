@@ -11,7 +11,7 @@ from manifests.codec import encode_manifest
 from manifests.errors import InputError
 from stores.object_output import ObjectTarget, Wanted, open_output
 from stores.objects import LOCK_NAME, PROGRESS_NAME, open_objects
-from tests.builders import files_in, llama_config, reshard, write_model
+from tests.builders import files_in, llama_config, refusal, reshard, write_model
 from tests.fast.manifests.drawn_manifests import full_manifest
 from tests.process.buckets import BUCKET, url_of
 from tests.servers.s3 import Fault, MotoServer, S3Server
@@ -151,15 +151,8 @@ def test_export_never_removes_the_model_that_it_is_made_of(s3: S3Server, tmp_pat
         assert reshard(*virtual, packed).code == 0
         for bucket in ("s3://checkpoints", "S3://checkpoints", "s3a://checkpoints", "s3://checkpoints/"):
             for end in ("model", "model/"):
-                ended = reshard("export", packed, "--to", "hf", "--out", f"{bucket}/{end}", "--force")
-                assert (ended.code, ended.err) == (
-                    3,
-                    f"error: {bucket}/{end}: is what is read; --force does not replace it\n"
-                    "hint: choose another --out\n",
-                )
-        ended = reshard("export", packed, "--to", "hf", "--out", f"{url_of('model')}/again", "--force")
-        assert (ended.code, ended.err.partition("\n")[0]) == (
-            2,
-            f"error: --out: {url_of('model')}/again is inside {url_of('model')}, which would have other files then",
-        )
+                refused = refusal("export", packed, "--to", "hf", "--out", f"{bucket}/{end}", "--force")
+                assert refused.found == (3, "output.overlaps-source", f"{bucket}/{end}")
+        refused = refusal("export", packed, "--to", "hf", "--out", f"{url_of('model')}/again", "--force")
+        assert refused.found == (2, "output.overlaps-source", "--out")
     assert objects_in(s3, "model") == files_in(tmp_path / "source")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.builders import files_in, llama_config, random_tensors, reshard, write_model
+from tests.builders import files_in, llama_config, random_tensors, refusal, reshard, write_model
 
-READ = "is what is read; --force does not replace it\nhint: choose another --out\n"
-CAME = "is the folder that the model came from; --force does not replace it\nhint: choose another --out\n"
+OVERLAPS = "output.overlaps-source"
 
 
 @pytest.fixture
@@ -39,10 +39,18 @@ def test_export_replaces_neither_the_model_nor_the_bundles_by_any_name(name: str
     before = everything(place)
     for folder in (place / "source", place / "link", place / name):
         for out in spellings(folder):
-            ended = reshard("export", place / name, "--to", "hf", "--out", out, "--force")
-            said = ended.err.partition(": ")[2].partition(": ")[2]
-            assert (ended.code, said) == (3, CAME if name == "packed" and folder.name != name else READ), out
+            refused = refusal("export", place / name, "--to", "hf", "--out", out, "--force")
+            assert refused.found[:2] == (3, OVERLAPS), out
+            assert os.path.realpath(refused.found[2].removeprefix("file://")) == os.path.realpath(folder)
     assert everything(place) == before
+
+
+def test_refusals_say_what_overlaps(place: Path, wording: Callable[[str], None]) -> None:
+    write_model(place / "source" / "a")
+    for source, out in (("packed", "source"), ("packed", "packed"), ("packed", "packed/in"), ("source/a", "source")):
+        flags = ("--to", "hf") if source == "packed" else ("--layout", "pp=1")
+        verb = "export" if source == "packed" else "pack"
+        wording(refusal(verb, place / source, *flags, "--out", place / out, "--force").text)
 
 
 @pytest.mark.parametrize("name", ["packed", "virtual"])
@@ -54,9 +62,8 @@ def test_export_removes_no_folder_that_holds_the_model_or_lies_in_it(name: str, 
     before = everything(place)
     for out in (place, place / "source" / "original"):
         for address in (str(out), f"file://{out}"):
-            ended = reshard("export", place / name, "--to", "hf", "--out", address, "--force")
-            assert ended.code in (2, 3), address
-            assert "does not replace it" in ended.err or " is inside " in ended.err
+            refused = refusal("export", place / name, "--to", "hf", "--out", address, "--force")
+            assert refused.found in ((2, OVERLAPS, "--out"), (3, OVERLAPS, address))
     assert everything(place) == before
 
 
@@ -68,11 +75,8 @@ def test_export_removes_no_file_that_a_link_of_the_source_leads_to(tmp_path: Pat
     packed = reshard("pack", tmp_path / "source", "--layout", "pp=2", "--virtual", "--out", tmp_path / "packed")
     assert packed.code == 0, packed.err
     before, out = files_in(tmp_path / "elsewhere"), tmp_path / "elsewhere"
-    ended = reshard("export", tmp_path / "packed", "--to", "hf", "--out", out, "--force")
-    assert (ended.code, ended.err) == (
-        2,
-        f"error: --out: {out}/model.safetensors, which is read, is inside {out}\nhint: choose a folder beside it\n",
-    )
+    refused = refusal("export", tmp_path / "packed", "--to", "hf", "--out", out, "--force")
+    assert refused.found == (2, OVERLAPS, "--out")
     assert files_in(out) == before
 
 
@@ -90,17 +94,13 @@ def test_output_inside_a_manifests_folder_is_refused(verb: str, named: str, plac
     source = place / named.partition("/")[0]
     flags = ("--layout", "pp=1") if verb == "pack" else ("--to", "hf")
     for out in (f"{source}/inside", f"{place}/packed/../{source.name}/a/b", f"file://{source}/inside"):
-        ended = reshard(verb, place / named, *flags, "--out", out)
-        out = str(Path(out)) if "://" not in out else out
-        problem = f"{out} is inside {source}, which would have other files then"
-        assert (ended.code, ended.err) == (2, f"error: --out: {problem}\nhint: choose a folder beside it\n")
+        assert refusal(verb, place / named, *flags, "--out", out).found == (2, OVERLAPS, "--out")
     assert not (source / "inside").exists()
 
 
 def test_virtual_pack_inside_the_original_files_is_refused(place: Path) -> None:
-    ended = reshard("pack", place / "virtual", "--layout", "pp=1", "--out", place / "link" / "inside")
-    problem = f"{place}/link/inside is inside {place}/source, which would have other files then"
-    assert (ended.code, ended.err) == (2, f"error: --out: {problem}\nhint: choose a folder beside it\n")
+    refused = refusal("pack", place / "virtual", "--layout", "pp=1", "--out", place / "link" / "inside")
+    assert refused.found == (2, OVERLAPS, "--out")
 
 
 def test_source_inside_the_output_is_not_removed_with_it(place: Path) -> None:
@@ -110,10 +110,8 @@ def test_source_inside_the_output_is_not_removed_with_it(place: Path) -> None:
     before = files_in(place / "packed")
     for source in (inside, inside / "manifest.json", place / "packed" / "model"):
         for out in (str(place / "packed"), f"file://{place}/packed"):
-            ended = reshard("pack", source, "--layout", "pp=1", "--out", out, "--force")
-            read = source.parent if source.suffix else source
-            problem = f"{read}, which is read, is inside {out}"
-            assert (ended.code, ended.err) == (2, f"error: --out: {problem}\nhint: choose a folder beside it\n")
+            refused = refusal("pack", source, "--layout", "pp=1", "--out", out, "--force")
+            assert refused.found == (2, OVERLAPS, "--out")
     assert files_in(place / "packed") == before
 
 
@@ -125,8 +123,7 @@ def test_conversion_does_not_replace_the_bytes_that_it_converts(out: str, tmp_pa
     before = files_in(tmp_path / "packed")
     out = out.replace("PLACE", str(tmp_path)) if "://" in out else str(tmp_path / out)
     for source in (tmp_path / "packed", tmp_path / "packed/manifest.json"):
-        ended = reshard("pack", source, "--dtype", "bf16", "--out", out, "--force")
-        assert (ended.code, ended.err) == (3, f"error: {out}: {READ}")
+        assert refusal("pack", source, "--dtype", "bf16", "--out", out, "--force").found == (3, OVERLAPS, out)
     assert files_in(tmp_path / "packed") == before
     assert reshard("pack", tmp_path / "packed", "--layout", "pp=1", "--out", out, "--force").code == 0
     assert json.loads((tmp_path / "packed/manifest.json").read_text())["layout"]["num_stages"] == 1

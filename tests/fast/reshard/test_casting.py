@@ -1,9 +1,10 @@
-"""Casts: every value rounded as torch rounds it, streamed, and proven against the digests of what is read."""
+"""Casts: every value rounded as torch rounds it, streamed, and verified against the digests of what is read."""
 
 from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -19,6 +20,7 @@ from tests.builders import (
     llama_config,
     random_tensors,
     read_safetensors,
+    refusal,
     reshard,
     write_model,
 )
@@ -119,12 +121,10 @@ def test_value_that_would_become_infinite_is_refused(
         values[100] = value
         tensors[UP] = replace(tensors[UP], dtype=before, data=values.view(torch.uint8).numpy().tobytes())
         write_model(source, tensors=tensors)
-        ended = reshard(*command, "--force")
-        assert ended.code == code, ended.err
-    assert ended.err == (
-        f"error: {source}/model.safetensors: '{UP}': holds a value that is too large for {after} and would become "
-        "infinite\nhint: --dtype bf16 and fp32 have more room than fp16\n"
-    )
+        ended = reshard(*command, "--force", "--json")
+        assert ended.code == code, ended.out
+    error = ended.json["error"]
+    assert (error["code"], error["where"]) == ("source.would-overflow", f"{source}/model.safetensors: '{UP}'")
 
 
 @pytest.mark.parametrize("dtype", ["F16", "BF16"])
@@ -219,31 +219,25 @@ def test_damage_of_what_is_cast_is_named(tmp_path: Path) -> None:
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
-    ended = reshard("export", out, "--to", "hf", "--dtype", "fp32", "--out", tmp_path / "exported")
-    assert ended.code == 3
-    assert ended.err.startswith(f"error: {shard}: 'model.norm.weight': expected blake3:")
+    refused = refusal("export", out, "--to", "hf", "--dtype", "fp32", "--out", tmp_path / "exported")
+    assert refused.found == (3, "shard.digest-mismatch", f"{shard}: 'model.norm.weight'")
     assert not (tmp_path / "exported").exists()  # what other threads had verified may wait for a rerun beside it
 
 
-def test_weights_that_moments_belong_to_are_not_cast_by_pack(tmp_path: Path) -> None:
+def test_weights_with_optimizer_state_are_not_cast_by_pack(tmp_path: Path, wording: Callable[[str], None]) -> None:
     trained = write_trained(tmp_path, "pp=2")
-    ended = reshard("pack", trained, "--layout", "pp=4", "--dtype", "bf16", "--out", tmp_path / "out")
-    assert (ended.code, ended.err) == (
-        2,
-        "error: --dtype: SOURCE has an optimizer's moments, and training goes on with the weights as it left them\n"
-        "hint: leave it out here; reshard export --dtype casts\n",
-    )
+    refused = refusal("pack", trained, "--layout", "pp=4", "--dtype", "bf16", "--out", tmp_path / "out")
+    assert refused.found[::2] == (2, "--dtype")
+    wording(refused.text)
 
 
-@pytest.mark.parametrize(("flag", "args"), [("--virtual", ["--virtual"]), ("--stages", ["--stages", "0"])])
-def test_bytes_that_stay_where_they_are_are_not_converted(flag: str, args: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("args", [["--virtual"], ["--stages", "0"]])
+def test_virtual_bundles_are_not_converted(args: list[str], tmp_path: Path, wording: Callable[[str], None]) -> None:
     write_model(tmp_path / "source")
     asked = ("pack", tmp_path / "source", "--layout", "pp=2", "--dtype", "fp32", "--out", tmp_path / "out", *args)
-    ended = reshard(*asked)
-    assert (ended.code, ended.err) == (
-        2,
-        f"error: {flag}: bytes that stay where they are cannot be converted\nhint: pack without it\n",
-    )
+    refused = refusal(*asked)
+    assert refused.found == (2, "options.conflict", args[0])
+    wording(refused.text)
 
 
 def test_source_dtype_that_nothing_is_cast_to_is_refused(tmp_path: Path) -> None:
@@ -253,21 +247,12 @@ def test_source_dtype_that_nothing_is_cast_to_is_refused(tmp_path: Path) -> None
     out = tmp_path / "out"
     assert reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", out).code == 0
     for dtype in ("fp32", "bf16"):
-        ended = reshard("export", out, "--to", "hf", "--dtype", dtype, "--out", tmp_path / "exported")
-        assert (ended.code, ended.err) == (
-            2,
-            f"error: --dtype: '{UP}' is F8_E4M3, which is not cast\n"
-            "hint: quantized weights: reshard pack SOURCE --dequantize bf16\n",
-        )
+        refused = refusal("export", out, "--to", "hf", "--dtype", dtype, "--out", tmp_path / "exported")
+        assert refused.found == (2, "source.cannot-cast", "--dtype")
 
     def train(stage: dict[str, Tensor]) -> None:
         stage[UP] = replace(stage[UP], dtype="F32", data=bytes(4 * 24 * 16))
 
     change_stage(out, 0, train)
-    ended = reshard("export", out, "--to", "hf", "--out", tmp_path / "exported")
-    assert (ended.code, ended.err) == (
-        3,
-        f"error: {out}/stage-000/model.safetensors: '{UP}': "
-        "is F32, was F8_E4M3 in the source, and is not cast to that\n"
-        "hint: say --dtype bf16 or --dtype fp32\n",
-    )
+    refused = refusal("export", out, "--to", "hf", "--out", tmp_path / "exported")
+    assert refused.found == (3, "source.cannot-cast", f"{out}/stage-000/model.safetensors: '{UP}'")

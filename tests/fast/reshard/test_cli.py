@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import EMBEDDING, HEAD, leftovers, llama_config, reshard, without_digest, write_model
+from tests.builders import EMBEDDING, HEAD, leftovers, llama_config, refusal, reshard, without_digest, write_model
 
 ROOT = Path(__file__).parents[3]
 VERBS = ("plan", "pack", "export", "verify", "inspect")
@@ -144,11 +144,10 @@ def test_disk_that_refuses_a_shard_is_one_sentence_and_leaves_nothing(tmp_path: 
     )
     ended = subprocess_of(limited + COMMAND, "pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out")
     assert ended.returncode == 3
-    assert ended.stderr.strip() == f"error: {tmp_path}/out: cannot be written: File too large"
+    assert ended.stderr.startswith(f"error: {tmp_path}/out: ")
     assert leftovers(tmp_path / "out") == []
 
 
 def test_path_that_the_system_refuses_is_bad_input() -> None:
     name = "a" * 300
-    ended = reshard("plan", name, "--layout", "pp=2")
-    assert (ended.code, ended.err) == (3, f"error: {name}/manifest.json: cannot be used: File name too long\n")
+    assert refusal("plan", name, "--layout", "pp=2").found == (3, "system.refused", f"{name}/manifest.json")

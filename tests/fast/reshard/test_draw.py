@@ -13,7 +13,7 @@ import pytest
 
 from reshard.draw.stages import stage_bytes
 from reshard.estimate.training_estimate import Assumptions
-from reshard.operations.resolve import LayoutRequest, lay_out, look_ahead
+from reshard.operations.resolve import LayoutRequest, estimate_step, lay_out
 from reshard.sources.open import open_source
 from tests.builders import Ended, reshard
 from tests.fast.reshard.configs import modules_of, write_config, write_times
@@ -60,7 +60,7 @@ def test_svg_says_what_the_plan_says_and_names_the_bottleneck(config: Path, tmp_
 
 def test_bars_of_a_training_checkpoint_are_the_bytes_of_its_weights(tmp_path: Path) -> None:
     checkpoint = open_source(str(write_trained(tmp_path, "pp=2")))
-    planned = look_ahead(lay_out("tiny", checkpoint, LayoutRequest(spec="pp=4"), Assumptions()))
+    planned = estimate_step(lay_out("tiny", checkpoint, LayoutRequest(spec="pp=4"), Assumptions()))
     bars = zip(*stage_bytes(planned).values(), strict=True)
     assert list(map(sum, bars)) == [stage.nbytes for stage in planned.plan.stages]
 

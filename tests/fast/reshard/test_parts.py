@@ -14,15 +14,18 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from reshard.operations.pack import parts_of
-from reshard.plans.pack_plan import lay_out_shard
-from reshard.plans.partition import deal
+from manifests.safetensors import layout_tensors
+from reshard.operations.pack import records_folder
+from reshard.plans.pack_plan import OutputShard, lay_out_shard
+from reshard.plans.partition import partition
 from stores.bundles import TensorAt
 from stores.local import LocalFile
-from tests.builders import Ended, files_in, leftovers, llama_config, random_tensors, reshard, write_model
+from tests.builders import Ended, files_in, leftovers, llama_config, random_tensors, refusal, reshard, write_model
+from tests.steps import steps_of
 
 ROOT = Path(__file__).resolve().parents[3]
 # Most tensors end where a sector does: shards can be cut.
@@ -50,8 +53,12 @@ def whole(source: Path) -> dict[str, bytes]:
     return files_in(out)
 
 
-def pack_part(source: Path, out: Path, part: str, *flags: str) -> Ended:
-    return reshard("pack", source, "--layout", "pp=2", "--out", out, "--part", part, *flags)
+def part_of(source: Path, out: Path, part: str, *flags: str) -> tuple[str | Path, ...]:
+    return ("pack", source, "--layout", "pp=2", "--out", out, "--part", part, *flags)
+
+
+def pack_part(*args: Any) -> Ended:
+    return reshard(*part_of(*args))
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 5, 40])
@@ -76,7 +83,7 @@ def test_tensors_that_share_sectors_go_to_one_part(tmp_path: Path) -> None:
     assert files_in(tmp_path / "out") == files_in(tmp_path / "whole")
 
 
-def test_shards_are_cut_into_shares_of_like_size() -> None:
+def test_parts_are_of_similar_size() -> None:
     file = LocalFile(Path("somewhere"))
     shards = [
         lay_out_shard(
@@ -88,73 +95,104 @@ def test_shards_are_cut_into_shares_of_like_size() -> None:
         )
         for stage in range(4)
     ]
-    shares = deal(shards, 8)
-    sizes = [sum(share.nbytes for share in held) for held in shares]
+    parts = partition(shards, 8)
+    sizes = [sum(piece.nbytes for piece in part) for part in parts]
     assert max(sizes) - min(sizes) <= 2 * 12288
-    dealt = [name for held in shares for share in held for name in share.names]
-    assert sorted(dealt) == sorted(entry.name for shard in shards for entry in shard.entries)
+    pieces = [piece for part in parts for piece in part]
+    assert sorted(name for piece in pieces for name in piece.names) == sorted(
+        entry.name for shard in shards for entry in shard.entries
+    )
     for stage in range(4):  # these two share a sector
-        assert any({f"{stage}.1", f"{stage}.2"} <= share.names for held in shares for share in held)
-    assert sum(share.has_start for held in shares for share in held) == 4
+        assert any({f"{stage}.1", f"{stage}.2"} <= piece.names for piece in pieces)
+    assert sum(piece.has_start for piece in pieces) == 4
 
 
-def test_missing_parts_are_named_with_the_command_that_packs_one(source: Path, tmp_path: Path) -> None:
+def test_steps_of_partition_grow_with_the_tensors_and_not_with_their_square() -> None:
+    few, many = (_shard_of_sectors(num_tensors) for num_tensors in (4000, 16000))
+    for shard in (few, many):
+        (piece,) = partition([shard], 1)[0]
+        assert len(piece.names) == len(shard.entries)
+    assert steps_of(lambda: partition([many], 1)) < 4.5 * steps_of(lambda: partition([few], 1))
+
+
+def _shard_of_sectors(num_tensors: int) -> OutputShard:
+    """Return a shard of tensors that each fill sectors of their own, as a quantized layer's experts do."""
+    entries = layout_tensors((f"model.layers.0.mlp.experts.{i}.w1", "BF16", (64, 64)) for i in range(num_tensors))
+    return OutputShard(path="a", origins=(), header_nbytes=0, given=(b"", entries))
+
+
+def test_missing_parts_are_named_with_the_command_that_packs_one(
+    source: Path, tmp_path: Path, wording: Callable[[str], None]
+) -> None:
     out = tmp_path / "out"
-    assert "no parts of a pack" in reshard("commit", out).err
+    refused = refusal("commit", out)
+    assert refused.found == (3, "output.no-parts", str(out))
+    wording(refused.text)
     for number in (1, 4):
         assert pack_part(source, out, f"{number}/4").code == 0
-    ended = reshard("commit", out)
-    assert ended.code == 3
-    assert "parts 2, 3 of 4 are not done" in ended.err
-    assert f"run reshard pack {source} --layout pp=2 --out {out} --part 2/4" in ended.err
+    refused = refusal("commit", out)
+    assert refused.found == (3, "output.missing-parts", str(out))
+    wording(refused.text.replace(str(source), "SOURCE"))
+    assert f"reshard pack {source} --layout pp=2 --out {out} --part 2/4" in refused.text
     for number in (2, 3):
         assert pack_part(source, out, f"{number}/4").code == 0
     assert reshard("commit", out).code == 0
 
 
 @pytest.mark.parametrize("flags", [("--layout", "pp=4"), ("--dtype", "bf16"), ("--part", "2/3")], ids=" ".join)
-def test_part_of_another_plan_is_refused(flags: tuple[str, ...], source: Path, tmp_path: Path) -> None:
+def test_part_of_another_plan_is_refused(
+    flags: tuple[str, ...], source: Path, tmp_path: Path, wording: Callable[[str], None]
+) -> None:
     assert pack_part(source, tmp_path / "out", "1/2").code == 0
-    ended = pack_part(source, tmp_path / "out", "2/2", *flags)
-    assert ended.code == 3
-    assert "of another plan" in ended.err
+    refused = refusal(*part_of(source, tmp_path / "out", "2/2", *flags))
+    assert refused.found == (3, "output.other-plan", str(tmp_path / "out"))
+    if "--dtype" in flags:
+        wording(refused.text)
 
 
-def test_same_part_twice_at_once_is_refused_and_others_are_not(source: Path, tmp_path: Path) -> None:
+def test_same_part_twice_at_once_is_refused_and_others_are_not(
+    source: Path, tmp_path: Path, wording: Callable[[str], None]
+) -> None:
     out = tmp_path / "out"
     assert pack_part(source, out, "1/2").code == 0
     with open(tmp_path / ".out.parts" / "part-00001-of-00002.lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        ended = pack_part(source, out, "1/2")
-        assert ended.code == 3
-        assert "another process has part 1/2" in ended.err
+        refused = refusal(*part_of(source, out, "1/2"))
+        assert refused.found == (3, "output.in-use", str(out))
+        wording(refused.text)
         assert pack_part(source, out, "2/2").code == 0
-        assert "another process has part 1/2" in reshard("commit", out).err
+        assert refusal("commit", out) == refused
     assert reshard("commit", out).code == 0
 
 
-def test_whole_pack_and_parts_keep_out_of_each_others_way(source: Path, tmp_path: Path) -> None:
+def test_whole_pack_and_parts_keep_out_of_each_others_way(
+    source: Path, tmp_path: Path, wording: Callable[[str], None]
+) -> None:
     out, partial = tmp_path / "out", tmp_path / ".out.partial"
     assert pack_part(source, out, "1/2").code == 0
-    assert "parts of a pack" in reshard("pack", source, "--layout", "pp=2", "--out", out).err
+    refused = refusal("pack", source, "--layout", "pp=2", "--out", out)
+    assert refused.found == (3, "output.parts-waiting", str(out))
+    wording(refused.text)
     folder = os.open(partial, os.O_RDONLY)
     fcntl.flock(folder, fcntl.LOCK_EX)
-    assert "another process is writing it" in pack_part(source, out, "2/2").err
+    assert refusal(*part_of(source, out, "2/2")).found[:2] == (3, "output.in-use")
     os.close(folder)
     assert pack_part(source, out, "2/2").code == 0
     assert reshard("commit", out).code == 0
-    assert "exists already" in pack_part(source, out, "2/2").err
+    assert refusal(*part_of(source, out, "2/2")).found == (3, "output.exists", str(out))
 
 
-def test_damaged_parts_are_not_committed_and_not_lost(source: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+def test_damaged_parts_are_not_committed_and_not_lost(
+    source: Path, whole: dict[str, bytes], tmp_path: Path, wording: Callable[[str], None]
+) -> None:
     out, partial = tmp_path / "out", tmp_path / ".out.partial"
     for part in ("1/2", "2/2"):
         assert pack_part(source, out, part).code == 0
     shard = next(path for path in sorted(partial.rglob("*.safetensors")))
     os.truncate(shard, shard.stat().st_size - 1)
-    ended = reshard("commit", out)
-    assert ended.code == 3
-    assert str(shard) in ended.err
+    refused = refusal("commit", out)
+    assert refused.found == (3, "output.damaged-parts", str(shard))
+    wording(refused.text)
     assert not out.exists()
     for part in ("1/2", "2/2"):
         assert pack_part(source, out, part).code == 0
@@ -182,49 +220,49 @@ def test_commit_that_was_killed_before_it_cleared_up_ends(
     assert list(tmp_path.glob(".*")) == []
 
 
-def test_commit_without_what_the_parts_wrote_leaves_what_is_there(source: Path, tmp_path: Path) -> None:
+def test_commit_without_what_the_parts_wrote_leaves_what_is_there(
+    source: Path, tmp_path: Path, wording: Callable[[str], None]
+) -> None:
     out = tmp_path / "out"
     assert reshard("pack", source, "--layout", "pp=2", "--out", out).code == 0
     old = files_in(out)
     assert pack_part(source, out, "1/1", "--force").code == 0
     shutil.rmtree(tmp_path / ".out.partial")
-    ended = reshard("commit", out, "--force")
-    assert ended.code == 3
-    assert ended.err == (
-        f"error: {tmp_path}/.out.partial: what the parts wrote is gone\n"
-        f"hint: remove {tmp_path}/.out.parts and run the parts again\n"
-    )
+    refused = refusal("commit", out, "--force")
+    assert refused.found == (3, "output.damaged-parts", f"{tmp_path}/.out.partial")
+    wording(refused.text)
     assert files_in(out) == old
 
 
-def test_shards_of_another_pack_are_not_given_the_digests_of_this_one(source: Path, tmp_path: Path) -> None:
+def test_shards_of_another_pack_are_not_given_the_digests_of_this_one(
+    source: Path, tmp_path: Path, wording: Callable[[str], None]
+) -> None:
     out, partial = tmp_path / "out", tmp_path / ".out.partial"
     write_model(tmp_path / "old", CONFIG, random_tensors(CONFIG, dtypes=["F32"], seed=1), num_shards=3)
     assert reshard("pack", tmp_path / "old", "--layout", "pp=2", "--out", tmp_path / "other").code == 0
     assert pack_part(source, out, "1/1").code == 0
     shutil.rmtree(partial)
     (tmp_path / "other").rename(partial)
-    ended = reshard("commit", out)
-    assert ended.code == 3
-    assert f"{partial}/stage-000/model.safetensors: holds digests that no part of this pack found" in ended.err
+    refused = refusal("commit", out)
+    assert refused.found == (3, "output.damaged-parts", f"{partial}/stage-000/model.safetensors")
+    wording(refused.text)
     assert not out.exists()
 
 
-def test_parts_wait_until_a_commit_that_was_killed_has_cleared_up(source: Path, tmp_path: Path) -> None:
+def test_parts_wait_until_a_commit_that_was_killed_has_cleared_up(
+    source: Path, tmp_path: Path, wording: Callable[[str], None]
+) -> None:
     out = tmp_path / "out"
     assert pack_part(source, out, "1/1").code == 0
     _end_in(lambda: reshard("commit", out), 1)
     old = files_in(out)
-    anew = ("pack", source, "--layout", "pp=1", "--out", out, "--force", "--part", "1/1")
-    ended = reshard(*anew)
-    assert ended.code == 3
-    assert ended.err == (
-        f"error: {out}: a commit was killed when this had its name already\n"
-        f"hint: reshard commit {out} clears up after it\n"
-    )
+    again = ("pack", source, "--layout", "pp=1", "--out", out, "--force", "--part", "1/1")
+    refused = refusal(*again)
+    assert refused.found == (3, "output.unfinished-commit", str(out))
+    wording(refused.text)
     assert reshard("commit", out).code == 0
     assert files_in(out) == old
-    assert reshard(*anew).code == 0
+    assert reshard(*again).code == 0
     assert reshard("commit", out, "--force").code == 0
     assert len(list(out.glob("stage-*"))) == 1
 
@@ -255,7 +293,7 @@ def test_parts_and_commit_killed_at_any_time_and_run_again_give_the_same_bytes(
         assert pack_part(source, out, f"{number}/3").code == 0
     _kill_after(dice.uniform(0, 0.02), lambda: reshard("commit", out))
     ended = reshard("commit", out)
-    assert ended.code == 0 or (out.exists() and "no parts" in ended.err), ended.err
+    assert ended.code == 0, ended.err
     assert files_in(out) == whole
 
 
@@ -291,69 +329,67 @@ def _kill_after(seconds: float, work: Callable[[], object]) -> None:
     os.waitpid(pid, 0)
 
 
+SLURM = ("--parts", "4", "--scheduler", "slurm")
+
+
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "code", "where"),
     [
-        (("--part", "0/4"), "expected I/N"),
-        (("--part", "5/4"), "expected I/N"),
-        (("--part", "first"), "expected I/N"),
-        (("--part", "1/4", "--virtual"), "no bytes to divide"),
-        (("--part", "1/4", "--parts", "4", "--scheduler", "slurm"), "leave one of the two out"),
-        (("--parts", "4"), "needs --scheduler"),
-        (("--scheduler", "slurm"), "needs --parts"),
-        (("--account", "us"), "is for --scheduler slurm"),
-        (("--parts", "4", "--scheduler", "slurm", "--sbatch-arg", "gpus"), "an option of sbatch"),
-        (("--parts", "4", "--scheduler", "slurm", "--sbatch-arg", "--array=1-2"), "an array of our own"),
-        (("--parts", "4", "--scheduler", "slurm", "--sbatch-arg", "--comment=don't"), "No closing quotation"),
-        (("--parts", "4", "--scheduler", "slurm", "--sbatch-arg", "--comment=a b"), "expected one option"),
-        (("--parts", "4", "--scheduler", "slurm", "--sbatch-arg", "--exclusive # x"), "expected one option"),
-        (("--parts", "4", "--scheduler", "slurm", "--time", ""), "an option of sbatch, found '--time='"),
-        (("--parts", "4", "--scheduler", "slurm", "--partition", "a\nb"), "an option of sbatch"),
-        (("--sbatch-arg", "--mem=8G"), "error: --sbatch-arg: is for --scheduler slurm"),
-        (("--part", "1/4", "--out", "s3://bucket/prefix"), "a bucket does not have"),
+        (("--part", "0/4"), "options.bad-part", "--part"),
+        (("--part", "5/4"), "options.bad-part", "--part"),
+        (("--part", "first"), "options.bad-part", "--part"),
+        (("--part", "1/4", "--virtual"), "options.conflict", "--part"),
+        (("--part", "1/4", "--verify-source"), "options.conflict", "--verify-source"),
+        (("--part", "1/4", *SLURM), "options.conflict", "--part"),
+        (("--parts", "4"), "options.needs-scheduler", "--parts"),
+        (("--scheduler", "slurm"), "options.needs-scheduler", "--scheduler"),
+        (("--account", "us"), "options.needs-scheduler", "--account"),
+        (("--sbatch-arg", "--mem=8G"), "options.needs-scheduler", "--sbatch-arg"),
+        ((*SLURM, "--sbatch-arg", "gpus"), "options.sbatch-argument", "--sbatch-arg"),
+        ((*SLURM, "--sbatch-arg", "--array=1-2"), "options.sbatch-argument", "--sbatch-arg"),
+        ((*SLURM, "--sbatch-arg", "--comment=don't"), "options.sbatch-argument", "--sbatch-arg"),
+        ((*SLURM, "--sbatch-arg", "--comment=a b"), "options.sbatch-argument", "--sbatch-arg"),
+        ((*SLURM, "--sbatch-arg", "--exclusive # x"), "options.sbatch-argument", "--sbatch-arg"),
+        ((*SLURM, "--time", ""), "options.sbatch-argument", "--sbatch-arg"),
+        ((*SLURM, "--partition", "a\nb"), "options.sbatch-argument", "--sbatch-arg"),
+        (("--part", "1/4", "--out", "s3://bucket/prefix"), "options.parts-in-bucket", "--part"),
     ],
 )
 def test_requests_that_make_no_sense_are_refused(
-    flags: tuple[str, ...], said: str, source: Path, tmp_path: Path
+    flags: tuple[str, ...], code: str, where: str, source: Path, tmp_path: Path, wording: Callable[[str], None]
 ) -> None:
-    ended = reshard("pack", source, "--layout", "pp=2", "--out", tmp_path / "out", *flags)
-    assert ended.code == 2
-    assert said in ended.err
+    refused = refusal("pack", source, "--layout", "pp=2", "--out", tmp_path / "out", *flags)
+    assert refused.found == (2, code, where)
+    wording(refused.text)
     assert leftovers(tmp_path / "out") == []
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "found"),
     [
-        (("--layout", "pp=99"), "99"),
-        (("--layout", "pp=2", "--out", "{place}/taken"), "{place}/taken: exists already"),
-        (
-            ("--layout", "pp=2", "--out", "{place}/file/out"),
-            "{place}/file/out: cannot be written here: {place}/file is",
-        ),
+        (("--layout", "pp=99"), (2, "layout.uneven-split", "layout")),
+        (("--layout", "pp=2", "--out", "{place}/taken"), (3, "output.exists", "{place}/taken")),
+        (("--layout", "pp=2", "--out", "{place}/file/out"), (3, "output.unwritable", "{place}/file/out")),
     ],
 )
-def test_pack_that_cannot_be_is_not_submitted(flags: tuple[str, ...], said: str, source: Path, tmp_path: Path) -> None:
+def test_pack_that_would_fail_is_not_submitted(
+    flags: tuple[str, ...], found: tuple[int, str, str], source: Path, tmp_path: Path
+) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "x").write_bytes(b"")
     (tmp_path / "file").write_bytes(b"")
-    asked = ("--out", tmp_path / "out", "--parts", "2", "--scheduler", "slurm", "--dry-run")
-    ended = reshard("pack", source, *asked, *(flag.format(place=tmp_path) for flag in flags))
-    assert (ended.code, ended.out) == (2 if "pp=99" in flags else 3, "")
-    assert said.format(place=tmp_path) in ended.err
+    asked = ("--out", tmp_path / "out", *SLURM, "--dry-run")
+    refused = refusal("pack", source, *asked, *(flag.format(place=tmp_path) for flag in flags))
+    assert refused.found == (*found[:2], found[2].format(place=tmp_path))
 
 
 def test_source_that_is_not_there_is_not_submitted(tmp_path: Path) -> None:
-    asked = ("--layout", "pp=2", "--out", tmp_path / "out", "--parts", "2", "--scheduler", "slurm", "--dry-run")
-    ended = reshard("pack", tmp_path / "absent", *asked)
-    assert (ended.code, ended.out) == (3, "")
-    assert ended.err.startswith(f"error: {tmp_path}/absent: no such folder")
+    asked = ("--layout", "pp=2", "--out", tmp_path / "out", *SLURM, "--dry-run")
+    assert refusal("pack", tmp_path / "absent", *asked).found[::2] == (3, f"{tmp_path}/absent")
 
 
 def test_commit_of_a_bucket_is_refused() -> None:
-    ended = reshard("commit", "s3://bucket/pp2")
-    assert ended.code == 2
-    assert ended.err.startswith("error: OUT: parts meet in a folder, which a bucket does not have")
+    assert refusal("commit", "s3://bucket/pp2").found == (2, "options.parts-in-bucket", "OUT")
 
 
 def test_dry_run_prints_an_array_and_the_commit_that_waits_for_it(source: Path, tmp_path: Path) -> None:
@@ -400,10 +436,10 @@ def test_records_of_parts_without_a_plan_do_not_keep_a_pack_out(left: tuple[str,
     write_model(tmp_path / "source")
     out = tmp_path / "out"
     for _ in range(2):
-        assert parts_of(out).parent == tmp_path
-        parts_of(out).mkdir()
+        assert records_folder(out).parent == tmp_path
+        records_folder(out).mkdir()
         for name in left:
-            (parts_of(out) / name).touch()
+            (records_folder(out) / name).touch()
         packed = reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", out, "--force")
         assert packed.code == 0, packed.err
         assert leftovers(out) == ["out"]

@@ -167,7 +167,7 @@ def test_config_alone_cannot_be_packed_or_have_tensors_dropped(tmp_path: Path) -
     assert packed.code == 3
     dropped = reshard("plan", config, "--layout", "pp=2", "--drop", HEAD)
     assert (dropped.code, dropped.err) == (
-        2, f"error: --drop: {config} has no weights to leave behind\nhint: leave --drop out\n"
+        2, f"error: --drop: {config} is a config without weights\nhint: leave --drop out\n"
     )  # fmt: skip
 
 

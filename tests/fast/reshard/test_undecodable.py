@@ -1,18 +1,16 @@
-"""Names that are not valid UTF-8, which no manifest could say: refused in a sentence, before anything is written."""
+"""Names that are not valid UTF-8, which no manifest could say: refused before anything is written."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.builders import files_in, reshard, write_model
+from tests.builders import files_in, refusal, reshard, write_model
 
 ODD = os.fsdecode(b"x\xff")
-SAID = "its name is not valid UTF-8, and a manifest cannot contain it\nhint: rename it\n"
 
 
 def rename_model(place: Path) -> Path:
@@ -43,11 +41,9 @@ def test_source_that_a_manifest_could_not_name_is_refused(make: Callable[[Path],
     source = make(tmp_path)
     asked = ("pack", source, "--layout", "pp=1", "--out", tmp_path / "out")
     for flags in ((), ("--virtual",), ("--part", "1/2"), ("--dry-run",)):
-        ended = reshard(*asked, *flags)
-        assert (ended.code, ended.out) == (3, "")
-        assert ended.err.endswith(f": {SAID}")
-        assert ODD in ended.err
-    assert json.loads(reshard(*asked, "--json").out)["error"]["problem"] == SAID.partition("\n")[0]
+        refused = refusal(*asked, *flags)
+        assert refused.found[:2] == (3, "store.invalid-name")
+        assert ODD in refused.found[2]
     assert not any("out" in path.name for path in tmp_path.iterdir())
 
 
@@ -63,12 +59,7 @@ def test_output_of_such_a_name_is_refused(verb: str, tmp_path: Path) -> None:
     write_model(tmp_path / "source")
     assert reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "packed").code == 0
     given = (tmp_path / "packed", "--to", "hf") if verb == "export" else (tmp_path / "source", "--layout", "pp=2")
-    ended = reshard(verb, *given, "--out", tmp_path / ODD)
-    out = f"{tmp_path}/x\\udcff"
-    assert (ended.code, ended.err) == (
-        2,
-        f"error: --out: '{out}' is not valid UTF-8\nhint: choose another name\n",
-    )
+    assert refusal(verb, *given, "--out", tmp_path / ODD).found == (2, "options.not-utf8", "--out")
     assert not (tmp_path / ODD).exists()
 
 
@@ -76,5 +67,5 @@ def test_layout_file_of_such_a_name_is_refused(tmp_path: Path) -> None:
     write_model(tmp_path / "source")
     (tmp_path / f"{ODD}.toml").write_text('stages = [["embed_tokens", "layers.0-3", "norm", "lm_head"]]\n')
     spec = str(tmp_path / f"{ODD}.toml")
-    ended = reshard("pack", tmp_path / "source", "--layout", spec, "--out", tmp_path / "out")
-    assert (ended.code, ended.err) == (3, "error: layout: is not valid UTF-8\nhint: rename the file\n")
+    refused = refusal("pack", tmp_path / "source", "--layout", spec, "--out", tmp_path / "out")
+    assert refused.found[::2] == (3, "layout")
