@@ -115,7 +115,7 @@ def refusal(*args: str | Path) -> Refusal:
 
 
 def llama_config(**overrides: Any) -> dict[str, Any]:
-    """Give the config of a Llama of a few kilobytes."""
+    """Return the config of a Llama of a few kilobytes."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -131,7 +131,7 @@ def llama_config(**overrides: Any) -> dict[str, Any]:
 
 
 def llama_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Give every tensor of a bias-free Llama and its shape; a test holds this against transformers."""
+    """Return every tensor of a bias-free Llama and its shape; a test holds this against transformers."""
     width, ffn, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     heads = config["num_attention_heads"]
     kv_width = config["num_key_value_heads"] * (width // heads)
@@ -179,7 +179,7 @@ def header_of(
     data_order: Iterable[str] | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Give a header's JSON object, listed in the order of `tensors`, laid out in `data_order`."""
+    """Return a header's JSON object, listed in the order of `tensors`, laid out in `data_order`."""
     begin, offsets = 0, {}
     for fqn in data_order or tensors:
         offsets[fqn] = [begin, begin + len(tensors[fqn].data)]
@@ -207,7 +207,7 @@ def write_safetensors(
 
 
 def read_safetensors(file: bytes) -> dict[str, Tensor]:
-    """Give what the `safetensors` library finds in a file."""
+    """Return what the `safetensors` library finds in a file."""
     found: list[tuple[str, dict[str, Any]]] = deserialize(file)  # type: ignore[no-untyped-call]
     return {
         name: Tensor(dtype=tensor["dtype"], shape=tuple(tensor["shape"]), data=bytes(tensor["data"]))
@@ -216,7 +216,7 @@ def read_safetensors(file: bytes) -> dict[str, Tensor]:
 
 
 def index_of(shards: Mapping[str, Iterable[str]], total_nbytes: int) -> bytes:
-    """Give the text of an index as transformers writes it."""
+    """Return the text of an index as transformers writes it."""
     weight_map = {fqn: shard for shard, names in shards.items() for fqn in names}
     document = {"metadata": {"total_size": total_nbytes}, "weight_map": weight_map}
     return (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()
@@ -277,10 +277,10 @@ def without_file(folder: Path, name: str) -> Iterator[None]:
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
-    """Give every file below a folder, whole."""
+    """Return every file below a folder, whole."""
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def leftovers(out: Path) -> list[str]:
-    """Give what a command left of a folder that it was to write: itself, and anything begun beside it."""
+    """Return what a command left of a folder that it was to write: itself, and anything begun beside it."""
     return sorted(path.name for path in out.parent.iterdir() if out.name in path.name)

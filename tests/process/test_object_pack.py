@@ -58,7 +58,7 @@ def run(*args: str | Path, code: int = 0) -> str:
 
 
 def objects_in(s3: S3Server, name: str) -> dict[str, bytes]:
-    """Give the objects of a prefix, named as below it."""
+    """Return the objects of a prefix, named as below it."""
     return {key.removeprefix(f"{name}/"): data for key, data in s3.objects(BUCKET, f"{name}/").items()}
 
 
@@ -69,7 +69,7 @@ def upload(s3: S3Server, folder: Path, name: str) -> str:
 
 
 def without_origin(files: dict[str, bytes]) -> dict[str, object]:
-    """Give files with the manifest as a document, less what says where its source lay."""
+    """Return files with the manifest as a document, less what says where its source lay."""
     document = json.loads(without_digest(files["manifest.json"]))
     for key in ("source", "parents"):
         del document[key]

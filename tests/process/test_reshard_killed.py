@@ -56,7 +56,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(checkpoints: Path) -> Mapping[str, tuple[float, Mapping[str, str]]]:
-    """Give for each command how long it takes when nobody disturbs it, and the digest of every file that it writes."""
+    """Return for each command how long it takes undisturbed, and the digest of every file that it writes."""
     found = {}
     for name, verb in VERBS.items():
         began_s = time.perf_counter()

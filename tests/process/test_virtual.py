@@ -70,7 +70,7 @@ def losses(log_dir: Path) -> list[float]:
 
 
 def files_of_rank(source: Path, rank: int) -> set[str]:
-    """Give the files that hold what one of two ranks needs of eight layers, as the index says."""
+    """Return the files that hold what one of two ranks needs of eight layers, as the index says."""
     weight_map: dict[str, str] = json.loads((source / INDEX).read_text())["weight_map"]
     assert HEAD not in weight_map
     mine = {EMBEDDING} if rank == 0 else {EMBEDDING, "model.norm.weight"}  # the head's bytes are the embedding's

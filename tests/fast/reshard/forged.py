@@ -36,7 +36,7 @@ def change_file(out: Path, name: str, data: bytes) -> None:
 
 
 def read_stage(out: Path, index: int) -> dict[str, Tensor]:
-    """Give the tensors of a stage's one shard."""
+    """Return the tensors of a stage's one shard."""
     return read_safetensors((out / f"stage-{index:03d}" / "model.safetensors").read_bytes())
 
 

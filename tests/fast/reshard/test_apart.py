@@ -16,7 +16,7 @@ OVERLAPS = "output.overlaps-source"
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """Give a folder with a model, a link to it, and its bundles: of its own bytes, and virtual ones."""
+    """Return a folder with a model, a link to it, and its bundles: of its own bytes, and virtual ones."""
     write_model(tmp_path / "source", num_shards=2)
     (tmp_path / "link").symlink_to("source")
     for name, flags in (("packed", ()), ("virtual", ("--virtual",))):

@@ -142,7 +142,7 @@ def test_wider_dtype_and_back_gives_every_byte_of_the_source(dtype: str, tmp_pat
 
 
 def test_trained_weights_are_exported_in_the_dtype_of_the_source_and_untrained_ones_byte_for_byte(
-    tmp_path: Path,
+    tmp_path: Path, wording: Callable[[str], None]
 ) -> None:
     config = llama_config(torch_dtype="bfloat16")
     tensors = random_tensors(config)
@@ -161,9 +161,7 @@ def test_trained_weights_are_exported_in_the_dtype_of_the_source_and_untrained_o
     change_manifest(out, lambda document: document.update(training={"step": 1, "num_tokens": 8, "dtype": "F32"}))
     trained = tensors_in(out)[UP]
     ended = reshard("export", out, "--to", "hf", "--out", tmp_path / "exported")
-    assert ended.out.splitlines()[1:] == [
-        "cast 39 tensors from F32 to BF16, as in the source; --dtype fp32 keeps every bit"
-    ]
+    wording(ended.out.splitlines()[1])
     before, after = files_in(tmp_path / "source"), files_in(tmp_path / "exported")
     changed = {name for name in before if before[name] != after[name]}
     assert after.keys() == before.keys()

@@ -69,29 +69,21 @@ def test_inspect_names_model_source_layout_stages_ties_and_files(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("args", "where", "problem"),
+    ("args", "where"),
     [
-        (("layout",), "SPEC", "Missing argument 'SPEC'."),
-        (("pack", "x", "--layout", "pp=2"), "--out", "Missing option '--out'."),
-        (("plan",), "SOURCE", "Missing argument 'SOURCE'."),
-        (("export", "x", "--to", "gguf", "--out", "y"), "--to", "Invalid value for '--to': 'gguf' is not 'hf'."),
-        (
-            ("plan", "x", "--layout", "pp=2", "--pp", "0"),
-            "--pp",
-            "Invalid value for '--pp': 0 is not in the range x>=1.",
-        ),
-        (("unpack",), "", "No such command 'unpack'. Did you mean 'pack'?"),
+        (("layout",), "SPEC"),
+        (("pack", "x", "--layout", "pp=2"), "--out"),
+        (("export", "x", "--to", "gguf", "--out", "y"), "--to"),
+        (("plan", "x", "--layout", "pp=2", "--pp", "0"), "--pp"),
+        (("unpack",), ""),
     ],
 )
-def test_misuse_ends_with_code_2_in_text_and_in_json(args: tuple[str, ...], where: str, problem: str) -> None:
-    told = reshard(*args)
+def test_misuse_ends_with_code_2_in_text_and_in_json(args: tuple[str, ...], where: str) -> None:
+    told, refused = reshard(*args), refusal(*args)
     assert (told.code, told.out) == (2, "")
     assert told.err.startswith("Usage: reshard ")
-    assert told.err.endswith(f"Error: {problem}\n")
-    shown = reshard(*args, "--json")
-    assert (shown.code, shown.err) == (2, "")
-    error = {"code": "usage.arguments", "where": where, "problem": problem, "hint": "see --help"}
-    assert shown.json == {"version": 1, "error": error}
+    assert refused.found == (2, "usage.arguments", where)
+    assert told.err.splitlines()[-1].removeprefix("Error: ") in refused.text
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -23,20 +24,15 @@ def pack(source: Path, layout: str, out: Path) -> Path:
     return out
 
 
-def test_same_tensors_on_other_stages_are_equal(tmp_path: Path) -> None:
+def test_same_tensors_on_other_stages_are_equal(tmp_path: Path, wording: Callable[[str], None]) -> None:
     trained = write_trained(tmp_path, "pp=2", tie_word_embeddings=True)
     other = pack(trained, "pp=2,style=v", tmp_path / "v")
     ended = reshard("diff", trained, other)
     assert ended.code == 0
-    assert ended.out.splitlines() == [
-        "layout of A: pp=2: 2 stages on 2 ranks, style loop",
-        "layout of B: pp=2,style=v: 4 stages on 2 ranks, style v",
-        "114 tensors are equal, 57 of them on another stage; none differ",
-    ]
-    assert reshard("diff", trained, trained).out.splitlines() == [
-        "layout: pp=2: 2 stages on 2 ranks, style loop",
-        "114 tensors are equal; none differ",
-    ]
+    wording(ended.out)
+    found = reshard("diff", trained, other, "--json").json
+    assert (found["equal"], found["num_equal"], found["num_moved"]) == (True, 114, 57)
+    assert reshard("diff", trained, trained, "--json").json["num_moved"] == 0
 
 
 def test_each_difference_is_named_with_its_kind(tmp_path: Path) -> None:
@@ -55,17 +51,13 @@ def test_each_difference_is_named_with_its_kind(tmp_path: Path) -> None:
     assert (ended.json["equal"], ended.json["num_equal"], ended.json["num_moved"]) == (False, 115, 0)
 
 
-def test_folder_without_digests_is_read_and_has_no_moments(tmp_path: Path) -> None:
+def test_folder_without_digests_is_read_and_has_no_optimizer_state(
+    tmp_path: Path, wording: Callable[[str], None]
+) -> None:
     trained = write_trained(tmp_path, "pp=2")
     ended = reshard("diff", tmp_path / "source", trained)
     assert ended.code == 4
-    assert ended.out.splitlines() == [
-        "layout of A: none",
-        "layout of B: pp=2: 2 stages on 2 ranks, style loop",
-        "39 tensors are equal; 2 differ",
-        "  exp_avg *: all 39 only in B",
-        "  exp_avg_sq *: all 39 only in B",
-    ]
+    wording(ended.out)
 
 
 @pytest.mark.parametrize("dtype", ["F64", "F32", "BF16", "F16"])
@@ -105,11 +97,10 @@ def test_values_that_are_not_finite_are_said_and_the_report_stays_json(tmp_path:
     assert (one["problem"], one["norm"]) == ("bytes differ, and not all values are finite", None)
 
 
-def test_verify_against_the_parent_proves_moments_too(tmp_path: Path) -> None:
+def test_verify_against_the_parent_compares_optimizer_state_too(tmp_path: Path) -> None:
     trained = write_trained(tmp_path, "pp=2")
     other = pack(trained, "pp=4", tmp_path / "other")
-    ended = reshard("verify", other, "--against", trained)
-    assert (ended.code, ended.out.partition(": ")[2]) == (0, f"every tensor is as in {trained}\n")
+    assert reshard("verify", other, "--against", trained).code == 0
     moments = read_moments(other, 3, "exp_avg_sq")
     write_moments(other, 3, "exp_avg_sq", {**moments, HEAD: replace(moments[HEAD], data=bytes(4 * 40 * 16))})
     ended = reshard("verify", other, "--against", trained)

@@ -35,7 +35,7 @@ def draw(config: Path, spec: str, out: Path, *more: str) -> Ended:
 
 
 def texts_of(svg: Path) -> list[str]:
-    """Give what a picture says, line by line."""
+    """Return what a picture says, line by line."""
     root = ElementTree.parse(svg).getroot()
     assert root.tag == f"{SVG}svg"
     return ["".join(text.itertext()) for text in root.iter(f"{SVG}text")]

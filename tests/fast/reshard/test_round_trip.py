@@ -36,7 +36,7 @@ def run(*args: str | Path) -> None:
 
 
 def digests_in(out: Path) -> dict[str, str]:
-    """Give what each tensor's digest is said to be, in every bundle."""
+    """Return what each tensor's digest is said to be, in every bundle."""
     return {row["fqn"]: row["blake3"] for row in reshard("inspect", out, "--tensors", "--json").json["tensors"]}
 
 

@@ -38,7 +38,7 @@ def pack(source: Path, layout: str, out: Path, *args: str) -> Path:
 
 
 def sliced_and_whole(folder: Path, cut: str, layout: str = "pp=2", **config: Any) -> tuple[Path, Path]:
-    """Give a checkpoint in slices, and the same one in whole tensors."""
+    """Return a checkpoint in slices, and the same one in whole tensors."""
     whole = write_trained(folder, layout, **config)
     sliced = pack(whole, layout, folder / "sliced")
     cut_up(sliced, CUTS[cut])

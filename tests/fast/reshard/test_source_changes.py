@@ -68,7 +68,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def after_a_block(act: Callable[[], object]) -> WriteOptions:
-    """Give options of a copy that does something else as soon as one block of it is read."""
+    """Return options of a copy that does something else as soon as one block of it is read."""
     done: list[int] = []
 
     def progress(nbytes: int) -> None:

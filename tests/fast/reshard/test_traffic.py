@@ -19,7 +19,7 @@ NBYTES = 18208  # of the tensors of llama_config(), in BF16
 
 
 def told(source: Path, *flags: str | Path) -> dict[str, Any]:
-    """Give what a dry run says, having packed and seen that as much was written."""
+    """Return what a dry run says, having packed and seen that as much was written."""
     pack = ("pack", source, "--layout", "pp=2", "--out", source.parent / "out", *flags)
     plan: dict[str, Any] = reshard(*pack, "--dry-run", "--json").json
     assert reshard(*pack).code == 0

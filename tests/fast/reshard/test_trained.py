@@ -30,7 +30,7 @@ def manifest_of(out: Path) -> dict[str, Any]:
 
 
 def moments_in(out: Path) -> dict[tuple[int, str, str], Tensor]:
-    """Give every moment by stage, kind and FQN; each kind is in a folder of its own."""
+    """Return every moment by stage, kind and FQN; each kind is in a folder of its own."""
     found = {}
     for stage in manifest_of(out)["stages"]:
         for shard in stage["shards"]:

@@ -25,7 +25,7 @@ def out(tmp_path: Path) -> Path:
 
 
 def differences(out: Path) -> list[tuple[str, str]]:
-    """Give what verify says differs, without the folder's own path; text and JSON say the same."""
+    """Return what verify says differs, without the folder's own path; text and JSON say the same."""
     shown, told = reshard("verify", out / "manifest.json", "--json"), reshard("verify", out)
     assert (shown.code, told.code, shown.err, told.err) == (4, 4, "", "")
     assert shown.json["equal"] is False
