@@ -16,7 +16,7 @@ from manifests.errors import InputError, UnreachableError
 from manifests.schema import MOMENTS, WEIGHTS, Holds, TrainingState
 from manifests.store import parent_of
 from runner.bundle.packed import Packed, open_packed
-from runner.checkpoint.resume import check_fits, differences, endings, goes_on_from, remembered
+from runner.checkpoint.resume import check_fits, override_notes, remembered, resumed_state, schedule_notes
 from runner.checkpoint.save import Job
 from runner.checkpoint.state import Held, held_state, held_weights
 from runner.config.flags import TrainOptions, recall
@@ -177,11 +177,11 @@ def _read_start(launched: Packed, folder: Path, options: TrainOptions) -> _Start
     origin = launched if folder == launched.root else open_packed(folder)
     found = check_fits(origin, launched)
     found += tuple(f"{name} is not listed in {launched.where}, so it is not verified" for name in launched.unnamed)
-    training, asked = goes_on_from(origin, options.resume, is_launched=folder == launched.root), options
+    training, asked = resumed_state(origin, options.resume, is_launched=folder == launched.root), options
     if training is not None:
-        found += differences(options, training)
+        found += override_notes(options, training)
         options = recall(options, remembered(training))
-        found += endings(options, training)
+        found += schedule_notes(options, training)
     found += (*notes(asked, options, origin.manifest, training), *_beyond_positions(launched, options))
     return _Start(origin=origin, training=training, options=options, notes=found)
 

@@ -24,7 +24,7 @@ from manifests.store import locate_manifest
 from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.async_save import Saver
 from runner.checkpoint.data_position import FoundData, check_alike, find_data
-from runner.checkpoint.history import hold_history, hold_output
+from runner.checkpoint.history import claim_history, claim_output
 from runner.checkpoint.outputs import check_outputs, check_space
 from runner.checkpoint.resume import advance, find_origins, remember
 from runner.checkpoint.save import save
@@ -106,9 +106,9 @@ def claim_outputs(options: TrainOptions, world: World) -> Iterator[None]:
         def claim(stop: threading.Event) -> None:
             if world.rank == 0:
                 if options.checkpoint:
-                    claims.enter_context(hold_history(options.checkpoint.history))
+                    claims.enter_context(claim_history(options.checkpoint.history))
                 if options.save is not None:
-                    claims.enter_context(hold_output(options.save))
+                    claims.enter_context(claim_output(options.save))
 
         in_rounds("folders", claim)  # a claim whose owner may be dead is watched for a while
         yield
@@ -143,7 +143,7 @@ def _train_and_save(ready: Ready, metrics: Metrics, world: World, device: torch.
             _finish_saving(saver, metrics)
         if options.save is not None:
             weights_only = TrainingState(step=trained.step, num_tokens=trained.num_tokens, dtype=trained.dtype)
-            save(ready.held_weights(), ready.job, options.save, weights_only, force=options.force, pulse=saving)
+            save(ready.held_weights(), ready.job, options.save, weights_only, force=options.force, timer=saving)
             metrics.saved(options.save)
         metrics.ended(_from_all(peak_memory_nbytes(device), world))
         if world.rank == 0:

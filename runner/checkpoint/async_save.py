@@ -1,4 +1,4 @@
-"""Checkpoints saved while training goes on: it stands still only for the copy to host memory."""
+"""Asynchronous checkpoints: training pauses only while the state is copied to host memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from manifests.errors import UserError
 from manifests.schema import TrainingState
-from runner.checkpoint.history import checkpoint_path, retire, set_aside
+from runner.checkpoint.history import checkpoint_path, prune, set_aside
 from runner.checkpoint.save import Job, save
 from runner.checkpoint.state import Held, HostCopy
 from runner.config.schema import CheckpointOptions
@@ -28,39 +28,39 @@ logger = logging.getLogger("runner")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveReport:
-    """What came of one save: its bytes over all ranks, and this rank's seconds.
+    """The result of one save: its bytes over all ranks, and this rank's seconds.
 
-    `failure`, where there is one, is the same on every rank; the checkpoints before it are as they were.
+    `failure` is the same on every rank; a failed save leaves earlier checkpoints untouched.
     """
 
     path: Path
     step: int
     nbytes: int
-    stall_s: float  # training stood still, the wait for the save before this one included
-    save_s: float  # from there on until it was committed
+    stall_s: float  # training paused for so long, including the wait for the previous save
+    save_s: float  # from then until the commit
     failure: UserError | None = None
 
 
 class Saver:
-    """Saves what the ranks hold, one checkpoint at a time.
+    """Saves the state of all ranks, one checkpoint at a time.
 
-    # Note [Saving beside training]
-    A thread on each rank writes, and these threads agree on the commit among themselves, over a process
-    group of their own: training runs no collective for a save, and never waits for a disk unless the
-    save before has not ended. They hear of each other while they write: `timeout` bounds no save that
-    gets on.
+    # Note [Asynchronous saves]
+    A thread on each rank writes, and these threads coordinate the commit over a separate process group:
+    training runs no collective for a save, and waits for a disk only if the previous save has not ended.
+    The threads exchange their progress while they write, so `timeout` does not limit a save that makes
+    progress.
 
-    Every rank creates one, calls `save` after the same steps, and enters and leaves it as a context. It
-    waits for the save in flight when it is left, unless a rank is gone.
+    Every rank creates one, calls `save` after the same steps, and uses it as a context manager. Leaving the
+    context waits for the save in flight, unless a rank is lost.
     """
 
     def __init__(
-        self, job: Job, options: CheckpointOptions, held: Held, timeout: timedelta, pulse: StallTimer | None = None
+        self, job: Job, options: CheckpointOptions, held: Held, timeout: timedelta, timer: StallTimer | None = None
     ) -> None:
-        self._job, self._options, self._pulse = job, options, pulse
+        self._job, self._options, self._timer = job, options, timer
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="save")
-        # Memory takes long to come: it is made while the first steps are taken.
+        # Allocating takes long: it is done during the first steps.
         self._copy = self._pool.submit(HostCopy, held) if options.is_async else None
         self._running: Future[SaveReport] | None = None
         self._reports: list[SaveReport] = []
@@ -76,7 +76,7 @@ class Saver:
         self._pool.shutdown(wait=all_know)
 
     def save(self, held: Held, training: TrainingState, num_skipped: int = 0) -> None:
-        """Save a checkpoint after a step; `training` has this rank's random state."""
+        """Save a checkpoint after a step; `training` has this rank's RNG state."""
         started_s = time.perf_counter()
         self._wait()
         if self._copy is not None:
@@ -86,7 +86,7 @@ class Saver:
             self._wait()
 
     def reports(self, *, wait: bool = False) -> tuple[SaveReport, ...]:
-        """Give the saves that have ended since the last call; with `wait`, the one in flight too."""
+        """Return the saves that have ended since the last call; with `wait`, also the one in flight."""
         if wait or (self._running is not None and self._running.done()):
             self._wait()
         ended, self._reports = tuple(self._reports), []
@@ -103,22 +103,22 @@ class Saver:
     ) -> SaveReport:
         path, nbytes, failure = checkpoint_path(self._options.history, training.step), 0, None
         try:
-            # What is there already could not be read, or the run would have resumed from it.
+            # An existing checkpoint is unreadable, or the run would have resumed from it.
             with together("save", self._group):
                 if dist.get_rank() == 0:
                     set_aside(path)
             nbytes = save(
                 held, self._job, path, training,
-                num_skipped=num_skipped, force=True, group=self._group, pulse=self._pulse,
+                num_skipped=num_skipped, force=True, group=self._group, timer=self._timer,
             )  # fmt: skip
         except UserError as error:
             failure = error
         ended_s = time.perf_counter()
         if failure is None and self._options.keep is not None and dist.get_rank() == 0:
-            pulse, spared = self._pulse or StallTimer(), (self._job.root, self._job.named)
+            timer, spared = self._timer or StallTimer(), (self._job.root, self._job.named)
             try:
-                with pulse.working():
-                    retire(self._options.history, path, self._options.keep, spared, pulse.beat)
+                with timer.working():
+                    prune(self._options.history, path, self._options.keep, spared, timer.beat)
             except UserError as error:
                 logger.error("error: %s", error)
         return SaveReport(

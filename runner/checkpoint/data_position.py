@@ -1,4 +1,4 @@
-"""Where the data goes on, and whether every rank that reads it finds the same. No torch."""
+"""The position in the data where a run resumes, and whether all ranks find the same data. No torch."""
 
 from __future__ import annotations
 
@@ -25,23 +25,22 @@ _Files = Sequence[tuple[str, int]]  # by name and size
 class FoundData:
     """The data as one rank finds it."""
 
-    position: DataPosition  # where it goes on
+    position: DataPosition  # where the run resumes
     sources: tuple[str, ...]  # a digest of the files of each
-    notes: tuple[str, ...] = ()  # what came of --restart-data, and how documents are framed
+    notes: tuple[str, ...] = ()  # the effect of --restart-data, and how documents are framed
 
 
 def find_data(
     options: TrainOptions, left: DataPosition | None, tokenizer: str | None, folder: Path | None = None
 ) -> FoundData:
-    """Find the files, and where they go on; `left` is where a checkpoint left its own, None for the first sequence.
+    """Find the files and the position to resume at; `left` is the position in a checkpoint, None without one.
 
-    The tokenizer that frames documents is the one in `folder`, if they have one.
-
-    With `--restart-data`, other data than the checkpoint's begins at its first sequence.
+    The tokenizer that frames documents is the one in `folder`, if there is one.
+    With `--restart-data`, data that differs from the checkpoint's starts at its first sequence.
 
     Raises:
-        InputError: a source that names nothing; no tokenizer, or a broken one; sequences are not numbered as they
-            were; or the checkpoint's cursor is of other sources.
+        DataError: a source that matches no file; no tokenizer, or a broken one.
+        CheckpointError: the data does not match the data that the checkpoint consumed.
     """
     listed, framing = _list(options.data), _framing(options.data, folder)
     digest = _digest(options, listed, tokenizer, framing)
@@ -55,10 +54,10 @@ def find_data(
             raise _framed_otherwise(framing)
         raise CheckpointError(
             "--data",
-            f"is cut into other sequences than those of which the checkpoint has used {left.num_sequences}: files, "
-            "their sizes, --seq-len, --text-field, --pack, --shuffle, --data-weight, --seed, --add-bos-token, "
-            "--add-eos-token or the tokenizer changed",
-            "say what that run was told, or --restart-data to begin this data at its first sequence",
+            f"does not match the data that the checkpoint consumed ({left.num_sequences} sequences): the files, their "
+            "sizes, the tokenizer, --seq-len, --text-field, --pack, --shuffle, --data-weight, --seed, --add-bos-token "
+            "or --add-eos-token differ",
+            "repeat the data flags of that run, or start this data from its first sequence with --restart-data",
             code="resume.other-data",
         )
     if left is not None and left.cursor is not None and len(left.cursor.sources) != len(options.data.groups):
@@ -72,10 +71,10 @@ def find_data(
 
 
 def check_alike(data: DataOptions, found: FoundData, on_rank_0: FoundData) -> None:
-    """Make sure that this rank finds the data that rank 0 does: one trains on its tokens, another on its labels.
+    """Check that this rank finds the same data as rank 0: one reads the tokens, another the labels.
 
     Raises:
-        InputError: naming the first source whose files differ.
+        DataError: naming the first source whose files differ.
     """
     if found.position == on_rank_0.position:
         return
@@ -83,64 +82,64 @@ def check_alike(data: DataOptions, found: FoundData, on_rank_0: FoundData) -> No
         if own != other:
             raise DataError(
                 f"--data {source}",
-                "has other files than rank 0 finds there, by their names and sizes",
-                "every node must see the same ones: a copy on its own disk may be an older one",
+                "has files with other names or sizes than on rank 0",
+                "every node must see the same files: a copy on the node's own disk may be outdated",
                 code="data.differs-between-ranks",
             )
-    problem = "is cut into other sequences than on rank 0: its flags or the tokenizer differ"
+    problem = "does not match the data of rank 0: the data flags or the tokenizer differ"
     raise DataError("--data", problem, code="data.differs-between-ranks")
 
 
 def _restart(left: DataPosition, digest: str) -> tuple[DataPosition | None, str]:
-    """Give where the data goes on, and the sentence for it. A job that is started again must not begin once more."""
+    """Return the position to resume at, and a note. A job that is restarted must not start the data once more."""
     if left.digest != digest:
         return None, (
-            f"--restart-data begins this data at its first sequence: it is not that of which the checkpoint has used "
-            f"{left.num_sequences}"
+            f"--restart-data: starting this data from its first sequence; the checkpoint consumed {left.num_sequences} "
+            "sequences of other data"
         )
     return left, (
-        f"--restart-data changes nothing: the checkpoint has used {left.num_sequences} sequences of this very data; "
-        "another --seed as well begins it anew"
+        f"--restart-data has no effect: the checkpoint consumed {left.num_sequences} sequences of this same data; "
+        "start it from scratch with another --seed"
     )
 
 
 def _list(data: DataOptions) -> tuple[_Files, ...]:
-    """Give the files of each source."""
+    """Return the files of each source."""
     if data.sources == (SYNTHETIC,):
         return ()
     return tuple([(file.name, file.stat().st_size) for file in find_files((source,))] for source in data.sources)
 
 
 def _framing(data: DataOptions, folder: Path | None) -> Framing | None:
-    """Return what stands around each document; None: there are none."""
+    """Return the tokens put around each document; None: the data has no documents."""
     if folder is None or data.sources == (SYNTHETIC,):
         return None
     return document_framing(folder, load_tokenizer(folder, "train on --data synthetic"), data.framing)
 
 
 def _framed_otherwise(framing: Framing) -> InputError:
-    """Refuse what an older runner framed by config.json; see `runner.data.framing`."""
+    """Return the error for data that an older runner framed by config.json; see `runner.data.framing`."""
     former, before = framing.former, framing.frame.before
     flag = "--add-bos-token" if former is not None and former.before and not before else "--no-add-bos-token"
     return CheckpointError(
         "--data",
-        "the checkpoint's run framed documents by bos_token_id of config.json, and now the tokenizer's own rule does: "
-        "they would be cut into other sequences",
-        f"{flag} goes on as that run began; or --restart-data to begin this data at its first sequence",
+        "does not match the data that the checkpoint consumed: that run framed documents by bos_token_id of "
+        "config.json, this one by the tokenizer's own rule",
+        f"{flag} continues as that run did; --restart-data starts this data from its first sequence",
         code="resume.other-framing",
     )
 
 
 def _digest(options: TrainOptions, listed: Sequence[_Files], tokenizer: str | None, framing: Framing | None) -> str:
-    """Return a digest of what decides which sequence has which number: the files, and how they are cut."""
+    """Return a digest of what decides which sequence has which number: the files, and how they are split."""
     data = options.data
     how: dict[str, Any] = {"text_field": data.text_field, "pack": data.pack, "seed": data.seed}
     if data.shuffle:
         how["shuffle"] = True
     if data.weights:
         how["weights"] = data.weights
-    if framing is not None and not framing.is_as_before:  # otherwise digests of older checkpoints still hold
+    if framing is not None and not framing.is_as_before:  # otherwise digests of older checkpoints stay valid
         how["frame"] = [framing.frame.before, framing.frame.after]
-    # Without weights, the files are one list: digests of checkpoints that are older than weights still hold.
+    # Without weights, the files are one list: digests of checkpoints that are older than weights stay valid.
     files = listed if data.weights else [file for each in listed for file in each]
     return digest_bytes(json.dumps([how, options.batch.seq_len, tokenizer, files], sort_keys=True).encode())

@@ -16,7 +16,7 @@ from manifests.lockfile import locking
 from manifests.owned import files_of_manifest, foreign_files, remove_tree
 from manifests.store import open_shard, read_manifest, sync_folder
 
-__all__ = ["checkpoint_path", "find_checkpoints", "hold_history", "hold_output", "retire", "set_aside", "step_of"]
+__all__ = ["checkpoint_path", "claim_history", "claim_output", "find_checkpoints", "prune", "set_aside", "step_of"]
 
 logger = logging.getLogger("runner")
 
@@ -30,16 +30,16 @@ def checkpoint_path(history: Path, step: int) -> Path:
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """Give the step that a folder is named after, if it is named as `checkpoint_path` does."""
+    """Return the step that a folder is named after; None for a name that `checkpoint_path` does not make."""
     match = _NAME.fullmatch(checkpoint.name)
     return int(match[1]) if match and checkpoint_path(checkpoint.parent, int(match[1])) == checkpoint else None
 
 
 def find_checkpoints(history: Path) -> tuple[Path, ...]:
-    """Give the checkpoints of a folder, the one of the most steps first; clocks play no part.
+    """Return the checkpoints of a folder, the one with the most steps first; timestamps are not used.
 
     Raises:
-        InputError: the folder is there and cannot be read.
+        InputError: the folder exists and cannot be read.
     """
     found = {}
     try:
@@ -55,7 +55,7 @@ def find_checkpoints(history: Path) -> tuple[Path, ...]:
 
 
 def _is_whole(checkpoint: Path) -> bool:
-    # Path.is_file, from Python 3.14 on, takes a disk that fails for a file that is not there.
+    # From Python 3.14 on, Path.is_file returns False where a disk fails.
     try:
         return stat.S_ISREG(os.stat(checkpoint / MANIFEST_NAME).st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -63,27 +63,27 @@ def _is_whole(checkpoint: Path) -> bool:
 
 
 @contextmanager
-def hold_history(history: Path) -> Iterator[None]:
-    """Keep other runs from saving here while the block runs, and clear away what kills have left.
+def claim_history(history: Path) -> Iterator[None]:
+    """Keep other runs from saving here while the block runs, and remove what killed runs have left.
 
     Raises:
-        InputError: another run saves here, or the folder cannot be made or cleared.
+        InputError: another run saves here, or the folder cannot be created or cleaned up.
     """
     where = f"--checkpoint {history}"
     _make(history, where)
     with locking(history / _CLAIM, where, "saves checkpoints there"):
         for path in history.iterdir():
             if _LEFT.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
-                _take_away(path)
+                _remove(path)
         yield
 
 
 @contextmanager
-def hold_output(out: Path) -> Iterator[None]:
+def claim_output(out: Path) -> Iterator[None]:
     """Keep other runs from writing this folder at their end while the block runs.
 
     Raises:
-        InputError: another run will write it, or the folder above it cannot be made.
+        InputError: another run will write it, or its parent folder cannot be created.
     """
     where, out = f"--save {out}", Path(os.path.abspath(out))
     _make(out.parent, where)
@@ -98,20 +98,20 @@ def _make(folder: Path, where: str) -> None:
         raise refused_by_system(where, error, "cannot be created", code="output.unwritable") from error
 
 
-def retire(
+def prune(
     history: Path,
     newest: Path,
     keep: int,
     spared: Collection[Path | None] = (),
     beat: Callable[[], None] = lambda: None,
 ) -> None:
-    """Take away all but the last `keep` checkpoints up to `newest`, once that one proves readable.
+    """Remove all but the last `keep` checkpoints up to `newest`, after reading that one back.
 
-    Those that are `spared` stay, however they are called. Later ones stay: they are not this run's. Those in which
-    somebody has put other files stay too, each with a warning.
+    Kept in any case: those that are `spared`, by whatever path; later ones, which are not this run's; and those to
+    which somebody has added files, each with a warning.
 
     Raises:
-        InputError: `newest` cannot be read back; nothing was taken away.
+        InputError: `newest` cannot be read back, and nothing was removed; or one cannot be removed.
     """
     for shard in read_manifest(newest).shards:
         beat()
@@ -119,30 +119,30 @@ def retire(
     last = step_of(newest)
     assert last is not None
     past = [path for path in find_checkpoints(history) if (step_of(path) or 0) <= last]
-    staying = {path.resolve() for path in spared if path is not None}
+    kept = {path.resolve() for path in spared if path is not None}
     for path in past[keep:]:
-        if path.resolve() in staying:
+        if path.resolve() in kept:
             continue
         files = files_of_manifest(path)
         if files is None or (others := foreign_files(path, files)):
-            reason = "its manifest cannot be read" if files is None else f"{others[0]} in it is not the run's"
+            reason = "its manifest cannot be read" if files is None else f"{others[0]} in it was not written by the run"
             logger.warning("%s: kept beyond --keep: %s", path, reason)
             continue
         beat()
-        # Renamed first: a checkpoint vanishes whole.
+        # Renamed first: a checkpoint disappears as a whole.
         removed = path.with_name(f".{path.name}.removed")
         if removed.exists():
-            _take_away(removed)
+            _remove(removed)
         try:
             os.rename(path, removed)
             sync_folder(history)
         except OSError as error:
-            raise refused_by_system(str(path), error, "cannot be taken away", code="checkpoint.not-pruned") from error
-        _take_away(removed)
+            raise refused_by_system(str(path), error, "cannot be removed", code="checkpoint.not-pruned") from error
+        _remove(removed)
 
 
 def set_aside(path: Path) -> None:
-    """Give way to a checkpoint at `path`: a folder with a manifest that cannot be read is renamed, with all in it.
+    """Make room for a checkpoint at `path`: rename a folder there whose manifest cannot be read, with its contents.
 
     Raises:
         InputError: it cannot be renamed.
@@ -162,8 +162,8 @@ def _aside(path: Path, number: int) -> Path:
     return path.with_name(f"{path.name}.unreadable-{number}")
 
 
-def _take_away(folder: Path) -> None:
+def _remove(folder: Path) -> None:
     try:
         remove_tree(folder)
     except OSError as error:
-        raise refused_by_system(str(folder), error, "cannot be taken away", code="checkpoint.not-pruned") from error
+        raise refused_by_system(str(folder), error, "cannot be removed", code="checkpoint.not-pruned") from error

@@ -1,4 +1,4 @@
-"""Every place that a run will write to, probed before its first step: there it costs nothing yet. No torch."""
+"""Check every place that a run will write to before its first step, when a failure costs nothing. No torch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from runner.config.flags import TrainOptions
 
 __all__ = ["check_outputs", "check_space"]
 
-_HINT = "name a folder that this user can write on every node"
+_HINT = "choose a folder that this user can write to on every node"
 
 
 def check_outputs(options: TrainOptions) -> None:
-    """Make sure that every folder a run writes to takes files; the ranks that write and the launcher call this.
+    """Check that every folder a run writes to is writable; the ranks that write and the launcher call this.
 
     Raises:
-        InputError: one does not, or `--save` exists and may not be replaced.
+        InputError: one is not, or `--save` exists and may not be replaced.
     """
     for where, folder in _folders(options):
         check_writable(folder, where, _HINT)
@@ -39,17 +39,17 @@ def check_outputs(options: TrainOptions) -> None:
 
 
 def check_space(options: TrainOptions, *, checkpoint_nbytes: int, weights_nbytes: int) -> None:
-    """Make sure that the disks have room for one more checkpoint, and for what `--save` writes.
+    """Check that the disks have room for one more checkpoint, and for what `--save` writes.
 
     Raises:
-        InputError: naming the flag whose disk has less.
+        InputError: naming the flag whose disk has too little.
     """
     needs = []
     if options.checkpoint is not None:
         history = options.checkpoint.history
         needs.append((f"--checkpoint {history}", history, checkpoint_nbytes))
     if options.save is not None:
-        left = _nbytes_of(partial_of(options.save))  # by a kill: it is removed before this one is written
+        left = _nbytes_of(partial_of(options.save))  # by a killed run: removed before this one is written
         needs.append((f"--save {options.save}", folder_of(options.save), max(0, weights_nbytes - left)))
     check_room(needs)
 

@@ -1,4 +1,4 @@
-"""What a run goes on from: which checkpoint, whether it fits, and what it remembers. No torch."""
+"""What a run resumes from: which checkpoint, whether it fits, and the options that it stores. No torch."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ from runner.config.schema import Dtype, ResumeOptions
 __all__ = [
     "advance",
     "check_fits",
-    "differences",
-    "endings",
     "find_origins",
-    "goes_on_from",
+    "override_notes",
     "remember",
     "remembered",
+    "resumed_state",
+    "schedule_notes",
 ]
 
 _OPTIMIZER = "AdamW"
 _DTYPES: Mapping[TrainedDtype, Dtype] = {"F32": "fp32", "BF16": "bf16"}
 _STORED = {flag: dtype for dtype, flag in _DTYPES.items()}
-_OTHER = "resume a checkpoint of the model that is launched, or launch the manifest of this one"
-_ANEW = "--resume-weights-only begins a new run with its weights"
-_OTHERS = "--resume auto goes on from the newest; or choose another --checkpoint"
+_OTHER = "resume a checkpoint of the launched model, or launch the manifest of this checkpoint"
+_WEIGHTS_ONLY = "--resume-weights-only starts a new run with its weights"
+_RESUME_NEWEST = "resume from the newest with --resume auto, or choose another --checkpoint"
 
 
 def find_origins(root: Path, options: TrainOptions) -> tuple[Path, ...]:
-    """Give the folders of manifests to begin with, the best first; `root` has the one that is launched.
+    """Return the folders of manifests to start from, the best first; `root` has the launched one.
 
     Raises:
-        UsageError: there is nowhere to look for checkpoints.
-        InputError: there is no such checkpoint; or the folder of the run's own checkpoints holds later ones, or
-            such as this run does not go back to: they belong to another.
+        UsageError: there is no folder to look for checkpoints in.
+        CheckpointError: there is no such checkpoint; or the run's folder of checkpoints contains later ones, or
+            ones that this run does not descend from: they belong to another run.
     """
     history = options.checkpoint.history if options.checkpoint else None
     past = find_checkpoints(history) if history else ()
@@ -66,37 +66,38 @@ def find_origins(root: Path, options: TrainOptions) -> tuple[Path, ...]:
     manifest = read_manifest(origin)
     training = manifest.training
     if source == "auto" and history is None and (training is None or training.optimizer is None):
-        problem = f"never finds anything: {origin} holds no optimizer state, and no --checkpoint DIR is given"
+        problem = f"has nothing to resume: {origin} has no optimizer state, and --checkpoint DIR is missing"
         raise UsageError(
             "--resume auto",
             problem,
-            "add --checkpoint DIR --checkpoint-every N, or leave it out",
+            "add --checkpoint DIR --checkpoint-every N, or remove --resume",
             code="resume.nothing-to-find",
         )
     first = training.step if training and source and not options.resume.weights_only else 0
     if past and (source is None or (step_of(past[0]) or 0) > first):
         raise CheckpointError(
             str(past[0].parent),
-            f"holds {past[0].name} already, and this run begins after step {first}",
-            _OTHERS,
+            f"already contains {past[0].name}, and this run starts after step {first}",
+            _RESUME_NEWEST,
             code="checkpoint.folder-in-use",
         )
-    if past and not _goes_back_to(past[0], origin, manifest):
+    if past and not _descends_from(past[0], origin, manifest):
         raise CheckpointError(
             str(past[0].parent),
-            f"holds {past[0].name} already, and {origin} does not go back to it",
-            _OTHERS,
+            f"already contains {past[0].name}, from which {origin} does not descend",
+            _RESUME_NEWEST,
             code="checkpoint.folder-in-use",
         )
     return (origin.resolve(),)
 
 
-def goes_on_from(origin: Packed, resume: ResumeOptions, *, is_launched: bool) -> TrainingState | None:
-    """Give the state that a run goes on from; None: it begins at step 0, with the weights alone.
+def resumed_state(origin: Packed, resume: ResumeOptions, *, is_launched: bool) -> TrainingState | None:
+    """Return the state that a run resumes; None: it starts at step 0, with the weights alone.
 
     Raises:
-        InputError: the manifest has no state, one that this runner cannot go on from, or one that nobody has
-            said what to do with.
+        CheckpointError: the manifest has no optimizer state, or one that this runner does not support; or it has
+            one, and no flag says whether to resume it.
+        UsageError: --resume-weights-only without optimizer state to leave out.
     """
     training = origin.manifest.training
     has_moments = training is not None and training.optimizer is not None
@@ -104,13 +105,13 @@ def goes_on_from(origin: Packed, resume: ResumeOptions, *, is_launched: bool) ->
         if has_moments and not resume.weights_only:
             raise CheckpointError(
                 origin.where,
-                "holds optimizer state, and nothing says whether training goes on from it",
-                f"--resume auto does; {_ANEW}",
+                "has optimizer state, and no flag says whether to resume it",
+                f"--resume auto resumes it; {_WEIGHTS_ONLY}",
                 code="resume.undecided",
             )
         if resume.weights_only and not has_moments:
-            problem = f"needs --resume, or a manifest with optimizer state to leave behind: {origin.where} has none"
-            raise UsageError("--resume-weights-only", problem, "leave it out", code="options.needs-resume")
+            problem = f"requires --resume, or a manifest with optimizer state: {origin.where} has none"
+            raise UsageError("--resume-weights-only", problem, "remove it", code="options.needs-resume")
         return None
     if resume.weights_only or (resume.source == "auto" and is_launched and not has_moments):
         return None
@@ -119,18 +120,18 @@ def goes_on_from(origin: Packed, resume: ResumeOptions, *, is_launched: bool) ->
 
 
 def check_fits(origin: Packed, launched: Packed) -> tuple[str, ...]:
-    """Give a sentence for each field of config.json that differs, having seen that both are one model.
+    """Check that both are the same model, and return a note for each field of config.json that differs.
 
     Raises:
-        InputError: another architecture, other tensors, or another vocabulary.
+        CheckpointError: another architecture, other tensors, or another vocabulary.
     """
     expected, found = launched.shape, origin.shape
     if found.architecture != expected.architecture:
-        problem = f"holds a {found.architecture}, another model than {expected.architecture}"
+        problem = f"expected a {expected.architecture}, found a {found.architecture}"
         raise CheckpointError(origin.where, problem, _OTHER, code="resume.other-model")
     sizes = [config.get("vocab_size") for config in (launched.config, origin.config)]
     if sizes[0] != sizes[1]:
-        problem = f"has another vocabulary: expected {sizes[0]} tokens, found {sizes[1]}"
+        problem = f"expected a vocabulary of {sizes[0]} tokens, found {sizes[1]}"
         raise CheckpointError(origin.where, problem, _OTHER, code="resume.other-model")
     if found.tensors != expected.tensors or found.ties != expected.ties:
         odd = sorted(
@@ -138,13 +139,13 @@ def check_fits(origin: Packed, launched: Packed) -> tuple[str, ...]:
             for fqn in found.tensors.keys() | expected.tensors.keys()
             if found.tensors.get(fqn) != expected.tensors.get(fqn)
         )
-        shown = f"they differ in {odd[0]}" if odd else "they tie other weights"
+        shown = f"{odd[0]} differs" if odd else "other weights are tied"
         raise CheckpointError(
-            origin.where, f"holds another model of this architecture: {shown}", _OTHER, code="resume.other-model"
+            origin.where, f"is another model of this architecture: {shown}", _OTHER, code="resume.other-model"
         )
     tokenizers = {packed.tokenizer for packed in (launched, origin)}
     if None not in tokenizers and len(tokenizers) > 1:
-        problem = "has another vocabulary: its tokenizer.json is not the launched manifest's"
+        problem = "its tokenizer.json differs from the launched manifest's"
         raise CheckpointError(origin.where, problem, _OTHER, code="resume.other-model")
     return tuple(
         f"config.json: {name} is {launched.config.get(name)!r} here, {origin.config.get(name)!r} in the checkpoint"
@@ -154,7 +155,7 @@ def check_fits(origin: Packed, launched: Packed) -> tuple[str, ...]:
 
 
 def remembered(training: TrainingState) -> dict[str, Any]:
-    """Give the values that a checkpoint remembers of training flags, by the names of their parameters."""
+    """Return the values of training flags that a checkpoint stores, by the names of their parameters."""
     values: dict[str, Any] = {}
     if training.dtype is not None and training.dtype in _DTYPES:
         values["dtype"] = _DTYPES[training.compute_dtype or training.dtype]
@@ -169,44 +170,44 @@ def remembered(training: TrainingState) -> dict[str, Any]:
     if (rate := training.learning_rate) is not None:
         values |= {"lr": rate.peak, "min_lr": rate.minimum}
         values |= {name: getattr(rate, name) for name in ("warmup_steps", "stable_steps", "decay")}
-        if rate.decay != "constant":  # which never ends: what is stored there is where another one would have
+        if rate.decay != "constant":  # a constant rate has no end: the stored number has no meaning
             values["decay_steps"] = rate.decay_steps
     if training.batch is not None:
         values |= asdict(training.batch)
     return values
 
 
-def differences(options: TrainOptions, training: TrainingState) -> tuple[str, ...]:
-    """Give a sentence for each flag that was written and is not what the checkpoint's run went by."""
+def override_notes(options: TrainOptions, training: TrainingState) -> tuple[str, ...]:
+    """Return a note for each flag that was given and overrides another value of the checkpoint."""
     values = remembered(training)
-    if "dtype" in values:  # the two that take after another one
+    if "dtype" in values:  # the defaults of these two are other flags
         values.setdefault("master_dtype", values["dtype"])
         values.setdefault("reduce_dtype", values["master_dtype"])
     return tuple(
-        f"{flag_of(name)} {options.values[name]} takes the place of the checkpoint's {value}"
+        f"{flag_of(name)} {options.values[name]} overrides {value} of the checkpoint"
         for name, value in values.items()
         if name in options.given and options.values[name] != value
     )
 
 
-def endings(options: TrainOptions, training: TrainingState) -> tuple[str, ...]:
-    """Give a sentence if all steps are taken, or if some are left for which the decay of the learning rate has ended.
+def schedule_notes(options: TrainOptions, training: TrainingState) -> tuple[str, ...]:
+    """Return a note if all steps are taken, or if the learning-rate decay ends before the last step.
 
-    The options are those with what the checkpoint remembers.
+    The options include the values that the checkpoint stores.
     """
     optim = options.optim
     if training.step >= options.steps:
-        return (f"it has taken all of --steps {options.steps}: only a larger number trains on",)
+        return (f"checkpoint is already at --steps {options.steps}; increase --steps to continue",)
     if optim.decay != "constant" and optim.decay_steps < options.steps:
         return (
-            f"the learning rate is --min-lr {optim.min_lr} in all steps after {optim.decay_steps}: only a larger "
-            "--decay-steps lets it decay for longer",
+            f"the learning rate stays at --min-lr {optim.min_lr} after step {optim.decay_steps}; increase "
+            "--decay-steps for a longer decay",
         )
     return ()
 
 
 def remember(options: TrainOptions, *, step: int, num_tokens: int, data: DataPosition) -> TrainingState:
-    """Give what a checkpoint says of a run; the random states are each rank's own."""
+    """Return the training state that a checkpoint stores; RNG states are added by each rank."""
     optim, compute = options.optim, options.compute
     group = ParameterGroup(beta1=optim.betas[0], beta2=optim.betas[1], eps=optim.eps, weight_decay=optim.weight_decay)
     return TrainingState(
@@ -232,7 +233,7 @@ def remember(options: TrainOptions, *, step: int, num_tokens: int, data: DataPos
 def advance(
     training: TrainingState, *, num_tokens: int, num_sequences: int, cursor: DataCursor | None
 ) -> TrainingState:
-    """Give the state one step later, which used so many sequences and left the data at the cursor."""
+    """Return the state one step later, which consumed so many sequences and left the data at the cursor."""
     assert training.data is not None
     return replace(
         training,
@@ -250,42 +251,42 @@ def _named(source: str, history: Path | None) -> Path:
     if not (folder / MANIFEST_NAME).is_file():
         found = find_checkpoints(folder) or (find_checkpoints(history) if history else ())
         there = ", ".join(path.name for path in found[:5])
-        hint = f"there are {there}" if there else "a folder without one was never finished"
+        hint = f"found {there}" if there else "the checkpoint was never finished"
         raise CheckpointError(
             f"--resume {source}", f"no {MANIFEST_NAME} in {folder}", hint, code="resume.no-checkpoint"
         )
     return folder
 
 
-def _goes_back_to(newest: Path, origin: Path, manifest: Manifest) -> bool:
-    """Whether a checkpoint is the newest, a copy of it, or made out of it: cut anew, or trained on elsewhere."""
+def _descends_from(newest: Path, origin: Path, manifest: Manifest) -> bool:
+    """Whether `origin` is the newest checkpoint, a copy of it, or descends from it: resharded, or trained further."""
     past, own = (digest_bytes(read_small_file(folder / MANIFEST_NAME)) for folder in (newest, origin))
     return past in {own, *(parent.digest for parent in manifest.parents)}
 
 
 def _check_state(training: TrainingState | None, where: str) -> None:
-    """Refuse what AdamW, as the runner has it, cannot go on from."""
+    """Refuse optimizer state that the runner's AdamW cannot resume."""
     if training is None or training.optimizer is None:
         raise CheckpointError(
-            where, "holds no optimizer state, so training cannot go on from it", _ANEW, code="resume.no-optimizer-state"
+            where, "has no optimizer state to resume", _WEIGHTS_ONLY, code="resume.no-optimizer-state"
         )
     optimizer = training.optimizer
     if optimizer.name != _OPTIMIZER:
         raise CheckpointError(
             where,
-            f"was trained with {optimizer.name}, and this runner steps with {_OPTIMIZER}",
-            _ANEW,
+            f"was trained with {optimizer.name}; only {_OPTIMIZER} is supported",
+            _WEIGHTS_ONLY,
             code="resume.other-optimizer",
         )
     for dtype in (training.dtype, training.compute_dtype, training.reduce_dtype):
         if dtype not in (None, *_DTYPES):
             raise CheckpointError(
                 where,
-                f"was trained in {dtype}; this runner trains in {' or '.join(_DTYPES)}",
-                _ANEW,
+                f"was trained in {dtype}; only {' and '.join(_DTYPES)} are supported",
+                _WEIGHTS_ONLY,
                 code="resume.other-optimizer",
             )
     if len(optimizer.groups) != 1 or optimizer.groups[0].fqns:
         raise CheckpointError(
-            where, "has several groups of optimizer options; this runner has one", _ANEW, code="resume.other-optimizer"
+            where, "has several parameter groups; only one is supported", _WEIGHTS_ONLY, code="resume.other-optimizer"
         )

@@ -1,4 +1,4 @@
-"""What all ranks hold as a checkpoint: every rank writes its own stages' bundles, rank 0 commits."""
+"""Write a checkpoint: every rank writes the bundles of its own stages, rank 0 commits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from manifests.schema import WEIGHTS, Holds, Manifest, Parent, RandomState, Shar
 from manifests.slices import slice_metadata
 from manifests.store import sync_folder, write_file, write_manifest
 from runner.checkpoint.shared_folder import check_folder, check_shards
-from runner.checkpoint.skipped import SKIPPED_NAME, carried_skipped, encode_skipped
+from runner.checkpoint.skipped import SKIPPED_NAME, encode_skipped, with_skipped
 from runner.checkpoint.state import Held
 from runner.distributed.rounds import in_rounds
 from runner.distributed.watchdog import StallTimer
@@ -35,22 +35,22 @@ from stores.local import LocalFile
 __all__ = ["Job", "save", "write_shard"]
 
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-_SYNC_NBYTES = 1 << 30  # brought to disk at a time: the last of it takes no longer than the others
-_PART_NBYTES = 64 << 20  # written at a time: a tensor may be of many GiB, and a disk slow
+_SYNC_NBYTES = 1 << 30  # fsync after so many bytes, so that the last fsync takes no longer than the others
+_PART_NBYTES = 64 << 20  # written at a time: a tensor may have many GiB, and a disk may be slow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What a run's checkpoints have in common: the manifest it trains, in `root`, and what its weights descend from.
+    """What all checkpoints of a run have in common: the manifest that it trains, in `root`, and its parents.
 
-    Of the `num_writers` ranks that write a stage, each its own shards, this is `writer`. What lies in `root`, or in
-    `named`, is what the run was told to begin with, and stays.
+    `num_writers` ranks write a stage, each its own shards; this one is number `writer`. The run was started from
+    `root` or `named`, and never prunes them.
     """
 
     manifest: Manifest
     root: Path
     parents: tuple[Parent, ...]
-    named: Path | None = None  # the checkpoint to resume, where it was not left to be found
+    named: Path | None = None  # the checkpoint of --resume, unless that is auto
     writer: int = 0
     num_writers: int = 1
 
@@ -64,35 +64,34 @@ def save(
     num_skipped: int = 0,
     force: bool = False,
     group: dist.ProcessGroup | None = None,
-    pulse: StallTimer | None = None,
+    timer: StallTimer | None = None,
 ) -> int:
-    """Write what every rank holds as a checkpoint at `out`, and give the bytes of all its shards.
+    """Write the state of all ranks as a checkpoint at `out`, and return the bytes of all its shards.
 
-    Every rank of the group calls this, with `training` the same but for `random`, which is each rank's own,
-    and the data's cursor, which rank 0 knows, as it knows how many documents the run has skipped. `pulse` beats while
-    this rank writes.
+    Every rank of the group calls this, with the same `training` but for `random`, the RNG state of each rank, and the
+    data cursor and `num_skipped`, which are rank 0's. `timer` beats while this rank writes.
     Nothing is visible at `out` before every bundle is on disk.
 
     # Note [A disk that hangs]
-    What rank 0 does alone, making the folder and committing it, is done in rounds as well: the others do not time out
-    while its disk hangs, and its own watchdog, which `pulse` feeds, ends the job and names it.
+    What rank 0 does alone, creating and committing the folder, is done in rounds as well: the others do not time out
+    while its disk hangs, and its own watchdog, to which `timer` beats, ends the job and names the rank.
 
     Raises:
-        UserError: the same on every rank, whichever rank met it.
+        UserError: the same on every rank, whichever rank failed.
     """
-    beat, is_rank_0 = pulse or StallTimer(), dist.get_rank() == 0
+    timer, is_rank_0 = timer or StallTimer(), dist.get_rank() == 0
     with ExitStack() as stack:
 
         def begin(stop: threading.Event) -> list[str]:
             if not is_rank_0:
                 return []
-            with beat.working():
+            with timer.working():
                 return [str(stack.enter_context(publishing(out, force=force, find_owned=files_of_manifest)))]
 
         shared: list[list[str]] = [in_rounds("save", begin, group)]
         dist.broadcast_object_list(shared, src=0, group=group)
         target = Path(shared[0][0])
-        written = in_rounds("save", partial(_write_own, held, job, target, beat), group)
+        written = in_rounds("save", partial(_write_own, held, job, target, timer), group)
         gathered: list[tuple[list[Stage], tuple[RandomState, ...]]] = [([], ())] * dist.get_world_size(group)
         dist.all_gather_object(gathered, (written, training.random), group=group)
 
@@ -101,8 +100,8 @@ def save(
                 return
             stages = _join_stages(stage for part, _ in gathered for stage in part)
             random = tuple(state for _, states in gathered for state in states)
-            with beat.working():
-                _commit(job, stages, target, replace(training, random=random), num_skipped, beat)
+            with timer.working():
+                _commit(job, stages, target, replace(training, random=random), num_skipped, timer)
                 stack.close()
 
         in_rounds("save", finish, group)
@@ -114,14 +113,15 @@ def write_shard(
     root: Path,
     path: str,
     holds: Holds = WEIGHTS,
-    is_given_up: Callable[[], bool] = lambda: False,
+    is_cancelled: Callable[[], bool] = lambda: False,
 ) -> Shard:
-    """Write a shard of these tensors or slices, in this order, with their digests, and bring it to disk.
+    """Write a shard of these tensors or slices, in this order, with their digests, and fsync it.
 
-    `is_given_up` is asked before each part of them.
+    `is_cancelled` is called before each part of them.
 
     Raises:
-        InputError: it cannot be written: the disk is full, or the folder is read-only; or it was given up.
+        InputError: it cannot be written: the disk is full, or the folder is read-only.
+        CheckpointError: it was cancelled.
     """
     entries = layout_tensors((piece.fqn, _NAMES[piece.memory.dtype], tuple(piece.memory.shape)) for piece in pieces)
     slices = {} if all(piece.is_whole for piece in pieces) else {piece.fqn: piece.part for piece in pieces}
@@ -135,9 +135,9 @@ def write_shard(
             for piece in pieces:
                 data, hasher = bytes_of(piece.memory.detach().cpu().contiguous()), Hasher()
                 for start in range(0, len(data), _PART_NBYTES):
-                    if is_given_up():
+                    if is_cancelled():
                         raise CheckpointError(
-                            str(file), "is left unfinished: another rank has failed", code="checkpoint.unfinished"
+                            str(file), "was not finished, because another rank failed", code="checkpoint.unfinished"
                         )
                     part = data[start : start + _PART_NBYTES]
                     hasher.update(part)
@@ -160,27 +160,27 @@ def write_shard(
     return Shard(path=path, nbytes=nbytes, digest=digest_bytes(header), holds=holds)
 
 
-def _write_own(held: Held, job: Job, folder: Path, pulse: StallTimer, stop: threading.Event) -> list[Stage]:
-    """Write this rank's shards in the folder that rank 0 has made."""
+def _write_own(held: Held, job: Job, folder: Path, timer: StallTimer, stop: threading.Event) -> list[Stage]:
+    """Write this rank's shards in the folder that rank 0 has created."""
 
-    def is_given_up() -> bool:
-        pulse.beat()
+    def is_cancelled() -> bool:
+        timer.beat()
         return stop.is_set()
 
     def write(stage: Stage, kinds: Mapping[Holds, Sequence[Piece]]) -> Stage:
         paths = {holds: shard_path(stage.index, holds, number=job.writer, of=job.num_writers) for holds in kinds}
         shards = (
-            write_shard(pieces, folder, paths[holds], holds, is_given_up) for holds, pieces in kinds.items() if pieces
+            write_shard(pieces, folder, paths[holds], holds, is_cancelled) for holds, pieces in kinds.items() if pieces
         )
         return _as_written(stage, tuple(shards), kinds[WEIGHTS])
 
-    with pulse.working():
+    with timer.working():
         check_folder(folder)
         return [write(job.manifest.stages[index], kinds) for index, kinds in held.items()]
 
 
 def _as_written(stage: Stage, shards: tuple[Shard, ...], weights: Sequence[Piece]) -> Stage:
-    """Give a stage as if one rank's shards were all of it."""
+    """Return a stage as if one rank's shards were all of it."""
     return replace(
         stage,
         shards=shards,
@@ -191,7 +191,7 @@ def _as_written(stage: Stage, shards: tuple[Shard, ...], weights: Sequence[Piece
 
 
 def _join_stages(written: Iterable[Stage]) -> dict[int, Stage]:
-    """Put together what several ranks have written of each stage."""
+    """Join what several ranks have written of each stage."""
     stages: dict[int, Stage] = {}
     for part in written:
         whole = stages.get(part.index)
@@ -209,18 +209,18 @@ def _join_stages(written: Iterable[Stage]) -> dict[int, Stage]:
 
 
 def _commit(
-    job: Job, stages: Mapping[int, Stage], folder: Path, training: TrainingState, num_skipped: int, pulse: StallTimer
+    job: Job, stages: Mapping[int, Stage], folder: Path, training: TrainingState, num_skipped: int, timer: StallTimer
 ) -> None:
     check_shards(folder, [shard for stage in stages.values() for shard in stage.shards])
-    files = carried_skipped(job.manifest.files, num_skipped)
-    for carried in files:
-        pulse.beat()
-        target = folder / carried.path
+    files = with_skipped(job.manifest.files, num_skipped)
+    for auxiliary in files:
+        timer.beat()
+        target = folder / auxiliary.path
         target.parent.mkdir(parents=True, exist_ok=True)
-        if carried.path == SKIPPED_NAME:
+        if auxiliary.path == SKIPPED_NAME:
             write_file(target, encode_skipped(num_skipped))
         else:
-            write_file(target, Blocks(LocalFile(job.root / carried.path), carried.digest))
+            write_file(target, Blocks(LocalFile(job.root / auxiliary.path), auxiliary.digest))
     write_manifest(
         folder,
         replace(

@@ -1,4 +1,4 @@
-"""Where a run may not save: in folders that it reads and writes itself, nor in their place. No torch."""
+"""Where a run may not save: inside or in place of folders that it reads or writes. No torch."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["check_apart"]
 
 
 def check_apart(options: TrainOptions, launched: Path) -> None:
-    """Make sure that `--save`, which replaces a whole folder, takes nothing of the run away with it.
+    """Check that `--save`, which replaces a whole folder, replaces nothing that the run uses.
 
-    Nothing is saved inside the launched bundles either, as packing them anew replaces that whole folder; a run whose
-    checkpoints are there already goes on.
+    Nothing may be saved inside the launched bundles either, as packing them again replaces that whole folder; a run
+    whose checkpoints are already there may continue.
 
     Raises:
         InputError: the folder of checkpoints cannot be read.
-        UsageError: naming what it is, or is above; or its name is that of a checkpoint of the run; or what is saved
-            would lie inside the bundles.
+        UsageError: naming what would be replaced; or it has the name of a checkpoint of the run; or it is inside the
+            launched bundles.
     """
     history = options.checkpoint.history if options.checkpoint else None
     for where, saved, folder in (
@@ -33,7 +33,7 @@ def check_apart(options: TrainOptions, launched: Path) -> None:
         if folder is None or launched.resolve() not in (folder.resolve(), *folder.resolve().parents):
             continue
         if where == "--save" or not find_checkpoints(folder):
-            problem = f"would save inside the launched {launched}, and be gone when that is replaced"
+            problem = f"is inside the launched {launched}, and would be lost when that is replaced"
             raise UsageError(f"{where} {saved}", problem, "choose a folder beside it", code="output.inside-input")
     if options.save is None:
         return
@@ -42,7 +42,7 @@ def check_apart(options: TrainOptions, launched: Path) -> None:
         if any(not out.isdisjoint((name, *name.parents)) for name in _names_of(path)):
             raise UsageError(
                 flag,
-                f"would take the place of {shown}",
+                f"would replace {shown}",
                 "choose a folder with nothing else of this run",
                 code="output.inside-input",
             )
@@ -72,5 +72,5 @@ def _used(options: TrainOptions, launched: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _names_of(path: Path) -> frozenset[Path]:
-    """Give a path as it is called and as it is without links: each of them can be taken away."""
+    """Return a path as given and with links resolved: either of them can be replaced."""
     return frozenset((Path(os.path.abspath(path)), path.resolve()))

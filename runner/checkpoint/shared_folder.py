@@ -1,4 +1,4 @@
-"""Whether this node sees what another one has made: a folder that nodes share shows it, if late. No torch."""
+"""Check that this node sees what another one has written: a shared folder shows it, maybe late. No torch."""
 
 from __future__ import annotations
 
@@ -19,33 +19,36 @@ _ABSENT = (FileNotFoundError, NotADirectoryError)
 
 
 def check_folder(folder: Path) -> None:
-    """Make sure that a folder which rank 0 has made is here.
+    """Check that a folder which rank 0 has created is visible here.
 
     Raises:
-        InputError: it is not, after some seconds.
+        CheckpointError: it is not, after some seconds.
     """
 
     def find_error() -> InputError | None:
         if _nbytes_of(folder) is not None:
             return None
         return CheckpointError(
-            str(folder), "rank 0 made this folder, and it is not here", _HINT, code="checkpoint.not-shared"
+            str(folder),
+            "rank 0 created this folder, and this node does not see it",
+            _HINT,
+            code="checkpoint.not-shared",
         )
 
-    _bear(find_error)
+    _retry(find_error)
 
 
 def check_shards(folder: Path, shards: Sequence[Shard]) -> None:
-    """Make sure that the shards which ranks say they wrote below a folder are here; none of them is read.
+    """Check that the shards which ranks have written in a folder are visible here; none of them is read.
 
     Raises:
-        InputError: one of them is not, or is of another size, after some seconds.
+        CheckpointError: one of them is not, or has another size, after some seconds.
     """
-    _bear(lambda: _first_wrong(folder, shards))
+    _retry(lambda: _first_wrong(folder, shards))
 
 
-def _bear(find_error: Callable[[], InputError | None]) -> None:
-    """Look a few times: NFS may answer a while out of what a node remembers."""
+def _retry(find_error: Callable[[], InputError | None]) -> None:
+    """Look a few times: NFS may answer from a node's cache for a while."""
     for pause_s in _PAUSES_S:
         if find_error() is None:
             return
@@ -58,18 +61,21 @@ def _first_wrong(folder: Path, shards: Sequence[Shard]) -> InputError | None:
     above = {folder / parent for shard in shards for parent in PurePosixPath(shard.path).parents}
     for parent in sorted(above):
         with suppress(OSError):
-            os.listdir(parent)  # NFS asks its server about a folder that is opened
+            os.listdir(parent)  # opening a folder makes NFS ask its server
     for shard in shards:
         path = folder / shard.path
         found = _nbytes_of(path)
         if found is None:
             return CheckpointError(
-                str(path), "another rank wrote this shard, and it is not here", _HINT, code="checkpoint.not-shared"
+                str(path),
+                "another rank wrote this shard, and this node does not see it",
+                _HINT,
+                code="checkpoint.not-shared",
             )
         if found != shard.nbytes:
             return CheckpointError(
                 str(path),
-                f"a rank wrote {shard.nbytes} bytes here, and {found} are here",
+                f"expected the {shard.nbytes} bytes that a rank has written, found {found}",
                 _HINT,
                 code="checkpoint.not-shared",
             )

@@ -1,7 +1,7 @@
-"""How many documents a run had skipped when it saved: a small file of the checkpoint, absent where there were none.
+"""The number of documents that a run had skipped when it saved: a small file of the checkpoint, absent for 0.
 
-It is carried like config.json, so that a checkpoint repacked for other pipeline degrees has it too, and readers that
-do not know it read the rest.
+It is an auxiliary file like config.json, so a checkpoint that is resharded to another pipeline degree keeps it, and
+readers that do not know it can read the rest.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from manifests.schema import AuxiliaryFile
 from manifests.store import read_small_file
 from runner.bundle.packed import Packed
 
-__all__ = ["SKIPPED_NAME", "carried_skipped", "encode_skipped", "read_skipped"]
+__all__ = ["SKIPPED_NAME", "encode_skipped", "read_skipped", "with_skipped"]
 
 SKIPPED_NAME = "skipped-documents.json"
 _FIELD = "num_skipped"
@@ -25,8 +25,8 @@ def encode_skipped(num_skipped: int) -> bytes:
     return (json.dumps({"version": 1, _FIELD: num_skipped}) + "\n").encode()
 
 
-def carried_skipped(files: tuple[AuxiliaryFile, ...], num_skipped: int) -> tuple[AuxiliaryFile, ...]:
-    """Return a checkpoint's carried files with this count in place of the one that it descends from."""
+def with_skipped(files: tuple[AuxiliaryFile, ...], num_skipped: int) -> tuple[AuxiliaryFile, ...]:
+    """Return a checkpoint's auxiliary files with this count in place of an earlier one."""
     others = tuple(file for file in files if file.path != SKIPPED_NAME)
     if not num_skipped:
         return others

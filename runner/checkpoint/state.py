@@ -1,4 +1,4 @@
-"""What a rank holds of the model in training, as a checkpoint stores it; and copies of it on the host."""
+"""The training state of a rank, as a checkpoint stores it; and copies of it in host memory."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _Chosen = Callable[[torch.Tensor], bool]
 def held_weights(
     chunks: Sequence[StageChunk], groups: Iterable[TieGroup], is_written_here: _Chosen = lambda weight: True
 ) -> Held:
-    """Give a rank's weights, those that are not trained too; a replica on its owner's stage is left to its owner.
+    """Return a rank's weights, including those that are not trained; a tied replica on its owner's stage is left out.
 
-    `is_written_here` chooses one rank of those that hold the same part of a parameter.
+    `is_written_here` chooses one of the ranks that have the same part of a parameter.
     """
     left_out = _left_out(groups)
     return {
@@ -52,7 +52,7 @@ def held_state(
     optimizer: Optimizer,
     is_written_here: _Chosen = lambda weight: True,
 ) -> Held:
-    """Give a rank's weights and moments; a member of a tie group has those of the one that leads."""
+    """Return a rank's weights and optimizer state; members of a tie group have that of their leader."""
     leaders = {id(member): tie.leader for tie in ties for member in tie.members}
     left_out = _left_out(groups)
 
@@ -70,23 +70,23 @@ def held_state(
 
 
 class HostCopy:
-    """Memory on the host as large as what a rank holds, to be filled anew for each checkpoint.
+    """Host memory for a copy of a rank's state, reused for each checkpoint.
 
-    It is page-locked where the tensors are on a GPU, and touched beforehand where they are not, so that
-    filling it takes as long as copying memory does.
+    It is pinned memory where the tensors are on a GPU, and touched beforehand where they are not, so that
+    filling it takes no longer than copying.
     """
 
     def __init__(self, held: Held) -> None:
         self._copies: Held = {
             stage: {
-                kind: tuple(replace(piece, memory=_room_for(piece.memory)) for piece in pieces)
+                kind: tuple(replace(piece, memory=_empty_like(piece.memory)) for piece in pieces)
                 for kind, pieces in kinds.items()
             }
             for stage, kinds in held.items()
         }
 
     def fill(self, held: Held) -> Held:
-        """Copy everything, and give the copies; the next call overwrites them."""
+        """Copy everything, and return the copies; the next call overwrites them."""
         is_on_gpu = False
         for stage, kinds in held.items():
             for kind, pieces in kinds.items():
@@ -114,7 +114,7 @@ def _pieces(
     return join_pieces(piece for piece in hf_pieces(chunk, of) if piece.fqn not in left_out)
 
 
-def _room_for(tensor: torch.Tensor) -> torch.Tensor:
+def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_cuda:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return empty_like(tensor, _CPU).zero_()

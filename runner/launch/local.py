@@ -22,7 +22,7 @@ from manifests.signals import deferred
 from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.data_position import find_data
 from runner.checkpoint.outputs import check_outputs
-from runner.checkpoint.resume import check_fits, find_origins, goes_on_from, remembered
+from runner.checkpoint.resume import check_fits, find_origins, remembered, resumed_state
 from runner.checkpoint.save_paths import check_apart
 from runner.config.flags import TrainOptions, recall
 from runner.config.parallel_dims import Degrees
@@ -125,7 +125,7 @@ def check_beginning(launched: Packed, options: TrainOptions, degrees: Degrees) -
         (folder,) = origins
         origin = launched if folder == launched.root else open_packed(folder)
         check_fits(origin, launched)
-        training = goes_on_from(origin, options.resume, is_launched=origin is launched)
+        training = resumed_state(origin, options.resume, is_launched=origin is launched)
         if training is not None:
             options = recall(options, remembered(training))
         _check_step(launched.manifest, options, degrees)

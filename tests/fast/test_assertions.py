@@ -45,7 +45,6 @@ NOT_YET = frozenset(
         "tests/fast/runner/test_log_folder.py",
         "tests/fast/runner/test_report.py",
         "tests/fast/runner/test_request.py",
-        "tests/fast/runner/test_resume_rules.py",
         "tests/fast/runner/test_sampling.py",
         "tests/fast/runner/test_sinks.py",
         "tests/fast/runner/test_titan_families.py",
@@ -74,7 +73,6 @@ NOT_YET = frozenset(
         "tests/process/test_objects.py",
         "tests/process/test_reading.py",
         "tests/process/test_resume.py",
-        "tests/process/test_saving_faults.py",
         "tests/process/test_slurm.py",
         "tests/process/test_watching.py",
     }

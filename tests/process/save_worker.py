@@ -4,7 +4,7 @@ usage: save_worker.py PACKED HISTORY LAST [FULL]
 
 Goes on after the newest checkpoint until step LAST. In step FULL, rank 1's disk is full. With SLOW_S, that disk takes
 so many seconds to bring a file to it. Ranks wait for TIMEOUT_S for each other's saves. Rank 0 prints a line for each
-save: `saved N` or `failed N MESSAGE`.
+save: `saved N` or `failed N CODE at PLACE`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from manifests.schema import MOMENTS, WEIGHTS, DataPosition, Holds
 from manifests.store import parent_of
 from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.async_save import Saver, SaveReport
-from runner.checkpoint.history import find_checkpoints, hold_history, step_of
+from runner.checkpoint.history import claim_history, find_checkpoints, step_of
 from runner.checkpoint.resume import remember
 from runner.checkpoint.save import Job
 from runner.checkpoint.state import Held
@@ -46,7 +46,9 @@ def held_by(rank: int, packed: Packed) -> Held:
 
 def tell(reports: tuple[SaveReport, ...], rank: int) -> None:
     for report in reports if rank == 0 else ():
-        print(f"failed {report.step} {report.failure}" if report.failure else f"saved {report.step}", flush=True)
+        failure = report.failure
+        ended = f"failed {report.step} {failure.code} at {failure.where}" if failure else f"saved {report.step}"
+        print(ended, flush=True)
 
 
 def slow_down(seconds: float) -> None:
@@ -72,7 +74,7 @@ def main(folder: Path, history: Path, last: int, full: int) -> None:
     dist.barrier()
     with ExitStack() as stack:
         if rank == 0:
-            stack.enter_context(hold_history(history))
+            stack.enter_context(claim_history(history))
         job = Job(manifest=packed.manifest, root=packed.root, parents=(parent_of(packed.root),))
         assert options.checkpoint is not None
         saver = stack.enter_context(Saver(job, options.checkpoint, held, SAVE_TIMEOUT))

@@ -222,17 +222,17 @@ def test_large_tensor_is_written_in_parts_and_whoever_waits_hears_of_each(
 ) -> None:
     num_asked = 0
 
-    def is_given_up() -> bool:
+    def is_cancelled() -> bool:
         nonlocal num_asked
         num_asked += 1
         return False
 
     tensors = {"a": torch.arange(1000.0), "b": torch.zeros(0), "c": torch.arange(7, dtype=torch.bfloat16)}
-    whole = write_shard(whole_pieces(tensors), tmp_path, "whole", is_given_up=is_given_up)
+    whole = write_shard(whole_pieces(tensors), tmp_path, "whole", is_cancelled=is_cancelled)
     assert num_asked == 2
     monkeypatch.setattr(save, "_PART_NBYTES", 999)
     monkeypatch.setattr(save, "_SYNC_NBYTES", 1500)
-    parts = write_shard(whole_pieces(tensors), tmp_path, "parts", is_given_up=is_given_up)
+    parts = write_shard(whole_pieces(tensors), tmp_path, "parts", is_cancelled=is_cancelled)
     assert num_asked == 2 + 5 + 1
     assert (tmp_path / "parts").read_bytes() == (tmp_path / "whole").read_bytes()
     assert parts.digest == whole.digest

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from manifests.errors import InputError, UnreachableError
-from runner.checkpoint.history import checkpoint_path, find_checkpoints, hold_history, retire, set_aside, step_of
+from runner.checkpoint.history import checkpoint_path, claim_history, find_checkpoints, prune, set_aside, step_of
 from tests.builders import files_in
 from tests.fast.trained import write_trained
 from tests.sentinels import plant_in
@@ -77,23 +77,23 @@ def test_what_kills_left_is_cleared_away_and_nothing_else(trained: Path, tmp_pat
         (tmp_path / name / "stage-000").mkdir(parents=True)
     (tmp_path / ".step-mine").mkdir()
     (tmp_path / ".step-000009.partial").symlink_to(tmp_path / ".step-mine")
-    with hold_history(tmp_path):
+    with claim_history(tmp_path):
         assert names_in(tmp_path) == [".lock", ".step-000009.partial", ".step-mine", "step-000003"]
     assert names_in(tmp_path) == [".step-000009.partial", ".step-mine", "step-000003"]
 
 
 def test_folder_is_held_by_one_run_at_a_time(tmp_path: Path) -> None:
     history = tmp_path / "deep" / "history"
-    with hold_history(history), pytest.raises(InputError) as error, hold_history(history):
+    with claim_history(history), pytest.raises(InputError) as error, claim_history(history):
         pass
     assert (error.value.code, error.value.where) == ("launch.folder-in-use", f"--checkpoint {history}")
-    with hold_history(history):
+    with claim_history(history):
         pass
 
 
 def test_all_but_the_last_ones_are_taken_away_and_later_ones_stay(trained: Path, tmp_path: Path) -> None:
     fill(tmp_path, trained, 10, 20, 30, 40, 90)
-    retire(tmp_path, checkpoint_path(tmp_path, 40), keep=2)
+    prune(tmp_path, checkpoint_path(tmp_path, 40), keep=2)
     assert names_in(tmp_path) == ["step-000030", "step-000040", "step-000090"]
 
 
@@ -101,7 +101,7 @@ def test_what_the_run_was_told_to_begin_with_stays_however_it_is_called(trained:
     history = tmp_path / "history"
     fill(history, trained, 10, 20, 30, 40)
     (tmp_path / "link").symlink_to(history)
-    retire(history, checkpoint_path(history, 40), keep=1, spared=(checkpoint_path(tmp_path / "link", 20), None))
+    prune(history, checkpoint_path(history, 40), keep=1, spared=(checkpoint_path(tmp_path / "link", 20), None))
     assert names_in(history) == ["step-000020", "step-000040"]
 
 
@@ -111,7 +111,7 @@ def test_checkpoint_with_files_of_others_in_it_is_not_pruned(
     fill(tmp_path, trained, 10, 20, 30, 40)
     sentinels = plant_in(checkpoint_path(tmp_path, 20), beside_ours="stage-000")
     (checkpoint_path(tmp_path, 10) / "manifest.json").write_text('{"name": "web app"}')
-    retire(tmp_path, checkpoint_path(tmp_path, 40), keep=1)
+    prune(tmp_path, checkpoint_path(tmp_path, 40), keep=1)
     sentinels.check()
     assert names_in(tmp_path) == ["step-000010", "step-000020", "step-000040"]
     assert [record.getMessage().partition(": ")[0] for record in caplog.records] == [
@@ -135,7 +135,7 @@ def test_checkpoint_whose_manifest_cannot_be_read_gives_way_whole(trained: Path,
 def test_what_a_kill_left_of_a_removal_does_not_stop_the_next(trained: Path, tmp_path: Path) -> None:
     fill(tmp_path, trained, 10, 20)
     (tmp_path / ".step-000010.removed" / "stage-000").mkdir(parents=True)
-    retire(tmp_path, checkpoint_path(tmp_path, 20), keep=1)
+    prune(tmp_path, checkpoint_path(tmp_path, 20), keep=1)
     assert names_in(tmp_path) == ["step-000020"]
 
 
@@ -148,8 +148,9 @@ def test_disk_that_fails_under_a_removal_is_not_bad_input(
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(source))
 
     monkeypatch.setattr(os, "rename", rename)
-    with pytest.raises(UnreachableError, match="step-000010: cannot be taken away: Stale file handle"):
-        retire(tmp_path, checkpoint_path(tmp_path, 20), keep=1)
+    with pytest.raises(UnreachableError) as error:
+        prune(tmp_path, checkpoint_path(tmp_path, 20), keep=1)
+    assert (error.value.code, error.value.where) == ("store.unreachable", str(tmp_path / "step-000010"))
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone", "header", "manifest"])
@@ -169,5 +170,5 @@ def test_nothing_is_taken_away_while_the_newest_cannot_be_read_back(damage: str,
         del document["layout"]
         (newest / "manifest.json").write_text(json.dumps(document))
     with pytest.raises(InputError, match=str(newest)):
-        retire(tmp_path, newest, keep=1)
+        prune(tmp_path, newest, keep=1)
     assert names_in(tmp_path) == ["step-000010", "step-000020"]

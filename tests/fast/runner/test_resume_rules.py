@@ -1,4 +1,4 @@
-"""What a run may go on from, what it remembers, and how everything else is refused."""
+"""What a run may resume from, the options it recalls, and how everything else is refused."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.history import checkpoint_path
 from runner.checkpoint.resume import (
     check_fits,
-    differences,
-    endings,
     find_origins,
-    goes_on_from,
+    override_notes,
     remember,
     remembered,
+    resumed_state,
+    schedule_notes,
 )
 from runner.config.flags import TrainOptions, parse_training, recall
 from runner.training.optimizer import lr_at
@@ -30,8 +30,7 @@ from tests.builders import reshard
 from tests.fast.reshard.forged import change_file, change_manifest
 from tests.fast.trained import STATE, write_trained
 
-OTHER = "resume a checkpoint of the model that is launched, or launch the manifest of this one"
-ANEW = "--resume-weights-only begins a new run with its weights"
+Wording = Callable[[str], None]
 
 
 @pytest.fixture(scope="module")
@@ -82,13 +81,11 @@ def test_auto_is_the_newest_then_the_ones_before_then_what_is_launched(packed: P
     assert find_origins(packed, auto) == tuple(checkpoint_path(history, step) for step in (40, 10, 5))
 
 
-def test_auto_that_never_finds_anything_is_refused(packed: Path, trained: Path) -> None:
+def test_auto_that_never_finds_anything_is_refused(packed: Path, trained: Path, wording: Wording) -> None:
     with pytest.raises(UsageError) as error:
         find_origins(packed, options("--resume", "auto"))
-    assert str(error.value) == (
-        f"--resume auto: never finds anything: {packed} holds no optimizer state, and no --checkpoint DIR is given\n"
-        "hint: add --checkpoint DIR --checkpoint-every N, or leave it out"
-    )
+    assert (error.value.code, error.value.where) == ("resume.nothing-to-find", "--resume auto")
+    wording(str(error.value).replace(str(packed), "PACKED"))
     assert find_origins(trained, options("--resume", "auto")) == (trained,)
 
 
@@ -102,50 +99,34 @@ def test_checkpoint_is_named_by_its_step_its_folder_or_its_manifest(packed: Path
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
+    ("args", "code", "where"),
     [
-        (
-            (),
-            "HISTORY: holds step-000040 already, and this run begins after step 0\n"
-            "hint: --resume auto goes on from the newest; or choose another --checkpoint",
-        ),
-        (
-            ("--resume", "step-10"),
-            "HISTORY: holds step-000040 already, and this run begins after step 10\n"
-            "hint: --resume auto goes on from the newest; or choose another --checkpoint",
-        ),
-        (
-            ("--resume", "step-40", "--resume-weights-only"),
-            "HISTORY: holds step-000040 already, and this run begins after step 0\n"
-            "hint: --resume auto goes on from the newest; or choose another --checkpoint",
-        ),
-        (
-            ("--resume", "step-30"),
-            "--resume step-30: no manifest.json in HISTORY/step-000030\nhint: there are step-000040, step-000010",
-        ),
-        (
-            ("--resume", "nowhere"),
-            "--resume nowhere: no manifest.json in nowhere\nhint: there are step-000040, step-000010",
-        ),
+        ((), "checkpoint.folder-in-use", "HISTORY"),
+        (("--resume", "step-10"), "checkpoint.folder-in-use", "HISTORY"),
+        (("--resume", "step-40", "--resume-weights-only"), "checkpoint.folder-in-use", "HISTORY"),
+        (("--resume", "step-30"), "resume.no-checkpoint", "--resume step-30"),
+        (("--resume", "nowhere"), "resume.no-checkpoint", "--resume nowhere"),
     ],
 )
 def test_checkpoints_of_another_past_are_refused(
-    args: tuple[str, ...], message: str, packed: Path, trained: Path
+    args: tuple[str, ...], code: str, where: str, packed: Path, trained: Path, wording: Wording
 ) -> None:
     history = history_of(trained, 10, 40)
     with pytest.raises(InputError) as error:
         find_origins(packed, options(*args, "--checkpoint", history))
-    assert str(error.value).replace(str(history), "HISTORY") == message
+    assert (error.value.code, error.value.where.replace(str(history), "HISTORY")) == (code, where)
+    if len(args) < 3:
+        wording(str(error.value))
 
 
-def test_checkpoints_that_the_named_one_does_not_go_back_to_are_refused(packed: Path, trained: Path) -> None:
+def test_checkpoints_that_the_named_one_does_not_descend_from_are_refused(
+    packed: Path, trained: Path, wording: Wording
+) -> None:
     history = history_of(trained, 30)
     with pytest.raises(InputError) as error:
         find_origins(packed, options("--resume", trained, "--checkpoint", history, "--keep", 1))
-    assert str(error.value) == (
-        f"{history}: holds step-000030 already, and {trained} does not go back to it\n"
-        "hint: --resume auto goes on from the newest; or choose another --checkpoint"
-    )
+    assert (error.value.code, error.value.where) == ("checkpoint.folder-in-use", str(history))
+    wording(str(error.value))
 
 
 def test_copy_of_the_newest_and_what_was_made_out_of_it_may_be_named(trained: Path, tmp_path: Path) -> None:
@@ -180,17 +161,18 @@ def test_flags_that_do_not_go_together_are_refused(args: tuple[str, ...], where:
 def test_state_counts_when_it_is_resumed_and_weights_alone_when_asked(packed: Path, trained: Path) -> None:
     origin, fresh = open_packed(trained), open_packed(packed)
     resumed = options("--resume", trained).resume
-    assert goes_on_from(origin, resumed, is_launched=False) == state_of(trained)
-    assert goes_on_from(origin, options("--resume", "auto").resume, is_launched=True) == state_of(trained)
-    assert goes_on_from(fresh, options("--resume", "auto").resume, is_launched=True) is None
-    assert goes_on_from(fresh, options().resume, is_launched=True) is None
-    with pytest.raises(InputError, match="holds no optimizer state, so training cannot go on from it"):
-        goes_on_from(fresh, options("--resume", packed).resume, is_launched=True)
+    assert resumed_state(origin, resumed, is_launched=False) == state_of(trained)
+    assert resumed_state(origin, options("--resume", "auto").resume, is_launched=True) == state_of(trained)
+    assert resumed_state(fresh, options("--resume", "auto").resume, is_launched=True) is None
+    assert resumed_state(fresh, options().resume, is_launched=True) is None
+    with pytest.raises(InputError) as none:
+        resumed_state(fresh, options("--resume", packed).resume, is_launched=True)
+    assert (none.value.code, none.value.where) == ("resume.no-optimizer-state", fresh.where)
     with pytest.raises(UsageError) as error:
-        goes_on_from(fresh, options("--resume-weights-only").resume, is_launched=True)
+        resumed_state(fresh, options("--resume-weights-only").resume, is_launched=True)
     assert (error.value.where, error.value.code) == ("--resume-weights-only", "options.needs-resume")
     for args in (("--resume-weights-only",), ("--resume", trained, "--resume-weights-only")):
-        assert goes_on_from(origin, options(*args).resume, is_launched=True) is None
+        assert resumed_state(origin, options(*args).resume, is_launched=True) is None
 
 
 def state_with(**changes: Any) -> Callable[[Path], None]:
@@ -213,39 +195,37 @@ GROUP = STATE["optimizer"]["groups"][0]
 
 
 @pytest.mark.parametrize(
-    ("change", "problem"),
+    ("change", "code"),
     [
-        (without_moments, "holds no optimizer state, so training cannot go on from it"),
-        (
-            state_with(optimizer={**STATE["optimizer"], "name": "Adafactor"}),
-            "was trained with Adafactor, and this runner steps with AdamW",
-        ),
-        (state_with(dtype="F16"), "was trained in F16; this runner trains in F32 or BF16"),
-        (state_with(reduce_dtype="F16"), "was trained in F16; this runner trains in F32 or BF16"),
+        (without_moments, "resume.no-optimizer-state"),
+        (state_with(optimizer={**STATE["optimizer"], "name": "Adafactor"}), "resume.other-optimizer"),
+        (state_with(dtype="F16"), "resume.other-optimizer"),
+        (state_with(reduce_dtype="F16"), "resume.other-optimizer"),
         (
             state_with(optimizer={**STATE["optimizer"], "groups": [GROUP, {**GROUP, "fqns": ["lm_head.weight"]}]}),
-            "has several groups of optimizer options; this runner has one",
+            "resume.other-optimizer",
         ),
     ],
+    ids=["none", "optimizer", "dtype", "reduce-dtype", "groups"],
 )
-def test_state_that_the_runner_cannot_go_on_from_is_refused(
-    change: Callable[[Path], None], problem: str, trained: Path
+def test_state_that_the_runner_cannot_resume_is_refused(
+    change: Callable[[Path], None], code: str, trained: Path, wording: Wording, request: pytest.FixtureRequest
 ) -> None:
     change(trained)
     with pytest.raises(InputError) as error:
-        goes_on_from(open_packed(trained), options("--resume", trained).resume, is_launched=False)
-    assert str(error.value) == f"{trained}/manifest.json: {problem}\nhint: {ANEW}"
+        resumed_state(open_packed(trained), options("--resume", trained).resume, is_launched=False)
+    assert (error.value.code, error.value.where) == (code, f"{trained}/manifest.json")
+    if request.node.callspec.id != "reduce-dtype":
+        wording(str(error.value))
     weights_only = options("--resume", trained, "--resume-weights-only").resume
-    assert goes_on_from(open_packed(trained), weights_only, is_launched=False) is None
+    assert resumed_state(open_packed(trained), weights_only, is_launched=False) is None
 
 
-def test_state_that_nobody_spoke_of_is_not_dropped_in_silence(trained: Path) -> None:
+def test_state_that_no_flag_mentions_is_not_dropped_silently(trained: Path, wording: Wording) -> None:
     with pytest.raises(InputError) as error:
-        goes_on_from(open_packed(trained), options().resume, is_launched=True)
-    assert str(error.value) == (
-        f"{trained}/manifest.json: holds optimizer state, and nothing says whether training goes on from it\n"
-        f"hint: --resume auto does; {ANEW}"
-    )
+        resumed_state(open_packed(trained), options().resume, is_launched=True)
+    assert (error.value.code, error.value.where) == ("resume.undecided", f"{trained}/manifest.json")
+    wording(str(error.value))
 
 
 def other(tmp_path: Path, **config: Any) -> Packed:
@@ -253,32 +233,29 @@ def other(tmp_path: Path, **config: Any) -> Packed:
 
 
 @pytest.mark.parametrize(
-    ("config", "problem"),
+    "config",
     [
-        ({"architectures": ["MistralForCausalLM"]}, "holds a MistralForCausalLM, another model than LlamaForCausalLM"),
-        ({"vocab_size": 48}, "has another vocabulary: expected 40 tokens, found 48"),
-        (
-            {"num_hidden_layers": 2},
-            "holds another model of this architecture: they differ in model.layers.1.input_layernorm.weight",
-        ),
-        ({"tie_word_embeddings": True}, "holds another model of this architecture: they tie other weights"),
+        {"architectures": ["MistralForCausalLM"]},
+        {"vocab_size": 48},
+        {"num_hidden_layers": 2},
+        {"tie_word_embeddings": True},
     ],
+    ids=lambda config: next(iter(config)),
 )
-def test_another_model_is_refused(config: dict[str, Any], problem: str, packed: Path, tmp_path: Path) -> None:
+def test_another_model_is_refused(config: dict[str, Any], packed: Path, tmp_path: Path, wording: Wording) -> None:
     origin = other(tmp_path, **config)
     with pytest.raises(InputError) as error:
         check_fits(origin, open_packed(packed))
-    assert str(error.value) == f"{origin.where}: {problem}\nhint: {OTHER}"
+    assert (error.value.code, error.value.where) == ("resume.other-model", origin.where)
+    wording(str(error.value))
 
 
-def test_another_tokenizer_is_refused(packed: Path, trained: Path) -> None:
+def test_another_tokenizer_is_refused(packed: Path, trained: Path, wording: Wording) -> None:
     change_file(trained, "tokenizer.json", b"{}")
     with pytest.raises(InputError) as error:
         check_fits(open_packed(trained), open_packed(packed))
-    assert str(error.value) == (
-        f"{trained}/manifest.json: has another vocabulary: its tokenizer.json is not the launched manifest's\n"
-        f"hint: {OTHER}"
-    )
+    assert (error.value.code, error.value.where) == ("resume.other-model", f"{trained}/manifest.json")
+    wording(str(error.value))
 
 
 def test_config_that_differs_in_what_no_tensor_shows_is_said(packed: Path, trained: Path) -> None:
@@ -307,14 +284,14 @@ def test_flags_that_are_written_win_and_are_said(trained: Path) -> None:
     state, asked = state_of(trained), options("--lr", "0.01", "--seq-len", "8", "--steps", "200", "--dtype", "bf16")
     found = recall(asked, remembered(state))
     assert (found.optim.lr, found.steps, found.dtype, found.optim.decay_steps) == (0.01, 200, "bf16", 90)
-    assert differences(asked, state) == (
-        "--dtype bf16 takes the place of the checkpoint's fp32",
-        "--lr 0.01 takes the place of the checkpoint's 0.002",
+    assert override_notes(asked, state) == (
+        "--dtype bf16 overrides fp32 of the checkpoint",
+        "--lr 0.01 overrides 0.002 of the checkpoint",
     )
 
 
 def continued(state: TrainingState, *args: object) -> TrainOptions:
-    """Give the options of a run that goes on, with what is remembered of the one before."""
+    """Return the options of a run that resumes, with those of the checkpoint."""
     return recall(options(*args), remembered(state))
 
 
@@ -327,33 +304,31 @@ def test_end_of_a_decay_that_a_constant_rate_never_had_is_not_remembered(trained
     assert [lr_at(step, asked.optim) > 0 for step in (89, 90, 119, 120)] == [True, True, True, False]
     decaying = continued(constant, "--decay", "sqrt", "--stable-steps", 87, "--steps", 120)
     assert [lr_at(step, decaying.optim) for step in (89, 90, 120)] == [0.002, 0.002, 0.0]
-    assert differences(options("--decay", "cosine", "--decay-steps", 120), constant) == (
-        "--decay cosine takes the place of the checkpoint's constant",
+    assert override_notes(options("--decay", "cosine", "--decay-steps", 120), constant) == (
+        "--decay cosine overrides constant of the checkpoint",
     )
 
 
-TAKEN = "it has taken all of --steps 90: only a larger number trains on"
-DECAYED = (
-    "the learning rate is --min-lr 0.0002 in all steps after 90: only a larger --decay-steps lets it decay for longer"
-)
-
-
 @pytest.mark.parametrize(
-    ("step", "args", "notes"),
+    ("step", "args", "flag"),
     [
-        (60, ("--steps", 90), ()),
-        (90, ("--steps", 90), (TAKEN,)),
-        (60, ("--steps", 200), (DECAYED,)),
-        (90, ("--steps", 200), (DECAYED,)),
-        (90, ("--steps", 200, "--decay-steps", 200), ()),
-        (90, ("--steps", 200, "--decay", "constant"), ()),
+        (60, ("--steps", 90), ""),
+        (90, ("--steps", 90), "--steps"),
+        (60, ("--steps", 200), "--decay-steps"),
+        (90, ("--steps", 200), "--decay-steps"),
+        (90, ("--steps", 200, "--decay-steps", 200), ""),
+        (90, ("--steps", 200, "--decay", "constant"), ""),
     ],
 )
-def test_steps_that_are_taken_and_a_decay_that_has_ended_are_said(
-    step: int, args: tuple[object, ...], notes: tuple[str, ...], trained: Path
+def test_steps_that_are_taken_and_a_decay_that_has_ended_are_noted(
+    step: int, args: tuple[object, ...], flag: str, trained: Path, wording: Wording
 ) -> None:
     state = replace(state_of(trained), step=step)
-    assert endings(continued(state, *args), state) == notes
+    found = schedule_notes(continued(state, *args), state)
+    assert len(found) == bool(flag)
+    assert all(f"increase {flag}" in note for note in found)
+    if (step, flag) in ((90, "--steps"), (60, "--decay-steps")):
+        wording(found[0])
 
 
 @pytest.mark.parametrize(
@@ -376,9 +351,9 @@ def test_dtype_of_sums_over_ranks_is_remembered_where_it_is_one_of_its_own(
     assert state.reduce_dtype == stored
     assert continued(state).compute == options(*written.split()).compute
     other = "fp32" if found == "bf16" else "bf16"
-    assert differences(options("--reduce-dtype", found), state) == ()
-    assert differences(options("--reduce-dtype", other), state) == (
-        f"--reduce-dtype {other} takes the place of the checkpoint's {found}",
+    assert override_notes(options("--reduce-dtype", found), state) == ()
+    assert override_notes(options("--reduce-dtype", other), state) == (
+        f"--reduce-dtype {other} overrides {found} of the checkpoint",
     )
 
 
