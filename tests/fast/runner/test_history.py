@@ -150,7 +150,7 @@ def test_disk_that_fails_under_a_removal_is_not_bad_input(
     monkeypatch.setattr(os, "rename", rename)
     with pytest.raises(UnreachableError) as error:
         prune(tmp_path, checkpoint_path(tmp_path, 20), keep=1)
-    assert (error.value.code, error.value.where) == ("store.unreachable", str(tmp_path / "step-000010"))
+    assert (error.value.code, error.value.where) == ("checkpoint.not-pruned", str(tmp_path / "step-000010"))
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone", "header", "manifest"])
