@@ -87,8 +87,8 @@ def test_checkpoint_that_is_launched_stays_whatever_keep_says(place: Path) -> No
 
 def test_run_whose_last_save_fails_has_failed(place: Path) -> None:
     last = checkpoint_path(place / "blocked", 2)
-    where = f"rank 0: {last}: "
-    assert f"error: {where}" in (place / "blocked.log").read_text()
+    where = f"rank 0: {last}"
+    assert f" at {where}\n" in (place / "blocked.log").read_text()
     lines = map(json.loads, (place / "blocked-log" / "metrics.jsonl").read_text().splitlines())
     failed = {line["step"]: line["save_error"] for line in lines if "save_error" in line}
     assert list(failed) == [1, 2]

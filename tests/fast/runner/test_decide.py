@@ -20,7 +20,7 @@ SILENT = RunState(step=4, ended="stopped", code=INTERRUPTED)
 
 
 def unused() -> str:
-    raise AssertionError("asked for what the decision does not depend on")
+    raise AssertionError("not needed for this decision")
 
 
 def end(**changes: object) -> AttemptEnd:
