@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from manifests.errors import OutputError, UsageError
 from manifests.safetensors import parse_header
 from manifests.schema import AuxiliaryFile
 from manifests.store import write_file
-from reshard.copy.engine import WriteOptions, WrittenShard, hash_tensors, write_in_order, write_shards
+from reshard.copy.engine import ByteCounter, WriteOptions, WrittenShard, hash_tensors, write_in_order, write_shards
 from reshard.copy.journal import Journal
 from reshard.plans.pack_plan import OutputShard
 from reshard.tensors.checkpoint import Checkpoint, TensorAt
@@ -28,8 +28,6 @@ from stores.object_output import ObjectTarget
 __all__ = ["NUM_UPLOADS", "BucketTarget", "FolderTarget", "Target", "check_apart", "check_space", "read_twice"]
 
 NUM_UPLOADS = 2  # concurrent shards: one is hashed while another is sent
-
-Progress = Callable[[int], object]
 
 
 class Target(Protocol):
@@ -174,7 +172,7 @@ class BucketTarget:
     def commit(self, name: str, data: bytes) -> None:
         self.objects.commit(data, name)
 
-    def _upload(self, shard: OutputShard, progress: Progress) -> WrittenShard:
+    def _upload(self, shard: OutputShard, progress: ByteCounter) -> WrittenShard:
         if (header := self._completed(shard)) is not None:
             progress(sum(tensor.nbytes for tensor in (*_without_digest(shard), *shard.origins)))
             return WrittenShard(path=self.objects.place(shard.path), nbytes=shard.nbytes, digest=digest_bytes(header))

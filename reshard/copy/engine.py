@@ -24,6 +24,7 @@ from stores.local import LocalFile
 
 __all__ = [
     "NUM_THREADS",
+    "ByteCounter",
     "Output",
     "WriteOptions",
     "WrittenShard",
@@ -37,7 +38,7 @@ NUM_THREADS = 2  # one from each end of the plan, see `_execute`
 _MAX_OPEN = 128  # output files open at a time
 _RUN_NBYTES = 64 << 20  # of a run, which is one thread's unit of work: whole tensors
 
-Progress = Callable[[int], object]
+ByteCounter = Callable[[int], object]  # called with the bytes of each step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +48,7 @@ class WriteOptions:
     io: Io = "direct"
     sync: bool = True
     journal: Journal | None = None
-    progress: Progress = lambda nbytes: None
+    progress: ByteCounter = lambda nbytes: None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,12 +116,12 @@ def write_tensors(shard: OutputShard, names: Collection[str], folder: Path, opti
     return dict(zip((piece.origin.name for piece in pieces), digests, strict=True))
 
 
-def hash_tensors(tensors: Sequence[TensorAt], progress: Progress = lambda nbytes: None) -> tuple[str, ...]:
+def hash_tensors(tensors: Sequence[TensorAt], progress: ByteCounter = lambda nbytes: None) -> tuple[str, ...]:
     """Return the hex digest of each tensor's bytes; known digests are ignored."""
     return tuple(_execute([_Piece(_unverified(tensor), None, 0) for tensor in tensors], progress))
 
 
-def write_in_order(shard: OutputShard, output: Output, progress: Progress) -> None:
+def write_in_order(shard: OutputShard, output: Output, progress: ByteCounter) -> None:
     """Write a shard's data to `output` sequentially, in this thread.
 
     Raises:
@@ -156,7 +157,7 @@ def _pieces(shard: OutputShard, file: Output) -> list[_Piece]:
     return [_Piece(origin, file, position) for origin, position in shard.placed]
 
 
-def _execute(pieces: Sequence[_Piece], progress: Progress, journal: Journal | None = None) -> list[str]:
+def _execute(pieces: Sequence[_Piece], progress: ByteCounter, journal: Journal | None = None) -> list[str]:
     """Copy and hash every piece; return the hex digests in the same order. The first failure stops all.
 
     What an interrupted run has written, by the journal, is read and hashed, and written again only if it differs.
@@ -201,7 +202,9 @@ def _runs(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
         yield run
 
 
-def _copy_or_reuse(run: list[_Piece], progress: Progress, stop: threading.Event, journal: Journal | None) -> list[str]:
+def _copy_or_reuse(
+    run: list[_Piece], progress: ByteCounter, stop: threading.Event, journal: Journal | None
+) -> list[str]:
     """Copy a run, unless the journal has it and the bytes on disk match."""
     output, position = run[0].output, run[0].position
     if journal is None or not isinstance(output, OutputFile):
@@ -223,7 +226,7 @@ def _unverified(tensor: TensorAt) -> TensorAt:
     return replace(tensor, digest=None)
 
 
-def _copy_run(run: list[_Piece], progress: Progress, stop: threading.Event) -> list[str]:
+def _copy_run(run: list[_Piece], progress: ByteCounter, stop: threading.Event) -> list[str]:
     """Read, hash and write one block after the other."""
     buffer, output, hasher = aligned_buffer(), run[0].output, Hasher()
     digests: list[str] = []

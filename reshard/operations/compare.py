@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from manifests.digest import PREFIX
 from manifests.errors import InputError
 from manifests.schema import TieGroup
-from reshard.copy.engine import hash_tensors
+from reshard.copy.engine import ByteCounter, hash_tensors
 from reshard.tensors.checkpoint import TensorAt
 
 __all__ = ["Difference", "differences_from", "hash_each", "missing_from"]
 
 Found = tuple[str, str]  # see `Difference`
-Progress = Callable[[int], object]
 
 
 class Difference(NamedTuple):
@@ -24,7 +23,7 @@ class Difference(NamedTuple):
     problem: str
 
 
-def hash_each(tensors: Sequence[TensorAt], progress: Progress, differences: list[Found]) -> list[str | None]:
+def hash_each(tensors: Sequence[TensorAt], progress: ByteCounter, differences: list[Found]) -> list[str | None]:
     """Hash all tensors; one that cannot be read is added to `differences` and gets None."""
     try:
         return list(hash_tensors(tensors, progress))
@@ -40,7 +39,10 @@ def hash_each(tensors: Sequence[TensorAt], progress: Progress, differences: list
 
 
 def differences_from(
-    source: Mapping[str, TensorAt], stored: Mapping[TensorAt, str | None], ties: Sequence[TieGroup], progress: Progress
+    source: Mapping[str, TensorAt],
+    stored: Mapping[TensorAt, str | None],
+    ties: Sequence[TieGroup],
+    progress: ByteCounter,
 ) -> list[Found]:
     """Compare tensors, given with the hex digests of their bytes, with those of a source, which are read.
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from manifests.models import module_of
 from manifests.schema import MOMENTS, WEIGHTS, Holds
 from manifests.slices import Slice
-from reshard.copy.engine import hash_tensors
+from reshard.copy.engine import ByteCounter, hash_tensors
 from reshard.tensors.checkpoint import Checkpoint, TensorAt, check_digest
 from reshard.tensors.slices import slices_of
 from reshard.transforms.cast import FLOATS
 
 __all__ = ["DiffResult", "TensorDifference", "diff_checkpoints", "nbytes_to_hash"]
-
-Progress = Callable[[int], object]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +57,7 @@ def diff_checkpoints(
     *,
     with_norms: bool = False,
     reads_bytes: bool = False,
-    progress: Progress = lambda nbytes: None,
+    progress: ByteCounter = lambda nbytes: None,
 ) -> DiffResult:
     """Compare two checkpoints by their digests, reading only tensors without one.
 
@@ -121,7 +119,7 @@ def _boxes(tensor: TensorAt) -> list[Slice | None]:
 
 
 def _with_digests(
-    tensors: Mapping[str, TensorAt], same: Collection[str], reads_bytes: bool, progress: Progress
+    tensors: Mapping[str, TensorAt], same: Collection[str], reads_bytes: bool, progress: ByteCounter
 ) -> Mapping[str, TensorAt]:
     """Return the tensors with digests, computed for all but those that are known to be equal."""
     unknown = [

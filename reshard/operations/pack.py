@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -21,7 +20,7 @@ from reshard.copy.journal import is_working_name
 from reshard.copy.resumable import open_target
 from reshard.copy.unchanged import check_unchanged
 from reshard.operations.hub_check import HubReport, check_hub_files
-from reshard.plans.pack_plan import OutputShard, PackPlan, StagePlan
+from reshard.plans.pack_plan import PackPlan, StagePlan
 from reshard.plans.references import References, refer_to_originals
 from reshard.tensors.checkpoint import CarriedAt, Checkpoint
 from reshard.tensors.lazy import MadeFile
@@ -69,7 +68,7 @@ def pack(checkpoint: Checkpoint, plan: PackPlan, options: PackOptions) -> Manife
     references = refer_to_originals([stage for stage in plan.stages if stage.index not in wanted], checkpoint)
     shards = [shard for stage in plan.stages if stage.index in wanted for shard in stage.shards]
     names = {MANIFEST_NAME, SOURCE_NAME, *(item.path for item in checkpoint.carried), *(each.path for each in shards)}
-    with _open_target(options, shards, names) as target:
+    with open_target(options.out, shards, force=options.force, wanted=names, check_free=_check_no_parts) as target:
         files = copy_auxiliary_files(checkpoint, target)
         done = target.write_shards(shards, options.write)
         written = {shard.path: on_disk for shard, on_disk in zip(shards, done, strict=True)}
@@ -102,19 +101,6 @@ def copy_files(files: Sequence[CarriedAt], target: Target) -> tuple[AuxiliaryFil
             problem = "this name is reserved for files under construction"
             raise SourceError(str(item.file), problem, "leave the file out", code="source.reserved-name")
     return tuple(target.copy(item.path, item.file, item.digest) for item in files)
-
-
-@contextmanager
-def _open_target(options: PackOptions, shards: Sequence[OutputShard], names: Collection[str]) -> Iterator[Target]:
-    """Yield the target to write to; an interrupted pack of the same plan is resumed."""
-    with open_target(
-        options.out,
-        shards,
-        force=options.force,
-        wanted=names,
-        check_free=_check_no_parts,
-    ) as target:
-        yield target
 
 
 def records_folder(out: Path) -> Path:

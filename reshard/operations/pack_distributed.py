@@ -45,7 +45,7 @@ from reshard.operations.pack import (
     records_folder,
 )
 from reshard.plans.pack_plan import OutputShard, PackPlan
-from reshard.plans.partition import Part, PartOfShard, partition
+from reshard.plans.partition import Part, partition
 from reshard.plans.references import refer_to_originals
 from reshard.tensors.checkpoint import Checkpoint
 from stores.address import is_url
@@ -80,7 +80,7 @@ def pack_part(checkpoint: Checkpoint, plan: PackPlan, part: Part, options: PackO
         with _locked(records / f"{part.name}.lock", str(out), f"part {part.number}/{part.of}"):
             journal = Journal(folder, key, records / f"{part.name}.journal")
             if not journal.is_begun:
-                _check_space(pieces, folder)
+                check_space(sum(piece.nbytes for piece in pieces), shutil.disk_usage(folder).free, folder)
             journal.begin()
             files = None
             if part.number == 1:
@@ -243,10 +243,6 @@ def _locked(lock: Path, out: str, what: str) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _check_space(pieces: Sequence[PartOfShard], folder: Path) -> None:
-    check_space(sum(piece.nbytes for piece in pieces), shutil.disk_usage(folder).free, folder)
 
 
 def _write_header(path: Path, nbytes: int, header: bytes) -> None:

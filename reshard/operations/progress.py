@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Protocol
+
+from reshard.copy.engine import ByteCounter
 
 __all__ = ["Progress", "counting"]
 
@@ -21,7 +22,7 @@ class Progress(Protocol):
         ...
 
 
-def counting(progress: Progress | None, total_nbytes: int) -> Callable[[int], object]:
+def counting(progress: Progress | None, total_nbytes: int) -> ByteCounter:
     """Return a callback that takes the bytes of each step and reports their sum to `progress`."""
     if progress is None:
         return lambda nbytes: None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from manifests.digest import PREFIX
@@ -10,6 +10,7 @@ from manifests.errors import InputError, UsageError
 from manifests.invariants import SOURCE_NAME
 from manifests.models import ModelShape, module_of
 from manifests.schema import MOMENTS, WEIGHTS, Holds, Manifest, Stage
+from reshard.copy.engine import ByteCounter
 from reshard.operations.compare import Difference, differences_from, hash_each, missing_from
 from reshard.sources.bundles import open_manifest
 from reshard.tensors.checkpoint import CarriedAt, Checkpoint, TensorAt
@@ -20,8 +21,6 @@ from stores.bundles import Bundles, join_slices
 from stores.manifest_file import Address, find_manifest_file
 
 __all__ = ["VerifyOptions", "VerifyResult", "nbytes_to_read", "verify_manifest"]
-
-Progress = Callable[[int], object]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +53,7 @@ class VerifyResult:
 
 
 def verify_manifest(
-    address: Address, options: VerifyOptions | None = None, progress: Progress = lambda nbytes: None
+    address: Address, options: VerifyOptions | None = None, progress: ByteCounter = lambda nbytes: None
 ) -> VerifyResult:
     """Verify every file of a manifest: sizes, headers, source fingerprints and digests.
 
@@ -140,7 +139,7 @@ def _whole(
     found: Sequence[TensorAt],
     digests: Mapping[TensorAt, str | None],
     differences: list[tuple[str, str]],
-    progress: Progress,
+    progress: ByteCounter,
 ) -> Mapping[TensorAt, str | None]:
     """Return whole tensors with their hex digests; those that are stored in slices are read again."""
     try:
