@@ -1,4 +1,4 @@
-"""A disk that is full, or fills up meanwhile: one sentence with bytes needed and free, and nothing left behind."""
+"""A disk that is full, or fills up meanwhile: one error with bytes needed and free, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_disk_that_has_room_is_enough(verb: str, source: Path, disk: Path) -> No
 
 
 @pytest.mark.parametrize("verb", ["pack", "repack", "export"])
-def test_disk_that_another_fills_meanwhile_is_said_in_a_sentence(verb: str, source: Path, disk: Path) -> None:
+def test_disk_that_another_process_fills_meanwhile_is_one_error(verb: str, source: Path, disk: Path) -> None:
     """Somebody else takes the room as soon as the work has begun, and gives it back at the end."""
     command = [
         "nice",

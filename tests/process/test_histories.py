@@ -1,6 +1,6 @@
 """What becomes of a folder of checkpoints, and of its run, when something in it is damaged, launched or in the way.
 
-One rank trains; each run starts anew from files.
+One rank trains; each run starts from scratch, from files.
 """
 
 from __future__ import annotations

@@ -243,7 +243,7 @@ def test_memory_does_not_grow_with_the_model(s3: S3Server, large: Path) -> None:
 def test_second_packer_is_refused(s3: S3Server, source: Path) -> None:
     url = url_of("contended")
     with open_output(url):
-        assert refusal("pack", source, "--layout", "pp=2", "--out", url).found == (3, "output.contended", url)
+        assert refusal("pack", source, "--layout", "pp=2", "--out", url).found == (3, "output.unfinished", url)
     assert objects_in(s3, "contended") == {}
 
 

@@ -1,4 +1,4 @@
-"""A pack that was killed goes on where it was, and ends with the bytes of one that was not."""
+"""A pack that was killed is resumed, and writes the bytes of one that was not."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_resumed_pack_does_not_copy_again_what_is_done(source: Path, whole: Path
         assert (whole / shard).read_bytes() == (tmp_path / "out" / shard).read_bytes()
 
 
-def test_damage_to_what_was_done_is_found_and_mended(source: Path, whole: Path, tmp_path: Path) -> None:
+def test_damage_to_what_was_written_is_found_and_fixed(source: Path, whole: Path, tmp_path: Path) -> None:
     partial = left_by_a_kill(source, tmp_path)
     entry = json.loads((partial / ".journal").read_text().splitlines()[1])
     with open(partial / entry["output"], "r+b") as file:
@@ -148,7 +148,7 @@ def test_changed_source_starts_over(source: Path, tmp_path: Path) -> None:
 
 
 def left_by_a_kill(source: Path, folder: Path) -> Path:
-    """Kill a pack as soon as its journal has a line, and give what it left."""
+    """Kill a pack as soon as its journal has a line, and return what it left."""
     journal = folder / ".out.partial" / ".journal"
     process = subprocess.Popen(pack(source, folder / "out"), cwd=ROOT, stdout=subprocess.DEVNULL)
     while process.poll() is None and (not journal.exists() or journal.read_bytes().count(b"\n") < 2):

@@ -26,11 +26,11 @@ def save(folder: Path, name: str, **changes: Any) -> None:
 
 
 def pack_and_export(source: Path, tmp_path: Path, layout: str = "pp=3") -> dict[str, Any]:
-    """Pack, cut anew, export, see that every byte came back, and give the first manifest."""
-    for origin, out, spec in ((source, "packed", layout), (tmp_path / "packed", "anew", "balance:params,pp=2")):
+    """Pack, reshard, export, see that every byte came back, and return the first manifest."""
+    for origin, out, spec in ((source, "packed", layout), (tmp_path / "packed", "resharded", "balance:params,pp=2")):
         packed = reshard("pack", origin, "--layout", spec, "--out", tmp_path / out, "--quiet")
         assert packed.code == 0, packed.err
-    exported = reshard("export", tmp_path / "anew", "--to", "hf", "--out", tmp_path / "exported", "--quiet")
+    exported = reshard("export", tmp_path / "resharded", "--to", "hf", "--out", tmp_path / "exported", "--quiet")
     assert exported.code == 0, exported.err
     assert files_in(tmp_path / "exported") == files_in(source)
     manifest: dict[str, Any] = json.loads((tmp_path / "packed" / "manifest.json").read_text())

@@ -109,7 +109,7 @@ def test_forced_export_keeps_what_it_did_not_write(source: Path, tmp_path: Path)
         assert files_in(source).items() <= files_in(out).items()
 
 
-@pytest.mark.parametrize("change", ["model of others", "trained since", "made anew", "record of others"])
+@pytest.mark.parametrize("change", ["model of others", "trained since", "made again", "record of others"])
 def test_export_replaces_no_model_that_it_did_not_write(change: str, source: Path, tmp_path: Path) -> None:
     packed, out = tmp_path / "packed", tmp_path / "out"
     assert pack(source, packed, "pp=2").code == 0
@@ -121,7 +121,7 @@ def test_export_replaces_no_model_that_it_did_not_write(change: str, source: Pat
     if change == "trained since":
         shard.write_bytes(shard.read_bytes()[:-1] + b"\1")
         os.utime(shard, (0, 0))
-    elif change == "made anew":  # the record is of a folder that is gone
+    elif change == "made again":  # the record is of a folder that is gone
         shutil.rmtree(out)
         write_model(out, num_shards=2)
     elif change == "record of others":

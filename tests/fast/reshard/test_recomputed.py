@@ -45,15 +45,15 @@ def run(*args: str | Path) -> None:
 
 @pytest.mark.parametrize("name", ROTARY)
 def test_frequencies_of_every_rotary_family_are_packed_and_given_back(name: str, tmp_path: Path) -> None:
-    source, out, anew, exported = (tmp_path / name for name in ("source", "out", "anew", "exported"))
+    source, out, resharded, exported = (tmp_path / name for name in ("source", "out", "resharded", "exported"))
     tensors = write_with_frequencies(source, name)
     run("pack", source, "--layout", "pp=2", "--out", out)
-    run("pack", out, "--layout", "pp=3", "--out", anew)
-    for packed in (out, anew):
+    run("pack", out, "--layout", "pp=3", "--out", resharded)
+    for packed in (out, resharded):
         run("verify", packed, "--against", source)
         bundles = [read_safetensors(data) for path, data in files_in(packed).items() if path.endswith(".safetensors")]
         assert tensors.items() <= {fqn: tensor for bundle in bundles for fqn, tensor in bundle.items()}.items()
-    run("export", anew, "--to", "hf", "--out", exported)
+    run("export", resharded, "--to", "hf", "--out", exported)
     assert files_in(exported) == files_in(source)
 
 

@@ -44,7 +44,7 @@ def moments_in(out: Path) -> dict[tuple[int, str, str], Tensor]:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_moments_are_cut_anew_beside_their_weights(layout: str, tied: bool, tmp_path: Path) -> None:
+def test_optimizer_state_is_resharded_with_its_weights(layout: str, tied: bool, tmp_path: Path) -> None:
     trained = write_trained(tmp_path, "pp=4", tie_word_embeddings=tied)
     out = pack(trained, layout, tmp_path / "out")
     assert reshard("verify", out).code == 0, reshard("verify", out).out
@@ -64,7 +64,7 @@ def test_moments_are_cut_anew_beside_their_weights(layout: str, tied: bool, tmp_
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_layout_and_back_gives_every_byte_again(layout: str, tied: bool, tmp_path: Path) -> None:
+def test_any_layout_and_back_restores_every_byte(layout: str, tied: bool, tmp_path: Path) -> None:
     trained = pack(write_trained(tmp_path, "pp=2", tie_word_embeddings=tied), "pp=4", tmp_path / "first")
     again = pack(pack(trained, layout, tmp_path / "other"), "pp=4", tmp_path / "again")
     before, after = files_in(trained), files_in(again)
@@ -72,7 +72,7 @@ def test_any_layout_and_back_gives_every_byte_again(layout: str, tied: bool, tmp
     assert after.keys() == before.keys()
 
 
-def test_pack_and_inspect_speak_of_the_moments(tmp_path: Path) -> None:
+def test_pack_and_inspect_mention_the_optimizer_state(tmp_path: Path) -> None:
     trained = write_trained(tmp_path, "pp=2")
     packed = reshard("pack", trained, "--layout", "pp=1", "--out", tmp_path / "out")
     assert packed.out.startswith("packed 39 tensors and their moments, ")
@@ -87,19 +87,21 @@ def test_export_of_a_training_checkpoint_is_the_model_alone(tmp_path: Path) -> N
     assert files_in(exported) == files_in(tmp_path / "source")
 
 
-def test_verify_says_that_a_folder_of_the_model_alone_has_no_moments(tmp_path: Path) -> None:
+def test_verify_says_that_a_model_folder_has_no_optimizer_state(tmp_path: Path) -> None:
     trained = write_trained(tmp_path, "pp=2")
     done = reshard("verify", trained, "--against", tmp_path / "source")
     assert done.code == 0
     assert re.search(r"\b39\b.*\b78\b", done.out)
 
 
-def test_verify_names_every_damage_to_moments(tmp_path: Path) -> None:
+def test_damaged_optimizer_state_is_listed_by_verify_and_refused_by_pack(tmp_path: Path) -> None:
     trained = write_trained(tmp_path, "pp=2")
     flipped, gone = trained / "stage-000/exp_avg/model.safetensors", trained / "stage-001/exp_avg_sq/model.safetensors"
     data = bytearray(flipped.read_bytes())
     data[-1] ^= 1
     flipped.write_bytes(data)
+    refused = refusal("pack", trained, "--layout", "pp=1", "--out", tmp_path / "out")
+    assert refused.found == (3, "shard.digest-mismatch", f"{flipped}: 'model.layers.1.self_attn.v_proj.weight'")
     gone.unlink()
     ended = reshard("verify", trained, "--json")
     assert ended.code == 4
