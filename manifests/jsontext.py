@@ -8,25 +8,36 @@ from typing import Any
 
 from manifests.errors import SourceError
 
-__all__ = ["MOST_VALUES", "kind_of", "parse_json_object"]
+__all__ = ["MAX_CONFIG_NBYTES", "MOST_CONFIG_VALUES", "MOST_VALUES", "kind_of", "parse_config", "parse_json_object"]
 
 MOST_VALUES = 2_000_000  # of one document: up to 200 bytes each once they are Python objects
+MOST_CONFIG_VALUES = 100_000
+MAX_CONFIG_NBYTES = 16 << 20
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _MINUS_ZERO = re.compile(rb"-0(?![\d.eE])")
 
 
-def parse_json_object(text: bytes, where: str) -> dict[str, Any]:
+def parse_config(text: bytes, where: str) -> dict[str, Any]:
+    """Parse a config, of a model or a tokenizer: an object of at most `MOST_CONFIG_VALUES` values.
+
+    Raises:
+        InputError: as `parse_json_object`.
+    """
+    return parse_json_object(text, where, most_values=MOST_CONFIG_VALUES)
+
+
+def parse_json_object(text: bytes, where: str, *, most_values: int = MOST_VALUES) -> dict[str, Any]:
     """Parse the JSON object that `where` contains.
 
     Raises:
         InputError: not UTF-8, not JSON, nested too deeply, a key twice, -0, a lone surrogate, no object, or one of
-            more than `MOST_VALUES` values, of which none is built.
+            more than `most_values` values, of which none is built.
     """
-    if _has_more_values(text, MOST_VALUES):
+    if _has_more_values(text, most_values):
         raise SourceError(
             where,
-            f"expected at most {MOST_VALUES:,} values in the whole document, found more",
+            f"expected at most {most_values:,} values in the whole document, found more",
             "the file is damaged, or was made to exhaust memory; download it again",
             code="source.too-many-values",
         )

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from manifests.codec import decode_manifest, encode_manifest
 from manifests.digest import digest_bytes
@@ -18,6 +19,7 @@ from manifests.errors import (
     refused_by_system,
 )
 from manifests.invariants import MANIFEST_NAME, SOURCE_NAME, check_manifest
+from manifests.jsontext import MAX_CONFIG_NBYTES, parse_config
 from manifests.regular import open_regular
 from manifests.safetensors import Header, read_header
 from manifests.schema import Manifest, Parent, Shard
@@ -31,6 +33,7 @@ __all__ = [
     "no_manifest",
     "open_shard",
     "parent_of",
+    "read_config",
     "read_manifest",
     "read_small_file",
     "sync_folder",
@@ -143,12 +146,21 @@ def check_shard(where: str, shard: Shard, nbytes: int, header: Header | None = N
         raise ShardError(where, problem, code="shard.digest-mismatch")
 
 
-def read_small_file(path: Path, digest: str | None = None) -> bytes:
+def read_config(path: Path, digest: str | None = None) -> dict[str, Any]:
+    """Read a config, of a model or a tokenizer, checking its digest when one is given.
+
+    Raises:
+        InputError: it cannot be read, is longer than any config, or is no object (see `parse_config`).
+    """
+    return parse_config(read_small_file(path, digest, most_nbytes=MAX_CONFIG_NBYTES), str(path))
+
+
+def read_small_file(path: Path, digest: str | None = None, *, most_nbytes: int = _MAX_SMALL_NBYTES) -> bytes:
     """Read a whole file of at most 1 GiB, checking its digest when one is given."""
     try:
         with open(path, "rb", opener=open_regular) as file:
-            if os.fstat(file.fileno()).st_size > _MAX_SMALL_NBYTES:
-                problem = f"expected at most {_MAX_SMALL_NBYTES} bytes"
+            if os.fstat(file.fileno()).st_size > most_nbytes:
+                problem = f"expected at most {most_nbytes} bytes"
                 raise SourceError(str(path), problem, code="source.file-too-large")
             data = file.read()
     except OSError as error:

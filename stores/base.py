@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from manifests.digest import PREFIX, Hasher, digest_bytes
 from manifests.errors import SourceError
+from manifests.jsontext import MAX_CONFIG_NBYTES, parse_config
 from manifests.safetensors import Header, header_nbytes, parse_header
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "check_whole",
     "is_hidden",
     "merge_ranges",
+    "read_config",
     "read_file_header",
     "read_whole",
 ]
@@ -110,14 +112,23 @@ def merge_ranges(ranges: Iterable[Range]) -> tuple[Range, ...]:
     return tuple(merged)
 
 
-def read_whole(file: InputFile, digest: str | None = None) -> bytes:
+def read_config(file: InputFile, digest: str | None = None) -> dict[str, Any]:
+    """Read a config, of a model or a tokenizer, and check its digest when one is given.
+
+    Raises:
+        InputError: it cannot be read, is longer than any config, is not what the digest says, or is no object.
+    """
+    return parse_config(read_whole(file, digest, most_nbytes=MAX_CONFIG_NBYTES), str(file))
+
+
+def read_whole(file: InputFile, digest: str | None = None, *, most_nbytes: int = _MAX_WHOLE_NBYTES) -> bytes:
     """Read a file of at most 1 GiB, and check its digest when one is given; see `Blocks` for longer ones.
 
     Raises:
         InputError: it cannot be read, is too large, or is not what the digest says.
     """
-    if file.nbytes > _MAX_WHOLE_NBYTES:
-        problem = f"expected at most {_MAX_WHOLE_NBYTES} bytes, found {file.nbytes}"
+    if file.nbytes > most_nbytes:
+        problem = f"expected at most {most_nbytes} bytes, found {file.nbytes}"
         raise SourceError(str(file), problem, code="source.file-too-large")
     data = _read(file, 0, file.nbytes)
     if digest is not None:

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from manifests.errors import CheckpointError, UsageError
-from manifests.jsontext import parse_json_object
 from manifests.schema import WEIGHTS, Holds, Layout, Manifest, Stage
 from reshard.tensors.arrays import to_numpy, to_torch
 from reshard.tensors.checkpoint import TensorAt
 from reshard.tensors.slices import merge_slices
 from reshard.transforms.cast import FLOATS, STORED, cast_tensor
-from stores.base import read_whole
+from stores.base import read_config
 from stores.bundles import Bundles, join_slices
 from stores.manifest_file import find_manifest_file
 
@@ -85,7 +84,7 @@ class PackedModel:
         """
         digest = next((file.digest for file in self.manifest.files if file.path == _CONFIG), None)
         file = self.bundles.root.file(_CONFIG)
-        return parse_json_object(read_whole(file, digest), str(file))
+        return read_config(file, digest)
 
 
 @dataclass(frozen=True, kw_only=True)

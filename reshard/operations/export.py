@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from manifests.errors import ManifestError, OutputError
-from manifests.jsontext import parse_json_object
 from manifests.safetensors import encode_header
 from reshard.copy.destination import BucketTarget, FolderTarget, check_apart
 from reshard.copy.engine import WriteOptions
@@ -26,7 +25,7 @@ from reshard.tensors.lazy import HeldFile
 from reshard.tensors.source_index import INDEX_NAME, RecordedShard, index_anew, lay_out_anew
 from reshard.transforms.cast import STORED, Dtype, cast_checkpoint, casts_in
 from stores.address import is_inside, is_url, place_of
-from stores.base import read_whole
+from stores.base import read_config, read_whole
 from stores.manifest_file import Address
 
 __all__ = ["ExportResult", "export_huggingface", "plan_export"]
@@ -158,7 +157,7 @@ def _with_config_for(checkpoint: Checkpoint, dtype: Dtype) -> Checkpoint:
     if dtype == "source":
         return checkpoint
     item = next(item for item in checkpoint.carried if item.path == CONFIG_NAME)
-    config = parse_json_object(read_whole(item.file, item.digest), str(item.file))
+    config = read_config(item.file, item.digest)
     updated = with_dtype(config, STORED[dtype])
     if updated == config:
         return checkpoint

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from manifests.errors import ManifestError, ShardError
 from manifests.invariants import SOURCE_NAME, check_model
-from manifests.jsontext import parse_json_object
 from manifests.models import ModelShape, is_sized_by_files, model_shape, module_of
 from manifests.safetensors import in_data_order
 from manifests.schema import MOMENTS, WEIGHTS, AuxiliaryFile, Holds, Manifest, Parent, Stage
@@ -16,7 +15,7 @@ from reshard.sources.huggingface import CONFIG_NAME, check_coverage, without_abs
 from reshard.tensors.checkpoint import CarriedAt, Checkpoint, OriginalFiles, TensorAt
 from reshard.tensors.slices import merge_slices, slices_of
 from reshard.tensors.source_index import INDEX_NAME, SourceRecord, decode_record
-from stores.base import read_whole
+from stores.base import read_config, read_whole
 from stores.bundles import Bundles, join_slices
 from stores.manifest_file import Address, ManifestFile, find_manifest_file
 
@@ -41,7 +40,7 @@ def open_manifest(address: Address | ManifestFile, bundles: Bundles | None = Non
         if needed not in small:
             raise ManifestError(f"{file}: files", f"{needed} is not among them", code="manifest.missing-file")
     config_file, record_file = folder.file(CONFIG_NAME), folder.file(SOURCE_NAME)
-    config = parse_json_object(read_whole(config_file, small[CONFIG_NAME].digest), str(config_file))
+    config = read_config(config_file, small[CONFIG_NAME].digest)
     record_text = read_whole(record_file, small[SOURCE_NAME].digest)
     record = decode_record(record_text, str(record_file))
     stored_names = record.stored(str(record_file)) if is_sized_by_files(config, str(config_file)) else None

@@ -9,11 +9,10 @@ from typing import Any
 
 from manifests.errors import ModelError
 from manifests.invariants import MANIFEST_NAME
-from manifests.jsontext import parse_json_object
 from manifests.models import ModelShape, model_shape
 from manifests.safetensors import nbytes_of
 from manifests.schema import Source
-from manifests.store import read_small_file
+from manifests.store import read_config
 from reshard.sources.huggingface import CONFIG_NAME
 from reshard.tensors.checkpoint import Checkpoint, TensorAt
 from reshard.tensors.source_index import SourceRecord
@@ -44,7 +43,7 @@ def open_config(path: Path) -> Checkpoint:
     Raises:
         InputError: no config of a known architecture, or a dtype that is not known.
     """
-    config = parse_json_object(read_small_file(path), str(path))
+    config = read_config(path)
     shape = model_shape(config, str(path))
     dtype = _dtype(config, str(path))
     file, tied = LocalFile(path), {fqn for group in shape.ties for fqn in group[1:]}

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from manifests.errors import InputError, SourceError
 from manifests.invariants import MANIFEST_NAME, SOURCE_NAME
-from manifests.jsontext import parse_json_object
 from manifests.models import ModelShape, Stored, is_sized_by_files, model_shape, module_of
 from manifests.paths import problem_with_path
 from manifests.schema import Source
@@ -15,7 +14,7 @@ from reshard.copy.journal import is_working_name
 from reshard.sources.weight_map import read_weight_map
 from reshard.tensors.checkpoint import CarriedAt, Checkpoint, OriginalFiles, TensorAt, tensors_in
 from reshard.tensors.source_index import INDEX_NAME, SUFFIX, KeptText, RecordedShard, SourceRecord
-from stores.base import Folder, read_whole
+from stores.base import Folder, read_config, read_whole
 from stores.headers import each_file_header
 
 __all__ = ["CONFIG_NAME", "check_coverage", "open_folder", "stored_in", "without_absent"]
@@ -57,7 +56,7 @@ def open_folder(folder: Folder, drop: frozenset[str] = frozenset()) -> Checkpoin
             code="source.no-config",
         )
     config_file = folder.file(CONFIG_NAME)
-    config = parse_json_object(read_whole(config_file), str(config_file))
+    config = read_config(config_file)
     shape = None if is_sized_by_files(config, str(config_file)) else model_shape(config, str(config_file))
     names = {fqn: fqn for fqn in shape.tensors} if shape else {}
     shards = _find_shards(folder, files, names)

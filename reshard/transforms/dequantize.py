@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 
 from manifests.errors import SourceError, UsageError
-from manifests.jsontext import parse_json_object
 from manifests.models import model_shape
 from manifests.safetensors import encode_header
 from reshard.sources.config import with_dtype
@@ -17,7 +16,7 @@ from reshard.tensors.checkpoint import CarriedAt, Checkpoint, TensorAt
 from reshard.tensors.lazy import HeldFile, derive
 from reshard.tensors.source_index import KeptText, Kind, RecordedShard, SourceRecord, index_anew, lay_out_anew
 from reshard.transforms.cast import FLOATS
-from stores.base import read_whole
+from stores.base import read_config
 
 __all__ = ["dequantize"]
 
@@ -36,7 +35,7 @@ def dequantize(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
         UsageError: the checkpoint is not quantized.
     """
     config_at = next(item for item in checkpoint.carried if item.path == CONFIG_NAME)
-    config = parse_json_object(read_whole(config_at.file, config_at.digest), str(config_at.file))
+    config = read_config(config_at.file, config_at.digest)
     section = config.pop(_SECTION, None)
     if not isinstance(section, dict):
         raise UsageError(

@@ -13,11 +13,10 @@ from manifests.errors import (
     ModelError,
 )
 from manifests.invariants import MANIFEST_NAME, SOURCE_NAME, check_model
-from manifests.jsontext import parse_json_object
 from manifests.models import ModelShape, Stored, is_sized_by_files, model_shape
 from manifests.safetensors import parse_header
 from manifests.schema import Manifest
-from manifests.store import read_manifest, read_small_file
+from manifests.store import read_config, read_manifest
 from stores.base import Folder, check_whole
 from stores.bundles import Bundles
 from stores.local import LocalFile

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manifests.errors import DataError
-from manifests.jsontext import parse_json_object
-from manifests.store import read_small_file
+from manifests.store import read_config
 from runner.bundle.packed import TOKENIZER, check_tokenizer
 from runner.config.schema import FramingOptions
 
@@ -229,4 +228,4 @@ def _note(folder: Path, own: Frame, asked: FramingOptions) -> str | None:
 
 
 def _read(file: Path) -> Mapping[str, object]:
-    return parse_json_object(read_small_file(file), str(file)) if file.exists() else {}
+    return read_config(file) if file.exists() else {}

@@ -15,10 +15,9 @@ import torch.distributed as dist
 from tokenizers import Tokenizer
 
 from manifests.errors import UsageError
-from manifests.jsontext import parse_json_object
 from manifests.models import ConfigReader
 from manifests.probe import print_result
-from manifests.store import read_small_file
+from manifests.store import read_config
 from runner.bundle.packed import Packed, open_packed
 from runner.config.schema import BatchOptions
 from runner.data.framing import encode, load_tokenizer, prompt_frame
@@ -116,7 +115,7 @@ def stop_tokens(folder: Path) -> frozenset[int]:
     """Give the ids that end a text, as `transformers` knows them: of generation_config.json, or of config.json."""
     for name in ("generation_config.json", "config.json"):
         file = folder / name
-        found = parse_json_object(read_small_file(file), str(file)).get("eos_token_id") if file.exists() else None
+        found = read_config(file).get("eos_token_id") if file.exists() else None
         if found is not None:
             return frozenset(found if isinstance(found, list) else [found])
     return frozenset()

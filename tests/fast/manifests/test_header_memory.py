@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from manifests import store
 from manifests.errors import InputError
 from manifests.headertext import read_header_text
-from manifests.jsontext import MOST_VALUES, parse_json_object
+from manifests.jsontext import MAX_CONFIG_NBYTES, MOST_CONFIG_VALUES, MOST_VALUES, parse_json_object
 from manifests.safetensors import Header, TensorEntry, encode_header, layout_tensors, parse_header
+from stores import base
+from stores.local import LocalFile
+from tests.builders import reshard
 
 NUM_TENSORS = 20_000
 MOST_NBYTES_PER_TENSOR = 500  # with its name, and what is needed on the way
@@ -72,6 +78,31 @@ def test_refusing_too_many_values_takes_no_memory() -> None:
             parse_header(raw, data_nbytes=None, where="h")
 
     assert peak_nbytes(refuse) < 1 << 20
+
+
+@pytest.mark.parametrize("read", [store.read_config, lambda path: base.read_config(LocalFile(path))])
+def test_a_config_of_more_values_or_bytes_than_any_has_is_refused_before_one_is_built(
+    read: Callable[[Path], object], tmp_path: Path
+) -> None:
+    large, long = tmp_path / "large.json", tmp_path / "long.json"
+    large.write_bytes(b'{"a":[' + b"[]," * MOST_CONFIG_VALUES + b"[]]}")
+    long.touch()
+    os.truncate(long, MAX_CONFIG_NBYTES + 1)
+    for path, code in ((large, "source.too-many-values"), (long, "source.file-too-large")):
+
+        def refuse(path: Path = path, code: str = code) -> None:
+            with pytest.raises(InputError) as refused:
+                read(path)
+            assert (refused.value.code, refused.value.where) == (code, str(path))
+
+        assert peak_nbytes(refuse) < 1 << 20
+
+
+def test_a_model_whose_config_has_too_many_values_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b'{"architectures":[' + b'"a",' * MOST_CONFIG_VALUES + b'"a"]}')
+    (tmp_path / "model.safetensors").write_bytes(encode_header((), {}))
+    ended = reshard("plan", tmp_path, "--layout", "pp=1", "--json")
+    assert (ended.code, ended.json["error"]["code"]) == (3, "source.too-many-values")
 
 
 def test_commas_and_brackets_in_strings_are_no_values() -> None:
