@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,18 +14,22 @@ import pytest
 from stores.objects import LOCK_NAME, PROGRESS_NAME
 from tests.bucket_sentinels import ObjectSentinels, is_planted, plant_objects
 from tests.builders import files_in, llama_config, random_tensors, without_digest, write_model
+from tests.fast.trained import write_trained
 from tests.process.buckets import BUCKET, url_of
-from tests.process.events import NUM_BUCKET_EVENTS, Worker, chunks_of, start_worker
+from tests.process.events import NUM_BUCKET_EVENTS, NUM_PUSH_EVENTS, Worker, chunks_of, start_worker
 from tests.servers.s3 import MotoServer
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(1200)]
 
 OPERATIONS = ("pack", "forced pack", "reshard", "forced reshard", "export", "forced export")
+PUSHES = ("push", "forced push")  # of a training checkpoint whose shards are sent in parts
 # What happens, and for how many requests: 503 is waited out, 403 is not, and one for good meets the clean-up, too.
 ACTS = (
     *(("SIGKILL", 1),) * 4, ("SIGTERM", 1), ("SIGINT", 1), ("503", 1), ("503", 3), ("500", 1), ("403", 1), ("403", 9999)
 )  # fmt: skip
-NUM_EVENTS = 6  # of `make test`
+NUM_EVENTS, NUM_PUSHED = 3, 1  # of `make test`
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 34_000, "num_hidden_layers": 2}  # 8.7 MB a tensor
+LAST_PUSH_REQUEST = 60
 PACKED = re.compile(r"packed-[0-9a-f]{12}/")
 WORKING = (LOCK_NAME, PROGRESS_NAME)
 
@@ -50,6 +54,8 @@ class Place:
         force = ("--force",) if operation.startswith("forced") else ()
         if operation.endswith("reshard"):
             return ("pack", url_of("packed"), "--layout", "pp=4", "--out", out, "--quiet", *force)
+        if operation.endswith("push"):
+            return ("pack", self.folder / "training/trained", "--layout", "pp=2", "--out", out, "--quiet", *force)
         if operation.endswith("export"):
             return ("export", url_of("packed"), "--to", "hf", "--out", out, "--quiet", *force)
         return ("pack", self.folder / "source", "--layout", "pp=3", "--out", out, "--quiet", *force)
@@ -60,12 +66,13 @@ class Place:
 
 @pytest.fixture(scope="module")
 def place(moto_server: MotoServer, worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> Place:
-    """A model with a shard that is sent in two parts, and small ones."""
+    """A model of shards that are sent in one piece each; and a training checkpoint, of which each is sent in parts."""
     place = Place(folder=tmp_path_factory.mktemp("events"))
     config = llama_config(hidden_size=64, intermediate_size=96, vocab_size=40000, num_hidden_layers=3)
     write_model(place.folder / "source", config, random_tensors(config), num_shards=3)
     assert worker.run("pack", place.folder / "source", "--layout", "pp=2", "--out", url_of("packed"))[0] == 0
-    for operation in OPERATIONS[::2]:
+    write_trained(place.folder / "training", "pp=1", **SIZES)
+    for operation in (*OPERATIONS[::2], PUSHES[0]):
         code, _ = worker.run(*place.command(operation, str(place.folder / operation)))
         assert code == 0, worker.said.read_text()
     return place
@@ -137,15 +144,17 @@ def begin(place: Place, worker: Worker, operation: str, output: Output) -> Objec
     return plant_objects(output.moto.client(), BUCKET, output.name, inside=False)
 
 
-def strike(place: Place, worker: Worker, seed: int, moto: MotoServer) -> int:
-    """Strike a command once or twice and run it again; return the bytes that it did not need to send again."""
-    chance, operation, output = random.Random(seed), OPERATIONS[seed % len(OPERATIONS)], Output(moto, f"event-{seed}")
+def strike(
+    place: Place, worker: Worker, seed: int, moto: MotoServer, operations: Sequence[str] = OPERATIONS, last: int = 80
+) -> int:
+    """Strike a command once or twice, before request `last`, and run it again; return the bytes not sent again."""
+    chance, operation, output = random.Random(seed), operations[seed % len(operations)], Output(moto, f"event-{seed}")
     sentinels = begin(place, worker, operation, output)
     old, expected = output.readable(), place.expected(operation)
     command, context, kept, num_saved = place.command(operation, output.url), "", {}, 0
     for _ in range(chance.randint(1, 2)):
         act, times = chance.choice(ACTS)
-        at, is_done, since = chance.randrange(80), chance.random() < 0.5, output.log_length()
+        at, is_done, since = chance.randrange(last), chance.random() < 0.5, output.log_length()
         struck = {"act": act, "at": at, "times": times, "is_done": is_done}
         code, _ = worker.run(*command, strike=struck, endpoint=moto.endpoint)
         moto.settle()
@@ -183,17 +192,32 @@ def strike(place: Place, worker: Worker, seed: int, moto: MotoServer) -> int:
     return num_saved
 
 
-@pytest.mark.parametrize("seeds", chunks_of(NUM_BUCKET_EVENTS, NUM_EVENTS, 49))
-def test_struck_command_touches_nothing_of_others_and_resumes_when_it_is_run_again(
-    seeds: range, place: Place, worker: Worker, moto: MotoServer
-) -> None:
-    failed, num_saved = [], 0
+def strike_all(seeds: range, place: Place, worker: Worker, moto: MotoServer, operations: Sequence[str]) -> int:
+    failed, num_saved, last = [], 0, 80 if operations is OPERATIONS else LAST_PUSH_REQUEST
     for seed in seeds:
         try:
-            num_saved += strike(place, worker, seed, moto)
+            num_saved += strike(place, worker, seed, moto, operations, last)
         except AssertionError as error:
             failed.append(f"{seed}: {error}")
         for key in moto.objects(BUCKET, f"event-{seed}"):
             moto.client().delete_object(Bucket=BUCKET, Key=key)
     assert failed == []
+    return num_saved
+
+
+@pytest.mark.parametrize("seeds", chunks_of(NUM_BUCKET_EVENTS, NUM_EVENTS, 49))
+def test_struck_command_touches_nothing_of_others_and_resumes_when_it_is_run_again(
+    seeds: range, place: Place, worker: Worker, moto: MotoServer
+) -> None:
+    num_saved = strike_all(seeds, place, worker, moto, OPERATIONS)
     assert num_saved > 0 or len(seeds) < 20, "no rerun had anything to resume from"
+
+
+@pytest.mark.parametrize("seeds", chunks_of(NUM_PUSH_EVENTS, NUM_PUSHED, 39))
+def test_struck_push_of_a_training_checkpoint_in_parts_resumes_when_it_is_run_again(
+    seeds: range, place: Place, worker: Worker, moto: MotoServer
+) -> None:
+    num_before = len(moto.requests("PUT", f"/{BUCKET}/event-"))
+    strike_all(seeds, place, worker, moto, PUSHES)
+    sent = moto.requests("PUT", f"/{BUCKET}/event-")[num_before:]
+    assert any("partNumber=2" in request.query for request in sent), "no shard was sent in parts"

@@ -19,7 +19,7 @@ from tests.sentinels import Sentinels, plant_in
 pytestmark = [pytest.mark.process, pytest.mark.timeout(1200)]
 
 OPERATIONS = ("pack", "forced pack", "reshard", "forced reshard", "export", "forced export", "parts", "forced parts")
-NUM_EVENTS = 24  # of `make test`; the others come in slow chunks
+NUM_EVENTS = 8  # of `make test`; the others come in slow chunks
 
 
 @pytest.fixture(scope="module")

@@ -98,6 +98,22 @@ def test_killed_pack_is_resumed_on_its_machine_without_force(moto: MotoServer, s
     assert objects_in(moto, "dead") == files_in(packed)
 
 
+def test_export_whose_replacement_was_cut_short_is_refused_with_a_code_until_the_same_command_has_finished(
+    moto: MotoServer, source: Path, packed: Path
+) -> None:
+    url = url_of("cut-short")
+    command = ("export", packed, "--to", "hf", "--out", url, "--force")
+    assert reshard(*command).code == 0
+    moto.fail(Fault(method="PUT", address="cut-short/config.json", what="status", status=403, times=99))
+    assert reshard(*command).code == 3
+    moto.fail()
+    refused = reshard("plan", url, "--layout", "pp=1", "--json").json["error"]
+    assert (refused["code"], refused["where"]) == ("store.unfinished", url)
+    assert reshard(*command).code == 0
+    assert objects_in(moto, "cut-short") == files_in(source)
+    assert reshard("plan", url, "--layout", "pp=1").code == 0
+
+
 def test_object_that_others_wrote_over_is_sent_again(moto: MotoServer, source: Path, packed: Path) -> None:
     moto.fail(Fault(method="PUT", address=LAST, what="status", status=403, times=99))
     assert pack(source, url_of("meddled")).code == 3

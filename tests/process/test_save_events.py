@@ -18,7 +18,7 @@ from tests.sentinels import plant_in
 pytestmark = [pytest.mark.process, pytest.mark.timeout(1200)]
 
 KINDS = ("history", "history", "save", "forced save")
-NUM_EVENTS = 8  # of `make test`
+NUM_EVENTS = 4  # of `make test`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
