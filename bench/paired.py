@@ -1,0 +1,166 @@
+"""Time pack and load of this commit beside those of an older commit, and `cp -r` of the same bytes, turn by turn.
+
+    git worktree add /tmp/old COMMIT
+    python bench/paired.py /tmp/old --gb 1 --out bench/results/paired.json [--runs 7] [--folder DIR]
+
+Both commits run with this Python and these packages, each command in a process of its own. Each turn begins with
+another contender. A load is what `bench/load.py` times: one stage of four, read, verified and copied, imports not
+timed. Ratios are medians of ratios within a turn; processor time is told too, which other work affects less.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import measure
+from checkpoints import llama_of, write_checkpoint
+
+WIDTH = 1024
+COMMAND = (sys.executable, "-c", "from reshard.cli import main; main()")  # of either commit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Taken:
+    wall_s: float
+    cpu_s: float
+
+
+def main() -> None:
+    parser = measure.options_of(__doc__, gb=1.0, runs=7)
+    parser.add_argument("old", type=Path, help="checkout of the older commit")
+    options = parser.parse_args()
+    checkouts = {"new": measure.ROOT, "old": options.old.resolve()}
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-paired-") as scratch:
+        root = Path(scratch)
+        source, packed = root / "source", root / "packed"
+        nbytes = write_checkpoint(source, llama_of(options.gb * 1e9 / 2, WIDTH, least_layers=4), num_shards=4)
+        check(checkouts, source, root)
+        packs: dict[str, Callable[[], Taken]] = {
+            name: partial(pack, checkout, source, root / f"packed-{name}") for name, checkout in checkouts.items()
+        }
+        loads: dict[str, Callable[[], Taken]] = {
+            name: partial(load, checkout, source, packed) for name, checkout in checkouts.items()
+        }
+        average = [measure.load_average()]
+        found = {
+            "pack": rotate({**packs, "cp": partial(copy, source, root / "copied")}, options.runs),
+            "load": rotate(loads, options.runs),
+        }
+    measure.write_result(
+        {
+            "what": "pack (4 shards to 4 stages, --no-sync) and load (one stage of four) by two commits and cp -r, in "
+            "rotating order; warm cache; medians of ratios within a turn",
+            **measure.circumstances(),
+            "old_commit": commit_of(checkouts["old"]),
+            "nbytes": nbytes,
+            "load_average": [*average, measure.load_average()],
+            "turns": options.runs,
+            "ratios": {
+                "pack, new to old": ratio(found["pack"], "new", "old"),
+                "pack, new to cp": ratio(found["pack"], "new", "cp"),
+                "load, new to old": ratio(found["load"], "new", "old"),
+            },
+            "taken": {
+                verb: [{name: asdict(each) for name, each in turn.items()} for turn in found[verb]] for verb in found
+            },
+        },
+        options.out,
+    )
+
+
+def check(checkouts: Mapping[str, Path], source: Path, root: Path) -> None:
+    """Check the result first: both commits write the same bytes, and `root/packed` stays to be loaded."""
+    for name, checkout in checkouts.items():
+        run(pack_command(source, root / f"check-{name}"), checkout)
+    compared = filecmp.dircmp(root / "check-new", root / "check-old")
+    for stage in sorted(compared.subdirs):
+        shard = f"{stage}/model.safetensors"
+        if not filecmp.cmp(root / "check-new" / shard, root / "check-old" / shard, shallow=False):
+            raise SystemExit(f"{shard} differs between the two commits")
+    shutil.rmtree(root / "check-old")
+    (root / "check-new").rename(root / "packed")
+
+
+def pack_command(source: Path, out: Path) -> list[str]:
+    return [*COMMAND, "pack", str(source), "--layout", "pp=4", "--out", str(out), "--quiet", "--no-sync"]
+
+
+def pack(checkout: Path, source: Path, out: Path) -> Taken:
+    return timed(pack_command(source, out), checkout, out)
+
+
+def copy(source: Path, out: Path) -> Taken:
+    return timed(["cp", "-r", str(source), str(out)], measure.ROOT, out)
+
+
+def load(checkout: Path, source: Path, packed: Path) -> Taken:
+    """Return the seconds that the loader measured itself; the processor's are of the whole process."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, str(checkout / "bench/load.py"), "--child", "runner", str(source), str(packed)]
+    said = run(command, checkout)
+    return Taken(wall_s=round(json.loads(said.splitlines()[-1])["load_s"], 4), cpu_s=cpu_s_since(before))
+
+
+def timed(command: Sequence[str], checkout: Path, out: Path) -> Taken:
+    """Run a command, then remove what it wrote and leave nothing to flush to the next one."""
+    before, began_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    run(command, checkout)
+    taken = Taken(wall_s=round(time.perf_counter() - began_s, 4), cpu_s=cpu_s_since(before))
+    shutil.rmtree(out)
+    os.sync()
+    return taken
+
+
+def run(command: Sequence[str], checkout: Path) -> str:
+    """Run a command with the packages of a checkout, and return what it printed."""
+    environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    done = subprocess.run(command, cwd=checkout, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    return done.stdout
+
+
+def cpu_s_since(before: resource.struct_rusage) -> float:
+    now = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return round(now.ru_utime + now.ru_stime - before.ru_utime - before.ru_stime, 4)
+
+
+def rotate(contenders: Mapping[str, Callable[[], Taken]], num_turns: int) -> list[dict[str, Taken]]:
+    """Return the results of each turn, after one more of warmup; each turn begins with the next contender."""
+    names, turns = list(contenders), list[dict[str, Taken]]()
+    for turn in range(num_turns + 1):
+        first = turn % len(names)
+        turns.append({name: contenders[name]() for name in (*names[first:], *names[:first])})
+    return turns[1:]
+
+
+def ratio(turns: Sequence[Mapping[str, Taken]], ours: str, theirs: str) -> dict[str, float]:
+    """Return the medians of the ratios within a turn, and the lowest and highest of the wall times'."""
+    walls = [turn[ours].wall_s / turn[theirs].wall_s for turn in turns]
+    return {
+        "wall": round(statistics.median(walls), 3),
+        "lowest": round(min(walls), 3),
+        "highest": round(max(walls), 3),
+        "cpu": measure.median_ratio((turn[ours].cpu_s for turn in turns), (turn[theirs].cpu_s for turn in turns)),
+    }
+
+
+def commit_of(checkout: Path) -> str:
+    told = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=checkout, capture_output=True, text=True)
+    return told.stdout.strip()
+
+
+if __name__ == "__main__":
+    main()
