@@ -13,10 +13,11 @@ from manifests.errors import (
     ModelError,
 )
 from manifests.invariants import MANIFEST_NAME, SOURCE_NAME, check_model
+from manifests.jsontext import parse_json_object
 from manifests.models import ModelShape, Stored, is_sized_by_files, model_shape
 from manifests.safetensors import parse_header
 from manifests.schema import Manifest
-from manifests.store import read_config, read_manifest
+from manifests.store import read_config, read_manifest, read_small_file
 from stores.base import Folder, check_whole
 from stores.bundles import Bundles
 from stores.local import LocalFile
@@ -79,7 +80,7 @@ def open_packed(folder: Path) -> Packed:
         raise ManifestError(
             str(folder / MANIFEST_NAME), f"does not list {path.name} among its files", code="manifest.missing-file"
         )
-    config = parse_json_object(read_small_file(path, digest), str(path))
+    config = read_config(path, digest)
     for auxiliary in manifest.files:
         if not (folder / auxiliary.path).is_file():
             hint = "copy the checkpoint again: the file was removed after it was written"
