@@ -13,8 +13,6 @@ from reshard.tensors.checkpoint import TensorAt
 
 __all__ = ["Difference", "differences_from", "hash_each", "missing_from"]
 
-Found = tuple[str, str]  # see `Difference`
-
 
 class Difference(NamedTuple):
     """A difference: where it is (a file, or a tensor in one), and what it is."""
@@ -23,7 +21,7 @@ class Difference(NamedTuple):
     problem: str
 
 
-def hash_each(tensors: Sequence[TensorAt], progress: ByteCounter, differences: list[Found]) -> list[str | None]:
+def hash_each(tensors: Sequence[TensorAt], progress: ByteCounter, differences: list[Difference]) -> list[str | None]:
     """Hash all tensors; one that cannot be read is added to `differences` and gets None."""
     try:
         return list(hash_tensors(tensors, progress))
@@ -33,7 +31,7 @@ def hash_each(tensors: Sequence[TensorAt], progress: ByteCounter, differences: l
             try:
                 found += hash_tensors([tensor])
             except (InputError, OSError) as error:
-                differences.append((str(tensor.file), str(error)))
+                differences.append(Difference(str(tensor.file), str(error)))
                 found.append(None)
         return found
 
@@ -43,34 +41,35 @@ def differences_from(
     stored: Mapping[TensorAt, str | None],
     ties: Sequence[TieGroup],
     progress: ByteCounter,
-) -> list[Found]:
+) -> list[Difference]:
     """Compare tensors, given with the hex digests of their bytes, with those of a source, which are read.
 
     A name that the source does not store is compared with a tensor that it is tied to.
     """
-    differences: list[Found] = []
+    differences: list[Difference] = []
     alike: list[tuple[TensorAt, str, TensorAt]] = []
     for tensor, digest in stored.items():
         where = f"{tensor.file}: {tensor.name!r}"
         origin = next((source[fqn] for fqn in _names(tensor.name, ties) if fqn in source), None)
         if origin is None:
-            differences.append((where, "the source has no such tensor"))
+            differences.append(Difference(where, "the source has no such tensor"))
         elif (origin.dtype, origin.shape) != (tensor.dtype, tensor.shape):
-            differences.append((where, f"expected {_kind(origin)} ({origin.file}), found {_kind(tensor)}"))
+            problem = f"expected {_kind(origin)} ({origin.file}), found {_kind(tensor)}"
+            differences.append(Difference(where, problem))
         elif digest is not None:
             alike.append((tensor, digest, origin))
     expected = hash_each([origin for _, _, origin in alike], progress, differences)
     for (tensor, digest, origin), wanted in zip(alike, expected, strict=True):
         if wanted is not None and wanted != digest:
             problem = f"expected {PREFIX}{wanted} ({origin.file}), found {PREFIX}{digest}"
-            differences.append((f"{tensor.file}: {tensor.name!r}", problem))
+            differences.append(Difference(f"{tensor.file}: {tensor.name!r}", problem))
     return differences
 
 
-def missing_from(stored: Collection[str], wanted: Collection[TensorAt], ties: Sequence[TieGroup]) -> list[Found]:
+def missing_from(stored: Collection[str], wanted: Collection[TensorAt], ties: Sequence[TieGroup]) -> list[Difference]:
     """Name the tensors of a source that are stored under none of their names."""
     return [
-        (f"{tensor.file}: {tensor.name!r}", "is in no bundle")
+        Difference(f"{tensor.file}: {tensor.name!r}", "is in no bundle")
         for tensor in wanted
         if not any(fqn in stored for fqn in _names(tensor.name, ties))
     ]

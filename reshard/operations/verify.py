@@ -70,7 +70,7 @@ def verify_manifest(
     manifest, _ = file.read()
     stages, bundles = _choose(manifest, options.stages), Bundles(manifest, file.folder)
     bundles.read_ahead(stages, (WEIGHTS, *MOMENTS))
-    differences: list[tuple[str, str]] = []
+    differences: list[Difference] = []
     kinds = {holds: _read_headers(bundles, stages, holds, differences) for holds in (WEIGHTS, *MOMENTS)}
     tensors = [tensor for found in kinds.values() for tensor in found]
     compared = [tensor for tensor in tensors if options.against or (tensor.digest and not options.quick)]
@@ -93,14 +93,14 @@ def verify_manifest(
         try:
             open_manifest(file, bundles)
         except InputError as error:  # an incomplete model, its files intact
-            differences.append((error.where, error.problem))
+            differences.append(Difference(error.where, error.problem))
     return VerifyResult(
         num_tensors=len({(holds, tensor.name) for holds, found in kinds.items() for tensor in found}),
         nbytes=sum(tensor.nbytes for tensor in tensors),
         compared_nbytes=sum(tensor.nbytes for tensor in compared),
         source=options.against.location if options.against else None,
         num_beyond=num_beyond,
-        differences=tuple(Difference(*each) for each in dict.fromkeys(differences)),  # stages may share original files
+        differences=tuple(dict.fromkeys(differences)),  # stages may share original files
     )
 
 
@@ -124,28 +124,28 @@ def _choose(manifest: Manifest, wanted: frozenset[int] | None) -> list[Stage]:
 
 
 def _read_headers(
-    bundles: Bundles, stages: Sequence[Stage], holds: Holds, differences: list[tuple[str, str]]
+    bundles: Bundles, stages: Sequence[Stage], holds: Holds, differences: list[Difference]
 ) -> list[TensorAt]:
     tensors = []
     for read in (part for stage in stages for part in bundles.parts_of(stage, (holds,))):
         try:
             tensors += read()
         except InputError as error:
-            differences.append((error.where, error.problem))
+            differences.append(Difference(error.where, error.problem))
     return tensors
 
 
 def _whole(
     found: Sequence[TensorAt],
     digests: Mapping[TensorAt, str | None],
-    differences: list[tuple[str, str]],
+    differences: list[Difference],
     progress: ByteCounter,
 ) -> Mapping[TensorAt, str | None]:
     """Return whole tensors with their hex digests; those that are stored in slices are read again."""
     try:
         joined = join_slices(found).values()
     except InputError as error:
-        differences.append((error.where, error.problem))
+        differences.append(Difference(error.where, error.problem))
         return {}
     whole = {merge_slices(parts): digests[parts[0]] for parts in joined if len(parts) == 1}
     sliced = [parts for parts in joined if len(parts) > 1]
@@ -153,32 +153,32 @@ def _whole(
     return whole | dict(zip(merged, hash_each(merged, progress, differences), strict=True))
 
 
-def _unlike_their_digests(digests: Mapping[TensorAt, str | None]) -> Iterator[tuple[str, str]]:
+def _unlike_their_digests(digests: Mapping[TensorAt, str | None]) -> Iterator[Difference]:
     for tensor, found in digests.items():
         if None not in (found, tensor.digest) and found != tensor.digest:
             problem = f"expected {PREFIX}{tensor.digest}, found {PREFIX}{found}"
-            yield f"{tensor.file}: {tensor.name!r}", problem
+            yield Difference(f"{tensor.file}: {tensor.name!r}", problem)
 
 
-def _unlike_their_files(manifest: Manifest, folder: Folder) -> Iterator[tuple[str, str]]:
+def _unlike_their_files(manifest: Manifest, folder: Folder) -> Iterator[Difference]:
     for carried in manifest.files:
         try:
             check_whole(folder.file(carried.path), carried.digest)
         except InputError as error:
-            yield error.where, error.problem
+            yield Difference(error.where, error.problem)
 
 
-def _unlike_files_of(source: Checkpoint, manifest: Manifest, folder: Folder) -> Iterator[tuple[str, str]]:
+def _unlike_files_of(source: Checkpoint, manifest: Manifest, folder: Folder) -> Iterator[Difference]:
     """Compare auxiliary files, by their digests, with those of a source; `source.json` is the manifest's own."""
     expected = {carried.path: carried for carried in source.carried}
     found = {carried.path: carried.digest for carried in manifest.files if carried.path != SOURCE_NAME}
     for path, digest in found.items():
         if path not in expected:
-            yield str(folder.file(path)), f"is not in {source.location}"
+            yield Difference(str(folder.file(path)), f"is not in {source.location}")
         elif (other := _digest_of(expected[path])) != digest:
-            yield str(folder.file(path)), f"expected {other} ({source.location}), found {digest}"
+            yield Difference(str(folder.file(path)), f"expected {other} ({source.location}), found {digest}")
     for path in sorted(expected.keys() - found.keys()):
-        yield str(folder.file(path)), f"is in {source.location}, but not in the manifest"
+        yield Difference(str(folder.file(path)), f"is in {source.location}, but not in the manifest")
 
 
 def _digest_of(carried: CarriedAt) -> str:
