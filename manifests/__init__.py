@@ -1,1 +1,1 @@
-"""The contract: what is on disk, and what a model's config promises to be there."""
+"""The on-disk format, and the tensors that a model's config promises to be there."""

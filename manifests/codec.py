@@ -25,23 +25,24 @@ def encode_manifest(manifest: Manifest) -> bytes:
     """Return the text of manifest.json, ending in a newline, with the digest of itself.
 
     Raises:
-        InputError: a place or a name in it is not valid Unicode.
+        ManifestError: a path or a name in it is not valid Unicode.
     """
     document = manifest_document(manifest)
     return _text(document, own_digest(_text(document, BLANK)))
 
 
 def manifest_document(manifest: Manifest) -> dict[str, Any]:
-    """Return the manifest as the object that manifest.json contains, but for the digest of itself."""
+    """Return the JSON object of manifest.json, without its own digest."""
     return {"format": FORMAT, "version": VERSION, **asdict(manifest)}
 
 
 def decode_manifest(text: bytes, where: str = "manifest.json") -> Manifest:
-    """Read a manifest and check that it agrees with itself.
+    """Read a manifest and check that it is consistent.
 
     Raises:
-        InputError: not JSON, not a manifest, another version, a field missing, unknown or of the
-            wrong kind, any broken invariant (all of them are named), or changed since it was written.
+        SourceError: not a JSON object (see `parse_json_object`).
+        ManifestError: not a manifest, another version, a field missing, unknown or of the wrong type, any broken
+            invariant (all of them are listed), or changed since it was written.
     """
     document = parse_json_object(text, where)
     if document.pop("format", None) != FORMAT:
@@ -52,7 +53,7 @@ def decode_manifest(text: bytes, where: str = "manifest.json") -> Manifest:
         raise ManifestError(
             f"{where}: version",
             f"expected {VERSION}, found {str(version)[:40]}",
-            "write it again with this version of reshard, or read it with the one that wrote it",
+            "pack it again with this version of reshard, or read it with the version that wrote it",
             code="manifest.unsupported-version",
         )
     try:
@@ -71,8 +72,8 @@ def _text(document: dict[str, Any], digest: str) -> bytes:
     if not is_unicode(text):
         raise ManifestError(
             MANIFEST_NAME,
-            "would name a folder or file whose name is not valid UTF-8",
-            "rename that one",
+            "expected names in valid UTF-8, found a folder or file whose name is not",
+            "rename that folder or file",
             code="manifest.not-unicode",
         )
     return text.encode()
@@ -117,18 +118,18 @@ def _decode_fields(found: Any, wanted: Callable[..., T], path: str) -> T:
     prefix = f"{path}." if path else ""
     for key in found:
         if key not in known:
-            problem, hint = "is not a field of version 1", "known: " + ", ".join(known)
+            problem, hint = "unknown field in version 1", "known fields: " + ", ".join(known)
             raise ManifestError(f"{prefix}{key}", problem, hint, code="manifest.unknown-field")
     values = {}
     for name, field in known.items():
         if name in found:
             values[name] = _decode(found[name], hints[name], prefix + name)
         elif field.default is MISSING:
-            raise ManifestError(f"{prefix}{name}", "is missing", code="manifest.missing-field")
+            raise ManifestError(f"{prefix}{name}", "missing required field", code="manifest.missing-field")
     return wanted(**values)
 
 
-def _invalid(path: str, problem: str) -> InputError:
+def _invalid(path: str, problem: str) -> ManifestError:
     return ManifestError(path, problem, code="manifest.invalid-field")
 
 

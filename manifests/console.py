@@ -1,9 +1,9 @@
-"""The standard streams of a command: closed, full, broken, or of another encoding than what is printed.
+"""The standard streams of a command, which may be closed, full, broken, or have another encoding.
 
 # Note [Standard streams]
-A descriptor that is closed when a command begins would be given to the first file that it opens, and what is printed
-would go there. So it is opened on /dev/null first. A failed write to standard output ends a command with exit code 3;
-a reader that has gone ends it as SIGPIPE ends others, silently; a failed write to standard error changes nothing.
+If a standard descriptor is closed at startup, the first file that is opened would get its number, and output would be
+written there. So it is opened on /dev/null first. If standard output cannot be written, the exit code is 3; if its
+reader has gone, the command exits silently, like one killed by SIGPIPE; failed writes to standard error are ignored.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from manifests.signals import INTERRUPTED
 __all__ = ["STDOUT", "check_open", "open_streams", "run_cli", "run_command", "utf8_argument"]
 
 STDOUT = "standard output"
-_BROKEN_PIPE = 141  # 128 + SIGPIPE, as shells have it
+_BROKEN_PIPE = 141  # 128 + SIGPIPE, as in shells
 
 
 def run_command(act: Callable[[], int], *, is_json: bool) -> None:
-    """Run a command, print its error, and end with its exit code."""
+    """Run a command, print its error, and exit with its exit code."""
     open_streams()
     code = 0
     try:
@@ -92,7 +92,7 @@ def open_streams() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest that is free: this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number: this one
             if descriptor == 1:
                 sys.stdout = _Closed()
             elif descriptor == 2:
@@ -101,7 +101,7 @@ def open_streams() -> None:
         sys.stdout = _Stdout(
             sys.stdout.buffer,
             encoding=sys.stdout.encoding,
-            errors="backslashreplace",  # what an encoding lacks, as in the C locale, ends nothing
+            errors="backslashreplace",  # characters that the encoding lacks must not fail, as in the C locale
             line_buffering=sys.stdout.line_buffering,
         )
     if sys.stderr is sys.__stderr__ and isinstance(sys.stderr, io.TextIOWrapper):
@@ -111,10 +111,10 @@ def open_streams() -> None:
 
 
 def check_open() -> None:
-    """Make sure that standard output takes what was printed, and is not closed.
+    """Check that standard output is open and has accepted everything printed so far.
 
     Raises:
-        InputError: it does not.
+        OutputError: it has not.
     """
     if (error := _unwritable()) is not None:
         _discard()
@@ -122,16 +122,16 @@ def check_open() -> None:
 
 
 def utf8_argument(text: str) -> str:
-    """Return an argument of the command line as UTF-8: in the C locale Python may have taken it for bytes.
+    """Return a command-line argument decoded as UTF-8: in the C locale, Python may have decoded it otherwise.
 
     Raises:
-        UnicodeDecodeError: it is not UTF-8.
+        UnicodeDecodeError: not UTF-8.
     """
     return text if text.isascii() else os.fsencode(text).decode("utf-8")
 
 
 class _Stdout(io.TextIOWrapper):
-    """A standard output that remembers why it did not take what was printed; what is left may pass a second time."""
+    """A standard output that remembers its first failure, since a later flush may succeed."""
 
     failure: OSError | None = None
 
@@ -151,7 +151,7 @@ class _Stdout(io.TextIOWrapper):
 
 
 class _Closed(_Stdout):
-    """A standard output that was closed: nothing can be printed."""
+    """A standard output that was closed at startup: every write fails."""
 
     def __init__(self) -> None:
         super().__init__(io.BytesIO(), encoding="utf-8", errors="backslashreplace")
@@ -163,7 +163,7 @@ class _Closed(_Stdout):
 
 
 class _Lenient(io.TextIOWrapper):
-    """A standard error whose failed writes are ignored."""
+    """A standard error that ignores failed writes."""
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):
@@ -176,20 +176,20 @@ class _Lenient(io.TextIOWrapper):
 
 
 def _say(error: UserError, *, is_json: bool) -> int:
-    """Print an error, and return its exit code."""
-    with contextlib.suppress(OSError):  # the code tells, and standard output is looked at in the end
+    """Print an error and return its exit code."""
+    with contextlib.suppress(OSError):  # the exit code remains, and standard output is checked at the end
         print(error_json(error) if is_json else f"error: {error}", file=sys.stdout if is_json else sys.stderr)
     return error.exit_code
 
 
 def _finish(code: int) -> int:
-    """Return the exit code of a command, once all that it printed is out."""
+    """Flush standard output and return the exit code of a command."""
     error = _unwritable()
     if error is None:
         return code
     _discard()
     if isinstance(error, BrokenPipeError):
-        return _BROKEN_PIPE if code in (0, 1) else code  # click ends with 1
+        return _BROKEN_PIPE if code in (0, 1) else code  # click exits with 1
     if code in (0, 1):
         return _say(_unprinted(error), is_json=False)
     return code
@@ -200,16 +200,16 @@ def _unprinted(error: OSError) -> InputError:
 
 
 def _unwritable() -> OSError | None:
-    """Return why standard output does not take what was written to it; None: it does."""
-    stream = getattr(sys.stdout, "wrapped", sys.stdout)  # click wraps one whose reader has gone, and ends with 1
-    with contextlib.suppress(OSError):  # it remembers
+    """Flush standard output and return its failure; None if everything was written."""
+    stream = getattr(sys.stdout, "wrapped", sys.stdout)  # click wraps a stream whose reader has gone
+    with contextlib.suppress(OSError):  # kept in `failure`
         if stream is not None:
             stream.flush()
     return stream.failure if isinstance(stream, _Stdout) else None
 
 
 def _discard() -> None:
-    """Discard what could not be written, which would be tried again when the process ends."""
+    """Drop what could not be written, which would be retried at exit."""
     with contextlib.suppress(OSError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)

@@ -15,7 +15,7 @@ Hasher = blake3
 
 
 def digest_hex(pieces: Iterable[bytes | memoryview]) -> str:
-    """Return the bare hex digest of the pieces taken as one sequence of bytes."""
+    """Return the hex digest of the concatenated pieces, without the prefix."""
     hasher = blake3()
     for piece in pieces:
         hasher.update(piece)

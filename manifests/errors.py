@@ -1,4 +1,4 @@
-"""Errors that a user can fix: each says where, what is wrong and what to do."""
+"""Errors that a user can fix: each says where, what was expected, what was found and what to do."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
     "refused_by_system",
 ]
 
-# Errors of a disk, a mount or a network, not of the file that was asked for.
+# Errors of a disk, a mount or a network rather than of the file.
 _OF_THE_MACHINE = (
     errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.EREMOTEIO, errno.ETIMEDOUT, errno.ENOTCONN,
     errno.ECONNRESET, errno.ECONNREFUSED, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ESHUTDOWN,
@@ -56,8 +56,8 @@ class UserError(Exception):
     """
 
     exit_code = 3
-    is_elsewhere = False  # on a rank that ends because another one met this
-    is_placed = False  # whether `where` names the rank that met this
+    is_elsewhere = False  # raised on a rank because another one failed with it
+    is_placed = False  # whether `where` names the rank that failed
 
     def __init__(self, where: str, problem: str, hint: str = "", *, code: str) -> None:
         self.where, self.problem, self.hint, self.code = where, problem, hint, code
@@ -69,15 +69,15 @@ class UserError(Exception):
         return f"{head}\nhint: {printable(self.hint)}" if self.hint else head
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle with the code, which is a keyword: errors travel between ranks."""
+        """Pickle with the code, which is keyword-only: errors are sent between ranks."""
         return partial(type(self), code=self.code), self.args, vars(self)
 
     def within(self, prefix: str) -> Self:
-        """Return the same error with `prefix` before its place; class, code and every other attribute are kept."""
+        """Return the same error with `prefix` before `where`; class, code and every other attribute are kept."""
         return self.changed(where=f"{prefix}: {self.where}" if self.where else prefix)
 
     def on_rank(self, rank: str) -> Self:
-        """Return the same error with the rank that met it before its place, unless that is there already."""
+        """Return the same error with the rank that failed before `where`, unless it is there already."""
         if self.is_placed:
             return self
         error = self.within(rank)
@@ -85,7 +85,7 @@ class UserError(Exception):
         return error
 
     def changed(self, *, where: str | None = None, problem: str | None = None, hint: str | None = None) -> Self:
-        """Return the same error in other words; class, code and every other attribute are kept, its frames are not."""
+        """Return the error with another wording. Class, code and other attributes are kept, the traceback is not."""
         error = copy(self)
         error.where = self.where if where is None else where
         error.problem = self.problem if problem is None else problem
@@ -94,13 +94,13 @@ class UserError(Exception):
 
 
 class UsageError(UserError):
-    """A flag, or a combination of flags, that makes no sense."""
+    """A flag, or a combination of flags, that is not valid."""
 
     exit_code = 2
 
 
 class InputError(UserError):
-    """Something on disk, in a store or in a config that is not what it must be. Raised itself for system resources."""
+    """Something on disk, in a store or in a config that is not valid. The base of the classes by area."""
 
     exit_code = 3
 
@@ -110,11 +110,11 @@ class SourceError(InputError):
 
 
 class ModelError(InputError):
-    """`config.*`, `model.*`: a config that is invalid or unsupported, or weights that are not the model's."""
+    """`config.*`, `model.*`: a config that is invalid or unsupported, or weights of another model."""
 
 
 class LayoutError(InputError):
-    """`layout.*`: a layout that is not valid, or not one of this model."""
+    """`layout.*`: a layout that is not valid, or does not fit the model."""
 
 
 class ScheduleError(InputError):
@@ -126,15 +126,15 @@ class ManifestError(InputError):
 
 
 class ShardError(InputError):
-    """`shard.*`, `header.*`: a safetensors file that is damaged, or does not have what the manifest says."""
+    """`shard.*`, `header.*`: a safetensors file that is damaged, or does not match the manifest."""
 
 
 class OutputError(InputError):
-    """`output.*`: a place that cannot be written, or must not be replaced."""
+    """`output.*`: an output that cannot be written, or must not be replaced."""
 
 
 class StoreError(InputError):
-    """`store.*`: a file system, hub or bucket that refuses, or an address that names nothing there."""
+    """`store.*`: a file system, hub or bucket that refuses a request, or an address that does not exist there."""
 
 
 class DataError(InputError):
@@ -146,7 +146,7 @@ class CheckpointError(InputError):
 
 
 class LogError(InputError):
-    """`log.*`: a log or trace of a run that is not one."""
+    """`log.*`: a log or trace of a run that is damaged or of another format."""
 
 
 class LaunchError(InputError):
@@ -154,7 +154,7 @@ class LaunchError(InputError):
 
 
 class UnreachableError(InputError):
-    """Any area: a disk, a mount or a network that fails now. It may work elsewhere or later."""
+    """Any area: a disk, mount or network that fails. The command may succeed later or on another machine."""
 
 
 class RankError(UserError):
@@ -170,14 +170,14 @@ _OF_AREAS |= {"output": OutputError, "store": StoreError}
 def refused_by_system(
     where: str, error: OSError, problem: str = "cannot be read", hint: str = "", *, code: str
 ) -> InputError:
-    """Return an error about a file that the system refuses; `hint` is for those where the machine is not at fault."""
+    """Return an error about a file that the system refuses; `hint` is used unless the machine itself is at fault."""
     said = f"{problem}: {error.strerror}"
     if error.errno in _RUN_OUT:
-        hint = "a system resource limit is reached; check ulimit -n and free memory"
+        hint = "system resource limit reached; check ulimit -n and free memory"
         return UnreachableError(where, said, hint, code=code)
     if error.errno not in _OF_THE_MACHINE:
         return _OF_AREAS.get(code.partition(".")[0], InputError)(where, said, hint, code=code)
-    hint = "this machine's disk, its mount or the network is at fault; check dmesg"
+    hint = "a disk, mount or network failure of this machine; check dmesg"
     return UnreachableError(where, said, hint, code=code)
 
 

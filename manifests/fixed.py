@@ -1,10 +1,10 @@
-"""Outputs in a folder that can be filled and not replaced: a mount point, or one whose parent may not be written.
+"""Outputs in a folder that can be filled but not replaced: a mount point, or one whose parent is not writable.
 
 # Note [Outputs in a mount point]
-A volume or a scratch disk is mounted on a folder that no rename can replace, and what is written beside it lands on
-another disk. So the output is written in a folder inside, `.reshard.partial`, and its entries move up when all are
-there, the manifest last: a folder without one is no checkpoint. What is about to move is written down first, and the
-next run after a kill moves it back. An output that is there already is not replaced: that takes more than one step.
+A volume or scratch disk is mounted on a folder that cannot be renamed, and files written beside it are on another
+disk. So the output is written in a subfolder, `.reshard.partial`, and its entries move up when all are complete, the
+manifest last: a folder without one is not a checkpoint. The names to move are recorded first, and the run after a
+kill moves them back. An existing output is not replaced, since that cannot be done atomically.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ __all__ = ["WORK_NAME", "is_fixed", "is_free", "move_back", "move_up"]
 
 WORK_NAME = ".reshard.partial"
 _MOVING_NAME = ".moving"
-_ALLOWED = (WORK_NAME, ".reshard.parts", "lost+found")  # in a folder that counts as empty
+_ALLOWED = (WORK_NAME, ".reshard.parts", "lost+found")  # may be in an "empty" folder
 _MOUNTS = "/proc/self/mountinfo"
 
 
 def is_fixed(out: Path) -> bool:
-    """Return whether a folder is there that can be filled and not replaced."""
+    """Return whether `out` is a folder that can be filled but not replaced."""
     if out.is_symlink() or not out.is_dir():
         return False
     return _is_mounted(out) or not os.access(Path(os.path.abspath(out)).parent, os.W_OK | os.X_OK)
 
 
 def is_free(out: Path) -> bool:
-    """Return whether nothing is in the place of an output, or an empty folder."""
+    """Return whether `out` does not exist or is an empty folder."""
     if not os.path.lexists(out):
         return True
     if out.is_symlink() or not out.is_dir():
@@ -48,15 +48,15 @@ def is_free(out: Path) -> bool:
 
 
 def move_up(work: Path, out: Path, last: str, journal: str = "") -> None:
-    """Commit an output: everything in `work` moves to `out`, what makes it a checkpoint `last`; no `journal` is left.
+    """Commit an output: move everything in `work` but the `journal` to `out`, `last` (the manifest) at the end.
 
     Raises:
-        InputError: something of that name has come to be there.
-        OSError: it cannot be moved.
+        OutputError: a file of that name has appeared in `out`.
+        OSError: a rename failed.
     """
     names = sorted(set(os.listdir(work)) - {_MOVING_NAME, journal}, key=lambda name: (name == last, name))
     if taken := next((name for name in names if os.path.lexists(out / name)), None):
-        raise OutputError(str(out / taken), "exists already", "choose another folder", code="output.exists")
+        raise OutputError(str(out / taken), "already exists", "choose another folder", code="output.exists")
     write_file(work / _MOVING_NAME, json.dumps({"names": names}).encode())
     for name in names:
         if name == names[-1]:
@@ -70,7 +70,7 @@ def move_up(work: Path, out: Path, last: str, journal: str = "") -> None:
 
 
 def move_back(out: Path) -> None:
-    """Undo what a commit that was killed or failed had moved, unless it had moved everything."""
+    """Undo a commit that was killed or failed, unless it had moved everything."""
     work = out / WORK_NAME
     if not work.is_dir() or work.is_symlink():
         return
@@ -84,7 +84,7 @@ def move_back(out: Path) -> None:
 
 
 def _moving(work: Path) -> list[str]:
-    """Return the names that a commit was moving, the last one last; a name that nothing has where there was none."""
+    """Return the names that a commit was moving, in order; without a commit, a name that does not exist."""
     path = work / _MOVING_NAME
     if not path.is_file():
         return [_MOVING_NAME]
@@ -92,7 +92,7 @@ def _moving(work: Path) -> list[str]:
     if not isinstance(names, list) or not all(
         isinstance(name, str) and os.path.basename(name) == name for name in names
     ):
-        raise OutputError(str(path), "is not what a commit writes", "remove it", code="output.damaged-record")
+        raise OutputError(str(path), "record of a commit is damaged", "remove it", code="output.damaged-record")
     return [str(name) for name in names] or [_MOVING_NAME]
 
 
@@ -100,7 +100,7 @@ def _is_mounted(folder: Path) -> bool:
     if os.path.ismount(folder):
         return True
     try:
-        lines = Path(_MOUNTS).read_bytes().splitlines()  # a bind mount may be of the same file system as its parent
+        lines = Path(_MOUNTS).read_bytes().splitlines()  # a bind mount can be on its parent's file system
     except OSError:
         return False
     mounted = os.fsencode(os.path.realpath(folder))

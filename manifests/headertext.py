@@ -1,7 +1,7 @@
-"""A safetensors header's JSON text, read tensor by tensor: no object graph of the whole is ever built.
+"""Read a safetensors header's JSON text tensor by tensor, without building an object graph of all of it.
 
-Memory: the entries, about 240 bytes a tensor, beside the text. Whatever this reader does not know it leaves to the
-strict JSON parser, which reports what is wrong with it.
+Memory: the text and its entries, about 240 bytes per tensor. Anything unusual is left to the strict JSON parser, which
+reports what is wrong with it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ __all__ = [
 
 METADATA = "__metadata__"
 MAX_DIM = 1 << 63
-MAX_RANK = 64  # dimensions of one tensor; torch and NumPy allow no more
-_MOST_METADATA = 100_000  # strings of `__metadata__`
-_MOST_KINDS = 10_000  # pairs of dtype and shape that are remembered
+MAX_RANK = 64  # dimensions of a tensor; the limit of torch and NumPy
+_MOST_METADATA = 100_000  # strings in `__metadata__`
+_MOST_KINDS = 10_000  # cached pairs of dtype and shape
 
 DTYPE_BITS: Mapping[str, int] = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
@@ -52,7 +52,7 @@ class TensorEntry:
         return self.end - self.begin
 
 
-_S = rb"[ \t\n\r]*+"  # JSON's spaces; possessive, so that no text makes the search go back
+_S = rb"[ \t\n\r]*+"  # JSON white space; possessive, to rule out backtracking
 STRING = rb'"((?:[^"\\\x00-\x1f]++|\\.)*+)"'
 _COUNT = rb"(?:0|[1-9][0-9]{0,18})"
 _LIST = rb"\[([0-9, \t\n\r]*+)\]"
@@ -76,8 +76,7 @@ Kind = tuple[str, tuple[int, ...], int]  # dtype, shape, bytes
 def read_header_text(raw: bytes) -> tuple[list[TensorEntry], dict[str, str]] | int:
     """Return the tensors and `__metadata__` of a header's text.
 
-    What has a spelling or a value that no header of a well-formed file has is not read: the position, in bytes, where
-    it begins is returned instead.
+    Returns the byte position of the first malformed or unusual part instead, if there is one.
     """
     entries: list[TensorEntry] = []
     metadata: dict[str, str] | None = None
@@ -119,7 +118,7 @@ def read_header_text(raw: bytes) -> tuple[list[TensorEntry], dict[str, str]] | i
 
 
 def read_string(text: bytes) -> str | None:
-    """Return the characters of a JSON string, given without its quotes; None where it is not valid Unicode."""
+    """Decode a JSON string, passed without its quotes; None if it is not valid Unicode."""
     try:
         if b"\\" not in text:
             return text.decode()
@@ -140,14 +139,14 @@ def _entry(name: bytes, kind: Kind | None, offsets: bytes, last_end: int) -> Ten
     dtype, shape, nbytes = kind
     begin, end = int(first), int(second)
     if begin == last_end:
-        begin = last_end  # one integer, not two: there may be a million
+        begin = last_end  # share the integer: there may be a million
     if end - begin != nbytes or end >= MAX_DIM:
         return None
     return TensorEntry(name=fqn, dtype=dtype, shape=shape, begin=begin, end=end)
 
 
 def _kind_of(dtype: bytes, shape: bytes, known: dict[tuple[bytes, bytes], Kind]) -> Kind | None:
-    """Return dtype, shape and bytes, the same objects for all tensors of a kind."""
+    """Return dtype, shape and bytes; tensors of one kind share the objects."""
     if found := known.get((dtype, shape)):
         return found
     name = _NAMES.get(dtype)
@@ -164,7 +163,7 @@ def _kind_of(dtype: bytes, shape: bytes, known: dict[tuple[bytes, bytes], Kind])
 
 
 def _sorted_fields(found: re.Match[bytes]) -> tuple[bytes, bytes, bytes] | None:
-    """Return dtype, shape and offsets, each there once and of its kind."""
+    """Return dtype, shape and offsets if each occurs once and has the right type."""
     texts = {found[number]: found[number + 1] for number in (2, 5, 8)}
     lists = {found[number]: found[number + 2] for number in (2, 5, 8)}
     dtype, shape, offsets = texts.get(b"dtype"), lists.get(b"shape"), lists.get(b"data_offsets")
@@ -172,7 +171,7 @@ def _sorted_fields(found: re.Match[bytes]) -> tuple[bytes, bytes, bytes] | None:
 
 
 def _read_metadata(raw: bytes, opened: re.Match[bytes]) -> tuple[dict[str, str], int] | None:
-    """Return `__metadata__` and the position after it; None where it is not an object of strings, each key once."""
+    """Return `__metadata__` and the position after it; None if it is not an object of strings with unique keys."""
     metadata: dict[str, str] = {}
     at, following = opened.end(), opened[1]
     while following != b"}":

@@ -1,4 +1,4 @@
-"""Truths that span the manifest's fields. Every broken one is reported, not the first."""
+"""Invariants across the manifest's fields. Every violation is reported, not only the first."""
 
 from __future__ import annotations
 
@@ -28,17 +28,25 @@ _Named = Shard | AuxiliaryFile | OriginalFile
 
 
 def check_manifest(manifest: Manifest, where: str = "manifest.json") -> None:
-    """Raise one InputError that lists every invariant the manifest breaks."""
+    """Check the manifest's invariants.
+
+    Raises:
+        ManifestError: listing every violation.
+    """
     _raise_all(list(problems(manifest)), where)
 
 
 def check_model(manifest: Manifest, shape: ModelShape, where: str = "manifest.json") -> None:
-    """Raise one InputError unless the stages hold the config's model: each module once, in order, tied alike."""
+    """Check that the stages are the config's model: each module once, in order, with the same ties.
+
+    Raises:
+        ManifestError: listing every violation.
+    """
     _raise_all(list(_model_problems(manifest, shape)), where)
 
 
 def problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """Give each problem as (path, sentence)."""
+    """Yield each violation as (path, message)."""
     yield from _layout_problems(manifest)
     yield from _stage_problems(manifest)
     yield from _file_problems(manifest)
@@ -67,14 +75,14 @@ def _model_problems(manifest: Manifest, shape: ModelShape) -> Iterator[tuple[str
             yield f"model.{name}", f"expected {expected} (config.json), found {found}"
     there = set(modules)
     if missing := [module for module in shape.modules if module not in there]:
-        yield "stages", f"no stage holds {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}"
+        yield "stages", f"no stage has {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}"
     elif modules == shape.modules:
         yield from _param_problems(manifest, shape)
     else:
         odd = next(
             module for module, expected in zip(modules, (*shape.modules, ""), strict=False) if module != expected
         )
-        yield "stages", f"{odd!r} stands where the model of config.json has another module"
+        yield "stages", f"{odd!r} is not the next module of the model (config.json)"
     expected_ties = {frozenset(group) for group in shape.ties}
     if {frozenset(member.fqn for member in group.members) for group in manifest.ties} != expected_ties:
         shown = " and ".join(" = ".join(group) for group in shape.ties) or "none"
@@ -86,7 +94,7 @@ def _param_problems(manifest: Manifest, shape: ModelShape) -> Iterator[tuple[str
     for position, stage in enumerate(manifest.stages):
         own = {fqn: shape.count_params(fqn) for module in stage.modules for fqn in fqns[module]}
         for group in shape.ties:
-            for fqn in [fqn for fqn in group if fqn in own][1:]:  # two tied names on one stage are one parameter
+            for fqn in [fqn for fqn in group if fqn in own][1:]:  # tied names on one stage are one parameter
                 del own[fqn]
         if stage.num_params != sum(own.values()):
             yield (
@@ -134,11 +142,11 @@ def _nbytes_problems(stage: Stage, path: str) -> Iterator[tuple[str, str]]:
     in_shards = sum(shard.nbytes for shard in stage.shards if shard.holds == WEIGHTS)
     in_spans = sum(s.end - s.begin for s in stage.spans)
     if stage.shards and stage.spans:
-        yield f"{path}.spans", "expected none beside shards: a bundle is the one or the other"
+        yield f"{path}.spans", "expected none: the stage has shards"
     elif stage.spans and stage.nbytes != in_spans:
         yield f"{path}.nbytes", f"expected {in_spans} (its spans), found {stage.nbytes}"
     elif not stage.spans and stage.nbytes > in_shards:
-        yield f"{path}.nbytes", f"its shards are smaller than {stage.nbytes} bytes"
+        yield f"{path}.nbytes", f"expected at most {in_shards} (its shards), found {stage.nbytes}"
 
 
 def _file_problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
@@ -163,7 +171,7 @@ def _path_problems(named: list[tuple[str, _Named]], seen: dict[str, str]) -> Ite
         if problem:
             yield f"{path}.path", f"{problem}, found {file.path[:80]!r}"
         elif file.path in seen:
-            yield f"{path}.path", f"{file.path!r} is taken by {seen[file.path]}"
+            yield f"{path}.path", f"{file.path!r} is the path of {seen[file.path]}"
         seen[file.path] = path
         if not is_digest(file.digest):
             yield f"{path}.digest", f"expected blake3: and 64 hex digits, found {file.digest[:80]!r}"
@@ -178,9 +186,9 @@ def _tie_problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
             yield f"{path}.replicas", "expected at least one"
         for member in group.members:
             if member.stage >= len(manifest.stages):
-                yield path, f"{member.fqn!r} names stage {member.stage}, there are {len(manifest.stages)}"
+                yield path, f"{member.fqn!r}: expected a stage below {len(manifest.stages)}, found {member.stage}"
             elif module_of(member.fqn, modules[member.stage]) is None:
-                yield path, f"{member.fqn!r} belongs to no module of stage {member.stage}"
+                yield path, f"{member.fqn!r} is not in a module of stage {member.stage}"
             if (member.fqn, member.stage) in seen:
                 yield path, f"{member.fqn!r} is tied twice"
             seen.add((member.fqn, member.stage))
@@ -194,7 +202,7 @@ def _virtual_problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
                 yield f"stages[{position}].spans", "expected none: virtual is null"
         return
     if manifest.training is not None:
-        yield "training", "expected null: nobody trained what the original files hold"
+        yield "training", "expected null: weights in original files are untrained"
     if not any(stage.spans for stage in manifest.stages):
         yield "virtual", "expected null: no stage has spans"
     if not virtual.location.startswith("/") and "://" not in virtual.location:
@@ -220,7 +228,7 @@ def _span_problems(manifest: Manifest, files: tuple[OriginalFile, ...]) -> Itera
 
 
 def _overlaps(manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """Name the bytes that two stages claim, unless a weight may be tied between them."""
+    """Yield the spans that two stages share without a tie between them."""
     groups_of: dict[int, set[int]] = {}
     for number, group in enumerate(manifest.ties):
         for member in group.members:
@@ -234,7 +242,7 @@ def _overlaps(manifest: Manifest) -> Iterator[tuple[str, str]]:
             shown = f"from byte {begin} of virtual.files[{file}] on"
             yield (
                 f"stages[{stage}].spans",
-                f"overlap those of stage {last_stage} {shown}, and nothing is tied between them",
+                f"overlap those of stage {last_stage} {shown}, without a tie between the two stages",
             )
         if (file, end) > (last_file, last_end):
             last_file, last_end, last_stage = file, end, stage

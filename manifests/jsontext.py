@@ -1,4 +1,4 @@
-"""Strict JSON: UTF-8, an object, no key twice, no NaN, no -0, no lone surrogate."""
+"""Strict JSON: a UTF-8 object without duplicate keys, NaN, -0 or lone surrogates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from manifests.errors import SourceError
 
 __all__ = ["MAX_CONFIG_NBYTES", "MOST_CONFIG_VALUES", "MOST_VALUES", "kind_of", "parse_config", "parse_json_object"]
 
-MOST_VALUES = 2_000_000  # of one document: up to 200 bytes each once they are Python objects
+MOST_VALUES = 2_000_000  # in one document; each takes up to 200 bytes as a Python object
 MOST_CONFIG_VALUES = 100_000
 MAX_CONFIG_NBYTES = 16 << 20
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
@@ -19,26 +19,26 @@ _MINUS_ZERO = re.compile(rb"-0(?![\d.eE])")
 
 
 def parse_config(text: bytes, where: str) -> dict[str, Any]:
-    """Parse a config, of a model or a tokenizer: an object of at most `MOST_CONFIG_VALUES` values.
+    """Parse the config of a model or a tokenizer: an object of at most `MOST_CONFIG_VALUES` values.
 
     Raises:
-        InputError: as `parse_json_object`.
+        SourceError: as `parse_json_object`.
     """
     return parse_json_object(text, where, most_values=MOST_CONFIG_VALUES)
 
 
 def parse_json_object(text: bytes, where: str, *, most_values: int = MOST_VALUES) -> dict[str, Any]:
-    """Parse the JSON object that `where` contains.
+    """Parse the JSON object of the file `where`.
 
     Raises:
-        InputError: not UTF-8, not JSON, nested too deeply, a key twice, -0, a lone surrogate, no object, or one of
-            more than `most_values` values, of which none is built.
+        SourceError: not UTF-8, not JSON, nested too deeply, not an object, with duplicate keys, -0 or a lone
+            surrogate, or with more than `most_values` values, which is found out before any is parsed.
     """
     if _has_more_values(text, most_values):
         raise SourceError(
             where,
-            f"expected at most {most_values:,} values in the whole document, found more",
-            "the file is damaged, or was made to exhaust memory; download it again",
+            f"expected at most {most_values:,} JSON values, found more",
+            "the file is damaged or malicious; download it again",
             code="source.too-many-values",
         )
     try:
@@ -46,14 +46,14 @@ def parse_json_object(text: bytes, where: str, *, most_values: int = MOST_VALUES
             text.decode("utf-8"),
             object_pairs_hook=_unique_keys,
             parse_constant=_no_constant,
-            parse_int=_no_minus_zero if _MINUS_ZERO.search(text) else None,  # others take it for a fraction
+            parse_int=_no_minus_zero if _MINUS_ZERO.search(text) else None,  # other parsers read it as a float
         )
-        if _SURROGATE.search(text):  # half a character, which could not be written again
+        if _SURROGATE.search(text):  # half a character, which cannot be encoded
             json.dumps(document, ensure_ascii=False).encode()
     except RecursionError as error:
-        raise SourceError(where, "is nested too deeply", code="source.json-too-deep") from error
+        raise SourceError(where, "JSON is nested too deeply", code="source.json-too-deep") from error
     except ValueError as error:  # UnicodeError and JSONDecodeError too
-        raise SourceError(where, f"is not JSON: {error}", code="source.not-json") from error
+        raise SourceError(where, f"invalid JSON: {error}", code="source.not-json") from error
     if not isinstance(document, dict):
         raise SourceError(where, f"expected a JSON object, found {kind_of(document)}", code="source.not-an-object")
     return document
@@ -85,7 +85,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table: dict[str, Any] = {}
     for key, value in pairs:
         if key in table:
-            raise ValueError(f"key {key!r} occurs twice")
+            raise ValueError(f"duplicate key {key!r}")
         table[key] = value
     return table
 
@@ -97,4 +97,4 @@ def _no_minus_zero(digits: str) -> int:
 
 
 def _no_constant(text: str) -> None:
-    raise ValueError(f"{text} is not JSON")
+    raise ValueError(f"{text} is not allowed")

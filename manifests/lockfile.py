@@ -1,11 +1,11 @@
-"""A place claimed by one process at a time, on any machine: who has it, whether it is alive, how it is taken over.
+"""Lock files that exclude processes of any machine, record their owner, and are taken over from dead owners.
 
-# Note [Claims]
-A claim is a small file that names its holder, locked with flock. That keeps processes of one machine apart, and of
-several where the file system passes locks on: NFS does, of files and not of folders; Lustre when mounted with `flock`.
-Where it does not, the file tells: its holder touches it every few seconds, and a holder on another machine that has
-not done so for `stale_s`, by the clock of the file system, is dead. One on this machine is looked up by its process.
-Claims of dead holders are taken over, also where a child of theirs, or a file server, still keeps the lock.
+# Note [Lock files]
+A lock file is a small file that names its owner, locked with flock. That excludes processes of one machine, and of
+several if the file system propagates locks: NFS does for files (not folders), Lustre if mounted with `flock`. Otherwise
+its heartbeat decides: the owner touches the file every few seconds, and an owner on another machine that has not done
+so for `stale_s`, by the file system's clock, is dead. An owner on this machine is looked up by its process. Locks
+of dead owners are taken over, even if a child process of theirs, or a file server, still has the flock.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ __all__ = ["birth_of", "locking", "pid_namespace"]
 _BEAT_S = 5.0
 _STALE_S = 60.0
 _SETTLE_S = 2.0
-_UNNAMED_S = 2.0  # who has the lock has named itself by then
+_UNNAMED_S = 2.0  # within which the process that got the flock has written its name
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 _SHARED = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "glusterfs", "wekafs", "9p")
 
 
 def birth_of(pid: int) -> str | None:
-    """Return when a process began, as a text that no other process has; None if it has ended."""
+    """Return the start time of a process, in a form unique to it; None if it has exited."""
     try:
-        # The name of its program, in brackets, may contain anything.
+        # The program's name, in parentheses, may contain anything.
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -48,8 +48,8 @@ def birth_of(pid: int) -> str | None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Holder:
-    """A process: on which machine, under which kernel and process namespace its number means something."""
+class _Owner:
+    """A process, with the machine, boot and PID namespace that its PID refers to."""
 
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
@@ -65,51 +65,52 @@ class _Holder:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it is alive; for processes of this machine only."""
+        """Whether it is running; for processes of this machine only."""
         return birth_of(self.pid) == self.birth
 
 
 @contextlib.contextmanager
 def locking(path: Path, where: str, doing: str, *, stale_s: float = _STALE_S) -> Iterator[None]:
-    """Claim a place for this process while the block runs; `path` is the claim's own file, whose folder exists.
+    """Lock something for this process while the block runs; `path` is the lock file, whose folder exists.
 
     Raises:
-        InputError: another process has it, which is named with what it is `doing`; or the file cannot be written.
+        LaunchError: another process has the lock; it is named, with what it is `doing`.
+        OutputError: the file cannot be written.
     """
-    own = _Holder(doing=doing)
+    own = _Owner(doing=doing)
     try:
         descriptor = _acquire(path, own, where, stale_s)
     except OSError as error:
         raise refused_by_system(where, error, f"{path} cannot be written", code="output.unwritable") from error
     ended = threading.Event()
-    toucher = threading.Thread(target=_touch, args=(descriptor, ended), name="claim", daemon=True)
+    toucher = threading.Thread(target=_touch, args=(descriptor, ended), name="lock heartbeat", daemon=True)
     toucher.start()
     try:
         yield
     finally:
         ended.set()
-        toucher.join(_BEAT_S)  # a disk that hangs keeps it
+        toucher.join(_BEAT_S)  # a hanging disk may block it
         with contextlib.suppress(OSError):
             if os.stat(path).st_ino == os.fstat(descriptor).st_ino:
                 path.unlink()
         os.close(descriptor)
 
 
-def _acquire(path: Path, own: _Holder, where: str, stale_s: float) -> int:
+def _acquire(path: Path, own: _Owner, where: str, stale_s: float) -> int:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             is_locked = _lock(descriptor)
-            holder = _read(descriptor) if is_locked else _read_named(descriptor)
-            if not _is_at(path, descriptor):  # released, or taken over, meanwhile
+            owner = _read(descriptor) if is_locked else _read_named(descriptor)
+            if not _is_at(path, descriptor):  # released or taken over meanwhile
                 os.close(descriptor)
                 continue
-            if holder is not None and _lives(holder, path, descriptor, stale_s):
-                raise _in_use(where, holder)
-            if holder is None and not is_locked:
+            if owner is not None and _is_alive(owner, path, descriptor, stale_s):
+                raise _in_use(where, owner)
+            if owner is None and not is_locked:
                 raise _in_use(where, None)
-            if not is_locked:  # by what is left of a dead holder
-                _put_away(path, descriptor)
+            if not is_locked:  # a child of a dead owner has the flock
+                _remove_judged(path, descriptor)
                 os.close(descriptor)
                 continue
             _write(descriptor, own)
@@ -125,7 +126,7 @@ def _acquire(path: Path, own: _Holder, where: str, stale_s: float) -> int:
 
 
 def _lock(descriptor: int) -> bool:
-    """Lock the file, and return whether no other process has it locked; True on a file system without locks."""
+    """Return whether the file could be locked; True on a file system without locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -136,10 +137,10 @@ def _lock(descriptor: int) -> bool:
     return True
 
 
-def _lives(holder: _Holder, path: Path, descriptor: int, stale_s: float) -> bool:
-    """Whether a holder is alive, by its process, or on another machine by its heartbeats, which are waited for."""
-    if holder.is_here:
-        return holder.is_alive
+def _is_alive(owner: _Owner, path: Path, descriptor: int, stale_s: float) -> bool:
+    """Return whether an owner is alive: by its process, or on another machine by waiting for its heartbeat."""
+    if owner.is_here:
+        return owner.is_alive
     first = os.fstat(descriptor).st_mtime_ns
     while True:
         last = os.stat(path).st_mtime_ns
@@ -151,8 +152,8 @@ def _lives(holder: _Holder, path: Path, descriptor: int, stale_s: float) -> bool
         time.sleep(min(1.0, stale_s / 4))
 
 
-def _put_away(path: Path, descriptor: int) -> None:
-    """Remove the file that was judged, and no other that has taken its name since."""
+def _remove_judged(path: Path, descriptor: int) -> None:
+    """Remove the file of a dead owner, but not one that has replaced it since."""
     aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     with contextlib.suppress(FileNotFoundError):
         os.rename(path, aside)
@@ -162,24 +163,24 @@ def _put_away(path: Path, descriptor: int) -> None:
         aside.unlink()
 
 
-def _read(descriptor: int) -> _Holder | None:
+def _read(descriptor: int) -> _Owner | None:
     try:
         found = json.loads(os.pread(descriptor, 1 << 16, 0))
-        return _Holder(**{**found, "pid": int(found["pid"])})
+        return _Owner(**{**found, "pid": int(found["pid"])})
     except (ValueError, TypeError, KeyError):
         return None
 
 
-def _read_named(descriptor: int) -> _Holder | None:
-    """Read a holder that may have got its lock just now, and not have named itself yet."""
+def _read_named(descriptor: int) -> _Owner | None:
+    """Read an owner that may have just got the flock and not yet written its name."""
     until_s = time.monotonic() + _UNNAMED_S
-    while (holder := _read(descriptor)) is None and time.monotonic() < until_s:
+    while (owner := _read(descriptor)) is None and time.monotonic() < until_s:
         time.sleep(0.05)
-    return holder
+    return owner
 
 
-def _read_again(path: Path) -> _Holder | None:
-    """Read a claim's file again: NFS looks for what others have written when a file is opened."""
+def _read_again(path: Path) -> _Owner | None:
+    """Reopen and read a lock file: NFS revalidates its cache when a file is opened."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -190,9 +191,9 @@ def _read_again(path: Path) -> _Holder | None:
         os.close(descriptor)
 
 
-def _write(descriptor: int, holder: _Holder) -> None:
+def _write(descriptor: int, owner: _Owner) -> None:
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps(asdict(holder)).encode(), 0)
+    os.pwrite(descriptor, json.dumps(asdict(owner)).encode(), 0)
     os.fsync(descriptor)
 
 
@@ -210,7 +211,7 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def _is_shared(path: Path) -> bool:
-    """Whether machines may share this file's disk, as far as the kind of its file system tells."""
+    """Return whether several machines may share this file's disk, judging by the type of its file system."""
     device = os.stat(path).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     with contextlib.suppress(OSError, ValueError):
@@ -229,6 +230,7 @@ def pid_namespace() -> str:
     return ""
 
 
-def _in_use(where: str, holder: _Holder | None) -> InputError:
-    who = "another process uses it" if holder is None else f"process {holder.pid} on {holder.host} {holder.doing}"
-    return LaunchError(where, who, "wait for that one, stop it, or choose another folder", code="launch.folder-in-use")
+def _in_use(where: str, owner: _Owner | None) -> InputError:
+    who = "another process uses it" if owner is None else f"process {owner.pid} on {owner.host} {owner.doing}"
+    hint = "wait for that process, stop it, or choose another folder"
+    return LaunchError(where, who, hint, code="launch.folder-in-use")

@@ -16,7 +16,7 @@ FP32_NBYTES = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DtypePolicy:
-    """Bytes that training with AdamW keeps for each parameter, and for each element of an activation."""
+    """Bytes per parameter, and per element of an activation, of training with AdamW."""
 
     name: str
     weights: int
@@ -44,7 +44,7 @@ POLICIES: Mapping[str, DtypePolicy] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """What is assumed of a training run. A microbatch is so many sequences of `seq_len` tokens."""
+    """Assumptions about a training run. `microbatch` is in sequences of `seq_len` tokens."""
 
     policy: DtypePolicy
     microbatch: int
@@ -57,10 +57,9 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """Bytes in use at the end of a step's last backward pass, but activations, which count at their peak.
+    """Bytes in use at the end of a step's last backward pass; of activations, the peak.
 
-    Not in it: buffers such as the rotary cache, what operations need only while they run, and the
-    allocator's own losses.
+    Not included: buffers such as the rotary cache, temporary memory of operations, and allocator fragmentation.
     """
 
     weights: int = 0
@@ -76,10 +75,9 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEstimate:
-    """By stage, and by rank.
+    """Memory by stage and by rank.
 
-    A rank's stages need not keep the most activations at the same time: the rank's may be fewer than
-    the sum of theirs.
+    A rank's stages need not reach their activation peaks at the same time, so a rank's peak may be less than their sum.
     """
 
     stages: tuple[Memory, ...]
@@ -89,12 +87,12 @@ class MemoryEstimate:
 def estimate_memory(
     shape: ModelShape, stages: Sequence[Sequence[str]], table: Table, training: Training
 ) -> MemoryEstimate:
-    """Estimate what each stage, a list of modules, and each rank needs to train on a schedule.
+    """Estimate the memory of each stage, a list of modules, and of each rank when training on a schedule.
 
-    Tied parameters on one rank are one parameter with as many gradients as names; each other rank has
-    a copy of its own. Activations: see `manifests.models.shape.Work`; as many microbatches as the
-    schedule has in flight at once. Wires: torch 2.13 keeps, for every microbatch of a step, a buffer for
-    what each stage but the first receives, and one for the gradient that each but the last does.
+    Tied parameters on one rank are one parameter with a gradient per name; each other rank has a copy.
+    Activations: see `manifests.models.shape.Work`, for as many microbatches as the schedule has in flight.
+    Receive buffers (`wires`): torch 2.13 keeps one per microbatch of a step for the input of each stage but the
+    first, and one for the output gradient of each stage but the last.
 
     Source: torch 2.13, `distributed/pipelining/stage.py`, `_setup_forward_recv_info`,
         `_create_grad_recv_info`.
@@ -127,9 +125,9 @@ def estimate_memory(
 
 
 def memory_of(shape: ModelShape, training: Training, in_flight: int) -> dict[str, int]:
-    """Return the memory of each module on a stage with so many microbatches in flight, receive buffers excluded.
+    """Return the memory of each module on a stage with `in_flight` microbatches, without receive buffers.
 
-    Costs of a solver add up, so `in_flight` must be one number: the most of any stage keeps every rank
+    A layout solver sums these costs, so `in_flight` must be one number: the largest of any stage keeps every rank
     within its limit.
     """
     per_param = training.policy.nbytes_per_param
@@ -140,13 +138,13 @@ def memory_of(shape: ModelShape, training: Training, in_flight: int) -> dict[str
 
 
 def _activation_nbytes(shape: ModelShape, module: str, training: Training) -> int:
-    """Return the bytes that a module keeps of one microbatch."""
+    """Return the bytes of activations that a module keeps per microbatch."""
     work = shape.work[module]
     return training.num_tokens * (work.saved * training.policy.compute + work.saved_fp32 * FP32_NBYTES)
 
 
 def _peak_by_stage(table: Table, sizes: Sequence[int]) -> list[int]:
-    """Return the most that each stage keeps at once: one pass over the table for each stage of a rank."""
+    """Return the activation peak of each stage: one pass over the table for each stage of a rank."""
     placement, peaks = table.placement, [0] * len(sizes)
     for virtual in range(placement.num_virtual):
         own = [size if placement.virtual_of(stage) == virtual else 0 for stage, size in enumerate(sizes)]

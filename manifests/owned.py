@@ -1,11 +1,11 @@
-"""Which files of a folder a command may replace: those that it wrote. Everything else in the folder stays there.
+"""Files of a folder that a command may replace: those that it wrote. Everything else in the folder is kept.
 
 # Note [Files of others in an output]
-`--force` replaces a folder in one step, by exchanging two names. Files that we did not write (notes, `.git`, a
-checkpoint inside) must be in the folder at every moment, before and after that step, so they are in both folders when
-it is taken: regular files, links, pipes and sockets by a hard link, folders by a folder of the same mode, owner and
-times. What cannot be linked (another file system is mounted there, or links are not supported) makes `--force` refuse,
-and nothing is touched.
+`--force` replaces a folder atomically, by exchanging two names. Files that we did not write (notes, `.git`, a
+checkpoint inside) must be in the folder both before and after the exchange, so they are in both folders when it
+happens: regular files, links, pipes and sockets as hard links, folders as folders of the same mode, owner and times.
+If something cannot be linked (another file system is mounted there, or links are not supported), `--force` refuses
+and changes nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
     "remove_tree",
 ]
 
-# The paths below a folder that may be removed from it; None: the folder was not written by this command.
+# Returns the paths below a folder that may be removed; None: the folder was not written by this command.
 FindOwned = Callable[[Path], Collection[str] | None]
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ _HINT = "move it out of the folder, or choose another folder"
 
 
 def files_of_manifest(folder: Path) -> Collection[str] | None:
-    """Return the paths that a folder's manifest names, itself included; None where there is no manifest to read.
+    """Return the paths that a folder's manifest lists, its own included; None if no manifest can be read.
 
     Raises:
         UnreachableError: the disk, the mount or the network failed.
@@ -51,20 +51,20 @@ def files_of_manifest(folder: Path) -> Collection[str] | None:
         raise
     except InputError:
         return None
-    shards, files = (shard.path for shard in manifest.shards), (carried.path for carried in manifest.files)
+    shards, files = (shard.path for shard in manifest.shards), (file.path for file in manifest.files)
     return frozenset((MANIFEST_NAME, *shards, *files))
 
 
 def foreign_files(folder: Path, owned: Collection[str]) -> list[str]:
-    """Return what is in a folder and is not `owned`: files, links, and folders that nothing of ours is in."""
+    """Return what is in a folder besides the `owned` files: files, links, and folders without `owned` files."""
     return [path for path, _ in _others(folder, owned)]
 
 
 def check_room(out: Path, owned: Collection[str], wanted: Collection[str]) -> None:
-    """Refuse an output whose files would take the place of others' files in the folder that it replaces.
+    """Refuse an output with a file of the same path as somebody else's file in the folder that it replaces.
 
     Raises:
-        InputError: naming the first such file.
+        OutputError: naming the first such file.
     """
     above = {parent for path in wanted for parent in _parents(path)}
     for path, is_folder in _others(out, owned):
@@ -73,10 +73,10 @@ def check_room(out: Path, owned: Collection[str], wanted: Collection[str]) -> No
 
 
 def keep_others(out: Path, owned: Collection[str], new: Path) -> None:
-    """Put everything of `out` that is not `owned` into the `new` folder as well, at the same path.
+    """Link everything in `out` that is not `owned` into the `new` folder, at the same path.
 
     Raises:
-        InputError: something cannot be in both folders, or is in the way of the new output.
+        OutputError: something cannot be linked, or has the path of a file of the new output.
     """
     folders: list[str] = []
     for path, is_folder in _others(out, owned):
@@ -87,7 +87,7 @@ def keep_others(out: Path, owned: Collection[str], new: Path) -> None:
                     target.mkdir()
                     folders.append(path)
             else:
-                for parent in reversed(_parents(path)):  # a folder of ours that only others' files are left in
+                for parent in reversed(_parents(path)):  # a folder of ours with only others' files left
                     if not (new / parent).is_dir() or (new / parent).is_symlink():
                         (new / parent).mkdir()
                         folders.append(parent)
@@ -95,24 +95,24 @@ def keep_others(out: Path, owned: Collection[str], new: Path) -> None:
         except FileExistsError as error:
             raise _in_the_way(source) from error
         except OSError as error:
-            problem = f"was not written by this command and cannot be kept in one step here: {error.strerror}"
+            problem = f"was not written by this command and cannot be kept: {error.strerror}"
             raise OutputError(str(source), problem, _HINT, code="output.foreign-file") from error
-    for path in reversed(folders):  # last: a folder may be read-only, and filling it changes its times
+    for path in reversed(folders):  # last: a folder may be read-only, and writing to it changes its times
         found = os.stat(out / path)
         os.chown(new / path, found.st_uid, found.st_gid)
         shutil.copystat(out / path, new / path)
 
 
 def remove_replaced(old: Path, owned: Collection[str], new: Path) -> None:
-    """Remove a replaced folder, less what came into it since `keep_others` looked: that moves to the new folder.
+    """Remove a replaced folder; files that were added since `keep_others` are moved to the new folder.
 
-    The new one is there already: what a failing disk does not remove is logged, and left to the next run.
+    The new folder is already in place: what cannot be removed is logged, and left to the next run.
     """
-    for _ in range(2):  # once more, where something failed
+    for _ in range(2):  # retry once
         if old.exists():
             _remove_replaced(old, owned, new)
     if old.exists():
-        logger.warning("%s: what was replaced could not be removed; the next run into %s removes it", old, new)
+        logger.warning("%s: failed to remove the replaced folder; the next run into %s removes it", old, new)
 
 
 def _remove_replaced(old: Path, owned: Collection[str], new: Path) -> None:
@@ -134,7 +134,7 @@ def _remove_replaced(old: Path, owned: Collection[str], new: Path) -> None:
 
 
 def remove_tree(entry: Path) -> None:
-    """Remove a file, a link or a whole folder, read-only folders in it too."""
+    """Remove a file, a link or a whole folder, including read-only folders."""
     if not entry.is_dir() or entry.is_symlink():
         entry.unlink(missing_ok=True)
         return
@@ -145,7 +145,7 @@ def remove_tree(entry: Path) -> None:
 
 
 def _others(out: Path, owned: Collection[str]) -> Iterator[tuple[str, bool]]:
-    """Yield what is in a folder and not `owned`, and whether it is a folder; folders come before what is in them."""
+    """Yield the paths in a folder that are not `owned`, and whether each is a folder; folders before their contents."""
     above, device = {parent for path in owned for parent in _parents(path)}, os.stat(out).st_dev
     for path, is_folder in _walk(out):
         if is_folder and os.lstat(out / path).st_dev != device:
@@ -155,7 +155,7 @@ def _others(out: Path, owned: Collection[str]) -> Iterator[tuple[str, bool]]:
 
 
 def _walk(folder: Path) -> Iterator[tuple[str, bool]]:
-    """Yield every path below a folder, and whether it is a folder, which a link is not."""
+    """Yield every path below a folder, and whether it is a folder; links are not."""
 
     def refuse(error: OSError) -> None:
         raise error
@@ -170,7 +170,7 @@ def _walk(folder: Path) -> Iterator[tuple[str, bool]]:
 
 
 def _parents(path: str) -> list[str]:
-    """Return the folders above a path, the nearest first."""
+    """Return the parent folders of a path, the nearest first."""
     parts = path.split("/")
     return ["/".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
 

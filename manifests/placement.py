@@ -14,10 +14,12 @@ Style = Literal["loop", "v"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """Stages assigned to pipeline ranks, equally many to each.
+    """Assignment of stages to pipeline ranks, the same number to each.
 
-    `loop` assigns them round-robin: stage s runs on rank s % P. `v` goes down and comes back, two stages on each
-    rank: stages s and S - 1 - s share one.
+    `loop` assigns round-robin: stage s runs on rank s % P. `v` assigns two stages to each rank: s and S - 1 - s.
+
+    Raises:
+        LayoutError: no stages or ranks, or a number of stages that the ranks cannot share equally.
     """
 
     num_stages: int
@@ -32,13 +34,13 @@ class Placement:
                 code="layout.no-stages",
             )
         if self.num_stages % self.num_ranks:
-            problem = f"{self.num_stages} stages do not divide over {self.num_ranks} ranks"
+            problem = f"expected a multiple of {self.num_ranks} stages (ranks), found {self.num_stages}"
             raise LayoutError("layout", problem, code="layout.indivisible-stages")
         if self.style == "v" and self.num_virtual != 2:
             raise LayoutError(
                 "layout",
-                f"style v puts exactly 2 stages on each rank, found {self.num_virtual}",
-                f"ask for {2 * self.num_ranks} stages, or for style loop",
+                f"style v requires exactly 2 stages per rank, found {self.num_virtual}",
+                f"use {2 * self.num_ranks} stages, or style loop",
                 code="layout.not-a-v",
             )
 

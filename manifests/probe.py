@@ -1,4 +1,4 @@
-"""Whether a folder takes what will be written to it later: probed with a small file, before the work begins."""
+"""Checks that an output can be written, made before the work begins with a small probe file."""
 
 from __future__ import annotations
 
@@ -35,25 +35,26 @@ _NBYTES = 4096
 
 
 def nearest_folder(path: Path) -> Path:
-    """Return the folder that decides whether `path` can be created: the nearest of those above it that exists."""
+    """Return the nearest existing folder at or above `path`, in which it would be created."""
     path = Path(os.path.abspath(path))
     return next((above for above in (path, *path.parents) if os.path.lexists(above)), path)
 
 
 def folder_of(out: Path) -> Path:
-    """Return the folder whose disk an output takes its space from, whether the output exists or not."""
+    """Return the folder on whose disk an output takes space, whether the output exists or not."""
     return nearest_folder(out if is_fixed(out) else Path(os.path.abspath(out)).parent)
 
 
 def check_writable(
     folder: Path, where: str, hint: str = "", *, exchange: Callable[[Path, Path], None] | None = None
 ) -> None:
-    """Make sure that a folder, or the nearest one above it that exists, takes a file: written, synced and renamed.
+    """Check that a file can be written, fsynced and renamed in a folder, or in the nearest existing one above it.
 
-    `exchange` is what replaces an existing output in one step, where that is what will be done. Nothing is left behind.
+    If an existing output will be replaced, `exchange` is tried too. Nothing is left behind.
 
     Raises:
-        InputError: naming `where`; UnreachableError where the disk or its mount fails.
+        OutputError: it cannot be written; `where` is the place.
+        UnreachableError: the disk or its mount fails.
     """
     above = nearest_folder(folder)
     try:
@@ -68,32 +69,34 @@ def check_writable(
         finally:
             shutil.rmtree(probe, ignore_errors=True)
     except OSError as error:
-        raise refused_by_system(where, error, f"{above} cannot be written", hint, code="output.unwritable") from error
+        raise refused_by_system(where, error, f"failed to write {above}", hint, code="output.unwritable") from error
     except InputError as error:
         raise OutputError(where, error.problem, error.hint, code="output.cannot-replace") from error
 
 
 def check_new_file(path: Path, flag: str, *, force: bool) -> None:
-    """Make sure that a file can be written at `path` later, and replaces none unless `force` says so.
+    """Check that a file can be written at `path` later, without replacing one unless `force`.
 
     Raises:
-        InputError: it exists, its folder does not, or that takes no file.
+        OutputError: it exists, or its folder does not exist or is not writable.
     """
     if not path.parent.is_dir():
         raise OutputError(f"{flag} {path}", f"{path.parent} is not a folder", code="output.unwritable")
     if path.is_dir():
-        raise OutputError(f"{flag} {path}", "is a folder", "name a file in it", code="output.unwritable")
+        raise OutputError(
+            f"{flag} {path}", "expected a file, found a folder", "name a file in it", code="output.unwritable"
+        )
     if path.exists() and not force:
         hint = f"choose another {flag}, or replace it with --force"
-        raise OutputError(str(path), "exists already", hint, code="output.exists")
+        raise OutputError(str(path), "already exists", hint, code="output.exists")
     check_writable(path.parent, f"{flag} {path}")
 
 
 def check_stdout() -> None:
-    """Make sure that a result can be printed later, as far as that can be known.
+    """Check that a result can probably be printed later.
 
     Raises:
-        InputError: standard output is closed, or a file on a full disk.
+        OutputError: standard output is closed, or a file on a full disk.
     """
     check_open()
     try:
@@ -101,38 +104,40 @@ def check_stdout() -> None:
     except OSError as error:
         raise refused_by_system(STDOUT, error, "cannot be written", code="output.unwritable") from error
     if stat.S_ISREG(mode) and disk.f_blocks and not disk.f_bavail:
-        raise OutputError(STDOUT, "is a file on a full disk", "redirect it to another one", code="output.disk-full")
+        raise OutputError(
+            STDOUT, "the disk of the output file is full", "redirect to another one", code="output.disk-full"
+        )
 
 
 def print_result(text: str) -> None:
-    """Print what a command was asked for.
+    """Print a command's result.
 
     Raises:
-        InputError: standard output does not take it.
+        OutputError: standard output cannot be written.
     """
     try:
         print(text, flush=True)
     except OSError as error:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is buffered would be tried again at exit
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the buffered text would be retried at exit
         raise refused_by_system(STDOUT, error, "cannot be written", code="output.unwritable") from error
 
 
 def check_room(needs: Iterable[tuple[str, Path, int]]) -> None:
-    """Make sure that the disks have room for all of these together: a flag, its folder and the bytes it needs.
+    """Check the free space of the disks for all outputs together: (flag, path, bytes).
 
     Raises:
-        InputError: naming the first flag whose disk has less.
+        OutputError: naming the first flag whose disk has too little space.
     """
     needed: dict[int, int] = {}
     for where, path, nbytes in needs:
         above = nearest_folder(path)
-        with contextlib.suppress(OSError):  # a disk that does not tell is met by what is written
+        with contextlib.suppress(OSError):  # unknown free space: writing will fail if there is too little
             device, disk = os.stat(above).st_dev, os.statvfs(above)
             needed[device] = needed.get(device, 0) + nbytes
             free = disk.f_bavail * disk.f_frsize
-            if disk.f_blocks and needed[device] > free:  # some file systems count nothing
+            if disk.f_blocks and needed[device] > free:  # some file systems report 0 blocks
                 raise OutputError(
-                    where, f"{needed[device]} bytes needed, {free} free in {above}", "choose another disk",
+                    where, f"expected {needed[device]} bytes free in {above}, found {free}", "choose another disk",
                     code="output.disk-full",
                 )  # fmt: skip
 

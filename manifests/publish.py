@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all: written beside the target, then renamed."""
+"""Atomic folder outputs: written beside the target, then renamed."""
 
 from __future__ import annotations
 
@@ -38,26 +38,25 @@ def publishing(
 ) -> Iterator[Path]:
     """Yield a folder to write in: it becomes `out` when the block succeeds and is removed when it fails.
 
-    A kill leaves `.NAME.partial` beside `out`, and `out` as it was. The next run removes it, or resumes it where
-    `is_resumable` says that it can; such a folder survives an interrupt too, and any error if it `outlives_errors`.
-    With `force`, a folder for which `find_owned` returns files is replaced in one step: these files are removed, all
-    others stay (see Note [Files of others in an output]). If a `wanted` file would replace somebody else's, it is
-    refused before anything is written.
-    The file `journal`, which a run resumes from, is removed right before the folder becomes `out`, and not earlier.
+    A kill leaves `.NAME.partial` beside an unchanged `out`. The next run removes it, or resumes it if `is_resumable`
+    allows; such a folder also survives an interrupt, and any error if it `outlives_errors`. With `force`, a folder
+    for which `find_owned` returns files is replaced atomically: these files are removed, all others are kept (see
+    Note [Files of others in an output]). If a `wanted` file would replace somebody else's, nothing is written. The file
+    `journal`, from which a run resumes, is removed right before the folder becomes `out`.
 
     A folder that cannot be replaced is filled instead, the file `last` at the end: see Note [Outputs in a mount point].
 
     Raises:
-        InputError: `out` exists and may not be replaced, or another process is writing it.
+        OutputError: `out` exists and may not be replaced, or another process is writing it.
     """
     if out.name in ("", ".."):
-        out = out.resolve()  # `.` has no name to write beside
+        out = out.resolve()  # `.` has no name for the partial folder
     check_target(out, force, find_owned, wanted)
     partial = _make_partial(out)
     lock = _lock(partial, out)
     try:
         is_resumed = is_resumable(partial)
-    except BaseException:  # the folder is another command's
+    except BaseException:  # the folder belongs to another command
         os.close(lock)
         raise
     fixed = is_fixed(out)
@@ -68,10 +67,10 @@ def publishing(
         if not is_resumed:
             for entry in partial.iterdir():
                 remove_tree(entry)
-        if not is_free(out):  # will be replaced: found out now, not when all is written
+        if not is_free(out):  # to be replaced: check it now rather than after writing everything
             check_writable(out.parent, str(out), exchange=exchange)
         yield partial
-        check_target(out, force, find_owned)  # it may have come to be since
+        check_target(out, force, find_owned)  # it may have appeared since
         if fixed:
             _sync_tree(partial)
             move_up(partial, out, last, journal)
@@ -94,10 +93,10 @@ def publishing(
 
 @contextmanager
 def sharing(out: Path, *, force: bool, find_owned: FindOwned) -> Iterator[Path]:
-    """Yield the folder that will become `out` to one of several writers: it stays when the block ends or fails.
+    """Yield the folder that will become `out` to one of several writers: it is kept when the block ends or fails.
 
     Raises:
-        InputError: `out` exists and may not be replaced, or a process has the folder for itself (see `publishing`).
+        OutputError: `out` exists and may not be replaced, or another process has locked it (see `publishing`).
     """
     if out.name in ("", ".."):
         out = out.resolve()
@@ -106,8 +105,8 @@ def sharing(out: Path, *, force: bool, find_owned: FindOwned) -> Iterator[Path]:
     lock = _lock(partial, out, fcntl.LOCK_SH)
     try:
         if any(path.is_symlink() for path in partial.rglob("*")):
-            problem = "contains a symbolic link, which no pack makes"
-            raise OutputError(str(partial), problem, "remove it", code="output.link-in-partial")
+            problem = "unexpected symbolic link in a partial output"
+            raise OutputError(str(partial), problem, "remove the link", code="output.link-in-partial")
         yield partial
     except OSError as error:
         hint = _space_hint(error, out.parent)
@@ -117,33 +116,33 @@ def sharing(out: Path, *, force: bool, find_owned: FindOwned) -> Iterator[Path]:
 
 
 def check_target(out: Path, force: bool, find_owned: FindOwned, wanted: Collection[str] = ()) -> None:
-    """Make sure that a folder can become `out`: it is not there, or empty, or may be replaced.
+    """Check that `out` can be written: it does not exist, is empty, or may be replaced.
 
     Raises:
-        InputError: it exists and may not be replaced, or has others' files where `wanted` ones would be.
+        OutputError: it exists and may not be replaced, or has others' files at the paths of `wanted` ones.
     """
     if is_free(out):
         return
     files = find_owned(out) if out.is_dir() and not out.is_symlink() else None
     if files is not None and is_fixed(out):
-        problem = "exists already, in a mount point or a folder whose parent cannot be written: it cannot be replaced"
-        hint = "choose a folder below it, or remove what is there"
+        problem = "already exists and cannot be replaced: it is a mount point, or its parent is not writable"
+        hint = "choose a subfolder, or empty it"
         raise OutputError(str(out), problem, hint, code="output.exists" if not force else "output.cannot-replace")
     if not force:
-        otherwise = ", or replace it with --force" if files is not None else ", or remove this yourself"
-        raise OutputError(str(out), "exists already", f"choose another folder{otherwise}", code="output.exists")
+        otherwise = "replace it with --force" if files is not None else "remove it"
+        raise OutputError(str(out), "already exists", f"choose another folder, or {otherwise}", code="output.exists")
     if files is None:
         raise OutputError(
             str(out),
-            "exists, and is not a folder that this command writes; --force does not replace it",
-            "choose another folder, or remove it yourself",
+            "already exists and was not written by this command; --force does not replace it",
+            "choose another folder, or remove it",
             code="output.not-ours",
         )
     check_room(out, files, wanted)
 
 
 def partial_of(out: Path) -> Path:
-    """Return the folder that `out` is written in before it has its name."""
+    """Return the folder in which `out` is written before it is renamed."""
     out = out.resolve() if out.name in ("", "..") else out
     return out / WORK_NAME if is_fixed(out) else out.parent / f".{out.name}.partial"
 
@@ -154,12 +153,12 @@ def _make_partial(out: Path) -> Path:
         out.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir(exist_ok=True)
     except OSError as error:
-        raise refused_by_system(str(out), error, "cannot be written here", code="output.unwritable") from error
+        raise refused_by_system(str(out), error, "cannot be created", code="output.unwritable") from error
     return partial
 
 
 def _lock(folder: Path, out: Path, how: int = fcntl.LOCK_EX) -> int:
-    """Lock a folder for this process, or share it with others, until the descriptor is closed."""
+    """Lock a folder, exclusively or shared, until the descriptor is closed."""
     descriptor = -1
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -170,16 +169,16 @@ def _lock(folder: Path, out: Path, how: int = fcntl.LOCK_EX) -> int:
         if descriptor >= 0:
             os.close(descriptor)
         if isinstance(error, BlockingIOError | FileNotFoundError):
-            hint = "wait for that one, or stop it"
-            raise OutputError(str(out), "another process is writing it", hint, code="output.in-use") from error
+            hint = "wait for that process, or stop it"
+            raise OutputError(str(out), "another process is writing to it", hint, code="output.in-use") from error
         raise refused_by_system(str(out), error, f"{folder} cannot be locked", code="output.cannot-lock") from error
     return descriptor
 
 
 def _drop_links(partial: Path) -> None:
-    """Remove symbolic links from a folder that an earlier run left: nothing is written through them.
+    """Remove symbolic links from a folder that an earlier run left, so that nothing is written through them.
 
-    They are files of others that were about to be kept, or somebody put them there.
+    They are links to others' files that were about to be kept, or somebody put them there.
     """
     for path in partial.rglob("*"):
         if path.is_symlink():
@@ -192,7 +191,7 @@ def _sync_tree(folder: Path) -> None:
 
 
 def _swap_in(partial: Path, out: Path, find_owned: FindOwned, journal: str) -> None:
-    # Commit point: one rename, so that a reader sees the old folder or the new one.
+    # Commit point: one rename, so that readers see either the old folder or the new one.
     if out.exists():
         _take_after(out, partial)
     if is_free(out):
@@ -200,7 +199,7 @@ def _swap_in(partial: Path, out: Path, find_owned: FindOwned, journal: str) -> N
         with _removed(partial, journal):
             _rename_for_good(lambda: os.rename(partial, out), lambda: os.rename(out, partial), out.parent)
         return
-    old = _lock(out, out)  # it takes the name of the partial one: nobody may write in it
+    old = _lock(out, out)  # it gets the name of the partial folder, in which nobody may write
     try:
         files = find_owned(out) or ()
         if is_taken := bool(journal) and os.path.lexists(out / journal):  # by a file of others, which stays
@@ -232,7 +231,7 @@ def _removed(folder: Path, name: str) -> Iterator[None]:
 
 
 def _take_after(out: Path, partial: Path) -> None:
-    """Set a folder's owner and mode to those of the one that it replaces, as far as we may."""
+    """Copy owner and mode of the folder that is replaced, as far as permitted."""
     found = out.stat()
     with suppress(OSError):
         os.chown(partial, found.st_uid, found.st_gid)
@@ -241,7 +240,7 @@ def _take_after(out: Path, partial: Path) -> None:
 
 
 def _rename_for_good(rename: Callable[[], None], undo: Callable[[], None], folder: Path) -> None:
-    """Rename and bring that to disk, or leave both names as they were."""
+    """Rename and fsync, or undo the rename."""
     rename()
     try:
         sync_folder(folder)
@@ -251,14 +250,14 @@ def _rename_for_good(rename: Callable[[], None], undo: Callable[[], None], folde
 
 
 def exchange(partial: Path, out: Path) -> None:
-    """Exchange the names of two folders in one step.
+    """Exchange the names of two folders atomically.
 
     Raises:
-        InputError: the file system cannot.
+        OutputError: the file system does not support it.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.renameat2(_AT_FDCWD, bytes(partial), _AT_FDCWD, bytes(out), _RENAME_EXCHANGE):
-        problem = f"cannot be replaced in one step here: {os.strerror(ctypes.get_errno())}"
+        problem = f"cannot be replaced atomically on this file system: {os.strerror(ctypes.get_errno())}"
         raise OutputError(str(out), problem, "remove it, then run again", code="output.cannot-replace")
 
 
@@ -269,5 +268,5 @@ def _unwritable(where: str, error: OSError, hint: str) -> InputError:
 
 def _space_hint(error: BaseException, folder: Path) -> str:
     if isinstance(error, OSError) and error.errno in _FULL:
-        return f"{shutil.disk_usage(folder).free} bytes were free there"
+        return f"free some space; {shutil.disk_usage(folder).free} bytes were available"
     return ""

@@ -1,4 +1,4 @@
-"""Regular files alone: opening a pipe that nobody writes to would never end, and devices have no end."""
+"""Open regular files only: opening a pipe without a writer blocks forever, and devices have no end."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _KINDS = {
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
-    """Open a regular file and return its descriptor; this can be the `opener` of `open`.
+    """Open a regular file and return its descriptor; usable as the `opener` of `open`.
 
     Raises:
-        InputError: it is a pipe, a socket or a device.
+        StoreError: it is a pipe, a socket or a device.
         OSError: it cannot be opened, or is a folder.
     """
     try:
         descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        if error.errno == errno.ENXIO:  # what a socket answers, and a disk that is gone
+        if error.errno == errno.ENXIO:  # of a socket, or of a disk that was removed
             _check(os.stat(path), path)
         raise
     try:
@@ -43,4 +43,4 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
 def _check(found: os.stat_result, path: str | Path) -> None:
     if (kind := _KINDS.get(stat.S_IFMT(found.st_mode))) is not None:
         problem = f"expected a regular file, found {kind}"
-        raise StoreError(str(path), problem, "put the file itself there", code="store.not-a-file")
+        raise StoreError(str(path), problem, "replace it with a regular file", code="store.not-a-file")

@@ -1,4 +1,4 @@
-"""The manifest's types, version 1. SPEC.md says what each field means; field names are the JSON keys."""
+"""The manifest's types, version 1. SPEC.md explains each field; field names are the JSON keys."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ class Shard:
     path: str  # below the manifest's folder, "/" between its parts
     nbytes: int
     digest: str
-    holds: Holds = WEIGHTS  # or what AdamW calls the moments, under the FQNs of their parameters
+    holds: Holds = WEIGHTS  # or optimizer state, under the FQNs of its parameters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """Bytes `begin` to `end` of file number `file` of `Virtual.files`: whole tensors, one after the other."""
+    """Bytes `begin` to `end` of `Virtual.files[file]`: whole, adjacent tensors."""
 
     file: int
     begin: int
@@ -71,9 +71,9 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """A contiguous piece of the model and the bundle that holds its tensors (`nbytes` of data).
+    """A contiguous piece of the model and the bundle of its tensors (`nbytes` of data).
 
-    A bundle is shards of its own or, where it is virtual, spans of the original files.
+    A bundle consists of shards or, if it is virtual, of spans of the original files.
     """
 
     index: int
@@ -100,7 +100,7 @@ class TieGroup:
     """FQNs naming one parameter, such as the input embedding and the LM head."""
 
     owner: TieMember  # the copy that export writes
-    replicas: tuple[TieMember, ...]  # at least one; may sit on other stages
+    replicas: tuple[TieMember, ...]  # at least one; may be on other stages
 
     @property
     def members(self) -> tuple[TieMember, ...]:
@@ -109,7 +109,7 @@ class TieGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """The layout as it was asked for, and the placement that came of it."""
+    """The layout as requested, and the resulting placement."""
 
     spec: str
     style: Style
@@ -128,7 +128,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """Where the weights came from. `left_out` names files of the source that were not carried."""
+    """Where the weights came from. `left_out` lists weight files of the source that were not packed."""
 
     kind: str
     location: str
@@ -138,7 +138,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parent:
-    """A manifest that this one was made from: where it was, and the digest of its manifest.json."""
+    """A manifest that this one was made from: its location and the digest of its manifest.json."""
 
     location: str
     digest: str
@@ -146,7 +146,7 @@ class Parent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AuxiliaryFile:
-    """A small file of the source (config, tokenizer), kept byte for byte."""
+    """A small file of the source (config, tokenizer), copied byte for byte."""
 
     path: str
     nbytes: int
@@ -155,7 +155,7 @@ class AuxiliaryFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterGroup:
-    """An optimizer's options, and the parameters they are for; no FQNs: all that no other group names."""
+    """An optimizer's options and the parameters they apply to; without FQNs: all that no other group lists."""
 
     beta1: float
     beta2: float
@@ -166,16 +166,16 @@ class ParameterGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerState:
-    """The optimizer whose moments the shards hold. `name` is its class in `torch.optim`."""
+    """The optimizer whose state is in the shards. `name` is its class in `torch.optim`."""
 
     name: str
-    max_norm: float  # gradients were scaled down to this norm; 0: never
+    max_norm: float  # of gradient clipping; 0: no clipping
     groups: tuple[ParameterGroup, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearningRate:
-    """A linear warm-up to `peak`, `stable_steps` there, then `decay` to `minimum`, reached at step `decay_steps`."""
+    """Linear warmup to `peak`, `stable_steps` at it, then `decay` to `minimum`, which is reached at `decay_steps`."""
 
     peak: float
     warmup_steps: int
@@ -196,34 +196,34 @@ class BatchSizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourcePosition:
-    """Where the documents of a source go on: `item` counts files, or what is shuffled, in the order of this pass."""
+    """Where a source's next document begins: `item` counts files, or shuffled items, in the order of this epoch."""
 
-    epoch: int  # passes that are over
+    epoch: int  # completed epochs
     item: int
-    offset: int  # in the item: what of it is used up
+    offset: int  # consumed part of the item
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataCursor:
-    """The place in the sources at which the next sequence begins: what is before it need not be read."""
+    """The position in the sources at which the next sequence begins: earlier data need not be read."""
 
-    num_documents: int  # used up, of all sources together
-    num_tokens: int  # used up as well, of what comes next at the positions
+    num_documents: int  # consumed, of all sources together
+    num_tokens: int  # consumed of the document that comes next
     sources: tuple[SourcePosition, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataPosition:
-    """Where the data was left: sequences that all ranks together have used up."""
+    """The data position: how many sequences all ranks together have consumed."""
 
     num_sequences: int
-    digest: str  # of what decides which sequence has which number
-    cursor: DataCursor | None = None  # None: the sequences before have to be read again
+    digest: str  # of everything that determines the order of sequences
+    cursor: DataCursor | None = None  # None: skip sequences by reading them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomState:
-    """A rank's random numbers: the state of its generator, in base64."""
+    """The RNG state of a rank's generator, in base64."""
 
     rank: int
     generator: str
@@ -232,16 +232,17 @@ class RandomState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingState:
-    """How far the weights were trained, and what it takes to go on; without `optimizer`, no moments are there.
+    """How far the weights were trained, and the state to resume from.
 
-    Steps and tokens that counted in the loss are those of one run, resumed or not.
+    `step` and `num_tokens` (tokens that counted in the loss) are of the whole run, resumes included. Shards have
+    optimizer state if `optimizer` is not None.
     """
 
     step: int
     num_tokens: int
-    dtype: TrainedDtype | None = None  # of the parameters while they are trained, as in a shard's header
-    compute_dtype: TrainedDtype | None = None  # of the copies of them that stages compute with; None: of no copies
-    reduce_dtype: TrainedDtype | None = None  # of gradients while data-parallel ranks add them up; None: `dtype`
+    dtype: TrainedDtype | None = None  # of the trained parameters, as in a shard's header
+    compute_dtype: TrainedDtype | None = None  # of the copies of them that stages compute with; None: no copies
+    reduce_dtype: TrainedDtype | None = None  # of gradients while they are reduced; None: `dtype`
     optimizer: OptimizerState | None = None
     learning_rate: LearningRate | None = None
     batch: BatchSizes | None = None
@@ -251,17 +252,17 @@ class TrainingState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OriginalFile:
-    """A weight file of the source as it stood when the manifest was written, and must still stand."""
+    """A weight file of the source, which must be unchanged since the manifest was written."""
 
     path: str  # below the location
     nbytes: int
-    pin: str  # see `stores.base.InputFile.fingerprint`
+    pin: str  # its fingerprint, see `stores.base.InputFile.fingerprint`
     digest: str  # of its header, see `Header.digest`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Virtual:
-    """The original files that virtual bundles refer to, and the folder they are in."""
+    """The original files that virtual bundles refer to, and their folder."""
 
     location: str  # an absolute path or a URL, without the revision
     files: tuple[OriginalFile, ...]
@@ -270,7 +271,7 @@ class Virtual:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What was written: every bundle, where its stage runs, and where it all came from."""
+    """Every bundle of a checkpoint, the placement of its stages, and where the weights came from."""
 
     created_by: str
     model: Model

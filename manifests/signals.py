@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, from a command's start on: one line on stderr, and exit code 130."""
+"""Handling of Ctrl-C and SIGTERM from startup on: one line on stderr and exit code 130."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 @contextlib.contextmanager
 def interrupts() -> Iterator[Callable[[], None]]:
-    """Handle signals that end a command; those that the caller ignores stay ignored.
+    """Handle the signals that stop a command; those that the parent process ignores stay ignored.
 
-    Until the block calls what it receives, while modules are being imported, a signal ends the process at once;
-    afterwards it raises KeyboardInterrupt, and the command cleans up.
+    While modules are imported, a signal exits at once. Once the block calls the function that it receives, a signal
+    raises KeyboardInterrupt, so that the command cleans up.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
@@ -35,7 +35,7 @@ def interrupts() -> Iterator[Callable[[], None]]:
 
 
 def end_at_signals(clear_up: Callable[[int], object] = lambda number: None) -> None:
-    """End this process at a signal, with a line on stderr; signals that were blocked for it arrive now."""
+    """Exit at a signal, with a line on stderr; unblocks the signals."""
 
     def end(number: int, frame: FrameType | None) -> None:
         with contextlib.suppress(Exception):
@@ -49,7 +49,7 @@ def end_at_signals(clear_up: Callable[[int], object] = lambda number: None) -> N
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """Let signals wait until the block has ended, or until the program that it executes takes them."""
+    """Block signals until the block has ended, or until the program that it executes unblocks them."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
         yield

@@ -1,6 +1,6 @@
-"""Sizes of memory as people write them. One reading everywhere: K, M, G and T are powers of 1024.
+"""Memory sizes as people write them: K, M, G and T are powers of 1024 everywhere.
 
-An 80 GB card has 80 GiB, and so 80GB, 80GiB and 80G are the same here.
+An "80 GB" GPU has 80 GiB, so 80GB, 80GiB and 80G are the same here.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from manifests.errors import UsageError
 __all__ = ["parse_size", "read_size", "write_size"]
 
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-_LEAST_BARE = 1 << 20  # a smaller number without a unit was meant with one
+_LEAST_BARE = 1 << 20  # a smaller number is missing its unit
 
 
 def parse_size(text: str) -> int | None:
     """Read `80GB`, `80GiB`, `80G`, `512 B` or `85899345920`: whole bytes, above 0. None for anything else.
 
-    A number without a unit counts bytes, and is at least 1 MiB: `80` is none.
+    A number without a unit is in bytes and must be at least 1 MiB: `80` is refused.
     """
     found = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?) ?([KMGT]?)(i?B|)", text, re.IGNORECASE)
     if not found or (found[3].lower() == "ib" and not found[2]):
@@ -34,12 +34,12 @@ def read_size(flag: str, text: str) -> int:
     """Read the size of a flag.
 
     Raises:
-        UsageError: it is not a size, or a small number without a unit.
+        UsageError: not a size, or a small number without a unit.
     """
     nbytes = parse_size(text)
     if nbytes is None:
         is_bare = re.fullmatch(r"[0-9]{1,18}(\.[0-9]{1,9})?", text) is not None
-        hint = f"write {text}GB" if is_bare and Fraction(text) else "write 80GB, which is 80GiB"
+        hint = f"write {text}GB" if is_bare and Fraction(text) else "for example 80GB (= 80GiB)"
         raise UsageError(flag, f"expected a size with a unit, found {text[:80]!r}", hint, code="options.memory-size")
     return nbytes
 

@@ -1,4 +1,4 @@
-"""Tensors saved in parts: what a shard's `__metadata__` says of them, in the convention of torch's checkpoints.
+"""Tensors saved in slices, described in a shard's `__metadata__` in the convention of torch's checkpoints.
 
 Source: `DCP_SHARDING_INFO` in torch/distributed/checkpoint/_hf_utils.py, torch 2.13; `shape` is our addition.
 """
@@ -23,7 +23,7 @@ _OFFSET, _SHAPE = "saved_offsets", "shape"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slice:
-    """A box of a tensor: where it begins, how far it reaches, and the shape of the whole."""
+    """A rectangular region of a tensor: its offset, its shape, and the shape of the whole tensor."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -35,16 +35,17 @@ class Slice:
 
 
 def slice_metadata(slices: Mapping[str, Slice]) -> dict[str, str]:
-    """Return what the header of a shard of these slices, by FQN, has in `__metadata__` besides digests."""
+    """Return the `__metadata__` (besides digests) of a shard with these slices, by FQN."""
     table = {fqn: {_OFFSET: list(part.offset), _SHAPE: list(part.whole_shape)} for fqn, part in slices.items()}
     return dict((_VERSION, (SLICES_KEY, json.dumps(table, separators=(",", ":"), ensure_ascii=False))))
 
 
 def slices_in(header: Header, where: str) -> dict[str, Slice]:
-    """Return the slice that each tensor of a shard is, by FQN; nothing for a shard of whole tensors.
+    """Return the slice of each tensor in a shard, by FQN; empty for a shard of whole tensors.
 
     Raises:
-        InputError: the header describes other tensors than its own, or a slice is not inside its whole.
+        SourceError: the description is not a JSON object.
+        ShardError: it describes other tensors than those of the shard, or a slice exceeds its tensor.
     """
     text = header.metadata.get(SLICES_KEY)
     if text is None:
@@ -52,7 +53,7 @@ def slices_in(header: Header, where: str) -> dict[str, Slice]:
     where = f"{where}: __metadata__.{SLICES_KEY}"
     table = parse_json_object(text.encode(), where)
     if odd := table.keys() ^ {entry.name for entry in header.tensors}:
-        problem = f"expected the names of the shard's tensors; {min(odd)!r} is on one side only"
+        problem = f"expected the names of the shard's tensors, found a mismatch: {min(odd)!r}"
         raise ShardError(where, problem, code="header.invalid-slices")
     found = {}
     for entry in header.tensors:
@@ -62,26 +63,26 @@ def slices_in(header: Header, where: str) -> dict[str, Slice]:
         offset, whole = (_counts(fields[name], len(entry.shape), f"{place}.{name}") for name in (_OFFSET, _SHAPE))
         part = Slice(offset=offset, shape=entry.shape, whole_shape=whole)
         if any(end > most for end, most in zip(part.end, whole, strict=True)):
-            problem = f"expected a slice of {list(whole)}, found {_shown(part)}"
+            problem = f"expected a slice within {list(whole)}, found {_shown(part)}"
             raise ShardError(place, problem, code="header.invalid-slices")
         found[entry.name] = part
     return found
 
 
 def problem_with_slices(slices: Sequence[Slice]) -> str | None:
-    """Return why these are not one tensor, each element of it once; None when they are."""
+    """Return why these slices are not exactly one tensor, each element once; None if they are."""
     whole = slices[0].whole_shape
     for part in slices:
         if part.whole_shape != whole:
-            return f"is a slice of {list(part.whole_shape)} here and of {list(whole)} elsewhere"
+            return f"expected a slice of {list(whole)} as elsewhere, found one of {list(part.whole_shape)}"
     for one, other in _overlapping(part for part in slices if prod(part.shape)):
-        return f"is stored twice: {_shown(one)} and {_shown(other)}"
+        return f"slices overlap: {_shown(one)} and {_shown(other)}"
     found, expected = sum(prod(part.shape) for part in slices), prod(whole)
-    return None if found == expected else f"expected {expected} elements in its slices, found {found}"
+    return None if found == expected else f"expected {expected} elements in all slices, found {found}"
 
 
 def _overlapping(slices: Iterable[Slice]) -> Iterator[tuple[Slice, Slice]]:
-    open_: list[Slice] = []  # those that reach into the rows at hand
+    open_: list[Slice] = []  # slices that may overlap the current rows
     for part in sorted(slices, key=lambda part: part.offset):
         if part.offset:
             open_ = [other for other in open_ if other.end[0] > part.offset[0]]

@@ -1,4 +1,4 @@
-"""Files of a checkpoint folder: read with checks, written so that a kill leaves the old or the new."""
+"""Files of a checkpoint folder: checked reads and atomic writes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,7 @@ from typing import Any
 
 from manifests.codec import decode_manifest, encode_manifest
 from manifests.digest import digest_bytes
-from manifests.errors import (
-    InputError,
-    ManifestError,
-    ShardError,
-    SourceError,
-    refused_by_system,
-)
+from manifests.errors import InputError, ManifestError, ShardError, SourceError, refused_by_system
 from manifests.invariants import MANIFEST_NAME, SOURCE_NAME, check_manifest
 from manifests.jsontext import MAX_CONFIG_NBYTES, parse_config
 from manifests.regular import open_regular
@@ -42,28 +36,29 @@ __all__ = [
 ]
 
 _MAX_SMALL_NBYTES = 1 << 30
-_UNFINISHED = "a folder without one was never finished; make one with reshard pack SOURCE --layout SPEC --out DIR"
-_DAMAGED = "it was changed or removed after it was written: copy the checkpoint again, or write it again"
+_UNFINISHED = "the output is unfinished or not packed; pack a model with reshard pack SOURCE --layout SPEC --out DIR"
+_DAMAGED = "the shard was changed or removed after it was written; copy or write the checkpoint again"
 
 
 def find_manifest(path: Path) -> Path:
-    """Give the path of manifest.json, from itself or from its folder."""
+    """Return the path of manifest.json from its own path or its folder's."""
     return path / MANIFEST_NAME if path.is_dir() else path
 
 
 def locate_manifest(path: Path) -> Path:
-    """Give the path of manifest.json, from itself or from its folder, with links followed to the files beside it."""
+    """Return the path of manifest.json as `find_manifest`, with links to the checkpoint's folder resolved."""
     path = find_manifest(path)
     found = path.resolve()
-    # The hub's cache keeps the file itself under another name, with no other file of the checkpoint beside it.
+    # In the hub's cache, the link's target has another name and is in a folder without the checkpoint's other files.
     return found if found.name == MANIFEST_NAME else path.parent.resolve() / path.name
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read and check a manifest, named by its file or by its folder.
+    """Read and check a manifest, named by its file or its folder.
 
     Raises:
-        InputError: absent, unreadable or wrong (see `decode_manifest`).
+        ManifestError: missing, or not valid (see `decode_manifest`).
+        InputError: the file cannot be read.
     """
     file = find_manifest(path)
     if not file.exists():
@@ -74,25 +69,25 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def check_links(folder: Path, manifest: Manifest) -> None:
-    """Refuse a file of the manifest that symbolic links take out of its folder.
+    """Refuse symbolic links that lead from a file of the manifest out of its folder.
 
-    The hub's cache is the exception: it keeps the files of `snapshots/REVISION/` in `blobs/`, behind links.
+    The hub's cache is an exception: the files of `snapshots/REVISION/` are links into `blobs/`.
 
     Raises:
-        InputError: naming the first such file.
+        ManifestError: naming the first such file.
     """
-    paths = (*(shard.path for shard in manifest.shards), *(carried.path for carried in manifest.files))
+    paths = (*(shard.path for shard in manifest.shards), *(file.path for file in manifest.files))
     for path, found in links_out_of(folder, paths):
         raise ManifestError(
             str(folder / path),
-            f"is not in the checkpoint's folder: a link leads to {found}",
-            "put the file itself there",
+            f"expected a file in the checkpoint's folder, found a link to {found}",
+            "replace the link with the file",
             code="manifest.link-out-of-folder",
         )
 
 
 def links_out_of(folder: Path, paths: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield the paths below a folder that symbolic links take out of it, and where to; `check_links` says what not."""
+    """Yield the paths whose symbolic links lead out of a folder, and their targets; see `check_links`."""
     root = os.path.realpath(folder)
     snapshots, cache = os.path.basename(os.path.dirname(root)), os.path.dirname(os.path.dirname(root))
     allowed = (f"{root}/", f"{cache}/blobs/") if snapshots == "snapshots" else (f"{root.rstrip('/')}/",)
@@ -103,20 +98,20 @@ def links_out_of(folder: Path, paths: Iterable[str]) -> Iterator[tuple[str, str]
 
 
 def no_manifest(where: str, path: Path | None = None) -> InputError:
-    """Say that a place holds no manifest, and what is there instead at a `path` of this machine."""
-    problem = f"no {MANIFEST_NAME} here"
+    """Return an error about a missing manifest; the hint depends on what is found at a local `path`."""
+    problem = f"no {MANIFEST_NAME} found"
     if path is None:
         return ManifestError(where, problem, _UNFINISHED, code="manifest.missing")
     folder = path.parent if path.name == MANIFEST_NAME else path
     if not folder.exists():
-        hint = "name a folder that reshard pack has written"
+        hint = "expected an output of reshard pack; check the path for typos"
         return ManifestError(where, "no such file or folder", hint, code="manifest.no-such-folder")
     if (folder / "config.json").exists() and not (folder / SOURCE_NAME).exists():
         command = f"reshard pack {shlex.quote(str(folder))} --layout SPEC --out DIR"
         return ManifestError(where, problem, f"pack it first: {command}", code="manifest.not-packed")
-    # Names of a run's checkpoints grow with their steps.
+    # Names of a run's checkpoints get longer as the step number grows.
     below = sorted((file.parent for file in folder.glob(f"*/{MANIFEST_NAME}")), key=lambda at: (len(at.name), at.name))
-    hint = f"there is one in {below[-1]}" if below else _UNFINISHED
+    hint = f"did you mean {below[-1]}?" if below else _UNFINISHED
     return ManifestError(where, problem, hint, code="manifest.missing")
 
 
@@ -124,12 +119,12 @@ def open_shard(folder: Path, shard: Shard) -> Header:
     """Read a shard's header and check it against the manifest.
 
     Raises:
-        InputError: absent, of another size, or with another digest than the manifest says.
+        ShardError: missing, malformed, or of another size or digest than in the manifest.
+        InputError: it cannot be read.
     """
     path = folder / shard.path
     if not path.is_file():
-        problem = "the manifest names this shard, and it is missing"
-        raise ShardError(str(path), problem, _DAMAGED, code="shard.missing")
+        raise ShardError(str(path), "missing shard (manifest.json)", _DAMAGED, code="shard.missing")
     check_shard(str(path), shard, path.stat().st_size)
     header = read_header(path)
     check_shard(str(path), shard, shard.nbytes, header)
@@ -137,26 +132,36 @@ def open_shard(folder: Path, shard: Shard) -> Header:
 
 
 def check_shard(where: str, shard: Shard, nbytes: int, header: Header | None = None) -> None:
-    """Raise unless a file's size, and its header once that is read, are what the manifest says."""
+    """Check a file's size, and its header if it was read, against the manifest.
+
+    Raises:
+        ShardError: they differ.
+    """
     if nbytes != shard.nbytes:
         problem = f"expected {shard.nbytes} bytes (manifest.json), found {nbytes}"
         raise ShardError(where, problem, _DAMAGED, code="shard.wrong-size")
     if header is not None and header.digest != shard.digest:
         problem = f"header: expected {shard.digest} (manifest.json), found {header.digest}"
-        raise ShardError(where, problem, code="shard.digest-mismatch")
+        raise ShardError(where, problem, _DAMAGED, code="shard.digest-mismatch")
 
 
 def read_config(path: Path, digest: str | None = None) -> dict[str, Any]:
-    """Read a config, of a model or a tokenizer, checking its digest when one is given.
+    """Read the config of a model or a tokenizer, and check its digest if one is passed.
 
     Raises:
-        InputError: it cannot be read, is longer than any config, or is no object (see `parse_config`).
+        SourceError: it is too large, has another digest, or is not a JSON object (see `parse_config`).
+        InputError: it cannot be read.
     """
     return parse_config(read_small_file(path, digest, most_nbytes=MAX_CONFIG_NBYTES), str(path))
 
 
 def read_small_file(path: Path, digest: str | None = None, *, most_nbytes: int = _MAX_SMALL_NBYTES) -> bytes:
-    """Read a whole file of at most 1 GiB, checking its digest when one is given."""
+    """Read a whole file of at most 1 GiB, or `most_nbytes`, and check its digest if one is passed.
+
+    Raises:
+        SourceError: it is too large, or has another digest.
+        InputError: it cannot be read.
+    """
     try:
         with open(path, "rb", opener=open_regular) as file:
             if os.fstat(file.fileno()).st_size > most_nbytes:
@@ -166,7 +171,7 @@ def read_small_file(path: Path, digest: str | None = None, *, most_nbytes: int =
     except OSError as error:
         if not isinstance(error, FileNotFoundError):
             raise refused_by_system(str(path), error, code="store.unreadable") from error
-        hint = "check the path for typos" if digest is None else "the manifest names it: copy it there again"
+        hint = "check the path for typos" if digest is None else "the manifest lists this file; copy it there again"
         raise refused_by_system(str(path), error, hint=hint, code="store.no-such-file") from error
     if digest is not None and digest_bytes(data) != digest:
         raise SourceError(
@@ -179,17 +184,17 @@ def read_small_file(path: Path, digest: str | None = None, *, most_nbytes: int =
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Commit a checkpoint: everything else is in `folder` and on disk when this is called."""
+    """Commit a checkpoint: all other files must be in `folder` and fsynced."""
     check_manifest(manifest)
     # Commit point: readers ignore a folder without manifest.json.
     write_file(folder / MANIFEST_NAME, encode_manifest(manifest))
 
 
 def write_file(path: Path, data: bytes | Iterable[bytes | memoryview]) -> None:
-    """Write a file, given whole or in blocks, and its name to disk; an old one is replaced by a whole one.
+    """Write a file atomically and durably from bytes or blocks, replacing an old one.
 
     Raises:
-        OSError: it cannot be written; the old one is as it was, and nothing else is left.
+        OSError: it cannot be written; the old file is unchanged, and no partial file is left.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
@@ -207,7 +212,7 @@ def write_file(path: Path, data: bytes | Iterable[bytes | memoryview]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring a folder's names to disk."""
+    """Fsync a folder, so that its entries are on disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -216,6 +221,6 @@ def sync_folder(folder: Path) -> None:
 
 
 def parent_of(root: Path, location: str = "") -> Parent:
-    """Name the manifest in `root`, which came from `location`, as what another one descends from."""
+    """Return the manifest in `root`, which came from `location`, as the parent of another one."""
     found = digest_bytes(read_small_file(root / MANIFEST_NAME))
     return Parent(location=location or str(root.resolve()), digest=found)

@@ -1,4 +1,4 @@
-"""Truths of a manifest's training state: what `check_manifest` looks at besides stages and files."""
+"""Invariants of a manifest's training state, as part of `check_manifest`."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from manifests.schema import (
 
 __all__ = ["LARGEST_RATE", "training_problems"]
 
-LARGEST_RATE = 3.4028234663852886e38  # the largest float32: a rate beyond it is infinite to an optimizer
+LARGEST_RATE = 3.4028234663852886e38  # the largest float32: an optimizer sees a larger one as infinite
 
 
 def training_problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """Return each problem as (path, sentence)."""
-    training, moments = manifest.training, set()
+    """Yield each violation as (path, message)."""
+    training, stored = manifest.training, set()
     for i, stage in enumerate(manifest.stages):
         for j, shard in enumerate(stage.shards):
             if shard.holds != WEIGHTS:
-                moments.add(shard.holds)
+                stored.add(shard.holds)
                 if training is None or training.optimizer is None:
-                    yield f"stages[{i}].shards[{j}].holds", "moments need training.optimizer, which is null"
+                    yield f"stages[{i}].shards[{j}].holds", "optimizer state requires training.optimizer, found null"
     if training is None:
         return
     if training.optimizer is not None:
         for moment in MOMENTS:
-            if moment not in moments:
-                yield "training.optimizer", f"expected null: no shard holds {moment}"
+            if moment not in stored:
+                yield "training.optimizer", f"expected null: no shard has {moment}"
         yield from _group_problems(training.optimizer)
     if training.learning_rate is not None:
         yield from _rate_problems(training.learning_rate)
@@ -79,7 +79,7 @@ def _random_problems(states: tuple[RandomState, ...]) -> Iterator[tuple[str, str
     seen: set[tuple[int, str]] = set()
     for position, random in enumerate(states):
         if (random.rank, random.generator) in seen:
-            yield f"training.random[{position}]", f"rank {random.rank} has a state of {random.generator!r} already"
+            yield f"training.random[{position}]", f"duplicate RNG state: rank {random.rank}, {random.generator!r}"
         seen.add((random.rank, random.generator))
         try:
             base64.b64decode(random.state, validate=True)
@@ -90,16 +90,16 @@ def _random_problems(states: tuple[RandomState, ...]) -> Iterator[tuple[str, str
 def _group_problems(optimizer: OptimizerState) -> Iterator[tuple[str, str]]:
     where, seen = "training.optimizer.groups", set[str]()
     if not optimizer.name.isidentifier():
-        yield "training.optimizer.name", f"expected the name of a class, found {optimizer.name[:80]!r}"
+        yield "training.optimizer.name", f"expected a class name, found {optimizer.name[:80]!r}"
     if not optimizer.groups:
         yield where, "expected at least one"
     if sum(not group.fqns for group in optimizer.groups) > 1:
-        yield where, "expected at most one group without fqns: the one for all other parameters"
+        yield where, "expected at most one group without fqns (for all other parameters)"
     for position, group in enumerate(optimizer.groups):
         for name in ("beta1", "beta2"):
             if not getattr(group, name) < 1:
                 yield f"{where}[{position}].{name}", f"expected a number below 1, found {getattr(group, name)}"
         for fqn in group.fqns:
             if fqn in seen:
-                yield f"{where}[{position}].fqns", f"{fqn!r} is in a group already"
+                yield f"{where}[{position}].fqns", f"{fqn!r} is already in another group"
             seen.add(fqn)

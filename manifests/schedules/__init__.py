@@ -1,4 +1,4 @@
-"""Pipeline schedules as tables of actions: made, checked, written as CSV, and run against a clock without a machine."""
+"""Pipeline schedules as tables of actions: generated, checked, written as CSV, and simulated."""
 
 from manifests.schedules.actions import Action, LoweredTable, Overlap, Step, Table, Transfer, Upkeep, actions_of
 from manifests.schedules.csvtext import read_csv, read_lowered_csv, write_csv

@@ -1,4 +1,4 @@
-"""What a rank does in one step: compute actions in time order, and the transfers and upkeep among them."""
+"""Actions of a rank in one training step: computation, transfers and upkeep, in order."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ UpkeepKind = Literal["UNSHARD", "RESHARD", "REDUCE_GRAD"]
 class Action:
     """One stage computes one microbatch.
 
-    F is the forward and B the backward; zero-bubble schedules cut B into I, the gradients of the
-    stage's input, which the stage before waits for, and W, those of its weights, which can wait.
+    F is the forward and B the backward. Zero-bubble schedules split B into I, the gradient of the stage's input,
+    for which the previous stage waits, and W, the gradients of its weights, which can be delayed.
     """
 
     stage: int
@@ -44,7 +44,7 @@ class Action:
 class Overlap:
     """A forward and a backward of two stages of one rank that may run as one.
 
-    Without a kernel for both, torch runs the forward first. What they give leaves when both have ended.
+    Without a fused kernel, torch runs the forward first. Both results are sent when both actions have finished.
     """
 
     forward: Action
@@ -56,7 +56,7 @@ class Overlap:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transfer:
-    """A stage sends what it computed for a microbatch, or starts to receive what it will compute on."""
+    """A stage sends its result for a microbatch, or starts to receive its input."""
 
     stage: int
     kind: TransferKind
@@ -68,7 +68,7 @@ class Transfer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Upkeep:
-    """A stage gathers, frees or reduces what data-parallel ranks share. Without them it does nothing."""
+    """A stage unshards or reshards its parameters, or reduces its gradients, over data-parallel ranks, if any."""
 
     stage: int
     kind: UpkeepKind
@@ -83,7 +83,7 @@ LoweredStep = Action | Overlap | Transfer | Upkeep
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """What every rank computes in one step, each rank's part in time order."""
+    """What every rank computes in one training step, in time order."""
 
     placement: Placement
     num_microbatches: int
@@ -92,7 +92,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoweredTable:
-    """A table with the transfers and the upkeep that it takes to run."""
+    """A table with the transfers and upkeep that are needed to run it."""
 
     placement: Placement
     num_microbatches: int

@@ -41,19 +41,19 @@ _OVERLAP = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 
 
 def write_csv(table: Table | LoweredTable) -> str:
-    """Return the text of a table: `compute_only` of a Table, `compute_comms` of a LoweredTable."""
+    """Return the CSV text of a table: `compute_only` for a Table, `compute_comms` for a LoweredTable."""
     return "".join(",".join(map(str, steps)) + "\n" for steps in table.ranks)
 
 
 def read_csv(text: str, where: str, placement: Placement | None = None) -> Table:
-    """Return the table of a `compute_only` text, which can run as it is.
+    """Read and check a table in the format `compute_only`.
 
-    Without a placement, the stages must be assigned to ranks in a loop or in a v. Empty cells, with
-    which torch marks idle time, are left out.
+    Without a placement, stages must be assigned to ranks in a loop or in a v. Empty cells, which mark idle time in
+    torch, are dropped.
 
     Raises:
-        InputError: a cell that is not a compute action; a stage on another rank than its own; a
-            microbatch computed twice or not at all; ranks that would wait for ever.
+        ScheduleError: a cell is not a compute action; a stage is on the wrong rank; a microbatch is computed twice
+            or not at all; the ranks would deadlock.
     """
     ranks = _read_rows(text, where, _read_step)
     table = Table(
@@ -64,11 +64,11 @@ def read_csv(text: str, where: str, placement: Placement | None = None) -> Table
 
 
 def read_lowered_csv(text: str, where: str, placement: Placement | None = None) -> LoweredTable:
-    """Return the table of a `compute_comms` text, which can run as it is.
+    """Read and check a table in the format `compute_comms`.
 
     Raises:
-        InputError: as `read_csv`; a tensor not sent, not received, or received in another order
-            than sent; gradients not reduced once at the end.
+        ScheduleError: as `read_csv`; or a tensor is not sent, not received, or received in another order than sent;
+            or gradients are not reduced once at the end.
     """
     ranks = _read_rows(text, where, _read_lowered_step)
     table = LoweredTable(
@@ -82,7 +82,7 @@ def _read_rows(text: str, where: str, read: Callable[[str, str], StepT]) -> tupl
     try:
         rows = list(csv.reader(io.StringIO(text, newline=""), strict=True))
     except csv.Error as error:
-        raise ScheduleError(where, f"is not CSV: {error}", code="schedule.not-csv") from error
+        raise ScheduleError(where, f"invalid CSV: {error}", code="schedule.not-csv") from error
     ranks = tuple(
         tuple(
             read(cell.strip(), f"{where}: row {row_number}, cell {cell_number}")
@@ -93,18 +93,18 @@ def _read_rows(text: str, where: str, read: Callable[[str, str], StepT]) -> tupl
     )
     for row_number, steps in enumerate(ranks, start=1):
         if not any(actions_of(step) for step in steps):
-            place, hint = f"{where}: row {row_number}", "each row is one rank's part"
-            raise ScheduleError(place, "this rank computes nothing", hint, code="schedule.idle-rank")
+            place, hint = f"{where}: row {row_number}", "write one row per rank"
+            raise ScheduleError(place, "expected compute actions, found none", hint, code="schedule.idle-rank")
     if not ranks:
-        hint = "expected one row of actions for each rank"
-        raise ScheduleError(where, "the file is empty", hint, code="schedule.idle-rank")
+        problem = "expected one row of actions per rank, found an empty file"
+        raise ScheduleError(where, problem, code="schedule.idle-rank")
     return ranks
 
 
 def _read_step(cell: str, where: str) -> Step:
     step = _read_lowered_step(cell, where)
     if isinstance(step, Transfer | Upkeep):
-        hint = "this is a file of the format compute_comms"
+        hint = "expected the format compute_only; this file is in the format compute_comms"
         raise ScheduleError(where, f"{cell!r} is not a compute action", hint, code="schedule.invalid-action")
     return step
 
@@ -120,7 +120,7 @@ def _read_lowered_step(cell: str, where: str) -> LoweredStep:
         forward, backward = map(_read_action, found.groups())
         if forward and backward and (forward.kind, backward.kind) == ("F", "B"):
             return Overlap(forward=forward, backward=backward)
-    hint = "expected for example 2F0, 2B0, 2I0, 2W0 or (2F4;5B1)OVERLAP_F_B"
+    hint = "write for example 2F0, 2B0, 2I0, 2W0 or (2F4;5B1)OVERLAP_F_B"
     raise ScheduleError(where, f"{cell[:40]!r} is not an action", hint, code="schedule.invalid-action")
 
 
@@ -137,7 +137,7 @@ def _placement_of(ranks: Sequence[Sequence[LoweredStep]], where: str) -> Placeme
     stages = [stages_in(steps) for steps in ranks]
     num_stages, num_ranks = 1 + max(own[-1] for own in stages), len(ranks)
     if num_stages % num_ranks:
-        problem = f"{num_stages} stages do not divide over {num_ranks} rows, one for each rank"
+        problem = f"expected a multiple of {num_ranks} stages (rows, one per rank), found {num_stages}"
         raise ScheduleError(where, problem, code="schedule.misplaced-stages")
     placements = [Placement(num_stages=num_stages, num_ranks=num_ranks)]
     if num_stages == 2 * num_ranks:
@@ -146,5 +146,5 @@ def _placement_of(ranks: Sequence[Sequence[LoweredStep]], where: str) -> Placeme
         if all(placement.rank_of(stage) == rank for rank, own in enumerate(stages) for stage in own):
             return placement
     shown = "; ".join(f"rank {rank} has {', '.join(map(str, own[:4]))}" for rank, own in enumerate(stages[:4]))
-    problem = f"the stages are assigned to ranks neither in a loop nor in a v: {shown}"
+    problem = f"expected stages assigned to ranks in a loop or in a v, found {shown}"
     raise ScheduleError(where, problem, code="schedule.misplaced-stages")

@@ -1,4 +1,4 @@
-"""From what the ranks compute to what they do: transfers between ranks, and upkeep of sharded stages."""
+"""Lowering of compute tables: adds transfers between ranks and upkeep of sharded stages."""
 
 from __future__ import annotations
 
@@ -21,21 +21,20 @@ from manifests.schedules.order import in_order
 
 __all__ = ["compute_part", "lower"]
 
-_MAX_GATHERED = 3  # stages that a rank holds whole at once: one forward, one backward, one on its way
+_MAX_GATHERED = 3  # stages that are unsharded on a rank at once: one forward, one backward, one prefetched
 
 
 def lower(table: Table) -> LoweredTable:
-    """Add the transfers and the upkeep with which torch 2.13 runs a table of compute actions.
+    """Add the transfers and upkeep with which torch 2.13 runs a table of compute actions.
 
     # Note [Order of transfers]
-    A send and its receive enter the lists of both ranks at the same moment, so every two ranks agree
-    on the order of all that passes between them. The wire matches by order alone: receives in
-    another order take each other's tensors, in silence where shapes agree. torch 2.13's own
-    `defer_pp_recv=True` does so to ZBVZeroBubble and InterleavedZeroBubble on 2 gloo ranks: gradients
-    that are wrong by their own size, and no error.
+    A send and its receive are appended to both ranks' lists at the same time, so any two ranks agree on the order
+    of all transfers between them. Point-to-point messages match by order alone: receives in another order get
+    each other's tensors, silently if shapes are equal. torch 2.13's own `defer_pp_recv=True` does so to ZBVZeroBubble
+    and InterleavedZeroBubble on 2 gloo ranks: gradients are wrong by their own size, without an error.
 
     Raises:
-        InputError: a table that cannot run, see `manifests.schedules.order.in_order`.
+        ScheduleError: the table deadlocks, see `manifests.schedules.order.in_order`.
     Source: `_prepare_schedule_with_comms` in torch/distributed/pipelining/schedules.py.
     """
     placement = table.placement
@@ -53,7 +52,7 @@ def lower(table: Table) -> LoweredTable:
 
 
 def compute_part(lowered: LoweredTable) -> Table:
-    """Return the table that is left without transfers and upkeep."""
+    """Return the table without transfers and upkeep."""
     return Table(
         placement=lowered.placement,
         num_microbatches=lowered.num_microbatches,
@@ -62,7 +61,7 @@ def compute_part(lowered: LoweredTable) -> Table:
 
 
 def _transfers(action: Action, placement: Placement) -> list[tuple[Transfer, Transfer]]:
-    """Return the send and the receive that an action causes, if its result goes to another rank."""
+    """Return the send and the receive after an action, if its result is needed on another rank."""
     stage, microbatch = action.stage, action.microbatch
     if action.kind == "W":
         return []
@@ -77,7 +76,7 @@ def _transfers(action: Action, placement: Placement) -> list[tuple[Transfer, Tra
 
 
 def _with_upkeep(steps: Sequence[Step], num_microbatches: int) -> list[LoweredStep]:
-    """Gather each stage ahead of its use and free it when others come first; reduce after its last backward."""
+    """Unshard each stage before its use and reshard it when others come first; reduce after its last backward."""
     kept_up: list[LoweredStep] = []
     gathered, num_backwards = set[int](), Counter[int]()
     for step, needed in zip(steps, _next_stages(steps), strict=True):
@@ -94,7 +93,7 @@ def _with_upkeep(steps: Sequence[Step], num_microbatches: int) -> list[LoweredSt
 
 
 def _next_stages(steps: Sequence[Step]) -> list[list[int]]:
-    """Return for each step the stages used from there on, first used first, as many as may be gathered."""
+    """Return for each step the stages used next, in order of use, as many as may be unsharded at once."""
     upcoming: list[int] = []
     found: list[list[int]] = []
     for step in reversed(steps):

@@ -1,28 +1,26 @@
-"""An order in which all ranks' steps can run, or the sentence that says why there is none."""
+"""An order in which all ranks' steps can run, or an error that explains the deadlock."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-from manifests.errors import InputError, ScheduleError
+from manifests.errors import ScheduleError
 from manifests.placement import Placement
 from manifests.schedules.actions import Action, LoweredStep, actions_of
 
 __all__ = ["Result", "in_order", "input_of", "result_of"]
 
-# Stage, kind and microbatch of a finished action; I counts as B, which gives the stage before the same.
+# Stage, kind and microbatch of a finished action; I counts as B, since it gives the previous stage the same gradient.
 Result = tuple[int, str, int]
 StepT = TypeVar("StepT", bound=LoweredStep)
 
 
 def in_order(ranks: Sequence[Sequence[StepT]], placement: Placement) -> Iterator[tuple[int, StepT]]:
-    """Yield every (rank, step), each after the steps it waits for.
-
-    Visits the ranks in turn, taking one step of each that is ready.
+    """Yield every (rank, step) after the steps it depends on, one ready step of each rank in turn.
 
     Raises:
-        InputError: ranks that wait for each other, or for what no rank computes.
+        ScheduleError: ranks wait for each other, or for something that no rank computes.
     """
     num_stages, done = placement.num_stages, set[Result]()
     at = [0] * len(ranks)
@@ -41,7 +39,7 @@ def in_order(ranks: Sequence[Sequence[StepT]], placement: Placement) -> Iterator
 
 
 def input_of(action: Action, num_stages: int) -> Result | None:
-    """Return the result of a neighbouring stage that an action works on, if any."""
+    """Return the result of an adjacent stage that is the input of an action, if any."""
     if action.kind == "F" and action.stage > 0:
         return action.stage - 1, "F", action.microbatch
     if action.kind in "BI" and action.stage < num_stages - 1:
@@ -54,7 +52,7 @@ def result_of(action: Action) -> Result:
 
 
 def _missing(step: LoweredStep, num_stages: int, done: set[Result]) -> Result | None:
-    """Return what a step still waits for, if anything."""
+    """Return a result that a step still waits for, if any."""
     for action in actions_of(step):
         if action.kind != "F":
             own = (action.stage, "B" if action.kind == "W" else "F", action.microbatch)
@@ -66,24 +64,23 @@ def _missing(step: LoweredStep, num_stages: int, done: set[Result]) -> Result | 
     return None
 
 
-def _deadlock(left: Sequence[Sequence[LoweredStep]], num_stages: int, done: set[Result]) -> InputError:
-    """Follow the waiting from rank to rank until it closes a cycle, or ends at what no rank computes."""
-    holders = {
+def _deadlock(left: Sequence[Sequence[LoweredStep]], num_stages: int, done: set[Result]) -> ScheduleError:
+    """Follow the dependencies from rank to rank to a cycle, or to something that no rank computes."""
+    computed_by = {
         result_of(action): rank for rank, steps in enumerate(left) for step in steps for action in actions_of(step)
     }
     waits: dict[int, str] = {}
     rank = next(rank for rank, steps in enumerate(left) if steps)
     while rank not in waits:
         missing = _missing(left[rank][0], num_stages, done)
-        assert missing is not None, "a rank that waits for nothing is not stuck"
+        assert missing is not None, "a rank that waits for nothing could run"
         stage, kind, microbatch = missing
-        waits[rank] = f"rank {rank} cannot start {left[rank][0]} before {stage}{kind}{microbatch}"
-        if missing not in holders:
+        waits[rank] = f"rank {rank} waits with {left[rank][0]} for {stage}{kind}{microbatch}"
+        if missing not in computed_by:
             return ScheduleError("schedule", f"{waits[rank]}, which no rank computes", code="schedule.deadlock")
-        if holders[missing] == rank:
-            problem = f"{waits[rank]}, which is not earlier in its own list"
-            return ScheduleError("schedule", problem, code="schedule.deadlock")
-        rank = holders[missing]
-    circle = list(waits)[list(waits).index(rank) :]
-    problem = "the ranks wait for each other: " + "; ".join(waits[rank] for rank in circle)
+        if computed_by[missing] == rank:
+            return ScheduleError("schedule", f"{waits[rank]}, which it computes later", code="schedule.deadlock")
+        rank = computed_by[missing]
+    cycle = list(waits)[list(waits).index(rank) :]
+    problem = "deadlock: " + "; ".join(waits[rank] for rank in cycle)
     return ScheduleError("schedule", problem, code="schedule.deadlock")

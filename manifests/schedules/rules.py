@@ -1,4 +1,4 @@
-"""Which schedules there are, and which stages and microbatches each of them can run."""
+"""The supported schedules, and the stages and microbatches that each of them can run."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ ScheduleName = Literal[
 ]
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 _SINGLE = ("GPipe", "1F1B")  # one stage on each rank
-_V = ("ZBVZeroBubble", "DualPipeV")  # two on each rank, placed in a v
+_V = ("ZBVZeroBubble", "DualPipeV")  # two on each rank, in style v
 _IN_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")
 _WHERE = "--schedule"
 
 
 def schedule_named(name: str) -> ScheduleName:
-    """Return the schedule of that name, upper or lower case.
+    """Return the schedule of that name, ignoring case.
 
     Raises:
-        UsageError: no schedule has that name.
+        UsageError: unknown schedule.
     """
     known = {schedule.lower(): schedule for schedule in SCHEDULES}
     if name.lower() in known:
         return known[name.lower()]
     close = get_close_matches(name.lower(), known, n=1, cutoff=0.3)
     guess = f"did you mean {known[close[0]]}? " if close else ""
-    raise UsageError(_WHERE, f"{name!r} is not known", f"{guess}known: {', '.join(SCHEDULES)}", code="schedule.unknown")
+    hint = f"{guess}known schedules: {', '.join(SCHEDULES)}"
+    raise UsageError(_WHERE, f"unknown schedule {name!r}", hint, code="schedule.unknown")
 
 
 def default_schedule(placement: Placement) -> ScheduleName:
-    """Return the schedule for stages when none is asked for."""
+    """Return the schedule that is used if none is requested."""
     if placement.style == "v":
         return "ZBVZeroBubble"
     return "1F1B" if placement.num_virtual == 1 else "Interleaved1F1B"
@@ -45,26 +46,25 @@ def default_schedule(placement: Placement) -> ScheduleName:
 def check_schedule(
     name: str, placement: Placement, num_microbatches: int, *, microbatch_group: int | None = None
 ) -> ScheduleName:
-    """Return the schedule's own name, if these stages and this many microbatches can run on it.
+    """Return the schedule's canonical name, if it supports the placement and the number of microbatches.
 
     `microbatch_group` is Megatron's, see `schedule_table`.
 
     Raises:
-        UsageError: an unknown schedule; stages per rank or a placement that it cannot run; too few
-            microbatches, or a number of them that it cannot divide into rounds.
+        UsageError: an unknown schedule; unsupported stages per rank or placement; too few microbatches, or a number
+            of them that cannot be divided into rounds.
     """
     schedule = schedule_named(name)
     if num_microbatches < 1:
-        problem = f"{schedule} needs at least 1 microbatch, found {num_microbatches}"
+        problem = f"{schedule} requires at least 1 microbatch, found {num_microbatches}"
         raise UsageError(_WHERE, problem, code="schedule.too-few-microbatches")
     _check_placement(schedule, placement)
     if schedule in ("1F1B", "DualPipeV") and num_microbatches < placement.num_stages:
         other = "GPipe" if schedule == "1F1B" else "ZBVZeroBubble"
         raise UsageError(
             _WHERE,
-            f"{schedule} needs at least {placement.num_stages} microbatches, one for each stage, "
-            f"found {num_microbatches}",
-            f"take {placement.num_stages} microbatches or more, or the schedule {other}",
+            f"{schedule} requires at least {placement.num_stages} microbatches (stages), found {num_microbatches}",
+            f"use {placement.num_stages} microbatches or more, or the schedule {other}",
             code="schedule.too-few-microbatches",
         )
     if microbatch_group is not None:
@@ -75,9 +75,9 @@ def check_schedule(
 
 
 def default_group(num_ranks: int, num_microbatches: int) -> int:
-    """Return how many microbatches go through a stage before the rank turns to its next one: torch's choice.
+    """Return how many microbatches pass through a stage before the rank switches to its next one, as torch does.
 
-    As many rounds as there are whole sets of `num_ranks` microbatches, at least one.
+    There are as many rounds as complete sets of `num_ranks` microbatches, at least one.
     """
     return num_microbatches // max(1, num_microbatches // num_ranks)
 
@@ -88,24 +88,24 @@ def _check_placement(schedule: ScheduleName, placement: Placement) -> None:
         other = "ZBVZeroBubble" if style == "v" else "Interleaved1F1B"
         raise UsageError(
             _WHERE,
-            f"{schedule} needs 1 stage on each rank, found {per_rank}",
-            f"take the schedule {other}, or the layout pp={num_ranks}",
+            f"{schedule} requires 1 stage per rank, found {per_rank}",
+            f"use the schedule {other}, or the layout pp={num_ranks}",
             code="schedule.other-placement",
         )
     if schedule in _V and style != "v":
         others = "GPipe or 1F1B" if per_rank == 1 else "Interleaved1F1B or InterleavedZeroBubble"
         raise UsageError(
             _WHERE,
-            f"{schedule} needs 2 stages on each rank, placed in a v, found {per_rank} placed in a loop",
-            f"take the layout pp={num_ranks},vpp=2,style=v, or the schedule {others}",
+            f"{schedule} requires 2 stages per rank in style v, found {per_rank} in style loop",
+            f"use the layout pp={num_ranks},vpp=2,style=v, or the schedule {others}",
             code="schedule.other-placement",
         )
     if schedule not in _SINGLE + _V and (per_rank < 2 or style != "loop"):
         others = "GPipe or 1F1B" if per_rank == 1 else "ZBVZeroBubble or DualPipeV"
         raise UsageError(
             _WHERE,
-            f"{schedule} needs 2 stages or more on each rank, placed in a loop, found {per_rank} placed in a {style}",
-            f"take the layout pp={num_ranks},vpp={max(2, per_rank)}, or the schedule {others}",
+            f"{schedule} requires at least 2 stages per rank in style loop, found {per_rank} in style {style}",
+            f"use the layout pp={num_ranks},vpp={max(2, per_rank)}, or the schedule {others}",
             code="schedule.other-placement",
         )
 
@@ -120,23 +120,23 @@ def _check_rounds(schedule: ScheduleName, num_ranks: int, num_microbatches: int)
         upper = next(filter(even, count(num_microbatches + 1)))
         raise UsageError(
             _WHERE,
-            f"{schedule} over {num_ranks} ranks runs microbatches in {num_rounds} rounds of equal size, "
-            f"found {num_microbatches} microbatches",
-            f"take {lower} or {upper} microbatches",
+            f"{schedule} on {num_ranks} ranks requires a multiple of {num_rounds} microbatches (rounds of equal "
+            f"size), found {num_microbatches}",
+            f"use {lower} or {upper} microbatches",
             code="schedule.uneven-rounds",
         )
 
 
 def _check_group(schedule: ScheduleName, num_ranks: int, num_microbatches: int, group: int) -> None:
     if schedule != "Interleaved1F1B":
-        problem = f"{schedule} does not support groups of microbatches"
-        hint = "leave the group out, or take Interleaved1F1B"
+        problem = f"{schedule} does not support a microbatch group size"
+        hint = "remove the group size, or use Interleaved1F1B"
         raise UsageError(_WHERE, problem, hint, code="schedule.microbatch-group")
     if num_microbatches < num_ranks:
         raise UsageError(
             _WHERE,
-            f"groups need at least {num_ranks} microbatches, one for each rank, found {num_microbatches}",
-            f"take {num_ranks} microbatches or more",
+            f"microbatch groups require at least {num_ranks} microbatches (ranks), found {num_microbatches}",
+            f"use {num_ranks} microbatches or more",
             code="schedule.too-few-microbatches",
         )
 
@@ -147,8 +147,8 @@ def _check_group(schedule: ScheduleName, num_ranks: int, num_microbatches: int, 
         sizes = sorted(filter(fits, range(num_ranks, num_microbatches + 1)), key=lambda size: abs(size - group))
         raise UsageError(
             _WHERE,
-            f"a group of microbatches takes {num_ranks} (ranks) to {num_microbatches} (microbatches) and leaves none "
-            f"or at least {num_ranks} for the last group, found {group}",
-            "take a group of " + " or ".join(map(str, sorted(sizes[:2]))),
+            f"expected a microbatch group size from {num_ranks} (ranks) to {num_microbatches} (microbatches), with no "
+            f"last group smaller than {num_ranks}, found {group}",
+            "use a group size of " + " or ".join(map(str, sorted(sizes[:2]))),
             code="schedule.microbatch-group",
         )

@@ -1,4 +1,4 @@
-"""How a table runs when each action takes its time: who computes what when, who waits, and what is kept meanwhile."""
+"""Simulation of a schedule table with a cost per action: timeline, pipeline bubble and microbatches in flight."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ __all__ = ["Costs", "Span", "Timeline", "peak_held", "simulate"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
-    """Seconds that each stage takes for one microbatch, and that a tensor takes from rank to rank.
-
-    B takes as long as I and W together.
+    """Seconds of each stage for one microbatch, and of a transfer between ranks. B takes as long as I and W together.
 
     Raises:
-        InputError: tuples of different lengths, or a time below 0.
+        ScheduleError: tuples of different lengths, or a time below 0.
     """
 
     forward_s: tuple[float, ...]
@@ -32,23 +30,23 @@ class Costs:
         if len({len(self.forward_s), len(self.input_s), len(self.weight_s)}) != 1:
             raise ScheduleError(
                 "costs",
-                f"expected as many stages in each, found {len(self.forward_s)} forward, {len(self.input_s)} input "
-                f"and {len(self.weight_s)} weight times",
+                f"expected the same number of stages in each, found {len(self.forward_s)} forward, "
+                f"{len(self.input_s)} input and {len(self.weight_s)} weight times",
                 code="schedule.invalid-costs",
             )
         # NaN fails every comparison.
         if not all(0 <= seconds < inf for seconds in (*self.forward_s, *self.input_s, *self.weight_s, self.hop_s)):
-            problem = "expected times of 0 seconds or more, and finite"
+            problem = "expected finite times of at least 0 seconds"
             raise ScheduleError("costs", problem, code="schedule.invalid-costs")
 
     @classmethod
     def of(
         cls, forward_s: Sequence[float], backward_s: Sequence[float], *, input_share: float = 0.5, hop_s: float = 0.0
     ) -> Costs:
-        """Return the costs of stages whose backwards are known whole; I takes `input_share` of each.
+        """Return costs from the whole backward of each stage, of which I takes `input_share`.
 
-        Half is right for matrix products: one for the input, one for the weights. The first stage has
-        no one to send to: torch leaves its whole backward to W.
+        One half is right for matrix products: one for the input, one for the weights. The first stage does not send
+        a gradient: torch runs its whole backward as W.
         """
         shares = [input_share if stage else 0.0 for stage in range(len(backward_s))]
         return cls(
@@ -73,7 +71,7 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """One action in time, counted from the first action's start."""
+    """One action on the timeline, in seconds from the first action's start."""
 
     action: Action
     start_s: float
@@ -82,29 +80,29 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """What each rank does when. Between its spans a rank waits."""
+    """The actions of each rank over time. Between its spans a rank waits."""
 
     ranks: tuple[tuple[Span, ...], ...]
     makespan_s: float
     busy_s: tuple[float, ...]  # of each rank
     peak_by_stage: tuple[int, ...]  # most microbatches in flight at once, see `peak_held`
-    peak_by_rank: tuple[int, ...]  # the same over all stages of the rank
+    peak_by_rank: tuple[int, ...]  # over all stages of the rank
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time in which they wait, from 0 to 1."""
+        """The pipeline bubble: the fraction of all ranks' time in which they wait, from 0 to 1."""
         total_s = len(self.ranks) * self.makespan_s
         return max(0.0, 1 - sum(self.busy_s) / total_s) if total_s else 0.0
 
 
 def simulate(table: Table, costs: Costs, begins_s: Sequence[float] | None = None) -> Timeline:
-    """Return the timeline of a table, each action starting as soon as its rank and its input are there.
+    """Return the timeline of a table, in which each action starts as soon as its rank and its input are ready.
 
-    Transfers take `hop_s` and no rank's time. An Overlap takes as long as its two actions in turn. No rank
-    does anything before it begins, at its moment of `begins_s`; None: all at 0.
+    Transfers take `hop_s` and do not block ranks. An Overlap takes as long as its two actions in sequence. Each rank
+    starts at its time in `begins_s`; None: all at 0.
 
     Raises:
-        InputError: costs of another number of stages; ranks that wait for each other for ever.
+        ScheduleError: costs of another number of stages; a deadlock.
     """
     placement = table.placement
     if len(costs.forward_s) != placement.num_stages:
@@ -112,7 +110,7 @@ def simulate(table: Table, costs: Costs, begins_s: Sequence[float] | None = None
         raise ScheduleError("costs", problem, code="schedule.invalid-costs")
     spans: list[list[Span]] = [[] for _ in table.ranks]
     free_s, busy_s = list(begins_s or [0.0] * len(spans)), [0.0] * len(spans)
-    left_s: dict[Result, tuple[float, int]] = {}  # when each result left its rank, and which rank that is
+    left_s: dict[Result, tuple[float, int]] = {}  # when each result left its rank, and that rank
     for rank, step in in_order(table.ranks, placement):
         actions = actions_of(step)
         for action in actions:
@@ -141,10 +139,10 @@ def simulate(table: Table, costs: Costs, begins_s: Sequence[float] | None = None
 
 
 def peak_held(table: Table, stage_sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the most that each rank keeps at once, where a microbatch in flight on stage i takes `stage_sizes[i]`.
+    """Return each rank's peak, where a microbatch in flight on stage i takes `stage_sizes[i]`.
 
-    A stage keeps a microbatch from the start of its F to the end of its B or W. Time does not matter:
-    the order of a rank's actions alone decides.
+    A microbatch is in flight on a stage from the start of its F to the end of its B or W. The order of a rank's actions
+    determines the peak; times do not matter.
     """
     return tuple(_peak((action for step in steps for action in actions_of(step)), stage_sizes) for steps in table.ranks)
 

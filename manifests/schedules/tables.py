@@ -1,4 +1,4 @@
-"""Each schedule's order of actions on every rank."""
+"""The order of actions on every rank, by schedule."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["schedule_table"]
 def schedule_table(
     name: str, placement: Placement, num_microbatches: int, *, microbatch_group: int | None = None
 ) -> Table:
-    """Return what every rank computes, in the order in which torch 2.13 runs the schedule of that name.
+    """Return the table of a schedule, in the order in which torch 2.13 runs it.
 
-    `microbatch_group` (Interleaved1F1B) is how many microbatches go through a stage before the rank
-    turns to its next one: Megatron-Core's `microbatch_group_size_per_vp_stage`. The last group may be
-    smaller. None takes torch's choice, groups of equal size.
+    `microbatch_group` (Interleaved1F1B) is how many microbatches pass through a stage before the rank switches to
+    its next one: Megatron-Core's `microbatch_group_size_per_vp_stage`. The last group may be smaller. None: groups
+    of equal size, as in torch.
 
     Raises:
         UsageError: see `manifests.schedules.rules.check_schedule`.
@@ -61,7 +61,7 @@ def _rank_steps(
         case "InterleavedZeroBubble":
             forwards, backwards = _in_groups(stages, num_microbatches, group)
             num_warmup = (len(stages) - 1) * group + ranks_after
-            # The later a rank starts, the more of its weight gradients it keeps for the end, where it would idle.
+            # The later a rank starts, the more weight gradients it delays to the end, where it would be idle.
             return _split_backwards(_alternate(forwards, backwards, num_warmup), num_kept=rank)
         case "ZBVZeroBubble":
             return zbv(placement, num_microbatches, rank)
@@ -74,7 +74,7 @@ def _one_group(stages: Sequence[int], microbatches: Sequence[int]) -> list[_Turn
 
 
 def _in_groups(stages: Sequence[int], num_microbatches: int, group: int) -> tuple[list[_Turn], list[_Turn]]:
-    """Return the turns of forwards and of backwards: a group through all stages of the rank, then the next group."""
+    """Return the order of forwards and of backwards: a group through all stages of the rank, then the next group."""
     forwards, backwards = list[_Turn](), list[_Turn]()
     for first in range(0, num_microbatches, group):
         microbatches = range(first, min(first + group, num_microbatches))
@@ -84,7 +84,7 @@ def _in_groups(stages: Sequence[int], num_microbatches: int, group: int) -> tupl
 
 
 def _alternate(forwards: Sequence[_Turn], backwards: Sequence[_Turn], num_warmup: int) -> Iterator[Action]:
-    """Yield the warm-up's forwards, then a forward and a backward by turns, then the backwards that are left."""
+    """Yield the warmup forwards, then alternate forwards and backwards, then the remaining backwards."""
     ahead = iter(forwards)
     for stage, microbatch in islice(ahead, num_warmup):
         yield Action(stage=stage, kind="F", microbatch=microbatch)
@@ -95,7 +95,7 @@ def _alternate(forwards: Sequence[_Turn], backwards: Sequence[_Turn], num_warmup
 
 
 def _split_backwards(actions: Iterable[Action], num_kept: int) -> Iterator[Action]:
-    """Cut each backward into I and W, every W as many backwards late as may be kept."""
+    """Split each backward into I and W, with every W delayed by `num_kept` backwards."""
     kept = deque[Action]()
     for action in actions:
         if action.kind == "F":

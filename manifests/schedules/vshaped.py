@@ -13,10 +13,10 @@ __all__ = ["dualpipev", "zbv"]
 
 
 def zbv(placement: Placement, num_microbatches: int, rank: int) -> Iterator[Action]:
-    """Yield one rank's actions of ZB-V: almost no bubble where F, I and W take equally long.
+    """Yield one rank's actions of ZB-V: almost no bubble if F, I and W take equally long.
 
-    Source: arXiv 2401.10241, section 6. The pattern is made for 2P - 1 microbatches or more; with
-    fewer, the actions of those that are not there are left out.
+    Source: arXiv 2401.10241, section 6. The pattern is for at least 2P - 1 microbatches; with fewer, the actions of
+    missing microbatches are dropped.
     """
     num_ranks = placement.num_ranks
     num_full = max(num_microbatches, 2 * num_ranks - 1)
@@ -59,7 +59,7 @@ def dualpipev(placement: Placement, num_microbatches: int, rank: int) -> Iterato
         yield _weights_of(gradient)
         yield take("F", up)
     for number in range(num_microbatches - 2 * placement.num_ranks + rank + 1):
-        if number == 0 and ranks_after == 0:  # all ranks wait for this backward, which is not to wait for a forward
+        if number == 0 and ranks_after == 0:  # all ranks wait for this backward, so it must not wait for a forward
             yield take("F", down)
             yield take("B", up)
         else:
@@ -69,7 +69,7 @@ def dualpipev(placement: Placement, num_microbatches: int, rank: int) -> Iterato
         yield take("B", up)
         yield beside(up, down)
 
-    # No forwards are left. The later backwards are split, and their weight gradients fill the bubbles.
+    # All forwards are done. The later backwards are split, and their weight gradients fill the bubbles.
     kept = deque[Action]()
     for number in range(2 * (rank + 1)):
         backward = take("B" if number < rank + 1 else "I", down if number % 2 else up)
@@ -92,7 +92,7 @@ def _parts(stage: int) -> tuple[_Part, _Part, _Part]:
 
 
 def _numbering() -> Callable[[ComputeKind, int], Action]:
-    """Return a function that returns each stage's next action of a kind. I and B count as one kind."""
+    """Return a function that numbers the actions of each stage and kind; I and B count as one kind."""
     counts = defaultdict[tuple[str, int], "count[int]"](count)
 
     def take(kind: ComputeKind, stage: int) -> Action:
