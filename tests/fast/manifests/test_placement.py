@@ -1,14 +1,16 @@
-"""Which pipeline rank holds which stage."""
+"""Which pipeline rank runs which stage."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
-from manifests.errors import InputError
-from manifests.placement import Placement
+from manifests.placement import Placement, Style
+from tests.refusals import refusal
 
 
 @st.composite
@@ -20,11 +22,11 @@ def placements(draw: st.DrawFn) -> Placement:
 
 
 @given(placements())
-def test_every_stage_is_on_one_rank_and_every_rank_holds_equally_many(placement: Placement) -> None:
-    held = [placement.stages_on(rank) for rank in range(placement.num_ranks)]
-    assert sorted(stage for stages in held for stage in stages) == list(range(placement.num_stages))
-    assert {len(stages) for stages in held} == {placement.num_virtual}
-    for rank, stages in enumerate(held):
+def test_every_stage_is_on_one_rank_and_every_rank_has_equally_many(placement: Placement) -> None:
+    stages_of = [placement.stages_on(rank) for rank in range(placement.num_ranks)]
+    assert sorted(stage for stages in stages_of for stage in stages) == list(range(placement.num_stages))
+    assert {len(stages) for stages in stages_of} == {placement.num_virtual}
+    for rank, stages in enumerate(stages_of):
         assert [placement.rank_of(stage) for stage in stages] == [rank] * len(stages)
         assert [placement.virtual_of(stage) for stage in stages] == list(range(len(stages)))
 
@@ -35,7 +37,7 @@ def test_stages_sit_where_torchs_schedules_expect_them(placement: Placement) -> 
     assert {stage: placement.rank_of(stage) for stage in range(placement.num_stages)} == expected
 
 
-def test_loop_deals_round_and_round() -> None:
+def test_loop_assigns_round_robin() -> None:
     placement = Placement(num_stages=6, num_ranks=2)
     assert [placement.stages_on(rank) for rank in range(2)] == [(0, 2, 4), (1, 3, 5)]
 
@@ -46,20 +48,17 @@ def test_v_goes_down_and_comes_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_stages", "num_ranks", "style", "message"),
+    ("num_stages", "num_ranks", "style", "code"),
     [
-        (0, 1, "loop", "layout: expected at least 1 stage and 1 rank, found 0 and 1"),
-        (4, 0, "loop", "layout: expected at least 1 stage and 1 rank, found 4 and 0"),
-        (5, 2, "loop", "layout: 5 stages do not divide over 2 ranks"),
-        (
-            4,
-            4,
-            "v",
-            "layout: style v puts exactly 2 stages on each rank, found 1\nhint: ask for 8 stages, or for style loop",
-        ),
+        (0, 1, "loop", "layout.no-stages"),
+        (4, 0, "loop", "layout.no-stages"),
+        (5, 2, "loop", "layout.indivisible-stages"),
+        (4, 4, "v", "layout.not-a-v"),
     ],
 )
-def test_placement_that_cannot_be_is_refused(num_stages: int, num_ranks: int, style: str, message: str) -> None:
-    with pytest.raises(InputError) as error:
-        Placement(num_stages=num_stages, num_ranks=num_ranks, style="v" if style == "v" else "loop")
-    assert str(error.value) == message
+def test_impossible_placement_is_refused(
+    num_stages: int, num_ranks: int, style: Style, code: str, wording: Callable[[str], None]
+) -> None:
+    error = refusal(lambda: Placement(num_stages=num_stages, num_ranks=num_ranks, style=style))
+    assert (error.code, error.where) == (code, "layout")
+    wording(str(error))

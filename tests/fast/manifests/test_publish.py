@@ -13,24 +13,21 @@ from pathlib import Path
 
 import pytest
 
-from manifests.errors import InputError
+from manifests.errors import UnreachableError, UserError
 from manifests.publish import publishing
+from tests.refusals import refusal
 
 ROOT = Path(__file__).parents[3]
-NOT_OURS = (
-    "exists, and is not a folder that this command writes; --force does not replace it\n"
-    "hint: choose another folder, or remove it yourself"
-)
 
 
-def owned(folder: Path) -> set[str] | None:
+def find_owned(folder: Path) -> set[str] | None:
     return {"ours", "below/file"} if (folder / "ours").exists() else None
 
 
 def publish(
     out: Path, text: str = "new", *, force: bool = False, meanwhile: Callable[[], object] = lambda: None
 ) -> None:
-    with publishing(out, force=force, find_owned=owned) as folder:
+    with publishing(out, force=force, find_owned=find_owned) as folder:
         (folder / "ours").write_text(text)
         meanwhile()
         (folder / "below").mkdir()
@@ -41,15 +38,16 @@ def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def refusal(out: Path, *, force: bool = False) -> str:
-    with pytest.raises(InputError) as error:
-        publish(out, force=force)
-    return str(error.value)
+def refused(out: Path, *, force: bool = False) -> UserError:
+    """Return the error of a publication, which names the output."""
+    error = refusal(lambda: publish(out, force=force))
+    assert error.where == str(out)
+    return error
 
 
 def test_folder_appears_when_the_block_ends_and_not_before(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "out"
-    with publishing(out, force=False, find_owned=owned) as folder:
+    with publishing(out, force=False, find_owned=find_owned) as folder:
         (folder / "ours").write_text("new")
         assert not out.exists()
         assert folder == tmp_path / "deep" / ".out.partial"
@@ -72,13 +70,14 @@ def test_working_folder_is_filled_by_its_short_name(tmp_path: Path, monkeypatch:
     assert names_in(tmp_path / "out") == ["below", "ours"]
 
 
-def test_folder_that_exists_is_refused_and_kept(tmp_path: Path) -> None:
-    out = tmp_path / "out"
+def test_folder_that_exists_is_refused_and_kept(tmp_path: Path, wording: Callable[[str], None]) -> None:
+    out, file = tmp_path / "out", tmp_path / "file"
     publish(out, "old")
-    assert refusal(out) == f"{out}: exists already\nhint: choose another folder, or replace it with --force"
-    (tmp_path / "file").touch()
-    assert refusal(tmp_path / "file").endswith("\nhint: choose another folder, or remove this yourself")
-    (tmp_path / "file").unlink()
+    file.touch()
+    ours, theirs = refused(out), refused(file)
+    assert (ours.code, theirs.code) == ("output.exists", "output.exists")
+    wording(f"{ours}\n{theirs}")
+    file.unlink()
     assert (out / "ours").read_text() == "old"
     assert names_in(tmp_path) == ["out"]
 
@@ -95,13 +94,13 @@ def test_force_replaces_the_old_folder(tmp_path: Path) -> None:
 def test_force_keeps_the_old_folder_until_the_new_one_is_whole(tmp_path: Path) -> None:
     out = tmp_path / "out"
     publish(out, "old")
-    with publishing(out, force=True, find_owned=owned) as folder:
+    with publishing(out, force=True, find_owned=find_owned) as folder:
         (folder / "ours").write_text("new")
         assert (out / "ours").read_text() == "old"
     assert (out / "ours").read_text() == "new"
 
 
-def test_force_replaces_only_folders_of_ours(tmp_path: Path) -> None:
+def test_force_replaces_only_folders_of_ours(tmp_path: Path, wording: Callable[[str], None]) -> None:
     home, file, link = tmp_path / "home", tmp_path / "file", tmp_path / "link"
     home.mkdir()
     (home / "thesis.tex").touch()
@@ -110,7 +109,9 @@ def test_force_replaces_only_folders_of_ours(tmp_path: Path) -> None:
     link.symlink_to(tmp_path / "out")
     before = names_in(tmp_path)
     for out in (home, file, link):
-        assert refusal(out, force=True) == f"{out}: {NOT_OURS}"
+        error = refused(out, force=True)
+        assert error.code == "output.not-ours"
+    wording(str(error))
     assert names_in(tmp_path) == before
     assert names_in(home) == ["thesis.tex"]
 
@@ -122,16 +123,14 @@ def test_the_journal_goes_with_the_rename_and_comes_back_when_that_fails(
 
     def publish_from_journal() -> None:
         with publishing(
-            out, force=True, find_owned=owned, journal="log", outlives_errors=True, is_resumable=lambda _: True
+            out, force=True, find_owned=find_owned, journal="log", outlives_errors=True, is_resumable=lambda _: True
         ) as folder:
             (folder / "ours").write_text("new")
             (folder / "log").write_text("done")
 
     with monkeypatch.context() as failing:
         failing.setattr(os, "rename", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
-        with pytest.raises(InputError) as refused:
-            publish_from_journal()
-    assert refused.value.code == "output.unwritable"
+        assert refusal(publish_from_journal).code == "output.unwritable"
     assert (partial / "log").read_text() == "done"
     publish_from_journal()
     assert names_in(out) == ["ours"]
@@ -165,16 +164,18 @@ def test_what_a_kill_left_is_cleared_away(tmp_path: Path) -> None:
     assert names_in(tmp_path / "out") == ["below", "ours"]
 
 
-def test_a_partial_folder_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+def test_a_partial_folder_that_is_a_link_is_not_followed(tmp_path: Path, wording: Callable[[str], None]) -> None:
     home = tmp_path / "home"
     home.mkdir()
     (home / "thesis.tex").touch()
     (tmp_path / ".out.partial").symlink_to(home)
-    assert refusal(tmp_path / "out") == f"{tmp_path}/out: {tmp_path}/.out.partial cannot be locked: Not a directory"
+    error = refused(tmp_path / "out")
+    assert error.code == "output.cannot-lock"
+    wording(str(error))
     assert names_in(home) == ["thesis.tex"]
 
 
-def test_folder_that_another_process_is_writing_is_refused(tmp_path: Path) -> None:
+def test_folder_that_another_process_is_writing_is_refused(tmp_path: Path, wording: Callable[[str], None]) -> None:
     out = tmp_path / "out"
     code = (
         "import sys; from pathlib import Path; from manifests.publish import publishing\n"
@@ -187,7 +188,9 @@ def test_folder_that_another_process_is_writing_is_refused(tmp_path: Path) -> No
         assert other.stdin is not None
         assert other.stdout is not None
         assert other.stdout.readline() == "writing\n"
-        assert refusal(out) == f"{out}: another process is writing it\nhint: wait for that one, or stop it"
+        error = refused(out)
+        assert error.code == "output.in-use"
+        wording(str(error))
         assert names_in(tmp_path) == [".out.partial"]
         other.stdin.close()
         assert other.wait(30) == 0
@@ -202,8 +205,7 @@ def test_folder_that_came_to_be_meanwhile_is_not_replaced_unasked(tmp_path: Path
         out.mkdir()
         (out / "ours").write_text("theirs")
 
-    with pytest.raises(InputError, match="exists already"):
-        publish(out, meanwhile=appear)
+    assert refusal(lambda: publish(out, meanwhile=appear)).code == "output.exists"
     assert (out / "ours").read_text() == "theirs"
     assert names_in(tmp_path) == ["out"]
 
@@ -214,19 +216,21 @@ def test_old_folder_is_locked_while_it_is_taken_away(tmp_path: Path) -> None:
     held = os.open(out, os.O_RDONLY)
     try:
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert refusal(out, force=True) == f"{out}: another process is writing it\nhint: wait for that one, or stop it"
+        assert refused(out, force=True).code == "output.in-use"
     finally:
         os.close(held)
     assert (out / "ours").read_text() == "old"
     assert names_in(tmp_path) == ["out"]
 
 
-def test_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_made_is_refused(tmp_path: Path, wording: Callable[[str], None]) -> None:
     (tmp_path / "file").touch()
-    assert refusal(tmp_path / "file" / "out") == (f"{tmp_path}/file/out: cannot be written here: File exists")
+    error = refused(tmp_path / "file" / "out")
+    assert error.code == "output.unwritable"
+    wording(str(error))
 
 
-def test_write_that_the_system_refuses_is_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:
+def test_write_that_the_system_refuses_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     out = tmp_path / "out"
     code = (
         "import resource, signal, sys; from pathlib import Path; from manifests.publish import publishing\n"
@@ -234,10 +238,10 @@ def test_write_that_the_system_refuses_is_one_sentence_and_leaves_nothing(tmp_pa
         "try:\n"
         "    with publishing(Path(sys.argv[1]), force=False, find_owned=lambda _: None) as folder:\n"
         "        (folder / 'big').write_bytes(bytes(8192))\n"
-        "except Exception as error: print(type(error).__name__, error)"
+        "except Exception as error: print(type(error).__name__, error.code, error.where)"
     )
     ended = subprocess.run([sys.executable, "-c", code, out], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert ended.stdout == f"OutputError {out}: cannot be written: File too large\n"
+    assert ended.stdout == f"OutputError output.unwritable {out}\n"
     assert names_in(tmp_path) == []
 
 
@@ -257,8 +261,9 @@ def test_commit_that_cannot_be_brought_to_disk_is_undone(
 
     monkeypatch.setattr(os, "fsync", fails_above)
     with (
-        pytest.raises(InputError, match="cannot be written: Input/output error"),
+        pytest.raises(UnreachableError) as error,
         publishing(out, force=True, find_owned=lambda folder: {"old"}) as folder,
     ):
         (folder / "new").write_text("new")
+    assert error.value.code == "output.unwritable"
     assert sorted(path.name for path in tmp_path.rglob("*")) == (["old", "out"] if is_there else [])

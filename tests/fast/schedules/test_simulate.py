@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manifests.errors import InputError, UsageError
+from manifests.errors import UsageError
 from manifests.placement import Placement
 from manifests.schedules import (
     SCHEDULES,
@@ -26,6 +28,7 @@ from manifests.schedules import (
 )
 from manifests.schedules.actions import ComputeKind
 from tests.fast.schedules.torch_tables import LOOPED, SINGLE, V_SHAPED, placed, placements_of
+from tests.refusals import refusal
 from tests.steps import steps_of
 
 
@@ -229,38 +232,38 @@ def test_every_stage_computes_every_microbatch_once_and_all_time_is_accounted_fo
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    "rows",
     [
-        (
-            ("0F0 2F0 0B0 2B0 0F1 2F1 2B1 0B1", "1F0 3F0 3B0 1B0 1F1 3F1 3B1 1B1"),
-            "the ranks wait for each other: rank 0 cannot start 0B0 before 1B0; rank 1 cannot start 1B0 before 2B0",
-        ),
-        (
-            ("0F0 2F0 2B0 0B0", "1F0 3B0 3F0 1B0"),
-            "rank 1 cannot start 3B0 before 3F0, which is not earlier in its own list",
-        ),
-        (("0F0 2F0 2B0 0B0", "3F0 3B0 1B0"), "rank 0 cannot start 2F0 before 1F0, which no rank computes"),
+        ("0F0 2F0 0B0 2B0 0F1 2F1 2B1 0B1", "1F0 3F0 3B0 1B0 1F1 3F1 3B1 1B1"),
+        ("0F0 2F0 2B0 0B0", "1F0 3B0 3F0 1B0"),
+        ("0F0 2F0 2B0 0B0", "3F0 3B0 1B0"),
     ],
+    ids=["cycle", "own-order", "never-computed"],
 )
-def test_table_that_cannot_run_is_refused_with_who_waits_for_what(rows: tuple[str, ...], message: str) -> None:
+def test_deadlock_is_refused_with_what_each_rank_waits_for(
+    rows: tuple[str, ...], wording: Callable[[str], None]
+) -> None:
     placement = placed(2, 2)
-    with pytest.raises(InputError) as refused:
-        simulate(table_of(placement, 2, *rows), uniform(placement))
-    assert str(refused.value) == f"schedule: {message}"
+    error = refusal(lambda: simulate(table_of(placement, 2, *rows), uniform(placement)))
+    assert (error.code, error.where) == ("schedule.deadlock", "schedule")
+    wording(str(error))
 
 
-def test_costs_are_refused_unless_they_fit() -> None:
-    with pytest.raises(InputError, match=r"^costs: expected 4 stages, found 2$"):
-        simulate(schedule_table("GPipe", placed(4), 4), uniform(placed(2)))
-    with pytest.raises(InputError, match=r"^costs: expected as many stages in each, found 2 forward, 1 input and 1 "):
-        Costs(forward_s=(1, 1), input_s=(1,), weight_s=(1,))
-    for seconds in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(InputError, match=r"^costs: expected times of 0 seconds or more, and finite$"):
-            Costs(forward_s=(1,), input_s=(seconds,), weight_s=(1,))
+def test_costs_are_refused_unless_they_fit(wording: Callable[[str], None]) -> None:
+    errors = [
+        refusal(lambda: simulate(schedule_table("GPipe", placed(4), 4), uniform(placed(2)))),
+        refusal(lambda: Costs(forward_s=(1, 1), input_s=(1,), weight_s=(1,))),
+        *(
+            refusal(partial(Costs, forward_s=(1,), input_s=(seconds,), weight_s=(1,)))
+            for seconds in (-1.0, float("nan"), float("inf"))
+        ),
+    ]
+    assert {(error.code, error.where) for error in errors} == {("schedule.invalid-costs", "costs")}
+    wording("\n".join(map(str, errors[:3])))
 
 
 def test_costs_of_whole_backwards_leave_the_first_stages_to_w() -> None:
-    """As torch does (`backward_one_chunk`, stage.py): the first stage has no one to send gradients to."""
+    """As torch does (`backward_one_chunk`, stage.py): the first stage does not send gradients."""
     assert Costs.of([1, 1, 1], [2, 2, 4], input_share=0.25, hop_s=3) == Costs(
         forward_s=(1, 1, 1), input_s=(0, 0.5, 1), weight_s=(2, 1.5, 3), hop_s=3
     )
