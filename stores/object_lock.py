@@ -147,7 +147,7 @@ def read_lock(client: Client) -> bytes:
 def _not_without_force(client: Client, others: Mapping[str, ObjectEntry], is_unfinished: bool) -> InputError:
     if not is_unfinished:
         hint = "choose another --out, or replace it with --force"
-        return OutputError(client.url, "exists already", hint, code="output.exists")
+        return OutputError(client.url, "already exists", hint, code="output.exists")
     text = read_lock(client)[:_CLAIM_CHARS].decode(errors="replace").partition("\n")[0]
     nbytes = sum(entry.nbytes for entry in others.values())
     what = f"{len(others)} object{'' if len(others) == 1 else 's'}, {nbytes} bytes, {text}"

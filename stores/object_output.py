@@ -213,7 +213,7 @@ class ObjectTarget:
                 where = f"{self._client.url}/{written}"
                 problem = f"{nbytes} bytes were written, the store has {found}"
                 raise OutputError(where, problem, code="output.lost-object")
-        problem = "exists already: another process has finished here"
+        problem = "already exists: another process has finished here"
         done = OutputError(self._client.url, problem, "choose another --out", code="output.contended")
         if name in listed and not self._old:
             raise done

@@ -107,7 +107,9 @@ def test_link_out_of_a_checkpoint_is_refused_by_every_verb(linked: str, packed: 
     (packed / linked).rename(outside)
     (packed / linked).symlink_to(outside)
     named, target = (SHARD, outside / "model.safetensors") if linked == "stage-000" else (linked, outside)
-    problem = f"is not in the checkpoint's folder: a link leads to {target}\nhint: put the file itself there"
+    problem = (
+        f"expected a file in the checkpoint's folder, found a link to {target}\nhint: replace the link with the file"
+    )
     sentence = f"{packed}/{named}: {problem}"
     for command in (
         ("plan", packed),
@@ -132,8 +134,8 @@ def test_output_that_is_a_link_is_refused(target: str, source: Path, packed: Pat
     out, before = tmp_path / "out", files_in(tmp_path / "full")
     out.symlink_to(target)
     for flags, problem in (
-        ((), "exists already\nhint: choose another folder, or remove this yourself"),
-        (("--force",), "exists, and is not a folder that this command writes; --force does not replace it\n"
+        ((), "already exists\nhint: choose another folder, or remove it"),
+        (("--force",), "already exists and was not written by this command; --force does not replace it\n"
          "hint: choose another folder, or remove it yourself"),
     ):  # fmt: skip
         for command in (("pack", source, "--layout", "pp=2"), ("export", packed, "--to", "hf")):

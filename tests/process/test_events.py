@@ -129,7 +129,7 @@ def strike(place: Place, worker: Worker, seed: int, folder: Path) -> int:
         code, _ = worker.run(*command)
         check_kept(worker, kept, context)
         said = worker.said.read_text()
-        assert code == 0 or (out.exists() and ours_in(out) == expected and "exists already" in said), (context, said)
+        assert code == 0 or (out.exists() and ours_in(out) == expected and "already exists" in said), (context, said)
     assert ours_in(out) == expected, context
     for each in sentinels:
         each.check()

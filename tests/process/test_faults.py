@@ -218,7 +218,7 @@ def test_disk_that_fails_under_one_rank_ends_all_with_code_5(packed: Path, tmp_p
     # The bytes may be right, and another attempt, or another node, may read them.
     with failing(packed, tmp_path, BROKEN_DISK=f"stage-00{BROKEN}") as run:
         shard = re.escape(f"{packed}/stage-00{BROKEN}/model.safetensors")
-        at_fault = "hint: this machine's disk, its mount or the network is at fault; check dmesg"
+        at_fault = "hint: a disk, mount or network failure of this machine; check dmesg"
         check_end(run, 5, rf"{PLACE}: {shard}: cannot be read at byte \d+: Input/output error\n{at_fault}")
     assert run.state["code"] == 5
 

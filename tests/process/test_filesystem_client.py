@@ -135,7 +135,7 @@ def test_checkpoint_goes_through_a_folder_that_only_fsspec_knows(tmp_path: Path)
         assert {name: read_whole(folder.file(name)) for name in folder.names()} == files_in(tmp_path / "here")
         assert reshard("verify", url, "--against", tmp_path / "model").code == 0
         assert reshard("pack", tmp_path / "model", "--layout", "pp=2", "--out", url).err == (
-            f"error: {url}: exists already\nhint: choose another --out, or replace it with --force\n"
+            f"error: {url}: already exists\nhint: choose another --out, or replace it with --force\n"
         )
         assert reshard("pack", url, "--layout", "pp=1", "--out", url, "--force").code == 0
         assert reshard("verify", url, "--against", tmp_path / "model").code == 0

@@ -85,7 +85,7 @@ def test_object_with_a_name_that_no_system_takes_is_refused(s3: S3Server) -> Non
     put(s3, "hostile-3/back\\slash", b"")
     assert problem(open_objects(f"s3://{BUCKET}/hostile-3").names) == (
         f"s3://{BUCKET}/hostile-3: contains an object 'back\\\\slash': "
-        "expected a relative path with / between its parts and no control characters"
+        "expected a relative path with / as separator and no control characters"
     )
 
 
@@ -283,7 +283,7 @@ def test_bucket_in_another_region_is_said_to_be(moto: MotoServer) -> None:
     ("url", "expected"),
     [
         ("s3://", "s3://: names no bucket\nhint: expected s3://BUCKET/PREFIX"),
-        ("s3://b/a/../c", "s3://b/a/../c: expected a path that stays below its folder\n"
+        ("s3://b/a/../c", "s3://b/a/../c: expected a path below its folder, without empty, . or .. parts\n"
                           "hint: expected s3://BUCKET/PREFIX"),
         ("s3://key:secret@b/a", "s3://…: credentials do not belong in an address\nhint: set them in the environment"),
         ("sftp://me:secret@host/a", "sftp://…: a password does not belong in an address"),

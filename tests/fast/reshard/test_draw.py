@@ -168,7 +168,7 @@ def test_picture_that_exists_needs_force(config: Path, tmp_path: Path) -> None:
     out.write_text("mine")
     ended = draw(config, "pp=2", out)
     assert (ended.code, out.read_text()) == (3, "mine")
-    assert ended.err == f"error: {out}: exists already\nhint: choose another --draw, or replace it with --force\n"
+    assert ended.err == f"error: {out}: already exists\nhint: choose another --draw, or replace it with --force\n"
     assert draw(config, "pp=2", out, "--force").code == 0
     assert out.read_text() != "mine"
 

@@ -178,11 +178,11 @@ def beyond_the_whole(shards: Shards) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (without_one, "expected 384 elements in its slices, found 192"),
-        (twice, "is stored twice: [0, 0] to [24, 8] and [0, 0] to [24, 8]"),
+        (without_one, "expected 384 elements in all slices, found 192"),
+        (twice, "slices overlap: [0, 0] to [24, 8] and [0, 0] to [24, 8]"),
         (of_another_dtype, "'.dtype: expected F32 as in other slices, found I32"),
-        (of_another_whole, "is a slice of [24, 17] here and of [24, 16] elsewhere"),
-        (beyond_the_whole, "expected a slice of [24, 16], found [0, 9] to [24, 17]"),
+        (of_another_whole, "expected a slice of [24, 16] as elsewhere, found one of [24, 17]"),
+        (beyond_the_whole, "expected a slice within [24, 16], found [0, 9] to [24, 17]"),
     ],
 )
 def test_slices_that_are_not_exactly_the_tensor_are_refused_and_nothing_is_written(

@@ -151,7 +151,8 @@ def test_flag_of_training_before_the_dashes_is_told_where_it_belongs(packed: Pat
     ("address", "code", "expected"),
     [
         ("", 2, "MANIFEST: is missing\nhint: runner launch DIR/manifest.json, or manifest = … in the job file"),
-        ("/nowhere", 3, "/nowhere: no such file or folder\nhint: name a folder that reshard pack has written"),
+        ("/nowhere", 3, "/nowhere: no such file or folder\n"
+         "hint: expected an output of reshard pack; check the path for typos"),
         ("s3://bucket/pp4", 2, "s3://bucket/pp4: is not on this machine, and ranks read bundles from a file system\n"
          "hint: --stage-to-local DIR copies those of a node's ranks to its own disk first"),
     ],

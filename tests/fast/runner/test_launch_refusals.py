@@ -59,8 +59,8 @@ REFUSED: list[tuple[str, Words, Words, str]] = [
     ("trained", (), ("--resume", "PLACE/pp2"), "PLACE/pp2/manifest.json: holds no optimizer state, so training "
      "cannot go on from it\nhint: --resume-weights-only begins a new run with its weights"),
     ("trained", (), ("--resume", "PLACE/trained", "--schedule", "ZBVZeroBubble"), "--schedule: "
-     "ZBVZeroBubble needs 2 stages on each rank, placed in a v, found 1 placed in a loop\n"
-     "hint: take the layout pp=2,vpp=2,style=v, or the schedule GPipe or 1F1B"),
+     "ZBVZeroBubble requires 2 stages per rank in style v, found 1 in style loop\n"
+     "hint: use the layout pp=2,vpp=2,style=v, or the schedule GPipe or 1F1B"),
     ("pp2", ("--nproc-per-node", "8"), ("--tp", "4"),
      "--tp: expected a divisor of 2 (num_key_value_heads of config.json), found 4"),
     ("pp2", ("--nproc-per-node", "6"), (), "--global-batch: expected a multiple of 3, --microbatch 1 times 3 "
@@ -71,10 +71,10 @@ REFUSED: list[tuple[str, Words, Words, str]] = [
      "hint: look for a slip in its name"),
     ("pp2", (), ("--eval-data", "synthetic"), "--eval-data: synthetic has no end, so it cannot be read once\n"
      "hint: name files"),
-    ("pp2", (), ("--save", "PLACE/trained"), "PLACE/trained: exists already\n"
+    ("pp2", (), ("--save", "PLACE/trained"), "PLACE/trained: already exists\n"
      "hint: choose another folder, or replace it with --force"),
-    ("pp2", (), ("--save", "PLACE/source", "--force"), "PLACE/source: exists, and is not a folder that this command "
-     "writes; --force does not replace it\nhint: choose another folder, or remove it yourself"),
+    ("pp2", (), ("--save", "PLACE/source", "--force"), "PLACE/source: already exists and was not "
+     "written by this command; --force does not replace it\nhint: choose another folder, or remove it"),
 ]  # fmt: skip
 
 TAKEN: list[tuple[Words, str]] = [

@@ -81,8 +81,7 @@ def test_the_first_file_that_is_refused_is_named_and_no_other_is_begun() -> None
     with pytest.raises(InputError) as refused:
         read_file_headers(files)
     assert str(refused.value) == (
-        "2: too short for a safetensors file: 3 bytes\n"
-        "hint: the file is damaged or is not a safetensors file; download it again"
+        "2: expected at least 8 bytes, found 3\nhint: the file is damaged or not a safetensors file; download it again"
     )
     assert len(desk.served) < 100
 
