@@ -137,7 +137,7 @@ def test_checkpoint_that_is_there_is_replaced_by_force_only(s3: S3Server) -> Non
     first = write_checkpoint(url)
     s3.client().put_object(Bucket=BUCKET, Key="replaced/stage-001/model.safetensors", Body=b"of the old one")
     assert problem(lambda: open_output(url)) == (
-        f"{url}: exists already\nhint: choose another --out, or replace it with --force"
+        f"{url}: already exists\nhint: choose another --out, or replace it with --force"
     )
     assert s3.objects(BUCKET, "replaced/")["replaced/stage-000/model.safetensors"] == first
     second = write_checkpoint(url, seed=1, force=True)
@@ -276,7 +276,7 @@ def test_store_without_conditional_writes_still_refuses_what_is_there(
     monkeypatch.setenv("AWS_CONDITIONAL_PUT", "disabled")
     url = url_of("unconditional")
     write_checkpoint(url)
-    assert problem(lambda: open_output(url)).startswith(f"{url}: exists already")
+    assert problem(lambda: open_output(url)).startswith(f"{url}: already exists")
     assert LOCK_NAME not in "".join(s3.objects(BUCKET, "unconditional/"))
 
 

@@ -81,7 +81,7 @@ def test_flipped_byte_of_a_header_is_found(out: Path) -> None:
     flip(out / SHARD, 4095)  # padding, a space becomes an exclamation mark
     ((where, problem),) = differences(out)
     assert where == f"OUT/{SHARD}: header"
-    assert problem.startswith("is not JSON: Extra data: ")
+    assert problem.startswith("invalid JSON: Extra data: ")
     (out / SHARD).write_bytes((out / SHARD).read_bytes().replace(b"!", b"\n", 1))
     found = digest((out / SHARD).read_bytes()[:4096])
     assert differences(out) == [(f"OUT/{SHARD}", f"header: expected {expected} (manifest.json), found {found}")]
