@@ -43,18 +43,18 @@ class Family(Protocol):
         ...
 
     def init_buffers(self, module: nn.Module, device: torch.device) -> None:
-        """Compute the buffers that no file holds, such as the rotary cache, on `device`."""
+        """Compute the buffers that are in no file, such as the rotary cache, on `device`."""
         ...
 
     def to_hf(self, name: str) -> str:
-        """Give the Hugging Face FQN of a parameter that `build` made; of several, the first."""
+        """Return the Hugging Face FQN of a parameter that `build` made; the first of several."""
         ...
 
     def pieces(self, name: str, memory: torch.Tensor, offset: tuple[int, ...]) -> tuple[Piece, ...]:
-        """Give the parts of Hugging Face tensors that lie in `memory`.
+        """Return the parts of Hugging Face tensors that are in `memory`.
 
-        `memory` is a box, which begins at `offset`, of the parameter `name`, of a moment of it, or of a buffer
-        that files hold.
+        `memory` is a region, which begins at `offset`, of the parameter `name`, of its optimizer state, or of a
+        buffer that is in files.
         """
         ...
 
@@ -67,10 +67,10 @@ class Family(Protocol):
 
 
 def family_for(config: Mapping[str, object], *, max_seq_len: int, where: str = "config.json") -> Family:
-    """Give the family of a Hugging Face config, for sequences of at most `max_seq_len` tokens.
+    """Return the family of a Hugging Face config, for sequences of at most `max_seq_len` tokens.
 
     Raises:
-        InputError: an architecture that is not known, or a field that the family does not model.
+        InputError: an unknown architecture, or a field that the family does not support.
     """
     architecture = model_shape(config, where).architecture
     check_trainable(architecture, where)

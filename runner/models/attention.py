@@ -70,7 +70,7 @@ def _seen(begin: int, end: int, first: int, window: int | None, device: torch.de
 def _attend_in_blocks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give what each query finds, (B, N, L, H), and the log of the sum of its exponentiated scores, (B, N, L)."""
+    """Return the attention output, (B, N, L, H), and the log-sum-exp of each query's scores, (B, N, L)."""
     found, sums = [], []
     for begin in range(0, q.shape[2], _BLOCK):
         end = min(begin + _BLOCK, q.shape[2])

@@ -15,8 +15,8 @@ __all__ = ["DECODERS", "Decoder"]
 class Decoder:
     """An architecture of transformers.
 
-    `modelled` says what a config may hold where transformers computes something else than it says, or more than
-    a pipeline of single tensors can; a dotted field lies in a section.
+    `modelled` lists the allowed values of fields that transformers ignores, or that need more than one tensor
+    between stages; a dotted field is in a section.
     """
 
     base: str = "model"  # what runs from tokens to the last hidden state
@@ -30,7 +30,7 @@ class Decoder:
     stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # one tensor for all experts: its parts
 
     def check(self, config: ConfigReader, seq_len: int) -> None:
-        """Refuse what would be computed otherwise than the config says.
+        """Refuse fields that would be computed differently from what the config says.
 
         Raises:
             InputError: naming the field.
@@ -41,14 +41,14 @@ class Decoder:
             reader = config.section(section) if section else config
             if reader is not None and (found := reader.config.get(name)) is not None and found not in allowed:
                 raise reader.error(
-                    name, f"{found!r} is not modelled; expected {allowed[0]!r} or nothing", code="config.not-modelled"
+                    name, f"{found!r} is not supported; expected {allowed[0]!r} or nothing", code="config.not-modelled"
                 )
         if self.length is not None and seq_len > (most := self.positions_in(config)):
             problem = f"expected at most {most}, which is {self.length[0]} of the model's config, found {seq_len}"
             raise UsageError("--seq-len", problem, code="options.sequence-length")
 
     def positions_in(self, config: ConfigReader) -> int:
-        """Give how many tokens a sequence of this model can have, if that is limited."""
+        """Return the maximum sequence length of this model, if it has one."""
         assert self.length is not None
         name, default = self.length
         return config.count(name, default)

@@ -52,7 +52,7 @@ class Experts(GroupedExperts):  # type: ignore[misc]
 
 
 def grouped_product(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Give each group of rows its own linear map.
+    """Apply a separate linear map to each group of rows.
 
     Shapes: rows (R, n) of which the first `counts[0]` go through weights[0]; weights (E, m, n); counts (E).
     """
@@ -73,12 +73,12 @@ def _one_by_one(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor)
 
 
 def local(weight: torch.Tensor) -> torch.Tensor:
-    """Give what lies here of a weight, through which gradients flow."""
+    """Return the local part of a weight, differentiably."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def tp_degree(weight: torch.Tensor) -> int:
-    """Give the number of ranks of tensor parallelism that a weight is placed on."""
+    """Return the tensor-parallel degree of a weight."""
     if not isinstance(weight, DTensor) or "tp" not in (weight.device_mesh.mesh_dim_names or ()):
         return 1
     return weight.device_mesh["tp"].size()
@@ -140,7 +140,7 @@ class SigmoidRouter(TokenChoiceTopKRouter):  # type: ignore[misc]
 
 
 class SteeredMoE(MoE):  # type: ignore[misc]
-    """Experts whose choice is steered by a bias that files hold and nothing here changes.
+    """Experts whose routing is adjusted by a bias that is in files and is not trained.
 
     It is float32 whatever the weights are. torchtitan's `load_balance_coeff`, which would train it, stays off.
     """

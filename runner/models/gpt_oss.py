@@ -58,14 +58,14 @@ class _Experts(GptOssGroupedExperts):  # type: ignore[misc]
         hidden = grouped_product(x_RD, local(self.mlp1_weight_EGD), counts) + of_each_token(self.mlp1_bias_EG)
         hidden = swiglu(hidden, alpha=self.alpha, limit=self.swiglu_limit)
         out = grouped_product(hidden, local(self.mlp2_weight_EDF), counts)
-        # Ranks of tensor parallelism add up their outputs.
+        # Tensor-parallel ranks sum their outputs.
         bias = ScaleBiasForward.apply(of_each_token(self.mlp2_bias_ED), tp_degree(self.mlp2_bias_ED), out.dtype)
         summed: torch.Tensor = out + bias
         return summed
 
 
 class GptOss(GptOssFields, TitanFamily):
-    """`GptOssForCausalLM`. Files hold the matrices of experts transposed."""
+    """`GptOssForCausalLM`. The matrices of experts are transposed in files."""
 
     model = GptOssModel
     names: ClassVar[Mapping[str, str]] = {

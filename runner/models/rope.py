@@ -26,7 +26,7 @@ class RotaryEmbedding(CosSinRoPE):  # type: ignore[misc]
         yarn: Yarn | None = None
 
     def _precompute_cache(self) -> torch.Tensor:
-        """Give cosines and sines of every position: (max_seq_len, 2 x dim), float32."""
+        """Return cosines and sines of every position: (max_seq_len, 2 x dim), float32."""
         config, factor = self.config, 1.0
         powers = config.theta ** (torch.arange(0, config.dim, 2).float() / config.dim)
         inv_freq = 1.0 / powers
@@ -40,7 +40,7 @@ class RotaryEmbedding(CosSinRoPE):  # type: ignore[misc]
 
 
 class InterleavedRotaryEmbedding(RotaryEmbedding):
-    """The same for queries and keys whose pairs lie beside each other; they come out with the halves apart."""
+    """The same for queries and keys with interleaved pairs; the result has the two halves separated."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RotaryEmbedding.Config):

@@ -57,7 +57,7 @@ def read_rope(config: Mapping[str, object], *, head_dim: int, where: str, theta:
     """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
 
     Raises:
-        InputError: a kind of RoPE, or a field of it, that is not modelled.
+        InputError: an unsupported kind of RoPE, or field of it.
     """
     if head_dim % 2:
         raise _refused(f"{where}: head_dim", f"expected an even width for RoPE, found {head_dim}")
@@ -68,16 +68,16 @@ def read_rope(config: Mapping[str, object], *, head_dim: int, where: str, theta:
     outer, inner = f"{where}: ", f"{where}: {field}."
     for table, prefix in ((config, outer), (found, inner)):
         if table.get("partial_rotary_factor") not in (None, 1, 1.0):
-            raise _refused(f"{prefix}partial_rotary_factor", "is not modelled; expected 1.0 or nothing")
+            raise _refused(f"{prefix}partial_rotary_factor", "is not supported; expected 1.0 or nothing")
     if kinds := sorted(name for name, value in found.items() if isinstance(value, Mapping)):
-        raise _refused(f"{inner}{kinds[0]}", "is not modelled", "all layers have one RoPE")
+        raise _refused(f"{inner}{kinds[0]}", "is not supported", "all layers have one RoPE")
     theta_at = (found, inner) if found.get("rope_theta") is not None else (config, outer)
     theta = positive_number(theta_at[0], "rope_theta", theta_at[1], theta)
     name = found.get("rope_type", found.get("type", "default"))
     if name == "default":
         return Rope(dim=head_dim, theta=theta)
     if name not in ("llama3", "yarn"):
-        raise _refused(f"{inner}rope_type", f"{name!r} is not modelled", "known: default, llama3, yarn")
+        raise _refused(f"{inner}rope_type", f"{name!r} is not supported", "known: default, llama3, yarn")
     context = "original_max_position_embeddings"
     context_at = (config, outer) if config.get(context) is not None else (found, inner)
     original = positive_number(context_at[0], context, context_at[1])
@@ -116,7 +116,7 @@ def _mscale(factor: float, mscale: float) -> float:
 
 
 def positive_number(table: Mapping[str, object], name: str, prefix: str, default: float | None = None) -> float:
-    """Give a number above zero; null or absent means `default`. Errors say `prefix` and the name."""
+    """Return a number above zero; null or absent means `default`. Errors say `prefix` and the name."""
     found = table.get(name)
     if found is None and default is not None:
         return default

@@ -12,10 +12,10 @@ _KINDS = ("full_attention", "sliding_attention")
 
 
 def windows_of(read: ConfigReader, window: int | None, usual: Sequence[bool]) -> tuple[int | None, ...]:
-    """Give each layer's window: where `layer_types` says so, and as usual where the config does not have it.
+    """Return each layer's window: as in `layer_types`, or the usual ones where the config lacks it.
 
     Raises:
-        InputError: a kind of layer that is not known, one too many or too few, or windows without a width.
+        InputError: an unknown kind of layer, a wrong number of layers, or windows without a width.
     """
     kinds = read.names("layer_types") or tuple(_KINDS[is_sliding] for is_sliding in usual)
     if len(kinds) != len(usual):
@@ -24,7 +24,7 @@ def windows_of(read: ConfigReader, window: int | None, usual: Sequence[bool]) ->
         )
     if unknown := sorted(set(kinds).difference(_KINDS)):
         raise read.error(
-            "layer_types", f"{unknown[0]!r} is not modelled", f"known: {', '.join(_KINDS)}", code="config.not-modelled"
+            "layer_types", f"{unknown[0]!r} is not supported", f"known: {', '.join(_KINDS)}", code="config.not-modelled"
         )
     if window is None and _KINDS[1] in kinds:
         raise read.error(

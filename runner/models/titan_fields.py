@@ -40,7 +40,7 @@ class TitanFields(ABC):
         self.read = read = ConfigReader(plain, where)
         for field, allowed in {**_MODELLED, **self.modelled}.items():
             if (found := config.get(field)) is not None and found not in allowed:
-                problem = f"{found!r} is not modelled; expected {allowed[0]!r} or nothing"
+                problem = f"{found!r} is not supported; expected {allowed[0]!r} or nothing"
                 raise read.error(field, problem, code="config.not-modelled")
         shape = model_shape(plain, where)
         self.architecture, self.shapes, self._extra = shape.architecture, shape.tensors, shape.optional

@@ -22,7 +22,7 @@ from runner.tensors.local_shard import Piece
 
 __all__ = ["ATTENTION", "MLP", "NORMS", "NO_INIT", "TitanFamily"]
 
-# torchtitan wants an initialiser for every leaf; weights always come from a bundle.
+# torchtitan requires an initializer for every leaf; weights always come from a bundle.
 NO_INIT = {"weight": nn.init.zeros_, "bias": nn.init.zeros_}
 
 # Names within a layer: torchtitan's, and those in files.
@@ -59,7 +59,7 @@ class TitanFamily(TitanFields):
 
     @abstractmethod
     def block(self, layer: int) -> TransformerBlock.Config:
-        """Give the config of a layer, by its number in the whole model."""
+        """Return the config of a layer, by its number in the whole model."""
 
     def build(self, modules: tuple[str, ...]) -> nn.Module:
         """Build these modules, and no others, on the meta device, layers numbered as in the whole model.

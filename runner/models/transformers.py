@@ -1,10 +1,10 @@
 """Decoders that torchtitan lacks, on transformers' own model classes, cut by FQN.
 
 # Note [A stage of a transformers model]
-A stage runs the model's own forward. What it does not hold is replaced by what leaves the hidden state alone: a layer
-by a module that hands it on, a final norm by the identity, a table of positions by zeros. Stages after the embedding's
-get the hidden state in the place of embedded tokens. So masks, windows, ALiBi and rotary tables are computed on each
-stage, by transformers, from the length of the sequence, and one tensor crosses between stages.
+A stage runs the model's own forward. Modules of other stages are replaced by ones that do not change the hidden
+state: a layer by a module that returns it, a final norm by the identity, a table of positions by zeros. Stages after
+the embedding's get the hidden state in the place of embedded tokens. So masks, windows, ALiBi and rotary tables are
+computed on each stage, by transformers, from the length of the sequence, and one tensor crosses between stages.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CONFIG: Mapping[str, object] = {
     "tie_word_embeddings": False,
     "use_cache": False,
 }
-# What sizes of experts have to be a multiple of, or torch's product of all of them at once refuses them in 16 bits.
+# Sizes of experts must be multiples of this for torch's grouped product in 16 bits.
 _ALIGNMENT = 8
 
 
@@ -191,7 +191,7 @@ class Transformers:
                 )
 
     def _fqn_of(self, name: str) -> str:
-        """Give a parameter's name in files, all experts of a layer in one."""
+        """Return a parameter's name in files, all experts of a layer in one."""
         in_memory, in_files = self._decoder.renamed
         return name.removeprefix(_PREFIX).replace(in_memory, in_files)
 

@@ -76,25 +76,25 @@ def test_rotary_cache_holds_the_training_length_in_float32() -> None:
     [
         (
             {"attention_bias": True},
-            "config.json: attention_bias: True is not modelled; expected False or nothing",
+            "config.json: attention_bias: True is not supported; expected False or nothing",
         ),
-        ({"mlp_bias": True}, "config.json: mlp_bias: True is not modelled; expected False or nothing"),
+        ({"mlp_bias": True}, "config.json: mlp_bias: True is not supported; expected False or nothing"),
         (
             {"hidden_act": "gelu"},
-            "config.json: hidden_act: 'gelu' is not modelled; expected 'silu' or nothing",
+            "config.json: hidden_act: 'gelu' is not supported; expected 'silu' or nothing",
         ),
-        ({"pretraining_tp": 2}, "config.json: pretraining_tp: 2 is not modelled; expected 1 or nothing"),
+        ({"pretraining_tp": 2}, "config.json: pretraining_tp: 2 is not supported; expected 1 or nothing"),
         (
             {"attention_dropout": 0.1},
-            "config.json: attention_dropout: 0.1 is not modelled; expected 0.0 or nothing",
+            "config.json: attention_dropout: 0.1 is not supported; expected 0.0 or nothing",
         ),
         (
             {"rope_scaling": {"type": "linear", "factor": 2.0}},
-            "config.json: rope_scaling.rope_type: 'linear' is not modelled\nhint: known: default, llama3, yarn",
+            "config.json: rope_scaling.rope_type: 'linear' is not supported\nhint: known: default, llama3, yarn",
         ),
         (
             {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}},
-            "config.json: rope_parameters.rope_type: 'longrope' is not modelled\nhint: known: default, llama3, yarn",
+            "config.json: rope_parameters.rope_type: 'longrope' is not supported\nhint: known: default, llama3, yarn",
         ),
         (
             {"rope_parameters": {"rope_type": "llama3", "factor": -8, "original_max_position_embeddings": 8}},
@@ -106,12 +106,12 @@ def test_rotary_cache_holds_the_training_length_in_float32() -> None:
         ),
         (
             {"rope_parameters": {"sliding_attention": {"rope_theta": 7.0}, "full_attention": {"rope_theta": 9.0}}},
-            "config.json: rope_parameters.full_attention: is not modelled\nhint: all layers have one RoPE",
+            "config.json: rope_parameters.full_attention: is not supported\nhint: all layers have one RoPE",
         ),
         ({"rope_scaling": "llama3"}, "config.json: rope_scaling: expected an object, found a string"),
         (
             {"partial_rotary_factor": 0.5},
-            "config.json: partial_rotary_factor: is not modelled; expected 1.0 or nothing",
+            "config.json: partial_rotary_factor: is not supported; expected 1.0 or nothing",
         ),
         ({"rope_theta": True}, "config.json: rope_theta: expected a number above 0, found True"),
         ({"rms_norm_eps": 0}, "config.json: rms_norm_eps: expected a number above 0, found 0"),
