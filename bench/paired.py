@@ -5,7 +5,7 @@
 
 Both commits run with this Python and these packages, each command in a process of its own. Each turn begins with
 another contender. A load is what `bench/load.py` times: one stage of four, read, verified and copied, imports not
-timed. Ratios are medians of ratios within a turn; processor time is told too, which other work affects less.
+timed. Ratios are medians of ratios within a turn; CPU time is reported too, which other work affects less.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def read_config(file: InputFile, digest: str | None = None) -> dict[str, Any]:
     """Read a config, of a model or a tokenizer, and check its digest when one is given.
 
     Raises:
-        InputError: it cannot be read, is longer than any config, is not what the digest says, or is no object.
+        InputError: it cannot be read, is longer than any config, does not match the digest, or is not an object.
     """
     return parse_config(read_whole(file, digest, most_nbytes=MAX_CONFIG_NBYTES), str(file))
 
