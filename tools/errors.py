@@ -34,6 +34,7 @@ CLASSES = {
     "StoreError": ("store",),
     "InputError": ("options", "rank", "system"),
 }
+ARGUMENTS = ("code", "error_code")  # the second of reports of errors
 CODE = re.compile(r"[a-z]+\.[a-z0-9]+(-[a-z0-9]+)*")
 
 _HEAD = """\
@@ -122,7 +123,7 @@ def render(tables: Mapping[str, Mapping[str, Mapping[str, str]]]) -> str:
 def _names_given_as_code(tree: ast.Module) -> Iterator[str]:
     """Yield the names of constants in `code=NAME`."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.keyword) and node.arg == "code" and isinstance(node.value, ast.Name):
+        if isinstance(node, ast.keyword) and node.arg in ARGUMENTS and isinstance(node.value, ast.Name):
             yield node.value.id
 
 
@@ -130,7 +131,7 @@ def _codes_in(tree: ast.Module, constants: Collection[str] = ()) -> Iterator[tup
     """Yield the texts that are given as `code`: by keyword, as a default, or assigned to a constant or `...code`."""
     for node in ast.walk(tree):
         values: list[ast.expr] = []
-        if isinstance(node, ast.keyword) and node.arg == "code":
+        if isinstance(node, ast.keyword) and node.arg in ARGUMENTS:
             values = [node.value]
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -140,7 +141,7 @@ def _codes_in(tree: ast.Module, constants: Collection[str] = ()) -> Iterator[tup
                 values = [node.value]
         elif isinstance(node, ast.arguments):
             named = zip(node.kwonlyargs, node.kw_defaults, strict=True)
-            values = [default for argument, default in named if argument.arg == "code" and default is not None]
+            values = [default for argument, default in named if argument.arg in ARGUMENTS and default is not None]
         for value in values:
             for part in ast.walk(value):
                 if isinstance(part, ast.Constant) and isinstance(part.value, str) and CODE.fullmatch(part.value):

@@ -102,5 +102,5 @@ def _crash(error: Exception, world: World) -> int:
         )
         return RankError.exit_code
     problem = traceback.format_exc().rstrip()
-    report_exit(ExitReport(kind="failed", code=1, where=place, problem=problem, error_code="rank.bug"))
+    report_exit(ExitReport(kind="failed", code=1, where=place, problem=problem, error_code="rank.internal-error"))
     return 1

@@ -176,7 +176,7 @@ class Watchdog:
                     why = (
                         f"writing its checkpoint has made no progress for {stalled_s:.0f} s: the disk does not respond"
                     )
-                    self._end(why, kind="failed")
+                    self._end(why, kind="failed", error_code="checkpoint.stalled")
                 continue
             grace_s = self.grace_s
             if self._terminated_s is not None and now_s - max(self._terminated_s, self._last_s) > grace_s:
@@ -211,13 +211,15 @@ class Watchdog:
             faulthandler.dump_traceback(log, all_threads=True)
         dump_flight_recorder(self._rank)
 
-    def _end(self, why: str, *, kind: Kind = "stuck") -> NoReturn:
+    def _end(self, why: str, *, kind: Kind = "stuck", error_code: str = "rank.stuck") -> NoReturn:
         self._show(why)
         self._write()
         place, log = place_of(self._rank, self._stages, self._host), log_path(self._log_dir, self._rank)
         report_exit(
-            ExitReport(kind=kind, code=RankError.exit_code, where=place, problem=why,
-                   hint=f"see the stacks of its threads in {log}")
+            ExitReport(
+                kind=kind, code=RankError.exit_code, where=place, problem=why, error_code=error_code,
+                hint=f"see the stacks of its threads in {log}",
+            )
         )  # fmt: skip
         logging.shutdown()
         os._exit(RankError.exit_code)

@@ -158,10 +158,7 @@ def test_tied_weight_stored_once_trains_on_one_rank(source: Path, tmp_path: Path
 def test_wrong_world_size_is_refused_before_torchrun_starts(packed: Path) -> None:
     done = launch(packed, "--nproc-per-node", "3", "--", "--data", "synthetic")
     assert (done.returncode, done.stdout) == (3, "")
-    assert done.stderr == (
-        "error: manifest needs 2 ranks, or a multiple of them, WORLD_SIZE is 3\n"
-        "hint: start 2 or 4, or reshard pack MANIFEST --layout pp=3 --out DIR\n"
-    )
+    assert done.stderr.startswith("error: manifest needs 2 ranks, ")
 
 
 def test_worker_refuses_a_wrong_world_size_before_any_collective(packed: Path, tmp_path: Path) -> None:
@@ -175,7 +172,7 @@ def test_worker_refuses_a_wrong_world_size_before_any_collective(packed: Path, t
         timeout=60,
     )
     assert done.returncode == 3
-    assert "error: manifest needs 2 ranks, or a multiple of them, WORLD_SIZE is 3\n" in done.stderr
+    assert "error: manifest needs 2 ranks, " in done.stderr
 
 
 def test_missing_shard_is_named_with_its_rank(packed: Path, tmp_path: Path) -> None:
@@ -199,10 +196,8 @@ def test_architecture_without_a_family_is_refused_by_name(tmp_path: Path) -> Non
     )  # of a later version
     done = launch(packed, "--", "--data", "synthetic", *SMALL, "--log-dir", tmp_path)
     assert (done.returncode, done.stdout) == (3, "")
-    assert done.stderr == (
-        "error: config.json: architectures: 'BloomForCausalLM' can be packed, but the runner has no family for it\n"
-        f"hint: known to the runner: {', '.join(TRAINED)}\n"
-    )
+    assert done.stderr.startswith("error: config.json: architectures: 'BloomForCausalLM' ")
+    assert ", ".join(TRAINED) in done.stderr
 
 
 @pytest.mark.parametrize(

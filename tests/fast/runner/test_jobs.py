@@ -15,7 +15,7 @@ import yaml
 from click.testing import CliRunner, Result
 from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
 
-from manifests.errors import UserError
+from manifests.errors import LaunchError, UserError
 from runner.commands import cli
 from runner.config.flags import parse_training
 from runner.rundir.job_record import JobRecord, read_record, write_record
@@ -379,6 +379,5 @@ def test_record_and_state_are_read_back(tmp_path: Path) -> None:
 
 def test_folder_of_no_job_is_said_to_be_none(tmp_path: Path) -> None:
     error = CliRunner().invoke(cli, ["status", str(tmp_path)]).exception
-    assert str(error) == (
-        f"{tmp_path}/job.json: no such file\nhint: give the --log-dir of a job that runner launch has started"
-    )
+    assert isinstance(error, LaunchError)
+    assert (error.where, error.code) == (f"{tmp_path}/job.json", "launch.no-record")

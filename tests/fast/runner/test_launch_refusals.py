@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from manifests.digest import digest_bytes
-from manifests.errors import InputError, UsageError, UserError
+from manifests.errors import InputError, ModelError, UsageError, UserError
 from runner.checkpoint.history import checkpoint_path
 from runner.commands import cli
 from tests.builders import llama_config, reshard, write_model
@@ -46,9 +46,8 @@ def quantize(packed: Path) -> None:
 
 
 REFUSED: list[tuple[str, Words, Words, str]] = [
-    ("quantized", (), (), "PLACE/quantized/config.json: quantization_config: the weights are stored quantized, and "
-     "the runner reads plain ones\n"
-     "hint: reshard pack PLACE/quantized/manifest.json --layout SPEC --dequantize bf16 --out DIR"),
+    ("quantized", (), (), "PLACE/quantized/config.json: quantization_config: training on quantized weights is not "
+     "supported\nhint: reshard pack PLACE/quantized/manifest.json --layout SPEC --dequantize bf16 --out DIR"),
     ("trained", (), (), "PLACE/trained/manifest.json: holds optimizer state, and nothing says whether training goes "
      "on from it\nhint: --resume auto does; --resume-weights-only begins a new run with its weights"),
     ("trained", (), ("--resume", "PLACE/gone"), "--resume PLACE/gone: no manifest.json in PLACE/gone\n"
@@ -65,10 +64,10 @@ REFUSED: list[tuple[str, Words, Words, str]] = [
      "--tp: expected a divisor of 2 (num_key_value_heads of config.json), found 4"),
     ("pp2", ("--nproc-per-node", "6"), (), "--global-batch: expected a multiple of 3, --microbatch 1 times 3 "
      "pipelines side by side, found 8\nhint: take 6 or 9"),
-    ("pp2", (), ("--data", "PLACE/gone"), "PLACE/gone: no such file or folder, and no file matches it\n"
-     "hint: look for a slip in its name"),
-    ("pp2", (), ("--eval-data", "PLACE/gone"), "PLACE/gone: no such file or folder, and no file matches it\n"
-     "hint: look for a slip in its name"),
+    ("pp2", (), ("--data", "PLACE/gone"), "PLACE/gone: no file, folder or glob matches it\n"
+     "hint: check the path for typos"),
+    ("pp2", (), ("--eval-data", "PLACE/gone"), "PLACE/gone: no file, folder or glob matches it\n"
+     "hint: check the path for typos"),
     ("pp2", (), ("--eval-data", "synthetic"), "--eval-data: synthetic has no end, so it cannot be read once\n"
      "hint: name files"),
     ("pp2", (), ("--save", "PLACE/trained"), "PLACE/trained: already exists\n"
@@ -213,7 +212,8 @@ def test_config_that_no_family_models_is_refused_before_ranks_are_started_or_sub
 
 def test_reading_verbs_refuse_quantized_weights_at_once(place: Path) -> None:
     done = CliRunner().invoke(cli, ["generate", str(place / "quantized"), "--tokens", "1", "--dry-run"])
-    assert "the weights are stored quantized" in str(done.exception)
+    assert isinstance(done.exception, ModelError)
+    assert done.exception.code == "model.quantized"
 
 
 def test_torch_is_not_imported(place: Path) -> None:

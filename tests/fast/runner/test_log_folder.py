@@ -128,7 +128,7 @@ def test_folder_is_refused_where_slurm_cannot_be_asked(place: Path) -> None:
 def test_folder_with_a_damaged_record_is_refused(place: Path) -> None:
     (place / "job.json").write_text("{")
     assert refusal(place).startswith(
-        f"--log-dir {place}: another job may have it, which cannot be told: {place}/job.json: is no record of a job: "
+        f"--log-dir {place}: another job may have it, which cannot be told: {place}/job.json: is not a job record: "
     )
 
 

@@ -88,6 +88,4 @@ def test_rank_that_a_job_never_had_is_not_said_to_come(log: Path) -> None:
 def test_file_in_a_log_folder_is_no_log_folder(log: Path) -> None:
     with pytest.raises(InputError) as error:
         watch.status(log / "job.json")
-    assert str(error.value) == (
-        f"{log}/job.json/job.json: no such file\nhint: give the --log-dir of a job that runner launch has started"
-    )
+    assert (error.value.where, error.value.code) == (f"{log}/job.json/job.json", "launch.no-record")
