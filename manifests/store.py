@@ -30,6 +30,7 @@ __all__ = [
     "read_config",
     "read_manifest",
     "read_small_file",
+    "replace_file",
     "sync_folder",
     "write_file",
     "write_manifest",
@@ -209,6 +210,23 @@ def write_file(path: Path, data: bytes | Iterable[bytes | memoryview]) -> None:
             partial.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def replace_file(path: Path, data: bytes | Iterable[bytes | memoryview]) -> None:
+    """Write a file whole or not at all, as far as readers can see; unlike `write_file`, it may be lost with the power.
+
+    Raises:
+        OSError: it cannot be written; the old one is unchanged, and nothing else is left.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with open(partial, "wb") as file:
+            file.writelines((data,) if isinstance(data, bytes) else data)
+        os.replace(partial, path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
 
 
 def sync_folder(folder: Path) -> None:

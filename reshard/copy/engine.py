@@ -1,14 +1,12 @@
 """The executor of plans: it copies byte ranges from files to files, hashing them on the way.
 
-Memory: `NUM_THREADS` blocks of `BLOCK_NBYTES`, and a few hundred bytes per tensor of the plan.
+Memory: two blocks of `BLOCK_NBYTES`, one per thread, and a few hundred bytes per tensor of the plan.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,10 +18,10 @@ from reshard.copy.journal import Journal
 from reshard.plans.pack_plan import OutputShard
 from reshard.tensors.checkpoint import TensorAt, check_digest
 from stores.base import InputFile, Range, Reader, merge_ranges
+from stores.both_ends import from_both_ends
 from stores.local import LocalFile
 
 __all__ = [
-    "NUM_THREADS",
     "ByteCounter",
     "Output",
     "WriteOptions",
@@ -34,7 +32,6 @@ __all__ = [
     "write_tensors",
 ]
 
-NUM_THREADS = 2  # one from each end of the plan, see `_execute`
 _MAX_OPEN = 128  # output files open at a time
 _RUN_NBYTES = 64 << 20  # of a run, which is one thread's unit of work: whole tensors
 
@@ -161,30 +158,14 @@ def _execute(pieces: Sequence[_Piece], progress: ByteCounter, journal: Journal |
     """Copy and hash every piece; return the hex digests in the same order. The first failure stops all.
 
     What an interrupted run has written, by the journal, is read and hashed, and written again only if it differs.
-
-    One thread takes runs from the front, the other from the back, so that they only write the same file at the end:
-    two threads that write one file block each other.
     """
-    runs = deque(enumerate(_runs(pieces)))
     digests: dict[int, list[str]] = {}
-    stop = threading.Event()
 
-    def work(take: Callable[[], tuple[int, list[_Piece]]]) -> None:
-        while not stop.is_set():
-            try:
-                number, run = take()
-            except IndexError:  # all taken
-                return
-            digests[number] = _copy_or_reuse(run, progress, stop, journal)
+    def copy(numbered: tuple[int, list[_Piece]], stop: threading.Event) -> None:
+        number, run = numbered
+        digests[number] = _copy_or_reuse(run, progress, stop, journal)
 
-    with ThreadPoolExecutor(NUM_THREADS) as pool:
-        try:
-            jobs = [pool.submit(work, take) for take in (runs.popleft, runs.pop)]
-            done, _ = wait(jobs, return_when=FIRST_EXCEPTION)
-            for job in done:
-                job.result()
-        finally:
-            stop.set()
+    from_both_ends(enumerate(_runs(pieces)), copy)
     return [digest for number in sorted(digests) for digest in digests[number]]
 
 

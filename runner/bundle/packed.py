@@ -66,15 +66,15 @@ class Packed:
         return tuple(stage.modules for stage in self.manifest.stages)
 
 
-def open_packed(folder: Path) -> Packed:
-    """Read a manifest and its config, and verify the auxiliary files.
+def open_packed(folder: Path, manifest: Manifest | None = None) -> Packed:
+    """Read a manifest, unless it is given, and its config, and verify the auxiliary files.
 
     Raises:
         ManifestError: the manifest is invalid or a file is missing.
         ModelError: the weights are quantized, or the stages are not the config's model.
         InputError: a file cannot be read, or its digest does not match.
     """
-    manifest, path = read_manifest(folder), folder / "config.json"
+    manifest, path = manifest or read_manifest(folder), folder / "config.json"
     digest = _digest_of(path.name, manifest)
     if digest is None:
         raise ManifestError(

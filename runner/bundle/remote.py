@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 from manifests.errors import UsageError, refused_by_system
 from manifests.invariants import MANIFEST_NAME
-from manifests.store import locate_manifest, read_manifest
+from manifests.store import locate_manifest, read_manifest, replace_file
 from runner.bundle.packed import Packed, open_packed
 from runner.config.architectures import check_trainable
 from stores.address import is_url
@@ -33,8 +32,11 @@ def fetch(file: ManifestFile, folder: Path) -> Packed:
     check_trainable(manifest.model.architecture)
     try:
         for auxiliary in manifest.files:
-            _put(folder / auxiliary.path, Blocks(file.folder.file(auxiliary.path), auxiliary.digest))
-        _put(folder / MANIFEST_NAME, (read_whole(file.folder.file(file.name)),))
+            path = folder / auxiliary.path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, Blocks(file.folder.file(auxiliary.path), auxiliary.digest))
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(folder / MANIFEST_NAME, read_whole(file.folder.file(file.name)))
     except OSError as error:
         raise refused_by_system(
             str(error.filename or folder), error, "cannot be written", code="output.unwritable"
@@ -52,8 +54,9 @@ def opened(manifest: str, *, is_staged: bool) -> Iterator[tuple[str, Packed]]:
     """
     if not is_url(manifest):
         path = locate_manifest(Path(manifest))
-        check_trainable(read_manifest(path).model.architecture)
-        yield str(path), open_packed(path.parent)
+        found = read_manifest(path)
+        check_trainable(found.model.architecture)
+        yield str(path), open_packed(path.parent, found)
         return
     if not is_staged:
         raise UsageError(
@@ -71,14 +74,3 @@ def opened(manifest: str, *, is_staged: bool) -> Iterator[tuple[str, Packed]]:
 def name_of(location: str) -> str:
     """Return the last part of a path or address."""
     return location.rstrip("/").rpartition("/")[2]
-
-
-def _put(path: Path, blocks: Iterable[bytes | memoryview]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with open(partial, "wb") as file:
-            file.writelines(blocks)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -220,7 +220,7 @@ def _launch(
     path = find_manifest(read.manifest)
     manifest = read_manifest(path)
     check_trainable(manifest.model.architecture)
-    check_model(open_packed(path.parent))
+    check_model(open_packed(path.parent, manifest))
     check_stdout()
     if not dry_run:
         find_files(texts)

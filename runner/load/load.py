@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -21,6 +20,7 @@ from runner.tensors.local_shard import Piece
 from runner.tensors.pinned import PinnedBlocks
 from runner.tensors.regions import intersect, ranges_of
 from stores.base import InputFile, Range, Reader, merge_ranges
+from stores.both_ends import from_both_ends
 from stores.bundles import Bundles, TensorAt, join_slices
 
 __all__ = ["LoadReport", "Read", "count_unverified", "load_tensors", "plan_reads", "read_all", "read_tensors"]
@@ -153,24 +153,8 @@ def read_all(reads: Sequence[Read]) -> list[PartRead]:
         InputError: a file cannot be read.
     """
     in_order = sorted(reads, key=lambda read: (str(read.at.file), read.ranges[0]))
-    queue, stop, parts = deque(_runs(in_order)), threading.Event(), list[PartRead]()
-
-    def work(take: Callable[[], list[Read]]) -> None:
-        while not stop.is_set():
-            try:
-                run = take()
-            except IndexError:  # none left
-                return
-            parts.extend(_fill_run(run, stop))
-
-    with ThreadPoolExecutor(2) as pool:
-        workers = [pool.submit(work, take) for take in (queue.popleft, queue.pop)]
-        try:
-            done, _ = wait(workers, return_when=FIRST_EXCEPTION)
-            for worker in done:
-                worker.result()
-        finally:
-            stop.set()
+    parts: list[PartRead] = []
+    from_both_ends(_runs(in_order), lambda run, stop: parts.extend(_fill_run(run, stop)))
     return parts
 
 

@@ -9,10 +9,8 @@ memory are verified, whichever disk, cache or network they came through (docs/ad
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -23,6 +21,7 @@ from manifests.errors import ShardError
 from manifests.slices import Slice
 from runner.load.fill import TORCH_DTYPES
 from runner.tensors.regions import BLOCK_NBYTES, ranges_of
+from stores.both_ends import from_both_ends
 from stores.bundles import TensorAt
 
 __all__ = ["PartRead", "ToVerify", "share_parts", "verify_parts"]
@@ -80,24 +79,7 @@ def verify_parts(tensors: Sequence[ToVerify]) -> int:
     Raises:
         ShardError: a tensor does not match its digest, or a rank read other bytes of it.
     """
-    stop, lock, queue = threading.Event(), threading.Lock(), iter(tensors)
-
-    def work() -> None:
-        while not stop.is_set():
-            with lock:
-                found = next(queue, None)
-            if found is None:
-                return
-            _verify(found)
-
-    with ThreadPoolExecutor(2, thread_name_prefix="verify") as pool:
-        workers = [pool.submit(work) for _ in range(2)]
-        try:
-            done, _ = wait(workers, return_when=FIRST_EXCEPTION)
-            for worker in done:
-                worker.result()
-        finally:
-            stop.set()
+    from_both_ends(tensors, lambda tensor, _: _verify(tensor))
     return sum(tensor.at.nbytes for tensor in tensors)
 
 

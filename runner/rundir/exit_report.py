@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from manifests.errors import RankError, UnreachableError, UserError, error_json
+from manifests.store import replace_file
 
 __all__ = ["AGENT", "REPORTS", "ExitReport", "Kind", "code_of", "read_report", "read_reports", "report_exit"]
 
@@ -92,21 +93,15 @@ def _leave(report: ExitReport) -> bool:
         return False
     # torchrun itself reads `message`.
     extra = {"py_callstack": str(report.error), "timestamp": str(int(time.time()))}
-    left = json.dumps({"message": {"message": str(report.error), "extraInfo": extra}, _KEY: asdict(report)})
+    message = {"message": str(report.error), "extraInfo": extra}
+    left = json.dumps({"message": message, _KEY: asdict(report)}).encode()
     try:
         if folder := os.environ.get(REPORTS):
-            _write(Path(folder) / f"{os.getpid()}.json", left)
-        _write(Path(path), left)
+            replace_file(Path(folder) / f"{os.getpid()}.json", left)
+        replace_file(Path(path), left)  # torchrun may kill this process at any moment
     except OSError:  # with a full disk, the message must still be printed
         return False
     return True
-
-
-def _write(path: Path, text: str) -> None:
-    # torchrun may kill this process at any moment: a reader finds a whole file or none.
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text)
-    partial.replace(path)
 
 
 def _mute_terminal() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from manifests.store import replace_file
 
 __all__ = ["ALIVE_S", "SKEWED_S", "Beat", "clear_beats", "heartbeat_path", "log_path", "read_beats", "write_beat"]
 
@@ -44,9 +45,7 @@ def write_beat(path: Path, beat: Beat) -> None:
     Raises:
         OSError: the disk is full, or the folder is gone.
     """
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    partial.write_text(json.dumps(asdict(beat)) + "\n")
-    partial.replace(path)
+    replace_file(path, (json.dumps(asdict(beat)) + "\n").encode())
 
 
 def read_beats(log_dir: Path, *, since: float = 0.0) -> tuple[Beat, ...]:

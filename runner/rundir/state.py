@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
+
+from manifests.store import replace_file
 
 __all__ = ["STATE_NAME", "Ended", "RunState", "clear_state", "read_state", "write_state"]
 
@@ -33,9 +34,7 @@ class RunState:
 
 
 def write_state(log_dir: Path, state: RunState) -> None:
-    partial = log_dir / f".{STATE_NAME}.{os.getpid()}.partial"
-    partial.write_text(json.dumps({"version": 1, **asdict(state)}) + "\n")
-    partial.replace(log_dir / STATE_NAME)
+    replace_file(log_dir / STATE_NAME, (json.dumps({"version": 1, **asdict(state)}) + "\n").encode())
 
 
 def clear_state(log_dir: Path) -> None:
