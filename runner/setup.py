@@ -37,6 +37,7 @@ from runner.pipeline.schedule import build_schedule
 from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import choose_timetable
 from runner.profiling.clock import Clock
+from runner.tensors.dtypes import FLAG_DTYPES
 from runner.training.compute import apply_compute_options
 from runner.training.gradient_norm import StepTotals
 from runner.training.mixed_precision import keep_masters, kept, round_masters
@@ -48,7 +49,6 @@ from runner.training.ties import build_ties, check_equal, check_loaded, lead_par
 __all__ = ["Ready", "begin"]
 
 logger = logging.getLogger("runner")
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,13 +227,13 @@ def _build(
     """Build this rank's stages, and no others, and allocate their memory."""
     chunks = build_chunks(family, launched.stage_modules, launched.manifest.placement.stages_on(mesh.pipeline_rank))
     is_fsdp, compute = is_sharded(mesh, options.compute), options.compute
-    dtype = _DTYPES[compute.master_dtype if is_fsdp else compute.dtype]
+    dtype = FLAG_DTYPES[compute.master_dtype if is_fsdp else compute.dtype]
     for chunk in chunks:
         chunk.to(dtype)
         parallelize(chunk, mesh, compute)
         materialize(chunk, device=device, dtype=dtype)
     if compute.has_masters and not is_fsdp:
-        keep_masters(chunks, _DTYPES[compute.master_dtype])
+        keep_masters(chunks, FLAG_DTYPES[compute.master_dtype])
     return chunks
 
 
@@ -247,12 +247,12 @@ def _build_engine(
         timetable = choose_timetable(options.schedule, launched.manifest, batch.num_microbatches)
         check_combination(combine(launched.manifest, options, timetable, mesh.degrees))
     timetable = from_rank_0(timetable)  # a schedule file of that name may differ on another machine
-    metadata = plan_stage_metadata(chunks[0].family, launched.stage_modules, _DTYPES[options.dtype])
+    metadata = plan_stage_metadata(chunks[0].family, launched.stage_modules, FLAG_DTYPES[options.dtype])
     ties = build_ties(launched.manifest.ties, chunks, placement, timedelta(seconds=options.timeout_s), mesh.pipelines)
     parameters = lead_parameters(chunks, ties)
     with together("compute"):
         apply_compute_options(chunks, placement.num_stages, options.compute)
-    parallel = Parallel(mesh=mesh, chunks=chunks, reduce_dtype=_DTYPES[options.compute.reduce_dtype])
+    parallel = Parallel(mesh=mesh, chunks=chunks, reduce_dtype=FLAG_DTYPES[options.compute.reduce_dtype])
     parallel.reshard()
     clock = Clock(timetable.planned(batch.num_microbatches), mesh.pipeline_rank)
     return Engine(

@@ -27,14 +27,15 @@ from runner.checkpoint.skipped import SKIPPED_NAME, encode_skipped, with_skipped
 from runner.checkpoint.state import Held
 from runner.distributed.rounds import in_rounds
 from runner.distributed.watchdog import StallTimer
-from runner.load.fill import TORCH_DTYPES, bytes_of
+from runner.load.fill import bytes_of
+from runner.tensors.dtypes import STORED_DTYPES
 from runner.tensors.local_shard import Piece
 from stores.base import Blocks
 from stores.local import LocalFile
 
 __all__ = ["Job", "save", "write_shard"]
 
-_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 _SYNC_NBYTES = 1 << 30  # fsync after so many bytes, so that the last fsync takes no longer than the others
 _PART_NBYTES = 64 << 20  # written at a time: a tensor may have many GiB, and a disk may be slow
 

@@ -23,14 +23,13 @@ from runner.pipeline.schedule import Schedule, build_schedule
 from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import find_timetable
 from runner.rundir.rank_label import set_rank_label, stages_of
+from runner.tensors.dtypes import FLAG_DTYPES
 from runner.training.ties import check_loaded
 from stores.bundles import Bundles
 
 __all__ = ["ReadModel", "meet", "read_model"]
 
 logger = logging.getLogger("runner")
-
-TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +80,7 @@ def read_model(
     Raises:
         UserError: on all ranks alike, whichever rank met it.
     """
-    dtype = TORCH_DTYPES[options.dtype]
+    dtype = FLAG_DTYPES[options.dtype]
     manifest = packed.manifest
     with together("load"):
         family = family_for(packed.config, max_seq_len=max_seq_len)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from manifests.safetensors import nbytes_of
 from runner.distributed.fail_together import together
-from runner.load.fill import TORCH_DTYPES
 from runner.load.load import LoadReport, Read, count_unverified, read_all
+from runner.tensors.dtypes import STORED_DTYPES
 from runner.tensors.local_shard import Piece
 
 __all__ = ["read_for_all"]
@@ -107,7 +107,7 @@ def _key_of(read: Read) -> _Key:
 
 
 def _room_for(shared: _Shared) -> torch.Tensor:
-    return torch.empty(shared.shape, dtype=TORCH_DTYPES[shared.dtype])
+    return torch.empty(shared.shape, dtype=STORED_DTYPES[shared.dtype])
 
 
 def _read_whole(read: Read, buffer: torch.Tensor) -> Read:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
 from manifests.digest import Hasher
@@ -12,14 +10,7 @@ from runner.tensors.pinned import PinnedBlocks
 from runner.tensors.regions import Block, blocks_of
 from stores.base import Reader
 
-__all__ = ["TORCH_DTYPES", "bytes_of", "fill"]
-
-TORCH_DTYPES: Mapping[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+__all__ = ["bytes_of", "fill"]
 
 
 @torch.no_grad()

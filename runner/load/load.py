@@ -14,8 +14,9 @@ from manifests.errors import ShardError
 from manifests.models import ModelShape, module_of
 from manifests.schema import WEIGHTS, Holds, Stage
 from manifests.slices import Slice
-from runner.load.fill import TORCH_DTYPES, fill
+from runner.load.fill import fill
 from runner.load.verify_parts import PartRead, share_parts, verify_parts
+from runner.tensors.dtypes import STORED_DTYPES
 from runner.tensors.local_shard import Piece
 from runner.tensors.pinned import PinnedBlocks
 from runner.tensors.regions import intersect, ranges_of
@@ -23,7 +24,16 @@ from stores.base import InputFile, Range, Reader, merge_ranges
 from stores.both_ends import from_both_ends
 from stores.bundles import Bundles, TensorAt, join_slices
 
-__all__ = ["LoadReport", "Read", "count_unverified", "load_tensors", "plan_reads", "read_all", "read_tensors"]
+__all__ = [
+    "LoadReport",
+    "Read",
+    "count_unverified",
+    "load_tensors",
+    "plan_reads",
+    "read_all",
+    "read_tensors",
+    "some_of",
+]
 
 _RUN_NBYTES = 64 << 20  # one unit of work of a thread
 
@@ -65,7 +75,7 @@ class Read:
         """The byte ranges of the file that are read."""
         if self.is_whole:
             return ((self.at.begin, self.at.end),)
-        ranges = ranges_of(self.at.shape, self.region, TORCH_DTYPES[self.at.dtype].itemsize)
+        ranges = ranges_of(self.at.shape, self.region, STORED_DTYPES[self.at.dtype].itemsize)
         return merge_ranges((self.at.begin + begin, self.at.begin + end) for begin, end in ranges)
 
     @property
@@ -182,7 +192,7 @@ def _locate(fqns: Iterable[str], bundles: Bundles, shape: ModelShape, holds: Hol
         what = "" if holds == WEIGHTS else f"the {holds} of "
         raise ShardError(
             f"{bundles.root}: stages[{stage}]",
-            f"no shard contains {what}{_some(sorted(names))}",
+            f"no shard contains {what}{some_of(sorted(names))}",
             "the bundle is incomplete; write it again",
             code="shard.missing-tensor",
         )
@@ -201,7 +211,7 @@ def _open_stage(stage: Stage, bundles: Bundles, shape: ModelShape, holds: Holds)
     if unexpected:
         raise ShardError(
             f"{bundles.root}: stages[{stage.index}]",
-            f"its shards contain {_some(unexpected)}, which its modules do not have",
+            f"its shards contain {some_of(unexpected)}, which its modules do not have",
             code="shard.unexpected-tensor",
         )
     return found
@@ -216,9 +226,9 @@ def _check_kind(at: TensorAt, piece: Piece) -> None:
             "weights and config disagree; use both from one revision",
             code="shard.wrong-shape",
         )
-    if at.dtype not in TORCH_DTYPES:
+    if at.dtype not in STORED_DTYPES:
         raise ShardError(
-            f"{where}.dtype", f"expected one of {', '.join(TORCH_DTYPES)}, found {at.dtype}", code="shard.wrong-dtype"
+            f"{where}.dtype", f"expected one of {', '.join(STORED_DTYPES)}, found {at.dtype}", code="shard.wrong-dtype"
         )
 
 
@@ -258,7 +268,7 @@ def _fill(read: Read, reader: Reader, blocks: PinnedBlocks) -> str:
     at, hasher = read.at, Hasher()
     fill(
         read.into.memory,
-        TORCH_DTYPES[at.dtype],
+        STORED_DTYPES[at.dtype],
         reader,
         at.begin,
         read.region,
@@ -276,5 +286,6 @@ def _fill(read: Read, reader: Reader, blocks: PinnedBlocks) -> str:
     return found
 
 
-def _some(names: Sequence[str]) -> str:
+def some_of(names: Sequence[str]) -> str:
+    """Return the first names of a list that may be long, for a message."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

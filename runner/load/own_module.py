@@ -15,7 +15,7 @@ from manifests.errors import InputError, ModelError, UsageError
 from manifests.models import module_of
 from manifests.store import locate_manifest
 from runner.bundle.packed import Packed, open_packed
-from runner.load.load import LoadReport, load_tensors
+from runner.load.load import LoadReport, load_tensors, some_of
 from runner.tensors.dtensor import local_of, local_offset
 from runner.tensors.huge_pages import empty_like
 from runner.tensors.local_shard import Piece, whole_pieces
@@ -140,7 +140,7 @@ def _load_adapted(
     for model, own, tensors in zip(models, owned, stored, strict=True):
         converted = adapter.from_hf({fqn: read[fqn] for fqn in tensors})
         if lacking := sorted(own.keys() - converted.keys()):
-            raise _missing(packed, f"the adapter makes no value for {_some(lacking)}")
+            raise _missing(packed, f"the adapter makes no value for {some_of(lacking)}")
         model.load_state_dict({name: _like(tensor, converted[name]) for name, tensor in own.items()})
     return report
 
@@ -206,20 +206,16 @@ def _check_names(packed: Packed, stages: Sequence[int], fqns: Mapping[str, str])
     if unexpected := sorted(name for name, fqn in fqns.items() if fqn not in own):
         raise ModelError(
             packed.where,
-            f"stages {', '.join(map(str, stages))} have no tensor for the module's {_some(unexpected)}",
+            f"stages {', '.join(map(str, stages))} have no tensor for the module's {some_of(unexpected)}",
             "build only these stages, with Hugging Face FQNs, or map names with name_of",
             code="model.unexpected-parameter",
         )
     found = set(fqns.values())
     tied = {fqn for group in packed.shape.ties if found.intersection(group) for fqn in group}
     if lacking := sorted(own - found - tied):
-        raise _missing(packed, f"the module has no parameter for {_some(lacking)}")
+        raise _missing(packed, f"the module has no parameter for {some_of(lacking)}")
 
 
 def _missing(packed: Packed, problem: str) -> InputError:
     hint = "build all modules of the rank's stages: these weights would not be loaded"
     return ModelError(packed.where, problem, hint, code="model.missing-parameter")
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from manifests.digest import PREFIX, Hasher
 from manifests.errors import ShardError
 from manifests.slices import Slice
-from runner.load.fill import TORCH_DTYPES
+from runner.tensors.dtypes import STORED_DTYPES
 from runner.tensors.regions import BLOCK_NBYTES, ranges_of
 from stores.both_ends import from_both_ends
 from stores.bundles import TensorAt
@@ -99,7 +99,7 @@ def _choose_readers(everyone: Sequence[_Digests]) -> dict[_Key, int]:
 
 def _verify(tensor: ToVerify) -> None:
     at, regions = tensor.at, {region for parts in tensor.parts for region in parts}
-    itemsize = TORCH_DTYPES[at.dtype].itemsize
+    itemsize = STORED_DTYPES[at.dtype].itemsize
     whole, hashers = Hasher(), {region: _RangeHasher(ranges_of(at.shape, region, itemsize)) for region in regions}
     block = memoryview(bytearray(min(BLOCK_NBYTES, at.nbytes)))
     with closing(at.file.open(((at.begin, at.end),))) as reader:

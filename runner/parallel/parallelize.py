@@ -25,10 +25,10 @@ from runner.parallel.mesh import Mesh
 from runner.parallel.tensor_parallel import shard_matrices, summed_over_heads
 from runner.pipeline.chunk import StageChunk, layers_of
 from runner.tensors.dtensor import local_of, mesh_dims
+from runner.tensors.dtypes import FLAG_DTYPES
 
 __all__ = ["Parallel", "is_sharded", "parallelize"]
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _BUCKET = 1 << 24  # elements that are all-reduced at a time
 
 
@@ -91,8 +91,8 @@ def parallelize(chunk: StageChunk, mesh: Mesh, compute: ComputeOptions) -> None:
 
 
 def _shard(chunk: StageChunk, mesh: DeviceMesh, compute: ComputeOptions) -> None:
-    dtype = _DTYPES[compute.dtype] if compute.has_masters else None
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=_DTYPES[compute.reduce_dtype])
+    dtype = FLAG_DTYPES[compute.dtype] if compute.has_masters else None
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=FLAG_DTYPES[compute.reduce_dtype])
     for module in (*(layer for _, layer in layers_of(chunk)), chunk.body):
         # Zero-bubble schedules need the parameters after the forward has ended.
         fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy)

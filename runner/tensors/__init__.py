@@ -1,1 +1,1 @@
-"""Tensors in memory: regions, local shards, DTensors, huge pages, pinned blocks."""
+"""Tensors in memory: dtypes, regions, local shards, DTensors, huge pages, pinned blocks."""
