@@ -135,7 +135,7 @@ class CacheFolder:
         )
 
     def ensure(self, file: InputFile, shard: Shard, stop: threading.Event) -> bool:
-        """Cache a shard, and return whether it had to be copied. If another process is copying it, wait for that.
+        """Cache a shard, and return whether it was copied. If another process is copying it, wait for that.
 
         Raises:
             ShardError: the shard is damaged.

@@ -58,5 +58,5 @@ def evaluating(chunks: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def total(losses: Sequence[torch.Tensor]) -> float:
-    """Add up the parts of a loss: exactly, so that no order of microbatches shows; one transfer from the device."""
+    """Sum the contributions to a loss, exactly, so that the order of microbatches has no effect, in one transfer."""
     return math.fsum(torch.stack(list(losses)).detach().tolist())

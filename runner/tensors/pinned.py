@@ -12,7 +12,7 @@ _NUM_PINNED = 4  # copies to a GPU in flight while the next block is read and ha
 
 
 class PinnedBlocks:
-    """One thread's blocks for copies to `device`: one for the CPU, pinned ones in turn for a GPU.
+    """One thread's blocks for copies to `device`: one for the CPU, several pinned blocks, used in turn, for a GPU.
 
     A block is taken, filled, copied from asynchronously, and marked as sent; it is reused once the copy has finished.
     """

@@ -48,7 +48,6 @@ NOT_YET = frozenset(
         "tests/fast/stores/test_hub_faults.py",
         "tests/hostile/test_links.py",
         "tests/process/test_data_resumed.py",
-        "tests/process/test_faults.py",
         "tests/process/test_filesystem_client.py",
         "tests/process/test_kubectl.py",
         "tests/process/test_launch.py",
