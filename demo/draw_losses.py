@@ -11,7 +11,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from reshard.draw.theme import ACCENT, MEMORY_COLOURS, PLAIN, THEMES, drawing
+from reshard.draw.theme import ACCENT, MEMORY_COLORS, PLAIN, THEMES, drawing
 
 TOLERANCE = 1e-5  # relative
 
@@ -26,7 +26,7 @@ def main(uninterrupted: Path, killed: Path, resumed: Path, picture: Path) -> Non
             before.keys(),
             before.values(),
             "o",
-            color=MEMORY_COLOURS["weights"],
+            color=MEMORY_COLORS["weights"],
             markersize=4,
             label="2 ranks, until the kill",
         )

@@ -1,4 +1,4 @@
-"""Sizes and counts as people write them."""
+"""Formats sizes, counts and lists of numbers, and parses such lists."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MOST_RUNS = 8
 
 
 def show_bytes(nbytes: int) -> str:
-    """Give a size in the unit that leaves one to four digits before the point."""
+    """Return a size in the unit that leaves one to four digits before the point."""
     size, unit = float(nbytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size < 1024:
@@ -22,7 +22,7 @@ def show_bytes(nbytes: int) -> str:
 
 
 def show_count(count: float) -> str:
-    """Give a count with three digits: `1.12 G`."""
+    """Return a count with three digits: `1.12 G`."""
     unit = ""
     for larger in ("k", "M", "G", "T", "P"):
         if count < 999.5:
@@ -33,7 +33,7 @@ def show_count(count: float) -> str:
 
 
 def show_numbers(numbers: Iterable[int]) -> str:
-    """Shorten rising numbers: `0-2, 5`. Of many pieces only the first are named."""
+    """Return rising numbers as ranges: `0-2, 5`. Of many ranges only the first are listed."""
     listed = list(numbers)
     runs = [str(first) if first == last else f"{first}-{last}" for first, last in number_runs(listed)]
     if len(runs) > _MOST_RUNS:
@@ -42,7 +42,7 @@ def show_numbers(numbers: Iterable[int]) -> str:
 
 
 def parse_numbers(text: str) -> frozenset[int] | None:
-    """Read `0-2, 5`: rising runs, in any order. None when it is no such thing."""
+    """Parse `0-2, 5`: rising ranges, in any order. None if the text is anything else."""
     numbers: set[int] = set()
     for piece in text.split(","):
         found = re.fullmatch(r"\s*([0-9]{1,6})\s*(?:-\s*([0-9]{1,6})\s*)?", piece)
@@ -53,7 +53,7 @@ def parse_numbers(text: str) -> frozenset[int] | None:
 
 
 def number_runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """Give the first and last of each run of rising numbers without gaps."""
+    """Return the first and last number of each run without gaps."""
     runs = []
     for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
         members = [number for _, number in run]

@@ -1,6 +1,6 @@
-"""Pictures of a plan: its stages, a step of its schedule, and what each rank computes and holds.
+"""Pictures of a plan: its stages, one step of the schedule, and each rank's compute time and memory.
 
-matplotlib draws them. It is an extra, `reshard[draw]`, imported when a picture is asked for.
+They are drawn with matplotlib, an extra (`reshard[draw]`) that is imported on use.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from manifests.errors import OutputError, UsageError
 from manifests.probe import check_new_file
 from manifests.store import write_file
+from reshard.layout.wording import list_words
 
 if TYPE_CHECKING:
     from reshard.operations.resolve import PlanResult
@@ -22,20 +23,22 @@ SUFFIXES = (".svg", ".png", ".html")
 
 
 def check_picture(path: Path, force: bool) -> None:
-    """Refuse early what could not be drawn, or may not be written over.
+    """Check early that a picture can be drawn and written.
 
     Raises:
-        UsageError: another kind of file, or no matplotlib.
-        OutputError: the file exists and `force` is not given, or its folder takes no file.
+        UsageError: an unsupported file suffix, or matplotlib is not installed.
+        OutputError: the file exists and `force` is False, or its folder is not writable.
     """
     if path.suffix.lower() not in SUFFIXES:
         raise UsageError(
-            "--draw", f"{path.name!r} is no picture", f"end it in {', '.join(SUFFIXES)}", code="options.draw-suffix"
+            "--draw",
+            f"expected a name that ends in {list_words(SUFFIXES)}, found {path.name!r}",
+            code="options.draw-suffix",
         )
     if find_spec("matplotlib") is None:
         raise UsageError(
             "--draw",
-            "matplotlib draws the pictures, and is not installed",
+            "needs matplotlib, which is not installed",
             "pip install 'reshard[draw]'",
             code="options.needs-matplotlib",
         )
@@ -43,7 +46,7 @@ def check_picture(path: Path, force: bool) -> None:
 
 
 def draw_plan(planned: PlanResult, path: Path, theme: str = "light") -> None:
-    """Write the picture of a plan, of the kind that its name says. The same plan gives the same bytes.
+    """Write the picture of a plan, in the format of the file's suffix. The same plan gives the same bytes.
 
     Raises:
         UsageError: the step is too long to simulate.
@@ -56,8 +59,8 @@ def draw_plan(planned: PlanResult, path: Path, theme: str = "light") -> None:
     if planned.forecast.step is None:
         raise UsageError(
             "--draw",
-            "a step of so many microbatches is too long to simulate",
-            "say fewer --microbatches",
+            f"a step of {planned.forecast.num_microbatches} microbatches is too long to simulate",
+            "lower --microbatches",
             code="options.too-many-microbatches",
         )
     suffix = path.suffix.lower()

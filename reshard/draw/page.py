@@ -1,4 +1,4 @@
-"""The picture as a page that stands alone: no script, nothing fetched, light or dark as the reader's system is."""
+"""The picture as a self-contained HTML page: no script, nothing fetched, light or dark by the reader's setting."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ $picture
 
 
 def html_page(planned: PlanResult) -> str:
-    """Give the page: the picture, its colours left to the style sheet, and the table below it."""
+    """Return the page: the picture, with colors from the style sheet, and the table below it."""
     return _PAGE.substitute(
         title=escape(headline(planned)),
-        light=_colours("light"),
-        dark=_colours("dark"),
+        light=_colors("light"),
+        dark=_colors("dark"),
         picture=_inline(draw_sheet(planned, THEMES["light"], "svg").decode(), bottleneck(planned.forecast)),
         table=escape(plan_text(planned)),
     )
 
 
-def _colours(theme: str) -> str:
-    return " ".join(f"--{name}: {colour};" for name, colour in THEMES[theme].colours.items())
+def _colors(theme: str) -> str:
+    return " ".join(f"--{name}: {color};" for name, color in THEMES[theme].colors.items())
 
 
 def _inline(svg: str, label: str) -> str:
-    """Make an SVG file a part of the page: its own colours become the page's."""
+    """Embed an SVG file in the page; its colors become those of the style sheet."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg)
     svg = svg.replace("<svg", f'<svg role="img" aria-label="{escape(label)}"', 1)
-    for name, colour in THEMES["light"].colours.items():
-        svg = svg.replace(f": {colour}", f": var(--{name})")
+    for name, color in THEMES["light"].colors.items():
+        svg = svg.replace(f": {color}", f": var(--{name})")
     return svg.rstrip()

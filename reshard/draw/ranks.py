@@ -1,4 +1,4 @@
-"""The ranks, a row each: the work of a microbatch, and memory against the limit."""
+"""The ranks, one row each: the time of a microbatch, and memory compared with the limit."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from reshard.draw.scale import byte_scale, height_of, ticks
-from reshard.draw.theme import ACCENT, MEMORY_COLOURS, PLAIN, Theme
+from reshard.draw.theme import ACCENT, MEMORY_COLORS, PLAIN, Theme
 from reshard.estimate.training_estimate import Forecast
 from reshard.formatting import number_runs, show_bytes
 
 __all__ = ["draw_memory", "draw_work", "number_rows", "put_legend", "row_height"]
 
-MOST_LABELLED = 40  # ranks whose rows have room for a number
-_ROW = 0.82  # of a row, filled
+MOST_LABELLED = 40  # ranks; with more, rows have no room for a number
+_ROW = 0.82  # filled share of a row
 _LEGEND_PT = 38  # below the axis
 _DASHED = (0, (4, 2))
 
 
 def draw_work(axes: Axes, forecast: Forecast, theme: Theme) -> None:
-    """Draw how long each rank computes for a microbatch, beside the slowest."""
+    """Draw each rank's compute time for a microbatch, relative to the slowest rank."""
     times, marked = forecast.rank_times, forecast.bottleneck
     most = max(times) or 1.0
     shares = [100 * time / most for time in times]
-    colours = [ACCENT if rank in marked else PLAIN for rank in range(len(times))]
-    axes.barh(range(len(times)), shares, height=row_height(len(times)), color=colours, linewidth=0)
+    colors = [ACCENT if rank in marked else PLAIN for rank in range(len(times))]
+    axes.barh(range(len(times)), shares, height=row_height(len(times)), color=colors, linewidth=0)
     mean = sum(shares) / len(shares)
     axes.axvline(mean, color=theme.ink, linewidth=0.9, linestyle=_DASHED)
     if len(times) <= MOST_LABELLED:
@@ -42,14 +42,14 @@ def draw_work(axes: Axes, forecast: Forecast, theme: Theme) -> None:
 
 
 def draw_memory(axes: Axes, forecast: Forecast, theme: Theme) -> None:
-    """Draw what each rank holds, in parts, and the limit."""
+    """Draw each rank's memory by category, and the limit."""
     ranks, limit = forecast.memory.ranks, forecast.assumed.memory_limit
     most = max(memory.total for memory in ranks)
     scale = byte_scale(max(most, limit or 0))
     starts = [0.0] * len(ranks)
-    for part, colour in MEMORY_COLOURS.items():
+    for part, color in MEMORY_COLORS.items():
         sizes = [getattr(memory, part) / scale.unit for memory in ranks]
-        axes.barh(range(len(ranks)), sizes, left=starts, height=row_height(len(ranks)), color=colour, linewidth=0)
+        axes.barh(range(len(ranks)), sizes, left=starts, height=row_height(len(ranks)), color=color, linewidth=0)
         starts = [start + size for start, size in zip(starts, sizes, strict=True)]
     if len(ranks) <= MOST_LABELLED:
         for rank, memory in enumerate(ranks):
@@ -67,7 +67,7 @@ def draw_memory(axes: Axes, forecast: Forecast, theme: Theme) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
     axes.set_title(title)
     number_rows(axes, forecast, labels=False)
-    handles = [Patch(color=colour, label=part) for part, colour in MEMORY_COLOURS.items()]
+    handles = [Patch(color=color, label=part) for part, color in MEMORY_COLORS.items()]
     if limit:
         handles.append(Patch(color=ACCENT, label=f"limit, {show_bytes(limit)}"))
     put_legend(axes, handles)

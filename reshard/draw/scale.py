@@ -1,4 +1,4 @@
-"""Units, steps and sizes of axes."""
+"""Units, ticks and sizes of axes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Scale:
     unit: float
 
     def show(self, value: float) -> str:
-        """Give a value with three digits, without its unit."""
+        """Return a value with three digits, without its unit."""
         if not value:
             return "0"
         scaled = value / self.unit
@@ -43,7 +43,7 @@ def second_scale(most: float) -> Scale:
 
 
 def ticks(count: int, most: int, wanted: Sequence[int] = ()) -> list[int]:
-    """Choose which of `count` numbers to show: all up to `most`, else some, and among them the wanted and the last."""
+    """Choose which of `count` numbers to show: all up to `most`, else some, including the wanted ones and the last."""
     step = 1
     while count > most * step:
         step *= 2
@@ -53,14 +53,14 @@ def ticks(count: int, most: int, wanted: Sequence[int] = ()) -> list[int]:
 
 
 def width_of(axes: Axes) -> float:
-    """Give the width of axes in points."""
+    """Return the width of axes in points."""
     figure = axes.get_figure(root=True)
     assert figure is not None
     return float(axes.get_position().width * figure.get_figwidth() * 72)
 
 
 def height_of(axes: Axes) -> float:
-    """Give the height of axes in points."""
+    """Return the height of axes in points."""
     figure = axes.get_figure(root=True)
     assert figure is not None
     return float(axes.get_position().height * figure.get_figheight() * 72)

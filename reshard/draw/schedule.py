@@ -1,4 +1,4 @@
-"""One step of the schedule: who computes what when, a row for each rank."""
+"""One step of the schedule: what each rank computes when, one row per rank."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from matplotlib.ticker import MaxNLocator
 from manifests.schedules import Span
 from reshard.draw.ranks import number_rows, put_legend, row_height
 from reshard.draw.scale import Scale, height_of, second_scale, width_of
-from reshard.draw.theme import ON_DARK, ON_LIGHT, WORK_COLOURS, Theme
+from reshard.draw.theme import ON_DARK, ON_LIGHT, WORK_COLORS, Theme
 from reshard.estimate.training_estimate import Forecast
 
 __all__ = ["draw_schedule"]
 
-_MOST_BOXES = 6000  # more actions than this become pixels
+_MOST_BOXES = 6000  # with more actions, rows of pixels are drawn
 _NUM_PIXELS = 1500  # of a row
 _CHAR_PT = 4.6
 _LEAST_ROW_PT = 10
 
-Row = tuple[int, Span]  # rank, and what it does
+Row = tuple[int, Span]  # rank and action
 
 
 def draw_schedule(axes: Axes, forecast: Forecast, theme: Theme) -> None:
-    """Draw every action; what stays blank is waiting."""
+    """Draw every action; blanks are waiting."""
     placement, num_ranks = forecast.placement, forecast.placement.num_ranks
     time = _time_scale(forecast)
     end = forecast.timeline.makespan_s / time.unit or 1.0
@@ -45,7 +45,7 @@ def draw_schedule(axes: Axes, forecast: Forecast, theme: Theme) -> None:
     number_rows(axes, forecast)
     axes.set_title(f"Schedule: {forecast.schedule}, {forecast.num_microbatches} microbatches")
     kinds = {span.action.kind for _, span in spans}
-    handles = [Patch(color=colour, label=name) for kind, (name, colour) in WORK_COLOURS.items() if kind in kinds]
+    handles = [Patch(color=color, label=name) for kind, (name, color) in WORK_COLORS.items() if kind in kinds]
     handles.append(Patch(color=theme.faint, label=f"waiting, {forecast.timeline.bubble:.1%} of the time"))
     if placement.num_virtual > 1:
         handles.append(Patch(color="none", label="fainter: later virtual stages"))
@@ -55,7 +55,7 @@ def draw_schedule(axes: Axes, forecast: Forecast, theme: Theme) -> None:
 
 
 def _time_scale(forecast: Forecast) -> Scale:
-    """Count in seconds where they were measured, else in forward passes of a stage of mean length."""
+    """Return a scale in seconds if times were measured, else in mean forward passes of a stage."""
     if forecast.assumed.measured:
         scale = second_scale(forecast.timeline.makespan_s)
         return Scale(name=f"time, {scale.name}", unit=scale.unit)
@@ -64,7 +64,7 @@ def _time_scale(forecast: Forecast) -> Scale:
 
 
 def _draw_boxes(axes: Axes, forecast: Forecast, spans: Sequence[Row], time: Scale, theme: Theme) -> None:
-    """Draw a box for each action: one path for all of a kind and virtual stage, to keep the file small."""
+    """Draw a box per action: one path for all of a kind and virtual stage, to keep the file small."""
     groups: dict[tuple[str, int], list[Row]] = {}
     for rank, span in spans:
         groups.setdefault((span.action.kind, forecast.placement.virtual_of(span.action.stage)), []).append((rank, span))
@@ -74,7 +74,7 @@ def _draw_boxes(axes: Axes, forecast: Forecast, spans: Sequence[Row], time: Scal
         axes.add_patch(
             PathPatch(
                 _boxes(members, time, row_height(forecast.placement.num_ranks)),
-                facecolor=WORK_COLOURS[kind][1],
+                facecolor=WORK_COLORS[kind][1],
                 edgecolor=theme.paper,
                 linewidth=min(0.4, shortest_pt / 12),
                 alpha=_shade(virtual, forecast.placement.num_virtual),
@@ -93,16 +93,16 @@ def _boxes(members: Iterable[Row], time: Scale, height: float) -> Path:
 
 
 def _draw_pixels(axes: Axes, forecast: Forecast, right: float, theme: Theme) -> None:
-    """Draw each rank as a row of pixels, each the mean colour of what happens in it, and clear as far as it waits."""
+    """Draw each rank as a row of pixels: the mean color of the actions in each, transparent where it waits."""
     placement, timeline = forecast.placement, forecast.timeline
-    colours = {kind: to_rgb(colour) for kind, (_, colour) in WORK_COLOURS.items()}
+    colors = {kind: to_rgb(color) for kind, (_, color) in WORK_COLORS.items()}
     per_pixel = timeline.makespan_s / _NUM_PIXELS
     rows = []
     for spans in timeline.ranks:
         sums = [[0.0, 0.0, 0.0, 0.0] for _ in range(_NUM_PIXELS)]
         for span in spans:
             shade = _shade(placement.virtual_of(span.action.stage), placement.num_virtual)
-            red, green, blue = colours[span.action.kind]
+            red, green, blue = colors[span.action.kind]
             start, end = span.start_s / per_pixel, span.end_s / per_pixel
             for pixel in range(int(start), min(int(end) + 1, _NUM_PIXELS)):
                 weight = shade * max(0.0, min(end, pixel + 1) - max(start, pixel))
@@ -131,7 +131,7 @@ def _shade(virtual: int, num_virtual: int) -> float:
 
 
 def _number_microbatches(axes: Axes, forecast: Forecast, spans: Sequence[Row], time: Scale, theme: Theme) -> None:
-    """Write the microbatch into each box that has room."""
+    """Write the microbatch into each box with room for it."""
     if height_of(axes) / forecast.placement.num_ranks < _LEAST_ROW_PT:
         return
     unit_pt = width_of(axes) * time.unit / (forecast.timeline.makespan_s or 1.0)
@@ -139,7 +139,7 @@ def _number_microbatches(axes: Axes, forecast: Forecast, spans: Sequence[Row], t
         label = str(span.action.microbatch)
         if (span.end_s - span.start_s) / time.unit * unit_pt >= _CHAR_PT * len(label) + 2:
             middle = (span.start_s + span.end_s) / 2 / time.unit
-            colour = ON_DARK if span.action.kind in "FI" else ON_LIGHT
+            color = ON_DARK if span.action.kind in "FI" else ON_LIGHT
             if forecast.placement.virtual_of(span.action.stage):
-                colour = theme.ink
-            axes.text(middle, rank, label, ha="center", va="center_baseline", fontsize=6.5, color=colour)
+                color = theme.ink
+            axes.text(middle, rank, label, ha="center", va="center_baseline", fontsize=6.5, color=color)

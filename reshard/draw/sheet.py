@@ -29,7 +29,7 @@ _DPI = 130
 
 
 def draw_sheet(planned: PlanResult, theme: Theme, form: Literal["svg", "png"]) -> bytes:
-    """Give the picture: stages above, ranks below, and in words which rank is the bottleneck."""
+    """Return the picture: stages above, ranks below, and the bottleneck in words."""
     rows = _rows_height(planned.layout.placement.num_ranks)
     height = _HEADER + _STAGES + _BELOW_STAGES + rows + _BELOW_RANKS
     with drawing(theme):
@@ -74,9 +74,9 @@ def _write_header(figure: Figure, planned: PlanResult, theme: Theme, height: flo
         (model, theme.quiet, 8.5, "normal"),
     )
     top = height - 0.16
-    for text, colour, size, weight in lines:
+    for text, color, size, weight in lines:
         figure.text(
-            _LEFT / _WIDTH, top / height, text, color=colour, fontsize=size, fontweight=weight, va="top",
+            _LEFT / _WIDTH, top / height, text, color=color, fontsize=size, fontweight=weight, va="top",
             parse_math=False,
         )  # fmt: skip
         top -= size / 72 * 1.45
@@ -84,7 +84,7 @@ def _write_header(figure: Figure, planned: PlanResult, theme: Theme, height: flo
 
 def _save(figure: Figure, form: str) -> bytes:
     buffer = io.BytesIO()
-    # Neither the time nor the version of the library: the same plan gives the same bytes.
+    # No time and no library version: the same plan gives the same bytes.
     nothing = {"svg": dict.fromkeys(("Creator", "Date", "Format", "Type")), "png": {"Software": None}}
     figure.savefig(buffer, format=form, dpi=_DPI, metadata=nothing[form])
     if form == "svg":

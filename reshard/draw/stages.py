@@ -1,4 +1,4 @@
-"""The model as stages: bytes by kind of module, the rank of each, and ties as arcs."""
+"""The stages of the model: bytes by kind of module, ranks, and ties as arcs."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from matplotlib.path import Path
 from manifests.models import module_of
 from manifests.schema import WEIGHTS
 from reshard.draw.scale import Scale, byte_scale, height_of, ticks, width_of
-from reshard.draw.theme import ACCENT, KIND_COLOURS, Theme
+from reshard.draw.theme import ACCENT, KIND_COLORS, Theme
 from reshard.operations.resolve import PlanResult
 from reshard.report.text import modules_shown
 
 __all__ = ["draw_stages", "stage_bytes"]
 
-_MOST_NAMED = 16  # stages whose modules fit above their bars
-_MOST_SIZED = 40  # stages whose bytes fit there
+_MOST_NAMED = 16  # stages; with more, module names do not fit above the bars
+_MOST_SIZED = 40  # stages; with more, bytes do not fit either
 _CHAR_PT = 4.4  # width of a character of 7.5 points
 _CUBIC = (Path.MOVETO, Path.CURVE4, Path.CURVE4, Path.CURVE4)
 
 
 def draw_stages(axes: Axes, planned: PlanResult, theme: Theme) -> None:
-    """Draw one bar for each stage, in the order the model runs."""
+    """Draw one bar per stage, in the order in which they run."""
     by_kind = stage_bytes(planned)
     num_stages = planned.layout.placement.num_stages
     totals = [stage.nbytes for stage in planned.plan.stages]
@@ -34,18 +34,18 @@ def draw_stages(axes: Axes, planned: PlanResult, theme: Theme) -> None:
     bottoms = [0.0] * num_stages
     few = num_stages <= _MOST_SIZED
     for kind, sizes in by_kind.items():
-        held = [(stage, size / scale.unit) for stage, size in enumerate(sizes) if size]
+        parts = [(stage, size / scale.unit) for stage, size in enumerate(sizes) if size]
         axes.bar(
-            [stage for stage, _ in held],
-            [height for _, height in held],
+            [stage for stage, _ in parts],
+            [height for _, height in parts],
             width=0.78 if few else 1.0,
-            bottom=[bottoms[stage] for stage, _ in held],
-            color=KIND_COLOURS[kind],
+            bottom=[bottoms[stage] for stage, _ in parts],
+            color=KIND_COLORS[kind],
             label=kind,
             edgecolor=theme.paper,
             linewidth=0.5 if few else 0,
         )
-        for stage, height in held:
+        for stage, height in parts:
             bottoms[stage] += height
     top = max(bottoms) * _headroom(planned)
     axes.set(xlim=(-0.6, num_stages - 0.4), ylim=(0, top or 1), ylabel=scale.name)
@@ -57,9 +57,9 @@ def draw_stages(axes: Axes, planned: PlanResult, theme: Theme) -> None:
 
 
 def stage_bytes(planned: PlanResult) -> dict[str, list[int]]:
-    """Give the bytes of every stage's weights for each kind of module that the model has."""
+    """Return the bytes of every stage's weights, by kind of module."""
     kind_of = _kinds(planned)
-    found = {kind: [0] * len(planned.plan.stages) for kind in KIND_COLOURS if kind in kind_of.values()}
+    found = {kind: [0] * len(planned.plan.stages) for kind in KIND_COLORS if kind in kind_of.values()}
     for stage in planned.plan.stages:
         for entry in (entry for shard in stage.shards if shard.holds == WEIGHTS for entry in shard.entries):
             module = module_of(entry.name, kind_of)
@@ -84,14 +84,14 @@ def _kinds(planned: PlanResult) -> Mapping[str, str]:
 
 
 def _headroom(planned: PlanResult) -> float:
-    """Give how much taller than the tallest bar the axes are: room for names, rounds and ties."""
+    """Return the height of the axes over that of the tallest bar: room for names, virtual stages and ties."""
     placement = planned.layout.placement
     named = 1.3 if placement.num_stages <= _MOST_NAMED else 1.1
     return named + (0.12 if placement.num_virtual > 1 else 0) + (0.36 if planned.plan.ties else 0)
 
 
 def _draw_bands(axes: Axes, planned: PlanResult, theme: Theme) -> None:
-    """Shade every other round over the ranks."""
+    """Shade every other virtual stage."""
     placement = planned.layout.placement
     if placement.num_virtual == 1:
         return
@@ -107,7 +107,7 @@ def _draw_bands(axes: Axes, planned: PlanResult, theme: Theme) -> None:
 
 
 def _write_names(axes: Axes, planned: PlanResult, tops: Sequence[float], scale: Scale) -> list[float]:
-    """Write bytes and modules above the bars, as far as they fit, and give where the writing ends."""
+    """Write bytes and modules above the bars, as far as they fit; return where the text ends."""
     num_stages = len(tops)
     if num_stages > _MOST_SIZED:
         return list(tops)
@@ -132,7 +132,7 @@ def _wrap(text: str, width_pt: float) -> list[str]:
 
 
 def _mark_stages(axes: Axes, planned: PlanResult, theme: Theme) -> None:
-    """Number stages and ranks below the bars; those of the bottleneck stand out."""
+    """Number stages and ranks below the bars, and highlight the bottleneck."""
     placement = planned.layout.placement
     marked = [stage for rank in planned.forecast.bottleneck[:4] for stage in placement.stages_on(rank)]
     shown = ticks(placement.num_stages, _MOST_SIZED, marked if len(marked) <= _MOST_NAMED else ())
@@ -148,7 +148,7 @@ def _mark_stages(axes: Axes, planned: PlanResult, theme: Theme) -> None:
 
 
 def _draw_ties(axes: Axes, planned: PlanResult, feet: Sequence[float], theme: Theme) -> None:
-    """Draw an arc from the stage of each tie group's owner to each other's."""
+    """Draw an arc from the stage of each tie group's owner to that of each replica."""
     placement, ceiling = planned.layout.placement, axes.get_ylim()[1]
     height = ceiling * (0.82 if placement.num_virtual > 1 else 0.9)
     for tie in planned.plan.ties:
@@ -158,7 +158,9 @@ def _draw_ties(axes: Axes, planned: PlanResult, feet: Sequence[float], theme: Th
             copies = f"one copy, rank {rank}" if rank == owner_rank else f"a copy each on ranks {owner_rank} and {rank}"
             if replica.stage != owner:
                 start, end = (owner, feet[owner]), (replica.stage, feet[replica.stage])
-                pull = (height - (start[1] + end[1]) / 8) / 0.75  # the curve goes up to three quarters of the way
+                pull = (
+                    height - (start[1] + end[1]) / 8
+                ) / 0.75  # a cubic curve reaches three quarters of its control points' height
                 arc = Path([start, (owner, pull), (replica.stage, pull), end], _CUBIC)
                 axes.add_patch(PathPatch(arc, fill=False, edgecolor=theme.ink, linewidth=1.1))
                 for foot in (start, end):

@@ -1,7 +1,7 @@
-"""Colours and type, light and dark.
+"""Colors and fonts, light and dark.
 
-Colours that mean something are the same in both, so that one SVG can follow the reader's choice; those of
-one panel stay apart for readers with any of the three colour blindnesses, and no meaning rests on them alone.
+Colors that mean something are the same in both, so that one SVG fits both; those of one panel are distinct
+with any of the three color blindnesses, and nothing is shown by color alone.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import matplotlib as mpl
 
 __all__ = [
     "ACCENT",
-    "KIND_COLOURS",
-    "MEMORY_COLOURS",
+    "KIND_COLORS",
+    "MEMORY_COLORS",
     "ON_DARK",
     "ON_LIGHT",
     "PLAIN",
     "THEMES",
-    "WORK_COLOURS",
+    "WORK_COLORS",
     "Theme",
     "drawing",
 ]
@@ -28,24 +28,24 @@ __all__ = [
 BLUE, AMBER, TEAL, BRICK, LAVENDER = "#2f74c0", "#f0a92e", "#5fc0a8", "#b4472a", "#b9a4d6"
 ACCENT, PLAIN = "#c8512f", "#8d939c"
 
-# What modules are.
-KIND_COLOURS: Mapping[str, str] = {
+# Kinds of modules.
+KIND_COLORS: Mapping[str, str] = {
     "embedding": AMBER,
     "dense layers": BLUE,
     "expert layers": TEAL,
     "MTP layers": BRICK,
     "norm and head": LAVENDER,
 }
-# What ranks do: F, B, I and W of `manifests.schedules.Action`.
-WORK_COLOURS: Mapping[str, tuple[str, str]] = {
+# F, B, I and W of `manifests.schedules.Action`.
+WORK_COLORS: Mapping[str, tuple[str, str]] = {
     "F": ("forward", BLUE),
     "B": ("backward", AMBER),
-    "I": ("backward, of inputs", BRICK),
-    "W": ("backward, of weights", TEAL),
+    "I": ("backward, input gradients", BRICK),
+    "W": ("backward, weight gradients", TEAL),
 }
-ON_DARK, ON_LIGHT = "#ffffff", "#121212"  # text on those colours
-# Parts of `manifests.memory.Memory`.
-MEMORY_COLOURS: Mapping[str, str] = {
+ON_DARK, ON_LIGHT = "#ffffff", "#121212"  # text on those colors
+# Fields of `manifests.memory.Memory`.
+MEMORY_COLORS: Mapping[str, str] = {
     "weights": "#17607d",
     "gradients": "#4a9cbc",
     "optimizer": "#a9d6e5",
@@ -56,15 +56,15 @@ MEMORY_COLOURS: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Theme:
-    """What changes between light and dark."""
+    """The colors that differ between light and dark."""
 
     paper: str
     ink: str
-    quiet: str  # second-rank text, axes
+    quiet: str  # secondary text, axes
     faint: str  # waiting, bands
 
     @property
-    def colours(self) -> Mapping[str, str]:
+    def colors(self) -> Mapping[str, str]:
         return {"paper": self.paper, "ink": self.ink, "quiet": self.quiet, "faint": self.faint}
 
 
@@ -76,7 +76,7 @@ THEMES: Mapping[str, Theme] = {
 
 @contextmanager
 def drawing(theme: Theme) -> Iterator[None]:
-    """Draw by these settings and no one else's, the same way each time."""
+    """Draw with these settings only, whatever matplotlib's configuration is."""
     with mpl.rc_context():
         mpl.rcdefaults()
         mpl.rcParams.update(

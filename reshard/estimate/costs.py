@@ -1,4 +1,4 @@
-"""What each module costs: the numbers that layouts are balanced by and that plans show."""
+"""The cost of each module, for balancing layouts and for plans."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleTime:
-    """One microbatch's way through a module and back: in seconds where measured, else in FLOPs."""
+    """Time of one microbatch in a module: in seconds if measured, else in FLOPs."""
 
     forward: float
     backward: float
@@ -44,12 +44,12 @@ def costs_of(
     nbytes: Mapping[str, int],
     measured: Mapping[str, ModuleTime] | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Give the costs that `balance:COST` knows, of every module, all but memory: `costs["flops"]["lm_head"]`.
+    """Return the costs of `balance:COST` for every module, except memory: `costs["flops"]["lm_head"]`.
 
     `nbytes` are the sizes of stored tensors by FQN; for memory see `manifests.memory.memory_of`.
 
     Raises:
-        InputError: `measured` leaves a module out or has one that the model has not.
+        InputError: `measured` lacks a module, or has one that the model does not have.
     """
     times = times_of(shape, seq_len, measured)
     return {
@@ -61,14 +61,14 @@ def costs_of(
 
 
 def params_of(shape: ModelShape) -> dict[str, int]:
-    """Count each module's parameters; a tied one counts wherever it is used."""
+    """Count each module's parameters; a tied one counts in every module that uses it."""
     return {module: sum(map(shape.count_params, fqns)) for module, fqns in shape.by_module().items()}
 
 
 def nbytes_of(shape: ModelShape, nbytes: Mapping[str, int]) -> dict[str, int]:
-    """Give each module's bytes, given those of the stored tensors.
+    """Return each module's bytes, from those of the stored tensors.
 
-    A tied tensor that is not stored counts as the copy that its stage would get.
+    A tied tensor that is not stored counts as the copy that its stage gets.
     """
     sizes = {fqn: size for fqn, size in nbytes.items() if fqn in shape.tensors}
     for group in shape.ties:
@@ -78,17 +78,17 @@ def nbytes_of(shape: ModelShape, nbytes: Mapping[str, int]) -> dict[str, int]:
 
 
 def flops_of(shape: ModelShape, seq_len: int) -> dict[str, int]:
-    """Give each module's forward FLOPs per token; see `manifests.models.shape.Work`."""
+    """Return each module's forward FLOPs per token; see `manifests.models.shape.Work`."""
     return {module: shape.work[module].forward_flops(seq_len) for module in shape.modules}
 
 
 def times_of(
     shape: ModelShape, seq_len: int, measured: Mapping[str, ModuleTime] | None = None
 ) -> dict[str, ModuleTime]:
-    """Give each module's time: as measured, or else as long as its FLOPs.
+    """Return each module's time: as measured, else its FLOPs.
 
     Raises:
-        InputError: `measured` leaves a module out or has one that the model has not.
+        InputError: `measured` lacks a module, or has one that the model does not have.
     """
     if measured is None:
         return {
@@ -98,15 +98,15 @@ def times_of(
     if missing := [module for module in shape.modules if module not in measured]:
         raise InputError(
             "--cost",
-            f"no time for {_some(missing)}",
-            f"measure all modules of {shape.architecture}",
+            f"missing the time of {_some(missing)}",
+            f"measure every module of {shape.architecture}",
             code="options.cost-modules",
         )
     if unknown := [module for module in measured if module not in shape.modules]:
         raise InputError(
             "--cost",
             f"{shape.architecture} has no {_some(unknown)}",
-            "measured on another model?",
+            "the times may be of another model",
             code="options.cost-modules",
         )
     return {module: measured[module] for module in shape.modules}
@@ -122,7 +122,7 @@ def parse_times(text: bytes, where: str) -> dict[str, ModuleTime]:
 
     Units: seconds for one microbatch.
     Raises:
-        InputError: no such JSON, another version, or a time that is none.
+        InputError: invalid JSON, another version, or an invalid time.
     """
     document = parse_json_object(text, where)
     if document.get("version") != 1 or isinstance(document["version"], bool):

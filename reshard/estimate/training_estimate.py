@@ -1,4 +1,4 @@
-"""What training on a layout will be like: the time and memory of stages and ranks, from the schedule's own actions."""
+"""Estimates training on a layout: time and memory of stages and ranks, by simulating the schedule."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ __all__ = [
     "num_passes",
 ]
 
-MICROBATCHES_PER_RANK = 4  # when no number is given: every schedule can deal them out
-MOST_PASSES = 1 << 19  # forward and backward, in a step that is simulated
-_EVEN = 0.0005  # times closer than this count as equal
+MICROBATCHES_PER_RANK = 4  # the default, which every schedule supports
+MOST_PASSES = 1 << 19  # forward and backward, of the longest step to simulate
+_EVEN = 0.0005  # relative; closer times count as equal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assumptions:
-    """Assumptions about a training run, for estimates; None: the layout's, or a default that runs its stages."""
+    """What to assume about a training run; None: the layout's value, or a default that supports its stages."""
 
     schedule: str | None = None
     num_microbatches: int | None = None
@@ -45,17 +45,17 @@ class Assumptions:
         return Training(policy=POLICIES[self.policy], microbatch=self.microbatch, seq_len=self.seq_len)
 
     def schedule_for(self, layout: Layout) -> str:
-        """Return the name of the schedule that is assumed on a layout."""
+        """Return the name of the schedule to assume for a layout."""
         return self.schedule or layout.schedule or default_schedule(layout.placement)
 
     def microbatches_for(self, placement: Placement) -> int:
-        """Return the number of microbatches that is assumed for a step."""
+        """Return the number of microbatches per step to assume."""
         return self.num_microbatches or MICROBATCHES_PER_RANK * placement.num_ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """What the actions of one step come to: when each runs, and what is held meanwhile."""
+    """One simulated step: when each action runs, and the memory in use."""
 
     memory: MemoryEstimate
     timeline: Timeline
@@ -63,16 +63,16 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
-    """Stages, ranks and one step on a schedule; of a step of more than `MOST_PASSES` there is no `step`.
+    """Estimates of stages, ranks and one step; `step` is None if it has more than `MOST_PASSES` passes.
 
-    Times are one microbatch's: in seconds where they were measured, else in FLOPs for each token.
+    Times are of one microbatch: in seconds if measured, else in FLOPs per token.
     """
 
     assumed: Assumptions
     placement: Placement
     schedule: str
     num_microbatches: int
-    flops: tuple[int, ...]  # forward, for each token, by stage
+    flops: tuple[int, ...]  # forward, per token, by stage
     times: tuple[ModuleTime, ...]  # by stage
     step: Step | None
 
@@ -99,7 +99,7 @@ class Forecast:
 
     @property
     def slowest_ranks(self) -> tuple[int, ...]:
-        """The ranks that take the longest: all of them when they are even."""
+        """The ranks with the longest time: all of them when they are even."""
         times = self.rank_times
         return tuple(rank for rank, time in enumerate(times) if time >= max(times) * (1 - _EVEN))
 
@@ -116,11 +116,11 @@ class Forecast:
 
 
 def forecast(shape: ModelShape, layout: Layout, assumed: Assumptions) -> Forecast:
-    """Simulate one step of a model's stages, unless it is too long.
+    """Estimate training of a layout, simulating one step unless it is too long.
 
     Raises:
-        UsageError: a schedule that is unknown, or that these stages and microbatches cannot run on.
-        InputError: measured times of another model.
+        UsageError: the schedule is unknown, or does not support these stages and microbatches.
+        InputError: the measured times are of another model.
     """
     placement = layout.placement
     num_microbatches = assumed.microbatches_for(placement)
@@ -145,12 +145,12 @@ def forecast(shape: ModelShape, layout: Layout, assumed: Assumptions) -> Forecas
 
 
 def num_passes(placement: Placement, num_microbatches: int) -> int:
-    """Count the forward and backward passes of a step: of each microbatch on each stage."""
+    """Count the forward and backward passes of a step, over microbatches and stages."""
     return 2 * placement.num_stages * num_microbatches
 
 
 def imbalance(times: Sequence[float]) -> float:
-    """Say how much longer the slowest takes than the mean: 1 is even."""
+    """Return the slowest time over the mean time: 1 is even."""
     total = sum(times)
     return max(times) * len(times) / total if total else 1.0
 

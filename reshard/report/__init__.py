@@ -1,1 +1,1 @@
-"""What the verbs print: tables for people, one JSON object for programs."""
+"""What the commands print: text, or one JSON object."""

@@ -1,4 +1,4 @@
-"""What diff found."""
+"""The output of `reshard diff`."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def diff_json(found: DiffResult) -> dict[str, Any]:
 def diff_text(found: DiffResult) -> str:
     a, b = found.layouts
     lines = [f"layout: {a}"] if a == b else [f"layout of A: {a}", f"layout of B: {b}"]
-    moved = f", {found.num_moved} of them on another stage" if found.num_moved else ""
-    sliced = f", {found.num_resliced} have the same values in other slices" if found.num_resliced else ""
-    lines.append(f"{found.num_equal} tensors are equal{moved}{sliced}; {len(found.differences) or 'none'} differ")
+    moved = f" ({found.num_moved} on another stage)" if found.num_moved else ""
+    sliced = f", {found.num_resliced} are equal but sliced differently" if found.num_resliced else ""
+    lines.append(f"{found.num_equal} tensors are equal{moved}{sliced}, {len(found.differences)} differ")
     return "\n".join([*lines, *map(_line, found.differences)])
 
 

@@ -1,4 +1,4 @@
-"""What the verbs that move or read bytes say when they are done."""
+"""The output of pack, export and verify."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ __all__ = [
 
 
 def hub_lines(report: HubReport) -> list[str]:
-    """Say which weight files of a hub were compared with what it lists, and which were not."""
+    """Return lines on which weight files were verified against the hub's SHA-256, and which were not."""
     lines = []
     if report.verified:
         lines.append(f"verified against the hub: {len(report.verified)} weight files (SHA-256)")
     if report.unverified:
         names = ", ".join(report.unverified[:3]) + (", ..." if len(report.unverified) > 3 else "")
-        why = "not all of them is in a folder as it was; --verify-source reads them whole"
+        why = "not all of their bytes are in the output; --verify-source downloads the rest"
         lines.append(f"not verified against the hub: {len(report.unverified)} weight files ({names}): {why}")
     return lines
 
@@ -56,13 +56,13 @@ def pack_json(done: PackResult) -> dict[str, Any]:
 def pack_text(done: PackResult) -> str:
     training = done.manifest.training
     packed, virtual = show_bytes(done.nbytes), show_bytes(done.virtual_nbytes)
-    how = f"{packed}, and left {virtual} where they are" if done.manifest.virtual else packed
+    how = f"{packed} copied, {virtual} referenced" if done.manifest.virtual else packed
     place = shlex.quote(done.path)
     fetch, place = (f"reshard pack {place} --out DIR; ", "DIR") if is_url(done.out) else ("", place)
     stages = "1 stage" if done.num_stages == 1 else f"{done.num_stages} stages"
-    moments = " and their moments" if training and training.optimizer else ""
+    state = " and their optimizer state" if training and training.optimizer else ""
     return (
-        f"packed {done.num_tensors} tensors{moments}, {how}, in {stages}: {done.path}\n"
+        f"packed {done.num_tensors} tensors{state}, {how}, in {stages}: {done.path}\n"
         f"next: {fetch}runner launch {place} --nproc-per-node {done.num_ranks} -- --help"
     )
 
@@ -90,7 +90,7 @@ def export_json(done: ExportResult, form: str, out: Address) -> dict[str, Any]:
 def export_text(done: ExportResult, dtype: Dtype, out: Address) -> str:
     how = "headers as in the source" if done.identical else "new headers: dtypes or tensors differ from the source"
     lines = [f"exported {done.num_files} files, {show_bytes(done.nbytes)} of weights ({how}): {out}"]
-    why = ", as in the source; --dtype fp32 keeps every bit" if dtype == "source" else ""
+    why = ", as in the source; --dtype fp32 casts losslessly" if dtype == "source" else ""
     lines += [f"cast {num} tensors from {before} to {after}{why}" for (before, after), num in done.casts.items()]
     return "\n".join(lines)
 
@@ -110,17 +110,17 @@ def verify_text(done: VerifyResult, manifest: str) -> str:
     read = f"{done.num_tensors} tensors, {show_bytes(done.nbytes)}"
     unread = done.nbytes - done.compared_nbytes
     if not done.differences and done.source and done.num_beyond:
-        which = f"{done.num_tensors - done.num_beyond} weights are as in {done.source}"
-        return f"verified {read}: {which}; it has none of the {done.num_beyond} moments"
+        which = f"{done.num_tensors - done.num_beyond} weights equal those of {done.source}"
+        return f"verified {read}: {which}, which has none of the {done.num_beyond} optimizer tensors"
     if not done.differences and done.source:
-        return f"verified {read}: every tensor is as in {done.source}"
+        return f"verified {read}: all tensors equal those of {done.source}"
     if not done.differences and unread:
-        same = "sizes, headers and pins are as the manifest says"
-        return f"looked at {read}: {same}; {show_bytes(unread)} of data were not compared"
+        same = "sizes, headers and fingerprints match the manifest"
+        return f"checked {read}: {same}; {show_bytes(unread)} of data not verified"
     if not done.differences:
-        return f"verified {read}: every digest is as the manifest says"
+        return f"verified {read}: all digests match the manifest"
     count = "1 problem" if len(done.differences) == 1 else f"{len(done.differences)} problems"
-    lines = [f"{manifest}: {count} found; {read} could be looked at"]
+    lines = [f"{manifest}: {count} found; checked {read}"]
     lines += [f"  {where}: {problem}" for where, problem in done.differences]
-    hint = () if done.source else ("hint: copy the files that differ once more, or write the checkpoint again",)
+    hint = () if done.source else ("hint: copy the damaged files again, or pack or save the checkpoint again",)
     return "\n".join((*lines, *hint))

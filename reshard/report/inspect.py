@@ -1,4 +1,4 @@
-"""inspect: what a manifest says of itself."""
+"""The output of `reshard inspect`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def inspect_text(address: Address, with_tensors: bool) -> str:
         f"from {manifest.source.kind}: {manifest.source.location}",
         f"written by {manifest.created_by}"
         + (f" after step {training.step}, {training.num_tokens:,} tokens" if training else "")
-        + (f", with the moments of {training.optimizer.name}" if training and training.optimizer else ""),
+        + (f", with the optimizer state of {training.optimizer.name}" if training and training.optimizer else ""),
         f"layout {layout.spec}: {layout.num_stages} stages on {layout.num_ranks} ranks, style {layout.style}",
         table(head, rows, left=frozenset({"modules"})),
         *tie_lines(manifest.ties),
@@ -95,4 +95,4 @@ def _virtual_lines(manifest: Manifest) -> list[str]:
         return []
     place = virtual.location + (f"@{virtual.revision}" if virtual.revision else "")
     stages = show_numbers(stage.index for stage in manifest.stages if stage.spans)
-    return [f"virtual: stages {stages} are bytes of {len(virtual.files)} files in {place}"]
+    return [f"virtual: stages {stages} reference {len(virtual.files)} files in {place}"]

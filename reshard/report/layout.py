@@ -1,4 +1,4 @@
-"""What a layout means, without a model."""
+"""The output of `reshard layout`."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def layout_json(layout: Layout) -> dict[str, Any]:
 
 def layout_text(layout: Layout) -> str:
     placement, stages = layout.placement, layout.stages
-    likeness = [
+    keys = [
         (placement.virtual_of(index), len(modules), all(name.rpartition(".")[2].isdecimal() for name in modules))
         for index, modules in enumerate(stages)
     ]
     rows = []
-    for run in group_stages(range(len(stages)), likeness):
+    for run in group_stages(range(len(stages)), keys):
         modules = modules_shown([module for index in run for module in stages[index]])
         rows.append(
             (

@@ -1,4 +1,4 @@
-"""What a plan says: stages and ranks, their bytes, work, memory and waiting."""
+"""The output of `reshard plan`: bytes, FLOPs, memory and pipeline bubble of stages and ranks."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ _HEAD = ("stage", "rank", "virtual", "modules", "params", "bytes", "fwd FLOP/tok
 
 
 def plan_text(planned: PlanResult, traffic: Traffic | None = None) -> str:
-    """Say it all; `traffic` is what a pack moves, when that is not all of the plan."""
+    """Return the plan as text; `traffic` is what a pack reads and writes, if that is not the whole plan."""
     plan, shape = planned.plan, planned.shape
     traffic = traffic or traffic_of(plan.shards_on())
-    rows = [_row(planned, run) for run in group_stages(plan.stages, _likeness(planned))]
+    rows = [_row(planned, run) for run in group_stages(plan.stages, _group_keys(planned))]
     lines = [
         f"{shape.architecture}, {shape.num_layers} layers, {shape.num_params:,} parameters",
         placement_line(plan.layout),
         table(_HEAD, shorten_rows(rows, _HEAD.index("modules")), left=frozenset({"modules"})),
     ]
     if len(rows) < len(plan.stages):
-        lines.append("a row of several stages gives the figures of each, and the most memory of any")
+        lines.append("rows of several stages show the figures of one stage, and the highest memory")
     forecast = planned.forecast
     by_stage, by_rank = imbalance(forecast.stage_times), imbalance(forecast.rank_times)
-    lines.append(f"imbalance, slowest over mean: stages {by_stage:.3f}, ranks {by_rank:.3f}")
+    lines.append(f"imbalance (slowest / mean): stages {by_stage:.3f}, ranks {by_rank:.3f}")
     lines.append(bottleneck(forecast))
     lines += [_too_long(forecast)] if forecast.step is None else [schedule_line(forecast), memory_line(forecast)]
     lines += tie_lines(plan.ties)
     if assumed := dtypes_assumed(planned):
-        lines.append(f"from the config alone: bytes as if stored in {assumed}")
+        lines.append(f"no weights, only a config: bytes as if stored in {assumed}")
     again = traffic.again_nbytes
-    twice = f" ({show_bytes(again)} of it twice: first for the digests)" if again else ""
+    twice = f" ({show_bytes(again)} of it twice, once for digests)" if again else ""
     lines.append(f"to read {show_bytes(traffic.once_nbytes)}{twice}, to write {show_bytes(traffic.write_nbytes)}")
     return "\n".join(lines)
 
 
 def plan_json(planned: PlanResult, traffic: Traffic | None = None) -> dict[str, Any]:
-    """Give the same as the object that `--json` prints; null is what a step too long to simulate would tell."""
+    """Return the object that `--json` prints; values of a step too long to simulate are null."""
     plan, forecast = planned.plan, planned.forecast
     traffic, step = traffic or traffic_of(plan.shards_on()), forecast.step
     placement, assumed = forecast.placement, forecast.assumed
@@ -75,7 +75,7 @@ def plan_json(planned: PlanResult, traffic: Traffic | None = None) -> dict[str, 
                 "stages": list(placement.stages_on(rank)),
                 "memory_nbytes": _memory_json(step.memory.ranks[rank]) if step else None,
                 "share_of_slowest": rank_shares[rank],
-                "bubble": _waiting(step.timeline, rank) if step else None,
+                "bubble": _idle(step.timeline, rank) if step else None,
             }
             for rank in range(placement.num_ranks)
         ],
@@ -100,54 +100,54 @@ def plan_json(planned: PlanResult, traffic: Traffic | None = None) -> dict[str, 
 
 
 def bottleneck(forecast: Forecast) -> str:
-    """Say which ranks set the pace."""
+    """Return a sentence on the slowest ranks."""
     placement, slowest = forecast.placement, forecast.slowest_ranks
     if placement.num_ranks == 1:
-        return "no bottleneck: there is one rank"
+        return "no bottleneck: only one rank"
     if len(slowest) == placement.num_ranks:
-        return "no bottleneck: every rank takes the same time"
+        return "no bottleneck: all ranks take the same time"
     if not forecast.bottleneck:
         return f"no bottleneck: ranks {show_numbers(slowest)} take the same time, the others less"
-    how = f"{imbalance(forecast.rank_times):.2f} times the mean rank's time"
+    how = f"{imbalance(forecast.rank_times):.2f}x the mean time of a rank"
     if len(slowest) > 1:
-        return f"ranks {show_numbers(slowest)} are the bottleneck: each takes {how}"
+        return f"ranks {show_numbers(slowest)} are the bottleneck: {how} each"
     stages = placement.stages_on(slowest[0])
     named = f"stage{'s' if len(stages) > 1 else ''} {show_numbers(stages)}"
-    return f"rank {slowest[0]} ({named}) is the bottleneck: it takes {how}"
+    return f"rank {slowest[0]} ({named}) is the bottleneck: {how}"
 
 
 def schedule_line(forecast: Forecast) -> str:
     assumed, timeline = forecast.assumed, forecast.timeline
-    step = f", a step takes {timeline.makespan_s:.4g} s" if assumed.measured else ""
+    step = f", {timeline.makespan_s:.4g} s per step" if assumed.measured else ""
     return (
         f"{forecast.schedule}, {forecast.num_microbatches} microbatches of {assumed.microbatch} x {assumed.seq_len} "
-        f"tokens: ranks wait {timeline.bubble:.1%} of the time (bubble){step}"
+        f"tokens: pipeline bubble {timeline.bubble:.1%}{step}"
     )
 
 
 def _too_long(forecast: Forecast) -> str:
     num_stages, number = forecast.placement.num_stages, forecast.num_microbatches
     return (
-        f"{forecast.schedule}, {number} microbatches on {num_stages} stages: too long a step to simulate; memory and "
-        "bubble are left out, unless fewer --microbatches are assumed"
+        f"{forecast.schedule}, {number} microbatches on {num_stages} stages: step too long to simulate, no estimate of "
+        "memory and bubble; lower --microbatches"
     )
 
 
 def memory_line(forecast: Forecast) -> str:
     totals = [memory.total for memory in forecast.memory.ranks]
     most, limit = totals.index(max(totals)), forecast.assumed.memory_limit
-    line = f"rank {most} needs the most memory, {show_bytes(totals[most])}, estimated for {forecast.assumed.policy}"
+    line = f"peak memory: rank {most}, {show_bytes(totals[most])}, estimated for {forecast.assumed.policy}"
     if not limit:
         return line
     over = forecast.ranks_over_limit
     if not over:
-        return f"{line}: {totals[most] / limit:.0%} of the limit of {show_bytes(limit)}"
+        return f"{line}; {totals[most] / limit:.0%} of the limit, {show_bytes(limit)}"
     over_shown = f"rank {over[0]} is" if len(over) == 1 else f"ranks {show_numbers(over)} are"
-    return f"{line}: {over_shown} OVER the limit of {show_bytes(limit)}"
+    return f"{line}; {over_shown} OVER the limit, {show_bytes(limit)}"
 
 
 def dtypes_assumed(planned: PlanResult) -> str:
-    """Name the dtypes that bytes are counted in when there are no weights, or nothing."""
+    """Return the dtypes assumed for a config without weights, or nothing."""
     if planned.checkpoint.source.kind != CONFIG_ONLY:
         return ""
     return ", ".join(sorted({tensor.dtype for tensor in planned.checkpoint.tensors.values()}))
@@ -169,7 +169,7 @@ def _row(planned: PlanResult, run: Sequence[StagePlan]) -> tuple[str, ...]:
     )
 
 
-def _likeness(planned: PlanResult) -> list[object]:
+def _group_keys(planned: PlanResult) -> list[object]:
     times = planned.forecast.stage_times
     return [
         (stage.virtual, len(stage.modules), stage.num_params, stage.nbytes, times[stage.index])
@@ -177,8 +177,8 @@ def _likeness(planned: PlanResult) -> list[object]:
     ]
 
 
-def _waiting(timeline: Timeline, rank: int) -> float:
-    """Give the share of a step in which a rank waits."""
+def _idle(timeline: Timeline, rank: int) -> float:
+    """Return the share of a step in which a rank is idle."""
     return 1 - timeline.busy_s[rank] / timeline.makespan_s if timeline.makespan_s else 0.0
 
 

@@ -1,4 +1,4 @@
-"""Aligned columns, and few rows for many stages."""
+"""Tables with aligned columns, shortened for many stages."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from reshard.layout.model import compress_modules
 
 __all__ = ["group_stages", "modules_shown", "shorten_rows", "table", "tie_lines"]
 
-MOST_ROWS = 40  # a table of more groups stages that are alike
-_ENDS = 12  # rows kept at either end of one that is too long even so
+MOST_ROWS = 40  # with more, similar stages share a row
+_ENDS = 12  # rows kept at either end of a table that is still too long
 
 T = TypeVar("T")
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: frozenset[str] = frozenset()) -> str:
-    """Align columns; those named in `left` flush left, the others right."""
+    """Return a table with aligned columns: those named in `left` to the left, others to the right."""
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     lines = []
     for row in (head, *rows):
@@ -31,25 +31,25 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: frozenset
     return "\n".join(lines)
 
 
-def group_stages(stages: Sequence[T], likeness: Sequence[object]) -> list[Sequence[T]]:
-    """Part stages into runs to share a row: each alone when there are few, else neighbours that are alike."""
+def group_stages(stages: Sequence[T], keys: Sequence[object]) -> list[Sequence[T]]:
+    """Group stages by row: one stage per row if there are few, else runs of stages with equal keys."""
     if len(stages) <= MOST_ROWS:
         return [[stage] for stage in stages]
-    runs = groupby(zip(stages, likeness, strict=True), key=lambda pair: pair[1])
+    runs = groupby(zip(stages, keys, strict=True), key=lambda pair: pair[1])
     return [[stage for stage, _ in run] for _, run in runs]
 
 
 def shorten_rows(rows: Sequence[tuple[str, ...]], left: int) -> Sequence[tuple[str, ...]]:
-    """Leave out the middle of too many rows, and say in column `left` how many."""
+    """Omit the middle of a table that is too long, with a note in column `left`."""
     if len(rows) <= MOST_ROWS:
         return rows
     cells = [""] * len(rows[0])
-    cells[left] = f"... {len(rows) - 2 * _ENDS} rows more, see --json ..."
+    cells[left] = f"... {len(rows) - 2 * _ENDS} more rows, see --json ..."
     return [*rows[:_ENDS], tuple(cells), *rows[-_ENDS:]]
 
 
 def modules_shown(modules: Sequence[str]) -> str:
-    """Name modules in few words, as layout files may: `embed_tokens, layers.0-7`."""
+    """Return a short list of modules, in the syntax of layout files: `embed_tokens, layers.0-7`."""
     return compress_modules(map(short_name, modules)) or "(empty)"
 
 

@@ -1,1 +1,1 @@
-"""Readers of what people have: each gives a `Checkpoint` from headers alone."""
+"""Readers of sources: each returns a `Checkpoint` from headers alone."""

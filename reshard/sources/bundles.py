@@ -1,4 +1,4 @@
-"""A manifest as a source: its bundles' tensors, each named once."""
+"""A manifest as a source: the tensors of its bundles, each FQN once."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ __all__ = ["open_manifest"]
 
 
 def open_manifest(address: Address | ManifestFile, bundles: Bundles | None = None) -> Checkpoint:
-    """Read a manifest's headers and check that they cover the model exactly, moments too if there are any.
+    """Read a manifest's headers and check that they cover the model exactly, including optimizer state if any.
 
-    The tensors stand in the order of the source they came from, whatever the stages are. Headers that `bundles` of
-    this manifest have read are not read again.
+    Tensors are in the order of the original source, whatever the stages are. Headers that `bundles` of this
+    manifest have already read are not read again.
 
     Raises:
-        InputError: the manifest, a header or a carried file is not what it must be, a tensor is
-            missing, strays or is on the wrong stage, or two copies of a tied weight differ.
+        ManifestError: the manifest is invalid, or does not match its auxiliary files or shards.
+        ModelError: config.json is invalid or unsupported.
+        ShardError: a header is invalid, a tensor is unknown or on the wrong stage, or copies of a tied weight differ.
+        SourceError: a tensor is missing.
     """
     file = address if isinstance(address, ManifestFile) else find_manifest_file(address)
     manifest, digest = file.read()
@@ -38,7 +40,7 @@ def open_manifest(address: Address | ManifestFile, bundles: Bundles | None = Non
     small = {carried.path: carried for carried in manifest.files}
     for needed in (CONFIG_NAME, SOURCE_NAME):
         if needed not in small:
-            raise ManifestError(f"{file}: files", f"{needed} is not among them", code="manifest.missing-file")
+            raise ManifestError(f"{file}: files", f"{needed} is not listed", code="manifest.missing-file")
     config_file, record_file = folder.file(CONFIG_NAME), folder.file(SOURCE_NAME)
     config = read_config(config_file, small[CONFIG_NAME].digest)
     record_text = read_whole(record_file, small[SOURCE_NAME].digest)
@@ -78,7 +80,7 @@ def open_manifest(address: Address | ManifestFile, bundles: Bundles | None = Non
 
 
 def _moments(bundles: Bundles, holds: Holds, record: SourceRecord, shape: ModelShape) -> dict[str, TensorAt]:
-    """Give one kind of moments, seen to cover the parameters as the weights do."""
+    """Return one kind of optimizer state, after checking that it covers the trained parameters."""
     where = f"{bundles.root}: {holds}"
     untrained = shape.untrained_suffixes or ("\0",)
     parameters = {fqn: dims for fqn, dims in shape.tensors.items() if not fqn.endswith(untrained)}
@@ -92,7 +94,7 @@ def _moments(bundles: Bundles, holds: Holds, record: SourceRecord, shape: ModelS
 
 
 def _check_files(files: Iterable[AuxiliaryFile], record: SourceRecord, where: str) -> None:
-    """Refuse a carried file that an export would write over a shard or the index."""
+    """Raise if an auxiliary file has the name of a shard or of the index, which an export writes."""
     taken = {INDEX_NAME, *(shard.name for shard in record.shards)}
     for position, carried in enumerate(files):
         if carried.path in taken:
@@ -104,7 +106,7 @@ def _check_files(files: Iterable[AuxiliaryFile], record: SourceRecord, where: st
 
 
 def _open_originals(bundles: Bundles, record: SourceRecord, where: str) -> OriginalFiles | None:
-    """Find the files that virtual bundles refer to: each is recorded as a weight file of the source."""
+    """Return the files that virtual bundles reference, each of which must be a weight file of the source."""
     virtual = bundles.manifest.virtual
     if virtual is None:
         return None
@@ -118,7 +120,7 @@ def _open_originals(bundles: Bundles, record: SourceRecord, where: str) -> Origi
 
 
 def _stored_tensors(bundles: Bundles, holds: Holds, where: str) -> dict[str, TensorAt]:
-    """Give every stored tensor of one kind; each lies on the stage that holds its module."""
+    """Return every stored tensor of one kind, after checking that each is on the stage of its module."""
     tensors: dict[str, TensorAt] = {}
     for stage in bundles.manifest.stages:
         modules, here = frozenset(stage.modules), bundles.tensors_on(stage, holds)
@@ -138,7 +140,7 @@ def _stored_tensors(bundles: Bundles, holds: Holds, where: str) -> dict[str, Ten
 
 
 def _check_counts(stage: Stage, tensors: list[TensorAt], where: str) -> None:
-    # Two tied names may stand for the same bytes of an original file, and several slices for one tensor.
+    # Two tied names may share bytes of an original file, and one tensor may have several slices.
     sizes = {(tensor.file, tensor.begin, tensor.name if stage.shards else ""): tensor.nbytes for tensor in tensors}
     num_tensors = len({tensor.name for tensor in tensors}) if stage.shards else len(sizes)
     for name, expected, found in (
@@ -152,13 +154,13 @@ def _check_counts(stage: Stage, tensors: list[TensorAt], where: str) -> None:
 
 
 def _check_ties(manifest: Manifest, stored: Mapping[str, TensorAt], where: str) -> None:
-    """Refuse a tie whose owner, or whose replica on another stage, is not stored, and copies that differ."""
+    """Raise if a tie's owner, or a replica on another stage, is not stored, or if copies differ."""
     for position, group in enumerate(manifest.ties):
         place = f"{where}: ties[{position}]"
         for member in group.members:
             if member.fqn not in stored and (member == group.owner or member.stage != group.owner.stage):
                 raise ShardError(
-                    place, f"no shard of stage {member.stage} holds {member.fqn!r}", code="shard.missing-tensor"
+                    place, f"no shard of stage {member.stage} has {member.fqn!r}", code="shard.missing-tensor"
                 )
         copies = [(member, stored[member.fqn]) for member in group.members if member.fqn in stored]
         digests = _digests_of([copy for _, copy in copies])
@@ -171,9 +173,9 @@ def _check_ties(manifest: Manifest, stored: Mapping[str, TensorAt], where: str) 
 
 
 def _digests_of(copies: Sequence[TensorAt]) -> Sequence[str | None]:
-    """Give what tells copies of a tensor apart; slices are read where copies are not sliced alike.
+    """Return digests to compare copies of a tensor by; copies that are sliced differently are read and hashed.
 
-    Original files have no digests.
+    Tensors in original files have no digests.
     """
     sliced = [slices_of(copy) for copy in copies]
     if all(len(slices) == 1 for slices in sliced):
@@ -186,9 +188,9 @@ def _digests_of(copies: Sequence[TensorAt]) -> Sequence[str | None]:
 def _tensors_of_source(
     manifest: Manifest, stored: Mapping[str, TensorAt], record: SourceRecord, shape: ModelShape
 ) -> tuple[dict[str, TensorAt], SourceRecord]:
-    """Give the tensors that the source stored, in its order, and the record less what training left behind.
+    """Return the tensors that the source stored, in its order, and the record without those that training dropped.
 
-    Training keeps one copy of a tied weight per rank, and no tensor that the model recomputes.
+    Training stores one copy of a tied weight per rank, and no tensor that the model recomputes.
     """
     owners = {replica.fqn: group.owner.fqn for group in manifest.ties for replica in group.replicas}
     tensors, gone = {}, []
@@ -218,6 +220,6 @@ def _check_strays(
         if name not in tensors and name not in replicas:
             raise ShardError(
                 f"{tensor.file}: {name!r}",
-                f"the source had no such tensor ({SOURCE_NAME})",
+                f"unknown tensor, not in {SOURCE_NAME}",
                 code="shard.unknown-tensor",
             )

@@ -1,4 +1,4 @@
-"""A config.json alone: a model at its true size, planned before its weights are here."""
+"""A config.json alone: a model that can be planned without its weights."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from manifests.models import ModelShape, model_shape
 from manifests.safetensors import nbytes_of
 from manifests.schema import Source
 from manifests.store import read_config
+from reshard.layout.wording import list_words
 from reshard.sources.huggingface import CONFIG_NAME
 from reshard.tensors.checkpoint import Checkpoint, TensorAt
 from reshard.tensors.source_index import SourceRecord
@@ -27,7 +28,7 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5 writes the first, 4 the
 
 
 def find_config(source: str) -> Path | None:
-    """Give the config, if a source is nothing else: the file itself, or a folder that holds no other."""
+    """Return the config of a source without weights: the file itself, or the only file of a folder."""
     path = Path(source)
     if path.suffix == ".json" and path.name != MANIFEST_NAME and os.path.isfile(path):
         return path
@@ -36,12 +37,13 @@ def find_config(source: str) -> Path | None:
 
 
 def open_config(path: Path) -> Checkpoint:
-    """Make the checkpoint that a config promises. Its tensors have sizes, and no bytes anywhere.
+    """Return the checkpoint that a config describes: tensors with sizes, but no bytes.
 
-    They are of the dtype that the config names, bfloat16 when it names none; quantized ones of theirs.
+    Their dtype is the config's, bfloat16 by default; quantized ones have their own.
 
     Raises:
-        InputError: no config of a known architecture, or a dtype that is not known.
+        SourceError: the file is not JSON.
+        ModelError: an unknown architecture or dtype.
     """
     config = read_config(path)
     shape = model_shape(config, str(path))
@@ -62,7 +64,7 @@ def open_config(path: Path) -> Checkpoint:
 
 
 def with_dtype(config: Mapping[str, Any], stored: str) -> dict[str, Any]:
-    """Give a config that names a dtype as files have it, wherever it names one: readers cast to that."""
+    """Return the config with this dtype (as in safetensors headers) wherever it names one, since readers cast to it."""
     name = next(name for name, known in _DTYPES.items() if known == stored)
     return {**config, **{key: name for key in _DTYPE_KEYS if key in config}}
 
@@ -72,15 +74,14 @@ def _dtype(config: Mapping[str, object], where: str) -> str:
     if not isinstance(name, str) or name not in _DTYPES:
         raise ModelError(
             f"{where}: dtype",
-            f"{str(name)[:80]!r} is not known",
-            f"known: {', '.join(_DTYPES)}",
+            f"expected {list_words(_DTYPES)}, found {str(name)[:80]!r}",
             code="config.unknown-dtype",
         )
     return _DTYPES[name]
 
 
 def _stored_dtype(fqn: str, shape: ModelShape, dtype: str) -> str:
-    """Give the dtype of a tensor in files; see `manifests.models.quantized`."""
+    """Return the stored dtype of a tensor; see `manifests.models.quantized`."""
     if fqn.endswith(".weight_scale_inv"):
         return "F32"
     if f"{fqn}_scale_inv" in shape.tensors:

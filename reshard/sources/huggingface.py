@@ -1,4 +1,4 @@
-"""A Hugging Face folder: config.json, safetensors shards, their index, and the small files beside them."""
+"""A Hugging Face folder: config.json, safetensors shards, their index and auxiliary files."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ __all__ = ["CONFIG_NAME", "check_coverage", "open_folder", "stored_in", "without
 
 CONFIG_NAME = "config.json"
 _SINGLE_NAME = "model.safetensors"
-# The same weights once more, in formats that nobody here reads. They are left out, by name.
+# The same weights in formats that are not read. They are left out, by suffix.
 _OTHER_WEIGHTS = (
     ".bin", ".ckpt", ".gguf", ".h5", ".mlmodel", ".msgpack", ".npz", ".onnx", ".onnx_data", ".ot", ".pb", ".pt", ".pth",
     ".tflite",
 )  # fmt: skip
-_WANTED = "SOURCE must hold safetensors weights"
-_CONVERT = "transformers writes safetensors, from_pretrained(SOURCE).save_pretrained(DIR)"
+_WANTED = "SOURCE must contain safetensors weights"
+_CONVERT = "convert it with transformers: from_pretrained(SOURCE).save_pretrained(DIR)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Shards:
-    """The shard names, and which tensor the index puts where (None without an index)."""
+    """The names of the shards, and the index, if there is one."""
 
     names: tuple[str, ...]
-    beside: tuple[str, ...]  # safetensors that are none of them
+    beside: tuple[str, ...]  # other safetensors files
     weight_map: Mapping[str, str] | None
     index: KeptText | None
 
@@ -44,8 +44,9 @@ def open_folder(folder: Folder, drop: frozenset[str] = frozenset()) -> Checkpoin
     """Read the headers of a Hugging Face folder and check that they cover the model exactly.
 
     Raises:
-        InputError: no such folder, no config, unknown architecture, shards and index that disagree,
-            a header that lies, or tensors missing, unexpected or misshapen.
+        SourceError: no config, shards and index that disagree, or tensors missing, unknown or of the wrong shape.
+        ModelError: an invalid config or an unsupported architecture.
+        ShardError: an invalid header.
     """
     files = folder.names()
     if CONFIG_NAME not in files:
@@ -95,7 +96,7 @@ def stored_in(tensors: Mapping[str, TensorAt], where: str) -> Stored:
 
 
 def without_absent(shape: ModelShape, tensors: Collection[str]) -> ModelShape:
-    """Give the shape less the optional modules, such as MTP layers, of which no tensor is stored."""
+    """Return the shape without optional modules (such as MTP layers) of which no tensor is stored."""
     if not shape.optional:
         return shape
     stored = {module_of(fqn, shape.optional) for fqn in tensors}
@@ -105,14 +106,14 @@ def without_absent(shape: ModelShape, tensors: Collection[str]) -> ModelShape:
 def check_coverage(
     tensors: Mapping[str, TensorAt], shape: ModelShape, where: str, dropped: frozenset[str] = frozenset()
 ) -> None:
-    """Raise unless every tensor of the model is there once, as wide as the config says, and no other."""
+    """Raise unless the tensors are exactly those of the model, with the shapes of the config."""
     stored_for_tie = {fqn for group in shape.ties if any(name in tensors for name in group) for fqn in group}
     missing = [fqn for fqn in shape.tensors if fqn not in tensors and fqn not in stored_for_tie]
     if missing:
         raise SourceError(
             where,
-            f"{_count(missing, 'tensor')} of the model missing: {_some(missing)}",
-            "--drop is for what the model can do without; leave it out"
+            f"missing {_count(missing, 'tensor')} of the model: {_some(missing)}",
+            "remove --drop, which is for tensors that the model does not need"
             if not dropped.isdisjoint(missing)
             else "the checkpoint is incomplete; download it again",
             code="source.missing-tensor",
@@ -123,8 +124,8 @@ def check_coverage(
     if unknown:
         raise SourceError(
             where,
-            f"{_count(unknown, 'tensor')} that {shape.architecture} does not have: {_some(unknown)}",
-            f"weights and config disagree; to leave one behind say --drop {unknown[0]}",
+            f"found {_count(unknown, 'tensor')} that {shape.architecture} does not have: {_some(unknown)}",
+            f"download weights and config from one revision, or use --drop {unknown[0]}",
             code="source.unknown-tensor",
         )
     for fqn, tensor in tensors.items():
@@ -133,7 +134,7 @@ def check_coverage(
             raise SourceError(
                 f"{tensor.file}: {fqn!r}.shape",
                 f"expected {list(expected)} ({CONFIG_NAME}), found {list(tensor.shape)}",
-                "weights and config disagree; download both from one revision",
+                "download weights and config from one revision",
                 code="source.shape-mismatch",
             )
 
@@ -147,8 +148,8 @@ def _find_shards(folder: Folder, files: tuple[str, ...], fqns: Mapping[str, str]
             return _Shards(names=(_SINGLE_NAME,), beside=beside, weight_map=None, index=None)
         if not found:
             others = [name for name in files if name.endswith(_OTHER_WEIGHTS)]
-            hint = f"{others[0]} is in a format that reshard does not read: {_CONVERT}" if others else _WANTED
-            raise SourceError(str(folder), "no safetensors shard here", hint, code="source.no-shards")
+            hint = f"the format of {others[0]} is not supported; {_CONVERT}" if others else _WANTED
+            raise SourceError(str(folder), "found no safetensors file", hint, code="source.no-shards")
         raise SourceError(
             str(folder),
             f"expected {_SINGLE_NAME} alone or an {INDEX_NAME}, found {_some(list(found))} and no index",
@@ -165,13 +166,13 @@ def _find_shards(folder: Folder, files: tuple[str, ...], fqns: Mapping[str, str]
             raise SourceError(
                 f"{where}: weight_map",
                 f"expected names of {SUFFIX} files, found {name!r}",
-                "the index is damaged or was written for weights in another format; download it again",
+                "the index is damaged, or is for weights in another format; download it again",
                 code="source.bad-index",
             )
         if name not in found:
             raise SourceError(
                 f"{where}: weight_map",
-                f"names {name!r}, which is not in the folder",
+                f"file {name!r} is missing",
                 "download the missing shard",
                 code="source.missing-shard",
             )
@@ -181,23 +182,23 @@ def _find_shards(folder: Folder, files: tuple[str, ...], fqns: Mapping[str, str]
     if stray:
         raise SourceError(
             str(folder.file(stray[0])),
-            f"stray shard: {INDEX_NAME} does not name it",
-            "remove it, or download the index that belongs to these shards",
+            f"stray shard, not listed in {INDEX_NAME}",
+            "remove it, or download the index of these shards",
             code="source.stray-shard",
         )
     return _Shards(names=tuple(names), beside=beside, weight_map=weight_map, index=KeptText(raw))
 
 
 def _is_beside(name: str) -> bool:
-    """Say whether safetensors of this name are the model in its maker's form, or another one: in a folder of their own
-    (`original/` of gpt-oss) or as Mistral names them. transformers reads neither."""
+    """Return whether a file is not part of the model that transformers reads: in a subfolder (`original/` of gpt-oss),
+    or under Mistral's own name."""
     return "/" in name or name.startswith("consolidated")
 
 
 def _read_shards(
     folder: Folder, shards: _Shards, names: Mapping[str, str]
 ) -> tuple[dict[str, TensorAt], tuple[RecordedShard, ...]]:
-    """Return the tensors of all shards, as the index lists them, and each shard's header as it is to be recorded."""
+    """Return the tensors of all shards, checked against the index, and each shard's header to record."""
     tensors: dict[str, TensorAt] = {}
     recorded = []
     for shard, (file, header) in zip(shards.names, each_file_header(map(folder.file, shards.names)), strict=True):
@@ -205,11 +206,11 @@ def _read_shards(
         for tensor in tensors_in(file, header, names=names):
             listed = shard if shards.weight_map is None else shards.weight_map.get(tensor.name)
             if listed != shard:
-                said = "does not list it" if listed is None else f"puts it in {listed}"
+                said = "does not list it" if listed is None else f"lists it in {listed}"
                 raise SourceError(
                     f"{file}: {tensor.name!r}",
                     f"is in this shard, but {INDEX_NAME} {said}",
-                    "shards and index come from different checkpoints; download them again",
+                    "download shards and index from one revision",
                     code="source.index-disagrees",
                 )
             tensors[tensor.name] = tensor
@@ -217,8 +218,8 @@ def _read_shards(
         if fqn not in tensors:
             raise SourceError(
                 f"{folder.file(INDEX_NAME)}: weight_map[{fqn!r}]",
-                f"{shard} does not hold this tensor",
-                "shards and index come from different checkpoints; download them again",
+                f"{shard} does not contain this tensor",
+                "download shards and index from one revision",
                 code="source.index-disagrees",
             )
     return tensors, tuple(recorded)
@@ -232,23 +233,21 @@ def _drop(tensors: dict[str, TensorAt], drop: frozenset[str], shape: ModelShape 
     for asked in sorted(drop):
         name = asked if asked in tensors else stored.get(asked)
         if name is None:
-            raise InputError("--drop", f"{asked!r} is no tensor of the source", code="options.unknown-drop")
+            raise InputError("--drop", f"the source has no tensor {asked!r}", code="options.unknown-drop")
         del tensors[name]
         names.append(name)
     return tuple(sorted(names))
 
 
 def _under_fqns(tensors: dict[str, TensorAt], shape: ModelShape) -> dict[str, TensorAt]:
-    """Give the tensors under their FQNs, where files of the model without its head leave out a prefix."""
+    """Return the tensors under their FQNs; files of the model without its head omit a prefix."""
     if not shape.base:
         return tensors
     found: dict[str, TensorAt] = {}
     for name, tensor in tensors.items():
         fqn = shape.fqn_of(name)
         if fqn in found:
-            raise SourceError(
-                f"{tensor.file}: {name!r}", f"is {fqn}, which is stored a second time", code="source.tensor-twice"
-            )
+            raise SourceError(f"{tensor.file}: {name!r}", f"{fqn} is stored twice", code="source.tensor-twice")
         found[fqn] = tensor if fqn == name else replace(tensor, name=fqn)
     return found
 
@@ -261,14 +260,14 @@ def _carried(folder: Folder, files: tuple[str, ...], weights: set[str]) -> tuple
         if name in (MANIFEST_NAME, SOURCE_NAME) or name.startswith("stage-"):
             raise SourceError(
                 str(folder.file(name)),
-                "this name belongs to the manifest's own files",
+                "this name is reserved for files that pack writes",
                 "rename the file",
                 code="source.reserved-name",
             )
         if is_working_name(name):
             raise SourceError(
                 str(folder.file(name)),
-                "this name belongs to files that are being written",
+                "this name is reserved for temporary files",
                 "rename the file",
                 code="source.reserved-name",
             )

@@ -1,4 +1,4 @@
-"""SOURCE as the user names it, opened."""
+"""Opens SOURCE, as given on the command line."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ __all__ = ["links_of", "names_manifest", "open_source"]
 
 
 def open_source(source: str, drop: frozenset[str] = frozenset()) -> Checkpoint:
-    """Open a manifest by its file or folder, or a Hugging Face folder: on this machine, the hub or an object store.
+    """Open a manifest (its file or folder) or a Hugging Face folder: local, on the hub or in an object store.
 
     Raises:
-        InputError: nothing there, or not what it must be (see the formats).
+        InputError: nothing there, or an invalid checkpoint; see `open_manifest` and `open_folder`.
     """
     if _is_named(source):
         return _open_manifest(find_manifest_file(source), drop)
     folder = open_store(source)
-    if _holds_manifest(folder):
+    if _contains_manifest(folder):
         return _open_manifest(ManifestFile(folder), drop)
     return open_folder(folder, drop)
 
 
 def links_of(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-    """Yield the files of a Hugging Face folder on this machine that links take out of it, and where to.
+    """Yield the files of a local Hugging Face folder that are links out of it, and their targets.
 
-    Such files are packed: folders made of links to another model's files, with one of their own, are common. But they
-    are named, as a folder from elsewhere may have links to files that nobody wants to publish. Names in an index and
-    paths in a manifest never lead out of their folder.
+    Such files are packed, since folders of links to another model's files are common. But they are reported, since a
+    folder from elsewhere may link to files that nobody wants to publish. Names in an index and paths in a manifest
+    never lead out of their folder.
     """
     originals = checkpoint.originals
     if checkpoint.manifest is not None or originals is None or is_url(originals.location):
@@ -50,17 +50,17 @@ def links_of(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
 
 
 def names_manifest(source: str) -> bool:
-    """Tell a manifest, named by its file or its folder, from other sources; what is not here is looked up there."""
-    return _is_named(source) or _holds_manifest(open_store(source))
+    """Return whether a source is a manifest (its file or folder); asks the server if it is remote."""
+    return _is_named(source) or _contains_manifest(open_store(source))
 
 
 def _is_named(source: str) -> bool:
-    """Tell what is a manifest without asking a server."""
+    """Return whether a source is a manifest, as far as that is known without a server."""
     path = Path(source)
     return path.name == MANIFEST_NAME or (not is_url(source) and (path / MANIFEST_NAME).is_file())
 
 
-def _holds_manifest(folder: Folder) -> bool:
+def _contains_manifest(folder: Folder) -> bool:
     return not isinstance(folder, LocalFolder) and MANIFEST_NAME in folder.names()
 
 
@@ -68,8 +68,8 @@ def _open_manifest(manifest: ManifestFile, drop: frozenset[str]) -> Checkpoint:
     if drop:
         raise InputError(
             "--drop",
-            "a manifest's tensors cannot be dropped",
-            "drop them when packing the source",
+            "not supported for a manifest",
+            "drop tensors when packing the original checkpoint",
             code="options.drop-from-manifest",
         )
     if isinstance(manifest.folder, LocalFolder):

@@ -1,4 +1,4 @@
-"""The index of a sharded checkpoint, read entry by entry: what it takes is its names, not a graph of objects."""
+"""Reads the index of a sharded checkpoint entry by entry, so that memory is that of its names alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _S = rb"[ \t\n\r]*+"
 _SCALAR = rb"(?:" + STRING + rb"|[0-9][0-9.eE+-]*+|true|false|null)"
 _MEMBER = STRING + _S + rb":" + _S + _SCALAR + _S
 _FLAT = rb"\{" + _S + rb"(?:" + _MEMBER + rb"(?:," + _S + _MEMBER + rb")*+)?\}"
-# `metadata` holds numbers and strings, and stands before the map or after it.
+# `metadata` has numbers and strings, and comes before or after the map.
 _METADATA = rb'"metadata"' + _S + rb":" + _S + rb"(?P<metadata>" + _FLAT + rb")" + _S
 _MAP = rb'"weight_map"' + _S + rb":" + _S + rb"\{" + _S
 _BEFORE = re.compile(_S + rb"\{" + _S + rb"(?:" + _METADATA + rb"," + _S + rb")?" + _MAP)
@@ -23,15 +23,15 @@ _AFTER = re.compile(rb"(?:," + _S + _METADATA + rb")?\}" + _S + rb"\Z")
 
 
 def read_weight_map(raw: bytes, where: str, names: Mapping[str, str]) -> dict[str, str]:
-    """Return which tensor the index puts into which file. Names that are among `names` are those very objects.
+    """Return the file of each tensor in the index. Keys that are in `names` are the same objects as there.
 
     Raises:
-        InputError: it is not an object of file names.
+        SourceError: not a JSON object of file names.
     """
     read = _read_pairs(raw, where, names)
     if read is not None:
         return read
-    weight_map = parse_json_object(raw, where).get("weight_map")  # another spelling, or what is wrong
+    weight_map = parse_json_object(raw, where).get("weight_map")  # unusual spelling, or invalid
     if not isinstance(weight_map, dict):
         problem = f"expected an object of file names, found {kind_of(weight_map)}"
         raise SourceError(f"{where}: weight_map", problem, code="source.bad-index")
@@ -43,7 +43,7 @@ def read_weight_map(raw: bytes, where: str, names: Mapping[str, str]) -> dict[st
 
 
 def _read_pairs(raw: bytes, where: str, names: Mapping[str, str]) -> dict[str, str] | None:
-    """Return the map of an index in its usual spelling; None for any other."""
+    """Return the map of an index in the usual spelling; None for any other."""
     before = _BEFORE.match(raw)
     if before is None:
         return None

@@ -1,4 +1,4 @@
-"""Stored tensors as numpy arrays or torch tensors. numpy and torch are imported when one of them is asked for."""
+"""Stored tensors as numpy arrays or torch tensors. Either package is imported on use."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def to_numpy(tensor: TensorAt) -> Array:
 
     Shapes: as stored.
     Raises:
-        InputError: the bytes cannot be read, or are not what the digest says.
-        UsageError: numpy has no such dtype (`options.array-dtype`).
+        InputError: the bytes cannot be read, or do not match the digest.
+        UsageError: numpy does not have the dtype (`options.array-dtype`).
     """
     import numpy as np
 
     if tensor.dtype not in _NUMPY:
-        hint = 'ask for dtype="fp32", or for framework="torch"'
+        hint = 'use dtype="fp32" or framework="torch"'
         raise _no_dtype(tensor, "numpy", hint)
     return np.frombuffer(_read(tensor), np.dtype(_NUMPY[tensor.dtype])).reshape(tensor.shape)
 
@@ -54,13 +54,13 @@ def to_torch(tensor: TensorAt) -> Tensor:
 
     Shapes: as stored.
     Raises:
-        InputError: the bytes cannot be read, or are not what the digest says.
-        UsageError: torch has no such dtype (`options.array-dtype`).
+        InputError: the bytes cannot be read, or do not match the digest.
+        UsageError: torch does not have the dtype (`options.array-dtype`).
     """
     import torch
 
     if tensor.dtype not in _TORCH:
-        raise _no_dtype(tensor, "torch", "reshard pack --dequantize gives plain weights")
+        raise _no_dtype(tensor, "torch", "dequantize the weights with reshard pack --dequantize")
     dtype: torch.dtype = getattr(torch, _TORCH[tensor.dtype])
     if not tensor.nbytes:
         return torch.empty(tensor.shape, dtype=dtype)
@@ -77,4 +77,4 @@ def _read(tensor: TensorAt) -> bytearray:
 
 def _no_dtype(tensor: TensorAt, framework: str, hint: str) -> UsageError:
     where = f"{tensor.file}: {tensor.name!r}"
-    return UsageError(where, f"is {tensor.dtype}, which {framework} has no dtype for", hint, code="options.array-dtype")
+    return UsageError(where, f"{framework} has no dtype for {tensor.dtype}", hint, code="options.array-dtype")

@@ -1,4 +1,4 @@
-"""A checkpoint as a table: where each tensor lies, and what else came with the weights."""
+"""The tensor table of a checkpoint: the location of each tensor, and auxiliary files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["CarriedAt", "Checkpoint", "OriginalFiles", "TensorAt", "check_digest
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CarriedAt:
-    """A small file that travels with the weights: its path in the checkpoint, and where it is now."""
+    """An auxiliary file (config, tokenizer): its path in the checkpoint, and the file to read it from."""
 
     path: str
     file: InputFile
@@ -27,7 +27,7 @@ class CarriedAt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OriginalFiles:
-    """The source's own weight files, by their names in its folder."""
+    """The weight files of the source, by name."""
 
     location: str
     revision: str | None
@@ -36,10 +36,10 @@ class OriginalFiles:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """Everything known of a source before a tensor is read.
+    """A source as its headers describe it.
 
-    `tensors` holds each stored FQN once, merged of its slices if it has any (see `slices_of`); a tied FQN that
-    no file stores is absent. Each kind of `moments` is the same of the parameters, under their FQNs.
+    `tensors` has each stored FQN once, with its slices merged (see `slices_of`); a tied FQN that no file stores is
+    absent. `moments` has the optimizer state in the same form, by kind and by the FQN of the parameter.
     """
 
     shape: ModelShape
@@ -49,22 +49,22 @@ class Checkpoint:
     source: Source
     parents: tuple[Parent, ...] = ()
     manifest: Manifest | None = None  # when the source is a manifest
-    originals: OriginalFiles | None = None  # when tensors still lie in them
+    originals: OriginalFiles | None = None  # if tensors are read from them
     moments: Mapping[Holds, Mapping[str, TensorAt]] = field(default_factory=dict)  # of a training checkpoint
-    merges_slices: bool = False  # whether tensors that are stored in slices are packed whole
+    merges_slices: bool = False  # whether sliced tensors are packed whole
 
     @property
     def location(self) -> str:
-        """Where it lies; `source` says where its weights came from in the first place."""
+        """Its location; `source` says where its weights came from originally."""
         return self.parents[-1].location if self.manifest else self.source.location
 
 
 def check_digest(tensor: TensorAt, found: str) -> None:
-    """Raise unless bytes with the hex digest `found` are the tensor's, as far as that is known."""
+    """Raise if a tensor has a digest other than `found` (hex)."""
     if tensor.digest is not None and found != tensor.digest:
         raise ShardError(
             f"{tensor.file}: {tensor.name!r}",
             f"expected {PREFIX}{tensor.digest}, found {PREFIX}{found}",
-            "the shard was changed or damaged after it was written; pack it again from its source",
+            "the shard was changed or damaged after it was written; pack the source again",
             code="shard.digest-mismatch",
         )

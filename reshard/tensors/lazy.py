@@ -1,4 +1,4 @@
-"""Tensors whose bytes are computed while they are read: plan entries with a transform."""
+"""Tensors whose bytes are computed when they are read: plan entries with a transform."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
     "stored_nbytes",
 ]
 
-WOULD_OVERFLOW = "source.would-overflow"  # the code of errors about values that a cast would make infinite
+WOULD_OVERFLOW = "source.would-overflow"  # code of errors about values that a cast would make infinite
 STEP_NBYTES = 1 << 20  # stays in the processor's cache between read, hash, transform and write
 
 Block = bytes | bytearray | memoryview
@@ -32,15 +32,15 @@ Make = Callable[[], Iterator[Block]]
 
 @dataclass(frozen=True, slots=True)
 class DerivedFile:
-    """A tensor's bytes as a file that lies nowhere; each reading makes them anew, from front to back.
+    """A tensor's bytes as a virtual file; each read computes them again, in order.
 
-    What it is made of is read once, and checked against the digests that are known of it.
+    Its origins are read once, and verified against their digests if they have any.
     """
 
     how: str  # in messages: `as BF16`
     origins: tuple[TensorAt, ...]
     nbytes: int
-    make: Make = field(compare=False)  # gives the bytes; decided by the other fields
+    make: Make = field(compare=False)  # yields the bytes; determined by the other fields
 
     def __str__(self) -> str:
         return f"{self.origins[0].file}, {self.how}"
@@ -55,7 +55,7 @@ class DerivedFile:
 
 @dataclass(frozen=True, slots=True)
 class HeldFile:
-    """A small file that is in memory and nowhere else."""
+    """A small file that exists only in memory."""
 
     name: str
     data: bytes
@@ -95,23 +95,23 @@ class MadeFile:
 
 
 def derive(tensor: TensorAt, dtype: str, how: str, origins: tuple[TensorAt, ...], make: Make) -> TensorAt:
-    """Give a tensor of the same name and shape whose bytes are made of others'; their digest is not known yet."""
+    """Return a tensor of the same name and shape with computed bytes, whose digest is not known yet."""
     nbytes = nbytes_of(dtype, tensor.shape)
     file = DerivedFile(how, origins, nbytes, make)
     return replace(tensor, dtype=dtype, file=file, begin=0, nbytes=nbytes, digest=None)
 
 
 def stored_nbytes(tensor: TensorAt) -> int:
-    """Give the bytes that reading a tensor takes from files: of a derived one, those of all that it is made of."""
+    """Return the bytes that reading a tensor reads from files: for a derived one, those of its origins."""
     file = tensor.file
     return sum(map(stored_nbytes, file.origins)) if isinstance(file, DerivedFile) else tensor.nbytes
 
 
 def read_blocks(tensor: TensorAt, step: int = STEP_NBYTES) -> Iterator[memoryview]:
-    """Read a tensor once through, `step` bytes at a time and less at the end. A block holds until the next.
+    """Yield a tensor's bytes, `step` at a time and fewer at the end. A block is valid until the next.
 
     Raises:
-        InputError: the bytes cannot be read, or are not what the digest says.
+        InputError: the bytes cannot be read, or do not match the digest.
     """
     buffer = memoryview(bytearray(min(step, tensor.nbytes)))
     hasher = Hasher()
@@ -127,18 +127,18 @@ def read_blocks(tensor: TensorAt, step: int = STEP_NBYTES) -> Iterator[memoryvie
 
 
 class BlockReader:
-    """Deals out blocks in pieces of any length, from front to back; from the front again at position 0."""
+    """Reads blocks in pieces of any length, in order; starts again at position 0."""
 
     def __init__(self, nbytes: int, make: Make) -> None:
         self._nbytes, self._make, self._blocks = nbytes, make, make()
         self._rest, self._position = memoryview(b""), 0
 
     def read_into(self, part: memoryview, position: int | None = None) -> None:
-        """Fill `part` with the bytes that come next, which are those at `position`."""
+        """Fill `part` with the next bytes, which are those at `position`."""
         if position == 0 < self._position:
             self.close()
             self._blocks, self._rest, self._position = self._make(), memoryview(b""), 0
-        assert position in (None, self._position), "derived bytes are read from front to back"
+        assert position in (None, self._position), "derived bytes are read in order"
         while part:
             if not self._rest:
                 self._rest = memoryview(next(self._blocks)).cast("B")
@@ -147,7 +147,9 @@ class BlockReader:
             part, self._rest = part[count:], self._rest[count:]
             self._position += count
         if self._position == self._nbytes:
-            assert next(self._blocks, None) is None, "more bytes than planned"  # checks what was read last
+            assert next(self._blocks, None) is None, (
+                "more bytes than planned"
+            )  # lets the generator check what was read last
 
     def close(self) -> None:
         if isinstance(self._blocks, Generator):

@@ -1,4 +1,4 @@
-"""Slices of a tensor, as the ranks that trained it wrote them, merged while they are read."""
+"""Merges the slices of a tensor, as several ranks wrote them, when it is read."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _LEAST_STEP_NBYTES = 64 << 10
 
 
 def merge_slices(slices: Sequence[TensorAt]) -> TensorAt:
-    """Give the whole tensor that slices make up (see `join_slices`); it is put together when it is read."""
+    """Return the tensor of these slices (see `join_slices`); they are merged when it is read."""
     first = slices[0]
     if len(slices) == 1:
         return replace(first, part=None) if first.part else first
     whole = replace(first, shape=first.whole_shape, part=None)
     filled = tuple(one for one in slices if one.nbytes) or (first,)
-    how = f"merged of {len(slices)} slices"
+    how = f"merged from {len(slices)} slices"
     return derive(whole, first.dtype, how, tuple(slices), partial(_merged_blocks, filled))
 
 
 def slices_of(tensor: TensorAt) -> tuple[TensorAt, ...]:
-    """Give the slices that a tensor is merged of, by its name; itself if it is stored whole."""
+    """Return the slices that a tensor is merged from, under its name; the tensor itself if it is not sliced."""
     file = tensor.file
     if isinstance(file, DerivedFile) and file.origins[0].part is not None:
         return tuple(replace(one, name=tensor.name) for one in file.origins)
@@ -39,9 +39,9 @@ def slices_of(tensor: TensorAt) -> tuple[TensorAt, ...]:
 
 
 def _merged_blocks(slices: Sequence[TensorAt]) -> Iterator[Block]:
-    """Give a tensor's bytes: always the run that comes next, whichever slice it is in.
+    """Yield a tensor's bytes in order: always the next run, whichever slice has it.
 
-    Each slice is read from front to back, just as the whole is made.
+    Each slice is read once, in order.
     """
     whole = slices[0].whole_shape
     are_rows = all(one.shape[1:] == whole[1:] for one in slices)
@@ -75,11 +75,11 @@ def _merged_blocks(slices: Sequence[TensorAt]) -> Iterator[Block]:
 
 
 def _runs_of(one: TensorAt) -> tuple[Iterator[int], int]:
-    """Give where each run of a slice begins in the whole, counted in elements, and the bytes of a run."""
+    """Return the offset of each run of a slice in the whole tensor, in elements, and the bytes of a run."""
     whole, cut = one.whole_shape, 0
     for axis, (size, all_of_it) in enumerate(zip(one.shape, whole, strict=True)):
         if size != all_of_it:
-            cut = axis  # beyond the last axis that is cut, a run is as long as the whole's
+            cut = axis  # after the last sliced axis, a run spans the whole axes
     strides = [prod(whole[axis + 1 :]) for axis in range(len(whole))]
     begin = sum(offset * stride for offset, stride in zip(one.offset, strides, strict=True))
     steps = [range(0, size * stride, stride) for size, stride in zip(one.shape[:cut], strides, strict=False)]

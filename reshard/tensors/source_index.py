@@ -1,4 +1,4 @@
-"""source.json: the original shards' names, headers and order, which a byte-identical export needs."""
+"""source.json: names, headers and order of the original shards, for byte-identical exports."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _FIELDS = {"format", "version", "shards", "index", "dropped"}
 
 
 class KeptText:
-    """A long text that is seldom looked at: compressed, which headers and indexes are to a tenth."""
+    """A long text, compressed in memory: headers and indexes shrink to a tenth."""
 
     __slots__ = ("_packed",)
 
@@ -55,7 +55,7 @@ class KeptText:
         return zlib.decompress(self._packed)
 
     def as_json(self) -> Iterator[bytes]:
-        """Yield the text as a JSON string, a piece at a time."""
+        """Yield the text as a JSON string, in pieces."""
         unpacker, decoder, rest = zlib.decompressobj(), getincrementaldecoder("utf-8")(), self._packed
         yield b'"'
         while rest:
@@ -84,15 +84,15 @@ class RecordedShard:
 
     @property
     def header(self) -> Header:
-        """The header, parsed again each time: nobody keeps the tables of all shards."""
+        """The header, parsed on each access, so that not all tables are in memory."""
         return parse_header(self.kept.text, data_nbytes=None, where=f"source.json: {self.name}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceRecord:
-    """The original checkpoint's shards in their order, and its index as it was written.
+    """The original checkpoint's shards in order, and its index as written.
 
-    `dropped` names tensors of those headers that `--drop` left behind.
+    `dropped` names the tensors of these headers that `--drop` left out.
     """
 
     shards: tuple[RecordedShard, ...]
@@ -135,7 +135,7 @@ def decode_record(text: bytes, where: str = "source.json") -> SourceRecord:
     """Read source.json.
 
     Raises:
-        InputError: not source.json, or of another version.
+        ManifestError: not a valid source.json, or another version.
     """
     document = parse_json_object(text, where)
     version = document.get("version")
@@ -145,7 +145,7 @@ def decode_record(text: bytes, where: str = "source.json") -> SourceRecord:
         )
     if unknown := sorted(document.keys() - _FIELDS):
         raise ManifestError(
-            f"{where}: {unknown[0]}", f"is no field of version {_VERSION}", code="manifest.bad-source-record"
+            f"{where}: {unknown[0]}", f"unknown field in version {_VERSION}", code="manifest.bad-source-record"
         )
     shards, index, dropped = document.get("shards"), document.get("index"), document.get("dropped")
     if not isinstance(shards, list) or not all(_is_shard(shard) for shard in shards):
@@ -168,9 +168,9 @@ def decode_record(text: bytes, where: str = "source.json") -> SourceRecord:
 
 
 def lay_out_anew(entries: Sequence[TensorEntry], kinds: Mapping[str, Kind]) -> tuple[TensorEntry, ...]:
-    """Give what becomes of a shard's tensors, listed in the same order, their data in the same order as well.
+    """Return the entries of a shard's converted tensors, with headers and data in the same order as before.
 
-    `kinds` says by old names what they are now; tensors that it does not name are gone.
+    `kinds` maps each name to the converted name, dtype and shape; other tensors are left out.
     """
     left = [entry for entry in entries if entry.name in kinds]
     in_data_order = sorted(left, key=lambda entry: (entry.begin, entry.end))
@@ -179,9 +179,9 @@ def lay_out_anew(entries: Sequence[TensorEntry], kinds: Mapping[str, Kind]) -> t
 
 
 def index_anew(text: str, shards: Mapping[str, Sequence[TensorEntry]]) -> str:
-    """Give the text of an index for other tensors, by shard, in transformers' own spelling.
+    """Return the text of an index for converted tensors, by shard, formatted as transformers does.
 
-    A count of parameters, which transformers 5 writes, goes when tensors do.
+    The count of parameters, which transformers 5 writes, is removed if tensors are left out.
     """
     index = parse_json_object(text.encode(), INDEX_NAME)
     metadata, before = index.get("metadata"), index.get("weight_map")
@@ -194,7 +194,7 @@ def index_anew(text: str, shards: Mapping[str, Sequence[TensorEntry]]) -> str:
 
 
 def _check_names(record: SourceRecord, where: str) -> None:
-    """Refuse a file that would be written twice, or outside its folder, and a tensor that is in two files."""
+    """Raise if a file would be written twice or outside its folder, or a tensor is in two files."""
     names: set[str] = set()
     tensors: set[str] = set()
     for position, shard in enumerate(record.shards):
@@ -204,7 +204,7 @@ def _check_names(record: SourceRecord, where: str) -> None:
         if not shard.name.endswith(SUFFIX) or shard.name in names:
             raise ManifestError(
                 f"{place}.name",
-                f"expected a {SUFFIX} file of its own, found {shard.name!r}",
+                f"expected a unique {SUFFIX} file name, found {shard.name!r}",
                 code="manifest.bad-source-record",
             )
         names.add(shard.name)

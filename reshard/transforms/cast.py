@@ -39,9 +39,9 @@ def cast_checkpoint(checkpoint: Checkpoint, wanted: Dtype) -> Checkpoint:
     for fqn, tensor in checkpoint.tensors.items():
         dtype = recorded[fqn] if wanted == "source" else _one_dtype(tensor, STORED[wanted], checkpoint.shape)
         if tensor.dtype != dtype and not {tensor.dtype, dtype} <= FLOATS:
-            problem = f"is {tensor.dtype}, was {dtype} in the source, and is not cast to that"
+            problem = f"cannot cast {tensor.dtype} to {dtype}, its dtype in the source"
             raise SourceError(
-                f"{tensor.file}: {fqn!r}", problem, "say --dtype bf16 or --dtype fp32", code="source.cannot-cast"
+                f"{tensor.file}: {fqn!r}", problem, "use --dtype bf16 or --dtype fp32", code="source.cannot-cast"
             )
         tensors[fqn] = cast_tensor(tensor, dtype)
     return replace(checkpoint, tensors=tensors)
@@ -67,11 +67,11 @@ def _one_dtype(tensor: TensorAt, wanted: str, shape: ModelShape) -> str:
     if tensor.name not in shape.tensors or tensor.name.endswith(shape.untrained_suffixes or ("\0",)):
         return tensor.dtype
     if tensor.dtype not in FLOATS:
-        problem = f"{tensor.name!r} is {tensor.dtype}, which is not cast"
+        problem = f"cannot cast {tensor.name!r}, which is {tensor.dtype}"
         raise UsageError(
             "--dtype",
             problem,
-            "quantized weights: reshard pack SOURCE --dequantize bf16",
+            "for quantized weights use reshard pack SOURCE --dequantize bf16",
             code="source.cannot-cast",
         )
     return wanted

@@ -43,11 +43,11 @@ def convert(checkpoint: Checkpoint, asked: Conversion) -> Checkpoint:
         checkpoint = dequantize(checkpoint, STORED[asked.dequantize])
     if asked.dtype is not None:
         if checkpoint.moments:
-            problem = "SOURCE has an optimizer's moments, and training goes on with the weights as it left them"
+            problem = "cannot cast the weights of a training checkpoint, which has optimizer state"
             raise UsageError(
                 "--dtype",
                 problem,
-                "leave it out here; reshard export --dtype casts",
+                "remove the flag; reshard export --dtype casts",
                 code="options.dtype-with-optimizer-state",
             )
         checkpoint = cast_checkpoint(checkpoint, asked.dtype)

@@ -184,11 +184,9 @@ def test_names_that_a_terminal_would_obey_are_shown_escaped(source: Path, packed
     write_safetensors(source / "model.safetensors", {**tensors, "\x1b[2J\0\x9b": tensors["model.norm.weight"]})
     for command in (("plan", source), ("pack", source, "--out", tmp_path / "out")):
         ended = reshard(*command, "--layout", "pp=2")
-        assert (ended.code, ended.err) == (
-            3,
-            f"error: {source}: 1 tensor that LlamaForCausalLM does not have: \\x1b[2J\\x00\\x9b\n"
-            "hint: weights and config disagree; to leave one behind say --drop \\x1b[2J\\x00\\x9b\n",
-        )
+        assert ended.code == 3
+        assert ended.err.count("\\x1b[2J\\x00\\x9b") == 2  # in the message and in its hint
+        assert not set("\x1b\0\x9b") & set(ended.err)
     assert leftovers(tmp_path / "out") == []
     edit_manifest(packed, lambda document: document.update(created_by="reshard \x1b]0;owned\x07"))
     assert "written by reshard \\x1b]0;owned\\x07\n" in reshard("inspect", packed).out

@@ -1,8 +1,9 @@
-"""Packs of the decoders that transformers alone models, in the spellings that people have of their files."""
+"""Packs of decoders that only transformers models, with the tensor names that their files have."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -88,14 +89,15 @@ def test_virtual_bundles_do_not_refer_to_files_without_prefix(tmp_path: Path) ->
     assert leftovers(tmp_path / "packed") == []
 
 
-def test_tensor_with_and_without_prefix_is_refused(tmp_path: Path) -> None:
+def test_tensor_with_and_without_prefix_is_refused(tmp_path: Path, wording: Callable[[str], None]) -> None:
     openai_gpt2(tmp_path)
     path = tmp_path / "gpt2" / "model.safetensors"
     tensors = load_file(path)
     save_file({**tensors, "transformer.ln_f.weight": tensors["ln_f.weight"].clone()}, path, {"format": "pt"})
-    ended = reshard("pack", tmp_path / "gpt2", "--layout", "pp=2", "--out", tmp_path / "packed")
-    assert ended.code == 3
-    assert "is transformer.ln_f.weight, which is stored a second time" in ended.err
+    ended = reshard("pack", tmp_path / "gpt2", "--layout", "pp=2", "--out", tmp_path / "packed", "--json")
+    exit_code, code, where = ended.refusal
+    assert (exit_code, code, where.split(": ")[0]) == (3, "source.tensor-twice", str(path))
+    wording(ended.json["error"]["problem"])
 
 
 def test_base_model_of_opt_is_packed_under_its_fqns(tmp_path: Path) -> None:

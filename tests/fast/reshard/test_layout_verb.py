@@ -145,7 +145,7 @@ def test_help_ends_with_an_example_that_runs() -> None:
     assert reshard(*args).out.startswith("num_ranks = 16\n")
 
 
-def test_every_spelling_in_the_docs_is_read(tmp_path: Path) -> None:
+def test_every_layout_in_the_docs_is_read(tmp_path: Path) -> None:
     table = DOCS.read_text().partition("## Syntax")[2].partition("\n## ")[0]
     specs = re.findall(r"^\| `([^`]+)`", table.replace(r"\|", "|"), re.MULTILINE)
     assert len(specs) >= 12

@@ -114,7 +114,7 @@ def test_inspect_and_plan_read_virtual_bundles(out: Path) -> None:
     copies = out.parent / "copies"
     run("pack", out, "--out", copies)
     text = run("inspect", out)
-    assert f"virtual: stages 0-1 are bytes of 3 files in {out.parent}/source\n" in text
+    assert f"virtual: stages 0-1 reference 3 files in {out.parent}/source\n" in text
     rows, expected = (json.loads(run("inspect", place, "--tensors", "--json"))["tensors"] for place in (out, copies))
     for row in expected:
         row["blake3"] = None
