@@ -1,4 +1,4 @@
-"""torchrun, ending with our exit codes and one sentence instead of a traceback (docs/adr/0006)."""
+"""torchrun, with our exit codes, and one message instead of a traceback (docs/adr/0006)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = ["main"]
 
 _LOCAL = "--standalone"  # of torchrun, for a job of this machine alone
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2)
-_PATIENCE_S = 2.0  # another node's agent may know better why the ranks ended
+_PATIENCE_S = 2.0  # another node's agent may know the cause
 _WORKER = "runner.train"
 
 
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def _run(endings: Path) -> int:
-    """Run the ranks, say what ended them, and return the exit code."""
+    """Run the ranks, report what ended them, and return the exit code."""
     torchrun = _quiet_torchrun()
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -63,12 +63,12 @@ def _run(endings: Path) -> int:
     options, begun = _training(sys.argv), time.time()
     log_dir = options.log_dir if options else None
     if log_dir is not None and _number("--node-rank", "PET_NODE_RANK") == 0:
-        with contextlib.suppress(OSError):  # a folder that cannot be written is met, and said, by the ranks
+        with contextlib.suppress(OSError):  # the ranks report a folder that cannot be written
             clear_state(log_dir)
-    is_told = options is not None and not options.quiet and _LOCAL in sys.argv
+    shows_waiting = options is not None and not options.quiet and _LOCAL in sys.argv
     num_ranks = _number("--nproc-per-node")
     try:
-        with saying_what_is_awaited(log_dir, num_ranks) if is_told and log_dir else contextlib.nullcontext():
+        with saying_what_is_awaited(log_dir, num_ranks) if shows_waiting and log_dir else contextlib.nullcontext():
             torchrun.main(sys.argv[1:])
         return 0
     except ChildFailedError as error:
@@ -79,15 +79,15 @@ def _run(endings: Path) -> int:
         return _stop(int(error.sigval), read_reports(endings), options, begun)
     except DistError as error:
         _finish()
-        unmet = _unmet(error)
-        _say(unmet.error)
+        failed = _rendezvous_failure(error)
+        _say(failed.error)
         if log_dir is not None and read_state(log_dir) is None:
-            _note(unmet, log_dir, 0)
-        return unmet.code
+            _note(failed, log_dir, 0)
+        return failed.code
 
 
 def _finish() -> None:
-    """Take no more signals: no rank is left, and what ended them is about to be said."""
+    """Ignore further signals: no rank is left, and the cause is about to be reported."""
     for number in _HANDLED:
         signal.signal(number, signal.SIG_IGN)
 
@@ -100,15 +100,15 @@ def _stop_early(endings: str) -> None:
 
 
 def _note_stopped(log_dir: Path, step: int) -> None:
-    """Leave word that a job of this machine was stopped; a scheduler's jobs are told apart by having left none."""
+    """Write `state.json` for a stopped job of this machine; jobs of a scheduler are recognized by its absence."""
     if _LOCAL in sys.argv:
         with contextlib.suppress(OSError):
             write_state(log_dir, RunState(step=step, ended="stopped", code=INTERRUPTED))
 
 
 def _quiet_torchrun() -> ModuleType:
-    """Give torchrun, which says nothing of its own here: what there is to say, we say."""
-    levels = "TORCH_CPP_LOG_LEVEL"  # is read when torch is imported; the ranks keep the user's
+    """Return torchrun with its own messages silenced: the agent reports instead."""
+    levels = "TORCH_CPP_LOG_LEVEL"  # read when torch is imported; the ranks keep the user's value
     asked = os.environ.get(levels)
     os.environ[levels] = asked or "FATAL"
     from torch.distributed import run
@@ -122,14 +122,14 @@ def _quiet_torchrun() -> ModuleType:
 
 
 def _end(failures: Mapping[int, ProcessFailure], log_dir: Path | None, begun: float) -> int:
-    """Say why the ranks ended, unless another node's agent has; give the exit code."""
+    """Report why the ranks ended, unless another node's agent has; return the exit code."""
     beats = read_beats(log_dir, since=begun) if log_dir else ()
     cause = find_cause(failures, beats, partial(_place, beats))
-    return INTERRUPTED if cause is None else _told(cause, log_dir, beats)
+    return INTERRUPTED if cause is None else _report(cause, log_dir, beats)
 
 
 def _stop(number: int, endings: Sequence[ExitReport], options: TrainOptions | None, begun: float) -> int:
-    """Say what kept the ranks from ending well when this signal told them to, if anything did; give the exit code."""
+    """Report what went wrong when a signal asked the ranks to stop, if anything did; return the exit code."""
     log_dir = options.log_dir if options else None
     beats = read_beats(log_dir, since=begun) if log_dir else ()
     had_to_save = (
@@ -138,7 +138,7 @@ def _stop(number: int, endings: Sequence[ExitReport], options: TrainOptions | No
     state = read_state(log_dir) if log_dir else None
     cause = find_cause_at_stop(endings, is_unsaved=had_to_save and (state is None or state.ended == "failed"))
     if cause is not None:
-        return _told(cause, log_dir, beats)
+        return _report(cause, log_dir, beats)
     if not _is_known(log_dir):
         say_interrupted(number)
     if log_dir is not None and state is None:
@@ -146,8 +146,8 @@ def _stop(number: int, endings: Sequence[ExitReport], options: TrainOptions | No
     return INTERRUPTED
 
 
-def _told(cause: ExitReport, log_dir: Path | None, beats: Sequence[Beat]) -> int:
-    """Say what ended the ranks, unless another node's agent does, and give the exit code."""
+def _report(cause: ExitReport, log_dir: Path | None, beats: Sequence[Beat]) -> int:
+    """Report what ended the ranks, unless another node's agent does; return the exit code."""
     if (cause.kind == "failed" and not cause.is_elsewhere) or not _is_known(log_dir):
         _say(cause.error)
         if log_dir is not None:
@@ -155,16 +155,16 @@ def _told(cause: ExitReport, log_dir: Path | None, beats: Sequence[Beat]) -> int
     return cause.code
 
 
-def _unmet(error: DistError) -> ExitReport:
-    """Give what keeps this node from meeting the others: torch raises it before any rank is started."""
+def _rendezvous_failure(error: DistError) -> ExitReport:
+    """Return a report on a failed rendezvous of nodes, which torch raises before any rank is started."""
     number, num_nodes = _number("--node-rank", "PET_NODE_RANK"), _number("--nnodes")
     address, port = (os.environ.get(f"PET_MASTER_{part}", "?") for part in ("ADDR", "PORT"))
     where = f"node {number}, {socket.gethostname()}"
-    missed = f"not all of {num_nodes} nodes came to" if number == 0 else "node 0 was not met at"
+    missed = f"not all of {num_nodes} nodes reached" if number == 0 else "could not reach node 0 at"
     problem = f"{missed} {address}:{port}: {' '.join(str(error).split())}"
-    hint = "was every node started? a firewall, or an address of another network, keeps nodes apart, too"
+    hint = "check that every node was started, and that no firewall or wrong network interface separates them"
     if "EADDRINUSE" in problem:
-        problem, hint = f"another process has port {port}, at which nodes meet", "end it, or launch again"
+        problem, hint = f"port {port} of the rendezvous is used by another process", "stop it, or launch again"
     return ExitReport(
         kind="failed", code=RankError.exit_code, where=where, problem=problem, hint=hint, error_code="rank.unmet"
     )
@@ -172,14 +172,14 @@ def _unmet(error: DistError) -> ExitReport:
 
 def _say(error: UserError) -> None:
     if "--json" in sys.argv:
-        with contextlib.suppress(OSError):  # nobody reads it, and the exit code tells
+        with contextlib.suppress(OSError):  # nobody reads it; the exit code remains
             print(error_json(error), flush=True)
     else:
         print(f"error: {error}", file=sys.stderr)
 
 
 def _is_known(log_dir: Path | None) -> bool:
-    """Whether the agent of another node has said why."""
+    """Whether the agent of another node has reported the cause."""
     if log_dir is None or _number("--nnodes") == 1:
         return False
     deadline_s = time.monotonic() + _PATIENCE_S
@@ -192,7 +192,7 @@ def _is_known(log_dir: Path | None) -> bool:
 
 
 def _note(cause: ExitReport, log_dir: Path, step: int) -> None:
-    with contextlib.suppress(OSError):  # a full disk must not take the message away, which was said
+    with contextlib.suppress(OSError):  # the message was printed, even if the disk is full
         log_dir.mkdir(parents=True, exist_ok=True)
         write_state(
             log_dir,
@@ -201,7 +201,7 @@ def _note(cause: ExitReport, log_dir: Path, step: int) -> None:
 
 
 def _place(beats: Sequence[Beat], rank: int) -> str:
-    """Name a rank of this node, with its stages where its heartbeat or the command line tells."""
+    """Name a rank of this node, with its stages where its heartbeat or the command line shows them."""
     node = socket.gethostname()
     for beat in beats:
         if beat.rank == rank:
@@ -215,7 +215,7 @@ def _place(beats: Sequence[Beat], rank: int) -> str:
 
 
 def _training(argv: Sequence[str]) -> TrainOptions | None:
-    """Give the options of a training run; None: the ranks do something else."""
+    """Return the options of a training run; None: the ranks run something else."""
     try:
         return parse_training(argv[argv.index(_WORKER) + 2 :])
     except (UserError, ValueError):

@@ -1,4 +1,4 @@
-"""Combinations that torch or torchtitan would train wrong without a word, refused before anything starts. No torch."""
+"""Combinations that torch or torchtitan would silently train wrong, refused before anything starts. No torch."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ __all__ = [
 
 _LAYER = re.compile(r"\.(\d+)$")  # numbered from the model's number of layers, they are for multi-token prediction
 _CUT = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size", "vocab_size")
-_UNSPLIT = "a schedule with whole backwards on stages in a loop, such as 1F1B or Interleaved1F1B"
+_UNSPLIT = "a schedule that does not split the backward, such as 1F1B or Interleaved1F1B"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Combination:
-    """What a run puts together. What is left out is what a plain pipeline has."""
+    """The features that a run combines; the defaults are those of a plain pipeline."""
 
     schedule: str = "1F1B"  # as messages name it
     splits_backward: bool = False  # see `runner.pipeline.timetable.Timetable`
@@ -48,12 +48,12 @@ class Combination:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:
-    """One rule: what it applies to, what is wrong with that, and the nearest right choice."""
+    """One rule: what it applies to, what is wrong with that, and the nearest supported choice."""
 
     where: str
     code: str
     applies: Callable[[Combination], bool]
-    problem: str  # {schedule} and {architecture} stand for what is found
+    problem: str  # {schedule} and {architecture} are filled in
     hint: str
 
 
@@ -62,52 +62,52 @@ REFUSED = (
         where="--ac",
         code="schedule.selective-recomputation",
         applies=lambda found: found.splits_backward and found.recompute == "selective",
-        problem="selective recomputation does not work with {schedule}, which goes through a backward in two parts",
-        hint=f"take --ac full, or {_UNSPLIT}",
+        problem="selective activation checkpointing is not supported with {schedule}, which splits the backward in two",
+        hint=f"use --ac full, or {_UNSPLIT}",
     ),
     Refusal(
         where="--compile",
         code="schedule.compiled-layers",
         applies=lambda found: found.splits_backward and found.is_compiled,
-        problem="a compiled layer has one backward, and {schedule} cuts it in two: gradients come out wrong",
-        hint=f"leave --compile out, or take {_UNSPLIT}",
+        problem="is not supported with {schedule}: a backward in two parts makes gradients of compiled layers wrong",
+        hint=f"remove --compile, or use {_UNSPLIT}",
     ),
     Refusal(
         where="--tp",
         code="options.tp-architecture",
         applies=lambda found: found.num_tensor > 1 and found.architecture not in TENSOR_PARALLEL,
-        problem="there is no way to cut {architecture} over tensor-parallel ranks that is known to train right",
-        hint=f"leave --tp out, or share memory with --dp-shard; it is known for {', '.join(TENSOR_PARALLEL)}",
+        problem="tensor parallelism is not supported for {architecture}",
+        hint=f"remove --tp, or use --dp-shard to save memory; supported: {', '.join(TENSOR_PARALLEL)}",
     ),
     Refusal(
         where="--loss-chunk",
         code="options.tp-loss-chunk",
         applies=lambda found: found.num_tensor > 1 and found.has_loss_chunks,
-        problem="a head that is cut over tensor-parallel ranks gives its logits whole, not a few tokens at a time",
-        hint="leave --loss-chunk out",
+        problem="conflicts with --tp: a tensor-parallel LM head computes the logits of all tokens at once",
+        hint="remove --loss-chunk",
     ),
     Refusal(
         where="--compile",
         code="options.tp-compiled-layers",
         applies=lambda found: found.is_compiled and found.num_tensor > 1,
-        problem="compiled layers are not known to train right where tensor-parallel ranks share them",
-        hint="leave --compile out, or --tp",
+        problem="is not supported together with --tp",
+        hint="remove --compile or --tp",
     ),
     Refusal(
         where="manifest",
         code="manifest.mtp-layers",
         applies=lambda found: found.num_mtp_layers > 0,
-        problem="layers for multi-token prediction (MTP) cannot be trained: torchtitan has no pipeline for them",
-        hint="pack again without them: num_nextn_predict_layers 0 in config.json, and --drop for each of their tensors",
+        problem="training multi-token prediction (MTP) layers is not supported: torchtitan has no pipeline for them",
+        hint="pack again without them: set num_nextn_predict_layers to 0 in config.json, and --drop their tensors",
     ),
 )
 
 
 def check_combination(found: Combination) -> None:
-    """Raise unless what a run puts together is known to train right; every refusal is said.
+    """Check that the combination is supported.
 
     Raises:
-        UsageError: the reasons, each with the nearest right choice.
+        UsageError: all reasons, each with the nearest supported choice.
     """
     refused = [rule for rule in REFUSED if rule.applies(found)]
     if not refused:
@@ -124,10 +124,10 @@ def _said(rule: Refusal, found: Combination) -> str:
 
 
 def check_sinks(options: TrainOptions) -> None:
-    """Raise where metrics are wanted for a package that is not installed here.
+    """Check that the packages of the requested metrics are installed here.
 
     Raises:
-        UsageError: naming the extra that brings it.
+        UsageError: naming the extra that installs it.
     """
     for name in ("tensorboard", "wandb"):
         if getattr(options, name) and find_spec(name) is None:
@@ -142,7 +142,7 @@ def check_sinks(options: TrainOptions) -> None:
 def combine(
     manifest: Manifest, options: TrainOptions, timetable: Timetable, degrees: Degrees | None = None
 ) -> Combination:
-    """Give what a run of these options puts together; without `degrees`, of one pipeline."""
+    """Return the combination of these options; without `degrees`, for one pipeline."""
     degrees = degrees or Degrees(pipeline=manifest.layout.num_ranks)
     modules = (module for stage in manifest.stages for module in stage.modules)
     numbers = [int(found[1]) for found in map(_LAYER.search, modules) if found]
@@ -159,7 +159,7 @@ def combine(
 
 
 def check_divides(config: Mapping[str, Any], num_tensor: int) -> None:
-    """Make sure that a model can be cut over so many tensor-parallel ranks: whole heads, units and words for each.
+    """Check that a model can be sharded over so many tensor-parallel ranks: whole heads, units and words for each.
 
     Raises:
         UsageError: naming what does not divide.
@@ -171,7 +171,7 @@ def check_divides(config: Mapping[str, Any], num_tensor: int) -> None:
 
 
 def share_of(batch: BatchOptions, num_replicas: int) -> BatchOptions:
-    """Give one pipeline's part of a batch that so many pipelines share.
+    """Return the part of one data-parallel replica of a batch.
 
     Raises:
         UsageError: the batch does not divide, naming the nearest that do.
@@ -182,9 +182,9 @@ def share_of(batch: BatchOptions, num_replicas: int) -> BatchOptions:
         near = f"{lower} and {lower + unit}" if lower else str(unit)
         raise UsageError(
             "--global-batch",
-            f"expected a multiple of {unit}, --microbatch {batch.microbatch} times {num_replicas} pipelines side by "
-            f"side, found {batch.global_batch}",
-            f"take {near.replace(' and ', ' or ')}",
+            f"expected a multiple of {unit} (--microbatch {batch.microbatch} x {num_replicas} data-parallel replicas), "
+            f"found {batch.global_batch}",
+            f"use {near.replace(' and ', ' or ')}",
             code="options.batch-size",
         )
     return BatchOptions(

@@ -1,4 +1,4 @@
-"""`runner launch`: reads its flags and a job file, checks them, and starts or submits the ranks. No torch."""
+"""`runner launch`: read its flags and a job file, check them, and start or submit the ranks. No torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["launch", "training_words"]
 
 
 def _read_job(context: click.Context, parameter: click.Parameter, path: Path | None) -> None:
-    """Let a job file's values be the defaults of the flags."""
+    """Use the values of a job file as defaults of the flags."""
     if path is None:
         return
     options = [param for param in context.command.params if isinstance(param, click.Option)]
@@ -49,7 +49,7 @@ def _kind_of(option: click.Option) -> Kind:
 
 
 class _BeforeTraining(click.Command):
-    """A command whose own words end at `--`; what follows is kept for the ranks."""
+    """A command whose own arguments end at `--`; the rest is passed to the ranks."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         own = args[: args.index("--")] if "--" in args else args
@@ -66,7 +66,7 @@ class _BeforeTraining(click.Command):
         except click.NoSuchOption as error:
             if is_training_flag(error.option_name):
                 hint = f"put it after --: runner launch MANIFEST … -- {error.option_name} …"
-                raise UsageError(error.option_name, "is for the training", hint, code="launch.flag-order") from error
+                raise UsageError(error.option_name, "is a training flag", hint, code="launch.flag-order") from error
             raise
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
@@ -77,7 +77,7 @@ class _BeforeTraining(click.Command):
 @click.argument("manifest", type=click.Path(), metavar="[MANIFEST]", required=False)
 @click.option(
     "--job", type=click.Path(path_type=Path), is_eager=True, expose_value=False, callback=_read_job, metavar="FILE",
-    help="TOML of flags, manifest and a [training] table; flags given beside it win.",
+    help="TOML file with flags, manifest and a [training] table; flags on the command line override it.",
 )  # fmt: skip
 @click.option("--scheduler", type=click.Choice(SCHEDULERS), default="local", help="Where the ranks are started.")
 @click.option("--nnodes", metavar="N", default="1", help="Nodes of the job.")
@@ -85,23 +85,31 @@ class _BeforeTraining(click.Command):
     "--nproc-per-node", type=Whole(min=1), metavar="N",
     show_default="the manifest's pipeline ranks, over the nodes", help="Ranks to start on each node.",
 )  # fmt: skip
-@click.option("--gpu-memory", metavar="SIZE", help="Refuse stages that do not fit this, such as 80GB (which is 80GiB).")
-@click.option("--env", multiple=True, metavar="K[=V]", help="Set K for the ranks; without V, to its value here.")
+@click.option(
+    "--gpu-memory",
+    metavar="SIZE",
+    help="Memory of each GPU, such as 80GB (which is 80GiB); refuse stages that do not fit.",
+)
+@click.option(
+    "--env", multiple=True, metavar="K[=V]", help="Environment variable for the ranks; without V, its value here."
+)
 @click.option("--image", metavar="NAME", help="Container image (Slurm: with pyxis).")
-@click.option("--mount", multiple=True, metavar="FROM:TO", help="Show a folder, or a volume claim, in the container.")
-@click.option("--partition", metavar="NAME", help="Slurm's.")
-@click.option("--account", metavar="NAME", help="Slurm's.")
-@click.option("--qos", metavar="NAME", help="Slurm's.")
-@click.option("--time", metavar="LIMIT", help="Slurm's time limit, such as 4:00:00.")
-@click.option("--sbatch-arg", multiple=True, metavar="ARG", help="One more line for sbatch, such as --gpus-per-node=8.")
+@click.option("--mount", multiple=True, metavar="FROM:TO", help="Mount a folder, or a volume claim, in the container.")
+@click.option("--partition", metavar="NAME", help="Slurm partition.")
+@click.option("--account", metavar="NAME", help="Slurm account.")
+@click.option("--qos", metavar="NAME", help="Slurm quality of service.")
+@click.option("--time", metavar="LIMIT", help="Slurm time limit, such as 4:00:00.")
+@click.option("--sbatch-arg", multiple=True, metavar="ARG", help="Another flag for sbatch, such as --gpus-per-node=8.")
 @click.option("--signal", metavar="USR2@SECONDS", help="Save and stop so long before the time limit.")
-@click.option("--restarts", type=Whole(min=0), default=0, metavar="N", help="Start all ranks again up to N times.")
-@click.option("--requeue", is_flag=True, help="Queue the job again when it was stopped at a signal.")
+@click.option("--restarts", type=Whole(min=0), default=0, metavar="N", help="Restart all ranks up to N times.")
+@click.option("--requeue", is_flag=True, help="Requeue the job when it was stopped by a signal.")
 @click.option("--name", metavar="NAME", show_default="the manifest's folder", help="Name of the job.")
-@click.option("--log-dir", type=click.Path(path_type=Path), metavar="DIR", help="As --log-dir after --.")
-@click.option("--stage-to-local", type=click.Path(path_type=Path), metavar="DIR", help="As --stage-to-local after --.")
-@click.option("--quiet", is_flag=True, help="As --quiet after --.")
-@click.option("--follow", is_flag=True, help="Print what the job prints until it ends.")
+@click.option("--log-dir", type=click.Path(path_type=Path), metavar="DIR", help="Same as --log-dir after --.")
+@click.option(
+    "--stage-to-local", type=click.Path(path_type=Path), metavar="DIR", help="Same as --stage-to-local after --."
+)
+@click.option("--quiet", is_flag=True, help="Same as --quiet after --.")
+@click.option("--follow", is_flag=True, help="Print the output of the job until it ends.")
 @click.option("--dry-run", is_flag=True, help="Print what would be run or submitted, and stop.")
 def launch(
     manifest: str | None, scheduler: str, nnodes: str,
@@ -110,8 +118,8 @@ def launch(
 ) -> None:  # fmt: skip
     """Train the model of MANIFEST: on this machine, under torchrun, or on the nodes of a cluster.
 
-    What follows -- is for the training; "runner launch -- --help" lists it. --nnodes above 1, --env, --image, --mount,
-    --restarts, --requeue, --name, --follow and what is Slurm's need --scheduler slurm or jobset.
+    Training flags follow --; "runner launch -- --help" lists them. --nnodes above 1, --env, --image, --mount,
+    --restarts, --requeue, --name, --follow and the Slurm flags require --scheduler slurm or jobset.
 
     \b
     Examples:
@@ -175,7 +183,7 @@ def launch(
 
 
 def training_words(context: click.Context, **own: Path | None) -> tuple[str, ...]:
-    """Give the words for the ranks: those of the job file whose flags nobody has written, and then what was written."""
+    """Return the arguments for the ranks: flags of the job file that are not overridden, then those given."""
     of_file, written = dict(context.obj or {}), list(context.meta["training"])
     for name, path in own.items():
         words = () if path is None else (flag_of(name), str(path))
@@ -189,7 +197,7 @@ def training_words(context: click.Context, **own: Path | None) -> tuple[str, ...
 def _check_placement(
     launched: Packed, options: TrainOptions, nnodes: int, nproc_per_node: int, gpu_gib: float | None
 ) -> Degrees:
-    """Give what each rank is for, having seen that so many fit the manifest, the options, the nodes and the GPUs."""
+    """Return the parallel degrees, after checking them against the manifest, the options, the nodes and the GPUs."""
     manifest = launched.manifest
     if nnodes > 1:
         check_ranks(manifest.layout.num_ranks, nnodes, nproc_per_node)
@@ -206,7 +214,7 @@ def _check_placement(
 def _check_here(
     launched: Packed, options: TrainOptions, degrees: Degrees, nproc_per_node: int, gpu_gib: float | None
 ) -> None:
-    """See that this machine has the GPUs for its ranks, and what they begin with."""
+    """Check that this machine has the GPUs for its ranks, and all inputs that they start from."""
     memories = memories_gib(options.device)
     check_gpus(len(memories), nproc_per_node)
     if memories and gpu_gib is None:
@@ -232,9 +240,11 @@ _CLUSTERS = ("env", "image", "mount", "sbatch_arg", "name", "follow", *_PLAIN_FI
 
 def _refuse_clusters(context: click.Context, num_nodes: int) -> None:
     asked = {ParameterSource.COMMANDLINE}
-    if context.get_parameter_source("scheduler") is ParameterSource.DEFAULT:  # else a job file is tried here on purpose
+    if (
+        context.get_parameter_source("scheduler") is ParameterSource.DEFAULT
+    ):  # with --scheduler local, a job file is tried here on purpose
         asked.add(ParameterSource.DEFAULT_MAP)
-    on = [name for name in _CLUSTERS if context.params[name] not in (False, ())]  # 0 restarts are off, too
+    on = [name for name in _CLUSTERS if context.params[name] not in (False, ())]  # 0 restarts count as off
     given = [name for name in on if context.get_parameter_source(name) in asked]
     if num_nodes > 1:
         given.insert(0, "nnodes")
@@ -242,19 +252,19 @@ def _refuse_clusters(context: click.Context, num_nodes: int) -> None:
         flag = "--" + given[0].replace("_", "-")
         raise UsageError(
             flag,
-            "needs --scheduler slurm or jobset",
-            "without one, all ranks run on this machine",
+            "requires --scheduler slurm or jobset",
+            "without a scheduler, all ranks run on this machine",
             code="launch.scheduler-flag",
         )
     unused = [flag_of(name) for name in on if context.get_parameter_source(name) is ParameterSource.DEFAULT_MAP]
     if unused:
-        click.echo(f"note: on this machine the job file's {', '.join(unused)} come to nothing", err=True)
+        click.echo(f"note: the job file's {', '.join(unused)} have no effect on this machine", err=True)
 
 
 def _submit(job: Job, scheduler: str, run: RunFolder, *, follow: bool, dry_run: bool) -> None:
     from runner.launch import jobset, slurm
     from runner.launch.follow import follow as follow_job
-    from runner.launch.log_folder import taking
+    from runner.launch.log_folder import claim_log_dir
     from runner.rundir.job_record import make_log_dir, write_record
     from runner.rundir.state import clear_state
 
@@ -264,7 +274,7 @@ def _submit(job: Job, scheduler: str, run: RunFolder, *, follow: bool, dry_run: 
         click.echo(rendered, nl=False)
         return
     make_log_dir(job.log_dir)
-    with taking(job.log_dir), deferred():  # a job that was submitted is known
+    with claim_log_dir(job.log_dir), deferred():  # a submitted job is always on record
         run.begin()
         record = backend.submit(job)
         clear_state(job.log_dir)  # of the job before

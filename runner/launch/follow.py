@@ -1,4 +1,4 @@
-"""A launched job looked at, followed and ended, by the log folder that it was launched with. No torch."""
+"""Status, output and cancellation of a launched job, by its log folder. No torch."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from runner.rundir.state import RunState, read_state
 __all__ = ["cancel", "follow", "show_logs", "status"]
 
 _POLL_S = 1.0
-_BEARS_S = 60.0  # a scheduler that is restarted does not answer meanwhile
+_SILENT_S = 60.0  # a scheduler that is being restarted does not answer
 _CODES = {"COMPLETED": 0, "STOPPED": 130, "KILLED": 5}
 
 
 def status(log_dir: Path) -> dict[str, Any]:
-    """Give what is known of a job: the scheduler's word for it, how far its run has come, and why it failed.
+    """Return the status of a job: its state in the scheduler, its progress, and why it failed.
 
     Raises:
-        UserError: no job was launched with this log folder, or its scheduler cannot be asked.
+        UserError: no job was launched with this log folder, or its scheduler does not answer.
     """
     record, ended = read_record(log_dir), read_state(log_dir)
     found: dict[str, Any] = {
@@ -57,7 +57,7 @@ def status(log_dir: Path) -> dict[str, Any]:
 
 
 def show_logs(log_dir: Path, say: Callable[[str], object], *, rank: int | None, is_followed: bool) -> None:
-    """Say what a job has printed, or what one rank of it has logged.
+    """Print the output of a job, or the log of one rank.
 
     Raises:
         UserError: no such job, or no such rank yet.
@@ -76,28 +76,31 @@ def show_logs(log_dir: Path, say: Callable[[str], object], *, rank: int | None, 
         follow(record, path, say, log_dir)
     ended = read_state(log_dir)
     if record.scheduler == "local" and ended is not None and ended.error:
-        said = f"error: {ended.error}\n"  # the terminal that it was launched from has it, and not every log
+        said = f"error: {ended.error}\n"  # it was printed on the terminal, and not to every log
         if not path.is_file() or said not in path.read_text(errors="replace"):
             say(said)
 
 
 def _no_log(path: Path, log_dir: Path) -> InputError:
     state = read_state(log_dir)
-    if state is None or state.ended == "stopped":  # and may be queued again
+    if state is None or state.ended == "stopped":  # and may be requeued
         return LaunchError(
-            str(path), "is not there yet", "runner status says whether the job has begun", code="launch.no-log"
+            str(path),
+            "does not exist yet",
+            "check with runner status whether the job has started",
+            code="launch.no-log",
         )
     left = sorted(found.stem for found in path.parent.glob("rank-*.log"))
     return LaunchError(
         str(path),
-        "is not there, and the job has ended",
-        f"it left {left[0]} to {left[-1]}" if left else "",
+        "does not exist, and the job has ended",
+        f"it has logs {left[0]} to {left[-1]}" if left else "",
         code="launch.no-log",
     )
 
 
 def follow(record: JobRecord, path: Path, say: Callable[[str], object], log_dir: Path) -> int:
-    """Say what a job prints until it ends, and give its exit code."""
+    """Print the output of a job until it ends, and return its exit code."""
     if record.scheduler == "jobset" and path == Path(record.output):
         return _follow_pods(record, say, log_dir)
     position, code, asked = 0, None, _Asked(record, log_dir)
@@ -118,12 +121,12 @@ def follow(record: JobRecord, path: Path, say: Callable[[str], object], log_dir:
 
 
 def _follow_pods(record: JobRecord, say: Callable[[str], object], log_dir: Path) -> int:
-    """Say what the pods of a job print until it ends, and those that are started after them."""
-    asked, since, told = _Asked(record, log_dir), "", ""
+    """Print the output of the pods of a job until it ends, including pods that start later."""
+    asked, since, shown = _Asked(record, log_dir), "", ""
 
     def hear(line: str) -> None:
         nonlocal since
-        since = datetime.now(UTC).isoformat()  # where a connection breaks, the next one begins here
+        since = datetime.now(UTC).isoformat()  # after a broken connection, the next one starts here
         say(line)
 
     while True:
@@ -136,26 +139,26 @@ def _follow_pods(record: JobRecord, say: Callable[[str], object], log_dir: Path)
             problem = f"{num_pending} of {len(phases)} pods are pending"
         if code is not None or ("Running" in phases and not num_pending):
             problem = jobset.print_logs(record, hear, follow=code is None, since=since)
-        if problem and problem != told:
+        if problem and problem != shown:
             say(problem + "\n")
-        told = problem
+        shown = problem
         if code is not None:
             return code
         time.sleep(_POLL_S)
 
 
 class _Asked:
-    """A job whose scheduler is asked again and again, and may fail to answer for a while."""
+    """A job whose scheduler is polled, and may fail to answer for a while."""
 
     def __init__(self, record: JobRecord, log_dir: Path) -> None:
         self._record, self._log_dir = record, log_dir
         self._has_answered, self._silent_since_s = False, 0.0
 
     def exit_code(self) -> int | None:
-        """Give the job's exit code; None while it waits, runs, or its scheduler does not answer.
+        """Return the job's exit code; None while it waits, runs, or its scheduler does not answer.
 
         Raises:
-            UserError: the scheduler has not answered once, or not for a minute.
+            UserError: the scheduler has never answered, or not for a minute.
         """
         try:
             code = _exit_code(self._record, self._log_dir)
@@ -163,18 +166,18 @@ class _Asked:
             if not self._has_answered:
                 raise
             self._silent_since_s = self._silent_since_s or time.monotonic()
-            if time.monotonic() - self._silent_since_s < _BEARS_S:
+            if time.monotonic() - self._silent_since_s < _SILENT_S:
                 return None
-            hint = f"that does not end the job; runner logs {self._log_dir} -f follows it again"
+            hint = f"the job is not affected; follow it again with runner logs {self._log_dir} -f"
             raise error.changed(hint=hint) from error
         self._has_answered, self._silent_since_s = True, 0.0
         return code
 
 
 def cancel(log_dir: Path, *, is_forced: bool = False) -> tuple[JobRecord, bool]:
-    """End the job that was launched with this log folder; give its record, and whether it had not ended already.
+    """Cancel the job that was launched with this log folder; return its record, and whether it was still running.
 
-    Schedulers do not say whether it had, as long as they know it.
+    A job of a scheduler counts as running for as long as the scheduler knows it.
 
     Raises:
         UserError: no such job, or its scheduler refuses.
@@ -185,8 +188,8 @@ def cancel(log_dir: Path, *, is_forced: bool = False) -> tuple[JobRecord, bool]:
     if is_forced:
         raise UsageError(
             "--force",
-            "is for jobs of this machine",
-            "a scheduler kills what does not end in its own time",
+            "is supported for jobs of this machine alone",
+            "a scheduler kills ranks that do not end in time",
             code="launch.scheduler-flag",
         )
     if record.scheduler == "slurm":
@@ -196,7 +199,7 @@ def cancel(log_dir: Path, *, is_forced: bool = False) -> tuple[JobRecord, bool]:
 
 
 def _exit_code(record: JobRecord, log_dir: Path) -> int | None:
-    """Give a job's exit code; None while it waits or runs."""
+    """Return a job's exit code; None while it waits or runs."""
     ended = read_state(log_dir)
     if record.scheduler == "local":
         word = processes.find_state(record, log_dir)
@@ -219,19 +222,19 @@ def _exit_code(record: JobRecord, log_dir: Path) -> int | None:
 
 
 def _code_left(ended: RunState | None) -> int:
-    """Give the exit code of a job that only its log folder knows."""
+    """Return the exit code of a job that the scheduler has forgotten."""
     return 5 if ended is None else _CODES.get(ended.word, ended.code)
 
 
 def _silent(log_dir: Path) -> list[str]:
-    """Name the ranks that gave no sign of life for long, although others did."""
+    """Name the ranks without a recent heartbeat, although others have one."""
     beats = read_beats(log_dir)
     newest_s = max((beat.time for beat in beats), default=0.0)
     return [place_of(beat.rank, beat.stages, beat.host) for beat in beats if newest_s - beat.time > SKEWED_S]
 
 
 def _progress(metrics: Path) -> dict[str, Any]:
-    """Give how far the last run, or attempt, with these metrics has come: others may have left theirs before it."""
+    """Return the progress of the last attempt in these metrics, which may contain earlier attempts."""
     found: dict[str, Any] = {"last_step": None, "last_loss": None, "last_checkpoint": None}
     saved: dict[str, Any] = {}
     text = metrics.read_text(errors="replace") if metrics.is_file() else ""
@@ -243,7 +246,7 @@ def _progress(metrics: Path) -> dict[str, Any]:
             continue
         if "load_s" in said:
             found = dict.fromkeys(found)
-        if "loss" in said and said.get("step", 0) <= saved.get("step", 0):  # taken again: not with that checkpoint
+        if "loss" in said and said.get("step", 0) <= saved.get("step", 0):  # taken again, so after an older checkpoint
             saved = {}
         if "checkpoint" in said and "save_error" not in said:
             saved = said

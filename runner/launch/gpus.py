@@ -1,4 +1,4 @@
-"""The GPUs of this machine, as the driver's own command tells them. No torch."""
+"""The GPUs of this machine, as nvidia-smi lists them. No torch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _LIMIT_S = 20
 
 
 def memories_gib(device: Device, environment: Mapping[str, str] = os.environ) -> tuple[float, ...]:
-    """Give the memory of each GPU that ranks here would train on; nothing where there is none, or no telling."""
+    """Return the memory of each GPU that ranks here would train on; nothing where there is none or it is unknown."""
     if device == "cpu" or _is_cpu_build():
         return ()
     try:
         done = subprocess.run(_COMMAND, capture_output=True, text=True, timeout=_LIMIT_S, check=True)
         found = [line.split(", ") for line in done.stdout.splitlines()]
         gpus = [(index, uuid, int(mib) / 2**10) for index, uuid, mib in found]
-    except (OSError, subprocess.SubprocessError, ValueError):  # no driver, or one that says something else
+    except (OSError, subprocess.SubprocessError, ValueError):  # no driver, or unknown output
         return ()
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -33,7 +33,7 @@ def memories_gib(device: Device, environment: Mapping[str, str] = os.environ) ->
 
 
 def check_gpus(count: int, nproc_per_node: int) -> None:
-    """Raise where ranks of this machine would have no GPU of their own.
+    """Check that each rank of this machine has a GPU.
 
     Raises:
         UsageError: naming how many there are.
@@ -41,14 +41,14 @@ def check_gpus(count: int, nproc_per_node: int) -> None:
     if 0 < count < nproc_per_node:
         raise UsageError(
             "--nproc-per-node",
-            f"{nproc_per_node} ranks need a GPU each, and this machine shows {count}",
-            f"reshard pack MANIFEST --layout pp={count}, or train without GPUs: --device cpu after --",
+            f"{nproc_per_node} ranks require a GPU each, found {count} GPUs",
+            f"reshard pack MANIFEST --layout pp={count}, or train on the CPU with --device cpu after --",
             code="launch.too-few-gpus",
         )
 
 
 def _is_cpu_build() -> bool:
-    """Whether the torch that is installed, if any, knows no GPUs."""
+    """Whether there is no torch, or one without GPU support."""
     from importlib.metadata import PackageNotFoundError, version  # slow to import, and seldom needed
 
     try:

@@ -1,4 +1,4 @@
-"""A job as it is asked for: what runs, on how many nodes, and what a scheduler is told. No torch."""
+"""A job for a scheduler: what runs, on how many nodes, with which options. No torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Job:
     """A training run on `nnodes` nodes with `nproc_per_node` ranks each. Paths are absolute.
 
     Raises:
-        UsageError: values that do not go together.
+        UsageError: conflicting values.
     """
 
     manifest: str  # an absolute path, or an address in a store
@@ -60,15 +60,15 @@ class Job:
         if self.mounts and self.image is None:
             raise UsageError(
                 "--mount",
-                "needs --image",
-                "without a container, nodes see the files that they share",
+                "requires --image",
+                "without a container, nodes see their shared file systems",
                 code="launch.scheduler-flag",
             )
         for flag, is_asked in (("--restarts", self.restarts > 0), ("--requeue", self.requeue)):
-            if is_asked and not self.goes_on:
+            if is_asked and not self.is_resumable:
                 raise UsageError(
                     flag,
-                    "needs checkpoints to go on from",
+                    "requires checkpoints to resume from",
                     "add --checkpoint DIR --checkpoint-every N --resume auto after --",
                     code="options.needs-checkpoint",
                 )
@@ -78,8 +78,8 @@ class Job:
         return parse_training(self.training)
 
     @property
-    def goes_on(self) -> bool:
-        """Whether the same command, started again, goes on where the run was."""
+    def is_resumable(self) -> bool:
+        """Whether the same command, run again, resumes the run."""
         return self.options.checkpoint is not None and self.options.resume.source == "auto"
 
     @property
@@ -88,10 +88,10 @@ class Job:
 
 
 def read_environment(given: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Read `K=V`, and `K` as this process's own value.
+    """Read `K=V`, and `K` with the value of this process.
 
     Raises:
-        UsageError: no name, a variable that is not set here, or one that torchrun sets.
+        UsageError: not a name, a variable that is not set here, or one that torchrun sets.
     """
     found = {}
     for text in given:
@@ -101,18 +101,14 @@ def read_environment(given: Sequence[str]) -> tuple[tuple[str, str], ...]:
         if _OWN_VARIABLE.fullmatch(name):
             raise UsageError(
                 "--env",
-                f"{name} is torchrun's: every rank finds its own value there",
-                "leave it out",
+                f"{name} is set by torchrun for every rank",
+                "remove it",
                 code="launch.environment",
             )
         if "\0" in value:
-            raise UsageError(
-                "--env", f"the value of {name} holds a zero byte, which no variable can", code="launch.environment"
-            )
+            raise UsageError("--env", f"the value of {name} contains a zero byte", code="launch.environment")
         if not equals and name not in os.environ:
-            raise UsageError(
-                "--env", f"{name} is not set here", f"--env {name}=VALUE sets it", code="launch.environment"
-            )
+            raise UsageError("--env", f"{name} is not set here", f"use --env {name}=VALUE", code="launch.environment")
         found[name] = value if equals else os.environ[name]
     return tuple(found.items())
 
@@ -120,17 +116,17 @@ def read_environment(given: Sequence[str]) -> tuple[tuple[str, str], ...]:
 def read_job_file(path: Path, known: Mapping[str, Kind]) -> dict[str, Any]:
     """Read a job file: the flags of `runner launch` without their dashes, and a table `training` of those after --.
 
-    Gives the values by the names of their parameters, `training` as the words of each flag by that flag.
+    Returns the values by the names of their parameters; `training` maps each flag to its arguments.
 
     Raises:
-        InputError: no such file, no TOML, a key that is no flag, or a value of another kind.
+        LaunchError: no such file, not TOML, a key that is not a flag, or a value of another kind.
     """
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise LaunchError(str(path), f"cannot be read: {error.strerror}", code="launch.job-file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise LaunchError(str(path), f"is no TOML: {error}", code="launch.job-file") from error
+        raise LaunchError(str(path), f"is not TOML: {error}", code="launch.job-file") from error
     training = found.pop("training", {})
     if not isinstance(training, Mapping):
         raise LaunchError(f"{path}: training", "expected a table of the flags that follow --", code="launch.job-file")
@@ -139,7 +135,7 @@ def read_job_file(path: Path, known: Mapping[str, Kind]) -> dict[str, Any]:
         if key not in known:
             raise LaunchError(
                 f"{path}: {key}",
-                "is no flag of runner launch",
+                "is not a flag of runner launch",
                 "known: " + ", ".join(sorted(known)),
                 code="launch.job-file",
             )
@@ -162,8 +158,8 @@ def _words(key: str, value: object, *, where: str) -> list[str]:
     if not _KEY.fullmatch(key):
         raise LaunchError(
             f"{where}: training.{key}",
-            "is no flag",
-            "runner launch MANIFEST -- --help lists them",
+            "is not a training flag",
+            "list them with runner launch MANIFEST -- --help",
             code="launch.job-file",
         )
     if value is True:

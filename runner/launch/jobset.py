@@ -1,6 +1,6 @@
-"""Kubernetes: a JobSet of one indexed job, a pod for each node, handed to kubectl. No torch.
+"""Kubernetes: a JobSet of one indexed job, one pod per node, submitted with kubectl. No torch.
 
-Source: JobSet v1alpha2 (jobset.sigs.k8s.io); `torchrun` reads PET_* for flags that it is not given.
+Source: JobSet v1alpha2 (jobset.sigs.k8s.io); `torchrun` reads PET_* for flags that are not given.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ _LIMIT_S = 60
 _CONTAINER = "runner"
 _SHARED_MEMORY = "/dev/shm"
 _MAX_PODS = 99_999  # as many as --nnodes takes; kubectl's own limit is 5
-_ABSENT = ("is not on this machine", "run it where kubectl reaches the cluster; launch --dry-run needs none")
+_ABSENT = ("not found on this machine", "run this where kubectl reaches the cluster; launch --dry-run does not need it")
 _LOGGED = re.compile(r"[EWI]\d{4} ")  # a line of kubectl's log, as klog writes it
-# A pod that ends with a code that no restart mends ends its job for a reason of its own, and that the whole JobSet.
+# A pod that exits with a code that no restart fixes fails its job, and that fails the JobSet without a restart.
 _MISTAKEN = {"action": "FailJob", "onExitCodes": {"containerName": _CONTAINER, "operator": "In", "values": list(FINAL)}}
 _ENDS = {"name": "mistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
-_FORGOTTEN = "Forgotten"  # our word: one that was deleted is gone
+_FORGOTTEN = "Forgotten"  # our word, for a JobSet that was deleted
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _GPU = "nvidia.com/gpu"
 
 
 class JobSetState(str):
-    """A word for what Kubernetes says of a JobSet: `Completed`, `Failed`, `Suspended`, `Running` or `Forgotten`."""
+    """The state of a JobSet in Kubernetes: `Completed`, `Failed`, `Suspended`, `Running` or `Forgotten`."""
 
     @property
     def is_over(self) -> bool:
@@ -59,11 +59,11 @@ class JobSetState(str):
 
 
 def render(job: Job) -> str:
-    """Give the JobSet of a job, as YAML.
+    """Return the JobSet of a job, as YAML.
 
     Raises:
-        UsageError: no image, a name that Kubernetes does not take, a mount that is none, a flag of Slurm's, a path
-            to write that pods do not share, or one to read that they do not see.
+        UsageError: no image, a name that Kubernetes does not accept, a bad mount, a flag of Slurm, an output path
+            that pods do not share, or an input path that they do not see.
     """
     _refuse(job)
     document = {
@@ -80,7 +80,7 @@ def render(job: Job) -> str:
 
 
 def submit(job: Job) -> JobRecord:
-    """Hand a job to Kubernetes.
+    """Submit a job to Kubernetes.
 
     Raises:
         UserError: there is no kubectl, or the cluster refuses the job.
@@ -91,10 +91,10 @@ def submit(job: Job) -> JobRecord:
 
 
 def find_state(record: JobRecord) -> JobSetState:
-    """Ask Kubernetes what a job does.
+    """Return the state of a job.
 
     Raises:
-        UserError: it cannot be asked.
+        UserError: Kubernetes does not answer.
     """
     shown = _call(["kubectl", "get", "jobset", record.id, *_inside(record), "--ignore-not-found", "-o", "json"])
     if not shown.strip():
@@ -105,26 +105,26 @@ def find_state(record: JobRecord) -> JobSetState:
 
 
 def cancel(record: JobRecord) -> None:
-    """End a job and forget it."""
+    """Delete a job."""
     _call(["kubectl", "delete", "jobset", record.id, *_inside(record), "--ignore-not-found", "--wait=false"])
 
 
 def find_phases(record: JobRecord) -> list[str]:
-    """Give a word for each pod of a job: `Pending` until it prints something, `Running`, `Succeeded` or `Failed`.
+    """Return the phase of each pod of a job: `Pending`, `Running`, `Succeeded` or `Failed`.
 
     Raises:
-        UserError: Kubernetes cannot be asked.
+        UserError: Kubernetes does not answer.
     """
     return _call(["kubectl", "get", "pods", *_pods(record), "-o", "jsonpath={.items[*].status.phase}"]).split()
 
 
 def print_logs(record: JobRecord, say: Callable[[str], object], *, follow: bool, since: str = "") -> str:
-    """Say what the pods of a job print, and with `follow` go on until they end; give what kubectl has against it.
+    """Print the output of the pods of a job, with `follow` until they end; return the error of kubectl, if any.
 
-    `since` is a time as Kubernetes writes it.
+    `since` is a time in Kubernetes' format.
 
     Raises:
-        UserError: there is no kubectl.
+        UserError: kubectl is not installed.
     """
     command = ["kubectl", "logs", *_pods(record), "--container", _CONTAINER, "--prefix", "--tail=-1",
                f"--max-log-requests={_MAX_PODS}"]  # fmt: skip
@@ -144,16 +144,19 @@ def print_logs(record: JobRecord, say: Callable[[str], object], *, follow: bool,
                 say(line)
             else:
                 words.append(line)
-    return _said(words) or (f"ended with code {running.returncode}" if running.returncode else "")
+    return _said(words) or (f"exited with code {running.returncode}" if running.returncode else "")
 
 
 def _refuse(job: Job) -> None:
     if job.image is None:
         raise UsageError(
-            "--image", "is needed for --scheduler jobset", "an image with reshard[runner] in it", code="launch.no-image"
+            "--image",
+            "is required with --scheduler jobset",
+            "use an image that contains reshard[runner]",
+            code="launch.no-image",
         )
     if not _NAME.fullmatch(job.name) or len(job.name) > _MAX_NAME:
-        found = f"expected up to {_MAX_NAME} of a-z, 0-9 and -, a letter first, found {job.name!r}"
+        found = f"expected at most {_MAX_NAME} of a-z, 0-9 and -, starting with a letter, found {job.name!r}"
         near = re.sub(r"[^a-z0-9]+", "-", job.name.lower())[:_MAX_NAME].strip("-")
         raise UsageError("--name", found, f"--name {near}" if _NAME.fullmatch(near) else "", code="launch.job-name")
     check_mounts(job.mounts, _MOUNT, "CLAIM:/FOLDER or /FOLDER-OF-THE-NODE:/FOLDER")
@@ -161,8 +164,8 @@ def _refuse(job: Job) -> None:
                         ("--time", job.time), ("--signal", job.signal), ("--sbatch-arg", job.sbatch_args or None),
                         ("--requeue", job.requeue or None)):  # fmt: skip
         if value is not None:
-            hint = "--restarts N lets Kubernetes start the job again" if flag == "--requeue" else ""
-            raise UsageError(flag, "is Slurm's; a JobSet has no such thing", hint, code="launch.scheduler-flag")
+            hint = "use --restarts N, with which Kubernetes restarts the job" if flag == "--requeue" else ""
+            raise UsageError(flag, "is for Slurm, and not supported by a JobSet", hint, code="launch.scheduler-flag")
     check_written(_written(job), job.mounts)
     check_read(_read(job), job.mounts)
 
@@ -211,24 +214,24 @@ def _container(job: Job) -> dict[str, Any]:
 
 
 def _literal(text: str) -> str:
-    """Give what Kubernetes makes this text of: it expands $(NAME), and takes $$ for $."""
+    """Escape a text for Kubernetes, which expands $(NAME) and reads $$ as $."""
     return text.replace("$", "$$")
 
 
 def _volumes(job: Job) -> dict[str, dict[str, Any]]:
-    """Give the volumes of a pod by the folders that they are shown as."""
+    """Return the volumes of a pod by their mount paths."""
     found: dict[str, dict[str, Any]] = {}
     for number, mount in enumerate(job.mounts):
         source, _, target = mount.rpartition(":")
         kind, key = ("hostPath", "path") if source.startswith("/") else ("persistentVolumeClaim", "claimName")
         found[target.rstrip("/")] = {"name": f"mount-{number}", kind: {key: source}}
-    # A container has 64 MiB of it, and ranks of one node talk through it: NCCL ends where that is too little.
+    # The default is 64 MiB, and ranks of one node communicate through it: NCCL fails where it is too small.
     found.setdefault(_SHARED_MEMORY, {"name": "shared-memory", "emptyDir": {"medium": "Memory"}})
     return found
 
 
 def _written(job: Job) -> Iterator[tuple[str, str]]:
-    """Give the folders that ranks write, each after the flag that names it."""
+    """Yield the folders that ranks write, each after its flag."""
     options = job.options
     yield "--log-dir", str(options.log_dir)
     if options.checkpoint is not None:
@@ -238,7 +241,7 @@ def _written(job: Job) -> Iterator[tuple[str, str]]:
 
 
 def _read(job: Job) -> Iterator[tuple[str, str]]:
-    """Give the files that ranks read alone, each after the flag that names it. The manifest's path is absolute."""
+    """Yield the files that only ranks read, each after its flag. The path of the manifest is absolute."""
     options = job.options
     source = options.resume.source
     if source not in (None, "auto") and not re.fullmatch(r"step-\d+", source):
@@ -250,7 +253,7 @@ def _read(job: Job) -> Iterator[tuple[str, str]]:
 
 
 def _inside(record: JobRecord) -> tuple[str, ...]:
-    """Give the flag for the job's namespace, which need not be kubectl's of today."""
+    """Return the flag for the job's namespace, which may differ from kubectl's current one."""
     return ("--namespace", record.namespace) if record.namespace else ()
 
 
@@ -272,6 +275,6 @@ def _call(command: Sequence[str], standard_input: str = "") -> str:
     if done.returncode:
         said = _said(done.stderr.splitlines())
         raise LaunchError(
-            " ".join(command[:2]), said or f"ended with code {done.returncode}", code="launch.scheduler-failed"
+            " ".join(command[:2]), said or f"exited with code {done.returncode}", code="launch.scheduler-failed"
         )
     return done.stdout

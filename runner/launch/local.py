@@ -1,4 +1,4 @@
-"""One machine: become torchrun; and whether a request fits a manifest. No torch."""
+"""Jobs on this machine: exec torchrun; and check that a request fits its manifest. No torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from runner.config.schema import SYNTHETIC
 from runner.data.files import find_files
 from runner.launch.combinations import Combination, check_combination, check_divides, check_sinks, combine, share_of
 from runner.launch.local_processes import record_here
-from runner.launch.log_folder import taking
+from runner.launch.log_folder import claim_log_dir
 from runner.launch.preflight import check_length, check_model, check_places, check_texts
 from runner.launch.run_folder import RunFolder
 from runner.launch.supervisor import stopping
@@ -44,7 +44,7 @@ __all__ = ["LocalJob", "check_beginning", "check_request", "check_world", "launc
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalJob:
-    """A training run on this machine. Its ranks have `shutdown_s` to save once they are told to stop."""
+    """A training run on this machine. Its ranks have `shutdown_s` to save once they are asked to stop."""
 
     name: str
     run: RunFolder
@@ -59,10 +59,10 @@ def launch_here(
     arguments: Sequence[str], *, nproc_per_node: int, dry_run: bool, job: LocalJob | None = None,
     worker: str = "runner.train", quiet: bool = False,
 ) -> None:  # fmt: skip
-    """Replace this process by torchrun with so many workers; see `check_request`. A `job` is known by its log folder.
+    """Replace this process by torchrun with so many workers; see `check_request`. A `job` is recorded in `log_dir`.
 
     Raises:
-        UserError: no torch is installed, or another job has the log folder.
+        UserError: torch is not installed, or another job uses the log folder.
     """
     if find_spec("torch") is None:
         raise InputError(
@@ -77,9 +77,9 @@ def launch_here(
         return
     if job is not None:
         make_log_dir(job.log_dir)
-    with deferred():  # whoever reads the record finds a process that leaves word of its end
+    with deferred():  # the process on record always writes how it ended
         if job is not None:
-            with taking(job.log_dir):
+            with claim_log_dir(job.log_dir):
                 job.run.begin()
                 clear_state(job.log_dir)  # of the job before
                 write_record(job.log_dir, record_here(job.log_dir, job.name))
@@ -93,29 +93,29 @@ def launch_here(
 
 
 def check_request(launched: Packed, options: TrainOptions, world_size: int) -> Degrees:
-    """Make sure, without torch, that these options fit a model and so many ranks, and give what each rank is for.
+    """Check, without torch, that these options fit a model and so many ranks, and return the parallel degrees.
 
     Raises:
         UserError: what does not fit.
     """
     check_places(options)
     check_model(launched)
-    num_tensor = options.degrees.tensor  # what no number of ranks makes right is refused before ranks are counted
+    num_tensor = options.degrees.tensor  # what no number of ranks fixes is refused before ranks are counted
     check_combination(Combination(architecture=launched.manifest.model.architecture, num_tensor=num_tensor))
     check_divides(launched.config, num_tensor)
     degrees = options.degrees.resolve(launched.manifest.layout.num_ranks, world_size)
-    if options.resume.source is None:  # a checkpoint may remember other batch sizes
+    if options.resume.source is None:  # a checkpoint may recall other batch sizes
         _check_step(launched.manifest, options, degrees)
     return degrees
 
 
 def check_beginning(launched: Packed, options: TrainOptions, degrees: Degrees) -> None:
-    """Make sure, without torch, that a run on this machine finds what it begins with, and room for what it writes.
+    """Check, without torch, that a run on this machine has its inputs, and can write its outputs.
 
-    Ranks check all of this again. What `--resume auto` finds is left to them: they pass over what is damaged.
+    Ranks check all of this again. The checkpoints of `--resume auto` are left to them: they skip damaged ones.
 
     Raises:
-        UserError: no such checkpoint, one of another model, no data, or a folder that would not be replaced.
+        UserError: no such checkpoint, one of another model, no data, or an output that may not be replaced.
     """
     check_sinks(options)
     check_apart(options, launched.root)
@@ -134,8 +134,8 @@ def check_beginning(launched: Packed, options: TrainOptions, degrees: Degrees) -
         if SYNTHETIC in options.eval_data.sources:
             raise UsageError(
                 "--eval-data",
-                f"{SYNTHETIC} has no end, so it cannot be read once",
-                "name files",
+                f"expected files, found {SYNTHETIC}, which is endless",
+                "choose files to evaluate on",
                 code="options.needs-documents",
             )
         find_files(options.eval_data.sources)
@@ -150,7 +150,7 @@ def _check_step(manifest: Manifest, options: TrainOptions, degrees: Degrees) -> 
 
 
 def check_world(manifest: Manifest, world_size: int) -> None:
-    """Raise unless there is one rank for each pipeline rank of the manifest."""
+    """Check that there is one rank for each pipeline rank of the manifest."""
     num_ranks = manifest.layout.num_ranks
     if world_size != num_ranks:
         raise LaunchError(

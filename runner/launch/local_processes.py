@@ -1,8 +1,8 @@
-"""A job that runs on this machine, known by the process that launched it: what it does, and how it is ended. No torch.
+"""Jobs on this machine: their state and cancellation, by the process that launched them. No torch.
 
 # Note [Which process]
-Numbers of processes are used again. A record holds when its process began, too, as the kernel counts it, and the
-boot that this count begins with: another process with the number is not the job.
+Process IDs are reused. A job record also has the start time of its process, as the kernel counts it, and the boot ID:
+another process with the same ID is not the job.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _KILL_S = 10.0
 
 
 def record_here(log_dir: Path, name: str) -> JobRecord:
-    """Give the record of a job that this process, or what it becomes, runs."""
+    """Return the record of a job that this process runs, also after an exec."""
     pid = os.getpid()
     return JobRecord(
         scheduler="local", id=str(pid), name=name, output=str(log_path(log_dir.resolve(), 0)),
@@ -37,12 +37,12 @@ def record_here(log_dir: Path, name: str) -> JobRecord:
 
 
 def is_running(record: JobRecord) -> bool:
-    """Whether the process that launched a job is still there, see Note [Which process]."""
+    """Whether the process that launched a job still runs, see Note [Which process]."""
     return birth_of(int(record.id)) == record.birth
 
 
 def find_state(record: JobRecord, log_dir: Path) -> str:
-    """Say what a job of this machine does: RUNNING, or how it ended; KILLED where it left no word.
+    """Return the state of a job of this machine: RUNNING, or how it ended; KILLED where there is no `state.json`.
 
     Raises:
         UserError: it runs on another machine.
@@ -55,7 +55,7 @@ def find_state(record: JobRecord, log_dir: Path) -> str:
 
 
 def cancel(record: JobRecord, *, is_forced: bool) -> bool:
-    """Ask a job of this machine to save and end; with `is_forced`, kill it and its ranks at once. Give whether it ran.
+    """Ask a job of this machine to save and end; with `is_forced`, kill it and its ranks. Return whether it ran.
 
     Raises:
         UserError: it runs on another machine, or belongs to someone else.
@@ -80,8 +80,8 @@ def cancel(record: JobRecord, *, is_forced: bool) -> bool:
 
 def _check_host(record: JobRecord) -> None:
     if record.host != socket.gethostname():
-        raise LaunchError(f"job {record.id}", f"runs on {record.host}, this is {socket.gethostname()}", "ask there",
-                        code="launch.other-host")  # fmt: skip
+        raise LaunchError(f"job {record.id}", f"runs on {record.host}, this is {socket.gethostname()}",
+                        "run the command there", code="launch.other-host")  # fmt: skip
 
 
 def _descendants(pid: int) -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""Which ranks sit on which node, and which stages they hold. No torch."""
+"""The placement of ranks and their stages on nodes. No torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["NodePlan", "check_groups", "check_memory", "check_ranks", "parse_nno
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodePlan:
-    """The ranks of one node, `first` to `last`, and the stages that they hold."""
+    """The ranks of one node, `first` to `last`, and their stages."""
 
     node: int
     first: int
@@ -28,19 +28,19 @@ def parse_nnodes(text: str) -> int:
     """Read a number of nodes.
 
     Raises:
-        UsageError: a range, or no number: the stages of a manifest need a fixed number of ranks.
+        UsageError: a range, or not a number: the stages of a manifest require a fixed number of ranks.
     """
     if re.fullmatch(r"0*[1-9][0-9]{0,4}", text, re.ASCII):
         return int(text)
-    hint = "every rank has its stages: a job cannot grow or shrink while it runs" if ":" in text else ""
+    hint = "elastic jobs are not supported: every rank has fixed stages" if ":" in text else ""
     raise UsageError("--nnodes", f"expected one number from 1 to 99999, found {text!r}", hint, code="launch.nodes")
 
 
 def check_ranks(num_pipeline_ranks: int, nnodes: int, nproc_per_node: int) -> None:
-    """Raise unless so many nodes of so many ranks can be dealt out to the pipeline ranks of a manifest.
+    """Check that the ranks of so many nodes are a multiple of the pipeline ranks of a manifest.
 
     Raises:
-        InputError: naming the nearest numbers that can.
+        LaunchError: naming the nearest numbers that are.
     """
     world_size = nnodes * nproc_per_node
     if world_size % num_pipeline_ranks == 0:
@@ -49,34 +49,34 @@ def check_ranks(num_pipeline_ranks: int, nnodes: int, nproc_per_node: int) -> No
     nodes = _nearest(nnodes, num_pipeline_ranks // math.gcd(num_pipeline_ranks, nproc_per_node))
     raise LaunchError(
         "",
-        f"manifest needs {num_pipeline_ranks} ranks, or a multiple of them, and {nnodes} nodes with {nproc_per_node} "
-        f"each are {world_size}",
-        f"take --nproc-per-node {ranks} or --nnodes {nodes}, or reshard pack MANIFEST --layout pp={world_size} "
+        f"expected a multiple of the manifest's {num_pipeline_ranks} pipeline ranks, found {nnodes} nodes x "
+        f"{nproc_per_node} ranks = {world_size}",
+        f"use --nproc-per-node {ranks} or --nnodes {nodes}, or reshard pack MANIFEST --layout pp={world_size} "
         "--out DIR",
         code="launch.world-size",
     )
 
 
 def check_groups(degrees: Degrees, nnodes: int, nproc_per_node: int) -> tuple[str, ...]:
-    """Give a sentence for each kind of ranks that would work closely together and do not share a node.
+    """Return a note for each kind of process group that communicates often and spans nodes.
 
     Raises:
-        UsageError: a node's ranks would be cut in the middle of a tensor-parallel group that fits it.
+        UsageError: a tensor-parallel group that fits on a node would be split over two.
     """
     tensor, per_stage = degrees.tensor, degrees.per_stage
     if nnodes == 1:
         return ()
     if tensor > nproc_per_node:
         return (
-            f"the {tensor} ranks of each tensor-parallel group are on several nodes, and talk in every layer: "
-            f"--tp {math.gcd(tensor, nproc_per_node)} keeps them on one",
+            f"each tensor-parallel group of {tensor} ranks spans several nodes, and communicates in every layer; "
+            f"--tp {math.gcd(tensor, nproc_per_node)} keeps it on one node",
         )
     if nproc_per_node % tensor:
         raise UsageError(
             "--nproc-per-node",
-            f"{nproc_per_node} ranks on a node cut a tensor-parallel group of {tensor} in two, and its ranks talk in "
-            "every layer",
-            f"take a multiple of --tp {tensor}: {_nearest(nproc_per_node, tensor)}",
+            f"{nproc_per_node} ranks per node split a tensor-parallel group of {tensor}, which communicates in every "
+            "layer, over two nodes",
+            f"use a multiple of --tp {tensor}: {_nearest(nproc_per_node, tensor)}",
             code="launch.split-tp-group",
         )
     if per_stage > nproc_per_node or nproc_per_node % per_stage == 0:
@@ -88,8 +88,8 @@ def check_groups(degrees: Degrees, nnodes: int, nproc_per_node: int) -> tuple[st
             if nnodes * nproc_per_node % count == 0]  # fmt: skip
     best = min(fits, key=lambda count: (abs(count - nproc_per_node), count))
     return (
-        f"ranks {split}-{split + per_stage - 1} hold the same stages and are on two nodes, although {per_stage} fit "
-        f"one: --nnodes {nnodes * nproc_per_node // best} --nproc-per-node {best} keeps them together",
+        f"ranks {split}-{split + per_stage - 1} share their stages and span two nodes, although {per_stage} ranks fit "
+        f"on one: --nnodes {nnodes * nproc_per_node // best} --nproc-per-node {best} keeps them together",
     )
 
 
@@ -98,15 +98,15 @@ def _is_cut(first: int, degrees: Degrees, nproc_per_node: int) -> bool:
 
 
 def _nearest(found: int, unit: int) -> str:
-    """Give the multiples of `unit` on both sides of a number."""
+    """Return the multiples of `unit` on both sides of a number."""
     lower = found // unit * unit
     return f"{lower} or {lower + unit}" if lower else str(unit)
 
 
 def plan_nodes(manifest: Manifest, nnodes: int, nproc_per_node: int) -> tuple[NodePlan, ...]:
-    """Give the nodes of a job. Ranks of one stage are neighbours, and so are neighbouring stages."""
+    """Return the nodes of a job. Ranks of one stage are adjacent, and so are adjacent stages."""
     placement, world_size = manifest.placement, nnodes * nproc_per_node
-    each = max(1, world_size // placement.num_ranks)  # ranks that hold the same stages
+    each = max(1, world_size // placement.num_ranks)  # ranks that share their stages
 
     def stages_of(first: int, last: int) -> Iterator[int]:
         for pipeline_rank in range(first // each, min(last // each + 1, placement.num_ranks)):
@@ -120,27 +120,27 @@ def plan_nodes(manifest: Manifest, nnodes: int, nproc_per_node: int) -> tuple[No
 
 
 def printed(plans: tuple[NodePlan, ...]) -> str:
-    """Give a line for each node."""
+    """Return a line for each node."""
     return "\n".join(
         f"node {plan.node}: ranks {plan.first}-{plan.last}, stages {', '.join(map(str, plan.stages))}" for plan in plans
     )
 
 
 def _digits(gib: float) -> int:
-    """Give after how many digits a size is told from nothing."""
+    """Return the number of digits that show a size as more than 0."""
     return 1 if gib >= 0.1 else 2 - math.floor(math.log10(gib))
 
 
 def check_memory(
     manifest: Manifest, *, num_shards: int, param_nbytes: int, gpu_gib: float, where: str = "--gpu-memory"
 ) -> None:
-    """Raise where a rank's weights, gradients and moments alone are larger than its GPU's memory.
+    """Check that a rank's weights, gradients and optimizer state alone fit in its GPU's memory.
 
-    `num_shards` ranks share what a stage holds; `param_nbytes` is what one parameter takes in training.
-    `where` says who knows the GPU's memory.
+    `num_shards` ranks share a stage; `param_nbytes` is the memory of one parameter in training.
+    `where` names the source of the GPU's memory size.
 
     Raises:
-        InputError: naming the rank that needs the most.
+        LaunchError: naming the rank that needs the most.
     """
     placement = manifest.placement
     params = [
@@ -154,8 +154,8 @@ def check_memory(
     if needed > gpu_gib:
         raise LaunchError(
             where,
-            f"pipeline rank {rank} needs {needed:.{_digits(needed)}f} GiB for weights, gradients and moments alone, "
+            f"pipeline rank {rank} needs {needed:.{_digits(needed)}f} GiB for weights, gradients and optimizer state, "
             f"its GPU has {gpu_gib:g} GiB",
-            "more pipeline ranks (reshard pack MANIFEST --layout pp=N) or --dp-shard N make it smaller",
+            "use more pipeline ranks (reshard pack MANIFEST --layout pp=N) or --dp-shard N",
             code="launch.gpu-memory",
         )

@@ -1,4 +1,4 @@
-"""A training request seen as a whole: what cannot come of it, and what of it comes to nothing. No torch."""
+"""Check a training request as a whole, and note flags that have no effect. No torch."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["check_length", "check_model", "check_places", "check_texts", "notes"
 
 
 def check_places(options: TrainOptions) -> None:
-    """Make sure that a run does not write in a folder that it reads: texts are looked for in all folders below.
+    """Check that a run does not write in a folder that it reads, whose subfolders are searched for texts.
 
     Raises:
-        UsageError: it would read its own log, and could not go on from a checkpoint, as its data had changed.
-        InputError: checkpoints are to be saved below a file.
+        UsageError: it would read its own log, and could not resume, as its data had changed.
+        OutputError: --checkpoint is a file.
     """
     history = options.checkpoint.history if options.checkpoint else None
     read = (*options.data.sources, *(options.eval_data.sources if options.eval_data else ()))
@@ -35,7 +35,7 @@ def check_places(options: TrainOptions) -> None:
             if path.resolve().is_relative_to(folder.resolve()):
                 raise UsageError(
                     f"{flag} {path}",
-                    f"lies in {folder}, which is read as data, with all folders in it",
+                    f"is inside {folder}, which is read as data with all its subfolders",
                     "choose another place" + _or_by_name(folder),
                     code="output.inside-data",
                 )
@@ -43,13 +43,13 @@ def check_places(options: TrainOptions) -> None:
         raise OutputError(
             f"--checkpoint {history}",
             "is a file",
-            "name a folder: each checkpoint is a folder in it",
+            "choose a folder: each checkpoint is a subfolder of it",
             code="output.not-a-folder",
         )
 
 
 def check_texts(launched: Packed, options: TrainOptions) -> None:
-    """Make sure that there is a tokenizer, if a run reads texts.
+    """Check that there is a tokenizer, if a run reads texts.
 
     Raises:
         InputError: there is none.
@@ -59,7 +59,7 @@ def check_texts(launched: Packed, options: TrainOptions) -> None:
 
 
 def check_model(launched: Packed) -> None:
-    """Make sure that the family models what the config asks for, as every rank does when it builds its stages.
+    """Check that the family supports every field of the config, as every rank does when it builds its stages.
 
     Raises:
         InputError: naming the field.
@@ -72,10 +72,10 @@ def check_model(launched: Packed) -> None:
 
 
 def check_length(launched: Packed, options: TrainOptions) -> None:
-    """Make sure that a model has positions for the sequences of a run that goes by these options.
+    """Check that a model has positions for the sequence length of these options.
 
     Raises:
-        InputError: the config asks for what is not modelled.
+        InputError: the config has an unsupported field.
         UsageError: the sequences are longer.
     """
     decoder = DECODERS.get(launched.shape.architecture)
@@ -84,34 +84,36 @@ def check_length(launched: Packed, options: TrainOptions) -> None:
 
 
 def notes(asked: TrainOptions, options: TrainOptions, origin: Manifest, training: TrainingState | None) -> list[str]:
-    """Give a sentence for each thing that a run does, or does not, although nobody may expect it.
+    """Return notes on what a run does, or does not do, that a user may not expect.
 
-    `options` are those `asked`, with what the checkpoint remembers; `training` is the state that the run goes on
-    from, if it does not begin at step 0, with the weights of `origin`.
+    `options` are those `asked`, with the values that the checkpoint stores; `training` is the state that the run
+    resumes, if it does not start at step 0 with the weights of `origin`.
     """
     said, first, last = [], (training.step if training else 0) + 1, options.steps
     if first <= last and options.checkpoint is None and options.save is None:
-        said.append("without --checkpoint DIR or --save DIR what is trained is lost when the run ends")
+        said.append("without --checkpoint DIR or --save DIR the trained weights are lost when the run ends")
     if options.traced and first <= last and not (options.traced.start <= last and options.traced.stop > first):
-        said.append(f"--trace {asked.values['trace']} traces nothing: the run takes steps {first} to {last}")
+        said.append(f"--trace {asked.values['trace']} has no effect: the run takes steps {first} to {last}")
     if options.resume.restart_data and training is None:
-        said.append("--restart-data changes nothing: the run begins at step 0, and its data at the first sequence")
+        said.append("--restart-data has no effect: the run starts at step 0, and its data at the first sequence")
     if options.optim.decay == "constant" and "min_lr" in asked.given and options.optim.min_lr:
-        said.append(f"--min-lr {options.optim.min_lr} is not used: with --decay constant the rate stays at --lr")
+        said.append(
+            f"--min-lr {options.optim.min_lr} is not used: with --decay constant the learning rate stays at --lr"
+        )
     taken = {} if training is None else remembered(training)
     shown = [f"{flag_of(name)} {value}" for name, value in taken.items() if _is_taken(name, value, asked)]
     if shown:
-        said.append(f"as in the checkpoint: {', '.join(shown)}")
+        said.append(f"recalled from the checkpoint: {', '.join(shown)}")
     return said
 
 
 def _or_by_name(folder: Path) -> str:
-    """Give the rest of a hint, where texts are in the folder itself: globs of them leave out the folders below."""
+    """Return the rest of a hint, where texts are in the folder itself: globs of them exclude its subfolders."""
     found = sorted({file.suffix for file in folder.glob("*") if file.suffix in SUFFIXES and file.is_file()})
     shown = " ".join(f"'{folder}/*{suffix}'" for suffix in found)
-    return f", or name the texts themselves: {shown}" if shown else ""
+    return f", or name the files: {shown}" if shown else ""
 
 
 def _is_taken(name: str, value: Any, asked: TrainOptions) -> bool:
-    """Whether a run without the checkpoint would have gone by another value."""
+    """Whether a run without the checkpoint would use another value."""
     return name not in asked.given and asked.values[name] != value

@@ -1,9 +1,9 @@
-"""The folder of a run: chosen, told from those of other runs, and described in `run.json`. No torch.
+"""The log folder of a run: choose it, distinguish it from those of other runs, and write `run.json`. No torch.
 
 # Note [One run, one folder]
-A run that resumes its own checkpoints is the same run, and goes on in its folder; any other is another one. Without
---log-dir it gets a folder of its own. In a folder that is named, what an earlier run has left is moved to
-`earlier/DATE-NAME` first. Restarts by a supervisor pass the folder on, and ask nothing.
+A run that resumes its own checkpoints is the same run, and continues in its folder; any other is a new run. Without
+--log-dir a new run gets a new folder. With --log-dir, the files of an earlier run are moved to `earlier/DATE-NAME`
+first. Restarts by a supervisor use the same folder.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _PACKAGES = ("reshard", "torch", "torchtitan", "transformers")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFolder:
-    """A run's folder, which nobody else has while this is used."""
+    """The folder of a run, which no other job uses meanwhile."""
 
     path: Path
     name: str
     manifest: str
     digest: str  # of its manifest
     options: TrainOptions
-    is_chosen: bool  # by us, as nobody has named one
+    is_chosen: bool  # by us, without --log-dir
 
     def begin(self) -> None:
-        """Make the folder this run's: other runs' files are moved aside, and `run.json` says what is launched.
+        """Prepare the folder for this run: move the files of other runs aside, and write the launch to `run.json`.
 
         Raises:
             InputError: it cannot be written.
@@ -94,7 +94,7 @@ def choose_folder(options: TrainOptions, name: str) -> Path:
 
 
 def _free(parent: Path, began: datetime, name: str) -> Path:
-    """Return a folder that is not there yet, called by date and name."""
+    """Return a folder that does not exist yet, named by date and name."""
     word = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in name)
     stem = f"{began:%Y%m%d-%H%M%S}-{word or 'run'}"
     names = itertools.chain((stem,), (f"{stem}-{number}" for number in itertools.count(2)))
@@ -112,11 +112,11 @@ def _runs() -> list[tuple[Path, Mapping[str, Any]]]:
 
 
 def _is_same(run: Mapping[str, Any] | None, options: TrainOptions, log_dir: Path) -> bool:
-    """Whether these options resume what a folder's run has left, see Note [One run, one folder]."""
+    """Whether these options resume the run of a folder, see Note [One run, one folder]."""
     resume, history = options.resume, _history(options)
     if resume.source is None or resume.weights_only:
         return False
-    if run is None:  # of a time without run.json: only what it left tells
+    if run is None:  # older than run.json: only its files show it
         return (log_dir / "metrics.jsonl").exists()
     theirs = run.get("checkpoint")
     if not isinstance(theirs, str):
@@ -134,14 +134,14 @@ def _history(options: TrainOptions) -> Path | None:
 
 
 def _move_aside(log_dir: Path, run: Mapping[str, Any] | None) -> None:
-    """Move all that an earlier run has left into a folder of its own."""
+    """Move the files of an earlier run into a separate folder."""
     left = [path for path in log_dir.iterdir() if _is_left(path)]
     if not left:
         return
     began_s = (run and _began(run)) or min(path.stat().st_mtime for path in left)
     aside = _free(log_dir / _EARLIER, datetime.fromtimestamp(began_s), str(run.get("name", "")) if run else "")
     aside.mkdir(parents=True)
-    # Last what tells that they are an earlier run's: a kill between leaves the rest to the next launch.
+    # The files that identify the earlier run go last: after a kill, the next launch moves the rest.
     for path in sorted(left, key=lambda path: path.name in (RUN_NAME, "metrics.jsonl")):
         path.rename(aside / path.name)
 

@@ -1,4 +1,4 @@
-"""What a job asks of a scheduler, looked at before the scheduler sees it: values that it would take wrong. No torch."""
+"""Check the values of a job before its scheduler sees them and misreads them. No torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MAX_SIGNAL_S = 65535  # sbatch(1), --signal
 _TIME = re.compile(r"(?:(?P<d>\d+)-(?P<dh>\d+)(?::(?P<dm>\d+)(?::(?P<ds>\d+))?)?|(?P<n>\d+(?::\d+){0,2}))")
 _FOREVER = ("unlimited", "infinite")
 
-# What a line for sbatch may not say, because the job is planned with it, and the flag that says it.
+# Flags that --sbatch-arg may not set, because the job depends on them, and the flag to use instead.
 _OWN = {
     "nodes": "--nnodes", "ntasks": "--nproc-per-node", "ntasks-per-node": "--nproc-per-node", "job-name": "--name",
     "output": "--log-dir", "open-mode": "--log-dir", "signal": "--signal", "requeue": "--requeue",
@@ -43,25 +43,25 @@ _SHORT = {
 
 
 def parse_signal(text: str) -> int:
-    """Read USR2@SECONDS, and give the seconds.
+    """Read the seconds of USR2@SECONDS.
 
     Raises:
-        UsageError: another signal, or no such number.
+        UsageError: another signal, or not such a number.
     """
     match = _SIGNAL.fullmatch(text)
     if match and 0 < int(match[1]) <= _MAX_SIGNAL_S:
         return int(match[1])
     hint = f"seconds before the end, 1 to {_MAX_SIGNAL_S}, such as USR2@120"
     if not text.startswith("USR2"):
-        hint = "torchrun dies of SIGUSR1 and leaves its ranks behind; the runner saves and stops at SIGUSR2"
+        hint = "use SIGUSR2, at which the runner saves and stops; SIGUSR1 kills torchrun and leaves its ranks running"
     raise UsageError("--signal", f"expected USR2@SECONDS, found {text!r}", hint, code="launch.scheduler-value")
 
 
 def parse_time(text: str) -> int | None:
-    """Read a time limit as sbatch does, and give its seconds; None: there is no limit.
+    """Read a time limit as sbatch does, in seconds; None: there is no limit.
 
     Raises:
-        UsageError: sbatch would not take it.
+        UsageError: sbatch would reject it.
     Source: sbatch(1), --time.
     """
     if text.lower() in _FOREVER:
@@ -83,7 +83,7 @@ def parse_time(text: str) -> int | None:
 
 
 def check_texts(given: Iterable[tuple[str, str | None]], *, without_spaces: bool = False) -> None:
-    """Raise unless each flag's value, if there is one, is a text that fits on a line.
+    """Check that the value of each flag, if there is one, is one line of text.
 
     Raises:
         UsageError: naming the flag.
@@ -92,12 +92,12 @@ def check_texts(given: Iterable[tuple[str, str | None]], *, without_spaces: bool
         if value is None:
             continue
         if not value.strip() or not value.isprintable() or (without_spaces and " " in value):
-            what = "a word" if without_spaces else "a text on one line"
+            what = "one word" if without_spaces else "one line of text"
             raise UsageError(flag, f"expected {what}, found {value!r}", code="launch.scheduler-value")
 
 
 def check_mounts(mounts: Sequence[str], form: re.Pattern[str], expected: str) -> None:
-    """Raise unless every mount has a form, whose last group is the folder that it is shown as, and none is shown twice.
+    """Check the form of every mount, and that no two have the same target.
 
     Raises:
         UsageError: naming the mount.
@@ -110,25 +110,25 @@ def check_mounts(mounts: Sequence[str], form: re.Pattern[str], expected: str) ->
         target = match["target"].rstrip("/") or "/"
         if target in seen:
             raise UsageError(
-                "--mount", f"{seen[target]!r} and {mount!r} are both shown as {target}", code="launch.mount"
+                "--mount", f"{seen[target]!r} and {mount!r} have the same target {target}", code="launch.mount"
             )
         seen[target] = mount
 
 
 def is_shown(path: Path, mounts: Sequence[str]) -> bool:
-    """Whether a mount shows this file, named by an absolute path, in a container."""
+    """Whether a container sees this absolute path through a mount."""
     return any(path.is_relative_to(mount.rpartition(":")[2]) for mount in mounts)
 
 
 def shown_address(address: str, written: str, mounts: Sequence[str]) -> str:
-    """Give a manifest's address as a container sees it: where a mount shows it only as it is written, so."""
+    """Return a manifest's address as a container sees it: as written, if a mount has it only under that path."""
     path = Path(os.path.normpath(Path.cwd() / written))
     is_named = not is_url(address) and not is_shown(Path(address), mounts) and is_shown(path, mounts)
     return str(find_manifest(path)) if is_named else address
 
 
 def check_read(paths: Iterable[tuple[str, str]], mounts: Sequence[str]) -> None:
-    """Raise where a path that pods read, given after its flag, is relative and lies on no mount; the image has others.
+    """Check that relative paths that pods read, each after its flag, are on a mount; others are in the image.
 
     Raises:
         UsageError: naming the flag and the path.
@@ -137,12 +137,12 @@ def check_read(paths: Iterable[tuple[str, str]], mounts: Sequence[str]) -> None:
     for flag, given in paths:
         if not Path(given).is_absolute() and not is_shown(Path(os.path.normpath(here / given)), mounts):
             raise UsageError(
-                f"{flag} {given}", f"is looked up in {here}, and no --mount shows it there to the pods",
-                "name a path from / on: below a --mount, or of the image", code="launch.not-mounted")  # fmt: skip
+                f"{flag} {given}", f"is relative to {here}, and no --mount provides it there in the pods",
+                "use an absolute path: below a --mount, or in the image", code="launch.not-mounted")  # fmt: skip
 
 
 def check_written(paths: Iterable[tuple[str, str]], mounts: Sequence[str]) -> None:
-    """Raise unless a mount shows every path that pods write, given after its flag; relative ones begin at this folder.
+    """Check that every path that pods write, each after its flag, is on a mount; relative ones start at this folder.
 
     Raises:
         UsageError: naming the flag and the path.
@@ -151,20 +151,20 @@ def check_written(paths: Iterable[tuple[str, str]], mounts: Sequence[str]) -> No
     for flag, given in paths:
         if not Path(given).is_absolute() and not is_shown(here, mounts):
             raise UsageError(
-                f"{flag} {given}", f"is looked up in {here}, and no --mount shows that to the pods",
-                "name a path from / on that lies below a --mount", code="launch.not-mounted")  # fmt: skip
+                f"{flag} {given}", f"is relative to {here}, and no --mount provides that folder in the pods",
+                "use an absolute path below a --mount", code="launch.not-mounted")  # fmt: skip
         path = Path(os.path.normpath(here / given))
         if not is_shown(path, mounts):
             folder = path if path.parent == Path("/") else path.parent
             raise UsageError(
-                f"{flag} {path}", "lies on no --mount: pods keep no other files that they write",
-                f"--mount CLAIM:{folder}, or {folder}:{folder} where it is every node's",
+                f"{flag} {path}", "is not on a --mount, and pods lose all other files that they write",
+                f"--mount CLAIM:{folder}, or {folder}:{folder} if all nodes share it",
                 code="launch.not-mounted",
             )  # fmt: skip
 
 
 def check_sbatch_args(arguments: Sequence[str]) -> None:
-    """Raise where a line for sbatch is not one flag, or undoes what the job is planned with.
+    """Check that each --sbatch-arg is one flag, and not one that the job sets itself.
 
     Raises:
         UsageError: naming it.
@@ -181,7 +181,7 @@ def check_sbatch_args(arguments: Sequence[str]) -> None:
             flag, *values = shlex.split(argument)
         except ValueError as error:
             raise UsageError(
-                "--sbatch-arg", f"expected quotes in pairs, found {argument!r}", code="launch.sbatch-argument"
+                "--sbatch-arg", f"expected closed quotes, found {argument!r}", code="launch.sbatch-argument"
             ) from error
         if not _is_one_flag(flag, values):
             hint = "quote a value with spaces: --sbatch-arg=\"--comment='a b'\""
@@ -194,14 +194,14 @@ def check_sbatch_args(arguments: Sequence[str]) -> None:
             ours = _OWN[name]
             raise UsageError(
                 "--sbatch-arg",
-                f"{argument!r} is not for you to say: the job is planned with its own --{name}",
-                f"{ours} says it" if ours else "leave it out",
+                f"{argument!r} conflicts with --{name} of the job",
+                f"use {ours}" if ours else "remove it",
                 code="launch.sbatch-argument",
             )
 
 
 def _is_one_flag(flag: str, values: Sequence[str]) -> bool:
-    """Whether these words are a flag, and its value at most: sbatch takes any other word for its script."""
+    """Whether these words are one flag, with or without a value: sbatch takes any other word for its script."""
     if not flag.strip("-"):
         return False
     lacks_value = "=" not in flag if flag.startswith("--") else len(flag) == 2

@@ -1,4 +1,4 @@
-"""Slurm: a batch script that says all, handed to sbatch; what became of it, asked of scontrol. No torch."""
+"""Slurm: write a batch script, submit it with sbatch, and query it with scontrol. No torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOUNT = re.compile(r"/[^:,]*:(?P<target>/[^:,]*)(:[a-z+]+)?")  # as pyxis takes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmState:
-    """What Slurm says of a job: `RUNNING` or another of its words, why, where, and how often it was queued again."""
+    """The state of a job in Slurm: `RUNNING` or another of its states, the reason, nodes, and number of requeues."""
 
     word: str
     reason: str
@@ -40,56 +40,55 @@ class SlurmState:
         return self.word == _FORGOTTEN
 
 
-_FORGOTTEN = "FORGOTTEN"  # our word: Slurm keeps a job for MinJobAge after its end, 300 s if nobody says otherwise
+_FORGOTTEN = "FORGOTTEN"  # our word: Slurm keeps a job for MinJobAge after its end, by default 300 s
 _OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
          "PREEMPTED", "TIMEOUT", _FORGOTTEN)  # fmt: skip
 
 
 def render(job: Job) -> str:
-    """Give the batch script of a job: what sbatch is told, what the ranks see, and what runs.
+    """Return the batch script of a job: options of sbatch, the environment of the ranks, and the command.
 
     Raises:
-        UsageError: a time or a mount that is none, a signal that comes to nothing, or a line for sbatch that undoes
-            what the job is planned with.
+        UsageError: a bad time or mount, a signal that has no effect, or a --sbatch-arg that conflicts with the job.
     """
     _check_end(job)
     check_mounts(job.mounts, _MOUNT, "/FOLDER-OF-THE-NODE:/FOLDER")
     check_sbatch_args(job.sbatch_args)
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(job)), ""]
-    # Values hold commas and spaces: sbatch's own --export could not carry them.
+    # Values may contain commas and spaces, which sbatch's own --export does not support.
     lines += [f"export {name}={shlex.quote(value)}" for name, value in job.environment]
     lines += [f"exec {shlex.join(_supervisor(job))}", ""]
     return "\n".join(lines)
 
 
 def submit(job: Job) -> JobRecord:
-    """Hand a job to Slurm.
+    """Submit a job to Slurm.
 
     Raises:
-        UserError: there is no Slurm here, it has too few nodes, or it refuses the job.
+        UserError: Slurm is not installed here, has too few nodes, or rejects the job.
     """
     script = render(job)
     _check_nodes(job)
-    # On its command line as well: SBATCH_ACCOUNT and its like in the environment win over what a script says.
-    told = [word for option in _options(job) for word in shlex.split(option)]
-    number = run_slurm(["sbatch", "--parsable", *told], standard_input=script).strip().partition(";")[0]
+    # On its command line as well: SBATCH_ACCOUNT and others in the environment override the script.
+    flags = [word for option in _options(job) for word in shlex.split(option)]
+    number = run_slurm(["sbatch", "--parsable", *flags], standard_input=script).strip().partition(";")[0]
     return JobRecord(scheduler="slurm", id=number, name=job.name, output=str(job.log_dir / f"slurm-{number}.out"))
 
 
 def find_state(record: JobRecord) -> SlurmState:
-    """Ask Slurm what a job does.
+    """Return the state of a job.
 
     Raises:
-        UserError: Slurm cannot be asked.
+        UserError: Slurm does not answer.
     """
     try:
         shown = run_slurm(["scontrol", "show", "job", "-o", record.id])
     except UserError as error:
         if "Invalid job id" not in error.problem:
             raise
-        return SlurmState(word=_FORGOTTEN, reason="it ended long ago", nodes="", num_requeues=0, exit_code=0)
-    if _is_anothers(shown, record):
-        return SlurmState(word=_FORGOTTEN, reason="another has its number", nodes="", num_requeues=0, exit_code=0)
+        return SlurmState(word=_FORGOTTEN, reason="Slurm no longer knows it", nodes="", num_requeues=0, exit_code=0)
+    if _is_other_job(shown, record):
+        return SlurmState(word=_FORGOTTEN, reason="another job has its ID", nodes="", num_requeues=0, exit_code=0)
     fields = dict(word.partition("=")[::2] for word in shown.split() if "=" in word)
     return SlurmState(
         word=fields.get("JobState", "UNKNOWN"),
@@ -101,22 +100,22 @@ def find_state(record: JobRecord) -> SlurmState:
 
 
 def cancel(record: JobRecord) -> bool:
-    """End a job, and give whether Slurm still knew it: another that has got its number stays as it is."""
+    """Cancel a job, and return whether Slurm still knew it; another job with the same ID is left alone."""
     if find_state(record).is_forgotten:
         return False
     run_slurm(["scancel", record.id])
     return True
 
 
-def _is_anothers(shown: str, record: JobRecord) -> bool:
-    """Whether what Slurm shows is of another job, with another output: of another cluster, or after a reset."""
+def _is_other_job(shown: str, record: JobRecord) -> bool:
+    """Whether Slurm shows another job with this ID, by its output: of another cluster, or after a reset."""
     output = shown.partition(" StdOut=/")[2]
-    # Not every version expands each %.
+    # Not every version of Slurm expands each %.
     return bool(output) and "%" not in output + record.output and f" StdOut={record.output}" not in shown
 
 
 def _check_end(job: Job) -> None:
-    """See that a job that is told of its end has the time, and something, to save."""
+    """Check that a job with --signal has the time to save, and a folder to save to."""
     limit_s = None if job.time is None else parse_time(job.time)
     if job.signal is None:
         return
@@ -124,20 +123,20 @@ def _check_end(job: Job) -> None:
     if limit_s is not None and before_s >= limit_s:
         raise UsageError(
             "--signal",
-            f"{before_s} s before the end is before the job begins: --time is {limit_s} s",
+            f"expected less than the {limit_s} s of --time, found {before_s} s",
             code="launch.scheduler-value",
         )
     if job.options.checkpoint is None:
         raise UsageError(
             "--signal",
-            "asks the ranks to save, and there is nothing to save to",
+            "asks the ranks to save, but there is no --checkpoint",
             "add --checkpoint DIR after --",
             code="options.needs-checkpoint",
         )
 
 
 def _check_nodes(job: Job) -> None:
-    """Raise where a job asks for more nodes than its partition has: Slurm 22.05 lets it wait for ever."""
+    """Check that the partition has so many nodes: Slurm 22.05 would let the job wait forever."""
     words = (line.split() for line in run_slurm(["scontrol", "show", "partition", "-o"]).splitlines())
     partitions = [dict(word.partition("=")[::2] for word in line) for line in words]
     partition = job.partition or os.environ.get("SBATCH_PARTITION")
@@ -149,8 +148,8 @@ def _check_nodes(job: Job) -> None:
     sizes = {fields["PartitionName"]: int(fields["TotalNodes"]) for fields in chosen if "TotalNodes" in fields}
     if sizes and max(sizes.values()) < job.nnodes:
         has = ", ".join(f"{name} has {size}" for name, size in sizes.items())
-        raise UsageError("--nnodes", f"{job.nnodes} nodes are asked for, and partition {has}",
-                         "fewer nodes, or another --partition", code="launch.nodes")  # fmt: skip
+        raise UsageError("--nnodes", f"expected at most the nodes of a partition, found {job.nnodes}: partition {has}",
+                         "use fewer nodes, or another --partition", code="launch.nodes")  # fmt: skip
 
 
 def _options(job: Job) -> list[str]:
@@ -172,7 +171,7 @@ def _options(job: Job) -> list[str]:
 
 
 def _output(job: Job) -> str:
-    """Give the file that sbatch is told, which takes %% for a % of the folder's name."""
+    """Return the output file for sbatch, which reads %% as %."""
     return str(job.log_dir).replace("%", "%%") + "/slurm-%j.out"
 
 
@@ -190,7 +189,7 @@ def _supervisor(job: Job) -> list[str]:
 
 
 def _container(job: Job) -> list[str]:
-    """Give the flags that the container plugin pyxis adds to srun."""
+    """Return the flags that the container plugin pyxis adds to srun."""
     if job.image is None:
         return []
     mounts = (f"--container-mounts={','.join(job.mounts)}",) if job.mounts else ()

@@ -1,4 +1,4 @@
-"""`runner status`, `logs`, `cancel` and `report`, all of a launched job's log folder: the latest, or a named one."""
+"""`runner status`, `logs`, `cancel` and `report`, by the log folder of a job: the latest, or the given one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOG_DIR = click.argument(
 @_LOG_DIR
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def status(log_dir: Path, as_json: bool) -> None:
-    """Say what a launched job does, how far it has come, and why it failed."""
+    """Show the state of a launched job, its progress, and why it failed."""
     from runner.launch import follow as watch
 
     found = watch.status(log_dir)
@@ -31,24 +31,24 @@ def status(log_dir: Path, as_json: bool) -> None:
         return
     why = f" ({found['reason']})" if found.get("reason") else ""
     where = f" on {found['nodes']}" if found.get("nodes") else ""
-    again = f", queued again {found['requeues']} times" if found.get("requeues") else ""
+    again = f", requeued {found['requeues']} times" if found.get("requeues") else ""
     click.echo(f"{found['name']}: {found['scheduler']} job {found['id']} is {found['state']}{why}{where}{again}")
     if found["last_step"] is not None:
         loss = f", loss {found['last_loss']:.6f}" if found["last_loss"] is not None else ""
         saved = f", last checkpoint {found['last_checkpoint']}" if found["last_checkpoint"] else ""
         click.echo(f"step {found['last_step']}{loss}{saved}")
     for rank in found["silent_ranks"]:
-        click.echo(f"no sign of life from {rank}")
+        click.echo(f"no heartbeat from {rank}")
     if found["error"]:
         click.echo(f"error: {found['error']}")
 
 
 @click.command()
 @_LOG_DIR
-@click.option("-f", "--follow", is_flag=True, help="Go on printing until the job ends.")
-@click.option("--rank", type=Whole(min=0), metavar="R", help="Only what this rank logs.")
+@click.option("-f", "--follow", is_flag=True, help="Print new output until the job ends.")
+@click.option("--rank", type=Whole(min=0), metavar="R", help="Show only the log of this rank.")
 def logs(log_dir: Path, follow: bool, rank: int | None) -> None:
-    """Print what a launched job has printed; of one on this machine, what rank 0 has."""
+    """Print the output of a launched job; for a job on this machine, that of rank 0."""
     from runner.launch import follow as watch
 
     watch.show_logs(log_dir, lambda text: click.echo(text, nl=False), rank=rank, is_followed=follow)
@@ -56,9 +56,9 @@ def logs(log_dir: Path, follow: bool, rank: int | None) -> None:
 
 @click.command()
 @_LOG_DIR
-@click.option("--force", is_flag=True, help="Kill a job of this machine at once, and save nothing.")
+@click.option("--force", is_flag=True, help="Kill a job of this machine at once, without saving.")
 def cancel(log_dir: Path, force: bool) -> None:
-    """End a launched job; one that saves checkpoints saves, if it has the time."""
+    """Cancel a launched job; if it saves checkpoints, it saves one first."""
     from runner.launch import follow as watch
 
     record, was_running = watch.cancel(log_dir, is_forced=force)
@@ -71,7 +71,7 @@ def cancel(log_dir: Path, force: bool) -> None:
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE", show_default="LOG_DIR/report.html")
 @click.option("--force", is_flag=True, help="Replace a page that exists.")
 def report(log_dir: Path, out: Path | None, force: bool) -> None:
-    """Draw a run as one HTML page: loss, throughput, and, of steps that --trace wrote, the pipeline.
+    """Write a run as one HTML page: loss, throughput and, for steps with --trace, the pipeline.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""What a run that has begun, and has taken no step yet, is waiting for: said until the first step. No torch."""
+"""Show what a run is waiting for until its first step. No torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _POLL_S = 1.0
 
 @contextlib.contextmanager
 def saying_what_is_awaited(log_dir: Path, num_ranks: int) -> Iterator[None]:
-    """Say every ten seconds what the ranks wait for, until they have taken a step or the block ends."""
+    """Print every ten seconds what the ranks are waiting for, until the first step or the end of the block."""
     ended, begun = threading.Event(), time.time()
     position = _size(log_dir / "metrics.jsonl")
 
@@ -42,7 +42,7 @@ def saying_what_is_awaited(log_dir: Path, num_ranks: int) -> Iterator[None]:
 
 
 def awaited(log_dir: Path, num_ranks: int, *, since: float, position: int) -> str | None:
-    """Return what a run that began at `since` waits for; None once metrics have a step behind `position`."""
+    """Return what a run that started at `since` waits for; None once metrics have a step after `position`."""
     try:
         with open(log_dir / "metrics.jsonl", "rb") as metrics:
             metrics.seek(position)
@@ -50,7 +50,7 @@ def awaited(log_dir: Path, num_ranks: int, *, since: float, position: int) -> st
                 return None
     except FileNotFoundError:
         pass
-    except OSError:  # who cannot read cannot tell
+    except OSError:  # unknown
         return None
     num_logging = sum(_is_since(path, since) for path in log_dir.glob("rank-*.log"))
     if num_logging < num_ranks:

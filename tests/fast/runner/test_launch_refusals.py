@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from manifests.digest import digest_bytes
-from manifests.errors import InputError, ModelError, UsageError, UserError
+from manifests.errors import InputError, UsageError, UserError
 from runner.checkpoint.history import checkpoint_path
 from runner.commands import cli
 from tests.builders import llama_config, reshard, write_model
@@ -45,35 +45,21 @@ def quantize(packed: Path) -> None:
     change_file(packed, "config.json", json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}).encode())
 
 
-REFUSED: list[tuple[str, Words, Words, str]] = [
-    ("quantized", (), (), "PLACE/quantized/config.json: quantization_config: training on quantized weights is not "
-     "supported\nhint: reshard pack PLACE/quantized/manifest.json --layout SPEC --dequantize bf16 --out DIR"),
-    ("trained", (), (), "PLACE/trained/manifest.json: holds optimizer state, and nothing says whether training goes "
-     "on from it\nhint: --resume auto does; --resume-weights-only begins a new run with its weights"),
-    ("trained", (), ("--resume", "PLACE/gone"), "--resume PLACE/gone: no manifest.json in PLACE/gone\n"
-     "hint: a folder without one was never finished"),
-    ("trained", (), ("--resume", "PLACE/other/trained"), "PLACE/other/trained/manifest.json: holds another model "
-     "of this architecture: they differ in model.layers.0.mlp.down_proj.weight\n"
-     "hint: resume a checkpoint of the model that is launched, or launch the manifest of this one"),
-    ("trained", (), ("--resume", "PLACE/pp2"), "PLACE/pp2/manifest.json: holds no optimizer state, so training "
-     "cannot go on from it\nhint: --resume-weights-only begins a new run with its weights"),
-    ("trained", (), ("--resume", "PLACE/trained", "--schedule", "ZBVZeroBubble"), "--schedule: "
-     "ZBVZeroBubble requires 2 stages per rank in style v, found 1 in style loop\n"
-     "hint: use the layout pp=2,vpp=2,style=v, or the schedule GPipe or 1F1B"),
-    ("pp2", ("--nproc-per-node", "8"), ("--tp", "4"),
-     "--tp: expected a divisor of 2 (num_key_value_heads of config.json), found 4"),
-    ("pp2", ("--nproc-per-node", "6"), (), "--global-batch: expected a multiple of 3, --microbatch 1 times 3 "
-     "pipelines side by side, found 8\nhint: take 6 or 9"),
-    ("pp2", (), ("--data", "PLACE/gone"), "PLACE/gone: no file, folder or glob matches it\n"
-     "hint: check the path for typos"),
-    ("pp2", (), ("--eval-data", "PLACE/gone"), "PLACE/gone: no file, folder or glob matches it\n"
-     "hint: check the path for typos"),
-    ("pp2", (), ("--eval-data", "synthetic"), "--eval-data: synthetic has no end, so it cannot be read once\n"
-     "hint: name files"),
-    ("pp2", (), ("--save", "PLACE/trained"), "PLACE/trained: already exists\n"
-     "hint: choose another folder, or replace it with --force"),
-    ("pp2", (), ("--save", "PLACE/source", "--force"), "PLACE/source: already exists and was not "
-     "written by this command; --force does not replace it\nhint: choose another folder, or remove it"),
+REFUSED: list[tuple[str, Words, Words, str, str]] = [
+    ("quantized", (), (), "model.quantized", "PLACE/quantized/config.json: quantization_config"),
+    ("trained", (), (), "resume.undecided", "PLACE/trained/manifest.json"),
+    ("trained", (), ("--resume", "PLACE/gone"), "resume.no-checkpoint", "--resume PLACE/gone"),
+    ("trained", (), ("--resume", "PLACE/other/trained"), "resume.other-model", "PLACE/other/trained/manifest.json"),
+    ("trained", (), ("--resume", "PLACE/pp2"), "resume.no-optimizer-state", "PLACE/pp2/manifest.json"),
+    ("trained", (), ("--resume", "PLACE/trained", "--schedule", "ZBVZeroBubble"), "schedule.other-placement",
+     "--schedule"),
+    ("pp2", ("--nproc-per-node", "8"), ("--tp", "4"), "options.tp-divisor", "--tp"),
+    ("pp2", ("--nproc-per-node", "6"), (), "options.batch-size", "--global-batch"),
+    ("pp2", (), ("--data", "PLACE/gone"), "data.no-files", "PLACE/gone"),
+    ("pp2", (), ("--eval-data", "PLACE/gone"), "data.no-files", "PLACE/gone"),
+    ("pp2", (), ("--eval-data", "synthetic"), "options.needs-documents", "--eval-data"),
+    ("pp2", (), ("--save", "PLACE/trained"), "output.exists", "PLACE/trained"),
+    ("pp2", (), ("--save", "PLACE/source", "--force"), "output.not-ours", "PLACE/source"),
 ]  # fmt: skip
 
 TAKEN: list[tuple[Words, str]] = [
@@ -89,15 +75,15 @@ TAKEN: list[tuple[Words, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("packed", "flags", "training", "message"), REFUSED)
+@pytest.mark.parametrize(("packed", "flags", "training", "code", "where"), REFUSED)
 def test_request_that_cannot_begin_is_refused(
-    packed: str, flags: Words, training: Words, message: str, place: Path
+    packed: str, flags: Words, training: Words, code: str, where: str, place: Path
 ) -> None:
     data = () if "--data" in training else ("--data", "synthetic")
     words = ["launch", f"PLACE/{packed}", *flags, "--dry-run", "--", *data, *training]
     done = CliRunner().invoke(cli, [word.replace("PLACE", str(place)) for word in words])
     assert isinstance(done.exception, UserError), done.output
-    assert str(done.exception).replace(str(place), "PLACE") == message
+    assert (done.exception.code, done.exception.where.replace(str(place), "PLACE")) == (code, where)
 
 
 @pytest.mark.parametrize("training", [(), ("--resume", "auto", "--checkpoint", "PLACE/new")])
@@ -123,9 +109,9 @@ def test_save_that_would_take_something_of_the_run_away_is_refused(training: Wor
     words = ["launch", "PLACE/pp2", "--dry-run", "--", *data, "--force", *training]
     done = CliRunner().invoke(cli, [word.replace("PLACE", str(place)) for word in words])
     assert isinstance(done.exception, UsageError), done.output
-    assert str(done.exception).replace(str(place), "PLACE") == (
-        f"--save {training[1]}: would take the place of {taken}\nhint: choose a folder with nothing else of this run"
-    )
+    where, problem = (text.replace(str(place), "PLACE") for text in (done.exception.where, done.exception.problem))
+    assert (done.exception.code, where) == ("output.inside-input", f"--save {training[1]}")
+    assert problem.endswith(taken)
 
 
 @pytest.mark.parametrize("flag", ["--save", "--checkpoint"])
@@ -135,10 +121,8 @@ def test_run_that_would_save_inside_its_bundles_is_refused(flag: str, inside: st
         (place / "linked").symlink_to("pp2")
     training = ["--data", "synthetic", flag, str(place / inside)]
     done = CliRunner().invoke(cli, ["launch", str(place / "pp2"), "--dry-run", "--", *training])
-    assert str(done.exception) == (
-        f"{flag} {place}/{inside}: would save inside the launched {place}/pp2, and be gone when that is replaced\n"
-        "hint: choose a folder beside it"
-    )
+    assert isinstance(done.exception, UsageError), done.output
+    assert (done.exception.code, done.exception.where) == ("output.inside-input", f"{flag} {place}/{inside}")
 
 
 def test_run_whose_checkpoints_lie_inside_its_bundles_goes_on(place: Path, tmp_path: Path) -> None:
@@ -149,16 +133,15 @@ def test_run_whose_checkpoints_lie_inside_its_bundles_goes_on(place: Path, tmp_p
     done = CliRunner().invoke(cli, [*words, "--resume", "auto"])
     assert done.exception is None, done.exception
     inside = CliRunner().invoke(cli, [*words, "--save", f"{history}/final"]).exception
-    assert str(inside).startswith(f"--save {history}/final: would save inside the launched {packed}, ")
+    assert isinstance(inside, UsageError)
+    assert (inside.code, inside.where) == ("output.inside-input", f"--save {history}/final")
 
 
 def test_save_under_the_name_of_a_checkpoint_is_refused(place: Path) -> None:
     training = ["--data", "synthetic", "--checkpoint", f"{place}/ck", "--save", f"{place}/ck/step-000010"]
     done = CliRunner().invoke(cli, ["launch", str(place / "pp2"), "--dry-run", "--", *training])
-    assert str(done.exception) == (
-        f"--save {place}/ck/step-000010: has the name of a checkpoint of --checkpoint {place}/ck\n"
-        "hint: choose another name"
-    )
+    assert isinstance(done.exception, UsageError)
+    assert (done.exception.code, done.exception.where) == ("output.inside-input", f"--save {place}/ck/step-000010")
 
 
 def test_manifest_in_a_snapshot_of_the_hubs_cache_begins(place: Path) -> None:
@@ -212,7 +195,7 @@ def test_config_that_no_family_models_is_refused_before_ranks_are_started_or_sub
 
 def test_reading_verbs_refuse_quantized_weights_at_once(place: Path) -> None:
     done = CliRunner().invoke(cli, ["generate", str(place / "quantized"), "--tokens", "1", "--dry-run"])
-    assert isinstance(done.exception, ModelError)
+    assert isinstance(done.exception, UserError)
     assert done.exception.code == "model.quantized"
 
 

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +30,7 @@ ELSEWHERE = JobRecord(scheduler="local", id="7", name="tiny", output="", host="e
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give a folder with no log folder yet, and a PATH with only the programs that a test puts there."""
+    """Return a folder with no log folder yet, and set a PATH with only the programs that a test puts there."""
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     return tmp_path
@@ -46,10 +47,11 @@ def put_job(place: Path, record: JobRecord) -> Path:
     return log
 
 
-def refusal(log: Path) -> str:
+def refusal(log: Path) -> UserError:
     with pytest.raises(UserError) as error:
         check_free(log)
-    return str(error.value)
+    assert (error.value.code, error.value.where) == ("launch.log-folder-in-use", f"--log-dir {log}")
+    return error.value
 
 
 def test_folder_of_no_job_is_free(tmp_path: Path) -> None:
@@ -58,12 +60,15 @@ def test_folder_of_no_job_is_free(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("word", ["PENDING", "RUNNING", "COMPLETING", "SUSPENDED"])
-def test_folder_of_a_job_that_slurm_has_not_ended_is_refused(place: Path, word: str) -> None:
+def test_folder_of_a_job_that_slurm_has_not_ended_is_refused(
+    place: Path, word: str, wording: Callable[[str], None]
+) -> None:
     put_program(place, "scontrol", f"echo JobId=7 JobState={word} Reason=None ExitCode=0:0")
     log = put_job(place, SLURM)
-    assert refusal(log) == (
-        f"--log-dir {log}: slurm job 7 has it, and is {word}\nhint: take another, or runner cancel it"
-    )
+    error = refusal(log)
+    assert word in error.problem
+    if word == "PENDING":
+        wording(str(error))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +108,7 @@ def test_number_that_slurm_has_given_to_another_job_is_not_the_job(
     if is_free:
         check_free(log)
     else:
-        assert refusal(log).startswith(f"--log-dir {log}: slurm job 7 has it, and is RUNNING\n")
+        assert "RUNNING" in refusal(log).problem
 
 
 @pytest.mark.parametrize("scheduler", ["local", "slurm"])
@@ -114,37 +119,31 @@ def test_copy_of_a_live_jobs_folder_is_free(scheduler: str, place: Path) -> None
     shutil.copytree(log, place / "copy")
     (place / "link").symlink_to(log)
     check_free(place / "copy")
-    assert refusal(place / "link").startswith(f"--log-dir {place}/link: ")
+    refusal(place / "link")
 
 
-def test_folder_is_refused_where_slurm_cannot_be_asked(place: Path) -> None:
+def test_folder_is_refused_where_slurm_cannot_be_asked(place: Path, wording: Callable[[str], None]) -> None:
     log = put_job(place, SLURM)
-    assert refusal(log) == (
-        f"--log-dir {log}: another job may have it, which cannot be told: scontrol: is not on this machine\n"
-        f"hint: take another, or remove {log}/job.json when that job is over"
-    )
+    wording(str(refusal(log)))
 
 
 def test_folder_with_a_damaged_record_is_refused(place: Path) -> None:
     (place / "job.json").write_text("{")
-    assert refusal(place).startswith(
-        f"--log-dir {place}: another job may have it, which cannot be told: {place}/job.json: is not a job record: "
-    )
+    assert f"{place}/job.json" in refusal(place).problem
 
 
-def test_job_of_another_machine_has_its_folder_while_its_ranks_give_signs_of_life(place: Path) -> None:
+def test_job_of_another_machine_has_its_folder_while_its_ranks_send_heartbeats(
+    place: Path, wording: Callable[[str], None]
+) -> None:
     log = put_job(place, ELSEWHERE)
-    assert "process 7 on elsewhere" in refusal(log)  # recorded just now: its ranks may still import
+    assert "process 7 on elsewhere" in refusal(log).problem  # recorded just now: its ranks may still import
     os.utime(log / "job.json", (0, 0))
     check_free(log)
     for age_s, is_free in ((300, True), (1, False)):
         put_beat(log, time.time() - age_s)
         if is_free:
             check_free(log)
-    assert refusal(log) == (
-        f"--log-dir {log}: process 7 on elsewhere runs a job with it\n"
-        "hint: take another, or runner cancel it there; wait 30 s where it was killed"
-    )
+    wording(str(refusal(log)))
     write_state(log, RunState(step=3, ended="done"))
     check_free(log)
 
@@ -180,8 +179,10 @@ def test_second_job_leaves_the_first_one_its_folder_and_begins_with_a_clean_one(
     put_program(place, "sbatch", "echo 8")
     put_program(place, "scontrol", "echo JobId=7 JobState=RUNNING PartitionName=main Default=YES")
     log = put_job(place, SLURM)
-    write_state(log, RunState(step=3, ended="failed", code=5, error="rank 1: ended by SIGKILL"))
-    assert str(launch(packed, log).exception).startswith(f"--log-dir {log}: slurm job 7 has it, and is RUNNING\n")
+    write_state(log, RunState(step=3, ended="failed", code=5, error="rank 1: killed"))
+    error = launch(packed, log).exception
+    assert isinstance(error, UserError)
+    assert (error.code, error.where) == ("launch.log-folder-in-use", f"--log-dir {log}")
     assert (read_record(log), read_state(log) is None) == (SLURM, False)
 
     put_program(place, "scontrol", "echo JobId=8 JobState=CANCELLED PartitionName=main Default=YES")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,7 +84,7 @@ def test_text_that_is_not_there_is_said_once_and_before_any_rank_starts(
     with pytest.raises(SystemExit) as ended:
         run(["eval", packed, "--data", "/nowhere/a.txt"], monkeypatch, capsys)
     assert ended.value.code == 3
-    assert capsys.readouterr().err.startswith("error: /nowhere/a.txt: ")
+    assert re.fullmatch(r"error: /nowhere/a\.txt: .*\nhint: .*\n", capsys.readouterr().err)
 
 
 def test_text_without_a_tokenizer_is_refused_before_any_rank_starts(
@@ -96,7 +97,7 @@ def test_text_without_a_tokenizer_is_refused_before_any_rank_starts(
 
 
 def test_endless_data_cannot_be_evaluated() -> None:
-    with pytest.raises(UsageError, match=r"^--data: synthetic has no end"):
+    with pytest.raises(UsageError, match=r"^--data: "):
         parse_eval(["folder", "--data", "synthetic"])
 
 
