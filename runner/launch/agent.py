@@ -38,7 +38,7 @@ __all__ = ["main"]
 
 _LOCAL = "--standalone"  # of torchrun, for a job of this machine alone
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2)
-_PATIENCE_S = 2.0  # another node's agent may know the cause
+_PATIENCE_S = 6.0  # another node's agent may know the cause
 _WORKER = "runner.train"
 
 

@@ -216,6 +216,7 @@ def test_disk_that_does_not_answer_under_one_rank_ends_all_once_they_wait_for_it
         wait_until_gone(pids, 1)
 
 
+@pytest.mark.slow
 def test_disk_that_does_not_answer_ends_also_a_rank_that_has_met_something_else(tmp_path: Path) -> None:
     packed = pack_tiny(tmp_path / "models", 1)
     saving = ("--checkpoint", str(tmp_path / "history"), "--checkpoint-every", "1", "--timeout", "4")

@@ -89,6 +89,7 @@ def run_pods(network: Network, container: dict[str, Any], tmp_path: Path, order:
     assert [one.returncode for one in running] == [0] * 4, shlex.join(command) + "\n".join(said)
 
 
+@pytest.mark.slow
 def test_every_node_opens_only_its_own_bundles(network: Network, packed: Path, tmp_path: Path) -> None:
     run_pods(network, container_of(packed, tmp_path / "log", training=("--steps", "2")), tmp_path)
     for number, node in enumerate(NODES):

@@ -116,7 +116,7 @@ def by_ranks(packed: Path, log: Path, *training: str | Path) -> tuple[int, str, 
     [
         ("--checkpoint", "read-only"),
         pytest.param("--save", "read-only", marks=pytest.mark.slow),
-        ("--checkpoint", "small"),
+        pytest.param("--checkpoint", "small", marks=pytest.mark.slow),
     ],
 )
 def test_ranks_refuse_what_they_cannot_write_before_the_first_step(

@@ -104,6 +104,7 @@ def test_weights_trained_on_virtual_bundles_are_saved_as_copies(trained: Path) -
     assert verified.stdout.endswith(": every digest is as the manifest says\n")
 
 
+@pytest.mark.slow
 def test_training_on_originals_in_a_bucket_gives_the_losses_of_copies(
     source: Path, trained: Path, tmp_path: Path
 ) -> None:

@@ -39,6 +39,7 @@ def test_run_that_is_watched_leaves_event_files_an_offline_run_and_a_page(packed
         assert f"<h2>{heading}</h2>" in page.read_text()
 
 
+@pytest.mark.slow
 def test_stuck_ranks_leave_what_their_flight_recorders_hold_as_large_as_the_user_said(
     packed: Path, tmp_path: Path
 ) -> None:
