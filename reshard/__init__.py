@@ -25,12 +25,15 @@ if TYPE_CHECKING:
         UserError,
     )
     from manifests.schema import Layout, Manifest, Stage
+    from reshard.api.check import check
     from reshard.api.diff import diff
     from reshard.api.export import export
     from reshard.api.pack import pack
     from reshard.api.packed import PackedModel, PackedStage, TensorInfo, open
     from reshard.api.plan import plan
     from reshard.api.verify import verify
+    from reshard.checks.check import CheckResult
+    from reshard.checks.finding import Finding
     from reshard.estimate.training_estimate import Assumptions
     from reshard.operations.compare import Difference
     from reshard.operations.diff import DiffResult, TensorDifference
@@ -45,10 +48,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Assumptions",
+    "CheckResult",
     "Conversion",
     "DiffResult",
     "Difference",
     "ExportResult",
+    "Finding",
     "InputError",
     "Layout",
     "LayoutError",
@@ -73,6 +78,7 @@ __all__ = [
     "UserError",
     "VerifyResult",
     "__version__",
+    "check",
     "diff",
     "export",
     "open",
@@ -99,12 +105,15 @@ __getattr__, __dir__ = lazy_attributes(
             "UserError",
         ),
         "manifests.schema": ("Layout", "Manifest", "Stage"),
+        "reshard.api.check": ("check",),
         "reshard.api.diff": ("diff",),
         "reshard.api.export": ("export",),
         "reshard.api.pack": ("pack",),
         "reshard.api.packed": ("PackedModel", "PackedStage", "TensorInfo", "open"),
         "reshard.api.plan": ("plan",),
         "reshard.api.verify": ("verify",),
+        "reshard.checks.check": ("CheckResult",),
+        "reshard.checks.finding": ("Finding",),
         "reshard.estimate.training_estimate": ("Assumptions",),
         "reshard.operations.compare": ("Difference",),
         "reshard.operations.diff": ("DiffResult", "TensorDifference"),

@@ -8,6 +8,7 @@ from functools import partial
 import click
 
 from manifests.console import run_cli
+from reshard.cli.check import check
 from reshard.cli.pack import export, pack
 from reshard.cli.pack_parts import commit
 from reshard.cli.plan import layout, plan
@@ -29,7 +30,7 @@ def cli() -> None:
     """
 
 
-for verb in (plan, layout, pack, commit, export, verify, inspect, diff):
+for verb in (plan, layout, pack, commit, export, verify, check, inspect, diff):
     cli.add_command(verb)
 
 

@@ -22,7 +22,7 @@ __all__ = ["CONFIG_NAME", "check_coverage", "open_folder", "stored_in", "without
 CONFIG_NAME = "config.json"
 _SINGLE_NAME = "model.safetensors"
 # The same weights in formats that are not read. They are left out, by suffix.
-_OTHER_WEIGHTS = (
+OTHER_WEIGHTS = (
     ".bin", ".ckpt", ".gguf", ".h5", ".mlmodel", ".msgpack", ".npz", ".onnx", ".onnx_data", ".ot", ".pb", ".pt", ".pth",
     ".tflite",
 )  # fmt: skip
@@ -71,7 +71,7 @@ def open_folder(folder: Folder, drop: frozenset[str] = frozenset()) -> Checkpoin
     shape = without_absent(shape, tensors)
     check_coverage(tensors, shape, str(folder), frozenset(dropped))
     beside = set(shards.beside)
-    left_out = tuple(name for name in files if name.endswith(_OTHER_WEIGHTS) or name in beside)
+    left_out = tuple(name for name in files if name.endswith(OTHER_WEIGHTS) or name in beside)
     return Checkpoint(
         shape=shape,
         tensors=tensors,
@@ -142,12 +142,12 @@ def check_coverage(
 def _find_shards(folder: Folder, files: tuple[str, ...], fqns: Mapping[str, str]) -> _Shards:
     found = dict.fromkeys(name for name in files if name.endswith(SUFFIX))
     if INDEX_NAME not in files:
-        beside = tuple(name for name in found if _is_beside(name))
-        found = dict.fromkeys(name for name in found if not _is_beside(name))
+        beside = tuple(name for name in found if is_beside(name))
+        found = dict.fromkeys(name for name in found if not is_beside(name))
         if list(found) == [_SINGLE_NAME]:
             return _Shards(names=(_SINGLE_NAME,), beside=beside, weight_map=None, index=None)
         if not found:
-            others = [name for name in files if name.endswith(_OTHER_WEIGHTS)]
+            others = [name for name in files if name.endswith(OTHER_WEIGHTS)]
             hint = f"the format of {others[0]} is not supported; {_CONVERT}" if others else _WANTED
             raise SourceError(str(folder), "found no safetensors file", hint, code="source.no-shards")
         raise SourceError(
@@ -177,8 +177,8 @@ def _find_shards(folder: Folder, files: tuple[str, ...], fqns: Mapping[str, str]
                 code="source.missing-shard",
             )
     others = [name for name in found if name not in names]
-    beside = tuple(name for name in others if _is_beside(name))
-    stray = [name for name in others if not _is_beside(name)]
+    beside = tuple(name for name in others if is_beside(name))
+    stray = [name for name in others if not is_beside(name)]
     if stray:
         raise SourceError(
             str(folder.file(stray[0])),
@@ -189,7 +189,7 @@ def _find_shards(folder: Folder, files: tuple[str, ...], fqns: Mapping[str, str]
     return _Shards(names=tuple(names), beside=beside, weight_map=weight_map, index=KeptText(raw))
 
 
-def _is_beside(name: str) -> bool:
+def is_beside(name: str) -> bool:
     """Return whether a file is not part of the model that transformers reads: in a subfolder (`original/` of gpt-oss),
     or under Mistral's own name."""
     return "/" in name or name.startswith("consolidated")

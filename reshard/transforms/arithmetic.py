@@ -6,7 +6,7 @@ Bit patterns and rounding (to nearest, ties to even) are those of torch, except 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,12 +15,23 @@ from manifests.errors import SourceError
 from reshard.tensors.checkpoint import TensorAt
 from reshard.tensors.lazy import STEP_NBYTES, WOULD_OVERFLOW, Block, read_blocks
 
-__all__ = ["cast_blocks", "fp8_blocks", "mxfp4_blocks", "norms_of"]
+__all__ = ["FLOATS", "cast_blocks", "count_not_finite", "fp8_blocks", "mxfp4_blocks", "norms_of"]
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
 _STEP = STEP_NBYTES // 4  # values at a time
+
+# By dtype: the unsigned integer of its width, the bits of its exponent, all ones in NaN and infinity, and its sign.
+FLOATS: Mapping[str, tuple[str, int, int]] = {
+    "F64": ("<u8", 0x7FF0_0000_0000_0000, 1 << 63),
+    "F32": ("<u4", 0x7F80_0000, 1 << 31),
+    "F16": ("<u2", 0x7C00, 1 << 15),
+    "BF16": ("<u2", 0x7F80, 1 << 15),
+    "F8_E5M2": ("u1", 0x7C, 1 << 7),
+    "F8_E4M3": ("u1", 0x7F, 1 << 7),  # no infinities: its one NaN has all bits set but the sign
+    "F8_E8M0": ("u1", 0xFF, 0),  # a power of two: 0xFF is its NaN
+}
 
 
 def cast_blocks(tensor: TensorAt, dtype: str) -> Iterator[Block]:
@@ -87,6 +98,18 @@ def norms_of(a: TensorAt, b: TensorAt) -> tuple[float, float]:
             apart.append(float(np.linalg.norm(right - left)))
             own.append(float(np.linalg.norm(left)))
     return math.hypot(*apart), math.hypot(*own)
+
+
+def count_not_finite(tensor: TensorAt, progress: Callable[[int], object]) -> tuple[int, bool]:
+    """Return how many values of a floating-point tensor are NaN or infinite, and whether all are zero."""
+    dtype, exponent, sign = FLOATS[tensor.dtype]
+    num_broken, is_zero = 0, tensor.dtype != "F8_E8M0"  # where 0 is a number as good as any
+    for block in read_blocks(tensor):
+        bits = np.frombuffer(block, dtype)
+        num_broken += int(np.count_nonzero(bits & exponent == exponent))
+        is_zero = is_zero and not np.any(bits & ~bits.dtype.type(sign))
+        progress(len(block))
+    return num_broken, is_zero
 
 
 def _values(tensor: TensorAt) -> Iterator[NDArray[np.float64]]:

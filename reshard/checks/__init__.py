@@ -1,0 +1,1 @@
+"""What may be wrong with any checkpoint, ours or not: checks that name every problem they find."""

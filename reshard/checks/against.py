@@ -1,0 +1,58 @@
+"""One checkpoint against another: names, shapes, dtypes, and bytes where they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from manifests.digest import PREFIX
+from reshard.checks.finding import Finding, Report, count_of, some
+from reshard.operations.compare import hash_each
+from reshard.tensors.checkpoint import TensorAt
+
+__all__ = ["check_against"]
+
+
+def check_against(
+    tensors: Mapping[str, TensorAt],
+    other: Mapping[str, TensorAt],
+    location: str,
+    report: Report,
+    progress: Callable[[int], object],
+    *,
+    reads_bytes: bool,
+) -> int:
+    """Report tensors that only one of two checkpoints has, or that differ; return the bytes that were read."""
+    for names, problem in (
+        ([name for name in other if name not in tensors], "missing here"),
+        ([name for name in tensors if name not in other], f"not in {location}"),
+    ):
+        if names:
+            sentence = f"{count_of(names, 'tensor')} {problem}: {some(names)}"
+            hint = "the two are of different models or versions, or one is incomplete"
+            report(Finding(code="check.other-names", where=location, problem=sentence, hint=hint, names=tuple(names)))
+    alike = []
+    for name, tensor in tensors.items():
+        expected = other.get(name)
+        if expected is None:
+            continue
+        if (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape):
+            alike.append((tensor, expected))
+            continue
+        problem = f"expected {_kind(expected)} ({expected.file}), found {_kind(tensor)}"
+        report(Finding(code="check.other-kind", where=f"{tensor.file}: {name!r}", problem=problem))
+    if not reads_bytes:
+        return 0
+    damaged: list[tuple[str, str]] = []
+    found = hash_each([tensor for tensor, _ in alike], progress, damaged)
+    wanted = hash_each([expected for _, expected in alike], progress, damaged)
+    for (tensor, expected), one, two in zip(alike, found, wanted, strict=True):
+        if None not in (one, two) and one != two:
+            problem = f"expected {PREFIX}{two} ({expected.file}), found {PREFIX}{one}"
+            report(Finding(code="check.other-bytes", where=f"{tensor.file}: {tensor.name!r}", problem=problem))
+    for where, problem in damaged:
+        report(Finding(code="check.unreadable", where=where, problem=problem))
+    return sum(tensor.nbytes + expected.nbytes for tensor, expected in alike)
+
+
+def _kind(tensor: TensorAt) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"

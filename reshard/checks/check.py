@@ -1,0 +1,164 @@
+"""check: everything that is wrong with a checkpoint of any kind, ours or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from manifests.errors import InputError, SourceError, UnreachableError, UsageError
+from manifests.invariants import MANIFEST_NAME
+from reshard.checks.against import check_against
+from reshard.checks.dcp import METADATA_NAME, check_dcp
+from reshard.checks.digests import check_digests, write_digests
+from reshard.checks.finding import Contents, Finding, Report, finding_of
+from reshard.checks.model import check_model
+from reshard.checks.values import check_values
+from reshard.checks.weights import read_weights
+from reshard.operations.verify import VerifyOptions, verify_manifest
+from reshard.sources.open import open_source
+from reshard.tensors.checkpoint import TensorAt
+from stores.base import Folder
+from stores.manifest_file import find_manifest_file
+from stores.open import open_store
+
+__all__ = ["CheckOptions", "CheckResult", "check_checkpoint"]
+
+Kind = Literal["huggingface", "manifest", "dcp"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckOptions:
+    """What to do beyond headers: `values` reads all floating-point tensors, `reads_bytes` all tensors of both sides."""
+
+    values: bool = False
+    against: str | None = None
+    reads_bytes: bool = False
+    digests: Literal["write", "verify"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckResult:
+    """What was looked at, and what is wrong with it.
+
+    Units: `nbytes` is what tensors take, `read_nbytes` what was read of files beyond their headers, in bytes.
+    """
+
+    location: str
+    kind: Kind
+    num_tensors: int
+    num_files: int
+    nbytes: int
+    read_nbytes: int
+    findings: tuple[Finding, ...]
+    wrote_digests: bool = False
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings
+
+
+def check_checkpoint(
+    address: str, options: CheckOptions | None = None, progress: Callable[[int], object] = lambda nbytes: None
+) -> CheckResult:
+    """Check a Hugging Face folder, hub repository, bucket, packed folder or torch DCP folder; report every problem.
+
+    Digests are written only where nothing else was found.
+
+    Raises:
+        SourceError: there is no folder, nothing to compare with, or no digests to verify.
+        StoreError: a store refuses it.
+        OutputError: digests cannot be written there.
+        UsageError: values of a DCP folder are asked for.
+    """
+    options, folder = options or CheckOptions(), _open(address)
+    findings: dict[Finding, None] = {}
+    read_nbytes = 0
+
+    def report(finding: Finding) -> None:
+        findings.setdefault(finding)
+
+    def count(nbytes: int) -> None:
+        nonlocal read_nbytes
+        read_nbytes += nbytes
+        progress(nbytes)
+
+    files = folder.names()
+    kind: Kind = "manifest" if MANIFEST_NAME in files else "dcp" if METADATA_NAME in files else "huggingface"
+    reads_tensors = options.values or options.against is not None
+    if kind == "dcp" and reads_tensors:
+        where, hint = "--values" if options.values else "--against", "leave it out"
+        problem = f"{folder} is a folder of torch.distributed.checkpoint, whose tensors are not read"
+        raise UsageError(where, problem, hint, code="options.conflict")
+    contents = Contents()
+    try:
+        if kind == "manifest":
+            contents = _check_manifest(folder, report, reads_tensors=reads_tensors)
+        elif kind == "dcp":
+            contents = check_dcp(folder, report)
+        else:
+            weights = read_weights(folder, report)
+            check_model(folder, weights, report, count)
+            contents = weights.contents
+    except UnreachableError:
+        raise
+    except InputError as error:  # of the checkpoint, or nobody could have opened the folder
+        report(finding_of(error))
+    if options.values:
+        check_values(contents.tensors.values(), report, count)
+    if options.against is not None:
+        other = _tensors_of(options.against)
+        check_against(contents.tensors, other, options.against, report, count, reads_bytes=options.reads_bytes)
+    if options.digests == "verify":
+        check_digests(folder, report, count)
+    wrote = options.digests == "write" and not findings
+    if wrote:
+        write_digests(folder, count)
+    return CheckResult(
+        location=address,
+        kind=kind,
+        num_tensors=contents.num_tensors,
+        num_files=contents.num_files,
+        nbytes=contents.nbytes,
+        read_nbytes=read_nbytes,
+        findings=tuple(findings),
+        wrote_digests=wrote,
+    )
+
+
+def _open(address: str) -> Folder:
+    if address.endswith(f"/{MANIFEST_NAME}") or address == MANIFEST_NAME:
+        return find_manifest_file(address).folder
+    return open_store(address)
+
+
+def _check_manifest(folder: Folder, report: Report, *, reads_tensors: bool) -> Contents:
+    """Check a packed folder by its manifest: sizes, headers, names, and digests of its auxiliary files."""
+    done = verify_manifest(str(folder), VerifyOptions(quick=True))
+    for where, problem in done.differences:
+        hint = "copy the files that differ once more, or pack again; reshard verify reads every byte"
+        report(Finding(code="check.manifest", where=where, problem=problem, hint=hint))
+    manifest, _ = find_manifest_file(str(folder)).read()
+    return Contents(
+        num_tensors=done.num_tensors,
+        num_files=sum(len(stage.shards) for stage in manifest.stages),
+        nbytes=done.nbytes,
+        tensors=open_source(str(folder)).tensors if reads_tensors and not done.differences else {},
+    )
+
+
+def _tensors_of(address: str) -> Mapping[str, TensorAt]:
+    """Return the tensors of the checkpoint to compare with.
+
+    Raises:
+        SourceError: it has none that could be read.
+    """
+    folder = _open(address)
+    if MANIFEST_NAME in folder.names():
+        return open_source(address).tensors
+    broken: list[Finding] = []
+    weights = read_weights(folder, broken.append)
+    if not weights.contents.tensors:
+        first = broken[0]
+        raise SourceError(first.where, first.problem, first.hint, code="source.nothing-to-compare")
+    return weights.contents.tensors

@@ -1,0 +1,156 @@
+"""`.metadata` of a torch.distributed.checkpoint folder against its files, read without torch.
+
+The file is a pickle. No name in it is ever looked up, so none of its code runs: each class or function becomes a plain
+record of what it was given.
+
+Source: torch 2.13.0, torch/distributed/checkpoint/metadata.py and filesystem.py.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+from manifests.errors import SourceError
+from manifests.slices import Slice, problem_with_slices
+from reshard.checks.finding import Contents, Finding, Report, count_of, some
+from stores.base import Folder, read_whole
+
+__all__ = ["METADATA_NAME", "check_dcp"]
+
+METADATA_NAME = ".metadata"
+_MAX_NBYTES = 256 << 20
+_AGAIN = "the checkpoint is incomplete or damaged; copy or save it again"
+
+
+class _Record:
+    """What the pickle says of an object: the arguments it was made of, and its fields."""
+
+    def __init__(self, *args: object, **_: object) -> None:
+        self.args = args
+
+    def __setstate__(self, state: object) -> None:
+        if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
+            state = {**(state[0] or {}), **state[1]}
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+
+    def field(self, name: str) -> Any:
+        if name not in self.__dict__:
+            raise ValueError(f"no {name}")
+        return self.__dict__[name]
+
+
+class _Reader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a new class of records in place of whatever is named."""
+        return type(name, (_Record,), {"__module__": module})
+
+    def persistent_load(self, pid: object) -> Any:
+        raise pickle.UnpicklingError("a reference out of the file")
+
+
+def check_dcp(folder: Folder, report: Report) -> Contents:
+    """Report items whose files are missing or too short, and tensors whose chunks are not the whole of them.
+
+    Raises:
+        SourceError: the metadata cannot be read.
+    """
+    file = folder.file(METADATA_NAME)
+    if file.nbytes > _MAX_NBYTES:
+        problem = f"expected at most {_MAX_NBYTES} bytes, found {file.nbytes}"
+        raise SourceError(str(file), problem, code="source.file-too-large")
+    try:
+        metadata = _Reader(io.BytesIO(read_whole(file))).load()
+        tensors = metadata.field("state_dict_metadata")
+        items = {_item(index): _place(info) for index, info in metadata.field("storage_data").items()}
+        chunks = {fqn: _chunks(one) for fqn, one in tensors.items()}
+    except SourceError:
+        raise
+    except Exception as error:  # an unpickler raises whatever it meets
+        problem = f"expected the metadata of torch.distributed.checkpoint: {type(error).__name__}: {error}"
+        raise SourceError(str(file), problem[:200], _AGAIN, code="source.bad-dcp-metadata") from error
+    _report_files(folder, items, report)
+    _report_chunks(str(file), chunks, items, report)
+    return Contents(
+        num_tensors=sum(slices is not None for slices in chunks.values()),
+        num_files=len({path for path, _, _ in items.values()}),
+        nbytes=sum(nbytes for _, _, nbytes in items.values()),
+    )
+
+
+def _item(index: _Record) -> tuple[str, tuple[int, ...] | None]:
+    """Return which chunk of which entry an item is: its name, and where the chunk begins in the tensor."""
+    offset = index.__dict__.get("offset")  # only tensors have one
+    return index.field("fqn"), None if offset is None else _ints(offset)
+
+
+def _place(info: _Record) -> tuple[str, int, int]:
+    """Return an item's file, where it begins there, and its bytes."""
+    path, begin, nbytes = info.field("relative_path"), info.field("offset"), info.field("length")
+    if not isinstance(path, str) or type(begin) is not int or type(nbytes) is not int or min(begin, nbytes) < 0:
+        raise ValueError("an item without a place")
+    return path, begin, nbytes
+
+
+def _chunks(entry: _Record) -> tuple[Slice, ...] | None:
+    """Return the chunks of a tensor; None for an entry that is something else."""
+    if "chunks" not in entry.__dict__:
+        return None
+    whole = _ints(entry.field("size"))
+    return tuple(
+        Slice(offset=_ints(chunk.field("offsets")), shape=_ints(chunk.field("sizes")), whole_shape=whole)
+        for chunk in entry.field("chunks")
+    )
+
+
+def _ints(size: Any) -> tuple[int, ...]:
+    found = size.args[0] if isinstance(size, _Record) else size  # torch.Size is made of a tuple
+    if not isinstance(found, tuple | list) or not all(type(n) is int and 0 <= n < 1 << 63 for n in found):
+        raise ValueError("a size that is none")
+    return tuple(found)
+
+
+def _report_files(folder: Folder, items: Mapping[Any, tuple[str, int, int]], report: Report) -> None:
+    """Report files that are missing, end before an item does, or have two items in one place."""
+    names, ends, places = set(folder.names()), dict[str, int](), dict[str, list[tuple[int, int]]]()
+    for path, begin, nbytes in items.values():
+        ends[path] = max(ends.get(path, 0), begin + nbytes)
+        places.setdefault(path, []).append((begin, begin + nbytes))
+    for path, end in sorted(ends.items()):
+        lost = tuple(str(fqn) for (fqn, _), place in items.items() if place[0] == path)
+        if path not in names:
+            problem = f"no such file; without it {count_of(lost, 'item')} missing: {some(lost)}"
+            where = f"{folder}/{path}"
+            report(Finding(code="check.missing-shard", where=where, problem=problem, hint=_AGAIN, names=lost))
+        elif (nbytes := folder.file(path).nbytes) < end:
+            problem = f"expected at least {end} bytes ({METADATA_NAME}), found {nbytes}"
+            where = str(folder.file(path))
+            report(Finding(code="check.truncated-file", where=where, problem=problem, hint=_AGAIN, names=lost))
+        if any(one[1] > other[0] for one, other in pairwise(sorted(places[path]))):
+            where, problem = f"{folder}/{path}", "two items have the same bytes of this file"
+            report(Finding(code="check.overlapping-items", where=where, problem=problem, hint=_AGAIN))
+
+
+def _report_chunks(
+    where: str, chunks: Mapping[str, tuple[Slice, ...] | None], items: Mapping[Any, object], report: Report
+) -> None:
+    """Report tensors whose chunks do not cover them, and chunks and entries that are stored nowhere."""
+    entries = {fqn for fqn, _ in items}
+    for fqn, slices in chunks.items():
+        place = f"{where}: {fqn!r}"
+        if slices is None:
+            if fqn not in entries:
+                report(Finding(code="check.absent-item", where=place, problem="is stored in no file", hint=_AGAIN))
+            continue
+        absent = [part for part in slices if (fqn, part.offset) not in items]
+        if absent:
+            problem = f"{len(absent)} of its {len(slices)} chunks are stored in no file"
+            report(Finding(code="check.absent-item", where=place, problem=problem, hint=_AGAIN))
+        if not slices:
+            report(Finding(code="check.uncovered-tensor", where=place, problem="has no chunks", hint=_AGAIN))
+        elif problem_found := problem_with_slices(slices):
+            report(Finding(code="check.uncovered-tensor", where=place, problem=problem_found, hint=_AGAIN))

@@ -1,0 +1,110 @@
+"""`digests.json`: the size and digest of every file of a folder, for checkpoints that have no manifest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from manifests.digest import PREFIX
+from manifests.errors import OutputError, SourceError, UserError
+from manifests.jsontext import parse_json_object
+from manifests.store import write_file
+from reshard.checks.finding import Finding, Report, finding_of
+from stores.base import Blocks, Folder, is_hidden, read_whole
+from stores.local import LocalFolder
+
+__all__ = ["DIGESTS_NAME", "check_digests", "write_digests"]
+
+DIGESTS_NAME = "digests.json"
+_VERSION = 1
+
+Progress = Callable[[int], object]
+
+
+def write_digests(folder: Folder, progress: Progress) -> int:
+    """Read every file and write its size and digest to `digests.json`; return the number of files.
+
+    Raises:
+        OutputError: the folder is not on this machine, or cannot be written.
+    """
+    if not isinstance(folder, LocalFolder):
+        hint = "copy it here first, or keep the digests of a local copy"
+        raise OutputError(str(folder), "digests are written to folders only", hint, code="output.unwritable")
+    files = {name: _entry(folder, name, progress) for name in _names(folder)}
+    document = {"version": _VERSION, "files": files}
+    write_file(Path(folder.location) / DIGESTS_NAME, json.dumps(document, indent=1).encode() + b"\n")
+    return len(files)
+
+
+def check_digests(folder: Folder, report: Report, progress: Progress) -> int:
+    """Read every file that `digests.json` names and report what differs; return the number of files.
+
+    Raises:
+        SourceError: there is no `digests.json` that can be read.
+    """
+    expected = _read(folder)
+    names = _names(folder)
+    for name in names:
+        where = str(folder.file(name))
+        if name not in expected:
+            hint = "remove it, or write the digests again"
+            report(Finding(code="check.unlisted-file", where=where, problem=f"is not in {DIGESTS_NAME}", hint=hint))
+            continue
+        try:
+            found = _entry(folder, name, progress)
+        except UserError as error:
+            report(finding_of(error))
+            continue
+        wanted = expected[name]
+        if found != wanted:
+            problem = f"expected {_shown(wanted)}, found {_shown(found)}"
+            hint = "the file was changed or damaged; download or copy it again"
+            report(Finding(code="check.changed-file", where=where, problem=problem, hint=hint))
+    for name in sorted(expected.keys() - set(names)):
+        where, hint = f"{folder}/{name}", "download or copy it again"
+        report(Finding(code="check.absent-file", where=where, problem=f"is missing; {DIGESTS_NAME} has it", hint=hint))
+    return len(names)
+
+
+def _names(folder: Folder) -> list[str]:
+    return [name for name in folder.names() if name != DIGESTS_NAME and not is_hidden(name)]
+
+
+def _entry(folder: Folder, name: str, progress: Progress) -> dict[str, Any]:
+    blocks = Blocks(folder.file(name))
+    for block in blocks:
+        progress(len(block))
+    return {"nbytes": blocks.nbytes, "digest": blocks.digest}
+
+
+def _shown(entry: dict[str, Any]) -> str:
+    return f"{entry['nbytes']} bytes, {entry['digest']}"
+
+
+def _read(folder: Folder) -> dict[str, dict[str, Any]]:
+    if DIGESTS_NAME not in folder.names():
+        hint = "write it with --digests write while the folder is known to be right"
+        raise SourceError(f"{folder}/{DIGESTS_NAME}", "no such file", hint, code="source.no-digests")
+    file = folder.file(DIGESTS_NAME)
+    document = parse_json_object(read_whole(file), str(file))
+    files = document.get("files")
+    if document.get("version") != _VERSION or not isinstance(files, dict):
+        problem = f"expected version {_VERSION} and files"
+        raise SourceError(str(file), problem, "write it again with --digests write", code="source.bad-digests")
+    for name, entry in files.items():
+        if not _is_entry(entry):
+            where = f"{file}: files[{name[:80]!r}]"
+            problem, hint = f"expected nbytes and a {PREFIX} digest", "write it again with --digests write"
+            raise SourceError(where, problem, hint, code="source.bad-digests")
+    return {name: {"nbytes": entry["nbytes"], "digest": entry["digest"]} for name, entry in files.items()}
+
+
+def _is_entry(entry: object) -> bool:
+    return (
+        isinstance(entry, dict)
+        and type(entry.get("nbytes")) is int
+        and isinstance(entry.get("digest"), str)
+        and entry["digest"].startswith(PREFIX)
+    )

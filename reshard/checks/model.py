@@ -1,0 +1,199 @@
+"""Config against tensors: layers, names, shapes, ties, and the vocabulary against the tokenizer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from manifests.errors import ModelError, UserError
+from manifests.jsontext import parse_json_object
+from manifests.models import ModelShape, is_sized_by_files, model_shape
+from reshard.checks.finding import Finding, Report, count_of, finding_of, some
+from reshard.checks.weights import Weights
+from reshard.copy.engine import hash_tensors
+from reshard.sources.huggingface import CONFIG_NAME, stored_in, without_absent
+from reshard.tensors.checkpoint import TensorAt
+from stores.base import Folder, read_whole
+
+__all__ = ["check_model"]
+
+TOKENIZER_NAME = "tokenizer.json"
+
+Progress = Callable[[int], object]
+_NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.)")  # a layer's or an expert's number in a tensor's name
+_LAYERS = re.compile(r"(^|\.)(layers|h|blocks)\.\*$")
+_EMBEDDING = re.compile(r"(^|.*\.)(embed_tokens|wte|word_embeddings|tok_embeddings|embed_in)\.weight")
+
+
+def check_model(folder: Folder, weights: Weights, report: Report, progress: Progress) -> None:
+    """Compare config.json and tokenizer.json with the tensors, whose bytes are read only where copies are tied."""
+    files = folder.names()
+    if CONFIG_NAME not in files:
+        where, hint = f"{folder}/{CONFIG_NAME}", "download it: no reader opens the weights without it"
+        report(Finding(code="check.no-config", where=where, problem="no such file", hint=hint))
+        _report_gaps(folder, weights, {}, report)
+        return
+    file = folder.file(CONFIG_NAME)
+    try:
+        config = parse_json_object(read_whole(file), str(file))
+        shape = _shape_of(folder, config, weights)
+    except UserError as error:
+        report(finding_of(error))
+        return
+    if weights.is_whole:
+        if shape is None:
+            _report_gaps(folder, weights, config, report)
+        else:
+            _report_coverage(folder, weights, shape, report)
+    if shape is not None:
+        _report_ties(weights, shape, report, progress)
+    if TOKENIZER_NAME in files:
+        _report_vocabulary(folder, weights, report)
+
+
+def _shape_of(folder: Folder, config: Mapping[str, object], weights: Weights) -> ModelShape | None:
+    """Return the shape of a model whose architecture is known; None for another, or where a file cannot be read.
+
+    Raises:
+        ModelError: config.json describes no such model.
+        SourceError: tensors of an architecture that the catalogue describes are missing, or not the model's.
+    """
+    where = str(folder.file(CONFIG_NAME))
+    try:
+        needs_files = is_sized_by_files(config, where)
+    except ModelError:
+        return None
+    if needs_files and not weights.is_whole:
+        return None
+    return model_shape(config, where, stored_in(weights.tensors, str(folder)))
+
+
+def _report_coverage(folder: Folder, weights: Weights, shape: ModelShape, report: Report) -> None:
+    """Report what is missing, unknown or of another shape, as the architecture has it."""
+    tensors = {shape.fqn_of(name): tensor for name, tensor in weights.tensors.items()}
+    shape = without_absent(shape, tensors)
+    tied = {fqn for group in shape.ties if any(name in tensors for name in group) for fqn in group}
+    missing = [fqn for fqn in shape.tensors if fqn not in tensors and fqn not in tied]
+    if missing:
+        report(
+            Finding(
+                code="source.missing-tensor",
+                where=str(folder),
+                problem=f"{len(missing)} of {len(shape.tensors)} tensors of the model missing: {some(missing)}",
+                hint="the checkpoint is incomplete; download or save it again",
+                names=tuple(missing),
+            )
+        )
+    ignored = shape.ignored_suffixes or ("\0",)
+    unknown = [fqn for fqn in tensors if fqn not in shape.tensors and not fqn.endswith(ignored)]
+    if unknown:
+        report(
+            Finding(
+                code="source.unknown-tensor",
+                where=str(folder),
+                problem=f"{count_of(unknown, 'tensor')} that {shape.architecture} does not have: {some(unknown)}",
+                hint="weights and config disagree; download both from one revision",
+                names=tuple(unknown),
+            )
+        )
+    wrong = {fqn: tensor for fqn, tensor in tensors.items() if tensor.shape != shape.tensors.get(fqn, tensor.shape)}
+    if wrong:
+        fqn, tensor = next(iter(wrong.items()))
+        problem = f"expected {list(shape.tensors[fqn])} ({CONFIG_NAME}), found {list(tensor.shape)}"
+        report(
+            Finding(
+                code="source.shape-mismatch",
+                where=f"{tensor.file}: {tensor.name!r}.shape",
+                problem=problem + (f"; and {count_of(wrong, 'tensor')} in all" if len(wrong) > 1 else ""),
+                hint="weights and config disagree; download both from one revision",
+                names=tuple(wrong),
+            )
+        )
+
+
+def _report_gaps(folder: Folder, weights: Weights, config: Mapping[str, object], report: Report) -> None:
+    """Report gaps in numbered layers and experts, of a model of which nothing else is known."""
+    for where, numbers in _numbered(weights.tensors):
+        missing = sorted(set(range(max(numbers) + 1)) - numbers)
+        if missing:
+            names = tuple(where.replace("*", str(number), 1) for number in missing)
+            problem = f"numbers 0 to {max(numbers)} are in use, and {len(missing)} missing: {some(names)}"
+            hint = "the checkpoint is incomplete; download or save it again"
+            report(Finding(code="check.missing-layer", where=str(folder), problem=problem, hint=hint, names=names))
+    expected = config.get("num_hidden_layers")
+    found = max((max(numbers) + 1 for where, numbers in _numbered(weights.tensors) if _LAYERS.search(where)), default=0)
+    if type(expected) is int and 0 < found < expected:
+        problem = f"expected {expected} layers (num_hidden_layers), found {found}"
+        hint = "the checkpoint is incomplete, or config.json is of another model"
+        report(Finding(code="check.missing-layer", where=str(folder), problem=problem, hint=hint))
+
+
+def _numbered(names: Mapping[str, object]) -> Iterator[tuple[str, set[int]]]:
+    """Yield each place where names are numbered, as `model.layers.*`, with the numbers there."""
+    found: dict[str, set[int]] = {}
+    for name in names:
+        for match in _NUMBER.finditer(name):
+            found.setdefault(name[: match.start()] + "*", set()).add(int(match[0]))
+    yield from sorted(found.items())
+
+
+def _report_ties(weights: Weights, shape: ModelShape, report: Report, progress: Progress) -> None:
+    """Report tied weights that are stored several times with different bytes."""
+    tensors = {shape.fqn_of(name): tensor for name, tensor in weights.tensors.items()}
+    for group in shape.ties:
+        stored = [tensors[fqn] for fqn in group if fqn in tensors]
+        if len({(tensor.dtype, tensor.shape) for tensor in stored}) != 1 or len(stored) < 2:
+            continue  # one copy, or shapes that were reported
+        try:
+            digests = hash_tensors([replace(tensor, digest=None) for tensor in stored], progress)
+        except (UserError, OSError):
+            continue  # damage is reported where the file is read
+        if len(set(digests)) > 1:
+            first, other = stored[0], stored[1]
+            report(
+                Finding(
+                    code="check.tied-copy",
+                    where=f"{other.file}: {other.name!r}",
+                    problem=f"is tied to {first.name} by {CONFIG_NAME}, and is stored with other values",
+                    hint="set tie_word_embeddings to false if the two are meant to differ; else save the model again",
+                )
+            )
+
+
+def _report_vocabulary(folder: Folder, weights: Weights, report: Report) -> None:
+    """Report a tokenizer that has more tokens than the embedding has rows."""
+    file = folder.file(TOKENIZER_NAME)
+    try:
+        document = parse_json_object(read_whole(file), str(file))
+    except UserError as error:
+        report(finding_of(error))
+        return
+    largest = max(_token_ids(document), default=-1)
+    rows = _embedding_rows(weights.tensors)
+    if rows is not None and largest >= rows[1]:
+        report(
+            Finding(
+                code="check.vocabulary",
+                where=str(file),
+                problem=f"has token {largest}, and {rows[0]} has {rows[1]} rows",
+                hint="tokenizer and weights are of different models or versions; download both again",
+            )
+        )
+
+
+def _token_ids(document: Mapping[str, object]) -> Iterator[int]:
+    model, added = document.get("model"), document.get("added_tokens")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocabulary, dict):
+        yield from (number for number in vocabulary.values() if type(number) is int)
+    elif isinstance(vocabulary, list):
+        yield len(vocabulary) - 1
+    if isinstance(added, list):
+        yield from (token["id"] for token in added if isinstance(token, dict) and type(token.get("id")) is int)
+
+
+def _embedding_rows(tensors: Mapping[str, TensorAt]) -> tuple[str, int] | None:
+    found: Sequence[TensorAt] = [tensor for name, tensor in tensors.items() if _EMBEDDING.fullmatch(name)]
+    shapes = [(tensor.name, tensor.shape[0]) for tensor in found if len(tensor.shape) == 2]
+    return shapes[0] if len(shapes) == 1 else None
