@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from manifests.digest import PREFIX
 from reshard.checks.finding import Finding, Report, count_of, some
-from reshard.operations.compare import hash_each
+from reshard.operations.compare import Difference, hash_each
 from reshard.tensors.checkpoint import TensorAt
 
 __all__ = ["check_against"]
@@ -42,15 +42,15 @@ def check_against(
         report(Finding(code="check.other-kind", where=f"{tensor.file}: {name!r}", problem=problem))
     if not reads_bytes:
         return 0
-    damaged: list[tuple[str, str]] = []
+    damaged: list[Difference] = []
     found = hash_each([tensor for tensor, _ in alike], progress, damaged)
     wanted = hash_each([expected for _, expected in alike], progress, damaged)
     for (tensor, expected), one, two in zip(alike, found, wanted, strict=True):
         if None not in (one, two) and one != two:
             problem = f"expected {PREFIX}{two} ({expected.file}), found {PREFIX}{one}"
             report(Finding(code="check.other-bytes", where=f"{tensor.file}: {tensor.name!r}", problem=problem))
-    for where, problem in damaged:
-        report(Finding(code="check.unreadable", where=where, problem=problem))
+    for each in damaged:
+        report(Finding(code="check.unreadable", where=each.where, problem=each.problem))
     return sum(tensor.nbytes + expected.nbytes for tensor, expected in alike)
 
 

@@ -240,7 +240,8 @@ def test_planted_fault_is_found(name: str, folder: Path, wording: Callable[[str]
     assert problems(folder, *flags.split()) == []
     change(folder)
     assert (code, where) in problems(folder, *flags.split())
-    wording(reshard("check", folder, *flags.split()).out)
+    if code.startswith("check."):  # others' messages are compared where they come from
+        wording(reshard("check", folder, *flags.split()).out)
 
 
 @pytest.mark.parametrize("tied", [False, True])
