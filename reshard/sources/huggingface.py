@@ -17,7 +17,7 @@ from reshard.tensors.source_index import INDEX_NAME, SUFFIX, KeptText, RecordedS
 from stores.base import Folder, read_config, read_whole
 from stores.headers import each_file_header
 
-__all__ = ["CONFIG_NAME", "check_coverage", "open_folder", "stored_in", "without_absent"]
+__all__ = ["CONFIG_NAME", "OTHER_WEIGHTS", "check_coverage", "is_beside", "open_folder", "stored_in", "without_absent"]
 
 CONFIG_NAME = "config.json"
 _SINGLE_NAME = "model.safetensors"
