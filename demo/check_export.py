@@ -21,8 +21,7 @@ def main(folder: Path, text: Path, metrics: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids: list[int] = []
     for line in text.read_text(encoding="utf-8").splitlines():
-        document = tokenizer(json.loads(line)["text"], add_special_tokens=False)["input_ids"]
-        ids += [tokenizer.bos_token_id, *document, tokenizer.eos_token_id]
+        ids += [*tokenizer(json.loads(line)["text"])["input_ids"], tokenizer.eos_token_id]
     total, count = 0.0, 0
     for begin in range(0, len(ids) - 1, SEQ_LEN):
         window = torch.tensor(ids[begin : begin + SEQ_LEN + 1])

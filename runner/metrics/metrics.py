@@ -136,7 +136,7 @@ class Metrics:
         )
         self._say(
             f"after step {report.step}: saved {report.path}, {report.nbytes / 2**30:.2f} GiB in {report.save_s:.2f} s;"
-            f" training stood still for {report.stall_s:.3f} s"
+            f" training paused for {report.stall_s:.3f} s"
         )
 
     def ended(self, peaks_nbytes: Iterable[int]) -> None:
