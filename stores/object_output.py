@@ -343,8 +343,8 @@ def open_writable(url: str) -> WritableClient:
 
 
 def remove_objects(client: WritableClient, names: Collection[str]) -> None:
-    """Remove objects, those first that make an output one, and the claim last: in between it is unfinished."""
-    order = {MANIFEST_NAME: 0, _EXPORT_MARK: 0, LOCK_NAME: 2}
+    """Remove objects, those first that make an output one; the lock and the record beside it last, in one request."""
+    order = {MANIFEST_NAME: 0, _EXPORT_MARK: 0, PROGRESS_NAME: 2, LOCK_NAME: 2}
     for turn in range(3):
         if batch := [name for name in names if order.get(name, 1) == turn]:
             client.remove(batch)

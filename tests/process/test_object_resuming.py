@@ -114,6 +114,14 @@ def test_export_whose_replacement_was_cut_short_is_refused_with_a_code_until_the
     assert reshard("plan", url, "--layout", "pp=1").code == 0
 
 
+def test_export_whose_last_answer_is_lost_has_not_lost_what_is_resumed_from(moto: MotoServer, packed: Path) -> None:
+    """The lock and the record of completed objects go in one request: a lock without a record resumes nothing."""
+    moto.fail(Fault(method="POST", address="?delete", what="lost", status=403, times=99))
+    assert reshard("export", packed, "--to", "hf", "--out", url_of("last-answer")).code == 3
+    moto.fail()
+    assert {LOCK_NAME, PROGRESS_NAME}.isdisjoint(objects_in(moto, "last-answer"))
+
+
 def test_object_that_others_wrote_over_is_sent_again(moto: MotoServer, source: Path, packed: Path) -> None:
     moto.fail(Fault(method="PUT", address=LAST, what="status", status=403, times=99))
     assert pack(source, url_of("meddled")).code == 3
