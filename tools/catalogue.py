@@ -30,6 +30,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from manifests.models.catalogue import make_entry
+from tools.parity import compare, look_at_layers
 from tools.tiny_models import LAYERS, decoder_classes, tiny_config
 
 PATH = Path(__file__).parents[1] / "manifests" / "models" / "catalogue.json"
@@ -167,7 +169,24 @@ def describe(model_class: type[PreTrainedModel]) -> dict[str, Any]:
     if has_uneven_experts(model, prefix):
         entry["uneven"] = True
     entry |= attention_of(model_class, config, path, kind_of)
+    results, hands_on_more = look_at_layers(model_class.__name__, path)
+    if results:
+        entry["num_results"] = results
+    more = "layers hand more than the hidden state on" if hands_on_more else ""
+    if why := more or why_not_trained(model_class.__name__, entry):
+        entry["refused"] = why
     return entry
+
+
+def why_not_trained(architecture: str, entry: Mapping[str, Any]) -> str:
+    """Return why stages on transformers' own forward are not the whole model, or nothing where they are."""
+    try:
+        found = [compare(make_entry(architecture, entry), num_stages) for num_stages in (1, 2, LAYERS)]
+    except Exception as error:  # of a forward that reads more of its layers than their results
+        return f"it cannot be cut between layers: {type(error).__name__}"
+    if all(each.is_equal for each in found):
+        return ""
+    return "stages compute something else than the whole model"
 
 
 def build(model_class: type[PreTrainedModel], config: Any, device: str) -> PreTrainedModel:

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from manifests.models import ARCHITECTURES
 from manifests.models.catalogue import Entry, catalogued, entry_of, left_out
-from runner.config.architectures import TENSOR_PARALLEL, TRAINED
+from runner.config.architectures import TENSOR_PARALLEL, TRAINED, is_generic
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "models.md"
@@ -53,7 +53,12 @@ def render() -> str:
 
 
 def _trains(name: str) -> str:
-    return "yes" if name in TRAINED else "no"
+    if name in TRAINED:
+        return "by its own family"
+    if is_generic(name):
+        return "by the catalogue"
+    entry = entry_of(name)
+    return f"no: {entry.refused}" if entry is not None else "no"
 
 
 def _ties(entry: Entry | None) -> str:

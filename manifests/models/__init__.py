@@ -28,6 +28,7 @@ __all__ = [
     "ModelShape",
     "Stored",
     "Work",
+    "architecture_of",
     "is_sized_by_files",
     "model_shape",
     "module_of",
@@ -68,7 +69,7 @@ def model_shape(config: Mapping[str, object], where: str = "config.json", stored
             catalogue without tensors.
         SourceError: tensors of an architecture of the catalogue are missing, or not the model's.
     """
-    name = _architecture(config, where)
+    name = architecture_of(config, where)
     _check_experts(config, where)
     reader = ConfigReader(config, where)
     if name in ARCHITECTURES:
@@ -91,10 +92,15 @@ def is_sized_by_files(config: Mapping[str, object], where: str = "config.json") 
     Raises:
         ModelError: an architecture that is not known.
     """
-    return _architecture(config, where) not in ARCHITECTURES
+    return architecture_of(config, where) not in ARCHITECTURES
 
 
-def _architecture(config: Mapping[str, object], where: str) -> str:
+def architecture_of(config: Mapping[str, object], where: str = "config.json") -> str:
+    """Return the architecture that a config names.
+
+    Raises:
+        ModelError: it is not known, or not one.
+    """
     found = config.get("architectures")
     name = found[0] if isinstance(found, list) and len(found) == 1 else found
     if not isinstance(name, str) or (name not in ARCHITECTURES and entry_of(name) is None):

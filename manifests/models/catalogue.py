@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Entry", "Switch", "catalogued", "entry_of", "left_out"]
+__all__ = ["Entry", "Switch", "catalogued", "entry_of", "left_out", "make_entry"]
 
 _PATH = Path(__file__).with_name("catalogue.json")
 _OUTSIDE = -1  # instead of a kind of layer: the tensors outside layers
@@ -60,6 +60,8 @@ class Entry:
     spare: tuple[str, ...] = ()  # modules that files may have and the model lacks
     uneven: bool = False  # whether files have more experts of one matrix than of another
     per_key: tuple[float, ...] = ()  # by kind of layer: FLOPs for each key, in widths of all heads
+    num_results: int = 0  # how many results a layer of transformers returns in a tuple; 0: one tensor, not in a tuple
+    refused: str = ""  # why stages on transformers' own forward are not known to compute what the whole model does
     latent: bool = False  # whether a head's width is that of latent attention
 
     def names(self, config: Mapping[str, object]) -> tuple[frozenset[str], tuple[frozenset[str], ...]]:
@@ -89,10 +91,11 @@ def left_out() -> Mapping[str, str]:
 def entry_of(architecture: str) -> Entry | None:
     """Return an architecture's entry, if it has one."""
     found = _table()["architectures"].get(architecture)
-    return None if found is None else _entry(architecture, found)
+    return None if found is None else make_entry(architecture, found)
 
 
-def _entry(architecture: str, table: Mapping[str, Any]) -> Entry:
+def make_entry(architecture: str, table: Mapping[str, Any]) -> Entry:
+    """Return the entry that a table of the catalogue says."""
     fields: dict[str, Any] = {**table, "architecture": architecture}
     for name in ("inputs", "outputs", "count", "width", "buffers", "ignored", "spare", "per_key"):
         if name in fields:

@@ -10,7 +10,7 @@ from typing import Any
 
 from manifests.errors import UsageError
 from manifests.schema import Manifest
-from runner.config.architectures import TENSOR_PARALLEL
+from runner.config.architectures import TENSOR_PARALLEL, is_generic
 from runner.config.flags import TrainOptions
 from runner.config.parallel_dims import Degrees
 from runner.config.schema import BatchOptions, Recompute
@@ -44,6 +44,8 @@ class Combination:
     num_tensor: int = 1  # tensor-parallel ranks
     architecture: str = "LlamaForCausalLM"
     has_loss_chunks: bool = False
+    is_generic: bool = False  # trained by the catalogue, on transformers' own forward
+    num_shards: int = 1  # data-parallel ranks that share each parameter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +94,34 @@ REFUSED = (
         applies=lambda found: found.is_compiled and found.num_tensor > 1,
         problem="is not supported together with --tp",
         hint="remove --compile or --tp",
+    ),
+    Refusal(
+        where="--dp-shard",
+        code="options.catalogue-combination",
+        applies=lambda found: found.is_generic and found.num_shards > 1,
+        problem="sharding the parameters of {architecture} is not known to train right",
+        hint="leave --dp-shard out; --dp-replicate and more stages work",
+    ),
+    Refusal(
+        where="--compile",
+        code="options.catalogue-combination",
+        applies=lambda found: found.is_generic and found.is_compiled,
+        problem="compiled layers of {architecture} are not known to train right",
+        hint="leave --compile out",
+    ),
+    Refusal(
+        where="--loss-chunk",
+        code="options.catalogue-combination",
+        applies=lambda found: found.is_generic and found.has_loss_chunks,
+        problem="{architecture} may scale or cap its logits after the head, which chunks would leave out",
+        hint="leave --loss-chunk out",
+    ),
+    Refusal(
+        where="--schedule",
+        code="options.catalogue-combination",
+        applies=lambda found: found.is_generic and found.splits_backward,
+        problem="{schedule} goes through a backward in two parts, which is not known to train {architecture} right",
+        hint=f"take {_UNSPLIT}",
     ),
     Refusal(
         where="manifest",
@@ -153,6 +183,8 @@ def combine(
         is_compiled=options.compute.is_compiled,
         num_tensor=degrees.tensor,
         architecture=manifest.model.architecture,
+        is_generic=is_generic(manifest.model.architecture),
+        num_shards=degrees.shard,
         has_loss_chunks=options.compute.loss_chunk is not None,
         num_mtp_layers=sum(number >= manifest.model.num_layers for number in numbers),
     )

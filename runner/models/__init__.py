@@ -9,8 +9,9 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
 from manifests.errors import InputError
-from manifests.models import model_shape
-from runner.config.architectures import check_trainable
+from manifests.models import architecture_of, model_shape
+from manifests.models.catalogue import entry_of
+from runner.config.architectures import check_trainable, is_generic
 from runner.models.decoders import DECODERS
 
 if TYPE_CHECKING:
@@ -72,8 +73,11 @@ def family_for(config: Mapping[str, object], *, max_seq_len: int, where: str = "
     Raises:
         InputError: an unknown architecture, or a field that the family does not support.
     """
-    architecture = model_shape(config, where).architecture
+    architecture = architecture_of(config, where)
     check_trainable(architecture, where)
+    if is_generic(architecture):
+        return _generic(architecture, config, max_seq_len, where)
+    model_shape(config, where)  # which refuses what the architecture does not support
     return FAMILIES[architecture](config, max_seq_len, where)
 
 
@@ -86,17 +90,30 @@ def _titan(module: str, name: str, config: Mapping[str, object], max_seq_len: in
 
 
 def _transformers(config: Mapping[str, object], max_seq_len: int, where: str) -> Family:
+    _check_transformers(architecture_of(config, where))
+    from runner.models.transformers import Transformers
+
+    return Transformers(config, max_seq_len=max_seq_len, where=where)
+
+
+def _generic(architecture: str, config: Mapping[str, object], max_seq_len: int, where: str) -> Family:
+    _check_transformers(architecture)
+    from runner.models.generic import Generic
+
+    entry = entry_of(architecture)
+    assert entry is not None, architecture
+    return Generic(entry, config, max_seq_len=max_seq_len, where=where)
+
+
+def _check_transformers(architecture: str) -> None:
     # Asked of the installation before the import, so that a failing import keeps its traceback.
     if find_spec("transformers") is None:
         raise InputError(
             "transformers",
-            f"{model_shape(config, where).architecture} trains on its model code, and it is not installed",
+            f"{architecture} trains on its model code, and it is not installed",
             "pip install 'reshard[runner,transformers]'",
             code="system.missing-package",
         )
-    from runner.models.transformers import Transformers
-
-    return Transformers(config, max_seq_len=max_seq_len, where=where)
 
 
 FAMILIES: Mapping[str, Callable[[Mapping[str, object], int, str], Family]] = {

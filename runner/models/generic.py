@@ -1,0 +1,301 @@
+"""Decoders of the catalogue, on transformers' own model classes: cut into stages with nothing known but their names.
+
+# Note [A stage of any decoder]
+A stage runs the model's own forward, as in Note [A stage of a transformers model]. Where that note lists what to take
+out, here the hidden state is exchanged at two places. What enters the first layer of the list is replaced by what
+arrived from the stage before, so all that a model does between its embedding and its layers (positions, norms, scales)
+is computed on zeros and thrown away. What enters the place of the first layer of the next stage is what leaves. Masks,
+rotary tables and the like are computed on each stage, by transformers, from the length of the sequence. A layer of
+another stage keeps its attributes, which some models read.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.initialization import no_init_weights
+
+from manifests.errors import ModelError, UsageError
+from manifests.models.catalogue import Entry
+from manifests.models.config import ConfigReader
+from runner.models.lengths import forget_lengths, longest_alike
+from runner.models.regions import Region, keeping_views, pieces_in, regions_of
+from runner.tensors.local_shard import Piece
+
+__all__ = ["Generic", "StageOfAny"]
+
+_PREFIX = "model."  # of names in `StageOfAny`
+# What a pipeline has no use for. A tied head is a parameter of its own here; see `runner.training.ties`.
+_CONFIG: Mapping[str, object] = {
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "output_router_logits": False,
+    "return_dict": True,
+    "tie_word_embeddings": False,
+    "use_cache": False,
+}
+
+
+class StageOfAny(nn.Module):
+    """Some modules of a model; see Note [A stage of any decoder].
+
+    Shapes: tokens (B, L) or hidden (B, L, D) in, hidden or logits (B, L, V) out.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, entry: Entry, layers: str, owned: frozenset[str], names: Mapping[str, str]
+    ) -> None:
+        super().__init__()
+        self.model, self._layers_name = model, layers
+        listed = model.get_submodule(layers)
+        assert isinstance(listed, nn.ModuleList)
+        self._takes_tokens = bool(owned & set(entry.inputs))
+        self._has_norms = bool(owned & set(entry.outputs))
+        self._gives_logits = entry.outputs[-1] in owned
+        here = [index for index in range(len(listed)) if f"{entry.layers}.{index}" in owned]
+        self._last = here[-1] if here else -1
+        self._arrived: torch.Tensor | None = None
+        self._left: torch.Tensor | None = None
+        for index, layer in enumerate(listed):
+            if index not in here:
+                listed[index] = _Elsewhere(layer)
+        for module, path in names.items():
+            if module not in owned:
+                model.set_submodule(path, _Skipped())
+        if not self._takes_tokens:
+            listed[0].register_forward_pre_hook(self._enter, with_kwargs=True)
+        if not self._has_norms and self._last + 1 < len(listed):
+            listed[self._last + 1].register_forward_pre_hook(self._leave, with_kwargs=True)
+
+    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
+        forget_lengths(self.model)
+        runs = self.model if self._gives_logits else self._base()
+        if self._takes_tokens:
+            found = runs(input_ids=tensor, use_cache=False)
+        else:
+            self._arrived = tensor
+            found = runs(inputs_embeds=torch.zeros_like(tensor), use_cache=False)
+            self._arrived = None
+        if self._gives_logits:
+            logits: torch.Tensor = found.logits
+            return logits
+        if self._has_norms:
+            normed: torch.Tensor = found.last_hidden_state
+            return normed
+        left, self._left = self._left, None
+        if left is None and self._last + 1 == len(self.model.get_submodule(self._layers_name)):  # type: ignore[arg-type]
+            last: torch.Tensor = found.last_hidden_state  # all that follows the layers is skipped
+            return last
+        assert left is not None
+        return left
+
+    def _base(self) -> nn.Module:
+        return self.model.get_submodule(self._layers_name.partition(".")[0])
+
+    def _enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        assert self._arrived is not None
+        if args:
+            return (self._arrived, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": self._arrived}
+
+    def _leave(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._left = args[0] if args else kwargs["hidden_states"]
+
+
+class _Elsewhere(nn.Module):
+    """A layer of another stage: hands the hidden state on, and has the attributes of the layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        for name, value in vars(layer).items():
+            if not name.startswith("_") and name != "training" and not isinstance(value, (nn.Module, torch.Tensor)):
+                setattr(self, name, value)
+        self._num_results = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        return (hidden, *[None] * (self._num_results - 1)) if self._num_results else hidden
+
+
+class _Skipped(nn.Module):
+    """A module outside the layers, of another stage: its result is thrown away, or is its input."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        for found in (*args, *kwargs.values()):
+            if isinstance(found, torch.Tensor) and found.is_floating_point() and found.dim() > 2:
+                return found
+        return torch.zeros(())
+
+
+class Generic:
+    """A decoder of the catalogue; see `runner.models.Family`."""
+
+    def __init__(
+        self, entry: Entry, config: Mapping[str, object], *, max_seq_len: int, where: str = "config.json"
+    ) -> None:
+        self.architecture, self._entry, self._where = entry.architecture, entry, where
+        self._class: type[PreTrainedModel] = getattr(transformers, entry.architecture)
+        reader = ConfigReader(config, where)
+        reader.expect("output_router_logits", False)
+        reader.expect("layerdrop", 0)
+        with self._refusals():
+            fields = {**copy.deepcopy(dict(config)), **_CONFIG}
+            self._config = self._class.config_class.from_dict(fields)
+        whole = self._whole("meta")
+        self._layers_name, num_layers = self._list_of_layers(whole)
+        layers = tuple(f"{entry.layers}.{index}" for index in range(num_layers))
+        self.modules: tuple[str, ...] = (*entry.inputs, *layers, *entry.outputs)
+        self.hidden_size: int = self._config.get_text_config().hidden_size
+        check_length(self._config, max_seq_len)
+        self._regions = self._find_regions(whole)
+        self._outside = self._paths_outside(whole)
+        head = next(found for name in self._regions for found in self._regions[name]
+                    if found.fqn == f"{entry.outputs[-1]}.weight")  # fmt: skip
+        self.vocab_size = head.shape[0]
+
+    def build(self, modules: tuple[str, ...]) -> nn.Module:
+        """Build these modules, and no others, on the meta device, layers numbered as in the whole model.
+
+        Raises:
+            ModelError: one of them is for multi-token prediction, or what runs before the layers is on several stages.
+        """
+        self._check_modules(modules)
+        stage = StageOfAny(self._whole("meta"), self._entry, self._layers_name, frozenset(modules), self._outside)
+        for part in stage.modules():
+            if isinstance(part, _Elsewhere):
+                part._num_results = self._entry.num_results
+        return stage
+
+    def init_buffers(self, module: nn.Module, device: torch.device) -> None:
+        assert isinstance(module, StageOfAny)
+        computed = dict(_computed_buffers(self._with_buffers()))
+        for name, part in module.model.named_modules():
+            for leaf in part._non_persistent_buffers_set:
+                if part._buffers.get(leaf) is not None:
+                    part._buffers[leaf] = computed[f"{name}.{leaf}".lstrip(".")].to(device)
+            for leaf, value in vars(part).items():  # kept beside the buffer that it is the first value of
+                if isinstance(value, torch.Tensor) and f"{name}.{leaf}" in computed:
+                    setattr(part, leaf, computed[f"{name}.{leaf}"].to(device))
+
+    def to_hf(self, name: str) -> str:
+        return self._regions[name.removeprefix(_PREFIX)][0].fqn
+
+    def pieces(self, name: str, memory: torch.Tensor, offset: tuple[int, ...]) -> tuple[Piece, ...]:
+        found = (pieces_in(region, memory, offset) for region in self._regions[name.removeprefix(_PREFIX)])
+        return tuple(piece for piece in found if piece is not None)
+
+    def padded_length(self, length: int, most: int) -> int:
+        return longest_alike(self._config, length, most)
+
+    def _whole(self, device: str) -> PreTrainedModel:
+        with self._refusals(), torch.device(device), no_init_weights():
+            return self._class(copy.deepcopy(self._config))
+
+    def _with_buffers(self) -> PreTrainedModel:
+        """Return the model with its buffers computed and its parameters on the meta device."""
+        register = nn.Module.register_parameter
+
+        def register_empty(part: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+            if parameter is not None:
+                parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+            register(part, name, parameter)
+
+        nn.Module.register_parameter = register_empty  # type: ignore[method-assign]
+        try:
+            return self._whole("cpu")
+        finally:
+            nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except (StrictDataclassError, AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
+            said = " ".join(str(error).split())
+            raise ModelError(
+                self._where,
+                f"transformers {transformers.__version__} refuses it: {said}",
+                code="config.refused-by-transformers",
+            ) from error
+
+    def _list_of_layers(self, model: PreTrainedModel) -> tuple[str, int]:
+        """Return the name in memory of the list of layers, and how many they are."""
+        count = next(int(found) for name in self._entry.count
+                     if isinstance(found := getattr(self._config.get_text_config(), name, None), int))  # fmt: skip
+        lists = [name for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and len(part) == count]
+        return min(lists, key=lambda name: (name != self._entry.layers, name.count("."))), count
+
+    def _find_regions(self, model: PreTrainedModel) -> dict[str, tuple[Region, ...]]:
+        found = {}
+        with keeping_views():
+            for name, tensor in model.state_dict().items():
+                regions = regions_of(tensor, revert_weight_conversion(model, {name: tensor}))
+                if regions is None:
+                    raise ModelError(
+                        f"{self._where}: architectures",
+                        f"{name} of {self.architecture} is computed from what files hold, not made up of it",
+                        "it can be packed and exported, and not trained",
+                        code="model.no-family",
+                    )
+                found[name] = regions
+        return found
+
+    def _paths_outside(self, model: PreTrainedModel) -> dict[str, str]:
+        """Return each module outside the layers and its name in memory."""
+        found: dict[str, str] = {}
+        for name, regions in self._regions.items():
+            if name.startswith(f"{self._layers_name}."):
+                continue
+            module = next(known for known in self.modules if regions[0].fqn.startswith(f"{known}."))
+            path = name[: len(name) - len(regions[0].fqn.removeprefix(module))]
+            found[module] = path
+        return found
+
+    def _check_modules(self, modules: tuple[str, ...]) -> None:
+        for module in modules:
+            if module not in self.modules:
+                raise ModelError(
+                    self._where,
+                    f"{module} is for multi-token prediction, which cannot be trained",
+                    f"pack the source again with --drop for the tensors of {module}",
+                    code="config.mtp-layers",
+                )
+        inputs = [module for module in self._entry.inputs if module in modules]
+        if inputs and len(inputs) < len(self._entry.inputs):
+            raise ModelError(
+                self._where,
+                f"{' and '.join(self._entry.inputs)} must be on one stage",
+                "choose a layout that does not cut before the first layer",
+                code="model.split-inputs",
+            )
+
+
+def check_length(config: Any, seq_len: int) -> None:
+    """Refuse sequences that are longer than the positions that a model was made for.
+
+    Raises:
+        UsageError: naming the field of the config.
+    """
+    most = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(most, int) and seq_len > most:
+        problem = f"expected at most {most}, which is max_position_embeddings of the model's config, found {seq_len}"
+        raise UsageError("--seq-len", problem, code="options.sequence-length")
+
+
+def _computed_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, part in model.named_modules():
+        for leaf in part._non_persistent_buffers_set:
+            if (buffer := part._buffers.get(leaf)) is not None:
+                yield f"{name}.{leaf}".lstrip("."), buffer
+        for leaf, value in vars(part).items():
+            if isinstance(value, torch.Tensor):
+                yield f"{name}.{leaf}".lstrip("."), value

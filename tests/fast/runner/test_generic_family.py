@@ -1,0 +1,81 @@
+"""Every architecture of the catalogue that trains: its stages against transformers' whole model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from manifests.errors import UserError
+from manifests.models.catalogue import catalogued, entry_of
+from runner.config.architectures import TRAINED, check_trainable, is_generic
+from runner.models import family_for
+from runner.models.regions import pieces_in, regions_of
+from tests.fast.models.catalogued import DOZEN, config_of
+from tools.parity import compare
+
+GENERIC = tuple(name for name in catalogued() if is_generic(name))
+ALL = tuple(name if name in DOZEN else pytest.param(name, marks=pytest.mark.slow) for name in GENERIC)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+@pytest.mark.parametrize("architecture", ALL)
+def test_stages_compute_what_the_whole_model_does(architecture: str, num_stages: int) -> None:
+    entry = entry_of(architecture)
+    assert entry is not None
+    found = compare(entry, num_stages)
+    assert found.logits == 0
+    assert found.gradients <= 1e-6
+    assert found.weights <= 1e-6
+
+
+def test_architectures_that_cannot_be_cut_are_refused_with_the_reason() -> None:
+    refused = [name for name in catalogued() if not is_generic(name) and name not in TRAINED]
+    assert refused
+    for name in refused:
+        with pytest.raises(UserError) as caught:
+            check_trainable(name)
+        assert (caught.value.code, caught.value.where) == ("model.no-family", "config.json: architectures")
+        entry = entry_of(name)
+        assert entry is not None
+        assert entry.refused in caught.value.problem
+
+
+@pytest.mark.parametrize(
+    ("changes", "seq_len", "code", "where"),
+    [
+        ({}, 129, "options.sequence-length", "--seq-len"),
+        ({"output_router_logits": True}, 8, "config.unsupported-field", "config.json: output_router_logits"),
+        ({"num_hidden_layers": "four"}, 8, "config.refused-by-transformers", "config.json"),
+    ],
+)
+def test_what_would_train_wrongly_is_refused(changes: dict[str, object], seq_len: int, code: str, where: str) -> None:
+    config = {**config_of("Qwen3NextForCausalLM").to_dict(), "architectures": ["Qwen3NextForCausalLM"], **changes}
+    with pytest.raises(UserError) as caught:
+        family_for(config, max_seq_len=seq_len)
+    assert (caught.value.code, caught.value.where) == (code, where)
+
+
+def test_modules_that_the_model_lacks_and_inputs_on_two_stages_are_refused() -> None:
+    config = {**config_of("GPTBigCodeForCausalLM").to_dict(), "architectures": ["GPTBigCodeForCausalLM"]}
+    family = family_for(config, max_seq_len=8)
+    assert family.modules[:3] == ("transformer.wte", "transformer.wpe", "transformer.h.0")
+    for modules, code in ((("transformer.wte",), "model.split-inputs"), (("mtp",), "config.mtp-layers")):
+        with pytest.raises(UserError) as caught:
+            family.build(modules)
+        assert (caught.value.code, caught.value.where) == (code, "config.json")
+
+
+def test_regions_are_found_in_boxes_of_a_parameter() -> None:
+    experts = torch.arange(48.0).reshape(2, 6, 4)  # two experts, each three rows of either matrix
+    files = {f"{expert}.{name}": experts[expert, 3 * part : 3 * part + 3]
+             for expert in range(2) for part, name in enumerate("ab")}  # fmt: skip
+    regions = regions_of(experts, files)
+    assert regions is not None
+    assert regions_of(experts, {**files, "1.b": files["1.b"].clone()}) is None
+    assert regions_of(experts, {"0.a": files["0.a"]}) is None
+    box = experts[1:, 2:5].clone()  # rows of both matrices of the second expert
+    found = {piece.fqn: piece for region in regions if (piece := pieces_in(region, box, (1, 2, 0))) is not None}
+    assert {fqn: piece.offset for fqn, piece in found.items()} == {"1.a": (2, 0), "1.b": (0, 0)}
+    for fqn, piece in found.items():
+        low = piece.offset[0]
+        assert piece.memory.equal(files[fqn][low : low + piece.memory.shape[0]])
