@@ -209,7 +209,7 @@ class Generic:
                 parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
             register(part, name, parameter)
 
-        nn.Module.register_parameter = register_empty  # type: ignore[method-assign]
+        nn.Module.register_parameter = register_empty  # type: ignore[assignment, method-assign]
         try:
             return self._whole("cpu")
         finally:

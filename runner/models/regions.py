@@ -37,7 +37,7 @@ class Region:
 def keeping_views() -> Iterator[None]:
     """Let operations on tensors return views where they would copy, so that a result says where it came from."""
     # Defined by a base class: it comes back when this attribute is gone.
-    torch.Tensor.contiguous = lambda tensor, **_: tensor  # type: ignore[method-assign, assignment]
+    torch.Tensor.contiguous = lambda tensor, **_: tensor  # type: ignore[method-assign]
     try:
         yield
     finally:
