@@ -242,7 +242,7 @@ class Generic:
                 if regions is None:
                     raise ModelError(
                         f"{self._where}: architectures",
-                        f"{name} of {self.architecture} is computed from what files hold, not made up of it",
+                        f"{name} of {self.architecture} is computed from tensors of files, not made up of them",
                         "it can be packed and exported, and not trained",
                         code="model.no-family",
                     )

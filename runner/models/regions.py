@@ -1,7 +1,7 @@
-"""Where the tensors of files lie in parameters that transformers builds of several of them.
+"""Where the tensors of files are in parameters that transformers builds of several of them.
 
-transformers says how to turn parameters back into what files hold, as operations on tensors. Applied to an empty
-parameter they say which region of it each tensor of a file is; what is no region is refused.
+transformers says how to turn parameters back into the tensors of files, as operations on tensors. Applied to an empty
+parameter they say which region of it each tensor of a file is; anything but a region is refused.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def keeping_views() -> Iterator[None]:
 
 
 def regions_of(parameter: torch.Tensor, files: Mapping[str, torch.Tensor]) -> tuple[Region, ...] | None:
-    """Return the regions that views of a parameter are; None if one is no region, or they do not cover it exactly.
+    """Return the regions that views of a parameter are; None if one is something else, or some of it is in none.
 
     Shapes: `parameter` is contiguous, of any shape.
     """
@@ -83,7 +83,7 @@ def _region(fqn: str, tensor: torch.Tensor, parameter: torch.Tensor) -> Region |
 
 
 def pieces_in(region: Region, memory: torch.Tensor, offset: tuple[int, ...]) -> Piece | None:
-    """Return the part of a file's tensor that lies in `memory`, a box of the parameter that begins at `offset`.
+    """Return the part of a file's tensor that is in `memory`, a box of the parameter that begins at `offset`.
 
     Shapes: `memory` has the dimensions of the parameter; the piece those of the file's tensor.
     """
