@@ -1,4 +1,4 @@
-"""The verbs of runner: checked as far as they can be without torch, then handed over to torchrun."""
+"""The commands of runner, each imported when it is called."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from manifests.console import run_cli
 __all__ = ["cli", "run"]
 
 _PLAIN = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
-# Where each verb is, and what the list of them says.
+# Where each command is, and its line in the list of commands.
 _VERBS = {
     "launch": ("runner.launch.command:launch", "Train a packed model, here or on the nodes of a cluster."),
-    "status": ("runner.launch.verbs:status", "Say what a launched job does, or why it failed."),
-    "logs": ("runner.launch.verbs:logs", "Print what a launched job has printed."),
-    "cancel": ("runner.launch.verbs:cancel", "End a launched job; one that saves checkpoints saves first."),
-    "report": ("runner.launch.verbs:report", "Draw a run as one HTML page."),
+    "status": ("runner.launch.verbs:status", "Show the state of a launched job, or why it failed."),
+    "logs": ("runner.launch.verbs:logs", "Print the output of a launched job."),
+    "cancel": ("runner.launch.verbs:cancel", "Cancel a launched job; if it saves checkpoints, it saves one first."),
+    "report": ("runner.launch.verbs:report", "Write a run as one HTML page."),
     "eval": ("runner.evaluation.command:eval_command", "Print a packed model's loss over a text."),
-    "generate": ("runner.evaluation.command:generate_command", "Print what a packed model writes after a prompt."),
+    "generate": ("runner.evaluation.command:generate_command", "Print what a packed model generates after a prompt."),
 }
 
 
 class _Verbs(click.Group):
-    """Verbs of which only the one that is asked for is imported."""
+    """Commands of which only the one that is called is imported."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_VERBS)
@@ -55,7 +55,7 @@ class _Verbs(click.Group):
 @click.group(cls=_Verbs, context_settings=_PLAIN)
 @click.version_option(package_name="reshard", prog_name="runner")
 def cli() -> None:
-    """Train a packed model, each rank holding only its own pipeline stages.
+    """Train a packed model, each rank with its own pipeline stages.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""The flags of `runner eval` and `runner generate`, read by the launcher and by every rank. No torch."""
+"""The flags of `runner eval` and `runner generate`, parsed by the launcher and by every rank. No torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _ARGS = "runner.args"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadOptions:
-    """Which model is read, where it computes, and how the result is shown."""
+    """The model to read, its device and dtype, and the form of the result."""
 
     manifest: Path
     dtype: Dtype
@@ -53,7 +53,7 @@ class ReadOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalOptions:
-    """The text whose loss is wanted, and how it is cut: sequences of `seq_len` tokens, `microbatch` at a time."""
+    """The text to evaluate on, in sequences of `seq_len` tokens, `microbatch` at a time."""
 
     read: ReadOptions
     data: DataOptions
@@ -63,15 +63,15 @@ class EvalOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How the next token is drawn; at temperature 0 it is the likeliest one.
+    """How the next token is sampled; at temperature 0 it is the most likely one.
 
     Raises:
-        UsageError: a temperature that is no number, or a filter or a seed where nothing is drawn.
+        UsageError: a temperature that is not a number, or a filter or a seed at temperature 0.
     """
 
     temperature: float = 0.0
-    top_p: float = 1.0  # of the likeliest tokens, as many as it takes to have this share
-    top_k: int = 0  # of the likeliest tokens, so many; 0: all
+    top_p: float = 1.0  # the most likely tokens whose probabilities sum to this
+    top_k: int = 0  # so many of the most likely tokens; 0: all
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -82,13 +82,15 @@ class Sampling:
         if not self.temperature and (self.top_p < 1 or self.top_k or self.seed):
             flag = "--top-p" if self.top_p < 1 else "--top-k" if self.top_k else "--seed"
             raise UsageError(
-                flag, "needs --temperature above 0: at 0 the likeliest token is taken", code="options.needs-temperature"
+                flag,
+                "requires --temperature above 0: at 0 the most likely token is chosen",
+                code="options.needs-temperature",
             )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateOptions:
-    """Prompts to go on from, as text or as token ids, and for how long.
+    """Prompts to continue, as text or as token ids, and for how many tokens.
 
     Raises:
         UsageError: no prompt, or an empty one.
@@ -112,7 +114,7 @@ def parse_eval(args: Sequence[str]) -> EvalOptions:
     """Read what follows `runner eval`.
 
     Raises:
-        UsageError: an unknown flag, a value of the wrong kind, or values that do not go together.
+        UsageError: an unknown flag, a value of the wrong kind, or conflicting values.
     """
     return _eval_options(**_read_flags(eval_command, "runner eval", args))
 
@@ -123,7 +125,7 @@ def parse_generate(args: Sequence[str]) -> GenerateOptions:
 
 
 class _Verb(click.Command):
-    """A command whose arguments are kept as they are written, for the ranks; `--` among them means nothing."""
+    """A command whose arguments are passed to the ranks as given; `--` among them is ignored."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if "--" in args:
@@ -138,17 +140,17 @@ C = TypeVar("C", bound=click.Command)
 def _reading(command: C) -> C:
     """Add the flags that both commands have."""
     command.params += (
-        click.Option(["--dtype"], type=click.Choice(get_args(Dtype)), default="fp32", help="Of the arithmetic."),
-        click.Option(["--device"], type=click.Choice(get_args(Device)), default="auto"),
+        click.Option(["--dtype"], type=click.Choice(get_args(Dtype)), default="fp32", help="Dtype to compute in."),
+        click.Option(["--device"], type=click.Choice(get_args(Device)), default="auto", help="Device to compute on."),
         click.Option(["--timeout"], type=Whole(min=1), default=600, help="Seconds to wait for another rank."),
         click.Option(["--json", "is_json"], is_flag=True, help="Print one JSON object."),
         click.Option(
             ["--add-bos-token/--no-add-bos-token"],
             default=None,
             show_default="as the tokenizer does",
-            help="Begin every text with bos.",
+            help="Start every text with the BOS token.",
         ),
-        click.Option(["--quiet", "is_quiet"], is_flag=True, help="Print errors and the answer alone."),
+        click.Option(["--quiet", "is_quiet"], is_flag=True, help="Print only errors and the result."),
         click.Option(["--dry-run"], is_flag=True, help="Print the command that starts the ranks, and stop."),
     )
     return command
@@ -161,15 +163,18 @@ def _reading(command: C) -> C:
     "--data", type=click.Path(), multiple=True, required=True, metavar="PATH",
     help="Text: .txt, .jsonl or .parquet files, folders or globs of them. May be repeated.",
 )  # fmt: skip
-@click.option("--text-field", default="text", help="Field or column that holds the text.")
+@click.option("--text-field", default="text", help="Field or column with the text.")
 @click.option(
     "--pack/--no-pack", default=True,
-    help="Documents end to end, every token once, or one padded document a sequence, cut at --seq-len.",
+    help="Pack documents end to end, or use one padded document per sequence, truncated at --seq-len.",
 )  # fmt: skip
 @click.option("--seq-len", type=Whole(min=1), default=512, help="Tokens in a sequence.")
-@click.option("--microbatch", type=Whole(min=1), default=1, help="Sequences in a stage at a time.")
+@click.option("--microbatch", type=Whole(min=1), default=1, help="Sequences per microbatch.")
 @click.option(
-    "--add-eos-token/--no-add-eos-token", default=None, show_default="add", help="End every document with eos."
+    "--add-eos-token/--no-add-eos-token",
+    default=None,
+    show_default="add",
+    help="End every document with the EOS token.",
 )
 @click.option("--skip-bad-documents", is_flag=True, help="Skip and count documents that are not text.")
 @click.pass_context
@@ -189,23 +194,30 @@ def eval_command(context: click.Context, /, dry_run: bool, **values: Any) -> Non
 @_reading
 @click.command("generate", cls=_Verb, context_settings=_PLAIN)
 @click.argument("manifest", type=click.Path(path_type=Path))
-@click.option("--prompt", multiple=True, metavar="TEXT", help="Text to go on from. May be repeated.")
-@click.option("--tokens", multiple=True, metavar="1,2,3", help="Token ids to go on from; needs no tokenizer.")
-@click.option("--max-new-tokens", type=Whole(min=1), default=32, help="Tokens to add, unless the text ends.")
-@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, help="Of the draw; 0: the likeliest token.")
-@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Draw from this share.")
-@click.option("--top-k", type=Whole(min=0), default=0, help="Draw from so many tokens; 0: from all.")
-@click.option("--seed", type=Whole(min=0), default=0, help="Of the draw; each prompt has its own.")
+@click.option("--prompt", multiple=True, metavar="TEXT", help="Text to continue. May be repeated.")
+@click.option("--tokens", multiple=True, metavar="1,2,3", help="Token ids to continue; requires no tokenizer.")
+@click.option("--max-new-tokens", type=Whole(min=1), default=32, help="Most tokens to generate.")
+@click.option(
+    "--temperature", type=click.FloatRange(min=0), default=0.0, help="Sampling temperature; 0: the most likely token."
+)
+@click.option(
+    "--top-p",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=1.0,
+    help="Sample from tokens of this total probability.",
+)
+@click.option("--top-k", type=Whole(min=0), default=0, help="Sample from so many tokens; 0: all.")
+@click.option("--seed", type=Whole(min=0), default=0, help="Seed of sampling; each prompt gets its own stream.")
 @click.option(
     "--add-eos-token/--no-add-eos-token", default=None, show_default="as the tokenizer does",
-    help="End every prompt with eos.",
+    help="End every prompt with the EOS token.",
 )  # fmt: skip
 @click.pass_context
 def generate_command(context: click.Context, /, dry_run: bool, **values: Any) -> None:
     """Print what MANIFEST's model writes after a prompt.
 
-    A check of a packed model, not a server: no keys and values are kept, so that every token takes the
-    whole sequence through the pipeline anew. Starts one rank for each pipeline rank of the manifest.
+    A check of a packed model, not a server: there is no KV cache, so every token runs the whole sequence
+    through the pipeline. Starts one rank for each pipeline rank of the manifest.
 
     \b
     Example:
@@ -227,7 +239,9 @@ def _launch(
     if texts:
         check_tokenizer(path.parent)
     num_ranks = manifest.layout.num_ranks
-    words = [word for word in context.meta[_ARGS] if word != "--dry-run"]  # of the launcher, which prints the command
+    words = [
+        word for word in context.meta[_ARGS] if word != "--dry-run"
+    ]  # is for the launcher, which prints the command
     launch_here(words, nproc_per_node=num_ranks, dry_run=dry_run, worker=worker, quiet=read.is_quiet)
 
 
@@ -235,11 +249,11 @@ def _read_flags(command: click.Command, name: str, args: Sequence[str]) -> dict[
     try:
         with command.make_context(name, list(args)) as context:
             return dict(context.params)
-    except click.exceptions.Exit as done:  # --help was asked for, and shown
+    except click.exceptions.Exit as done:  # --help was shown
         sys.exit(done.exit_code)
     except click.UsageError as error:
         raise UsageError(
-            name, error.format_message(), f"{name} --help lists the flags", code="usage.arguments"
+            name, error.format_message(), f"list the flags with {name} --help", code="usage.arguments"
         ) from error
 
 
@@ -248,8 +262,8 @@ def _eval_options(
     add_bos_token: bool | None, add_eos_token: bool | None, **read: Any,
 ) -> EvalOptions:  # fmt: skip
     if SYNTHETIC in data:
-        problem = f"{SYNTHETIC} has no end, so it cannot be read once"
-        raise UsageError("--data", problem, "name files", code="options.synthetic")
+        problem = f"expected files, found {SYNTHETIC}, which is endless"
+        raise UsageError("--data", problem, "choose files to evaluate on", code="options.synthetic")
     return EvalOptions(
         read=_read_options(**read),
         data=DataOptions(

@@ -36,7 +36,7 @@ def mean_loss(loss_of: Callable[[Batch], float], batches: Iterable[Batch], where
     """Return the mean loss over the valid tokens of all batches, and their number.
 
     Raises:
-        InputError: there are none; on all ranks alike.
+        DataError: there are none; on all ranks alike.
     """
     losses, num_tokens = [], 0
     for batch in batches:
@@ -51,7 +51,7 @@ def evaluate(options: EvalOptions, world: World) -> None:
     """Print the loss of a manifest's model over a text; every rank calls this.
 
     Raises:
-        UserError: on all ranks alike, if it is infinite or not a number, or whatever else one of them met.
+        UserError: on all ranks alike, if the loss is infinite or not a number, or if one of them fails.
     """
     root, device = meet(options.read, world)
     started_s = time.perf_counter()
@@ -61,12 +61,12 @@ def evaluate(options: EvalOptions, world: World) -> None:
         raise ModelError(
             "",
             f"the loss is {loss}",
-            "the weights are not finite, or --dtype is too low for them",
+            "check that the weights are finite, or use --dtype fp32",
             code="model.not-finite",
         )
     if world.rank == 0:
-        told = {"skipped_documents": skipped.count} if options.data.skip_bad_documents else {}
-        _print(loss, num_tokens, time.perf_counter() - started_s, told, is_json=options.read.is_json)
+        counts = {"skipped_documents": skipped.count} if options.data.skip_bad_documents else {}
+        _print(loss, num_tokens, time.perf_counter() - started_s, counts, is_json=options.read.is_json)
 
 
 def loss_over(
@@ -76,13 +76,13 @@ def loss_over(
     with together("manifest"):
         packed = open_packed(root)
     model = read_model(packed, options.read, world, device, max_seq_len=options.seq_len)
-    # A microbatch for each rank keeps all of them busy.
+    # One microbatch per rank keeps all of them busy.
     cut = BatchOptions(
         global_batch=model.num_ranks * options.microbatch, microbatch=options.microbatch, seq_len=options.seq_len
     )
     totals = StepTotals((), (), device=device)
     with together("data"):
-        # Every rank reads it all, so that every rank knows when it ends.
+        # Every rank reads all of it, and so knows where it ends.
         batches = read_once(
             options.data,
             cut,
@@ -95,7 +95,7 @@ def loss_over(
 
 
 def cut_as(cut: BatchOptions, batch: Batch) -> BatchOptions:
-    """Return a cut for rows as long as those of this batch."""
+    """Return batch sizes for rows as long as those of this batch."""
     return replace(cut, seq_len=batch.tokens.shape[1])
 
 
@@ -108,18 +108,18 @@ def _say_skipped(error: BadDocumentError) -> None:
     logger.warning("note: skipped %s: %s", error.where, error.problem)
 
 
-def _print(loss: float, num_tokens: int, took_s: float, told: Mapping[str, int], *, is_json: bool) -> None:
+def _print(loss: float, num_tokens: int, took_s: float, counts: Mapping[str, int], *, is_json: bool) -> None:
     if is_json:
-        shown = {"loss": loss, "perplexity": _perplexity(loss), "num_tokens": num_tokens, "seconds": took_s, **told}
+        shown = {"loss": loss, "perplexity": _perplexity(loss), "num_tokens": num_tokens, "seconds": took_s, **counts}
         print_result(json.dumps({"version": 1, **shown}))
         return
-    skipped = "".join(f", {count} documents skipped" for count in told.values())
+    skipped = "".join(f", {count} documents skipped" for count in counts.values())
     said = f"loss {loss:.6f} over {num_tokens:,} tokens, perplexity {_perplexity(loss):.6g}, in {took_s:.1f} s"
     print_result(said + skipped)
 
 
 def _perplexity(loss: float) -> float:
-    return math.exp(min(loss, 700.0))  # e to the 710 is beyond a double
+    return math.exp(min(loss, 700.0))  # exp(710) overflows a double
 
 
 if __name__ == "__main__":

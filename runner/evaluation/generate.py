@@ -1,4 +1,4 @@
-"""What a packed model writes after a prompt, token by token through the pipeline."""
+"""Generate text with a packed model, token by token through the pipeline."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from runner.models.decoders import DECODERS
 
 __all__ = ["Completion", "complete", "completions_of", "generate", "main", "stop_tokens"]
 
-_SHORTEST = 64  # tokens to which sequences are filled up at first
+_SHORTEST = 64  # sequences are padded to so many tokens at first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """The ids of a prompt and those written after it; with `eos`, the last one ended the text."""
+    """The ids of a prompt and those generated after it; with `eos`, the last one ended the text."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -45,7 +45,7 @@ class Completion:
 
 
 def generate(options: GenerateOptions, world: World) -> None:
-    """Print what a manifest's model writes after each prompt; every rank calls this."""
+    """Print what a manifest's model generates after each prompt; every rank calls this."""
     root, device = meet(options.read, world)
     started_s = time.perf_counter()
     found, tokenizer = completions_of(options, root, world, device)
@@ -56,7 +56,7 @@ def generate(options: GenerateOptions, world: World) -> None:
 def completions_of(
     options: GenerateOptions, root: Path, world: World, device: torch.device
 ) -> tuple[tuple[Completion, ...], Tokenizer | None]:
-    """Give what the model in `root` writes after each prompt, texts first, and its tokenizer; the ranks have met."""
+    """Return what the model in `root` generates after each prompt, texts first, and its tokenizer."""
     with together("prompt"):
         packed = open_packed(root)
         tokenizer = load_tokenizer(root) if options.prompts or (root / "tokenizer.json").exists() else None
@@ -79,10 +79,10 @@ def complete(
 ) -> tuple[Completion, ...]:
     """Continue each prompt for so many tokens, or up to the first of `stops`; the same on every rank.
 
-    Every token takes all unfinished sequences through the pipeline again, padded on the right to a length that doubles:
-    a causal model does not look there, and stages meet few shapes. Where frequencies depend on the length, sequences
-    are padded, and grouped, by `Family.padded_length`. Only the last stage's rank knows the logits; it draws, and tells
-    the others.
+    For every token all unfinished sequences run through the pipeline, padded on the right to a length that doubles: a
+    causal model ignores the padding, and stages see few shapes. Where RoPE frequencies depend on the length, sequences
+    are padded, and grouped, by `Family.padded_length`. Only the rank of the last stage has the logits; it samples, and
+    broadcasts the tokens.
     """
     rows, generators = [list(prompt) for prompt in prompts], generators_of(sampling, len(prompts))
     done = [False] * len(rows)
@@ -112,7 +112,7 @@ def complete(
 
 
 def stop_tokens(folder: Path) -> frozenset[int]:
-    """Give the ids that end a text, as `transformers` knows them: of generation_config.json, or of config.json."""
+    """Return the ids that end a text, as in `transformers`: from generation_config.json, or from config.json."""
     for name in ("generation_config.json", "config.json"):
         file = folder / name
         found = read_config(file).get("eos_token_id") if file.exists() else None
@@ -138,7 +138,7 @@ def _encode(folder: Path, tokenizer: Tokenizer | None, options: GenerateOptions)
 
 def _check_prompts(prompts: Sequence[Sequence[int]], longest: int, packed: Packed) -> None:
     if not all(prompts):
-        raise UsageError("--prompt", "its tokenizer gives it no tokens", code="data.empty-prompt")
+        raise UsageError("--prompt", "expected a text of at least one token, found none", code="data.empty-prompt")
     vocab_size = packed.config.get("vocab_size")
     highest = max(max(prompt) for prompt in prompts)
     if isinstance(vocab_size, int) and highest >= vocab_size:
@@ -152,8 +152,8 @@ def _check_prompts(prompts: Sequence[Sequence[int]], longest: int, packed: Packe
     if isinstance(limit, int) and longest > limit:
         raise UsageError(
             "--max-new-tokens",
-            f"the model was made for {limit} tokens, and the longest prompt and these are {longest}",
-            f"take at most {limit - max(map(len, prompts))}",
+            f"expected at most the model's {limit} tokens, found {longest} with the longest prompt",
+            f"use at most {limit - max(map(len, prompts))}",
             code="options.too-many-tokens",
         )
 
@@ -172,7 +172,7 @@ def _alike(
 
 
 def _filled_up(rows: Sequence[Sequence[int]], seq_len: int) -> torch.Tensor:
-    """Return rows as tokens (B, L); what they lack is 0."""
+    """Return rows as tokens (B, L), padded with 0."""
     tokens = torch.zeros(len(rows), seq_len, dtype=torch.int64)
     for number, row in enumerate(rows):
         tokens[number, : len(row)] = torch.tensor(row)

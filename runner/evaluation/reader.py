@@ -1,4 +1,4 @@
-"""A packed model opened to be read: each rank its own stages' weights, and nothing that training needs."""
+"""Open a packed model for inference: each rank reads the weights of its stages, without training state."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ logger = logging.getLogger("runner")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadModel:
-    """A model whose stages this rank holds some of."""
+    """A model of which this rank has some stages."""
 
     packed: Packed
     chunks: tuple[StageChunk, ...]
-    schedule: Schedule  # its own cut is never asked for: callers say theirs
+    schedule: Schedule  # callers pass their own batch sizes
 
     @property
     def family(self) -> Family:
@@ -54,13 +54,13 @@ class ReadModel:
 
     @property
     def last_rank(self) -> int:
-        """The rank with the last stage: the one that knows the logits."""
+        """The rank with the last stage, which has the logits."""
         placement = self.packed.manifest.placement
         return placement.rank_of(placement.num_stages - 1)
 
 
 def meet(options: ReadOptions, world: World) -> tuple[Path, torch.device]:
-    """Meet the other ranks, and give the folder of the manifest and this rank's device."""
+    """Meet the other ranks; return the folder of the manifest and this rank's device."""
     with alone(world.rank):
         path = locate_manifest(options.manifest)
         manifest = read_manifest(path)
@@ -92,11 +92,11 @@ def read_model(
         check_loaded(manifest.ties, chunks)
     if world.rank == 0:
         for name in packed.unnamed:
-            logger.warning("warning: %s is not among the files of %s: it is not verified", name, packed.where)
+            logger.warning("warning: %s is not listed in %s, so it is not verified", name, packed.where)
         if report.num_unverified:
             logger.warning(
-                "warning: tensors of virtual bundles have no digests: the size, time and header of their files were "
-                "checked, their bytes were not"
+                "warning: tensors of virtual bundles have no digests: size, mtime and header of their files were "
+                "checked, their bytes were not verified"
             )
     placement = manifest.placement
     whole = BatchOptions(global_batch=2 * placement.num_stages, microbatch=1, seq_len=max_seq_len)

@@ -1,4 +1,4 @@
-"""The next token, out of one position's logits."""
+"""Sample the next token from the logits of one position."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["draw", "generators_of", "shares"]
 
 
 def draw(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Give a token id; of equally likely ones, the first. Shapes: logits (V,), float32, on the CPU.
+    """Return a token id; of equally likely ones, the first. Shapes: logits (V,), float32, on the CPU.
 
     Raises:
         InputError: logits that are infinite or not a number, or become so at this temperature.
@@ -20,7 +20,7 @@ def draw(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -
         raise ModelError(
             "",
             "the logits are not finite",
-            "nor are the weights, or --dtype or --temperature is too low",
+            "check that the weights are finite, or use --dtype fp32 or a higher --temperature",
             code="model.not-finite",
         )
     if not sampling.temperature:
@@ -29,14 +29,14 @@ def draw(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -
 
 
 def shares(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Give the probability of every token: temperature first, then `top_k`, then `top_p`, as `transformers` has it."""
+    """Return the probability of every token: temperature first, then `top_k`, then `top_p`, as in `transformers`."""
     warm = logits / sampling.temperature
     if sampling.top_k:
         kept = min(sampling.top_k, len(warm))
         warm = warm.masked_fill(warm < warm.topk(kept).values[-1], -torch.inf)
     if sampling.top_p < 1:
         ascending, order = warm.sort()
-        # Of the unlikeliest tokens, as many go as have no more than the rest; the likeliest stays.
+        # The least likely tokens beyond `top_p` are removed; the most likely one is always kept.
         left_out = ascending.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
         left_out[-1] = False
         warm = warm.masked_fill(torch.zeros_like(left_out).scatter(0, order, left_out), -torch.inf)
@@ -44,5 +44,5 @@ def shares(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 
 def generators_of(sampling: Sampling, num_prompts: int) -> tuple[torch.Generator, ...]:
-    """Give each prompt a generator of its own, so that what one draws does not depend on the others."""
+    """Return a generator for each prompt, so that their samples do not depend on each other."""
     return tuple(torch.Generator().manual_seed(sampling.seed + number) for number in range(num_prompts))

@@ -1,4 +1,4 @@
-"""What a run is held against: memory at its peak, and how fast its GPUs could be."""
+"""Peak memory of a process, and the peak FLOP/s of its GPU, from which MFU is computed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
     "planned_memory",
 ]
 
-# Products of bfloat16 matrices, dense, in FLOP/s. The first name that is part of a GPU's own counts.
+# Dense bfloat16 matmul, in FLOP/s. The first name that is part of a GPU's name counts.
 # Source: the vendors' data sheets, as torchtitan 0.3.0 quotes them in tools/utils.py, `get_peak_flops`.
 BF16_FLOPS: Mapping[str, float] = {
     "A100": 312e12,
@@ -44,12 +44,12 @@ BF16_FLOPS: Mapping[str, float] = {
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Give the FLOP/s of a GPU for products in bfloat16; None where it is not known."""
+    """Return the peak bfloat16 FLOP/s of a GPU; None where it is not known."""
     return next((flops for name, flops in BF16_FLOPS.items() if name in device_name), None)
 
 
 def least_step_s(shape: ModelShape, options: TrainOptions, num_gpus: int, device: torch.device) -> float | None:
-    """Give how long a step's products would take if all GPUs were as fast as their data sheet; None: not known."""
+    """Return the seconds of a step's matmuls at the data-sheet FLOP/s of all GPUs; None: not known."""
     if device.type != "cuda" or options.compute.dtype != "bf16":
         return None
     flops, batch = peak_flops(torch.cuda.get_device_name(device)), options.batch
@@ -58,14 +58,14 @@ def least_step_s(shape: ModelShape, options: TrainOptions, num_gpus: int, device
 
 
 def memory_nbytes(device: torch.device) -> int:
-    """Give the memory that this process has now: of its GPU, as torch gave it out, or of the host."""
+    """Return the memory of this process: allocated by torch on its GPU, or on the host."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def peak_memory_nbytes(device: torch.device) -> int:
-    """Give the most memory that this process has had: of its GPU, as torch gave it out, or of the host."""
+    """Return the peak memory of this process: allocated by torch on its GPU, or on the host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
@@ -74,9 +74,9 @@ def peak_memory_nbytes(device: torch.device) -> int:
 def planned_memory(
     shape: ModelShape, stages: Sequence[Sequence[str]], table: Table, options: TrainOptions, degrees: Degrees
 ) -> MemoryEstimate | None:
-    """Give what `reshard plan` says of a run's memory; None where it tells nothing of what the run does.
+    """Return the memory estimate of `reshard plan` for a run; None where it does not apply.
 
-    That is where ranks share a stage's memory or its matrices, and where activations are not all kept.
+    It does not apply to sharded or tensor-parallel stages, nor to activation checkpointing or chunked losses.
     """
     compute = options.compute
     if degrees.shard > 1 or degrees.tensor > 1 or compute.recompute != "none" or compute.loss_chunk is not None:
@@ -87,7 +87,7 @@ def planned_memory(
 
 def _policy(compute: ComputeOptions) -> DtypePolicy:
     own, master = _NBYTES[compute.dtype], _NBYTES[compute.master_dtype]
-    kept = 3 * master if compute.has_masters else 2 * master  # two moments, and the master
+    kept = 3 * master if compute.has_masters else 2 * master  # exp_avg, exp_avg_sq, and the master
     return DtypePolicy(name=compute.dtype, weights=own, gradients=master, optimizer=kept, compute=own)
 
 

@@ -1,4 +1,4 @@
-"""The records of a run, for its sinks and for people; only rank 0 has either. The fields are in docs/metrics.md."""
+"""The records of a run, for its sinks and for people, on rank 0 alone. docs/metrics.md explains the fields."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ class RankLoad:
     rank: int
     stages: tuple[int, ...]
     report: LoadReport
-    base_nbytes: int  # memory that the process had before it built anything
-    planned_nbytes: int | None = None  # what it will have beside that, by the plan
+    base_nbytes: int  # memory of the process before it built its stages
+    planned_nbytes: int | None = None  # memory that is planned beyond that
     copied: CacheReport | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTimes:
-    """Seconds of a step on rank 0, and what became of them on each pipeline rank."""
+    """Seconds of a step on rank 0, and their breakdown on each pipeline rank."""
 
     step_s: float
     ranks: tuple[RankTimes, ...]
 
 
 class Metrics:
-    """Hands each record to all sinks, and says what people want to know of it; without `progress`, nothing.
+    """Writes each record to all sinks, and prints a line about it; without `progress`, none.
 
-    `least_step_s` is how long the products of a step would take if every GPU were as fast as its data sheet;
+    `least_step_s` is the time of a step's matmuls at the data-sheet FLOP/s of the GPUs, from which MFU is computed;
     None where that is not known. Leaving the context closes the sinks.
     """
 
@@ -140,7 +140,7 @@ class Metrics:
         )
 
     def ended(self, peaks_nbytes: Iterable[int]) -> None:
-        """Write the peak of every rank's memory, by rank; these are the last records."""
+        """Write the peak memory of every rank, by rank; these are the last records."""
         for rank, nbytes in enumerate(peaks_nbytes):
             self._write(rank=rank, peak_nbytes=nbytes)
 
@@ -156,11 +156,11 @@ class Metrics:
                     sink.close(1)
 
     def _try(self, sink: Sink, act: Callable[[], None]) -> bool:
-        """Let a sink do something, say if it fails, and give whether it did not."""
+        """Call a sink, log its failure, and return whether it succeeded."""
         try:
             act()
-        except Exception as error:  # of other people's code, disks and networks: no reason to stop training
-            logger.warning("note: %s failed, and the run goes on without it: %s", sink.name, error)
+        except Exception as error:  # third-party code, disks and networks must not stop training
+            logger.warning("note: %s failed, and the run continues without it: %s", sink.name, error)
             return False
         return True
 

@@ -1,4 +1,4 @@
-"""What people see of a run while it trains: a bar on a terminal, lines elsewhere."""
+"""Show the progress of a run: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _noted = logging.getLogger("runner")
 class Progress:
     """Shows the steps after `first_step`; without a terminal, every `every`-th of them and the last.
 
-    With `quiet` nothing is shown; rank 0's log has it all the same.
+    With `quiet` nothing is shown; the log of rank 0 has it nevertheless.
     """
 
     def __init__(self, num_steps: int, *, first_step: int = 0, every: int = 1, quiet: bool = False) -> None:
@@ -49,7 +49,7 @@ class Progress:
                 self._bar.write(line, file=sys.stdout)
             else:
                 print(line, file=sys.stdout, flush=True)
-        except OSError as error:  # a full disk, or a reader that has gone: no reason to stop training
+        except OSError as error:  # a full disk, or a closed pipe, must not stop training
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
             problem = error.strerror or type(error).__name__
             _noted.warning("note: standard output: %s; the run continues, and its log has the steps", problem)

@@ -1,6 +1,6 @@
-"""Where a run's records go: metrics.jsonl, and, when asked for, TensorBoard's event files and Weights & Biases.
+"""Sinks for a run's records: metrics.jsonl and, on request, TensorBoard event files and Weights & Biases.
 
-All are given the same records. None may end a training: what a sink meets is said once, and the run goes on.
+All get the same records. None may stop training: the failure of a sink is logged once, and the run continues.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = ["Aside", "JsonLines", "Sink", "TensorBoard", "WandB", "open_sinks", "
 
 logger = logging.getLogger("runner")
 Record = Mapping[str, Any]
-_MOST = 10_000  # records that wait for a sink
-_LAST_S = 60.0  # at the end of a run, for what is still to be uploaded; `wandb sync` sends the rest
+_MOST = 10_000  # records that may wait for a sink
+_LAST_S = 60.0  # for uploads at the end of a run; `wandb sync` sends the rest
 
 
 class Sink(Protocol):
-    """Takes records, in order; what it raises is its end, not the run's."""
+    """Takes records, in order; an exception closes the sink, not the run."""
 
     name: str
 
@@ -35,13 +35,13 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """Appends one JSON object a line. A line that does not fit on the disk is left out, and later ones are tried."""
+    """Appends one JSON object per line. A line that does not fit on the disk is left out, and later ones are tried."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.name, self._path, self._is_lossy = str(path), path, False
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - held for the whole run
-        self._end = _end_of_lines(path)  # a machine that died may have left half a line
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open for the whole run
+        self._end = _end_of_lines(path)  # a crash may have left half a line
         self._file.truncate(self._end)
 
     def write(self, record: Record) -> None:
@@ -63,7 +63,7 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Writes event files that TensorBoard shows; records without a step stand at the last one before them."""
+    """Writes event files for TensorBoard; records without a step are logged at the last step before them."""
 
     name = "--tensorboard"
 
@@ -71,7 +71,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self._step = first_step
-        # Steps that an earlier attempt took, and this one takes again, are shown once.
+        # Steps that a resumed run takes again are shown once.
         self._writer = SummaryWriter(folder, purge_step=first_step + 1 if first_step else None)
 
     def write(self, record: Record) -> None:
@@ -87,7 +87,7 @@ class TensorBoard:
 
 
 class WandB:
-    """Logs to a run of Weights & Biases, which its own variables steer: WANDB_MODE, WANDB_PROJECT, WANDB_RUN_ID."""
+    """Logs to Weights & Biases, configured by its own variables: WANDB_MODE, WANDB_PROJECT, WANDB_RUN_ID."""
 
     name = "--wandb"
 
@@ -95,10 +95,10 @@ class WandB:
         import wandb
 
         self._step = first_step
-        # Whatever is printed stays where it is printed.
+        # wandb must not capture the console.
         settings = wandb.Settings(console="off", login_timeout=_LAST_S, finish_timeout=_LAST_S)
         self._run = wandb.init(dir=os.environ.get("WANDB_DIR", folder), settings=settings)
-        # A checkpoint ends steps after the one that it is of: the step is a value like others.
+        # An asynchronous checkpoint ends after later steps: the step is logged as a metric.
         self._run.define_metric("*", step_metric="step")
 
     def write(self, record: Record) -> None:
@@ -110,7 +110,7 @@ class WandB:
 
 
 class Aside:
-    """A sink that another thread opens and writes to: no rank waits for a service that does not answer."""
+    """A sink that a thread opens and writes to: no rank waits for a service that does not answer."""
 
     def __init__(self, name: str, open_sink: Callable[[], Sink]) -> None:
         self.name, self._open = name, open_sink
@@ -125,10 +125,10 @@ class Aside:
         try:
             self._records.put_nowait(record)
         except queue.Full as error:
-            raise TimeoutError(f"{_MOST} records wait to be taken") from error
+            raise TimeoutError(f"{_MOST} records are waiting to be written") from error
 
     def close(self, exit_code: int) -> None:
-        """Wait for what is left to be written, though not for long where the run has failed or is to end soon."""
+        """Wait until the remaining records are written, for a shorter time where the run has failed."""
         try:
             self._records.put_nowait(exit_code)
         except queue.Full:
@@ -136,7 +136,7 @@ class Aside:
         limit_s = 10.0 if exit_code else _LAST_S + 10.0
         self._thread.join(limit_s)
         if self._thread.is_alive():
-            raise TimeoutError(f"has not ended within {limit_s:.0f} s")
+            raise TimeoutError(f"did not finish within {limit_s:.0f} s")
         if self._failure is not None:
             raise self._failure
 
@@ -146,12 +146,12 @@ class Aside:
             while not isinstance(record := self._records.get(), int):
                 sink.write(record)
             sink.close(record)
-        except Exception as error:  # of other people's code: who writes next learns of it
+        except Exception as error:  # third-party code: the next write raises it
             self._failure = error
 
 
 def open_sinks(options: TrainOptions, first_step: int) -> Iterator[Sink]:
-    """Give the sinks that were asked for; all but metrics.jsonl are opened while the run goes on."""
+    """Yield the requested sinks; all but metrics.jsonl are opened in the background."""
     yield JsonLines(options.log_dir / "metrics.jsonl")
     if options.tensorboard:
         yield Aside(TensorBoard.name, partial(TensorBoard, options.log_dir / "tensorboard", first_step))
@@ -160,7 +160,7 @@ def open_sinks(options: TrainOptions, first_step: int) -> Iterator[Sink]:
 
 
 def _end_of_lines(path: Path) -> int:
-    """Give the bytes of a file up to the end of its last whole line, which is no longer than a MiB."""
+    """Return the number of bytes up to the end of a file's last whole line, which has at most 1 MiB."""
     with open(path, "rb") as stream:
         begin = max(0, stream.seek(0, os.SEEK_END) - (1 << 20))
         stream.seek(begin)
@@ -168,7 +168,7 @@ def _end_of_lines(path: Path) -> int:
 
 
 def scalars_of(record: Record) -> Iterator[tuple[str, float]]:
-    """Give the numbers of a record by name: `bubble_s/3` of pipeline rank 3, `load_s/rank-3` of rank 3."""
+    """Yield the numbers of a record by name: `bubble_s/3` of pipeline rank 3, `load_s/rank-3` of rank 3."""
     suffix = f"/rank-{record['rank']}" if "rank" in record else ""
     for name, value in record.items():
         if isinstance(value, int | float) and name not in ("step", "rank", "time"):
@@ -178,7 +178,7 @@ def scalars_of(record: Record) -> Iterator[tuple[str, float]]:
 
 
 def texts_of(record: Record) -> Iterator[tuple[str, str]]:
-    """Give what of a record is no number."""
+    """Yield the texts of a record by name."""
     suffix = f"/rank-{record['rank']}" if "rank" in record else ""
     for name, value in record.items():
         if isinstance(value, str):

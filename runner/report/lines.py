@@ -1,4 +1,4 @@
-"""The lines and traces that a run has left, checked field by field, so that a report can rely on them. No torch."""
+"""Check the lines and traces of a run field by field, so that a report can rely on them. No torch."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ def read_text(path: Path, hint: str = "") -> str:
 
 
 def read_object(text: str, where: str) -> Line:
-    """Parse a JSON object; numbers that are not numbers may be in it.
+    """Parse a JSON object, which may contain NaN and infinity.
 
     Raises:
-        InputError: it is none.
+        LogError: it is not one.
     """
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise LogError(where, f"is no JSON: {error}", code="log.not-json") from error
+        raise LogError(where, f"is not JSON: {error}", code="log.not-json") from error
     if not isinstance(found, dict):
         raise LogError(where, f"expected an object, found {kind_of(found)}", code="log.not-an-object")
     return found
 
 
 def check_line(line: Line, where: str) -> None:
-    """Make sure that a line of metrics.jsonl has what is told by lines of its kind, and nothing of another type.
+    """Check that a line of metrics.jsonl has the required fields of its kind, with the right types.
 
     Raises:
-        InputError: naming the field.
+        LogError: naming the field.
     """
     for name, needed in _NEEDED.items():
         if name in line:
@@ -66,19 +66,19 @@ def check_line(line: Line, where: str) -> None:
 
 
 def check_types(line: Line, where: str) -> None:
-    """Make sure that what a line of metrics.jsonl has is of the types that it should be.
+    """Check the types of the fields of a line of metrics.jsonl.
 
     Raises:
-        InputError: naming the field.
+        LogError: naming the field.
     """
     _check_fields(line, where, ())
 
 
 def check_run(run: object, where: str) -> Line:
-    """Make sure that a trace says of which run it is, in the types that it should.
+    """Check the description of the run in a trace.
 
     Raises:
-        InputError: naming the field.
+        LogError: naming the field.
     """
     if not isinstance(run, Mapping):
         raise LogError(f"{where}: run", f"expected an object, found {kind_of(run)}", code="log.bad-field")
@@ -87,10 +87,10 @@ def check_run(run: object, where: str) -> Line:
 
 
 def check_events(document: Line, run: Line, where: str) -> tuple[Line, ...]:
-    """Return what a rank ran on its stages, by its trace.
+    """Return the actions of a rank on its stages, from its trace.
 
     Raises:
-        InputError: naming what is not as a trace has it.
+        LogError: naming the bad field.
     """
     events = document.get("traceEvents")
     if not isinstance(events, list):
@@ -154,7 +154,7 @@ def _all_of(is_one: Callable[[object], bool]) -> Callable[[object], bool]:
 
 _ANY = ("anything", lambda found: True)
 _COUNT = ("a count", _is_count)
-_NUMBER = ("a number", _is_number)  # or none, as a loss may be
+_NUMBER = ("a number", _is_number)  # or NaN, as a loss may be
 _FINITE = ("a number", _is_finite)
 _TEXT = ("a text", lambda found: isinstance(found, str))
 _SECONDS = ("a list of seconds, of each pipeline rank", _all_of(_is_duration))
@@ -172,7 +172,7 @@ _FIELDS: Mapping[str, tuple[str, Callable[[object], bool]]] = {
     "kind": (f"one of {', '.join(_KINDS)}", lambda found: found in tuple(_KINDS)),
     "args": ("an object", lambda found: isinstance(found, Mapping)),
 }  # fmt: skip
-# What lines of a kind must have, by the field that tells the kind; the first that a line has counts.
+# Required fields by the field that identifies the kind of a line; the first that a line has counts.
 _NEEDED: Mapping[str, tuple[str, ...]] = {
     "load_s": ("rank", "stages"),
     "loss": ("step", "tokens_per_s"),

@@ -41,7 +41,7 @@ svg { width: 100%; height: auto; } p.note { color: #6b7280; max-width: 45rem; }
 
 
 def write_report(log_dir: Path, out: Path, *, force: bool = False) -> str:
-    """Write the page about the run with this log folder, and return what it comes to in a sentence.
+    """Write the page about the run with this log folder, and return its summary in a sentence.
 
     Raises:
         UsageError: the name of the page is that of another kind of file.
@@ -53,7 +53,7 @@ def write_report(log_dir: Path, out: Path, *, force: bool = False) -> str:
             "--out", f"expected a name that ends in {' or '.join(_SUFFIXES)}, found {out}", code="options.report-suffix"
         )
     if not log_dir.is_dir():
-        raise LaunchError(str(log_dir), "no such folder", "give the log folder of a run", code="launch.no-run")
+        raise LaunchError(str(log_dir), "no such folder", "use the log folder of a run", code="launch.no-run")
     check_new_file(out, "--out", force=force)
     run = read_run(log_dir)
     try:
@@ -128,7 +128,7 @@ def _curves(run: RunLog) -> list[str]:
         axes.set_ylabel("tokens/s")
         axes.set_xlabel("step")
 
-    marks = ["Grey lines: checkpoints."] if run.checkpoints else []
+    marks = ["Gray lines: checkpoints."] if run.checkpoints else []
     marks += ["Dotted lines: where an attempt began."] if run.begins[1:] else []
     return [
         "<h2>Loss</h2>", _drawn(loss, 3.2), f"<p class=note>{' '.join(marks)}</p>" if marks else "",
@@ -137,7 +137,7 @@ def _curves(run: RunLog) -> list[str]:
 
 
 def _times(run: RunLog) -> list[str]:
-    """Tell where the time of a step went, on each pipeline rank."""
+    """Return the step-time breakdown of each pipeline rank."""
     ranks = range(len(run.steps[-1].get("bubble_s", ())))
     if not ranks:
         return []
@@ -200,7 +200,7 @@ def _pipeline(traces: Traces, step: StepTrace, plan: Timeline) -> list[str]:
 
 
 def _memory(run: RunLog) -> list[str]:
-    """Hold each rank's memory against the plan's; a run that was ended has told the peak of rank 0 alone."""
+    """Compare each rank's memory with the plan; a run that was killed has the peak of rank 0 alone."""
     last = run.steps[-1]
     peaks = run.peaks_nbytes or ({0: last["peak_nbytes"]} if "peak_nbytes" in last else {})
     rows = []
@@ -212,11 +212,13 @@ def _memory(run: RunLog) -> list[str]:
     if not rows:
         return []
     heads = ("rank", "stages", "before", "training, at its peak", "planned", "peak / planned")
-    notes = ["Planned: weights, gradients, moments, activations and receive buffers, as reshard plan counts them."]
+    notes = [
+        "Planned: weights, gradients, optimizer state, activations and receive buffers, as reshard plan counts them."
+    ]
     if any(load.get("base_nbytes") for load in run.loads):
-        notes.append("Ranks on the host also grow by what loading, the network and Python itself take.")
+        notes.append("Ranks on the host also use memory for loading, the network and Python itself.")
     if len(peaks) < len(rows):
-        notes.append("The run has not come to its end: of the other ranks no peak is known.")
+        notes.append("The run did not finish: the peaks of the other ranks are unknown.")
     return ["<h2>Memory, in MiB</h2>", _table(heads, rows), f"<p class=note>{' '.join(notes)}</p>"]
 
 
@@ -229,12 +231,12 @@ def _counted(number: int, thing: str) -> str:
 
 
 def _typical(steps: Sequence[StepTrace]) -> StepTrace:
-    """Give the step that took the median time."""
+    """Return the step with the median time."""
     return sorted(steps, key=lambda step: step.seconds)[len(steps) // 2]
 
 
 def _bar(axes: Axes, place: tuple[int, float, float], kind: str, microbatch: int, shade: int) -> None:
-    """Draw an action at (rank, begin, end); the more stages of its rank come before its own, the paler."""
+    """Draw an action at (rank, begin, end), paler for later stages of its rank."""
     rank, begin_s, end_s = place
     axes.barh(
         rank, (end_s - begin_s) * 1e3, left=begin_s * 1e3, height=0.78, color=_COLOURS[kind], edgecolor="white",
@@ -255,7 +257,7 @@ def _finish_bars(axes: Axes, num_ranks: int, seconds: float) -> None:
 
 
 def _drawn(draw: Callable[[Axes], None], height: float) -> str:
-    """Draw into an SVG that stands in a page by itself."""
+    """Draw into an SVG for an HTML page."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, height), layout="constrained")

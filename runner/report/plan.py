@@ -1,4 +1,4 @@
-"""What the schedule's plan makes of the times that were measured. No torch."""
+"""Simulate the schedule of a run with its measured times. No torch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["planned"]
 def planned(traces: Traces) -> Timeline:
     """Simulate the schedule of a traced run with the time that each stage took for a microbatch.
 
-    Transfers are taken to be free: what they cost shows as the difference to what was measured.
+    Transfers are assumed to be free: their cost is the difference to the measured time.
 
     Raises:
-        UserError: the schedule's file is gone.
+        UserError: the schedule file is missing.
     """
     try:
         timetable = find_timetable(traces.schedule, traces.placement, traces.num_microbatches)

@@ -1,4 +1,4 @@
-"""What a run has left in its log folder, read back. No torch."""
+"""Read the log folder of a run. No torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Action", "RunLog", "StepTrace", "Traces", "read_run"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Action:
-    """An action of a trace, in seconds from the beginning of its step."""
+    """An action of a trace, in seconds from the start of its step."""
 
     kind: str
     stage: int
@@ -30,7 +30,7 @@ class Action:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTrace:
-    """One step: what each rank ran of its schedule, from the first action of any rank to the last's end."""
+    """One step: the actions of each rank, from the start of the first one to the end of the last."""
 
     step: int
     ranks: tuple[tuple[Action, ...], ...]
@@ -41,14 +41,14 @@ class StepTrace:
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time in which they compute nothing, from 0 to 1; transfers are part of it."""
+        """The fraction of all ranks' time in which they do not compute; transfers are part of it."""
         busy_s = sum(action.end_s - action.begin_s for rank in self.ranks for action in rank)
         return max(0.0, 1 - busy_s / (len(self.ranks) * self.seconds)) if self.seconds else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traces:
-    """The traced steps of a run, and what its plan is known by."""
+    """The traced steps of a run, and its schedule."""
 
     folder: Path
     schedule: str
@@ -66,7 +66,7 @@ class Traces:
         return median(step.seconds for step in self.steps)
 
     def seconds_of(self, kind: str) -> tuple[float, ...]:
-        """Give the median time of one microbatch on each stage, over all steps; 0 where none ran."""
+        """Return the median time of one microbatch on each stage, over all steps; 0 where none ran."""
         found: dict[int, list[float]] = defaultdict(list)
         for step in self.steps:
             for action in (action for rank in step.ranks for action in rank if action.kind == kind):
@@ -76,37 +76,37 @@ class Traces:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunLog:
-    """Lines of metrics.jsonl by what they tell of, and the traces if there are any.
+    """The lines of metrics.jsonl by kind, and the traces if there are any.
 
-    A run may have been started several times, each attempt going on from a checkpoint: what an attempt takes
-    again counts as it was taken last, and what no later attempt came to is forgotten.
+    A run may have several attempts, each resuming from a checkpoint: of steps that were taken again, the last attempt
+    counts, and steps beyond the one where the last attempt ended are dropped.
     """
 
     steps: tuple[Mapping[str, Any], ...]  # in order, each once
     evaluations: tuple[Mapping[str, Any], ...]
     checkpoints: tuple[Mapping[str, Any], ...]
     loads: tuple[Mapping[str, Any], ...]  # of each rank, in the last attempt
-    peaks_nbytes: Mapping[int, int]  # of ranks, at the end of the last attempt if it came to it
+    peaks_nbytes: Mapping[int, int]  # of ranks, at the end of the last attempt if it finished
     begins: tuple[int, ...]  # the first step of each attempt
     traces: Traces | None
 
 
 def read_run(log_dir: Path) -> RunLog:
-    """Read what a run has left.
+    """Read the log of a run.
 
     Raises:
-        InputError: no metrics, a line that is no JSON object, or traces of ranks that do not fit together.
+        LogError: no metrics, a line that is not a JSON object, or inconsistent traces.
     """
     path = log_dir / "metrics.jsonl"
-    # What is behind the last line's end is being written, or was when the machine died.
-    lines = read_text(path, "give the --log-dir of a run").split("\n")[:-1]
+    # A last line without an end is being written, or was when the machine crashed.
+    lines = read_text(path, "use the --log-dir of a run").split("\n")[:-1]
     attempts = _Attempts()
     for number, text in enumerate(lines, 1):
         line = read_object(text, f"{path}:{number}")
         check_line(line, f"{path}:{number}")
         attempts.add(line)
     if not attempts.steps:
-        raise LogError(str(path), "tells of no step", code="log.no-steps")
+        raise LogError(str(path), "has no step", code="log.no-steps")
     return RunLog(
         steps=tuple(attempts.steps),
         evaluations=tuple(attempts.evaluations),
@@ -119,7 +119,7 @@ def read_run(log_dir: Path) -> RunLog:
 
 
 class _Attempts:
-    """Lines as they come, those that a later attempt has overtaken left out."""
+    """Collects lines in order, and drops those that a later attempt has replaced."""
 
     def __init__(self) -> None:
         self.steps, self.evaluations, self.checkpoints = list[Line](), list[Line](), list[Line]()
@@ -157,27 +157,27 @@ def _read_traces(folder: Path, own: str) -> Traces | None:
     documents = [read_object(read_text(path), str(path)) for path in paths]
     run = check_run(documents[0].get("run"), str(paths[0]))
     if any(document.get("run") != run for document in documents):
-        hint = "remove the folder, and trace again"
-        raise LogError(str(folder), "holds traces of different runs", hint, code="log.mixed-traces")
+        hint = "remove the folder, and run with --trace again"
+        raise LogError(str(folder), "contains traces of different runs", hint, code="log.mixed-traces")
     if own and run.get("run", own) not in (own, ""):
         return None  # of another run
     try:
         placement = Placement(num_stages=run["num_stages"], num_ranks=run["num_ranks"], style=run["style"])
     except InputError as error:
         raise error.within(f"{paths[0]}: run") from error
-    # With data or tensor parallelism several ranks hold the same stages: one pipeline is looked at.
+    # With data or tensor parallelism several ranks share their stages: one pipeline is shown.
     each = max(1, len(documents) // placement.num_ranks)
     if len(documents) % placement.num_ranks:
         problem = f"expected a trace of each of {placement.num_ranks} pipeline ranks, found {len(documents)}"
         raise LogError(str(folder), problem, code="log.mixed-traces")
     pipeline = [check_events(documents[at], run, str(paths[at])) for at in range(0, len(documents), each)]
-    # A run that was ended may have traced a step on some ranks only.
+    # A killed run may have traced a step on some ranks only.
     steps = sorted(set.intersection(*({event["args"]["step"] for event in events} for events in pipeline)))
     if not steps:
         return None
     if placement.num_stages * run["num_microbatches"] > sum(map(len, pipeline)):
         problem = f"expected {run['num_microbatches']} microbatches on each of {placement.num_stages} stages"
-        raise LogError(str(folder), problem, "remove the folder, and trace again", code="log.mixed-traces")
+        raise LogError(str(folder), problem, "remove the folder, and run with --trace again", code="log.mixed-traces")
     return Traces(
         folder=folder,
         schedule=run["schedule"],

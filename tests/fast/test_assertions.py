@@ -26,7 +26,6 @@ NOT_YET = frozenset(
         "tests/fast/reshard/test_report.py",
         "tests/fast/runner/test_families.py",
         "tests/fast/runner/test_report.py",
-        "tests/fast/runner/test_sampling.py",
         "tests/fast/runner/test_sinks.py",
         "tests/fast/runner/test_titan_families.py",
         "tests/fast/runner/test_transformers_family.py",
@@ -42,7 +41,6 @@ NOT_YET = frozenset(
         "tests/process/test_object_output.py",
         "tests/process/test_object_refusals.py",
         "tests/process/test_objects.py",
-        "tests/process/test_reading.py",
         "tests/process/test_resume.py",
         "tests/process/test_watching.py",
     }

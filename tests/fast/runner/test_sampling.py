@@ -42,13 +42,14 @@ def test_logits_that_are_not_finite_are_refused(wrong: float, temperature: float
     (generator,) = generators_of(sampling, 1)
     logits = LOGITS.clone()
     logits[7] = wrong
-    with pytest.raises(InputError, match=r"^the logits are not finite\nhint: nor are the weights"):
+    with pytest.raises(InputError) as error:
         draw(logits, sampling, generator)
+    assert error.value.code == "model.not-finite"
 
 
 def test_temperature_at_which_logits_are_beyond_float32_is_refused() -> None:
     sampling = Sampling(temperature=1e-39)
-    with pytest.raises(InputError, match=r"or --temperature is too low$"):
+    with pytest.raises(InputError, match=r"or a higher --temperature$"):
         draw(LOGITS, sampling, generators_of(sampling, 1)[0])
 
 
