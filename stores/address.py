@@ -1,4 +1,4 @@
-"""Addresses as users write them: of repositories on the hub, and of everything else by its one form."""
+"""Addresses as users write them: parsing those of the hub, and normalizing all of them for comparison."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ __all__ = ["SCHEME", "HubAddress", "is_inside", "is_url", "parse_hub_address", "
 
 SCHEME = "hf://"
 _PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
-_REPO = re.compile(rf"(?:{_PART}/)?{_PART}")  # a few old repositories, such as gpt2, have no organisation
+_REPO = re.compile(rf"(?:{_PART}/)?{_PART}")  # a few old repositories, such as gpt2, have no organization
 _ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "local": "file"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HubAddress:
-    """A repository, at a branch, tag or commit (None: its main branch)."""
+    """A repository at a branch, tag or commit (None: the main branch)."""
 
     repo: str
     revision: str | None = None
-    is_bare: bool = False  # written without hf://, so that a folder may have been meant
+    is_bare: bool = False  # written without hf://, so it may be a mistyped local path
 
     def __str__(self) -> str:
         return SCHEME + self.repo + (f"@{self.revision}" if self.revision else "")
 
 
 def is_url(address: str | Path) -> TypeGuard[str]:
-    """Return whether this is an address off this machine, `scheme://…`, and not a path."""
+    """Return whether this is a URL, `scheme://…`, and not a local path."""
     return isinstance(address, str) and "://" in address
 
 
 def split_url(url: str) -> tuple[str, str, str]:
-    """Return scheme, bucket and prefix, without a slash at its ends."""
+    """Return scheme, bucket and prefix, the prefix without leading or trailing slashes."""
     scheme, _, rest = url.partition("://")
     bucket, _, prefix = rest.partition("/")
     return scheme.lower(), bucket, prefix.strip("/")
 
 
 def place_of(address: str | Path) -> str:
-    """Return the one form of all addresses of a folder, to compare and not to open.
+    """Return a normalized address of a folder, for comparison only.
 
-    Links and `..` are followed on this machine, `file://` too. Where an address can leave out what tells two
-    places apart (a revision, an account, a user), the form leaves it out: they count as one.
+    Local paths, `file://` included, have links and `..` resolved. Optional parts that distinguish places (a revision,
+    an account, a user) are dropped: such places compare as equal.
     """
     if not is_url(address):
         return _real(str(address))
-    last = address.rpartition("::")[2]  # fsspec's chains end where the bytes are
+    last = address.rpartition("::")[2]  # a chain of fsspec ends at the actual storage
     if last != address and (is_url(last) or last.startswith("/")):
         return place_of(last)
     if address.startswith(SCHEME):
@@ -66,22 +66,22 @@ def place_of(address: str | Path) -> str:
 
 
 def _real(path: str) -> str:
-    # Path.resolve raises where links lead in a circle.
+    # Path.resolve raises for circular links.
     return path if "\0" in path else os.path.realpath(path)
 
 
 def is_inside(place: str, folder: str) -> bool:
-    """Return whether a place, as `place_of` returns it, is below another one."""
+    """Return whether a place is below another one, both as returned by `place_of`."""
     return place != folder and place.startswith(f"{folder.rstrip('/')}/")
 
 
 def parse_hub_address(text: str) -> HubAddress | None:
-    """Read `hf://org/name`, `org/name`, either with `@revision`; None when it is neither.
+    """Parse `hf://org/name` or `org/name`, optionally with `@revision`; None for anything else.
 
-    A relative path of two parts reads as a bare address too: ask only when no such path exists.
+    A relative path of two parts parses as a bare address too: call this only if no such path exists.
 
     Raises:
-        InputError: `hf://` with something else behind it.
+        StoreError: `hf://` with a malformed address.
     """
     repo, at, revision = text.removeprefix(SCHEME).partition("@")
     is_bare = not text.startswith(SCHEME)
@@ -89,6 +89,6 @@ def parse_hub_address(text: str) -> HubAddress | None:
     if is_bare and not (fits and "/" in repo):
         return None
     if not fits:
-        problem = "expected hf://org/name or hf://org/name@revision"
-        raise StoreError(text, problem, "only model repositories are read", code="store.malformed-address")
+        problem, hint = "expected hf://org/name or hf://org/name@revision", "only model repositories are supported"
+        raise StoreError(text, problem, hint, code="store.malformed-address")
     return HubAddress(repo=repo, revision=revision or None, is_bare=is_bare)

@@ -1,4 +1,4 @@
-"""What every store offers: folders of named files, read by byte ranges."""
+"""The interface of all stores: folders of named files, read by byte ranges."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ __all__ = [
     "read_whole",
 ]
 
-SOURCE_CHANGED = "source.changed"  # the code of errors about a file that is no longer what was listed
-HUB_MISMATCH = "source.hub-digest"  # of errors about a file that is not what the hub lists
-HIDDEN_FOLDERS = (".git", ".cache")  # what tools keep beside a model, for themselves
+SOURCE_CHANGED = "source.changed"  # error code: the file changed since it was listed
+HUB_MISMATCH = "source.hub-digest"  # error code: the file differs from the hub's listing
+HIDDEN_FOLDERS = (".git", ".cache")  # folders of tools beside a model
 
 _LENGTH_NBYTES = 8  # of a safetensors file: the length of its header
 _MAX_WHOLE_NBYTES = 1 << 30
@@ -42,13 +42,14 @@ Range = tuple[int, int]  # begin and end, in bytes from the start of the file
 
 
 class Reader(Protocol):
-    """An open file. One thread reads it, mostly from front to back."""
+    """An open file. It is read by one thread, mostly sequentially."""
 
     def read_into(self, part: memoryview, position: int) -> None:
         """Fill `part` with the bytes at `position`.
 
         Raises:
-            InputError: the file ends before that, changed since it was listed, or cannot be read.
+            SourceError: the file is too short, or changed since it was listed.
+            InputError: it cannot be read.
         """
         ...
 
@@ -63,24 +64,24 @@ class InputFile(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """What changes when the file's bytes do: its size and etag, or its size and time of change."""
+        """A string that changes with the file's bytes: its size and ETag, or its size and mtime."""
         ...
 
     def open(self, ranges: Sequence[Range]) -> Reader:
-        """Open the file to read these ranges, given in ascending order, and nothing else."""
+        """Open the file to read these ranges, in ascending order."""
         ...
 
 
 @runtime_checkable
 class Listed(Protocol):
-    """A file whose place lists a digest of its bytes: SHA-256, or git's SHA-1; "" where it lists none."""
+    """A file whose store lists a digest of its bytes: SHA-256, git's SHA-1, or "" if unknown."""
 
     @property
     def listed(self) -> str: ...
 
 
 class Folder(Protocol):
-    """A folder of a store, as it was when it was opened: its revision is resolved once."""
+    """A folder of a store, with its revision resolved when it was opened."""
 
     @property
     def kind(self) -> str: ...
@@ -97,12 +98,12 @@ class Folder(Protocol):
 
 
 def is_hidden(path: str) -> bool:
-    """Return whether a path leads through a hidden folder: such files are not part of a model."""
+    """Return whether a path is in a hidden folder, whose files are not part of a model."""
     return not set(HIDDEN_FOLDERS).isdisjoint(path.split("/")[:-1])
 
 
 def merge_ranges(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """Return the same bytes as fewer ranges, ascending: those that touch or overlap become one."""
+    """Merge ranges that touch or overlap, and return them in ascending order."""
     merged: list[Range] = []
     for begin, end in sorted(ranges):
         if merged and begin <= merged[-1][1]:
@@ -122,10 +123,11 @@ def read_config(file: InputFile, digest: str | None = None) -> dict[str, Any]:
 
 
 def read_whole(file: InputFile, digest: str | None = None, *, most_nbytes: int = _MAX_WHOLE_NBYTES) -> bytes:
-    """Read a file of at most 1 GiB, and check its digest when one is given; see `Blocks` for longer ones.
+    """Read a file of at most 1 GiB, and check its digest if one is passed; see `Blocks` for longer files.
 
     Raises:
-        InputError: it cannot be read, is too large, or is not what the digest says.
+        SourceError: it is too large, or has another digest.
+        InputError: it cannot be read.
     """
     if file.nbytes > most_nbytes:
         problem = f"expected at most {most_nbytes} bytes, found {file.nbytes}"
@@ -143,19 +145,21 @@ def check_whole(file: InputFile, digest: str) -> None:
     """Read a file of any length, a block at a time, and check its digest.
 
     Raises:
-        InputError: it cannot be read, or is not what the digest says.
+        SourceError: it has another digest.
+        InputError: it cannot be read.
     """
     for _ in Blocks(file, digest):
         pass
 
 
 class Blocks:
-    """A file from front to back, a block at a time, each valid until the next; hashed as they pass.
+    """Iterate over a file's blocks and hash them; each block is valid until the next.
 
-    `digest` is known once all of them have passed. One that was `expected` is checked after the last block.
+    `digest` is set after the last block, and checked if one is `expected`.
 
     Raises:
-        InputError: the file cannot be read, or is not what the digest says.
+        SourceError: the file has another digest.
+        InputError: it cannot be read.
     """
 
     def __init__(self, file: InputFile, expected: str | None = None) -> None:
@@ -181,10 +185,11 @@ class Blocks:
 
 
 def read_file_header(file: InputFile) -> Header:
-    """Read and check the header of a safetensors file: two ranges, and no byte of data.
+    """Read and check the header of a safetensors file, in two range requests and without its data.
 
     Raises:
-        InputError: as `manifests.safetensors.read_header`.
+        ShardError: as `manifests.safetensors.read_header`.
+        InputError: it cannot be read.
     """
     where = str(file)
     first = _read(file, 0, min(_LENGTH_NBYTES, file.nbytes))
@@ -194,7 +199,7 @@ def read_file_header(file: InputFile) -> Header:
 
 
 def _listed_hasher(file: InputFile) -> hashlib._Hash | None:
-    """Return a hasher for the digest that is listed of a file: SHA-256, or git's SHA-1 for small files."""
+    """Return a hasher for the listed digest of a file: SHA-256, or git's SHA-1 for small files."""
     listed = file.listed if isinstance(file, Listed) else ""
     if len(listed) == 64:
         return hashlib.sha256()
@@ -208,8 +213,8 @@ def _check_listed(file: InputFile, found: str) -> None:
     if found != listed:
         raise SourceError(
             str(file),
-            f"expected the digest {listed} (the hub's listing), found {found}",
-            "a server or proxy on the way sent other bytes: run again, or from another network",
+            f"expected {listed} (listing of the hub), found {found}",
+            "a server or proxy sent wrong bytes; run again, or from another network",
             code=HUB_MISMATCH,
         )
 

@@ -1,4 +1,4 @@
-"""Which tensors a stage stores, and where: in shards of its own, or in spans of the original files."""
+"""The tensors of a stage and their location: in its shards, or in spans of the original files."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ __all__ = ["Bundles", "TensorAt", "join_slices", "tensors_in"]
 
 @dataclass(frozen=True, slots=True)
 class TensorAt:
-    """Where the bytes of a tensor are, or of a slice of it: a box of the whole that begins at `offset`.
+    """The location of a tensor's bytes, or of a slice's: a region of the whole tensor that begins at `offset`.
 
-    `digest` is bare hex, None where nobody has computed it yet.
+    `digest` is hex without a prefix; None if unknown.
     """
 
     name: str
     dtype: str
-    shape: tuple[int, ...]  # of what is here
+    shape: tuple[int, ...]  # of the stored tensor or slice
     file: InputFile
     begin: int  # from the start of the file, in bytes
     nbytes: int
@@ -68,13 +68,13 @@ def tensors_in(
     digests: Mapping[str, str] | None = None,
     names: Mapping[str, str] = MappingProxyType({}),
 ) -> list[TensorAt]:
-    """Return a shard's tensors in the order of their bytes. Names that are among `names` are those very objects.
+    """Return a shard's tensors ordered by offset. Names in `names` are not duplicated in memory.
 
     Raises:
-        InputError: what the header of a bundle's shard says of slices is impossible.
+        ShardError: the header's description of slices is not valid.
     """
     slices = slices_in(header, str(file)) if digests is not None else {}
-    sizes: dict[int, int] = {}  # one object for equal numbers: there may be a million tensors
+    sizes: dict[int, int] = {}  # shares equal integers: there may be a million tensors
     return [
         TensorAt(
             names.get(entry.name, entry.name),
@@ -91,10 +91,10 @@ def tensors_in(
 
 
 def join_slices(tensors: Iterable[TensorAt]) -> dict[str, tuple[TensorAt, ...]]:
-    """Return the slices of each tensor, in order; of a tensor that is stored whole, that one.
+    """Return the slices of each tensor, in order; a tensor that is stored whole is a single one.
 
     Raises:
-        InputError: a tensor is stored twice, or its slices are not all of it.
+        ShardError: a tensor is stored twice, or its slices do not make up the whole tensor.
     """
     found: dict[str, list[TensorAt]] = {}
     for tensor in tensors:
@@ -102,23 +102,20 @@ def join_slices(tensors: Iterable[TensorAt]) -> dict[str, tuple[TensorAt, ...]]:
     for name, parts in found.items():
         where = f"{parts[-1].file}: {name!r}"
         if len(parts) > 1 and any(part.part is None for part in parts):
-            raise ShardError(where, "is in two shards", code="shard.inconsistent-slices")
+            raise ShardError(where, "expected in one shard, found in two", code="shard.inconsistent-slices")
         if len({part.dtype for part in parts}) > 1:
             wrong = f"expected {parts[0].dtype} as in other slices, found {parts[-1].dtype}"
             raise ShardError(f"{where}.dtype", wrong, code="shard.inconsistent-slices")
         slices = [part.part for part in parts if part.part is not None]
         if slices and (problem := problem_with_slices(slices)):
-            hint = "a shard of this stage is missing or stray: write the bundle again"
+            hint = "a shard of this stage is missing, or an unrelated one is present; write the bundle again"
             raise ShardError(where, problem, hint, code="shard.inconsistent-slices")
         parts.sort(key=attrgetter("offset"))
     return {name: tuple(parts) for name, parts in found.items()}
 
 
 class Bundles:
-    """The bundles of the manifest in folder `root`. Files are opened, and checked, when a stage needs them.
-
-    Each file is opened once, however often its tensors are asked for and however many stages share it.
-    """
+    """The bundles of the manifest in folder `root`. Files are opened and checked on demand, each once."""
 
     def __init__(self, manifest: Manifest, root: Path | Folder) -> None:
         self.manifest = manifest
@@ -130,9 +127,9 @@ class Bundles:
         self._ahead: dict[Shard | int, Future[Header]] = {}  # by shard, or by the number of an original file
 
     def read_ahead(self, stages: Iterable[Stage], holds: Container[Holds] = (WEIGHTS,)) -> None:
-        """Read the headers of these stages' files, several at a time, unless they are on this machine.
+        """Prefetch the headers of these stages' files concurrently, unless they are on this machine.
 
-        One that is refused is refused again by `tensors_on`.
+        Errors are raised by `tensors_on`.
         """
         calls: dict[Shard | int, Callable[[], Header]] = {}
         for stage in stages:
@@ -143,18 +140,20 @@ class Bundles:
         self._ahead |= at_once(calls)
 
     def tensors_on(self, stage: Stage, holds: Holds = WEIGHTS) -> list[TensorAt]:
-        """Return the tensors that a stage stores, by their names there, in the order of their bytes in each file.
+        """Return the tensors of a stage under their names on it, ordered by offset within each file.
 
-        A tensor that is stored in slices comes once for each; see `join_slices`.
+        A tensor in slices occurs once for each slice; see `join_slices`.
 
         Raises:
-            InputError: a file is missing, damaged, or not the one that the manifest was written for; a span
-                cuts a tensor, or contains one that neither a module nor a tie puts on this stage.
+            ShardError: a shard is missing or damaged.
+            SourceError: an original file changed since the manifest was written.
+            ManifestError: a span cuts a tensor, or has a tensor of another stage that is not tied.
+            InputError: a file cannot be read.
         """
         return [tensor for read in self.parts_of(stage, (holds,)) for tensor in read()]
 
     def parts_of(self, stage: Stage, holds: Container[Holds]) -> Iterator[Callable[[], list[TensorAt]]]:
-        """Yield a call for each file of a stage's bundle, which returns the tensors there as `tensors_on` does."""
+        """Yield a function for each file of a stage's bundle, which returns its tensors as `tensors_on`."""
         for shard in stage.shards:
             if shard.holds in holds:
                 yield partial(self._in_shard, shard)
@@ -163,10 +162,10 @@ class Bundles:
                 yield partial(self._in_spans, stage, number, tuple(spans))
 
     def original_file(self, number: int) -> InputFile:
-        """Return a file that spans refer to, unread and unchecked.
+        """Return a file that spans refer to, without reading or checking it.
 
         Raises:
-            InputError: the folder is malformed or cannot be reached.
+            InputError: the folder's address is malformed, or it cannot be reached.
         """
         assert self.manifest.virtual is not None
         return self._open_folder().file(self.manifest.virtual.files[number].path)
@@ -189,11 +188,11 @@ class Bundles:
         return self._shards[shard]
 
     def _open_shard(self, shard: Shard) -> Header:
-        """Read a shard's header and check it against the manifest; what is on this machine, as all do there."""
+        """Read a shard's header and check it against the manifest."""
         file = self.root.file(shard.path)
         if isinstance(self.root, LocalFolder):
-            with suppress(InputError):  # it is missing, which is reported better below
-                _ = file.nbytes  # from here on the file is the one that is here now
+            with suppress(InputError):  # if it is missing, `open_shard` reports it better
+                _ = file.nbytes  # records the file's state: later changes are refused
             return open_shard(self.root.path, shard)
         check_shard(str(file), shard, file.nbytes)
         header = read_file_header(file)
@@ -208,7 +207,7 @@ class Bundles:
             inside = tensors[first:last]
             if not inside or (inside[0].begin, inside[-1].end) != (span.begin, span.end):
                 where = f"stages[{stage.index}].spans: {self.original_file(number)}"
-                problem = f"bytes {span.begin} to {span.end} are not whole tensors"
+                problem = f"expected whole tensors, found bytes {span.begin} to {span.end}"
                 raise ManifestError(where, problem, code="manifest.wrong-span")
             found += [replace(tensor, name=name) for tensor in inside for name in self._names_on(stage, tensor)]
         return found
@@ -225,7 +224,7 @@ class Bundles:
         return _read_original(self.original_file(number), self.manifest.virtual.files[number])
 
     def _names_on(self, stage: Stage, tensor: TensorAt) -> Sequence[str]:
-        """Return the names of a tensor on a stage: its own, or those that are tied to it."""
+        """Return the names of a tensor on a stage: its own, or those tied to it."""
         if stage.index not in self._modules:
             self._modules[stage.index] = frozenset(stage.modules)
         if module_of(tensor.name, self._modules[stage.index]) is not None:
@@ -234,13 +233,13 @@ class Bundles:
         tied = [members for members in groups if any(member.fqn == tensor.name for member in members)]
         names = [member.fqn for members in tied for member in members if member.stage == stage.index]
         if not names:
-            where, problem = f"{tensor.file}: {tensor.name!r}", f"belongs to no module of stage {stage.index}"
+            where, problem = f"{tensor.file}: {tensor.name!r}", f"is not in a module of stage {stage.index}"
             raise ManifestError(where, problem, code="manifest.wrong-span")
         return names
 
 
 def _read_original(file: InputFile, original: OriginalFile) -> Header:
-    """Read an original file's header, if the file still is what it was when the manifest was written."""
+    """Read an original file's header and check that the file is unchanged since the manifest was written."""
     _expect(file, f"{original.nbytes} bytes", f"{file.nbytes} bytes")
     _expect(file, original.pin, file.fingerprint)
     header = read_file_header(file)
@@ -253,6 +252,6 @@ def _expect(file: InputFile, expected: str, found: str) -> None:
         raise SourceError(
             str(file),
             f"expected {expected} (virtual.files of manifest.json), found {found}",
-            "the source changed after the manifest was written; write that again with reshard pack --virtual",
+            "the source changed after the manifest was written; pack it again with reshard pack --virtual",
             code=SOURCE_CHANGED,
         )

@@ -1,4 +1,4 @@
-"""Headers of many files, read several at a time where each is a request over a network."""
+"""Headers of many files, read concurrently over a network."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ Result = TypeVar("Result")
 
 
 def read_file_headers(files: Iterable[InputFile]) -> dict[InputFile, Header]:
-    """Read and check the headers of safetensors files, in their order.
+    """Read and check the headers of safetensors files, in order.
 
     Raises:
-        InputError: as `read_file_header`, for the first of them that is refused.
+        InputError: as `read_file_header`, for the first file that fails.
     """
     return dict(each_file_header(files))
 
 
 def each_file_header(files: Iterable[InputFile]) -> Iterator[tuple[InputFile, Header]]:
-    """Yield each file and its header, and keep none that was taken; on this machine one is read at a time.
+    """Yield each file and its header without storing them; files on this machine are read one at a time.
 
     Raises:
         InputError: as `read_file_headers`.
@@ -40,12 +40,12 @@ def each_file_header(files: Iterable[InputFile]) -> Iterator[tuple[InputFile, He
         return
     read = at_once({file: partial(read_file_header, file) for file in files})
     for file in files:
-        if file in read:  # else one before it was refused
+        if file in read:  # otherwise an earlier one failed
             yield file, read.pop(file).result()
 
 
 def at_once(calls: Mapping[Key, Callable[[], Result]]) -> dict[Key, Future[Result]]:
-    """Make calls, several at a time, and return the future of each; once one has failed, start no other."""
+    """Run calls concurrently and return their futures; after the first failure, no more are started."""
     pool = ThreadPoolExecutor(NUM_AT_ONCE, thread_name_prefix="header")
     try:
         made = {key: pool.submit(call) for key, call in calls.items()}

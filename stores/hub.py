@@ -25,18 +25,19 @@ from stores.streams import Streams
 __all__ = ["HubFolder", "open_hub"]
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_NUM_LISTING_ATTEMPTS = 3  # nothing was done yet, and whoever mistyped an address is waiting
+_NUM_LISTING_ATTEMPTS = 3  # fail fast, since the address may be mistyped
 
 
 def open_hub(address: HubAddress, retries: Retries | None = None) -> HubFolder:
-    """Pin the commit that `address` means now, and list its files: one request.
+    """Resolve `address` to a commit and list its files, in one request.
 
-    HF_ENDPOINT, HF_TOKEN, HF_HUB_CACHE and the timeouts of huggingface_hub are respected. With
-    HF_HUB_OFFLINE, the folder is what the local cache has of the repository.
+    HF_ENDPOINT, HF_TOKEN, HF_HUB_CACHE and the timeouts of huggingface_hub are respected. With HF_HUB_OFFLINE, the
+    folder consists of the repository's files in the local cache.
 
     Raises:
-        InputError: no such repository or revision, no access, offline and not in the cache, or the hub
-            cannot be reached.
+        StoreError: no such repository or revision, no access, or offline and not in the cache.
+        UnreachableError: the hub cannot be reached.
+        InputError: HF_ENDPOINT is not a URL.
     """
     if constants.HF_HUB_OFFLINE:
         return _open_cached(address)
@@ -60,7 +61,7 @@ def open_hub(address: HubAddress, retries: Retries | None = None) -> HubFolder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HubFolder:
-    """A repository at one commit (`revision`). What its local cache has is read from there."""
+    """A repository at one commit (`revision`). Cached files are read from the local cache."""
 
     address: HubAddress  # as the user wrote it
     revision: str
@@ -84,7 +85,7 @@ class HubFolder:
 
 @dataclass(frozen=True, slots=True)
 class _AbsentFile:
-    """A file that the folder does not have: asking for more about it raises."""
+    """A file that the folder does not have: any use raises."""
 
     folder: HubFolder
     name: str
@@ -116,13 +117,13 @@ def _list(address: HubAddress) -> ModelInfo:
 
 
 def _listed(address: HubAddress, commit: str, sibling: RepoSibling, retries: Retries, streams: Streams) -> HubFile:
-    """Check what the hub says of a file: a listing is input like any other."""
+    """Check the hub's listing of a file, which is untrusted input."""
     name, nbytes = sibling.rfilename, sibling.size
     if problem := problem_with_path(name):
         problem = f"{problem}, found {name[:80]!r} in the listing of {constants.ENDPOINT}"
         raise StoreError(str(address), problem, code="store.invalid-name")
     if not isinstance(nbytes, int) or nbytes < 0:
-        problem = f"expected its size from {constants.ENDPOINT}, found {nbytes!r}"
+        problem = f"expected a size from {constants.ENDPOINT}, found {nbytes!r}"
         raise StoreError(f"{address}/{name}", problem, code="store.not-a-hub")
     etag = sibling.lfs.sha256 if sibling.lfs else sibling.blob_id
     return HubFile(
@@ -143,7 +144,7 @@ def _open_cached(address: HubAddress) -> HubFolder:
             address, lambda: snapshot_download(address.repo, revision=address.revision, local_files_only=True)
         )
     except LocalEntryNotFoundError as error:
-        # Newer versions of huggingface_hub refuse a snapshot that lacks files, and say where it is.
+        # Newer versions of huggingface_hub raise for an incomplete snapshot, but report its path.
         path = getattr(error, "snapshot_path", "")
         if not path:
             raise offline_error(address, str(address)) from error
@@ -155,7 +156,7 @@ def _open_cached(address: HubAddress) -> HubFolder:
 
 
 def _cached(address: HubAddress, snapshot: LocalFolder, name: str) -> HubFile:
-    """Describe a cached file as the hub's listing would: a snapshot links to blobs that are named by their etag."""
+    """Return a cached file as the hub would list it: a snapshot has links to blobs named by their ETag."""
     file, commit = snapshot.file(name), snapshot.path.name
     etag = file.path.resolve().name if file.path.is_symlink() else ""
     return HubFile(address=address, commit=commit, name=name, nbytes=file.nbytes, etag=etag or commit, listed=etag)

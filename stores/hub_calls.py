@@ -1,4 +1,4 @@
-"""Calls of huggingface_hub, and what their failures mean to whoever waits for them."""
+"""Calls of huggingface_hub, and their failures as errors of ours."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = [
     "unreachable",
 ]
 
-# huggingface_hub 1.x speaks through httpx and 2.x through httpx2; both derive this from their client's base error.
+# huggingface_hub 1.x uses httpx and 2.x httpx2; in both, this is the client's base error.
 ClientError: type[BaseException] = HfHubHTTPError.__bases__[0]
 
 _WINDOW_IS_USED_UP = re.compile(r";\s*r=0\s*;\s*t=(\d+)")  # RateLimit: "resolvers";r=0;t=172
@@ -49,11 +49,11 @@ Answer = TypeVar("Answer")
 
 
 def asking(address: HubAddress, call: Callable[[], Answer], within_s: float | None = None) -> Answer:
-    """Return what a call of huggingface_hub returns, `within_s` seconds where that is said.
+    """Call huggingface_hub and return the result, with a timeout of `within_s` if set.
 
     Raises:
-        PassingError: the hub is busy or cannot be reached just now.
-        InputError: it refuses, for a reason that the user can fix.
+        PassingError: the hub is busy or temporarily unreachable.
+        StoreError: the hub refuses the request.
     """
     try:
         return call() if within_s is None else answered_within(within_s, constants.ENDPOINT, call)
@@ -65,16 +65,16 @@ def asking(address: HubAddress, call: Callable[[], Answer], within_s: float | No
     except ClientError as error:
         raise unreachable(constants.ENDPOINT, error) from error
     except HFValidationError as error:
-        problem = "the hub has no repository of such a name"
+        problem = "invalid repository name"
         raise StoreError(str(address), problem, str(error), code="store.malformed-address") from error
     except (AttributeError, FileMetadataError, KeyError, TypeError, ValueError) as error:
-        problem = f"{constants.ENDPOINT} does not answer as a hub does: {type(error).__name__}"
-        hint = "is HF_ENDPOINT right? a login page may be answering"
+        problem = f"unexpected response from {constants.ENDPOINT}: {type(error).__name__}"
+        hint = "check HF_ENDPOINT; a login page may be answering"
         raise StoreError(str(address), problem, hint, code="store.not-a-hub") from error
 
 
 def check_endpoint() -> None:
-    """Refuse an endpoint that is not an address, such as that of `HF_ENDPOINT=""`.
+    """Refuse an endpoint that is not a URL, such as that of `HF_ENDPOINT=""`.
 
     Raises:
         InputError: naming HF_ENDPOINT.
@@ -82,11 +82,11 @@ def check_endpoint() -> None:
     parts = urlsplit(constants.ENDPOINT)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         problem = f"expected https://HOST, found {constants.ENDPOINT!r}"
-        raise InputError("HF_ENDPOINT", problem, "unset it to read from huggingface.co", code="options.hf-endpoint")
+        raise InputError("HF_ENDPOINT", problem, "unset it to use huggingface.co", code="options.hf-endpoint")
 
 
 def configured_token() -> str | None:
-    """Return the token that huggingface_hub would send: HF_TOKEN, or that of `hf auth login`."""
+    """Return the token that huggingface_hub sends: HF_TOKEN, or that of `hf auth login`."""
     return None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else get_token()
 
 
@@ -96,15 +96,15 @@ def is_passing(status: int) -> bool:
 
 def busy(server: str, status: int, headers: Mapping[str, str]) -> PassingError:
     if status == HTTPStatus.TOO_MANY_REQUESTS:
-        hint = "try again later" + ("" if configured_token() else f"; with a token the limits are higher: {_LOG_IN}")
-        problem = f"{server} limits the number of requests (429)"
+        hint = "try again later" + ("" if configured_token() else f"; limits are higher with a token: {_LOG_IN}")
+        problem = f"{server} limits the rate of requests (429)"
         return PassingError(problem, hint, asked_wait_s(headers), code="store.busy")
     code = "store.busy" if status == HTTPStatus.SERVICE_UNAVAILABLE else "store.unreachable"
     return PassingError(f"{server} answers {status}", "try again later", asked_wait_s(headers), code=code)
 
 
 def asked_wait_s(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds that a server asks to wait, in `Retry-After` or the hub's `RateLimit`."""
+    """Return the wait in seconds that a server requests, by `Retry-After` or the hub's `RateLimit`."""
     asked = headers.get("retry-after", "").strip()
     if asked.isdecimal():
         return float(asked)
@@ -118,42 +118,42 @@ def asked_wait_s(headers: Mapping[str, str]) -> float | None:
 
 
 def unreachable(server: str, error: BaseException) -> PassingError:
-    """Return an error about a connection that failed or broke."""
+    """Return an error about a failed or broken connection."""
     why = str(error) or type(error).__name__
     return PassingError(f"{server} cannot be read: {why}", "check the network, HTTPS_PROXY and HF_ENDPOINT")
 
 
 def offline_error(address: HubAddress, where: str, name: str = "") -> InputError:
-    """Return an error about something that is missing while only the cache may be read."""
-    meant = "neither a folder here nor in the hub's local cache" if address.is_bare else "not in the hub's local cache"
+    """Return an error about something that is not in the cache while offline."""
+    meant = "neither a local folder nor in the hub's local cache" if address.is_bare else "not in the hub's local cache"
     revision = f" --revision {address.revision}" if address.revision else ""
     fetch = f"hf download {address.repo}{' ' * bool(name)}{name}{revision}"
     problem = f"{meant}, and HF_HUB_OFFLINE is set"
-    return StoreError(where, problem, f"unset it, or fetch what is missing: {fetch}", code="store.offline")
+    return StoreError(where, problem, f"unset it, or download the missing files: {fetch}", code="store.offline")
 
 
 def _refusal(address: HubAddress, error: HfHubHTTPError) -> InputError:
     where, page = str(address), f"{constants.ENDPOINT}/{address.repo}"
     has_token = configured_token() is not None
     if isinstance(error, GatedRepoError):
-        problem = "access is gated, and " + ("this token has not been granted it" if has_token else "no token was sent")
-        hint = f"ask for access at {page}" + ("" if has_token else f", then {_LOG_IN}")
+        problem = "gated repository, and " + ("the token has no access" if has_token else "no token was sent")
+        hint = f"request access at {page}" + ("" if has_token else f", then {_LOG_IN}")
         return StoreError(where, problem, hint, code="store.gated")
     if isinstance(error, RepositoryNotFoundError):
-        meant = "neither a folder here nor a repository on the hub" if address.is_bare else "no repository on the hub"
-        unless = "this token may not read it" if has_token else "it is private: no token was sent"
-        hint = "check the name" + ("" if has_token else f"; {_LOG_IN}")
+        meant = "neither a local folder nor a repository on the hub" if address.is_bare else "no repository on the hub"
+        unless = "the token has no access to it" if has_token else "it is private and no token was sent"
+        hint = "check the name for typos" + ("" if has_token else f"; {_LOG_IN}")
         return StoreError(where, f"{meant}, or {unless}", hint, code="store.no-such-repository")
     if isinstance(error, RevisionNotFoundError):
-        problem, hint = f"has no revision {address.revision!r}", "name a branch, a tag or a whole commit hash"
+        problem, hint = f"revision {address.revision!r} not found", "use a branch, a tag or a full commit hash"
         return StoreError(where, problem, hint, code="store.no-such-revision")
     if isinstance(error, EntryNotFoundError):
-        return StoreError(where, "a file that it lists is not there", f"look at {page}", code="store.no-such-file")
+        return StoreError(where, "a listed file does not exist", f"see {page}", code="store.no-such-file")
     if isinstance(error, DisabledRepoError):
-        return StoreError(where, "was disabled by the hub", f"look at {page}", code="store.disabled-repository")
+        return StoreError(where, "the hub disabled this repository", f"see {page}", code="store.disabled-repository")
     status = error.response.status_code
     if status == HTTPStatus.UNAUTHORIZED:
-        problem, hint = "the hub does not know this token (401)", f"{_LOG_IN} to one that is valid"
+        problem, hint = "invalid token (401)", f"{_LOG_IN} to a valid one"
         return StoreError(where, problem, hint, code="store.invalid-token")
-    problem = f"the hub answers {status}: {error.server_message or 'no reason given'}"
+    problem = f"the hub responded with {status}: {error.server_message or 'no reason given'}"
     return StoreError(where, problem, code="store.refused")

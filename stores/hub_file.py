@@ -1,4 +1,4 @@
-"""One file of a commit on the hub, read by ranges from wherever the hub says that its bytes are."""
+"""A file of a commit on the hub, read by ranges from wherever the hub redirects to."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HubFile:
-    """A file as its repository's listing describes it. Threads may share it, each with a reader of its own.
+    """A file as listed by its repository. Threads may share it, each with its own reader.
 
-    The token goes to the hub's endpoint alone. Large files are elsewhere, behind a signed address that
-    expires; it is asked for once and kept, since asking is what the hub limits.
+    The token is sent to the hub's endpoint only. Large files are elsewhere, behind signed URLs that expire; a URL is
+    requested once and cached, since the hub limits such requests.
     """
 
     address: HubAddress  # as the user wrote it
@@ -64,7 +64,7 @@ class HubFile:
     name: str
     nbytes: int
     etag: str  # SHA-256, or the git hash of a small file
-    listed: str = ""  # the same, where the hub or its cache says so
+    listed: str = ""  # the same, if listed by the hub or its cache
     retries: Retries = field(default_factory=Retries, compare=False, repr=False)
     streams: Streams = field(default_factory=Streams, compare=False, repr=False)  # of the repository
     _route: _Route = field(default_factory=lambda: _Route(), compare=False, repr=False)
@@ -77,7 +77,7 @@ class HubFile:
         return f"{self.nbytes} bytes, etag {self.etag}"
 
     def open(self, ranges: Sequence[Range]) -> Reader:
-        """Open the local cache's copy; without one, fetch these ranges ahead of whoever reads them."""
+        """Open the file in the local cache, or prefetch these ranges."""
         cached = try_to_load_from_cache(self.address.repo, self.name, revision=self.commit)
         if isinstance(cached, str) and Path(cached).stat().st_size == self.nbytes:
             return LocalReader(Path(cached))
@@ -86,13 +86,15 @@ class HubFile:
         return RangeReader(self._fetch, ranges)
 
     def _fetch(self, into: memoryview, position: int, stop: threading.Event) -> None:
-        """Fill `into` with the bytes at `position`. What arrived before a connection broke is kept.
+        """Fill `into` with the bytes at `position`. Bytes that arrived before a connection broke are kept.
 
         Raises:
-            InputError: the hub refuses, or answers with other bytes than were asked for.
+            SourceError: the file is too short.
+            StoreError: the hub refuses, or responds with other bytes than requested.
+            UnreachableError: the hub cannot be reached.
         """
         if position + len(into) > self.nbytes:
-            problem = f"ends at byte {self.nbytes}, and was read to {position + len(into)}"
+            problem = f"expected at least {position + len(into)} bytes, found {self.nbytes}"
             raise SourceError(str(self), problem, code=SOURCE_CHANGED)
         wanted = _Wanted(into, position)
         keep_trying(
@@ -105,7 +107,7 @@ class HubFile:
 
     def _ask(self, wanted: _Wanted, stop: threading.Event) -> None:
         place = self._find_place()
-        is_whole = wanted.begin == 0 and wanted.end == self.nbytes  # then a server need not know ranges
+        is_whole = wanted.begin == 0 and wanted.end == self.nbytes  # then a server need not support ranges
         headers = dict(place.headers)
         if not is_whole:
             headers["Range"] = f"bytes={wanted.begin}-{wanted.end - 1}"
@@ -127,11 +129,11 @@ class HubFile:
         except ClientError as error:
             raise unreachable(place.host, error) from error
         if wanted.begin < wanted.end:
-            raise PassingError(f"{place.host} cut its answer short at byte {wanted.begin}")
+            raise PassingError(f"{place.host} ended its response early, at byte {wanted.begin}")
 
     @contextmanager
     def _answer(self, place: _Place, headers: dict[str, str]) -> Iterator[Any]:
-        """Yield the answer to a GET, its body unread. Redirects lead nowhere that only this machine reaches."""
+        """Yield the response to a GET with its body unread; redirects to internal addresses are refused."""
         url, timeout_s = place.url, constants.HF_HUB_DOWNLOAD_TIMEOUT
         for _ in range(_MAX_REDIRECTS):
             call = get_session().stream("GET", url, headers=headers, timeout=timeout_s, follow_redirects=False)
@@ -147,10 +149,10 @@ class HubFile:
             if urlsplit(target)[:2] != urlsplit(url)[:2]:
                 headers = {name: value for name, value in headers.items() if name != "Authorization"}
             url = target
-        raise PassingError(f"{place.host} redirects again and again")
+        raise PassingError(f"too many redirects from {place.host}")
 
     def _find_place(self) -> _Place:
-        """Return where the bytes are; ask the hub if nobody has yet, or the answer has expired."""
+        """Return the location of the bytes, from the cache or the hub."""
         with self._route.lock:
             if self._route.place is None:
                 url = hf_hub_url(self.address.repo, self.name, revision=self.commit, endpoint=constants.ENDPOINT)
@@ -173,16 +175,16 @@ class HubFile:
         if is_passing(status):
             raise busy(place.host, status, headers)
         if status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
-            problem = f"{place.host} has fewer bytes of it than the {self.nbytes} that are listed"
+            problem = f"expected {self.nbytes} bytes (listing), but {place.host} has fewer"
             raise StoreError(str(self), problem, code="store.wrong-answer")
         if status >= 400:
             with self._route.lock:
                 if self._route.place is place:
                     self._route.place = None
-            raise PassingError(f"{place.host} refuses the address that the hub signed ({status})")
+            raise PassingError(f"{place.host} refuses the signed URL ({status})")
 
     def _check_range(self, headers: Mapping[str, str], place: _Place, wanted: _Wanted) -> None:
-        """Raise unless the body will be the very range that was asked for: a server may ignore ranges."""
+        """Raise unless the response is the requested range: a server may ignore ranges."""
         asked = (wanted.begin, wanted.end - 1, self.nbytes)
         said = headers.get("content-range", "the whole file")
         found = _CONTENT_RANGE.fullmatch(said)
@@ -190,35 +192,35 @@ class HubFile:
             raise self._wrong(place, f"expected bytes {asked[0]}-{asked[1]}/{asked[2]}, found {said}")
 
     def _check_body(self, headers: Mapping[str, str], place: _Place, wanted: _Wanted) -> None:
-        """Raise unless the body will be as long as asked, unencoded, and of the file that answered before."""
+        """Raise unless the response has the requested length, no encoding, and the ETag of earlier ones."""
         nbytes = str(wanted.end - wanted.begin)
         if (found := headers.get("content-length", nbytes)) != nbytes:
             raise self._wrong(place, f"expected {nbytes} bytes, found {found}")
         if (encoding := headers.get("content-encoding", "identity")) != "identity":
-            raise self._wrong(place, f"expected plain bytes, found the encoding {encoding!r}")
-        with self._route.lock:  # several requests may have their answers at once
+            raise self._wrong(place, f"expected no encoding, found {encoding!r}")
+        with self._route.lock:  # responses may arrive concurrently
             etag = headers.get("etag", place.etag).removeprefix("W/")
             if place.etag and etag != place.etag:
-                raise self._wrong(place, f"expected the ETag {place.etag} of earlier answers, found {etag}")
+                raise self._wrong(place, f"expected ETag {place.etag} (earlier responses), found {etag}")
             place.etag = etag
 
     def _wrong(self, place: _Place, problem: str) -> InputError:
         fetch = f"hf download {self.address.repo} {self.name} --revision {self.commit}"
-        hint = f"a proxy before {place.host} may be changing answers; go around it, or fetch the file whole: {fetch}"
+        hint = f"a proxy may be changing responses of {place.host}; bypass it, or download the file: {fetch}"
         return StoreError(str(self), problem, hint, code="store.wrong-answer")
 
     def _expect(self, what: str, listed: int | str | None, found: int | str | None) -> None:
         if None not in (listed, found) and listed != found:
             raise StoreError(
                 str(self),
-                f"expected the {what} {listed} (listing of {self.commit}), found {found}",
-                "is HF_ENDPOINT right?",
+                f"expected {what} {listed} (listing of {self.commit}), found {found}",
+                "check HF_ENDPOINT",
                 code="store.wrong-answer",
             )
 
 
 class _Route:
-    """Where a file's bytes are, once that is known."""
+    """The location of a file's bytes, once known."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -226,7 +228,7 @@ class _Route:
 
 
 class _Place:
-    """An address to fetch from. `etag` is that of the first answer: all others must have it too."""
+    """A URL to fetch from. `etag` is that of the first response, which all others must have."""
 
     def __init__(self, url: str) -> None:
         self.url, self.etag = url, ""
@@ -247,6 +249,6 @@ class _Wanted:
     def take(self, piece: bytes) -> None:
         first = len(self._into) - (self.end - self.begin)
         if len(piece) > self.end - self.begin:
-            raise PassingError("more bytes arrived than were asked for")
+            raise PassingError("received more bytes than requested")
         self._into[first : first + len(piece)] = piece
         self.begin += len(piece)

@@ -8,12 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from manifests.errors import (
-    InputError,
-    SourceError,
-    StoreError,
-    refused_by_system,
-)
+from manifests.errors import InputError, SourceError, StoreError, refused_by_system
 from manifests.paths import is_unicode
 from manifests.regular import open_regular
 from stores.base import HIDDEN_FOLDERS, SOURCE_CHANGED, Range
@@ -22,7 +17,7 @@ __all__ = ["LocalFile", "LocalFolder"]
 
 
 class _State(NamedTuple):
-    """What changes when somebody writes to a file or puts another one in its place, its time set back or not."""
+    """Changes when a file is written or replaced, even if its mtime is restored."""
 
     nbytes: int
     mtime_ns: int
@@ -32,9 +27,9 @@ class _State(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LocalFile:
-    """A file, as it was when it was first looked at: whoever reads it later reads that one, or is refused.
+    """A file in the state of its first access: later reads return that state, or fail.
 
-    One that this process writes itself `may_change`.
+    A file that this process writes itself `may_change`.
     """
 
     path: Path
@@ -54,10 +49,12 @@ class LocalFile:
         return f"{first.nbytes} bytes, changed at {first.mtime_ns}"
 
     def open(self, ranges: Sequence[Range]) -> LocalReader:
-        """Open the file. The kernel reads ahead by itself, so the ranges are not used.
+        """Open the file. The ranges are not used: the kernel reads ahead.
 
         Raises:
-            InputError: it cannot be opened, is not a regular file, or was changed since it was first looked at.
+            StoreError: it is not a regular file.
+            SourceError: it changed since the first access.
+            InputError: it cannot be opened.
         """
         reader = LocalReader(self.path)
         try:
@@ -71,10 +68,11 @@ class LocalFile:
         return reader
 
     def check_unchanged(self) -> None:
-        """Make sure that the file is what it was when it was first looked at.
+        """Check that the file is unchanged since the first access.
 
         Raises:
-            InputError: it was changed, replaced or removed.
+            SourceError: it was changed or replaced.
+            InputError: it cannot be read.
         """
         if _state_of(self.path) != self._first():
             raise _changed(self.path)
@@ -88,7 +86,7 @@ class LocalFile:
 
 
 class LocalReader:
-    """A descriptor of its own, so that the kernel reads ahead for each reader apart."""
+    """A reader with its own descriptor, so that the kernel reads ahead for each reader."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -102,7 +100,7 @@ class LocalReader:
         return _in_short(os.fstat(self._descriptor))
 
     def expect(self, state: _State) -> None:
-        """Refuse the file unless it is in this state, now and after each piece that is read."""
+        """Refuse the file unless it is in this state, now and after each read."""
         self._expected = state
         self._check()
 
@@ -116,8 +114,8 @@ class LocalReader:
             if found == 0:
                 raise SourceError(
                     str(self._path),
-                    f"ends at byte {position}",
-                    "the file was cut short after its header was read",
+                    f"unexpected end of file at byte {position}",
+                    "the file was truncated after its header was read",
                     code=SOURCE_CHANGED,
                 )
             part, position = part[found:], position + found
@@ -133,7 +131,7 @@ class LocalReader:
 
 @dataclass(frozen=True, slots=True)
 class LocalFolder:
-    """A folder as a source. Links to files are followed wherever they lead: the hub's cache is made of them."""
+    """A folder as a source. Links to files are followed anywhere: the hub's cache consists of them."""
 
     path: Path
     kind: str = "huggingface"
@@ -151,29 +149,30 @@ class LocalFolder:
         return None
 
     def names(self) -> tuple[str, ...]:
-        """Return every file below the folder but those of hidden folders.
+        """Return every file below the folder, except in hidden folders.
 
         Raises:
-            InputError: a folder that cannot be read, a link to a folder, a name that is not a file, or one that
-                no manifest can contain.
+            SourceError: not a folder, or a link to a folder is in it.
+            StoreError: an entry is not a regular file, or its name is not valid Unicode.
+            InputError: a folder cannot be read.
         """
         if not self.path.is_dir():
             problem = "is a file, not a folder" if self.path.exists() else "no such folder"
-            hint = "name the folder that contains config.json and the weights"
+            hint = "name the folder of config.json and the weights"
             raise SourceError(str(self), problem, hint, code="source.not-a-folder")
         self.check_name()
         return tuple(_files_below(self.path))
 
     def check_name(self) -> None:
-        """Refuse a folder whose path no manifest can contain.
+        """Refuse a folder whose path cannot be stored in a manifest.
 
         Raises:
-            InputError: it is not valid UTF-8.
+            StoreError: it is not valid UTF-8.
         """
         _check_unicode(self.location)
 
     def file(self, name: str) -> LocalFile:
-        """Return a file, the same one each time: what is first seen of it holds for all who read it."""
+        """Return a file, always the same object, so that its first state is shared by all readers."""
         return self._files.setdefault(name, LocalFile(self.path / name))
 
 
@@ -182,12 +181,12 @@ def _files_below(folder: Path) -> Iterator[str]:
         folders[:] = sorted(name for name in folders if name not in HIDDEN_FOLDERS)
         for path in (Path(parent, name) for name in folders):
             if path.is_symlink():
-                hint = "put the folder itself there, or remove the link"
+                hint = "replace the link with the folder, or remove it"
                 raise SourceError(str(path), "is a link to a folder", hint, code="source.linked-folder")
         for name in sorted(names):
             path = Path(parent, name)
             if not path.is_file():
-                hint = "a dangling link? remove it or fix it"
+                hint = "it may be a dangling link; fix or remove it"
                 raise StoreError(str(path), "is not a regular file", hint, code="store.not-a-file")
             _check_unicode(str(path))
             yield path.relative_to(folder).as_posix()
@@ -207,8 +206,8 @@ def _in_short(found: os.stat_result) -> _State:
 def _changed(path: Path) -> InputError:
     return SourceError(
         str(path),
-        "was changed or replaced while it was read",
-        "run again when nothing writes to it, so that all is read as it is then",
+        "changed or replaced while it was read",
+        "run again when nothing writes to it",
         code=SOURCE_CHANGED,
     )
 
@@ -219,5 +218,4 @@ def _refuse(error: OSError) -> None:
 
 def _check_unicode(path: str) -> None:
     if not is_unicode(path):
-        problem = "its name is not valid UTF-8, and a manifest cannot contain it"
-        raise StoreError(path, problem, "rename it", code="store.invalid-name")
+        raise StoreError(path, "expected a name in valid UTF-8", "rename it", code="store.invalid-name")

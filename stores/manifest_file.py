@@ -1,4 +1,4 @@
-"""A manifest by its address: on this machine, on the hub or in an object store."""
+"""Manifests by address: on this machine, on the hub or in an object store."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Address = str | Path
 
 @dataclass(frozen=True, slots=True)
 class ManifestFile:
-    """A manifest's file, and the folder that its paths are below."""
+    """A manifest's file and its folder, to which its paths are relative."""
 
     folder: Folder
     name: str = MANIFEST_NAME
@@ -34,7 +34,8 @@ class ManifestFile:
         """Return the manifest and the digest of its file.
 
         Raises:
-            InputError: unreadable or wrong (see `decode_manifest`).
+            ManifestError: not valid (see `decode_manifest`).
+            InputError: it cannot be read.
         """
         data = read_whole(self.folder.file(self.name))
         manifest = decode_manifest(data, str(self))
@@ -44,10 +45,12 @@ class ManifestFile:
 
 
 def find_manifest_file(address: Address) -> ManifestFile:
-    """Find a manifest that is named by its file or by its folder. Only a `scheme://` is off this machine.
+    """Find a manifest by its file or its folder. Only a `scheme://` is off this machine.
 
     Raises:
-        InputError: there is none, or its store refuses it or cannot be reached.
+        ManifestError: it does not exist.
+        StoreError: its store refuses the request.
+        UnreachableError: its store cannot be reached.
     """
     if is_url(address):
         folder = open_store(address.removesuffix(f"/{MANIFEST_NAME}"))

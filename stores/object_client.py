@@ -1,7 +1,7 @@
 """obstore, the client of S3, Google Cloud Storage and Azure, opened from the usual environment.
 
-Credentials and endpoints are obstore's own business: AWS_*, GOOGLE_* and AZURE_* variables, then the cloud's
-metadata server; AWS profiles through boto3, where it is installed.
+obstore reads credentials and endpoints from AWS_*, GOOGLE_* and AZURE_* variables, then from the cloud's metadata
+server; AWS profiles are read with boto3 if it is installed.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ __all__ = [
 
 SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss")
 
-_CHUNK_NBYTES = 1 << 20  # what leaves obstore at a time: its own buffers stay small
-_LIST_COUNT = 1000  # names in one answer
-# Any of these tells obstore where its credentials are.
+_CHUNK_NBYTES = 1 << 20  # of a streamed response, to keep obstore's buffers small
+_LIST_COUNT = 1000  # names per page
+# With any of these, obstore finds credentials without a profile.
 _OWN_CREDENTIALS = {
     "AWS_ACCESS_KEY_ID",
     "AWS_SKIP_SIGNATURE",
@@ -49,7 +49,7 @@ _OWN_CREDENTIALS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectEntry:
-    """An object as it was when it was looked at. `name` is its path below the folder."""
+    """The state of an object when it was listed. `name` is its path below the folder."""
 
     name: str
     nbytes: int
@@ -57,24 +57,24 @@ class ObjectEntry:
 
 
 class Upload(Protocol):
-    """An object under construction, written from its first byte to its last."""
+    """An upload of an object, written sequentially."""
 
     def write(self, data: bytes) -> None: ...
 
     def finish(self) -> None:
-        """Complete it: the object is there, or this raises and has abandoned the upload."""
+        """Complete the upload; if this raises, the upload was abandoned."""
         ...
 
     def abandon(self) -> None:
-        """Leave nothing of it, as far as the store still lets us."""
+        """Abort the upload and remove its parts, as far as the store permits."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObstoreClient:
-    """A prefix of a bucket. Opening gives up soon, for a mistyped address; writing retries for long.
+    """A prefix of a bucket. Opening fails fast, in case the address is mistyped; writing retries for long.
 
-    Reading leaves most retries to whoever calls `read`, and can resume an answer.
+    Reading leaves most retries to the caller, which can resume a response.
     """
 
     url: str
@@ -84,14 +84,15 @@ class ObstoreClient:
     uplink: Uplink = field(repr=False, compare=False)
 
     def settled(self) -> ObstoreClient:
-        """Return the same client with long retries for everything: the address has been found to be right."""
+        """Return the client with long retries for all requests, for use once the address is known to be right."""
         return replace(self, quick=self.patient, reading=self.patient)
 
     def entries(self) -> Iterator[ObjectEntry]:
         """Yield every object below the prefix.
 
         Raises:
-            InputError: the bucket does not exist, cannot be reached or may not be listed.
+            StoreError: the bucket does not exist or may not be listed.
+            UnreachableError: it cannot be reached.
         """
         pages = iter(self.quick.list(chunk_size=_LIST_COUNT))
         while True:
@@ -107,10 +108,11 @@ class ObstoreClient:
         return _entry(name, meta["size"], meta["e_tag"])
 
     def read(self, entry: ObjectEntry, begin: int, end: int) -> Iterator[memoryview]:
-        """Yield the bytes of a range as they come in.
+        """Stream the bytes of a range.
 
         Raises:
-            InputError: the object is not what it was when its entry was made, or cannot be read.
+            SourceError: the object changed since it was listed.
+            InputError: it cannot be read.
         """
         where = f"{self.url}/{entry.name}"
         options: GetOptions = {"range": (begin, end)}
@@ -135,26 +137,26 @@ class ObstoreClient:
             yield memoryview(chunk)
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a small object, in place of one that is there."""
+        """Write or replace a small object."""
         with explained(f"{self.url}/{name}"):
             self.quick.put(name, data)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write a small object; return whether it is there now, and ours: not if there was one before."""
+        """Create a small object; return False if another one exists."""
         from obstore.exceptions import AlreadyExistsError
 
         with explained(f"{self.url}/{name}"):
             try:
                 self.quick.put(name, data, mode="create")
             except AlreadyExistsError:
-                # Ours after all, when it was written, the answer was lost and obstore asked again.
+                # It is ours if the response to the first request was lost and obstore retried.
                 return bytes(self.quick.get(name).bytes()) == data
-            except NotImplementedError:  # AWS_CONDITIONAL_PUT=disabled: it was not there when it was looked for
+            except NotImplementedError:  # AWS_CONDITIONAL_PUT=disabled: the listing did not have it
                 self.quick.put(name, data)
         return True
 
     def upload(self, name: str, nbytes: int) -> Upload:
-        """Begin an object of `nbytes`, which takes at most `NUM_PARTS` + 1 parts of memory."""
+        """Begin to upload an object of `nbytes`, which takes at most `NUM_PARTS` + 1 parts of memory."""
         import obstore
 
         where, size = f"{self.url}/{name}", part_nbytes(nbytes)
@@ -180,18 +182,18 @@ class _MultipartUpload:
 
     def finish(self) -> None:
         with explained(self.where), self.sent.finishing():
-            self.file.close()  # when it fails, obstore has aborted the upload
+            self.file.close()  # on failure, obstore aborts the upload
 
     def abandon(self) -> None:
         with explained(self.where):
-            self.file.__exit__(KeyboardInterrupt, None, None)  # leaving its block by an error aborts
+            self.file.__exit__(KeyboardInterrupt, None, None)  # leaving its block with an error aborts the upload
 
 
 def open_client(url: str) -> ObstoreClient:
-    """Open a prefix of a bucket. Nothing is sent yet.
+    """Open a prefix of a bucket, without sending a request.
 
     Raises:
-        InputError: obstore is not installed, or the address or a variable of the environment is malformed.
+        StoreError: obstore is not installed, or the address or an environment variable is malformed.
     """
     try:
         from obstore.store import from_url
@@ -208,7 +210,7 @@ def open_client(url: str) -> ObstoreClient:
         raise StoreError(url, wrong or "names no bucket", hint, code="store.malformed-address")
     address = f"{scheme}://{bucket}/{prefix}".rstrip("/")
     options: dict[str, Any] = _profile_credentials(url) if scheme.startswith("s3") else {}
-    # obstore decodes its addresses; ours are taken as they are written, as by the clouds' own commands.
+    # obstore percent-decodes addresses; ours are literal, as in the clouds' own commands.
     quoted = f"{scheme}://{bucket}/{quote(prefix)}"
     with explained(address):
         quick, reading, patient = (
@@ -218,7 +220,7 @@ def open_client(url: str) -> ObstoreClient:
     return ObstoreClient(url=address, quick=quick, reading=reading, patient=patient, uplink=Uplink())
 
 
-# Waits are drawn at random below a bound that grows, as AWS asks; a store that asks to slow down is given minutes.
+# Exponential backoff with jitter, for minutes: a store may ask to slow down.
 _BACKOFF: BackoffConfig = {"init_backoff": timedelta(seconds=0.5), "max_backoff": timedelta(seconds=30), "base": 2}
 _QUICK: RetryConfig = {"max_retries": 4, "retry_timeout": timedelta(seconds=30)}
 _READING: RetryConfig = {"max_retries": 2, "retry_timeout": timedelta(seconds=30)}
@@ -227,11 +229,11 @@ _PATIENT: RetryConfig = {
     "retry_timeout": timedelta(seconds=LONGEST_PART_S + 300),  # it counts from the start of a request
     "backoff": _BACKOFF,
 }
-# Answers are timed by their progress. Of a request, whose progress cannot be seen, a whole part is timed.
+# Responses are timed by their progress (`stores.pace`). The progress of an upload is not known: a whole part is timed.
 _READING_LIMITS: ClientConfig = {"timeout": timedelta(hours=1), "read_timeout": timedelta(seconds=30)}
 _PATIENT_LIMITS: ClientConfig = {"timeout": timedelta(seconds=LONGEST_PART_S)}
 _PREFIXES = {"gs": "GOOGLE_", "az": "AZURE_", "abfs": "AZURE_", "abfss": "AZURE_"}
-# What obstore reads of the environment, and no more once it is given options.
+# Environment settings that obstore ignores once it is passed options.
 _CLIENT_SETTINGS = (
     "allow_http", "allow_invalid_certificates", "connect_timeout", "http1_only", "http2_only", "pool_idle_timeout",
     "pool_max_idle_per_host", "proxy_ca_certificate", "proxy_excludes", "proxy_url", "randomize_addresses",
@@ -240,21 +242,21 @@ _CLIENT_SETTINGS = (
 
 
 def _limits(scheme: str, limits: ClientConfig | None) -> Any:
-    """Return a client's timeouts and what the environment says of it, which takes precedence."""
+    """Return a client's timeouts, overridden by the environment."""
     prefix = _PREFIXES.get(scheme, "AWS_")
     said = {key: os.environ.get(prefix + key.upper()) for key in _CLIENT_SETTINGS}
     if scheme == "gs" and os.environ.get("GOOGLE_BASE_URL", "").startswith("http://"):
-        said["allow_http"] = "true"  # as obstore does by itself
+        said["allow_http"] = "true"  # as obstore does
     return {**(limits or {}), **{key: value for key, value in said.items() if value is not None}}
 
 
 def _entry(name: str, nbytes: int, etag: str | None) -> ObjectEntry:
-    """Return an entry; some listings have etags without the quotes that answers have."""
+    """Return an entry; some listings have ETags without quotes."""
     return ObjectEntry(name=name, nbytes=nbytes, etag=etag.strip('"') if etag else None)
 
 
 def _profile_credentials(url: str) -> dict[str, object]:
-    """Return the credentials of an AWS profile, which obstore cannot read by itself, if there is one."""
+    """Return the credentials of an AWS profile, if any, which obstore cannot read."""
     shared = os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")
     config = os.environ.get("AWS_CONFIG_FILE", "~/.aws/config")
     has_profile = "AWS_PROFILE" in os.environ or any(Path(path).expanduser().is_file() for path in (shared, config))

@@ -1,4 +1,4 @@
-"""What an object store refuses, in sentences that say how to fix it."""
+"""Errors of object stores, as errors of ours with hints."""
 
 from __future__ import annotations
 
@@ -7,23 +7,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from manifests.errors import (
-    InputError,
-    SourceError,
-    StoreError,
-    UnreachableError,
-)
+from manifests.errors import InputError, SourceError, StoreError, UnreachableError
 from stores.base import SOURCE_CHANGED
 
 __all__ = ["explained", "explanation"]
 
-# obstore has one long text: what it did, the server's status line, its answer, then a dump of the error.
+# The text of obstore's errors: operation, status line of the server, response body, then a debug dump.
 _DUMP = "\n\nDebug source"
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"(?:<Code>\s*|\(code: )([\w.]+)")
 _MESSAGE = re.compile(r"<Message>\s*([^<]+?)\s*</Message>")
 _ENDPOINT = re.compile(r"Error performing \S+ (\w+://[^/\s?]+)")
-# Clouds hand out credentials at these paths of their metadata servers: the last resort, after the environment.
+# Paths of credentials on the clouds' metadata servers, which are asked last, after the environment.
 _METADATA_PATHS = ("/latest/api/token", "/latest/meta-data", "/computeMetadata/", "/metadata/identity")
 _ANSWERS_FOR_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
 _ANSWERS_FOR_ANOTHER_REGION = ("AuthorizationHeaderMalformed", "PermanentRedirect")
@@ -33,7 +28,7 @@ _EXPECTED_REGION = re.compile(r"expecting '([\w-]+)'")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Cloud:
-    """The variables that tell obstore how to reach a cloud."""
+    """The environment variables by which obstore reaches a cloud."""
 
     credentials: str
     skip_signature: str
@@ -70,7 +65,7 @@ _CLOUDS = {"gs": _GOOGLE, "az": _AZURE, "abfs": _AZURE, "abfss": _AZURE}
 
 @contextmanager
 def explained(where: str) -> Iterator[None]:
-    """Turn what obstore raises in this block into an InputError about `where`, an address."""
+    """Convert errors of obstore in this block to errors about `where`, an address."""
     from obstore.exceptions import BaseError
 
     try:
@@ -80,7 +75,7 @@ def explained(where: str) -> Iterator[None]:
 
 
 def explanation(where: str, error: Exception) -> InputError:
-    """Return what an exception of obstore means. Queries of addresses, which may carry a signature, are left out."""
+    """Convert an error of obstore. Query strings, which may contain a signature, are removed."""
     from obstore.exceptions import InvalidPathError, PermissionDeniedError, PreconditionError, UnauthenticatedError
 
     text = str(error).partition(_DUMP)[0].strip()

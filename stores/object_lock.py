@@ -1,10 +1,10 @@
-"""Who writes below a prefix of a bucket, and what of it may be removed: what a manifest, a record or a claim names.
+"""The lock object of a bucket's prefix, and the objects there that may be removed.
 
 # Note [Objects of others in a prefix]
-Whoever claims a prefix notes there, before the first object is written, the names that it will write (see
-`stores.object_progress`), and makes sure first that none of them is taken. The claim lists names too: of what the
-new output replaces, and of what earlier writers left unfinished. `--force` removes what is named so, or by the
-manifest or the record of the old output. Everything else stays.
+A process that locks a prefix records there, before it writes the first object, the names that it will write (see
+`stores.object_progress`), after checking that none of them exists. The lock object lists names too: of objects that
+the new output replaces, and of those that earlier writers left unfinished. `--force` removes objects that are listed
+so, or in the manifest or the record of the old output. Everything else is kept.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ __all__ = [
     "remaining_names",
 ]  # fmt: skip
 
-_CLAIM_CHARS = 200  # of what a claim says, shown
-_CLAIM_LINES = 3  # of a claim; names of objects to remove may follow
+_SHOWN_CHARS = 200  # of a lock object's text
+_HEAD_LINES = 3  # of a lock object; names of objects that must be removed may follow
 _WORKING = (LOCK_NAME, PROGRESS_NAME)
 _HINT = "choose another --out, or remove it yourself"
 
-# The objects below a prefix that may be removed from it; None: its output was not written by this command.
+# Returns the objects below a prefix that may be removed; None: the output was not written by this command.
 FindOwnedObjects = Callable[[Client, Mapping[str, ObjectEntry]], Collection[str] | None]
 
 
 def objects_of_manifest(client: Client, listed: Mapping[str, ObjectEntry]) -> Collection[str] | None:
-    """Return the names in a prefix's manifest, itself included; None where there is no manifest to read.
+    """Return the names that a prefix's manifest lists, its own included; None if no manifest can be read.
 
     Raises:
         UnreachableError: the store failed.
@@ -67,7 +67,7 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """What is below a prefix, and which of it is `ours`: of an `old` output that can be read, or left by a writer."""
+    """The objects below a prefix; `ours` are those of an `old`, readable output, or left unfinished by a writer."""
 
     listed: Mapping[str, ObjectEntry]
     ours: frozenset[str] = frozenset()
@@ -79,11 +79,11 @@ class Found:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the new objects have the names of old ones: an export's shards are called as the model's were."""
+        """Whether the new objects have the names of old ones: an export's shards have the names of the model's."""
         return bool(self.old) and not self.has_manifest
 
     def names_to_write(self, wanted: Wanted, folder: str) -> set[str]:
-        """Return the names that are written before the commit: where something is replaced, small files come then."""
+        """Return the names that are written before the commit; small files of a replacement are written with it."""
         return {folder + path for path in wanted.shards} | set(() if self.old else wanted.small)
 
 
@@ -96,10 +96,10 @@ def check_existing(
     is_unfinished: bool,
     force: bool,
 ) -> Found:
-    """Find out what an output may replace; `known` are names that earlier writers left to be removed.
+    """Determine what an output may replace; `known` are names that earlier writers left for removal.
 
     Raises:
-        InputError: what is there may not be replaced, or others' objects are where new ones would be.
+        OutputError: existing objects may not be replaced, or others' objects have the names of new ones.
     """
     others = {name: entry for name, entry in listed.items() if name not in _WORKING}
     if not others and not is_unfinished:
@@ -122,33 +122,33 @@ def check_existing(
 
 
 def new_lock() -> bytes:
-    """Return a claim, unlike any other."""
+    """Return the content of a new, unique lock object."""
     begun = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     who = f"begun {begun} on {socket.gethostname()} by process {os.getpid()}"
     return f"{who}\nA command is writing here, or was interrupted.\n{uuid.uuid4()}\n".encode()
 
 
 def lines_of(names: Iterable[str]) -> bytes:
-    """Return the lines of a claim that list names."""
+    """Return the lines of a lock object that list names."""
     return "".join(f"{name}\n" for name in sorted(names)).encode()
 
 
-def remaining_names(claim: bytes) -> set[str]:
-    """Return what the writer that had claimed the prefix was about to remove: it may be dead."""
-    return {name for name in claim.decode(errors="replace").split("\n")[_CLAIM_LINES:] if name}
+def remaining_names(lock: bytes) -> set[str]:
+    """Return the names that the owner of a lock was about to remove; it may have died."""
+    return {name for name in lock.decode(errors="replace").split("\n")[_HEAD_LINES:] if name}
 
 
 def read_lock(client: Client) -> bytes:
-    """Return what the claim says."""
-    claim = client.look_up(LOCK_NAME)
-    return b"".join(client.read(claim, 0, claim.nbytes)) if claim.nbytes else b""
+    """Return the content of the lock object."""
+    entry = client.look_up(LOCK_NAME)
+    return b"".join(client.read(entry, 0, entry.nbytes)) if entry.nbytes else b""
 
 
 def _not_without_force(client: Client, others: Mapping[str, ObjectEntry], is_unfinished: bool) -> InputError:
     if not is_unfinished:
         hint = "choose another --out, or replace it with --force"
         return OutputError(client.url, "already exists", hint, code="output.exists")
-    text = read_lock(client)[:_CLAIM_CHARS].decode(errors="replace").partition("\n")[0]
+    text = read_lock(client)[:_SHOWN_CHARS].decode(errors="replace").partition("\n")[0]
     nbytes = sum(entry.nbytes for entry in others.values())
     what = f"{len(others)} object{'' if len(others) == 1 else 's'}, {nbytes} bytes, {text}"
     return OutputError(

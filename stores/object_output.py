@@ -1,10 +1,10 @@
-"""Outputs in a bucket: every object whole or absent, the one that makes them a checkpoint last.
+"""Outputs in a bucket: objects are written whole, and the one that commits them last.
 
-A bucket renames nothing, so an output takes shape under its own name, behind a claim: an object that keeps
-others from writing there and says that the rest is unfinished. Uploads send their parts in order (obstore
-offers nothing else), so a shard's header, which stands first and holds the digests, is known before its data.
+Objects cannot be renamed, so an output is written under its final name, protected by a lock object that excludes other
+writers and marks the prefix as unfinished. Parts are uploaded in order (obstore offers nothing else), so a shard's
+header, which comes first and contains the digests, must be known before its data.
 
-Memory: `NUM_PARTS` + 1 parts for each open writer: 40 MiB for an object of up to 78 GiB, more for longer ones.
+Memory: `NUM_PARTS` + 1 parts per open writer: 40 MiB for an object of up to 78 GiB, more for longer ones.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["ObjectTarget", "ObjectWriter", "Wanted", "WritableClient", "open_out
 logger = logging.getLogger(__name__)
 
 _SMALL_NBYTES = 8 << 20  # sent, or kept, in one piece
-_EXPORT_MARK = "config.json"  # a model without it is none
+_EXPORT_MARK = "config.json"  # without it, a folder is not a model
 
 
 class WritableClient(Client, Protocol):
@@ -45,7 +45,7 @@ class WritableClient(Client, Protocol):
 
 
 def open_output(url: str, *, force: bool = False, wanted: Wanted | None = None, plan: str = "") -> ObjectTarget:
-    """Claim a prefix of a bucket for an output.
+    """Lock a prefix of a bucket for an output.
 
     An output of the same `plan` that was left unfinished is resumed: its completed objects stay. Without `force`
     that is done where its writer is known to have ended.
@@ -72,29 +72,29 @@ def open_output(url: str, *, force: bool = False, wanted: Wanted | None = None, 
 
     found = found_in(listed)
     # The record is about to be written over, and no kill from here on may make these names forgotten.
-    claim = new_lock() + lines_of(found.ours - (found.old if found.has_manifest else set()))
+    lock = new_lock() + lines_of(found.ours - (found.old if found.has_manifest else set()))
     if LOCK_NAME in listed:
-        client.put(LOCK_NAME, claim)
-    elif not client.create(LOCK_NAME, claim):
+        client.put(LOCK_NAME, lock)
+    elif not client.create(LOCK_NAME, lock):
         problem = "another process has begun to write here"
         raise OutputError(client.url, problem, "choose another --out", code="output.contended")
     client = client.settled()
-    target = ObjectTarget(client, claim)
+    target = ObjectTarget(client, lock)
     try:
-        found = found_in(list_objects(client))  # some may have come before the claim
+        found = found_in(list_objects(client))  # some may have come before the lock
         folder = f"packed-{uuid.uuid4().hex[:12]}/" if found.has_manifest else ""
         kept: dict[str, ObjectEntry] = {}
         if left is not None and bool(left.folder) == found.has_manifest:
             folder, kept = left.folder, left.completed(found.listed)
-        progress = Progress(plan, claim, folder, found.names_to_write(wanted, folder))
+        progress = Progress(plan, lock, folder, found.names_to_write(wanted, folder))
         if progress.names:
             progress.add(client, kept)
     except BaseException:
-        if LOCK_NAME not in listed:  # otherwise the claim stays, and what was completed with it
+        if LOCK_NAME not in listed:  # otherwise the lock is kept, and the completed objects with it
             target.abort()
         raise
-    target = ObjectTarget(client, claim, found, progress, kept, wanted.last)
-    # When it stops halfway, the claim stays: this is unfinished now.
+    target = ObjectTarget(client, lock, found, progress, kept, wanted.last)
+    # If this fails halfway, the lock stays: the prefix is unfinished now.
     remove_objects(client, found.ours - kept.keys() - found.old)
     return target
 
@@ -104,32 +104,32 @@ class ObjectTarget:
 
     With a plan, that is, of which any was: then the same plan is resumed. Otherwise all that was written is removed.
 
-    Where an output is replaced (`found.old`), small files are kept in memory until the commit. A manifest stays whole
-    and readable meanwhile: shards go below a folder of their own, and the commit ends by writing the new manifest
-    over the old one. What only the old one named is removed then; the claim lists it, for a kill. An export has no
-    such folder: it stays whole until the first shard is complete. Then its config.json goes, before that shard
-    takes the place of an old one; from there on the prefix is unfinished until the new config.json is written.
+    If an output is replaced (`found.old`), small files are kept in memory until the commit. An old checkpoint stays
+    readable meanwhile: new shards go to a folder of their own, and the commit ends by overwriting the old manifest.
+    Objects that only the old one listed are removed then; the lock object lists them, in case of a kill. An export has
+    no such folder: it stays whole until the first shard is complete. Then its config.json is removed before that
+    shard overwrites an old one; from then on the prefix is unfinished until the new config.json is written.
     """
 
     def __init__(
         self,
         client: WritableClient,
-        claim: bytes,
+        lock: bytes,
         found: Found | None = None,
         progress: Progress | None = None,
         kept: Mapping[str, ObjectEntry] | None = None,
         last: str = MANIFEST_NAME,
     ) -> None:
-        self._client, self._claim, self._found = client, claim, found or Found(listed={})
+        self._client, self._own_lock, self._found = client, lock, found or Found(listed={})
         self._old, self._last = self._found.old, last
-        self._progress = progress or Progress("", claim)
+        self._progress = progress or Progress("", lock)
         self._kept = dict(kept or {})
         self._nbytes: dict[str, int] = {}
         self._held: dict[str, bytes | Blocks] = {}
         self._writers: list[ObjectWriter] = []
         self._may_be_committed = False
         self._removed_mark: bytes | None = None  # of what is replaced in place, once it is gone
-        self._lock = threading.Lock()
+        self._mutex = threading.Lock()
 
     @property
     def url(self) -> str:
@@ -137,20 +137,20 @@ class ObjectTarget:
         return self._client.url
 
     def place(self, path: str) -> str:
-        """Give the name under which a shard is to be written."""
+        """Return the name under which a shard is written."""
         return self._progress.folder + path
 
     @property
     def is_resumable(self) -> bool:
-        """Whether anything was completed that the next run of the same plan need not send again."""
+        """Whether the next run of the same plan can reuse completed objects."""
         return bool(self._progress.plan) and self._progress.has_work
 
     def forget(self) -> None:
-        """Let a failure remove what was completed, too."""
+        """Make a failure remove completed objects too."""
         self._progress.plan = ""
 
     def completed(self, name: str, nbytes: int, head_nbytes: int) -> bytes | None:
-        """Return the head of an object that an earlier run completed, which then is part of this output; or None."""
+        """Reuse an object that an earlier run completed and return its first bytes; None if there is none."""
         entry = self._kept.pop(name, None)
         if entry is None or entry.nbytes != nbytes:
             return None
@@ -162,7 +162,7 @@ class ObjectTarget:
         if self._old:
             self._held[name] = data
         else:
-            self._check_claim()
+            self._check_lock()
             self._nbytes[name] = len(data)  # an interrupt may come right after the object has
             self._client.put(name, data)
 
@@ -181,7 +181,7 @@ class ObjectTarget:
     def writer(self, name: str, nbytes: int, header: bytes) -> ObjectWriter:
         """Begin an object of `nbytes`, of which `header` is the start. Several may be open at a time."""
         assert name not in self._old or self._found.is_in_place
-        self._check_claim()
+        self._check_lock()
         where, upload = f"{self._client.url}/{name}", self._client.upload(name, nbytes)
         writer = ObjectWriter(where, upload, nbytes, self._check_finish, lambda: self._completed(name))
         self._nbytes[name] = nbytes
@@ -190,22 +190,22 @@ class ObjectTarget:
         return writer
 
     def written(self) -> dict[str, ObjectEntry]:
-        """Return the objects that were completed, as they are now.
+        """Return the current entries of the completed objects.
 
         Raises:
             InputError: another process took the prefix over, or it cannot be listed.
         """
-        self._check_claim()
+        self._check_lock()
         return {name: entry for name, entry in list_objects(self._client).items() if name in self._nbytes}
 
     def commit(self, data: bytes, name: str = MANIFEST_NAME) -> None:
-        """Write the file that makes the output one: everything else is there, whole.
+        """Write the file that commits the output, after everything else is complete.
 
         Raises:
             InputError: another process took the prefix over or has committed there, or an object is missing.
         """
         assert not any(writer.is_open for writer in self._writers)
-        self._check_claim()
+        self._check_lock()
         listed = list_objects(self._client)
         for written, nbytes in self._nbytes.items():
             found = listed[written].nbytes if written in listed else 0
@@ -219,13 +219,13 @@ class ObjectTarget:
             raise done
         kept = {name, *self._nbytes, *self._held}
         gone = [old for old in self._old if old in listed and old not in kept]
-        # Small files of the new manifest lie beside the old one until it is written.
+        # Small files of the new manifest are beside the old one until it is written.
         if left := [*gone, *(held for held in self._held if held not in listed)]:
-            self._check_claim()
-            claim = self._claim + lines_of(left)
-            self._client.put(LOCK_NAME, claim)
-            self._claim = claim
-            self._progress.claim = digest_bytes(claim)
+            self._check_lock()
+            lock = self._own_lock + lines_of(left)
+            self._client.put(LOCK_NAME, lock)
+            self._own_lock = lock
+            self._progress.lock = digest_bytes(lock)
         if self._found.is_in_place:
             self._remove_mark()
         # From here on nothing is removed: whether a write without an answer took place is not known.
@@ -235,7 +235,7 @@ class ObjectTarget:
                 self._send(held, content)
             elif held not in listed or self._read(listed[held]) != content:
                 self._client.put(held, content)
-        # Commit point: readers ignore a prefix without manifest.json, and refuse a claimed one.
+        # Commit point: readers ignore a prefix without manifest.json, and refuse a locked one.
         if self._old:
             self._client.put(name, data)
         elif not self._client.create(name, data):
@@ -247,7 +247,7 @@ class ObjectTarget:
         for writer in self._writers:
             writer.close()
         try:
-            self._check_claim()
+            self._check_lock()
             if self.is_resumable:
                 self._progress.stop(self._client)
                 return
@@ -270,20 +270,20 @@ class ObjectTarget:
             self.abort()
 
     def _check_finish(self) -> None:
-        """Check, before an object appears, that nobody took over. What it takes the place of is no model any more."""
-        self._check_claim()
+        """Check the lock before an object appears; a model that it overwrites stops being readable."""
+        self._check_lock()
         if self._found.is_in_place:
             self._remove_mark()
 
     def _remove_mark(self) -> None:
-        with self._lock:
+        with self._mutex:
             if self._removed_mark is None and (mark := self._found.listed.get(self._last)):
                 data = self._read(mark)
                 remove_objects(self._client, [self._last])
                 self._removed_mark = data
 
     def _restore_mark(self, listed: Mapping[str, ObjectEntry]) -> bool:
-        """Make a replaced export whole again, unless any of it was written over; return whether it is."""
+        """Restore a replaced export unless any of it was overwritten; return whether it is complete."""
         if self._removed_mark is None:
             return True
         if any(listed.get(name) != self._found.listed[name] for name in self._old - {self._last}):
@@ -296,7 +296,7 @@ class ObjectTarget:
             self._progress.add(self._client, {name: self._client.look_up(name)})
 
     def _clear_away(self, gone: Iterable[str], *, is_readable: bool) -> None:
-        """Remove what was replaced, then the claim."""
+        """Remove what was replaced, then the lock."""
         try:
             left = {PROGRESS_NAME, *self._kept} & list_objects(self._client).keys()
             remove_objects(self._client, [*gone, *left, LOCK_NAME])
@@ -307,9 +307,9 @@ class ObjectTarget:
 
     def _send(self, name: str, blocks: Blocks) -> None:
         """Upload a long file in parts, from its first byte to its last."""
-        self._check_claim()
+        self._check_lock()
         where, upload = f"{self._client.url}/{name}", self._client.upload(name, blocks.nbytes)
-        writer, position = ObjectWriter(where, upload, blocks.nbytes, self._check_claim), 0
+        writer, position = ObjectWriter(where, upload, blocks.nbytes, self._check_lock), 0
         try:
             for block in blocks:
                 writer.write(block, 0, len(block), position)
@@ -318,9 +318,9 @@ class ObjectTarget:
         finally:
             writer.close()
 
-    def _check_claim(self) -> None:
-        """Raise unless the claim is ours: once it is not, nothing of ours may come to lie here any more."""
-        if self._read(self._client.look_up(LOCK_NAME)) != self._claim:
+    def _check_lock(self) -> None:
+        """Raise unless the lock is ours: otherwise nothing may be written here."""
+        if self._read(self._client.look_up(LOCK_NAME)) != self._own_lock:
             problem = "another process took it over with --force"
             raise OutputError(self._client.url, problem, "choose another --out", code="output.contended")
 
@@ -329,7 +329,7 @@ class ObjectTarget:
 
 
 def open_writable(url: str) -> WritableClient:
-    """Open a prefix that is to be written. In a bucket nothing is sent yet."""
+    """Open a prefix for writing. In a bucket, no request is sent yet."""
     if url.startswith(HUB_SCHEME):
         hint = "give a folder as --out, then hf upload REPO FOLDER"
         raise OutputError(url, "writing to the hub is not supported", hint, code="output.unwritable")

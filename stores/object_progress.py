@@ -1,4 +1,4 @@
-"""What an unfinished output in a bucket has already: the next run of the same plan sends only the rest."""
+"""The record of an unfinished output in a bucket, from which the next run of the same plan resumes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class _Writable(Protocol):
 
 
 class Progress:
-    """The record: whose plan it is, below which folder, the names it writes, and the etag of each completed object.
+    """The record: the plan, the folder, the names that it writes, and the ETag of each completed object.
 
-    It belongs to one claim. An object counts as completed while its size and etag are those of the record: nobody
-    has written over it since.
+    It belongs to one lock. An object counts as completed while its size and ETag match the record, so that nobody has
+    overwritten it.
     """
 
-    def __init__(self, plan: str, claim: bytes, folder: str = "", names: Collection[str] = ()) -> None:
-        self.plan, self.claim, self.folder, self.names = plan, digest_bytes(claim), folder, frozenset(names)
+    def __init__(self, plan: str, lock: bytes, folder: str = "", names: Collection[str] = ()) -> None:
+        self.plan, self.lock, self.folder, self.names = plan, digest_bytes(lock), folder, frozenset(names)
         self.is_stopped = False
         self._objects: dict[str, tuple[int, str]] = {}
         self._process = _this_process()
@@ -38,17 +38,17 @@ class Progress:
     def has_work(self) -> bool:
         return bool(self._objects)
 
-    def is_over(self, claim: bytes) -> bool:
-        """Whether the process that has the claim wrote this, and has ended, as far as can be told from here."""
-        return digest_bytes(claim) == self.claim and (self.is_stopped or _has_ended(self._process))
+    def is_over(self, lock: bytes) -> bool:
+        """Return whether the owner of the lock wrote this record and is known to have exited."""
+        return digest_bytes(lock) == self.lock and (self.is_stopped or _has_ended(self._process))
 
     def completed(self, listed: Mapping[str, ObjectEntry]) -> dict[str, ObjectEntry]:
-        """Return the objects that are as they were completed."""
+        """Return the completed objects that are unchanged."""
         same = (name for name, known in self._objects.items() if name in listed and _facts(listed[name]) == known)
         return {name: listed[name] for name in same}
 
     def add(self, client: _Writable, entries: Mapping[str, ObjectEntry]) -> None:
-        """Take note of completed objects, in the bucket too. An etag verifies them: without one, they are not noted."""
+        """Record completed objects, in the bucket too, except those without an ETag, which cannot be verified."""
         with self._lock:
             self._objects |= {name: facts for name, entry in entries.items() if (facts := _facts(entry))}
             self._put(client)
@@ -61,18 +61,18 @@ class Progress:
 
     def _put(self, client: _Writable) -> None:
         document = {
-            "plan": self.plan, "claim": self.claim, "folder": self.folder, "names": sorted(self.names),
+            "plan": self.plan, "claim": self.lock, "folder": self.folder, "names": sorted(self.names),
             "stopped": self.is_stopped, "process": self._process, "objects": self._objects,
         }  # fmt: skip
         client.put(PROGRESS_NAME, json.dumps(document).encode())
 
     @classmethod
     def decode(cls, data: bytes) -> Self | None:
-        """Return what a record says; None if it says nothing that can be used."""
+        """Parse a record; None if it is not usable."""
         try:
             found = json.loads(data)
             progress = cls(str(found["plan"]), b"", str(found["folder"]), set(map(str, found["names"])))
-            progress.claim, progress.is_stopped = str(found["claim"]), found["stopped"] is True
+            progress.lock, progress.is_stopped = str(found["claim"]), found["stopped"] is True
             progress._process = dict(found["process"])
             progress._objects = {str(name): (int(size), str(etag)) for name, (size, etag) in found["objects"].items()}
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -81,7 +81,7 @@ class Progress:
 
 
 def read_progress(client: Client, listed: Mapping[str, ObjectEntry]) -> Progress | None:
-    """Return the record of an unfinished output, if there is one that can be used."""
+    """Return the record of an unfinished output, if there is a usable one."""
     if PROGRESS_NAME not in listed:
         return None
     entry = client.look_up(PROGRESS_NAME)
@@ -97,7 +97,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _system() -> dict[str, str]:
-    """Return what identifies this boot of this machine and its process namespace."""
+    """Return what identifies this machine, its boot and its PID namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     try:
         return {"boot": boot.read_text().strip(), "processes": os.readlink("/proc/self/ns/pid")}
@@ -106,7 +106,7 @@ def _system() -> dict[str, str]:
 
 
 def _begun(pid: int) -> str:
-    """Return when a process began, in ticks since the boot; "" if there is none."""
+    """Return a process's start time, in ticks since boot; "" if it does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):

@@ -1,4 +1,4 @@
-"""One object of an output in a bucket."""
+"""The upload of one object of an output."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ logger = logging.getLogger(__name__)
 
 
 class ObjectWriter:
-    """One object under construction: written from its first byte to its last, there once it is finished.
+    """One object, written sequentially; it exists once it is finished.
 
-    `check` raises when the prefix is no longer ours: others may have an object of this name by then. `done` is
-    called once the object is there.
+    `check` raises if the prefix is no longer locked by this process. `done` is called once the object exists.
     """
 
     def __init__(
@@ -36,13 +35,13 @@ class ObjectWriter:
         self.is_open = True
 
     def write(self, buffer: memoryview, begin: int, end: int, position: int) -> None:
-        """Write `buffer[begin:end]` at `position`, where the last piece ended. The buffer is free afterwards."""
+        """Write `buffer[begin:end]` at `position`, the end of the previous piece; it may be reused afterwards."""
         assert position == self._position, f"{self._where}: {position} after {self._position}"
         self._upload.write(bytes(buffer[begin:end]))  # a copy: it is sent later
         self._position += end - begin
 
     def finish(self) -> None:
-        """Complete the upload: the object is there, or this raises."""
+        """Complete the upload, so that the object exists."""
         assert self._position == self._nbytes, f"{self._where}: {self._position} of {self._nbytes} bytes"
         self._check()
         self.is_open = False
@@ -50,7 +49,7 @@ class ObjectWriter:
         self._done()
 
     def close(self) -> None:
-        """Abandon the upload unless it is finished; closing twice does no harm."""
+        """Abandon the upload unless it is finished; may be called twice."""
         if not self.is_open:
             return
         self.is_open = False

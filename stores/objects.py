@@ -9,12 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from manifests.errors import (
-    InputError,
-    SourceError,
-    StoreError,
-    UnreachableError,
-)
+from manifests.errors import InputError, SourceError, StoreError, UnreachableError
 from manifests.invariants import MANIFEST_NAME
 from manifests.paths import problem_with_path
 from stores.address import split_url
@@ -27,9 +22,9 @@ from stores.streams import Streams
 
 __all__ = ["LOCK_NAME", "PROGRESS_NAME", "Client", "ObjectFile", "ObjectFolder", "list_objects", "open_objects"]
 
-LOCK_NAME = ".reshard-unfinished"  # is in a prefix from the first object written there until the commit
+LOCK_NAME = ".reshard-unfinished"  # exists in a prefix from before the first write until the commit
 
-PROGRESS_NAME = ".reshard-progress"  # is beside the claim: what was completed
+PROGRESS_NAME = ".reshard-progress"  # beside the lock: the completed objects
 
 _MAX_COUNT = 100_000  # objects in a checkpoint's folder
 
@@ -37,7 +32,7 @@ _MAX_COUNT = 100_000  # objects in a checkpoint's folder
 class Client(Protocol):
     @property
     def url(self) -> str:
-        """The folder's address, without a slash at its end."""
+        """The folder's address, without a trailing slash."""
         ...
 
     def entries(self) -> Iterator[ObjectEntry]: ...
@@ -46,10 +41,10 @@ class Client(Protocol):
 
 
 def open_objects(url: str, retries: Retries | None = None) -> ObjectFolder:
-    """Open a folder of an object store, `s3://BUCKET/PREFIX` for one. Nothing is read yet.
+    """Open a folder of an object store, such as `s3://BUCKET/PREFIX`, without reading anything.
 
     Raises:
-        InputError: the address is malformed, or the client for its scheme is not installed.
+        StoreError: the address is malformed, or the client for its scheme is not installed.
     """
     if split_url(url)[0] in SCHEMES:
         return ObjectFolder(open_client(url), retries)
@@ -59,7 +54,7 @@ def open_objects(url: str, retries: Retries | None = None) -> ObjectFolder:
 
 
 class ObjectFolder:
-    """Objects below a prefix. Each is pinned, by size and etag, when it is first listed or asked for."""
+    """Objects below a prefix. Size and ETag of each are recorded when it is first listed or looked up."""
 
     kind = "huggingface"
     revision = None
@@ -77,10 +72,11 @@ class ObjectFolder:
         return self._client.url
 
     def names(self) -> tuple[str, ...]:
-        """Return every object below the prefix but those of hidden folders, listed once.
+        """Return every object below the prefix, except in hidden folders; listed once.
 
         Raises:
-            InputError: it cannot be listed, contains too much or names that are not paths, or is not finished.
+            StoreError: it cannot be listed, has too many objects or invalid names, or is unfinished.
+            UnreachableError: the store cannot be reached.
         """
         if self._names is None:
             listed = list_objects(self._client)
@@ -99,10 +95,11 @@ class ObjectFolder:
         return self._names
 
     def file(self, name: str) -> ObjectFile:
-        """Return a file, looked up unless it was listed.
+        """Return a file, which is looked up unless it was listed.
 
         Raises:
-            InputError: there is none, or it cannot be reached.
+            StoreError: it does not exist.
+            UnreachableError: the store cannot be reached.
         """
         if name not in self._pinned:
             self._pinned[name] = self._client.look_up(name)
@@ -139,10 +136,11 @@ class ObjectFile:
 
 
 def list_objects(client: Client) -> dict[str, ObjectEntry]:
-    """Return the objects below a prefix by name, less the empty ones that represent folders.
+    """Return the objects below a prefix by name, without empty ones that represent folders.
 
     Raises:
-        InputError: it cannot be listed, or contains too much or names that are not paths.
+        StoreError: it cannot be listed, or has too many objects or invalid names.
+        UnreachableError: the store cannot be reached.
     """
     listed: dict[str, ObjectEntry] = {}
     for entry in client.entries():
@@ -167,7 +165,7 @@ def _parents(names: Iterable[str]) -> Iterator[str]:
 
 
 def _fetch(file: ObjectFile, into: memoryview, position: int, stop: threading.Event) -> None:
-    """Fill `into` with the bytes at `position`. What came before an answer broke is kept."""
+    """Fill `into` with the bytes at `position`. Bytes that arrived before a connection broke are kept."""
     end, filled = position + len(into), 0
     if end > file.nbytes:
         raise SourceError(

@@ -1,4 +1,4 @@
-"""A folder by its address, wherever it is."""
+"""Open a folder by its address."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ __all__ = ["open_store"]
 def open_store(address: str) -> Folder:
     """Open a local folder, a repository on the hub, or a prefix in an object store.
 
-    What exists on this machine is local. `hf://org/name[@revision]`, and `org/name[@revision]` where there
-    is no such path, are on the hub. Any other `scheme://` is an object store.
+    Existing paths are local. `hf://org/name[@revision]`, and `org/name[@revision]` if no such path exists, are on
+    the hub. Any other `scheme://` is an object store.
 
     Raises:
-        InputError: the address is malformed, or the store refuses it or cannot be reached.
+        StoreError: the address is malformed, or the store refuses the request.
+        UnreachableError: the store cannot be reached.
     """
     if is_url(address) and not address.startswith(SCHEME):
         from stores.objects import open_objects

@@ -1,4 +1,4 @@
-"""Answers that come, but too slowly to be waited for."""
+"""Detection of responses that are too slow to wait for."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from stores.retries import PassingError
 
 __all__ = ["LEAST_BYTES_PER_S", "Pace", "answered_within"]
 
-LEAST_BYTES_PER_S = 4 << 10  # of one connection; what is slower makes no progress worth the name
+LEAST_BYTES_PER_S = 4 << 10  # of one connection; slower ones count as stalled
 _HINT = "check the network; a proxy or the server may be overloaded"
 
 Answer = TypeVar("Answer")
 
 
 class Pace:
-    """Watches the bytes of one answer: over each window, they must come at `LEAST_BYTES_PER_S`."""
+    """Watches one response: over each window, it must arrive at `LEAST_BYTES_PER_S` or faster."""
 
     def __init__(self, server: str, window_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._server, self._window_s, self._clock = server, window_s, clock
         self._begun, self._nbytes = clock(), 0
 
     def take(self, nbytes: int) -> None:
-        """Count bytes that have come.
+        """Count received bytes.
 
         Raises:
-            PassingError: too few have, in a whole window.
+            PassingError: too few arrived in a whole window.
         """
         self._nbytes += nbytes
         passed_s = self._clock() - self._begun
@@ -44,13 +44,13 @@ class Pace:
 def answered_within(
     limit_s: float, server: str, call: Callable[[], Answer], abandon: Callable[[], object] = lambda: None
 ) -> Answer:
-    """Return what `call` returns, if it does so in time; later, `abandon` is called after it.
+    """Return the result of `call` if it returns in time; if it returns later, `abandon` is called.
 
-    A client's own timeouts are for single reads, so that an answer of one byte now and then never ends. The call
-    runs in a thread of its own, which is left to itself when it takes too long.
+    A client's timeouts apply to single reads, so a response of one byte now and then never times out. The call runs
+    in a thread, which is left running on a timeout.
 
     Raises:
-        PassingError: it takes too long.
+        PassingError: timeout.
     """
     answer: Future[Answer] = Future()
     lock, is_late = threading.Lock(), False
@@ -72,7 +72,7 @@ def answered_within(
         return answer.result(limit_s)
     except TimeoutError:
         with lock:
-            if answer.done():  # it came, or failed, just now; or it is a timeout of its own
+            if answer.done():  # it arrived or failed just now, or the call itself raised TimeoutError
                 return answer.result()
             is_late = True
-    raise PassingError(f"{server} has not answered in {limit_s:.0f} s", _HINT, code="store.too-slow")
+    raise PassingError(f"no response from {server} within {limit_s:.0f} s", _HINT, code="store.too-slow")

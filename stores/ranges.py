@@ -1,6 +1,6 @@
-"""Byte ranges fetched over a network: few large requests, several at a time, read from front to back.
+"""Byte ranges fetched over a network in few, large, concurrent requests, with read-ahead.
 
-Memory: `NUM_PARALLEL` requests of at most `REQUEST_NBYTES` for each open reader, 64 MiB.
+Memory: `NUM_PARALLEL` requests of at most `REQUEST_NBYTES` per open reader, 64 MiB.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from stores.base import Range, merge_ranges
 
 __all__ = ["GAP_NBYTES", "NUM_PARALLEL", "REQUEST_NBYTES", "Fetch", "RangeReader", "plan_requests"]
 
-GAP_NBYTES = 1 << 20  # a gap this long is fetched along: it takes less time than another request
+GAP_NBYTES = 1 << 20  # gaps up to this size are fetched too, which is faster than another request
 REQUEST_NBYTES = 16 << 20
 NUM_PARALLEL = 4
 
 
 class Fetch(Protocol):
     def __call__(self, into: memoryview, position: int, stop: threading.Event) -> None:
-        """Fill `into` with the bytes at `position`. Called from several threads at once.
+        """Fill `into` with the bytes at `position`. Called from several threads concurrently.
 
-        Once `stop` is set, nobody wants the bytes: give up soon, with any exception.
+        Once `stop` is set, the bytes are no longer needed: raise any exception soon.
 
         Raises:
             InputError: they cannot be read.
@@ -35,7 +35,7 @@ class Fetch(Protocol):
 
 
 def plan_requests(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """Return the requests that fetch these ranges, ascending: gaps bridged, long runs cut in equal pieces."""
+    """Return the requests that fetch these ranges, ascending: small gaps bridged, long runs split equally."""
     runs: list[Range] = []
     for begin, end in merge_ranges(ranges):
         if begin == end:
@@ -47,10 +47,7 @@ def plan_requests(ranges: Iterable[Range]) -> tuple[Range, ...]:
 
 
 class RangeReader:
-    """Reads a file's ranges, fetching ahead of the reading thread.
-
-    Reading back, or outside the ranges, costs a request each time.
-    """
+    """Reads a file's ranges with read-ahead. Reading backwards or outside the ranges takes a request each time."""
 
     def __init__(self, fetch: Fetch, ranges: Iterable[Range]) -> None:
         self._fetch = fetch
@@ -76,7 +73,7 @@ class RangeReader:
                 self._fetch_ahead()
 
     def close(self) -> None:
-        """Abandon what is on its way; closing twice does no harm."""
+        """Cancel running requests; may be called twice."""
         self._stop.set()
         self._planned.clear()
         self._running.clear()
@@ -85,7 +82,7 @@ class RangeReader:
             self._pool.shutdown(cancel_futures=True)
 
     def _request_at(self, position: int, nbytes: int) -> _Request | None:
-        """Return the request that contains `position`; None when the caller should fetch it directly."""
+        """Return the request that contains `position`; None if the caller must fetch it directly."""
         self._leave_behind(position)
         if not self._running and len(self._planned) == 1:
             begin, end = self._planned[0]
@@ -98,12 +95,12 @@ class RangeReader:
         return None
 
     def _leave_behind(self, position: int) -> None:
-        """Forget the requests that end before `position`, and keep their memory for others."""
+        """Drop the requests that end before `position`, and reuse their memory."""
         while self._running and self._running[0].end <= position:
             data = self._running.popleft().data
             if data.cancel():
                 continue
-            wait((data,))  # one that is skipped: there is never memory for more than NUM_PARALLEL
+            wait((data,))  # a skipped one: never use memory for more than NUM_PARALLEL
             if data.exception() is None:
                 self._spare.append(data.result())
         while self._planned and not self._running and self._planned[0][1] <= position:

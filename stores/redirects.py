@@ -1,4 +1,4 @@
-"""Redirects that a server has no business to send: into this machine, or to a cloud's metadata service."""
+"""Refusal of malicious redirects: to this machine, or to a cloud's metadata service."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ Reach = Literal["other", "loopback", "metadata"]
 
 
 def check_redirect(where: str, origin: str, target: str) -> None:
-    """Refuse to follow a redirect from `origin`, an address that was asked for, to `target`, which a server named.
+    """Check a redirect from `origin`, the requested URL, to `target`, which a server named.
 
     Raises:
-        InputError: it leads to link-local addresses, where clouds hand out credentials, or to this machine from
-            elsewhere.
+        StoreError: it leads to a link-local address, where clouds serve credentials, or to this machine from elsewhere.
     """
     reach = _reach_of(target)
     if reach == "other" or (reach == "loopback" and _reach_of(origin) == "loopback"):
@@ -31,8 +30,8 @@ def check_redirect(where: str, origin: str, target: str) -> None:
     what = "this machine itself" if reach == "loopback" else "a link-local or metadata address"
     raise StoreError(
         where,
-        f"{urlsplit(origin).hostname} redirects to {host}, {what}, which is not followed",
-        "name the server that has the file; if the address is right, its server may be compromised",
+        f"refused a redirect from {urlsplit(origin).hostname} to {host}, {what}",
+        "use the URL of the server that has the file; if the URL is right, its server may be compromised",
         code="store.redirect-refused",
     )
 
@@ -49,7 +48,7 @@ def _addresses(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
-        return []  # whoever connects fails, too
+        return []  # connecting will fail as well
     return [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found]
 
 

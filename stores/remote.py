@@ -1,4 +1,4 @@
-"""Servers that a manifest names: a file from anywhere does not decide where this machine sends requests."""
+"""Servers that a manifest names: untrusted files must not decide where requests are sent."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from stores.object_client import SCHEMES
 
 __all__ = ["ALLOW_VARIABLE", "allowing_remote", "check_remote"]
 
-ALLOW_VARIABLE = "RESHARD_ALLOW_REMOTE"  # "1", where no flag is at hand: in the ranks of a job
+ALLOW_VARIABLE = "RESHARD_ALLOW_REMOTE"  # set to "1" where there is no flag: in the ranks of a job
 
-_is_allowed = False  # by a flag of the command that runs
+_is_allowed = False  # by a flag of the current command
 
 
 @contextmanager
 def allowing_remote() -> Iterator[None]:
-    """Let manifests name servers while the block runs."""
+    """Allow manifests to name servers while the block runs."""
     global _is_allowed
     before, _is_allowed = _is_allowed, True
     try:
@@ -29,13 +29,12 @@ def allowing_remote() -> Iterator[None]:
 
 
 def check_remote(location: str, named: str) -> None:
-    """Refuse a server that a manifest at `named` refers to, unless the user has allowed or named it.
+    """Refuse a server that the manifest at `named` refers to, unless the user allowed or named it.
 
-    The hub and buckets are reached at the endpoints that this machine's environment configures, whatever a manifest
-    says: they need no consent.
+    The hub and buckets are always allowed: their endpoints come from the environment, not from the manifest.
 
     Raises:
-        InputError: naming the server.
+        SourceError: naming the server.
     """
     if not is_url(location) or location.startswith(SCHEME) or location.partition("://")[0] in SCHEMES:
         return
@@ -43,8 +42,8 @@ def check_remote(location: str, named: str) -> None:
         return
     raise SourceError(
         f"{named}: virtual.location",
-        f"reading these bundles sends requests to {_server_of(location)} ({location})",
-        f"if that server is to be trusted: --allow-remote, or {ALLOW_VARIABLE}=1 for runner",
+        f"reading these bundles would send requests to {_server_of(location)} ({location})",
+        f"if you trust that server, pass --allow-remote, or set {ALLOW_VARIABLE}=1 for runner",
         code="source.remote-not-allowed",
     )
 

@@ -1,4 +1,4 @@
-"""Retries of what may succeed later, with a growing backoff, for minutes."""
+"""Retries with exponential backoff."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from manifests.errors import UnreachableError
 __all__ = ["PassingError", "Retries", "backoff_s", "keep_trying"]
 
 logger = logging.getLogger(__name__)
-_NOTICED_S = 2.0  # whoever watches wonders at a wait from here on
+_NOTICED_S = 2.0  # longer waits are logged as warnings
 _DAY_S = 86400.0
-_PROGRESS_NBYTES = 64 << 10  # that came since the last failure, and so the wait was worth it
+_PROGRESS_NBYTES = 64 << 10  # received since the last failure: resets the retries
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retries:
-    """How long to try, and when an answer is too slow to count as one."""
+    """How long to retry, and when a response is too slow."""
 
     num_attempts: int = 100
     patience_s: float = 300.0  # from the first failure to the last attempt
     first_wait_s: float = 0.5
     longest_backoff_s: float = 30.0
-    longest_wait_s: float = 300.0  # a server that asks for more is not waited for
-    window_s: float = 30.0  # over which a server must send as fast as `stores.pace` says
-    answer_s: float = 60.0  # from a request to the head of its answer
+    longest_wait_s: float = 300.0  # gives up if a server asks for a longer wait
+    window_s: float = 30.0  # of the minimum speed in `stores.pace`
+    answer_s: float = 60.0  # from a request to the headers of its response
 
 
 class PassingError(Exception):
-    """Something that may be gone at the next attempt. `asked_s` is how long the server asks to wait."""
+    """A transient failure. `asked_s` is the wait that the server requests."""
 
     def __init__(
         self, problem: str, hint: str = "", asked_s: float | None = None, *, code: str = "store.unreachable"
@@ -47,12 +47,12 @@ class PassingError(Exception):
 
     @property
     def is_busy(self) -> bool:
-        """Whether the server would be helped by fewer requests."""
+        """Whether the server is overloaded, so that fewer requests help."""
         return self.code == "store.busy"
 
 
 def backoff_s(attempt: int, retries: Retries) -> float:
-    """Draw the wait after an attempt (from 1): below a bound that doubles each time, "full jitter" as AWS calls it.
+    """Draw the wait after an attempt (from 1): exponential backoff with full jitter.
 
     Source: Exponential Backoff And Jitter, AWS Architecture Blog, 2015.
     """
@@ -67,12 +67,12 @@ def keep_trying(
     clock: Callable[[], float] = time.monotonic,
     nbytes_done: Callable[[], int] = lambda: 0,
 ) -> Result:
-    """Return what `step` returns, once it does so without a PassingError.
+    """Call `step` until it returns without a PassingError.
 
-    Attempts and patience begin again where `nbytes_done` says that more of the answer has come.
+    Progress of `nbytes_done` resets the attempts and the timeout.
 
     Raises:
-        UnreachableError: the attempts or the patience are used up, or the server asks to wait too long.
+        UnreachableError: the attempts or the time are used up, or the server requests too long a wait.
         CancelledError: `stop` was set while waiting.
     """
     attempt, give_up_at, nbytes = 1, None, nbytes_done()
@@ -86,13 +86,13 @@ def keep_trying(
                 give_up_at = clock() + retries.patience_s
             if error.asked_s is not None and error.asked_s > retries.longest_wait_s:
                 asked = f"{error.asked_s:.0f} s" if error.asked_s <= _DAY_S else "more than a day"
-                raise _given_up(where, error, f", and asks for a wait of {asked}") from error
+                raise _given_up(where, error, f" and requests a wait of {asked}") from error
             wait_s = (error.asked_s or 0.0) + backoff_s(attempt, retries)
             if attempt == retries.num_attempts or clock() + wait_s > give_up_at:
-                raise _given_up(where, error, f" (attempt {attempt}, the last)") from error
+                raise _given_up(where, error, f" (gave up after attempt {attempt})") from error
             problem = error.problem
         level = logging.WARNING if wait_s >= _NOTICED_S else logging.DEBUG
-        logger.log(level, "%s: %s; trying again in %.1f s", where, problem, wait_s)
+        logger.log(level, "%s: %s; retrying in %.1f s", where, problem, wait_s)
         attempt += 1
         if stop.wait(wait_s):
             raise CancelledError

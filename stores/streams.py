@@ -1,4 +1,4 @@
-"""How many requests a server is sent at a time: fewer once it is busy, then one more after another."""
+"""Adaptive limit on concurrent requests to a server: fewer if it is busy, then gradually more."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from stores.retries import PassingError
 
 __all__ = ["Streams"]
 
-_LOOK_UP_S = 0.2  # how soon a waiting request notices that nobody wants it any more
+_LOOK_UP_S = 0.2  # polling interval for cancellation
 
 
 class Streams:
-    """A number of streams that adapts: halved by each busy answer, one more after as many good ones.
+    """A concurrency limit that is halved by each "busy" response and raised by one after as many good ones.
 
-    There is no bound but the caller's own while a server keeps up.
+    While a server keeps up, there is no limit.
     """
 
     def __init__(self) -> None:
@@ -27,12 +27,12 @@ class Streams:
 
     @property
     def limit(self) -> float:
-        """How many requests may run at a time now."""
+        """How many requests may run concurrently now."""
         return self._limit
 
     @contextmanager
     def one(self, stop: threading.Event) -> Iterator[None]:
-        """Run a block as one of the streams, once there is room for it.
+        """Run a block as one of the streams, once the limit allows.
 
         Raises:
             CancelledError: `stop` was set while waiting.

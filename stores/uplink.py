@@ -1,4 +1,4 @@
-"""How objects are sent: in parts, several at a time, as many as the line takes."""
+"""Multipart uploads: as many concurrent parts as the connection can take."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from contextlib import contextmanager
 
 __all__ = ["LEAST_BYTES_PER_S", "LONGEST_PART_S", "MAX_PARTS", "NUM_PARTS", "Sent", "Uplink", "part_nbytes"]
 
-NUM_PARTS = 4  # of one upload, under way at a time
+NUM_PARTS = 4  # concurrent parts of one upload
 MAX_PARTS = 10_000  # of one object, in S3 and Google Cloud Storage
 _PART_NBYTES = 8 << 20
 _MIB = 1 << 20
 LEAST_BYTES_PER_S = 16 << 10  # of one part: a slower one counts as stalled
 LONGEST_PART_S = _PART_NBYTES // LEAST_BYTES_PER_S
-_EASY_PART_S = 15.0  # a line that takes longer for a part, with all of them under way, is slow
+_EASY_PART_S = 15.0  # a connection that takes longer for a part, with all parts under way, is slow
 
 
 def part_nbytes(nbytes: int) -> int:
-    """Return the size of the parts in which an object of `nbytes` is sent."""
+    """Return the part size for an object of `nbytes`."""
     return max(_PART_NBYTES, -(-nbytes // MAX_PARTS // _MIB) * _MIB)
 
 
 class Uplink:
-    """A line to a store: uploads send fewer parts at a time once an earlier one has found it slow."""
+    """A connection to a store: uploads send fewer concurrent parts once an earlier one was slow."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._lock = clock, threading.Lock()
         self._bytes_per_s = float("inf")  # of one upload
 
     def num_parts(self, part_nbytes: int) -> int:
-        """Return how many parts an upload should have under way."""
+        """Return how many concurrent parts an upload should have."""
         easy = self._bytes_per_s * _EASY_PART_S / part_nbytes
         return NUM_PARTS if easy >= NUM_PARTS else max(1, int(easy))
 
@@ -39,15 +39,15 @@ class Uplink:
         return Sent(self, self._clock)
 
     def learn(self, nbytes: int, taken_s: float) -> None:
-        """Take note of an upload of many parts: the time is what its bytes waited for the line."""
-        if nbytes < NUM_PARTS * _PART_NBYTES:  # what it waited for was the store's answers
+        """Record the speed of an upload of many parts, from the time that its writes took."""
+        if nbytes < NUM_PARTS * _PART_NBYTES:  # dominated by latency
             return
         with self._lock:
             self._bytes_per_s = nbytes / taken_s if taken_s > 0 else float("inf")
 
 
 class Sent:
-    """What one upload has sent, and how long it waited for the line."""
+    """The bytes of one upload, and the time that sending them took."""
 
     def __init__(self, uplink: Uplink, clock: Callable[[], float]) -> None:
         self._uplink, self._clock = uplink, clock

@@ -81,7 +81,7 @@ def test_link_to_no_file_is_refused(name: str, target: str, source: Path, tmp_pa
     else:
         (source / name).symlink_to(name if target == "itself" else target)
     ended = reshard("pack", source, "--layout", "pp=2", "--out", tmp_path / "out")
-    sentence = f"error: {source}/{name}: is not a regular file\nhint: a dangling link? remove it or fix it\n"
+    sentence = f"error: {source}/{name}: is not a regular file\nhint: it may be a dangling link; fix or remove it\n"
     assert (ended.code, ended.err) == (3, sentence)
     assert leftovers(tmp_path / "out") == []
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from manifests.digest import digest_bytes
-from manifests.errors import InputError
 from manifests.schema import Layout, Manifest, Model, OriginalFile, Source, Span, Stage, TieGroup, TieMember, Virtual
 from manifests.store import read_manifest
 from stores.bundles import Bundles
@@ -25,22 +24,23 @@ from tests.builders import (
     write_model,
     write_safetensors,
 )
+from tests.refusals import refusal, refused
 from tests.servers.hub import Hub
 
 OWNER, REPLICAS = "a.weight", ("b.weight", "c.weight")
 
 
 def write_original(folder: Path, tensors: dict[str, Tensor]) -> tuple[OriginalFile, int]:
-    """Write a file of tensors, and give its pin and where its data begin."""
+    """Write a file of tensors, and return its entry and where its data begin."""
     path = folder / "model.safetensors"
     write_safetensors(path, tensors)
     data = path.read_bytes()
     begin = 8 + int.from_bytes(data[:8], "little")
-    digest, pin = digest_bytes(data[:begin]), LocalFile(path).fingerprint
-    return OriginalFile(path=path.name, nbytes=len(data), pin=pin, digest=digest), begin
+    digest, fingerprint = digest_bytes(data[:begin]), LocalFile(path).fingerprint
+    return OriginalFile(path=path.name, nbytes=len(data), pin=fingerprint, digest=digest), begin
 
 
-def two_stages(folder: Path, pinned: OriginalFile, spans: Sequence[tuple[Span, ...]]) -> Manifest:
+def two_stages(folder: Path, original: OriginalFile, spans: Sequence[tuple[Span, ...]]) -> Manifest:
     """Give a manifest of modules a, b and c, which share a weight: a on one stage, b and c on another."""
     owner, *replicas = (
         TieMember(fqn=fqn, stage=stage) for fqn, stage in zip((OWNER, *REPLICAS), (0, 1, 1), strict=True)
@@ -58,14 +58,14 @@ def two_stages(folder: Path, pinned: OriginalFile, spans: Sequence[tuple[Span, .
             for index, (modules, here) in enumerate(zip((("a",), ("b", "c")), spans, strict=True))
         ),
         ties=(TieGroup(owner=owner, replicas=tuple(replicas)),),
-        virtual=Virtual(location=str(folder), files=(pinned,)),
+        virtual=Virtual(location=str(folder), files=(original,)),
     )  # fmt: skip
 
 
 def test_bytes_of_an_owner_elsewhere_stand_for_every_member_of_its_group_on_the_stage(tmp_path: Path) -> None:
-    pinned, begin = write_original(tmp_path, {OWNER: Tensor(dtype="U8", shape=(4,), data=b"abcd")})
+    original, begin = write_original(tmp_path, {OWNER: Tensor(dtype="U8", shape=(4,), data=b"abcd")})
     span = Span(file=0, begin=begin, end=begin + 4)
-    manifest = two_stages(tmp_path, pinned, ((span,), (span,)))
+    manifest = two_stages(tmp_path, original, ((span,), (span,)))
     bundles = Bundles(manifest, tmp_path / "nowhere")
     assert [tensor.name for tensor in bundles.tensors_on(manifest.stages[0])] == [OWNER]
     replicas = bundles.tensors_on(manifest.stages[1])
@@ -77,9 +77,9 @@ def test_bytes_of_an_owner_elsewhere_stand_for_every_member_of_its_group_on_the_
 
 def test_tensors_without_bytes_are_in_no_span(tmp_path: Path) -> None:
     empty, four = Tensor(dtype="U8", shape=(0,), data=b""), Tensor(dtype="U8", shape=(4,), data=b"abcd")
-    pinned, begin = write_original(tmp_path, {"b.empty": empty, OWNER: four, "c.empty": empty, "c.other": four})
+    original, begin = write_original(tmp_path, {"b.empty": empty, OWNER: four, "c.empty": empty, "c.other": four})
     spans = ((Span(file=0, begin=begin, end=begin + 4),), (Span(file=0, begin=begin + 4, end=begin + 8),))
-    manifest = two_stages(tmp_path, pinned, spans)
+    manifest = two_stages(tmp_path, original, spans)
     bundles = Bundles(manifest, tmp_path)
     assert [[tensor.name for tensor in bundles.tensors_on(stage)] for stage in manifest.stages] == [
         [OWNER],
@@ -90,24 +90,22 @@ def test_tensors_without_bytes_are_in_no_span(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("begin", "end"), [(1, 4), (0, 3), (1, 3), (0, 5), (4, 7), (3, 8), (8, 9)])
 def test_span_that_cuts_a_tensor_is_refused(begin: int, end: int, tmp_path: Path) -> None:
     four = Tensor(dtype="U8", shape=(4,), data=b"abcd")
-    pinned, first = write_original(tmp_path, {OWNER: four, "a.bias": four})
-    manifest = two_stages(tmp_path, pinned, ((Span(file=0, begin=first + begin, end=first + end),), ()))
-    with pytest.raises(InputError) as error:
-        Bundles(manifest, tmp_path).tensors_on(manifest.stages[0])
-    assert str(error.value) == (
-        f"stages[0].spans: {tmp_path}/model.safetensors: bytes {first + begin} to {first + end} are not whole tensors"
-    )
+    original, first = write_original(tmp_path, {OWNER: four, "a.bias": four})
+    manifest = two_stages(tmp_path, original, ((Span(file=0, begin=first + begin, end=first + end),), ()))
+    code, where = refused(lambda: Bundles(manifest, tmp_path).tensors_on(manifest.stages[0]))
+    assert (code, where) == ("manifest.wrong-span", f"stages[0].spans: {tmp_path}/model.safetensors")
 
 
-def test_span_of_the_header_is_refused(tmp_path: Path) -> None:
-    pinned, first = write_original(tmp_path, {OWNER: Tensor(dtype="U8", shape=(4,), data=b"abcd")})
-    manifest = two_stages(tmp_path, pinned, ((Span(file=0, begin=0, end=first),), ()))
-    with pytest.raises(InputError, match="are not whole tensors"):
-        Bundles(manifest, tmp_path).tensors_on(manifest.stages[0])
+def test_span_of_the_header_is_refused(tmp_path: Path, wording: Callable[[str], None]) -> None:
+    original, first = write_original(tmp_path, {OWNER: Tensor(dtype="U8", shape=(4,), data=b"abcd")})
+    manifest = two_stages(tmp_path, original, ((Span(file=0, begin=0, end=first),), ()))
+    error = refusal(lambda: Bundles(manifest, tmp_path).tensors_on(manifest.stages[0]))
+    assert error.code == "manifest.wrong-span"
+    wording(str(error))
 
 
 def push_in_order(hub: Hub, folder: Path) -> str:
-    """Push a model of 8 MiB, whose layers lie one after the other in two files."""
+    """Push a model of 8 MiB, with its layers in order in two files."""
     config = llama_config(hidden_size=256, intermediate_size=1024)
     tensors = random_tensors(config)
     write_model(folder, config, tensors)
@@ -120,7 +118,7 @@ def push_in_order(hub: Hub, folder: Path) -> str:
     return hub.push("org/model", files_in(folder))
 
 
-def test_virtual_bundles_on_the_hub_are_read_by_their_own_bytes_at_the_pinned_commit(hub: Hub, tmp_path: Path) -> None:
+def test_virtual_bundles_on_the_hub_are_read_by_their_own_bytes_at_their_commit(hub: Hub, tmp_path: Path) -> None:
     commit = push_in_order(hub, tmp_path / "source")
     headers = sum(
         8 + int.from_bytes(path.read_bytes()[:8], "little") for path in (tmp_path / "source").glob("*.safetensors")

@@ -8,14 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pytest
-
-from manifests.errors import InputError
 from manifests.safetensors import TensorEntry, encode_header
 from stores.base import Range
 from stores.headers import NUM_AT_ONCE, read_file_headers
 from stores.local import LocalFile
 from tests.builders import files_in, llama_config, reshard, write_model
+from tests.refusals import refused
 from tests.servers.hub import Hub
 
 HEADER = encode_header([TensorEntry(name="a", dtype="U8", shape=(0,), begin=0, end=0)], {})
@@ -68,7 +66,7 @@ class FarFile:
         pass
 
 
-def test_headers_are_read_eight_at_a_time_and_given_in_order() -> None:
+def test_headers_are_read_eight_at_a_time_and_returned_in_order() -> None:
     desk = Desk(wanted=NUM_AT_ONCE)
     files = [FarFile(str(number), desk) for number in range(30)]
     assert list(read_file_headers(files)) == files
@@ -78,11 +76,7 @@ def test_headers_are_read_eight_at_a_time_and_given_in_order() -> None:
 def test_the_first_file_that_is_refused_is_named_and_no_other_is_begun() -> None:
     desk = Desk()
     files = [FarFile(f"{number}", desk, b"cut" if number in (2, 3) else HEADER) for number in range(200)]
-    with pytest.raises(InputError) as refused:
-        read_file_headers(files)
-    assert str(refused.value) == (
-        "2: expected at least 8 bytes, found 3\nhint: the file is damaged or not a safetensors file; download it again"
-    )
+    assert refused(lambda: read_file_headers(files)) == ("header.not-safetensors", "2")
     assert len(desk.served) < 100
 
 
@@ -103,5 +97,5 @@ def test_damaged_header_on_the_hub_is_refused_as_it_is_here(hub: Hub, tmp_path: 
     hub.push("org/model", files_in(folder))
     flags = ("--layout", "pp=2", "--out", tmp_path / "out")
     here, there = reshard("pack", folder, *flags), reshard("pack", "hf://org/model", *flags)
-    assert "model-00005-of-00012.safetensors: header length" in here.err
+    assert "model-00005-of-00012.safetensors: " in here.err
     assert there.err == here.err.replace(str(folder), "hf://org/model")

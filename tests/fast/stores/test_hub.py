@@ -7,18 +7,19 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from huggingface_hub import close_session, constants, hf_hub_download, snapshot_download
 
-from manifests.errors import InputError
 from manifests.safetensors import TensorEntry, encode_header
 from stores.address import HubAddress
 from stores.base import read_file_header, read_whole
 from stores.hub import HubFolder, open_hub
 from stores.open import open_store
+from tests.refusals import refusal
 from tests.servers.hub import MEMBER, Hub, Request
 
 ROOT = Path(__file__).parents[3]
@@ -228,25 +229,21 @@ def test_offline_a_cached_snapshot_is_the_same_folder(hub: Hub, monkeypatch: pyt
     assert hub.take_requests() == []
 
 
-def test_offline_says_what_the_cache_lacks(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_says_what_the_cache_lacks(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, wording: Callable[[str], None]
+) -> None:
     commit = hub.push("org/name", {"config.json": CONFIG, WEIGHTS: random_bytes(5000)})
     hf_hub_download("org/name", "config.json")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     folder = open_repo("org/name")
     assert folder.names() == ("config.json",)
     for ask in (lambda: folder.file(WEIGHTS).nbytes, lambda: folder.file(WEIGHTS).open([(0, 1)])):
-        with pytest.raises(InputError) as refused:
-            ask()
-        assert str(refused.value) == (
-            f"hf://org/name/{WEIGHTS}: neither a folder here nor in the hub's local cache, and HF_HUB_OFFLINE is set\n"
-            f"hint: unset it, or fetch what is missing: hf download org/name {WEIGHTS} --revision {commit}"
-        )
-    with pytest.raises(InputError) as refused:
-        open_hub(HubAddress(repo="org/other", revision="v1"))
-    assert str(refused.value) == (
-        "hf://org/other@v1: not in the hub's local cache, and HF_HUB_OFFLINE is set\n"
-        "hint: unset it, or fetch what is missing: hf download org/other --revision v1"
-    )
+        error = refusal(ask)
+        assert (error.code, error.where) == ("store.offline", f"hf://org/name/{WEIGHTS}")
+        assert error.hint.endswith(f"hf download org/name {WEIGHTS} --revision {commit}")
+    other = refusal(lambda: open_hub(HubAddress(repo="org/other", revision="v1")))
+    assert (other.code, other.where) == ("store.offline", "hf://org/other@v1")
+    wording(f"{error}\n{other}".replace(commit, "COMMIT"))
 
 
 @pytest.mark.parametrize("is_offline", [False, True])
