@@ -26,12 +26,6 @@ NOT_YET = frozenset(
         "manifests/models/components.py",
         "manifests/training_state.py",
         "reshard/tensors/lazy.py",
-        "stores/address.py",
-        "stores/hub.py",
-        "stores/object_output.py",
-        "stores/object_progress.py",
-        "stores/objects.py",
-        "stores/remote.py",
     }
 )
 
