@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
 from manifests.errors import InputError
-from manifests.models import architecture_of, model_shape
+from manifests.models import architecture_of, is_sized_by_files, model_shape
 from manifests.models.catalogue import entry_of
 from runner.config.architectures import check_trainable, is_generic
 from runner.models.decoders import DECODERS
@@ -74,10 +74,11 @@ def family_for(config: Mapping[str, object], *, max_seq_len: int, where: str = "
         InputError: an unknown architecture, or a field that the family does not support.
     """
     architecture = architecture_of(config, where)
+    if not is_sized_by_files(config, where):
+        architecture = model_shape(config, where).architecture  # MosaicML's MPT has another name in its own configs
     check_trainable(architecture, where)
     if is_generic(architecture):
         return _generic(architecture, config, max_seq_len, where)
-    model_shape(config, where)  # which refuses what the architecture does not support
     return FAMILIES[architecture](config, max_seq_len, where)
 
 

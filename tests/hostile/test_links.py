@@ -133,14 +133,11 @@ def test_output_that_is_a_link_is_refused(target: str, source: Path, packed: Pat
     shutil.copytree(packed, tmp_path / "full")
     out, before = tmp_path / "out", files_in(tmp_path / "full")
     out.symlink_to(target)
-    for flags, problem in (
-        ((), "already exists\nhint: choose another folder, or remove it"),
-        (("--force",), "already exists and was not written by this command; --force does not replace it\n"
-         "hint: choose another folder, or remove it yourself"),
-    ):  # fmt: skip
+    for flags, code in (((), "output.exists"), (("--force",), "output.not-ours")):
         for command in (("pack", source, "--layout", "pp=2"), ("export", packed, "--to", "hf")):
-            ended = reshard(*command, "--out", out, *flags)
-            assert (ended.code, ended.err) == (3, f"error: {out}: {problem}\n")
+            ended = reshard(*command, "--out", out, *flags, "--json")
+            error = ended.json["error"]
+            assert (ended.code, error["code"], error["where"]) == (3, code, str(out))
     assert leftovers(out) == ["out"]
     assert out.is_symlink()
     assert files_in(tmp_path / "full") == before

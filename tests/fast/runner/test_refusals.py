@@ -18,12 +18,17 @@ from runner.pipeline.timetable import choose_timetable
 from tests.builders import reshard, write_model
 
 ZERO_BUBBLE: dict[str, Any] = {"schedule": "ZBVZeroBubble", "splits_backward": True}
+GENERIC: dict[str, Any] = {"is_generic": True, "architecture": "Olmo3ForCausalLM"}
 REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({**ZERO_BUBBLE, "recompute": "selective"}, "--ac", "schedule.selective-recomputation"),
     ({**ZERO_BUBBLE, "is_compiled": True}, "--compile", "schedule.compiled-layers"),
     ({"num_tensor": 2, "architecture": "MixtralForCausalLM"}, "--tp", "options.tp-architecture"),
     ({"num_tensor": 2, "has_loss_chunks": True}, "--loss-chunk", "options.tp-loss-chunk"),
     ({"num_tensor": 2, "is_compiled": True}, "--compile", "options.tp-compiled-layers"),
+    ({**GENERIC, "num_shards": 2}, "--dp-shard", "options.catalogue-combination"),
+    ({**GENERIC, "is_compiled": True}, "--compile", "options.catalogue-combination"),
+    ({**GENERIC, "has_loss_chunks": True}, "--loss-chunk", "options.catalogue-combination"),
+    ({**GENERIC, **ZERO_BUBBLE}, "--schedule", "options.catalogue-combination"),
     ({"num_mtp_layers": 1}, "manifest", "manifest.mtp-layers"),
 ]
 
