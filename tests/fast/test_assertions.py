@@ -61,7 +61,9 @@ def texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def words(text: str) -> list[str]:
-    return re.findall(r"[a-z][a-z'-]*", text.lower())
+    """Return the plain words of a text: no names of tensors, files or fields."""
+    found = (word.strip(".,:;()'\"") for word in text.lower().split())
+    return [word for word in found if re.fullmatch(r"[a-z][a-z'-]*", word)]
 
 
 def runs(text: str) -> Iterator[tuple[str, ...]]:

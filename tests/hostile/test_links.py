@@ -80,9 +80,8 @@ def test_link_to_no_file_is_refused(name: str, target: str, source: Path, tmp_pa
         os.mkfifo(source / name)
     else:
         (source / name).symlink_to(name if target == "itself" else target)
-    ended = reshard("pack", source, "--layout", "pp=2", "--out", tmp_path / "out")
-    sentence = f"error: {source}/{name}: is not a regular file\nhint: it may be a dangling link; fix or remove it\n"
-    assert (ended.code, ended.err) == (3, sentence)
+    ended = reshard("pack", source, "--layout", "pp=2", "--out", tmp_path / "out", "--json")
+    assert ended.refusal == (3, "store.not-a-file", f"{source}/{name}")
     assert leftovers(tmp_path / "out") == []
 
 
@@ -106,11 +105,7 @@ def test_link_out_of_a_checkpoint_is_refused_by_every_verb(linked: str, packed: 
     outside = tmp_path / "elsewhere"
     (packed / linked).rename(outside)
     (packed / linked).symlink_to(outside)
-    named, target = (SHARD, outside / "model.safetensors") if linked == "stage-000" else (linked, outside)
-    problem = (
-        f"expected a file in the checkpoint's folder, found a link to {target}\nhint: replace the link with the file"
-    )
-    sentence = f"{packed}/{named}: {problem}"
+    place = f"{packed}/{SHARD if linked == 'stage-000' else linked}"
     for command in (
         ("plan", packed),
         ("pack", packed, "--layout", "pp=1", "--out", tmp_path / "out"),
@@ -119,11 +114,10 @@ def test_link_out_of_a_checkpoint_is_refused_by_every_verb(linked: str, packed: 
         ("diff", packed, packed),
         ("inspect", packed),
     ):
-        ended = reshard(*command)
-        assert (ended.code, ended.err) == (3, f"error: {sentence}\n")
+        assert reshard(*command, "--json").refusal == (3, "manifest.link-out-of-folder", place)
     with pytest.raises(InputError) as refused:
         open_packed(packed)
-    assert str(refused.value) == sentence
+    assert (refused.value.code, refused.value.where) == ("manifest.link-out-of-folder", place)
     assert leftovers(tmp_path / "out") == []
 
 

@@ -75,31 +75,34 @@ def test_measured_times_are_read_from_their_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "where"),
     [
-        ({"version": 2}, "times.json: version: expected 1, found 2"),
-        ({"version": None}, "times.json: version: expected 1, found None"),
-        ({"version": True}, "times.json: version: expected 1, found True"),
-        ({"modules": None}, "times.json: modules: expected an object, found null"),
-        ({"modules": [1]}, "times.json: modules: expected an object, found a list"),
-        ({"modules": {"lm_head": 1}}, "times.json: modules['lm_head']: expected an object, found a number"),
+        ({"version": 2}, "times.json: version"),
+        ({"version": None}, "times.json: version"),
+        ({"version": True}, "times.json: version"),
+        ({"modules": None}, "times.json: modules"),
+        ({"modules": [1]}, "times.json: modules"),
+        ({"modules": {"lm_head": 1}}, "times.json: modules['lm_head']"),
         ({"modules": {"lm_head": {"forward_s": 1}}},
-         "times.json: modules['lm_head'].backward_s: expected seconds, 0 or more, found None"),
+         "times.json: modules['lm_head'].backward_s"),
         ({"modules": {"lm_head": {"forward_s": -1, "backward_s": 1}}},
-         "times.json: modules['lm_head'].forward_s: expected seconds, 0 or more, found -1"),
+         "times.json: modules['lm_head'].forward_s"),
         ({"modules": {"lm_head": {"forward_s": True, "backward_s": 1}}},
-         "times.json: modules['lm_head'].forward_s: expected seconds, 0 or more, found True"),
+         "times.json: modules['lm_head'].forward_s"),
         ({"modules": {"lm_head": {"forward_s": 1e999, "backward_s": 1}}},
-         "times.json: modules['lm_head'].forward_s: expected seconds, 0 or more, found inf"),
+         "times.json: modules['lm_head'].forward_s"),
         ({"modules": {"lm_head": {"forward_s": 10**400, "backward_s": 1}}},
-         f"times.json: modules['lm_head'].forward_s: expected seconds, 0 or more, found 1{79 * '0'}"),
+         "times.json: modules['lm_head'].forward_s"),
     ],
 )  # fmt: skip
-def test_file_that_holds_no_times_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_file_that_holds_no_times_is_refused(
+    changes: dict[str, Any], where: str, wording: Callable[[str], None]
+) -> None:
     text = json.dumps(times_document(LLAMA, **changes)).replace("Infinity", "1e999").encode()
     with pytest.raises(InputError) as error:
         parse_times(text, "times.json")
-    assert str(error.value) == message
+    assert error.value.where == where
+    wording(f"{error.value.code}: {error.value}")
 
 
 def test_times_of_another_model_are_refused(wording: Callable[[str], None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,36 +87,39 @@ def test_files_without_the_head_leave_out_a_prefix() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "message"),
+    ("name", "changes", "where"),
     [
-        ("tiny-gpt2", {"add_cross_attention": True}, "add_cross_attention: expected False or nothing, found True"),
-        ("tiny-gpt2", {"n_head": 5}, "n_head: expected a divisor of n_embd 32, found 5"),
-        ("tiny-mpt", {"no_bias": False}, "no_bias: expected True or nothing, found False"),
-        ("tiny-mpt", {"expansion_ratio": 2}, "expansion_ratio: expected 4 or nothing, found 2"),
-        ("tiny-mpt", {"attn_config": {"alibi": False}}, "attn_config.alibi: expected True or nothing, found False"),
-        ("tiny-mpt", {"attn_config": {"qk_ln": True}}, "attn_config.qk_ln: expected False or nothing, found True"),
+        ("tiny-gpt2", {"add_cross_attention": True}, "add_cross_attention"),
+        ("tiny-gpt2", {"n_head": 5}, "n_head"),
+        ("tiny-mpt", {"no_bias": False}, "no_bias"),
+        ("tiny-mpt", {"expansion_ratio": 2}, "expansion_ratio"),
+        ("tiny-mpt", {"attn_config": {"alibi": False}}, "attn_config.alibi"),
+        ("tiny-mpt", {"attn_config": {"qk_ln": True}}, "attn_config.qk_ln"),
         ("tiny-mpt", {"attn_config": {"attn_type": "multiquery_attention"}},
-         "attn_config.attn_type: expected 'multihead_attention' or nothing, found 'multiquery_attention'"),
-        ("tiny-mpt", {"n_heads": 5}, "n_heads: expected a divisor of d_model 32, found 5"),
+         "attn_config.attn_type"),
+        ("tiny-mpt", {"n_heads": 5}, "n_heads"),
         ("tiny-falcon", {"apply_residual_connection_post_layernorm": True},
-         "apply_residual_connection_post_layernorm: expected False or nothing, found True"),
+         "apply_residual_connection_post_layernorm"),
         ("tiny-falcon", {"new_decoder_architecture": True, "parallel_attn": False},
-         "parallel_attn: expected true beside new_decoder_architecture, found false"),
+         "parallel_attn"),
         ("tiny-falcon", {"num_ln_in_parallel_attn": 2},
-         "num_ln_in_parallel_attn: expected 1 without new_decoder_architecture, found 2"),
+         "num_ln_in_parallel_attn"),
         ("tiny-falcon", {"num_attention_heads": 5},
-         "num_attention_heads: expected a divisor of hidden_size 32, found 5"),
+         "num_attention_heads"),
         ("tiny-falcon", {"new_decoder_architecture": True, "num_kv_heads": 3},
-         "num_kv_heads: expected a divisor of num_attention_heads 4, found 3"),
-        ("tiny-opt", {"num_attention_heads": 5}, "num_attention_heads: expected a divisor of hidden_size 32, found 5"),
-        ("tiny-phi", {"num_attention_heads": 5}, "num_attention_heads: expected a divisor of hidden_size 32, found 5"),
+         "num_kv_heads"),
+        ("tiny-opt", {"num_attention_heads": 5}, "num_attention_heads"),
+        ("tiny-phi", {"num_attention_heads": 5}, "num_attention_heads"),
         ("tiny-llama", {"num_attention_heads": 33, "num_key_value_heads": 33, "head_dim": None},
-         "num_attention_heads: expected at most hidden_size 32, found 33"),
+         "num_attention_heads"),
         ("tiny-phi3", {"num_key_value_heads": 3},
-         "num_key_value_heads: expected a divisor of num_attention_heads 4, found 3"),
+         "num_key_value_heads"),
     ],
 )  # fmt: skip
-def test_config_of_another_model_is_refused(name: str, changes: dict[str, Any], message: str) -> None:
+def test_config_of_another_model_is_refused(
+    name: str, changes: dict[str, Any], where: str, wording: Callable[[str], None]
+) -> None:
     with pytest.raises(InputError) as error:
         model_shape(read_config(name, **changes))
-    assert str(error.value).splitlines()[0] == f"config.json: {message}"
+    assert error.value.where == f"config.json: {where}"
+    wording(f"{error.value.code}: {error.value}")

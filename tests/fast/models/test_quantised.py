@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -66,49 +67,48 @@ def test_mxfp4_unpacks_to_the_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "message"),
+    ("name", "changes", "where"),
     [
         ("tiny-llama", {"quantization_config": FP8},
-         "quantization_config.quant_method: 'fp8' is not supported\n"
-         "hint: supported for LlamaForCausalLM: none; dequantize the weights first"),
+         "quantization_config.quant_method"),
         ("tiny-qwen3", {"quantization_config": {"quant_method": "gptq"}},
-         "quantization_config.quant_method: 'gptq' is not supported\nhint: supported for Qwen3ForCausalLM: fp8"),
+         "quantization_config.quant_method"),
         ("tiny-qwen3", {"quantization_config": {}},
-         "quantization_config.quant_method: None is not supported\nhint: supported for Qwen3ForCausalLM: fp8"),
-        ("tiny-qwen3", {"quantization_config": "fp8"}, "quantization_config: expected an object, found a string"),
+         "quantization_config.quant_method"),
+        ("tiny-qwen3", {"quantization_config": "fp8"}, "quantization_config"),
         ("tiny-qwen3", {"quantization_config": {**FP8, "weight_block_size": None}},
-         "quantization_config.weight_block_size: expected two positive integers, found []"),
+         "quantization_config.weight_block_size"),
         ("tiny-qwen3", {"quantization_config": {**FP8, "weight_block_size": [128, "128"]}},
-         "quantization_config.weight_block_size: expected a list of integers, 0 or more, found [128, '128']"),
+         "quantization_config.weight_block_size"),
         ("tiny-qwen3", {"quantization_config": {**FP8, "activation_scheme": "static"}},
-         "quantization_config.activation_scheme: expected 'dynamic' or nothing, found 'static'\n"
-         "hint: no other value is supported"),
+         "quantization_config.activation_scheme"),
         ("tiny-qwen3", {"quantization_config": {**FP8, "modules_to_not_convert": ["model.layers.*.mlp"]}},
-         "quantization_config.modules_to_not_convert: 'model.layers.*.mlp' is not the name of a module\n"
-         "hint: patterns are not supported"),
+         "quantization_config.modules_to_not_convert"),
         ("tiny-qwen3", {"quantization_config": {**FP8, "modules_to_not_convert": "lm_head"}},
-         "quantization_config.modules_to_not_convert: expected a list of strings, found 'lm_head'"),
+         "quantization_config.modules_to_not_convert"),
         ("tiny-gpt-oss", {"hidden_size": 48, "quantization_config": {"quant_method": "mxfp4"}},
-         "quantization_config.quant_method: mxfp4 requires widths that 32 divides, "
-         "model.layers.0.mlp.experts.gate_up_proj has 48"),
+         "quantization_config.quant_method"),
         ("tiny-deepseek-v3", {"moe_layer_freq": 2},
-         "moe_layer_freq: expected 1 or nothing, found 2\nhint: no other value is supported"),
+         "moe_layer_freq"),
         ("tiny-deepseek-v3", {"topk_method": "greedy"},
-         "topk_method: expected 'noaux_tc' or nothing, found 'greedy'\nhint: no other value is supported"),
-        ("tiny-deepseek-v3", {"n_routed_experts": 20_000}, "n_routed_experts: expected at most 10000, found 20000"),
+         "topk_method"),
+        ("tiny-deepseek-v3", {"n_routed_experts": 20_000}, "n_routed_experts"),
         ("tiny-deepseek-v3", {"num_nextn_predict_layers": -1},
-         "num_nextn_predict_layers: expected an integer, 0 or more, found -1"),
+         "num_nextn_predict_layers"),
         ("tiny-deepseek-v3", {"first_k_dense_replace": None},
-         "first_k_dense_replace: expected an integer, 0 or more, found nothing"),
-        ("tiny-qwen3-moe", {"num_experts_per_tok": 9}, "num_experts_per_tok: expected at most 8, found 9"),
-        ("tiny-qwen3-moe", {"num_experts": None}, "num_local_experts: expected a positive integer, found nothing"),
+         "first_k_dense_replace"),
+        ("tiny-qwen3-moe", {"num_experts_per_tok": 9}, "num_experts_per_tok"),
+        ("tiny-qwen3-moe", {"num_experts": None}, "num_local_experts"),
         ("tiny-qwen3-moe", {"mlp_only_layers": 1},
-         "mlp_only_layers: expected a list of integers, 0 or more, found 1"),
+         "mlp_only_layers"),
         ("tiny-gpt-oss", {"num_key_value_heads": 3},
-         "num_key_value_heads: expected a divisor of num_attention_heads 4, found 3"),
+         "num_key_value_heads"),
     ],
 )  # fmt: skip
-def test_config_that_is_not_modelled_is_refused_by_its_field(name: str, changes: dict[str, Any], message: str) -> None:
+def test_config_that_is_not_modelled_is_refused_by_its_field(
+    name: str, changes: dict[str, Any], where: str, wording: Callable[[str], None]
+) -> None:
     with pytest.raises(InputError) as error:
         model_shape(read_config(name, **changes))
-    assert str(error.value) == f"config.json: {message}"
+    assert error.value.where == f"config.json: {where}"
+    wording(f"{error.value.code}: {error.value}")

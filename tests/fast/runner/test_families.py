@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -72,62 +73,65 @@ def test_rotary_cache_holds_the_training_length_in_float32() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "where"),
     [
         (
             {"attention_bias": True},
-            "config.json: attention_bias: True is not supported; expected False or nothing",
+            "config.json: attention_bias",
         ),
-        ({"mlp_bias": True}, "config.json: mlp_bias: True is not supported; expected False or nothing"),
+        ({"mlp_bias": True}, "config.json: mlp_bias"),
         (
             {"hidden_act": "gelu"},
-            "config.json: hidden_act: 'gelu' is not supported; expected 'silu' or nothing",
+            "config.json: hidden_act",
         ),
-        ({"pretraining_tp": 2}, "config.json: pretraining_tp: 2 is not supported; expected 1 or nothing"),
+        ({"pretraining_tp": 2}, "config.json: pretraining_tp"),
         (
             {"attention_dropout": 0.1},
-            "config.json: attention_dropout: 0.1 is not supported; expected 0.0 or nothing",
+            "config.json: attention_dropout",
         ),
         (
             {"rope_scaling": {"type": "linear", "factor": 2.0}},
-            "config.json: rope_scaling.rope_type: 'linear' is not supported\nhint: known: default, llama3, yarn",
+            "config.json: rope_scaling.rope_type",
         ),
         (
             {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}},
-            "config.json: rope_parameters.rope_type: 'longrope' is not supported\nhint: known: default, llama3, yarn",
+            "config.json: rope_parameters.rope_type",
         ),
         (
             {"rope_parameters": {"rope_type": "llama3", "factor": -8, "original_max_position_embeddings": 8}},
-            "config.json: rope_parameters.factor: expected a number above 0, found -8",
+            "config.json: rope_parameters.factor",
         ),
         (
             {"rope_scaling": {**LLAMA3, "low_freq_factor": 1.0}},
-            "config.json: rope_scaling.high_freq_factor: expected a number above 0, found nothing",
+            "config.json: rope_scaling.high_freq_factor",
         ),
         (
             {"rope_parameters": {"sliding_attention": {"rope_theta": 7.0}, "full_attention": {"rope_theta": 9.0}}},
-            "config.json: rope_parameters.full_attention: is not supported\nhint: all layers have one RoPE",
+            "config.json: rope_parameters.full_attention",
         ),
-        ({"rope_scaling": "llama3"}, "config.json: rope_scaling: expected an object, found a string"),
+        ({"rope_scaling": "llama3"}, "config.json: rope_scaling"),
         (
             {"partial_rotary_factor": 0.5},
-            "config.json: partial_rotary_factor: is not supported; expected 1.0 or nothing",
+            "config.json: partial_rotary_factor",
         ),
-        ({"rope_theta": True}, "config.json: rope_theta: expected a number above 0, found True"),
-        ({"rms_norm_eps": 0}, "config.json: rms_norm_eps: expected a number above 0, found 0"),
-        ({"head_dim": 5}, "config.json: head_dim: expected an even width for RoPE, found 5"),
+        ({"rope_theta": True}, "config.json: rope_theta"),
+        ({"rms_norm_eps": 0}, "config.json: rms_norm_eps"),
+        ({"head_dim": 5}, "config.json: head_dim"),
         (
             {"architectures": ["BertModel"]},
-            "config.json: architectures: 'BertModel' is not supported\nhint: docs/models.md lists what is",
+            "config.json: architectures",
         ),
-        ({"vocab_size": None}, "config.json: vocab_size: expected a positive integer, found nothing"),
+        ({"vocab_size": None}, "config.json: vocab_size"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_field_that_is_not_modelled_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+def test_field_that_is_not_modelled_is_refused_by_name(
+    fields: dict[str, Any], where: str, wording: Callable[[str], None]
+) -> None:
     with pytest.raises(InputError) as error:
         family_for({**LLAMA, **fields}, max_seq_len=8)
-    assert str(error.value) == message
+    assert error.value.where == where
+    wording(f"{error.value.code}: {error.value}")
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,8 @@ def test_sink_that_cannot_be_opened_is_said_and_left_out(tmp_path: Path, caplog:
         tell_all(metrics)
     assert len(lines_of(tmp_path / "metrics.jsonl")) == 7
     (said,) = caplog.messages
-    assert said.startswith("note: --tensorboard failed, and the run continues without it: [Errno 17] File exists: ")
+    assert said.startswith("note: --tensorboard failed")
+    assert "[Errno 17] File exists: " in said
 
 
 def test_sink_that_takes_long_to_open_keeps_nobody_waiting_and_gets_all_records(tmp_path: Path) -> None:
@@ -185,9 +186,9 @@ def test_event_files_that_cannot_grow_are_given_up_and_metrics_jsonl_goes_on(
         for _ in range(3):  # whose event files are the larger ones
             tell_all(metrics)
     assert len(lines_of(tmp_path / "metrics.jsonl")) == 21
-    assert caplog.messages == [
-        "note: --tensorboard failed, and the run continues without it: [Errno 27] File too large"
-    ]
+    (said,) = caplog.messages
+    assert said.startswith("note: --tensorboard failed")
+    assert said.endswith("[Errno 27] File too large")
     for thread in threading.enumerate():
         if type(thread).__name__ == "_AsyncWriterThread":
             thread.join(10)  # it raises once more, which is to be seen in this test

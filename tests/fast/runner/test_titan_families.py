@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -247,38 +248,41 @@ def test_rank_of_deepseek_v3_is_built_in_few_steps_a_module_and_300_mb() -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "message"),
+    ("name", "changes", "where"),
     [
         ("tiny-mistral", {"attention_dropout": 0.1},
-         "attention_dropout: 0.1 is not supported; expected 0.0 or nothing"),
-        ("tiny-mistral", {"sliding_window": 0}, "sliding_window: expected a positive integer, found 0"),
-        ("tiny-qwen3", {"attention_bias": True}, "attention_bias: True is not supported; expected False or nothing"),
-        ("tiny-qwen3", {"layer_types": ["full_attention"]}, "layer_types: expected 4, one for each layer, found 1"),
+         "attention_dropout"),
+        ("tiny-mistral", {"sliding_window": 0}, "sliding_window"),
+        ("tiny-qwen3", {"attention_bias": True}, "attention_bias"),
+        ("tiny-qwen3", {"layer_types": ["full_attention"]}, "layer_types"),
         ("tiny-qwen3", {"layer_types": ["chunked_attention"] * 4},
-         "layer_types: 'chunked_attention' is not supported\nhint: known: full_attention, sliding_attention"),
+         "layer_types"),
         ("tiny-qwen3", {"layer_types": ["sliding_attention"] * 4},
-         "sliding_window: expected a positive integer, found nothing\nhint: layer_types asks for windows"),
+         "sliding_window"),
         ("tiny-qwen3", {"rope_scaling": {"type": "yarn", "factor": 4.0}},
-         "rope_scaling.original_max_position_embeddings: expected a number above 0, found nothing"),
+         "rope_scaling.original_max_position_embeddings"),
         ("tiny-qwen3-moe", {"output_router_logits": True},
-         "output_router_logits: True is not supported; expected False or nothing"),
+         "output_router_logits"),
         ("tiny-deepseek-v3", {"scoring_func": "softmax"},
-         "scoring_func: 'softmax' is not supported; expected 'sigmoid' or nothing"),
+         "scoring_func"),
         ("tiny-deepseek-v3", {"num_key_value_heads": 2},
-         "num_key_value_heads: expected num_attention_heads 4, found 2"),
+         "num_key_value_heads"),
         ("tiny-deepseek-v3", {"n_group": 8},
-         "n_group: expected groups of equally many experts, 2 or more, found 8"),
-        ("tiny-deepseek-v3", {"topk_group": 3}, "topk_group: expected at most 2, found 3"),
-        ("tiny-deepseek-v3", {"num_experts_per_tok": 5}, "num_experts_per_tok: expected at most 4, found 5"),
-        ("tiny-gpt-oss", {"swiglu_limit": -1}, "swiglu_limit: expected a number above 0, found -1"),
-        ("tiny-gpt-oss", {"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported; expected 'silu' or nothing"),
+         "n_group"),
+        ("tiny-deepseek-v3", {"topk_group": 3}, "topk_group"),
+        ("tiny-deepseek-v3", {"num_experts_per_tok": 5}, "num_experts_per_tok"),
+        ("tiny-gpt-oss", {"swiglu_limit": -1}, "swiglu_limit"),
+        ("tiny-gpt-oss", {"hidden_act": "gelu"}, "hidden_act"),
     ],
 )  # fmt: skip
-def test_field_that_is_not_modelled_is_refused_by_name(name: str, changes: dict[str, Any], message: str) -> None:
+def test_field_that_is_not_modelled_is_refused_by_name(
+    name: str, changes: dict[str, Any], where: str, wording: Callable[[str], None]
+) -> None:
     config = read_config(name, **changes)
     with pytest.raises(InputError) as error:
         family_for(config, max_seq_len=8)
-    assert str(error.value) == f"config.json: {message}"
+    assert error.value.where == f"config.json: {where}"
+    wording(f"{error.value.code}: {error.value}")
     with pytest.raises(InputError) as at_launch:  # without torch
         TITAN_FIELDS[config["architectures"][0]](config, "config.json")
     assert str(at_launch.value) == str(error.value)
@@ -305,9 +309,4 @@ def test_layer_that_predicts_further_tokens_is_refused_for_training() -> None:
     assert family.modules[-3:] == ("model.layers.3", "model.norm", "lm_head")
     with pytest.raises(InputError) as error:
         family.build(("model.layers.3", "model.layers.4", "model.norm"))
-    assert str(error.value) == (
-        "config.json: num_nextn_predict_layers: model.layers.4 predicts further tokens (MTP): "
-        "torchtitan has no pipeline for such layers\n"
-        "hint: they can be packed; to train, pack again without them: num_nextn_predict_layers 0 in config.json, "
-        "and --drop for each of their tensors"
-    )
+    assert (error.value.code, error.value.where) == ("config.mtp-layers", "config.json: num_nextn_predict_layers")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -208,36 +208,37 @@ def test_stage_without_modules_hands_on_what_it_gets() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "message"),
+    ("name", "changes", "where"),
     [
         ("tiny-mixtral", {"output_router_logits": True},
-         "config.json: output_router_logits: True is not supported; expected False or nothing"),
+         "config.json: output_router_logits"),
         ("tiny-gemma3", {"use_bidirectional_attention": True},
-         "config.json: use_bidirectional_attention: True is not supported; expected False or nothing"),
+         "config.json: use_bidirectional_attention"),
         ("tiny-mpt", {"attn_config": {"alibi_bias_max": 16}},
-         "config.json: attn_config.alibi_bias_max: 16 is not supported; expected 8 or nothing"),
+         "config.json: attn_config.alibi_bias_max"),
         ("tiny-mpt", {"logit_scale": "inv_sqrt_d_model"},
-         "config.json: logit_scale: 'inv_sqrt_d_model' is not supported; expected 1 or nothing"),
-        ("tiny-mpt", {"resid_pdrop": 0.1}, "config.json: resid_pdrop: 0.1 is not supported; expected 0 or nothing"),
-        ("tiny-opt", {"layerdrop": 0.1}, "config.json: layerdrop: 0.1 is not supported; expected 0 or nothing"),
+         "config.json: logit_scale"),
+        ("tiny-mpt", {"resid_pdrop": 0.1}, "config.json: resid_pdrop"),
+        ("tiny-opt", {"layerdrop": 0.1}, "config.json: layerdrop"),
         ("tiny-mixtral", {"num_experts": 7},
-         "config.json: num_experts: 7 contradicts num_local_experts, which is the same field and is 4\n"
-         "hint: leave the wrong one out"),
+         "config.json: num_experts"),
         ("tiny-gpt2", {"num_attention_heads": 2},
-         "config.json: num_attention_heads: 2 contradicts n_head, which is the same field and is 4\n"
-         "hint: leave the wrong one out"),
+         "config.json: num_attention_heads"),
         ("tiny-gpt2", {"n_positions": 47},
-         "--seq-len: expected at most 47, which is n_positions of the model's config, found 48"),
+         "--seq-len"),
         ("tiny-mpt", {"max_seq_len": 32},
-         "--seq-len: expected at most 32, which is max_seq_len of the model's config, found 48"),
+         "--seq-len"),
         ("tiny-opt", {"max_position_embeddings": 40},
-         "--seq-len: expected at most 40, which is max_position_embeddings of the model's config, found 48"),
+         "--seq-len"),
     ],
 )  # fmt: skip
-def test_config_that_would_be_computed_otherwise_is_refused(name: str, changes: dict[str, Any], message: str) -> None:
+def test_config_that_would_be_computed_otherwise_is_refused(
+    name: str, changes: dict[str, Any], where: str, wording: Callable[[str], None]
+) -> None:
     with pytest.raises(UserError) as error:
         family_for(read_config(name, **changes), max_seq_len=SEQ_LEN)
-    assert str(error.value) == message
+    assert error.value.where == where
+    wording(f"{error.value.code}: {error.value}")
 
 
 @pytest.mark.parametrize(
@@ -259,10 +260,7 @@ def test_missing_transformers_is_said_with_what_to_install(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(InputError) as error:
         family_for(read_config("tiny-gpt2"), max_seq_len=8)
-    assert str(error.value) == (
-        "transformers: GPT2LMHeadModel trains on its model code, and it is not installed\n"
-        "hint: pip install 'reshard[runner,transformers]'"
-    )
+    assert (error.value.code, error.value.where) == ("system.missing-package", "transformers")
 
 
 def test_parameters_that_files_have_not_are_refused() -> None:
@@ -270,8 +268,4 @@ def test_parameters_that_files_have_not_are_refused() -> None:
     family._config.n_inner = 48  # type: ignore[attr-defined] # as if a version of transformers had changed
     with pytest.raises(InputError) as error:
         family.build(family.modules)
-    assert str(error.value) == (
-        f"transformers {transformers.__version__}: its GPT2LMHeadModel differs in 12 parameters, "
-        "transformer.h.0.mlp.c_fc.bias among them\n"
-        "hint: install the version that reshard[transformers] asks for"
-    )
+    assert (error.value.code, error.value.where) == ("system.wrong-version", f"transformers {transformers.__version__}")
