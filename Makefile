@@ -38,7 +38,7 @@ check: setup  ## Format, lint, types, arrows, fast tests
 	$(BIN)/python -m pytest -q -n 2 -m "not process and not slow"
 
 test: check  ## check, and the tests that start processes
-	$(BIN)/python -m pytest -q -m "process and not slow"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "process and not slow"
 
 test-all: test  ## test, and the slow tests
 	$(BIN)/python -m pytest -q -m slow || test $$? -eq 5  # pytest's 5: none is slow

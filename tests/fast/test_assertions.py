@@ -18,26 +18,10 @@ SHARED = 4  # words in a row that show a text to be a message of the product
 # Files that still repeat messages, to be shortened and never lengthened.
 NOT_YET = frozenset(
     {
-        "tests/fast/models/test_costs.py",
-        "tests/fast/models/test_decoder_shapes.py",
-        "tests/fast/models/test_quantised.py",
-        "tests/fast/models/test_true_configs.py",
-        "tests/fast/reshard/test_draw.py",
-        "tests/fast/reshard/test_report.py",
-        "tests/fast/runner/test_families.py",
-        "tests/fast/runner/test_report.py",
-        "tests/fast/runner/test_sinks.py",
-        "tests/fast/runner/test_titan_families.py",
-        "tests/fast/runner/test_transformers_family.py",
-        "tests/fast/runner/test_verbs.py",
-        "tests/hostile/test_links.py",
-        "tests/process/test_data_resumed.py",
         "tests/process/test_filesystem_client.py",
         "tests/process/test_object_output.py",
         "tests/process/test_object_refusals.py",
         "tests/process/test_objects.py",
-        "tests/process/test_resume.py",
-        "tests/process/test_watching.py",
     }
 )
 

@@ -35,8 +35,8 @@ def test_run_that_is_watched_leaves_event_files_an_offline_run_and_a_page(packed
     done = runner("report", log, "--out", page)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"{page}: 6 steps, last loss {run.losses()[-1]:.6f}; bubble ")
-    for heading in ("Loss", "Throughput", "Where the time of a step goes, in ms", "Memory, in MiB"):
-        assert f"<h2>{heading}</h2>" in page.read_text()
+    for heading in ("Loss", "Throughput", "Where the time of a step goes", "Memory"):
+        assert f"<h2>{heading}" in page.read_text()
 
 
 @pytest.mark.slow
