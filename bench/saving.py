@@ -36,11 +36,12 @@ def rank(packed: Path, turns: int, out: Path) -> None:
 
     from manifests.models import module_of
     from manifests.schema import MOMENTS, WEIGHTS, DataPosition
+    from manifests.store import parent_of
     from runner.bundle.packed import open_packed
     from runner.checkpoint.async_save import Saver
-    from runner.checkpoint.history import hold_history
+    from runner.checkpoint.history import claim_history
     from runner.checkpoint.resume import remember
-    from runner.checkpoint.save import Job, parent_of
+    from runner.checkpoint.save import Job
     from runner.checkpoint.state import nbytes_of
     from runner.config.flags import parse_training
     from runner.tensors.local_shard import whole_pieces
@@ -70,7 +71,7 @@ def rank(packed: Path, turns: int, out: Path) -> None:
 
     holding = None
     if number == 0:
-        holding = hold_history(history)
+        holding = claim_history(history)
         holding.__enter__()
     dist.barrier()
     with Saver(job, options.checkpoint, held, timeout) as saver:

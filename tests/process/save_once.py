@@ -14,7 +14,7 @@ from manifests.schema import WEIGHTS, DataPosition, TrainingState
 from manifests.store import parent_of
 from runner.bundle.packed import open_packed
 from runner.checkpoint.async_save import Saver
-from runner.checkpoint.history import hold_history, hold_output
+from runner.checkpoint.history import claim_history, claim_output
 from runner.checkpoint.resume import remember
 from runner.checkpoint.save import Job, save
 from runner.config.flags import parse_training
@@ -51,7 +51,7 @@ def _save_in_history(folder: Path, history: Path, step: int) -> None:
     for piece in (piece for kinds in held.values() for pieces in kinds.values() for piece in pieces):
         piece.memory.fill_(step)
     data = DataPosition(num_sequences=step, digest="blake3:" + 64 * "0")
-    with hold_history(history), Saver(job, options.checkpoint, held, _TIMEOUT) as saver:
+    with claim_history(history), Saver(job, options.checkpoint, held, _TIMEOUT) as saver:
         saver.save(held, remember(options, step=step, num_tokens=step, data=data))
         (report,) = saver.reports(wait=True)
     if report.failure is not None:
@@ -65,5 +65,5 @@ def _save_weights(folder: Path, out: Path, step: int, *, force: bool) -> None:
     for pieces in (pieces for kinds in held.values() for pieces in kinds.values()):
         for piece in pieces:
             piece.memory.fill_(step)
-    with hold_output(out):
+    with claim_output(out):
         save(held, job, out, TrainingState(step=step, num_tokens=step, dtype="F32"), force=force)

@@ -114,9 +114,9 @@ def test_checkpoint_goes_through_buckets_and_comes_back(
 
 def test_verbs_that_read_take_a_manifest_in_a_bucket(s3: S3Server, source: Path, packed: Path) -> None:
     url = upload(s3, packed, "read")
-    assert run("verify", url).endswith("every digest is as the manifest says\n")
-    assert "were not compared" in run("verify", f"{url}/manifest.json", "--quick")
-    assert run("verify", url, "--against", source).endswith(f"every tensor is as in {source}\n")
+    assert run("verify", url).endswith("all digests match the manifest\n")
+    assert "not verified" in run("verify", f"{url}/manifest.json", "--quick")
+    assert run("verify", url, "--against", source).endswith(f"all tensors equal those of {source}\n")
     assert run("verify", packed, "--against", url, "--stage", "1")
     assert run("inspect", url, "--tensors") == run("inspect", packed, "--tensors")
     assert json.loads(run("inspect", url, "--json")) == json.loads(run("inspect", packed, "--json"))

@@ -328,7 +328,7 @@ def test_answer_that_is_cut_is_completed(moto: MotoServer) -> None:
     [
         ("short", "asked for 2097152 bytes at 1048576, the server sent 1048576"),
         ("ignore range", "the store sends the whole object where a range is asked for"),
-        ("cut", "the connection broke: request or response body error (attempt 2, the last)\n"
+        ("cut", "the connection broke: request or response body error (gave up after attempt 2)\n"
                 "hint: check the network, and AWS_ENDPOINT_URL"),
     ],
 )  # fmt: skip

@@ -101,7 +101,10 @@ def test_pack_killed_at_any_moment_leaves_nothing_readable_and_the_next_one_is_w
         num_killed += kill(start_pack(source, out, "pp=4"), out, total_nbytes, generator)
         for folder in (out, partial):
             if (folder / "manifest.json").exists():  # the kill came after the commit
-                assert digests_in(folder) == expected
+                found = digests_in(folder)
+                if folder == partial:  # which has its journal until it gets its name
+                    found.pop(".journal", None)
+                assert found == expected
         if out.exists():
             assert reshard("verify", out).code == 0
         else:

@@ -101,7 +101,7 @@ def test_weights_trained_on_virtual_bundles_are_saved_as_copies(trained: Path) -
         assert copied.read_bytes() == virtual.read_bytes()
     verified = run("reshard", "verify", trained / "virtual" / "saved")
     assert (verified.returncode, verified.stderr) == (0, "")
-    assert verified.stdout.endswith(": every digest is as the manifest says\n")
+    assert verified.stdout.endswith(": all digests match the manifest\n")
 
 
 @pytest.mark.slow
