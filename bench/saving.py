@@ -41,7 +41,7 @@ def rank(packed: Path, turns: int, out: Path) -> None:
     from runner.checkpoint.async_save import Saver
     from runner.checkpoint.history import claim_history
     from runner.checkpoint.resume import remember
-    from runner.checkpoint.save import Job
+    from runner.checkpoint.save import SaveContext
     from runner.checkpoint.state import nbytes_of
     from runner.config.flags import parse_training
     from runner.tensors.local_shard import whole_pieces
@@ -63,7 +63,7 @@ def rank(packed: Path, turns: int, out: Path) -> None:
     }
     tensors = [piece.memory for pieces in held[number].values() for piece in pieces]
     rooms = [torch.zeros_like(tensor) for tensor in tensors]
-    job = Job(manifest=found.manifest, root=found.root, parents=(parent_of(found.root),))
+    context = SaveContext(manifest=found.manifest, root=found.root, parents=(parent_of(found.root),))
 
     def copy() -> None:
         for room, tensor in zip(rooms, tensors, strict=True):
@@ -74,7 +74,7 @@ def rank(packed: Path, turns: int, out: Path) -> None:
         holding = claim_history(history)
         holding.__enter__()
     dist.barrier()
-    with Saver(job, options.checkpoint, held, timeout) as saver:
+    with Saver(context, options.checkpoint, held, timeout) as saver:
 
         def save(step: int) -> None:
             data = DataPosition(num_sequences=step, digest="blake3:" + 64 * "0")

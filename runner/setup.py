@@ -17,7 +17,7 @@ from manifests.schema import MOMENTS, WEIGHTS, Holds, TrainingState
 from manifests.store import parent_of
 from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.resume import check_fits, override_notes, remembered, resumed_state, schedule_notes
-from runner.checkpoint.save import Job
+from runner.checkpoint.save import SaveContext
 from runner.checkpoint.state import Held, held_state, held_weights
 from runner.config.flags import TrainOptions, recall
 from runner.data.batches import Batch, rows_of
@@ -61,7 +61,7 @@ class Ready:
     training: TrainingState | None
     chunks: tuple[StageChunk, ...]
     engine: Engine
-    job: Job
+    save_context: SaveContext
     copied: CacheReport | None  # to the node's own disk
     loaded: LoadReport
     mesh: Mesh
@@ -121,7 +121,7 @@ def _begin(
     with together("load"):
         start = _read_start(launched, folder, options)
         options, origin, training = start.options, start.origin, start.training
-        job = _job_of(launched, origin, options, mesh)
+        save_context = _save_context_of(launched, origin, options, mesh)
         cache = local_cache_of(launched, origin, options, mesh, world, has_moments=training is not None)
         stored = Stored(
             origin=origin,
@@ -155,7 +155,7 @@ def _begin(
         training=training,
         chunks=chunks,
         engine=engine,
-        job=job,
+        save_context=save_context,
         copied=copied,
         loaded=loaded,
         mesh=mesh,
@@ -210,8 +210,8 @@ def _resume_optimizer(
     return replace(start, notes=(*start.notes, note))
 
 
-def _job_of(launched: Packed, origin: Packed, options: TrainOptions, mesh: Mesh) -> Job:
-    return Job(
+def _save_context_of(launched: Packed, origin: Packed, options: TrainOptions, mesh: Mesh) -> SaveContext:
+    return SaveContext(
         manifest=launched.manifest,
         root=launched.root,
         parents=(*origin.manifest.parents, parent_of(origin.root, origin.location)),

@@ -143,7 +143,9 @@ def _train_and_save(ready: Ready, metrics: Metrics, world: World, device: torch.
             _finish_saving(saver, metrics)
         if options.save is not None:
             weights_only = TrainingState(step=trained.step, num_tokens=trained.num_tokens, dtype=trained.dtype)
-            save(ready.held_weights(), ready.job, options.save, weights_only, force=options.force, timer=saving)
+            save(
+                ready.held_weights(), ready.save_context, options.save, weights_only, force=options.force, timer=saving
+            )
             metrics.saved(options.save)
         metrics.ended(_from_all(peak_memory_nbytes(device), world))
         if world.rank == 0:
@@ -335,7 +337,7 @@ def _saver(ready: Ready, saving: StallTimer) -> AbstractContextManager[Saver | N
     if options.checkpoint is None:
         return nullcontext()
     timeout = timedelta(seconds=options.timeout_s)
-    return Saver(ready.job, options.checkpoint, ready.held_state(), timeout, saving)
+    return Saver(ready.save_context, options.checkpoint, ready.held_state(), timeout, saving)
 
 
 def _tracer(ready: Ready, world: World) -> Tracer | None:

@@ -18,7 +18,7 @@ from manifests.models.config import MAX_EXPERTS, ConfigReader
 from manifests.models.shape import Shape, Work
 
 __all__ = [
-    "Part",
+    "Component",
     "attention",
     "expert_work",
     "experts",
@@ -33,44 +33,44 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class Component:
     """Tensors, named relative to the part, and the work of one token."""
 
     tensors: Mapping[str, Shape] = field(default_factory=dict)
     work: Work = field(default_factory=Work)
 
-    def __add__(self, other: Part) -> Part:
-        return Part(tensors={**self.tensors, **other.tensors}, work=self.work + other.work)
+    def __add__(self, other: Component) -> Component:
+        return Component(tensors={**self.tensors, **other.tensors}, work=self.work + other.work)
 
-    def below(self, name: str) -> Part:
+    def below(self, name: str) -> Component:
         """Return the part under a name."""
-        return Part(tensors={f"{name}.{leaf}": shape for leaf, shape in self.tensors.items()}, work=self.work)
+        return Component(tensors={f"{name}.{leaf}": shape for leaf, shape in self.tensors.items()}, work=self.work)
 
 
-def norm(width: int) -> Part:
+def norm(width: int) -> Component:
     """RMS norm. Kept: its input, a statistic, and its output, which is what the matrices after it need."""
-    return Part(tensors={"weight": (width,)}, work=Work(saved=2 * width, saved_fp32=1))
+    return Component(tensors={"weight": (width,)}, work=Work(saved=2 * width, saved_fp32=1))
 
 
-def layer_norm(width: int, *, weight: bool = True, bias: bool = True) -> Part:
+def layer_norm(width: int, *, weight: bool = True, bias: bool = True) -> Component:
     """Layer norm. Kept: as of an RMS norm, with two statistics."""
     tensors: dict[str, Shape] = {"weight": (width,)} if weight else {}
     if bias:
         tensors["bias"] = (width,)
-    return Part(tensors=tensors, work=Work(saved=2 * width, saved_fp32=2))
+    return Component(tensors=tensors, work=Work(saved=2 * width, saved_fp32=2))
 
 
-def linear(inputs: int, outputs: int, *, bias: bool = False) -> Part:
+def linear(inputs: int, outputs: int, *, bias: bool = False) -> Component:
     """A matrix, and its bias. Its input, which is kept, is counted where it is made."""
     tensors: dict[str, Shape] = {"weight": (outputs, inputs)}
     if bias:
         tensors["bias"] = (outputs,)
-    return Part(tensors=tensors, work=Work(flops=2 * inputs * outputs))
+    return Component(tensors=tensors, work=Work(flops=2 * inputs * outputs))
 
 
 def attention(
     config: ConfigReader, *, head: int, bias: bool, out_bias: bool | None = None, qk_norm: bool = False
-) -> Part:
+) -> Component:
     """Attention in which groups of query heads share keys and values.
 
     Shapes: q_proj (H h, D), k_proj and v_proj (K h, D), o_proj (D, H h), q_norm and k_norm (h). `out_bias` is
@@ -94,12 +94,12 @@ def attention(
     part += linear(queries, width, bias=bias if out_bias is None else out_bias).below("o_proj")
     if qk_norm:  # of each head: one weight for all, a statistic for each
         tensors: dict[str, Shape] = {"q_norm.weight": (head,), "k_norm.weight": (head,)}
-        part += Part(tensors=tensors, work=Work(saved=queries + keys, saved_fp32=heads + kv_heads))
+        part += Component(tensors=tensors, work=Work(saved=queries + keys, saved_fp32=heads + kv_heads))
     work = Work(flops_per_key=4 * queries, saved=2 * queries + 2 * keys, saved_fp32=heads)
-    return part + Part(work=work)
+    return part + Component(work=work)
 
 
-def gated_mlp(width: int, ffn: int, *, bias: bool = False) -> Part:
+def gated_mlp(width: int, ffn: int, *, bias: bool = False) -> Component:
     """down(act(gate(x)) * up(x)).
 
     Shapes: gate_proj and up_proj (F, D), down_proj (D, F).
@@ -109,12 +109,12 @@ def gated_mlp(width: int, ffn: int, *, bias: bool = False) -> Part:
     part = linear(width, ffn, bias=bias).below("gate_proj")
     part += linear(width, ffn, bias=bias).below("up_proj")
     part += linear(ffn, width, bias=bias).below("down_proj")
-    return part + Part(work=Work(saved=4 * ffn))
+    return part + Component(work=Work(saved=4 * ffn))
 
 
-def mlp(up: Part, down: Part, ffn: int) -> Part:
+def mlp(up: Component, down: Component, ffn: int) -> Component:
     """down(act(up(x))). Kept: up and act(up), of width F."""
-    return up + down + Part(work=Work(saved=2 * ffn))
+    return up + down + Component(work=Work(saved=2 * ffn))
 
 
 def routing(config: ConfigReader, num_experts: str) -> tuple[int, int]:
@@ -123,7 +123,7 @@ def routing(config: ConfigReader, num_experts: str) -> tuple[int, int]:
     return count, config.count("num_experts_per_tok", most=count)
 
 
-def experts(width: int, ffn: int, *, count: int, per_token: int) -> Part:
+def experts(width: int, ffn: int, *, count: int, per_token: int) -> Component:
     """Experts and the router that chooses among them.
 
     Shapes: gate (E, D); experts.0, experts.1, ... as a gated MLP's.
@@ -133,7 +133,7 @@ def experts(width: int, ffn: int, *, count: int, per_token: int) -> Part:
     Source: `Qwen3MoeSparseMoeBlock`, `DeepseekV3MoE`; Fedus et al. 2021, "Switch Transformers".
     """
     expert = gated_mlp(width, ffn)
-    return Part(
+    return Component(
         tensors={
             "gate.weight": (count, width),
             **{f"experts.{index}.{leaf}": shape for index in range(count) for leaf, shape in expert.tensors.items()},
@@ -151,7 +151,7 @@ def expert_work(expert: Work, width: int, *, count: int, per_token: int) -> Work
     )
 
 
-def layer(attention: Part, mlp: Part, width: int) -> Part:
+def layer(attention: Component, mlp: Component, width: int) -> Component:
     """A decoder layer: norm, attention, norm, MLP, each pair around a residual."""
     return (
         attention.below("self_attn")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from manifests.models.components import Part, linear, norm
+from manifests.models.components import Component, linear, norm
 from manifests.models.config import ConfigReader
 from manifests.models.shape import ModelShape, Work
 
@@ -19,8 +19,8 @@ ROTARY_BUFFERS = (".self_attn.rotary_emb.inv_freq",)
 def decoder(
     architecture: str,
     config: ConfigReader,
-    layers: Sequence[Part],
-    mtp: Sequence[Part] = (),
+    layers: Sequence[Component],
+    mtp: Sequence[Component] = (),
     *,
     tied_unless_said: bool = False,
 ) -> ModelShape:
@@ -47,7 +47,7 @@ def decoder(
     )
 
 
-def assemble(architecture: str, parts: Mapping[str, Part], *, num_layers: int, hidden_size: int) -> ModelShape:
+def assemble(architecture: str, parts: Mapping[str, Component], *, num_layers: int, hidden_size: int) -> ModelShape:
     """Return the shape of a model of these modules, in the order they run; nothing is tied."""
     return ModelShape(
         architecture=architecture,
@@ -59,9 +59,9 @@ def assemble(architecture: str, parts: Mapping[str, Part], *, num_layers: int, h
     )
 
 
-def embedding(rows: int, width: int) -> Part:
+def embedding(rows: int, width: int) -> Component:
     """A table. A row of it is looked up, which costs no product and keeps nothing."""
-    return Part(tensors={"weight": (rows, width)})
+    return Component(tensors={"weight": (rows, width)})
 
 
 def head_tie(module: str) -> tuple[tuple[str, ...], ...]:
@@ -69,11 +69,11 @@ def head_tie(module: str) -> tuple[tuple[str, ...], ...]:
     return ((f"{module}.weight", f"{HEAD}.weight"),)
 
 
-def head(width: int, vocab: int, *, bias: bool = False) -> Part:
+def head(width: int, vocab: int, *, bias: bool = False) -> Component:
     """The vocabulary head and the cross-entropy after it.
 
     Shapes: (V, D), bias (V).
     Kept: its logits, and their log-probabilities in float32.
     Source: `LlamaForCausalLM`; `torch.nn.functional.cross_entropy`.
     """
-    return linear(width, vocab, bias=bias) + Part(work=Work(saved=vocab, saved_fp32=vocab))
+    return linear(width, vocab, bias=bias) + Component(work=Work(saved=vocab, saved_fp32=vocab))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from manifests.models.components import Part, experts, gated_mlp, layer, linear, norm, routing
+from manifests.models.components import Component, experts, gated_mlp, layer, linear, norm, routing
 from manifests.models.config import MAX_LAYERS, ConfigReader
 from manifests.models.decoder import decoder, head
 from manifests.models.quantized import as_stored, fp8
@@ -41,7 +41,7 @@ def deepseek_v3_shape(config: ConfigReader) -> ModelShape:
     return as_stored(replace(shape, untrained_suffixes=buffers), config, {"fp8": fp8})
 
 
-def latent_attention(config: ConfigReader) -> Part:
+def latent_attention(config: ConfigReader) -> Component:
     """Multi-head latent attention (MLA), keys and values expanded, as in training.
 
     Letters: q and c = ranks of queries and of keys and values; n, r, v = widths of a head's part without
@@ -69,22 +69,22 @@ def latent_attention(config: ConfigReader) -> Part:
     part += linear(heads * value, width, bias=bias).below("o_proj")
     kept = rotary + 2 * queries + heads * (plain + value) + heads * value
     per_key = 2 * queries + 2 * heads * value
-    return part + Part(work=Work(flops_per_key=per_key, saved=kept, saved_fp32=heads))
+    return part + Component(work=Work(flops_per_key=per_key, saved=kept, saved_fp32=heads))
 
 
-def _experts(config: ConfigReader) -> Part:
+def _experts(config: ConfigReader) -> Component:
     """Routed experts, whose choice a stored bias balances, and shared ones, a single MLP that all tokens go through."""
     width, ffn = config.count("hidden_size"), config.count("moe_intermediate_size")
     count, per_token = routing(config, "n_routed_experts")
     shared = gated_mlp(width, ffn * config.count("n_shared_experts"))
     return (
         experts(width, ffn, count=count, per_token=per_token)
-        + Part(tensors={"gate.e_score_correction_bias": (count,)})
+        + Component(tensors={"gate.e_score_correction_bias": (count,)})
         + shared.below("shared_experts")
     )
 
 
-def _mtp_layer(block: Part, width: int, vocab: int) -> Part:
+def _mtp_layer(block: Component, width: int, vocab: int) -> Component:
     """A decoder layer that sees the last hidden state beside the next token's embedding, and predicts one further.
 
     Shapes: eh_proj (D, 2 D), whose input is the outputs of enorm and hnorm side by side.
@@ -92,7 +92,7 @@ def _mtp_layer(block: Part, width: int, vocab: int) -> Part:
     """
     return (
         block
-        + Part(tensors={"embed_tokens.weight": (vocab, width)})
+        + Component(tensors={"embed_tokens.weight": (vocab, width)})
         + norm(width).below("enorm")
         + norm(width).below("hnorm")
         + linear(2 * width, width).below("eh_proj")

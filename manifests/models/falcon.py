@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from manifests.models.components import Part, layer_norm, linear, mlp
+from manifests.models.components import Component, layer_norm, linear, mlp
 from manifests.models.config import MAX_LAYERS, ConfigReader
 from manifests.models.decoder import HEAD, assemble, embedding, head, head_tie
 from manifests.models.quantized import as_stored
@@ -35,7 +35,7 @@ def falcon_shape(config: ConfigReader) -> ModelShape:
     return as_stored(replace(shape, ignored_suffixes=(".self_attention.rotary_emb.inv_freq",)), config, {})
 
 
-def _block(config: ConfigReader, width: int) -> Part:
+def _block(config: ConfigReader, width: int) -> Component:
     bias, ffn = config.flag("bias", False), config.count("ffn_hidden_size", 4 * width)
     up = linear(width, ffn, bias=bias).below("dense_h_to_4h")
     down = linear(ffn, width, bias=bias).below("dense_4h_to_h")
@@ -45,7 +45,7 @@ def _block(config: ConfigReader, width: int) -> Part:
     return block
 
 
-def _attention(config: ConfigReader, width: int, *, bias: bool) -> Part:
+def _attention(config: ConfigReader, width: int, *, bias: bool) -> Component:
     """Attention.
 
     Shapes: query_key_value ((H + 2 K) h, D), dense (D, D). K = 1 in 7B (`multi_query`), H in Falcon-RW.
@@ -66,7 +66,7 @@ def _attention(config: ConfigReader, width: int, *, bias: bool) -> Part:
     return (
         linear(width, (heads + 2 * kv_heads) * size, bias=bias).below("query_key_value")
         + linear(width, width, bias=bias).below("dense")
-        + Part(work=Work(flops_per_key=4 * width, saved=2 * width + 2 * copied * size, saved_fp32=heads))
+        + Component(work=Work(flops_per_key=4 * width, saved=2 * width + 2 * copied * size, saved_fp32=heads))
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from manifests.models.components import Part, layer_norm, linear, mlp
+from manifests.models.components import Component, layer_norm, linear, mlp
 from manifests.models.config import MAX_LAYERS, ConfigReader
 from manifests.models.decoder import HEAD, assemble, embedding, head, head_tie
 from manifests.models.quantized import as_stored
@@ -49,7 +49,7 @@ def gpt2_shape(config: ConfigReader) -> ModelShape:
     )
 
 
-def _block(config: ConfigReader, width: int) -> Part:
+def _block(config: ConfigReader, width: int) -> Component:
     """A layer: norm, attention, norm, MLP.
 
     Shapes: c_attn (D, 3 D), attn.c_proj (D, D), c_fc (D, F), mlp.c_proj (F, D).
@@ -62,7 +62,7 @@ def _block(config: ConfigReader, width: int) -> Part:
     attention = (
         _conv1d(width, 3 * width).below("c_attn")
         + _conv1d(width, width).below("c_proj")
-        + Part(work=Work(flops_per_key=4 * width, saved=4 * width, saved_fp32=heads))
+        + Component(work=Work(flops_per_key=4 * width, saved=4 * width, saved_fp32=heads))
     )
     return (
         layer_norm(width).below("ln_1")
@@ -72,10 +72,10 @@ def _block(config: ConfigReader, width: int) -> Part:
     )
 
 
-def _conv1d(inputs: int, outputs: int) -> Part:
+def _conv1d(inputs: int, outputs: int) -> Component:
     """A matrix with bias, stored (inputs, outputs).
 
     Source: transformers 5.23, `pytorch_utils.py`, `Conv1D`.
     """
     tensors = {"weight": (inputs, outputs), "bias": (outputs,)}
-    return Part(tensors=tensors, work=linear(inputs, outputs).work)
+    return Component(tensors=tensors, work=linear(inputs, outputs).work)

@@ -6,7 +6,7 @@ Model Card".
 
 from __future__ import annotations
 
-from manifests.models.components import Part, attention, expert_work, layer, routing
+from manifests.models.components import Component, attention, expert_work, layer, routing
 from manifests.models.config import MAX_LAYERS, ConfigReader
 from manifests.models.decoder import decoder
 from manifests.models.quantized import as_stored, mxfp4
@@ -24,13 +24,13 @@ def gpt_oss_shape(config: ConfigReader) -> ModelShape:
     """
     width, heads = config.count("hidden_size"), config.count("num_attention_heads")
     head, bias = config.count("head_dim", DEFAULT_HEAD), config.flag("attention_bias", True)
-    attended = attention(config, head=head, bias=bias) + Part(tensors={"sinks": (heads,)})
+    attended = attention(config, head=head, bias=bias) + Component(tensors={"sinks": (heads,)})
     block = layer(attended, _experts(config), width)
     shape = decoder("GptOssForCausalLM", config, [block] * config.count("num_hidden_layers", most=MAX_LAYERS))
     return as_stored(shape, config, {"mxfp4": mxfp4})
 
 
-def _experts(config: ConfigReader) -> Part:
+def _experts(config: ConfigReader) -> Component:
     """Experts with their gates and ups interleaved, and the router.
 
     Shapes: router (E, D); gate_up_proj (E, D, 2 F), down_proj (E, F, D): inputs before outputs, unlike
@@ -42,7 +42,7 @@ def _experts(config: ConfigReader) -> Part:
     width, ffn = config.count("hidden_size"), config.count("intermediate_size")
     count, per_token = routing(config, "num_local_experts")
     expert = Work(flops=6 * width * ffn, saved=7 * ffn)
-    return Part(
+    return Component(
         tensors={
             "router.weight": (count, width),
             "router.bias": (count,),

@@ -6,7 +6,7 @@ Source: transformers 5.23, `models/mixtral/modeling_mixtral.py`, `conversion_map
 
 from __future__ import annotations
 
-from manifests.models.components import Part, attention, experts, norm, routing
+from manifests.models.components import Component, attention, experts, norm, routing
 from manifests.models.config import MAX_LAYERS, ConfigReader
 from manifests.models.decoder import decoder
 from manifests.models.quantized import as_stored
@@ -38,10 +38,10 @@ def mixtral_shape(config: ConfigReader) -> ModelShape:
     return as_stored(shape, config, {})
 
 
-def _as_filed(routed: Part) -> Part:
+def _as_filed(routed: Component) -> Component:
     tensors = {}
     for leaf, dims in routed.tensors.items():
         module, _, weight = leaf.rpartition(".")
         outer, _, name = module.rpartition(".")
         tensors[f"{outer}.{_FILE_NAMES[name]}.{weight}" if name in _FILE_NAMES else leaf] = dims
-    return Part(tensors=tensors, work=routed.work)
+    return Component(tensors=tensors, work=routed.work)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from manifests.models.components import Part, layer_norm, linear, mlp
+from manifests.models.components import Component, layer_norm, linear, mlp
 from manifests.models.config import MAX_LAYERS, ConfigReader
 from manifests.models.decoder import HEAD, assemble, embedding, head, head_tie
 from manifests.models.quantized import as_stored
@@ -39,7 +39,7 @@ def mpt_shape(config: ConfigReader) -> ModelShape:
     return as_stored(replace(shape, ties=head_tie("transformer.wte") if tied else ()), config, {})
 
 
-def _block(config: ConfigReader, width: int) -> Part:
+def _block(config: ConfigReader, width: int) -> Component:
     """A layer: norm, attention, norm, MLP.
 
     Shapes: Wqkv (3 D, D), out_proj (D, D), up_proj (4 D, D), down_proj (D, 4 D).
@@ -52,7 +52,7 @@ def _block(config: ConfigReader, width: int) -> Part:
     attention = (
         linear(width, 3 * width).below("Wqkv")
         + linear(width, width).below("out_proj")
-        + Part(work=Work(flops_per_key=4 * width, saved=4 * width, saved_fp32=heads))
+        + Component(work=Work(flops_per_key=4 * width, saved=4 * width, saved_fp32=heads))
     )
     return (
         layer_norm(width, bias=False).below("norm_1")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from manifests.models.components import Part, layer_norm, linear, mlp
+from manifests.models.components import Component, layer_norm, linear, mlp
 from manifests.models.config import MAX_LAYERS, ConfigReader
 from manifests.models.decoder import HEAD, assemble, embedding, head, head_tie
 from manifests.models.quantized import as_stored
@@ -47,7 +47,7 @@ def opt_shape(config: ConfigReader) -> ModelShape:
     )
 
 
-def _block(config: ConfigReader, width: int, *, affine: bool) -> Part:
+def _block(config: ConfigReader, width: int, *, affine: bool) -> Component:
     """A layer: attention and MLP, and a norm before or after either.
 
     Shapes: q_proj, k_proj, v_proj and out_proj (D, D), fc1 (F, D), fc2 (D, F).
@@ -57,7 +57,7 @@ def _block(config: ConfigReader, width: int, *, affine: bool) -> Part:
     if width % heads:
         problem = f"expected a divisor of hidden_size {width}, found {heads}"
         raise config.error("num_attention_heads", problem, code="config.inconsistent-fields")
-    block = Part(work=Work(flops_per_key=4 * width, saved=4 * width, saved_fp32=heads))
+    block = Component(work=Work(flops_per_key=4 * width, saved=4 * width, saved_fp32=heads))
     for name in ("k_proj", "v_proj", "q_proj", "out_proj"):
         block += linear(width, width, bias=bias).below(f"self_attn.{name}")
     for name in ("self_attn_layer_norm", "final_layer_norm"):

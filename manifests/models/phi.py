@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from manifests.models.components import Part, layer, layer_norm, linear, mlp
+from manifests.models.components import Component, layer, layer_norm, linear, mlp
 from manifests.models.config import MAX_LAYERS, ConfigReader
 from manifests.models.decoder import HEAD, ROTARY_BUFFERS, assemble, decoder, embedding, head, head_tie
 from manifests.models.quantized import as_stored
@@ -33,7 +33,7 @@ def phi_shape(config: ConfigReader) -> ModelShape:
     return as_stored(replace(shape, ties=ties, ignored_suffixes=ROTARY_BUFFERS), config, {})
 
 
-def _phi_block(config: ConfigReader, width: int) -> Part:
+def _phi_block(config: ConfigReader, width: int) -> Component:
     """A layer: one norm, attention and MLP side by side.
 
     Shapes: q_proj (D, D), k_proj and v_proj (K h, D), dense (D, D), fc1 (F, D), fc2 (D, F).
@@ -42,12 +42,12 @@ def _phi_block(config: ConfigReader, width: int) -> Part:
     """
     heads, kv_heads, size = _heads(config, width)
     ffn, keys = config.count("intermediate_size"), kv_heads * size
-    attention = Part(work=Work(flops_per_key=4 * width, saved=3 * width + 2 * keys, saved_fp32=heads))
+    attention = Component(work=Work(flops_per_key=4 * width, saved=3 * width + 2 * keys, saved_fp32=heads))
     for name, outputs in (("q_proj", width), ("k_proj", keys), ("v_proj", keys), ("dense", width)):
         attention += linear(width, outputs, bias=True).below(name)
     if config.flag("qk_layernorm", False):
         tensors = {f"{name}_layernorm.{leaf}": (size,) for name in "qk" for leaf in ("weight", "bias")}
-        attention += Part(tensors=tensors, work=Work(saved=width + keys, saved_fp32=2 * (heads + kv_heads)))
+        attention += Component(tensors=tensors, work=Work(saved=width + keys, saved_fp32=2 * (heads + kv_heads)))
     up, down = linear(width, ffn, bias=True).below("fc1"), linear(ffn, width, bias=True).below("fc2")
     return attention.below("self_attn") + mlp(up, down, ffn).below("mlp") + layer_norm(width).below("input_layernorm")
 
@@ -60,7 +60,7 @@ def phi3_shape(config: ConfigReader) -> ModelShape:
     return as_stored(shape, config, {})
 
 
-def _phi3_block(config: ConfigReader, width: int) -> Part:
+def _phi3_block(config: ConfigReader, width: int) -> Component:
     """A Llama's layer.
 
     Shapes: qkv_proj ((H + 2 K) h, D), o_proj (D, H h), gate_up_proj (2 F, D), down_proj (D, F).
@@ -72,12 +72,12 @@ def _phi3_block(config: ConfigReader, width: int) -> Part:
     attention = (
         linear(width, width + 2 * keys).below("qkv_proj")
         + linear(width, width).below("o_proj")
-        + Part(work=Work(flops_per_key=4 * width, saved=4 * width + 3 * keys, saved_fp32=heads))
+        + Component(work=Work(flops_per_key=4 * width, saved=4 * width + 3 * keys, saved_fp32=heads))
     )
     gated = (
         linear(width, 2 * ffn).below("gate_up_proj")
         + linear(ffn, width).below("down_proj")
-        + Part(work=Work(saved=4 * ffn))
+        + Component(work=Work(saved=4 * ffn))
     )
     return layer(attention, gated, width)
 

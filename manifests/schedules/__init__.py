@@ -4,19 +4,19 @@ from manifests.schedules.actions import Action, LoweredTable, Overlap, Step, Tab
 from manifests.schedules.csvtext import read_csv, read_lowered_csv, write_csv
 from manifests.schedules.lower import compute_part, lower
 from manifests.schedules.rules import SCHEDULES, ScheduleName, check_schedule, default_schedule, schedule_named
-from manifests.schedules.simulate import Costs, Span, Timeline, peak_held, simulate
+from manifests.schedules.simulate import StageCosts, TimedAction, Timeline, peak_held, simulate
 from manifests.schedules.tables import schedule_table
 
 __all__ = [
     "SCHEDULES",
     "Action",
-    "Costs",
     "LoweredTable",
     "Overlap",
     "ScheduleName",
-    "Span",
+    "StageCosts",
     "Step",
     "Table",
+    "TimedAction",
     "Timeline",
     "Transfer",
     "Upkeep",

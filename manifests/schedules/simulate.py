@@ -10,11 +10,11 @@ from manifests.errors import ScheduleError
 from manifests.schedules.actions import Action, Table, actions_of
 from manifests.schedules.order import Result, in_order, input_of, result_of
 
-__all__ = ["Costs", "Span", "Timeline", "peak_held", "simulate"]
+__all__ = ["StageCosts", "TimedAction", "Timeline", "peak_held", "simulate"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Costs:
+class StageCosts:
     """Seconds of each stage for one microbatch, and of a transfer between ranks. B takes as long as I and W together.
 
     Raises:
@@ -42,7 +42,7 @@ class Costs:
     @classmethod
     def of(
         cls, forward_s: Sequence[float], backward_s: Sequence[float], *, input_share: float = 0.5, hop_s: float = 0.0
-    ) -> Costs:
+    ) -> StageCosts:
         """Return costs from the whole backward of each stage, of which I takes `input_share`.
 
         One half is right for matrix products: one for the input, one for the weights. The first stage does not send
@@ -70,7 +70,7 @@ class Costs:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Span:
+class TimedAction:
     """One action on the timeline, in seconds from the first action's start."""
 
     action: Action
@@ -82,7 +82,7 @@ class Span:
 class Timeline:
     """The actions of each rank over time. Between its spans a rank waits."""
 
-    ranks: tuple[tuple[Span, ...], ...]
+    ranks: tuple[tuple[TimedAction, ...], ...]
     makespan_s: float
     busy_s: tuple[float, ...]  # of each rank
     peak_by_stage: tuple[int, ...]  # most microbatches in flight at once, see `peak_held`
@@ -95,7 +95,7 @@ class Timeline:
         return max(0.0, 1 - sum(self.busy_s) / total_s) if total_s else 0.0
 
 
-def simulate(table: Table, costs: Costs, begins_s: Sequence[float] | None = None) -> Timeline:
+def simulate(table: Table, costs: StageCosts, begins_s: Sequence[float] | None = None) -> Timeline:
     """Return the timeline of a table, in which each action starts as soon as its rank and its input are ready.
 
     Transfers take `hop_s` and do not block ranks. An Overlap takes as long as its two actions in sequence. Each rank
@@ -108,7 +108,7 @@ def simulate(table: Table, costs: Costs, begins_s: Sequence[float] | None = None
     if len(costs.forward_s) != placement.num_stages:
         problem = f"expected {placement.num_stages} stages, found {len(costs.forward_s)}"
         raise ScheduleError("costs", problem, code="schedule.invalid-costs")
-    spans: list[list[Span]] = [[] for _ in table.ranks]
+    spans: list[list[TimedAction]] = [[] for _ in table.ranks]
     free_s, busy_s = list(begins_s or [0.0] * len(spans)), [0.0] * len(spans)
     left_s: dict[Result, tuple[float, int]] = {}  # when each result left its rank, and that rank
     for rank, step in in_order(table.ranks, placement):
@@ -120,7 +120,7 @@ def simulate(table: Table, costs: Costs, begins_s: Sequence[float] | None = None
                 ready_s, source = left_s[needed]
                 start_s = max(start_s, ready_s if source == rank else ready_s + costs.hop_s)
             seconds = costs.seconds(action)
-            spans[rank].append(Span(action=action, start_s=start_s, end_s=start_s + seconds))
+            spans[rank].append(TimedAction(action=action, start_s=start_s, end_s=start_s + seconds))
             free_s[rank] = start_s + seconds
             busy_s[rank] += seconds
         for action in actions:

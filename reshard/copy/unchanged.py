@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from reshard.plans.pack_plan import OutputShard
-from reshard.tensors.checkpoint import CarriedAt
+from reshard.tensors.checkpoint import AuxiliaryAt
 from reshard.tensors.lazy import DerivedFile
 from stores.base import InputFile
 from stores.local import LocalFile
@@ -13,7 +13,7 @@ from stores.local import LocalFile
 __all__ = ["check_unchanged"]
 
 
-def check_unchanged(shards: Iterable[OutputShard], carried: Iterable[CarriedAt]) -> None:
+def check_unchanged(shards: Iterable[OutputShard], auxiliary: Iterable[AuxiliaryAt]) -> None:
     """Refuse to commit an output if local files that it was made from were changed while they were read.
 
     Files of other stores are compared with their etag at every read.
@@ -22,7 +22,7 @@ def check_unchanged(shards: Iterable[OutputShard], carried: Iterable[CarriedAt])
         SourceError: a file was changed, replaced or removed.
     """
     files = dict.fromkeys(origin.file for shard in shards for origin in shard.origins)
-    for file in dict.fromkeys(_all_of((*files, *(item.file for item in carried)))):
+    for file in dict.fromkeys(_all_of((*files, *(item.file for item in auxiliary)))):
         if isinstance(file, LocalFile):
             file.check_unchanged()
 

@@ -10,7 +10,7 @@ from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path
 from matplotlib.ticker import MaxNLocator
 
-from manifests.schedules import Span
+from manifests.schedules import TimedAction
 from reshard.draw.ranks import number_rows, put_legend, row_height
 from reshard.draw.scale import Scale, height_of, second_scale, width_of
 from reshard.draw.theme import ON_DARK, ON_LIGHT, WORK_COLORS, Theme
@@ -23,7 +23,7 @@ _NUM_PIXELS = 1500  # of a row
 _CHAR_PT = 4.6
 _LEAST_ROW_PT = 10
 
-Row = tuple[int, Span]  # rank and action
+Row = tuple[int, TimedAction]  # rank and action
 
 
 def draw_schedule(axes: Axes, forecast: Forecast, theme: Theme) -> None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from manifests.memory import POLICIES, MemoryEstimate, Training, estimate_memory
 from manifests.models import ModelShape
 from manifests.placement import Placement
-from manifests.schedules import Costs, Timeline, check_schedule, default_schedule, schedule_table, simulate
+from manifests.schedules import StageCosts, Timeline, check_schedule, default_schedule, schedule_table, simulate
 from reshard.estimate.costs import ModuleTime, flops_of, times_of
-from reshard.layout.model import Layout
+from reshard.layout.model import StageLayout
 
 __all__ = [
     "MICROBATCHES_PER_RANK",
@@ -44,7 +44,7 @@ class Assumptions:
     def training(self) -> Training:
         return Training(policy=POLICIES[self.policy], microbatch=self.microbatch, seq_len=self.seq_len)
 
-    def schedule_for(self, layout: Layout) -> str:
+    def schedule_for(self, layout: StageLayout) -> str:
         """Return the name of the schedule to assume for a layout."""
         return self.schedule or layout.schedule or default_schedule(layout.placement)
 
@@ -115,7 +115,7 @@ class Forecast:
         return tuple(rank for rank, memory in enumerate(self.memory.ranks) if limit and memory.total > limit)
 
 
-def forecast(shape: ModelShape, layout: Layout, assumed: Assumptions) -> Forecast:
+def forecast(shape: ModelShape, layout: StageLayout, assumed: Assumptions) -> Forecast:
     """Estimate training of a layout, simulating one step unless it is too long.
 
     Raises:
@@ -130,7 +130,7 @@ def forecast(shape: ModelShape, layout: Layout, assumed: Assumptions) -> Forecas
     step = None
     if num_passes(placement, num_microbatches) <= MOST_PASSES:
         table = schedule_table(schedule, placement, num_microbatches)
-        costs = Costs.of([time.forward for time in times], [time.backward for time in times])
+        costs = StageCosts.of([time.forward for time in times], [time.backward for time in times])
         memory = estimate_memory(shape, layout.stages, table, assumed.training)
         step = Step(memory=memory, timeline=simulate(table, costs))
     return Forecast(

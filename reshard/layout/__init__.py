@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from manifests.models import ModelShape
 from reshard.layout.inventory import inventory_of_modules
-from reshard.layout.model import Costs, Layout
+from reshard.layout.model import ModuleCosts, StageLayout
 from reshard.layout.spelling import parse_layout
 
-__all__ = ["Layout", "layout_for", "parse_layout"]
+__all__ = ["StageLayout", "layout_for", "parse_layout"]
 
 
 def layout_for(
@@ -18,8 +18,8 @@ def layout_for(
     *,
     num_ranks: int | None = None,
     strict_megatron: bool = False,
-    costs: Mapping[str, Costs] | None = None,
-) -> Layout:
+    costs: Mapping[str, ModuleCosts] | None = None,
+) -> StageLayout:
     """Read a layout of a known model; see `parse_layout`."""
     inventory = inventory_of_modules(shape.modules, shape.num_layers, shape.architecture)
     return parse_layout(spec, inventory, num_ranks=num_ranks, strict_megatron=strict_megatron, costs=costs)

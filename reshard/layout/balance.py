@@ -13,7 +13,7 @@ from manifests.sizes import parse_size
 from reshard.layout.deepspeed import matching_weights
 from reshard.layout.inventory import Inventory
 from reshard.layout.items import pin_windows
-from reshard.layout.model import Costs, Layout, Request
+from reshard.layout.model import ModuleCosts, Request, StageLayout
 from reshard.layout.names import NameProblem, Names
 from reshard.layout.options import DEGREES, Degrees, Options, Word, layout_of, read_words
 from reshard.layout.solve import Problem, solve
@@ -27,7 +27,7 @@ COSTS = ("params", "bytes", "flops", "time", "memory")
 KEYS = (*DEGREES, "pin", "limit")
 
 
-def read_balance(request: Request) -> Layout:
+def read_balance(request: Request) -> StageLayout:
     """Read `balance:COST,pp=N[,vpp=K][,style=v][,pin=MODULE@STAGE]...[,limit=BYTES][,schedule=NAME]`.
 
     `parameters` is `balance:params`; `type:REGEX` counts the modules whose class matches. `limit` is the
@@ -68,7 +68,7 @@ def balances_time(spec: str) -> bool:
     return re.match(r"\s*balance:\s*time\b", spec) is not None
 
 
-def unsolved(request: Request) -> Layout:
+def unsolved(request: Request) -> StageLayout:
     """Return what `read_balance` will return, with all modules on the first stage.
 
     Raises:
@@ -76,7 +76,7 @@ def unsolved(request: Request) -> Layout:
     """
     _, degrees, placement = _read_options(request, _split_method(request.spec)[1])
     stages = (request.inventory.modules, *[()] * (placement.num_stages - 1))
-    return Layout(spec=request.spec, stages=stages, placement=placement, schedule=degrees.schedule)
+    return StageLayout(spec=request.spec, stages=stages, placement=placement, schedule=degrees.schedule)
 
 
 def _read_options(request: Request, words: tuple[Word, ...]) -> tuple[Options, Degrees, Placement]:
@@ -129,7 +129,7 @@ def _cost_of_each(request: Request, name: str, asker: str) -> tuple[float, ...]:
     Raises:
         LayoutError: no cost of that name, or one that lacks a module or is not a finite number, 0 or more.
     """
-    costs: Costs | None = (request.costs or {}).get(name)
+    costs: ModuleCosts | None = (request.costs or {}).get(name)
     if costs is None:
         hint = (
             "pass measured times: --cost times.json"

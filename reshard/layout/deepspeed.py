@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from reshard.layout.inventory import class_names
-from reshard.layout.model import Layout, Request
+from reshard.layout.model import Request, StageLayout
 from reshard.layout.options import DEGREES, Degrees, Options, layout_of, read_words
 from reshard.layout.wording import error_at, list_words
 
@@ -60,7 +60,7 @@ def balanced_bounds(weights: Sequence[float], num_stages: int) -> tuple[int, ...
     return tuple(reversed(bounds))
 
 
-def read_uniform(request: Request) -> Layout:
+def read_uniform(request: Request) -> StageLayout:
     """Read `uniform,pp=N[,vpp=K][,style=v][,schedule=NAME]`."""
     options = Options(request, read_words(request.spec)[1:], DEGREES)
     degrees = Degrees.read(options)

@@ -10,7 +10,7 @@ from pathlib import Path
 from manifests.errors import InputError, LayoutError
 from manifests.jsontext import kind_of, parse_json_object
 from reshard.layout.inventory import Inventory
-from reshard.layout.model import MAX_STAGES, SCHEDULES, Layout, Request, compress_modules
+from reshard.layout.model import MAX_STAGES, SCHEDULES, Request, StageLayout, compress_modules
 from reshard.layout.names import NameProblem, Names
 from reshard.layout.options import DEGREES, Degrees, Options, agreed_ranks, layout_of, read_words
 from reshard.layout.wording import error_at, in_one_line, list_words, nearest_word
@@ -22,7 +22,7 @@ MOST_BYTES = 4 << 20
 MOST_SHOWN = 10
 
 
-def read_file(request: Request) -> Layout:
+def read_file(request: Request) -> StageLayout:
     """Read a file of module lists, one per stage.
 
     `stages`, optionally with `num_ranks`, `style` and `schedule`, or in JSON a bare list of lists (torchtitan's
@@ -45,7 +45,7 @@ def read_file(request: Request) -> Layout:
     return layout_of(request, _bounds(stages, request.inventory, path), degrees)
 
 
-def read_cuts(request: Request) -> Layout:
+def read_cuts(request: Request) -> StageLayout:
     """Read `cut=MODULE[,MODULE]...[,pp=N][,vpp=K][,style=v][,schedule=NAME]`.
 
     Each named module is the first of a new stage. (Slapo's `cut_pipeline_stage` names the last of one.)

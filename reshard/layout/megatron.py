@@ -11,7 +11,7 @@ from itertools import accumulate, groupby
 from manifests.errors import LayoutError
 from reshard.layout.expansion import Expansion, expand
 from reshard.layout.inventory import Inventory
-from reshard.layout.model import MAX_STAGES, Layout, Request
+from reshard.layout.model import MAX_STAGES, Request, StageLayout
 from reshard.layout.options import Degrees, layout_of, nearest_divisors
 from reshard.layout.wording import counted, error_at, shorten
 
@@ -21,7 +21,7 @@ LAYERS = {"t": "decoder layer", "m": "MTP layer"}
 HINT = "E (embedding) comes first, L (norm and head) last, each once"
 
 
-def read_megatron(request: Request) -> Layout:
+def read_megatron(request: Request) -> StageLayout:
     """Read a layout string. Stage i is on rank i % PP; without a number of ranks, every stage has its own.
 
     Raises:

@@ -14,10 +14,10 @@ __all__ = [
     "MAX_STAGES",
     "SCHEDULES",
     "SINGLE_STAGE_SCHEDULES",
-    "Costs",
     "InFlight",
-    "Layout",
+    "ModuleCosts",
     "Request",
+    "StageLayout",
     "compress_modules",
     "cut_modules",
     "module_ranges",
@@ -26,7 +26,7 @@ __all__ = [
 MAX_STAGES = 4096
 
 # Cost of each module by name, in any unit: parameters, bytes, FLOPs, seconds.
-Costs = Mapping[str, float]
+ModuleCosts = Mapping[str, float]
 
 # torch's schedules, and the placement that each needs.
 SCHEDULES: Mapping[str, Style] = {
@@ -42,7 +42,7 @@ SINGLE_STAGE_SCHEDULES = ("GPipe", "1F1B")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class StageLayout:
     """Every module on exactly one stage, in execution order; a stage may be empty.
 
     `spec` is the layout as given; `schedule` is a hint for the runner.
@@ -62,7 +62,7 @@ class InFlight:
     """
 
     microbatches: tuple[int, ...]  # most in flight, by stage
-    activations: Costs  # bytes per module and microbatch
+    activations: ModuleCosts  # bytes per module and microbatch
     reserved: int  # bytes per rank that belong to no module
 
 
@@ -74,7 +74,7 @@ class Request:
     inventory: Inventory
     num_ranks: int | None = None
     strict_megatron: bool = False
-    costs: Mapping[str, Costs] | None = None
+    costs: Mapping[str, ModuleCosts] | None = None
     in_flight: InFlight | None = None
 
 

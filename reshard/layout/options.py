@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from manifests.errors import InputError, LayoutError, UsageError
 from manifests.placement import Placement, Style
-from reshard.layout.model import MAX_STAGES, SCHEDULES, SINGLE_STAGE_SCHEDULES, Layout, Request, cut_modules
+from reshard.layout.model import MAX_STAGES, SCHEDULES, SINGLE_STAGE_SCHEDULES, Request, StageLayout, cut_modules
 from reshard.layout.wording import counted, error_at, list_words, nearest_word, shorten
 
 __all__ = [
@@ -210,11 +210,11 @@ class Degrees:
             )
 
 
-def layout_of(request: Request, bounds: Collection[int], degrees: Degrees) -> Layout:
+def layout_of(request: Request, bounds: Collection[int], degrees: Degrees) -> StageLayout:
     """Return the layout whose stages are between `bounds`."""
     stages = cut_modules(request.inventory.modules, tuple(bounds))
     placement = degrees.placement(request, len(stages))
-    return Layout(spec=request.spec, stages=stages, placement=placement, schedule=degrees.schedule)
+    return StageLayout(spec=request.spec, stages=stages, placement=placement, schedule=degrees.schedule)
 
 
 def agreed_ranks(said: int | None, request: Request) -> int | None:

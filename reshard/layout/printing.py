@@ -10,15 +10,15 @@ from manifests.errors import InputError, LayoutError
 from reshard.layout.deepspeed import balanced_bounds, uniform_bounds
 from reshard.layout.inventory import Inventory, class_names
 from reshard.layout.megatron import write_letters
-from reshard.layout.model import Costs, Layout, module_ranges
+from reshard.layout.model import ModuleCosts, StageLayout, module_ranges
 from reshard.layout.spelling import parse_layout
 
 __all__ = ["SPELLINGS", "print_layout", "to_deepspeed", "to_megatron", "to_toml", "to_torchtitan"]
 
-AllCosts = Mapping[str, Costs]
+AllCosts = Mapping[str, ModuleCosts]
 
 
-def to_megatron(layout: Layout, inventory: Inventory, costs: AllCosts | None = None) -> str:
+def to_megatron(layout: StageLayout, inventory: Inventory, costs: AllCosts | None = None) -> str:
     """Return Megatron's `--pipeline-model-parallel-layout` string.
 
     Raises:
@@ -54,7 +54,7 @@ def to_megatron(layout: Layout, inventory: Inventory, costs: AllCosts | None = N
     return write_letters(stages)
 
 
-def to_torchtitan(layout: Layout, inventory: Inventory, costs: AllCosts | None = None) -> str:
+def to_torchtitan(layout: StageLayout, inventory: Inventory, costs: AllCosts | None = None) -> str:
     """Return torchtitan's `module_fqns_per_model_part` as JSON: a list of module names for each stage.
 
     It has no placement; in torchtitan the schedule decides that.
@@ -76,7 +76,7 @@ def to_torchtitan(layout: Layout, inventory: Inventory, costs: AllCosts | None =
     return json.dumps([[theirs[module] for module in stage] for stage in layout.stages])
 
 
-def to_toml(layout: Layout, inventory: Inventory | None = None, costs: AllCosts | None = None) -> str:
+def to_toml(layout: StageLayout, inventory: Inventory | None = None, costs: AllCosts | None = None) -> str:
     """Return the TOML file of module lists, which can express every layout."""
     lines = [f"num_ranks = {layout.placement.num_ranks}", f'style = "{layout.placement.style}"']
     if layout.schedule:
@@ -85,7 +85,7 @@ def to_toml(layout: Layout, inventory: Inventory | None = None, costs: AllCosts 
     return "\n".join([*lines, "stages = [", *stages, "]", ""])
 
 
-def to_deepspeed(layout: Layout, inventory: Inventory, costs: AllCosts | None = None) -> str:
+def to_deepspeed(layout: StageLayout, inventory: Inventory, costs: AllCosts | None = None) -> str:
     """Return the DeepSpeed `partition_method` that makes this layout, here and in DeepSpeed.
 
     `parameters` is tried if `costs` has them.
@@ -118,7 +118,7 @@ def to_deepspeed(layout: Layout, inventory: Inventory, costs: AllCosts | None = 
     )
 
 
-SPELLINGS: Mapping[str, Callable[[Layout, Inventory, AllCosts | None], str]] = {
+SPELLINGS: Mapping[str, Callable[[StageLayout, Inventory, AllCosts | None], str]] = {
     "megatron": to_megatron,
     "torchtitan": to_torchtitan,
     "toml": to_toml,
@@ -126,7 +126,7 @@ SPELLINGS: Mapping[str, Callable[[Layout, Inventory, AllCosts | None], str]] = {
 }
 
 
-def print_layout(spelling: str, layout: Layout, inventory: Inventory, costs: AllCosts | None = None) -> str:
+def print_layout(spelling: str, layout: StageLayout, inventory: Inventory, costs: AllCosts | None = None) -> str:
     """Return the layout in a spelling of `SPELLINGS`.
 
     Raises:
@@ -160,7 +160,7 @@ def _methods(inventory: Inventory, costs: AllCosts | None) -> list[tuple[str, li
     return methods
 
 
-def _makes(spec: str, layout: Layout, inventory: Inventory, costs: AllCosts | None) -> bool:
+def _makes(spec: str, layout: StageLayout, inventory: Inventory, costs: AllCosts | None) -> bool:
     try:
         return parse_layout(spec, inventory, costs=costs).stages == layout.stages
     except InputError:

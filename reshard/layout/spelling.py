@@ -13,7 +13,7 @@ from reshard.layout.expansion import LETTERS
 from reshard.layout.files import read_cuts, read_file
 from reshard.layout.inventory import Inventory
 from reshard.layout.megatron import read_megatron
-from reshard.layout.model import Costs, InFlight, Layout, Request
+from reshard.layout.model import InFlight, ModuleCosts, Request, StageLayout
 from reshard.layout.split import SPLIT_KEYS, read_split
 from reshard.layout.wording import SpecError, nearest_word, shorten
 
@@ -25,7 +25,7 @@ HINT = (
     "cut=model.layers.8, or a .toml or .json file of module lists"
 )
 
-_READERS: Mapping[str, Callable[[Request], Layout]] = {
+_READERS: Mapping[str, Callable[[Request], StageLayout]] = {
     **dict.fromkeys((f"{key}=" for key in SPLIT_KEYS), read_split),
     "cut=": read_cuts,
     "uniform": read_uniform,
@@ -42,9 +42,9 @@ def parse_layout(
     *,
     num_ranks: int | None = None,
     strict_megatron: bool = False,
-    costs: Mapping[str, Costs] | None = None,
+    costs: Mapping[str, ModuleCosts] | None = None,
     in_flight: InFlight | None = None,
-) -> Layout:
+) -> StageLayout:
     """Read a layout in any spelling.
 
     `num_ranks` is for spellings without ranks (a Megatron string, cuts, a file); without it each stage has
@@ -86,7 +86,7 @@ def parse_layout(
     return layout
 
 
-def _reader(spec: str) -> Callable[[Request], Layout]:
+def _reader(spec: str) -> Callable[[Request], StageLayout]:
     text = spec.strip()
     if text.lower().endswith((".toml", ".json")):
         return read_file

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from reshard.layout.model import Layout, Request
+from reshard.layout.model import Request, StageLayout
 from reshard.layout.options import DEGREES, Degrees, Options, layout_of, read_words
 from reshard.layout.wording import counted
 
@@ -42,7 +42,7 @@ def split_layers(num_stages: int, num_layers: int, first: int = 1, last: int = 1
     return tuple(counts)
 
 
-def read_split(request: Request) -> Layout:
+def read_split(request: Request) -> StageLayout:
     """Read `pp=N[,vpp=K][,style=loop|v][,first=A][,last=B][,layers-per-stage=L][,schedule=NAME]`.
 
     MTP layers are on the head's stage, Megatron's default; torchtitan does not split them.

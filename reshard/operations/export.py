@@ -20,8 +20,8 @@ from reshard.operations.pack import copy_files
 from reshard.plans.pack_plan import OutputShard
 from reshard.sources.config import with_dtype
 from reshard.sources.huggingface import CONFIG_NAME
-from reshard.tensors.checkpoint import CarriedAt, Checkpoint, TensorAt
-from reshard.tensors.lazy import HeldFile
+from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, TensorAt
+from reshard.tensors.lazy import MemoryFile
 from reshard.tensors.source_index import INDEX_NAME, RecordedShard, index_anew, lay_out_anew
 from reshard.transforms.cast import STORED, Dtype, cast_checkpoint, casts_in
 from stores.address import is_inside, is_url, place_of
@@ -72,8 +72,8 @@ def export_huggingface(
         _check_not_source(out, checkpoint.source.location)
     checkpoint = _with_config_for(cast_checkpoint(checkpoint, dtype), dtype)
     shards = plan_export(checkpoint)
-    (config,) = (item for item in checkpoint.carried if item.path == CONFIG_NAME)
-    names = {CONFIG_NAME, *(item.path for item in checkpoint.carried), *(shard.path for shard in shards)}
+    (config,) = (item for item in checkpoint.auxiliary if item.path == CONFIG_NAME)
+    names = {CONFIG_NAME, *(item.path for item in checkpoint.auxiliary), *(shard.path for shard in shards)}
     names |= {INDEX_NAME} if checkpoint.record.index is not None else set()
     with open_target(
         out,
@@ -84,12 +84,12 @@ def export_huggingface(
         wanted=names,
         last=CONFIG_NAME,
     ) as target:
-        copied = copy_files([item for item in checkpoint.carried if item is not config], target)
+        copied = copy_files([item for item in checkpoint.auxiliary if item is not config], target)
         written = target.write_shards(shards, options or WriteOptions())
         index = _index_text(checkpoint, shards)
         if index is not None:
             target.put(INDEX_NAME, index.encode())
-        check_unchanged(shards, checkpoint.carried)
+        check_unchanged(shards, checkpoint.auxiliary)
         if isinstance(target, BucketTarget):
             record_exported_objects(target.objects, names)
         # Commit point in a bucket, where nothing appears in one step: a folder without config.json is not a model.
@@ -156,14 +156,14 @@ def _with_config_for(checkpoint: Checkpoint, dtype: Dtype) -> Checkpoint:
     """Update the config's dtype, if it has one, to the one that all parameters are cast to: readers rely on it."""
     if dtype == "source":
         return checkpoint
-    item = next(item for item in checkpoint.carried if item.path == CONFIG_NAME)
+    item = next(item for item in checkpoint.auxiliary if item.path == CONFIG_NAME)
     config = read_config(item.file, item.digest)
     updated = with_dtype(config, STORED[dtype])
     if updated == config:
         return checkpoint
     text = json.dumps(updated, indent=2, ensure_ascii=False) + "\n"
-    new = CarriedAt(path=CONFIG_NAME, file=HeldFile(f"{item.file} for {dtype}", text.encode()))
-    return replace(checkpoint, carried=tuple(new if one is item else one for one in checkpoint.carried))
+    new = AuxiliaryAt(path=CONFIG_NAME, file=MemoryFile(f"{item.file} for {dtype}", text.encode()))
+    return replace(checkpoint, auxiliary=tuple(new if one is item else one for one in checkpoint.auxiliary))
 
 
 def _check_not_source(out: Address, source: str) -> None:

@@ -22,7 +22,7 @@ from reshard.copy.unchanged import check_unchanged
 from reshard.operations.hub_check import HubReport, check_hub_files
 from reshard.plans.pack_plan import PackPlan, StagePlan
 from reshard.plans.references import References, refer_to_originals
-from reshard.tensors.checkpoint import CarriedAt, Checkpoint
+from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
 from reshard.tensors.lazy import MadeFile
 from reshard.tensors.source_index import record_blocks
 from stores.manifest_file import Address
@@ -67,7 +67,7 @@ def pack(checkpoint: Checkpoint, plan: PackPlan, options: PackOptions) -> Manife
     wanted = range(len(plan.stages)) if options.stages is None else options.stages
     references = refer_to_originals([stage for stage in plan.stages if stage.index not in wanted], checkpoint)
     shards = [shard for stage in plan.stages if stage.index in wanted for shard in stage.shards]
-    names = {MANIFEST_NAME, SOURCE_NAME, *(item.path for item in checkpoint.carried), *(each.path for each in shards)}
+    names = {MANIFEST_NAME, SOURCE_NAME, *(item.path for item in checkpoint.auxiliary), *(each.path for each in shards)}
     with open_target(options.out, shards, force=options.force, wanted=names, check_free=_check_no_parts) as target:
         files = copy_auxiliary_files(checkpoint, target)
         done = target.write_shards(shards, options.write)
@@ -76,7 +76,7 @@ def pack(checkpoint: Checkpoint, plan: PackPlan, options: PackOptions) -> Manife
         check_manifest(manifest)
         folder = target.folder if isinstance(target, FolderTarget) else None
         options.report(check_hub_files(checkpoint, shards, folder, fetch=options.verify_source))
-        check_unchanged(plan.shards_on(), checkpoint.carried)
+        check_unchanged(plan.shards_on(), checkpoint.auxiliary)
         # Commit point: readers ignore an output without manifest.json.
         target.commit(MANIFEST_NAME, encode_manifest(manifest))
     return manifest
@@ -84,12 +84,12 @@ def pack(checkpoint: Checkpoint, plan: PackPlan, options: PackOptions) -> Manife
 
 def copy_auxiliary_files(checkpoint: Checkpoint, target: Target) -> tuple[AuxiliaryFile, ...]:
     """Copy a checkpoint's auxiliary files, and write source.json."""
-    files = copy_files(checkpoint.carried, target)
+    files = copy_files(checkpoint.auxiliary, target)
     record = partial(record_blocks, checkpoint.record)
     return (*files, target.copy(SOURCE_NAME, MadeFile(SOURCE_NAME, sum(map(len, record())), record)))
 
 
-def copy_files(files: Sequence[CarriedAt], target: Target) -> tuple[AuxiliaryFile, ...]:
+def copy_files(files: Sequence[AuxiliaryAt], target: Target) -> tuple[AuxiliaryFile, ...]:
     """Copy auxiliary files byte for byte, verifying known digests.
 
     Raises:

@@ -72,7 +72,7 @@ def pack_part(checkpoint: Checkpoint, plan: PackPlan, part: Part, options: PackO
     wanted = range(len(plan.stages)) if options.stages is None else options.stages
     shards = [shard for stage in plan.stages if stage.index in wanted for shard in stage.shards]
     draft = _draft(checkpoint, plan, shards, wanted)
-    auxiliary = json.dumps([(item.path, item.file.fingerprint, item.digest) for item in checkpoint.carried]).encode()
+    auxiliary = json.dumps([(item.path, item.file.fingerprint, item.digest) for item in checkpoint.auxiliary]).encode()
     key = digest_bytes(f"{plan_key(shards)} {part.of} ".encode() + encode_manifest(draft) + auxiliary)
     pieces = partition(shards, part.of)[part.number - 1]
     with sharing(out, force=options.force, find_owned=files_of_manifest) as folder:
@@ -92,7 +92,7 @@ def pack_part(checkpoint: Checkpoint, plan: PackPlan, part: Part, options: PackO
                 digests[piece.shard.path] = write_tensors(piece.shard, piece.names, folder, write)
                 if piece.has_start:
                     _write_header(folder / piece.shard.path, piece.shard.nbytes, piece.shard.header)
-            check_unchanged(shards, checkpoint.carried)
+            check_unchanged(shards, checkpoint.auxiliary)
             record: dict[str, Any] = {"plan": key, "digests": digests}
             if files is not None:
                 record["manifest"] = encode_manifest(replace(draft, files=files)).decode()
@@ -144,11 +144,11 @@ def _commit(out: Path, force: bool) -> Manifest | None:
             raise OutputError(str(partial), "the output of the parts is missing", hint, code="output.damaged-parts")
         manifest, digests = _gather(out, records, parts, plan["plan"])
         headers = {shard.path: _header(partial, shard, digests.get(shard.path, {})) for shard in manifest.shards}
-        for carried in manifest.files:
-            check_whole(LocalFile(partial / carried.path), carried.digest)
+        for auxiliary in manifest.files:
+            check_whole(LocalFile(partial / auxiliary.path), auxiliary.digest)
         manifest = _with_digests(manifest, headers)
         check_manifest(manifest)
-        names = {MANIFEST_NAME, *headers, *(carried.path for carried in manifest.files)}
+        names = {MANIFEST_NAME, *headers, *(auxiliary.path for auxiliary in manifest.files)}
         with publishing(
             out,
             force=force,

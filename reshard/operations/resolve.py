@@ -12,12 +12,12 @@ from manifests.invariants import MANIFEST_NAME
 from manifests.memory import estimate_memory, memory_of
 from manifests.models import ModelShape
 from manifests.placement import Placement
-from manifests.schedules import Costs, check_schedule, schedule_table, simulate
+from manifests.schedules import StageCosts, check_schedule, schedule_table, simulate
 from manifests.schema import Manifest, TieGroup
 from manifests.sizes import parse_size, write_size
 from reshard.estimate.costs import costs_of
 from reshard.estimate.training_estimate import MOST_PASSES, Assumptions, Forecast, forecast, num_passes
-from reshard.layout import Layout, parse_layout
+from reshard.layout import StageLayout, parse_layout
 from reshard.layout.balance import balances_memory, unsolved
 from reshard.layout.inventory import Inventory, inventory_of_modules
 from reshard.layout.model import InFlight, Request
@@ -63,7 +63,7 @@ class LaidOut:
     plan: PackPlan
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> StageLayout:
         return self.plan.layout
 
     @property
@@ -183,7 +183,7 @@ def _agree_on_limit(asked: LayoutRequest, assumed: Assumptions) -> tuple[LayoutR
     return asked, replace(assumed, memory_limit=parse_size(limit))  # the layout's reader refuses what is not a size
 
 
-def _kept(manifest: Manifest | None, asked: LayoutRequest) -> Layout:
+def _kept(manifest: Manifest | None, asked: LayoutRequest) -> StageLayout:
     """Return the layout of a manifest, which no option may change."""
     if manifest is None:
         problem = "is required: the source is not a manifest, which would have one"
@@ -195,7 +195,7 @@ def _kept(manifest: Manifest | None, asked: LayoutRequest) -> Layout:
     if asked.strict_megatron:
         hint = "add --layout, or leave --strict-megatron out"
         raise UsageError("--strict-megatron", problem, hint, code="options.needs-layout")
-    return Layout(
+    return StageLayout(
         spec=manifest.layout.spec,
         stages=tuple(stage.modules for stage in manifest.stages),
         placement=manifest.placement,
@@ -208,7 +208,7 @@ def _read(
     inventory: Inventory,
     costs: Mapping[str, Mapping[str, float]],
     in_flight: InFlight | None = None,
-) -> Layout:
+) -> StageLayout:
     assert asked.spec is not None
     return parse_layout(
         asked.spec,
@@ -226,7 +226,7 @@ def _solve(
     inventory: Inventory,
     costs: Mapping[str, Mapping[str, float]],
     assumed: Assumptions,
-) -> Layout:
+) -> StageLayout:
     """Solve for a layout whose ranks stay within the memory limit, if there is one.
 
     A memory limit depends on how many microbatches each stage has in flight. The schedule decides that, by the number
@@ -240,7 +240,7 @@ def _solve(
     _check_length(placement, assumed.microbatches_for(placement))
     table = schedule_table(assumed.schedule_for(placed), placement, assumed.microbatches_for(placement))
     equal_costs = [1.0] * placement.num_stages
-    in_flight = simulate(table, Costs.of(equal_costs, equal_costs)).peak_by_stage
+    in_flight = simulate(table, StageCosts.of(equal_costs, equal_costs)).peak_by_stage
     without, with_one = memory_of(shape, training, 0), memory_of(shape, training, 1)
     wires = [rank.wires for rank in estimate_memory(shape, placed.stages, table, training).ranks]
     return _read(

@@ -13,7 +13,7 @@ from manifests.schema import MOMENTS, WEIGHTS, Holds, Manifest, Stage
 from reshard.copy.engine import ByteCounter
 from reshard.operations.compare import Difference, differences_from, hash_each, missing_from
 from reshard.sources.bundles import open_manifest
-from reshard.tensors.checkpoint import CarriedAt, Checkpoint, TensorAt
+from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, TensorAt
 from reshard.tensors.slices import merge_slices
 from reshard.tensors.source_index import decode_record
 from stores.base import Blocks, Folder, check_whole, read_whole
@@ -161,17 +161,17 @@ def _unlike_their_digests(digests: Mapping[TensorAt, str | None]) -> Iterator[Di
 
 
 def _unlike_their_files(manifest: Manifest, folder: Folder) -> Iterator[Difference]:
-    for carried in manifest.files:
+    for auxiliary in manifest.files:
         try:
-            check_whole(folder.file(carried.path), carried.digest)
+            check_whole(folder.file(auxiliary.path), auxiliary.digest)
         except InputError as error:
             yield Difference(error.where, error.problem)
 
 
 def _unlike_files_of(source: Checkpoint, manifest: Manifest, folder: Folder) -> Iterator[Difference]:
     """Compare auxiliary files, by their digests, with those of a source; `source.json` is the manifest's own."""
-    expected = {carried.path: carried for carried in source.carried}
-    found = {carried.path: carried.digest for carried in manifest.files if carried.path != SOURCE_NAME}
+    expected = {auxiliary.path: auxiliary for auxiliary in source.auxiliary}
+    found = {auxiliary.path: auxiliary.digest for auxiliary in manifest.files if auxiliary.path != SOURCE_NAME}
     for path, digest in found.items():
         if path not in expected:
             yield Difference(str(folder.file(path)), f"is not in {source.location}")
@@ -181,10 +181,10 @@ def _unlike_files_of(source: Checkpoint, manifest: Manifest, folder: Folder) -> 
         yield Difference(str(folder.file(path)), f"is in {source.location}, but not in the manifest")
 
 
-def _digest_of(carried: CarriedAt) -> str:
-    if carried.digest is not None:
-        return carried.digest
-    blocks = Blocks(carried.file)
+def _digest_of(auxiliary: AuxiliaryAt) -> str:
+    if auxiliary.digest is not None:
+        return auxiliary.digest
+    blocks = Blocks(auxiliary.file)
     for _ in blocks:
         pass
     return blocks.digest

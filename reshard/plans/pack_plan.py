@@ -13,7 +13,7 @@ from manifests.safetensors import TensorEntry, header_template, layout_tensors, 
 from manifests.schema import WEIGHTS, Holds, TieGroup, TieMember
 from manifests.slices import Slice, slice_metadata
 from reshard.estimate.costs import params_of
-from reshard.layout.model import Layout
+from reshard.layout.model import StageLayout
 from reshard.tensors.checkpoint import Checkpoint, TensorAt
 from reshard.tensors.lazy import stored_nbytes
 from reshard.tensors.slices import slices_of
@@ -86,7 +86,7 @@ class StagePlan:
 class PackPlan:
     """Every stage's shards."""
 
-    layout: Layout
+    layout: StageLayout
     stages: tuple[StagePlan, ...]
     ties: tuple[TieGroup, ...]
 
@@ -123,7 +123,7 @@ def traffic_of(shards: Iterable[OutputShard], again: Iterable[TensorAt] = ()) ->
     )
 
 
-def plan_pack(checkpoint: Checkpoint, layout: Layout) -> PackPlan:
+def plan_pack(checkpoint: Checkpoint, layout: StageLayout) -> PackPlan:
     """Assign every tensor of a checkpoint to the stage that owns its module, and optimizer state to its weights' stage.
 
     A tied FQN that a stage requires and the checkpoint does not store becomes a copy of the stored one. Slices are

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from reshard.formatting import show_numbers
-from reshard.layout import Layout
+from reshard.layout import StageLayout
 from reshard.layout.wording import counted
 from reshard.report.text import group_stages, modules_shown, shorten_rows, table
 
 __all__ = ["layout_json", "layout_text", "placement_json", "placement_line", "spelling_json"]
 
 
-def layout_json(layout: Layout) -> dict[str, Any]:
+def layout_json(layout: StageLayout) -> dict[str, Any]:
     placement = layout.placement
     return {
         **placement_json(layout),
@@ -28,7 +28,7 @@ def layout_json(layout: Layout) -> dict[str, Any]:
     }
 
 
-def layout_text(layout: Layout) -> str:
+def layout_text(layout: StageLayout) -> str:
     placement, stages = layout.placement, layout.stages
     keys = [
         (placement.virtual_of(index), len(modules), all(name.rpartition(".")[2].isdecimal() for name in modules))
@@ -49,7 +49,7 @@ def layout_text(layout: Layout) -> str:
     return "\n".join([placement_line(layout), table(head, shorten_rows(rows, 3), left=frozenset({"modules"}))])
 
 
-def placement_json(layout: Layout) -> dict[str, Any]:
+def placement_json(layout: StageLayout) -> dict[str, Any]:
     placement = layout.placement
     return {
         "version": 1,
@@ -60,7 +60,7 @@ def placement_json(layout: Layout) -> dict[str, Any]:
     }
 
 
-def placement_line(layout: Layout) -> str:
+def placement_line(layout: StageLayout) -> str:
     placement = layout.placement
     stages, ranks = counted(placement.num_stages, "stage"), counted(placement.num_ranks, "pipeline rank")
     return f"{stages} on {ranks}, style {placement.style}"

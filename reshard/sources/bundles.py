@@ -12,7 +12,7 @@ from manifests.safetensors import in_data_order
 from manifests.schema import MOMENTS, WEIGHTS, AuxiliaryFile, Holds, Manifest, Parent, Stage
 from reshard.copy.engine import hash_tensors
 from reshard.sources.huggingface import CONFIG_NAME, check_coverage, without_absent
-from reshard.tensors.checkpoint import CarriedAt, Checkpoint, OriginalFiles, TensorAt
+from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles, TensorAt
 from reshard.tensors.slices import merge_slices, slices_of
 from reshard.tensors.source_index import INDEX_NAME, SourceRecord, decode_record
 from stores.base import read_config, read_whole
@@ -37,7 +37,7 @@ def open_manifest(address: Address | ManifestFile, bundles: Bundles | None = Non
     file = address if isinstance(address, ManifestFile) else find_manifest_file(address)
     manifest, digest = file.read()
     folder = file.folder
-    small = {carried.path: carried for carried in manifest.files}
+    small = {auxiliary.path: auxiliary for auxiliary in manifest.files}
     for needed in (CONFIG_NAME, SOURCE_NAME):
         if needed not in small:
             raise ManifestError(f"{file}: files", f"{needed} is not listed", code="manifest.missing-file")
@@ -65,10 +65,10 @@ def open_manifest(address: Address | ManifestFile, bundles: Bundles | None = Non
     return Checkpoint(
         shape=shape,
         tensors=tensors,
-        carried=tuple(
-            CarriedAt(path=carried.path, file=folder.file(carried.path), digest=carried.digest)
-            for carried in manifest.files
-            if carried.path != SOURCE_NAME
+        auxiliary=tuple(
+            AuxiliaryAt(path=auxiliary.path, file=folder.file(auxiliary.path), digest=auxiliary.digest)
+            for auxiliary in manifest.files
+            if auxiliary.path != SOURCE_NAME
         ),
         record=record,
         source=manifest.source,
@@ -96,11 +96,11 @@ def _moments(bundles: Bundles, holds: Holds, record: SourceRecord, shape: ModelS
 def _check_files(files: Iterable[AuxiliaryFile], record: SourceRecord, where: str) -> None:
     """Raise if an auxiliary file has the name of a shard or of the index, which an export writes."""
     taken = {INDEX_NAME, *(shard.name for shard in record.shards)}
-    for position, carried in enumerate(files):
-        if carried.path in taken:
+    for position, auxiliary in enumerate(files):
+        if auxiliary.path in taken:
             raise ManifestError(
                 f"{where}: files[{position}].path",
-                f"{carried.path!r} is a weight file of the source",
+                f"{auxiliary.path!r} is a weight file of the source",
                 code="manifest.source-mismatch",
             )
 

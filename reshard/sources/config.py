@@ -57,7 +57,7 @@ def open_config(path: Path) -> Checkpoint:
     return Checkpoint(
         shape=shape,
         tensors=tensors,
-        carried=(),
+        auxiliary=(),
         record=SourceRecord(shards=()),
         source=Source(kind=CONFIG_ONLY, location=str(path.resolve())),
     )

@@ -12,7 +12,7 @@ from manifests.paths import problem_with_path
 from manifests.schema import Source
 from reshard.copy.journal import is_working_name
 from reshard.sources.weight_map import read_weight_map
-from reshard.tensors.checkpoint import CarriedAt, Checkpoint, OriginalFiles, TensorAt, tensors_in
+from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles, TensorAt, tensors_in
 from reshard.tensors.source_index import INDEX_NAME, SUFFIX, KeptText, RecordedShard, SourceRecord
 from stores.base import Folder, read_config, read_whole
 from stores.headers import each_file_header
@@ -75,7 +75,7 @@ def open_folder(folder: Folder, drop: frozenset[str] = frozenset()) -> Checkpoin
     return Checkpoint(
         shape=shape,
         tensors=tensors,
-        carried=_carried(folder, files, {*shards.names, *left_out, INDEX_NAME}),
+        auxiliary=_auxiliary_files(folder, files, {*shards.names, *left_out, INDEX_NAME}),
         record=SourceRecord(
             shards=recorded,
             index=shards.index,
@@ -252,8 +252,8 @@ def _under_fqns(tensors: dict[str, TensorAt], shape: ModelShape) -> dict[str, Te
     return found
 
 
-def _carried(folder: Folder, files: tuple[str, ...], weights: set[str]) -> tuple[CarriedAt, ...]:
-    carried = []
+def _auxiliary_files(folder: Folder, files: tuple[str, ...], weights: set[str]) -> tuple[AuxiliaryAt, ...]:
+    auxiliary = []
     for name in files:
         if name in weights:
             continue
@@ -273,8 +273,8 @@ def _carried(folder: Folder, files: tuple[str, ...], weights: set[str]) -> tuple
             )
         if problem := problem_with_path(name):
             raise SourceError(str(folder.file(name)), problem, "rename the file", code="source.bad-file-name")
-        carried.append(CarriedAt(path=name, file=folder.file(name)))
-    return tuple(carried)
+        auxiliary.append(AuxiliaryAt(path=name, file=folder.file(name)))
+    return tuple(auxiliary)
 
 
 def _count(items: list[str], noun: str) -> str:

@@ -44,7 +44,7 @@ def links_of(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     originals = checkpoint.originals
     if checkpoint.manifest is not None or originals is None or is_url(originals.location):
         return
-    files = {**originals.files, **{item.path: item.file for item in checkpoint.carried}}
+    files = {**originals.files, **{item.path: item.file for item in checkpoint.auxiliary}}
     local = [name for name, file in files.items() if isinstance(file, LocalFile)]
     yield from links_out_of(Path(originals.location), local)
 

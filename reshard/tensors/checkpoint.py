@@ -13,11 +13,11 @@ from reshard.tensors.source_index import SourceRecord
 from stores.base import InputFile
 from stores.bundles import TensorAt, tensors_in
 
-__all__ = ["CarriedAt", "Checkpoint", "OriginalFiles", "TensorAt", "check_digest", "tensors_in"]
+__all__ = ["AuxiliaryAt", "Checkpoint", "OriginalFiles", "TensorAt", "check_digest", "tensors_in"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CarriedAt:
+class AuxiliaryAt:
     """An auxiliary file (config, tokenizer): its path in the checkpoint, and the file to read it from."""
 
     path: str
@@ -44,7 +44,7 @@ class Checkpoint:
 
     shape: ModelShape
     tensors: Mapping[str, TensorAt]
-    carried: tuple[CarriedAt, ...]
+    auxiliary: tuple[AuxiliaryAt, ...]
     record: SourceRecord
     source: Source
     parents: tuple[Parent, ...] = ()

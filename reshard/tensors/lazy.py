@@ -17,7 +17,7 @@ __all__ = [
     "Block",
     "BlockReader",
     "DerivedFile",
-    "HeldFile",
+    "MemoryFile",
     "derive",
     "read_blocks",
     "stored_nbytes",
@@ -54,7 +54,7 @@ class DerivedFile:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldFile:
+class MemoryFile:
     """A small file that exists only in memory."""
 
     name: str

@@ -12,8 +12,8 @@ from manifests.models import model_shape
 from manifests.safetensors import encode_header
 from reshard.sources.config import with_dtype
 from reshard.sources.huggingface import CONFIG_NAME, check_coverage, stored_in, without_absent
-from reshard.tensors.checkpoint import CarriedAt, Checkpoint, TensorAt
-from reshard.tensors.lazy import HeldFile, derive
+from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, TensorAt
+from reshard.tensors.lazy import MemoryFile, derive
 from reshard.tensors.source_index import KeptText, Kind, RecordedShard, SourceRecord, index_anew, lay_out_anew
 from reshard.transforms.cast import FLOATS
 from stores.base import read_config
@@ -34,7 +34,7 @@ def dequantize(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
         SourceError: a weight or its scales have a dtype that the method does not use.
         UsageError: the checkpoint is not quantized.
     """
-    config_at = next(item for item in checkpoint.carried if item.path == CONFIG_NAME)
+    config_at = next(item for item in checkpoint.auxiliary if item.path == CONFIG_NAME)
     config = read_config(config_at.file, config_at.digest)
     section = config.pop(_SECTION, None)
     if not isinstance(section, dict):
@@ -51,12 +51,12 @@ def dequantize(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
     check_coverage(plain, shape, checkpoint.location)
     kinds = {old: (tensor.name, tensor.dtype, tensor.shape) for old, tensor in tensors.values()}
     text = (json.dumps(with_dtype(config, dtype), indent=2, ensure_ascii=False) + "\n").encode()
-    held = CarriedAt(path=CONFIG_NAME, file=HeldFile(f"{config_at.file} without {_SECTION}", text))
+    held = AuxiliaryAt(path=CONFIG_NAME, file=MemoryFile(f"{config_at.file} without {_SECTION}", text))
     return replace(
         checkpoint,
         shape=shape,
         tensors=plain,
-        carried=tuple(held if item is config_at else item for item in checkpoint.carried),
+        auxiliary=tuple(held if item is config_at else item for item in checkpoint.auxiliary),
         record=_record(checkpoint.record, kinds),
         originals=None,
     )

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from manifests.errors import UserError
 from manifests.schema import TrainingState
 from runner.checkpoint.history import checkpoint_path, prune, set_aside
-from runner.checkpoint.save import Job, save
+from runner.checkpoint.save import SaveContext, save
 from runner.checkpoint.state import Held, HostCopy
 from runner.config.schema import CheckpointOptions
 from runner.distributed.fail_together import AloneError, together
@@ -55,9 +55,14 @@ class Saver:
     """
 
     def __init__(
-        self, job: Job, options: CheckpointOptions, held: Held, timeout: timedelta, timer: StallTimer | None = None
+        self,
+        context: SaveContext,
+        options: CheckpointOptions,
+        held: Held,
+        timeout: timedelta,
+        timer: StallTimer | None = None,
     ) -> None:
-        self._job, self._options, self._timer = job, options, timer
+        self._context, self._options, self._timer = context, options, timer
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="save")
         # Allocating takes long: it is done during the first steps.
@@ -108,14 +113,14 @@ class Saver:
                 if dist.get_rank() == 0:
                     set_aside(path)
             nbytes = save(
-                held, self._job, path, training,
+                held, self._context, path, training,
                 num_skipped=num_skipped, force=True, group=self._group, timer=self._timer,
             )  # fmt: skip
         except UserError as error:
             failure = error
         ended_s = time.perf_counter()
         if failure is None and self._options.keep is not None and dist.get_rank() == 0:
-            timer, spared = self._timer or StallTimer(), (self._job.root, self._job.named)
+            timer, spared = self._timer or StallTimer(), (self._context.root, self._context.named)
             try:
                 with timer.working():
                     prune(self._options.history, path, self._options.keep, spared, timer.beat)

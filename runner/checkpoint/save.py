@@ -33,7 +33,7 @@ from runner.tensors.local_shard import Piece
 from stores.base import Blocks
 from stores.local import LocalFile
 
-__all__ = ["Job", "save", "write_shard"]
+__all__ = ["SaveContext", "save", "write_shard"]
 
 _NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 _SYNC_NBYTES = 1 << 30  # fsync after so many bytes, so that the last fsync takes no longer than the others
@@ -41,7 +41,7 @@ _PART_NBYTES = 64 << 20  # written at a time: a tensor may have many GiB, and a 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class SaveContext:
     """What all checkpoints of a run have in common: the manifest that it trains, in `root`, and its parents.
 
     `num_writers` ranks write a stage, each its own shards; this one is number `writer`. The run was started from
@@ -58,7 +58,7 @@ class Job:
 
 def save(
     held: Held,
-    job: Job,
+    context: SaveContext,
     out: Path,
     training: TrainingState,
     *,
@@ -92,7 +92,7 @@ def save(
         shared: list[list[str]] = [in_rounds("save", begin, group)]
         dist.broadcast_object_list(shared, src=0, group=group)
         target = Path(shared[0][0])
-        written = in_rounds("save", partial(_write_own, held, job, target, timer), group)
+        written = in_rounds("save", partial(_write_own, held, context, target, timer), group)
         gathered: list[tuple[list[Stage], tuple[RandomState, ...]]] = [([], ())] * dist.get_world_size(group)
         dist.all_gather_object(gathered, (written, training.random), group=group)
 
@@ -102,7 +102,7 @@ def save(
             stages = _join_stages(stage for part, _ in gathered for stage in part)
             random = tuple(state for _, states in gathered for state in states)
             with timer.working():
-                _commit(job, stages, target, replace(training, random=random), num_skipped, timer)
+                _commit(context, stages, target, replace(training, random=random), num_skipped, timer)
                 stack.close()
 
         in_rounds("save", finish, group)
@@ -161,7 +161,7 @@ def write_shard(
     return Shard(path=path, nbytes=nbytes, digest=digest_bytes(header), holds=holds)
 
 
-def _write_own(held: Held, job: Job, folder: Path, timer: StallTimer, stop: threading.Event) -> list[Stage]:
+def _write_own(held: Held, context: SaveContext, folder: Path, timer: StallTimer, stop: threading.Event) -> list[Stage]:
     """Write this rank's shards in the folder that rank 0 has created."""
 
     def is_cancelled() -> bool:
@@ -169,7 +169,9 @@ def _write_own(held: Held, job: Job, folder: Path, timer: StallTimer, stop: thre
         return stop.is_set()
 
     def write(stage: Stage, kinds: Mapping[Holds, Sequence[Piece]]) -> Stage:
-        paths = {holds: shard_path(stage.index, holds, number=job.writer, of=job.num_writers) for holds in kinds}
+        paths = {
+            holds: shard_path(stage.index, holds, number=context.writer, of=context.num_writers) for holds in kinds
+        }
         shards = (
             write_shard(pieces, folder, paths[holds], holds, is_cancelled) for holds, pieces in kinds.items() if pieces
         )
@@ -177,7 +179,7 @@ def _write_own(held: Held, job: Job, folder: Path, timer: StallTimer, stop: thre
 
     with timer.working():
         check_folder(folder)
-        return [write(job.manifest.stages[index], kinds) for index, kinds in held.items()]
+        return [write(context.manifest.stages[index], kinds) for index, kinds in held.items()]
 
 
 def _as_written(stage: Stage, shards: tuple[Shard, ...], weights: Sequence[Piece]) -> Stage:
@@ -210,10 +212,15 @@ def _join_stages(written: Iterable[Stage]) -> dict[int, Stage]:
 
 
 def _commit(
-    job: Job, stages: Mapping[int, Stage], folder: Path, training: TrainingState, num_skipped: int, timer: StallTimer
+    context: SaveContext,
+    stages: Mapping[int, Stage],
+    folder: Path,
+    training: TrainingState,
+    num_skipped: int,
+    timer: StallTimer,
 ) -> None:
     check_shards(folder, [shard for stage in stages.values() for shard in stage.shards])
-    files = with_skipped(job.manifest.files, num_skipped)
+    files = with_skipped(context.manifest.files, num_skipped)
     for auxiliary in files:
         timer.beat()
         target = folder / auxiliary.path
@@ -221,15 +228,15 @@ def _commit(
         if auxiliary.path == SKIPPED_NAME:
             write_file(target, encode_skipped(num_skipped))
         else:
-            write_file(target, Blocks(LocalFile(job.root / auxiliary.path), auxiliary.digest))
+            write_file(target, Blocks(LocalFile(context.root / auxiliary.path), auxiliary.digest))
     write_manifest(
         folder,
         replace(
-            job.manifest,
+            context.manifest,
             created_by=f"runner {version('reshard')}",
             stages=tuple(stages[index] for index in sorted(stages)),
             files=files,
-            parents=job.parents,
+            parents=context.parents,
             training=training,
             virtual=None,
         ),

@@ -40,11 +40,11 @@ def read_skipped(packed: Packed) -> int:
     Raises:
         InputError: its file is damaged.
     """
-    carried = next((file for file in packed.manifest.files if file.path == SKIPPED_NAME), None)
-    if carried is None:
+    auxiliary = next((file for file in packed.manifest.files if file.path == SKIPPED_NAME), None)
+    if auxiliary is None:
         return 0
     path = packed.root / SKIPPED_NAME
-    found = parse_json_object(read_small_file(path, carried.digest), str(path)).get(_FIELD)
+    found = parse_json_object(read_small_file(path, auxiliary.digest), str(path)).get(_FIELD)
     if type(found) is not int or found < 0:
         raise CheckpointError(
             f"{path}: {_FIELD}", f"expected a count, found {str(found)[:80]}", code="resume.bad-count"

@@ -15,7 +15,7 @@ from runner.data.files import LINES, ROWS, Document, find_files, line_offsets, r
 from runner.data.parquet import group_sizes, read_group
 from runner.data.shuffle import shuffled
 
-__all__ = ["Found", "Source", "open_sources"]
+__all__ = ["DocumentSource", "Found", "open_sources"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +27,7 @@ class Found:
     after: SourcePosition
 
 
-class Source(Protocol):
+class DocumentSource(Protocol):
     """Documents, grouped in items that are read in some order in each epoch."""
 
     name: str
@@ -41,13 +41,13 @@ class Source(Protocol):
         """
 
 
-def open_sources(data: DataOptions) -> tuple[Source, ...]:
+def open_sources(data: DataOptions) -> tuple[DocumentSource, ...]:
     """Open the sources to draw documents from: each by itself if they have weights, otherwise all as one.
 
     Raises:
         DataError: a source has no files, or a file to shuffle cannot be read.
     """
-    sources: list[Source] = []
+    sources: list[DocumentSource] = []
     for number, names in enumerate(data.groups):
         files, name = find_files(names), ", ".join(names)
         if data.shuffle:

@@ -10,7 +10,7 @@ from manifests.errors import DataError, InputError
 from manifests.schema import DataCursor, SourcePosition
 from runner.config.schema import DataOptions
 from runner.data.bad import Skipped
-from runner.data.documents import Found, Source
+from runner.data.documents import DocumentSource, Found
 from runner.data.shuffle import draw
 from runner.data.tokenizer import Vocabulary
 
@@ -51,8 +51,8 @@ def first_cursor(num_sources: int) -> DataCursor:
 
 
 def draw_documents(
-    data: DataOptions, sources: Sequence[Source], vocabulary: Vocabulary, cursor: DataCursor, *, is_endless: bool,
-    skipped: Skipped | None = None,
+    data: DataOptions, sources: Sequence[DocumentSource], vocabulary: Vocabulary, cursor: DataCursor, *,
+    is_endless: bool, skipped: Skipped | None = None,
 ) -> Iterator[Drawn]:  # fmt: skip
     """Yield the documents with any token from a cursor on, for one epoch of each source or without end.
 
@@ -85,7 +85,12 @@ def draw_documents(
 
 
 def _read_passes(
-    source: Source, position: SourcePosition, vocabulary: Vocabulary, skipped: Skipped | None, *, is_endless: bool
+    source: DocumentSource,
+    position: SourcePosition,
+    vocabulary: Vocabulary,
+    skipped: Skipped | None,
+    *,
+    is_endless: bool,
 ) -> Iterator[tuple[Found, _Ids]]:
     if position.item > source.num_items:
         raise _nothing_at(source)
@@ -118,7 +123,7 @@ def _placed(ids: _Ids, begin: Cursor, chosen: int, first: int) -> Iterator[tuple
 
 
 def _skip(
-    runs: Iterator[tuple[Cursor, list[int]]], num_tokens: int, source: Source
+    runs: Iterator[tuple[Cursor, list[int]]], num_tokens: int, source: DocumentSource
 ) -> Iterator[tuple[Cursor, list[int]]]:
     for cursor, ids in runs:
         if num_tokens < len(ids):
@@ -128,13 +133,13 @@ def _skip(
         raise _nothing_at(source)
 
 
-def _nothing_at(source: Source) -> InputError:
+def _nothing_at(source: DocumentSource) -> InputError:
     problem = "has less data than the checkpoint has consumed"
     hint = "start this data from its first sequence with --restart-data and another --seed"
     return DataError(source.name, problem, hint, code="data.shorter")
 
 
-def _no_text(source: Source, num_skipped: int) -> InputError:
+def _no_text(source: DocumentSource, num_skipped: int) -> InputError:
     hint = f"all its {num_skipped} documents were skipped" if num_skipped else "its files are empty: choose others"
     return DataError(source.name, "contains no text", hint, code="data.empty")
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from manifests.signals import INTERRUPTED
 from runner.rundir.state import RunState
 
-__all__ = ["FINAL", "Action", "AttemptEnd", "Exit", "GiveUp", "Requeue", "Restart", "decide", "may_requeue"]
+__all__ = ["FINAL", "AttemptEnd", "Decision", "Exit", "GiveUp", "Requeue", "Restart", "decide", "may_requeue"]
 
 FINAL = (1, 2, 3, 4)  # a bug, or an error that the user must fix: a restart would fail the same way
 _ASKED = (INTERRUPTED, 128 + signal.SIGUSR2, 128 + signal.SIGTERM)  # exit codes of ranks that a signal asked to stop
@@ -71,10 +71,10 @@ class Restart:
     step: int | None
 
 
-Action = Exit | GiveUp | Requeue | Restart
+Decision = Exit | GiveUp | Requeue | Restart
 
 
-def decide(end: AttemptEnd) -> Action:
+def decide(end: AttemptEnd) -> Decision:
     """Return what follows an attempt."""
     ended = end.state.ended if end.state is not None else None
     if (end.code == 0 and ended != "stopped") or (ended == "done" and end.code in _ASKED):
@@ -98,7 +98,7 @@ def may_requeue(shown: str) -> bool:
     return not shown or "JobState=RUNNING" in shown or "Reason=TimeLimit" in shown
 
 
-def _decide_after_loss(end: AttemptEnd) -> Action:
+def _decide_after_loss(end: AttemptEnd) -> Decision:
     """Restart after a lost rank, while restarts are left and checkpoints advance."""
     step = end.newest_step()
     if end.attempt and end.step_before is not None and step is not None and step <= end.step_before:
@@ -112,7 +112,7 @@ def _decide_after_loss(end: AttemptEnd) -> Action:
     return GiveUp(code=end.code, why=f"all {end.restarts} restarts are used up; {last}")
 
 
-def _decide_without_state(end: AttemptEnd) -> Action:
+def _decide_without_state(end: AttemptEnd) -> Decision:
     """Requeue a job that was stopped before its ranks could write why, see Note [Stopped without state.json]."""
     step = end.newest_step()
     state = RunState(step=step or 0, ended="stopped", code=INTERRUPTED)

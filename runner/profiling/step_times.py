@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from manifests.schedules import Costs, Table, simulate
+from manifests.schedules import StageCosts, Table, simulate
 
 __all__ = ["KINDS", "RankTimes", "split_step", "stage_costs"]
 
@@ -79,11 +79,11 @@ def stage_costs(
     inputs: Sequence[float],
     weights: Sequence[float],
     loss: Sequence[float],
-) -> Costs:
+) -> StageCosts:
     """Return the cost of each stage's actions from measured times; 0 means that no such action ran."""
     # A stage has full backwards, split ones, or both; a full one counts as two halves.
     halves = [(i, w) if i or w else (b / 2, b / 2) for b, i, w in zip(backward, inputs, weights, strict=True)]
-    return Costs(
+    return StageCosts(
         forward_s=tuple(f + extra for f, extra in zip(forward, loss, strict=True)),
         input_s=tuple(i for i, _ in halves),
         weight_s=tuple(w for _, w in halves),

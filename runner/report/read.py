@@ -14,11 +14,11 @@ from manifests.placement import Placement
 from runner.report.lines import Line, check_events, check_line, check_run, read_object, read_text
 from runner.rundir.run_record import run_id
 
-__all__ = ["Action", "RunLog", "StepTrace", "Traces", "read_run"]
+__all__ = ["RunLog", "StepTrace", "TracedAction", "Traces", "read_run"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Action:
+class TracedAction:
     """An action of a trace, in seconds from the start of its step."""
 
     kind: str
@@ -33,7 +33,7 @@ class StepTrace:
     """One step: the actions of each rank, from the start of the first one to the end of the last."""
 
     step: int
-    ranks: tuple[tuple[Action, ...], ...]
+    ranks: tuple[tuple[TracedAction, ...], ...]
 
     @property
     def seconds(self) -> float:
@@ -194,7 +194,7 @@ def _step(step: int, pipeline: Sequence[Sequence[Line]]) -> StepTrace:
         step=step,
         ranks=tuple(
             tuple(
-                Action(
+                TracedAction(
                     kind=event["args"]["kind"],
                     stage=event["tid"],
                     microbatch=event["args"]["microbatch"],

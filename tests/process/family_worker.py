@@ -43,7 +43,7 @@ def run_case(case: Case, place: Path, world: World) -> dict[str, Any]:
             found["gradients"] = [(piece.fqn, piece.shape, piece.offset, piece.memory.clone()) for piece in pieces]
     found["loss after"] = eval_step(ready.engine, ready.rows_of(evaluated_batch()) if needed else None)
     state = TrainingState(step=STEPS, num_tokens=num_tokens, dtype="F32")
-    save(ready.held_weights(), ready.job, case.folder(place, "trained"), state)
+    save(ready.held_weights(), ready.save_context, case.folder(place, "trained"), state)
     return found
 
 

@@ -40,7 +40,9 @@ from tests.process.parallel_cases import VOCAB_SIZE
 
 CPU = torch.device("cpu")
 STEPS = 2
-Part = tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]  # name, whole shape, offset, and what lies there
+LocalPiece = tuple[
+    str, tuple[int, ...], tuple[int, ...], torch.Tensor
+]  # name, whole shape, offset, and what lies there
 
 
 @dataclass(frozen=True)
@@ -111,15 +113,15 @@ def run_case(case: dict[str, Any], out: Path, world: World) -> dict[str, Any]:
         loss = eval_step(engine, batch)
         reports.append((train_step(engine, batch, step), loss))
         if step == 0:
-            found["gradients"] = parts_of(ready, lambda weight: weight.grad)
+            found["gradients"] = local_pieces(ready, lambda weight: weight.grad)
             found["saved"] = state_of(ready)
             save_state(ready, out / f"{case['name']}-saved", world.rank)
     found["reports"] = [(report.loss, report.grad_norm, report.num_tokens, loss) for report, loss in reports]
-    found["weights"] = parts_of(ready, lambda weight: weight)
+    found["weights"] = local_pieces(ready, lambda weight: weight)
     return found
 
 
-def state_of(ready: Ready) -> list[Part]:
+def state_of(ready: Ready) -> list[LocalPiece]:
     """Give what this rank writes of the weights and moments."""
     kinds = (kind for kinds in ready.held_state().values() for kind in kinds.items())
     return [(f"{holds} {piece.fqn}", *rest_of(piece)) for holds, pieces in kinds for piece in pieces]
@@ -128,10 +130,10 @@ def state_of(ready: Ready) -> list[Part]:
 def save_state(ready: Ready, folder: Path, rank: int) -> None:
     """Save what there is after the first step."""
     state = remember(ready.options, step=1, num_tokens=1, data=find_data(ready.options, None, None).position)
-    save(ready.held_state(), ready.job, folder, replace(state, random=(rng_state(rank, CPU),)))
+    save(ready.held_state(), ready.save_context, folder, replace(state, random=(rng_state(rank, CPU),)))
 
 
-def parts_of(ready: Ready, of: Any) -> list[Part]:
+def local_pieces(ready: Ready, of: Any) -> list[LocalPiece]:
     pieces = (piece for chunk in ready.chunks for piece in hf_pieces(chunk, of))
     return [(piece.fqn, *rest_of(piece)) for piece in pieces]
 

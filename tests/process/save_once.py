@@ -16,7 +16,7 @@ from runner.bundle.packed import open_packed
 from runner.checkpoint.async_save import Saver
 from runner.checkpoint.history import claim_history, claim_output
 from runner.checkpoint.resume import remember
-from runner.checkpoint.save import Job, save
+from runner.checkpoint.save import SaveContext, save
 from runner.config.flags import parse_training
 from tests.process.save_worker import held_by
 
@@ -46,12 +46,12 @@ def _save_in_history(folder: Path, history: Path, step: int) -> None:
     packed = open_packed(folder)
     options = parse_training(["--data", "synthetic", "--checkpoint", str(history), "--keep", "2"])
     assert options.checkpoint is not None
-    job = Job(manifest=packed.manifest, root=packed.root, parents=(parent_of(packed.root),))
+    context = SaveContext(manifest=packed.manifest, root=packed.root, parents=(parent_of(packed.root),))
     held = held_by(0, packed)
     for piece in (piece for kinds in held.values() for pieces in kinds.values() for piece in pieces):
         piece.memory.fill_(step)
     data = DataPosition(num_sequences=step, digest="blake3:" + 64 * "0")
-    with claim_history(history), Saver(job, options.checkpoint, held, _TIMEOUT) as saver:
+    with claim_history(history), Saver(context, options.checkpoint, held, _TIMEOUT) as saver:
         saver.save(held, remember(options, step=step, num_tokens=step, data=data))
         (report,) = saver.reports(wait=True)
     if report.failure is not None:
@@ -60,10 +60,10 @@ def _save_in_history(folder: Path, history: Path, step: int) -> None:
 
 def _save_weights(folder: Path, out: Path, step: int, *, force: bool) -> None:
     packed = open_packed(folder)
-    job = Job(manifest=packed.manifest, root=packed.root, parents=(parent_of(packed.root),))
+    context = SaveContext(manifest=packed.manifest, root=packed.root, parents=(parent_of(packed.root),))
     held = {index: {WEIGHTS: kinds[WEIGHTS]} for index, kinds in held_by(0, packed).items()}
     for pieces in (pieces for kinds in held.values() for pieces in kinds.values()):
         for piece in pieces:
             piece.memory.fill_(step)
     with claim_output(out):
-        save(held, job, out, TrainingState(step=step, num_tokens=step, dtype="F32"), force=force)
+        save(held, context, out, TrainingState(step=step, num_tokens=step, dtype="F32"), force=force)

@@ -28,7 +28,7 @@ from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.async_save import Saver, SaveReport
 from runner.checkpoint.history import claim_history, find_checkpoints, step_of
 from runner.checkpoint.resume import remember
-from runner.checkpoint.save import Job
+from runner.checkpoint.save import SaveContext
 from runner.checkpoint.state import Held
 from runner.config.flags import parse_training
 from runner.tensors.local_shard import whole_pieces
@@ -75,9 +75,9 @@ def main(folder: Path, history: Path, last: int, full: int) -> None:
     with ExitStack() as stack:
         if rank == 0:
             stack.enter_context(claim_history(history))
-        job = Job(manifest=packed.manifest, root=packed.root, parents=(parent_of(packed.root),))
+        context = SaveContext(manifest=packed.manifest, root=packed.root, parents=(parent_of(packed.root),))
         assert options.checkpoint is not None
-        saver = stack.enter_context(Saver(job, options.checkpoint, held, SAVE_TIMEOUT))
+        saver = stack.enter_context(Saver(context, options.checkpoint, held, SAVE_TIMEOUT))
         for step in range(first, last + 1):
             for piece in (piece for kinds in held.values() for pieces in kinds.values() for piece in pieces):
                 piece.memory.fill_(step)

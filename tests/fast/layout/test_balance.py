@@ -6,7 +6,7 @@ import pytest
 
 from manifests.errors import LayoutError
 from reshard.layout.inventory import inventory_of_layers
-from reshard.layout.model import Layout, compress_modules
+from reshard.layout.model import StageLayout, compress_modules
 from reshard.layout.spelling import parse_layout
 
 INVENTORY = inventory_of_layers(8)
@@ -14,11 +14,11 @@ SIZES = {module: 10 if ".layers." in module else 30 for module in INVENTORY.modu
 COSTS = {"params": SIZES, "memory": SIZES, "flops": SIZES | {"model.embed_tokens": 0}}
 
 
-def read(spec: str, costs: dict[str, dict[str, float]] | None = None) -> Layout:
+def read(spec: str, costs: dict[str, dict[str, float]] | None = None) -> StageLayout:
     return parse_layout(spec, INVENTORY, costs=COSTS if costs is None else costs)
 
 
-def shown(layout: Layout) -> list[str]:
+def shown(layout: StageLayout) -> list[str]:
     return [compress_modules(stage) for stage in layout.stages]
 
 

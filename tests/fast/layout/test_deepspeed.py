@@ -10,18 +10,18 @@ from manifests.errors import LayoutError
 from manifests.placement import Placement
 from reshard.layout.deepspeed import balanced_bounds, uniform_bounds
 from reshard.layout.inventory import inventory_of_layers, inventory_of_modules
-from reshard.layout.model import Layout, compress_modules
+from reshard.layout.model import StageLayout, compress_modules
 from reshard.layout.solve import Problem, solve
 from reshard.layout.spelling import parse_layout
 
 INVENTORY = inventory_of_layers(8)
 
 
-def read(spec: str, costs: dict[str, dict[str, float]] | None = None) -> Layout:
+def read(spec: str, costs: dict[str, dict[str, float]] | None = None) -> StageLayout:
     return parse_layout(spec, INVENTORY, costs=costs)
 
 
-def shown(layout: Layout) -> list[str]:
+def shown(layout: StageLayout) -> list[str]:
     return [compress_modules(stage) for stage in layout.stages]
 
 

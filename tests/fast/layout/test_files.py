@@ -9,17 +9,17 @@ import pytest
 
 from manifests.errors import InputError, LayoutError, UsageError
 from reshard.layout.inventory import inventory_of_layers
-from reshard.layout.model import Layout, compress_modules
+from reshard.layout.model import StageLayout, compress_modules
 from reshard.layout.spelling import parse_layout
 
 NUM_LAYERS = 8
 
 
-def read(spec: str, num_ranks: int | None = None, num_mtp: int = 0) -> Layout:
+def read(spec: str, num_ranks: int | None = None, num_mtp: int = 0) -> StageLayout:
     return parse_layout(spec, inventory_of_layers(NUM_LAYERS, num_mtp), num_ranks=num_ranks)
 
 
-def shown(layout: Layout) -> list[str]:
+def shown(layout: StageLayout) -> list[str]:
     return [compress_modules(stage) for stage in layout.stages]
 
 

@@ -11,16 +11,16 @@ import pytest
 from manifests.errors import LayoutError, UsageError
 from reshard.layout.inventory import inventory_of_layers
 from reshard.layout.megatron import write_letters
-from reshard.layout.model import Layout
+from reshard.layout.model import StageLayout
 from reshard.layout.spelling import parse_layout
 
 
-def read(spec: str, num_ranks: int | None, num_layers: int, num_mtp: int = 0, strict: bool = False) -> Layout:
+def read(spec: str, num_ranks: int | None, num_layers: int, num_mtp: int = 0, strict: bool = False) -> StageLayout:
     inventory = inventory_of_layers(num_layers, num_mtp)
     return parse_layout(spec, inventory, num_ranks=num_ranks, strict_megatron=strict)
 
 
-def letters(layout: Layout, num_layers: int) -> str:
+def letters(layout: StageLayout, num_layers: int) -> str:
     """Write a layout out in full: `Et|tttt|t|tL`."""
 
     def letter(module: str) -> str:

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from manifests.errors import LayoutError
 from manifests.placement import Placement
 from reshard.layout.inventory import Inventory, inventory_of_layers, inventory_of_modules
-from reshard.layout.model import SCHEDULES, SINGLE_STAGE_SCHEDULES, Layout, cut_modules
+from reshard.layout.model import SCHEDULES, SINGLE_STAGE_SCHEDULES, StageLayout, cut_modules
 from reshard.layout.printing import SPELLINGS, print_layout
 from reshard.layout.spelling import parse_layout
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> tuple[Layout, Inventory]:
+def layouts(draw: st.DrawFn) -> tuple[StageLayout, Inventory]:
     """Draw any layout: empty stages, MTP layers, both styles, schedules."""
     inventory = inventory_of_layers(draw(st.integers(1, 12)), draw(st.integers(0, 2)))
     num_ranks, num_virtual = draw(st.integers(1, 4)), draw(st.integers(1, 3))
@@ -34,7 +34,7 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, Inventory]:
         if of == style and (num_virtual == 1 or name not in SINGLE_STAGE_SCHEDULES)
     ]
     return (
-        Layout(
+        StageLayout(
             spec="",
             stages=cut_modules(inventory.modules, (0, *bounds, len(inventory.modules))),
             placement=placement,
@@ -44,7 +44,7 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, Inventory]:
     )
 
 
-def read_again(spelling: str, text: str, layout: Layout, inventory: Inventory, folder: Path) -> Layout:
+def read_again(spelling: str, text: str, layout: StageLayout, inventory: Inventory, folder: Path) -> StageLayout:
     """Read what was printed, with the number of ranks, which not every spelling has."""
     spec = text
     if spelling in ("toml", "torchtitan"):
@@ -108,7 +108,7 @@ def test_every_computed_layout_reads_back_through_toml_and_torchtitan(tmp_path, 
         assert read_again(spelling, text, layout, inventory, tmp_path).stages == layout.stages
 
 
-def layout_of(spec: str, inventory: Inventory, num_ranks: int | None = None) -> Layout:
+def layout_of(spec: str, inventory: Inventory, num_ranks: int | None = None) -> StageLayout:
     return parse_layout(spec, inventory, num_ranks=num_ranks, costs=costs_of(inventory))
 
 

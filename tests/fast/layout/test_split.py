@@ -9,13 +9,13 @@ from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model
 
 from manifests.errors import LayoutError, UsageError
 from reshard.layout.inventory import inventory_of_layers
-from reshard.layout.model import Layout, compress_modules
+from reshard.layout.model import StageLayout, compress_modules
 from reshard.layout.printing import to_torchtitan
 from reshard.layout.spelling import parse_layout
 from reshard.layout.split import split_layers
 
 
-def read(spec: str, num_layers: int, num_mtp: int = 0, num_ranks: int | None = None) -> Layout:
+def read(spec: str, num_layers: int, num_mtp: int = 0, num_ranks: int | None = None) -> StageLayout:
     return parse_layout(spec, inventory_of_layers(num_layers, num_mtp), num_ranks=num_ranks)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from runner.launch.decide import Action, AttemptEnd, Exit, GiveUp, Requeue, Restart, decide, may_requeue
+from runner.launch.decide import AttemptEnd, Decision, Exit, GiveUp, Requeue, Restart, decide, may_requeue
 from runner.rundir.state import RunState
 
 LOST = 5
@@ -99,7 +99,7 @@ TABLE = {
 
 
 @pytest.mark.parametrize(("ended", "action"), TABLE.values(), ids=TABLE.keys())
-def test_what_follows_an_attempt(ended: AttemptEnd, action: Action, wording: Callable[[str], None]) -> None:
+def test_what_follows_an_attempt(ended: AttemptEnd, action: Decision, wording: Callable[[str], None]) -> None:
     found = decide(ended)
     if isinstance(found, GiveUp):
         wording(found.why)

@@ -10,7 +10,7 @@ import torch
 
 from manifests.errors import InputError, UserError
 from manifests.placement import Placement
-from manifests.schedules import Costs, schedule_table, simulate
+from manifests.schedules import StageCosts, schedule_table, simulate
 from runner.profiling.trace import Recorder, RunShape, Tracer, trace_path
 from runner.report.page import write_report
 from runner.report.plan import planned
@@ -28,7 +28,7 @@ def write_metrics(log_dir: Path, num_steps: int = 4) -> None:
 def write_traces(log_dir: Path, schedule: str, placement: Placement, num_microbatches: int) -> float:
     """Write what ranks would run that keep to the schedule, and give its bubble."""
     num_stages = placement.num_stages
-    costs = Costs(
+    costs = StageCosts(
         forward_s=tuple(0.010 + 0.001 * stage for stage in range(num_stages)),
         input_s=tuple(0.012 for _ in range(num_stages)),
         weight_s=tuple(0.009 for _ in range(num_stages)),

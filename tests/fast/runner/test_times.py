@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manifests.placement import Placement
-from manifests.schedules import Costs, Table, Timeline, schedule_table, simulate
+from manifests.schedules import StageCosts, Table, Timeline, schedule_table, simulate
 from runner.pipeline.timetable import Timetable
 from runner.profiling.clock import Clock
 from runner.profiling.step_times import RankTimes, split_step
@@ -24,9 +24,9 @@ def table_of(schedule: str, num_stages: int, style: str, num_microbatches: int) 
     return schedule_table(schedule, Placement(num_stages=num_stages, num_ranks=4, style=style), num_microbatches)  # type: ignore[arg-type]
 
 
-def costs_of(table: Table, hop_s: float) -> Costs:
+def costs_of(table: Table, hop_s: float) -> StageCosts:
     stages = range(table.placement.num_stages)
-    return Costs(
+    return StageCosts(
         forward_s=tuple(1.0 + 0.1 * stage for stage in stages),
         input_s=tuple(1.2 for _ in stages),
         weight_s=tuple(0.9 for _ in stages),

@@ -16,8 +16,8 @@ from manifests.placement import Placement
 from manifests.schedules import (
     SCHEDULES,
     Action,
-    Costs,
     Overlap,
+    StageCosts,
     Step,
     Table,
     Timeline,
@@ -32,9 +32,11 @@ from tests.refusals import refusal
 from tests.steps import steps_of
 
 
-def uniform(placement: Placement, forward_s: float = 1, input_s: float = 1, weight_s: float = 1, **hop: float) -> Costs:
+def uniform(
+    placement: Placement, forward_s: float = 1, input_s: float = 1, weight_s: float = 1, **hop: float
+) -> StageCosts:
     num_stages = placement.num_stages
-    return Costs(
+    return StageCosts(
         forward_s=(forward_s,) * num_stages, input_s=(input_s,) * num_stages, weight_s=(weight_s,) * num_stages, **hop
     )
 
@@ -110,7 +112,7 @@ def test_1f1b_of_two_ranks_runs_as_by_hand() -> None:
 
 def test_gradient_of_the_input_leaves_before_that_of_the_weights_is_there() -> None:
     table = table_of(placed(2), 1, "0F0 0I0 0W0", "1F0 1I0 1W0")
-    found = simulate(table, Costs(forward_s=(1, 2), input_s=(3, 4), weight_s=(5, 6)))
+    found = simulate(table, StageCosts(forward_s=(1, 2), input_s=(3, 4), weight_s=(5, 6)))
     assert spans_of(found, 0) == [("0F0", 0, 1), ("0I0", 7, 10), ("0W0", 10, 15)]
     assert spans_of(found, 1) == [("1F0", 1, 3), ("1I0", 3, 7), ("1W0", 7, 13)]
 
@@ -132,7 +134,7 @@ def test_overlapped_actions_run_in_turn_and_what_they_give_leaves_together() -> 
 
 
 def test_unequal_stages_wait_for_the_slowest() -> None:
-    costs = Costs.of([1, 1, 3, 1], [2, 2, 6, 2])
+    costs = StageCosts.of([1, 1, 3, 1], [2, 2, 6, 2])
     found = simulate(schedule_table("1F1B", placed(4), 16), costs)
     assert found.busy_s == (48, 48, 144, 48)
     assert found.makespan_s == (1 + 1) + 16 * 9 + (2 + 2)  # the slowest stage never waits between first and last
@@ -163,13 +165,15 @@ def test_peak_held_weighs_stages_and_keeps_a_microbatch_until_its_w() -> None:
 
 
 @st.composite
-def scheduled(draw: st.DrawFn) -> tuple[Table, Costs]:
+def scheduled(draw: st.DrawFn) -> tuple[Table, StageCosts]:
     name = draw(st.sampled_from(SCHEDULES))
     placement = draw(st.sampled_from(placements_of(name, draw(st.integers(1, 5)))))
     num_microbatches, num_stages = draw(st.integers(1, 14)), placement.num_stages
     group = draw(st.none() | st.integers(1, 6)) if name == "Interleaved1F1B" else None
     seconds = st.lists(st.integers(0, 9), min_size=num_stages, max_size=num_stages).map(tuple)
-    costs = Costs(forward_s=draw(seconds), input_s=draw(seconds), weight_s=draw(seconds), hop_s=draw(st.integers(0, 3)))
+    costs = StageCosts(
+        forward_s=draw(seconds), input_s=draw(seconds), weight_s=draw(seconds), hop_s=draw(st.integers(0, 3))
+    )
     try:
         return schedule_table(name, placement, num_microbatches, microbatch_group=group), costs
     except UsageError:
@@ -178,7 +182,7 @@ def scheduled(draw: st.DrawFn) -> tuple[Table, Costs]:
 
 @given(scheduled())
 @settings(max_examples=150)
-def test_every_action_starts_as_soon_as_it_may_and_no_sooner(case: tuple[Table, Costs]) -> None:
+def test_every_action_starts_as_soon_as_it_may_and_no_sooner(case: tuple[Table, StageCosts]) -> None:
     table, costs = case
     found = simulate(table, costs)
     last = table.placement.num_stages - 1
@@ -212,7 +216,9 @@ def test_every_action_starts_as_soon_as_it_may_and_no_sooner(case: tuple[Table, 
 
 
 @given(scheduled())
-def test_every_stage_computes_every_microbatch_once_and_all_time_is_accounted_for(case: tuple[Table, Costs]) -> None:
+def test_every_stage_computes_every_microbatch_once_and_all_time_is_accounted_for(
+    case: tuple[Table, StageCosts],
+) -> None:
     table, costs = case
     found = simulate(table, costs)
     counts = Counter((span.action.stage, span.action.kind) for spans in found.ranks for span in spans)
@@ -252,9 +258,9 @@ def test_deadlock_is_refused_with_what_each_rank_waits_for(
 def test_costs_are_refused_unless_they_fit(wording: Callable[[str], None]) -> None:
     errors = [
         refusal(lambda: simulate(schedule_table("GPipe", placed(4), 4), uniform(placed(2)))),
-        refusal(lambda: Costs(forward_s=(1, 1), input_s=(1,), weight_s=(1,))),
+        refusal(lambda: StageCosts(forward_s=(1, 1), input_s=(1,), weight_s=(1,))),
         *(
-            refusal(partial(Costs, forward_s=(1,), input_s=(seconds,), weight_s=(1,)))
+            refusal(partial(StageCosts, forward_s=(1,), input_s=(seconds,), weight_s=(1,)))
             for seconds in (-1.0, float("nan"), float("inf"))
         ),
     ]
@@ -264,7 +270,7 @@ def test_costs_are_refused_unless_they_fit(wording: Callable[[str], None]) -> No
 
 def test_costs_of_whole_backwards_leave_the_first_stages_to_w() -> None:
     """As torch does (`backward_one_chunk`, stage.py): the first stage does not send gradients."""
-    assert Costs.of([1, 1, 1], [2, 2, 4], input_share=0.25, hop_s=3) == Costs(
+    assert StageCosts.of([1, 1, 1], [2, 2, 4], input_share=0.25, hop_s=3) == StageCosts(
         forward_s=(1, 1, 1), input_s=(0, 0.5, 1), weight_s=(2, 1.5, 3), hop_s=3
     )
 
