@@ -84,14 +84,14 @@ fmt: setup  ## Format, and fix what the linter can
 	@echo 'setup: torch'
 	@$(PIP) -c constraints.txt torch
 	@echo 'setup: everything else'
-	@$(PIP) -c constraints.txt --no-build-isolation -e '.[runner,test,dev]'
+	@$(PIP) -c constraints.txt --no-build-isolation -e '.[runner,torchtitan,test,dev]'
 	@touch $@
 
 constraints:  ## Regenerate constraints.txt from the newest releases that pyproject.toml allows
 	@$(FIND_PYTHON); set -e; \
 	"$$python" -m venv --clear .constraints; \
-	.constraints/bin/python -m pip install -qq "$$(sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)"; \
-	.constraints/bin/python -m pip install -qq --no-build-isolation -e '.[runner,test,dev]'; \
+	.constraints/bin/python -m pip install -qq $$(sed -n "/^torch==/p;/^triton==/p" constraints.txt); \
+	.constraints/bin/python -m pip install -qq --no-build-isolation -e '.[runner,torchtitan,test,dev]'; \
 	.constraints/bin/python -m pip freeze --all --exclude-editable --exclude pip >.constraints/exact; \
 	{ sed -n '/^#/p' constraints.txt; sed 's/+[^ ]*//' .constraints/exact; } >.constraints/new; \
 	mv .constraints/new constraints.txt; \

@@ -131,7 +131,9 @@ def _begin(
             device=device,
         )
         check_divides(launched.config, mesh.degrees.tensor)
-        family = family_for(launched.config, max_seq_len=options.batch.seq_len)
+        family = family_for(
+            launched.config, max_seq_len=options.batch.seq_len, implementation=options.compute.implementation
+        )
         base_nbytes = memory_nbytes(device)
         chunks = _build(family, launched, options, mesh, device)
         weights = [piece for chunk in chunks for piece in (*hf_pieces(chunk, kept), *hf_constants(chunk))]

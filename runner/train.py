@@ -41,7 +41,7 @@ from runner.distributed.rounds import in_rounds
 from runner.distributed.watchdog import StallTimer, StoppedError, Watchdog, log_to_file
 from runner.distributed.world import World, device_of, join_world
 from runner.evaluation.evaluate import cut_as, mean_loss
-from runner.launch.combinations import Combination, check_combination, check_sinks, share_of
+from runner.launch.combinations import check_combination, check_sinks, share_of, tensor_parallel
 from runner.load.local_cache import fetch_to_cache
 from runner.metrics.gauges import least_step_s, peak_memory_nbytes, planned_memory
 from runner.metrics.metrics import Metrics, RankLoad, StepTimes
@@ -72,7 +72,7 @@ def train(address: str, options: TrainOptions, world: World) -> None:
         log_to_file(options.log_dir, world.rank)
         enable_flight_recorder(options.log_dir, os.environ)
         manifest, _ = find_manifest_file(address).read()
-    check_combination(Combination(architecture=manifest.model.architecture, num_tensor=options.degrees.tensor))
+    check_combination(tensor_parallel(manifest, options))
     options.degrees.resolve(manifest.layout.num_ranks, world.size)
     set_rank_label(world.rank, stages_of(manifest, world.rank, world.size))
     with alone(world.rank):

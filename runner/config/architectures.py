@@ -1,21 +1,37 @@
-"""The architectures that can be trained, and those that support tensor parallelism. No torch: the launcher checks."""
+"""The architectures that can be trained, on whose model code, and with tensor parallelism or without. No torch."""
 
 from __future__ import annotations
 
-from manifests.errors import ModelError
+from importlib.util import find_spec
+from typing import Literal
+
+from manifests.errors import ModelError, UsageError
 from manifests.models.catalogue import entry_of
 
-__all__ = ["TENSOR_PARALLEL", "TRAINED", "check_trainable", "is_generic"]
+__all__ = [
+    "TENSOR_PARALLEL",
+    "TORCHTITAN",
+    "TRAINED",
+    "Implementation",
+    "check_trainable",
+    "choose_implementation",
+    "is_generic",
+]
 
-# The architectures that have a family, known here so that launch can refuse the others without torch.
-TRAINED = (
+Implementation = Literal["torchtitan", "transformers"]
+# Those with modules of torchtitan's. transformers has them, too.
+TORCHTITAN = (
     "DeepseekV3ForCausalLM",
     "GptOssForCausalLM",
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
-    # On transformers' own model classes:
+)
+# The architectures that have a family, known here so that launch can refuse the others without torch.
+TRAINED = (
+    *TORCHTITAN,
+    # On transformers' own model classes alone:
     "FalconForCausalLM",
     "GPT2LMHeadModel",
     "Gemma2ForCausalLM",
@@ -27,21 +43,34 @@ TRAINED = (
     "PhiForCausalLM",
     "Qwen2ForCausalLM",
 )
-# Those that support tensor parallelism.
-TENSOR_PARALLEL = (
-    "DeepseekV3ForCausalLM",
-    "GptOssForCausalLM",
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-)
+TENSOR_PARALLEL = TORCHTITAN  # those that support tensor parallelism, on torchtitan's modules
 
 
 def is_generic(architecture: str) -> bool:
     """Return whether an architecture trains by the catalogue, on transformers' own forward."""
     entry = entry_of(architecture) if architecture not in TRAINED else None
     return entry is not None and not entry.refused
+
+
+def choose_implementation(architecture: str, asked: Implementation | None = None) -> Implementation:
+    """Return whose modules an architecture is built of: those asked for, else torchtitan's where it is installed.
+
+    A machine without torch only submits jobs: the nodes are expected to have torchtitan.
+
+    Raises:
+        UsageError: torchtitan does not have the architecture.
+    """
+    if architecture not in TORCHTITAN:
+        if asked == "torchtitan":
+            raise UsageError(
+                "--implementation",
+                f"torchtitan does not have {architecture}",
+                f"remove --implementation; torchtitan has {', '.join(TORCHTITAN)}",
+                code="options.implementation",
+            )
+        return "transformers"
+    has_titan = find_spec("torchtitan") is not None or find_spec("torch") is None
+    return asked or ("torchtitan" if has_titan else "transformers")
 
 
 def check_trainable(architecture: str, where: str = "config.json") -> None:

@@ -15,6 +15,7 @@ import click
 from manifests.errors import UsageError
 from manifests.schema import Decay
 from manifests.training_state import LARGEST_RATE
+from runner.config.architectures import Implementation
 from runner.config.declared import Whole, flag, group
 
 __all__ = [
@@ -169,7 +170,7 @@ class OptimOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComputeOptions:
-    """Dtypes, activation checkpointing, chunked loss and compilation.
+    """Dtypes, activation checkpointing, chunked loss, compilation, and whose modules are used.
 
     Raises:
         UsageError: master weights of less precision than the compute dtype, or a chunk below 1.
@@ -198,6 +199,11 @@ class ComputeOptions:
     is_compiled: bool = flag(
         "--compile", "is_compiled", is_flag=True, default=False, help="Compile each layer with torch.compile."
     )
+    implementation: Implementation | None = flag(
+        "--implementation", type=click.Choice(get_args(Implementation)), default=None,
+        show_default="torchtitan if it is installed and has the architecture",
+        help="Whose modules the model is built of.",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         if self.dtype == "fp32" and self.master_dtype == "bf16":

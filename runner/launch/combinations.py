@@ -10,7 +10,7 @@ from typing import Any
 
 from manifests.errors import UsageError
 from manifests.schema import Manifest
-from runner.config.architectures import TENSOR_PARALLEL, is_generic
+from runner.config.architectures import TENSOR_PARALLEL, Implementation, choose_implementation, is_generic
 from runner.config.flags import TrainOptions
 from runner.config.parallel_dims import Degrees
 from runner.config.schema import BatchOptions, Recompute
@@ -25,6 +25,7 @@ __all__ = [
     "check_sinks",
     "combine",
     "share_of",
+    "tensor_parallel",
 ]
 
 _LAYER = re.compile(r"\.(\d+)$")  # numbered from the model's number of layers, they are for multi-token prediction
@@ -43,6 +44,7 @@ class Combination:
     num_mtp_layers: int = 0
     num_tensor: int = 1  # tensor-parallel ranks
     architecture: str = "LlamaForCausalLM"
+    implementation: Implementation = "torchtitan"  # whose modules
     has_loss_chunks: bool = False
     is_generic: bool = False  # trained by the catalogue, on transformers' own forward
     num_shards: int = 1  # data-parallel ranks that share each parameter
@@ -80,6 +82,15 @@ REFUSED = (
         applies=lambda found: found.num_tensor > 1 and found.architecture not in TENSOR_PARALLEL,
         problem="tensor parallelism is not supported for {architecture}",
         hint=f"remove --tp, or use --dp-shard to save memory; supported: {', '.join(TENSOR_PARALLEL)}",
+    ),
+    Refusal(
+        where="--tp",
+        code="options.tp-implementation",
+        applies=lambda found: (
+            found.num_tensor > 1 and found.architecture in TENSOR_PARALLEL and found.implementation == "transformers"
+        ),
+        problem="tensor parallelism is only supported for torchtitan's modules; {architecture} uses transformers' here",
+        hint="use torchtitan's modules (pip install 'reshard[torchtitan]', and no --implementation), or --dp-shard",
     ),
     Refusal(
         where="--loss-chunk",
@@ -127,7 +138,7 @@ REFUSED = (
         where="manifest",
         code="manifest.mtp-layers",
         applies=lambda found: found.num_mtp_layers > 0,
-        problem="training multi-token prediction (MTP) layers is not supported: torchtitan has no pipeline for them",
+        problem="training multi-token prediction (MTP) layers is not supported",
         hint="pack again without them: set num_nextn_predict_layers to 0 in config.json, and --drop their tensors",
     ),
 )
@@ -183,10 +194,21 @@ def combine(
         is_compiled=options.compute.is_compiled,
         num_tensor=degrees.tensor,
         architecture=manifest.model.architecture,
+        implementation=choose_implementation(manifest.model.architecture, options.compute.implementation),
         is_generic=is_generic(manifest.model.architecture),
         num_shards=degrees.shard,
         has_loss_chunks=options.compute.loss_chunk is not None,
         num_mtp_layers=sum(number >= manifest.model.num_layers for number in numbers),
+    )
+
+
+def tensor_parallel(manifest: Manifest, options: TrainOptions) -> Combination:
+    """Return what no number of ranks changes: the tensor parallelism of these modules."""
+    architecture = manifest.model.architecture
+    return Combination(
+        architecture=architecture,
+        implementation=choose_implementation(architecture, options.compute.implementation),
+        num_tensor=options.degrees.tensor,
     )
 
 

@@ -28,7 +28,7 @@ from runner.config.flags import TrainOptions, recall
 from runner.config.parallel_dims import Degrees
 from runner.config.schema import SYNTHETIC
 from runner.data.files import find_files
-from runner.launch.combinations import Combination, check_combination, check_divides, check_sinks, combine, share_of
+from runner.launch.combinations import check_combination, check_divides, check_sinks, combine, share_of, tensor_parallel
 from runner.launch.local_processes import record_here
 from runner.launch.log_folder import claim_log_dir
 from runner.launch.preflight import check_length, check_model, check_places, check_texts
@@ -99,9 +99,9 @@ def check_request(launched: Packed, options: TrainOptions, world_size: int) -> D
         UserError: what does not fit.
     """
     check_places(options)
-    check_model(launched)
+    check_model(launched, options.compute.implementation)
     num_tensor = options.degrees.tensor  # what no number of ranks fixes is refused before ranks are counted
-    check_combination(Combination(architecture=launched.manifest.model.architecture, num_tensor=num_tensor))
+    check_combination(tensor_parallel(launched.manifest, options))
     check_divides(launched.config, num_tensor)
     degrees = options.degrees.resolve(launched.manifest.layout.num_ranks, world_size)
     if options.resume.source is None:  # a checkpoint may recall other batch sizes

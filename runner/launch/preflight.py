@@ -10,10 +10,11 @@ from manifests.models import ConfigReader
 from manifests.schema import Manifest, TrainingState
 from runner.bundle.packed import Packed, check_tokenizer
 from runner.checkpoint.resume import remembered
+from runner.config.architectures import Implementation, choose_implementation
 from runner.config.flags import TrainOptions, flag_of
 from runner.config.schema import SYNTHETIC
 from runner.data.files import SUFFIXES
-from runner.models.decoders import DECODERS
+from runner.models.decoders import DECODERS, decoder_of, refuse_mtp
 from runner.models.titan_fields import TITAN_FIELDS
 
 __all__ = ["check_length", "check_model", "check_places", "check_texts", "notes"]
@@ -58,17 +59,20 @@ def check_texts(launched: Packed, options: TrainOptions) -> None:
         check_tokenizer(launched.root, "train on --data synthetic")
 
 
-def check_model(launched: Packed) -> None:
+def check_model(launched: Packed, implementation: Implementation | None = None) -> None:
     """Check that the family supports every field of the config, as every rank does when it builds its stages.
 
     Raises:
-        InputError: naming the field.
+        InputError: naming the field, or the package that is not installed.
+        UsageError: an implementation that does not have the architecture.
     """
-    config, where = launched.config, "config.json"
-    if (fields := TITAN_FIELDS.get(launched.shape.architecture)) is not None:
-        fields(config, where).check_modules(module for stage in launched.stage_modules for module in stage)
-    elif (decoder := DECODERS.get(launched.shape.architecture)) is not None:
+    config, where, shape = launched.config, "config.json", launched.shape
+    modules = [module for stage in launched.stage_modules for module in stage]
+    if choose_implementation(shape.architecture, implementation) == "torchtitan":
+        TITAN_FIELDS[shape.architecture](config, where).check_modules(modules)
+    elif (decoder := decoder_of(shape.architecture)) is not None:
         decoder.check(ConfigReader(config, where), seq_len=0)
+        refuse_mtp(modules, shape.optional, where)
 
 
 def check_length(launched: Packed, options: TrainOptions) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from manifests.errors import InputError
 from manifests.models import architecture_of, is_sized_by_files, model_shape
 from manifests.models.catalogue import entry_of
-from runner.config.architectures import check_trainable, is_generic
+from runner.config.architectures import Implementation, check_trainable, choose_implementation, is_generic
 from runner.models.decoders import DECODERS
 
 if TYPE_CHECKING:
@@ -67,22 +67,33 @@ class Family(Protocol):
         ...
 
 
-def family_for(config: Mapping[str, object], *, max_seq_len: int, where: str = "config.json") -> Family:
+def family_for(
+    config: Mapping[str, object],
+    *,
+    max_seq_len: int,
+    where: str = "config.json",
+    implementation: Implementation | None = None,
+) -> Family:
     """Return the family of a Hugging Face config, for sequences of at most `max_seq_len` tokens.
 
     Raises:
-        InputError: an unknown architecture, or a field that the family does not support.
+        InputError: an unknown architecture, a field that the family does not support, or a missing package.
+        UsageError: an implementation that does not have the architecture.
     """
     architecture = architecture_of(config, where)
     if not is_sized_by_files(config, where):
         architecture = model_shape(config, where).architecture  # MosaicML's MPT has another name in its own configs
     check_trainable(architecture, where)
+    chosen = choose_implementation(architecture, implementation)
     if is_generic(architecture):
         return _generic(architecture, config, max_seq_len, where)
+    if chosen == "transformers":
+        return _transformers(config, max_seq_len, where)
     return FAMILIES[architecture](config, max_seq_len, where)
 
 
 def _titan(module: str, name: str, config: Mapping[str, object], max_seq_len: int, where: str) -> Family:
+    _check_installed("torchtitan", f"{name} was asked for on its modules", "pip install 'reshard[torchtitan]'")
     # torchtitan takes seconds to import: not before a model is wanted.
     family: Family = getattr(import_module(f"runner.models.{module}"), name)(
         config, max_seq_len=max_seq_len, where=where
@@ -91,14 +102,15 @@ def _titan(module: str, name: str, config: Mapping[str, object], max_seq_len: in
 
 
 def _transformers(config: Mapping[str, object], max_seq_len: int, where: str) -> Family:
-    _check_transformers(architecture_of(config, where))
+    architecture = architecture_of(config, where)
+    _check_installed("transformers", f"{architecture} trains on its model code", _TRANSFORMERS)
     from runner.models.transformers import Transformers
 
     return Transformers(config, max_seq_len=max_seq_len, where=where)
 
 
 def _generic(architecture: str, config: Mapping[str, object], max_seq_len: int, where: str) -> Family:
-    _check_transformers(architecture)
+    _check_installed("transformers", f"{architecture} trains on its model code", _TRANSFORMERS)
     from runner.models.generic import Generic
 
     entry = entry_of(architecture)
@@ -106,17 +118,13 @@ def _generic(architecture: str, config: Mapping[str, object], max_seq_len: int, 
     return Generic(entry, config, max_seq_len=max_seq_len, where=where)
 
 
-def _check_transformers(architecture: str) -> None:
+def _check_installed(package: str, why: str, hint: str) -> None:
     # Asked of the installation before the import, so that a failing import keeps its traceback.
-    if find_spec("transformers") is None:
-        raise InputError(
-            "transformers",
-            f"{architecture} trains on its model code, and it is not installed",
-            "pip install 'reshard[runner,transformers]'",
-            code="system.missing-package",
-        )
+    if find_spec(package) is None:
+        raise InputError(package, f"{why}, and it is not installed", hint, code="system.missing-package")
 
 
+_TRANSFORMERS = "pip install 'reshard[runner]'"
 FAMILIES: Mapping[str, Callable[[Mapping[str, object], int, str], Family]] = {
     "DeepseekV3ForCausalLM": partial(_titan, "deepseek_v3", "DeepSeekV3"),
     "GptOssForCausalLM": partial(_titan, "gpt_oss", "GptOss"),

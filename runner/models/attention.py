@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from torchtitan.protocols.module import Module
+
+from runner.models.titan_modules import Module
 
 __all__ = ["CausalAttention"]
 

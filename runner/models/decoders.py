@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
-from manifests.errors import UsageError
+from manifests.errors import ModelError, UsageError
 from manifests.models import ConfigReader
 
-__all__ = ["DECODERS", "Decoder"]
+__all__ = ["DECODERS", "TITAN_DECODERS", "Decoder", "decoder_of", "refuse_mtp"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +54,27 @@ class Decoder:
         return config.count(name, default)
 
 
+def decoder_of(architecture: str) -> Decoder | None:
+    """Return what the cutter knows of an architecture; None: it trains by the catalogue, or not at all."""
+    return DECODERS.get(architecture) or TITAN_DECODERS.get(architecture)
+
+
+def refuse_mtp(modules: Iterable[str], optional: Set[str], where: str) -> None:
+    """Make sure that none of these modules is for multi-token prediction; `optional` are those that are.
+
+    Raises:
+        ModelError: naming the first that is.
+    """
+    if extra := optional & set(modules):
+        raise ModelError(
+            f"{where}: num_nextn_predict_layers",
+            f"{min(extra)} predicts further tokens (MTP), which cannot be trained in a pipeline",
+            "they can be packed; to train, pack again without them: num_nextn_predict_layers 0 in config.json, "
+            "and --drop for each of their tensors",
+            code="config.mtp-layers",
+        )
+
+
 DECODERS: Mapping[str, Decoder] = {
     "FalconForCausalLM": Decoder(base="transformer", layers_give_tuples=True),
     "GPT2LMHeadModel": Decoder(
@@ -93,4 +114,20 @@ DECODERS: Mapping[str, Decoder] = {
     "Phi3ForCausalLM": Decoder(),
     "PhiForCausalLM": Decoder(dropouts={"model.embed_dropout": "model.embed_tokens"}),
     "Qwen2ForCausalLM": Decoder(),
+}
+_EXPERTS: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+# Those that torchtitan has modules for: what transformers' need to be known of them.
+TITAN_DECODERS: Mapping[str, Decoder] = {
+    "DeepseekV3ForCausalLM": Decoder(
+        modelled={"is_causal": (True,), "output_router_logits": (False,), "scoring_func": ("sigmoid",)},
+        stacked=_EXPERTS,
+    ),
+    "GptOssForCausalLM": Decoder(modelled={"is_causal": (True,), "output_router_logits": (False,)}),
+    "LlamaForCausalLM": Decoder(modelled={"is_causal": (True,), "pretraining_tp": (1,)}),
+    "MistralForCausalLM": Decoder(modelled={"is_causal": (True,)}),
+    "Qwen3ForCausalLM": Decoder(modelled={"is_causal": (True,)}),
+    "Qwen3MoeForCausalLM": Decoder(
+        modelled={"is_causal": (True,), "output_router_logits": (False,)},
+        stacked=_EXPERTS,
+    ),
 }

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from torchtitan.models.common import Linear
-from torchtitan.models.common.moe import MoE
-from torchtitan.models.deepseek_v3.model import Attention, DeepSeekV3Model, DeepSeekV3TransformerBlock
-
 from runner.models.attention import CausalAttention
 from runner.models.experts import Experts, FloatLinear, SigmoidRouter, SteeredMoE, moe_config
 from runner.models.rope import InterleavedRotaryEmbedding, RotaryEmbedding
 from runner.models.titan_fields import DeepSeekV3Fields
+from runner.models.titan_modules import DeepSeekV3Attention, DeepSeekV3Model, DeepSeekV3TransformerBlock, Linear, MoE
 from runner.models.torchtitan import MLP, NO_INIT, NORMS, TitanFamily
 
 __all__ = ["DeepSeekV3"]
@@ -61,12 +58,12 @@ class DeepSeekV3(DeepSeekV3Fields, TitanFamily):
             moe=None if is_dense else self._moe(),
         )
 
-    def _latent_attention(self) -> Attention.Config:
+    def _latent_attention(self) -> DeepSeekV3Attention.Config:
         width, heads = self.hidden_size, self.num_heads
         plain, rotary, value = self.plain_dim, self.rotary_dim, self.value_dim
         kv_rank, q_rank, queries = self.kv_rank, self.q_rank, heads * (plain + rotary)
         scale = (plain + rotary) ** -0.5 * (self.rope.yarn.score_factor if self.rope.yarn else 1.0)
-        return Attention.Config(
+        return DeepSeekV3Attention.Config(
             dim=width,
             n_heads=heads,
             q_lora_rank=q_rank,

@@ -11,10 +11,16 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear, silu
-from torchtitan.models.common.feed_forward import FeedForward
-from torchtitan.models.common.linear import Linear
-from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
-from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+
+from runner.models.titan_modules import (
+    FeedForward,
+    GroupedExperts,
+    Linear,
+    LocalTokenDispatcher,
+    MoE,
+    RoutedExperts,
+    TokenChoiceTopKRouter,
+)
 
 __all__ = [
     "Chosen",

@@ -8,15 +8,22 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torchtitan.models.common import Linear
-from torchtitan.models.common.attention import QKVLinear
-from torchtitan.models.common.moe import MoE, TokenChoiceTopKRouter
-from torchtitan.models.gpt_oss.model import Attention, GptOssModel, GptOssTransformerBlock
-from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward, swiglu
 
 from runner.models.attention import CausalAttention
 from runner.models.experts import Chosen, grouped_product, local, moe_config, tp_degree
 from runner.models.titan_fields import GptOssFields
+from runner.models.titan_modules import (
+    GptOssAttention,
+    GptOssGroupedExperts,
+    GptOssModel,
+    GptOssTransformerBlock,
+    Linear,
+    MoE,
+    QKVLinear,
+    ScaleBiasForward,
+    TokenChoiceTopKRouter,
+    swiglu,
+)
 from runner.models.torchtitan import ATTENTION, NO_INIT, NORMS, TitanFamily
 from runner.tensors.local_shard import Piece
 
@@ -90,11 +97,11 @@ class GptOss(GptOssFields, TitanFamily):
             return (self.piece(self.to_hf(name), memory.transpose(1, 2), (expert, column, row)),)
         return super().pieces(name, memory, offset)
 
-    def _attention(self, window: int | None) -> Attention.Config:
+    def _attention(self, window: int | None) -> GptOssAttention.Config:
         width, head = self.hidden_size, self.head_dim
         linear: dict[str, Any] = {"bias": self.has_bias, "param_init": NO_INIT}
         queries, keys = self.num_heads * head, self.num_kv_heads * head
-        return Attention.Config(
+        return GptOssAttention.Config(
             n_heads=self.num_heads,
             n_kv_heads=self.num_kv_heads,
             head_dim=head,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
-
 from runner.models.titan_fields import LlamaFields, MistralFields
+from runner.models.titan_modules import Llama3Model, Llama3TransformerBlock
 from runner.models.torchtitan import ATTENTION, MLP, NORMS, TitanFamily
 
 __all__ = ["Llama", "Mistral"]

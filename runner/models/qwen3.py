@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from torchtitan.models.common import Linear
-from torchtitan.models.common.moe import MoE
-from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
-
 from runner.models.experts import Experts, SoftmaxRouter, moe_config
 from runner.models.titan_fields import Qwen3Fields, Qwen3MoeFields
+from runner.models.titan_modules import Linear, MoE, Qwen3Model, Qwen3TransformerBlock
 from runner.models.torchtitan import ATTENTION, MLP, NO_INIT, NORMS, TitanFamily
 
 __all__ = ["Qwen3", "Qwen3Moe"]

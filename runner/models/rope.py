@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torchtitan.models.common import CosSinRoPE
 
 from runner.models.rope_fields import Rope, Yarn
+from runner.models.titan_modules import CosSinRoPE
 
 __all__ = ["InterleavedRotaryEmbedding", "RotaryEmbedding", "rotary_config"]
 

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar
 
-from manifests.errors import ModelError
 from manifests.models import ConfigReader, model_shape
+from runner.models.decoders import refuse_mtp
 from runner.models.rope_fields import Rope, positive_number, read_rope
 from runner.models.sliding_window import windows_of
 
@@ -65,14 +65,7 @@ class TitanFields(ABC):
         Raises:
             InputError: naming the first that is.
         """
-        if extra := self._extra.intersection(modules):
-            raise ModelError(
-                f"{self.read.where}: num_nextn_predict_layers",
-                f"{min(extra)} predicts further tokens (MTP): torchtitan has no pipeline for such layers",
-                "they can be packed; to train, pack again without them: num_nextn_predict_layers 0 in config.json, "
-                "and --drop for each of their tensors",
-                code="config.mtp-layers",
-            )
+        refuse_mtp(modules, self._extra, self.read.where)
 
     @property
     def head_dim(self) -> int:

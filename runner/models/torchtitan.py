@@ -8,16 +8,23 @@ from typing import ClassVar
 
 import torch
 from torch import nn
-from torchtitan.models.common import Embedding, Linear, RMSNorm
-from torchtitan.models.common.attention import GQAttention
-from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
-from torchtitan.models.common.decoder import Decoder, TransformerBlock
-from torchtitan.models.common.feed_forward import FeedForward
-from torchtitan.protocols.module import Module, ModuleDict
 
 from runner.models.attention import CausalAttention
 from runner.models.rope import RotaryEmbedding, rotary_config
 from runner.models.titan_fields import TitanFields
+from runner.models.titan_modules import (
+    Decoder,
+    Embedding,
+    FeedForward,
+    GQAttention,
+    Linear,
+    Module,
+    ModuleDict,
+    RMSNorm,
+    TransformerBlock,
+    make_ffn_config,
+    make_gqa_config,
+)
 from runner.tensors.local_shard import Piece
 
 __all__ = ["ATTENTION", "MLP", "NORMS", "NO_INIT", "TitanFamily"]

@@ -1,4 +1,4 @@
-"""Decoders that torchtitan lacks, on transformers' own model classes, cut by FQN.
+"""Decoders on transformers' own model classes, cut by FQN.
 
 # Note [A stage of a transformers model]
 A stage runs the model's own forward. Modules of other stages are replaced by ones that do not change the hidden
@@ -22,7 +22,7 @@ from transformers.initialization import no_init_weights
 
 from manifests.errors import InputError, ModelError
 from manifests.models import ConfigReader, model_shape
-from runner.models.decoders import DECODERS, Decoder
+from runner.models.decoders import Decoder, decoder_of, refuse_mtp
 from runner.models.lengths import forget_lengths, longest_alike
 from runner.tensors.local_shard import Piece
 
@@ -100,9 +100,12 @@ class Transformers:
 
     def __init__(self, config: Mapping[str, object], *, max_seq_len: int, where: str = "config.json") -> None:
         shape = model_shape(config, where)
-        self.architecture, self.modules, self.hidden_size = shape.architecture, shape.modules, shape.hidden_size
-        self.vocab_size = shape.tensors[f"{shape.modules[-1]}.weight"][0]
-        self._shape, self._decoder = shape, DECODERS[shape.architecture]
+        self.architecture, self.hidden_size = shape.architecture, shape.hidden_size
+        self.modules = tuple(module for module in shape.modules if module not in shape.optional)
+        self.vocab_size = shape.tensors[f"{self.modules[-1]}.weight"][0]
+        decoder = decoder_of(shape.architecture)
+        assert decoder is not None, shape.architecture
+        self._shape, self._decoder = shape, decoder
         self.hands_on_trees = self._decoder.narrow in shape.modules  # or one tensor, but not always as wide
         self._decoder.check(ConfigReader(config, where), max_seq_len)
         self._class: type[PreTrainedModel] = getattr(transformers, shape.architecture)
@@ -119,9 +122,10 @@ class Transformers:
         """Build these modules, and no others, on the meta device, layers numbered as in the whole model.
 
         Raises:
-            InputError: a config that transformers takes for no model, or a version of it whose model has other
-                parameters than files have.
+            InputError: a config that transformers takes for no model, a version of it whose model has other
+                parameters than files have, or a module for multi-token prediction.
         """
+        refuse_mtp(modules, self._shape.optional, self._where)
         with self._refusals(), torch.device("meta"), no_init_weights():
             model = self._class(copy.deepcopy(self._config))
         built = CutModel(model, self._decoder, self.modules, modules)
@@ -137,7 +141,10 @@ class Transformers:
             elif hasattr(part, "scalar_embed_scale"):
                 part.embed_scale = torch.tensor(part.scalar_embed_scale, device=device)
             else:
-                assert not list(part.buffers(recurse=False)), type(part)
+                assert not part._non_persistent_buffers_set, type(part)
+                for name, buffer in part.named_buffers(recurse=False):
+                    if name in (self._class._keep_in_fp32_modules_strict or ()):
+                        setattr(part, name, buffer.float())
 
     def to_hf(self, name: str) -> str:
         fqn = self._fqn_of(name)
@@ -200,14 +207,14 @@ class Transformers:
         expected = {fqn: self._shape.tensors[fqn] for module in modules for fqn in owned[module]}
         found = {
             piece.fqn: tuple(piece.memory.shape)
-            for name, parameter in built.named_parameters()
-            for piece in self.pieces(name, parameter, (0,) * parameter.dim())
+            for name, tensor in built.state_dict().items()
+            for piece in self.pieces(name, tensor, (0,) * tensor.dim())
         }
         different = sorted(fqn for fqn in expected.keys() | found.keys() if expected.get(fqn) != found.get(fqn))
         if different:
             raise InputError(
                 f"transformers {transformers.__version__}",
                 f"its {self.architecture} differs in {len(different)} parameters, {different[0]} among them",
-                "install the version that reshard[transformers] asks for",
+                "install the version that reshard[runner] asks for",
                 code="system.wrong-version",
             )

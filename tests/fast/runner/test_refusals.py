@@ -23,6 +23,7 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({**ZERO_BUBBLE, "recompute": "selective"}, "--ac", "schedule.selective-recomputation"),
     ({**ZERO_BUBBLE, "is_compiled": True}, "--compile", "schedule.compiled-layers"),
     ({"num_tensor": 2, "architecture": "MixtralForCausalLM"}, "--tp", "options.tp-architecture"),
+    ({"num_tensor": 2, "implementation": "transformers"}, "--tp", "options.tp-implementation"),
     ({"num_tensor": 2, "has_loss_chunks": True}, "--loss-chunk", "options.tp-loss-chunk"),
     ({"num_tensor": 2, "is_compiled": True}, "--compile", "options.tp-compiled-layers"),
     ({**GENERIC, "num_shards": 2}, "--dp-shard", "options.catalogue-combination"),

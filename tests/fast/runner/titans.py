@@ -12,6 +12,7 @@ import transformers
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
+from runner.config.architectures import Implementation
 from runner.data.batches import IGNORED, Batch
 from runner.models import family_for
 from runner.pipeline.chunk import StageChunk, build_chunks, hf_pieces
@@ -73,9 +74,14 @@ def load(folder: Path, experts: str | None = "eager") -> Any:
 
 
 def chunks_of(
-    folder: Path, num_stages: int, dtype: torch.dtype = torch.float32, changes: Mapping[str, object] = NOTHING
+    folder: Path,
+    num_stages: int,
+    dtype: torch.dtype = torch.float32,
+    changes: Mapping[str, object] = NOTHING,
+    implementation: Implementation | None = None,
 ) -> tuple[StageChunk, ...]:
-    family = family_for({**read_config(folder), **changes}, max_seq_len=SEQ_LEN)
+    config = {**read_config(folder), **changes}
+    family = family_for(config, max_seq_len=SEQ_LEN, implementation=implementation)
     stage_modules = split_evenly(family.modules, num_stages)
     chunks = build_chunks(family, stage_modules, range(num_stages))
     fill_pieces(chunks, folder, dtype)
