@@ -24,6 +24,7 @@ from manifests.signals import INTERRUPTED, end_at_signals, say_interrupted
 from manifests.store import read_manifest
 from runner.config.flags import TrainOptions, parse_training
 from runner.launch.diagnose import find_cause, find_cause_at_stop
+from runner.launch.torch_version import check_torch
 from runner.launch.waiting import saying_what_is_awaited
 from runner.rundir.exit_report import AGENT, REPORTS, ExitReport, read_reports
 from runner.rundir.heartbeat import Beat, read_beats
@@ -55,6 +56,11 @@ def main() -> None:
 
 def _run(endings: Path) -> int:
     """Run the ranks, report what ended them, and return the exit code."""
+    try:
+        note = check_torch()
+    except UserError as error:
+        _say(error)
+        return error.exit_code
     torchrun = _quiet_torchrun()
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -65,6 +71,8 @@ def _run(endings: Path) -> int:
     if log_dir is not None and _number("--node-rank", "PET_NODE_RANK") == 0:
         with contextlib.suppress(OSError):  # the ranks report a folder that cannot be written
             clear_state(log_dir)
+    if note and _number("--node-rank", "PET_NODE_RANK") == 0 and not (options is not None and options.quiet):
+        print(f"note: {note}", file=sys.stderr)
     shows_waiting = options is not None and not options.quiet and _LOCAL in sys.argv
     num_ranks = _number("--nproc-per-node")
     try:

@@ -7,13 +7,11 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import click
 
 from manifests.errors import (
-    InputError,
     LaunchError,
     UsageError,
 )
@@ -34,6 +32,7 @@ from runner.launch.log_folder import claim_log_dir
 from runner.launch.preflight import check_length, check_model, check_places, check_texts
 from runner.launch.run_folder import RunFolder
 from runner.launch.supervisor import stopping
+from runner.launch.torch_version import check_torch
 from runner.pipeline.timetable import choose_timetable
 from runner.rundir.exit_report import AGENT
 from runner.rundir.job_record import make_log_dir, write_record
@@ -62,12 +61,9 @@ def launch_here(
     """Replace this process by torchrun with so many workers; see `check_request`. A `job` is recorded in `log_dir`.
 
     Raises:
-        UserError: torch is not installed, or another job uses the log folder.
+        UserError: torch is not installed or too old, or another job uses the log folder.
     """
-    if find_spec("torch") is None:
-        raise InputError(
-            "runner", "torch is not installed here", "pip install 'reshard[runner]'", code="system.missing-package"
-        )
+    check_torch()
     command = [
         sys.executable, "-m", "runner.launch.agent", "--standalone", "--nproc-per-node", str(nproc_per_node),
         *(stopping(job.shutdown_s) if job else ()), "-m", worker, *arguments,

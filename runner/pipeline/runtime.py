@@ -1,19 +1,14 @@
-"""A pipeline over several ranks. The only file that uses torch.distributed.pipelining."""
+"""A pipeline over several ranks."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import distributed as dist
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
-from manifests.schedules import LoweredTable
 from runner.config.schema import BatchOptions
 from runner.data.batches import Batch
 from runner.pipeline.chunk import StageChunk
@@ -22,7 +17,8 @@ from runner.pipeline.microbatches import check_shape, evaluating, total
 from runner.pipeline.stage_io import StageIO, form_of
 from runner.pipeline.stage_metadata import StageMetadata
 from runner.pipeline.timetable import Timetable
-from runner.profiling.trace import RanKind, Recorder
+from runner.pipeline.torch_runtime import RuntimeStage, runtime_of
+from runner.profiling.trace import Recorder
 
 __all__ = ["Lane", "Pipeline", "Purpose"]
 
@@ -35,7 +31,7 @@ _MOST_LANES = 4  # each keeps the buffers of what it receives
 class Lane:
     """torch's stages and runtime for batches of one shape and one purpose on this rank."""
 
-    stages: tuple[_Stage, ...]
+    stages: tuple[RuntimeStage, ...]
     stage_ios: tuple[StageIO, ...]  # one for each stage
     runtime: Any  # runs the actions of a table
 
@@ -108,7 +104,7 @@ class Pipeline:
                 (logits,) = forms[chunk.stage + 1].examples()
                 forms[chunk.stage + 1] = form_of(logits[..., :1].expand(-1, -1, chunk.head.width))
         stages = tuple(
-            _Stage(
+            RuntimeStage(
                 chunk,
                 chunk.stage,
                 num_stages,
@@ -129,7 +125,7 @@ class Pipeline:
             stage_ios=tuple(
                 StageIO(inputs=forms[chunk.stage], outputs=forms[chunk.stage + 1]) for chunk in self._chunks
             ),
-            runtime=_runtime(stages, table, loss),
+            runtime=runtime_of(stages, table, loss),
         )
 
     def _enter(self, purpose: Purpose, cut: BatchOptions) -> Lane:
@@ -166,71 +162,3 @@ class Pipeline:
             "losses": losses,
             "loss_kwargs": {"num_tokens": batch.num_tokens},
         }
-
-
-class _Stage(PipelineStage):
-    """Frees what torch would keep in memory until a step ends: tensors that were sent, and evaluated logits.
-
-    # Note [Waiting for sends]
-    Before a stage sends again, it waits until all but its last few sends have arrived. That cannot deadlock the
-    pipeline: every send and its receive are added to the tables of both ranks together (see Note [Order of transfers]
-    in manifests/schedules/lower.py), so nothing that the receiver does before depends on what the sender does later.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._sent = deque[list[dist.Work]]()
-        self.recorder: Recorder | None = None
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self._timed("F", fwd_chunk_id):
-            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        if self.is_last and not self.has_backward:
-            self.fwd_cache.clear()  # neither a send nor a backward needs them
-        return output
-
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-    ) -> None:
-        with self._timed("B" if full_backward else "I", bwd_chunk_id):
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        with self._timed("W", bwd_chunk_id):
-            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._send(super().get_fwd_send_ops(fwd_chunk_id))
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._send(super().get_bwd_send_ops(bwd_chunk_id))
-
-    def wait_for_sends(self, *, but: int = 0) -> None:
-        """Wait until all but the last `but` sends have arrived."""
-        while len(self._sent) > but:
-            for work in self._sent.popleft():
-                work.wait()
-
-    def _timed(self, kind: RanKind, microbatch: int) -> AbstractContextManager[None]:
-        return self.recorder.action(kind, self.stage_index, microbatch) if self.recorder else nullcontext()
-
-    def _send(self, ops: Sequence[dist.P2POp]) -> list[dist.P2POp]:
-        self.wait_for_sends(but=self.num_stages)
-        self._sent.append([op.op(op.tensor, group=op.group, tag=op.tag, group_dst=op.group_peer) for op in ops])
-        return []  # nothing is left to send
-
-
-def _runtime(stages: Sequence[PipelineStage], table: LoweredTable, loss: Callable[..., torch.Tensor] | None) -> Any:
-    """Build torch's runtime with our table, which is validated; torch's own checks would require backwards."""
-    # See Note [Loss over tokens].
-    runtime: Any = _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
-        list(stages), table.num_microbatches, loss_fn=loss, scale_grads=False
-    )
-    ranks = {stage: table.placement.rank_of(stage) for stage in range(table.placement.num_stages)}
-    runtime.stage_index_to_group_rank = ranks
-    for stage in stages:
-        stage.stage_index_to_group_rank = ranks
-    runtime.pipeline_order_with_comms = {
-        rank: [_Action.from_str(str(step)) for step in steps] for rank, steps in enumerate(table.ranks)
-    }
-    return runtime

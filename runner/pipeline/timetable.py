@@ -147,7 +147,7 @@ def read_timetable(path: Path, placement: Placement) -> Timetable:
             str(path), f"cannot be read: {getattr(error, 'strerror', None) or error}", hint, code="schedule.unreadable"
         ) from error
     if _TRANSFERS.search(text):
-        # Its transfers are replaced: see Note [Waiting for sends] in runtime.py.
+        # Its transfers are replaced: see Note [Waiting for sends] in torch_runtime.py.
         table = lower(compute_part(read_lowered_csv(text, str(path), placement)))
     else:
         table = lower(read_csv(text, str(path), placement))

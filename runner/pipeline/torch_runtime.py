@@ -1,0 +1,120 @@
+"""torch's pipeline stage and schedule runtime. The only file that uses torch.distributed.pipelining.
+
+# Note [Releases of torch]
+Stages and runtime are private in part, and change between releases. `Adapter` states what this file uses of them that
+not every supported release has; the one for the installed torch is chosen by what torch has, not by its version, so
+that a build from source, or a later release with the same interface, works too.
+
+torch 2.15 tracks sends: each requires a `WAIT_SEND_F` or `WAIT_SEND_B` after it, and a step fails if one is missing.
+Our stages wait for their sends themselves (Note [Waiting for sends]), so a wait follows each send at once: it blocks
+for nothing, and lets torch forget the activation, of which the send keeps the memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+
+from manifests.schedules import LoweredTable
+from runner.profiling.trace import RanKind, Recorder
+
+__all__ = ["ADAPTER", "ADAPTERS", "Adapter", "RuntimeStage", "runtime_of"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adapter:
+    """What the private interface of a release has; see Note [Releases of torch]."""
+
+    since: str  # the first release with this interface
+    forwards: str  # the attribute of a stage with what it keeps of its forwards until their backwards
+    waits_for_sends: bool  # whether a table must have a wait for every send
+
+    def actions(self, steps: Iterable[object]) -> Iterator[str]:
+        """Yield the actions of a table's steps, as torch writes them."""
+        for step in steps:
+            yield (text := str(step))
+            if self.waits_for_sends and "SEND_" in text:
+                yield text.replace("SEND_", "WAIT_SEND_")
+
+
+ADAPTERS = (
+    Adapter(since="2.13", forwards="fwd_cache", waits_for_sends=False),
+    Adapter(since="2.15", forwards="_forward_chunk_states", waits_for_sends=True),
+)
+ADAPTER = ADAPTERS[int(hasattr(schedules, "WAIT_SEND_F"))]  # of the installed torch
+
+
+class RuntimeStage(PipelineStage):
+    """Frees what torch would keep in memory until a step ends: tensors that were sent, and evaluated logits.
+
+    # Note [Waiting for sends]
+    Before a stage sends again, it waits until all but its last few sends have arrived. That cannot deadlock the
+    pipeline: every send and its receive are added to the tables of both ranks together (see Note [Order of transfers]
+    in manifests/schedules/lower.py), so nothing that the receiver does before depends on what the sender does later.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sent = deque[list[dist.Work]]()
+        self.recorder: Recorder | None = None
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._timed("F", fwd_chunk_id):
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        if self.is_last and not self.has_backward:
+            getattr(self, ADAPTER.forwards).clear()  # neither a send nor a backward needs them
+        return output
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        with self._timed("B" if full_backward else "I", bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        with self._timed("W", bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._send(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._send(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def wait_for_sends(self, *, but: int = 0) -> None:
+        """Wait until all but the last `but` sends have arrived."""
+        while len(self._sent) > but:
+            for work in self._sent.popleft():
+                work.wait()
+
+    def _timed(self, kind: RanKind, microbatch: int) -> AbstractContextManager[None]:
+        return self.recorder.action(kind, self.stage_index, microbatch) if self.recorder else nullcontext()
+
+    def _send(self, ops: Sequence[dist.P2POp]) -> list[dist.P2POp]:
+        self.wait_for_sends(but=self.num_stages)
+        self._sent.append([op.op(op.tensor, group=op.group, tag=op.tag, group_dst=op.group_peer) for op in ops])
+        return []  # nothing is left to send
+
+
+def runtime_of(stages: Sequence[PipelineStage], table: LoweredTable, loss: Callable[..., torch.Tensor] | None) -> Any:
+    """Build torch's runtime with our table, which is validated; torch's own checks would require backwards."""
+    # See Note [Loss over tokens].
+    runtime: Any = _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
+        list(stages), table.num_microbatches, loss_fn=loss, scale_grads=False
+    )
+    ranks = {stage: table.placement.rank_of(stage) for stage in range(table.placement.num_stages)}
+    runtime.stage_index_to_group_rank = ranks
+    for stage in stages:
+        stage.stage_index_to_group_rank = ranks
+    runtime.pipeline_order_with_comms = {
+        rank: [_Action.from_str(action) for action in ADAPTER.actions(steps)] for rank, steps in enumerate(table.ranks)
+    }
+    return runtime
