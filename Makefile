@@ -19,7 +19,7 @@ FIND_PYTHON = for python in $(PYTHON); do \
 	    exit 1; \
 	}
 
-.PHONY: help setup check test test-all wording fuzz demo bench api architecture catalogue models errors fmt constraints clean
+.PHONY: help setup check test test-all test-torch wording fuzz demo bench api architecture catalogue models errors fmt constraints clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -35,6 +35,7 @@ check: setup  ## Format, lint, types, arrows, fast tests
 	$(BIN)/python tools/errors.py --check
 	$(BIN)/python tools/models.py --check
 	$(BIN)/python tools/api.py --check
+	$(BIN)/python tools/compatibility.py --check
 	$(BIN)/python -m pytest -q -n 2 -m "not process and not slow"
 
 test: check  ## check, and the tests that start processes
@@ -42,6 +43,12 @@ test: check  ## check, and the tests that start processes
 
 test-all: test  ## test, and the slow tests
 	$(BIN)/python -m pytest -q -m slow || test $$? -eq 5  # pytest's 5: none is slow
+
+# The registry's build of torch has CUDA packages, several GB, and runs on CPUs. WITHOUT=torchtitan leaves that out.
+test-torch:  ## Run the suites on another release: make test-torch TORCH=2.15.0
+	@$(FIND_PYTHON); \
+	test -n "$(TORCH)" || { echo 'hint: make test-torch TORCH=2.15.0' >&2; exit 2; }; \
+	"$$python" tools/compatibility.py --torch $(TORCH) $(if $(WITHOUT),--without $(WITHOUT))
 
 wording: setup  ## Renew the snapshots of messages that tests compare; review their diff
 	$(BIN)/python -m pytest -q -m "not process and not slow" --snapshot-update
@@ -98,6 +105,6 @@ constraints:  ## Regenerate constraints.txt from the newest releases that pyproj
 	rm -rf .constraints
 
 clean:  ## Remove .venv and every cache
-	rm -rf .venv .constraints build dist *.egg-info
+	rm -rf .venv .venv-torch-* .constraints build dist *.egg-info
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
