@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from manifests.digest import PREFIX
-from reshard.checks.finding import Finding, Report, count_of, some
+from reshard.checks.finding import Findings, count_of, some
 from reshard.operations.compare import Difference, hash_each
 from reshard.tensors.checkpoint import TensorAt
 
@@ -16,7 +16,7 @@ def check_against(
     tensors: Mapping[str, TensorAt],
     other: Mapping[str, TensorAt],
     location: str,
-    report: Report,
+    findings: Findings,
     progress: Callable[[int], object],
     *,
     reads_bytes: bool,
@@ -29,7 +29,7 @@ def check_against(
         if names:
             sentence = f"{count_of(names, 'tensor')} {problem}: {some(names)}"
             hint = "the two are of different models or versions, or one is incomplete"
-            report(Finding(code="check.other-names", where=location, problem=sentence, hint=hint, names=tuple(names)))
+            findings.add(location, sentence, hint, names, code="check.other-names")
     alike = []
     for name, tensor in tensors.items():
         expected = other.get(name)
@@ -39,7 +39,7 @@ def check_against(
             alike.append((tensor, expected))
             continue
         problem = f"expected {_kind(expected)} ({expected.file}), found {_kind(tensor)}"
-        report(Finding(code="check.other-kind", where=f"{tensor.file}: {name!r}", problem=problem))
+        findings.add(f"{tensor.file}: {name!r}", problem, code="check.other-kind")
     if not reads_bytes:
         return 0
     damaged: list[Difference] = []
@@ -48,9 +48,9 @@ def check_against(
     for (tensor, expected), one, two in zip(alike, found, wanted, strict=True):
         if None not in (one, two) and one != two:
             problem = f"expected {PREFIX}{two} ({expected.file}), found {PREFIX}{one}"
-            report(Finding(code="check.other-bytes", where=f"{tensor.file}: {tensor.name!r}", problem=problem))
+            findings.add(f"{tensor.file}: {tensor.name!r}", problem, code="check.other-bytes")
     for each in damaged:
-        report(Finding(code="check.unreadable", where=each.where, problem=each.problem))
+        findings.add(each.where, each.problem, code="check.unreadable")
     return sum(tensor.nbytes + expected.nbytes for tensor, expected in alike)
 
 

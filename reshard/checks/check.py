@@ -11,7 +11,7 @@ from manifests.invariants import MANIFEST_NAME
 from reshard.checks.against import check_against
 from reshard.checks.dcp import METADATA_NAME, check_dcp
 from reshard.checks.digests import check_digests, write_digests
-from reshard.checks.finding import Contents, Finding, Report, finding_of
+from reshard.checks.finding import Contents, Finding, Findings
 from reshard.checks.model import check_model
 from reshard.checks.values import check_values
 from reshard.checks.weights import read_weights
@@ -72,11 +72,7 @@ def check_checkpoint(
         UsageError: values of a DCP folder are asked for.
     """
     options, folder = options or CheckOptions(), _open(address)
-    findings: dict[Finding, None] = {}
-    read_nbytes = 0
-
-    def report(finding: Finding) -> None:
-        findings.setdefault(finding)
+    findings, read_nbytes = Findings(), 0
 
     def count(nbytes: int) -> None:
         nonlocal read_nbytes
@@ -93,24 +89,24 @@ def check_checkpoint(
     contents = Contents()
     try:
         if kind == "manifest":
-            contents = _check_manifest(folder, report, reads_tensors=reads_tensors)
+            contents = _check_manifest(folder, findings, reads_tensors=reads_tensors)
         elif kind == "dcp":
-            contents = check_dcp(folder, report)
+            contents = check_dcp(folder, findings)
         else:
-            weights = read_weights(folder, report)
-            check_model(folder, weights, report, count)
+            weights = read_weights(folder, findings)
+            check_model(folder, weights, findings, count)
             contents = weights.contents
     except UnreachableError:
         raise
     except InputError as error:  # of the checkpoint, or nobody could have opened the folder
-        report(finding_of(error))
+        findings.add_error(error)
     if options.values:
-        check_values(contents.tensors.values(), report, count)
+        check_values(contents.tensors.values(), findings, count)
     if options.against is not None:
         other = _tensors_of(options.against)
-        check_against(contents.tensors, other, options.against, report, count, reads_bytes=options.reads_bytes)
+        check_against(contents.tensors, other, options.against, findings, count, reads_bytes=options.reads_bytes)
     if options.digests == "verify":
-        check_digests(folder, report, count)
+        check_digests(folder, findings, count)
     wrote = options.digests == "write" and not findings
     if wrote:
         write_digests(folder, count)
@@ -132,12 +128,12 @@ def _open(address: str) -> Folder:
     return open_store(address)
 
 
-def _check_manifest(folder: Folder, report: Report, *, reads_tensors: bool) -> Contents:
+def _check_manifest(folder: Folder, findings: Findings, *, reads_tensors: bool) -> Contents:
     """Check a packed folder by its manifest: sizes, headers, names, and digests of its auxiliary files."""
     done = verify_manifest(str(folder), VerifyOptions(quick=True))
     for where, problem in done.differences:
         hint = "copy the files that differ once more, or pack again; reshard verify reads every byte"
-        report(Finding(code="check.manifest", where=where, problem=problem, hint=hint))
+        findings.add(where, problem, hint, code="check.manifest")
     manifest, _ = find_manifest_file(str(folder)).read()
     return Contents(
         num_tensors=done.num_tensors,
@@ -156,9 +152,9 @@ def _tensors_of(address: str) -> Mapping[str, TensorAt]:
     folder = _open(address)
     if MANIFEST_NAME in folder.names():
         return open_source(address).tensors
-    broken: list[Finding] = []
-    weights = read_weights(folder, broken.append)
+    broken = Findings()
+    weights = read_weights(folder, broken)
     if not weights.contents.tensors:
-        first = broken[0]
+        first = next(iter(broken))
         raise SourceError(first.where, first.problem, first.hint, code="source.nothing-to-compare")
     return weights.contents.tensors

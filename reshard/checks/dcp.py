@@ -16,7 +16,7 @@ from typing import Any
 
 from manifests.errors import SourceError
 from manifests.slices import Slice, problem_with_slices
-from reshard.checks.finding import Contents, Finding, Report, count_of, some
+from reshard.checks.finding import Contents, Findings, count_of, some
 from stores.base import Folder, read_whole
 
 __all__ = ["METADATA_NAME", "check_dcp"]
@@ -53,7 +53,7 @@ class _Reader(pickle.Unpickler):
         raise pickle.UnpicklingError("a reference out of the file")
 
 
-def check_dcp(folder: Folder, report: Report) -> Contents:
+def check_dcp(folder: Folder, findings: Findings) -> Contents:
     """Report items whose files are missing or too short, and tensors whose chunks are not the whole of them.
 
     Raises:
@@ -73,8 +73,8 @@ def check_dcp(folder: Folder, report: Report) -> Contents:
     except Exception as error:  # an unpickler raises whatever it meets
         problem = f"expected the metadata of torch.distributed.checkpoint: {type(error).__name__}: {error}"
         raise SourceError(str(file), problem[:200], _AGAIN, code="source.bad-dcp-metadata") from error
-    _report_files(folder, items, report)
-    _report_chunks(str(file), chunks, items, report)
+    _report_files(folder, items, findings)
+    _report_chunks(str(file), chunks, items, findings)
     return Contents(
         num_tensors=sum(slices is not None for slices in chunks.values()),
         num_files=len({path for path, _, _ in items.values()}),
@@ -114,7 +114,7 @@ def _ints(size: Any) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _report_files(folder: Folder, items: Mapping[Any, tuple[str, int, int]], report: Report) -> None:
+def _report_files(folder: Folder, items: Mapping[Any, tuple[str, int, int]], findings: Findings) -> None:
     """Report files that are missing, end before an item does, or have two items in one place."""
     names, ends, places = set(folder.names()), dict[str, int](), dict[str, list[tuple[int, int]]]()
     for path, begin, nbytes in items.values():
@@ -124,19 +124,17 @@ def _report_files(folder: Folder, items: Mapping[Any, tuple[str, int, int]], rep
         lost = tuple(str(fqn) for (fqn, _), place in items.items() if place[0] == path)
         if path not in names:
             problem = f"no such file; without it {count_of(lost, 'item')} missing: {some(lost)}"
-            where = f"{folder}/{path}"
-            report(Finding(code="check.missing-shard", where=where, problem=problem, hint=_AGAIN, names=lost))
+            findings.add(f"{folder}/{path}", problem, _AGAIN, lost, code="check.missing-shard")
         elif (nbytes := folder.file(path).nbytes) < end:
             problem = f"expected at least {end} bytes ({METADATA_NAME}), found {nbytes}"
-            where = str(folder.file(path))
-            report(Finding(code="check.truncated-file", where=where, problem=problem, hint=_AGAIN, names=lost))
+            findings.add(folder.file(path), problem, _AGAIN, lost, code="check.truncated-file")
         if any(one[1] > other[0] for one, other in pairwise(sorted(places[path]))):
             where, problem = f"{folder}/{path}", "two items have the same bytes of this file"
-            report(Finding(code="check.overlapping-items", where=where, problem=problem, hint=_AGAIN))
+            findings.add(where, problem, _AGAIN, code="check.overlapping-items")
 
 
 def _report_chunks(
-    where: str, chunks: Mapping[str, tuple[Slice, ...] | None], items: Mapping[Any, object], report: Report
+    where: str, chunks: Mapping[str, tuple[Slice, ...] | None], items: Mapping[Any, object], findings: Findings
 ) -> None:
     """Report tensors whose chunks do not cover them, and chunks and entries that are stored nowhere."""
     entries = {fqn for fqn, _ in items}
@@ -144,13 +142,13 @@ def _report_chunks(
         place = f"{where}: {fqn!r}"
         if slices is None:
             if fqn not in entries:
-                report(Finding(code="check.absent-item", where=place, problem="is stored in no file", hint=_AGAIN))
+                findings.add(place, "is stored in no file", _AGAIN, code="check.absent-item")
             continue
         absent = [part for part in slices if (fqn, part.offset) not in items]
         if absent:
             problem = f"{len(absent)} of its {len(slices)} chunks are stored in no file"
-            report(Finding(code="check.absent-item", where=place, problem=problem, hint=_AGAIN))
+            findings.add(place, problem, _AGAIN, code="check.absent-item")
         if not slices:
-            report(Finding(code="check.uncovered-tensor", where=place, problem="has no chunks", hint=_AGAIN))
+            findings.add(place, "has no chunks", _AGAIN, code="check.uncovered-tensor")
         elif problem_found := problem_with_slices(slices):
-            report(Finding(code="check.uncovered-tensor", where=place, problem=problem_found, hint=_AGAIN))
+            findings.add(place, problem_found, _AGAIN, code="check.uncovered-tensor")

@@ -11,7 +11,7 @@ from manifests.digest import PREFIX
 from manifests.errors import OutputError, SourceError, UserError
 from manifests.jsontext import parse_json_object
 from manifests.store import write_file
-from reshard.checks.finding import Finding, Report, finding_of
+from reshard.checks.finding import Findings
 from stores.base import Blocks, Folder, is_hidden, read_whole
 from stores.local import LocalFolder
 
@@ -38,7 +38,7 @@ def write_digests(folder: Folder, progress: Progress) -> int:
     return len(files)
 
 
-def check_digests(folder: Folder, report: Report, progress: Progress) -> int:
+def check_digests(folder: Folder, findings: Findings, progress: Progress) -> int:
     """Read every file that `digests.json` names and report what differs; return the number of files.
 
     Raises:
@@ -50,21 +50,21 @@ def check_digests(folder: Folder, report: Report, progress: Progress) -> int:
         where = str(folder.file(name))
         if name not in expected:
             hint = "remove it, or write the digests again"
-            report(Finding(code="check.unlisted-file", where=where, problem=f"is not in {DIGESTS_NAME}", hint=hint))
+            findings.add(where, f"is not in {DIGESTS_NAME}", hint, code="check.unlisted-file")
             continue
         try:
             found = _entry(folder, name, progress)
         except UserError as error:
-            report(finding_of(error))
+            findings.add_error(error)
             continue
         wanted = expected[name]
         if found != wanted:
             problem = f"expected {_shown(wanted)}, found {_shown(found)}"
             hint = "the file was changed or damaged; download or copy it again"
-            report(Finding(code="check.changed-file", where=where, problem=problem, hint=hint))
+            findings.add(where, problem, hint, code="check.changed-file")
     for name in sorted(expected.keys() - set(names)):
-        where, hint = f"{folder}/{name}", "download or copy it again"
-        report(Finding(code="check.absent-file", where=where, problem=f"is missing; {DIGESTS_NAME} has it", hint=hint))
+        problem, hint = f"is missing; {DIGESTS_NAME} has it", "download or copy it again"
+        findings.add(f"{folder}/{name}", problem, hint, code="check.absent-file")
     return len(names)
 
 

@@ -1,14 +1,14 @@
-"""A problem of a checkpoint: reported, not raised, so that one run names all of them."""
+"""Problems of a checkpoint: collected, not raised, so that one run names all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from manifests.errors import UserError
 from reshard.tensors.checkpoint import TensorAt
 
-__all__ = ["Contents", "Finding", "Report", "count_of", "finding_of", "some"]
+__all__ = ["Contents", "Finding", "Findings", "count_of", "some"]
 
 _MOST_NAMED = 5  # names in a sentence; `Finding.names` has all of them
 
@@ -34,12 +34,24 @@ class Contents:
     tensors: Mapping[str, TensorAt] = field(default_factory=dict)  # by stored name, where they can be read
 
 
-Report = Callable[[Finding], object]
+class Findings:
+    """What a run of the checks found so far, each problem once, in the order in which they were found."""
 
+    def __init__(self) -> None:
+        self._found: dict[Finding, None] = {}
 
-def finding_of(error: UserError) -> Finding:
-    """Return an error that a reader raised as a finding."""
-    return Finding(code=error.code, where=error.where, problem=error.problem, hint=error.hint)
+    def add(self, where: object, problem: str, hint: str = "", names: Iterable[str] = (), *, code: str) -> None:
+        self._found.setdefault(Finding(code=code, where=str(where), problem=problem, hint=hint, names=tuple(names)))
+
+    def add_error(self, error: UserError) -> None:
+        """Add an error that a reader raised."""
+        self.add(error.where, error.problem, error.hint, code=error.code)
+
+    def __iter__(self) -> Iterator[Finding]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
 
 
 def count_of(names: Collection[str], noun: str) -> str:

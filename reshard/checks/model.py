@@ -9,7 +9,7 @@ from dataclasses import replace
 from manifests.errors import ModelError, UserError
 from manifests.jsontext import parse_json_object
 from manifests.models import ModelShape, is_sized_by_files, model_shape
-from reshard.checks.finding import Finding, Report, count_of, finding_of, some
+from reshard.checks.finding import Findings, count_of, some
 from reshard.checks.weights import Weights
 from reshard.copy.engine import hash_tensors
 from reshard.sources.huggingface import CONFIG_NAME, stored_in, without_absent
@@ -26,30 +26,30 @@ _LAYERS = re.compile(r"(^|\.)(layers|h|blocks)\.\*$")
 _EMBEDDING = re.compile(r"(^|.*\.)(embed_tokens|wte|word_embeddings|tok_embeddings|embed_in)\.weight")
 
 
-def check_model(folder: Folder, weights: Weights, report: Report, progress: Progress) -> None:
+def check_model(folder: Folder, weights: Weights, findings: Findings, progress: Progress) -> None:
     """Compare config.json and tokenizer.json with the tensors, whose bytes are read only where copies are tied."""
     files = folder.names()
     if CONFIG_NAME not in files:
         where, hint = f"{folder}/{CONFIG_NAME}", "download it: no reader opens the weights without it"
-        report(Finding(code="check.no-config", where=where, problem="no such file", hint=hint))
-        _report_gaps(folder, weights, {}, report)
+        findings.add(where, "no such file", hint, code="check.no-config")
+        _report_gaps(folder, weights, {}, findings)
         return
     file = folder.file(CONFIG_NAME)
     try:
         config = parse_json_object(read_whole(file), str(file))
         shape = _shape_of(folder, config, weights)
     except UserError as error:
-        report(finding_of(error))
+        findings.add_error(error)
         return
     if weights.is_whole:
         if shape is None:
-            _report_gaps(folder, weights, config, report)
+            _report_gaps(folder, weights, config, findings)
         else:
-            _report_coverage(folder, weights, shape, report)
+            _report_coverage(folder, weights, shape, findings)
     if shape is not None:
-        _report_ties(weights, shape, report, progress)
+        _report_ties(weights, shape, findings, progress)
     if TOKENIZER_NAME in files:
-        _report_vocabulary(folder, weights, report)
+        _report_vocabulary(folder, weights, findings)
 
 
 def _shape_of(folder: Folder, config: Mapping[str, object], weights: Weights) -> ModelShape | None:
@@ -69,50 +69,44 @@ def _shape_of(folder: Folder, config: Mapping[str, object], weights: Weights) ->
     return model_shape(config, where, stored_in(weights.tensors, str(folder)))
 
 
-def _report_coverage(folder: Folder, weights: Weights, shape: ModelShape, report: Report) -> None:
+def _report_coverage(folder: Folder, weights: Weights, shape: ModelShape, findings: Findings) -> None:
     """Report what is missing, unknown or of another shape, as the architecture has it."""
     tensors = {shape.fqn_of(name): tensor for name, tensor in weights.tensors.items()}
     shape = without_absent(shape, tensors)
     tied = {fqn for group in shape.ties if any(name in tensors for name in group) for fqn in group}
     missing = [fqn for fqn in shape.tensors if fqn not in tensors and fqn not in tied]
     if missing:
-        report(
-            Finding(
-                code="source.missing-tensor",
-                where=str(folder),
-                problem=f"{len(missing)} of {len(shape.tensors)} tensors of the model missing: {some(missing)}",
-                hint="the checkpoint is incomplete; download or save it again",
-                names=tuple(missing),
-            )
+        findings.add(
+            folder,
+            f"{len(missing)} of {len(shape.tensors)} tensors of the model missing: {some(missing)}",
+            "the checkpoint is incomplete; download or save it again",
+            missing,
+            code="source.missing-tensor",
         )
     ignored = shape.ignored_suffixes or ("\0",)
     unknown = [fqn for fqn in tensors if fqn not in shape.tensors and not fqn.endswith(ignored)]
     if unknown:
-        report(
-            Finding(
-                code="source.unknown-tensor",
-                where=str(folder),
-                problem=f"{count_of(unknown, 'tensor')} that {shape.architecture} does not have: {some(unknown)}",
-                hint="weights and config disagree; download both from one revision",
-                names=tuple(unknown),
-            )
+        findings.add(
+            folder,
+            f"{count_of(unknown, 'tensor')} that {shape.architecture} does not have: {some(unknown)}",
+            "weights and config disagree; download both from one revision",
+            unknown,
+            code="source.unknown-tensor",
         )
     wrong = {fqn: tensor for fqn, tensor in tensors.items() if tensor.shape != shape.tensors.get(fqn, tensor.shape)}
     if wrong:
         fqn, tensor = next(iter(wrong.items()))
         problem = f"expected {list(shape.tensors[fqn])} ({CONFIG_NAME}), found {list(tensor.shape)}"
-        report(
-            Finding(
-                code="source.shape-mismatch",
-                where=f"{tensor.file}: {tensor.name!r}.shape",
-                problem=problem + (f"; and {count_of(wrong, 'tensor')} in all" if len(wrong) > 1 else ""),
-                hint="weights and config disagree; download both from one revision",
-                names=tuple(wrong),
-            )
+        findings.add(
+            f"{tensor.file}: {tensor.name!r}.shape",
+            problem + (f"; and {count_of(wrong, 'tensor')} in all" if len(wrong) > 1 else ""),
+            "weights and config disagree; download both from one revision",
+            wrong,
+            code="source.shape-mismatch",
         )
 
 
-def _report_gaps(folder: Folder, weights: Weights, config: Mapping[str, object], report: Report) -> None:
+def _report_gaps(folder: Folder, weights: Weights, config: Mapping[str, object], findings: Findings) -> None:
     """Report gaps in numbered layers and experts, of a model of which nothing else is known."""
     for where, numbers in _numbered(weights.tensors):
         missing = sorted(set(range(max(numbers) + 1)) - numbers)
@@ -120,13 +114,13 @@ def _report_gaps(folder: Folder, weights: Weights, config: Mapping[str, object],
             names = tuple(where.replace("*", str(number), 1) for number in missing)
             problem = f"numbers 0 to {max(numbers)} are in use, and {len(missing)} missing: {some(names)}"
             hint = "the checkpoint is incomplete; download or save it again"
-            report(Finding(code="check.missing-layer", where=str(folder), problem=problem, hint=hint, names=names))
+            findings.add(folder, problem, hint, names, code="check.missing-layer")
     expected = config.get("num_hidden_layers")
     found = max((max(numbers) + 1 for where, numbers in _numbered(weights.tensors) if _LAYERS.search(where)), default=0)
     if type(expected) is int and 0 < found < expected:
         problem = f"expected {expected} layers (num_hidden_layers), found {found}"
         hint = "the checkpoint is incomplete, or config.json is of another model"
-        report(Finding(code="check.missing-layer", where=str(folder), problem=problem, hint=hint))
+        findings.add(folder, problem, hint, code="check.missing-layer")
 
 
 def _numbered(names: Mapping[str, object]) -> Iterator[tuple[str, set[int]]]:
@@ -138,7 +132,7 @@ def _numbered(names: Mapping[str, object]) -> Iterator[tuple[str, set[int]]]:
     yield from sorted(found.items())
 
 
-def _report_ties(weights: Weights, shape: ModelShape, report: Report, progress: Progress) -> None:
+def _report_ties(weights: Weights, shape: ModelShape, findings: Findings, progress: Progress) -> None:
     """Report tied weights that are stored several times with different bytes."""
     tensors = {shape.fqn_of(name): tensor for name, tensor in weights.tensors.items()}
     for group in shape.ties:
@@ -151,35 +145,31 @@ def _report_ties(weights: Weights, shape: ModelShape, report: Report, progress: 
             continue  # damage is reported where the file is read
         if len(set(digests)) > 1:
             first, other = stored[0], stored[1]
-            report(
-                Finding(
-                    code="check.tied-copy",
-                    where=f"{other.file}: {other.name!r}",
-                    problem=f"is tied to {first.name} by {CONFIG_NAME}, and is stored with other values",
-                    hint="set tie_word_embeddings to false if the two are meant to differ; else save the model again",
-                )
+            findings.add(
+                f"{other.file}: {other.name!r}",
+                f"is tied to {first.name} by {CONFIG_NAME}, and is stored with other values",
+                "set tie_word_embeddings to false if the two are meant to differ; else save the model again",
+                code="check.tied-copy",
             )
 
 
-def _report_vocabulary(folder: Folder, weights: Weights, report: Report) -> None:
+def _report_vocabulary(folder: Folder, weights: Weights, findings: Findings) -> None:
     """Report a tokenizer that has more tokens than the embedding has rows."""
     file = folder.file(TOKENIZER_NAME)
     try:
         document = parse_json_object(read_whole(file), str(file))
     except UserError as error:
         if error.code != "source.too-many-values":  # the largest vocabularies have that many
-            report(finding_of(error))
+            findings.add_error(error)
         return
     largest = max(_token_ids(document), default=-1)
     rows = _embedding_rows(weights.tensors)
     if rows is not None and largest >= rows[1]:
-        report(
-            Finding(
-                code="check.vocabulary",
-                where=str(file),
-                problem=f"has token {largest}, and {rows[0]} has {rows[1]} rows",
-                hint="tokenizer and weights are of different models or versions; download both again",
-            )
+        findings.add(
+            file,
+            f"has token {largest}, and {rows[0]} has {rows[1]} rows",
+            "tokenizer and weights are of different models or versions; download both again",
+            code="check.vocabulary",
         )
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from manifests.errors import UserError
-from reshard.checks.finding import Finding, Report, finding_of
+from reshard.checks.finding import Findings
 from reshard.tensors.checkpoint import TensorAt
 from reshard.transforms.arithmetic import FLOATS, count_not_finite
 
 __all__ = ["check_values"]
 
 
-def check_values(tensors: Iterable[TensorAt], report: Report, progress: Callable[[int], object]) -> int:
+def check_values(tensors: Iterable[TensorAt], findings: Findings, progress: Callable[[int], object]) -> int:
     """Read floating-point tensors; report those that have NaN or infinity, and matrices of zeros alone.
 
     Vectors of zeros are common, such as biases that nobody trained. Returns the bytes that were read.
@@ -24,15 +24,15 @@ def check_values(tensors: Iterable[TensorAt], report: Report, progress: Callable
         try:
             num_broken, is_zero = count_not_finite(tensor, progress)
         except UserError as error:
-            report(finding_of(error))
+            findings.add_error(error)
             continue
         total_nbytes += tensor.nbytes
         where = f"{tensor.file}: {tensor.name!r}"
         if num_broken:
             count = f"{num_broken} value{'s' if num_broken > 1 else ''}"
             problem, hint = f"{count} of it NaN or infinite", "take an earlier checkpoint, or download it again"
-            report(Finding(code="check.not-finite", where=where, problem=problem, hint=hint))
+            findings.add(where, problem, hint, code="check.not-finite")
         elif is_zero and len(tensor.shape) > 1:
             hint = "was it ever written? take an earlier checkpoint, or download it again"
-            report(Finding(code="check.all-zero", where=where, problem="all values are zero", hint=hint))
+            findings.add(where, "all values are zero", hint, code="check.all-zero")
     return total_nbytes

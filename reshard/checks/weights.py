@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from manifests.errors import UserError
 from manifests.jsontext import parse_json_object
 from manifests.paths import problem_with_path
-from reshard.checks.finding import Contents, Finding, Report, count_of, finding_of, some
+from reshard.checks.finding import Contents, Findings, count_of, some
 from reshard.sources.huggingface import OTHER_WEIGHTS, is_beside
 from reshard.sources.weight_map import read_weight_map
 from reshard.tensors.checkpoint import TensorAt, tensors_in
@@ -39,47 +39,45 @@ class Weights:
         return Contents(num_tensors=len(self.tensors), num_files=self.num_files, nbytes=nbytes, tensors=self.tensors)
 
 
-def read_weights(folder: Folder, report: Report) -> Weights:
+def read_weights(folder: Folder, findings: Findings) -> Weights:
     """Read the index and the header of every shard; report what disagrees."""
     files = folder.names()
     found = [name for name in files if name.endswith(SUFFIX)]
     weights = Weights()
     if INDEX_NAME in files:
-        weight_map = _read_index(folder, report)
+        weight_map = _read_index(folder, findings)
         if weight_map is None:
             weights.is_whole = False
             names = [name for name in found if not is_beside(name)]
         else:
-            names = _names_in(folder, weight_map, found, report)
+            names = _names_in(folder, weight_map, found, findings)
             weights.is_whole = names == sorted(set(weight_map.values()))
     else:
         weight_map, names = None, [name for name in found if not is_beside(name)]
-        _report_no_index(folder, names, files, report)
+        _report_no_index(folder, names, files, findings)
     headers: dict[str, list[str]] = {}
     for name in names:
-        headers[name] = _read_shard(folder, name, weights, report)
+        headers[name] = _read_shard(folder, name, weights, findings)
     if weight_map is not None:
-        _compare(folder, weight_map, headers, report)
-        _report_stray(folder, weight_map, [name for name in found if name not in names], report)
+        _compare(folder, weight_map, headers, findings)
+        _report_stray(folder, weight_map, [name for name in found if name not in names], findings)
     return weights
 
 
-def _read_index(folder: Folder, report: Report) -> Mapping[str, str] | None:
+def _read_index(folder: Folder, findings: Findings) -> Mapping[str, str] | None:
     file = folder.file(INDEX_NAME)
     try:
         raw = read_whole(file)
         weight_map = read_weight_map(raw, str(file), {})
     except UserError as error:
-        report(finding_of(error))
+        findings.add_error(error)
         return None
     if b'"metadata"' not in raw or "metadata" not in parse_json_object(raw, str(file)):
-        report(
-            Finding(
-                code="check.index-metadata",
-                where=str(file),
-                problem="has no metadata, and transformers reads it of every index",
-                hint='add "metadata": {"total_size": BYTES}, or save the model again',
-            )
+        findings.add(
+            file,
+            "has no metadata, and transformers reads it of every index",
+            'add "metadata": {"total_size": BYTES}, or save the model again',
+            code="check.index-metadata",
         )
     for name in sorted(set(weight_map.values())):
         problem = problem_with_path(name)
@@ -87,31 +85,29 @@ def _read_index(folder: Folder, report: Report) -> Mapping[str, str] | None:
             problem = f"expected the name of a {SUFFIX} file"
         if problem is not None:
             where = f"{file}: weight_map"
-            report(Finding(code="source.bad-index", where=where, problem=f"{problem}, found {name[:80]!r}"))
+            findings.add(where, f"{problem}, found {name[:80]!r}", code="source.bad-index")
             return None
     return weight_map
 
 
-def _names_in(folder: Folder, weight_map: Mapping[str, str], found: list[str], report: Report) -> list[str]:
+def _names_in(folder: Folder, weight_map: Mapping[str, str], found: list[str], findings: Findings) -> list[str]:
     """Return the shards of the index that are there; report those that are not, and gaps in their numbers."""
     wanted = set(weight_map.values())
     where = str(folder.file(INDEX_NAME))
     for name in sorted(wanted - set(found)):
         lost = tuple(sorted(fqn for fqn, shard in weight_map.items() if shard == name))
-        report(
-            Finding(
-                code="check.missing-shard",
-                where=f"{where}: weight_map",
-                problem=f"{name!r} is not in the folder; without it {count_of(lost, 'tensor')} missing: {some(lost)}",
-                hint="download or copy the missing shard",
-                names=lost,
-            )
+        findings.add(
+            f"{where}: weight_map",
+            f"{name!r} is not in the folder; without it {count_of(lost, 'tensor')} missing: {some(lost)}",
+            "download or copy the missing shard",
+            lost,
+            code="check.missing-shard",
         )
-    _report_gaps(where, wanted, report)
+    _report_gaps(where, wanted, findings)
     return sorted(name for name in wanted if name in set(found))
 
 
-def _report_gaps(where: str, names: Iterable[str], report: Report) -> None:
+def _report_gaps(where: str, names: Iterable[str], findings: Findings) -> None:
     """Report numbers that are missing among `model-00001-of-00048.safetensors` and the like."""
     groups: dict[tuple[str, str], set[int]] = {}
     for name in names:
@@ -121,114 +117,102 @@ def _report_gaps(where: str, names: Iterable[str], report: Report) -> None:
         missing = sorted(set(range(1, int(of) + 1)) - numbers) if int(of) <= 1_000_000 else []
         if missing and len(missing) < int(of):
             lost = tuple(f"{prefix}{number:05}-of-{of}{SUFFIX}" for number in missing)
-            report(
-                Finding(
-                    code="check.missing-numbers",
-                    where=where,
-                    problem=f"expected {int(of)} shards by their names, found {len(numbers)}; missing: {some(lost)}",
-                    hint="download or copy what is missing; if the others are all there is, rename them",
-                    names=lost,
-                )
+            findings.add(
+                where,
+                f"expected {int(of)} shards by their names, found {len(numbers)}; missing: {some(lost)}",
+                "download or copy what is missing; if the others are all there is, rename them",
+                lost,
+                code="check.missing-numbers",
             )
 
 
-def _report_no_index(folder: Folder, names: list[str], files: tuple[str, ...], report: Report) -> None:
+def _report_no_index(folder: Folder, names: list[str], files: tuple[str, ...], findings: Findings) -> None:
     if not names:
         others = [name for name in files if name.endswith(OTHER_WEIGHTS)]
         hint = f"{others[0]} is in a format that is not checked" if others else "is this the folder of a model?"
         problem = "expected safetensors weights, found none"
-        report(Finding(code="check.no-weights", where=str(folder), problem=problem, hint=hint))
+        findings.add(folder, problem, hint, code="check.no-weights")
     if len(names) > 1:
-        report(
-            Finding(
-                code="check.no-index",
-                where=str(folder),
-                problem=f"{len(names)} shards and no {INDEX_NAME}: whether all are there is not known",
-                hint="download the index, or save the model again",
-                names=tuple(names),
-            )
+        findings.add(
+            folder,
+            f"{len(names)} shards and no {INDEX_NAME}: whether all are there is not known",
+            "download the index, or save the model again",
+            names,
+            code="check.no-index",
         )
-    _report_gaps(str(folder), names, report)
+    _report_gaps(str(folder), names, findings)
 
 
-def _read_shard(folder: Folder, name: str, weights: Weights, report: Report) -> list[str]:
+def _read_shard(folder: Folder, name: str, weights: Weights, findings: Findings) -> list[str]:
     """Add a shard's tensors to `weights`; return their names."""
     file = folder.file(name)
     weights.num_files += 1
     try:
         header = read_file_header(file)
     except UserError as error:
-        report(finding_of(error))
+        findings.add_error(error)
         weights.is_whole = False
         return []
     if header.nbytes > _MAX_HEADER_NBYTES:
-        report(
-            Finding(
-                code="check.long-header",
-                where=str(file),
-                problem=f"expected a header of at most {_MAX_HEADER_NBYTES} bytes, found {header.nbytes}",
-                hint="huggingface_hub cannot read it: split the shard into several",
-            )
+        findings.add(
+            file,
+            f"expected a header of at most {_MAX_HEADER_NBYTES} bytes, found {header.nbytes}",
+            "huggingface_hub cannot read it: split the shard into several",
+            code="check.long-header",
         )
     tensors = tensors_in(file, header)
     for tensor in tensors:
         first = weights.tensors.setdefault(tensor.name, tensor)
         if first is not tensor:
-            report(
-                Finding(
-                    code="check.tensor-twice",
-                    where=f"{file}: {tensor.name!r}",
-                    problem=f"is also in {first.file}; which of them is read depends on the reader",
-                    hint="remove one of the two",
-                )
+            findings.add(
+                f"{file}: {tensor.name!r}",
+                f"is also in {first.file}; which of them is read depends on the reader",
+                "remove one of the two",
+                code="check.tensor-twice",
             )
     return [tensor.name for tensor in tensors]
 
 
-def _compare(folder: Folder, weight_map: Mapping[str, str], headers: Mapping[str, list[str]], report: Report) -> None:
+def _compare(
+    folder: Folder, weight_map: Mapping[str, str], headers: Mapping[str, list[str]], findings: Findings
+) -> None:
     """Report tensors that are not where the index says, in both directions."""
     where, present = str(folder.file(INDEX_NAME)), {name: set(tensors) for name, tensors in headers.items()}
     for shard, tensors in sorted(headers.items()):
         if not tensors:
             continue  # an empty or unreadable file is reported for itself
         if unlisted := [fqn for fqn in tensors if fqn not in weight_map]:
-            report(
-                Finding(
-                    code="check.unindexed-tensor",
-                    where=str(folder.file(shard)),
-                    problem=f"{INDEX_NAME} lacks {count_of(unlisted, 'tensor')} of it: {some(unlisted)}",
-                    hint="index and shards are of different versions; download both again",
-                    names=tuple(unlisted),
-                )
+            findings.add(
+                folder.file(shard),
+                f"{INDEX_NAME} lacks {count_of(unlisted, 'tensor')} of it: {some(unlisted)}",
+                "index and shards are of different versions; download both again",
+                unlisted,
+                code="check.unindexed-tensor",
             )
         elsewhere = [fqn for fqn in tensors if weight_map.get(fqn, shard) != shard]
         if elsewhere:
-            report(
-                Finding(
-                    code="check.wrong-shard",
-                    where=str(folder.file(shard)),
-                    problem=f"{INDEX_NAME} says that other shards have these tensors of it: {some(elsewhere)}",
-                    hint="index and shards are of different versions; download both again",
-                    names=tuple(elsewhere),
-                )
+            findings.add(
+                folder.file(shard),
+                f"{INDEX_NAME} says that other shards have these tensors of it: {some(elsewhere)}",
+                "index and shards are of different versions; download both again",
+                elsewhere,
+                code="check.wrong-shard",
             )
     absent: dict[str, list[str]] = {}
     for fqn, shard in weight_map.items():
         if shard in present and present[shard] and fqn not in present[shard]:
             absent.setdefault(shard, []).append(fqn)
     for shard, names in sorted(absent.items()):
-        report(
-            Finding(
-                code="check.absent-tensor",
-                where=f"{where}: weight_map",
-                problem=f"{shard} lacks {count_of(names, 'tensor')} that the index puts there: {some(names)}",
-                hint="index and shards are of different versions; download both again",
-                names=tuple(names),
-            )
+        findings.add(
+            f"{where}: weight_map",
+            f"{shard} lacks {count_of(names, 'tensor')} that the index puts there: {some(names)}",
+            "index and shards are of different versions; download both again",
+            names,
+            code="check.absent-tensor",
         )
 
 
-def _report_stray(folder: Folder, weight_map: Mapping[str, str], others: list[str], report: Report) -> None:
+def _report_stray(folder: Folder, weight_map: Mapping[str, str], others: list[str], findings: Findings) -> None:
     for name in others:
         if is_beside(name):
             continue
@@ -236,14 +220,14 @@ def _report_stray(folder: Folder, weight_map: Mapping[str, str], others: list[st
         try:
             tensors = [entry.name for entry in read_file_header(file).tensors]
         except UserError as error:
-            report(finding_of(error))
+            findings.add_error(error)
             continue
         same = [fqn for fqn in tensors if fqn in weight_map]
         if same:
             problem = f"is not in {INDEX_NAME}, and has {count_of(same, 'tensor')} of it: {some(same)}"
             hint = "readers that read every file may take these for the model's: move it out of the folder"
-            report(Finding(code="check.override", where=str(file), problem=problem, hint=hint, names=tuple(same)))
+            findings.add(file, problem, hint, same, code="check.override")
         else:
             problem = f"is not in {INDEX_NAME}; it has {count_of(tensors, 'tensor')}: {some(tensors)}"
             hint = "move it out of the folder, or download the index that belongs to it"
-            report(Finding(code="check.stray-shard", where=str(file), problem=problem, hint=hint, names=tuple(tensors)))
+            findings.add(file, problem, hint, tensors, code="check.stray-shard")
