@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from manifests.errors import ModelError, UserError
 from manifests.jsontext import parse_json_object
 from manifests.models import ModelShape, is_sized_by_files, model_shape
 from reshard.checks.finding import Findings, count_of, some
+from reshard.checks.numbering import find_missing
 from reshard.checks.weights import Weights
 from reshard.copy.engine import hash_tensors
 from reshard.sources.huggingface import CONFIG_NAME, stored_in, without_absent
@@ -21,7 +23,8 @@ __all__ = ["check_model"]
 TOKENIZER_NAME = "tokenizer.json"
 
 Progress = Callable[[int], object]
-_NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.)")  # a layer's or an expert's number in a tensor's name
+_NUMBER = re.compile(r"(?:^|(?<=\.))[0-9]{1,9}(?=\.)")  # a layer's or an expert's number in a tensor's name
+_MOST_NUMBERS = 4  # that are looked at in one name: two are common
 _LAYERS = re.compile(r"(^|\.)(layers|h|blocks)\.\*$")
 _EMBEDDING = re.compile(r"(^|.*\.)(embed_tokens|wte|word_embeddings|tok_embeddings|embed_in)\.weight")
 
@@ -109,10 +112,10 @@ def _report_coverage(folder: Folder, weights: Weights, shape: ModelShape, findin
 def _report_gaps(folder: Folder, weights: Weights, config: Mapping[str, object], findings: Findings) -> None:
     """Report gaps in numbered layers and experts, of a model of which nothing else is known."""
     for where, numbers in _numbered(weights.tensors):
-        missing = sorted(set(range(max(numbers) + 1)) - numbers)
+        count, missing = find_missing(numbers, range(max(numbers) + 1))
         if missing:
-            names = tuple(where.replace("*", str(number), 1) for number in missing)
-            problem = f"numbers 0 to {max(numbers)} are in use, and {len(missing)} missing: {some(names)}"
+            names = [where.removesuffix("*") + str(number) for number in missing]
+            problem = f"numbers 0 to {max(numbers)} are in use, and {count} missing: {some(names)}"
             hint = "the checkpoint is incomplete; download or save it again"
             findings.add(folder, problem, hint, names, code="check.missing-layer")
     expected = config.get("num_hidden_layers")
@@ -127,7 +130,7 @@ def _numbered(names: Mapping[str, object]) -> Iterator[tuple[str, set[int]]]:
     """Yield each place where names are numbered, as `model.layers.*`, with the numbers there."""
     found: dict[str, set[int]] = {}
     for name in names:
-        for match in _NUMBER.finditer(name):
+        for match in islice(_NUMBER.finditer(name), _MOST_NUMBERS):
             found.setdefault(name[: match.start()] + "*", set()).add(int(match[0]))
     yield from sorted(found.items())
 

@@ -10,6 +10,7 @@ from manifests.errors import UserError
 from manifests.jsontext import parse_json_object
 from manifests.paths import problem_with_path
 from reshard.checks.finding import Contents, Findings, count_of, some
+from reshard.checks.numbering import find_missing
 from reshard.sources.huggingface import OTHER_WEIGHTS, is_beside
 from reshard.sources.weight_map import read_weight_map
 from reshard.tensors.checkpoint import TensorAt, tensors_in
@@ -18,7 +19,7 @@ from stores.base import Folder, read_file_header, read_whole
 
 __all__ = ["Weights", "read_weights"]
 
-_NUMBERED = re.compile(r"(.*-)(\d{5,})-of-(\d{5,})(\.safetensors)")
+_NUMBERED = re.compile(r"(.*-)([0-9]{5,9})-of-([0-9]{5,9})(\.safetensors)")
 _MAX_HEADER_NBYTES = 25_000_000  # huggingface_hub and huggingface.js read no longer ones
 
 
@@ -114,12 +115,12 @@ def _report_gaps(where: str, names: Iterable[str], findings: Findings) -> None:
         if match := _NUMBERED.fullmatch(name):
             groups.setdefault((match[1], match[3]), set()).add(int(match[2]))
     for (prefix, of), numbers in sorted(groups.items()):
-        missing = sorted(set(range(1, int(of) + 1)) - numbers) if int(of) <= 1_000_000 else []
-        if missing and len(missing) < int(of):
+        count, missing = find_missing(numbers, range(1, int(of) + 1))
+        if 0 < count < int(of):
             lost = tuple(f"{prefix}{number:05}-of-{of}{SUFFIX}" for number in missing)
             findings.add(
                 where,
-                f"expected {int(of)} shards by their names, found {len(numbers)}; missing: {some(lost)}",
+                f"expected {int(of)} shards by their names, found {int(of) - count}; missing: {some(lost)}",
                 "download or copy what is missing; if the others are all there is, rename them",
                 lost,
                 code="check.missing-numbers",

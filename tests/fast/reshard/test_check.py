@@ -315,6 +315,21 @@ def test_packed_folder_is_checked_by_its_manifest(folder: Path, tmp_path: Path) 
     assert [place for _, place in problems(packed)] == ["manifest.json"]
 
 
+def test_numbers_in_hostile_names_cost_no_memory(tmp_path: Path) -> None:
+    one = Tensor(dtype="U8", shape=(1,), data=b"1")
+    names = ["layers.99999999999.w", f"layers.{'9' * 5000}.w", "layers.999999999.w", "1." * 50_000 + "w"]
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for number, shard in ((1, "model-00001-of-999999999.safetensors"), (2, f"model-{'0' * 100}1-of-00002.safetensors")):
+        write_shard(folder / shard, {f"{number}.{name}": one for name in names})
+    found = reshard("check", folder, "--json")
+    missing = {each["code"]: each for each in found.json["problems"]}
+    assert missing.keys() == {"check.no-index", "check.no-config", "check.missing-layer", "check.missing-numbers"}
+    assert len(missing["check.missing-layer"]["names"]) == 1000
+    assert missing["check.missing-layer"]["names"][0] == "2.layers.0"
+    assert missing["check.missing-numbers"]["names"][0] == "model-00002-of-999999999.safetensors"
+
+
 @pytest.mark.filterwarnings(NO_RANKS)
 def test_folder_of_torch_dcp_is_checked_by_its_metadata(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
