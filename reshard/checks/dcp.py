@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 from manifests.errors import SourceError
 from manifests.slices import Slice, problem_with_slices
@@ -23,6 +23,8 @@ __all__ = ["METADATA_NAME", "check_dcp"]
 
 METADATA_NAME = ".metadata"
 _MAX_NBYTES = 256 << 20
+_MOST_DIMENSIONS = 64  # of a tensor of torch
+_Item: TypeAlias = tuple[str, tuple[int, ...] | None]  # a chunk's FQN and where it begins in the tensor
 _AGAIN = "the checkpoint is incomplete or damaged; copy or save it again"
 
 
@@ -67,7 +69,7 @@ def check_dcp(folder: Folder, findings: Findings) -> Contents:
         metadata = _Reader(io.BytesIO(read_whole(file))).load()
         tensors = metadata.field("state_dict_metadata")
         items = {_item(index): _place(info) for index, info in metadata.field("storage_data").items()}
-        chunks = {fqn: _chunks(one) for fqn, one in tensors.items()}
+        chunks = {_text(fqn): _chunks(one) for fqn, one in tensors.items()}
     except SourceError:
         raise
     except Exception as error:  # an unpickler raises whatever it meets
@@ -82,18 +84,16 @@ def check_dcp(folder: Folder, findings: Findings) -> Contents:
     )
 
 
-def _item(index: _Record) -> tuple[str, tuple[int, ...] | None]:
+def _item(index: _Record) -> _Item:
     """Return which chunk of which entry an item is: its name, and where the chunk begins in the tensor."""
     offset = index.__dict__.get("offset")  # only tensors have one
-    return index.field("fqn"), None if offset is None else _ints(offset)
+    return _text(index.field("fqn")), None if offset is None else _ints(offset)
 
 
 def _place(info: _Record) -> tuple[str, int, int]:
     """Return an item's file, where it begins there, and its bytes."""
-    path, begin, nbytes = info.field("relative_path"), info.field("offset"), info.field("length")
-    if not isinstance(path, str) or type(begin) is not int or type(nbytes) is not int or min(begin, nbytes) < 0:
-        raise ValueError("an item without a place")
-    return path, begin, nbytes
+    begin, nbytes = _ints((info.field("offset"), info.field("length")))
+    return _text(info.field("relative_path")), begin, nbytes
 
 
 def _chunks(entry: _Record) -> tuple[Slice, ...] | None:
@@ -109,32 +109,41 @@ def _chunks(entry: _Record) -> tuple[Slice, ...] | None:
 
 def _ints(size: Any) -> tuple[int, ...]:
     found = size.args[0] if isinstance(size, _Record) else size  # torch.Size is made of a tuple
-    if not isinstance(found, tuple | list) or not all(type(n) is int and 0 <= n < 1 << 63 for n in found):
-        raise ValueError("a size that is none")
+    if not isinstance(found, tuple | list) or len(found) > _MOST_DIMENSIONS:
+        raise ValueError("a size or place that is none")
+    if not all(type(n) is int and 0 <= n < 1 << 63 for n in found):
+        raise ValueError("a size or place that is none")
     return tuple(found)
 
 
-def _report_files(folder: Folder, items: Mapping[Any, tuple[str, int, int]], findings: Findings) -> None:
+def _text(found: object) -> str:
+    if not isinstance(found, str):
+        raise ValueError("a name that is none")
+    return found
+
+
+def _report_files(folder: Folder, items: Mapping[_Item, tuple[str, int, int]], findings: Findings) -> None:
     """Report files that are missing, end before an item does, or have two items in one place."""
-    names, ends, places = set(folder.names()), dict[str, int](), dict[str, list[tuple[int, int]]]()
-    for path, begin, nbytes in items.values():
-        ends[path] = max(ends.get(path, 0), begin + nbytes)
-        places.setdefault(path, []).append((begin, begin + nbytes))
-    for path, end in sorted(ends.items()):
-        lost = tuple(str(fqn) for (fqn, _), place in items.items() if place[0] == path)
+    names, places = set(folder.names()), dict[str, list[tuple[int, int, str]]]()
+    for (fqn, _), (path, begin, nbytes) in items.items():
+        places.setdefault(path, []).append((begin, begin + nbytes, fqn))
+    for path, found in sorted(places.items()):
+        where, needed = f"{folder}/{path}", max(end for _, end, _ in found)
         if path not in names:
+            lost = [fqn for _, _, fqn in found]
             problem = f"no such file; without it {count_of(lost, 'item')} missing: {some(lost)}"
-            findings.add(f"{folder}/{path}", problem, _AGAIN, lost, code="check.missing-shard")
-        elif (nbytes := folder.file(path).nbytes) < end:
-            problem = f"expected at least {end} bytes ({METADATA_NAME}), found {nbytes}"
-            findings.add(folder.file(path), problem, _AGAIN, lost, code="check.truncated-file")
-        if any(one[1] > other[0] for one, other in pairwise(sorted(places[path]))):
-            where, problem = f"{folder}/{path}", "two items have the same bytes of this file"
+            findings.add(where, problem, _AGAIN, lost, code="check.missing-shard")
+        elif (nbytes := folder.file(path).nbytes) < needed:
+            lost = [fqn for _, end, fqn in found if end > nbytes]
+            problem = f"expected at least {needed} bytes ({METADATA_NAME}), found {nbytes}"
+            findings.add(where, problem, _AGAIN, lost, code="check.truncated-file")
+        if any(one[1] > other[0] for one, other in pairwise(sorted(found))):
+            problem = "two items have the same bytes of this file"
             findings.add(where, problem, _AGAIN, code="check.overlapping-items")
 
 
 def _report_chunks(
-    where: str, chunks: Mapping[str, tuple[Slice, ...] | None], items: Mapping[Any, object], findings: Findings
+    where: str, chunks: Mapping[str, tuple[Slice, ...] | None], items: Mapping[_Item, object], findings: Findings
 ) -> None:
     """Report tensors whose chunks do not cover them, and chunks and entries that are stored nowhere."""
     entries = {fqn for fqn, _ in items}
@@ -148,7 +157,18 @@ def _report_chunks(
         if absent:
             problem = f"{len(absent)} of its {len(slices)} chunks are stored in no file"
             findings.add(place, problem, _AGAIN, code="check.absent-item")
-        if not slices:
-            findings.add(place, "has no chunks", _AGAIN, code="check.uncovered-tensor")
-        elif problem_found := problem_with_slices(slices):
+        if problem_found := _problem_with_chunks(slices):
             findings.add(place, problem_found, _AGAIN, code="check.uncovered-tensor")
+
+
+def _problem_with_chunks(chunks: Sequence[Slice]) -> str | None:
+    """Return why these chunks, which may be of any shape, are not the whole tensor; None if they are."""
+    if not chunks:
+        return "has no chunks"
+    for part in chunks:
+        if len(part.offset) != len(part.whole_shape) or len(part.shape) != len(part.whole_shape):
+            found = f"{list(part.offset)} and {list(part.shape)}"
+            return f"expected a chunk's offsets and sizes in {len(part.whole_shape)} dimensions, found {found}"
+        if any(end > most for end, most in zip(part.end, part.whole_shape, strict=True)):
+            return f"expected chunks within {list(part.whole_shape)}, found {list(part.offset)} to {list(part.end)}"
+    return problem_with_slices(chunks)

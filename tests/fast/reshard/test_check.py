@@ -350,6 +350,18 @@ def test_folder_of_torch_dcp_is_checked_by_its_metadata(tmp_path: Path) -> None:
     assert not Path("ran").exists()
 
 
+def with_chunks(*chunks: tuple[tuple[int, ...], tuple[int, ...]]) -> Callable[[Any], object]:
+    """Return a change of the chunks of a 4 x 8 weight: the offsets and sizes of each."""
+
+    def change(metadata: Any) -> None:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        weight = metadata.state_dict_metadata["weight"]
+        weight.chunks = [ChunkStorageMetadata(torch.Size(begin), torch.Size(sizes)) for begin, sizes in chunks]
+
+    return change
+
+
 @pytest.mark.filterwarnings(NO_RANKS)
 @pytest.mark.parametrize(
     ("change", "code"),
@@ -360,6 +372,18 @@ def test_folder_of_torch_dcp_is_checked_by_its_metadata(tmp_path: Path) -> None:
             lambda metadata: [setattr(info, "offset", 0) for info in metadata.storage_data.values()],
             "check.overlapping-items",
         ),
+        (with_chunks(((0,), (4, 8))), "check.uncovered-tensor"),  # other numbers of dimensions
+        (with_chunks(((0, 0), (32,))), "check.uncovered-tensor"),
+        (with_chunks(((0, 0), (4, 9))), "check.uncovered-tensor"),  # beyond the shape
+        (with_chunks(((2, 0), (4, 8))), "check.uncovered-tensor"),  # as many elements as the tensor has
+        (with_chunks(((0, 0), (2, 8)), ((3, 0), (1, 8))), "check.uncovered-tensor"),  # a gap
+        (with_chunks(((0, 0), (3, 8)), ((2, 0), (2, 8))), "check.uncovered-tensor"),  # an overlap
+        (with_chunks(((0,) * 65, (1,) * 65)), "source.bad-dcp-metadata"),
+        (
+            lambda metadata: [setattr(info, "offset", 10**5000) for info in metadata.storage_data.values()],
+            "source.bad-dcp-metadata",
+        ),
+        (lambda metadata: metadata.state_dict_metadata.update({1: 2}), "source.bad-dcp-metadata"),
     ],
 )
 def test_fault_of_dcp_metadata_is_found(change: Callable[[Any], object], code: str, tmp_path: Path) -> None:
