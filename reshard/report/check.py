@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from manifests.errors import printable
 from reshard.checks.check import CheckResult
 from reshard.formatting import show_bytes
 
@@ -49,4 +50,4 @@ def check_text(done: CheckResult) -> str:
     else:
         count = "1 problem" if len(done.findings) == 1 else f"{len(done.findings)} problems"
         lines.append(f"FAILED: {done.location}: {count} found ({what}; {read})")
-    return "\n".join(lines)
+    return "\n".join(printable(line, lines=False) for line in lines)

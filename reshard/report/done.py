@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
+from manifests.errors import printable
 from reshard.formatting import show_bytes
 from reshard.operations.export import ExportResult
 from reshard.operations.hub_check import HubReport
@@ -121,6 +122,6 @@ def verify_text(done: VerifyResult, manifest: str) -> str:
         return f"verified {read}: all digests match the manifest"
     count = "1 problem" if len(done.differences) == 1 else f"{len(done.differences)} problems"
     lines = [f"{manifest}: {count} found; checked {read}"]
-    lines += [f"  {where}: {problem}" for where, problem in done.differences]
+    lines += [printable(f"  {where}: {problem}", lines=False) for where, problem in done.differences]
     hint = () if done.source else ("hint: copy the damaged files again, or pack or save the checkpoint again",)
     return "\n".join((*lines, *hint))

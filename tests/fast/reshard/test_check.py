@@ -315,6 +315,16 @@ def test_packed_folder_is_checked_by_its_manifest(folder: Path, tmp_path: Path) 
     assert [place for _, place in problems(packed)] == ["manifest.json"]
 
 
+def test_names_from_files_neither_control_the_terminal_nor_forge_the_verdict(tmp_path: Path) -> None:
+    name = "w\x1b[2J\nok: no problem found\x9b1m"
+    for folder, data in (("a", b"1"), ("b", b"2")):
+        more = {name: Tensor(dtype="U8", shape=(1,), data=data)}
+        write_model(tmp_path / folder, llama_config(), healthy_tensors() | more)
+    text = reshard("check", tmp_path / "a").out
+    assert text.replace("\n", "").isprintable()
+    assert [line.partition(":")[0] for line in text.splitlines()] == [str(tmp_path / "a"), "  hint", "FAILED"]
+
+
 def test_numbers_in_hostile_names_cost_no_memory(tmp_path: Path) -> None:
     one = Tensor(dtype="U8", shape=(1,), data=b"1")
     names = ["layers.99999999999.w", f"layers.{'9' * 5000}.w", "layers.999999999.w", "1." * 50_000 + "w"]

@@ -51,6 +51,16 @@ def flip(path: Path, position: int) -> None:
     path.write_bytes(data)
 
 
+def test_names_of_files_do_not_control_the_terminal(tmp_path: Path) -> None:
+    write_model(tmp_path / "source", llama_config())
+    (tmp_path / "source" / "\x9b2J.txt").write_text("one")
+    run("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out")
+    (tmp_path / "out" / "\x9b2J.txt").write_text("two")
+    text = reshard("verify", tmp_path / "out").out
+    assert "2J.txt" in text
+    assert text.replace("\n", "").isprintable()
+
+
 def test_whole_checkpoint_verifies(out: Path) -> None:
     ended = reshard("verify", out)
     assert (ended.code, ended.err) == (0, "")
