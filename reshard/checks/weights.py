@@ -7,12 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from manifests.errors import UserError
-from manifests.jsontext import parse_json_object
 from manifests.paths import problem_with_path
 from reshard.checks.finding import Contents, Findings, count_of, some
 from reshard.checks.numbering import find_missing
 from reshard.sources.huggingface import OTHER_WEIGHTS, is_beside
-from reshard.sources.weight_map import read_weight_map
+from reshard.sources.weight_map import read_shard_index
 from reshard.tensors.checkpoint import TensorAt, tensors_in
 from reshard.tensors.source_index import INDEX_NAME, SUFFIX
 from stores.base import Folder, read_file_header, read_whole
@@ -68,19 +67,18 @@ def read_weights(folder: Folder, findings: Findings) -> Weights:
 def _read_index(folder: Folder, findings: Findings) -> Mapping[str, str] | None:
     file = folder.file(INDEX_NAME)
     try:
-        raw = read_whole(file)
-        weight_map = read_weight_map(raw, str(file), {})
+        index = read_shard_index(read_whole(file), str(file), {})
     except UserError as error:
         findings.add_error(error)
         return None
-    if b'"metadata"' not in raw or "metadata" not in parse_json_object(raw, str(file)):
+    if not index.has_metadata:
         findings.add(
             file,
             "has no metadata, and transformers reads it of every index",
             'add "metadata": {"total_size": BYTES}, or save the model again',
             code="check.index-metadata",
         )
-    for name in sorted(set(weight_map.values())):
+    for name in sorted(set(index.weight_map.values())):
         problem = problem_with_path(name)
         if problem is None and not name.endswith(SUFFIX):
             problem = f"expected the name of a {SUFFIX} file"
@@ -88,15 +86,15 @@ def _read_index(folder: Folder, findings: Findings) -> Mapping[str, str] | None:
             where = f"{file}: weight_map"
             findings.add(where, f"{problem}, found {name[:80]!r}", code="source.bad-index")
             return None
-    return weight_map
+    return index.weight_map
 
 
 def _names_in(folder: Folder, weight_map: Mapping[str, str], found: list[str], findings: Findings) -> list[str]:
     """Return the shards of the index that are there; report those that are not, and gaps in their numbers."""
     wanted = set(weight_map.values())
-    where = str(folder.file(INDEX_NAME))
-    for name in sorted(wanted - set(found)):
-        lost = tuple(sorted(fqn for fqn, shard in weight_map.items() if shard == name))
+    where, absent = str(folder.file(INDEX_NAME)), wanted.difference(found)
+    for name in sorted(absent):
+        lost = sorted(fqn for fqn, shard in weight_map.items() if shard == name)
         findings.add(
             f"{where}: weight_map",
             f"{name!r} is not in the folder; without it {count_of(lost, 'tensor')} missing: {some(lost)}",
@@ -105,7 +103,7 @@ def _names_in(folder: Folder, weight_map: Mapping[str, str], found: list[str], f
             code="check.missing-shard",
         )
     _report_gaps(where, wanted, findings)
-    return sorted(name for name in wanted if name in set(found))
+    return sorted(wanted - absent)
 
 
 def _report_gaps(where: str, names: Iterable[str], findings: Findings) -> None:

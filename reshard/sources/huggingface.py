@@ -11,7 +11,7 @@ from manifests.models import ModelShape, Stored, is_sized_by_files, model_shape,
 from manifests.paths import problem_with_path
 from manifests.schema import Source
 from reshard.copy.journal import is_working_name
-from reshard.sources.weight_map import read_weight_map
+from reshard.sources.weight_map import read_shard_index
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles, TensorAt, tensors_in
 from reshard.tensors.source_index import INDEX_NAME, SUFFIX, KeptText, RecordedShard, SourceRecord
 from stores.base import Folder, read_config, read_whole
@@ -157,7 +157,7 @@ def _find_shards(folder: Folder, files: tuple[str, ...], fqns: Mapping[str, str]
         )
     where = str(folder.file(INDEX_NAME))
     raw = read_whole(folder.file(INDEX_NAME))
-    weight_map = read_weight_map(raw, where, fqns)
+    weight_map = read_shard_index(raw, where, fqns).weight_map
     names = dict.fromkeys(sorted(set(weight_map.values())))
     for name in names:
         if problem := problem_with_path(name):

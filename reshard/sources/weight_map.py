@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from manifests.errors import SourceError
 from manifests.headertext import PAIR, STRING, read_string
 from manifests.jsontext import kind_of, parse_json_object
 
-__all__ = ["read_weight_map"]
+__all__ = ["ShardIndex", "read_shard_index"]
 
 _S = rb"[ \t\n\r]*+"
 _SCALAR = rb"(?:" + STRING + rb"|[0-9][0-9.eE+-]*+|true|false|null)"
@@ -22,8 +23,16 @@ _BEFORE = re.compile(_S + rb"\{" + _S + rb"(?:" + _METADATA + rb"," + _S + rb")?
 _AFTER = re.compile(rb"(?:," + _S + _METADATA + rb")?\}" + _S + rb"\Z")
 
 
-def read_weight_map(raw: bytes, where: str, names: Mapping[str, str]) -> dict[str, str]:
-    """Return the file of each tensor in the index. Keys that are in `names` are the same objects as there.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardIndex:
+    """The file of each tensor, and whether there is `metadata`, which transformers reads of every index."""
+
+    weight_map: dict[str, str]
+    has_metadata: bool
+
+
+def read_shard_index(raw: bytes, where: str, names: Mapping[str, str]) -> ShardIndex:
+    """Return what an index says. Keys of its map that are in `names` are the same objects as there.
 
     Raises:
         SourceError: not a JSON object of file names.
@@ -31,7 +40,8 @@ def read_weight_map(raw: bytes, where: str, names: Mapping[str, str]) -> dict[st
     read = _read_pairs(raw, where, names)
     if read is not None:
         return read
-    weight_map = parse_json_object(raw, where).get("weight_map")  # unusual spelling, or invalid
+    document = parse_json_object(raw, where)  # unusual spelling, or invalid
+    weight_map = document.get("weight_map")
     if not isinstance(weight_map, dict):
         problem = f"expected an object of file names, found {kind_of(weight_map)}"
         raise SourceError(f"{where}: weight_map", problem, code="source.bad-index")
@@ -39,11 +49,11 @@ def read_weight_map(raw: bytes, where: str, names: Mapping[str, str]) -> dict[st
         if not isinstance(listed, str):
             place = f"{where}: weight_map[{fqn[:80]!r}]"
             raise SourceError(place, f"expected a file name, found {kind_of(listed)}", code="source.bad-index")
-    return weight_map
+    return ShardIndex(weight_map=weight_map, has_metadata="metadata" in document)
 
 
-def _read_pairs(raw: bytes, where: str, names: Mapping[str, str]) -> dict[str, str] | None:
-    """Return the map of an index in the usual spelling; None for any other."""
+def _read_pairs(raw: bytes, where: str, names: Mapping[str, str]) -> ShardIndex | None:
+    """Return what an index says in the usual spelling; None for any other."""
     before = _BEFORE.match(raw)
     if before is None:
         return None
@@ -65,5 +75,6 @@ def _read_pairs(raw: bytes, where: str, names: Mapping[str, str]) -> dict[str, s
     after = _AFTER.match(raw, at)
     if after is None or count > len(found) or (before["metadata"] and after["metadata"]):
         return None
-    parse_json_object(before["metadata"] or after["metadata"] or b"{}", f"{where}: metadata")
-    return found
+    metadata = before["metadata"] or after["metadata"]
+    parse_json_object(metadata or b"{}", f"{where}: metadata")
+    return ShardIndex(weight_map=found, has_metadata=metadata is not None)

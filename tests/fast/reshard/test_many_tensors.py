@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from manifests.models import model_shape
 from manifests.safetensors import encode_header, header_template, layout_tensors, template_nbytes
-from reshard.sources.weight_map import read_weight_map
+from reshard.sources.weight_map import read_shard_index
 from reshard.tensors.source_index import KeptText, RecordedShard, SourceRecord, decode_record, encode_record
 from tests.builders import INDEX
 
@@ -127,4 +127,5 @@ def test_an_index_is_what_json_says(
     if is_last:
         document = dict(reversed(document.items()))
     raw = json.dumps(document, indent=indent, ensure_ascii=is_ascii).encode()
-    assert read_weight_map(raw, "index", {name: name for name in weight_map}) == weight_map
+    index = read_shard_index(raw, "index", {name: name for name in weight_map})
+    assert (index.weight_map, index.has_metadata) == (weight_map, metadata is not None)
