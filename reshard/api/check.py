@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Literal
 
 from manifests.errors import UsageError
+from reshard.api.arguments import names_parameters
 from reshard.checks.check import CheckOptions, CheckResult, check_checkpoint
 from reshard.operations.progress import Progress, counting
 
 __all__ = ["check"]
 
 
+@names_parameters
 def check(
     checkpoint: str | Path,
     *,

@@ -45,11 +45,12 @@ def check(
     Example:
       reshard check ./Llama-3.2-1B --values
     """
+    from reshard.api.arguments import names_flags
     from reshard.api.check import check as run
     from reshard.report.check import check_json, check_text
 
     with options.progress("check", quiet) as progress:
-        done = run(
+        done = names_flags(run)(
             checkpoint, against=against, reads_bytes=reads_bytes, values=values, digests=digests, progress=progress
         )
     if as_json or not (quiet and done.ok):

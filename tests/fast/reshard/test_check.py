@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import reshard as api
+from manifests.errors import UsageError
 from manifests.jsontext import MOST_VALUES
 from tests.builders import EMBEDDING, INDEX, Ended, Tensor, llama_config, random_tensors, reshard, write_model
 from tests.builders import write_safetensors as write_shard
@@ -423,6 +424,16 @@ def test_check_from_python_returns_findings_and_imports_no_torch(folder: Path) -
     assert [finding.code for finding in api.check(folder).findings] == ["check.missing-shard"]
     code = f"import sys, reshard; reshard.check({str(folder)!r}); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
+def test_errors_name_flags_of_the_command_and_parameters_of_the_function(folder: Path) -> None:
+    ended = reshard("check", folder, "--bytes", "--json").json["error"]
+    assert (ended["where"], "--against" in ended["hint"]) == ("--bytes", True)
+    with pytest.raises(UsageError) as caught:
+        api.check(folder, reads_bytes=True)
+    assert (caught.value.code, caught.value.where) == ("options.conflict", "reads_bytes")
+    assert "against" in caught.value.hint
+    assert "--" not in str(caught.value)
 
 
 def test_nothing_there_is_bad_input(tmp_path: Path) -> None:
