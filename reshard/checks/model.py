@@ -14,6 +14,7 @@ from reshard.checks.finding import Findings, count_of, some
 from reshard.checks.numbering import find_missing
 from reshard.checks.weights import Weights
 from reshard.copy.engine import hash_tensors
+from reshard.sources.coverage import compare_with_shape
 from reshard.sources.huggingface import CONFIG_NAME, stored_in, without_absent
 from reshard.tensors.checkpoint import TensorAt
 from stores.base import Folder, read_whole
@@ -75,10 +76,16 @@ def _shape_of(folder: Folder, config: Mapping[str, object], weights: Weights) ->
 def _report_coverage(folder: Folder, weights: Weights, shape: ModelShape, findings: Findings) -> None:
     """Report what is missing, unknown or of another shape, as the architecture has it."""
     tensors = {shape.fqn_of(name): tensor for name, tensor in weights.tensors.items()}
+    for name, tensor in weights.tensors.items():
+        if (other := tensors[shape.fqn_of(name)]) is not tensor:
+            problem, hint = (
+                f"is the same tensor of the model as {other.name!r} in {other.file}",
+                "remove one of the two",
+            )
+            findings.add(f"{tensor.file}: {name!r}", problem, hint, code="check.tensor-twice")
     shape = without_absent(shape, tensors)
-    tied = {fqn for group in shape.ties if any(name in tensors for name in group) for fqn in group}
-    missing = [fqn for fqn in shape.tensors if fqn not in tensors and fqn not in tied]
-    if missing:
+    coverage = compare_with_shape(tensors, shape)
+    if missing := coverage.missing:
         findings.add(
             folder,
             f"{len(missing)} of {len(shape.tensors)} tensors of the model missing: {some(missing)}",
@@ -86,9 +93,7 @@ def _report_coverage(folder: Folder, weights: Weights, shape: ModelShape, findin
             missing,
             code="source.missing-tensor",
         )
-    ignored = shape.ignored_suffixes or ("\0",)
-    unknown = [fqn for fqn in tensors if fqn not in shape.tensors and not fqn.endswith(ignored)]
-    if unknown:
+    if unknown := coverage.unknown:
         findings.add(
             folder,
             f"{count_of(unknown, 'tensor')} that {shape.architecture} does not have: {some(unknown)}",
@@ -96,10 +101,9 @@ def _report_coverage(folder: Folder, weights: Weights, shape: ModelShape, findin
             unknown,
             code="source.unknown-tensor",
         )
-    wrong = {fqn: tensor for fqn, tensor in tensors.items() if tensor.shape != shape.tensors.get(fqn, tensor.shape)}
-    if wrong:
-        fqn, tensor = next(iter(wrong.items()))
-        problem = f"expected {list(shape.tensors[fqn])} ({CONFIG_NAME}), found {list(tensor.shape)}"
+    if wrong := coverage.misshapen:
+        tensor = tensors[wrong[0]]
+        problem = f"expected {list(shape.tensors[wrong[0]])} ({CONFIG_NAME}), found {list(tensor.shape)}"
         findings.add(
             f"{tensor.file}: {tensor.name!r}.shape",
             problem + (f"; and {count_of(wrong, 'tensor')} in all" if len(wrong) > 1 else ""),

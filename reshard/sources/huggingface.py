@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from manifests.errors import InputError, SourceError
@@ -11,6 +11,7 @@ from manifests.models import ModelShape, Stored, is_sized_by_files, model_shape,
 from manifests.paths import problem_with_path
 from manifests.schema import Source
 from reshard.copy.journal import is_working_name
+from reshard.sources.coverage import compare_with_shape
 from reshard.sources.weight_map import read_shard_index
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles, TensorAt, tensors_in
 from reshard.tensors.source_index import INDEX_NAME, SUFFIX, KeptText, RecordedShard, SourceRecord
@@ -107,9 +108,8 @@ def check_coverage(
     tensors: Mapping[str, TensorAt], shape: ModelShape, where: str, dropped: frozenset[str] = frozenset()
 ) -> None:
     """Raise unless the tensors are exactly those of the model, with the shapes of the config."""
-    stored_for_tie = {fqn for group in shape.ties if any(name in tensors for name in group) for fqn in group}
-    missing = [fqn for fqn in shape.tensors if fqn not in tensors and fqn not in stored_for_tie]
-    if missing:
+    coverage = compare_with_shape(tensors, shape)
+    if missing := coverage.missing:
         raise SourceError(
             where,
             f"missing {_count(missing, 'tensor')} of the model: {_some(missing)}",
@@ -118,25 +118,21 @@ def check_coverage(
             else "the checkpoint is incomplete; download it again",
             code="source.missing-tensor",
         )
-    unknown = [
-        fqn for fqn in tensors if fqn not in shape.tensors and not fqn.endswith(shape.ignored_suffixes or ("\0",))
-    ]
-    if unknown:
+    if unknown := coverage.unknown:
         raise SourceError(
             where,
             f"found {_count(unknown, 'tensor')} that {shape.architecture} does not have: {_some(unknown)}",
             f"download weights and config from one revision, or use --drop {unknown[0]}",
             code="source.unknown-tensor",
         )
-    for fqn, tensor in tensors.items():
-        expected = shape.tensors.get(fqn, tensor.shape)
-        if tensor.shape != expected:
-            raise SourceError(
-                f"{tensor.file}: {fqn!r}.shape",
-                f"expected {list(expected)} ({CONFIG_NAME}), found {list(tensor.shape)}",
-                "download weights and config from one revision",
-                code="source.shape-mismatch",
-            )
+    for fqn in coverage.misshapen:
+        tensor = tensors[fqn]
+        raise SourceError(
+            f"{tensor.file}: {fqn!r}.shape",
+            f"expected {list(shape.tensors[fqn])} ({CONFIG_NAME}), found {list(tensor.shape)}",
+            "download weights and config from one revision",
+            code="source.shape-mismatch",
+        )
 
 
 def _find_shards(folder: Folder, files: tuple[str, ...], fqns: Mapping[str, str]) -> _Shards:
@@ -277,9 +273,9 @@ def _auxiliary_files(folder: Folder, files: tuple[str, ...], weights: set[str]) 
     return tuple(auxiliary)
 
 
-def _count(items: list[str], noun: str) -> str:
+def _count(items: Sequence[str], noun: str) -> str:
     return f"{len(items)} {noun}{'s' if len(items) > 1 else ''}"
 
 
-def _some(items: list[str]) -> str:
+def _some(items: Sequence[str]) -> str:
     return ", ".join(items[:5]) + (", ..." if len(items) > 5 else "")
