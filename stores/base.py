@@ -27,6 +27,7 @@ __all__ = [
     "merge_ranges",
     "read_config",
     "read_file_header",
+    "read_range",
     "read_whole",
 ]
 
@@ -132,7 +133,7 @@ def read_whole(file: InputFile, digest: str | None = None, *, most_nbytes: int =
     if file.nbytes > most_nbytes:
         problem = f"expected at most {most_nbytes} bytes, found {file.nbytes}"
         raise SourceError(str(file), problem, code="source.file-too-large")
-    data = _read(file, 0, file.nbytes)
+    data = read_range(file, 0, file.nbytes)
     if digest is not None:
         _check_digest(file, digest, digest_bytes(data))
     if (hasher := _listed_hasher(file)) is not None:
@@ -192,9 +193,9 @@ def read_file_header(file: InputFile) -> Header:
         InputError: it cannot be read.
     """
     where = str(file)
-    first = _read(file, 0, min(_LENGTH_NBYTES, file.nbytes))
+    first = read_range(file, 0, min(_LENGTH_NBYTES, file.nbytes))
     raw_nbytes = header_nbytes(first, file.nbytes, where)
-    raw = _read(file, _LENGTH_NBYTES, _LENGTH_NBYTES + raw_nbytes)
+    raw = read_range(file, _LENGTH_NBYTES, _LENGTH_NBYTES + raw_nbytes)
     return parse_header(raw, data_nbytes=file.nbytes - _LENGTH_NBYTES - raw_nbytes, where=where)
 
 
@@ -229,7 +230,12 @@ def _check_digest(file: InputFile, expected: str, found: str) -> None:
         )
 
 
-def _read(file: InputFile, begin: int, end: int) -> bytes:
+def read_range(file: InputFile, begin: int, end: int) -> bytes:
+    """Return bytes `begin` to `end` of a file.
+
+    Raises:
+        InputError: they cannot be read.
+    """
     data = bytearray(end - begin)
     reader = file.open(((begin, end),))
     try:

@@ -11,7 +11,7 @@ from manifests.safetensors import Header
 from stores.base import InputFile, read_file_header
 from stores.local import LocalFile
 
-__all__ = ["NUM_AT_ONCE", "at_once", "each_file_header", "read_file_headers"]
+__all__ = ["NUM_AT_ONCE", "at_once", "each_file_header", "each_of", "read_file_headers"]
 
 NUM_AT_ONCE = 8
 
@@ -34,11 +34,20 @@ def each_file_header(files: Iterable[InputFile]) -> Iterator[tuple[InputFile, He
     Raises:
         InputError: as `read_file_headers`.
     """
+    return each_of(files, read_file_header)
+
+
+def each_of(files: Iterable[InputFile], read_one: Callable[[InputFile], Result]) -> Iterator[tuple[InputFile, Result]]:
+    """Yield each file and what is read of it, in order; files that are elsewhere are read concurrently.
+
+    Raises:
+        InputError: as `read_one`, for the first file that fails.
+    """
     files = tuple(files)
     if all(isinstance(file, LocalFile) for file in files):
-        yield from ((file, read_file_header(file)) for file in files)
+        yield from ((file, read_one(file)) for file in files)
         return
-    read = at_once({file: partial(read_file_header, file) for file in files})
+    read = at_once({file: partial(read_one, file) for file in files})
     for file in files:
         if file in read:  # otherwise an earlier one failed
             yield file, read.pop(file).result()

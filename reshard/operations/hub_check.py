@@ -53,12 +53,15 @@ def check_hub_files(
     files = {} if checkpoint.originals is None else checkpoint.originals.files
     listed = {name: file for name, file in files.items() if isinstance(file, Listed) and len(file.listed) == 64}
     written = _written(shards, folder) if folder is not None and listed else {}
-    heads = {shard.name: shard.kept.text for shard in checkpoint.record.shards if shard.name in listed}
+    heads = dict.fromkeys(listed, b"")  # of other files than safetensors, pieces have all bytes
+    for shard in checkpoint.record.shards:
+        if shard.name in listed:
+            heads[shard.name] = len(shard.kept.text).to_bytes(8, "little") + shard.kept.text
     plans = {name: list(_pieces(file, len(heads[name]), written.get(file, {}))) for name, file in listed.items()}
     ready = [name for name, pieces in plans.items() if fetch or all(piece.file != listed[name] for piece in pieces)]
 
     def verify(name: str) -> None:
-        hasher = hashlib.sha256(len(heads[name]).to_bytes(8, "little") + heads[name])
+        hasher = hashlib.sha256(heads[name])
         for block in _blocks(plans[name]):
             hasher.update(block)
         if hasher.hexdigest() != listed[name].listed:
@@ -89,7 +92,7 @@ def _written(shards: Sequence[OutputShard], folder: Path) -> dict[InputFile, dic
 
 def _pieces(file: InputFile, head_nbytes: int, written: Mapping[int, _Piece]) -> Iterator[_Piece]:
     """Yield the pieces that make up a file's data, in order; what was not written is read from the file itself."""
-    position = 8 + head_nbytes
+    position = head_nbytes
     for begin, piece in sorted(written.items()):
         if begin > position:
             yield _Piece(position, begin - position, file, position)

@@ -10,6 +10,7 @@ from manifests.schema import OriginalFile, Span, Virtual
 from reshard.formatting import parse_numbers
 from reshard.plans.pack_plan import PackPlan, StagePlan
 from reshard.tensors.checkpoint import Checkpoint, OriginalFiles
+from reshard.tensors.source_index import SUFFIX
 from stores.base import Range, merge_ranges
 from stores.bundles import TensorAt
 
@@ -60,7 +61,7 @@ def refer_to_originals(stages: Sequence[StagePlan], checkpoint: Checkpoint) -> R
     if stages:
         _check_names(checkpoint)
     originals = checkpoint.originals or OriginalFiles(location="", revision=None, files={})
-    names = {file: name for name, file in originals.files.items()}
+    names = {file: name for name, file in originals.files.items() if name.endswith(SUFFIX)}
     tied = {fqn for group in checkpoint.shape.ties for fqn in group}
     ranges: dict[int, dict[str, list[Range]]] = {}
     num_tensors: dict[int, int] = {}

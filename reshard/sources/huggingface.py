@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from manifests.errors import InputError, SourceError
@@ -10,13 +10,22 @@ from manifests.invariants import MANIFEST_NAME, SOURCE_NAME
 from manifests.models import ModelShape, Stored, is_sized_by_files, model_shape, module_of
 from manifests.paths import problem_with_path
 from manifests.schema import Source
+from reshard.archives.tensors import read_archive
 from reshard.copy.journal import is_working_name
 from reshard.sources.coverage import compare_with_shape
+from reshard.sources.torch_files import (
+    TORCH_INDEX_NAME,
+    TORCH_NAME,
+    TORCH_SUFFIX,
+    index_of,
+    is_torch_shard,
+    recorded_as_safetensors,
+)
 from reshard.sources.weight_map import read_shard_index
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles, TensorAt, tensors_in
 from reshard.tensors.source_index import INDEX_NAME, SUFFIX, KeptText, RecordedShard, SourceRecord
-from stores.base import Folder, read_config, read_whole
-from stores.headers import each_file_header
+from stores.base import Folder, InputFile, read_config, read_whole
+from stores.headers import each_file_header, each_of
 
 __all__ = ["CONFIG_NAME", "OTHER_WEIGHTS", "check_coverage", "is_beside", "open_folder", "stored_in", "without_absent"]
 
@@ -36,9 +45,14 @@ class _Shards:
     """The names of the shards, and the index, if there is one."""
 
     names: tuple[str, ...]
-    beside: tuple[str, ...]  # other safetensors files
-    weight_map: Mapping[str, str] | None
-    index: KeptText | None
+    beside: tuple[str, ...] = ()  # other safetensors files
+    weight_map: Mapping[str, str] | None = None
+    index: KeptText | None = None
+    are_torch: bool = False  # files of torch.save, not of safetensors
+
+    @property
+    def index_name(self) -> str:
+        return TORCH_INDEX_NAME if self.are_torch else INDEX_NAME
 
 
 def open_folder(folder: Folder, drop: frozenset[str] = frozenset()) -> Checkpoint:
@@ -63,6 +77,7 @@ def open_folder(folder: Folder, drop: frozenset[str] = frozenset()) -> Checkpoin
     names = {fqn: fqn for fqn in shape.tensors} if shape else {}
     shards = _find_shards(folder, files, names)
     tensors, recorded = _read_shards(folder, shards, names)
+    index = index_of(recorded) if shards.are_torch and shards.weight_map is not None else shards.index
     del names
     dropped = _drop(tensors, drop, shape)
     if shape is None:
@@ -72,16 +87,14 @@ def open_folder(folder: Folder, drop: frozenset[str] = frozenset()) -> Checkpoin
     shape = without_absent(shape, tensors)
     check_coverage(tensors, shape, str(folder), frozenset(dropped))
     beside = set(shards.beside)
-    left_out = tuple(name for name in files if name.endswith(OTHER_WEIGHTS) or name in beside)
+    left_out = tuple(
+        name for name in files if name not in shards.names and (name.endswith(OTHER_WEIGHTS) or name in beside)
+    )
     return Checkpoint(
         shape=shape,
         tensors=tensors,
-        auxiliary=_auxiliary_files(folder, files, {*shards.names, *left_out, INDEX_NAME}),
-        record=SourceRecord(
-            shards=recorded,
-            index=shards.index,
-            dropped=dropped,
-        ),
+        auxiliary=_auxiliary_files(folder, files, {*shards.names, *left_out, INDEX_NAME, shards.index_name}),
+        record=SourceRecord(shards=recorded, index=index, dropped=dropped),
         source=Source(kind=folder.kind, location=folder.location, revision=folder.revision, left_out=left_out),
         originals=OriginalFiles(
             location=folder.location,
@@ -142,6 +155,8 @@ def _find_shards(folder: Folder, files: tuple[str, ...], fqns: Mapping[str, str]
         found = dict.fromkeys(name for name in found if not is_beside(name))
         if list(found) == [_SINGLE_NAME]:
             return _Shards(names=(_SINGLE_NAME,), beside=beside, weight_map=None, index=None)
+        if not found and not {TORCH_NAME, TORCH_INDEX_NAME}.isdisjoint(files):
+            return _find_torch_files(folder, files, fqns, beside)
         if not found:
             others = [name for name in files if name.endswith(OTHER_WEIGHTS)]
             hint = f"the format of {others[0]} is not supported; {_CONVERT}" if others else _WANTED
@@ -151,17 +166,41 @@ def _find_shards(folder: Folder, files: tuple[str, ...], fqns: Mapping[str, str]
             f"expected {_SINGLE_NAME} alone or an {INDEX_NAME}, found {_some(list(found))} and no index",
             code="source.no-index",
         )
-    where = str(folder.file(INDEX_NAME))
-    raw = read_whole(folder.file(INDEX_NAME))
+    raw, weight_map = _read_index(folder, INDEX_NAME, found, fqns)
+    names = tuple(sorted(set(weight_map.values())))
+    others = [name for name in found if name not in names]
+    beside = tuple(name for name in others if is_beside(name))
+    _refuse_strays(folder, INDEX_NAME, [name for name in others if not is_beside(name)])
+    return _Shards(names=names, beside=beside, weight_map=weight_map, index=KeptText(raw))
+
+
+def _find_torch_files(
+    folder: Folder, files: tuple[str, ...], fqns: Mapping[str, str], beside: tuple[str, ...]
+) -> _Shards:
+    """Return the `pytorch_model*.bin` files of a folder without safetensors; other .bin files are not the model's."""
+    if TORCH_INDEX_NAME not in files:
+        return _Shards(names=(TORCH_NAME,), beside=beside, are_torch=True)
+    _, weight_map = _read_index(folder, TORCH_INDEX_NAME, files, fqns, TORCH_SUFFIX)
+    names = tuple(sorted(set(weight_map.values())))
+    strays = [name for name in files if is_torch_shard(name) and name not in names]
+    _refuse_strays(folder, TORCH_INDEX_NAME, strays)
+    return _Shards(names=names, beside=beside, weight_map=weight_map, are_torch=True)
+
+
+def _read_index(
+    folder: Folder, index_name: str, found: Collection[str], fqns: Mapping[str, str], suffix: str = SUFFIX
+) -> tuple[bytes, Mapping[str, str]]:
+    """Return the text of an index and its map, after checking that it lists files that are there."""
+    where = str(folder.file(index_name))
+    raw = read_whole(folder.file(index_name))
     weight_map = read_shard_index(raw, where, fqns).weight_map
-    names = dict.fromkeys(sorted(set(weight_map.values())))
-    for name in names:
+    for name in sorted(set(weight_map.values())):
         if problem := problem_with_path(name):
             raise SourceError(f"{where}: weight_map", f"{problem}, found {name[:80]!r}", code="source.bad-index")
-        if not name.endswith(SUFFIX):
+        if not name.endswith(suffix):
             raise SourceError(
                 f"{where}: weight_map",
-                f"expected names of {SUFFIX} files, found {name!r}",
+                f"expected names of {suffix} files, found {name!r}",
                 "the index is damaged, or is for weights in another format; download it again",
                 code="source.bad-index",
             )
@@ -172,17 +211,17 @@ def _find_shards(folder: Folder, files: tuple[str, ...], fqns: Mapping[str, str]
                 "download the missing shard",
                 code="source.missing-shard",
             )
-    others = [name for name in found if name not in names]
-    beside = tuple(name for name in others if is_beside(name))
-    stray = [name for name in others if not is_beside(name)]
-    if stray:
+    return raw, weight_map
+
+
+def _refuse_strays(folder: Folder, index_name: str, strays: Sequence[str]) -> None:
+    if strays:
         raise SourceError(
-            str(folder.file(stray[0])),
-            f"stray shard, not listed in {INDEX_NAME}",
+            str(folder.file(strays[0])),
+            f"stray shard, not listed in {index_name}",
             "remove it, or download the index of these shards",
             code="source.stray-shard",
         )
-    return _Shards(names=tuple(names), beside=beside, weight_map=weight_map, index=KeptText(raw))
 
 
 def is_beside(name: str) -> bool:
@@ -197,28 +236,41 @@ def _read_shards(
     """Return the tensors of all shards, checked against the index, and each shard's header to record."""
     tensors: dict[str, TensorAt] = {}
     recorded = []
-    for shard, (file, header) in zip(shards.names, each_file_header(map(folder.file, shards.names)), strict=True):
-        recorded.append(RecordedShard(shard, header.raw))
-        for tensor in tensors_in(file, header, names=names):
-            listed = shard if shards.weight_map is None else shards.weight_map.get(tensor.name)
-            if listed != shard:
+    for name, (file, shard, stored) in zip(shards.names, _each_shard(folder, shards, names), strict=True):
+        recorded.append(shard)
+        for tensor in stored:
+            listed = name if shards.weight_map is None else shards.weight_map.get(tensor.name)
+            if listed != name:
                 said = "does not list it" if listed is None else f"lists it in {listed}"
                 raise SourceError(
                     f"{file}: {tensor.name!r}",
-                    f"is in this shard, but {INDEX_NAME} {said}",
+                    f"is in this shard, but {shards.index_name} {said}",
                     "download shards and index from one revision",
                     code="source.index-disagrees",
                 )
             tensors[tensor.name] = tensor
-    for fqn, shard in (shards.weight_map or {}).items():
+    for fqn, name in (shards.weight_map or {}).items():
         if fqn not in tensors:
             raise SourceError(
-                f"{folder.file(INDEX_NAME)}: weight_map[{fqn!r}]",
-                f"{shard} does not contain this tensor",
+                f"{folder.file(shards.index_name)}: weight_map[{fqn!r}]",
+                f"{name} does not contain this tensor",
                 "download shards and index from one revision",
                 code="source.index-disagrees",
             )
     return tensors, tuple(recorded)
+
+
+def _each_shard(
+    folder: Folder, shards: _Shards, names: Mapping[str, str]
+) -> Iterator[tuple[InputFile, RecordedShard, list[TensorAt]]]:
+    """Yield each file, what to record of it, and its tensors."""
+    files = [folder.file(name) for name in shards.names]
+    if shards.are_torch:
+        for name, (file, tensors) in zip(shards.names, each_of(files, read_archive), strict=True):
+            yield file, recorded_as_safetensors(name, tensors), tensors
+    else:
+        for name, (file, header) in zip(shards.names, each_file_header(files), strict=True):
+            yield file, RecordedShard(name, header.raw), tensors_in(file, header, names=names)
 
 
 def _drop(tensors: dict[str, TensorAt], drop: frozenset[str], shape: ModelShape | None) -> tuple[str, ...]:

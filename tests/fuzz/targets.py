@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from tests.fuzz import documents, header, job, manifest, record, runlog, tokenizer
+from tests.fuzz import archive, documents, header, job, manifest, record, runlog, tokenizer
 
 __all__ = ["TARGETS", "Target"]
 
@@ -24,6 +24,8 @@ TARGETS: Mapping[str, Target] = {
     "header": Target(header.check, header.seeds, "header"),
     "manifest": Target(manifest.check, manifest.seeds, "json"),
     "record": Target(record.check, record.seeds, "json"),
+    "archive": Target(archive.check, archive.seeds, "bytes"),
+    "pickle": Target(archive.check_pickle, archive.pickles, "bytes"),
     "text": Target(documents.check_text, documents.texts, "bytes"),
     "lines": Target(documents.check_lines, documents.lines, "lines"),
     "parquet": Target(documents.check_rows, documents.rows, "bytes"),

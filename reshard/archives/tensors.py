@@ -1,0 +1,167 @@
+"""The tensors of a file that torch.save wrote: names, dtypes, shapes, and where their bytes are.
+
+Source: torch 2.13.0, torch/_utils.py, torch/storage.py, torch/serialization.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from manifests.errors import SourceError
+from manifests.headertext import DTYPE_BITS, MAX_DIM, MAX_RANK
+from reshard.archives.pickled import BadPickleError, Reference, read_pickle
+from reshard.archives.strides import gathered, is_contiguous
+from reshard.archives.zipped import Entry, bad_archive, read_entries, read_entry
+from reshard.tensors.checkpoint import TensorAt
+from stores.base import InputFile, read_range
+
+__all__ = ["read_archive"]
+
+_MAX_PICKLE_NBYTES = 256 << 20
+_PICKLE, _BYTE_ORDER, _STORAGES = "data.pkl", "byteorder", "data/"
+_ZIP_MAGIC = b"PK\x03\x04"
+_OLD_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_SAVE_AGAIN = "load it with torch.load(FILE, weights_only=True) and save it again with torch.save"
+# Of dtypes, and of the storage classes that stand for them in older pickles.
+_DTYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
+    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "uint16": "U16", "uint32": "U32", "uint64": "U64",
+    "complex64": "C64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
+}  # fmt: skip
+_STORAGE_CLASSES = {
+    "Double": "F64", "Float": "F32", "Half": "F16", "BFloat16": "BF16", "Long": "I64", "Int": "I32", "Short": "I16",
+    "Char": "I8", "Byte": "U8", "Bool": "BOOL", "ComplexFloat": "C64",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Dtype:
+    """A dtype, or the class of storages of it; `None` of storages of bytes."""
+
+    name: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What a pickle says of a tensor: a storage, and which of its elements the tensor has."""
+
+    storage: Reference
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: _Dtype | None = None
+
+
+class _Dict(dict[Any, Any]):
+    """An OrderedDict; attributes that a pickle sets, such as the `_metadata` of state dicts, are left out."""
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+
+def _view(storage: Reference, offset: int, shape: Any, strides: Any, *_: object) -> _View:
+    return _View(storage, offset, tuple(shape), tuple(strides))
+
+
+def _view_of_bytes(storage: Reference, offset: int, shape: Any, strides: Any, grad: object, hooks: object,
+                   dtype: _Dtype, *_: object) -> _View:  # fmt: skip
+    return _View(storage, offset, tuple(shape), tuple(strides), dtype)
+
+
+_KNOWN: Mapping[str, object] = {
+    "collections.OrderedDict": _Dict,
+    "torch._utils._rebuild_tensor_v2": _view,
+    "torch._utils._rebuild_tensor_v3": _view_of_bytes,
+    "torch._utils._rebuild_parameter": lambda data, *_: data,
+    "torch.Size": tuple,
+}
+# Constants, which a pickle names and does not call.
+_CONSTANTS = {
+    **{f"torch.{name}": _Dtype(dtype) for name, dtype in _DTYPES.items()},
+    **{f"torch.{name}Storage": _Dtype(dtype) for name, dtype in _STORAGE_CLASSES.items()},
+    "torch.storage.UntypedStorage": _Dtype(None),
+}
+
+
+def read_archive(file: InputFile) -> list[TensorAt]:
+    """Return the tensors of a state dict that torch.save wrote, in its order.
+
+    Tensors that share a storage have overlapping bytes. One that is not contiguous is gathered when it is read.
+
+    Raises:
+        SourceError: not such a file, damaged, with objects other than tensors, or of a format that is not read.
+        InputError: it cannot be read.
+    """
+    _check_magic(file)
+    entries = read_entries(file)
+    if _PICKLE not in entries:
+        raise bad_archive(file, f"expected a file that torch.save wrote, found no entry {_PICKLE!r}")
+    if _BYTE_ORDER in entries and (order := read_entry(file, entries[_BYTE_ORDER], 16)) != b"little":
+        raise bad_archive(file, f"expected little-endian bytes, found {order.decode(errors='replace')!r}")
+    try:
+        state = read_pickle(read_entry(file, entries[_PICKLE], _MAX_PICKLE_NBYTES), {**_KNOWN, **_CONSTANTS})
+        return [_tensor(file, name, value, entries) for name, value in _items(state)]
+    except BadPickleError as error:
+        problem = f"expected a state dict: {error}"
+        raise SourceError(str(file), problem, _SAVE_AGAIN, code="source.bad-pickle") from error
+
+
+def _check_magic(file: InputFile) -> None:
+    first = read_range(file, 0, min(file.nbytes, len(_OLD_MAGIC)))
+    if first.startswith(_ZIP_MAGIC):
+        return
+    if first == _OLD_MAGIC:
+        problem = "expected a zip file, found the format that torch.save wrote before torch 1.6"
+        raise SourceError(str(file), problem, _SAVE_AGAIN, code="source.old-archive")
+    raise bad_archive(file, f"expected a zip file as torch.save writes it, found bytes {first[:4].hex()!r}")
+
+
+def _items(state: object) -> list[tuple[str, _View]]:
+    if not isinstance(state, dict):
+        raise BadPickleError(f"found {_kind(state)}")
+    for name, value in state.items():
+        if not isinstance(name, str) or not isinstance(value, _View):
+            raise BadPickleError(f"expected tensors by name, found {_kind(value)} under {str(name)[:80]!r}")
+    return list(state.items())
+
+
+def _kind(value: object) -> str:
+    return f"{'an' if type(value).__name__[0] in 'aeiou' else 'a'} {type(value).__name__.strip('_').lower()}"
+
+
+def _tensor(file: InputFile, name: str, view: _View, entries: Mapping[str, Entry]) -> TensorAt:
+    dtype, entry = _storage(view, name, entries)
+    counts = (view.offset, *view.shape, *view.strides)
+    if not all(type(count) is int and 0 <= count < MAX_DIM for count in counts) or len(view.shape) > MAX_RANK:
+        raise BadPickleError(f"{name[:80]!r} has a shape, strides or an offset that are not counts")
+    if len(view.strides) != len(view.shape):
+        raise BadPickleError(f"{name[:80]!r} has {len(view.strides)} strides for {len(view.shape)} dimensions")
+    width = DTYPE_BITS[dtype] // 8
+    is_empty = 0 in view.shape
+    spanned = 0 if is_empty else 1 + sum((n - 1) * step for n, step in zip(view.shape, view.strides, strict=True))
+    if (view.offset + spanned) * width > entry.nbytes or prod(filter(None, view.shape)) * width >= MAX_DIM:
+        raise BadPickleError(f"{name[:80]!r} reaches beyond its storage of {entry.nbytes} bytes")
+    tensor = TensorAt(
+        name, dtype, view.shape, file, entry.begin + view.offset * width, prod(view.shape) * width, None, None
+    )  # fmt: skip
+    if is_empty or is_contiguous(view.shape, view.strides):
+        return tensor
+    return gathered(tensor, view.strides, spanned)
+
+
+def _storage(view: _View, name: str, entries: Mapping[str, Entry]) -> tuple[str, Entry]:
+    """Return the dtype of a tensor, and the entry that has its bytes."""
+    key = view.storage.key if isinstance(view.storage, Reference) else None
+    if not isinstance(key, tuple) or len(key) < 3 or key[0] != "storage" or not isinstance(key[1], _Dtype):
+        raise BadPickleError(f"{name[:80]!r} has no storage")
+    dtype = key[1].name or (view.dtype.name if isinstance(view.dtype, _Dtype) else None)
+    if dtype is None:
+        raise BadPickleError(f"{name[:80]!r} has no dtype")
+    entry = entries.get(f"{_STORAGES}{key[2]}")
+    if entry is None:
+        raise BadPickleError(f"the storage of {name[:80]!r}, {str(key[2])[:80]!r}, is not in the file")
+    return dtype, entry

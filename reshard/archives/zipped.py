@@ -1,0 +1,131 @@
+"""The entries of a zip file as byte ranges, after checking that they are uncompressed and do not overlap."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+from manifests.errors import SourceError
+from stores.base import InputFile
+
+__all__ = ["Entry", "bad_archive", "read_entries", "read_entry"]
+
+_MAX_DIRECTORY_NBYTES = 64 << 20
+_LOCAL_NBYTES, _LOCAL_MAGIC = 30, b"PK\x03\x04"
+_ENCRYPTED = 1
+_AGAIN = "the file is damaged or truncated; copy or download it again"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """An entry's bytes: `nbytes` from `begin` on, from the start of the file."""
+
+    name: str
+    begin: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.nbytes
+
+
+def read_entries(file: InputFile) -> dict[str, Entry]:
+    """Return the entries of a zip file, by name, without the folder that all of them are in.
+
+    Raises:
+        SourceError: not a zip file, or entries that are compressed, overlap, or reach beyond it.
+        InputError: it cannot be read.
+    """
+    try:
+        with zipfile.ZipFile(_Seekable(file)) as archive:
+            infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
+            directory_begin = archive.start_dir
+    except (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError, OverflowError) as error:
+        raise bad_archive(file, f"expected a zip file as torch.save writes it: {error}") from error
+    for info in infos:
+        if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+            raise bad_archive(file, f"entry {info.filename[:80]!r} is compressed, which torch.save never does")
+        if info.flag_bits & _ENCRYPTED or not 0 <= info.header_offset <= directory_begin - _LOCAL_NBYTES:
+            raise bad_archive(file, f"entry {info.filename[:80]!r} is encrypted, or outside of the file")
+    found = _entries(file, infos)
+    ends = [*(info.header_offset for info in infos), directory_begin][1:]
+    for one, end in zip(found, ends, strict=True):
+        if one.end > end:
+            raise bad_archive(file, f"entry {one.name[:80]!r} overlaps the next, or ends beyond the file")
+    by_name = {entry.name: entry for entry in found}
+    if len(by_name) < len(found):
+        raise bad_archive(file, "two entries have one name")
+    return by_name
+
+
+def read_entry(file: InputFile, entry: Entry, most_nbytes: int) -> bytes:
+    """Return an entry's bytes.
+
+    Raises:
+        SourceError: there are more than `most_nbytes`.
+        InputError: it cannot be read.
+    """
+    if entry.nbytes > most_nbytes:
+        raise bad_archive(file, f"expected at most {most_nbytes} bytes in {entry.name!r}, found {entry.nbytes}")
+    data = bytearray(entry.nbytes)
+    with closing(file.open(((entry.begin, entry.end),))) as reader:
+        reader.read_into(memoryview(data), entry.begin)
+    return bytes(data)
+
+
+def bad_archive(file: InputFile, problem: str) -> SourceError:
+    """Return the error for an archive that is malformed."""
+    return SourceError(str(file), problem, _AGAIN, code="source.bad-archive")
+
+
+def _entries(file: InputFile, infos: Sequence[zipfile.ZipInfo]) -> list[Entry]:
+    """Return where the entries' bytes begin: after local headers, whose lengths only they say."""
+    found = []
+    headers = [(info.header_offset, info.header_offset + _LOCAL_NBYTES) for info in infos]
+    with closing(file.open(headers)) as reader:
+        for info in infos:
+            local = bytearray(_LOCAL_NBYTES)
+            reader.read_into(memoryview(local), info.header_offset)
+            if local[:4] != _LOCAL_MAGIC:
+                raise bad_archive(file, f"entry {info.filename[:80]!r} has no local header")
+            name_nbytes, extra_nbytes = (int.from_bytes(local[at : at + 2], "little") for at in (26, 28))
+            begin = info.header_offset + _LOCAL_NBYTES + name_nbytes + extra_nbytes
+            found.append(Entry(name=info.filename.partition("/")[2], begin=begin, nbytes=info.file_size))
+    return found
+
+
+class _Seekable(io.RawIOBase):
+    """What `zipfile` reads of a file: its end and its directory."""
+
+    def __init__(self, file: InputFile) -> None:
+        self._file, self._at = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.nbytes}[whence]
+        if self._at < 0:
+            raise OSError("before the start of the file")
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        left = max(0, self._file.nbytes - self._at)
+        size = left if size is None or size < 0 else min(size, left)
+        if size > _MAX_DIRECTORY_NBYTES:
+            raise ValueError(f"a directory of {size} bytes")
+        data = bytearray(size)
+        with closing(self._file.open(((self._at, self._at + size),))) as reader:
+            reader.read_into(memoryview(data), self._at)
+        self._at += size
+        return bytes(data)

@@ -1,0 +1,42 @@
+"""Names of `pytorch_model.bin` files, as transformers wrote before safetensors, and what an export writes for them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+from manifests.safetensors import encode_header, layout_tensors
+from reshard.tensors.checkpoint import TensorAt
+from reshard.tensors.source_index import SUFFIX, KeptText, RecordedShard, index_anew
+
+__all__ = [
+    "TORCH_INDEX_NAME",
+    "TORCH_NAME",
+    "TORCH_SUFFIX",
+    "index_of",
+    "is_torch_shard",
+    "recorded_as_safetensors",
+]
+
+TORCH_NAME, TORCH_INDEX_NAME, TORCH_SUFFIX = "pytorch_model.bin", "pytorch_model.bin.index.json", ".bin"
+_SHARD = re.compile(r"pytorch_model(?:-\d+-of-\d+)?\.bin")
+_HF_ALIGNMENT = 8  # the safetensors library pads headers to this
+
+
+def is_torch_shard(name: str) -> bool:
+    """Return whether transformers would have written weights under this name."""
+    return _SHARD.fullmatch(name) is not None
+
+
+def recorded_as_safetensors(name: str, tensors: Sequence[TensorAt]) -> RecordedShard:
+    """Return the safetensors file that an export writes in place of `pytorch_model*.bin`: the same tensors in order."""
+    entries = layout_tensors((tensor.name, tensor.dtype, tensor.shape) for tensor in tensors)
+    header = encode_header(entries, {"format": "pt"}, alignment=_HF_ALIGNMENT)
+    return RecordedShard(name.removeprefix("pytorch_").removesuffix(TORCH_SUFFIX) + SUFFIX, header[8:])
+
+
+def index_of(shards: Sequence[RecordedShard]) -> KeptText:
+    """Return the index that an export of these files writes."""
+    entries = {shard.name: shard.header.tensors for shard in shards}
+    return KeptText(index_anew(json.dumps({}), entries).encode())
