@@ -215,19 +215,20 @@ def _swap_in(partial: Path, out: Path, find_owned: FindOwned, journal: str) -> N
 
 @contextmanager
 def _removed(folder: Path, name: str) -> Iterator[None]:
-    """Remove a file while the block runs, and for good when it ends well."""
+    """Remove a file while the block runs, and for good when it ends well: a power failure does not bring it back."""
     path = folder / name
     if not name or not path.is_file():
         yield
         return
-    content = path.read_bytes()
-    path.unlink()
-    try:
-        yield
-    except BaseException:
-        with suppress(OSError):
-            path.write_bytes(content)
-        raise
+    with open(path, "rb") as removed:
+        path.unlink()
+        try:
+            sync_folder(folder)
+            yield
+        except BaseException:
+            with suppress(OSError), open(path, "wb") as restored:
+                shutil.copyfileobj(removed, restored)
+            raise
 
 
 def _take_after(out: Path, partial: Path) -> None:

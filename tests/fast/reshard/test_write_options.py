@@ -52,11 +52,14 @@ def test_everything_is_on_disk_before_the_folder_has_its_name(
     verb: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel is asked as ever; what it is asked to sync, and when the rename comes, is written down."""
-    events: list[str] = []
+    events, synced = list[str](), list[str]()
     fsync, rename = os.fsync, os.rename
+    out, partial = tmp_path / "out", tmp_path / ".out.partial"
 
     def noted_fsync(descriptor: int) -> None:
         events.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if events[-1] == str(partial):
+            synced[:] = os.listdir(partial)
         fsync(descriptor)
 
     def noted_rename(old: Path, new: Path) -> None:
@@ -67,9 +70,9 @@ def test_everything_is_on_disk_before_the_folder_has_its_name(
     monkeypatch.setattr(os, "fsync", noted_fsync)
     monkeypatch.setattr(os, "rename", noted_rename)
     command = {"pack": ("pack", source, "--layout", "pp=3"), "export": ("export", tmp_path / "packed", "--to", "hf")}
-    out, partial = tmp_path / "out", tmp_path / ".out.partial"
     assert reshard(*command[verb], "--out", out).code == 0
     committed = events.index(f"{partial} -> {out}")
+    assert sorted(synced) == sorted(path.name for path in out.iterdir()), "a power failure would bring the journal back"
     for path in [out, *out.rglob("*")]:
         name = partial / path.relative_to(out)
         names = {str(name), str(name.with_name(f".{name.name}.partial"))}  # small files are renamed
