@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from typing import overload
 
 from blake3 import blake3
 
-__all__ = ["PREFIX", "Hasher", "digest_bytes", "digest_hex", "is_digest"]
+__all__ = [
+    "PREFIX",
+    "DigestTable",
+    "HashedBlocks",
+    "Hasher",
+    "digest_bytes",
+    "digest_hex",
+    "is_digest",
+    "is_hex_digest",
+]
 
 PREFIX = "blake3:"
 _HEX = frozenset("0123456789abcdef")
+_NBYTES = 32
 
 Hasher = blake3
 
@@ -27,5 +38,70 @@ def digest_bytes(data: bytes | memoryview) -> str:
 
 
 def is_digest(text: str) -> bool:
-    digits = text.removeprefix(PREFIX)
-    return text.startswith(PREFIX) and len(digits) == 64 and set(digits) <= _HEX
+    return text.startswith(PREFIX) and is_hex_digest(text.removeprefix(PREFIX))
+
+
+def is_hex_digest(text: str) -> bool:
+    """Return whether a text is a digest without the prefix."""
+    return len(text) == 2 * _NBYTES and _HEX.issuperset(text)
+
+
+class HashedBlocks:
+    """Iterate over blocks and hash them; `digest` is of those so far."""
+
+    def __init__(self, blocks: Iterable[bytes]) -> None:
+        self._blocks, self._hasher = blocks, blake3()
+
+    def __iter__(self) -> Iterator[bytes]:
+        for block in self._blocks:
+            self._hasher.update(block)
+            yield block
+
+    @property
+    def digest(self) -> str:
+        return PREFIX + self._hasher.hexdigest()
+
+
+class DigestTable(Sequence[str]):
+    """Hex digests of many tensors, without the prefix, in 32 bytes each: as strings they would take 113."""
+
+    __slots__ = ("_raw",)
+
+    def __init__(self, raw: bytes | bytearray) -> None:
+        self._raw = bytearray(raw)
+
+    @classmethod
+    def blank(cls, num_digests: int) -> DigestTable:
+        """Return a table of digests that are not known yet."""
+        return cls(bytes(num_digests * _NBYTES))
+
+    @classmethod
+    def of(cls, digests: Iterable[str]) -> DigestTable:
+        raw = bytearray()
+        for digits in digests:
+            raw += bytes.fromhex(digits)
+        return cls(raw)
+
+    def put(self, first: int, raw: bytes | bytearray) -> None:
+        """Set consecutive digests, given as bytes, from number `first` on."""
+        begin = first * _NBYTES
+        assert begin + len(raw) <= len(self._raw), "beyond the table"
+        self._raw[begin : begin + len(raw)] = raw
+
+    def __len__(self) -> int:
+        return len(self._raw) // _NBYTES
+
+    def __iter__(self) -> Iterator[str]:
+        for begin in range(0, len(self._raw), _NBYTES):
+            yield self._raw[begin : begin + _NBYTES].hex()
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> DigestTable: ...
+    def __getitem__(self, index: int | slice) -> str | DigestTable:
+        numbers = range(len(self))[index]
+        if isinstance(numbers, int):
+            return self._raw[numbers * _NBYTES : (numbers + 1) * _NBYTES].hex()
+        assert numbers.step == 1, "consecutive digests only"
+        return DigestTable(self._raw[numbers.start * _NBYTES : numbers.stop * _NBYTES])

@@ -9,11 +9,11 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, islice, pairwise, repeat
 from math import prod
 from pathlib import Path
 
-from manifests.digest import digest_bytes
+from manifests.digest import digest_bytes, is_hex_digest
 from manifests.errors import ShardError, refused_by_system
 from manifests.headertext import DTYPE_BITS, MAX_DIM, MAX_RANK, METADATA, TensorEntry, read_header_text
 from manifests.jsontext import parse_json_object
@@ -25,22 +25,28 @@ __all__ = [
     "ALIGNMENT",
     "DIGESTS_KEY",
     "DTYPE_BITS",
+    "LENGTH_NBYTES",
+    "MAX_HEADER_NBYTES",
     "Header",
     "TensorEntry",
+    "blank_digests",
     "encode_header",
     "header_template",
     "in_data_order",
     "layout_tensors",
     "parse_header",
     "read_header",
+    "template_blocks",
     "template_nbytes",
 ]
 
 ALIGNMENT = 4096  # of the data area in the shards that we write, in bytes
 DIGESTS_KEY = "blake3"  # in `__metadata__`: hex digests of the tensors, in header order
 _DIGEST_CHARS = 64
-_LENGTH_NBYTES = 8
-_MAX_HEADER_NBYTES = 100_000_000  # the limit of the safetensors library
+_BLANK = "0" * _DIGEST_CHARS
+_TEXTS_IN_BLOCK = 4096  # of a header that is written in blocks
+LENGTH_NBYTES = 8  # of a file: the length of its header's JSON text
+MAX_HEADER_NBYTES = 100_000_000  # of its JSON text: the limit of the safetensors library
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +60,7 @@ class Header:
     @property
     def nbytes(self) -> int:
         """Where the data area starts, in bytes from the start of the file."""
-        return _LENGTH_NBYTES + len(self.raw)
+        return LENGTH_NBYTES + len(self.raw)
 
     @property
     def data_nbytes(self) -> int:
@@ -66,7 +72,7 @@ class Header:
 
         The header contains every tensor's digest, so it verifies the data too (docs/adr/0002).
         """
-        return digest_bytes(len(self.raw).to_bytes(_LENGTH_NBYTES, "little") + self.raw)
+        return digest_bytes(len(self.raw).to_bytes(LENGTH_NBYTES, "little") + self.raw)
 
     def digests(self, where: str) -> dict[str, str]:
         """Return each tensor's hex digest.
@@ -75,7 +81,7 @@ class Header:
             ShardError: the header does not have one digest per tensor.
         """
         found = self.metadata.get(DIGESTS_KEY, "").split(" ") if self.tensors else []
-        if len(found) != len(self.tensors) or any(len(digits) != _DIGEST_CHARS for digits in found):
+        if len(found) != len(self.tensors) or not all(map(is_hex_digest, found)):
             raise ShardError(
                 f"{where}: __metadata__.{DIGESTS_KEY}",
                 f"expected {len(self.tensors)} digests of {_DIGEST_CHARS} hex digits, found {len(found)} words",
@@ -97,27 +103,27 @@ def read_header(path: Path, *, where: str | None = None) -> Header:
     try:
         with open(path, "rb", opener=open_regular) as file:
             file_nbytes = os.fstat(file.fileno()).st_size
-            raw_nbytes = header_nbytes(file.read(_LENGTH_NBYTES), file_nbytes, place)
+            raw_nbytes = header_nbytes(file.read(LENGTH_NBYTES), file_nbytes, place)
             raw = file.read(raw_nbytes)
     except OSError as error:
         raise refused_by_system(place, error, code="store.unreadable") from error
     if len(raw) != raw_nbytes:
         problem = f"truncated header: expected {raw_nbytes} bytes, found {len(raw)}"
         raise ShardError(place, problem, code="header.not-safetensors")
-    return parse_header(raw, data_nbytes=file_nbytes - _LENGTH_NBYTES - raw_nbytes, where=place)
+    return parse_header(raw, data_nbytes=file_nbytes - LENGTH_NBYTES - raw_nbytes, where=place)
 
 
 def header_nbytes(first: bytes, file_nbytes: int, where: str) -> int:
     """Return the length of the header's JSON text from the first 8 bytes of a file of `file_nbytes`."""
-    if len(first) < _LENGTH_NBYTES:
+    if len(first) < LENGTH_NBYTES:
         raise ShardError(
             where,
-            f"expected at least {_LENGTH_NBYTES} bytes, found {len(first)}",
+            f"expected at least {LENGTH_NBYTES} bytes, found {len(first)}",
             _NOT_SAFETENSORS,
             code="header.not-safetensors",
         )
     length = int.from_bytes(first, "little")
-    most = min(_MAX_HEADER_NBYTES, file_nbytes - _LENGTH_NBYTES)
+    most = min(MAX_HEADER_NBYTES, file_nbytes - LENGTH_NBYTES)
     if length > most:
         raise ShardError(
             where,
@@ -181,19 +187,22 @@ def encode_header(tensors: Iterable[TensorEntry], metadata: Mapping[str, str], *
     """Return the bytes of a file before its data area: length, JSON text, padding up to `alignment`."""
     fields = _fields(tensors, metadata)
     text = f"{{{','.join(fields)}}}".encode()
-    text += b" " * (-(_LENGTH_NBYTES + len(text)) % alignment)
-    return len(text).to_bytes(_LENGTH_NBYTES, "little") + text
+    text += b" " * (-(LENGTH_NBYTES + len(text)) % alignment)
+    return len(text).to_bytes(LENGTH_NBYTES, "little") + text
 
 
 def _fields(tensors: Iterable[TensorEntry], metadata: Mapping[str, str]) -> Iterator[str]:
     """Yield the members of a header's JSON object, formatted directly: faster than `json` for 100,000 tensors."""
     if metadata:
         yield f'"{METADATA}":{_encode(dict(metadata))}'
-    for entry in tensors:
-        yield (
-            f'{_encode(entry.name)}:{{"dtype":"{entry.dtype}","shape":[{",".join(map(str, entry.shape))}],'
-            f'"data_offsets":[{entry.begin},{entry.end}]}}'
-        )
+    yield from map(_field, tensors)
+
+
+def _field(entry: TensorEntry) -> str:
+    return (
+        f'{_encode(entry.name)}:{{"dtype":"{entry.dtype}","shape":[{",".join(map(str, entry.shape))}],'
+        f'"data_offsets":[{entry.begin},{entry.end}]}}'
+    )
 
 
 def template_nbytes(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> int:
@@ -203,7 +212,7 @@ def template_nbytes(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadat
         num_tensors += 1
         text_nbytes += 1 + (len(field) if field.isascii() else len(field.encode()))  # and a brace or comma
     text_nbytes += max(0, num_tensors * (_DIGEST_CHARS + 1) - 1)
-    return _LENGTH_NBYTES + text_nbytes + -(_LENGTH_NBYTES + text_nbytes) % ALIGNMENT
+    return LENGTH_NBYTES + text_nbytes + -(LENGTH_NBYTES + text_nbytes) % ALIGNMENT
 
 
 def header_template(
@@ -214,9 +223,45 @@ def header_template(
     Digests have a fixed width, so the template and the final header have the same length, and the data can be
     written first.
     """
-    blank = "0" * _DIGEST_CHARS
-    words = " ".join(blank if digests is None else digests[entry.name] for entry in tensors)
+    words = " ".join(_BLANK if digests is None else digests[entry.name] for entry in tensors)
     return encode_header(tensors, {"format": "pt", **metadata, DIGESTS_KEY: words})
+
+
+def template_blocks(
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]],
+    metadata: Mapping[str, str],
+    digests: Iterable[str],
+    *,
+    nbytes: int,
+) -> Iterator[bytes]:
+    """Yield the `nbytes` of `header_template` in blocks; the digests are in the order of the tensors."""
+    yield (nbytes - LENGTH_NBYTES).to_bytes(LENGTH_NBYTES, "little")
+    begun = _encode({"format": "pt", **metadata, DIGESTS_KEY: ""}).removesuffix('"}')
+    fields = (f",{_field(entry)}" for entry in _laid_out(tensors))
+    left = nbytes - LENGTH_NBYTES
+    texts = chain((f'{{"{METADATA}":{begun}',), _spaced(digests), ('"}',), fields, ("}",))
+    for block in _joined(texts):
+        left -= len(block)
+        yield block
+    assert 0 <= left < ALIGNMENT, "the length of a template is known before it is made"
+    yield b" " * left
+
+
+def blank_digests(num_tensors: int) -> Iterator[str]:
+    """Return the digests of a template while they are unknown."""
+    return repeat(_BLANK, num_tensors)
+
+
+def _spaced(words: Iterable[str]) -> Iterator[str]:
+    for number, word in enumerate(words):
+        yield f" {word}" if number else word
+
+
+def _joined(texts: Iterable[str]) -> Iterator[bytes]:
+    """Encode texts, many at a time."""
+    left = iter(texts)
+    while some := "".join(islice(left, _TEXTS_IN_BLOCK)):
+        yield some.encode()
 
 
 _NOT_SAFETENSORS = "the file is damaged or not a safetensors file; download it again"

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from manifests.digest import PREFIX, Hasher, digest_bytes
 from manifests.errors import SourceError
 from manifests.jsontext import MAX_CONFIG_NBYTES, parse_config
-from manifests.safetensors import Header, header_nbytes, parse_header
+from manifests.safetensors import LENGTH_NBYTES, Header, header_nbytes, parse_header
 
 __all__ = [
     "HIDDEN_FOLDERS",
@@ -35,7 +35,6 @@ SOURCE_CHANGED = "source.changed"  # error code: the file changed since it was l
 HUB_MISMATCH = "source.hub-digest"  # error code: the file differs from the hub's listing
 HIDDEN_FOLDERS = (".git", ".cache")  # folders of tools beside a model
 
-_LENGTH_NBYTES = 8  # of a safetensors file: the length of its header
 _MAX_WHOLE_NBYTES = 1 << 30
 _BLOCK_NBYTES = 1 << 20
 
@@ -193,10 +192,10 @@ def read_file_header(file: InputFile) -> Header:
         InputError: it cannot be read.
     """
     where = str(file)
-    first = read_range(file, 0, min(_LENGTH_NBYTES, file.nbytes))
+    first = read_range(file, 0, min(LENGTH_NBYTES, file.nbytes))
     raw_nbytes = header_nbytes(first, file.nbytes, where)
-    raw = read_range(file, _LENGTH_NBYTES, _LENGTH_NBYTES + raw_nbytes)
-    return parse_header(raw, data_nbytes=file.nbytes - _LENGTH_NBYTES - raw_nbytes, where=where)
+    raw = read_range(file, LENGTH_NBYTES, LENGTH_NBYTES + raw_nbytes)
+    return parse_header(raw, data_nbytes=file.nbytes - LENGTH_NBYTES - raw_nbytes, where=where)
 
 
 def _listed_hasher(file: InputFile) -> hashlib._Hash | None:

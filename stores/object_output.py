@@ -178,15 +178,18 @@ class ObjectTarget:
             self._nbytes[name] = blocks.nbytes
             self._send(name, blocks)
 
-    def writer(self, name: str, nbytes: int, header: bytes) -> ObjectWriter:
-        """Begin an object of `nbytes`, of which `header` is the start. Several may be open at a time."""
+    def writer(self, name: str, nbytes: int, header: Iterable[bytes]) -> ObjectWriter:
+        """Begin an object of `nbytes`, of which `header`, in blocks, is the start. Several may be open at a time."""
         assert name not in self._old or self._found.is_in_place
         self._check_lock()
         where, upload = f"{self._client.url}/{name}", self._client.upload(name, nbytes)
         writer = ObjectWriter(where, upload, nbytes, self._check_finish, lambda: self._completed(name))
         self._nbytes[name] = nbytes
         self._writers.append(writer)
-        writer.write(memoryview(header), 0, len(header), 0)
+        position = 0
+        for block in header:
+            writer.write(memoryview(block), 0, len(block), position)
+            position += len(block)
         return writer
 
     def written(self) -> dict[str, ObjectEntry]:

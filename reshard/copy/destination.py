@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from manifests.digest import digest_bytes
+from manifests.digest import DigestTable, HashedBlocks, digest_bytes
 from manifests.errors import OutputError, UsageError
 from manifests.safetensors import parse_header
 from manifests.schema import AuxiliaryFile
@@ -176,19 +176,15 @@ class BucketTarget:
         if (header := self._completed(shard)) is not None:
             progress(sum(tensor.nbytes for tensor in (*_without_digest(shard), *shard.origins)))
             return WrittenShard(path=self.objects.place(shard.path), nbytes=shard.nbytes, digest=digest_bytes(header))
-        unknown = _without_digest(shard)
-        found = dict(zip((tensor.name for tensor in unknown), hash_tensors(unknown, progress), strict=True))
-        shard = replace(
-            shard,
-            path=self.objects.place(shard.path),
-            origins=tuple(replace(origin, digest=found.get(origin.name, origin.digest)) for origin in shard.origins),
+        path, found = self.objects.place(shard.path), iter(hash_tensors(_without_digest(shard), progress))
+        digests = (
+            DigestTable.of(origin.digest or next(found) for origin in shard.origins) if shard.with_digests else None
         )
-        digests = {origin.name: origin.digest for origin in shard.origins if origin.digest}
-        header = shard.header_with(digests)
-        writer = self.objects.writer(shard.path, shard.nbytes, header)
-        write_in_order(shard, writer, progress)
+        blocks = HashedBlocks(shard.header_blocks(digests))
+        writer = self.objects.writer(path, shard.nbytes, blocks)
+        write_in_order(shard, writer, progress, digests)
         writer.finish()
-        return WrittenShard(path=shard.path, nbytes=shard.nbytes, digest=digest_bytes(header))
+        return WrittenShard(path=path, nbytes=shard.nbytes, digest=blocks.digest)
 
     def _completed(self, shard: OutputShard) -> bytes | None:
         """Return the header of a shard that an interrupted run of this plan uploaded, if there is one."""
@@ -197,9 +193,10 @@ class BucketTarget:
         if header is None or not shard.with_digests:
             return header if header == shard.header else None
         found = parse_header(header[8:], data_nbytes=shard.nbytes - len(header), where=path).digests(path)
-        known = {origin.name: origin.digest for origin in shard.origins if origin.digest}
-        is_same = known.items() <= found.items() and shard.header_with(found) == header
-        return header if is_same else None
+        if [*found] != [origin.name for origin in shard.origins]:
+            return None
+        is_known = all(origin.digest in (None, found[origin.name]) for origin in shard.origins)
+        return header if is_known and b"".join(shard.header_blocks(found.values())) == header else None
 
 
 def read_twice(shards: Iterable[OutputShard], out: Address) -> list[TensorAt]:

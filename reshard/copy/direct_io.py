@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -51,10 +52,13 @@ class OutputFile:
             _write_all(self._buffered, buffer[first:last], position + first - begin)
         _write_all(self._buffered, buffer[last:end], position + last - begin)
 
-    def finish(self, header: bytes, *, sync: bool) -> None:
-        """Write the start of the file, flush all of it to disk if asked, and close it."""
+    def finish(self, header: Iterable[bytes], *, sync: bool) -> None:
+        """Write the start of the file, in blocks, flush all of it to disk if asked, and close it."""
+        position = 0
         try:
-            _write_all(self._buffered, memoryview(header), 0)
+            for block in header:
+                _write_all(self._buffered, memoryview(block), position)
+                position += len(block)
             if sync:
                 self.sync()
         finally:

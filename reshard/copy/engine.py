@@ -1,18 +1,20 @@
 """The executor of plans: it copies byte ranges from files to files, hashing them on the way.
 
-Memory: two blocks of `BLOCK_NBYTES`, one per thread, and a few hundred bytes per tensor of the plan.
+Memory: two blocks of `BLOCK_NBYTES`, one per thread, 32 bytes per tensor for its digest, and a few hundred bytes for
+each of the `_RUN_TENSORS` tensors that a thread works on.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from manifests.digest import Hasher, digest_bytes
+from manifests.digest import DigestTable, HashedBlocks, Hasher
 from reshard.copy.direct_io import BLOCK_NBYTES, Io, OutputFile, aligned_buffer
 from reshard.copy.journal import Journal
 from reshard.plans.pack_plan import OutputShard
@@ -34,6 +36,7 @@ __all__ = [
 
 _MAX_OPEN = 128  # output files open at a time
 _RUN_NBYTES = 64 << 20  # of a run, which is one thread's unit of work: whole tensors
+_RUN_TENSORS = 1 << 12
 
 ByteCounter = Callable[[int], object]  # called with the bytes of each step
 
@@ -66,12 +69,17 @@ class Output(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """A tensor to copy, and where its bytes begin in the output file (None: only hashed)."""
+class _Run:
+    """Consecutive whole tensors of one file, from tensor `first` of all that are written on.
 
-    origin: TensorAt
-    output: Output | None
-    position: int
+    Their bytes begin at `position` of `output`, or are only hashed if it is None. A run `verifies` known digests.
+    """
+
+    tensors: Sequence[TensorAt]
+    first: int
+    output: Output | None = None
+    position: int = 0
+    verifies: bool = True
 
 
 def write_shards(
@@ -102,133 +110,140 @@ def write_tensors(shard: OutputShard, names: Collection[str], folder: Path, opti
     """
     path = folder / shard.path
     path.parent.mkdir(parents=True, exist_ok=True)
+    placed = ((tensor, position) for tensor, position in shard.placed if tensor.name in names)
+    tensors, positions = zip(*placed, strict=True) if names else ((), (0,))
     file = OutputFile(path, shard.nbytes, options.io)
     try:
-        pieces = [piece for piece in _pieces(shard, file) if piece.origin.name in names]
-        digests = _execute(pieces, options.progress, options.journal)
+        runs = _runs(_Run(tensors, 0, file, positions[0]))
+        digests = _execute(runs, len(tensors), options.progress, options.journal)
         if options.sync:
             file.sync()
     finally:
         file.close()
-    return dict(zip((piece.origin.name for piece in pieces), digests, strict=True))
+    return dict(zip((tensor.name for tensor in tensors), digests, strict=True))
 
 
-def hash_tensors(tensors: Sequence[TensorAt], progress: ByteCounter = lambda nbytes: None) -> tuple[str, ...]:
+def hash_tensors(tensors: Sequence[TensorAt], progress: ByteCounter = lambda nbytes: None) -> DigestTable:
     """Return the hex digest of each tensor's bytes; known digests are ignored."""
-    return tuple(_execute([_Piece(_unverified(tensor), None, 0) for tensor in tensors], progress))
+    return _execute(_runs(_Run(tensors, 0, verifies=False)), len(tensors), progress)
 
 
-def write_in_order(shard: OutputShard, output: Output, progress: ByteCounter) -> None:
-    """Write a shard's data to `output` sequentially, in this thread.
+def write_in_order(
+    shard: OutputShard, output: Output, progress: ByteCounter, digests: DigestTable | None = None
+) -> None:
+    """Write a shard's data to `output` sequentially, in this thread, and verify the digests if they are passed.
 
     Raises:
         InputError: as `write_shards`.
     """
     stop = threading.Event()  # never set: callers stop this by raising in `progress`
-    for run in _runs(_pieces(shard, output)):
-        _copy_run(run, progress, stop)
+    for run in _runs(_Run(shard.in_data_order, 0, output, shard.header_nbytes)):
+        found = DigestTable(_copy_run(run, progress, stop))
+        if digests is not None:
+            for tensor, digest, expected in zip(run.tensors, found, digests[run.first :], strict=False):
+                check_digest(tensor, digest, expected)
 
 
 def _write_together(shards: Sequence[OutputShard], folder: Path, options: WriteOptions) -> list[WrittenShard]:
+    firsts = list(accumulate((len(shard.origins) for shard in shards), initial=0))
     with ExitStack() as stack:
-        files, pieces = [], []
-        for shard in shards:
+        files, runs = list[OutputFile](), list[_Run]()
+        for shard, first in zip(shards, firsts, strict=False):
             path = folder / shard.path
             path.parent.mkdir(parents=True, exist_ok=True)
             files.append(OutputFile(path, shard.nbytes, options.io))
             stack.callback(files[-1].close)
-            pieces += _pieces(shard, files[-1])
-        digests = iter(_execute(pieces, options.progress, options.journal))
-        return [_finish(shard, file, digests, sync=options.sync) for shard, file in zip(shards, files, strict=True)]
+            runs += _runs(_Run(shard.in_data_order, first, files[-1], shard.header_nbytes))
+        digests = _execute(runs, firsts[-1], options.progress, options.journal)
+        return [
+            _finish(shard, file, digests[first:last], sync=options.sync)
+            for shard, file, (first, last) in zip(shards, files, pairwise(firsts), strict=True)
+        ]
 
 
-def _finish(shard: OutputShard, file: OutputFile, digests: Iterator[str], *, sync: bool) -> WrittenShard:
+def _finish(shard: OutputShard, file: OutputFile, digests: DigestTable, *, sync: bool) -> WrittenShard:
     """Write the header, now that the digests are known."""
-    header = shard.header_with({origin.name: next(digests) for origin, _ in shard.placed})
+    header = HashedBlocks(shard.header_blocks(digests))
     file.finish(header, sync=sync)
-    return WrittenShard(path=shard.path, nbytes=shard.nbytes, digest=digest_bytes(header))
+    return WrittenShard(path=shard.path, nbytes=shard.nbytes, digest=header.digest)
 
 
-def _pieces(shard: OutputShard, file: Output) -> list[_Piece]:
-    """Return a shard's tensors in the order of their bytes in it."""
-    return [_Piece(origin, file, position) for origin, position in shard.placed]
-
-
-def _execute(pieces: Sequence[_Piece], progress: ByteCounter, journal: Journal | None = None) -> list[str]:
-    """Copy and hash every piece; return the hex digests in the same order. The first failure stops all.
+def _execute(
+    runs: Iterable[_Run], num_tensors: int, progress: ByteCounter, journal: Journal | None = None
+) -> DigestTable:
+    """Copy and hash every run; return the tensors' digests. The first failure stops all.
 
     What an interrupted run has written, by the journal, is read and hashed, and written again only if it differs.
     """
-    digests: dict[int, list[str]] = {}
+    digests = DigestTable.blank(num_tensors)
 
-    def copy(numbered: tuple[int, list[_Piece]], stop: threading.Event) -> None:
-        number, run = numbered
-        digests[number] = _copy_or_reuse(run, progress, stop, journal)
+    def copy(run: _Run, stop: threading.Event) -> None:
+        digests.put(run.first, _copy_or_reuse(run, progress, stop, journal))
 
-    from_both_ends(enumerate(_runs(pieces)), copy)
-    return [digest for number in sorted(digests) for digest in digests[number]]
-
-
-def _runs(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
-    """Split pieces into runs of whole, consecutive tensors of one file."""
-    run: list[_Piece] = []
-    nbytes = 0
-    for piece in pieces:
-        if run and (nbytes + piece.origin.nbytes > _RUN_NBYTES or piece.output is not run[-1].output):
-            yield run
-            run, nbytes = [], 0
-        run.append(piece)
-        nbytes += piece.origin.nbytes
-    if run:
-        yield run
-
-
-def _copy_or_reuse(
-    run: list[_Piece], progress: ByteCounter, stop: threading.Event, journal: Journal | None
-) -> list[str]:
-    """Copy a run, unless the journal has it and the bytes on disk match."""
-    output, position = run[0].output, run[0].position
-    if journal is None or not isinstance(output, OutputFile):
-        return _copy_run(run, progress, stop)
-    name = output.path.relative_to(journal.folder).as_posix()
-    known = journal.digests(name, position)
-    if known is not None:
-        file = LocalFile(output.path, may_change=True)
-        on_disk = [_Piece(replace(_unverified(each.origin), file=file, begin=each.position), None, 0) for each in run]
-        if _copy_run(on_disk, progress, stop) == known:
-            return known
-    digests = _copy_run(run, progress, stop)
-    if not stop.is_set():
-        journal.record(name, position, digests)
+    from_both_ends(runs, copy)
     return digests
 
 
-def _unverified(tensor: TensorAt) -> TensorAt:
-    return replace(tensor, digest=None)
+def _runs(run: _Run) -> Iterator[_Run]:
+    """Split a run into runs of limited length, of whole tensors."""
+    begin, nbytes, position = 0, 0, run.position
+    for end, tensor in enumerate(run.tensors):
+        if end > begin and (nbytes + tensor.nbytes > _RUN_NBYTES or end - begin == _RUN_TENSORS):
+            yield replace(run, tensors=run.tensors[begin:end], first=run.first + begin, position=position)
+            begin, nbytes, position = end, 0, position + nbytes
+        nbytes += tensor.nbytes
+    if begin < len(run.tensors):
+        yield replace(run, tensors=run.tensors[begin:], first=run.first + begin, position=position)
 
 
-def _copy_run(run: list[_Piece], progress: ByteCounter, stop: threading.Event) -> list[str]:
-    """Read, hash and write one block after the other."""
-    buffer, output, hasher = aligned_buffer(), run[0].output, Hasher()
-    digests: list[str] = []
+def _copy_or_reuse(run: _Run, progress: ByteCounter, stop: threading.Event, journal: Journal | None) -> bytes:
+    """Copy a run, unless the journal has it and the bytes on disk match."""
+    output = run.output
+    if journal is None or not isinstance(output, OutputFile):
+        return _copy_run(run, progress, stop)
+    name = output.path.relative_to(journal.folder).as_posix()
+    known = journal.digests(name, run.position)
+    if known is not None and _copy_run(_on_disk(run, output), progress, stop) == known:
+        return known
+    digests = _copy_run(run, progress, stop)
+    if not stop.is_set():
+        journal.record(name, run.position, digests)
+    return digests
+
+
+def _on_disk(run: _Run, output: OutputFile) -> _Run:
+    """Return a run that hashes what the output has where this one would write."""
+    file, ends = (
+        LocalFile(output.path, may_change=True),
+        accumulate((each.nbytes for each in run.tensors), initial=run.position),
+    )
+    tensors = [replace(each, file=file, begin=begin) for each, begin in zip(run.tensors, ends, strict=False)]
+    return _Run(tensors, run.first, verifies=False)
+
+
+def _copy_run(run: _Run, progress: ByteCounter, stop: threading.Event) -> bytes:
+    """Read, hash and write one block after the other; return the digests."""
+    buffer, output, hasher = aligned_buffer(), run.output, Hasher()
+    digests = bytearray()
     with ExitStack() as stack:
-        sources = _Sources(run, stack)
+        sources = _Sources(run.tensors, stack)
         for position, parts in _blocks(run):
             if stop.is_set():
-                return []
+                return b""
             for file, where, begin, end in _merged_reads(parts):
                 sources[file].read_into(buffer[begin:end], where)
             for part in parts:
                 hasher.update(buffer[part.begin : part.end])
                 if part.is_last:
-                    digests.append(hasher.hexdigest())
-                    check_digest(part.origin, digests[-1])
+                    digests += hasher.digest()
+                    if run.verifies and part.origin.digest is not None:
+                        check_digest(part.origin, hasher.hexdigest())
                     hasher = Hasher()
             begin, end = parts[0].begin, parts[-1].end
             if output is not None:
                 output.write(buffer, begin, end, position)
             progress(end - begin)
-    return digests
+    return bytes(digests)
 
 
 class _Chunk(NamedTuple):
@@ -241,16 +256,16 @@ class _Chunk(NamedTuple):
     is_last: bool
 
 
-def _blocks(run: list[_Piece]) -> Iterator[tuple[int, list[_Chunk]]]:
+def _blocks(run: _Run) -> Iterator[tuple[int, list[_Chunk]]]:
     """Split a run into blocks; yield each block's position in the output, and its parts in order.
 
     A block's positions in the buffer and in the file are equal modulo its size, so that whole sectors can be written
     with O_DIRECT.
     """
-    position = run[0].position
+    position = run.position
     begin = end = position % BLOCK_NBYTES
     parts: list[_Chunk] = []
-    for origin in (piece.origin for piece in run):
+    for origin in run.tensors:
         offset, is_last = 0, False
         while not is_last:
             count = min(BLOCK_NBYTES - end, origin.nbytes - offset)
@@ -279,11 +294,11 @@ def _merged_reads(parts: list[_Chunk]) -> Iterator[tuple[InputFile, int, int, in
 class _Sources(dict[InputFile, Reader]):
     """The readers of one run, each opened with the ranges that will be read."""
 
-    def __init__(self, run: list[_Piece], stack: ExitStack) -> None:
+    def __init__(self, tensors: Iterable[TensorAt], stack: ExitStack) -> None:
         super().__init__()
         self._stack = stack
         self._ranges: dict[InputFile, list[Range]] = {}
-        for origin in (piece.origin for piece in run):
+        for origin in tensors:
             self._ranges.setdefault(origin.file, []).append((origin.begin, origin.end))
 
     def __missing__(self, file: InputFile) -> Reader:

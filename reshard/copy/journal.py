@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
-from manifests.digest import Hasher
+from manifests.digest import DigestTable, Hasher
 from reshard.plans.pack_plan import OutputShard
 from stores.objects import LOCK_NAME, PROGRESS_NAME
 
 __all__ = ["JOURNAL_NAME", "Journal", "is_working_name", "plan_key"]
 
 JOURNAL_NAME = ".journal"
+_ITEMS_IN_BLOCK = 4096
 
 
 def is_working_name(path: str) -> bool:
@@ -29,11 +32,22 @@ def plan_key(shards: Sequence[OutputShard]) -> str:
     numbers = {file: number for number, file in enumerate(files)}
     hasher.update(json.dumps([(str(file), file.fingerprint) for file in files]).encode())
     for shard in shards:
-        ranges = [(numbers[origin.file], origin.begin, origin.nbytes) for origin in shard.origins]
-        header = shard.header
-        hasher.update(json.dumps([shard.path, len(header), ranges]).encode())
-        hasher.update(header)
+        ranges = (f"[{numbers[origin.file]}, {origin.begin}, {origin.nbytes}]" for origin in shard.origins)
+        for text in _as_list(json.dumps([shard.path, shard.header_nbytes]), ranges):
+            hasher.update(text.encode())
+        for block in shard.header_blocks():
+            hasher.update(block)
     return hasher.hexdigest()
+
+
+def _as_list(begun: str, items: Iterator[str]) -> Iterator[str]:
+    """Yield the JSON text of a list with one more item, a list, in blocks: there may be a million items in that."""
+    yield begun.removesuffix("]") + ", ["
+    separator = ""
+    while some := ", ".join(islice(items, _ITEMS_IN_BLOCK)):
+        yield separator + some
+        separator = ", "
+    yield "]]"
 
 
 class Journal:
@@ -64,12 +78,12 @@ class Journal:
             self.path.write_text(json.dumps({"plan": self._key}) + "\n")
             self._done = {}
 
-    def digests(self, output: str, position: int) -> list[str] | None:
-        """Return the hex digests of the run that begins at `position` of a shard, if it was written."""
+    def digests(self, output: str, position: int) -> bytes | None:
+        """Return the digests of the run that begins at `position` of a shard, if it was written."""
         return (self._done or {}).get((output, position))
 
-    def record(self, output: str, position: int, digests: Sequence[str]) -> None:
-        line = json.dumps({"output": output, "position": position, "digests": list(digests)})
+    def record(self, output: str, position: int, digests: bytes) -> None:
+        line = json.dumps({"output": output, "position": position, "digests": list(DigestTable(digests))})
         with self._lock, open(self.path, "a") as file:
             file.write(line + "\n")
 
@@ -77,21 +91,16 @@ class Journal:
         """Remove the journal: its outputs cannot be resumed."""
         self.path.unlink(missing_ok=True)
 
-    def _read(self) -> dict[tuple[str, int], list[str]] | None:
+    def _read(self) -> dict[tuple[str, int], bytes] | None:
+        done: dict[tuple[str, int], bytes] = {}
         try:
-            lines = self.path.read_text().splitlines()
-        except (OSError, UnicodeDecodeError):
-            return None
-        done: dict[tuple[str, int], list[str]] = {}
-        for number, line in enumerate(lines):
-            try:
-                entry = json.loads(line)
-                if number == 0:
-                    if entry["plan"] != self._key:
-                        return None
-                else:
-                    done[entry["output"], entry["position"]] = entry["digests"]
-            except (ValueError, KeyError, TypeError):  # truncated by the interrupt
-                if number == 0:
+            with open(self.path) as lines:
+                if json.loads(next(lines, "{}"))["plan"] != self._key:
                     return None
-        return done if lines else None
+                for line in lines:
+                    with suppress(ValueError, KeyError, TypeError):  # truncated by the interrupt
+                        entry = json.loads(line)
+                        done[entry["output"], entry["position"]] = bytes.fromhex("".join(entry["digests"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return done

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 
 from manifests.errors import ManifestError, OutputError
-from manifests.safetensors import encode_header
+from manifests.safetensors import LENGTH_NBYTES, encode_header
 from reshard.copy.destination import BucketTarget, FolderTarget, check_apart
 from reshard.copy.engine import WriteOptions
 from reshard.copy.resumable import open_target
@@ -17,12 +18,12 @@ from reshard.copy.unchanged import check_unchanged
 from reshard.operations.exported import files_of_export, record_export
 from reshard.operations.exported_objects import objects_of_export, record_exported_objects
 from reshard.operations.pack import copy_files
-from reshard.plans.pack_plan import OutputShard
+from reshard.plans.pack_plan import GivenHeader, OutputShard
 from reshard.sources.config import with_dtype
 from reshard.sources.huggingface import CONFIG_NAME
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, TensorAt
 from reshard.tensors.lazy import MemoryFile
-from reshard.tensors.source_index import INDEX_NAME, RecordedShard, index_anew, lay_out_anew
+from reshard.tensors.source_index import INDEX_NAME, KeptText, RecordedShard, index_anew, lay_out_anew
 from reshard.transforms.cast import STORED, Dtype, cast_checkpoint, casts_in
 from stores.address import is_inside, is_url, place_of
 from stores.base import read_config, read_whole
@@ -102,7 +103,7 @@ def export_huggingface(
     return ExportResult(
         num_files=len(written) + len(copied) + 1 + (index is not None),
         nbytes=sum(shard.nbytes for shard in written),
-        identical=[shard.header for shard in shards] == [_own_header(shard) for shard in checkpoint.record.shards],
+        identical=_headers_of(shards) == {shard.name: shard.kept for shard in checkpoint.record.shards},
         casts=casts_in(checkpoint),
     )
 
@@ -115,20 +116,20 @@ def _shard(recorded: RecordedShard, checkpoint: Checkpoint) -> OutputShard:
         (entry.dtype, entry.shape) == (origin.dtype, origin.shape)
         for entry, origin in zip(entries, origins, strict=True)
     )
-    if same:
-        header = _own_header(recorded)
-    else:
+    text = recorded.kept
+    if not same:
         kinds = {
             entry.name: (entry.name, origin.dtype, origin.shape) for entry, origin in zip(entries, origins, strict=True)
         }
         entries = lay_out_anew(entries, kinds)
         header = encode_header(entries, recorded_header.metadata, alignment=_HF_ALIGNMENT)
-    return OutputShard(path=recorded.name, origins=origins, header_nbytes=len(header), given=(header, entries))
+        text = KeptText(header[LENGTH_NBYTES:])
+    given = GivenHeader.of(text, entries)
+    return OutputShard(path=recorded.name, origins=origins, header_nbytes=len(given.header), given=given)
 
 
-def _own_header(recorded: RecordedShard) -> bytes:
-    raw = recorded.kept.text
-    return len(raw).to_bytes(8, "little") + raw
+def _headers_of(shards: Sequence[OutputShard]) -> dict[str, KeptText]:
+    return {shard.path: shard.given.kept for shard in shards if shard.given is not None}
 
 
 def _tensor(checkpoint: Checkpoint, fqn: str) -> TensorAt:
@@ -147,9 +148,10 @@ def _index_text(checkpoint: Checkpoint, shards: tuple[OutputShard, ...]) -> str 
     text = checkpoint.record.index_text
     if text is None:
         return None
-    recorded = [entry.nbytes for shard in checkpoint.record.shards for entry in shard.header.tensors]
-    now = [entry.nbytes for shard in shards for entry in shard.entries]
-    return text if recorded == now else index_anew(text, {shard.path: shard.entries for shard in shards})
+    recorded = (entry.nbytes for shard in checkpoint.record.shards for entry in shard.header.tensors)
+    now = (origin.nbytes for shard in shards for origin in shard.origins)
+    is_same = all(one == other for one, other in zip_longest(recorded, now))
+    return text if is_same else index_anew(text, {shard.path: shard.entries for shard in shards})
 
 
 def _with_config_for(checkpoint: Checkpoint, dtype: Dtype) -> Checkpoint:

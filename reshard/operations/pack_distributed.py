@@ -246,7 +246,7 @@ def _locked(lock: Path, out: str, what: str) -> Iterator[None]:
 
 
 def _write_header(path: Path, nbytes: int, header: bytes) -> None:
-    OutputFile(path, nbytes, "buffered").finish(header, sync=True)
+    OutputFile(path, nbytes, "buffered").finish((header,), sync=True)
 
 
 def _gather(out: Path, records: Path, parts: Sequence[Part], key: str) -> tuple[Manifest, dict[str, dict[str, str]]]:

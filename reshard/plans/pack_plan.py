@@ -9,7 +9,17 @@ from itertools import accumulate
 from manifests.errors import LayoutError
 from manifests.models import ModelShape, module_of
 from manifests.paths import shard_path
-from manifests.safetensors import TensorEntry, header_template, layout_tensors, template_nbytes
+from manifests.safetensors import (
+    LENGTH_NBYTES,
+    MAX_HEADER_NBYTES,
+    TensorEntry,
+    blank_digests,
+    in_data_order,
+    layout_tensors,
+    parse_header,
+    template_blocks,
+    template_nbytes,
+)
 from manifests.schema import WEIGHTS, Holds, TieGroup, TieMember
 from manifests.slices import Slice, slice_metadata
 from reshard.estimate.costs import params_of
@@ -17,22 +27,52 @@ from reshard.layout.model import StageLayout
 from reshard.tensors.checkpoint import Checkpoint, TensorAt
 from reshard.tensors.lazy import stored_nbytes
 from reshard.tensors.slices import slices_of
+from reshard.tensors.source_index import KeptText
 
-__all__ = ["OutputShard", "PackPlan", "StagePlan", "Traffic", "lay_out_shard", "plan_pack", "traffic_of"]
+__all__ = [
+    "GivenHeader",
+    "OutputShard",
+    "PackPlan",
+    "StagePlan",
+    "Traffic",
+    "lay_out_readable",
+    "lay_out_shard",
+    "plan_pack",
+    "traffic_of",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GivenHeader:
+    """A header of its own for a shard. `order` numbers its tensors by their offsets; None: they are in that order."""
+
+    kept: KeptText
+    order: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, text: KeptText, entries: Sequence[TensorEntry]) -> GivenHeader:
+        is_ordered = in_data_order(entries) is entries
+        order = None if is_ordered else sorted(range(len(entries)), key=lambda n: (entries[n].begin, entries[n].end))
+        return cls(kept=text, order=order if order is None else tuple(order))
+
+    @property
+    def header(self) -> bytes:
+        text = self.kept.text
+        return len(text).to_bytes(LENGTH_NBYTES, "little") + text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputShard:
-    """A shard to write: its `header`, then the bytes of `origins[i]` at `entries[i]`.
+    """A shard to write: its header, then the bytes of its tensors.
 
-    Header and entries are computed on demand, since a plan may have a million tensors, unless they are `given`: then
-    the shard has no digests. The header of a shard with digests is a template of the final length.
+    Header and entries are computed on demand, since a plan may have a million tensors. A shard with a `given` header
+    has no digests; the header of the others is a template of the final length until their digests are known.
     """
 
     path: str
-    origins: tuple[TensorAt, ...]
+    origins: tuple[TensorAt, ...]  # as the header orders them
     header_nbytes: int
-    given: tuple[bytes, tuple[TensorEntry, ...]] | None = None
+    given: GivenHeader | None = None
     holds: Holds = WEIGHTS
 
     @property
@@ -41,28 +81,40 @@ class OutputShard:
 
     @property
     def entries(self) -> tuple[TensorEntry, ...]:
-        return layout_tensors(_kinds_of(self.origins)) if self.given is None else self.given[1]
+        if self.given is None:
+            return layout_tensors(_kinds_of(self.origins))
+        return parse_header(self.given.kept.text, data_nbytes=None, where=self.path).tensors
 
     @property
     def header(self) -> bytes:
-        return header_template(self.entries, _metadata(self.origins)) if self.given is None else self.given[0]
+        return b"".join(self.header_blocks())
 
     @property
     def nbytes(self) -> int:
         return self.header_nbytes + sum(origin.nbytes for origin in self.origins)
 
     @property
+    def in_data_order(self) -> Sequence[TensorAt]:
+        """The tensors in the order of their bytes, which follow each other from the end of the header on."""
+        if self.given is None or self.given.order is None:
+            return self.origins
+        return [self.origins[number] for number in self.given.order]
+
+    @property
     def placed(self) -> Iterator[tuple[TensorAt, int]]:
         """Each tensor, in the order of their bytes, with its position in the file."""
-        if self.given is None:  # consecutive
-            ends = accumulate((origin.nbytes for origin in self.origins), initial=self.header_nbytes)
-            return zip(self.origins, ends, strict=False)
-        pairs = sorted(zip(self.given[1], self.origins, strict=True), key=lambda pair: (pair[0].begin, pair[0].end))
-        return ((origin, self.header_nbytes + entry.begin) for entry, origin in pairs)
+        tensors = self.in_data_order
+        ends = accumulate((origin.nbytes for origin in tensors), initial=self.header_nbytes)
+        return zip(tensors, ends, strict=False)
 
-    def header_with(self, digests: Mapping[str, str]) -> bytes:
-        """Return the header with the tensors' hex digests, given by name, if this shard has digests."""
-        return self.header if self.given else header_template(self.entries, _metadata(self.origins), digests)
+    def header_blocks(self, digests: Iterable[str] | None = None) -> Iterator[bytes]:
+        """Yield the header with the tensors' hex digests, in order, if this shard has digests; None: with zeros."""
+        if self.given is not None:
+            yield self.given.header
+            return
+        words = blank_digests(len(self.origins)) if digests is None else digests
+        kinds, metadata = _kinds_of(self.origins), _metadata(self.origins)
+        yield from template_blocks(kinds, metadata, words, nbytes=self.header_nbytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,8 +230,20 @@ def _lay_out_bundle(stage: int, tensors: Sequence[TensorAt], holds: Holds, *, me
         split = [slices_of(tensor) for tensor in tensors]
         numbers = range(max(map(len, split), default=0))
         shards = [[slices[number] for slices in split if number < len(slices)] for number in numbers]
-    for number, contents in enumerate(shards):
-        yield lay_out_shard(shard_path(stage, holds, number=number, of=len(shards)), contents, holds)
+    readable = [shard for contents in shards for shard in lay_out_readable(contents, holds)]
+    for number, shard in enumerate(readable):
+        yield replace(shard, path=shard_path(stage, holds, number=number, of=len(readable)))
+
+
+def lay_out_readable(tensors: Sequence[TensorAt], holds: Holds = WEIGHTS) -> Iterator[OutputShard]:
+    """Plan one shard, or as many as their headers need to be no longer than readers accept; without paths."""
+    shard = lay_out_shard("", tensors, holds)
+    if shard.header_nbytes <= MAX_HEADER_NBYTES or len(tensors) == 1:
+        yield shard
+        return
+    middle = len(tensors) // 2
+    for half in (tensors[:middle], tensors[middle:]):
+        yield from lay_out_readable(half, holds)
 
 
 def _metadata(tensors: Sequence[TensorAt]) -> Mapping[str, str]:

@@ -89,13 +89,13 @@ def part_traffic(shards: Sequence[OutputShard], part: Part) -> Traffic:
 
 def _pieces(shard: OutputShard) -> Iterator[PartOfShard]:
     names: list[str] = []
-    begin, is_first = 0, True
-    entries = sorted(shard.entries, key=lambda entry: (entry.begin, entry.end))
-    for number, entry in enumerate(entries, 1):
-        names.append(entry.name)
-        if number == len(entries) or (entry.end > begin and entry.end % ALIGNMENT == 0):
-            yield PartOfShard(shard=shard, names=frozenset(names), nbytes=entry.end - begin, has_start=is_first)
-            names, begin, is_first = [], entry.end, False
+    begin, is_first, last = shard.header_nbytes, True, len(shard.origins)
+    for number, (tensor, position) in enumerate(shard.placed, 1):
+        names.append(tensor.name)
+        end = position + tensor.nbytes
+        if number == last or (end > begin and end % ALIGNMENT == 0):
+            yield PartOfShard(shard=shard, names=frozenset(names), nbytes=end - begin, has_start=is_first)
+            names, begin, is_first = [], end, False
 
 
 def _join(pieces: Sequence[PartOfShard]) -> PartOfShard:

@@ -59,12 +59,13 @@ class Checkpoint:
         return self.parents[-1].location if self.manifest else self.source.location
 
 
-def check_digest(tensor: TensorAt, found: str) -> None:
-    """Raise if a tensor has a digest other than `found` (hex)."""
-    if tensor.digest is not None and found != tensor.digest:
+def check_digest(tensor: TensorAt, found: str, expected: str | None = None) -> None:
+    """Raise if a tensor's digest, or the `expected` one, is known and other than `found` (hex)."""
+    expected = expected or tensor.digest
+    if expected is not None and found != expected:
         raise ShardError(
             f"{tensor.file}: {tensor.name!r}",
-            f"expected {PREFIX}{tensor.digest}, found {PREFIX}{found}",
+            f"expected {PREFIX}{expected}, found {PREFIX}{found}",
             "the shard was changed or damaged after it was written; pack the source again",
             code="shard.digest-mismatch",
         )

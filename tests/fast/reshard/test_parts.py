@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
-from manifests.safetensors import layout_tensors
 from reshard.operations.pack import records_folder
 from reshard.plans.pack_plan import OutputShard, lay_out_shard
 from reshard.plans.partition import partition
+from reshard.tensors.lazy import MemoryFile
 from stores.bundles import TensorAt
 from stores.local import LocalFile
 from tests.builders import Ended, files_in, leftovers, llama_config, random_tensors, refusal, reshard, write_model
@@ -117,8 +117,9 @@ def test_steps_of_partition_grow_with_the_tensors_and_not_with_their_square() ->
 
 def _shard_of_sectors(num_tensors: int) -> OutputShard:
     """Return a shard of tensors that each fill sectors of their own, as a quantized layer's experts do."""
-    entries = layout_tensors((f"model.layers.0.mlp.experts.{i}.w1", "BF16", (64, 64)) for i in range(num_tensors))
-    return OutputShard(path="a", origins=(), header_nbytes=0, given=(b"", entries))
+    file = MemoryFile("source", b"")
+    names = (f"model.layers.0.mlp.experts.{number}.w1" for number in range(num_tensors))
+    return lay_out_shard("a", [TensorAt(name, "BF16", (64, 64), file, 0, 8192) for name in names])
 
 
 def test_missing_parts_are_named_with_the_command_that_packs_one(
