@@ -33,7 +33,10 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 def manifest_document(manifest: Manifest) -> dict[str, Any]:
     """Return the JSON object of manifest.json, without its own digest."""
-    return {"format": FORMAT, "version": VERSION, **asdict(manifest)}
+    document = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
+    if manifest.model.description is None:  # readers from before this field still read all other models
+        del document["model"]["description"]
+    return document
 
 
 def decode_manifest(text: bytes, where: str = "manifest.json") -> Manifest:

@@ -7,6 +7,7 @@ from functools import cache
 
 from manifests.digest import is_digest
 from manifests.errors import ManifestError
+from manifests.models.described import description_problems
 from manifests.models.shape import ModelShape, module_of
 from manifests.paths import problem_with_path
 from manifests.schema import (
@@ -47,6 +48,7 @@ def check_model(manifest: Manifest, shape: ModelShape, where: str = "manifest.js
 
 def problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
     """Yield each violation as (path, message)."""
+    yield from _description_problems(manifest)
     yield from _layout_problems(manifest)
     yield from _stage_problems(manifest)
     yield from _file_problems(manifest)
@@ -101,6 +103,12 @@ def _param_problems(manifest: Manifest, shape: ModelShape) -> Iterator[tuple[str
                 f"stages[{position}].num_params",
                 f"expected {sum(own.values())} (config.json), found {stage.num_params}",
             )
+
+
+def _description_problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    if manifest.model.description is not None:
+        for field, problem, _ in description_problems(manifest.model.description):
+            yield f"model.description.{field}", problem
 
 
 def _layout_problems(manifest: Manifest) -> Iterator[tuple[str, str]]:

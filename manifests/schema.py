@@ -23,6 +23,7 @@ __all__ = [
     "LearningRate",
     "Manifest",
     "Model",
+    "ModelDescription",
     "OptimizerState",
     "OriginalFile",
     "ParameterGroup",
@@ -120,10 +121,34 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ModelDescription:
+    """The modules of a model of an unknown architecture, as `--model` gave them.
+
+    A module owns the tensors below its name, or is itself a tensor. Names in `buffers` and `ignored` are the ends of
+    FQNs, at a dot; `kinds` lists what a layer of each kind has, relative to the layer, with `*` for numbers.
+    """
+
+    inputs: tuple[str, ...]  # before the layers, in the order they run
+    layers: tuple[str, ...]  # lists of layers, in the order they run
+    outputs: tuple[str, ...]
+    count: tuple[str, ...]  # for each list: the field of config.json that counts its layers
+    width: str  # the field that has the width of hidden states
+    tied: bool  # whether `ties` are tied if config.json has no tie_word_embeddings
+    architecture: str | None = None  # None: config.json names it
+    ties: tuple[tuple[str, ...], ...] = ()  # FQNs, owner first
+    buffers: tuple[str, ...] = ()  # tensors that are not trained
+    ignored: tuple[str, ...] = ()  # tensors that files may have and the model computes
+    spare: tuple[str, ...] = ()  # modules that files may have and the model lacks
+    mtp: str | None = None  # the field that counts MTP layers
+    kinds: tuple[tuple[str, ...], ...] = ()  # without any, layers are compared with each other alone
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
     architecture: str
     num_layers: int
     num_params: int  # a tied parameter counts once
+    description: ModelDescription | None = None  # None: `architecture` says it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,6 +9,7 @@ from manifests.models.by_names import Stored, shape_by_names
 from manifests.models.catalogue import entry_of
 from manifests.models.config import ConfigReader
 from manifests.models.deepseek_v3 import deepseek_v3_shape
+from manifests.models.described import described_entry
 from manifests.models.falcon import falcon_shape
 from manifests.models.gemma import gemma2_shape, gemma3_shape
 from manifests.models.gpt2 import gpt2_shape
@@ -21,6 +22,7 @@ from manifests.models.phi import phi3_shape, phi_shape
 from manifests.models.qwen2 import qwen2_shape
 from manifests.models.qwen3 import qwen3_moe_shape, qwen3_shape
 from manifests.models.shape import ModelShape, Work, module_of
+from manifests.schema import ModelDescription
 
 __all__ = [
     "ARCHITECTURES",
@@ -58,23 +60,28 @@ _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")  # what conf
 _MOST_EXPERTS = 200_000  # ten times DeepSeek-V3's
 
 
-def model_shape(config: Mapping[str, object], where: str = "config.json", stored: Stored | None = None) -> ModelShape:
-    """Return the modules and tensors of the model that a Hugging Face config describes.
+def model_shape(
+    config: Mapping[str, object],
+    where: str = "config.json",
+    stored: Stored | None = None,
+    description: ModelDescription | None = None,
+) -> ModelShape:
+    """Return the shape of the model that a Hugging Face config describes.
 
-    An architecture that only the catalogue describes has the tensors and shapes that are `stored`; of another, the
-    config alone decides, and they are not looked at.
+    An architecture that only the catalogue describes, or a `description`, has the tensors and shapes that are `stored`;
+    of another, the config alone decides, and they are not looked at.
 
     Raises:
         ModelError: an architecture that is not known, or a field missing, of the wrong kind or unsupported; one of the
-            catalogue without tensors.
-        SourceError: tensors of an architecture of the catalogue are missing, or not the model's.
+            catalogue without tensors; a description that does not match the tensors.
+        SourceError: tensors of an architecture of the catalogue or of a description are missing, or not the model's.
     """
-    name = architecture_of(config, where)
+    name = architecture_of(config, where, description)
     _check_experts(config, where)
     reader = ConfigReader(config, where)
     if name in ARCHITECTURES:
         return ARCHITECTURES[name](reader)
-    entry = entry_of(name)
+    entry = entry_of(name) if description is None else described_entry(description, name)
     assert entry is not None, name
     if stored is None:
         raise ModelError(
@@ -86,29 +93,54 @@ def model_shape(config: Mapping[str, object], where: str = "config.json", stored
     return shape_by_names(entry, reader, stored)
 
 
-def is_sized_by_files(config: Mapping[str, object], where: str = "config.json") -> bool:
+def is_sized_by_files(
+    config: Mapping[str, object], where: str = "config.json", description: ModelDescription | None = None
+) -> bool:
     """Return whether `model_shape` needs the stored tensors of a config's architecture.
 
     Raises:
         ModelError: an architecture that is not known.
     """
-    return architecture_of(config, where) not in ARCHITECTURES
+    return architecture_of(config, where, description) not in ARCHITECTURES
 
 
-def architecture_of(config: Mapping[str, object], where: str = "config.json") -> str:
-    """Return the architecture that a config names.
+def architecture_of(
+    config: Mapping[str, object], where: str = "config.json", description: ModelDescription | None = None
+) -> str:
+    """Return the architecture that a config, or else its description, names.
 
     Raises:
-        ModelError: it is not known, or not one.
+        ModelError: it is not known and not described, or described although it is known.
     """
     found = config.get("architectures")
     name = found[0] if isinstance(found, list) and len(found) == 1 else found
+    if description is not None:
+        return _described_name(description, name, where)
     if not isinstance(name, str) or (name not in ARCHITECTURES and entry_of(name) is None):
         raise ModelError(
             f"{where}: architectures",
             f"{name!r} is not supported",
-            "docs/models.md lists what is",
+            "docs/models.md lists what is; --model describes another",
             code="config.unsupported-architecture",
+        )
+    return name
+
+
+def _described_name(description: ModelDescription, named: object, where: str) -> str:
+    name = description.architecture or named
+    if not isinstance(name, str):
+        raise ModelError(
+            f"{where}: architectures",
+            f"expected the name of one architecture, found {str(named)[:80]!r}",
+            "name it in the file of --model: architecture = 'MyModel'",
+            code="config.unsupported-architecture",
+        )
+    if name in ARCHITECTURES:
+        raise ModelError(
+            f"{where}: architectures",
+            f"{name} is known tensor by tensor, and --model is for other architectures",
+            "leave --model out, or give the architecture another name in its file: architecture = 'MyModel'",
+            code="model.known-architecture",
         )
     return name
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from manifests.errors import SourceError
+from manifests.errors import ModelError, SourceError
 from manifests.models.catalogue import Entry
 from manifests.models.config import MAX_LAYERS, ConfigReader
 from manifests.models.shape import ModelShape, Shape, Work, module_of
@@ -24,6 +24,8 @@ _MOST_WIDE = 1 << 24
 _COMPUTED = ("rotary_emb.inv_freq",)  # what files of older code have in every layer, and models compute
 _INCOMPLETE = "the checkpoint is incomplete, or its files are another model's; download files and config again"
 _OTHER = "weights and config disagree; to leave one behind say --drop {}"
+_NO_LIST = "correct layers in the file of --model"
+_NOT_DESCRIBED = "name its module in the file of --model; to leave one behind say --drop {}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,11 +55,18 @@ def shape_by_names(entry: Entry, config: ConfigReader, stored: Stored) -> ModelS
         InputError: the number of layers is missing from the config or is none.
         SourceError: a layer or a tensor is missing, or no module owns a tensor.
     """
-    num_layers = _count_layers(config, entry.count)
-    inner, outside = _sort(entry, stored)
-    layers = _read_layers(entry, config, inner, num_layers, stored.where)
+    lists = ((entry.layers, entry.count), *entry.more_layers)
+    inner, outside = _sort(entry, [name for name, _ in lists], stored)
+    layers: list[_Layer] = []
+    names: list[str] = []
+    num_layers = 0
+    for name, count in lists:
+        listed = _count_layers(config, count)
+        found = _read_layers(entry, config, name, inner[name], listed, stored.where)
+        layers += found
+        names += [f"{name}.{number}" for number in range(len(found))]
+        num_layers += listed
     spare = [module for module in entry.spare if any(module_of(name, {module}) for name in outside)]
-    names = [f"{entry.layers}.{number}" for number in range(len(layers))]
     modules = (*entry.inputs, *names, *spare, *entry.outputs)
     owned = set(modules)
     for name in outside:
@@ -77,6 +86,8 @@ def shape_by_names(entry: Entry, config: ConfigReader, stored: Stored) -> ModelS
     ignored = (*entry.ignored, *_COMPUTED)
     tensors = {name: dims for name, dims in stored.tensors.items() if not _ends(name, ignored)}
     ties = _ties(entry, config, tensors)
+    if entry.is_described:
+        _check_described(entry, modules, tensors, stored.where)
     return ModelShape(
         architecture=entry.architecture,
         num_layers=num_layers,
@@ -86,7 +97,7 @@ def shape_by_names(entry: Entry, config: ConfigReader, stored: Stored) -> ModelS
         ignored_suffixes=tuple(f".{leaf}" for leaf in ignored),
         untrained_suffixes=tuple(leaf.rpartition("*")[2] for leaf in entry.buffers),
         optional=frozenset((*names[num_layers:], *spare)),
-        work=_work(entry, config, modules, layers, kinds, tensors),
+        work=_work(entry, config, modules, dict(zip(names, layers, strict=True)), kinds, tensors),
         hidden_size=_count(config, entry.width),
         is_estimated=True,
     )
@@ -103,40 +114,51 @@ def _count_layers(config: ConfigReader, names: tuple[str, ...]) -> int:
     return len(found) if isinstance(found, list) and found else config.count(name, most=MAX_LAYERS)
 
 
-def _sort(entry: Entry, stored: Stored) -> tuple[dict[str, dict[str, Shape]], dict[str, Shape]]:
-    """Return the tensors of layers, by number and name in the layer, and the others, less what a model ignores."""
-    prefix, ignored = f"{entry.layers}.", (*entry.ignored, *_COMPUTED)
-    inner: dict[str, dict[str, Shape]] = {}
+def _sort(
+    entry: Entry, lists: list[str], stored: Stored
+) -> tuple[dict[str, dict[str, dict[str, Shape]]], dict[str, Shape]]:
+    """Return the tensors of each list of layers, by number and name in the layer, and the others.
+
+    Neither has those that a model ignores.
+    """
+    ignored = (*entry.ignored, *_COMPUTED)
+    inner: dict[str, dict[str, dict[str, Shape]]] = {name: {} for name in lists}
     outside = {}
     for name, dims in stored.tensors.items():
-        if name.startswith(prefix):
-            number, _, leaf = name[len(prefix) :].partition(".")
-            if number.isdecimal() and leaf:
-                if not _ends(name, ignored):
-                    inner.setdefault(number, {})[leaf] = dims
-                continue
-        if not _ends(name, ignored):
+        if _ends(name, ignored):
+            continue
+        prefix = next((prefix for prefix in lists if name.startswith(f"{prefix}.")), None)
+        number, _, leaf = name[len(prefix) + 1 :].partition(".") if prefix else ("", "", "")
+        if prefix and number.isdecimal() and leaf:
+            inner[prefix].setdefault(number, {})[leaf] = dims
+        else:
             outside[name] = dims
     return inner, outside
 
 
 def _read_layers(
-    entry: Entry, config: ConfigReader, inner: Mapping[str, Mapping[str, Shape]], num_layers: int, where: str
+    entry: Entry,
+    config: ConfigReader,
+    listed: str,
+    inner: Mapping[str, Mapping[str, Shape]],
+    num_layers: int,
+    where: str,
 ) -> list[_Layer]:
-    """Return the layers, MTP layers after the others, all of them there."""
+    """Return the layers of a list, MTP layers after the others, all of them there."""
     num_mtp = config.count(entry.mtp, 0, most=MAX_LAYERS, least=0) if entry.mtp else 0
     for number in range(num_layers):
         if str(number) not in inner:
             found = f"found {len(inner)} layers" if inner else "found no layers of that name"
-            problem = f"expected layers 0 to {num_layers - 1} of {entry.layers}, {found} and no {entry.layers}.{number}"
-            raise SourceError(where, problem, _INCOMPLETE, code="source.missing-tensor")
+            problem = f"expected layers 0 to {num_layers - 1} of {listed}, {found} and no {listed}.{number}"
+            hint = _INCOMPLETE if inner or not entry.is_described else _NO_LIST
+            raise SourceError(where, problem, hint, code="source.missing-tensor")
     count = num_layers
     while str(count) in inner and count < num_layers + num_mtp:
         count += 1
     if len(inner) > count:
         odd = next(number for number in inner if number not in {str(known) for known in range(count)})
         leaf = next(iter(inner[odd]))
-        raise _unknown(entry, f"{entry.layers}.{odd}.{leaf}", where)
+        raise _unknown(entry, f"{listed}.{odd}.{leaf}", where)
     return [_layer(inner[str(number)]) for number in range(count)]
 
 
@@ -217,6 +239,20 @@ def _check_outside(
             raise _unknown(entry, name, where)
 
 
+def _check_described(entry: Entry, modules: tuple[str, ...], tensors: Mapping[str, Shape], where: str) -> None:
+    """Refuse a description that names a module or a tie that the files do not have."""
+    owned = {module_of(name, set(modules)) for name in tensors}
+    for module in modules:
+        if module not in owned:
+            problem = f"module {module} has no tensor"
+            hint = "correct its name in the file of --model, or leave it out: what has no weights needs no stage"
+            raise ModelError(where, problem, hint, code="model.no-tensors")
+    for owner, replica in entry.ties:
+        if owner not in tensors and replica not in tensors:
+            problem = f"no tensor is named {owner} or {replica}, which are described as tied"
+            raise ModelError(where, problem, "correct ties in the file of --model", code="model.no-tensors")
+
+
 def _ties(entry: Entry, config: ConfigReader, tensors: dict[str, Shape]) -> tuple[tuple[str, ...], ...]:
     """Return the tie groups, owner first, and add to `tensors` what no file stores of them."""
     if not config.flag("tie_word_embeddings", entry.tied):
@@ -235,14 +271,14 @@ def _work(
     entry: Entry,
     config: ConfigReader,
     modules: tuple[str, ...],
-    layers: list[_Layer],
+    layers: Mapping[str, _Layer],
     kinds: list[int],
     tensors: Mapping[str, Shape],
 ) -> dict[str, Work]:
     work = dict.fromkeys(modules, Work())
     per_token = next((config.count(name) for name in _PER_TOKEN if config.has(name)), 0)
     heads = _heads_width(entry, config) if entry.per_key else 0.0
-    for number, layer in enumerate(layers):
+    for number, (name, layer) in enumerate(layers.items()):
         kind = kinds[number] if number < len(kinds) else -1
         per_key = entry.per_key[kind] if 0 <= kind < len(entry.per_key) else 0.0
         flops, saved = 0.0, 0.0
@@ -252,7 +288,7 @@ def _work(
                 flops += 2 * share * prod(dims)
                 saved += share * sum(dims[-2:]) * (dims[0] if len(dims) > 2 and "expert" in leaf else 1)
         keyed = round(per_key * heads)
-        work[f"{entry.layers}.{number}"] = Work(flops=round(flops), flops_per_key=keyed, saved=round(saved))
+        work[name] = Work(flops=round(flops), flops_per_key=keyed, saved=round(saved))
     for module in entry.outputs:
         sizes = [dims for name, dims in tensors.items() if module_of(name, {module}) and len(dims) == 2]
         last = max((dims[0] for dims in sizes), default=0) if module == entry.outputs[-1] else 0
@@ -292,5 +328,8 @@ def _missing(name: str, where: str) -> SourceError:
 
 
 def _unknown(entry: Entry, name: str, where: str) -> SourceError:
-    problem = f"1 tensor that {entry.architecture} does not have: {name}"
-    return SourceError(where, problem, _OTHER.format(name), code="source.unknown-tensor")
+    if entry.is_described:
+        problem, hint = f"1 tensor that no module of --model has: {name}", _NOT_DESCRIBED
+    else:
+        problem, hint = f"1 tensor that {entry.architecture} does not have: {name}", _OTHER
+    return SourceError(where, problem, hint.format(name), code="source.unknown-tensor")

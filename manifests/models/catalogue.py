@@ -63,6 +63,8 @@ class Entry:
     num_results: int = 0  # how many results a layer of transformers returns in a tuple; 0: one tensor, not in a tuple
     refused: str = ""  # why stages on transformers' own forward are not known to compute what the whole model does
     latent: bool = False  # whether a head's width is that of latent attention
+    more_layers: tuple[tuple[str, tuple[str, ...]], ...] = ()  # lists of layers after the first, each with its `count`
+    is_described: bool = False  # by a user, not by the catalogue
 
     def names(self, config: Mapping[str, object]) -> tuple[frozenset[str], tuple[frozenset[str], ...]]:
         """Return the names outside layers and of each kind of layer that a config's model has."""

@@ -111,7 +111,9 @@ class ModelShape:
 
 
 def module_of(fqn: str, modules: Container[str]) -> str | None:
-    """Return the module that owns a tensor: the longest dotted prefix among `modules`."""
+    """Return the module that owns a tensor: the longest dotted prefix among `modules`, or the tensor's own name."""
+    if fqn in modules:
+        return fqn
     end = fqn.rfind(".")
     while end >= 0:
         if (prefix := fqn[:end]) in modules:

@@ -9,6 +9,7 @@ from manifests.errors import UsageError
 from reshard.api.arguments import names_parameters
 from reshard.checks.check import CheckOptions, CheckResult, check_checkpoint
 from reshard.operations.progress import Progress, counting
+from reshard.sources.model_file import read_model_file
 
 __all__ = ["check"]
 
@@ -18,6 +19,7 @@ def check(
     checkpoint: str | Path,
     *,
     against: str | Path | None = None,
+    model: str | Path | None = None,
     reads_bytes: bool = False,
     values: bool = False,
     digests: Literal["write", "verify"] | None = None,
@@ -29,12 +31,14 @@ def check(
     torch.distributed.checkpoint, of which the metadata is checked. `against` compares names, shapes and dtypes with
     another checkpoint, and with `reads_bytes` every byte. `values` reads all floating-point tensors and reports NaN,
     infinity and matrices of zeros. `digests` writes `digests.json` beside a local checkpoint in which no problem was
-    found, or verifies every file against it. Problems are reported in `findings`, not raised. Imports no torch.
+    found, or verifies every file against it. `model` is that of `plan`. Problems are reported in `findings`, not
+    raised. Imports no torch.
 
     Units: bytes; progress is called with bytes read and 0, as the total is not known before.
     Raises:
         InputError: there is nothing there, or nothing to compare with.
-        UsageError: `reads_bytes` without `against`.
+        UsageError: `reads_bytes` without `against`, or a `model` of a manifest.
+        ModelError: `model` is not valid.
 
     Example:
         >>> result = reshard.check("model")
@@ -45,6 +49,10 @@ def check(
         problem, hint = "compares with another checkpoint", "name it with --against, or use --digests verify"
         raise UsageError("--bytes", problem, hint, code="options.conflict")
     options = CheckOptions(
-        values=values, against=None if against is None else str(against), reads_bytes=reads_bytes, digests=digests
+        values=values,
+        against=None if against is None else str(against),
+        reads_bytes=reads_bytes,
+        digests=digests,
+        description=None if model is None else read_model_file(Path(model)),
     )
     return check_checkpoint(str(checkpoint), options, counting(progress, 0))

@@ -7,7 +7,7 @@ from pathlib import Path
 from reshard.api.arguments import names_parameters
 from reshard.operations.diff import DiffResult, diff_checkpoints, nbytes_to_hash
 from reshard.operations.progress import Progress, counting
-from reshard.sources.open import open_source
+from reshard.sources.open import open_both
 
 __all__ = ["diff"]
 
@@ -17,15 +17,16 @@ def diff(
     a: str | Path,
     b: str | Path,
     *,
+    model: str | Path | None = None,
     with_norms: bool = False,
     reads_bytes: bool = False,
     progress: Progress | None = None,
 ) -> DiffResult:
     """Compare the weights and the optimizer state of two checkpoints, tensor by tensor, whatever their layouts.
 
-    `a` and `b` are manifests or Hugging Face folders. Tensors with digests are not read, unless `reads_bytes` asks for
-    all of them, or they differ and `with_norms` asks for the norm of B - A (float64, of floating-point tensors of the
-    same shape).
+    `a` and `b` are manifests or Hugging Face folders; `model` is that of `plan`, where no manifest describes them.
+    Tensors with digests are not read, unless `reads_bytes` asks for all of them, or they differ and `with_norms` asks
+    for the norm of B - A (float64, of floating-point tensors of the same shape).
 
     Units: progress is called with bytes read and bytes in total.
     Raises:
@@ -37,7 +38,7 @@ def diff(
         >>> found.equal, found.num_equal, found.num_moved
         (True, 39, 20)
     """
-    left, right = open_source(str(a)), open_source(str(b))
+    left, right = open_both(str(a), str(b), None if model is None else Path(model))
     total_nbytes = nbytes_to_hash(left, right, reads_bytes=reads_bytes)
     return diff_checkpoints(
         left, right, with_norms=with_norms, reads_bytes=reads_bytes, progress=counting(progress, total_nbytes)

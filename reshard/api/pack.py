@@ -26,6 +26,7 @@ def pack(
     *,
     pp: int | None = None,
     drop: Collection[str] = (),
+    model: str | Path | None = None,
     conversion: Conversion | None = None,
     virtual: bool = False,
     stages: str | None = None,
@@ -38,11 +39,12 @@ def pack(
 ) -> PackResult:
     """Write one bundle per pipeline stage and, last, the manifest that commits them.
 
-    `source`, `layout`, `pp`, `drop` and `assumed` are those of `plan`. With a manifest as `source` this reshards it,
-    optimizer state included. `out` is a folder or an object-store URL. `conversion` casts, dequantizes or merges
-    slices. With `virtual`, bundles refer to the source's bytes instead of copying them; `stages` (`0-3,7`) packs only
-    these, and the others become virtual. `force` replaces an existing output in one step. `io` selects direct or
-    buffered writes, `sync` flushes them to disk; `verify_source` compares whole files with the hub's SHA-256.
+    `source`, `layout`, `pp`, `drop`, `model` and `assumed` are those of `plan`; the manifest records what `model` says.
+    With a manifest as `source` this reshards it, optimizer state included. `out` is a folder or an object-store URL.
+    `conversion` casts, dequantizes or merges slices. With `virtual`, bundles refer to the source's bytes instead of
+    copying them; `stages` (`0-3,7`) packs only these, and the others become virtual. `force` replaces an existing
+    output in one step. `io` selects direct or buffered writes, `sync` flushes them to disk; `verify_source` compares
+    whole files with the hub's SHA-256.
 
     A folder without manifest.json is not a checkpoint. To resume an interrupted pack, call it again.
 
@@ -69,6 +71,7 @@ def pack(
         assumed=assumed or Assumptions(),
         conversion=conversion or Conversion(),
         drop=drop,
+        model=None if model is None else Path(model),
         virtual=virtual,
         stages=stages,
         force=force,

@@ -19,6 +19,7 @@ def plan(
     *,
     pp: int | None = None,
     drop: Collection[str] = (),
+    model: str | Path | None = None,
     assumed: Assumptions | None = None,
 ) -> PlanResult:
     """Plan the stages of a model and estimate a training step on them, from headers alone.
@@ -26,7 +27,7 @@ def plan(
     `source` is a Hugging Face folder, a manifest, `org/name@revision` on the hub, an object-store URL, or a
     config.json alone. `layout` is a SPEC as in docs/layouts.md (`pp=4`, a Megatron string, a file); without one, a
     manifest keeps its own. `pp` is the number of pipeline ranks, if `layout` does not say it. `drop` lists tensors to
-    leave out.
+    leave out; `model` is a TOML file that describes a model of an unknown architecture (docs/own-models.md).
 
     Units: sizes in bytes, FLOPs per token; times in seconds if `assumed.measured` has them, otherwise in FLOPs.
     Raises:
@@ -44,4 +45,4 @@ def plan(
         '1F1B'
     """
     asked = LayoutRequest(spec=layout, num_ranks=pp)
-    return plan_source(str(source), asked, assumed or Assumptions(), drop)
+    return plan_source(str(source), asked, assumed or Assumptions(), drop, None if model is None else Path(model))

@@ -10,6 +10,8 @@ from reshard.api.arguments import names_parameters
 from reshard.operations.progress import Progress, counting
 from reshard.operations.verify import VerifyOptions, VerifyResult, nbytes_to_read, verify_manifest
 from reshard.sources.open import open_source
+from reshard.tensors.checkpoint import Checkpoint
+from stores.manifest_file import find_manifest_file
 
 __all__ = ["verify"]
 
@@ -44,7 +46,12 @@ def verify(
         raise UsageError("--quick", problem, "leave one of the two out", code="options.conflict")
     options = VerifyOptions(
         quick=quick,
-        against=None if against is None else open_source(str(against)),
+        against=None if against is None else _open_source(str(against), manifest),
         stages=None if stages is None else frozenset(stages),
     )
     return verify_manifest(manifest, options, counting(progress, nbytes_to_read(manifest, options)))
+
+
+def _open_source(source: str, manifest: str | Path) -> Checkpoint:
+    described, _ = find_manifest_file(manifest).read()
+    return open_source(source, description=described.model.description)

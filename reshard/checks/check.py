@@ -8,6 +8,7 @@ from typing import Literal
 
 from manifests.errors import InputError, SourceError, UnreachableError, UsageError
 from manifests.invariants import MANIFEST_NAME
+from manifests.schema import ModelDescription
 from reshard.checks.against import check_against
 from reshard.checks.dcp import METADATA_NAME, check_dcp
 from reshard.checks.digests import check_digests, write_digests
@@ -35,6 +36,7 @@ class CheckOptions:
     against: str | None = None
     reads_bytes: bool = False
     digests: Literal["write", "verify"] | None = None
+    description: ModelDescription | None = None  # of a model whose architecture is not known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +71,7 @@ def check_checkpoint(
         SourceError: there is no folder, nothing to compare with, or no digests to verify.
         StoreError: a store refuses it.
         OutputError: digests cannot be written there.
-        UsageError: values of a DCP folder are asked for.
+        UsageError: values of a DCP folder are asked for, or a manifest is described.
     """
     options, folder = options or CheckOptions(), _open(address)
     findings, read_nbytes = Findings(), 0
@@ -86,6 +88,9 @@ def check_checkpoint(
         where, hint = "--values" if options.values else "--against", "leave it out"
         problem = f"{folder} is a folder of torch.distributed.checkpoint, whose tensors are not read"
         raise UsageError(where, problem, hint, code="options.conflict")
+    if kind != "huggingface" and options.description is not None:
+        problem = "is for Hugging Face folders; a manifest records its own description"
+        raise UsageError("--model", problem, "leave it out", code="options.model-of-manifest")
     contents = Contents()
     try:
         if kind == "manifest":
@@ -94,7 +99,7 @@ def check_checkpoint(
             contents = check_dcp(folder, findings)
         else:
             weights = read_weights(folder, findings)
-            check_model(folder, weights, findings, count)
+            check_model(folder, weights, findings, count, options.description)
             contents = weights.contents
     except UnreachableError:
         raise

@@ -10,6 +10,7 @@ from itertools import islice
 from manifests.errors import ModelError, UserError
 from manifests.jsontext import parse_json_object
 from manifests.models import ModelShape, is_sized_by_files, model_shape
+from manifests.schema import ModelDescription
 from reshard.checks.finding import Findings, count_of, some
 from reshard.checks.numbering import find_missing
 from reshard.checks.weights import Weights
@@ -30,7 +31,13 @@ _LAYERS = re.compile(r"(^|\.)(layers|h|blocks)\.\*$")
 _EMBEDDING = re.compile(r"(^|.*\.)(embed_tokens|wte|word_embeddings|tok_embeddings|embed_in)\.weight")
 
 
-def check_model(folder: Folder, weights: Weights, findings: Findings, progress: Progress) -> None:
+def check_model(
+    folder: Folder,
+    weights: Weights,
+    findings: Findings,
+    progress: Progress,
+    description: ModelDescription | None = None,
+) -> None:
     """Compare config.json and tokenizer.json with the tensors, whose bytes are read only where copies are tied."""
     files = folder.names()
     if CONFIG_NAME not in files:
@@ -41,7 +48,7 @@ def check_model(folder: Folder, weights: Weights, findings: Findings, progress: 
     file = folder.file(CONFIG_NAME)
     try:
         config = parse_json_object(read_whole(file), str(file))
-        shape = _shape_of(folder, config, weights)
+        shape = _shape_of(folder, config, weights, description)
     except UserError as error:
         findings.add_error(error)
         return
@@ -56,7 +63,9 @@ def check_model(folder: Folder, weights: Weights, findings: Findings, progress: 
         _report_vocabulary(folder, weights, findings)
 
 
-def _shape_of(folder: Folder, config: Mapping[str, object], weights: Weights) -> ModelShape | None:
+def _shape_of(
+    folder: Folder, config: Mapping[str, object], weights: Weights, description: ModelDescription | None
+) -> ModelShape | None:
     """Return the shape of a model whose architecture is known; None for another, or where a file cannot be read.
 
     Raises:
@@ -65,12 +74,14 @@ def _shape_of(folder: Folder, config: Mapping[str, object], weights: Weights) ->
     """
     where = str(folder.file(CONFIG_NAME))
     try:
-        needs_files = is_sized_by_files(config, where)
+        needs_files = is_sized_by_files(config, where, description)
     except ModelError:
+        if description is not None:
+            raise
         return None
     if needs_files and not weights.is_whole:
         return None
-    return model_shape(config, where, stored_in(weights.tensors, str(folder)))
+    return model_shape(config, where, stored_in(weights.tensors, str(folder)), description)
 
 
 def _report_coverage(folder: Folder, weights: Weights, shape: ModelShape, findings: Findings) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Literal
 
 import click
@@ -18,6 +19,7 @@ __all__ = ["check"]
 @click.option("--values", is_flag=True, help="Read all floating-point tensors: NaN, infinity, matrices of zeros.")
 @click.option("--against", type=click.Path(), metavar="OTHER", help="Compare names, shapes and dtypes with OTHER.")
 @click.option("--bytes", "reads_bytes", is_flag=True, help="With --against: read and compare every byte.")
+@options.model
 @click.option(
     "--digests",
     type=click.Choice(["write", "verify"]),
@@ -30,6 +32,7 @@ def check(
     checkpoint: str,
     values: bool,
     against: str | None,
+    model: Path | None,
     reads_bytes: bool,
     digests: Literal["write", "verify"] | None,
     as_json: bool,
@@ -51,7 +54,13 @@ def check(
 
     with options.progress("check", quiet) as progress:
         done = names_flags(run)(
-            checkpoint, against=against, reads_bytes=reads_bytes, values=values, digests=digests, progress=progress
+            checkpoint,
+            against=against,
+            model=model,
+            reads_bytes=reads_bytes,
+            values=values,
+            digests=digests,
+            progress=progress,
         )
     if as_json or not (quiet and done.ok):
         click.echo(json.dumps(check_json(done)) if as_json else check_text(done))

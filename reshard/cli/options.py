@@ -38,6 +38,7 @@ __all__ = [
     "io",
     "layout_flags",
     "manifest",
+    "model",
     "out",
     "print_result",
     "progress",
@@ -85,6 +86,10 @@ out = click.option(
     help="Folder to write, or s3://BUCKET/PREFIX (gs://, az://, or another fsspec URL); must not exist.",
 )  # fmt: skip
 drop = click.option("--drop", multiple=True, metavar="FQN", help="Leave this tensor out; may be repeated.")
+model = click.option(
+    "--model", type=click.Path(path_type=Path), metavar="FILE",
+    help="TOML file that names the modules of an unknown architecture; see docs/own-models.md.",
+)  # fmt: skip
 manifest = click.argument("manifest", type=click.Path(), metavar="MANIFEST")
 io = click.option(
     "--io",

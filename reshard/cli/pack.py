@@ -11,6 +11,8 @@ from reshard.cli import options
 from reshard.cli import pack_parts as parts
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from reshard.copy.direct_io import Io
     from reshard.estimate.training_estimate import Assumptions
     from reshard.operations.resolve import LayoutRequest
@@ -26,6 +28,7 @@ __all__ = ["export", "pack"]
 @options.layout_flags
 @options.out
 @options.drop
+@options.model
 @click.option("--virtual", is_flag=True, help="Copy no tensors; bundles refer to the bytes in SOURCE.")
 @click.option("--stages", metavar="N-M,...", help="Pack only these stages; the bundles of the others are virtual.")
 @options.conversion_flags
@@ -44,8 +47,8 @@ __all__ = ["export", "pack"]
 @options.quiet
 @options.training_flags
 def pack(
-    source: str, asked: LayoutRequest, assumed: Assumptions, out: Address, drop: tuple[str, ...], virtual: bool,
-    stages: str | None, conversion: Conversion, force: bool, io: Io, sync: bool,
+    source: str, asked: LayoutRequest, assumed: Assumptions, out: Address, drop: tuple[str, ...],
+    model: Path | None, virtual: bool, stages: str | None, conversion: Conversion, force: bool, io: Io, sync: bool,
     division: parts.Division, verify_source: bool, dry_run: bool, as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
     """Write one bundle per stage, and a manifest.
@@ -72,8 +75,9 @@ def pack(
     division.check(out, virtual=virtual, verify_source=verify_source)
     prepared = prepare_pack(
         PackRequest(
-            source=source, out=out, asked=asked, assumed=assumed, conversion=conversion, drop=drop, virtual=virtual,
-            stages=stages, part=parts.part_of(division), force=force, io=io, sync=sync, verify_source=verify_source,
+            source=source, out=out, asked=asked, assumed=assumed, conversion=conversion, drop=drop, model=model,
+            virtual=virtual, stages=stages, part=parts.part_of(division), force=force, io=io, sync=sync,
+            verify_source=verify_source,
         )
     )  # fmt: skip
     if division.scheduler is not None:  # with a plan that can be packed

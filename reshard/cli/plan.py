@@ -24,6 +24,7 @@ __all__ = ["layout", "plan"]
 @options.layout_flags
 @options.training_flags
 @options.drop
+@options.model
 @options.as_spelling
 @click.option("--draw", type=click.Path(path_type=Path), metavar="FILE", help="Draw the plan as .svg, .png or .html.")
 @click.option("--theme", type=click.Choice(["light", "dark"]), default="light", help="Theme of .svg and .png.")
@@ -32,8 +33,8 @@ __all__ = ["layout", "plan"]
 @options.as_json
 @options.quiet
 def plan(
-    source: str, asked: LayoutRequest, assumed: Assumptions, drop: tuple[str, ...], spelling: str | None,
-    draw: Path | None, theme: str, force: bool, as_json: bool, quiet: bool,
+    source: str, asked: LayoutRequest, assumed: Assumptions, drop: tuple[str, ...], model: Path | None,
+    spelling: str | None, draw: Path | None, theme: str, force: bool, as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
     """Show a layout before a byte moves: its stages, bytes, FLOPs, memory and pipeline bubble.
 
@@ -52,7 +53,7 @@ def plan(
         from reshard.draw import check_picture
 
         check_picture(draw, force)
-    planned = plan_source(source, asked, assumed, drop)
+    planned = plan_source(source, asked, assumed, drop, model)
     if spelling:
         text = print_layout(spelling, planned.layout, planned.inventory, planned.costs)
         click.echo(json.dumps(spelling_json(spelling, text)) if as_json else text.rstrip("\n"))

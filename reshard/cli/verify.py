@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import click
 
@@ -70,12 +71,15 @@ def inspect(manifest: str, tensors: bool, as_json: bool, quiet: bool) -> None:
 @click.command()
 @click.argument("a", type=click.Path(), metavar="A")
 @click.argument("b", type=click.Path(), metavar="B")
+@options.model
 @click.option("--norms/--no-norms", default=True, help="Read the tensors that differ, and print the norm of B - A.")
 @click.option("--bytes", "reads_bytes", is_flag=True, help="Read and hash every tensor instead of trusting digests.")
 @options.allow_remote
 @options.as_json
 @options.quiet
-def diff(a: str, b: str, norms: bool, reads_bytes: bool, as_json: bool, quiet: bool) -> None:
+def diff(
+    a: str, b: str, model: Path | None, norms: bool, reads_bytes: bool, as_json: bool, quiet: bool
+) -> None:  # fmt: skip
     """List the weights and optimizer state that differ between A and B. Exits with code 4 if some do.
 
     A and B are manifests or Hugging Face folders, of any layouts. Manifests have digests: comparing two of them reads
@@ -90,7 +94,7 @@ def diff(a: str, b: str, norms: bool, reads_bytes: bool, as_json: bool, quiet: b
     from reshard.report.diff import diff_json, diff_text
 
     with options.progress("diff", quiet) as progress:
-        found = names_flags(run)(a, b, with_norms=norms, reads_bytes=reads_bytes, progress=progress)
+        found = names_flags(run)(a, b, model=model, with_norms=norms, reads_bytes=reads_bytes, progress=progress)
     click.echo(json.dumps(diff_json(found)) if as_json else diff_text(found))
     if not found.equal:
         sys.exit(4)

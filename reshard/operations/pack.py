@@ -150,6 +150,7 @@ def build_manifest(checkpoint: Checkpoint, plan: PackPlan, done: Written) -> Man
             architecture=checkpoint.shape.architecture,
             num_layers=checkpoint.shape.num_layers,
             num_params=checkpoint.shape.num_params,
+            description=checkpoint.description,
         ),
         source=checkpoint.source,
         layout=Layout(

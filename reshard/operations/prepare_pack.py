@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 from manifests.errors import UsageError
 from reshard.copy.destination import check_apart, read_twice
@@ -20,7 +21,7 @@ from reshard.operations.resolve import LaidOut, LayoutRequest, PlanResult, estim
 from reshard.plans.pack_plan import OutputShard, Traffic, traffic_of
 from reshard.plans.partition import Part, part_nbytes, part_traffic
 from reshard.plans.references import choose_stages
-from reshard.sources.open import links_of, open_source
+from reshard.sources.open import links_of, open_described
 from reshard.tensors.checkpoint import TensorAt
 from reshard.transforms.conversion import Conversion, convert
 from stores.manifest_file import Address
@@ -38,6 +39,7 @@ class PackRequest:
     assumed: Assumptions = field(default_factory=Assumptions)
     conversion: Conversion = field(default_factory=Conversion)
     drop: Collection[str] = ()
+    model: Path | None = None  # the file that describes the source
     virtual: bool = False
     stages: str | None = None
     part: Part | None = None
@@ -139,7 +141,7 @@ def prepare_pack(request: PackRequest) -> PreparedPack:
         OutputError: `out` would overwrite what is read.
     """
     request.check()
-    opened = open_source(request.source, frozenset(request.drop))
+    opened = open_described(request.source, frozenset(request.drop), request.model)
     check_apart(request.out, opened, may_replace=not request.conversion.changes_bytes)
     checkpoint = convert(opened, request.conversion)
     laid = lay_out(model_name(request.source), checkpoint, request.asked, request.assumed)

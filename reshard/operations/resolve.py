@@ -25,7 +25,7 @@ from reshard.layout.options import read_words
 from reshard.plans.pack_plan import PackPlan, StagePlan, plan_pack
 from reshard.sources.config import find_config, open_config
 from reshard.sources.huggingface import CONFIG_NAME
-from reshard.sources.open import open_source
+from reshard.sources.open import open_described
 from reshard.tensors.checkpoint import Checkpoint
 
 __all__ = [
@@ -87,8 +87,8 @@ class PlanResult(LaidOut):
     forecast: Forecast
 
 
-def open_model(source: str, drop: frozenset[str] = frozenset()) -> Checkpoint:
-    """Open a source, or a config without weights.
+def open_model(source: str, drop: frozenset[str] = frozenset(), model: Path | None = None) -> Checkpoint:
+    """Open a source, which the file `model` may describe, or a config without weights.
 
     Raises:
         SourceError, ModelError, ShardError, ManifestError: see `open_source` and `open_config`.
@@ -96,7 +96,10 @@ def open_model(source: str, drop: frozenset[str] = frozenset()) -> Checkpoint:
     """
     config = find_config(source)
     if config is None:
-        return open_source(source, drop)
+        return open_described(source, drop, model)
+    if model is not None:
+        problem = f"{source} is a config without weights, whose sizes no description says"
+        raise UsageError("--model", problem, "give the folder with its safetensors", code="options.conflict")
     if drop:
         raise UsageError(
             "--drop", f"{source} is a config without weights", "leave --drop out", code="options.unknown-drop"
@@ -112,13 +115,19 @@ def model_name(source: str) -> str:
     return path.name or path.resolve().name
 
 
-def plan_source(source: str, asked: LayoutRequest, assumed: Assumptions, drop: Collection[str] = ()) -> PlanResult:
+def plan_source(
+    source: str,
+    asked: LayoutRequest,
+    assumed: Assumptions,
+    drop: Collection[str] = (),
+    model: Path | None = None,
+) -> PlanResult:
     """Open a source, read or solve for the layout, lay the tensors out on it and estimate a training step.
 
     Raises:
         UserError: see `open_model` and `lay_out`.
     """
-    return estimate_step(lay_out(model_name(source), open_model(source, frozenset(drop)), asked, assumed))
+    return estimate_step(lay_out(model_name(source), open_model(source, frozenset(drop), model), asked, assumed))
 
 
 def estimate_step(laid: LaidOut) -> PlanResult:

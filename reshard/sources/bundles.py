@@ -45,8 +45,10 @@ def open_manifest(address: Address | ManifestFile, bundles: Bundles | None = Non
     config = read_config(config_file, small[CONFIG_NAME].digest)
     record_text = read_whole(record_file, small[SOURCE_NAME].digest)
     record = decode_record(record_text, str(record_file))
-    stored_names = record.stored(str(record_file)) if is_sized_by_files(config, str(config_file)) else None
-    shape = model_shape(config, str(config_file), stored_names)
+    description = manifest.model.description
+    needs_files = is_sized_by_files(config, str(config_file), description)
+    stored_names = record.stored(str(record_file)) if needs_files else None
+    shape = model_shape(config, str(config_file), stored_names, description)
     check_model(manifest, shape, str(file))
     _check_files(manifest.files, record, str(file))
     if bundles is None:
@@ -76,6 +78,7 @@ def open_manifest(address: Address | ManifestFile, bundles: Bundles | None = Non
         manifest=manifest,
         originals=originals,
         moments=moments,
+        description=description,
     )
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from manifests.errors import InputError, SourceError
+from manifests.errors import InputError, ModelError, SourceError
 from manifests.invariants import MANIFEST_NAME, SOURCE_NAME
 from manifests.models import ModelShape, Stored, is_sized_by_files, model_shape, module_of
 from manifests.paths import problem_with_path
-from manifests.schema import Source
+from manifests.schema import ModelDescription, Source
 from reshard.archives.tensors import read_archive
 from reshard.copy.journal import is_working_name
 from reshard.sources.coverage import compare_with_shape
+from reshard.sources.guess import guess_description
 from reshard.sources.torch_files import (
     TORCH_INDEX_NAME,
     TORCH_NAME,
@@ -55,12 +56,14 @@ class _Shards:
         return TORCH_INDEX_NAME if self.are_torch else INDEX_NAME
 
 
-def open_folder(folder: Folder, drop: frozenset[str] = frozenset()) -> Checkpoint:
+def open_folder(
+    folder: Folder, drop: frozenset[str] = frozenset(), description: ModelDescription | None = None
+) -> Checkpoint:
     """Read the headers of a Hugging Face folder and check that they cover the model exactly.
 
     Raises:
         SourceError: no config, shards and index that disagree, or tensors missing, unknown or of the wrong shape.
-        ModelError: an invalid config or an unsupported architecture.
+        ModelError: an invalid config, an unsupported architecture, or a description of another model.
         ShardError: an invalid header.
     """
     files = folder.names()
@@ -73,7 +76,11 @@ def open_folder(folder: Folder, drop: frozenset[str] = frozenset()) -> Checkpoin
         )
     config_file = folder.file(CONFIG_NAME)
     config = read_config(config_file)
-    shape = None if is_sized_by_files(config, str(config_file)) else model_shape(config, str(config_file))
+    try:
+        needs_files = is_sized_by_files(config, str(config_file), description)
+    except ModelError as error:
+        raise error if description else _with_guess(error, config, folder, files) from None
+    shape = None if needs_files else model_shape(config, str(config_file))
     names = {fqn: fqn for fqn in shape.tensors} if shape else {}
     shards = _find_shards(folder, files, names)
     tensors, recorded = _read_shards(folder, shards, names)
@@ -81,7 +88,7 @@ def open_folder(folder: Folder, drop: frozenset[str] = frozenset()) -> Checkpoin
     del names
     dropped = _drop(tensors, drop, shape)
     if shape is None:
-        shape = model_shape(config, str(config_file), stored_in(tensors, str(folder)))
+        shape = model_shape(config, str(config_file), stored_in(tensors, str(folder)), description)
     else:
         tensors = _under_fqns(tensors, shape)
     shape = without_absent(shape, tensors)
@@ -101,7 +108,29 @@ def open_folder(folder: Folder, drop: frozenset[str] = frozenset()) -> Checkpoin
             revision=folder.revision,
             files={name: folder.file(name) for name in shards.names},
         ),
+        description=description,
     )
+
+
+def _with_guess(error: ModelError, config: Mapping[str, object], folder: Folder, files: tuple[str, ...]) -> ModelError:
+    """Return the refusal of an unknown architecture with the description to write, as far as it can be guessed."""
+    try:
+        guess = guess_description(config, _names_in(folder, files))
+    except InputError:  # of weights that nobody can read: the architecture is the first thing to say
+        return error
+    if guess is None:
+        return error
+    hint = f"docs/models.md lists what is; describe another in a file and pass it, as --model model.toml:\n{guess.text}"
+    if guess.alike:
+        problem = f"{error.problem}, and {' and '.join(guess.alike)} are lists of equal length"
+        return ModelError(error.where, problem, hint, code="model.ambiguous-layers")
+    return error.changed(hint=hint)
+
+
+def _names_in(folder: Folder, files: tuple[str, ...]) -> Collection[str]:
+    """Return the names of all tensors: those of the index, or of the only file's header."""
+    shards = _find_shards(folder, files, {})
+    return _read_shards(folder, shards, {})[0] if shards.weight_map is None else shards.weight_map
 
 
 def stored_in(tensors: Mapping[str, TensorAt], where: str) -> Stored:

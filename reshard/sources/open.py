@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from manifests.errors import InputError
+from manifests.errors import InputError, UsageError
 from manifests.invariants import MANIFEST_NAME
+from manifests.schema import ModelDescription
 from manifests.store import links_out_of
 from reshard.sources.bundles import open_manifest
 from reshard.sources.huggingface import open_folder
+from reshard.sources.model_file import read_model_file
 from reshard.tensors.checkpoint import Checkpoint
 from stores.address import is_url
 from stores.base import Folder
@@ -17,11 +19,15 @@ from stores.local import LocalFile, LocalFolder
 from stores.manifest_file import ManifestFile, find_manifest_file
 from stores.open import open_store
 
-__all__ = ["links_of", "names_manifest", "open_source"]
+__all__ = ["links_of", "names_manifest", "open_both", "open_described", "open_source"]
 
 
-def open_source(source: str, drop: frozenset[str] = frozenset()) -> Checkpoint:
+def open_source(
+    source: str, drop: frozenset[str] = frozenset(), description: ModelDescription | None = None
+) -> Checkpoint:
     """Open a manifest (its file or folder) or a Hugging Face folder: local, on the hub or in an object store.
+
+    A manifest has its own description, and `description` is not for it.
 
     Raises:
         InputError: nothing there, or an invalid checkpoint; see `open_manifest` and `open_folder`.
@@ -31,7 +37,33 @@ def open_source(source: str, drop: frozenset[str] = frozenset()) -> Checkpoint:
     folder = open_store(source)
     if _contains_manifest(folder):
         return _open_manifest(ManifestFile(folder), drop)
-    return open_folder(folder, drop)
+    return open_folder(folder, drop, description)
+
+
+def open_described(source: str, drop: frozenset[str] = frozenset(), model: Path | None = None) -> Checkpoint:
+    """Open a source as `open_source` does; `model` is the file of `--model`, if it describes the source.
+
+    Raises:
+        UsageError: a manifest is described.
+        ModelError: the file is not valid; see `read_model_file`.
+    """
+    if model is None:
+        return open_source(source, drop)
+    description = read_model_file(model)
+    if names_manifest(source):
+        problem = "is for Hugging Face folders; a manifest records its own description"
+        raise UsageError("--model", problem, "leave it out", code="options.model-of-manifest")
+    return open_source(source, drop, description)
+
+
+def open_both(a: str, b: str, model: Path | None = None) -> tuple[Checkpoint, Checkpoint]:
+    """Open two sources of the same model; what `model` or the manifest of one describes is true of the other."""
+    description = None if model is None else read_model_file(model)
+    if _is_named(b) and not _is_named(a):
+        right = open_source(b, description=description)
+        return open_source(a, description=description or right.description), right
+    left = open_source(a, description=description)
+    return left, open_source(b, description=description or left.description)
 
 
 def links_of(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from manifests.digest import PREFIX
 from manifests.errors import ShardError
 from manifests.models import ModelShape
-from manifests.schema import Holds, Manifest, Parent, Source
+from manifests.schema import Holds, Manifest, ModelDescription, Parent, Source
 from reshard.tensors.source_index import SourceRecord
 from stores.base import InputFile
 from stores.bundles import TensorAt, tensors_in
@@ -52,6 +52,7 @@ class Checkpoint:
     originals: OriginalFiles | None = None  # if tensors are read from them
     moments: Mapping[Holds, Mapping[str, TensorAt]] = field(default_factory=dict)  # of a training checkpoint
     merges_slices: bool = False  # whether sliced tensors are packed whole
+    description: ModelDescription | None = None  # of a model whose architecture does not say its modules
 
     @property
     def location(self) -> str:

@@ -46,7 +46,7 @@ def dequantize(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
         )
     tensors = {tensor.name: (old, tensor) for old, tensor in _tensors(checkpoint, section, dtype)}
     plain = {fqn: tensor for fqn, (_, tensor) in tensors.items()}
-    shape = model_shape(config, str(config_at.file), stored_in(plain, checkpoint.location))
+    shape = model_shape(config, str(config_at.file), stored_in(plain, checkpoint.location), checkpoint.description)
     shape = without_absent(shape, tensors)
     check_coverage(plain, shape, checkpoint.location)
     kinds = {old: (tensor.name, tensor.dtype, tensor.shape) for old, tensor in tensors.values()}

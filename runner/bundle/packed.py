@@ -98,8 +98,9 @@ def open_packed(folder: Path, manifest: Manifest | None = None) -> Packed:
             f"reshard pack {folder / MANIFEST_NAME} --layout SPEC --dequantize bf16 --out DIR",
             code="model.quantized",
         )
-    stored = _read_stored(folder, manifest) if is_sized_by_files(config, str(path)) else None
-    shape = model_shape(config, str(path), stored)
+    description = manifest.model.description
+    stored = _read_stored(folder, manifest) if is_sized_by_files(config, str(path), description) else None
+    shape = model_shape(config, str(path), stored, description)
     check_model(manifest, shape, str(folder / MANIFEST_NAME))
     return Packed(root=folder, manifest=manifest, config=config, shape=shape)
 

@@ -12,6 +12,7 @@ from manifests.schema import (
     Layout,
     Manifest,
     Model,
+    ModelDescription,
     OriginalFile,
     Parent,
     Shard,
@@ -24,17 +25,39 @@ from manifests.schema import (
     Virtual,
 )
 
-__all__ = ["digest_of", "full_manifest", "manifests", "virtual_manifest"]
+__all__ = ["described_manifest", "digest_of", "full_manifest", "manifests", "virtual_manifest"]
 
 COUNTS = st.integers(0, 2**63 - 1)
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 DIGESTS = st.text("0123456789abcdef", min_size=64, max_size=64).map("blake3:".__add__)
 PARTS = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="/\\"), min_size=1, max_size=12)
+NAMES = st.text("abcXYZ_09", min_size=1, max_size=6)
 PATHS = st.lists(PARTS.filter(lambda part: part not in (".", "..")), min_size=1, max_size=3).map("/".join)
 
 
 def digest_of(digit: str) -> str:
     return "blake3:" + 64 * digit
+
+
+@st.composite
+def descriptions(draw: st.DrawFn) -> ModelDescription:
+    """Draw a description whose modules do not overlap."""
+    modules = tuple(draw(st.lists(NAMES, min_size=4, max_size=7, unique=True)))
+    tied = tuple(draw(st.lists(NAMES, min_size=4, max_size=4, unique=True)))
+    return ModelDescription(
+        inputs=modules[:1],
+        layers=modules[1:3],
+        outputs=modules[3:4],
+        count=(draw(NAMES), draw(NAMES)),
+        width=draw(NAMES),
+        tied=draw(st.booleans()),
+        architecture=draw(st.none() | NAMES),
+        ties=draw(st.sampled_from(((), (tied,), (tied[:2], tied[2:])))),
+        buffers=tuple(draw(st.lists(NAMES, max_size=2))),
+        ignored=tuple(draw(st.lists(NAMES.map(".".__add__), max_size=2))),
+        spare=modules[4:],
+        kinds=tuple(tuple(draw(st.lists(NAMES, min_size=1, max_size=2))) for _ in range(draw(st.integers(0, 2)))),
+    )
 
 
 @st.composite
@@ -49,7 +72,12 @@ def manifests(draw: st.DrawFn) -> Manifest:
     virtual, spans = _virtual(draw, placement.num_stages)
     return Manifest(
         created_by=draw(TEXTS),
-        model=Model(architecture=draw(TEXTS), num_layers=draw(COUNTS), num_params=draw(COUNTS)),
+        model=Model(
+            architecture=draw(TEXTS),
+            num_layers=draw(COUNTS),
+            num_params=draw(COUNTS),
+            description=draw(st.none() | descriptions()),
+        ),
         source=Source(
             kind=draw(TEXTS),
             location=draw(TEXTS),
@@ -126,6 +154,27 @@ def full_manifest() -> Manifest:
         parents=(Parent(location="/packed/pp4", digest=digest_of("f")),),
         training=TrainingState(step=300, num_tokens=1_228_800),
     )
+
+
+def described_manifest() -> Manifest:
+    """Give the full manifest of an architecture that is described: tests/data/golden/manifest-v1-described.json."""
+    full = full_manifest()
+    description = ModelDescription(
+        inputs=("model.embed_tokens",),
+        layers=("model.layers",),
+        outputs=("model.norm", "lm_head"),
+        count=("depth",),
+        width="dim",
+        tied=True,
+        architecture="MyForCausalLM",
+        ties=(("model.embed_tokens.weight", "lm_head.weight"),),
+        buffers=("router.bias",),
+        ignored=("inv_freq",),
+        spare=("value_head",),
+        mtp="num_mtp",
+        kinds=(("attn.weight", "mlp.experts.*.weight"), ("attn.weight",)),
+    )
+    return replace(full, model=replace(full.model, architecture="MyForCausalLM", description=description))
 
 
 def virtual_manifest() -> Manifest:

@@ -19,22 +19,25 @@ import manifests
 from manifests.codec import decode_manifest, encode_manifest
 from manifests.schema import Manifest
 from tests.builders import without_digest
-from tests.fast.manifests.drawn_manifests import full_manifest, virtual_manifest
+from tests.fast.manifests.drawn_manifests import described_manifest, full_manifest, virtual_manifest
 from tests.fast.manifests.drawn_manifests import manifests as packed_manifests
 from tests.fast.manifests.drawn_training import trained_manifests, training_manifest
 from tests.refusals import refusal, refused
 
 GOLDEN = Path(__file__).parents[2] / "data" / "golden" / "manifest-v1.json"
 GOLDEN_VIRTUAL = GOLDEN.with_name("manifest-v1-virtual.json")
+GOLDEN_DESCRIBED = GOLDEN.with_name("manifest-v1-described.json")
 GOLDEN_TRAINING = GOLDEN.with_name("manifest-v1-training.json")
 GOLDEN_DIGEST = GOLDEN.with_name("manifest-v1-digest.json")  # the one before, with a digest of itself
 SCHEMA = Draft202012Validator(json.loads(Path(manifests.__file__).with_name("schema.json").read_text()))
 STRINGS = {"layout.schedule", "source.revision", "virtual.revision"}
+DESCRIBED = {f"model.description.{name}" for name in ("architecture", "mtp")}
 DTYPES = {f"training.{name}" for name in ("dtype", "compute_dtype", "reduce_dtype")}
 TRAINING = ("optimizer", "learning_rate", "batch", "data", "data.cursor")
-OBJECTS = {"training", "virtual", *(f"training.{name}" for name in TRAINING)}
-NULLABLE = STRINGS | DTYPES | OBJECTS
+OBJECTS = {"training", "virtual", "model.description", *(f"training.{name}" for name in TRAINING)}
+NULLABLE = STRINGS | DESCRIBED | DTYPES | OBJECTS
 OPTIONAL = NULLABLE | {"source.left_out", "stages.shards.holds", "stages.spans", "ties", "files", "parents"}
+OPTIONAL |= {f"model.description.{name}" for name in ("ties", "buffers", "ignored", "spare", "kinds")}
 OPTIONAL |= {"training.optimizer.groups.fqns", "training.learning_rate.stable_steps", "training.random"}
 _REMOVED = object()
 OTHERS: tuple[Any, ...] = (None, True, 7, -1.5, "seven", [], {})
@@ -102,7 +105,7 @@ def test_decoder_and_schema_refuse_a_spoiled_field_of_any_manifest(manifest: Man
     assert refused(lambda: decode_manifest(json.dumps(spoiled).encode())) == (corruption.code, corruption.where)
 
 
-@pytest.mark.parametrize("golden", [GOLDEN, GOLDEN_VIRTUAL, GOLDEN_TRAINING])
+@pytest.mark.parametrize("golden", [GOLDEN, GOLDEN_DESCRIBED, GOLDEN_VIRTUAL, GOLDEN_TRAINING])
 def test_decoder_and_schema_refuse_every_spoiled_field_of_a_golden_file_by_its_path(golden: Path) -> None:
     document = json.loads(golden.read_bytes())
     found = list(corruptions(document))
@@ -134,7 +137,9 @@ def test_message_says_what_was_expected_and_found(field: str, value: object, wor
 
 @pytest.mark.parametrize("field", sorted(OPTIONAL))
 def test_a_field_with_a_default_may_be_left_out(field: str) -> None:
-    document = json.loads((GOLDEN_TRAINING if field.startswith("training.") else GOLDEN).read_bytes())
+    goldens = {"training.": GOLDEN_TRAINING, "model.": GOLDEN_DESCRIBED}
+    golden = next((golden for prefix, golden in goldens.items() if field.startswith(prefix)), GOLDEN)
+    document = json.loads(golden.read_bytes())
     if field == "training.optimizer":  # then there is no optimizer state
         document["stages"] = json.loads(GOLDEN.read_bytes())["stages"]
     if field == "training.optimizer.groups.fqns":  # then it is the only group
@@ -148,8 +153,13 @@ def test_a_field_with_a_default_may_be_left_out(field: str) -> None:
 
 @pytest.mark.parametrize(
     ("golden", "manifest"),
-    [(GOLDEN, full_manifest()), (GOLDEN_VIRTUAL, virtual_manifest()), (GOLDEN_TRAINING, training_manifest())],
-    ids=["full", "virtual", "training"],
+    [
+        (GOLDEN, full_manifest()),
+        (GOLDEN_DESCRIBED, described_manifest()),
+        (GOLDEN_VIRTUAL, virtual_manifest()),
+        (GOLDEN_TRAINING, training_manifest()),
+    ],
+    ids=["full", "described", "virtual", "training"],
 )
 def test_golden_file_of_version_1_without_a_digest_is_read(golden: Path, manifest: Manifest) -> None:
     assert decode_manifest(golden.read_bytes()) == manifest
