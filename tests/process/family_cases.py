@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from runner.config.architectures import Implementation, choose_implementation
 from runner.data.batches import Batch
-from tests.fast.models.built import TINY
+from tests.fast.models.built import read_config
 from tests.fast.runner.decoders import SEQ_LEN, VARIANTS
 from tests.fast.runner.tiny import padded_batch
 from tests.fast.runner.titans import TITANS
@@ -32,18 +33,21 @@ class Case:
     num_ranks: int = 2
     num_shards: int = 1  # ranks that share every parameter of a stage
     loss_chunk: int = 0  # 0: whole logits
+    implementation: Implementation | None = None  # None: torchtitan's modules, where it is installed
 
     @property
     def name(self) -> str:
         changes = [f"{key}={value}" for key, value in self.changes.items()]
         shards = [f"{self.num_shards} shards"] if self.num_shards > 1 else []
         chunks = ["loss-chunk"] if self.loss_chunk else []
-        return " ".join([self.model, self.layout, self.schedule, *shards, *chunks, *changes])[:100]
+        road = [self.implementation] if self.implementation else []
+        return " ".join([self.model, self.layout, self.schedule, *road, *shards, *chunks, *changes])[:100]
 
     @property
     def is_titan(self) -> bool:
         """Whether it runs on torchtitan's modules, and not on transformers' own."""
-        return self.model in TINY
+        (architecture,) = read_config(self.model)["architectures"]
+        return choose_implementation(architecture, self.implementation) == "torchtitan"
 
     @property
     def experts(self) -> str | None:
@@ -72,10 +76,11 @@ class Case:
     @property
     def flags(self) -> tuple[str, ...]:
         chunks = ("--loss-chunk", str(self.loss_chunk)) if self.loss_chunk else ()
+        road = ("--implementation", self.implementation) if self.implementation else ()
         return (
             "--data", "synthetic", "--steps", str(STEPS), "--seq-len", str(SEQ_LEN), "--global-batch", "8",
             "--microbatch", str(MICROBATCH), "--lr", str(LR), "--max-norm", "0", "--schedule", self.schedule,
-            "--dp-shard", str(self.num_shards), *chunks,
+            "--dp-shard", str(self.num_shards), *chunks, *road,
         )  # fmt: skip
 
     def folder(self, place: Path, what: str) -> Path:
@@ -90,6 +95,15 @@ def evaluated_batch() -> Batch:
     return batch_of(1000)
 
 
+_ON_TRANSFORMERS: tuple[Mapping[str, Any], ...] = (
+    {"model": "tiny-llama"},
+    {"model": "tiny-mistral", "changes": {"sliding_window": 16}, "layout": "pp=2,vpp=2",
+     "schedule": "InterleavedZeroBubble"},
+    {"model": "tiny-qwen3", "changes": _TIED, "schedule": "GPipe"},
+    {"model": "tiny-qwen3-moe", "layout": "pp=1", "num_shards": 2},
+    {"model": "tiny-deepseek-v3", "layout": "pp=2,style=v", "schedule": "ZBVZeroBubble"},
+    {"model": "tiny-gpt-oss", "layout": "pp=2,vpp=2", "schedule": "Interleaved1F1B"},
+)  # fmt: skip
 NORMAL = (
     Case(number=0, model="tiny-gpt2", changes=_TIED, is_openai=True),
     Case(number=1, model="tiny-mixtral"),
@@ -103,6 +117,7 @@ NORMAL = (
     Case(number=9, model="tiny-deepseek-v3", layout="pp=2,style=v", schedule="ZBVZeroBubble"),
     Case(number=10, model="tiny-gpt-oss"),
     Case(number=11, model="tiny-opt", changes={"word_embed_proj_dim": 16}, loss_chunk=20),
+    *(Case(number=12 + n, implementation="transformers", **case) for n, case in enumerate(_ON_TRANSFORMERS)),
 )
 _ON_TWO = (
     ("pp=2", "1F1B"),
