@@ -88,9 +88,12 @@ def run(release: str, is_without: bool, environment: str | None) -> int:
     if found["torch"].split("+")[0] != release or (found["torchtitan"] is None) != is_without:
         print(f"{python} has torch {found['torch']} and torchtitan {found['torchtitan']}", file=sys.stderr)
         return 2
-    suites = {suite: run_suite(python, suite, files) for suite, (files, can) in SUITES.items() if can or not is_without}
+    suites: dict[str, dict[str, Any]] = {}
     result = {"what": f"suites on torch {release}", **_circumstances(found), "suites": suites}
-    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+    for suite, (files, can) in SUITES.items():
+        if can or not is_without:
+            suites[suite] = run_suite(python, suite, files)
+            (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
     return int(any(suite["failed"] for suite in suites.values()))
 
 

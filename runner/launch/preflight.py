@@ -10,7 +10,7 @@ from manifests.models import ConfigReader
 from manifests.schema import Manifest, TrainingState
 from runner.bundle.packed import Packed, check_tokenizer
 from runner.checkpoint.resume import remembered
-from runner.config.architectures import Implementation, choose_implementation
+from runner.config.architectures import TORCHTITAN, Implementation, choose_implementation
 from runner.config.flags import TrainOptions, flag_of
 from runner.config.schema import SYNTHETIC
 from runner.data.files import SUFFIXES
@@ -96,6 +96,9 @@ def notes(asked: TrainOptions, options: TrainOptions, origin: Manifest, training
     said, first, last = [], (training.step if training else 0) + 1, options.steps
     if first <= last and options.checkpoint is None and options.save is None:
         said.append("without --checkpoint DIR or --save DIR the trained weights are lost when the run ends")
+    architecture, implementation = origin.model.architecture, asked.compute.implementation
+    if architecture in TORCHTITAN and not implementation and choose_implementation(architecture) == "transformers":
+        said.append(f"{architecture} is built of transformers' modules: torchtitan is not installed")
     if options.traced and first <= last and not (options.traced.start <= last and options.traced.stop > first):
         said.append(f"--trace {asked.values['trace']} has no effect: the run takes steps {first} to {last}")
     if options.resume.restart_data and training is None:

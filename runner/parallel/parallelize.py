@@ -108,7 +108,7 @@ def _shard(chunk: StageChunk, mesh: DeviceMesh, compute: ComputeOptions) -> None
 def _reduce_sharded(root: FSDPModule) -> None:
     """Reduce-scatter gradients, as torch does when a backward ends; see Note [One reduction a step].
 
-    Source: `perform_reduce_grad` in torch/distributed/pipelining/stage.py, torch 2.13.
+    Source: `perform_reduce_grad` in torch/distributed/pipelining/stage.py, torch 2.13; its parts are in 2.15, too.
     """
     root.set_is_last_backward(True)
     root.set_reshard_after_backward(True)

@@ -182,6 +182,28 @@ def test_runs_with_dropout_go_on_as_if_they_had_not_been_interrupted(tmp_path: P
         assert resumed == {step: whole[step] for step in (3, 4)}, (tmp_path / f"{name}-resumed.log").read_text()
 
 
+def test_run_resumes_on_the_other_implementation(tmp_path: Path) -> None:
+    save_titan(tmp_path / "source", "tiny-qwen3-moe")
+    packed = reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "packed", "--quiet")
+    assert packed.code == 0, packed.err
+    flags = ("--data", "synthetic", "--seq-len", 16, "--global-batch", 4, "--lr", LR, "--steps", 4)
+    resume = ("--resume", tmp_path / "whole" / "step-000002", "--implementation", "transformers")
+    jobs = [
+        {
+            "root": str(tmp_path / "packed"),
+            "args": [*map(str, (*flags, "--checkpoint", tmp_path / run, "--log-dir", tmp_path / f"{run}-log", *more))],
+            "log": str(tmp_path / f"{run}.log"),
+        }
+        for run, more in (("whole", ("--checkpoint-every", 2)), ("resumed", resume))
+    ]
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    launch(2, "resume_worker.py", tmp_path / "jobs.json")
+    whole, resumed = (steps_of(tmp_path / f"{run}-log") for run in ("whole", "resumed"))
+    assert list(resumed) == [3, 4], (tmp_path / "resumed.log").read_text()
+    for step in resumed:
+        assert resumed[step] == pytest.approx(whole[step], rel=1e-5)
+
+
 def steps_of(log: Path) -> dict[int, tuple[float, float]]:
     lines = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
     return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines if "loss" in line}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -136,6 +137,15 @@ def test_flag_without_effect_is_noted(place: Path, training: tuple[str, ...], fl
     for note in found:
         assert flag in note
         wording(note)
+
+
+def test_family_that_lacks_its_usual_modules_is_noted(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = open_packed(place / "packed")
+    assert noted(packed, "--save", "s") == noted(packed, "--save", "s", "--implementation", "transformers") == []
+    monkeypatch.setitem(sys.modules, "torchtitan", None)
+    (note,) = noted(packed, "--save", "s")
+    assert "torchtitan" in note
+    assert noted(packed, "--save", "s", "--implementation", "transformers") == []
 
 
 def test_what_a_run_takes_from_its_checkpoint_is_said(place: Path, wording: Wording) -> None:
