@@ -21,6 +21,7 @@ __all__ = [
     "RankError",
     "ScheduleError",
     "ShardError",
+    "SignatureError",
     "SourceError",
     "StoreError",
     "UnreachableError",
@@ -127,6 +128,12 @@ class ManifestError(InputError):
 
 class ShardError(InputError):
     """`shard.*`, `header.*`: a safetensors file that is damaged, or does not match the manifest."""
+
+
+class SignatureError(InputError):
+    """`signature.*`: a manifest whose signature is missing, damaged, of another key or of another manifest."""
+
+    exit_code = 4
 
 
 class OutputError(InputError):

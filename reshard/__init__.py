@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         OutputError,
         ScheduleError,
         ShardError,
+        SignatureError,
         SourceError,
         StoreError,
         UnreachableError,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from reshard.api.pack import pack
     from reshard.api.packed import PackedModel, PackedStage, TensorInfo, open
     from reshard.api.plan import plan
+    from reshard.api.sign import sign
     from reshard.api.verify import verify
     from reshard.checks.check import CheckResult
     from reshard.checks.finding import Finding
@@ -68,6 +70,7 @@ __all__ = [
     "Progress",
     "ScheduleError",
     "ShardError",
+    "SignatureError",
     "SourceError",
     "Stage",
     "StoreError",
@@ -84,6 +87,7 @@ __all__ = [
     "open",
     "pack",
     "plan",
+    "sign",
     "verify",
 ]
 
@@ -98,6 +102,7 @@ __getattr__, __dir__ = lazy_attributes(
             "OutputError",
             "ScheduleError",
             "ShardError",
+            "SignatureError",
             "SourceError",
             "StoreError",
             "UnreachableError",
@@ -111,6 +116,7 @@ __getattr__, __dir__ = lazy_attributes(
         "reshard.api.pack": ("pack",),
         "reshard.api.packed": ("PackedModel", "PackedStage", "TensorInfo", "open"),
         "reshard.api.plan": ("plan",),
+        "reshard.api.sign": ("sign",),
         "reshard.api.verify": ("verify",),
         "reshard.checks.check": ("CheckResult",),
         "reshard.checks.finding": ("Finding",),

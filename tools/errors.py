@@ -30,6 +30,7 @@ CLASSES = {
     "OutputError": ("output",),
     "ScheduleError": ("schedule",),
     "ShardError": ("header", "shard"),
+    "SignatureError": ("signature",),
     "SourceError": ("source",),
     "StoreError": ("store",),
     "InputError": ("options", "rank", "system"),
@@ -41,7 +42,8 @@ _HEAD = """\
 # Errors
 
 Every error that a user can fix has a stable code. `--json` prints it as `error.code`; scripts and tests may rely on
-it; the wording may change. Exit codes: 2 for the command line, 3 for bad input, 5 for a rank that failed.
+it; the wording may change. Exit codes: 2 for the command line, 3 for bad input, 4 for a signature that does not verify,
+5 for a rank that failed.
 
 Written by `make errors` from `docs/errors/*.toml`; `make check` fails when it is out of date.
 """

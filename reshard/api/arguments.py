@@ -18,6 +18,7 @@ R = TypeVar("R")
 _FLAG = re.compile(r"(?<![\w/-])--([a-z][a-z-]*)")
 # Flags that are not called like a parameter.
 _NAMES = {
+    "ask-password": "password",
     "bytes": "reads_bytes",
     "cost": "assumed.measured",
     "dequantize": "conversion.dequantize",

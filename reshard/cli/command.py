@@ -12,6 +12,7 @@ from reshard.cli.check import check
 from reshard.cli.pack import export, pack
 from reshard.cli.pack_parts import commit
 from reshard.cli.plan import layout, plan
+from reshard.cli.sign import sign
 from reshard.cli.verify import diff, inspect, verify
 
 __all__ = ["cli", "run"]
@@ -30,7 +31,7 @@ def cli() -> None:
     """
 
 
-for verb in (plan, layout, pack, commit, export, verify, check, inspect, diff):
+for verb in (plan, layout, pack, commit, export, verify, check, sign, inspect, diff):
     cli.add_command(verb)
 
 

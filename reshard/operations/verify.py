@@ -12,6 +12,7 @@ from manifests.models import ModelShape, module_of
 from manifests.schema import MOMENTS, WEIGHTS, Holds, Manifest, Stage
 from reshard.copy.engine import ByteCounter
 from reshard.operations.compare import Difference, differences_from, hash_each, missing_from
+from reshard.operations.signature import Signature, check_signature
 from reshard.sources.bundles import open_manifest
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, TensorAt
 from reshard.tensors.slices import merge_slices
@@ -30,6 +31,7 @@ class VerifyOptions:
     quick: bool = False
     against: Checkpoint | None = None
     stages: frozenset[int] | None = None  # None: all
+    signature: Signature | None = None  # of the manifest, checked before anything else
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +48,7 @@ class VerifyResult:
     source: str | None
     num_beyond: int  # tensors of the optimizer state, if the source has none
     differences: tuple[Difference, ...]
+    signature: str | None = None  # where it is, if it was asked for
 
     @property
     def equal(self) -> bool:
@@ -63,11 +66,13 @@ def verify_manifest(
     Raises:
         ManifestError: the manifest is damaged.
         InputError: there is no manifest, or it cannot be read.
+        SignatureError: its signature, if it is asked for, is not of this manifest and that key.
         UsageError: it has no such stage.
     """
     options = options or VerifyOptions()
     file = find_manifest_file(address)
-    manifest, _ = file.read()
+    manifest, digest = file.read()
+    signature = None if options.signature is None else check_signature(file, digest, options.signature)
     stages, bundles = _choose(manifest, options.stages), Bundles(manifest, file.folder)
     bundles.read_ahead(stages, (WEIGHTS, *MOMENTS))
     differences: list[Difference] = []
@@ -101,6 +106,7 @@ def verify_manifest(
         source=options.against.location if options.against else None,
         num_beyond=num_beyond,
         differences=tuple(dict.fromkeys(differences)),  # stages may share original files
+        signature=signature,
     )
 
 

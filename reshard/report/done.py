@@ -104,10 +104,16 @@ def verify_json(done: VerifyResult) -> dict[str, Any]:
         "nbytes": done.nbytes,
         "compared_nbytes": done.compared_nbytes,
         "differences": [{"where": where, "problem": problem} for where, problem in done.differences],
+        **({} if done.signature is None else {"signature": done.signature}),
     }
 
 
 def verify_text(done: VerifyResult, manifest: str) -> str:
+    found = _verified(done, manifest)
+    return found if done.signature is None else f"signature verified: {printable(done.signature)}\n{found}"
+
+
+def _verified(done: VerifyResult, manifest: str) -> str:
     read = f"{done.num_tensors} tensors, {show_bytes(done.nbytes)}"
     unread = done.nbytes - done.compared_nbytes
     if not done.differences and done.source and done.num_beyond:

@@ -12,7 +12,7 @@ import pytest
 from tests.builders import EMBEDDING, HEAD, leftovers, llama_config, refusal, reshard, without_digest, write_model
 
 ROOT = Path(__file__).parents[3]
-VERBS = ("plan", "pack", "export", "verify", "inspect")
+VERBS = ("plan", "pack", "export", "verify", "sign", "inspect")
 COMMAND = "from reshard.cli import main; main()"
 LOADED = (
     "import atexit, sys; atexit.register(lambda: print(*sorted({m.partition('.')[0] for m in sys.modules}), "

@@ -1,0 +1,47 @@
+"""sign: the verb that vouches for a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from reshard.cli import options
+
+__all__ = ["sign"]
+
+
+@click.command()
+@options.manifest
+@click.option("--key", type=click.Path(), required=True, metavar="FILE",
+              help="Private key to sign with (PEM; P-256, P-384 or P-521).")  # fmt: skip
+@click.option("--ask-password", is_flag=True, help="Ask for the password of an encrypted key.")
+@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", show_default="manifest.sig beside MANIFEST",
+              help="File to write the signature to.")  # fmt: skip
+@options.force
+@options.as_json
+@options.quiet
+def sign(
+    manifest: str, key: str, ask_password: bool, out: Path | None, force: bool, as_json: bool, quiet: bool
+) -> None:  # fmt: skip
+    """Sign MANIFEST, whose digests root every byte of its checkpoint; reshard verify --public-key verifies it.
+
+    The signature is a Sigstore bundle of model-signing, made with a key and without a network. Shards are not read: run
+    reshard verify first. Needs pip install 'reshard[sign]'.
+
+    \b
+    Example:
+      openssl ecparam -name prime256v1 -genkey -noout -out key.pem && openssl ec -in key.pem -pubout -out key.pub
+      reshard sign ./Llama-3.2-1B-pp2 --key key.pem
+      reshard verify ./Llama-3.2-1B-pp2 --public-key key.pub
+    """
+    from reshard.api.arguments import names_flags
+    from reshard.api.sign import sign as run
+
+    password = click.prompt("password of the key", hide_input=True, err=True) if ask_password else None
+    written = names_flags(run)(manifest, key=key, out=out, password=password, force=force)
+    if as_json:
+        click.echo(json.dumps({"version": 1, "signature": str(written)}))
+    elif not quiet:
+        click.echo(f"signed {manifest}: {written}")
