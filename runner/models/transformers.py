@@ -10,12 +10,10 @@ computed on each stage, by transformers, from the length of the sequence, and on
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
@@ -24,6 +22,7 @@ from manifests.errors import InputError, ModelError
 from manifests.models import ConfigReader, model_shape
 from runner.models.decoders import Decoder, decoder_of, refuse_mtp
 from runner.models.lengths import forget_lengths, longest_alike
+from runner.models.refusals import refusals
 from runner.tensors.local_shard import Piece
 
 __all__ = ["CutModel", "Transformers"]
@@ -110,7 +109,7 @@ class Transformers:
         self._decoder.check(ConfigReader(config, where), max_seq_len)
         self._class: type[PreTrainedModel] = getattr(transformers, shape.architecture)
         self._where = where
-        with self._refusals():
+        with refusals(self._where):
             self._config = self._class.config_class.from_dict(
                 copy.deepcopy({**config, **_CONFIG})
             )  # it writes into parts
@@ -126,7 +125,7 @@ class Transformers:
                 parameters than files have, or a module for multi-token prediction.
         """
         refuse_mtp(modules, self._shape.optional, self._where)
-        with self._refusals(), torch.device("meta"), no_init_weights():
+        with refusals(self._where), torch.device("meta"), no_init_weights():
             model = self._class(copy.deepcopy(self._config))
         built = CutModel(model, self._decoder, self.modules, modules)
         self._check_parameters(built, modules)
@@ -175,18 +174,6 @@ class Transformers:
 
     def padded_length(self, length: int, most: int) -> int:
         return longest_alike(self._config, length, most)
-
-    @contextmanager
-    def _refusals(self) -> Iterator[None]:
-        try:
-            yield
-        except (StrictDataclassError, AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
-            said = " ".join(str(error).split())
-            raise ModelError(
-                self._where,
-                f"transformers {transformers.__version__} refuses it: {said}",
-                code="config.refused-by-transformers",
-            ) from error
 
     def _check_aliases(self, config: Mapping[str, object]) -> None:
         """Refuse two names of one field that say different things: which of them counts is transformers' secret."""
