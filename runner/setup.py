@@ -34,6 +34,7 @@ from runner.parallel.mesh import Mesh, build_mesh
 from runner.parallel.parallelize import Parallel, is_sharded, parallelize
 from runner.pipeline.chunk import StageChunk, build_chunks, hf_constants, hf_pieces, materialize
 from runner.pipeline.schedule import build_schedule
+from runner.pipeline.self_check import SelfChecked, check_stages
 from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import choose_timetable
 from runner.profiling.clock import Clock
@@ -134,6 +135,8 @@ def _begin(
         family = family_for(
             launched.config, max_seq_len=options.batch.seq_len, implementation=options.compute.implementation
         )
+        if options.self_check and mesh.rank == 0:
+            _self_check(family, launched)
         base_nbytes = memory_nbytes(device)
         chunks = _build(family, launched, options, mesh, device)
         weights = [piece for chunk in chunks for piece in (*hf_pieces(chunk, kept), *hf_constants(chunk))]
@@ -162,6 +165,17 @@ def _begin(
         loaded=loaded,
         mesh=mesh,
         base_nbytes=base_nbytes,
+    )
+
+
+def _self_check(family: Family, launched: Packed) -> None:
+    """Compare the launched stages of a tiny model with the whole of it, if the family asks for that; on rank 0."""
+    if not isinstance(family, SelfChecked):
+        return
+    taken_s = check_stages(family, launched.stage_modules)
+    num_stages = len(launched.stage_modules)
+    logger.info(
+        "self-check: a tiny %s is the same whole and in %d stages (%.1f s)", family.architecture, num_stages, taken_s
     )
 
 

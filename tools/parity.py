@@ -12,28 +12,27 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers.core_model_loading import revert_weight_conversion
 
 from manifests.models.catalogue import Entry
 from runner.models.generic import Generic
+from runner.pipeline.self_check import Compared, compare_stages, gradients_of
 from tools.tiny_models import tiny_config
 
-__all__ = ["Compared", "compare", "look_at_layers", "stages_of"]
+__all__ = ["Trained", "compare", "look_at_layers", "stages_of"]
 
 LENGTH, LR = 12, 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Compared:
-    """What differs most between stages and the whole model; gradients and weights relative to a tensor's largest."""
+class Trained:
+    """What differs most between stages and the whole model, and between their weights after a step of SGD."""
 
-    logits: float
-    gradients: float
-    weights: float  # after a step of SGD
+    compared: Compared
+    weights: float  # relative to a tensor's largest
 
     @property
     def is_equal(self) -> bool:
-        return self.logits == 0 and self.gradients <= 1e-6 and self.weights <= 1e-6
+        return self.compared.is_equal and self.weights <= 1e-6
 
 
 def stages_of(entry: Entry, modules: Sequence[str], num_stages: int) -> list[tuple[str, ...]]:
@@ -73,77 +72,29 @@ def look_at_layers(architecture: str, layers: str) -> tuple[int, bool]:
     return found[0], any(handed_on)
 
 
-def compare(entry: Entry, num_stages: int, **changes: Any) -> Compared:
+def compare(entry: Entry, num_stages: int, **changes: Any) -> Trained:
     """Run a tiny model whole and in stages, forward and backward, and take a step with each.
 
     Raises:
         Exception: whatever a model that cannot be cut raises.
     """
     config = tiny_config(getattr(transformers, entry.architecture), **changes)
-    config.tie_word_embeddings = False
-    whole = _build(entry.architecture, config)
-    files = {name: tensor.detach() for name, tensor in _in_files(whole).items()}
-    family = Generic(entry, {**config.to_dict(), "architectures": [entry.architecture]}, max_seq_len=LENGTH)
-    stages = [_load(family, modules, files) for modules in stages_of(entry, family.modules, num_stages)]
-    logits = whole(input_ids=_tokens(), use_cache=False).logits
-    found = _tokens()
-    for stage in stages:
-        found = stage(found)
-    towards = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
-    for result in (logits, found):
-        torch.autograd.backward(result, towards)
-    parameters = dict(whole.named_parameters())
-    gradients, weights = 0.0, 0.0
-    for stage in stages:
-        for name, parameter in stage.named_parameters():
-            expected = parameters[name.removeprefix("model.")]
-            gradients = max(gradients, _difference(_gradient(parameter), _gradient(expected)))
-            after, wanted = (one.detach() - LR * _gradient(one) for one in (parameter, expected))
-            weights = max(weights, _difference(after, wanted))
-    return Compared(logits=(found - logits).abs().max().item(), gradients=gradients, weights=weights)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        family = Generic(entry, config.to_dict(), max_seq_len=LENGTH)
+        compared, whole, chunks = compare_stages(family, stages_of(entry, family.modules, num_stages))
+    weights = 0.0
+    for parameter, expected, found in gradients_of(whole, chunks):
+        after = [parameter.detach() - LR * gradient for gradient in (found, expected)]
+        weights = max(weights, ((after[0] - after[1]).abs().max() / after[1].abs().max().clamp_min(1e-30)).item())
+    return Trained(compared=compared, weights=weights)
 
 
 def _build(architecture: str, config: Any) -> Any:
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = getattr(transformers, architecture)(copy.deepcopy(config)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.02)
-    return model
-
-
-def _in_files(model: Any) -> Mapping[str, torch.Tensor]:
-    files: Mapping[str, torch.Tensor] = revert_weight_conversion(model, dict(model.state_dict()))
-    return files
-
-
-def _load(family: Generic, modules: tuple[str, ...], files: Mapping[str, torch.Tensor]) -> nn.Module:
-    stage = family.build(modules)
-    stage._apply(_unfilled)  # type: ignore[no-untyped-call]
-    family.init_buffers(stage, torch.device("cpu"))
-    for name, tensor in stage.state_dict(keep_vars=True).items():
-        for piece in family.pieces(name, tensor.detach(), (0,) * tensor.dim()):
-            region = tuple(slice(low, low + size) for low, size in zip(piece.offset, piece.memory.shape, strict=True))
-            piece.memory.copy_(files[piece.fqn][region])
-    return stage.eval()
-
-
-def _unfilled(tensor: torch.Tensor) -> torch.Tensor:
-    """Return memory whose values show where nothing was loaded."""
-    memory = torch.empty_like(tensor, device="cpu")
-    return memory.fill_(torch.nan) if memory.is_floating_point() else memory.zero_()
-
-
-def _gradient(parameter: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-
-
-def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    largest = expected.abs().max().clamp_min(1e-30)
-    difference: float = ((found - expected).abs().max() / largest).item()
-    return difference
+        return getattr(transformers, architecture)(copy.deepcopy(config)).eval()
 
 
 def _tokens() -> torch.Tensor:

@@ -9,9 +9,13 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-__all__ = ["LAYERS", "decoder_classes", "tiny_config"]
+__all__ = ["DROPOUTS", "LAYERS", "decoder_classes", "tiny_config"]
 
 LAYERS = 4
+DROPOUTS = (
+    "activation_dropout", "attention_dropout", "attn_pdrop", "classifier_dropout", "dropout", "embd_pdrop",
+    "embed_dropout", "embedding_dropout", "hidden_dropout", "layerdrop", "resid_pdrop", "residual_dropout",
+)  # fmt: skip
 
 # Sizes by the names that configs have for them; a config gets those of its own fields.
 _SMALL: Mapping[str, Any] = {
@@ -42,11 +46,7 @@ _SMALL: Mapping[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    **dict.fromkeys(
-        ("dropout", "attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "layerdrop",
-         "embedding_dropout", "activation_dropout", "classifier_dropout", "residual_dropout", "embed_dropout"),
-        0.0,
-    ),
+    **dict.fromkeys(DROPOUTS, 0.0),
 }  # fmt: skip
 
 # What a config needs besides, where its own checks or its model refuse these sizes, or where they would leave out a

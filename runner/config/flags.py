@@ -72,6 +72,11 @@ class TrainOptions:
         "--check-ties-every", type=Whole(min=1), written_default=100, metavar="N",
         help="Check every N steps, and before every checkpoint, that replicas of tied weights are equal.",
     )  # fmt: skip
+    self_check: bool = flag(
+        "--self-check/--no-self-check", default=True,
+        help="Before the first step, compare a tiny model of the config, whole and in stages, if the architecture is "
+        "trained by the catalogue.",
+    )  # fmt: skip
     device: Device = flag(
         "--device", type=click.Choice(get_args(Device)), written_default="auto", help="Where the ranks compute."
     )

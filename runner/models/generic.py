@@ -12,13 +12,14 @@ another stage keeps its attributes, which some models read.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -28,10 +29,12 @@ from manifests.errors import ModelError, UsageError
 from manifests.models.catalogue import Entry
 from manifests.models.config import ConfigReader
 from runner.models.lengths import forget_lengths, longest_alike
+from runner.models.refusals import refusals
 from runner.models.regions import Region, keeping_views, pieces_in, regions_of
+from runner.models.shrink import shrink
 from runner.tensors.local_shard import Piece
 
-__all__ = ["Generic", "StageOfAny"]
+__all__ = ["Generic", "StageOfAny", "WholeModel"]
 
 _PREFIX = "model."  # of names in `StageOfAny`
 # What a pipeline has no use for. A tied head is a parameter of its own here; see `runner.training.ties`.
@@ -111,6 +114,26 @@ class StageOfAny(nn.Module):
         self._left = args[0] if args else kwargs["hidden_states"]
 
 
+class WholeModel(nn.Module):
+    """A model of transformers as it is; see `runner.pipeline.self_check.Whole`."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        with torch.no_grad():
+            for parameter in model.parameters():  # no norm at 1, no bias at 0
+                parameter.add_(torch.randn_like(parameter), alpha=0.02)
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found = self.model(input_ids=tokens, labels=tokens, use_cache=False)
+        return found.logits, found.loss
+
+    def in_files(self) -> Mapping[str, torch.Tensor]:
+        state = {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
+        files: Mapping[str, torch.Tensor] = revert_weight_conversion(self.model, state)
+        return files
+
+
 class _Elsewhere(nn.Module):
     """A layer of another stage: hands the hidden state on, and has the attributes of the layer."""
 
@@ -142,12 +165,12 @@ class Generic:
     def __init__(
         self, entry: Entry, config: Mapping[str, object], *, max_seq_len: int, where: str = "config.json"
     ) -> None:
-        self.architecture, self._entry, self._where = entry.architecture, entry, where
+        self.architecture, self._entry, self._where, self._given = entry.architecture, entry, where, config
         self._class: type[PreTrainedModel] = getattr(transformers, entry.architecture)
         reader = ConfigReader(config, where)
         reader.expect("output_router_logits", False)
         reader.expect("layerdrop", 0)
-        with self._refusals():
+        with refusals(self._where):
             fields = {**copy.deepcopy(dict(config)), **_CONFIG}
             self._config = self._class.config_class.from_dict(fields)
         whole = self._whole("meta")
@@ -177,7 +200,7 @@ class Generic:
 
     def init_buffers(self, module: nn.Module, device: torch.device) -> None:
         assert isinstance(module, StageOfAny)
-        computed = dict(_computed_buffers(self._with_buffers()))
+        computed = self._buffers
         for name, part in module.model.named_modules():
             for leaf in part._non_persistent_buffers_set:
                 if part._buffers.get(leaf) is not None:
@@ -193,12 +216,30 @@ class Generic:
         found = (pieces_in(region, memory, offset) for region in self._regions[name.removeprefix(_PREFIX)])
         return tuple(piece for piece in found if piece is not None)
 
+    def tiny(self) -> Generic:
+        """Return the family of a model of the same config, with all layers and small widths."""
+        read = type(self._config).from_dict(copy.deepcopy(dict(self._given))).to_dict()
+        return Generic(self._entry, shrink(read), max_seq_len=1, where=self._where)
+
+    def num_parameters(self) -> int:
+        return sum(math.prod(region.shape) for regions in self._regions.values() for region in regions)
+
+    def whole(self) -> WholeModel:
+        """Return transformers' model with random weights on the CPU, ties and dropout as the config says."""
+        with refusals(self._where):
+            config = type(self._config).from_dict(copy.deepcopy({**self._given, "use_cache": False}))
+            return WholeModel(self._class(config))
+
     def padded_length(self, length: int, most: int) -> int:
         return longest_alike(self._config, length, most)
 
     def _whole(self, device: str) -> PreTrainedModel:
-        with self._refusals(), torch.device(device), no_init_weights():
+        with refusals(self._where), torch.device(device), no_init_weights():
             return self._class(copy.deepcopy(self._config))
+
+    @cached_property
+    def _buffers(self) -> Mapping[str, torch.Tensor]:
+        return dict(_computed_buffers(self._with_buffers()))
 
     def _with_buffers(self) -> PreTrainedModel:
         """Return the model with its buffers computed and its parameters on the meta device."""
@@ -215,18 +256,6 @@ class Generic:
         finally:
             nn.Module.register_parameter = register  # type: ignore[method-assign]
 
-    @contextmanager
-    def _refusals(self) -> Iterator[None]:
-        try:
-            yield
-        except (StrictDataclassError, AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
-            said = " ".join(str(error).split())
-            raise ModelError(
-                self._where,
-                f"transformers {transformers.__version__} refuses it: {said}",
-                code="config.refused-by-transformers",
-            ) from error
-
     def _list_of_layers(self, model: PreTrainedModel) -> tuple[str, int]:
         """Return the name in memory of the list of layers, and how many they are."""
         count = next(int(found) for name in self._entry.count
@@ -235,19 +264,37 @@ class Generic:
         return min(lists, key=lambda name: (name != self._entry.layers, name.count("."))), count
 
     def _find_regions(self, model: PreTrainedModel) -> dict[str, tuple[Region, ...]]:
-        found = {}
+        found: dict[str, tuple[Region, ...]] = {}
+        alike: dict[tuple[str, torch.Size], tuple[str, tuple[Region, ...]]] = {}  # of the first layer that has them
         with keeping_views():
             for name, tensor in model.state_dict().items():
-                regions = regions_of(tensor, revert_weight_conversion(model, {name: tensor}))
-                if regions is None:
-                    raise ModelError(
-                        f"{self._where}: architectures",
-                        f"{name} of {self.architecture} is computed from tensors of files, not made up of them",
-                        "it can be packed and exported, and not trained",
-                        code="model.no-family",
-                    )
-                found[name] = regions
+                number, leaf = self._place(name)
+                in_files = f"{self._entry.layers}.{number}."
+                if number is not None and (leaf, tensor.shape) in alike:
+                    before, regions = alike[leaf, tensor.shape]
+                    found[name] = tuple(replace(each, fqn=in_files + each.fqn.removeprefix(before)) for each in regions)
+                    continue
+                found[name] = self._regions_of(model, name, tensor)
+                if number is not None and all(each.fqn.startswith(in_files) for each in found[name]):
+                    alike[leaf, tensor.shape] = in_files, found[name]
         return found
+
+    def _place(self, name: str) -> tuple[str | None, str]:
+        """Return the number of the layer that a parameter is in, if it is in one, and its name in the layer."""
+        inside = name.removeprefix(f"{self._layers_name}.")
+        number, _, leaf = inside.partition(".")
+        return (number, leaf) if inside != name else (None, name)
+
+    def _regions_of(self, model: PreTrainedModel, name: str, tensor: torch.Tensor) -> tuple[Region, ...]:
+        regions = regions_of(tensor, revert_weight_conversion(model, {name: tensor}))
+        if regions is None:
+            raise ModelError(
+                f"{self._where}: architectures",
+                f"{name} of {self.architecture} is computed from tensors of files, not made up of them",
+                "it can be packed and exported, and not trained",
+                code="model.no-family",
+            )
+        return regions
 
     def _paths_outside(self, model: PreTrainedModel) -> dict[str, str]:
         """Return each module outside the layers and its name in memory."""

@@ -6,25 +6,46 @@ import pytest
 import torch
 
 from manifests.errors import UserError
-from manifests.models.catalogue import catalogued, entry_of
+from manifests.models.catalogue import Entry, catalogued, entry_of
 from runner.config.architectures import TRAINED, check_trainable, is_generic
 from runner.models import family_for
 from runner.models.regions import pieces_in, regions_of
 from tests.fast.models.catalogued import DOZEN, config_of
-from tools.parity import compare
+from tools.parity import Trained, compare
+from tools.tiny_models import DROPOUTS
 
 GENERIC = tuple(name for name in catalogued() if is_generic(name))
 ALL = tuple(name if name in DOZEN else pytest.param(name, marks=pytest.mark.slow) for name in GENERIC)
+FEW = ("Cohere2ForCausalLM", "GPTNeoXForCausalLM", "Olmo3ForCausalLM")
+SOME = tuple(name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in GENERIC)
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 @pytest.mark.parametrize("architecture", ALL)
 def test_stages_compute_what_the_whole_model_does(architecture: str, num_stages: int) -> None:
+    check(compare(entry_for(architecture), num_stages))
+
+
+@pytest.mark.parametrize("architecture", SOME)
+def test_stages_compute_what_the_whole_model_does_with_dropout_and_the_other_tie(architecture: str) -> None:
+    default = config_of(architecture).to_dict()
+    changes: dict[str, object] = {name: 0.1 for name in DROPOUTS if name in default and name != "layerdrop"}
+    entry = entry_for(architecture)
+    if entry.ties:
+        changes["tie_word_embeddings"] = not default["tie_word_embeddings"]
+    check(compare(entry, 2, **changes))
+
+
+def entry_for(architecture: str) -> Entry:
     entry = entry_of(architecture)
     assert entry is not None
-    found = compare(entry, num_stages)
-    assert found.logits == 0
-    assert found.gradients <= 1e-6
+    return entry
+
+
+def check(found: Trained) -> None:
+    assert found.compared.logits == 0
+    assert found.compared.loss <= 1e-6
+    assert found.compared.gradients <= 1e-6
     assert found.weights <= 1e-6
 
 

@@ -1,0 +1,271 @@
+"""The self-check: a tiny model of the same config, whole and in the launched stages, must compute the same.
+
+# Note [Self-check]
+Families that cut a model by the names of its layers have been compared with the whole model for some values of its
+config's fields, or for none. A field may make layers read what other layers leave, add something between them, or add
+to the loss. So before the first step a model of the run's own config, with all of its layers and small widths, is run
+on the CPU by its own forward and loss, and by the chunks that the run's stages would be, in training mode. Logits must
+be bitwise equal, losses and gradients equal to 1e-6 of the largest in a tensor. Two microbatches are in flight, as a
+pipeline has them. Random numbers, such as those of dropout, are seeded by name in front of every module.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from manifests.errors import ModelError, UserError
+from runner.models import Family
+from runner.pipeline.chunk import StageChunk, build_chunks, hf_constants, hf_pieces, materialize
+from runner.pipeline.microbatches import token_loss
+from runner.pipeline.stage_io import StageIO
+from runner.pipeline.stage_metadata import plan_stage_metadata
+
+__all__ = ["Compared", "SelfChecked", "Whole", "check_stages", "compare_stages", "gradients_of"]
+
+_CPU = torch.device("cpu")
+_LENGTH = 12  # longer than the windows of a tiny config
+_NUM_MICROBATCHES = 2
+_TOLERANCE = 1e-6
+_MOST_PARAMETERS = 50_000_000
+_ANYWAY = "--no-self-check trains it nevertheless"
+
+
+class Whole(Protocol):
+    """A whole model in float32 on the CPU, with weights; its parameters have the names that `Family.build` gives.
+
+    Called with tokens (B, L), it returns logits (B, L, V) and the loss of predicting each token from those before it.
+    """
+
+    def __call__(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def in_files(self) -> Mapping[str, torch.Tensor]:
+        """Return its tensors as files have them."""
+        ...
+
+
+@runtime_checkable
+class SelfChecked(Family, Protocol):
+    """A family that can be compared with a whole model that it is not made of."""
+
+    def tiny(self) -> SelfChecked:
+        """Return the family of a tiny model of the same config: the same modules, with small widths."""
+        ...
+
+    def num_parameters(self) -> int: ...
+    def whole(self) -> Any:
+        """Return the whole model with random weights, a `Whole` and an `nn.Module`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compared:
+    """What differs most between stages and the whole model; losses and gradients relative to a tensor's largest."""
+
+    logits: float
+    loss: float
+    gradients: float
+
+    @property
+    def is_equal(self) -> bool:
+        return self.logits == 0 and self.loss <= _TOLERANCE and self.gradients <= _TOLERANCE
+
+    def __str__(self) -> str:
+        return f"logits differ by {self.logits:.1e}, losses by {self.loss:.1e}, gradients by {self.gradients:.1e}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Result:
+    """Of a microbatch by the whole model; `towards` is the gradient of its loss by its logits."""
+
+    tokens: torch.Tensor
+    logits: torch.Tensor
+    loss: float
+    towards: torch.Tensor
+
+
+def check_stages(family: SelfChecked, stage_modules: Sequence[tuple[str, ...]]) -> float:
+    """Check that stages of these modules compute what the whole model does; see Note [Self-check].
+
+    Returns the seconds that it took.
+
+    Raises:
+        ModelError: they compute something else, or a tiny model of the config cannot be built or run.
+        UserError: the modules cannot be built as stages.
+    """
+    started_s = time.perf_counter()
+    with torch.random.fork_rng(devices=()):
+        whole, results, tiny = _run_tiny(family)
+        try:
+            found = _compare(tiny, whole, results, stage_modules)[0]
+        except UserError:
+            raise
+        except Exception as error:  # of a forward that gets in a stage what it does not expect
+            raise _failed(family, f"a stage fails with {_said(error)}") from error
+    if not found.is_equal:
+        raise _failed(family, str(found))
+    return time.perf_counter() - started_s
+
+
+def compare_stages(
+    family: SelfChecked, stage_modules: Sequence[tuple[str, ...]]
+) -> tuple[Compared, nn.Module, tuple[StageChunk, ...]]:
+    """Compare stages of a family's own model, which must be small, with the whole of it; return both as well.
+
+    Raises:
+        Exception: whatever a model raises that cannot be cut there.
+    """
+    with torch.random.fork_rng(devices=()):
+        whole = family.whole()
+        return _compare(family, whole, _run_whole(whole, family.vocab_size), stage_modules)
+
+
+def gradients_of(
+    whole: nn.Module, chunks: Sequence[StageChunk]
+) -> Iterator[tuple[nn.Parameter, torch.Tensor, torch.Tensor]]:
+    """Yield each parameter of the whole model with its gradient there, and its gradient in the stages.
+
+    A tied parameter has the sum of what its members in stages have.
+    """
+    in_stages = {name: parameter for chunk in chunks for name, parameter in chunk.body.named_parameters()}
+    members: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in whole.named_parameters(remove_duplicate=False):
+        members.setdefault(parameter, []).append(name)
+    for parameter, names in members.items():
+        yield parameter, _gradient(parameter), sum((_gradient(in_stages[name]) for name in names), torch.zeros(()))
+
+
+def _run_tiny(family: SelfChecked) -> tuple[Any, tuple[_Result, ...], SelfChecked]:
+    try:
+        tiny = family.tiny()
+        if tiny.modules != family.modules:
+            raise ValueError(f"it has {len(tiny.modules)} modules, not {len(family.modules)}")
+        if tiny.num_parameters() > _MOST_PARAMETERS:
+            raise ValueError(f"it has {tiny.num_parameters():,} parameters")
+        whole = tiny.whole()
+        return whole, _run_whole(whole, tiny.vocab_size), tiny
+    except Exception as error:  # whatever a model raises of sizes that it was not made for
+        raise ModelError(
+            "config.json",
+            f"no tiny model of {family.architecture} could be run for the self-check: {_said(error)}",
+            f"{_ANYWAY}: compare the first losses with transformers'",
+            code="model.no-self-check",
+        ) from error
+
+
+def _failed(family: SelfChecked, what: str) -> ModelError:
+    return ModelError(
+        "config.json",
+        f"stages of {family.architecture} with these fields do not compute what the whole model does: {what}",
+        f"change the field, or try --layout pp=1; {_ANYWAY}, and wrongly",
+        code="model.self-check-failed",
+    )
+
+
+def _said(error: Exception) -> str:
+    return (
+        str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    )
+
+
+def _run_whole(whole: Any, vocab_size: int) -> tuple[_Result, ...]:
+    _seed_by_name(whole.train())
+    drawn = torch.Generator().manual_seed(0)
+    batches = [torch.randint(vocab_size, (1, _LENGTH), generator=drawn) for _ in range(_NUM_MICROBATCHES)]
+    found = [(tokens, *whole(tokens)) for tokens in batches]
+    results = []
+    for tokens, logits, loss in found:
+        logits.retain_grad()
+        loss.backward()
+        if logits.grad is None:
+            raise ValueError("its loss does not depend on its logits")
+        results.append(_Result(tokens=tokens, logits=logits.detach(), loss=loss.item(), towards=logits.grad))
+    return tuple(results)
+
+
+def _compare(
+    family: SelfChecked, whole: Any, results: Sequence[_Result], stage_modules: Sequence[tuple[str, ...]]
+) -> tuple[Compared, nn.Module, tuple[StageChunk, ...]]:
+    chunks = _build(family, whole, stage_modules)
+    crossed = [_forward(chunks, result.tokens) for result in results]
+    for result, crossings in zip(results, crossed, strict=True):
+        towards: torch.Tensor | None = result.towards
+        for arrived, left in reversed(crossings):
+            torch.autograd.backward(left, towards)
+            towards = arrived.grad
+    logits = [crossings[-1][1].detach() for crossings in crossed]
+    return (
+        Compared(
+            logits=max(_largest(found - result.logits) for found, result in zip(logits, results, strict=True)),
+            loss=max(_loss_difference(found, result) for found, result in zip(logits, results, strict=True)),
+            gradients=max(_difference(found, expected) for _, expected, found in gradients_of(whole, chunks)),
+        ),
+        whole,
+        chunks,
+    )
+
+
+def _build(family: SelfChecked, whole: Whole, stage_modules: Sequence[tuple[str, ...]]) -> tuple[StageChunk, ...]:
+    """Build all stages with the weights of the whole model."""
+    chunks = build_chunks(family, stage_modules, range(len(stage_modules)))
+    metadata = plan_stage_metadata(family, stage_modules, torch.float32)
+    files = whole.in_files()
+    for chunk in chunks:
+        materialize(chunk, device=_CPU, dtype=torch.float32)
+        before, after = (metadata.form(chunk.stage + end, 1, _LENGTH) for end in (0, 1))
+        chunk.io = StageIO(inputs=before, outputs=after)
+        with torch.no_grad():
+            for parameter in chunk.parameters():
+                parameter.fill_(torch.nan)  # shows where nothing is loaded
+            for piece in (*hf_pieces(chunk), *hf_constants(chunk)):
+                sizes = zip(piece.offset, piece.memory.shape, strict=True)
+                piece.memory.copy_(files[piece.fqn][tuple(slice(low, low + size) for low, size in sizes)])
+        _seed_by_name(chunk.body.train())
+    return chunks
+
+
+def _forward(chunks: Sequence[StageChunk], tokens: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return what arrives at each stage, and what leaves it."""
+    crossings: list[tuple[torch.Tensor, torch.Tensor]] = []
+    left = tokens
+    for chunk in chunks:
+        arrived = left.detach().requires_grad_(left.is_floating_point())
+        left = chunk(arrived)
+        crossings.append((arrived, left))
+    return crossings
+
+
+def _seed_by_name(model: nn.Module) -> None:
+    """Let a module draw the same random numbers in a stage as in the whole model."""
+
+    def seed(_: nn.Module, __: Any, *, name: str) -> None:
+        torch.default_generator.manual_seed(zlib.crc32(name.encode()))
+
+    for name, part in model.named_modules():
+        part.register_forward_pre_hook(partial(seed, name=name))
+
+
+def _loss_difference(logits: torch.Tensor, expected: _Result) -> float:
+    labels = expected.tokens[:, 1:]
+    found = token_loss(logits[:, :-1], labels, num_tokens=labels.numel()).item()
+    return abs(found - expected.loss) / abs(expected.loss)
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return _largest((found - expected) / expected.abs().max().clamp_min(1e-30))
+
+
+def _largest(difference: torch.Tensor) -> float:
+    """Return the largest magnitude; infinity where there is no number."""
+    largest: float = difference.abs().nan_to_num(torch.inf).max().item()
+    return largest

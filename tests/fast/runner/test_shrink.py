@@ -1,0 +1,43 @@
+"""Tiny configs: what they have of a real one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from runner.models.shrink import shrink
+
+PLAIN = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 40}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (PLAIN, {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 40}),
+        ({**PLAIN, "num_key_value_heads": 32}, {"num_key_value_heads": 4}),
+        ({**PLAIN, "num_key_value_heads": 1}, {"num_key_value_heads": 1}),
+        ({"num_attention_heads_per_layer": [48, 64], "num_attention_heads": 48},
+         {"num_attention_heads_per_layer": [4, 8]}),
+        ({"intermediate_size": [8, 512]}, {"intermediate_size": [8, 96]}),
+        ({"q_lora_rank": None, "n_shared_experts": 0, "tie_word_embeddings": True, "num_experts": 512},
+         {"q_lora_rank": None, "n_shared_experts": 0, "tie_word_embeddings": True, "num_experts": 8}),
+        ({"eos_token_id": [151645, 151643], "pad_token_id": None, "image_token_id": 9},
+         {"eos_token_id": 2, "pad_token_id": None, "image_token_id": 2}),
+        ({"hidden_size": 2048, "mamba_expand": 4, "mamba_n_heads": 128, "mamba_d_head": 64, "intermediate_size": 8192},
+         {"mamba_n_heads": 16, "mamba_d_head": 16, "intermediate_size": 256}),
+        ({"qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "qk_head_dim": 192, "head_dim": 64},
+         {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "qk_head_dim": 16, "head_dim": 8}),
+        ({"n_embd": 4096, "n_head": 16, "rotary_dim": 64}, {"rotary_dim": 4}),
+        ({"head_dim": 256, "rope_parameters": {"mrope_section": [11, 11, 10], "rope_theta": 1e7}},
+         {"rope_parameters": {"mrope_section": [2, 0, 0], "rope_theta": 1e7}}),
+        ({**PLAIN, "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64}},
+         {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}}),
+        ({"vision_config": {"hidden_size": 1024}, "attn_config": {"kv_n_heads": 8}},
+         {"vision_config": {"hidden_size": 1024}, "attn_config": {"kv_n_heads": 2}}),
+    ],
+)  # fmt: skip
+def test_sizes_are_small_and_what_decides_on_code_stays(config: dict[str, Any], expected: dict[str, Any]) -> None:
+    found = shrink(config)
+    assert {name: found[name] for name in expected} == expected
+    assert found.keys() == config.keys()
