@@ -5,10 +5,10 @@ Source: torch 2.13.0, torch/_utils.py, torch/storage.py, torch/serialization.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 from manifests.errors import SourceError
 from manifests.headertext import DTYPE_BITS, MAX_DIM, MAX_RANK
@@ -16,9 +16,9 @@ from reshard.archives.pickled import BadPickleError, Reference, read_pickle
 from reshard.archives.strides import gathered, is_contiguous
 from reshard.archives.zipped import Entry, bad_archive, read_entries, read_entry
 from reshard.tensors.checkpoint import TensorAt
-from stores.base import InputFile, read_range
+from stores.base import InputFile, Range, read_range
 
-__all__ = ["read_archive"]
+__all__ = ["DTYPES", "Dtype", "read_archive", "read_tensor"]
 
 _MAX_PICKLE_NBYTES = 256 << 20
 _PICKLE, _BYTE_ORDER, _STORAGES = "data.pkl", "byteorder", "data/"
@@ -26,7 +26,7 @@ _ZIP_MAGIC = b"PK\x03\x04"
 _OLD_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _SAVE_AGAIN = "load it with torch.load(FILE, weights_only=True) and save it again with torch.save"
 # Of dtypes, and of the storage classes that stand for them in older pickles.
-_DTYPES = {
+DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "uint16": "U16", "uint32": "U32", "uint64": "U64",
     "complex64": "C64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0",
@@ -38,8 +38,11 @@ _STORAGE_CLASSES = {
 }  # fmt: skip
 
 
+Result = TypeVar("Result")
+
+
 @dataclass(frozen=True, slots=True)
-class _Dtype:
+class Dtype:
     """A dtype, or the class of storages of it; `None` of storages of bytes."""
 
     name: str | None
@@ -53,7 +56,7 @@ class _View:
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    dtype: _Dtype | None = None
+    dtype: Dtype | None = None
 
 
 class _Dict(dict[Any, Any]):
@@ -68,7 +71,7 @@ def _view(storage: Reference, offset: int, shape: Any, strides: Any, *_: object)
 
 
 def _view_of_bytes(storage: Reference, offset: int, shape: Any, strides: Any, grad: object, hooks: object,
-                   dtype: _Dtype, *_: object) -> _View:  # fmt: skip
+                   dtype: Dtype, *_: object) -> _View:  # fmt: skip
     return _View(storage, offset, tuple(shape), tuple(strides), dtype)
 
 
@@ -81,9 +84,9 @@ _KNOWN: Mapping[str, object] = {
 }
 # Constants, which a pickle names and does not call.
 _CONSTANTS = {
-    **{f"torch.{name}": _Dtype(dtype) for name, dtype in _DTYPES.items()},
-    **{f"torch.{name}Storage": _Dtype(dtype) for name, dtype in _STORAGE_CLASSES.items()},
-    "torch.storage.UntypedStorage": _Dtype(None),
+    **{f"torch.{name}": Dtype(dtype) for name, dtype in DTYPES.items()},
+    **{f"torch.{name}Storage": Dtype(dtype) for name, dtype in _STORAGE_CLASSES.items()},
+    "torch.storage.UntypedStorage": Dtype(None),
 }
 
 
@@ -96,22 +99,40 @@ def read_archive(file: InputFile) -> list[TensorAt]:
         SourceError: not such a file, damaged, with objects other than tensors, or of a format that is not read.
         InputError: it cannot be read.
     """
-    _check_magic(file)
-    entries = read_entries(file)
+    return _read(
+        file,
+        (0, file.nbytes),
+        lambda value, entries: [_tensor(file, name, view, entries) for name, view in _items(value)],
+    )
+
+
+def read_tensor(file: InputFile, name: str, part: Range) -> TensorAt:
+    """Return the one tensor that torch.save wrote to a part of a file, under this name.
+
+    Raises:
+        SourceError, InputError: as `read_archive`.
+    """
+    return _read(file, part, lambda value, entries: _tensor(file, name, _as_view(value, name), entries))
+
+
+def _read(file: InputFile, part: Range, tensors_of: Callable[[object, Mapping[str, Entry]], Result]) -> Result:
+    """Return what `tensors_of` finds in the value that was saved and the entries of the file."""
+    _check_magic(file, part)
+    entries = read_entries(file, part)
     if _PICKLE not in entries:
         raise bad_archive(file, f"expected a file that torch.save wrote, found no entry {_PICKLE!r}")
     if _BYTE_ORDER in entries and (order := read_entry(file, entries[_BYTE_ORDER], 16)) != b"little":
         raise bad_archive(file, f"expected little-endian bytes, found {order.decode(errors='replace')!r}")
     try:
-        state = read_pickle(read_entry(file, entries[_PICKLE], _MAX_PICKLE_NBYTES), {**_KNOWN, **_CONSTANTS})
-        return [_tensor(file, name, value, entries) for name, value in _items(state)]
+        value = read_pickle(read_entry(file, entries[_PICKLE], _MAX_PICKLE_NBYTES), {**_KNOWN, **_CONSTANTS})
+        return tensors_of(value, entries)
     except BadPickleError as error:
-        problem = f"expected a state dict: {error}"
+        problem = f"expected tensors: {error}"
         raise SourceError(str(file), problem, _SAVE_AGAIN, code="source.bad-pickle") from error
 
 
-def _check_magic(file: InputFile) -> None:
-    first = read_range(file, 0, min(file.nbytes, len(_OLD_MAGIC)))
+def _check_magic(file: InputFile, part: Range) -> None:
+    first = read_range(file, part[0], min(part[1], part[0] + len(_OLD_MAGIC)))
     if first.startswith(_ZIP_MAGIC):
         return
     if first == _OLD_MAGIC:
@@ -122,11 +143,20 @@ def _check_magic(file: InputFile) -> None:
 
 def _items(state: object) -> list[tuple[str, _View]]:
     if not isinstance(state, dict):
-        raise BadPickleError(f"found {_kind(state)}")
-    for name, value in state.items():
-        if not isinstance(name, str) or not isinstance(value, _View):
-            raise BadPickleError(f"expected tensors by name, found {_kind(value)} under {str(name)[:80]!r}")
-    return list(state.items())
+        raise BadPickleError(f"found {_kind(state)} in place of a state dict")
+    return [(_as_name(name), _as_view(value, name)) for name, value in state.items()]
+
+
+def _as_name(name: object) -> str:
+    if not isinstance(name, str):
+        raise BadPickleError(f"found {_kind(name)} as a name")
+    return name
+
+
+def _as_view(value: object, name: object) -> _View:
+    if not isinstance(value, _View):
+        raise BadPickleError(f"found {_kind(value)} under {str(name)[:80]!r}")
+    return value
 
 
 def _kind(value: object) -> str:
@@ -156,9 +186,9 @@ def _tensor(file: InputFile, name: str, view: _View, entries: Mapping[str, Entry
 def _storage(view: _View, name: str, entries: Mapping[str, Entry]) -> tuple[str, Entry]:
     """Return the dtype of a tensor, and the entry that has its bytes."""
     key = view.storage.key if isinstance(view.storage, Reference) else None
-    if not isinstance(key, tuple) or len(key) < 3 or key[0] != "storage" or not isinstance(key[1], _Dtype):
+    if not isinstance(key, tuple) or len(key) < 3 or key[0] != "storage" or not isinstance(key[1], Dtype):
         raise BadPickleError(f"{name[:80]!r} has no storage")
-    dtype = key[1].name or (view.dtype.name if isinstance(view.dtype, _Dtype) else None)
+    dtype = key[1].name or (view.dtype.name if isinstance(view.dtype, Dtype) else None)
     if dtype is None:
         raise BadPickleError(f"{name[:80]!r} has no dtype")
     entry = entries.get(f"{_STORAGES}{key[2]}")

@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from manifests.errors import SourceError
-from stores.base import InputFile
+from stores.base import InputFile, Range, read_range
 
 __all__ = ["Entry", "bad_archive", "read_entries", "read_entry"]
 
@@ -33,15 +33,17 @@ class Entry:
         return self.begin + self.nbytes
 
 
-def read_entries(file: InputFile) -> dict[str, Entry]:
+def read_entries(file: InputFile, part: Range) -> dict[str, Entry]:
     """Return the entries of a zip file, by name, without the folder that all of them are in.
+
+    The zip file is all of `file`, or a part of it; entries begin where they do in `file`.
 
     Raises:
         SourceError: not a zip file, or entries that are compressed, overlap, or reach beyond it.
         InputError: it cannot be read.
     """
     try:
-        with zipfile.ZipFile(_Seekable(file)) as archive:
+        with zipfile.ZipFile(_Seekable(file, part)) as archive:
             infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
             directory_begin = archive.start_dir
     except (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError, OverflowError) as error:
@@ -51,8 +53,8 @@ def read_entries(file: InputFile) -> dict[str, Entry]:
             raise bad_archive(file, f"entry {info.filename[:80]!r} is compressed, which torch.save never does")
         if info.flag_bits & _ENCRYPTED or not 0 <= info.header_offset <= directory_begin - _LOCAL_NBYTES:
             raise bad_archive(file, f"entry {info.filename[:80]!r} is encrypted, or outside of the file")
-    found = _entries(file, infos)
-    ends = [*(info.header_offset for info in infos), directory_begin][1:]
+    found = _entries(file, part[0], infos)
+    ends = [part[0] + end for end in (*(info.header_offset for info in infos), directory_begin)][1:]
     for one, end in zip(found, ends, strict=True):
         if one.end > end:
             raise bad_archive(file, f"entry {one.name[:80]!r} overlaps the next, or ends beyond the file")
@@ -71,10 +73,7 @@ def read_entry(file: InputFile, entry: Entry, most_nbytes: int) -> bytes:
     """
     if entry.nbytes > most_nbytes:
         raise bad_archive(file, f"expected at most {most_nbytes} bytes in {entry.name!r}, found {entry.nbytes}")
-    data = bytearray(entry.nbytes)
-    with closing(file.open(((entry.begin, entry.end),))) as reader:
-        reader.read_into(memoryview(data), entry.begin)
-    return bytes(data)
+    return read_range(file, entry.begin, entry.end)
 
 
 def bad_archive(file: InputFile, problem: str) -> SourceError:
@@ -82,27 +81,27 @@ def bad_archive(file: InputFile, problem: str) -> SourceError:
     return SourceError(str(file), problem, _AGAIN, code="source.bad-archive")
 
 
-def _entries(file: InputFile, infos: Sequence[zipfile.ZipInfo]) -> list[Entry]:
+def _entries(file: InputFile, base: int, infos: Sequence[zipfile.ZipInfo]) -> list[Entry]:
     """Return where the entries' bytes begin: after local headers, whose lengths only they say."""
     found = []
-    headers = [(info.header_offset, info.header_offset + _LOCAL_NBYTES) for info in infos]
-    with closing(file.open(headers)) as reader:
-        for info in infos:
+    begins = [base + info.header_offset for info in infos]
+    with closing(file.open([(begin, begin + _LOCAL_NBYTES) for begin in begins])) as reader:
+        for info, header_begin in zip(infos, begins, strict=True):
             local = bytearray(_LOCAL_NBYTES)
-            reader.read_into(memoryview(local), info.header_offset)
+            reader.read_into(memoryview(local), header_begin)
             if local[:4] != _LOCAL_MAGIC:
                 raise bad_archive(file, f"entry {info.filename[:80]!r} has no local header")
             name_nbytes, extra_nbytes = (int.from_bytes(local[at : at + 2], "little") for at in (26, 28))
-            begin = info.header_offset + _LOCAL_NBYTES + name_nbytes + extra_nbytes
+            begin = header_begin + _LOCAL_NBYTES + name_nbytes + extra_nbytes
             found.append(Entry(name=info.filename.partition("/")[2], begin=begin, nbytes=info.file_size))
     return found
 
 
 class _Seekable(io.RawIOBase):
-    """What `zipfile` reads of a file: its end and its directory."""
+    """What `zipfile` reads of a part of a file: its end and its directory."""
 
-    def __init__(self, file: InputFile) -> None:
-        self._file, self._at = file, 0
+    def __init__(self, file: InputFile, part: Range) -> None:
+        self._file, self._begin, self._nbytes, self._at = file, part[0], part[1] - part[0], 0
 
     def readable(self) -> bool:
         return True
@@ -111,7 +110,7 @@ class _Seekable(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.nbytes}[whence]
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._nbytes}[whence]
         if self._at < 0:
             raise OSError("before the start of the file")
         return self._at
@@ -120,12 +119,10 @@ class _Seekable(io.RawIOBase):
         return self._at
 
     def read(self, size: int | None = -1) -> bytes:
-        left = max(0, self._file.nbytes - self._at)
+        left = max(0, self._nbytes - self._at)
         size = left if size is None or size < 0 else min(size, left)
         if size > _MAX_DIRECTORY_NBYTES:
             raise ValueError(f"a directory of {size} bytes")
-        data = bytearray(size)
-        with closing(self._file.open(((self._at, self._at + size),))) as reader:
-            reader.read_into(memoryview(data), self._at)
+        begin = self._begin + self._at
         self._at += size
-        return bytes(data)
+        return read_range(self._file, begin, begin + size)

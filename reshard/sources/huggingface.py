@@ -28,7 +28,18 @@ from reshard.tensors.source_index import INDEX_NAME, SUFFIX, KeptText, RecordedS
 from stores.base import Folder, InputFile, read_config, read_whole
 from stores.headers import each_file_header, each_of
 
-__all__ = ["CONFIG_NAME", "OTHER_WEIGHTS", "check_coverage", "is_beside", "open_folder", "stored_in", "without_absent"]
+__all__ = [
+    "CONFIG_NAME",
+    "OTHER_WEIGHTS",
+    "auxiliary_files",
+    "check_coverage",
+    "drop_tensors",
+    "is_beside",
+    "open_folder",
+    "stored_in",
+    "under_fqns",
+    "without_absent",
+]
 
 CONFIG_NAME = "config.json"
 _SINGLE_NAME = "model.safetensors"
@@ -86,11 +97,11 @@ def open_folder(
     tensors, recorded = _read_shards(folder, shards, names)
     index = index_of(recorded) if shards.are_torch and shards.weight_map is not None else shards.index
     del names
-    dropped = _drop(tensors, drop, shape)
+    dropped = drop_tensors(tensors, drop, shape)
     if shape is None:
         shape = model_shape(config, str(config_file), stored_in(tensors, str(folder)), description)
     else:
-        tensors = _under_fqns(tensors, shape)
+        tensors = under_fqns(tensors, shape)
     shape = without_absent(shape, tensors)
     check_coverage(tensors, shape, str(folder), frozenset(dropped))
     beside = set(shards.beside)
@@ -100,7 +111,7 @@ def open_folder(
     return Checkpoint(
         shape=shape,
         tensors=tensors,
-        auxiliary=_auxiliary_files(folder, files, {*shards.names, *left_out, INDEX_NAME, shards.index_name}),
+        auxiliary=auxiliary_files(folder, files, {*shards.names, *left_out, INDEX_NAME, shards.index_name}),
         record=SourceRecord(shards=recorded, index=index, dropped=dropped),
         source=Source(kind=folder.kind, location=folder.location, revision=folder.revision, left_out=left_out),
         originals=OriginalFiles(
@@ -302,7 +313,8 @@ def _each_shard(
             yield file, RecordedShard(name, header.raw), tensors_in(file, header, names=names)
 
 
-def _drop(tensors: dict[str, TensorAt], drop: frozenset[str], shape: ModelShape | None) -> tuple[str, ...]:
+def drop_tensors(tensors: dict[str, TensorAt], drop: frozenset[str], shape: ModelShape | None) -> tuple[str, ...]:
+    """Remove what --drop names, and return its names in files."""
     if not drop:
         return ()
     stored = {shape.fqn_of(name): name for name in tensors} if shape else {}
@@ -316,7 +328,7 @@ def _drop(tensors: dict[str, TensorAt], drop: frozenset[str], shape: ModelShape 
     return tuple(sorted(names))
 
 
-def _under_fqns(tensors: dict[str, TensorAt], shape: ModelShape) -> dict[str, TensorAt]:
+def under_fqns(tensors: dict[str, TensorAt], shape: ModelShape) -> dict[str, TensorAt]:
     """Return the tensors under their FQNs; files of the model without its head omit a prefix."""
     if not shape.base:
         return tensors
@@ -329,7 +341,7 @@ def _under_fqns(tensors: dict[str, TensorAt], shape: ModelShape) -> dict[str, Te
     return found
 
 
-def _auxiliary_files(folder: Folder, files: tuple[str, ...], weights: set[str]) -> tuple[AuxiliaryAt, ...]:
+def auxiliary_files(folder: Folder, files: tuple[str, ...], weights: set[str]) -> tuple[AuxiliaryAt, ...]:
     auxiliary = []
     for name in files:
         if name in weights:

@@ -10,6 +10,7 @@ from manifests.invariants import MANIFEST_NAME
 from manifests.schema import ModelDescription
 from manifests.store import links_out_of
 from reshard.sources.bundles import open_manifest
+from reshard.sources.dcp import is_dcp, open_dcp
 from reshard.sources.huggingface import open_folder
 from reshard.sources.model_file import read_model_file
 from reshard.tensors.checkpoint import Checkpoint
@@ -25,19 +26,20 @@ __all__ = ["links_of", "names_manifest", "open_both", "open_described", "open_so
 def open_source(
     source: str, drop: frozenset[str] = frozenset(), description: ModelDescription | None = None
 ) -> Checkpoint:
-    """Open a manifest (its file or folder) or a Hugging Face folder: local, on the hub or in an object store.
+    """Open a manifest (its file or folder), a Hugging Face folder or a DCP folder: local, on the hub or in a bucket.
 
     A manifest has its own description, and `description` is not for it.
 
     Raises:
-        InputError: nothing there, or an invalid checkpoint; see `open_manifest` and `open_folder`.
+        InputError: nothing there, or an invalid checkpoint; see `open_manifest`, `open_folder` and `open_dcp`.
     """
     if _is_named(source):
         return _open_manifest(find_manifest_file(source), drop)
     folder = open_store(source)
     if _contains_manifest(folder):
         return _open_manifest(ManifestFile(folder), drop)
-    return open_folder(folder, drop, description)
+    open_one = open_dcp if is_dcp(folder.names()) else open_folder
+    return open_one(folder, drop, description)
 
 
 def open_described(source: str, drop: frozenset[str] = frozenset(), model: Path | None = None) -> Checkpoint:

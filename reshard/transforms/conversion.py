@@ -51,4 +51,4 @@ def convert(checkpoint: Checkpoint, asked: Conversion) -> Checkpoint:
                 code="options.dtype-with-optimizer-state",
             )
         checkpoint = cast_checkpoint(checkpoint, asked.dtype)
-    return replace(checkpoint, merges_slices=asked.merge_slices)
+    return replace(checkpoint, merges_slices=asked.merge_slices or checkpoint.merges_slices)

@@ -1,0 +1,200 @@
+"""A folder of torch.distributed.checkpoint: which tensors it has, in which chunks, and where their bytes are.
+
+`.metadata` is a pickle that is read as data; each chunk is a file of torch.save inside of a `.distcp` file.
+
+Source: torch 2.13.0, torch/distributed/checkpoint/metadata.py, filesystem.py and planner_helpers.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from manifests.errors import SourceError
+from manifests.headertext import DTYPE_BITS, MAX_DIM
+from manifests.paths import problem_with_path
+from manifests.slices import Slice
+from reshard.archives.pickled import BadPickleError, read_pickle
+from reshard.archives.tensors import DTYPES, Dtype, read_tensor
+from reshard.tensors.checkpoint import TensorAt
+from stores.base import Folder, read_whole
+
+__all__ = ["METADATA_NAME", "Chunk", "DcpMetadata", "DcpTensor", "read_chunk", "read_metadata"]
+
+METADATA_NAME = ".metadata"
+_MAX_NBYTES = 256 << 20
+_MODULE = "torch.distributed.checkpoint"
+_AGAIN = "the checkpoint is incomplete or damaged; copy or save it again"
+
+
+class _Record:
+    """An object of the pickle: its fields."""
+
+    fields: dict[str, Any]
+
+    def __new__(cls, *args: object) -> _Record:
+        made = super().__new__(cls)  # a pickle makes some objects without `__init__`
+        made.fields = {}
+        return made
+
+    def __setstate__(self, state: object) -> None:
+        if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
+            state = state[1]
+        self.fields = state if isinstance(state, dict) else {"state": state}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.fields:
+            raise BadPickleError(f"an object without {name!r}")
+        return self.fields[name]
+
+
+_RECORDS = (
+    f"{_MODULE}.metadata.Metadata",
+    f"{_MODULE}.metadata.TensorStorageMetadata",
+    f"{_MODULE}.metadata.BytesStorageMetadata",
+    f"{_MODULE}.metadata.ChunkStorageMetadata",
+    f"{_MODULE}.metadata.TensorProperties",
+    f"{_MODULE}.metadata.MetadataIndex",
+    f"{_MODULE}.metadata.StorageMeta",
+    f"{_MODULE}.metadata._MEM_FORMAT_ENCODING",
+    f"{_MODULE}.filesystem._StorageInfo",
+    "torch.serialization._get_layout",
+    "pathlib.PosixPath",
+    "pathlib._local.PosixPath",
+)
+_KNOWN: Mapping[str, object] = {
+    **dict.fromkeys(_RECORDS, _Record),
+    **{f"torch.{name}": Dtype(dtype) for name, dtype in DTYPES.items()},
+    "torch.Size": tuple,
+    "collections.OrderedDict": dict,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A region of a tensor, which is `nbytes` of file `path`, from `begin` on: a file of torch.save by itself."""
+
+    region: Slice
+    path: str
+    begin: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DcpTensor:
+    """A tensor of the checkpoint. `keys` is its place in the nested state dict that was saved."""
+
+    name: str
+    keys: tuple[object, ...]
+    dtype: str
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DcpMetadata:
+    """What a checkpoint has: tensors, and the top-level keys of entries of other types."""
+
+    tensors: tuple[DcpTensor, ...]
+    others: frozenset[str]
+
+
+def read_metadata(folder: Folder) -> DcpMetadata:
+    """Return the tensors of a checkpoint, without looking for their files.
+
+    Raises:
+        SourceError: `.metadata` is too large, malformed, or names a chunk that no file has.
+        InputError: it cannot be read.
+    """
+    file = folder.file(METADATA_NAME)
+    raw = read_whole(file, most_nbytes=_MAX_NBYTES)
+    try:
+        metadata = read_pickle(raw, _KNOWN)
+        if not isinstance(metadata, _Record):
+            raise BadPickleError("not the metadata of a checkpoint")
+        items = {_item(index): _place(info) for index, info in metadata["storage_data"].items()}
+        planner = metadata.fields.get("planner_data") or {}
+        keys = {name: tuple(planner.get(name, (name,))) for name in metadata["state_dict_metadata"]}
+        entries = metadata["state_dict_metadata"].items()
+        return DcpMetadata(
+            tensors=tuple(_tensor(name, keys[name], entry, items) for name, entry in entries if _is_tensor(entry)),
+            others=frozenset(str(keys[name][0]) for name, entry in entries if not _is_tensor(entry)),
+        )
+    except (BadPickleError, AttributeError, TypeError, ValueError, LookupError) as error:
+        problem = f"expected the metadata of {_MODULE}: {error}"
+        raise SourceError(str(file), problem[:300], _AGAIN, code="source.bad-dcp-metadata") from error
+
+
+def read_chunk(folder: Folder, tensor: DcpTensor, chunk: Chunk) -> TensorAt:
+    """Return the location of a chunk's bytes, under the tensor's name.
+
+    Raises:
+        SourceError: its file is missing or damaged, or has another tensor there than the metadata says.
+    """
+    if chunk.path not in folder.names():
+        problem = f"no such file, which has a chunk of {tensor.name!r}"
+        raise SourceError(f"{folder}/{chunk.path}", problem, _AGAIN, code="source.missing-shard")
+    file = folder.file(chunk.path)
+    if chunk.begin + chunk.nbytes > file.nbytes:
+        problem = f"expected at least {chunk.begin + chunk.nbytes} bytes ({METADATA_NAME}), found {file.nbytes}"
+        raise SourceError(str(file), problem, _AGAIN, code="source.bad-archive")
+    found = read_tensor(file, tensor.name, (chunk.begin, chunk.begin + chunk.nbytes))
+    if (found.dtype, found.shape) != (tensor.dtype, chunk.region.shape):
+        expected = f"{tensor.dtype} {list(chunk.region.shape)}"
+        problem = f"expected {expected} ({METADATA_NAME}), found {found.dtype} {list(found.shape)}"
+        raise SourceError(f"{file}: {tensor.name!r}", problem, _AGAIN, code="source.bad-archive")
+    is_whole = chunk.region.shape == chunk.region.whole_shape
+    return found if is_whole else replace(found, part=chunk.region)
+
+
+def _is_tensor(entry: _Record) -> bool:
+    return "chunks" in entry.fields
+
+
+def _item(index: _Record) -> tuple[str, tuple[int, ...] | None]:
+    """Return which chunk of which entry an item is; only those of tensors have an offset."""
+    offset = index.fields.get("offset")
+    return index["fqn"], None if offset is None else _counts(offset)
+
+
+def _place(info: _Record) -> tuple[str, int, int]:
+    path, begin, nbytes = info["relative_path"], info["offset"], info["length"]
+    if not isinstance(path, str) or problem_with_path(path):
+        raise BadPickleError(f"a file named {str(path)[:80]!r}")
+    begin, nbytes = _counts((begin, nbytes))
+    if info.fields.get("transform_descriptors"):
+        raise BadPickleError("items that are compressed or otherwise transformed, which is not supported")
+    return path, begin, nbytes
+
+
+def _tensor(
+    name: str,
+    keys: tuple[object, ...],
+    entry: _Record,
+    items: Mapping[tuple[str, tuple[int, ...] | None], tuple[str, int, int]],
+) -> DcpTensor:
+    whole, properties = _counts(entry["size"]), entry["properties"]["state"]
+    dtype = properties[0].name if isinstance(properties, tuple) and isinstance(properties[0], Dtype) else None
+    if dtype is None:
+        raise BadPickleError(f"{name[:80]!r} has a dtype that is not supported")
+    if prod(filter(None, whole)) * DTYPE_BITS[dtype] >= MAX_DIM:
+        raise BadPickleError(f"{name[:80]!r} is larger than any tensor")
+    chunks = []
+    for chunk in entry["chunks"]:
+        offset, shape = _counts(chunk["offsets"]), _counts(chunk["sizes"])
+        if not len(offset) == len(shape) == len(whole):
+            raise BadPickleError(f"{name[:80]!r} has a chunk with another number of dimensions")
+        if (name, offset) not in items:
+            raise BadPickleError(f"a chunk of {name[:80]!r}, at {list(offset)}, is stored in no file")
+        region = Slice(offset=offset, shape=shape, whole_shape=whole)
+        chunks.append(Chunk(region, *items[name, offset]))
+    if not chunks:
+        raise BadPickleError(f"{name[:80]!r} has no chunks")
+    return DcpTensor(name, keys, dtype, tuple(chunks))
+
+
+def _counts(found: object) -> tuple[int, ...]:
+    if not isinstance(found, tuple | list) or not all(type(count) is int and 0 <= count < MAX_DIM for count in found):
+        raise BadPickleError("a size or an offset that is not of counts")
+    return tuple(found)

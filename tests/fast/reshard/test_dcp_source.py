@@ -1,0 +1,155 @@
+"""Folders of torch.distributed.checkpoint as sources; DCP's writer and torchtitan's adapters are the oracle."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE
+from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
+from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+
+from tests.builders import refusal, reshard
+
+SIZES = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 40, "tie_word_embeddings": False,
+}  # fmt: skip
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES),
+    "qwen3": Qwen3Config(**SIZES),
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12),
+}
+ADAPTERS = {"llama": Llama3StateDictAdapter, "qwen3": Qwen3StateDictAdapter, "qwen3_moe": Qwen3StateDictAdapter}
+
+
+def huggingface_state(kind: str, folder: Path) -> dict[str, torch.Tensor]:
+    """Save a random model and return its tensors as its files have them."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(CONFIGS[kind]).save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def torchtitan_state(kind: str, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors as torchtitan's adapter names and lays them out."""
+    rope = object.__new__(ComplexRoPE.Config if kind == "llama" else CosSinRoPE.Config)
+    attention = SimpleNamespace(n_heads=4, n_kv_heads=2, head_dim=8, rope=rope)
+    layer = SimpleNamespace(attention=attention, moe=SimpleNamespace(num_experts=4))
+    config: Any = SimpleNamespace(layers=[layer] * 3, dim=16, enable_weight_tying=False)
+    return ADAPTERS[kind](config, None).from_hf(dict(state))
+
+
+def save(folder: Path, kind: str, state: Mapping[str, object]) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a save without process groups
+        dcp.save(dict(state), checkpoint_id=folder, no_dist=True)
+    CONFIGS[kind].save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": [architecture_of(kind)]}))
+    return folder
+
+
+def architecture_of(kind: str) -> str:
+    return type(AutoModelForCausalLM.from_config(CONFIGS[kind])).__name__
+
+
+def exported(source: Path, layout: str = "pp=2") -> dict[str, torch.Tensor]:
+    """Return the tensors of the export of the pack of a source."""
+    packed, out = source.parent / "packed", source.parent / "exported"
+    for args in (("pack", source, "--layout", layout, "--out", packed), ("export", packed, "--to", "hf", "--out", out)):
+        ended = reshard(*args)
+        assert ended.code == 0, ended.err
+    return load_file(out / "model.safetensors")
+
+
+def assert_equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def optimizer_of(state: Mapping[str, torch.Tensor]) -> dict[str, object]:
+    moments = {f"state.{name}.exp_avg": torch.zeros_like(tensor) for name, tensor in state.items()}
+    return {"optimizer": moments, "train_state": {"step": 7}}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_torchtitan_checkpoint_becomes_the_model_that_its_adapter_was_given(kind: str, tmp_path: Path) -> None:
+    state = huggingface_state(kind, tmp_path / "model")
+    native = torchtitan_state(kind, state)
+    assert "tok_embeddings.weight" in native
+    assert_equal(exported(save(tmp_path / "step-7", kind, {**native, **optimizer_of(native)}), "pp=3"), state)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_checkpoint_with_names_of_hugging_face(nested: bool, tmp_path: Path) -> None:
+    state = huggingface_state("llama", tmp_path / "model")
+    saved = {"model": state} if nested else state
+    source = save(tmp_path / "step-7", "llama", {**saved, **optimizer_of(state)})
+    assert_equal(exported(source), state)
+    plain = reshard("pack", source, "--layout", "pp=1", "--out", tmp_path / "other")
+    assert plain.code == 0
+    manifest = json.loads((tmp_path / "other" / "manifest.json").read_text())
+    assert manifest["source"]["left_out"] == ["optimizer", "train_state"]
+
+
+def test_what_is_missing_or_damaged_is_refused(tmp_path: Path) -> None:
+    state = huggingface_state("llama", tmp_path / "model")
+    source, out = save(tmp_path / "step-7", "llama", state), tmp_path / "out"
+
+    def refused() -> tuple[str, str]:
+        exit_code, code, where = refusal("pack", source, "--layout", "pp=2", "--out", out).found
+        assert exit_code == 3
+        return code, where.replace(str(source), "SOURCE")
+
+    config = (source / "config.json").read_bytes()
+    (source / "config.json").unlink()
+    assert refused() == ("source.no-config", "SOURCE/config.json")
+    (source / "config.json").write_bytes(config)
+    data = next(source.glob("*.distcp"))
+    whole = data.read_bytes()
+    data.write_bytes(whole[: len(whole) // 2])
+    assert refused()[0] == "source.bad-archive"
+    data.write_bytes(whole)
+    saved = (source / ".metadata").read_bytes()
+    for change, code in ((drop_item, "source.bad-dcp-metadata"), (swap_items, "source.bad-archive")):
+        metadata = pickle.loads(saved)
+        change(metadata.storage_data)
+        (source / ".metadata").write_bytes(pickle.dumps(metadata))
+        assert refused()[0] == code
+    (source / ".metadata").write_bytes(b"\x80\x04cos\nmkdir\n.")
+    assert refused() == ("source.bad-dcp-metadata", "SOURCE/.metadata")
+    del state["model.norm.weight"]
+    again = save(tmp_path / "step-8", "llama", state)
+    assert refusal("pack", again, "--layout", "pp=2", "--out", out).found[1] == "source.missing-tensor"
+
+
+def drop_item(items: dict[Any, object]) -> None:
+    items.pop(next(iter(items)))
+
+
+def swap_items(items: dict[Any, object]) -> None:
+    """Let two tensors of different shapes change places."""
+    indexes = {index.fqn: index for index in items}
+    one, other = indexes["model.norm.weight"], indexes["lm_head.weight"]
+    items[one], items[other] = items[other], items[one]
+
+
+def test_torchtitan_names_of_other_architectures_are_refused(tmp_path: Path) -> None:
+    state = huggingface_state("llama", tmp_path / "model")
+    source = save(tmp_path / "step-7", "llama", torchtitan_state("llama", state))
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(
+        json.dumps(config | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"})
+    )
+    found = refusal("pack", source, "--layout", "pp=2", "--out", tmp_path / "out").found
+    assert found == (3, "model.unknown-torchtitan-layout", str(source))
