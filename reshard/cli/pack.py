@@ -90,7 +90,7 @@ def pack(
     for name, found in () if quiet else prepared.links:
         click.echo(f"link out of SOURCE: {name} -> {found}", err=True)
     for name in () if quiet else prepared.left_out:
-        click.echo(f"left out: {name} (transformers ignores these weights if there are safetensors files)", err=True)
+        click.echo(f"left out: {name} (not part of the weights that are packed)", err=True)
     with options.progress("pack", quiet) as progress:
         if division.part is not None:
             part, nbytes = prepared.run_part(progress), prepared.nbytes

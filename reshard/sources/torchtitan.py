@@ -35,7 +35,7 @@ _EXPERTS = {
     "moe.routed_experts.inner_experts.w3_EFD": "up_proj",
 }  # fmt: skip
 _HEADS = {"self_attn.q_proj": "num_attention_heads", "self_attn.k_proj": "num_key_value_heads"}
-_INTERLEAVED = "llama"  # model type whose rotary embedding pairs neighbouring rows in torchtitan
+_INTERLEAVED = "llama"  # model type whose rotary embedding pairs adjacent rows in torchtitan
 _SUPPORTED = (_INTERLEAVED, "qwen3", "qwen3_moe")
 
 _CONVERT = "convert it with torchtitan's scripts/checkpoint_conversion/convert_to_hf.py"
