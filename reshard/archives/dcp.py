@@ -10,62 +10,33 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 from manifests.errors import SourceError
 from manifests.headertext import DTYPE_BITS, MAX_DIM
 from manifests.paths import problem_with_path
 from manifests.slices import Slice
-from reshard.archives.pickled import BadPickleError, read_pickle
+from reshard.archives.pickled import BadPickleError, Record, read_pickle
 from reshard.archives.tensors import DTYPES, Dtype, read_tensor
 from reshard.tensors.checkpoint import TensorAt
-from stores.base import Folder, read_whole
+from stores.base import Folder, InputFile, read_whole
 
-__all__ = ["METADATA_NAME", "Chunk", "DcpMetadata", "DcpTensor", "read_chunk", "read_metadata"]
+__all__ = [
+    "METADATA_NAME",
+    "Chunk",
+    "DcpMetadata",
+    "DcpTensor",
+    "bad_metadata",
+    "load_metadata",
+    "read_chunk",
+    "read_metadata",
+]
 
 METADATA_NAME = ".metadata"
 _MAX_NBYTES = 256 << 20
-_MODULE = "torch.distributed.checkpoint"
 _AGAIN = "the checkpoint is incomplete or damaged; copy or save it again"
 
 
-class _Record:
-    """An object of the pickle: its fields."""
-
-    fields: dict[str, Any]
-
-    def __new__(cls, *args: object) -> _Record:
-        made = super().__new__(cls)  # a pickle makes some objects without `__init__`
-        made.fields = {}
-        return made
-
-    def __setstate__(self, state: object) -> None:
-        if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
-            state = state[1]
-        self.fields = state if isinstance(state, dict) else {"state": state}
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self.fields:
-            raise BadPickleError(f"an object without {name!r}")
-        return self.fields[name]
-
-
-_RECORDS = (
-    f"{_MODULE}.metadata.Metadata",
-    f"{_MODULE}.metadata.TensorStorageMetadata",
-    f"{_MODULE}.metadata.BytesStorageMetadata",
-    f"{_MODULE}.metadata.ChunkStorageMetadata",
-    f"{_MODULE}.metadata.TensorProperties",
-    f"{_MODULE}.metadata.MetadataIndex",
-    f"{_MODULE}.metadata.StorageMeta",
-    f"{_MODULE}.metadata._MEM_FORMAT_ENCODING",
-    f"{_MODULE}.filesystem._StorageInfo",
-    "torch.serialization._get_layout",
-    "pathlib.PosixPath",
-    "pathlib._local.PosixPath",
-)
 _KNOWN: Mapping[str, object] = {
-    **dict.fromkeys(_RECORDS, _Record),
     **{f"torch.{name}": Dtype(dtype) for name, dtype in DTYPES.items()},
     "torch.Size": tuple,
     "collections.OrderedDict": dict,
@@ -108,11 +79,8 @@ def read_metadata(folder: Folder) -> DcpMetadata:
         InputError: it cannot be read.
     """
     file = folder.file(METADATA_NAME)
-    raw = read_whole(file, most_nbytes=_MAX_NBYTES)
+    metadata = load_metadata(file)
     try:
-        metadata = read_pickle(raw, _KNOWN)
-        if not isinstance(metadata, _Record):
-            raise BadPickleError("not the metadata of a checkpoint")
         items = {_item(index): _place(info) for index, info in metadata["storage_data"].items()}
         planner = metadata.fields.get("planner_data") or {}
         keys = {name: tuple(planner.get(name, (name,))) for name in metadata["state_dict_metadata"]}
@@ -122,8 +90,30 @@ def read_metadata(folder: Folder) -> DcpMetadata:
             others=frozenset(str(keys[name][0]) for name, entry in entries if not _is_tensor(entry)),
         )
     except (BadPickleError, AttributeError, TypeError, ValueError, LookupError) as error:
-        problem = f"expected the metadata of {_MODULE}: {error}"
-        raise SourceError(str(file), problem[:300], _AGAIN, code="source.bad-dcp-metadata") from error
+        raise bad_metadata(file, error) from error
+
+
+def load_metadata(file: InputFile) -> Record:
+    """Return the metadata of a checkpoint as its pickle has it.
+
+    Raises:
+        SourceError: it is too large, or not a pickle of an object.
+        InputError: it cannot be read.
+    """
+    raw = read_whole(file, most_nbytes=_MAX_NBYTES)
+    try:
+        metadata = read_pickle(raw, _KNOWN, Record)
+    except BadPickleError as error:
+        raise bad_metadata(file, error) from error
+    if not isinstance(metadata, Record):
+        raise bad_metadata(file, ValueError(f"found a {type(metadata).__name__}"))
+    return metadata
+
+
+def bad_metadata(file: InputFile, error: Exception) -> SourceError:
+    """Return the error for metadata that is malformed."""
+    problem = f"expected the metadata of torch.distributed.checkpoint: {type(error).__name__}: {error}"
+    return SourceError(str(file), problem[:300], _AGAIN, code="source.bad-dcp-metadata")
 
 
 def read_chunk(folder: Folder, tensor: DcpTensor, chunk: Chunk) -> TensorAt:
@@ -148,17 +138,17 @@ def read_chunk(folder: Folder, tensor: DcpTensor, chunk: Chunk) -> TensorAt:
     return found if is_whole else replace(found, part=chunk.region)
 
 
-def _is_tensor(entry: _Record) -> bool:
+def _is_tensor(entry: Record) -> bool:
     return "chunks" in entry.fields
 
 
-def _item(index: _Record) -> tuple[str, tuple[int, ...] | None]:
+def _item(index: Record) -> tuple[str, tuple[int, ...] | None]:
     """Return which chunk of which entry an item is; only those of tensors have an offset."""
     offset = index.fields.get("offset")
     return index["fqn"], None if offset is None else _counts(offset)
 
 
-def _place(info: _Record) -> tuple[str, int, int]:
+def _place(info: Record) -> tuple[str, int, int]:
     path, begin, nbytes = info["relative_path"], info["offset"], info["length"]
     if not isinstance(path, str) or problem_with_path(path):
         raise BadPickleError(f"a file named {str(path)[:80]!r}")
@@ -171,7 +161,7 @@ def _place(info: _Record) -> tuple[str, int, int]:
 def _tensor(
     name: str,
     keys: tuple[object, ...],
-    entry: _Record,
+    entry: Record,
     items: Mapping[tuple[str, tuple[int, ...] | None], tuple[str, int, int]],
 ) -> DcpTensor:
     whole, properties = _counts(entry["size"]), entry["properties"]["state"]

@@ -12,9 +12,9 @@ import io
 import pickle
 import pickletools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
-__all__ = ["BadPickleError", "Reference", "read_pickle"]
+__all__ = ["BadPickleError", "Record", "Reference", "read_pickle"]
 
 _MAX_OBJECTS = 16_000_000  # opcodes; the objects of the worst ones take about 1 GB
 _FIXED = {
@@ -57,6 +57,27 @@ class BadPickleError(ValueError):
     """Not a pickle of plain values, or one that names something that is not on the list."""
 
 
+class Record:
+    """An object of any class, as the fields that the pickle says it has."""
+
+    fields: dict[str, Any]
+
+    def __new__(cls, *args: object) -> Self:
+        made = super().__new__(cls)  # a pickle makes some objects without `__init__`
+        made.fields = {}
+        return made
+
+    def __setstate__(self, state: object) -> None:
+        if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
+            state = {**(state[0] or {}), **state[1]}
+        self.fields = state if isinstance(state, dict) else {"state": state}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.fields:
+            raise BadPickleError(f"an object without {name!r}")
+        return self.fields[name]
+
+
 class Reference:
     """A persistent ID: a reference to something outside of the pickle, as the tuple that the pickle has."""
 
@@ -66,15 +87,15 @@ class Reference:
         self.key = key
 
 
-def read_pickle(data: bytes, known: Mapping[str, object]) -> Any:
-    """Return the value of a pickle. `known` maps `module.name` to a value; every other name is refused.
+def read_pickle(data: bytes, known: Mapping[str, object], unknown: type[Record] | None = None) -> Any:
+    """Return the value of a pickle. `known` maps `module.name` to a value; other names become records, or are refused.
 
     Raises:
-        BadPickleError: malformed, too large, or with a name that is not known.
+        BadPickleError: malformed, too large, or with a name that is neither known nor made a record.
     """
     _check_opcodes(data)
     try:
-        return _Reader(data, known).load()
+        return _Reader(data, known, unknown).load()
     except BadPickleError:
         raise
     except Exception as error:  # an unpickler raises whatever it meets
@@ -82,15 +103,17 @@ def read_pickle(data: bytes, known: Mapping[str, object]) -> Any:
 
 
 class _Reader(pickle.Unpickler):
-    def __init__(self, data: bytes, known: Mapping[str, object]) -> None:
+    def __init__(self, data: bytes, known: Mapping[str, object], unknown: type[Record] | None) -> None:
         super().__init__(io.BytesIO(data), encoding="utf-8")
-        self._known = known
+        self._known, self._unknown = known, unknown
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
-        if full not in self._known:
+        if full in self._known:
+            return self._known[full]
+        if self._unknown is None:
             raise BadPickleError(f"names {full[:120]!r}, which is not on the list of what is read")
-        return self._known[full]
+        return self._unknown
 
     def persistent_load(self, pid: Any) -> Reference:
         return Reference(pid)

@@ -1,58 +1,25 @@
 """`.metadata` of a torch.distributed.checkpoint folder against its files, read without torch.
 
-The file is a pickle. No name in it is ever looked up, so none of its code runs: each class or function becomes a plain
-record of what it was given.
-
 Source: torch 2.13.0, torch/distributed/checkpoint/metadata.py and filesystem.py.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeAlias
 
-from manifests.errors import SourceError
 from manifests.slices import Slice, problem_with_slices
+from reshard.archives.dcp import METADATA_NAME, bad_metadata, load_metadata
+from reshard.archives.pickled import Record
 from reshard.checks.finding import Contents, Findings, count_of, some
-from stores.base import Folder, read_whole
+from stores.base import Folder
 
 __all__ = ["METADATA_NAME", "check_dcp"]
 
-METADATA_NAME = ".metadata"
-_MAX_NBYTES = 256 << 20
 _MOST_DIMENSIONS = 64  # of a tensor of torch
 _Item: TypeAlias = tuple[str, tuple[int, ...] | None]  # a chunk's FQN and where it begins in the tensor
 _AGAIN = "the checkpoint is incomplete or damaged; copy or save it again"
-
-
-class _Record:
-    """What the pickle says of an object: the arguments it was made of, and its fields."""
-
-    def __init__(self, *args: object, **_: object) -> None:
-        self.args = args
-
-    def __setstate__(self, state: object) -> None:
-        if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
-            state = {**(state[0] or {}), **state[1]}
-        if isinstance(state, dict):
-            self.__dict__.update(state)
-
-    def field(self, name: str) -> Any:
-        if name not in self.__dict__:
-            raise ValueError(f"no {name}")
-        return self.__dict__[name]
-
-
-class _Reader(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        """Return a new class of records in place of whatever is named."""
-        return type(name, (_Record,), {"__module__": module})
-
-    def persistent_load(self, pid: object) -> Any:
-        raise pickle.UnpicklingError("a reference out of the file")
 
 
 def check_dcp(folder: Folder, findings: Findings) -> Contents:
@@ -62,19 +29,13 @@ def check_dcp(folder: Folder, findings: Findings) -> Contents:
         SourceError: the metadata cannot be read.
     """
     file = folder.file(METADATA_NAME)
-    if file.nbytes > _MAX_NBYTES:
-        problem = f"expected at most {_MAX_NBYTES} bytes, found {file.nbytes}"
-        raise SourceError(str(file), problem, code="source.file-too-large")
+    metadata = load_metadata(file)
     try:
-        metadata = _Reader(io.BytesIO(read_whole(file))).load()
-        tensors = metadata.field("state_dict_metadata")
-        items = {_item(index): _place(info) for index, info in metadata.field("storage_data").items()}
+        tensors = metadata["state_dict_metadata"]
+        items = {_item(index): _place(info) for index, info in metadata["storage_data"].items()}
         chunks = {_text(fqn): _chunks(one) for fqn, one in tensors.items()}
-    except SourceError:
-        raise
-    except Exception as error:  # an unpickler raises whatever it meets
-        problem = f"expected the metadata of torch.distributed.checkpoint: {type(error).__name__}: {error}"
-        raise SourceError(str(file), problem[:200], _AGAIN, code="source.bad-dcp-metadata") from error
+    except Exception as error:  # whatever a pickle has in place of what is expected
+        raise bad_metadata(file, error) from error
     _report_files(folder, items, findings)
     _report_chunks(str(file), chunks, items, findings)
     return Contents(
@@ -84,31 +45,30 @@ def check_dcp(folder: Folder, findings: Findings) -> Contents:
     )
 
 
-def _item(index: _Record) -> _Item:
+def _item(index: Record) -> _Item:
     """Return which chunk of which entry an item is: its name, and where the chunk begins in the tensor."""
-    offset = index.__dict__.get("offset")  # only tensors have one
-    return _text(index.field("fqn")), None if offset is None else _ints(offset)
+    offset = index.fields.get("offset")  # only tensors have one
+    return _text(index["fqn"]), None if offset is None else _ints(offset)
 
 
-def _place(info: _Record) -> tuple[str, int, int]:
+def _place(info: Record) -> tuple[str, int, int]:
     """Return an item's file, where it begins there, and its bytes."""
-    begin, nbytes = _ints((info.field("offset"), info.field("length")))
-    return _text(info.field("relative_path")), begin, nbytes
+    begin, nbytes = _ints((info["offset"], info["length"]))
+    return _text(info["relative_path"]), begin, nbytes
 
 
-def _chunks(entry: _Record) -> tuple[Slice, ...] | None:
+def _chunks(entry: Record) -> tuple[Slice, ...] | None:
     """Return the chunks of a tensor; None for an entry that is something else."""
-    if "chunks" not in entry.__dict__:
+    if "chunks" not in entry.fields:
         return None
-    whole = _ints(entry.field("size"))
+    whole = _ints(entry["size"])
     return tuple(
-        Slice(offset=_ints(chunk.field("offsets")), shape=_ints(chunk.field("sizes")), whole_shape=whole)
-        for chunk in entry.field("chunks")
+        Slice(offset=_ints(chunk["offsets"]), shape=_ints(chunk["sizes"]), whole_shape=whole)
+        for chunk in entry["chunks"]
     )
 
 
-def _ints(size: Any) -> tuple[int, ...]:
-    found = size.args[0] if isinstance(size, _Record) else size  # torch.Size is made of a tuple
+def _ints(found: Any) -> tuple[int, ...]:
     if not isinstance(found, tuple | list) or len(found) > _MOST_DIMENSIONS:
         raise ValueError("a size or place that is none")
     if not all(type(n) is int and 0 <= n < 1 << 63 for n in found):
