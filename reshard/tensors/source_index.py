@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from codecs import getincrementaldecoder
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from manifests.digest import digest_bytes
-from manifests.errors import ManifestError
+from manifests.errors import InputError, ManifestError
 from manifests.jsontext import parse_json_object
 from manifests.models import Stored
 from manifests.paths import problem_with_path
@@ -33,6 +34,12 @@ SUFFIX = ".safetensors"
 _PIECE_NBYTES = 1 << 20
 _FORMAT, _VERSION = "reshard-source", 1
 Kind = tuple[str, str, tuple[int, ...]]  # name, dtype and shape
+_BEGIN = f'{{\n "format": "{_FORMAT}",\n "version": {_VERSION},\n "shards": ['.encode()
+# In a JSON string: some thousand characters, or escapes of characters, but no half of a surrogate pair.
+_CHARACTERS = re.compile(
+    rb'(?:[ !#-\[\]-~]{1,1024}+|\\["\\/bfnrt]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}'
+    rb"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}){1,4096}+"
+)
 _FIELDS = {"format", "version", "shards", "index", "dropped"}
 
 
@@ -41,14 +48,16 @@ class KeptText:
 
     __slots__ = ("_packed",)
 
-    def __init__(self, text: bytes) -> None:
-        self._packed = zlib.compress(text, 1)
+    def __init__(self, text: bytes | Iterable[bytes]) -> None:
+        packer = zlib.compressobj(1)
+        packed = [packer.compress(piece) for piece in ((text,) if isinstance(text, bytes) else text)]
+        self._packed = b"".join((*packed, packer.flush()))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, KeptText) and self._packed == other._packed
+        return isinstance(other, KeptText) and (self._packed == other._packed or self.text == other.text)
 
     def __hash__(self) -> int:
-        return hash(self._packed)
+        return hash(self._packed[-4:])  # the text's Adler-32
 
     @property
     def text(self) -> bytes:
@@ -117,7 +126,7 @@ def encode_record(record: SourceRecord) -> bytes:
 
 def record_blocks(record: SourceRecord) -> Iterator[bytes]:
     """Yield the text of source.json in pieces."""
-    yield f'{{\n "format": "{_FORMAT}",\n "version": {_VERSION},\n "shards": ['.encode()
+    yield _BEGIN
     for number, shard in enumerate(record.shards):
         yield f'{"," if number else ""}\n  {{\n   "name": {json.dumps(shard.name)},\n   "header": '.encode()
         yield from shard.kept.as_json()
@@ -137,6 +146,66 @@ def decode_record(text: bytes, where: str = "source.json") -> SourceRecord:
     Raises:
         ManifestError: not a valid source.json, or another version.
     """
+    record = _read_usual(text) or _read_json(text, where)
+    _check_names(record, where)
+    return record
+
+
+def _read_usual(text: bytes) -> SourceRecord | None:
+    """Read a text as `record_blocks` writes it, in pieces: it may be of 200 MB. None: it is formatted otherwise."""
+    rest, shards = _Text(text), list[RecordedShard]()
+    try:
+        rest.expect(_BEGIN)
+        while rest.skip(b",\n  {" if shards else b"\n  {"):
+            rest.expect(b'\n   "name": ')
+            name = b"".join(rest.string()).decode()
+            rest.expect(b',\n   "header": ')
+            shards.append(RecordedShard(name, b"".join(rest.string())))
+            rest.expect(b"\n  }")
+        rest.expect(b'\n ],\n "index": ' if shards else b'],\n "index": ')
+        index = None if rest.skip(b"null") else KeptText(rest.string())
+        rest.expect(b',\n "dropped": ')
+        fields = parse_json_object(b'{"dropped": %b' % text[rest.at :], "source.json")
+    except (ValueError, InputError):
+        return None
+    dropped = fields["dropped"]
+    if (
+        fields.keys() != {"dropped"}
+        or not isinstance(dropped, list)
+        or not all(isinstance(one, str) for one in dropped)
+    ):
+        return None
+    return SourceRecord(shards=tuple(shards), index=index, dropped=tuple(dropped))
+
+
+class _Text:
+    """A JSON text, read from `at` on; raises ValueError where it is not as expected."""
+
+    def __init__(self, text: bytes) -> None:
+        self.text, self.at = text, 0
+
+    def skip(self, expected: bytes) -> bool:
+        found = self.text.startswith(expected, self.at)
+        self.at += len(expected) if found else 0
+        return found
+
+    def expect(self, expected: bytes) -> None:
+        if not self.skip(expected):
+            raise ValueError
+
+    def string(self) -> Iterator[bytes]:
+        """Yield an ASCII string's characters in UTF-8, in pieces."""
+        self.expect(b'"')
+        while not self.skip(b'"'):
+            found = _CHARACTERS.match(self.text, self.at)
+            if found is None:
+                raise ValueError
+            self.at = found.end()
+            piece: str = json.loads(b'"%b"' % found[0])
+            yield piece.encode()
+
+
+def _read_json(text: bytes, where: str) -> SourceRecord:
     document = parse_json_object(text, where)
     version = document.get("version")
     if document.get("format") != _FORMAT or type(version) is not int or version != _VERSION:
@@ -158,13 +227,11 @@ def decode_record(text: bytes, where: str = "source.json") -> SourceRecord:
         raise ManifestError(f"{where}: index", "expected a string or null", code="manifest.bad-source-record")
     if not isinstance(dropped, list) or not all(isinstance(name, str) for name in dropped):
         raise ManifestError(f"{where}: dropped", "expected a list of strings", code="manifest.bad-source-record")
-    record = SourceRecord(
+    return SourceRecord(
         shards=tuple(RecordedShard(shard["name"], shard["header"]) for shard in shards),
         index=None if index is None else KeptText(index.encode()),
         dropped=tuple(dropped),
     )
-    _check_names(record, where)
-    return record
 
 
 def lay_out_anew(entries: Sequence[TensorEntry], kinds: Mapping[str, Kind]) -> tuple[TensorEntry, ...]:

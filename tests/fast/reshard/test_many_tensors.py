@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from manifests.digest import DigestTable, digest_hex
+from manifests.errors import InputError
 from manifests.models import model_shape
 from manifests.safetensors import encode_header, header_template, layout_tensors, template_blocks, template_nbytes
 from reshard.copy.engine import write_shards
@@ -125,8 +126,35 @@ def test_the_record_is_written_as_json_writes_it(name: str, text: str, index: st
 def test_a_long_record_is_read_as_it_was_written() -> None:
     index = json.dumps({"weight_map": {}, "é\U0001f600": "é\U0001f600" * 400_000}, ensure_ascii=False)
     record = SourceRecord(shards=(RecordedShard("a.safetensors", "{}"),), index=KeptText(index.encode()))
-    assert decode_record(encode_record(record)) == record
-    assert json.loads(encode_record(record))["index"] == index
+    text = encode_record(record)
+    assert decode_record(text) == record
+    assert json.loads(text)["index"] == index
+    for indent, is_ascii in ((None, True), (1, False), (2, True)):  # as other programs may write it
+        assert decode_record(json.dumps(json.loads(text), indent=indent, ensure_ascii=is_ascii).encode()) == record
+
+
+def test_a_long_record_is_read_in_pieces() -> None:
+    index = json.dumps({f"model.layers.{number}.w": "a.safetensors" for number in range(50_000)}, indent=2)
+    headers = [json.dumps({"__metadata__": {"note": "\u00e9 " * 100_000}}) for _ in range(4)]
+    shards = tuple(RecordedShard(f"{number}.safetensors", text) for number, text in enumerate(headers))
+    text = encode_record(SourceRecord(shards=shards, index=KeptText(index.encode())))
+    assert peak_of(partial(decode_record, text)) < 0.8 * len(text)
+
+
+@given(st.binary(max_size=12), st.integers(0), st.sampled_from([b"", b'"', b"\\", b"\\ud83d", b"\\u00"]))
+def test_a_damaged_record_is_refused_or_read_as_json_says(noise: bytes, at: int, more: bytes) -> None:
+    text = encode_record(SourceRecord(shards=(RecordedShard("a.safetensors", "{}"),), index=KeptText(b'"\xc3\xa9"')))
+    at %= len(text)
+    damaged = text[:at] + noise + more + text[at + len(noise) :]
+    try:
+        found = decode_record(damaged)
+    except InputError:
+        return
+    document = json.loads(damaged)
+    assert [(shard.name, shard.kept.text.decode()) for shard in found.shards] == [
+        (shard["name"], shard["header"]) for shard in document["shards"]
+    ]
+    assert (found.index_text, list(found.dropped)) == (document["index"], document["dropped"])
 
 
 @given(st.lists(st.tuples(TEXTS, st.lists(st.integers(0, 300), max_size=3)), unique_by=lambda pair: pair[0]))
