@@ -219,6 +219,12 @@ FAULTS: dict[str, tuple[Change, str, str, str]] = {
     ),
     "a tensor that its shard lacks": (rewrite(0, pop_first, in_index=False), "", "check.absent-tensor", INDEX),
     "a shard cut short": (truncate(SHARDS[2]), "", "header.wrong-data-length", SHARDS[2]),
+    "a header that the hub does not read": (
+        lambda folder: write_shard(
+            folder / SHARDS[2], shards_of()[SHARDS[2]], metadata={"format": "pt", "notes": "x" * 25_000_000}
+        ),
+        "", "check.long-header", SHARDS[2],
+    ),
     "tensors that overlap": (with_header(overlap), "", "header.wrong-offsets", SHARDS[2]),
     "an unknown dtype": (with_header(name_dtype), "", "header.unknown-dtype", SHARDS[2]),
     "a file that is not safetensors": (write(SHARDS[2], b"\xff" * 99), "", "header.not-safetensors", SHARDS[2]),
