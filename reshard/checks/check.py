@@ -68,7 +68,7 @@ def check_checkpoint(
     Digests are written only where nothing else was found.
 
     Raises:
-        SourceError: there is no folder, nothing to compare with, or no digests to verify.
+        SourceError: there is no folder, no file in it, nothing to compare with, or no digests to verify.
         StoreError: a store refuses it.
         OutputError: digests cannot be written there.
         UsageError: values of a DCP folder are asked for, or a manifest is described.
@@ -82,6 +82,9 @@ def check_checkpoint(
         progress(nbytes)
 
     files = folder.names()
+    if not files:  # in a bucket, any address that nothing begins with
+        problem, hint = "contains no files", "check the address for typos"
+        raise SourceError(str(folder), problem, hint, code="source.nothing-to-check")
     kind: Kind = "manifest" if MANIFEST_NAME in files else "dcp" if METADATA_NAME in files else "huggingface"
     reads_tensors = options.values or options.against is not None
     if kind == "dcp" and reads_tensors:
