@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -50,6 +50,7 @@ __all__ = [
 ]
 
 Command = Callable[..., Any]
+T = TypeVar("T")
 
 
 class Whole(click.IntRange):
@@ -120,15 +121,17 @@ cost = click.option(
     "--cost", type=click.Path(path_type=Path), metavar="FILE",
     help="Measured seconds of each module (JSON), used instead of FLOPs.",
 )  # fmt: skip
+_PLAIN = click.Choice(["bf16", "fp32"])
 _CONVERSION = (
     click.option(
         "--dtype", type=click.Choice(DTYPES[1:]), help="Cast weights to this dtype.",
         show_default="as they are",
     ),
     click.option(
-        "--dequantize", "--dequantise", type=click.Choice(["bf16", "fp32"]), show_default="as they are",
+        "--dequantize", type=_PLAIN, show_default="as they are",
         help="Turn quantized weights (fp8 in blocks, mxfp4) into plain ones of this dtype.",
     ),
+    click.option("--dequantise", type=_PLAIN, hidden=True),
     click.option("--merge-slices", is_flag=True, help="Merge tensors that several ranks stored in slices."),
 )  # fmt: skip
 _TRAINING = (
@@ -173,9 +176,13 @@ def conversion_flags(command: Command) -> Command:
     """Add the flags that convert tensors, which the command receives as `conversion`, a Conversion."""
 
     @functools.wraps(command)
-    def gathered(*, dtype: Dtype | None, dequantize: Plain | None, merge_slices: bool, **others: Any) -> Any:
+    def gathered(
+        *, dtype: Dtype | None, dequantize: Plain | None, dequantise: Plain | None, merge_slices: bool, **others: Any
+    ) -> Any:
         from reshard.transforms.conversion import Conversion
 
+        if dequantise is not None:
+            dequantize = _renamed("--dequantise", dequantise, "--dequantize", dequantize, quiet=others["quiet"])
         conversion = Conversion(dtype=dtype, dequantize=dequantize, merge_slices=merge_slices)
         return command(conversion=conversion, **others)
 
@@ -230,6 +237,19 @@ def progress(verb: str, quiet: bool) -> Iterator[Progress | None]:
             bar.update(done_nbytes - bar.n)
 
         yield show
+
+
+def _renamed(old: str, value: T, new: str, other: T | None, *, quiet: bool) -> T:
+    """Return the value of a flag that was called `old`, and note what it is called now.
+
+    Raises:
+        UsageError: both names are on the command line, with different values.
+    """
+    if other is not None and other != value:
+        raise UsageError(old, f"conflicts with {new} {other}", f"{old} is the old name of {new}", code="options.conflict")
+    if not quiet:
+        click.echo(f"note: {old} is deprecated; use {new}", err=True)
+    return value
 
 
 def _address(text: str) -> str | Path:
