@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -16,7 +15,7 @@ from manifests.errors import InputError, UnreachableError
 from manifests.schema import MOMENTS, WEIGHTS, Holds, TrainingState
 from manifests.store import parent_of
 from runner.bundle.packed import Packed, open_packed
-from runner.checkpoint.resume import check_fits, override_notes, remembered, resumed_state, schedule_notes
+from runner.checkpoint.resume import Origin, check_fits, override_notes, remembered, resumed_state, schedule_notes
 from runner.checkpoint.save import SaveContext
 from runner.checkpoint.state import Held, held_state, held_weights
 from runner.config.flags import TrainOptions, recall
@@ -73,6 +72,11 @@ class Ready:
         """How many steps were taken before this run."""
         return self.training.step if self.training else 0
 
+    @property
+    def clock(self) -> Clock:
+        assert self.engine.clock is not None, "training times its steps"
+        return self.engine.clock
+
     def rows_of(self, batch: Batch) -> Batch:
         """Return the rows of a batch that this rank's pipeline trains on."""
         return rows_of(batch, self.mesh.data_rank, self.mesh.degrees.data)
@@ -88,12 +92,12 @@ class Ready:
 
 
 def begin(
-    launched: Packed, folders: Sequence[Path], options: TrainOptions, world: World, device: torch.device
+    launched: Packed, origins: Sequence[Origin], options: TrainOptions, world: World, device: torch.device
 ) -> Ready:
-    """Make a run ready from the first of these folders that can be read; `folders` are the same on all ranks.
+    """Make a run ready from the first of these origins that can be read; their folders are the same on all ranks.
 
     Raises:
-        UserError: on all ranks alike, for the first folder.
+        UserError: on all ranks alike, for the first origin.
     """
     with together("ranks"):
         degrees = options.degrees.resolve(launched.manifest.layout.num_ranks, world.size)
@@ -101,26 +105,26 @@ def begin(
     if world.rank == 0 and degrees.per_stage > 1:
         logger.info("%d ranks: %s", world.size, degrees)
     first: InputError | None = None
-    for folder in folders:
+    for origin in origins:
         try:
-            return _begin(launched, folder, options, mesh, world, device)
+            return _begin(launched, origin, options, mesh, world, device)
         except UnreachableError:  # an older checkpoint would lose steps: this one may be readable at the next attempt
             raise
         except InputError as error:
             first = first or error.changed()  # a copy, which keeps no frames and so none of their tensors alive
-            if world.rank == 0 and len(folders) > 1:
-                logger.warning("warning: %s cannot be resumed: %s", folder, error)
+            if world.rank == 0 and len(origins) > 1:
+                logger.warning("warning: %s cannot be resumed: %s", origin.folder, error)
         gc.collect()  # frees the stages of this attempt: the exception and the frames of its traceback form a cycle
     assert first is not None, "there is always a manifest to start from"
     raise first
 
 
 def _begin(
-    launched: Packed, folder: Path, options: TrainOptions, mesh: Mesh, world: World, device: torch.device
+    launched: Packed, found: Origin, options: TrainOptions, mesh: Mesh, world: World, device: torch.device
 ) -> Ready:
     """Read the checkpoint, build and fill this rank's stages, tie and schedule them, and resume the optimizer."""
     with together("load"):
-        start = _read_start(launched, folder, options)
+        start = _read_start(launched, found, options)
         options, origin, training = start.options, start.origin, start.training
         save_context = _save_context_of(launched, origin, options, mesh)
         cache = local_cache_of(launched, origin, options, mesh, world, has_moments=training is not None)
@@ -189,17 +193,18 @@ class _Start:
     notes: tuple[str, ...]
 
 
-def _read_start(launched: Packed, folder: Path, options: TrainOptions) -> _Start:
-    origin = launched if folder == launched.root else open_packed(folder)
-    found = check_fits(origin, launched)
-    found += tuple(f"{name} is not listed in {launched.where}, so it is not verified" for name in launched.unnamed)
-    training, asked = resumed_state(origin, options.resume, is_launched=folder == launched.root), options
+def _read_start(launched: Packed, found: Origin, options: TrainOptions) -> _Start:
+    is_launched = found.folder == launched.root
+    origin = launched if is_launched else open_packed(found.folder, found.manifest)
+    said = check_fits(origin, launched)
+    said += tuple(f"{name} is not listed in {launched.where}, so it is not verified" for name in launched.unnamed)
+    training, asked = resumed_state(origin, options.resume, is_launched=is_launched), options
     if training is not None:
-        found += override_notes(options, training)
+        said += override_notes(options, training)
         options = recall(options, remembered(training))
-        found += schedule_notes(options, training)
-    found += (*notes(asked, options, origin.manifest, training), *_beyond_positions(launched, options))
-    return _Start(origin=origin, training=training, options=options, notes=found)
+        said += schedule_notes(options, training)
+    said += (*notes(asked, options, origin.manifest, training), *_beyond_positions(launched, options))
+    return _Start(origin=origin, training=training, options=options, notes=said)
 
 
 def _resume_optimizer(

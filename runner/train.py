@@ -6,35 +6,28 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from datetime import timedelta
-from itertools import repeat
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from manifests.schedules import default_schedule
-from manifests.schema import DataPosition, TrainingState
+from manifests.schema import TrainingState
 from manifests.store import locate_manifest
 from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.async_save import Saver
-from runner.checkpoint.data_position import FoundData, check_alike, find_data
 from runner.checkpoint.history import claim_history, claim_output
 from runner.checkpoint.outputs import check_outputs, check_space
-from runner.checkpoint.resume import advance, find_origins, remember
+from runner.checkpoint.resume import Origin, find_origins
 from runner.checkpoint.save import save
 from runner.checkpoint.save_paths import check_apart
-from runner.checkpoint.skipped import read_skipped
 from runner.checkpoint.state import nbytes_of
 from runner.config.flags import TrainOptions, parse_training
-from runner.data.bad import BadDocumentError, Skipped
-from runner.data.batches import Batch
-from runner.data.sequences import read_batches, read_once
+from runner.data.bad import Skipped, log_skipped
+from runner.data.sequences import read_once
 from runner.distributed.fail_together import alone, from_rank_0, together
 from runner.distributed.rank_process import run_rank
 from runner.distributed.rounds import in_rounds
@@ -44,18 +37,17 @@ from runner.evaluation.evaluate import cut_as, mean_loss
 from runner.launch.combinations import check_combination, check_sinks, share_of, tensor_parallel
 from runner.load.local_cache import fetch_to_cache
 from runner.metrics.gauges import least_step_s, peak_memory_nbytes, planned_memory
-from runner.metrics.metrics import Metrics, RankLoad, StepTimes
+from runner.metrics.metrics import Metrics, RankLoad
 from runner.metrics.progress import Progress
 from runner.metrics.sinks import open_sinks
 from runner.profiling.flight_recorder import enable_flight_recorder
-from runner.profiling.trace import RunShape, Tracer
 from runner.rundir.heartbeat import clear_beats
 from runner.rundir.rank_label import set_rank_label, stages_of
-from runner.rundir.run_record import note_resolved, run_id
+from runner.rundir.run_record import note_resolved
 from runner.rundir.state import STATE_NAME, RunState, clear_state, write_state
 from runner.setup import Ready, begin
-from runner.training.rng import rng_state
-from runner.training.step import eval_step, train_step
+from runner.steps import train_steps
+from runner.training.step import eval_step
 from runner.training.ties import check_equal
 from stores.address import is_url
 from stores.manifest_file import find_manifest_file
@@ -78,12 +70,16 @@ def train(address: str, options: TrainOptions, world: World) -> None:
     with alone(world.rank):
         device = device_of(world, options.device)
     join_world(device, options.timeout_s)
-    run(address if is_url(address) else locate_manifest(Path(address)).parent, options, world, device)
+    if is_url(address):
+        launched = fetch_to_cache(address, options, world)
+    else:
+        with together("manifest"):
+            launched = open_packed(locate_manifest(Path(address)).parent, manifest)
+    run(launched, options, world, device)
 
 
-def run(root: Path | str, options: TrainOptions, world: World, device: torch.device) -> None:
-    """Train the model of the manifest in `root`, a folder or a store's address, once the ranks have met."""
-    launched = open_launched(root, options, world)
+def run(launched: Packed, options: TrainOptions, world: World, device: torch.device) -> None:
+    """Train the model of an open manifest, once the ranks have met."""
     with together("options"):
         if world.rank == 0:
             check_sinks(options)
@@ -114,15 +110,16 @@ def claim_outputs(options: TrainOptions, world: World) -> Iterator[None]:
         yield
 
 
-def find_start(launched: Packed, options: TrainOptions, world: World) -> tuple[Path, ...]:
-    """Return the folders of manifests to start from, the best first, the same on all ranks; clear the log folder."""
-    folders: tuple[Path, ...] = ()
+def find_start(launched: Packed, options: TrainOptions, world: World) -> tuple[Origin, ...]:
+    """Return what to start from, the best first, the same folders on all ranks; clear the log folder."""
+    origins: tuple[Origin, ...] = ()
     with together("resume"):
         if world.rank == 0:
             clear_state(options.log_dir)
             clear_beats(options.log_dir)
-            folders = find_origins(launched.root, options)
-    return from_rank_0(folders)
+            origins = find_origins(Origin(launched.root, launched.manifest), options)
+    folders = from_rank_0(tuple(origin.folder for origin in origins))
+    return origins or tuple(map(Origin, folders))
 
 
 def _train_and_save(ready: Ready, metrics: Metrics, world: World, device: torch.device) -> None:
@@ -131,7 +128,7 @@ def _train_and_save(ready: Ready, metrics: Metrics, world: World, device: torch.
     with _watchdog(ready, world, saving) as watchdog, _saver(ready, saving) as saver:
         # The saver is left first, and waits for its save while the watchdog watches that the disk answers.
         try:
-            trained, is_stopped = train_steps(ready, metrics, saver, watchdog, world)
+            trained, is_stopped = train_steps(ready, metrics, saver, watchdog)
         finally:
             watchdog.leave()
         check_equal(ready.engine.ties)
@@ -150,14 +147,6 @@ def _train_and_save(ready: Ready, metrics: Metrics, world: World, device: torch.
         metrics.ended(_from_all(peak_memory_nbytes(device), world))
         if world.rank == 0:
             _note_end(options.log_dir, RunState(step=trained.step, ended="done"))
-
-
-def open_launched(root: Path | str, options: TrainOptions, world: World) -> Packed:
-    """Open the launched manifest, on every rank."""
-    if is_url(root):
-        return fetch_to_cache(root, options, world)
-    with together("manifest"):
-        return open_packed(Path(root))
 
 
 def check_writes(ready: Ready, world: World) -> None:
@@ -182,8 +171,7 @@ def open_metrics(ready: Ready, world: World, device: torch.device) -> Metrics:
             Progress(options.steps, first_step=ready.num_steps, every=options.log_every, quiet=options.quiet),
             least_step_s=least_step_s(ready.launched.shape, options, world.size, device),
         )
-    launched, clock = ready.launched, ready.engine.clock
-    assert clock is not None, "training times its steps"
+    launched, clock = ready.launched, ready.clock
     planned = planned_memory(launched.shape, launched.stage_modules, clock.table, options, ready.mesh.degrees)
     own = RankLoad(
         rank=world.rank,
@@ -197,90 +185,6 @@ def open_metrics(ready: Ready, world: World, device: torch.device) -> Metrics:
     return metrics
 
 
-def train_steps(
-    ready: Ready, metrics: Metrics, saver: Saver | None, watchdog: Watchdog, world: World
-) -> tuple[TrainingState, bool]:
-    """Take all steps that are left, saving checkpoints in between.
-
-    Returns the state after the last one, and whether a signal stopped the run before all were taken.
-    """
-    options, engine, device = ready.options, ready.engine, ready.chunks[0].device
-    batches, position, num_skipped = open_data(ready, world)
-    num_tokens = ready.training.num_tokens if ready.training else 0
-    trained = remember(options, step=ready.num_steps, num_tokens=num_tokens, data=position)
-    tracer, clock = _tracer(ready, world), engine.clock
-    assert clock is not None, "training times its steps"
-    watchdog.beat(trained.step)
-    for step in range(trained.step, options.steps):
-        started_s = time.perf_counter()
-        with alone(world.rank):
-            batch = next(batches)
-        clock.note_data(time.perf_counter() - started_s)
-        report = train_step(engine, batch, step, is_last=watchdog.is_asked_to_stop)
-        watchdog.beat(step + 1)
-        if tracer is not None and step + 1 in options.traced:
-            tracer.add(step + 1, engine.schedule.recorder)
-        times = StepTimes(step_s=time.perf_counter() - started_s, ranks=clock.split() if world.rank == 0 else ())
-        cursor = batch.cursor if batch is not None else None
-        num_skipped = cursor.num_skipped if cursor is not None else num_skipped
-        skipped = num_skipped if options.data.skip_bad_documents else None
-        metrics.step(step + 1, report, times, peak_nbytes=peak_memory_nbytes(device), num_skipped=skipped)
-        trained = advance(
-            trained,
-            num_tokens=report.num_tokens,
-            num_sequences=options.batch.global_batch,
-            # Rank 0, which commits, has the first stage and so the data.
-            cursor=cursor.plain if cursor is not None else None,
-        )
-        if options.checks_ties_after(trained.step):
-            check_equal(engine.ties)
-        if saver is not None:
-            if options.saves_after(trained.step) or report.is_last:
-                watchdog.beat(trained.step, "save")  # a save is not timed as a step
-                state = replace(trained, random=(rng_state(world.rank, device),))
-                saver.save(ready.held_state(), state, num_skipped)
-                watchdog.beat(trained.step)
-            for ended in saver.reports():
-                metrics.checkpoint(ended)
-        if report.is_last and trained.step < options.steps:
-            return trained, True
-    return trained, False
-
-
-def open_data(ready: Ready, world: World) -> tuple[Iterator[Batch | None], DataPosition, int]:
-    """Open the data where the run resumes; ranks with neither the first nor the last stage get no batches.
-
-    Returns the batches, the position of the first one, and the number of documents skipped before it.
-    """
-    options, schedule = ready.options, ready.engine.schedule
-    found: FoundData | None = None
-    with together("data"):
-        if schedule.has_first or schedule.has_last:
-            left = ready.training.data if ready.training else None
-            found = find_data(options, left, ready.launched.tokenizer, ready.launched.root)
-    shared = from_rank_0(found)
-    assert shared is not None, "rank 0 has the first stage"
-    for note in shared.notes if world.rank == 0 else ():
-        logger.info("note: %s", note)
-    position, num_skipped = shared.position, 0
-    batches: Iterator[Batch | None] = repeat(None)
-    with together("data"):
-        if found is not None:
-            check_alike(options.data, found, shared)
-            num_skipped = read_skipped(ready.origin) if position.cursor is not None else 0
-            read = read_batches(
-                options.data,
-                options.batch,
-                folder=ready.launched.root,
-                vocab_size=ready.chunks[0].family.vocab_size,
-                start=position.num_sequences,
-                cursor=position.cursor,
-                skipped=Skipped(count=num_skipped, on_skip=_say_skipped if world.rank == 0 else None),
-            )
-            batches = map(ready.rows_of, read)
-    return batches, position, num_skipped
-
-
 def evaluate(ready: Ready) -> tuple[float, int, int | None]:
     """Return the mean loss over the valid tokens of the evaluation data, their number, and documents skipped."""
     options, family = ready.options, ready.chunks[0].family
@@ -288,7 +192,7 @@ def evaluate(ready: Ready) -> tuple[float, int, int | None]:
     own = share_of(options.batch, ready.mesh.degrees.data)
     with together("evaluation data"):
         # Every rank reads all of it, and so knows where it ends.
-        skipped = Skipped(on_skip=_say_skipped if ready.mesh.rank == 0 else None)
+        skipped = Skipped(on_skip=log_skipped if ready.mesh.rank == 0 else None)
         batches = read_once(
             options.eval_data,
             options.batch,
@@ -306,10 +210,6 @@ def evaluate(ready: Ready) -> tuple[float, int, int | None]:
 def main() -> None:
     path, *training = sys.argv[1:]
     run_rank(lambda world: train(path, parse_training(training), world), is_quiet="--quiet" in training)
-
-
-def _say_skipped(error: BadDocumentError) -> None:
-    logger.warning("note: skipped %s: %s", error.where, error.problem)
 
 
 def _finish_saving(saver: Saver, metrics: Metrics) -> None:
@@ -338,21 +238,6 @@ def _saver(ready: Ready, saving: StallTimer) -> AbstractContextManager[Saver | N
         return nullcontext()
     timeout = timedelta(seconds=options.timeout_s)
     return Saver(ready.save_context, options.checkpoint, ready.held_state(), timeout, saving)
-
-
-def _tracer(ready: Ready, world: World) -> Tracer | None:
-    if not ready.options.traced:
-        return None
-    placement = ready.launched.manifest.placement
-    shape = RunShape(
-        schedule=ready.options.schedule or ready.launched.manifest.layout.schedule or default_schedule(placement),
-        num_stages=placement.num_stages,
-        num_ranks=placement.num_ranks,
-        style=placement.style,
-        num_microbatches=share_of(ready.options.batch, ready.mesh.degrees.data).num_microbatches,
-        run=run_id(ready.options.log_dir),
-    )
-    return Tracer(ready.options.log_dir, world.rank, shape)
 
 
 def _stop(

@@ -246,7 +246,9 @@ def _renamed(old: str, value: T, new: str, other: T | None, *, quiet: bool) -> T
         UsageError: both names are on the command line, with different values.
     """
     if other is not None and other != value:
-        raise UsageError(old, f"conflicts with {new} {other}", f"{old} is the old name of {new}", code="options.conflict")
+        raise UsageError(
+            old, f"conflicts with {new} {other}", f"{old} is the old name of {new}", code="options.conflict"
+        )
     if not quiet:
         click.echo(f"note: {old} is deprecated; use {new}", err=True)
     return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from runner.config.flags import TrainOptions, flag_of
 from runner.config.schema import Dtype, ResumeOptions
 
 __all__ = [
+    "Origin",
     "advance",
     "check_fits",
     "find_origins",
@@ -47,8 +48,16 @@ _WEIGHTS_ONLY = "--resume-weights-only starts a new run with its weights"
 _RESUME_NEWEST = "resume from the newest with --resume auto, or choose another --checkpoint"
 
 
-def find_origins(root: Path, options: TrainOptions) -> tuple[Path, ...]:
-    """Return the folders of manifests to start from, the best first; `root` has the launched one.
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The folder of a manifest to start from, and the manifest, if it was decoded to choose this one."""
+
+    folder: Path
+    manifest: Manifest | None = None
+
+
+def find_origins(launched: Origin, options: TrainOptions) -> tuple[Origin, ...]:
+    """Return what a run can start from, the best first.
 
     Raises:
         UsageError: there is no folder to look for checkpoints in.
@@ -59,11 +68,10 @@ def find_origins(root: Path, options: TrainOptions) -> tuple[Path, ...]:
     past = find_checkpoints(history) if history else ()
     source = options.resume.source
     if source == "auto" and past:
-        return past
-    origin = root
-    if source not in (None, "auto"):
-        origin = _named(source, history)
-    manifest = read_manifest(origin)
+        return tuple(map(Origin, past))
+    origin = launched.folder if source in (None, "auto") else _named(source, history)
+    manifest = launched.manifest if origin == launched.folder else None
+    manifest = manifest or read_manifest(origin)
     training = manifest.training
     if source == "auto" and history is None and (training is None or training.optimizer is None):
         problem = f"has nothing to resume: {origin} has no optimizer state, and --checkpoint DIR is missing"
@@ -88,7 +96,7 @@ def find_origins(root: Path, options: TrainOptions) -> tuple[Path, ...]:
             _RESUME_NEWEST,
             code="checkpoint.folder-in-use",
         )
-    return (origin.resolve(),)
+    return (Origin(origin.resolve(), manifest),)
 
 
 def resumed_state(origin: Packed, resume: ResumeOptions, *, is_launched: bool) -> TrainingState | None:

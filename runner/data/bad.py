@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
 from manifests.errors import DataError
 
-__all__ = ["BadDocumentError", "Skipped"]
+__all__ = ["BadDocumentError", "Skipped", "log_skipped"]
 
 T = TypeVar("T")
+logger = logging.getLogger("runner")
 
 
 class BadDocumentError(DataError):
@@ -32,3 +34,8 @@ class Skipped:
             self.count += 1
             if self.on_skip is not None:
                 self.on_skip(error)
+
+
+def log_skipped(error: BadDocumentError) -> None:
+    """Log a document that is skipped, and why."""
+    logger.warning("note: skipped %s: %s", error.where, error.problem)

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from manifests.errors import DataError, ModelError
 from manifests.probe import print_result
-from runner.bundle.packed import open_packed
+from runner.bundle.packed import Packed, open_packed
 from runner.config.schema import BatchOptions
-from runner.data.bad import BadDocumentError, Skipped
+from runner.data.bad import Skipped, log_skipped
 from runner.data.batches import Batch
 from runner.data.sequences import read_once
 from runner.distributed.fail_together import together
@@ -28,8 +26,6 @@ from runner.evaluation.reader import meet, read_model
 from runner.training.gradient_norm import StepTotals
 
 __all__ = ["cut_as", "evaluate", "loss_over", "main", "mean_loss"]
-
-logger = logging.getLogger("runner")
 
 
 def mean_loss(loss_of: Callable[[Batch], float], batches: Iterable[Batch], where: str = "--data") -> tuple[float, int]:
@@ -53,10 +49,12 @@ def evaluate(options: EvalOptions, world: World) -> None:
     Raises:
         UserError: on all ranks alike, if the loss is infinite or not a number, or if one of them fails.
     """
-    root, device = meet(options.read, world)
+    root, manifest, device = meet(options.read, world)
     started_s = time.perf_counter()
-    skipped = Skipped(on_skip=_say_skipped if world.rank == 0 else None)
-    loss, num_tokens = loss_over(options, root, world, device, skipped)
+    skipped = Skipped(on_skip=log_skipped if world.rank == 0 else None)
+    with together("manifest"):
+        packed = open_packed(root, manifest)
+    loss, num_tokens = loss_over(options, packed, world, device, skipped)
     if not math.isfinite(loss):
         raise ModelError(
             "",
@@ -70,11 +68,9 @@ def evaluate(options: EvalOptions, world: World) -> None:
 
 
 def loss_over(
-    options: EvalOptions, root: Path, world: World, device: torch.device, skipped: Skipped | None = None
+    options: EvalOptions, packed: Packed, world: World, device: torch.device, skipped: Skipped | None = None
 ) -> tuple[float, int]:
     """Return the mean loss over the tokens of a text, and their number; the ranks have met."""
-    with together("manifest"):
-        packed = open_packed(root)
     model = read_model(packed, options.read, world, device, max_seq_len=options.seq_len)
     # One microbatch per rank keeps all of them busy.
     cut = BatchOptions(
@@ -86,7 +82,7 @@ def loss_over(
         batches = read_once(
             options.data,
             cut,
-            folder=root,
+            folder=packed.root,
             vocab_size=model.vocab_size,
             padded_length=model.family.padded_length,
             skipped=skipped,
@@ -102,10 +98,6 @@ def cut_as(cut: BatchOptions, batch: Batch) -> BatchOptions:
 def main() -> None:
     words = sys.argv[1:]
     run_rank(lambda world: evaluate(parse_eval(words), world), is_json="--json" in words, is_quiet="--quiet" in words)
-
-
-def _say_skipped(error: BadDocumentError) -> None:
-    logger.warning("note: skipped %s: %s", error.where, error.problem)
 
 
 def _print(loss: float, num_tokens: int, took_s: float, counts: Mapping[str, int], *, is_json: bool) -> None:

@@ -46,19 +46,21 @@ class Completion:
 
 def generate(options: GenerateOptions, world: World) -> None:
     """Print what a manifest's model generates after each prompt; every rank calls this."""
-    root, device = meet(options.read, world)
+    root, manifest, device = meet(options.read, world)
     started_s = time.perf_counter()
-    found, tokenizer = completions_of(options, root, world, device)
+    with together("manifest"):
+        packed = open_packed(root, manifest)
+    found, tokenizer = completions_of(options, packed, world, device)
     if world.rank == 0:
         _print(found, tokenizer, time.perf_counter() - started_s, is_json=options.read.is_json)
 
 
 def completions_of(
-    options: GenerateOptions, root: Path, world: World, device: torch.device
+    options: GenerateOptions, packed: Packed, world: World, device: torch.device
 ) -> tuple[tuple[Completion, ...], Tokenizer | None]:
-    """Return what the model in `root` generates after each prompt, texts first, and its tokenizer."""
+    """Return what a model generates after each prompt, texts first, and its tokenizer."""
+    root = packed.root
     with together("prompt"):
-        packed = open_packed(root)
         tokenizer = load_tokenizer(root) if options.prompts or (root / "tokenizer.json").exists() else None
         prompts = [*_encode(root, tokenizer, options), *options.tokens]
         longest = max(map(len, prompts)) + options.max_new_tokens

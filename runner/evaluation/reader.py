@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from manifests.schedules import default_schedule
+from manifests.schema import Manifest
 from manifests.store import locate_manifest, read_manifest
 from runner.bundle.packed import Packed
 from runner.config.schema import BatchOptions
@@ -59,8 +60,8 @@ class ReadModel:
         return placement.rank_of(placement.num_stages - 1)
 
 
-def meet(options: ReadOptions, world: World) -> tuple[Path, torch.device]:
-    """Meet the other ranks; return the folder of the manifest and this rank's device."""
+def meet(options: ReadOptions, world: World) -> tuple[Path, Manifest, torch.device]:
+    """Meet the other ranks; return the folder of the manifest, the manifest, and this rank's device."""
     with alone(world.rank):
         path = locate_manifest(options.manifest)
         manifest = read_manifest(path)
@@ -69,7 +70,7 @@ def meet(options: ReadOptions, world: World) -> tuple[Path, torch.device]:
     with alone(world.rank):
         device = device_of(world, options.device)
     join_world(device, options.timeout_s)
-    return path.parent, device
+    return path.parent, manifest, device
 
 
 def read_model(

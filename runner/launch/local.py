@@ -20,7 +20,7 @@ from manifests.signals import deferred
 from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.data_position import find_data
 from runner.checkpoint.outputs import check_outputs
-from runner.checkpoint.resume import check_fits, find_origins, remembered, resumed_state
+from runner.checkpoint.resume import Origin, check_fits, find_origins, remembered, resumed_state
 from runner.checkpoint.save_paths import check_apart
 from runner.config.flags import TrainOptions, recall
 from runner.config.parallel_dims import Degrees
@@ -116,10 +116,10 @@ def check_beginning(launched: Packed, options: TrainOptions, degrees: Degrees) -
     check_sinks(options)
     check_apart(options, launched.root)
     check_outputs(options)
-    origins, training = find_origins(launched.root, options), None
+    origins, training = find_origins(Origin(launched.root, launched.manifest), options), None
     if options.resume.source != "auto":
-        (folder,) = origins
-        origin = launched if folder == launched.root else open_packed(folder)
+        (found,) = origins
+        origin = launched if found.folder == launched.root else open_packed(found.folder, found.manifest)
         check_fits(origin, launched)
         training = resumed_state(origin, options.resume, is_launched=origin is launched)
         if training is not None:

@@ -19,6 +19,7 @@ import torch
 from torch import distributed as dist
 
 from manifests.errors import UserError
+from runner.bundle.packed import open_packed
 from runner.config.flags import parse_training
 from runner.distributed.world import World, join_world
 from runner.evaluation.command import parse_eval, parse_generate
@@ -41,11 +42,11 @@ def run_job(job: dict[str, Any], world: World) -> dict[str, Any]:
     root, args = Path(job["root"]), job["args"]
     try:
         if job["kind"] == "train":
-            run(root, parse_training(args), world, CPU)
+            run(open_packed(root), parse_training(args), world, CPU)
         elif job["kind"] == "eval":
-            loss_over(parse_eval([str(root), *args]), root, world, CPU)
+            loss_over(parse_eval([str(root), *args]), open_packed(root), world, CPU)
         else:
-            completions_of(parse_generate([str(root), *args]), root, world, CPU)
+            completions_of(parse_generate([str(root), *args]), open_packed(root), world, CPU)
     except UserError as error:
         return {"code": error.code, "where": error.where, "exit_code": error.exit_code}
     return {"code": None, "where": None, "exit_code": 0}

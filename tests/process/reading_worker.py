@@ -17,6 +17,7 @@ import torch
 from torch import distributed as dist
 
 from manifests.store import find_manifest
+from runner.bundle.packed import open_packed
 from runner.distributed.world import World, join_world
 from runner.evaluation.command import parse_eval, parse_generate
 from runner.evaluation.evaluate import loss_over
@@ -28,9 +29,9 @@ CPU = torch.device("cpu")
 def run_job(job: dict[str, list[str]], world: World) -> Any:
     if "eval" in job:
         evaluated = parse_eval(job["eval"])
-        return loss_over(evaluated, find_manifest(evaluated.read.manifest).parent, world, CPU)
+        return loss_over(evaluated, open_packed(find_manifest(evaluated.read.manifest).parent), world, CPU)
     options = parse_generate(job["generate"])
-    found, _ = completions_of(options, find_manifest(options.read.manifest).parent, world, CPU)
+    found, _ = completions_of(options, open_packed(find_manifest(options.read.manifest).parent), world, CPU)
     return [(one.tokens, one.stopped) for one in found]
 
 

@@ -21,7 +21,9 @@ import torch
 from torch import distributed as dist
 
 from manifests.errors import UserError
+from runner.bundle.packed import open_packed
 from runner.config.flags import parse_training
+from runner.distributed.fail_together import together
 from runner.distributed.world import World, join_world
 from runner.pipeline.chunk import StageChunk
 from runner.train import run
@@ -44,7 +46,9 @@ def run_job(job: dict[str, Any], world: World) -> None:
     args = [arg.replace("{rank}", str(world.rank)) for arg in job["args"]]
     gc.collect()  # what the job before has left
     try:
-        run(Path(job["root"]), parse_training(args), world, CPU)
+        with together("manifest"):
+            launched = open_packed(Path(job["root"]))
+        run(launched, parse_training(args), world, CPU)
     except UserError as error:
         logger.error("error: %s at %s", error.code, error.where)
     finally:

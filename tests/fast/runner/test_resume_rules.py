@@ -16,6 +16,7 @@ from manifests.schema import LearningRate, TrainingState
 from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.history import checkpoint_path
 from runner.checkpoint.resume import (
+    Origin,
     check_fits,
     find_origins,
     override_notes,
@@ -62,6 +63,10 @@ def history_of(trained: Path, *steps: int) -> Path:
     return history
 
 
+def origins(launched: Path, asked: TrainOptions) -> tuple[Path, ...]:
+    return tuple(origin.folder for origin in find_origins(Origin(launched), asked))
+
+
 def state_of(trained: Path) -> TrainingState:
     state = open_packed(trained).manifest.training
     assert state is not None
@@ -69,33 +74,33 @@ def state_of(trained: Path) -> TrainingState:
 
 
 def test_without_resume_a_run_begins_with_what_is_launched(packed: Path, tmp_path: Path) -> None:
-    assert find_origins(packed, options()) == (packed,)
-    assert find_origins(packed, options("--checkpoint", tmp_path / "new")) == (packed,)
+    assert origins(packed, options()) == (packed,)
+    assert origins(packed, options("--checkpoint", tmp_path / "new")) == (packed,)
 
 
 def test_auto_is_the_newest_then_the_ones_before_then_what_is_launched(packed: Path, trained: Path) -> None:
     history = trained.parent / "history"
     auto = options("--resume", "auto", "--checkpoint", history)
-    assert find_origins(packed, auto) == (packed,)
+    assert origins(packed, auto) == (packed,)
     history_of(trained, 5, 40, 10)
-    assert find_origins(packed, auto) == tuple(checkpoint_path(history, step) for step in (40, 10, 5))
+    assert origins(packed, auto) == tuple(checkpoint_path(history, step) for step in (40, 10, 5))
 
 
 def test_auto_that_never_finds_anything_is_refused(packed: Path, trained: Path, wording: Wording) -> None:
     with pytest.raises(UsageError) as error:
-        find_origins(packed, options("--resume", "auto"))
+        origins(packed, options("--resume", "auto"))
     assert (error.value.code, error.value.where) == ("resume.nothing-to-find", "--resume auto")
     wording(str(error.value).replace(str(packed), "PACKED"))
-    assert find_origins(trained, options("--resume", "auto")) == (trained,)
+    assert origins(trained, options("--resume", "auto")) == (trained,)
 
 
 def test_checkpoint_is_named_by_its_step_its_folder_or_its_manifest(packed: Path, trained: Path) -> None:
     history = history_of(trained, 40)
     folder = checkpoint_path(history, 40)
-    assert find_origins(packed, options("--resume", "step-40", "--checkpoint", history)) == (folder,)
-    assert find_origins(packed, options("--resume", "step-000040", "--checkpoint", history)) == (folder,)
-    assert find_origins(packed, options("--resume", folder)) == (folder,)
-    assert find_origins(packed, options("--resume", folder / "manifest.json")) == (folder,)
+    assert origins(packed, options("--resume", "step-40", "--checkpoint", history)) == (folder,)
+    assert origins(packed, options("--resume", "step-000040", "--checkpoint", history)) == (folder,)
+    assert origins(packed, options("--resume", folder)) == (folder,)
+    assert origins(packed, options("--resume", folder / "manifest.json")) == (folder,)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +118,7 @@ def test_checkpoints_of_another_past_are_refused(
 ) -> None:
     history = history_of(trained, 10, 40)
     with pytest.raises(InputError) as error:
-        find_origins(packed, options(*args, "--checkpoint", history))
+        origins(packed, options(*args, "--checkpoint", history))
     assert (error.value.code, error.value.where.replace(str(history), "HISTORY")) == (code, where)
     if len(args) < 3:
         wording(str(error.value))
@@ -124,7 +129,7 @@ def test_checkpoints_that_the_named_one_does_not_descend_from_are_refused(
 ) -> None:
     history = history_of(trained, 30)
     with pytest.raises(InputError) as error:
-        find_origins(packed, options("--resume", trained, "--checkpoint", history, "--keep", 1))
+        origins(packed, options("--resume", trained, "--checkpoint", history, "--keep", 1))
     assert (error.value.code, error.value.where) == ("checkpoint.folder-in-use", str(history))
     wording(str(error.value))
 
@@ -132,15 +137,15 @@ def test_checkpoints_that_the_named_one_does_not_descend_from_are_refused(
 def test_copy_of_the_newest_and_what_was_made_out_of_it_may_be_named(trained: Path, tmp_path: Path) -> None:
     history, cut = history_of(trained, 30, 60), tmp_path / "cut"
     copied = shutil.copytree(checkpoint_path(history, 60), tmp_path / "copied")
-    assert find_origins(trained, options("--resume", copied, "--checkpoint", history)) == (copied,)
+    assert origins(trained, options("--resume", copied, "--checkpoint", history)) == (copied,)
     assert reshard("pack", checkpoint_path(history, 60), "--layout", "pp=1", "--out", cut).code == 0
-    assert find_origins(cut, options("--resume", cut, "--checkpoint", history)) == (cut,)
+    assert origins(cut, options("--resume", cut, "--checkpoint", history)) == (cut,)
 
 
 def test_newest_of_its_own_folder_may_be_named(packed: Path, trained: Path) -> None:
     history = history_of(trained, 10, 40)
     named = options("--resume", "step-40", "--checkpoint", history)
-    assert find_origins(packed, named) == (checkpoint_path(history, 40),)
+    assert origins(packed, named) == (checkpoint_path(history, 40),)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,186 @@
+"""The steps of a run: read a batch, train on it, report, and save when a checkpoint is due."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import repeat
+
+from manifests.schedules import default_schedule
+from manifests.schema import TrainingState
+from runner.checkpoint.async_save import Saver
+from runner.checkpoint.data_position import FoundData, check_alike, find_data
+from runner.checkpoint.resume import advance, remember
+from runner.checkpoint.skipped import read_skipped
+from runner.data.bad import Skipped, log_skipped
+from runner.data.batches import Batch
+from runner.data.sequences import read_batches
+from runner.distributed.fail_together import alone, from_rank_0, together
+from runner.distributed.watchdog import Watchdog
+from runner.launch.combinations import share_of
+from runner.metrics.gauges import peak_memory_nbytes
+from runner.metrics.metrics import Metrics, StepTimes
+from runner.profiling.trace import RunShape, Tracer
+from runner.rundir.run_record import run_id
+from runner.setup import Ready
+from runner.training.rng import rng_state
+from runner.training.step import StepReport, train_step
+from runner.training.ties import check_equal
+
+__all__ = ["train_steps"]
+
+logger = logging.getLogger("runner")
+
+
+def train_steps(ready: Ready, metrics: Metrics, saver: Saver | None, watchdog: Watchdog) -> tuple[TrainingState, bool]:
+    """Take all steps that are left, saving checkpoints in between.
+
+    Returns the state after the last one, and whether a signal stopped the run before all were taken.
+    """
+    feed, trained = _open_feed(ready)
+    steps = _Steps(ready=ready, feed=feed, metrics=metrics, saver=saver, watchdog=watchdog, tracer=_tracer(ready))
+    watchdog.beat(trained.step)
+    is_last = False  # a signal asks for a last step
+    while trained.step < ready.options.steps and not is_last:
+        started_s = time.perf_counter()
+        batch = steps.read()
+        report = steps.train(batch, trained.step)
+        steps.report(trained.step + 1, report, started_s)
+        trained = steps.advance(trained, report, batch)
+        steps.check_ties(trained)
+        steps.save(trained, is_last=report.is_last)
+        is_last = report.is_last
+    return trained, trained.step < ready.options.steps
+
+
+@dataclass(kw_only=True, slots=True)
+class _Feed:
+    """The batches from where the run resumes, and the number of documents skipped so far."""
+
+    batches: Iterator[Batch | None]
+    num_skipped: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Steps:
+    """What each step does, one method after the other."""
+
+    ready: Ready
+    feed: _Feed
+    metrics: Metrics
+    saver: Saver | None
+    watchdog: Watchdog
+    tracer: Tracer | None
+
+    def read(self) -> Batch | None:
+        """Wait for this rank's rows; None: it has neither the first nor the last stage."""
+        started_s = time.perf_counter()
+        with alone(self.ready.mesh.rank):
+            batch = next(self.feed.batches)
+        self.ready.clock.note_data(time.perf_counter() - started_s)
+        if batch is not None and batch.cursor is not None:
+            self.feed.num_skipped = batch.cursor.num_skipped
+        return batch
+
+    def train(self, batch: Batch | None, step: int) -> StepReport:
+        """Take one optimizer step; the last one, if any rank was asked to stop."""
+        report = train_step(self.ready.engine, batch, step, is_last=self.watchdog.is_asked_to_stop)
+        self.watchdog.beat(step + 1)
+        if self.tracer is not None and step + 1 in self.ready.options.traced:
+            self.tracer.add(step + 1, self.ready.engine.schedule.recorder)
+        return report
+
+    def report(self, step: int, report: StepReport, started_s: float) -> None:
+        """Write the metrics of a step that has ended."""
+        ready = self.ready
+        ranks = ready.clock.split() if ready.mesh.rank == 0 else ()
+        times = StepTimes(step_s=time.perf_counter() - started_s, ranks=ranks)
+        num_skipped = self.feed.num_skipped if ready.options.data.skip_bad_documents else None
+        self.metrics.step(
+            step, report, times, peak_nbytes=peak_memory_nbytes(ready.chunks[0].device), num_skipped=num_skipped
+        )
+
+    def advance(self, trained: TrainingState, report: StepReport, batch: Batch | None) -> TrainingState:
+        """Return the state after the step. Rank 0, which commits it, has the first stage and so the data's cursor."""
+        cursor = batch.cursor if batch is not None else None
+        return advance(
+            trained,
+            num_tokens=report.num_tokens,
+            num_sequences=self.ready.options.batch.global_batch,
+            cursor=cursor.plain if cursor is not None else None,
+        )
+
+    def check_ties(self, trained: TrainingState) -> None:
+        """Compare the replicas of tied weights, if that is due."""
+        if self.ready.options.checks_ties_after(trained.step):
+            check_equal(self.ready.engine.ties)
+
+    def save(self, trained: TrainingState, *, is_last: bool) -> None:
+        """Save a checkpoint if one is due, and report the saves that have ended."""
+        if self.saver is None:
+            return
+        ready, watchdog = self.ready, self.watchdog
+        if ready.options.saves_after(trained.step) or is_last:
+            watchdog.beat(trained.step, "save")  # a save is not timed as a step
+            state = replace(trained, random=(rng_state(ready.mesh.rank, ready.chunks[0].device),))
+            self.saver.save(ready.held_state(), state, self.feed.num_skipped)
+            watchdog.beat(trained.step)
+        for ended in self.saver.reports():
+            self.metrics.checkpoint(ended)
+
+
+def _open_feed(ready: Ready) -> tuple[_Feed, TrainingState]:
+    """Open the data where the run resumes; return it, and the training state before the first step.
+
+    Ranks with neither the first nor the last stage read no data.
+    """
+    options, schedule = ready.options, ready.engine.schedule
+    found: FoundData | None = None
+    with together("data"):
+        if schedule.has_first or schedule.has_last:
+            left = ready.training.data if ready.training else None
+            found = find_data(options, left, ready.launched.tokenizer, ready.launched.root)
+    shared = from_rank_0(found)
+    assert shared is not None, "rank 0 has the first stage"
+    for note in shared.notes if ready.mesh.rank == 0 else ():
+        logger.info("note: %s", note)
+    feed = _Feed(batches=repeat(None), num_skipped=0)
+    with together("data"):
+        if found is not None:
+            check_alike(options.data, found, shared)
+            feed = _read(ready, shared)
+    num_tokens = ready.training.num_tokens if ready.training else 0
+    return feed, remember(options, step=ready.num_steps, num_tokens=num_tokens, data=shared.position)
+
+
+def _read(ready: Ready, found: FoundData) -> _Feed:
+    """Read this rank's rows of all batches from a position on."""
+    position = found.position
+    num_skipped = read_skipped(ready.origin) if position.cursor is not None else 0
+    batches = read_batches(
+        ready.options.data,
+        ready.options.batch,
+        folder=ready.launched.root,
+        vocab_size=ready.chunks[0].family.vocab_size,
+        start=position.num_sequences,
+        cursor=position.cursor,
+        skipped=Skipped(count=num_skipped, on_skip=log_skipped if ready.mesh.rank == 0 else None),
+    )
+    return _Feed(batches=map(ready.rows_of, batches), num_skipped=num_skipped)
+
+
+def _tracer(ready: Ready) -> Tracer | None:
+    options, manifest = ready.options, ready.launched.manifest
+    if not options.traced:
+        return None
+    shape = RunShape(
+        schedule=options.schedule or manifest.layout.schedule or default_schedule(manifest.placement),
+        num_stages=manifest.placement.num_stages,
+        num_ranks=manifest.placement.num_ranks,
+        style=manifest.placement.style,
+        num_microbatches=share_of(options.batch, ready.mesh.degrees.data).num_microbatches,
+        run=run_id(options.log_dir),
+    )
+    return Tracer(options.log_dir, ready.mesh.rank, shape)
