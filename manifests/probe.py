@@ -18,6 +18,7 @@ from manifests.digest import PREFIX, digest_bytes
 from manifests.errors import InputError, OutputError, refused_by_system
 from manifests.fixed import is_fixed
 from manifests.lockfile import birth_of, pid_namespace
+from manifests.store import write_file
 
 __all__ = [
     "check_new_file",
@@ -63,7 +64,7 @@ def check_writable(
         _remove_left_probes(above)
         probe = Path(tempfile.mkdtemp(prefix=_prefix(), dir=above))
         try:
-            _write_in(probe)
+            write_file(probe / "whole", bytes(_NBYTES))
             if exchange is not None:
                 _exchange_in(probe, exchange)
         finally:
@@ -162,20 +163,6 @@ def _remove_left_probes(folder: Path) -> None:
                 continue
             if (birth_of(int(found[2])) or "").partition(" ")[2] != found[3]:
                 shutil.rmtree(entry, ignore_errors=True)
-
-
-def _write_in(folder: Path) -> None:
-    partial = folder / "partial"
-    with open(partial, "wb") as file:
-        file.write(bytes(_NBYTES))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, folder / "whole")
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _exchange_in(folder: Path, exchange: Callable[[Path, Path], None]) -> None:

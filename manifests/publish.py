@@ -16,7 +16,7 @@ from manifests.fixed import WORK_NAME, is_fixed, is_free, move_back, move_up
 from manifests.invariants import MANIFEST_NAME
 from manifests.owned import FindOwned, check_room, keep_others, remove_replaced, remove_tree
 from manifests.probe import check_writable
-from manifests.store import sync_folder
+from manifests.store import sync_folder, write_file
 
 __all__ = ["check_target", "exchange", "partial_of", "publishing", "sharing"]
 
@@ -226,8 +226,8 @@ def _removed(folder: Path, name: str) -> Iterator[None]:
             sync_folder(folder)
             yield
         except BaseException:
-            with suppress(OSError), open(path, "wb") as restored:
-                shutil.copyfileobj(removed, restored)
+            with suppress(OSError):
+                write_file(path, iter(lambda: removed.read(1 << 20), b""))
             raise
 
 

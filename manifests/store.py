@@ -30,7 +30,6 @@ __all__ = [
     "read_config",
     "read_manifest",
     "read_small_file",
-    "replace_file",
     "sync_folder",
     "write_file",
     "write_manifest",
@@ -191,42 +190,28 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     write_file(folder / MANIFEST_NAME, encode_manifest(manifest))
 
 
-def write_file(path: Path, data: bytes | Iterable[bytes | memoryview]) -> None:
-    """Write a file atomically and durably from bytes or blocks, replacing an old one.
+def write_file(path: Path, data: bytes | Iterable[bytes | memoryview], *, is_durable: bool = True) -> None:
+    """Write a file whole or not at all from bytes or blocks, replacing an old one: beside it first, then by a rename.
+
+    Unless `is_durable`, the file may be lost with the power.
 
     Raises:
         OSError: it cannot be written; the old file is unchanged, and no partial file is left.
     """
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with open(partial, "wb") as file:
-            for block in (data,) if isinstance(data, bytes) else data:
-                file.write(block)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
-def replace_file(path: Path, data: bytes | Iterable[bytes | memoryview]) -> None:
-    """Write a file whole or not at all, as far as readers can see; unlike `write_file`, it may be lost with the power.
-
-    Raises:
-        OSError: it cannot be written; the old one is unchanged, and nothing else is left.
-    """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f".{path.name}.partial" if is_durable else f".{path.name}.{os.getpid()}.partial")
     try:
         with open(partial, "wb") as file:
             file.writelines((data,) if isinstance(data, bytes) else data)
+            if is_durable:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(partial, path)
     except BaseException:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
         raise
+    if is_durable:
+        sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from reshard.copy.direct_io import Io
     from reshard.estimate.training_estimate import Assumptions
+    from reshard.operations.divide import Division
     from reshard.operations.resolve import LayoutRequest
     from reshard.transforms.cast import Dtype
     from reshard.transforms.conversion import Conversion
@@ -49,7 +50,7 @@ __all__ = ["export", "pack"]
 def pack(
     source: str, asked: LayoutRequest, assumed: Assumptions, out: Address, drop: tuple[str, ...],
     model: Path | None, virtual: bool, stages: str | None, conversion: Conversion, force: bool, io: Io, sync: bool,
-    division: parts.Division, verify_source: bool, dry_run: bool, as_json: bool, quiet: bool,
+    division: Division, verify_source: bool, dry_run: bool, as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
     """Write one bundle per stage, and a manifest.
 
@@ -72,11 +73,10 @@ def pack(
     from reshard.report.done import hub_lines, pack_json, pack_text, part_json, part_text
     from reshard.report.plan import plan_json, plan_text
 
-    division.check(out, virtual=virtual, verify_source=verify_source)
     prepared = prepare_pack(
         PackRequest(
             source=source, out=out, asked=asked, assumed=assumed, conversion=conversion, drop=drop, model=model,
-            virtual=virtual, stages=stages, part=parts.part_of(division), force=force, io=io, sync=sync,
+            virtual=virtual, stages=stages, division=division, force=force, io=io, sync=sync,
             verify_source=verify_source,
         )
     )  # fmt: skip

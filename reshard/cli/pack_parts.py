@@ -5,66 +5,18 @@ from __future__ import annotations
 import functools
 import json
 import shlex
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from manifests.errors import UsageError
 from reshard.cli import options
-from stores.address import is_url
 
 if TYPE_CHECKING:
-    from reshard.plans.partition import Part
+    from reshard.operations.divide import Division
 
-__all__ = ["Division", "command_line", "commit", "flags", "part_of", "submit"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Division:
-    """How a pack is divided: one `part` is packed here, or `num_parts` are submitted with options of `sbatch`."""
-
-    part: str | None
-    num_parts: int | None
-    scheduler: str | None
-    sbatch: tuple[str, ...]
-
-    def check(self, out: str | Path, *, virtual: bool, verify_source: bool) -> None:
-        """Refuse flags that conflict, before a source is opened.
-
-        Raises:
-            UsageError: naming the flag.
-        """
-        flag = "--part" if self.part is not None else "--parts"
-        if self.part is not None and self.num_parts is not None:
-            problem = "conflicts with --parts: it packs one part here, --parts submits all of them"
-            raise UsageError(flag, problem, "leave one of the two out", code="options.conflict")
-        if (self.num_parts is None) != (self.scheduler is None):
-            given, lacking = ("--parts", "--scheduler") if self.scheduler is None else ("--scheduler", "--parts")
-            hint = "use --parts 8 --scheduler slurm, or --part 1/8"
-            raise UsageError(given, f"requires {lacking}", hint, code="options.needs-scheduler")
-        if self.sbatch and self.scheduler is None:
-            flag = self.sbatch[0].partition("=")[0]
-            flag = flag if flag in _NAMED else "--sbatch-arg"
-            raise UsageError(flag, "requires --scheduler slurm", "leave it out", code="options.needs-scheduler")
-        divided = self.part is not None or self.num_parts is not None
-        if divided and verify_source:
-            problem = f"conflicts with {flag}: a part does not read whole files"
-            raise UsageError("--verify-source", problem, f"pack without {flag}", code="options.conflict")
-        if divided and is_url(out):
-            raise _parts_in_bucket(flag, "pack into a folder, then pack its manifest into the bucket")
-        if divided and virtual:
-            problem = "conflicts with --virtual: a virtual pack has no bytes to divide"
-            raise UsageError(flag, problem, "leave one of the two out", code="options.conflict")
-
-
-def part_of(division: Division) -> Part | None:
-    """Return the part to pack here, if any, with the command that packs the others."""
-    from reshard.plans.partition import parse_part
-
-    return None if division.part is None else parse_part(division.part, ("reshard", *command_line()))
+__all__ = ["command_line", "commit", "flags", "submit"]
 
 
 _FLAGS = (
@@ -76,8 +28,7 @@ _FLAGS = (
     click.option("--time", metavar="TIME", help="Time limit of each part, such as 1:00:00."),
     click.option("--sbatch-arg", multiple=True, metavar="X", help="Another option for sbatch; may be repeated."),
 )
-_NAMED = ("--partition", "--account", "--time")
-_OURS = ("part", "num_parts", "scheduler", "partition", "account", "time", "sbatch_arg")
+_LEFT_OUT = ("part", "num_parts", "scheduler", "partition", "account", "time", "sbatch_arg", "dry_run")
 
 
 def flags(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,14 +39,19 @@ def flags(command: Callable[..., Any]) -> Callable[..., Any]:
         *, part: str | None, num_parts: int | None, scheduler: str | None, partition: str | None,
         account: str | None, time: str | None, sbatch_arg: tuple[str, ...], **others: Any,
     ) -> Any:  # fmt: skip
-        given = dict(zip(_NAMED, (partition, account, time), strict=True))
-        named = (f"{flag}={value and shlex.quote(value)}" for flag, value in given.items() if value is not None)
-        sbatch = (*named, *sbatch_arg)
-        if sbatch:
-            from reshard.operations.slurm_array import check_options
+        from reshard.operations.divide import NAMED_OPTIONS, Division
+        from reshard.plans.partition import parse_part
 
-            check_options(sbatch)
-        division = Division(part=part, num_parts=num_parts, scheduler=scheduler, sbatch=sbatch)
+        given = zip(NAMED_OPTIONS, (partition, account, time), strict=True)
+        named = (f"{flag}={value and shlex.quote(value)}" for flag, value in given if value is not None)
+        arguments = command_line()
+        division = Division(
+            part=None if part is None else parse_part(part, ("reshard", *arguments)),
+            num_parts=num_parts,
+            scheduler=scheduler,
+            sbatch=(*named, *sbatch_arg),
+            command=arguments,
+        )
         return command(division=division, **others)
 
     for flag in reversed(_FLAGS):
@@ -103,14 +59,14 @@ def flags(command: Callable[..., Any]) -> Callable[..., Any]:
     return gathered
 
 
-def command_line(leaving_out: Collection[str] = ()) -> tuple[str, ...]:
+def command_line() -> tuple[str, ...]:
     """Return the arguments of the running command, without those that divide it."""
     context = click.get_current_context()
     arguments = [context.info_name or ""]
     for parameter in context.command.params:
         name = parameter.name or ""
         source = context.get_parameter_source(name)
-        if name in (*_OURS, *leaving_out) or source is not click.core.ParameterSource.COMMANDLINE:
+        if name in _LEFT_OUT or source is not click.core.ParameterSource.COMMANDLINE:
             continue
         value = context.params.get(name, True)  # absent: a flag with a callback that exposes no value
         if isinstance(parameter, click.Argument):
@@ -133,13 +89,7 @@ def submit(division: Division, out: str | Path, *, force: bool, dry_run: bool, a
     """
     from reshard.operations import slurm_array as slurm
 
-    slurm.check_out(Path(out), force=force)
-    job = slurm.PackJob(
-        num_parts=division.num_parts or 1,
-        pack=command_line(leaving_out=("dry_run",)),
-        commit=("commit", str(out), *(["--force"] if force else [])),
-        options=division.sbatch,
-    )
+    job = division.job(out, force=force)
     if dry_run:
         click.echo(json.dumps(slurm.show_json(job)) + "\n" if as_json else slurm.show(job), nl=False)
         return
@@ -169,8 +119,6 @@ def commit(out: Path, force: bool, as_json: bool, quiet: bool) -> None:
       reshard pack ./Llama-3.2-1B --layout pp=2 --out ./Llama-3.2-1B-pp2 --part 2/2
       reshard commit ./Llama-3.2-1B-pp2
     """
-    if is_url(str(out).replace(":/", "://", 1)):
-        raise _parts_in_bucket("OUT", "name the folder that the parts were packed into")
     from manifests.store import read_manifest
     from reshard.operations.pack_distributed import commit as run
     from reshard.operations.pack_result import PackResult
@@ -183,8 +131,3 @@ def commit(out: Path, force: bool, as_json: bool, quiet: bool) -> None:
             click.echo(f"{out} is committed already; there are no parts to merge", err=True)
     done = PackResult(manifest=manifest, out=out)
     options.print_result(quiet, as_json, lambda: pack_json(done), lambda: pack_text(done))
-
-
-def _parts_in_bucket(where: str, hint: str) -> UsageError:
-    problem = "parts can only be written to a folder, not to a bucket"
-    return UsageError(where, problem, hint, code="options.parts-in-bucket")

@@ -35,6 +35,7 @@ from reshard.copy.engine import WrittenShard, write_tensors
 from reshard.copy.journal import Journal, plan_key
 from reshard.copy.resumable import keep_only
 from reshard.copy.unchanged import check_unchanged
+from reshard.operations.divide import not_in_bucket
 from reshard.operations.pack import (
     PLAN_NAME,
     PackOptions,
@@ -111,9 +112,12 @@ def commit(out: Path, *, force: bool = False) -> Manifest | None:
     by its inode, which renaming does not change.
 
     Raises:
+        UsageError: `out` is a URL.
         OutputError: parts are missing, running or damaged, or `out` exists or cannot be written.
         InputError: files were changed since their parts wrote them.
     """
+    if is_url(str(out).replace(":/", "://", 1)):
+        raise not_in_bucket("OUT", "name the folder that the parts were packed into")
     try:
         return _commit(out, force)
     except OSError as error:  # it can be run again

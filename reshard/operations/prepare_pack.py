@@ -12,6 +12,7 @@ from reshard.copy.destination import check_apart, read_twice
 from reshard.copy.direct_io import Io
 from reshard.copy.engine import WriteOptions
 from reshard.estimate.training_estimate import Assumptions
+from reshard.operations.divide import Division
 from reshard.operations.hub_check import HubReport
 from reshard.operations.pack import PackOptions, pack
 from reshard.operations.pack_distributed import pack_part
@@ -42,7 +43,7 @@ class PackRequest:
     model: Path | None = None  # the file that describes the source
     virtual: bool = False
     stages: str | None = None
-    part: Part | None = None
+    division: Division = field(default_factory=Division)
     force: bool = False
     io: Io = "direct"
     sync: bool = True
@@ -54,6 +55,7 @@ class PackRequest:
         Raises:
             UsageError: naming the flag.
         """
+        self.division.check(self.out, virtual=self.virtual, verify_source=self.verify_source)
         if self.conversion.changes_bytes and (self.virtual or self.stages is not None):
             flag = "--virtual" if self.virtual else "--stages"
             problem = "virtual bundles refer to the source's bytes, which cannot be converted"
@@ -84,14 +86,14 @@ class PreparedPack:
     @property
     def traffic(self) -> Traffic:
         """The bytes that this pack, or its part, reads and writes."""
-        part = self.request.part
+        part = self.request.division.part
         return part_traffic(self.shards, part) if part else traffic_of(self.shards, self.read_twice)
 
     @cached_property
     def nbytes(self) -> int:
         """The bytes that progress counts."""
-        if self.request.part is not None:
-            return part_nbytes(self.shards, self.request.part)
+        if (part := self.request.division.part) is not None:
+            return part_nbytes(self.shards, part)
         origins = (origin for shard in self.shards for origin in shard.origins)
         return sum(tensor.nbytes for tensor in (*self.read_twice, *origins))
 
@@ -114,9 +116,10 @@ class PreparedPack:
 
     def run_part(self, progress: Progress | None = None) -> Part:
         """Write the request's part of the bundles; raises as `pack_part`."""
-        assert self.request.part is not None, "requested by --part"
-        pack_part(self.laid.checkpoint, self.laid.plan, self.request.part, self._options(progress, report=[]))
-        return self.request.part
+        part = self.request.division.part
+        assert part is not None, "requested by --part"
+        pack_part(self.laid.checkpoint, self.laid.plan, part, self._options(progress, report=[]))
+        return part
 
     def _options(self, progress: Progress | None, report: list[HubReport]) -> PackOptions:
         request = self.request

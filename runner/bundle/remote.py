@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 from manifests.errors import UsageError, refused_by_system
 from manifests.invariants import MANIFEST_NAME
-from manifests.store import locate_manifest, read_manifest, replace_file
+from manifests.store import locate_manifest, read_manifest, write_file
 from runner.bundle.packed import Packed, open_packed
 from runner.config.architectures import check_trainable
 from stores.address import is_url
@@ -34,9 +34,9 @@ def fetch(file: ManifestFile, folder: Path) -> Packed:
         for auxiliary in manifest.files:
             path = folder / auxiliary.path
             path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, Blocks(file.folder.file(auxiliary.path), auxiliary.digest))
+            write_file(path, Blocks(file.folder.file(auxiliary.path), auxiliary.digest), is_durable=False)
         folder.mkdir(parents=True, exist_ok=True)
-        replace_file(folder / MANIFEST_NAME, read_whole(file.folder.file(file.name)))
+        write_file(folder / MANIFEST_NAME, read_whole(file.folder.file(file.name)), is_durable=False)
     except OSError as error:
         raise refused_by_system(
             str(error.filename or folder), error, "cannot be written", code="output.unwritable"

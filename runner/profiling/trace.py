@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from manifests.store import replace_file
+from manifests.store import write_file
 
 __all__ = ["Ran", "RanKind", "Recorder", "RunShape", "Tracer", "trace_path"]
 
@@ -144,7 +144,7 @@ class Tracer:
         names = [self._named("process_name", 0, f"rank {self._rank}")]
         names += [self._named("thread_name", stage, f"stage {stage}" if stage >= 0 else "step") for stage in stages]
         document = {"traceEvents": [*names, *self._events], "run": asdict(self._shape), "displayTimeUnit": "ms"}
-        replace_file(self._path, json.dumps(document).encode())
+        write_file(self._path, json.dumps(document).encode(), is_durable=False)
 
     def _event(self, name: str, stage: int, begin_s: float, end_s: float, arguments: dict[str, Any]) -> dict[str, Any]:
         times = {"ts": (self._epoch_s + begin_s) * 1e6, "dur": (end_s - begin_s) * 1e6}

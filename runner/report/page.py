@@ -17,6 +17,7 @@ from manifests.errors import (
 )
 from manifests.probe import check_new_file
 from manifests.schedules import Timeline
+from manifests.store import write_file
 from runner.report.plan import planned
 from runner.report.read import RunLog, StepTrace, Traces, read_run
 
@@ -76,7 +77,7 @@ def write_report(log_dir: Path, out: Path, *, force: bool = False) -> str:
     title = html.escape(log_dir.resolve().name)
     page = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
     try:
-        out.write_text(page + "\n".join(parts) + "</html>\n", encoding="utf-8", errors="replace")
+        write_file(out, (page + "\n".join(parts) + "</html>\n").encode(errors="replace"), is_durable=False)
     except OSError as error:
         raise OutputError(str(out), f"cannot be written: {error.strerror}", code="output.unwritable") from error
     return said

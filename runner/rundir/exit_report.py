@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from manifests.errors import RankError, UnreachableError, UserError, error_json
-from manifests.store import replace_file
+from manifests.store import write_file
 
 __all__ = ["AGENT", "REPORTS", "ExitReport", "Kind", "code_of", "read_report", "read_reports", "report_exit"]
 
@@ -97,8 +97,8 @@ def _leave(report: ExitReport) -> bool:
     left = json.dumps({"message": message, _KEY: asdict(report)}).encode()
     try:
         if folder := os.environ.get(REPORTS):
-            replace_file(Path(folder) / f"{os.getpid()}.json", left)
-        replace_file(Path(path), left)  # torchrun may kill this process at any moment
+            write_file(Path(folder) / f"{os.getpid()}.json", left, is_durable=False)
+        write_file(Path(path), left, is_durable=False)  # torchrun may kill this process at any moment
     except OSError:  # with a full disk, the message must still be printed
         return False
     return True

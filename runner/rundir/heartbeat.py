@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from manifests.store import replace_file
+from manifests.store import write_file
 
 __all__ = ["ALIVE_S", "SKEWED_S", "Beat", "clear_beats", "heartbeat_path", "log_path", "read_beats", "write_beat"]
 
@@ -45,7 +45,7 @@ def write_beat(path: Path, beat: Beat) -> None:
     Raises:
         OSError: the disk is full, or the folder is gone.
     """
-    replace_file(path, (json.dumps(asdict(beat)) + "\n").encode())
+    write_file(path, (json.dumps(asdict(beat)) + "\n").encode(), is_durable=False)
 
 
 def read_beats(log_dir: Path, *, since: float = 0.0) -> tuple[Beat, ...]:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from manifests.store import replace_file
+from manifests.store import write_file
 
 __all__ = ["STATE_NAME", "Ended", "RunState", "clear_state", "read_state", "write_state"]
 
@@ -34,7 +34,7 @@ class RunState:
 
 
 def write_state(log_dir: Path, state: RunState) -> None:
-    replace_file(log_dir / STATE_NAME, (json.dumps({"version": 1, **asdict(state)}) + "\n").encode())
+    write_file(log_dir / STATE_NAME, (json.dumps({"version": 1, **asdict(state)}) + "\n").encode(), is_durable=False)
 
 
 def clear_state(log_dir: Path) -> None:

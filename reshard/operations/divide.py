@@ -1,0 +1,80 @@
+"""How a pack is divided: one part packed here, or all parts and their commit submitted to Slurm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from manifests.errors import UsageError
+from reshard.operations.slurm_array import PackJob, check_options, check_out
+from reshard.plans.partition import Part
+from stores.address import is_url
+from stores.manifest_file import Address
+
+__all__ = ["NAMED_OPTIONS", "Division", "not_in_bucket"]
+
+NAMED_OPTIONS = ("--partition", "--account", "--time")  # of sbatch, which are flags of reshard, too
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Division:
+    """One `part` is packed here, or `num_parts` are submitted with options of `sbatch`; or neither.
+
+    `command` has the arguments of reshard without those that divide the pack.
+    """
+
+    part: Part | None = None
+    num_parts: int | None = None
+    scheduler: str | None = None
+    sbatch: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
+
+    def check(self, out: Address, *, virtual: bool, verify_source: bool) -> None:
+        """Refuse options that conflict, before a source is opened.
+
+        Raises:
+            UsageError: naming the flag.
+        """
+        check_options(self.sbatch)
+        flag = "--part" if self.part is not None else "--parts"
+        if self.part is not None and self.num_parts is not None:
+            problem = "conflicts with --parts: it packs one part here, --parts submits all of them"
+            raise UsageError(flag, problem, "leave one of the two out", code="options.conflict")
+        if (self.num_parts is None) != (self.scheduler is None):
+            given, lacking = ("--parts", "--scheduler") if self.scheduler is None else ("--scheduler", "--parts")
+            hint = "use --parts 8 --scheduler slurm, or --part 1/8"
+            raise UsageError(given, f"requires {lacking}", hint, code="options.needs-scheduler")
+        if self.sbatch and self.scheduler is None:
+            flag = self.sbatch[0].partition("=")[0]
+            flag = flag if flag in NAMED_OPTIONS else "--sbatch-arg"
+            raise UsageError(flag, "requires --scheduler slurm", "leave it out", code="options.needs-scheduler")
+        if self.part is None and self.num_parts is None:
+            return
+        if verify_source:
+            problem = f"conflicts with {flag}: a part does not read whole files"
+            raise UsageError("--verify-source", problem, f"pack without {flag}", code="options.conflict")
+        if is_url(out):
+            raise not_in_bucket(flag, "pack into a folder, then pack its manifest into the bucket")
+        if virtual:
+            problem = "conflicts with --virtual: a virtual pack has no bytes to divide"
+            raise UsageError(flag, problem, "leave one of the two out", code="options.conflict")
+
+    def job(self, out: Address, *, force: bool) -> PackJob:
+        """Return the jobs of all parts and their commit.
+
+        Raises:
+            OutputError: `out` exists or cannot be written.
+        """
+        check_out(Path(out), force=force)
+        return PackJob(
+            num_parts=self.num_parts or 1,
+            pack=self.command,
+            commit=("commit", str(out), *(["--force"] if force else [])),
+            options=self.sbatch,
+        )
+
+
+def not_in_bucket(where: str, hint: str) -> UsageError:
+    """Return the error for parts in a bucket."""
+    problem = "parts can only be written to a folder, not to a bucket"
+    return UsageError(where, problem, hint, code="options.parts-in-bucket")
