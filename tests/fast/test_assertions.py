@@ -15,16 +15,6 @@ PRODUCT = ("manifests", "stores", "reshard", "runner")
 MOST_WORDS = 8
 SHARED = 4  # words in a row that show a text to be a message of the product
 
-# Files that still repeat messages, to be shortened and never lengthened.
-NOT_YET = frozenset(
-    {
-        "tests/process/test_filesystem_client.py",
-        "tests/process/test_object_output.py",
-        "tests/process/test_object_refusals.py",
-        "tests/process/test_objects.py",
-    }
-)
-
 
 def texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield the string literals of a file but its docstrings, with what f-strings fill in as one character."""
@@ -73,7 +63,4 @@ def test_no_more_than_eight_words_of_a_message_are_asserted(path: str) -> None:
         for line, text in texts(ast.parse((ROOT / path).read_text()))
         if len(words(text)) > MOST_WORDS and not said_by_product().isdisjoint(runs(text))
     ]
-    if path in NOT_YET:
-        assert repeated, f"{path} is clean: take it off the list"
-    else:
-        assert repeated == []
+    assert repeated == []

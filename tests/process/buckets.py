@@ -54,6 +54,13 @@ def problem(call: Any) -> str:
     return str(caught.value)
 
 
+def refusal(call: Any) -> tuple[str, str]:
+    """Return code and place of the error with which a call is refused."""
+    with pytest.raises(InputError) as caught:
+        call()
+    return caught.value.code, caught.value.where
+
+
 def start_worker(*args: str | int) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tests.process.bucket_worker", *map(str, args)]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)

@@ -18,7 +18,7 @@ from stores.base import read_whole
 from stores.object_output import open_output
 from stores.objects import open_objects
 from tests.builders import files_in, reshard, write_model
-from tests.process.buckets import MIB, problem
+from tests.process.buckets import MIB, problem, refusal
 
 pytestmark = pytest.mark.process
 
@@ -134,9 +134,8 @@ def test_checkpoint_goes_through_a_folder_that_only_fsspec_knows(tmp_path: Path)
         folder = open_objects(url)
         assert {name: read_whole(folder.file(name)) for name in folder.names()} == files_in(tmp_path / "here")
         assert reshard("verify", url, "--against", tmp_path / "model").code == 0
-        assert reshard("pack", tmp_path / "model", "--layout", "pp=2", "--out", url).err == (
-            f"error: {url}: already exists\nhint: choose another --out, or replace it with --force\n"
-        )
+        again = reshard("pack", tmp_path / "model", "--layout", "pp=2", "--out", url, "--json")
+        assert again.refusal == (3, "output.exists", url)
         assert reshard("pack", url, "--layout", "pp=1", "--out", url, "--force").code == 0
         assert reshard("verify", url, "--against", tmp_path / "model").code == 0
         exported = reshard("export", url, "--to", "hf", "--out", f"{url}-back")
@@ -161,20 +160,16 @@ def test_failure_leaves_no_file(tmp_path: Path) -> None:
 def test_second_writer_is_refused_and_can_take_over(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/out"
     first = open_output(url)
-    assert "is being written by another command" in problem(lambda: open_output(url))
+    assert refusal(lambda: open_output(url)) == ("output.unfinished", url)
     second = open_output(url, force=True)
-    assert problem(lambda: first.commit(b"{}")) == (
-        f"{url}: another process took it over with --force\nhint: choose another --out"
-    )
+    assert refusal(lambda: first.commit(b"{}")) == ("output.contended", url)
     second.commit(b"{}")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["manifest.json"]
 
 
 def test_store_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     with serve(tmp_path, WithRanges) as address:
-        assert problem(lambda: open_output(address)) == (
-            f"{address}/.reshard-unfinished: cannot be written: this kind of store does not support that"
-        )
+        assert refusal(lambda: open_output(address)) == ("store.unsupported", f"{address}/.reshard-unfinished")
 
 
 def test_scheme_that_nobody_knows_is_refused() -> None:
