@@ -150,6 +150,24 @@ def test_virtual_bundles_refer_to_safetensors_only(tmp_path: Path) -> None:
     assert refused(source, "--virtual")[0] == "options.cannot-be-virtual"
 
 
+def test_check_finds_what_is_wrong_with_them(tmp_path: Path) -> None:
+    def found(folder: Path) -> list[str]:
+        ended = reshard("check", folder, "--values", "--json")
+        assert ended.code in (0, 4)
+        return sorted({problem["code"] for problem in ended.json["problems"]})
+
+    state = state_of(llama_config())
+    one, two = write_folder(tmp_path / "one", state), write_folder(tmp_path / "two", state, 2)
+    assert found(one) == found(two) == []
+    (two / SHARDS[0]).rename(two / "pytorch_model-00007-of-00009.bin")
+    assert found(two) == ["check.missing-shard", "check.override"]
+    torch.save({**state, "model.norm.weight": torch.full((16,), float("nan"))}, one / NAME)
+    assert found(one) == ["check.not-finite"]
+    torch.save({"w": Payload(tmp_path / "ran")}, one / NAME)
+    assert found(one) == ["source.bad-pickle"]
+    assert not (tmp_path / "ran").exists()
+
+
 class Payload:
     """Would create a file when it is unpickled."""
 
