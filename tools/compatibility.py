@@ -3,8 +3,8 @@
 `python tools/compatibility.py --torch 2.15.0` builds an environment of its own, .venv-torch-2.15.0, from the package
 registry (with CUDA packages, several GB; it runs on CPUs), runs the suites there, and writes their counts and times to
 bench/results/torch-2.15.0.json. `--without torchtitan` leaves that out, and the tests that need it. `--in PYTHON` takes
-an environment that exists. Without `--torch` the page alone is written; `--check` exits with 1 where it is out of date.
-Standard library alone.
+an environment that exists, `--only parity` renews one suite of a record. Without
+`--torch` the page alone is written; `--check` exits with 1 where it is out of date. Standard library alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -69,7 +69,7 @@ def main() -> int:
     """Run, write or check; return the exit code."""
     options = _parser().parse_args()
     if options.torch:
-        code = run(options.torch, options.without == "torchtitan", options.environment)
+        code = run(options.torch, options.without == "torchtitan", options.environment, options.only)
         PAGE.write_text(render())
         return code
     if not options.check:
@@ -80,8 +80,8 @@ def main() -> int:
     return 0
 
 
-def run(release: str, is_without: bool, environment: str | None) -> int:
-    """Run the suites on a release of torch, record them, and return the exit code."""
+def run(release: str, is_without: bool, environment: str | None, only: Sequence[str] = ()) -> int:
+    """Run the suites on a release of torch, or `only` some, record them, and return the exit code."""
     name = f"torch-{release}" + ("-without-torchtitan" if is_without else "")
     python = environment or build(ROOT / f".venv-{name}", release, is_without)
     found = _versions(python)
@@ -90,10 +90,13 @@ def run(release: str, is_without: bool, environment: str | None) -> int:
         return 2
     suites: dict[str, dict[str, Any]] = {}
     result = {"what": f"suites on torch {release}", **_circumstances(found), "suites": suites}
+    record = RESULTS / f"{name}.json"
+    if only and record.exists() and (before := json.loads(record.read_text()))["versions"] == result["versions"]:
+        suites |= before["suites"]  # the others
     for suite, (files, can) in SUITES.items():
-        if can or not is_without:
-            suites[suite] = run_suite(python, suite, files)
-            (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+        if suite in only if only else can or not is_without:
+            suites[suite] = {**run_suite(python, suite, files), "commit": result["commit"]}
+            record.write_text(json.dumps(result, indent=2) + "\n")
     return int(any(suite["failed"] for suite in suites.values()))
 
 
@@ -209,6 +212,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--torch", metavar="VERSION", help="run the suites on this release")
     parser.add_argument("--without", choices=["torchtitan"], help="leave a package out")
     parser.add_argument("--in", dest="environment", metavar="PYTHON", help="an environment that exists")
+    parser.add_argument("--only", action="append", choices=list(SUITES), default=[], help="run this suite alone")
     parser.add_argument("--check", action="store_true", help="check that the page is up to date")
     return parser
 
