@@ -49,8 +49,9 @@ SUITES: dict[str, tuple[tuple[str, ...], bool]] = {
 INTRODUCTION = """# Compatibility
 
 What was run, and on which releases: tests that passed, of those that ran, and their time on shared CPU cores, with
-gloo. `make test-torch TORCH=2.15.0` runs them on another release; this page is written from what it records in
-`bench/results/torch-*.json`.
+gloo. torch 2.13.0, the release of `constraints.txt`, has no row of its own: `make test` runs everything on it. A suite
+without a figure (-) was not run on that release. `make test-torch TORCH=2.15.0` runs them on another release; this page
+is written from what it records in `bench/results/torch-*.json`.
 
 """
 LEGEND = """
@@ -59,7 +60,7 @@ torchtitan's modules and on transformers'. *parity*: all seven schedules and tab
 ranks, tied and untied: bitwise equal to one process, and to transformers within 1e-5; planted mistakes are found.
 *schedules*: tables against torch's own. *ties*: replicas of tied weights. *checkpoints*: saved, resumed, and resumed at
 other degrees. *FSDP and TP*: FSDP2, HSDP, replicas, tensor parallelism and their combinations, and their checkpoints.
-Without torchtitan, its families run on transformers' modules, and suites that need it are left out (-).
+Without torchtitan, its families run on transformers' modules, and suites that need it are left out.
 
 torch before 2.13 is refused when a run starts; a release newer than those above is noted.
 """

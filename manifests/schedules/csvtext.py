@@ -2,7 +2,8 @@
 
 One row a rank, one cell a step: `2F0` is stage 2's forward of microbatch 0, `(2F4;5B1)OVERLAP_F_B` two
 actions that may run as one. The format `compute_only` has nothing else; `compute_comms` has the
-transfers (`2SEND_F0`) and the upkeep (`2REDUCE_GRAD`) too.
+transfers (`2SEND_F0`) and the upkeep (`2REDUCE_GRAD`) too. torch 2.15 also writes when a send or a reduction is waited
+for (`2WAIT_SEND_F0`); the runtime decides that, so these cells are dropped, as empty ones are.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ StepT = TypeVar("StepT", bound=LoweredStep)
 _ACTION = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})", re.ASCII)
 _TRANSFER = re.compile(r"(\d{1,6})(SEND_F|RECV_F|SEND_B|RECV_B)(\d{1,6})", re.ASCII)
 _UPKEEP = re.compile(r"(\d{1,6})(UNSHARD|RESHARD|REDUCE_GRAD)", re.ASCII)
+_WAIT = re.compile(r"\d{1,6}WAIT_(SEND_[FB]\d{1,6}|REDUCE_GRAD)", re.ASCII)
 _OVERLAP = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 
 
@@ -87,7 +89,7 @@ def _read_rows(text: str, where: str, read: Callable[[str, str], StepT]) -> tupl
         tuple(
             read(cell.strip(), f"{where}: row {row_number}, cell {cell_number}")
             for cell_number, cell in enumerate(row, start=1)
-            if cell.strip()
+            if cell.strip() and not _WAIT.fullmatch(cell.strip())
         )
         for row_number, row in enumerate(rows, start=1)
     )

@@ -51,7 +51,7 @@ def torch_runtime(placement: Placement, num_microbatches: int, **options: bool) 
 def compute_rows(order: dict[int, list[_Action | None]]) -> Rows:
     """Give torch's table without idle time and the reductions it adds to single-stage schedules."""
     kept = [
-        [action for action in order[rank] if action is not None and action.computation_type.value != "REDUCE_GRAD"]
+        [action for action in order[rank] if action is not None and "REDUCE_GRAD" not in action.computation_type.value]
         for rank in sorted(order)
     ]
     return [[str(action) for action in actions] for actions in kept]
@@ -74,6 +74,8 @@ class RecordingStage:
         self.done.append(f"{self.stage_index}B{microbatch}")
 
     def perform_reduce_grad(self, _factor: int) -> None: ...
+
+    def release_fwd_send_outputs(self, _microbatch: int) -> None: ...
 
     def no_transfers(self, _microbatch: int) -> list[Any]:
         return []

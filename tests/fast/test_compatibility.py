@@ -1,0 +1,59 @@
+"""docs/compatibility.md is what was recorded, and what was recorded is what the runner says was tested."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from packaging.requirements import Requirement
+
+from runner.launch.torch_version import LEAST, TESTED
+from tools import compatibility
+
+PROJECT = tomllib.loads((compatibility.ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_releases_that_messages_name_are_the_locked_one_and_those_recorded_without_a_failure() -> None:
+    locked = re.search(r"^torch==(.+)$", (compatibility.ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert locked is not None
+    runs = compatibility.recorded()
+    assert {locked[1], *(run["versions"]["torch"].split("+")[0] for run in runs)} == set(TESTED)
+    assert [suite for run in runs for suite in run["suites"].values() if suite["failed"] or not suite["passed"]] == []
+
+
+def test_every_recorded_release_has_the_suites_that_compare_training_with_references() -> None:
+    for run in compatibility.recorded():
+        assert run["suites"].keys() >= {"logits", "parity", "ties"}
+        assert run["suites"].keys() <= compatibility.SUITES.keys()
+
+
+def test_recorded_versions_are_those_that_the_package_asks_for() -> None:
+    asked = {
+        requirement.name: requirement.specifier
+        for extra in ("runner", "torchtitan")
+        for requirement in map(Requirement, PROJECT["optional-dependencies"][extra])
+    }
+    for run in compatibility.recorded():
+        for name, version in run["versions"].items():
+            assert version is None or name not in asked or asked[name].contains(version.split("+")[0]), (name, version)
+    assert f">={LEAST[0]}.{LEAST[1]}" in str(asked["torch"])
+    newest = max(tuple(map(int, release.split(".")[:2])) for release in TESTED)
+    assert f"<{newest[0]}.{newest[1] + 1}" in str(asked["torch"])
+
+
+def test_page_names_every_run() -> None:
+    rows = re.findall(r"^\| (\d\S+) \| (\S+) \|", compatibility.PAGE.read_text(), re.MULTILINE)
+    versions = [run["versions"] for run in compatibility.recorded()]
+    assert rows == [(found["torch"], found["torchtitan"] or "-") for found in versions]
+
+
+@pytest.mark.parametrize(
+    ("child", "expected"), [("", "passed"), ("<failure/>", "failed"), ("<error/>", "failed"), ("<skipped/>", "skipped")]
+)
+def test_tests_of_a_report_are_counted(child: str, expected: str, tmp_path: Path) -> None:
+    case = f"<testsuites><testsuite><testcase>{child}</testcase></testsuite></testsuites>"
+    counts = compatibility.count(ElementTree.fromstring(case))
+    assert counts == {kind: int(kind == expected) for kind in ("passed", "failed", "skipped")}
