@@ -18,12 +18,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from manifests.errors import InputError, OutputError, UnreachableError
+from manifests.index import INDEX_NAME, has_index
 from manifests.invariants import MANIFEST_NAME
+from manifests.schema import Manifest
 from manifests.store import read_manifest
 
 __all__ = [
     "FindOwned",
     "check_room",
+    "files_in",
     "files_of_manifest",
     "foreign_files",
     "keep_others",
@@ -40,7 +43,7 @@ _HINT = "move it out of the folder, or choose another folder"
 
 
 def files_of_manifest(folder: Path) -> Collection[str] | None:
-    """Return the paths that a folder's manifest lists, its own included; None if no manifest can be read.
+    """Return the paths that a folder's manifest lists, its own and the index included; None if none can be read.
 
     Raises:
         UnreachableError: the disk, the mount or the network failed.
@@ -51,8 +54,16 @@ def files_of_manifest(folder: Path) -> Collection[str] | None:
         raise
     except InputError:
         return None
-    shards, files = (shard.path for shard in manifest.shards), (file.path for file in manifest.files)
-    return frozenset((MANIFEST_NAME, *shards, *files))
+    return frozenset(files_in(manifest))
+
+
+def files_in(manifest: Manifest) -> Iterator[str]:
+    """Yield the paths of a checkpoint's files: shards, auxiliary files, the index and the manifest itself."""
+    yield from (shard.path for shard in manifest.shards)
+    yield from (file.path for file in manifest.files)
+    if has_index(manifest):
+        yield INDEX_NAME
+    yield MANIFEST_NAME
 
 
 def foreign_files(folder: Path, owned: Collection[str]) -> list[str]:

@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
+import re
+
 from manifests.schema import WEIGHTS, Holds
 
-__all__ = ["is_unicode", "problem_with_path", "shard_path"]
+__all__ = ["is_in_stage_folder", "is_unicode", "problem_with_path", "replicas_path", "root_shard_path", "shard_path"]
 
 _MAX_CHARS = 1024
 _MAX_PART_NBYTES = 240  # file systems allow 255; files are first written as `.NAME.partial`
+_STAGE_FOLDER = re.compile(r"stage-[0-9]{3,}")
+
+
+def root_shard_path(number: int, of: int) -> str:
+    """Return the path of shard `number` (from 0) of the `of` shards of whole weights of all stages.
+
+    They are in the root, named as transformers names them: see `manifests.index`.
+    """
+    return f"model-{number + 1:05d}-of-{of:05d}.safetensors"
 
 
 def shard_path(stage: int, holds: Holds = WEIGHTS, *, number: int = 0, of: int = 1) -> str:
-    """Return the path of a stage's shard of weights or optimizer state: the only one, or `number` (from 0) of `of`.
+    """Return the path of a shard in its stage's folder: the only one of its kind, or `number` (from 0) of `of`.
 
-    Optimizer state is in separate folders: other tools read all shards of a folder as one set of tensors.
+    Other tools read all shards of the root as one set of tensors. So this is the place of optimizer state, of slices,
+    and of weights beside virtual bundles; each kind has a folder of its own.
     """
-    name = "model.safetensors" if of == 1 else f"model-{number + 1:05d}-of-{of:05d}.safetensors"
+    name = "model.safetensors" if of == 1 else root_shard_path(number, of)
     return "/".join((f"stage-{stage:03d}", *(() if holds == WEIGHTS else (holds,)), name))
+
+
+def replicas_path(stage: int) -> str:
+    """Return the path of a stage's shard of tied replicas, if their owners and all other weights are in the root."""
+    return f"stage-{stage:03d}/tied/model.safetensors"
+
+
+def is_in_stage_folder(path: str) -> bool:
+    """Return whether a shard is in the folder of one stage, where readers of Hugging Face folders do not look."""
+    return any(_STAGE_FOLDER.fullmatch(part) for part in path.split("/")[:-1])
 
 
 def is_unicode(text: str) -> bool:

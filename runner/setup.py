@@ -17,7 +17,7 @@ from manifests.store import parent_of
 from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.resume import Origin, check_fits, override_notes, remembered, resumed_state, schedule_notes
 from runner.checkpoint.save import SaveContext
-from runner.checkpoint.state import Held, held_state, held_weights
+from runner.checkpoint.state import Held, held_state, held_weights, whole_weights
 from runner.config.flags import TrainOptions, recall
 from runner.data.batches import Batch, rows_of
 from runner.distributed.fail_together import from_rank_0, together
@@ -90,6 +90,16 @@ class Ready:
         """Return the weights that this rank writes."""
         return held_weights(self.chunks, self.launched.manifest.ties, self.mesh.owns)
 
+    def whole_weights(self) -> tuple[Held, SaveContext]:
+        """Gather whole weights on one rank of each stage, and return what this rank saves of them, and how.
+
+        Every rank calls this.
+        """
+        is_writer = self.mesh.replicate_rank == self.mesh.writer == 0
+        with together("save"):
+            held = whole_weights(self.chunks, self.launched.manifest.ties, is_writer=is_writer)
+        return held, replace(self.save_context, writer=0, num_writers=1)
+
 
 def begin(
     launched: Packed, origins: Sequence[Origin], options: TrainOptions, world: World, device: torch.device
@@ -104,6 +114,8 @@ def begin(
     mesh = build_mesh(degrees, world.rank, device, timedelta(seconds=options.timeout_s))
     if world.rank == 0 and degrees.per_stage > 1:
         logger.info("%d ranks: %s", world.size, degrees)
+        if options.checkpoint is not None and mesh.num_writers > 1:
+            logger.info("note: checkpoints are in slices, and not Hugging Face folders; --save merges them")
     first: InputError | None = None
     for origin in origins:
         try:

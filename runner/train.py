@@ -140,9 +140,8 @@ def _train_and_save(ready: Ready, metrics: Metrics, world: World, device: torch.
             _finish_saving(saver, metrics)
         if options.save is not None:
             weights_only = TrainingState(step=trained.step, num_tokens=trained.num_tokens, dtype=trained.dtype)
-            save(
-                ready.held_weights(), ready.save_context, options.save, weights_only, force=options.force, timer=saving
-            )
+            held, context = ready.whole_weights()
+            save(held, context, options.save, weights_only, force=options.force, timer=saving)
             metrics.saved(options.save)
         metrics.ended(_from_all(peak_memory_nbytes(device), world))
         if world.rank == 0:

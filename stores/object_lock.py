@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from manifests.codec import decode_manifest
 from manifests.errors import InputError, OutputError, UnreachableError
 from manifests.invariants import MANIFEST_NAME
+from manifests.owned import files_in
 from stores.base import read_whole
 from stores.object_client import ObjectEntry
 from stores.objects import LOCK_NAME, PROGRESS_NAME, Client, ObjectFile
@@ -38,7 +39,7 @@ FindOwnedObjects = Callable[[Client, Mapping[str, ObjectEntry]], Collection[str]
 
 
 def objects_of_manifest(client: Client, listed: Mapping[str, ObjectEntry]) -> Collection[str] | None:
-    """Return the names that a prefix's manifest lists, its own included; None if no manifest can be read.
+    """Return the names that a prefix's manifest lists, its own and the index included; None if none can be read.
 
     Raises:
         UnreachableError: the store failed.
@@ -52,7 +53,7 @@ def objects_of_manifest(client: Client, listed: Mapping[str, ObjectEntry]) -> Co
         raise
     except InputError:
         return None
-    return {MANIFEST_NAME, *(shard.path for shard in manifest.shards), *(each.path for each in manifest.files)}
+    return set(files_in(manifest))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

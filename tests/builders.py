@@ -37,6 +37,7 @@ __all__ = [
     "read_safetensors",
     "refusal",
     "reshard",
+    "weights_path",
     "without_digest",
     "without_file",
     "write_model",
@@ -246,6 +247,11 @@ def write_model(
     total_nbytes = sum(len(tensor.data) for tensor in tensors.values())
     (folder / INDEX).write_bytes(index_of(shards, total_nbytes))
     return tensors
+
+
+def weights_path(stage: int, of: int) -> str:
+    """Return the path of a stage's weights in a pack of `of` stages, each of which has one shard in the root."""
+    return f"model-{stage + 1:05d}-of-{of:05d}.safetensors"
 
 
 def without_digest(manifest: bytes) -> bytes:

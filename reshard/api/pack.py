@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
+from manifests.index import MAX_SHARD_NBYTES
 from reshard.api.arguments import names_parameters
 from reshard.copy.direct_io import Io
 from reshard.estimate.training_estimate import Assumptions
@@ -30,6 +31,7 @@ def pack(
     conversion: Conversion | None = None,
     virtual: bool = False,
     stages: str | None = None,
+    max_shard_nbytes: int = MAX_SHARD_NBYTES,
     force: bool = False,
     io: Io = "direct",
     sync: bool = True,
@@ -37,7 +39,11 @@ def pack(
     assumed: Assumptions | None = None,
     progress: Progress | None = None,
 ) -> PackResult:
-    """Write one bundle per pipeline stage and, last, the manifest that commits them.
+    """Write one bundle per pipeline stage, an index and, last, the manifest that commits them.
+
+    The output is a Hugging Face folder too, which transformers and others load: its shards are in the root, each with
+    tensors of at most `max_shard_nbytes`. It has no index, and its shards are in folders, if bundles are virtual or
+    tensors are in slices.
 
     `source`, `layout`, `pp`, `drop`, `model` and `assumed` are those of `plan`; the manifest records what `model` says.
     With a manifest as `source` this reshards it, optimizer state included. `out` is a folder or an object-store URL.
@@ -74,6 +80,7 @@ def pack(
         model=None if model is None else Path(model),
         virtual=virtual,
         stages=stages,
+        max_shard_nbytes=max_shard_nbytes,
         force=force,
         io=io,
         sync=sync,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from manifests.errors import UserError
+from manifests.index import INDEX_NAME, MOST_READ_HEADER_NBYTES
 from manifests.paths import problem_with_path
 from reshard.archives.tensors import read_archive
 from reshard.checks.finding import Contents, Findings, count_of, some
@@ -15,13 +16,12 @@ from reshard.sources.huggingface import OTHER_WEIGHTS, is_beside
 from reshard.sources.torch_files import TORCH_INDEX_NAME, TORCH_SUFFIX, is_torch_shard
 from reshard.sources.weight_map import read_shard_index
 from reshard.tensors.checkpoint import TensorAt, tensors_in
-from reshard.tensors.source_index import INDEX_NAME, SUFFIX
+from reshard.tensors.source_index import SUFFIX
 from stores.base import Folder, InputFile, read_file_header, read_whole
 
 __all__ = ["Weights", "read_weights"]
 
 _NUMBERED = re.compile(r"(.*-)([0-9]{5,9})-of-([0-9]{5,9})(\.safetensors|\.bin)")
-_MAX_HEADER_NBYTES = 25_000_000  # huggingface_hub and huggingface.js read no longer ones
 
 
 @dataclass(kw_only=True, slots=True)
@@ -186,10 +186,10 @@ def _read_shard(folder: Folder, kind: _Format, name: str, weights: Weights, find
         weights.is_whole = False
         return []
     header_nbytes = min((tensor.begin for tensor in tensors), default=0)
-    if kind is _SAFETENSORS and header_nbytes > _MAX_HEADER_NBYTES:
+    if kind is _SAFETENSORS and header_nbytes > MOST_READ_HEADER_NBYTES:
         findings.add(
             file,
-            f"expected a header of at most {_MAX_HEADER_NBYTES} bytes, found {header_nbytes}",
+            f"expected a header of at most {MOST_READ_HEADER_NBYTES} bytes, found {header_nbytes}",
             "huggingface_hub cannot read it: split the shard into several",
             code="check.long-header",
         )

@@ -38,6 +38,7 @@ __all__ = [
     "io",
     "layout_flags",
     "manifest",
+    "max_shard_size",
     "model",
     "out",
     "print_result",
@@ -77,6 +78,11 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON o
 allow_remote = click.option(
     "--allow-remote", is_flag=True, expose_value=False, callback=lambda *given: _allow_remote(*given),
     help="Read virtual bundles from any server that their manifest names, not only from the hub and buckets.",
+)  # fmt: skip
+max_shard_size = click.option(
+    "--max-shard-size", "max_shard_nbytes", metavar="SIZE", default="45GB", show_default=True,
+    callback=lambda context, option, text: read_size("--max-shard-size", text),
+    help="Size of a shard's tensors at most; a larger tensor gets its own shard. 1GB is 1024^3 bytes.",
 )  # fmt: skip
 quiet = click.option(
     "--quiet", is_flag=True, help="Print only errors, differences and requested output; no progress, no notes."

@@ -33,6 +33,7 @@ __all__ = ["export", "pack"]
 @click.option("--virtual", is_flag=True, help="Copy no tensors; bundles refer to the bytes in SOURCE.")
 @click.option("--stages", metavar="N-M,...", help="Pack only these stages; the bundles of the others are virtual.")
 @options.conversion_flags
+@options.max_shard_size
 @options.force
 @options.io
 @options.sync
@@ -49,10 +50,11 @@ __all__ = ["export", "pack"]
 @options.training_flags
 def pack(
     source: str, asked: LayoutRequest, assumed: Assumptions, out: Address, drop: tuple[str, ...],
-    model: Path | None, virtual: bool, stages: str | None, conversion: Conversion, force: bool, io: Io, sync: bool,
+    model: Path | None, virtual: bool, stages: str | None, conversion: Conversion, max_shard_nbytes: int,
+    force: bool, io: Io, sync: bool,
     division: Division, verify_source: bool, dry_run: bool, as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
-    """Write one bundle per stage, and a manifest.
+    """Write one bundle per stage, a manifest, and an index that makes the output a Hugging Face folder.
 
     SOURCE is a Hugging Face folder or hub repository, or a manifest, which is resharded. --schedule, --microbatches
     and the like only affect layouts that are solved for, and what --dry-run shows. Virtual bundles are valid as long
@@ -77,7 +79,7 @@ def pack(
         PackRequest(
             source=source, out=out, asked=asked, assumed=assumed, conversion=conversion, drop=drop, model=model,
             virtual=virtual, stages=stages, division=division, force=force, io=io, sync=sync,
-            verify_source=verify_source,
+            verify_source=verify_source, max_shard_nbytes=max_shard_nbytes,
         )
     )  # fmt: skip
     if division.scheduler is not None:  # with a plan that can be packed
@@ -91,6 +93,9 @@ def pack(
         click.echo(f"link out of SOURCE: {name} -> {found}", err=True)
     for name in () if quiet else prepared.left_out:
         click.echo(f"left out: {name} (not part of the weights that are packed)", err=True)
+    for shard in () if quiet else prepared.large_headers:
+        what = f"warning: the header of {shard.path} takes {shard.header_nbytes} bytes"
+        click.echo(f"{what}, and the Hugging Face hub reads up to 25 MB: use a smaller --max-shard-size", err=True)
     with options.progress("pack", quiet) as progress:
         if division.part is not None:
             part, nbytes = prepared.run_part(progress), prepared.nbytes

@@ -10,6 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from manifests.errors import ManifestError, OutputError
+from manifests.index import INDEX_NAME
 from manifests.safetensors import LENGTH_NBYTES, encode_header
 from reshard.copy.destination import BucketTarget, FolderTarget, check_apart
 from reshard.copy.engine import WriteOptions
@@ -23,7 +24,7 @@ from reshard.sources.config import with_dtype
 from reshard.sources.huggingface import CONFIG_NAME
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, TensorAt
 from reshard.tensors.lazy import MemoryFile
-from reshard.tensors.source_index import INDEX_NAME, KeptText, RecordedShard, index_anew, lay_out_anew
+from reshard.tensors.source_index import KeptText, RecordedShard, index_anew, lay_out_anew
 from reshard.transforms.cast import STORED, Dtype, cast_checkpoint, casts_in
 from stores.address import is_inside, is_url, place_of
 from stores.base import read_config, read_whole

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from manifests.codec import encode_manifest
 from manifests.errors import OutputError, SourceError
+from manifests.index import INDEX_NAME, has_index, index_blocks
 from manifests.invariants import MANIFEST_NAME, SOURCE_NAME, check_manifest
 from manifests.publish import partial_of
 from manifests.schema import AuxiliaryFile, Layout, Manifest, Model, Shard, Stage
@@ -20,7 +21,7 @@ from reshard.copy.journal import is_working_name
 from reshard.copy.resumable import open_target
 from reshard.copy.unchanged import check_unchanged
 from reshard.operations.hub_check import HubReport, check_hub_files
-from reshard.plans.pack_plan import PackPlan, StagePlan
+from reshard.plans.pack_plan import OutputShard, PackPlan, StagePlan
 from reshard.plans.references import References, refer_to_originals
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
 from reshard.tensors.lazy import MadeFile
@@ -37,6 +38,7 @@ __all__ = [
     "check_stored_ties",
     "copy_auxiliary_files",
     "copy_files",
+    "index_file",
     "pack",
     "records_folder",
 ]
@@ -68,12 +70,15 @@ def pack(checkpoint: Checkpoint, plan: PackPlan, options: PackOptions) -> Manife
     references = refer_to_originals([stage for stage in plan.stages if stage.index not in wanted], checkpoint)
     shards = [shard for stage in plan.stages if stage.index in wanted for shard in stage.shards]
     names = {MANIFEST_NAME, SOURCE_NAME, *(item.path for item in checkpoint.auxiliary), *(each.path for each in shards)}
+    names |= {INDEX_NAME} if any(shard.is_indexed for shard in shards) else set()
     with open_target(options.out, shards, force=options.force, wanted=names, check_free=_check_no_parts) as target:
         files = copy_auxiliary_files(checkpoint, target)
         done = target.write_shards(shards, options.write)
         written = {shard.path: on_disk for shard, on_disk in zip(shards, done, strict=True)}
         manifest = build_manifest(checkpoint, plan, Written(written, references, files))
         check_manifest(manifest)
+        if has_index(manifest):
+            target.copy(INDEX_NAME, _index_of(shards, done))
         folder = target.folder if isinstance(target, FolderTarget) else None
         options.report(check_hub_files(checkpoint, shards, folder, fetch=options.verify_source))
         check_unchanged(plan.shards_on(), checkpoint.auxiliary)
@@ -101,6 +106,18 @@ def copy_files(files: Sequence[AuxiliaryAt], target: Target) -> tuple[AuxiliaryF
             problem = "this name is reserved for files under construction"
             raise SourceError(str(item.file), problem, "leave the file out", code="source.reserved-name")
     return tuple(target.copy(item.path, item.file, item.digest) for item in files)
+
+
+def index_file(weights: Mapping[str, Iterable[str]], total_nbytes: int) -> MadeFile:
+    """Return the index of these shards as a file to copy; see `index_blocks`."""
+    blocks = partial(index_blocks, weights, total_nbytes)
+    return MadeFile(INDEX_NAME, sum(map(len, blocks())), blocks)
+
+
+def _index_of(shards: Sequence[OutputShard], written: Sequence[WrittenShard]) -> MadeFile:
+    indexed = {done.path: shard for shard, done in zip(shards, written, strict=True) if shard.is_indexed}
+    weights = {path: [origin.name for origin in shard.origins] for path, shard in indexed.items()}
+    return index_file(weights, sum(origin.nbytes for shard in indexed.values() for origin in shard.origins))
 
 
 def records_folder(out: Path) -> Path:

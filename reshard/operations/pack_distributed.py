@@ -12,7 +12,7 @@ import os
 import shlex
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +22,10 @@ from manifests.codec import decode_manifest, encode_manifest
 from manifests.digest import PREFIX, digest_bytes
 from manifests.errors import OutputError, refused_by_system
 from manifests.fixed import is_fixed, move_back
+from manifests.index import INDEX_NAME, has_index, is_indexed
 from manifests.invariants import MANIFEST_NAME, check_manifest
 from manifests.jsontext import parse_json_object
-from manifests.owned import files_of_manifest
+from manifests.owned import files_in, files_of_manifest
 from manifests.publish import partial_of, publishing, sharing
 from manifests.safetensors import DIGESTS_KEY, encode_header, read_header
 from manifests.schema import Manifest, Shard
@@ -43,12 +44,14 @@ from reshard.operations.pack import (
     build_manifest,
     check_stored_ties,
     copy_auxiliary_files,
+    index_file,
     records_folder,
 )
 from reshard.plans.pack_plan import OutputShard, PackPlan
 from reshard.plans.partition import Part, partition
 from reshard.plans.references import refer_to_originals
 from reshard.tensors.checkpoint import Checkpoint
+from reshard.tensors.lazy import MadeFile
 from stores.address import is_url
 from stores.base import check_whole
 from stores.local import LocalFile
@@ -152,7 +155,7 @@ def _commit(out: Path, force: bool) -> Manifest | None:
             check_whole(LocalFile(partial / auxiliary.path), auxiliary.digest)
         manifest = _with_digests(manifest, headers)
         check_manifest(manifest)
-        names = {MANIFEST_NAME, *headers, *(auxiliary.path for auxiliary in manifest.files)}
+        names = set(files_in(manifest))
         with publishing(
             out,
             force=force,
@@ -164,6 +167,8 @@ def _commit(out: Path, force: bool) -> Manifest | None:
             keep_only(folder, names - {MANIFEST_NAME})
             for shard in manifest.shards:
                 _write_header(folder / shard.path, shard.nbytes, headers[shard.path])
+            if has_index(manifest):
+                FolderTarget(folder).copy(INDEX_NAME, _index_of(manifest, headers, digests))
             write_manifest(folder, manifest)
             write_file(records / _COMMIT_NAME, json.dumps(_identify(folder, out)).encode())
         _remove_records(records)
@@ -290,6 +295,12 @@ def _header(folder: Path, shard: Shard, digests: Mapping[str, str]) -> bytes:
     if len(written) != len(expected) or any(has not in ("0", due) for has, due in zip(written, expected, strict=True)):
         raise damaged("its header has digests that no part of this pack computed")
     return encode_header(found.tensors, {**found.metadata, DIGESTS_KEY: expected})
+
+
+def _index_of(manifest: Manifest, headers: Mapping[str, bytes], digests: Mapping[str, Iterable[str]]) -> MadeFile:
+    indexed = [shard for shard in manifest.shards if is_indexed(shard.holds, shard.path)]
+    total_nbytes = sum(shard.nbytes - len(headers[shard.path]) for shard in indexed)
+    return index_file({shard.path: digests[shard.path] for shard in indexed}, total_nbytes)
 
 
 def _with_digests(manifest: Manifest, headers: Mapping[str, bytes]) -> Manifest:

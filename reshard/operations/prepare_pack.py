@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
 from manifests.errors import UsageError
+from manifests.index import MAX_SHARD_NBYTES, MOST_READ_HEADER_NBYTES
 from reshard.copy.destination import check_apart, read_twice
 from reshard.copy.direct_io import Io
 from reshard.copy.engine import WriteOptions
@@ -19,7 +20,7 @@ from reshard.operations.pack_distributed import pack_part
 from reshard.operations.pack_result import PackResult
 from reshard.operations.progress import Progress, counting
 from reshard.operations.resolve import LaidOut, LayoutRequest, PlanResult, estimate_step, lay_out, model_name
-from reshard.plans.pack_plan import OutputShard, Traffic, traffic_of
+from reshard.plans.pack_plan import OutputShard, Sharding, Traffic, plan_pack, traffic_of
 from reshard.plans.partition import Part, part_nbytes, part_traffic
 from reshard.plans.references import choose_stages
 from reshard.sources.open import links_of, open_described
@@ -48,6 +49,7 @@ class PackRequest:
     io: Io = "direct"
     sync: bool = True
     verify_source: bool = False
+    max_shard_nbytes: int = MAX_SHARD_NBYTES
 
     def check(self) -> None:
         """Refuse options that conflict, before a source is opened.
@@ -103,6 +105,11 @@ class PreparedPack:
         return tuple(links_of(self.laid.checkpoint))
 
     @property
+    def large_headers(self) -> tuple[OutputShard, ...]:
+        """The shards whose headers are too long for huggingface_hub and huggingface.js, which refuse above 25 MB."""
+        return tuple(shard for shard in self.shards if shard.header_nbytes > MOST_READ_HEADER_NBYTES)
+
+    @property
     def left_out(self) -> tuple[str, ...]:
         """Weight files of the source that transformers ignores, since there are safetensors files."""
         return self.laid.checkpoint.source.left_out
@@ -147,5 +154,10 @@ def prepare_pack(request: PackRequest) -> PreparedPack:
     opened = open_described(request.source, frozenset(request.drop), request.model)
     check_apart(request.out, opened, may_replace=not request.conversion.changes_bytes)
     checkpoint = convert(opened, request.conversion)
-    laid = lay_out(model_name(request.source), checkpoint, request.asked, request.assumed)
-    return PreparedPack(request=request, laid=laid, stages=choose_stages(laid.plan, request.virtual, request.stages))
+    sharding = Sharding(max_nbytes=request.max_shard_nbytes)
+    laid = lay_out(model_name(request.source), checkpoint, request.asked, request.assumed, sharding)
+    stages = choose_stages(laid.plan, request.virtual, request.stages)
+    if stages and len(stages) < len(laid.stages):  # others could take the root's shards for the whole model
+        plan = plan_pack(checkpoint, laid.layout, replace(sharding, in_stage_folders=True))
+        laid = replace(laid, plan=plan)
+    return PreparedPack(request=request, laid=laid, stages=stages)

@@ -22,7 +22,7 @@ from reshard.layout.balance import balances_memory, unsolved
 from reshard.layout.inventory import Inventory, inventory_of_modules
 from reshard.layout.model import InFlight, Request
 from reshard.layout.options import read_words
-from reshard.plans.pack_plan import PackPlan, StagePlan, plan_pack
+from reshard.plans.pack_plan import PackPlan, Sharding, StagePlan, plan_pack
 from reshard.sources.config import find_config, open_config
 from reshard.sources.huggingface import CONFIG_NAME
 from reshard.sources.open import open_described
@@ -138,7 +138,13 @@ def estimate_step(laid: LaidOut) -> PlanResult:
     )
 
 
-def lay_out(name: str, checkpoint: Checkpoint, asked: LayoutRequest, assumed: Assumptions) -> LaidOut:
+def lay_out(
+    name: str,
+    checkpoint: Checkpoint,
+    asked: LayoutRequest,
+    assumed: Assumptions,
+    sharding: Sharding | None = None,
+) -> LaidOut:
     """Read or solve for the layout and lay the tensors out on it. A step is only simulated for a memory limit.
 
     `assumed.memory_limit` also limits the solver, as `limit=` in the spec does; a limit in the spec is assumed too.
@@ -170,7 +176,7 @@ def lay_out(name: str, checkpoint: Checkpoint, asked: LayoutRequest, assumed: As
         inventory=inventory,
         costs=costs,
         assumed=assumed,
-        plan=plan_pack(checkpoint, layout),
+        plan=plan_pack(checkpoint, layout, sharding),
     )
 
 

@@ -12,6 +12,7 @@ from manifests.models import ModelShape, module_of
 from manifests.schema import MOMENTS, WEIGHTS, Holds, Manifest, Stage
 from reshard.copy.engine import ByteCounter
 from reshard.operations.compare import Difference, differences_from, hash_each, missing_from
+from reshard.operations.index_check import index_differences
 from reshard.operations.signature import Signature, check_signature
 from reshard.sources.bundles import open_manifest
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, TensorAt
@@ -58,7 +59,7 @@ class VerifyResult:
 def verify_manifest(
     address: Address, options: VerifyOptions | None = None, progress: ByteCounter = lambda nbytes: None
 ) -> VerifyResult:
-    """Verify every file of a manifest: sizes, headers, source fingerprints and digests.
+    """Verify every file of a manifest: sizes, headers, source fingerprints, digests and the index.
 
     Damage is reported, not raised: one run lists all of it. Virtual bundles have no digests; their bytes are read if
     there is a source to compare them with.
@@ -77,6 +78,7 @@ def verify_manifest(
     bundles.read_ahead(stages, (WEIGHTS, *MOMENTS))
     differences: list[Difference] = []
     kinds = {holds: _read_headers(bundles, stages, holds, differences) for holds in (WEIGHTS, *MOMENTS)}
+    of_index = [] if differences else list(index_differences(manifest, file.folder, stages, kinds[WEIGHTS]))
     tensors = [tensor for found in kinds.values() for tensor in found]
     compared = [tensor for tensor in tensors if options.against or (tensor.digest and not options.quick)]
     digests = dict(zip(compared, hash_each(compared, progress, differences), strict=True))
@@ -98,7 +100,8 @@ def verify_manifest(
         try:
             open_manifest(file, bundles)
         except InputError as error:  # an incomplete model, its files intact
-            differences.append(Difference(error.where, error.problem))
+            differences, of_index = [Difference(error.where, error.problem)], []
+    differences += of_index
     return VerifyResult(
         num_tensors=len({(holds, tensor.name) for holds, found in kinds.items() for tensor in found}),
         nbytes=sum(tensor.nbytes for tensor in tensors),

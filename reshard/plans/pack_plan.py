@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, count
 
 from manifests.errors import LayoutError
+from manifests.index import MAX_SHARD_NBYTES, is_indexed, replicas_elsewhere, split_by_size
 from manifests.models import ModelShape, module_of
-from manifests.paths import shard_path
+from manifests.paths import replicas_path, root_shard_path, shard_path
 from manifests.safetensors import (
     LENGTH_NBYTES,
     MAX_HEADER_NBYTES,
@@ -33,6 +34,7 @@ __all__ = [
     "GivenHeader",
     "OutputShard",
     "PackPlan",
+    "Sharding",
     "StagePlan",
     "Traffic",
     "lay_out_readable",
@@ -40,6 +42,17 @@ __all__ = [
     "plan_pack",
     "traffic_of",
 ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharding:
+    """How bundles are divided into shards of at most `max_nbytes` of tensors; a larger tensor is alone in its shard.
+
+    Whole weights are in the root (see Note [A packed folder is a Hugging Face folder]), or `in_stage_folders`.
+    """
+
+    max_nbytes: int = MAX_SHARD_NBYTES
+    in_stage_folders: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +87,11 @@ class OutputShard:
     header_nbytes: int
     given: GivenHeader | None = None
     holds: Holds = WEIGHTS
+
+    @property
+    def is_indexed(self) -> bool:
+        """Whether the Hugging Face index lists its tensors."""
+        return is_indexed(self.holds, self.path)
 
     @property
     def with_digests(self) -> bool:
@@ -175,11 +193,11 @@ def traffic_of(shards: Iterable[OutputShard], again: Iterable[TensorAt] = ()) ->
     )
 
 
-def plan_pack(checkpoint: Checkpoint, layout: StageLayout) -> PackPlan:
+def plan_pack(checkpoint: Checkpoint, layout: StageLayout, sharding: Sharding | None = None) -> PackPlan:
     """Assign every tensor of a checkpoint to the stage that owns its module, and optimizer state to its weights' stage.
 
     A tied FQN that a stage requires and the checkpoint does not store becomes a copy of the stored one. Slices are
-    copied as they are, unless the checkpoint says to merge them.
+    copied as they are, in folders of their stages, unless the checkpoint says to merge them.
 
     Raises:
         LayoutError: a tensor belongs to no module of the layout.
@@ -188,6 +206,7 @@ def plan_pack(checkpoint: Checkpoint, layout: StageLayout) -> PackPlan:
     ties = tuple(_tie_group(group, checkpoint, stage_of) for group in checkpoint.shape.ties)
     kinds: dict[Holds, Mapping[str, TensorAt]] = {WEIGHTS: checkpoint.tensors, **checkpoint.moments}
     bundles = {holds: _by_stage(tensors, ties, stage_of, len(layout.stages)) for holds, tensors in kinds.items()}
+    shards = _lay_out_bundles(bundles, ties, sharding or Sharding(), merged=checkpoint.merges_slices)
     placement, params = layout.placement, params_of(checkpoint.shape)
     doubled = _doubled_params(checkpoint.shape, ties, placement.num_stages)
     return PackPlan(
@@ -200,11 +219,7 @@ def plan_pack(checkpoint: Checkpoint, layout: StageLayout) -> PackPlan:
                 modules=modules,
                 num_params=sum(params[module] for module in modules) - doubled[index],
                 nbytes=sum(tensor.nbytes for tensor in bundles[WEIGHTS][index]),
-                shards=tuple(
-                    shard
-                    for holds, by_stage in bundles.items()
-                    for shard in _lay_out_bundle(index, by_stage[index], holds, merged=checkpoint.merges_slices)
-                ),
+                shards=shards[index],
             )
             for index, modules in enumerate(layout.stages)
         ),
@@ -222,14 +237,48 @@ def _kinds_of(tensors: Sequence[TensorAt]) -> Iterator[tuple[str, str, tuple[int
     return ((tensor.name, tensor.dtype, tensor.shape) for tensor in tensors)
 
 
-def _lay_out_bundle(stage: int, tensors: Sequence[TensorAt], holds: Holds, *, merged: bool) -> Iterable[OutputShard]:
-    """Yield one shard, or one for each slice of the tensor that has most of them; whole tensors are in the first."""
-    if merged:
-        shards = [list(tensors)] if tensors else []
+def _lay_out_bundles(
+    bundles: Mapping[Holds, Sequence[Sequence[TensorAt]]], ties: Sequence[TieGroup], sharding: Sharding, *, merged: bool
+) -> list[tuple[OutputShard, ...]]:
+    """Return each stage's shards: weights, then optimizer state."""
+    weights = bundles[WEIGHTS]
+    is_sliced = not merged and any(len(slices_of(tensor)) > 1 for tensors in weights for tensor in tensors)
+    in_root = not is_sliced and not sharding.in_stage_folders
+    shards = _in_root(weights, replicas_elsewhere(ties), sharding) if in_root else [[] for _ in weights]
+    for holds, by_stage in bundles.items():
+        if holds != WEIGHTS or not in_root:
+            for stage, tensors in enumerate(by_stage):
+                shards[stage] += _in_stage_folder(stage, tensors, holds, sharding, merged=merged)
+    return list(map(tuple, shards))
+
+
+def _in_root(
+    weights: Sequence[Sequence[TensorAt]], replicas: Collection[str], sharding: Sharding
+) -> list[list[OutputShard]]:
+    """Return each stage's shards of whole weights, numbered over all stages; `replicas` are in a shard of their own."""
+    runs = [
+        split_by_size((each for each in tensors if each.name not in replicas), _nbytes_of, sharding.max_nbytes)
+        for tensors in weights
+    ]
+    shards = [[shard for run in of_stage for shard in lay_out_readable(run)] for of_stage in runs]
+    numbers, total = count(), sum(map(len, shards))
+    shards = [[replace(shard, path=root_shard_path(next(numbers), total)) for shard in of_stage] for of_stage in shards]
+    for stage, tensors in enumerate(weights):
+        if apart := [tensor for tensor in tensors if tensor.name in replicas]:
+            shards[stage].append(lay_out_shard(replicas_path(stage), apart))
+    return shards
+
+
+def _in_stage_folder(
+    stage: int, tensors: Sequence[TensorAt], holds: Holds, sharding: Sharding, *, merged: bool
+) -> Iterator[OutputShard]:
+    """Yield shards of whole tensors; or one for each slice of the tensor that has most of them, whole ones first."""
+    split = [] if merged else [slices_of(tensor) for tensor in tensors]
+    num_slices = max(map(len, split), default=0)
+    if num_slices > 1:
+        shards = [[slices[number] for slices in split if number < len(slices)] for number in range(num_slices)]
     else:
-        split = [slices_of(tensor) for tensor in tensors]
-        numbers = range(max(map(len, split), default=0))
-        shards = [[slices[number] for slices in split if number < len(slices)] for number in numbers]
+        shards = split_by_size(tensors, _nbytes_of, sharding.max_nbytes)
     readable = [shard for contents in shards for shard in lay_out_readable(contents, holds)]
     for number, shard in enumerate(readable):
         yield replace(shard, path=shard_path(stage, holds, number=number, of=len(readable)))
@@ -244,6 +293,10 @@ def lay_out_readable(tensors: Sequence[TensorAt], holds: Holds = WEIGHTS) -> Ite
     middle = len(tensors) // 2
     for half in (tensors[:middle], tensors[middle:]):
         yield from lay_out_readable(half, holds)
+
+
+def _nbytes_of(tensor: TensorAt) -> int:
+    return tensor.nbytes
 
 
 def _metadata(tensors: Sequence[TensorAt]) -> Mapping[str, str]:

@@ -6,6 +6,7 @@ import shlex
 from typing import Any
 
 from manifests.errors import printable
+from manifests.index import INDEX_NAME, has_index
 from reshard.formatting import show_bytes
 from reshard.operations.export import ExportResult
 from reshard.operations.hub_check import HubReport
@@ -62,10 +63,12 @@ def pack_text(done: PackResult) -> str:
     fetch, place = (f"reshard pack {place} --out DIR; ", "DIR") if is_url(done.out) else ("", place)
     stages = "1 stage" if done.num_stages == 1 else f"{done.num_stages} stages"
     state = " and their optimizer state" if training and training.optimizer else ""
-    return (
-        f"packed {done.num_tensors} tensors{state}, {how}, in {stages}: {done.path}\n"
-        f"next: {fetch}runner launch {place} --nproc-per-node {done.num_ranks} -- --help"
-    )
+    lines = [f"packed {done.num_tensors} tensors{state}, {how}, in {stages}: {done.path}"]
+    if not has_index(done.manifest):
+        why = "bundles are virtual" if done.manifest.virtual else "tensors are in slices; --merge-slices merges them"
+        lines.append(f"not a Hugging Face folder, without {INDEX_NAME}: {why}")
+    lines.append(f"next: {fetch}runner launch {place} --nproc-per-node {done.num_ranks} -- --help")
+    return "\n".join(lines)
 
 
 def part_json(part: Part, nbytes: int) -> dict[str, Any]:

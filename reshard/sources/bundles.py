@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from manifests.errors import ManifestError, ShardError
+from manifests.index import INDEX_NAME
 from manifests.invariants import SOURCE_NAME, check_model
 from manifests.models import ModelShape, is_sized_by_files, model_shape, module_of
 from manifests.safetensors import in_data_order
@@ -14,7 +15,7 @@ from reshard.copy.engine import hash_tensors
 from reshard.sources.huggingface import CONFIG_NAME, check_coverage, without_absent
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles, TensorAt
 from reshard.tensors.slices import merge_slices, slices_of
-from reshard.tensors.source_index import INDEX_NAME, SourceRecord, decode_record
+from reshard.tensors.source_index import SourceRecord, decode_record
 from stores.base import read_config, read_whole
 from stores.bundles import Bundles, join_slices
 from stores.manifest_file import Address, ManifestFile, find_manifest_file

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from manifests.errors import InputError, ModelError, SourceError
+from manifests.index import INDEX_NAME
 from manifests.invariants import MANIFEST_NAME, SOURCE_NAME
 from manifests.models import ModelShape, Stored, is_sized_by_files, model_shape, module_of
 from manifests.paths import problem_with_path
@@ -24,7 +25,7 @@ from reshard.sources.torch_files import (
 )
 from reshard.sources.weight_map import read_shard_index
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles, TensorAt, tensors_in
-from reshard.tensors.source_index import INDEX_NAME, SUFFIX, KeptText, RecordedShard, SourceRecord
+from reshard.tensors.source_index import SUFFIX, KeptText, RecordedShard, SourceRecord
 from stores.base import Folder, InputFile, read_config, read_whole
 from stores.headers import each_file_header, each_of
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 from manifests.digest import digest_bytes
 from manifests.errors import InputError, ManifestError
+from manifests.index import INDEX_NAME
 from manifests.jsontext import parse_json_object
 from manifests.models import Stored
 from manifests.paths import problem_with_path
 from manifests.safetensors import Header, TensorEntry, layout_tensors, parse_header
 
 __all__ = [
-    "INDEX_NAME",
     "SUFFIX",
     "KeptText",
     "RecordedShard",
@@ -29,7 +29,6 @@ __all__ = [
     "record_blocks",
 ]
 
-INDEX_NAME = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
 _PIECE_NBYTES = 1 << 20
 _FORMAT, _VERSION = "reshard-source", 1

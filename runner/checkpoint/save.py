@@ -15,13 +15,14 @@ import torch.distributed as dist
 
 from manifests.digest import Hasher, digest_bytes
 from manifests.errors import CheckpointError, refused_by_system
+from manifests.index import INDEX_NAME, index_blocks
 from manifests.owned import files_of_manifest
-from manifests.paths import shard_path
 from manifests.publish import publishing
 from manifests.safetensors import header_template, layout_tensors
 from manifests.schema import WEIGHTS, Holds, Manifest, Parent, RandomState, Shard, Stage, TrainingState
 from manifests.slices import slice_metadata
 from manifests.store import sync_folder, write_file, write_manifest
+from runner.checkpoint.shards import ShardToWrite, slices_in_stage_folders, whole_in_root
 from runner.checkpoint.shared_folder import check_folder, check_shards
 from runner.checkpoint.skipped import SKIPPED_NAME, encode_skipped, with_skipped
 from runner.checkpoint.state import Held
@@ -37,6 +38,7 @@ __all__ = ["SaveContext", "save", "write_shard"]
 
 _NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 _SYNC_NBYTES = 1 << 30  # fsync after so many bytes, so that the last fsync takes no longer than the others
+_Indexed = dict[str, tuple[list[str], int]]  # FQNs and bytes of shards, by path
 _PART_NBYTES = 64 << 20  # written at a time: a tensor may have many GiB, and a disk may be slow
 
 
@@ -92,9 +94,11 @@ def save(
         shared: list[list[str]] = [in_rounds("save", begin, group)]
         dist.broadcast_object_list(shared, src=0, group=group)
         target = Path(shared[0][0])
-        written = in_rounds("save", partial(_write_own, held, context, target, timer), group)
+        shards = _shards_of(held, context, group)
+        written = in_rounds("save", partial(_write_own, held, context, target, shards, timer), group)
         gathered: list[tuple[list[Stage], tuple[RandomState, ...]]] = [([], ())] * dist.get_world_size(group)
         dist.all_gather_object(gathered, (written, training.random), group=group)
+        indexed = _gather_indexed(shards, group)
 
         def finish(stop: threading.Event) -> None:
             if not is_rank_0:
@@ -102,7 +106,7 @@ def save(
             stages = _join_stages(stage for part, _ in gathered for stage in part)
             random = tuple(state for _, states in gathered for state in states)
             with timer.working():
-                _commit(context, stages, target, replace(training, random=random), num_skipped, timer)
+                _commit(context, stages, target, replace(training, random=random), num_skipped, indexed, timer)
                 stack.close()
 
         in_rounds("save", finish, group)
@@ -161,7 +165,33 @@ def write_shard(
     return Shard(path=path, nbytes=nbytes, digest=digest_bytes(header), holds=holds)
 
 
-def _write_own(held: Held, context: SaveContext, folder: Path, timer: StallTimer, stop: threading.Event) -> list[Stage]:
+def _shards_of(held: Held, context: SaveContext, group: dist.ProcessGroup | None) -> dict[int, list[ShardToWrite]]:
+    if context.num_writers > 1:
+        return slices_in_stage_folders(held, context.writer, context.num_writers)
+    return whole_in_root(held, context.manifest.ties, group)
+
+
+def _gather_indexed(shards: Mapping[int, Sequence[ShardToWrite]], group: dist.ProcessGroup | None) -> list[_Indexed]:
+    """Return the FQNs and bytes of each shard that the index lists, by path, as every rank writes them, on rank 0."""
+    own = {
+        shard.path: ([piece.fqn for piece in shard.pieces], sum(piece.memory.nbytes for piece in shard.pieces))
+        for of_stage in shards.values()
+        for shard in of_stage
+        if shard.is_indexed
+    }
+    gathered: list[_Indexed] | None = [{}] * dist.get_world_size(group) if dist.get_rank() == 0 else None
+    dist.gather_object(own, gathered, dst=0, group=group)
+    return gathered or []
+
+
+def _write_own(
+    held: Held,
+    context: SaveContext,
+    folder: Path,
+    shards: Mapping[int, Sequence[ShardToWrite]],
+    timer: StallTimer,
+    stop: threading.Event,
+) -> list[Stage]:
     """Write this rank's shards in the folder that rank 0 has created."""
 
     def is_cancelled() -> bool:
@@ -169,13 +199,10 @@ def _write_own(held: Held, context: SaveContext, folder: Path, timer: StallTimer
         return stop.is_set()
 
     def write(stage: Stage, kinds: Mapping[Holds, Sequence[Piece]]) -> Stage:
-        paths = {
-            holds: shard_path(stage.index, holds, number=context.writer, of=context.num_writers) for holds in kinds
-        }
-        shards = (
-            write_shard(pieces, folder, paths[holds], holds, is_cancelled) for holds, pieces in kinds.items() if pieces
+        written = (
+            write_shard(shard.pieces, folder, shard.path, shard.holds, is_cancelled) for shard in shards[stage.index]
         )
-        return _as_written(stage, tuple(shards), kinds[WEIGHTS])
+        return _as_written(stage, tuple(written), kinds[WEIGHTS])
 
     with timer.working():
         check_folder(folder)
@@ -217,6 +244,7 @@ def _commit(
     folder: Path,
     training: TrainingState,
     num_skipped: int,
+    indexed: Sequence[_Indexed],
     timer: StallTimer,
 ) -> None:
     check_shards(folder, [shard for stage in stages.values() for shard in stage.shards])
@@ -229,6 +257,10 @@ def _commit(
             write_file(target, encode_skipped(num_skipped))
         else:
             write_file(target, Blocks(LocalFile(context.root / auxiliary.path), auxiliary.digest))
+    weights = {path: found for of_rank in indexed for path, found in of_rank.items()}
+    if weights:
+        names = {path: weights[path][0] for path in sorted(weights)}
+        write_file(folder / INDEX_NAME, index_blocks(names, sum(nbytes for _, nbytes in weights.values())))
     write_manifest(
         folder,
         replace(

@@ -11,13 +11,14 @@ from torch import nn
 
 from manifests.schema import MOMENTS, WEIGHTS, Holds, TieGroup
 from runner.pipeline.chunk import StageChunk, hf_constants, hf_pieces
+from runner.tensors.dtensor import whole_of
 from runner.tensors.huge_pages import empty_like
 from runner.tensors.local_shard import Piece, join_pieces
 from runner.training.mixed_precision import kept
 from runner.training.optimizer import Optimizer
 from runner.training.ties import Tie
 
-__all__ = ["Held", "HostCopy", "held_state", "held_weights", "nbytes_of"]
+__all__ = ["Held", "HostCopy", "held_state", "held_weights", "nbytes_of", "whole_weights"]
 
 _CPU = torch.device("cpu")
 
@@ -40,6 +41,25 @@ def held_weights(
                 *_pieces(chunk, left_out, lambda weight: kept(weight) if is_written_here(weight) else None),
                 *(piece for piece in hf_constants(chunk) if is_written_here(piece.memory)),
             )
+        }
+        for chunk in chunks
+    }
+
+
+def whole_weights(chunks: Sequence[StageChunk], groups: Iterable[TieGroup], *, is_writer: bool) -> Held:
+    """Return the whole weights of a rank's stages, gathered from the ranks that share them, in host memory.
+
+    Every one of these ranks calls this; those that are not the stage's writer get none. As `held_weights` otherwise.
+    """
+    left_out = _left_out(groups)
+
+    def gather(weight: nn.Parameter) -> torch.Tensor | None:
+        whole = whole_of(kept(weight))
+        return whole.cpu() if is_writer else None
+
+    return {
+        chunk.stage: {
+            WEIGHTS: (*_pieces(chunk, left_out, gather), *(hf_constants(chunk) if is_writer else ())),
         }
         for chunk in chunks
     }

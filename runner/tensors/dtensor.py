@@ -6,7 +6,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-__all__ = ["local_of", "local_offset", "mesh_dims", "sharded_dims"]
+__all__ = ["local_of", "local_offset", "mesh_dims", "sharded_dims", "whole_of"]
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -38,3 +38,11 @@ def sharded_dims(tensor: torch.Tensor) -> frozenset[str]:
     placed = zip(mesh_dims(tensor), tensor.placements, strict=True)
     # torch places a shard of a shard as `_StridedShard`, which is not a `Shard`.
     return frozenset(name for name, where in placed if not where.is_replicate())
+
+
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor's whole tensor, gathered from the ranks of its mesh, which all call this; others as they are."""
+    if isinstance(tensor, DTensor):
+        whole: torch.Tensor = tensor.full_tensor()
+        return whole
+    return tensor

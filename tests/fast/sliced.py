@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from tests.builders import Tensor, header_of, read_safetensors
-from tests.fast.reshard.forged import change_manifest, digest
+from tests.builders import INDEX, Tensor, header_of, read_safetensors
+from tests.fast.reshard.forged import change_manifest, digest, fit_index
 
 __all__ = ["CUTS", "KINDS", "Cut", "Slice", "cut_up", "rewrite_slices", "slices_in"]
 
@@ -65,15 +65,18 @@ def cut_up(out: Path, cut: Cut, kinds: tuple[str, ...] = KINDS) -> None:
     """Rewrite every shard of a checkpoint as shards of slices, as SPEC.md says; a tensor has as many as `cut` gives."""
     for stage in json.loads((out / "manifest.json").read_text())["stages"]:
         for kind in kinds:
-            (shard,) = (shard for shard in stage["shards"] if shard["holds"] == kind)
-            tensors = read_safetensors((out / shard["path"]).read_bytes())
-            (out / shard["path"]).unlink()
+            tensors = {}
+            for shard in (shard for shard in stage["shards"] if shard["holds"] == kind):
+                tensors |= read_safetensors((out / shard["path"]).read_bytes())
+                (out / shard["path"]).unlink()
             split = {fqn: cut(tensor.shape) for fqn, tensor in tensors.items()}
             held = [
                 {fqn: (tensors[fqn], boxes[number]) for fqn, boxes in split.items() if number < len(boxes)}
                 for number in range(max(map(len, split.values())))
             ]
             _write(out, stage["index"], kind, [{fqn: _box(*one) for fqn, one in shard.items()} for shard in held])
+    if (out / INDEX).exists():
+        fit_index(out)
 
 
 def slices_in(out: Path, stage: int, kind: str) -> list[dict[str, tuple[Tensor, list[int], list[int]]]]:
@@ -112,6 +115,7 @@ def _write(out: Path, index: int, kind: str, shards: list[dict[str, tuple[Tensor
         head, data = _shard_of(held)
         folder = f"stage-{index:03d}" if kind == "weights" else f"stage-{index:03d}/{kind}"
         path = f"{folder}/model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        (out / path).parent.mkdir(parents=True, exist_ok=True)
         (out / path).write_bytes(head + data)
         lines.append({"path": path, "nbytes": len(head) + len(data), "digest": digest(head), "holds": kind})
 

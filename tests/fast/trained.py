@@ -82,7 +82,7 @@ def write_moments(out: Path, index: int, moment: str, tensors: Mapping[str, Tens
     """Write one stage's moments as SPEC.md says a shard is written, and their line in the manifest."""
     head, data = shard_of(tensors)
     path = f"stage-{index:03d}/{moment}/model.safetensors"
-    (out / path).parent.mkdir(exist_ok=True)
+    (out / path).parent.mkdir(parents=True, exist_ok=True)
     (out / path).write_bytes(head + data)
     shard = {"path": path, "nbytes": len(head) + len(data), "digest": digest(head), "holds": moment}
 

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(20)  # none hangs
 MAX_NBYTES = 24 << 20  # of Python's memory, at the most
 MAX_ADDRESSES = 1 << 30  # of address space that a refusal may add
 CONFIG = llama_config(num_hidden_layers=2)
-SHARD = "stage-000/model.safetensors"
+SHARD = "model-00001-of-00002.safetensors"
 
 
 @pytest.fixture(scope="module")

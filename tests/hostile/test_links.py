@@ -25,8 +25,8 @@ from tests.builders import (
     write_safetensors,
 )
 
-CONFIG = llama_config(num_hidden_layers=2)
-SHARD = "stage-000/model.safetensors"
+CONFIG = llama_config(num_hidden_layers=2, tie_word_embeddings=True)
+SHARD, REPLICAS = "model-00001-of-00002.safetensors", "stage-001/tied/model.safetensors"
 
 
 @pytest.fixture
@@ -95,17 +95,17 @@ def test_checkpoint_in_the_cache_of_the_hub_is_followed(source: Path, packed: Pa
 
 def test_link_that_stays_in_the_checkpoint_is_followed(packed: Path) -> None:
     (packed / SHARD).rename(packed / "first.safetensors")
-    (packed / SHARD).symlink_to("../first.safetensors")
+    (packed / SHARD).symlink_to("first.safetensors")
     assert reshard("verify", packed).code == 0
 
 
-@pytest.mark.parametrize("linked", ["stage-000", SHARD, "config.json", "source.json", "tokenizer.json"])
+@pytest.mark.parametrize("linked", ["stage-001", SHARD, REPLICAS, "config.json", "source.json", "tokenizer.json"])
 def test_link_out_of_a_checkpoint_is_refused_by_every_verb(linked: str, packed: Path, tmp_path: Path) -> None:
     """The bytes behind the link are the right ones: it is the place that is refused."""
     outside = tmp_path / "elsewhere"
     (packed / linked).rename(outside)
     (packed / linked).symlink_to(outside)
-    place = f"{packed}/{SHARD if linked == 'stage-000' else linked}"
+    place = f"{packed}/{REPLICAS if linked == 'stage-001' else linked}"
     for command in (
         ("plan", packed),
         ("pack", packed, "--layout", "pp=1", "--out", tmp_path / "out"),
@@ -150,7 +150,7 @@ def test_work_folder_that_is_a_link_is_refused(source: Path, tmp_path: Path) -> 
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("linked", ["stage-000", SHARD, ".config.json.partial", ".journal"])
+@pytest.mark.parametrize("linked", ["stage-001", SHARD, REPLICAS, ".config.json.partial", ".journal"])
 def test_link_planted_in_an_interrupted_pack_is_taken_away(
     linked: str, source: Path, packed: Path, tmp_path: Path
 ) -> None:
@@ -163,7 +163,7 @@ def test_link_planted_in_an_interrupted_pack_is_taken_away(
     (partial / linked).parent.mkdir(parents=True)
     (partial / ".journal").write_text(json.dumps({"plan": key}) + "\n")
     (partial / linked).unlink(missing_ok=True)
-    (partial / linked).symlink_to(victim if linked == "stage-000" else victim / "model.safetensors")
+    (partial / linked).symlink_to(victim if linked == "stage-001" else victim / "model.safetensors")
     assert reshard("pack", source, "--layout", "pp=2", "--out", tmp_path / "out").code == 0
     assert files_in(victim) == {"model.safetensors": b"years of work"}
     assert files_in(tmp_path / "out") == files_in(packed)

@@ -58,7 +58,7 @@ def test_masters_are_saved_and_a_resumed_run_ends_with_the_same_bits(model: Path
     training = read_manifest(whole).training
     assert training is not None
     assert (training.dtype, training.compute_dtype) == ("F32", "BF16")
-    with safe_open(whole / "stage-000" / "model.safetensors", "pt") as file:
+    with safe_open(whole / "model-00001-of-00002.safetensors", "pt") as file:
         weight = file.get_tensor("model.layers.0.mlp.up_proj.weight")
     assert weight.dtype == torch.float32
     assert not torch.equal(weight, weight.bfloat16().float())

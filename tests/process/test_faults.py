@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from runner.launch.supervisor import agent_command
+from tests.builders import weights_path
 from tests.process.local_jobs import ROOT, SMALL, Run, launched, pack_tiny, wait_until_gone
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
@@ -113,7 +114,7 @@ def check_end(run: Run, exit_code: int, where: str, code: str) -> None:
 def bad(packed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same bundles, of which one has one flipped bit."""
     bad = shutil.copytree(packed, tmp_path_factory.mktemp("models") / "bad")
-    shard = bad / f"stage-00{BROKEN}" / "model.safetensors"
+    shard = bad / weights_path(BROKEN, 4)
     data = bytearray(shard.read_bytes())
     data[-5] ^= 1
     shard.write_bytes(data)
@@ -121,7 +122,7 @@ def bad(packed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def damage(bad: Path) -> str:
-    shard = re.escape(f"{bad}/stage-00{BROKEN}/model.safetensors")
+    shard = re.escape(f"{bad}/{weights_path(BROKEN, 4)}")
     return rf"{PLACE}: {shard}: '.+'"
 
 
@@ -197,8 +198,8 @@ def test_rank_that_alone_does_not_see_the_manifest_says_who_it_is(tmp_path: Path
 
 def test_disk_that_fails_under_one_rank_ends_all_with_code_5(packed: Path, tmp_path: Path) -> None:
     # The bytes may be intact, and a restart, or another node, may read them.
-    with failing(packed, tmp_path, BROKEN_DISK=f"stage-00{BROKEN}") as run:
-        shard = re.escape(f"{packed}/stage-00{BROKEN}/model.safetensors")
+    with failing(packed, tmp_path, BROKEN_DISK=weights_path(BROKEN, 4)) as run:
+        shard = re.escape(f"{packed}/{weights_path(BROKEN, 4)}")
         check_end(run, 5, f"{PLACE}: {shard}", "store.unreadable")
 
 
@@ -243,7 +244,7 @@ def test_checkpoint_that_cannot_be_read_now_is_not_skipped_for_an_older_one(tmp_
     with failing(packed, tmp_path, *saving, "--steps", "2") as run:
         assert run.process.wait(timeout=90) == 0, run.said
     run.output.unlink()
-    shard = re.escape(f"{tmp_path}/history/step-000002/stage-000/model.safetensors")
+    shard = re.escape(f"{tmp_path}/history/step-000002/model-00001-of-00001.safetensors")
     with failing(packed, tmp_path, *saving, "--steps", "3", BROKEN_DISK="step-000002") as run:
         check_end(run, 5, f"rank 0, stage 0, node .+: {shard}", "store.unreadable")
     with failing(packed, tmp_path, *saving, "--steps", "3") as run:

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from manifests.store import read_manifest
-from tests.builders import edit_manifest
+from tests.builders import edit_manifest, reshard
 from tests.fast.runner.tiny import save_model
 
 pytestmark = pytest.mark.process
@@ -86,7 +87,8 @@ def test_each_rank_opens_its_own_stages_shards_and_no_other(packed: Path, tmp_pa
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
         shards = set(Path(f"{log}.{rank}").read_text().split())
-        assert shards == {str(packed / f"stage-00{rank}" / "model.safetensors")}
+        assert shards == {str(packed / shard.path) for shard in read_manifest(packed).stages[rank].shards}
+        assert shards >= {str(packed / f"model-0000{rank + 1}-of-00002.safetensors")}
 
 
 def test_trained_weights_export_to_a_folder_that_transformers_loads_with_the_same_loss(
@@ -105,13 +107,48 @@ def test_trained_weights_export_to_a_folder_that_transformers_loads_with_the_sam
     assert len(done.stdout.splitlines()) == 5
     command = ["export", str(trained), "--to", "hf", "--out", str(exported)]
     subprocess.run([sys.executable, "-m", "reshard", *command], cwd=ROOT, check=True, timeout=60)
-    model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
-    loss, num_tokens = loss_of(model, text)
-    assert num_tokens == steps[-1]["eval_num_tokens"]
-    assert loss == pytest.approx(steps[-1]["eval_loss"], rel=1e-6)
+    for folder in (exported, trained):  # what was saved is a Hugging Face folder too
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        loss, num_tokens = loss_of(model, text)
+        assert num_tokens == steps[-1]["eval_num_tokens"]
+        assert loss == pytest.approx(steps[-1]["eval_loss"], rel=1e-6)
     assert sorted(path.name for path in exported.iterdir()) == sorted(
         path.name for path in (packed.parent / "tied").iterdir()
     )
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [("--dp-shard", "2"), pytest.param(("--tp", "2", "--dp-replicate", "2"), marks=pytest.mark.slow)],
+    ids=" ".join,
+)
+def test_slices_are_merged_as_they_are_saved_and_transformers_has_the_same_loss(
+    degrees: tuple[str, ...], packed: Path, text: Path, tmp_path: Path
+) -> None:
+    saved, history = tmp_path / "saved", tmp_path / "history"
+    done = launch(
+        packed, "--nproc-per-node", str(8 if "--tp" in degrees else 4), "--", "--data", text, "--eval-data", text,
+        *SMALL, "--no-pack", *degrees, "--save", saved, "--checkpoint", history, "--log-dir", tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "--save merges them" in done.stdout + done.stderr
+    (checkpoint,) = history.glob("step-*")
+    assert not list(checkpoint.glob("model*"))
+    merged = tmp_path / "merged"
+    for command in (("verify", saved), ("pack", checkpoint, "--merge-slices", "--out", merged)):
+        assert reshard(*command).code == 0
+    found, expected = tensors_in(saved), tensors_in(merged)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[fqn], tensor) for fqn, tensor in expected.items())
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    (eval_loss,) = (line["eval_loss"] for line in lines if "eval_loss" in line)
+    loss, _ = loss_of(AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32), text)
+    assert loss == pytest.approx(eval_loss, rel=1e-6)
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors in the root of a folder."""
+    return {fqn: tensor for path in folder.glob("*.safetensors") for fqn, tensor in load_file(path).items()}
 
 
 def check_ranks(lines: list[dict[str, Any]], packed: Path) -> None:
@@ -176,7 +213,7 @@ def test_worker_refuses_a_wrong_world_size_before_any_collective(packed: Path, t
 
 def test_missing_shard_is_named_with_its_rank(packed: Path, tmp_path: Path) -> None:
     bad = copied(packed, tmp_path / "bad")
-    shard = bad / "stage-001" / "model.safetensors"
+    shard = bad / "model-00002-of-00002.safetensors"
     shard.unlink()
     done = launch(bad, "--", "--data", "synthetic", *SMALL, "--log-dir", tmp_path)
     assert (done.returncode, done.stdout) == (3, "")

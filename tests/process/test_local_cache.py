@@ -27,6 +27,9 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 TRAINING = ("--data", "synthetic", "--seq-len", "16", "--global-batch", "8", "--steps", "2", "--device", "cpu")
 
 
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
@@ -67,7 +70,7 @@ def test_ranks_that_read_rows_share_one_copy_and_never_a_damaged_one(packed: Pat
         ("damaged", read_manifest(packed).stages[1].shards[0].nbytes),
     ):
         if name == "damaged":  # no digest proves the rows that a rank reads
-            flip(copies_of(packed, scratch) / "stage-001" / "model.safetensors")
+            flip(copies_of(packed, scratch) / SECOND)
         flags = ("--nproc-per-node", 4, "--stage-to-local", scratch, "--log-dir", tmp_path / name)
         done = launch(packed, *flags, "--", *TRAINING, "--dp-shard", 2)
         assert done.returncode == 0, done.stderr
@@ -78,33 +81,32 @@ def test_ranks_that_read_rows_share_one_copy_and_never_a_damaged_one(packed: Pat
         losses.append(found)
     assert "1 damaged shards were copied again" in done.stderr
     assert losses[0] == losses[1] == losses[2]
-    assert sorted(path.relative_to(scratch).as_posix() for path in scratch.rglob("*") if path.is_file()) == [
-        f"{copies_of(packed, scratch).name}/stage-00{stage}/model.safetensors" for stage in (0, 1)
-    ]
+    assert {path.relative_to(scratch).as_posix() for path in scratch.rglob("*") if path.is_file()} == {
+        f"{copies_of(packed, scratch).name}/{shard.path}" for shard in read_manifest(packed).shards
+    }
 
 
 def test_damage_that_the_loader_finds_is_mended_once(packed: Path, tmp_path: Path) -> None:
     folder = CacheFolder(path=copies_of(packed, tmp_path / "scratch"), limit_s=10)
     for shard in read_manifest(packed).shards:
         folder.ensure(LocalFolder(packed).file(shard.path), shard, threading.Event())
-    flip(folder.path / "stage-000" / "model.safetensors")
+    flip(folder.path / FIRST)
     done = launch(packed, "--stage-to-local", tmp_path / "scratch", "--log-dir", tmp_path, "--", *TRAINING)
     assert done.returncode == 0, done.stderr
     assert "1 damaged shards were copied again" in done.stderr
-    for stage in ("stage-000", "stage-001"):
-        path = f"{stage}/model.safetensors"
+    for path in (FIRST, SECOND):
         assert (folder.path / path).read_bytes() == (packed / path).read_bytes()
 
 
 def test_damaged_bundle_is_refused_by_name_and_not_copied(packed: Path, tmp_path: Path) -> None:
     bad = tmp_path / "bad"
     subprocess.run(["cp", "-r", packed, bad], check=True)
-    flip(bad / "stage-001" / "model.safetensors")
+    flip(bad / SECOND)
     done = launch(bad, "--stage-to-local", tmp_path / "scratch", "--log-dir", tmp_path, "--", *TRAINING)
     assert (done.returncode, done.stdout) == (3, "")
     (message,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
-    assert f"{bad}/stage-001/model.safetensors: 'lm_head.weight': " in message
-    assert not list((tmp_path / "scratch").rglob("stage-001/*"))
+    assert f"{bad}/{SECOND}: 'model.norm.weight': " in message
+    assert not list((tmp_path / "scratch").rglob(SECOND))
 
 
 def test_node_without_room_is_refused_before_anything_is_copied(packed: Path, tmp_path: Path) -> None:
@@ -138,7 +140,7 @@ def test_manifest_in_a_bucket_is_trained_from_copies(packed: Path, moto: MotoSer
     assert folder.name.startswith("pp2-")
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     carried = {file.path for file in read_manifest(packed).files}
-    assert names == {"manifest.json", *carried, "stage-000/model.safetensors", "stage-001/model.safetensors"}
+    assert names == {"manifest.json", *carried, *(shard.path for shard in read_manifest(packed).shards)}
     trained = read_manifest(tmp_path / "trained")
     assert trained.parents[-1].location == url_of("pp2")
     assert trained.files == read_manifest(tmp_path / "as-local").files

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from manifests.digest import digest_bytes
+from manifests.store import read_manifest
 from runner.bundle.cache_folder import node_folder
 from tests.builders import reshard
 from tests.fast.runner.tiny import save_model
@@ -93,7 +94,7 @@ def run_pods(network: Network, container: dict[str, Any], tmp_path: Path, order:
 def test_every_node_opens_only_its_own_bundles(network: Network, packed: Path, tmp_path: Path) -> None:
     run_pods(network, container_of(packed, tmp_path / "log", training=("--steps", "2")), tmp_path)
     for number, node in enumerate(NODES):
-        assert opened_by(node, tmp_path) == {packed / f"stage-00{number}" / "model.safetensors"}
+        assert opened_by(node, tmp_path) == {packed / path for path in paths_on(number, packed)}
 
 
 def opened_by(node: str, tmp_path: Path) -> set[Path]:
@@ -116,23 +117,21 @@ def test_every_node_copies_only_its_own_bundles_and_has_the_same_ranks_when_the_
         )
 
     run_pods(network, job("2"), tmp_path)
-    first, weights = folder_of(packed), ("model.safetensors",)
+    first = folder_of(packed)
     for number, node in enumerate(NODES):
-        own = f"stage-00{number}"
-        assert copies_on(node, tmp_path) == {f"{first}/{own}/{name}" for name in weights}
-        there = {packed / own / name for name in weights}
+        own = paths_on(number, packed)
+        assert copies_on(node, tmp_path) == {f"{first}/{path}" for path in own}
+        there = {packed / path for path in own}
         assert opened_by(node, tmp_path) - written_by(number, history, "2") == there | {
-            tmp_path / "DISK" / "copies" / first / own / name for name in weights
+            tmp_path / "DISK" / "copies" / first / path for path in own
         }
     # Queued again, pods come up in any order; names sort as node1, node10, node11, node2.
     run_pods(network, job("4"), tmp_path, order=("node10", "node2", "node11", "node1"))
     second = folder_of(history / "step-000002")
-    state = (*weights, "exp_avg/model.safetensors", "exp_avg_sq/model.safetensors")
     for number, node in enumerate(NODES):
-        own = f"stage-00{number}"
         assert copies_on(node, tmp_path) == {
-            *(f"{first}/{own}/{name}" for name in weights),
-            *(f"{second}/{own}/{name}" for name in state),
+            *(f"{first}/{path}" for path in paths_on(number, packed)),
+            *(f"{second}/{path}" for path in paths_on(number, history / "step-000002")),
         }
     assert hosts_of_ranks(log) == list(NODES)
     losses = [
@@ -153,10 +152,12 @@ def copies_on(node: str, tmp_path: Path) -> set[str]:
 
 def written_by(number: int, history: Path, step: str) -> set[Path]:
     """Give the shards of a checkpoint that a rank has opened to write."""
-    partial = history / f".step-{int(step):06d}.partial" / f"stage-00{number}"
-    return {
-        partial / name for name in ("model.safetensors", "exp_avg/model.safetensors", "exp_avg_sq/model.safetensors")
-    }
+    name = f"step-{int(step):06d}"
+    return {history / f".{name}.partial" / path for path in paths_on(number, history / name)}
+
+
+def paths_on(stage: int, folder: Path) -> set[str]:
+    return {shard.path for shard in read_manifest(folder).stages[stage].shards}
 
 
 def hosts_of_ranks(log: Path) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 
 from stores.objects import LOCK_NAME
 from tests.bucket_sentinels import is_planted, plant_objects
-from tests.builders import Ended, files_in, llama_config, reshard, write_model
+from tests.builders import Ended, files_in, llama_config, reshard, weights_path, write_model
 from tests.process.buckets import BUCKET, url_of
 from tests.servers.s3 import Fault, MotoServer
 
@@ -110,7 +110,7 @@ def test_forced_command_on_an_unfinished_output_keeps_what_is_of_others(
     moto: MotoServer, source: Path, packed: Path, again: str
 ) -> None:
     name = f"unfinished/{again.replace(' ', '-')}"
-    moto.fail(Fault(method="PUT", address=f"{name}/stage-003", what="status", status=403, times=99))
+    moto.fail(Fault(method="PUT", address=f"{name}/{weights_path(3, 4)}", what="status", status=403, times=99))
     assert refusal(pack(source, name))[1] == "store.denied"
     moto.fail()
     assert LOCK_NAME in objects_in(moto, name)

@@ -15,14 +15,24 @@ from reshard.copy.destination import NUM_UPLOADS
 from stores.object_output import open_output
 from stores.objects import LOCK_NAME, PROGRESS_NAME
 from stores.uplink import NUM_PARTS
-from tests.builders import files_in, llama_config, random_tensors, refusal, reshard, without_digest, write_model
+from tests.builders import (
+    INDEX,
+    files_in,
+    llama_config,
+    random_tensors,
+    refusal,
+    reshard,
+    weights_path,
+    without_digest,
+    write_model,
+)
 from tests.process.buckets import BUCKET, MIB, become, measured, url_of
 from tests.servers.s3 import Fault, MotoServer, S3Server
 
 pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[2]
-STAGE_0 = "stage-000/model.safetensors"
+STAGE_0 = "model-00001-of-00002.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -172,8 +182,11 @@ def test_manifest_is_replaced_by_force_in_one_step(s3: S3Server, source: Path, p
     assert objects_in(s3, "replaced") == files_in(packed)
     run("pack", url, "--layout", "pp=4", "--out", url, "--force")  # it reads what it replaces
     found = objects_in(s3, "replaced")
-    assert len([name for name in found if name.endswith(STAGE_0)]) == 1
-    assert STAGE_0 not in found
+    first = weights_path(0, 4)
+    assert len([name for name in found if name.endswith(f"/{first}")]) == 1
+    assert {STAGE_0, first}.isdisjoint(found)
+    weight_map = json.loads(found[INDEX])["weight_map"]
+    assert set(weight_map.values()) <= found.keys()
     assert run("verify", url, "--against", source)
     run("export", url, "--to", "hf", "--out", tmp_path / "back")
     assert files_in(tmp_path / "back") == files_in(source)

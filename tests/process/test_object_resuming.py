@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from stores.objects import LOCK_NAME, PROGRESS_NAME
-from tests.builders import Ended, files_in, llama_config, random_tensors, reshard, write_model
+from tests.builders import Ended, files_in, llama_config, random_tensors, reshard, weights_path, write_model
 from tests.process.buckets import BUCKET, url_of
 from tests.servers.s3 import Fault, MotoServer
 
 pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[2]
-LAST = "stage-003/model.safetensors"
+LAST = weights_path(3, 4)
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def test_object_that_others_wrote_over_is_sent_again(moto: MotoServer, source: P
     moto.fail(Fault(method="PUT", address=LAST, what="status", status=403, times=99))
     assert pack(source, url_of("meddled")).code == 3
     moto.fail()
-    first = "stage-000/model.safetensors"
+    first = weights_path(0, 4)
     data = files_in(packed)[first]
     moto.client().put_object(Bucket=BUCKET, Key=f"meddled/{first}", Body=data[:-1] + bytes([data[-1] ^ 1]))
     assert pack(source, url_of("meddled")).code == 0
@@ -143,7 +143,7 @@ def test_another_plan_resumes_nothing(moto: MotoServer, source: Path) -> None:
     assert reshard(*other, "--force").code == 0
     found = objects_in(moto, "other")
     assert sorted(name for name in found if name.endswith(".safetensors")) == [
-        "stage-000/model.safetensors", "stage-001/model.safetensors"
+        weights_path(0, 2), weights_path(1, 2)
     ]  # fmt: skip
 
 

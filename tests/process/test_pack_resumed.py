@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 
 from manifests.models import model_shape
 from manifests.safetensors import read_header
+from tests.builders import weights_path
 
 pytestmark = pytest.mark.process
 
@@ -119,7 +120,7 @@ def test_resumed_pack_does_not_copy_again_what_is_done(source: Path, whole: Path
     os.utime(weights, ns=(found.st_atime_ns, found.st_mtime_ns))
     assert subprocess.run(pack(copied, tmp_path / "out"), cwd=ROOT, timeout=60).returncode == 0
     for stage in range(4):
-        shard = f"stage-00{stage}/model.safetensors"
+        shard = weights_path(stage, 4)
         assert (whole / shard).read_bytes() == (tmp_path / "out" / shard).read_bytes()
 
 

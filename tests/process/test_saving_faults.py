@@ -116,7 +116,7 @@ def test_save_that_fails_on_one_rank_fails_on_all_and_the_next_one_is_whole(pack
     with two_savers(packed, history, 3, 2) as ranks:
         out, errors = ranks[0].communicate(timeout=60)
         assert (ranks[0].wait(30), ranks[1].wait(30)) == (0, 0), errors
-    shard = f"{history}/.step-000002.partial/stage-001/model.safetensors"
+    shard = f"{history}/.step-000002.partial/model-00002-of-00002.safetensors"
     assert out.splitlines() == ["saved 1", f"failed 2 output.unwritable at rank 1: {shard}", "saved 3"]
     assert sorted(path.name for path in history.iterdir()) == ["step-000001", "step-000003"]
     for checkpoint in find_checkpoints(history):
@@ -125,7 +125,10 @@ def test_save_that_fails_on_one_rank_fails_on_all_and_the_next_one_is_whole(pack
 
 @pytest.mark.parametrize(
     ("left", "where"),
-    [pytest.param((), "", marks=pytest.mark.slow), (("history/.step-000001.partial",), "/stage-001/model.safetensors")],
+    [
+        pytest.param((), "", marks=pytest.mark.slow),
+        (("history/.step-000001.partial",), "/model-00002-of-00002.safetensors"),
+    ],
     ids=["no folder", "a folder of that name"],
 )
 def test_save_to_a_folder_that_each_node_has_for_itself_is_never_committed(
@@ -172,7 +175,7 @@ def test_run_whose_last_save_fails_was_not_stopped_and_saved(tmp_path: Path) -> 
         run.send_signal(signal.SIGUSR2)
         said = run.stdout.read()
         assert run.wait(60) == 3, said
-    failed = re.search(r"^error: .*/stage-000/model.safetensors: cannot be written: File too large$", said, re.M)
+    failed = re.search(r"^error: .*/model-00001-of-00002.safetensors: cannot be written: File too large$", said, re.M)
     assert failed is not None, said
     assert "stopped" not in said
     assert not (tmp_path / "log/state.json").exists()

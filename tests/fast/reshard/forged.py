@@ -10,9 +10,9 @@ from typing import Any
 
 from blake3 import blake3
 
-from tests.builders import Tensor, edit_manifest, header_of, read_safetensors
+from tests.builders import INDEX, Tensor, edit_manifest, header_of, index_of, read_safetensors
 
-__all__ = ["change_file", "change_manifest", "change_stage", "digest", "read_stage", "shard_of"]
+__all__ = ["change_file", "change_manifest", "change_stage", "digest", "fit_index", "read_stage", "shard_of"]
 
 
 def digest(data: bytes) -> str:
@@ -36,24 +36,51 @@ def change_file(out: Path, name: str, data: bytes) -> None:
 
 
 def read_stage(out: Path, index: int) -> dict[str, Tensor]:
-    """Return the tensors of a stage's one shard."""
-    return read_safetensors((out / f"stage-{index:03d}" / "model.safetensors").read_bytes())
+    """Return a stage's weights."""
+    return {fqn: tensor for tensors in _read_shards(out, index).values() for fqn, tensor in tensors.items()}
 
 
 def change_stage(out: Path, index: int, change: Callable[[dict[str, Tensor]], object]) -> None:
-    """Rewrite a stage's one shard as SPEC.md says a shard is written, and its lines in the manifest."""
-    tensors = read_stage(out, index)
+    """Rewrite a stage's shards of weights as SPEC.md says a shard is written, with its lines in manifest and index.
+
+    A tensor stays in its shard, and a new one comes into the first; a shard without any is removed.
+    """
+    before, tensors = _read_shards(out, index), read_stage(out, index)
     change(tensors)
-    head, data = shard_of(tensors)
-    path = f"stage-{index:03d}/model.safetensors"
-    (out / path).write_bytes(head + data)
+    homes = {fqn: path for path, held in before.items() for fqn in held}
+    lines = []
+    for path in before:
+        held = {fqn: tensor for fqn, tensor in tensors.items() if homes.get(fqn, next(iter(before))) == path}
+        (out / path).unlink()
+        if held:
+            head, data = shard_of(held)
+            (out / path).write_bytes(head + data)
+            lines.append({"path": path, "nbytes": len(head) + len(data), "digest": digest(head)})
 
     def fit(document: dict[str, Any]) -> None:
         stage = document["stages"][index]
-        stage |= {"num_tensors": len(tensors), "nbytes": len(data)}
-        stage["shards"] = [{"path": path, "nbytes": len(head) + len(data), "digest": digest(head)}]
+        stage |= {"num_tensors": len(tensors), "nbytes": sum(len(tensor.data) for tensor in tensors.values())}
+        stage["shards"] = lines
 
     change_manifest(out, fit)
+    if (out / INDEX).exists():
+        fit_index(out)
+
+
+def fit_index(out: Path) -> None:
+    """Rewrite the index so that it lists what is in the shards of the root, or remove it if there are none."""
+    shards = {path.name: read_safetensors(path.read_bytes()) for path in sorted(out.glob("*.safetensors"))}
+    total_nbytes = sum(len(tensor.data) for tensors in shards.values() for tensor in tensors.values())
+    (out / INDEX).unlink()
+    if shards:
+        (out / INDEX).write_bytes(index_of(shards, total_nbytes))
+
+
+def _read_shards(out: Path, index: int) -> dict[str, dict[str, Tensor]]:
+    """Return the tensors of a stage's shards of weights, by path."""
+    shards = json.loads((out / "manifest.json").read_bytes())["stages"][index]["shards"]
+    paths = [shard["path"] for shard in shards if shard.get("holds", "weights") == "weights"]
+    return {path: read_safetensors((out / path).read_bytes()) for path in paths}
 
 
 def shard_of(tensors: Mapping[str, Tensor]) -> tuple[bytes, bytes]:

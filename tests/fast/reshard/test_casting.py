@@ -213,7 +213,7 @@ def test_damage_of_what_is_cast_is_named(tmp_path: Path) -> None:
     write_model(tmp_path / "source", num_shards=2)
     out = tmp_path / "out"
     assert reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", out).code == 0
-    shard = out / "stage-001/model.safetensors"
+    shard = out / "model-00002-of-00002.safetensors"
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
@@ -253,4 +253,4 @@ def test_source_dtype_that_nothing_is_cast_to_is_refused(tmp_path: Path) -> None
 
     change_stage(out, 0, train)
     refused = refusal("export", out, "--to", "hf", "--out", tmp_path / "exported")
-    assert refused.found == (3, "source.cannot-cast", f"{out}/stage-000/model.safetensors: '{UP}'")
+    assert refused.found == (3, "source.cannot-cast", f"{out}/model-00001-of-00002.safetensors: '{UP}'")

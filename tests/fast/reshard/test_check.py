@@ -337,8 +337,8 @@ def test_packed_folder_is_checked_by_its_manifest(folder: Path, tmp_path: Path) 
     packed = tmp_path / "packed"
     assert reshard("pack", folder, "--layout", "pp=2", "--out", packed).code == 0
     assert problems(packed, "--values") == []
-    truncate("stage-001/model.safetensors")(packed)
-    assert problems(packed) == [("check.manifest", "stage-001/model.safetensors")]
+    truncate("model-00002-of-00002.safetensors")(packed)
+    assert problems(packed) == [("check.manifest", "model-00002-of-00002.safetensors")]
     (packed / "manifest.json").write_text("{}")
     assert [place for _, place in problems(packed)] == ["manifest.json"]
 

@@ -15,7 +15,7 @@ from tests.sentinels import plant_in
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    write_model(tmp_path / "source", llama_config(num_hidden_layers=4), num_shards=2)
+    write_model(tmp_path / "source", llama_config(num_hidden_layers=4, tie_word_embeddings=True), num_shards=2)
     return tmp_path / "source"
 
 
@@ -53,7 +53,8 @@ def test_forced_pack_keeps_what_it_did_not_write(source: Path, tmp_path: Path) -
     assert packed.code == 0, packed.err
     sentinels.check()
     assert reshard("verify", out).code == 0
-    assert sorted(path.name for path in out.glob("stage-*")) == ["stage-000", "stage-001", "stage-003"]
+    assert sorted(path.name for path in out.glob("stage-*")) == ["stage-001", "stage-003"]
+    assert len(list(out.glob("model-*"))) == 2
     assert [path.name for path in (out / "stage-003").iterdir()] == ["notes.txt"]
     assert out.stat().st_mode & 0o7777 == 0o2750
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
@@ -62,7 +63,7 @@ def test_forced_pack_keeps_what_it_did_not_write(source: Path, tmp_path: Path) -
 def test_others_file_where_a_new_one_would_be_stops_a_pack_before_it_begins(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert pack(source, out, "pp=1").code == 0
-    for name in ("stage-001/model.safetensors", "stage-003"):
+    for name in ("model-00002-of-00004.safetensors", "stage-003"):
         (out / name).parent.mkdir(exist_ok=True)
         (out / name).write_text("mine")
         before = files_in(out)
@@ -75,8 +76,8 @@ def test_others_folder_behind_a_link_is_not_emptied(source: Path, tmp_path: Path
     """A manifest whose shards are behind a link: they are in a folder that is not the checkpoint's."""
     out, theirs = tmp_path / "out", tmp_path / "theirs"
     assert pack(source, out, "pp=2").code == 0
-    shutil.move(out / "stage-000", theirs)
-    (out / "stage-000").symlink_to(theirs)
+    shutil.move(out / "stage-001", theirs)
+    (out / "stage-001").symlink_to(theirs)
     before = files_in(theirs)
     assert refusal(pack(source, out, "pp=4", "--force", "--json"))[:2] == (3, "output.not-ours")
     assert files_in(theirs) == before
@@ -92,7 +93,7 @@ def test_forced_commit_of_parts_keeps_what_it_did_not_write(source: Path, tmp_pa
     assert reshard("commit", out, "--force").code == 0
     sentinels.check()
     assert reshard("verify", out).code == 0
-    assert not (out / "stage-003/model.safetensors").exists()
+    assert [path.name for path in (out / "stage-003").iterdir()] == ["notes.txt"]
 
 
 def test_forced_export_keeps_what_it_did_not_write(source: Path, tmp_path: Path) -> None:

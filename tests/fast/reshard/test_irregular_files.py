@@ -14,7 +14,7 @@ from tests.builders import files_in, reshard, write_model
 
 pytestmark = pytest.mark.timeout(60)
 
-SHARD = "stage-001/model.safetensors"
+SHARD = "model-00002-of-00002.safetensors"
 
 
 def make_socket(path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from tests.builders import EMBEDDING, HEAD, Tensor, leftovers, llama_config, refusal, reshard, write_model
 from tests.fast.reshard.forged import change_file, change_manifest, change_stage, digest, read_stage
 
-LAST = "stage-001/model.safetensors"
+FIRST, LAST = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 UP = "model.layers.3.mlp.up_proj.weight"
 STRAY = "model.layers.3.mlp.side_proj.weight"
 
@@ -61,7 +61,7 @@ def test_tensor_on_a_stage_that_does_not_have_its_module(out: Path) -> None:
     moved = read_stage(out, 1)[UP]
     change_stage(out, 1, lambda tensors: tensors.pop(UP))
     change_stage(out, 0, lambda tensors: tensors.update({UP: moved}))
-    assert refused(out) == ("shard.wrong-stage", f"stage-000/model.safetensors: '{UP}'")
+    assert refused(out) == ("shard.wrong-stage", f"{FIRST}: '{UP}'")
 
 
 def test_tensor_in_two_shards(out: Path) -> None:
@@ -69,6 +69,7 @@ def test_tensor_in_two_shards(out: Path) -> None:
         stage = document["stages"][1]
         stage["shards"].append({**stage["shards"][0], "path": "stage-001/more.safetensors"})
 
+    (out / "stage-001").mkdir(exist_ok=True)
     (out / "stage-001" / "more.safetensors").write_bytes((out / LAST).read_bytes())
     change_manifest(out, repeat)
     assert refused(out)[0] == "shard.inconsistent-slices"

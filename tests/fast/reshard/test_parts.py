@@ -245,7 +245,7 @@ def test_shards_of_another_pack_are_not_given_the_digests_of_this_one(
     shutil.rmtree(partial)
     (tmp_path / "other").rename(partial)
     refused = refusal("commit", out)
-    assert refused.found == (3, "output.damaged-parts", f"{partial}/stage-000/model.safetensors")
+    assert refused.found == (3, "output.damaged-parts", f"{partial}/model-00001-of-00002.safetensors")
     wording(refused.text)
     assert not out.exists()
 
@@ -265,14 +265,14 @@ def test_parts_wait_until_a_commit_that_was_killed_has_cleared_up(
     assert files_in(out) == old
     assert reshard(*again).code == 0
     assert reshard("commit", out, "--force").code == 0
-    assert len(list(out.glob("stage-*"))) == 1
+    assert len(list(out.glob("model-*"))) == 1
 
 
 @pytest.mark.parametrize("count", [0, 1, 400])
 def test_header_whose_digests_were_cut_off_by_a_kill_is_written_again(
     count: int, source: Path, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
-    out, shard = tmp_path / "out", "stage-000/model.safetensors"
+    out, shard = tmp_path / "out", "model-00001-of-00002.safetensors"
     assert pack_part(source, out, "1/1").code == 0
     with open(tmp_path / ".out.partial" / shard, "r+b") as file:
         zeros = file.read(1 << 14).index(b"0" * 64)

@@ -124,7 +124,7 @@ def test_tied_copy_that_the_source_lacks_is_in_the_bundle_of_the_stage_that_uses
     write_model(tmp_path / "source", config, tensors)
     run("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out")
     missing = HEAD if stored == EMBEDDING else EMBEDDING
-    bundle = read_safetensors((tmp_path / f"out/stage-00{stage}/model.safetensors").read_bytes())
+    bundle = read_safetensors((tmp_path / f"out/stage-00{stage}/tied/model.safetensors").read_bytes())
     assert bundle[missing] == tensors[stored]
     (tie,) = read_manifest(tmp_path / "out").ties
     assert (tie.owner.fqn, [replica.fqn for replica in tie.replicas]) == (stored, [missing])
@@ -133,7 +133,7 @@ def test_tied_copy_that_the_source_lacks_is_in_the_bundle_of_the_stage_that_uses
 def test_tied_copy_on_its_owners_stage_is_not_stored_twice(tmp_path: Path) -> None:
     write_model(tmp_path / "source", llama_config(tie_word_embeddings=True))
     run("pack", tmp_path / "source", "--layout", "pp=1", "--out", tmp_path / "out")
-    bundle = read_safetensors((tmp_path / "out/stage-000/model.safetensors").read_bytes())
+    bundle = read_safetensors((tmp_path / "out/model-00001-of-00001.safetensors").read_bytes())
     assert EMBEDDING in bundle
     assert HEAD not in bundle
 

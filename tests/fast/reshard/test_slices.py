@@ -22,7 +22,7 @@ from manifests.slices import Slice
 from reshard.tensors.checkpoint import TensorAt
 from reshard.tensors.lazy import MemoryFile, read_blocks
 from reshard.tensors.slices import merge_slices
-from tests.builders import Tensor, files_in, read_safetensors, reshard
+from tests.builders import Tensor, files_in, read_safetensors, reshard, weights_path
 from tests.fast.sliced import CUTS, KINDS, cut_up, rewrite_slices, slices_in
 from tests.fast.trained import write_trained
 
@@ -235,7 +235,8 @@ def test_torchs_own_reader_loads_a_stage_of_slices(kind: str, tmp_path: Path) ->
     four = pack(sliced, "pp=4", tmp_path / "four")
     expected = pack(whole, "pp=4", tmp_path / "expected")
     below = Path("stage-001") / ("" if kind == "weights" else kind)
-    tensors = read_safetensors((expected / below / "model.safetensors").read_bytes())
+    at = weights_path(1, 4) if kind == "weights" else below / "model.safetensors"
+    tensors = read_safetensors((expected / at).read_bytes())
     state = {fqn: torch.zeros(tensor.shape) for fqn, tensor in tensors.items()}
     with warnings.catch_warnings(action="ignore"):  # that there is one process
         checkpoint.load(state, storage_reader=checkpoint.HuggingFaceStorageReader(str(four / below)), no_dist=True)

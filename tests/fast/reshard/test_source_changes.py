@@ -125,7 +125,7 @@ def test_export_and_reshard_of_bundles_that_change_are_refused(
     flags = ("--virtual",) if is_virtual else ()
     assert reshard("pack", source, "--layout", "pp=2", "--out", tmp_path / "packed", *flags).code == 0
     original = source / "model-00002-of-00002.safetensors"
-    changed = original if is_virtual else tmp_path / "packed/stage-001/model.safetensors"
+    changed = original if is_virtual else tmp_path / "packed/model-00002-of-00002.safetensors"
     out, before = tmp_path / "out", changed.read_bytes()
     for convert in (False, True):
         checkpoint, options = open_manifest(tmp_path / "packed"), after_a_block(lambda: change(changed))

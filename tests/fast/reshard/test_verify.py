@@ -12,7 +12,7 @@ from tests.builders import Tensor, llama_config, random_tensors, refusal, reshar
 from tests.fast.reshard.forged import digest, read_stage
 
 UP = "model.layers.3.mlp.up_proj.weight"
-SHARD = "stage-001/model.safetensors"
+FIRST, SHARD = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
 @pytest.fixture
@@ -129,14 +129,14 @@ def test_missing_small_file_is_found(out: Path) -> None:
 
 
 def test_all_damage_is_named_in_one_run(out: Path) -> None:
-    flip(out / "stage-000" / "model.safetensors", 5000)
-    flip(out / "stage-000" / "model.safetensors", -1)
+    flip(out / FIRST, 5000)
+    flip(out / FIRST, -1)
     (out / SHARD).unlink()
     flip(out / "source.json", 100)
     assert [where for where, _ in differences(out)] == [
         f"OUT/{SHARD}",
-        "OUT/stage-000/model.safetensors: 'model.embed_tokens.weight'",
-        "OUT/stage-000/model.safetensors: 'model.layers.1.post_attention_layernorm.weight'",
+        f"OUT/{FIRST}: 'model.embed_tokens.weight'",
+        f"OUT/{FIRST}: 'model.layers.1.post_attention_layernorm.weight'",
         "OUT/source.json",
     ]
 
@@ -166,11 +166,11 @@ def test_quick_reads_no_tensor(out: Path) -> None:
 
 
 def test_only_the_chosen_stages_are_looked_at(out: Path) -> None:
-    flip(out / "stage-000" / "model.safetensors", -1)
+    flip(out / FIRST, -1)
     chosen = reshard("verify", out, "--stage", "1", "--json")
     assert (chosen.code, chosen.json["num_tensors"], chosen.json["compared_nbytes"]) == (0, 20, 9120)
     assert reshard("verify", out, "--stage", "1", "--stage", "0").code == 4
-    (out / "stage-000" / "model.safetensors").unlink()
+    (out / FIRST).unlink()
     assert reshard("verify", out, "--stage", "1").code == 0
 
 

@@ -23,7 +23,7 @@ from runner.bundle.remote import fetch, opened
 from runner.rundir.exit_report import code_of
 from stores.local import LocalFolder
 from stores.manifest_file import find_manifest_file
-from tests.builders import files_in, llama_config, reshard, write_model
+from tests.builders import files_in, llama_config, reshard, weights_path, write_model
 from tests.fast.trained import write_trained
 from tests.servers.hub import serve_hub, set_up
 
@@ -60,10 +60,11 @@ def test_shards_are_those_of_the_modules_and_kinds_that_are_asked_for(trained: P
     manifest = read_manifest(trained)
     modules = {*manifest.stages[1].modules, manifest.stages[3].modules[0]}
     weights = shards_of(manifest, modules, (WEIGHTS,))
-    assert [shard.path.partition("/")[0] for shard in weights] == ["stage-001", "stage-003"]
+    assert [shard.path for shard in weights] == [weights_path(stage, 4) for stage in (1, 3)]
     everything = shards_of(manifest, modules, (WEIGHTS, *MOMENTS))
     assert {shard.holds for shard in everything} == {WEIGHTS, *MOMENTS}
-    assert {shard.path.partition("/")[0] for shard in everything} == {"stage-001", "stage-003"}
+    moments = {shard.path.partition("/")[0] for shard in everything if shard.holds != WEIGHTS}
+    assert moments == {"stage-001", "stage-003"}
 
 
 def test_shards_are_distributed_evenly_each_to_one_rank(trained: Path) -> None:
@@ -87,7 +88,7 @@ def test_copy_is_the_shard_and_is_made_once(trained: Path, folder: CacheFolder) 
 
 def test_partial_copy_of_a_killed_process_is_overwritten(trained: Path, folder: CacheFolder) -> None:
     shard = shard_of(trained)
-    partial = folder.path / Path(shard.path).parent / ".model.safetensors.partial"
+    partial = (folder.path / shard.path).with_name(f".{Path(shard.path).name}.partial")
     partial.parent.mkdir(parents=True)
     partial.write_bytes(b"half" * shard.nbytes)
     assert not folder.has(shard)
@@ -147,7 +148,7 @@ def test_wait_for_a_copy_that_another_process_does_not_write_ends(
     trained: Path, folder: CacheFolder, wording: Callable[[str], None]
 ) -> None:
     shard = shard_of(trained)
-    partial = folder.path / Path(shard.path).parent / ".model.safetensors.partial"
+    partial = (folder.path / shard.path).with_name(f".{Path(shard.path).name}.partial")
     partial.parent.mkdir(parents=True)
     holder = folder._lock(partial, NOBODY_STOPS)
     with pytest.raises(UserError) as error:
@@ -217,16 +218,17 @@ def test_disk_that_fails_ends_a_job_as_a_lost_rank_does_unless_it_is_full(
 
 
 def test_link_that_leads_out_of_the_folder_is_not_followed(trained: Path, folder: CacheFolder, tmp_path: Path) -> None:
-    shard, elsewhere = shard_of(trained), tmp_path / "elsewhere"
+    moment = next(shard for shard in read_manifest(trained).shards if shard.holds == MOMENTS[0])
+    shard, elsewhere = moment, tmp_path / "elsewhere"
     elsewhere.mkdir()
     folder.path.mkdir(parents=True)
     (folder.path / "stage-000").symlink_to(elsewhere)
     with pytest.raises(UserError) as error:
         ensure(folder, trained, shard)
-    assert (error.value.where, error.value.code) == (str(folder.path / "stage-000"), "output.link")
+    assert (error.value.where, error.value.code) == (str(folder.path / "stage-000/exp_avg"), "output.link")
     (folder.path / "stage-000").unlink()
-    (folder.path / "stage-000").mkdir()
-    (folder.path / "stage-000" / ".model.safetensors.partial").symlink_to(elsewhere / "precious")
+    (folder.path / "stage-000/exp_avg").mkdir(parents=True)
+    (folder.path / "stage-000/exp_avg" / ".model.safetensors.partial").symlink_to(elsewhere / "precious")
     with pytest.raises(UserError) as error:
         ensure(folder, trained, shard)
     assert error.value.code == "store.cache-unwritable"
