@@ -32,12 +32,17 @@ if TYPE_CHECKING:
         UserError,
     )
     from runner.load.own_module import LoadResult, StateDictAdapter, load_stages
+    from runner.models import Family
+    from runner.models.own import FamilyRequest, NamedFamily, generic_family
+    from runner.tensors.local_shard import Piece
 
     __version__: str
 
 __all__ = [
     "CheckpointError",
     "DataError",
+    "Family",
+    "FamilyRequest",
     "InputError",
     "LaunchError",
     "LayoutError",
@@ -45,7 +50,9 @@ __all__ = [
     "LogError",
     "ManifestError",
     "ModelError",
+    "NamedFamily",
     "OutputError",
+    "Piece",
     "RankError",
     "ScheduleError",
     "ShardError",
@@ -56,6 +63,7 @@ __all__ = [
     "UsageError",
     "UserError",
     "__version__",
+    "generic_family",
     "load_stages",
 ]
 
@@ -82,6 +90,9 @@ __getattr__, __dir__ = lazy_attributes(
             "UserError",
         ),
         "runner.load.own_module": ("LoadResult", "StateDictAdapter", "load_stages"),
+        "runner.models": ("Family",),
+        "runner.models.own": ("FamilyRequest", "NamedFamily", "generic_family"),
+        "runner.tensors.local_shard": ("Piece",),
     },
 )
 

@@ -149,7 +149,11 @@ def _begin(
         )
         check_divides(launched.config, mesh.degrees.tensor)
         family = family_for(
-            launched.config, max_seq_len=options.batch.seq_len, implementation=options.compute.implementation
+            launched.config,
+            max_seq_len=options.batch.seq_len,
+            implementation=options.compute.implementation,
+            shape=launched.shape,
+            description=launched.manifest.model.description,
         )
         if options.self_check and mesh.rank == 0:
             _self_check(family, launched)

@@ -19,7 +19,8 @@ _HEAD = """\
 # Python API
 
 `import reshard` packs, exports, verifies, compares and reads checkpoints, without torch. `import runner` loads a rank's
-stages into your own module. The commands call the same functions. The names in `__all__` of the two packages are
+stages into your own module, and has the classes that a model family of your own is written with
+([own-models.md](own-models.md)). The commands call the same functions. The names in `__all__` of the two packages are
 public, all others are private; both packages have type hints (`py.typed`). Importing them is cheap: each name is
 loaded when it is first used.
 
@@ -35,6 +36,7 @@ Runnable scripts:
 - [examples/pack.py](../examples/pack.py): pack, verify, reshard and export, with progress;
 - [examples/load_stage.py](../examples/load_stage.py): load a stage into your own module;
 - [examples/train.py](../examples/train.py): train with torch's pipeline schedule on two ranks;
+- [examples/own_model.py](../examples/own_model.py): a decoder of your own that `runner launch` trains;
 - [examples/inspect_and_plot.py](../examples/inspect_and_plot.py): inspect bundles and plot them.
 
 Errors that a caller can fix are subclasses of `UserError`, with `where`, `problem`, `hint` and a stable `code`,

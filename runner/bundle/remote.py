@@ -29,7 +29,7 @@ def fetch(file: ManifestFile, folder: Path) -> Packed:
         InputError: a file is missing or damaged, or cannot be written; and as `open_packed`.
     """
     manifest, _ = file.read()
-    check_trainable(manifest.model.architecture)
+    check_trainable(manifest.model.architecture, is_described=manifest.model.description is not None)
     try:
         for auxiliary in manifest.files:
             path = folder / auxiliary.path
@@ -55,7 +55,7 @@ def opened(manifest: str, *, is_staged: bool) -> Iterator[tuple[str, Packed]]:
     if not is_url(manifest):
         path = locate_manifest(Path(manifest))
         found = read_manifest(path)
-        check_trainable(found.model.architecture)
+        check_trainable(found.model.architecture, is_described=found.model.description is not None)
         yield str(path), open_packed(path.parent, found)
         return
     if not is_staged:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from manifests.errors import ModelError, UsageError
 from manifests.models.catalogue import entry_of
+from runner.config.own_families import GROUP, find_family, package_of
 
 __all__ = [
     "TENSOR_PARALLEL",
@@ -73,14 +74,32 @@ def choose_implementation(architecture: str, asked: Implementation | None = None
     return asked or ("torchtitan" if has_titan else "transformers")
 
 
-def check_trainable(architecture: str, where: str = "config.json") -> None:
-    """Check that this architecture can be trained.
+def check_trainable(architecture: str, where: str = "config.json", *, is_described: bool = False) -> None:
+    """Check that this architecture can be trained, here or by a family of an installed package.
+
+    One that `--model` described trains by such a family alone.
 
     Raises:
-        ModelError: it cannot, with the reason.
+        ModelError: it cannot, with the reason, or a package has a family for an architecture that trains here.
     """
-    if architecture in TRAINED or is_generic(architecture):
+    trains = not is_described and (architecture in TRAINED or is_generic(architecture))
+    own = find_family(architecture)
+    if own is not None and trains:
+        raise ModelError(
+            f"entry points {GROUP}",
+            f"{package_of(own)} has a family for {architecture}, which trains without it",
+            f"uninstall {package_of(own)}, or give its architecture another name",
+            code="model.family-claimed-twice",
+        )
+    if own is not None or trains:
         return
+    if is_described:
+        raise ModelError(
+            f"{where}: architectures",
+            f"{architecture!r} is described by --model, and no installed package has a family for it",
+            f"docs/own-models.md shows how to write one (entry points {GROUP})",
+            code="model.no-family",
+        )
     entry = entry_of(architecture)
     why = f": {entry.refused}" if entry is not None and entry.refused else ""
     raise ModelError(

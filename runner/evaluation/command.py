@@ -231,7 +231,7 @@ def _launch(
 ) -> None:
     path = find_manifest(read.manifest)
     manifest = read_manifest(path)
-    check_trainable(manifest.model.architecture)
+    check_trainable(manifest.model.architecture, is_described=manifest.model.description is not None)
     check_model(open_packed(path.parent, manifest))
     check_stdout()
     if not dry_run:

@@ -84,7 +84,9 @@ def read_model(
     dtype = FLAG_DTYPES[options.dtype]
     manifest = packed.manifest
     with together("load"):
-        family = family_for(packed.config, max_seq_len=max_seq_len)
+        family = family_for(
+            packed.config, max_seq_len=max_seq_len, shape=packed.shape, description=manifest.model.description
+        )
         chunks = build_chunks(family, packed.stage_modules, manifest.placement.stages_on(world.rank))
         for chunk in chunks:
             materialize(chunk, device=device, dtype=dtype)

@@ -12,6 +12,7 @@ from manifests.errors import UsageError
 from manifests.schema import Manifest
 from runner.config.architectures import TENSOR_PARALLEL, Implementation, choose_implementation, is_generic
 from runner.config.flags import TrainOptions
+from runner.config.own_families import find_family
 from runner.config.parallel_dims import Degrees
 from runner.config.schema import BatchOptions, Recompute
 from runner.pipeline.timetable import Timetable
@@ -46,7 +47,7 @@ class Combination:
     architecture: str = "LlamaForCausalLM"
     implementation: Implementation = "torchtitan"  # whose modules
     has_loss_chunks: bool = False
-    is_generic: bool = False  # trained by the catalogue, on transformers' own forward
+    is_generic: bool = False  # trained by the catalogue, or by a family of another package
     num_shards: int = 1  # data-parallel ranks that share each parameter
 
 
@@ -195,7 +196,7 @@ def combine(
         num_tensor=degrees.tensor,
         architecture=manifest.model.architecture,
         implementation=choose_implementation(manifest.model.architecture, options.compute.implementation),
-        is_generic=is_generic(manifest.model.architecture),
+        is_generic=is_generic(manifest.model.architecture) or find_family(manifest.model.architecture) is not None,
         num_shards=degrees.shard,
         has_loss_chunks=options.compute.loss_chunk is not None,
         num_mtp_layers=sum(number >= manifest.model.num_layers for number in numbers),

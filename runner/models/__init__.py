@@ -9,9 +9,11 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
 from manifests.errors import InputError
-from manifests.models import architecture_of, is_sized_by_files, model_shape
+from manifests.models import ModelShape, architecture_of, is_sized_by_files, model_shape
 from manifests.models.catalogue import entry_of
+from manifests.schema import ModelDescription
 from runner.config.architectures import Implementation, check_trainable, choose_implementation, is_generic
+from runner.config.own_families import find_family
 from runner.models.decoders import DECODERS
 
 if TYPE_CHECKING:
@@ -73,17 +75,26 @@ def family_for(
     max_seq_len: int,
     where: str = "config.json",
     implementation: Implementation | None = None,
+    shape: ModelShape | None = None,
+    description: ModelDescription | None = None,
 ) -> Family:
     """Return the family of a Hugging Face config, for sequences of at most `max_seq_len` tokens.
+
+    `shape` is the packed model's, which a family of another package requires; `description` is its manifest's.
 
     Raises:
         InputError: an unknown architecture, a field that the family does not support, or a missing package.
         UsageError: an implementation that does not have the architecture.
     """
-    architecture = architecture_of(config, where)
-    if not is_sized_by_files(config, where):
+    architecture = architecture_of(config, where, description)
+    if shape is not None and (own := find_family(architecture)) is not None:
+        check_trainable(architecture, where, is_described=description is not None)
+        from runner.models.own import load_family, request_of
+
+        return load_family(own, request_of(shape, config, description, max_seq_len=max_seq_len, where=where))
+    if not is_sized_by_files(config, where, description):
         architecture = model_shape(config, where).architecture  # MosaicML's MPT has another name in its own configs
-    check_trainable(architecture, where)
+    check_trainable(architecture, where, is_described=description is not None)
     chosen = choose_implementation(architecture, implementation)
     if is_generic(architecture):
         return _generic(architecture, config, max_seq_len, where)

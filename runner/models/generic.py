@@ -163,16 +163,23 @@ class Generic:
     """A decoder of the catalogue; see `runner.models.Family`."""
 
     def __init__(
-        self, entry: Entry, config: Mapping[str, object], *, max_seq_len: int, where: str = "config.json"
+        self,
+        entry: Entry,
+        config: Mapping[str, object],
+        *,
+        max_seq_len: int,
+        where: str = "config.json",
+        model_class: type[PreTrainedModel] | None = None,
     ) -> None:
         self.architecture, self._entry, self._where, self._given = entry.architecture, entry, where, config
-        self._class: type[PreTrainedModel] = getattr(transformers, entry.architecture)
+        self._class: type[PreTrainedModel] = model_class or getattr(transformers, entry.architecture)
         reader = ConfigReader(config, where)
         reader.expect("output_router_logits", False)
         reader.expect("layerdrop", 0)
         with refusals(self._where):
             fields = {**copy.deepcopy(dict(config)), **_CONFIG}
-            self._config = self._class.config_class.from_dict(fields)
+            config_class: Any = self._class.config_class
+            self._config = config_class.from_dict(fields)
         whole = self._whole("meta")
         self._layers_name, num_layers = self._list_of_layers(whole)
         layers = tuple(f"{entry.layers}.{index}" for index in range(num_layers))
@@ -219,7 +226,7 @@ class Generic:
     def tiny(self) -> Generic:
         """Return the family of a model of the same config, with all layers and small widths."""
         read = type(self._config).from_dict(copy.deepcopy(dict(self._given))).to_dict()
-        return Generic(self._entry, shrink(read), max_seq_len=1, where=self._where)
+        return Generic(self._entry, shrink(read), max_seq_len=1, where=self._where, model_class=self._class)
 
     def num_parameters(self) -> int:
         return sum(math.prod(region.shape) for regions in self._regions.values() for region in regions)

@@ -1,4 +1,4 @@
-"""The example scripts run as their first lines say. `examples/train.py` starts ranks: see `tests/process`."""
+"""The example scripts run as their first lines say. Two of them start ranks: see `tests/process`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def run(script: str, *arguments: str | Path) -> str:
 
 def test_every_example_is_run_by_a_test_and_told_in_the_page() -> None:
     scripts = {path.name for path in (ROOT / "examples").glob("*.py")}
-    tests = Path(__file__).read_text() + (ROOT / "tests" / "process" / "test_train_example.py").read_text()
+    started = ("test_train_example.py", "test_own_models.py")
+    tests = Path(__file__).read_text() + "".join((ROOT / "tests" / "process" / name).read_text() for name in started)
     page = (ROOT / "docs" / "python-api.md").read_text()
     for script in scripts:
         assert f'"{script}"' in tests

@@ -1,0 +1,196 @@
+"""A model family of another package, such as research code: what it is given, and how it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.metadata import EntryPoint
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from manifests.errors import ModelError
+from manifests.models import ModelShape, module_of
+from manifests.models.catalogue import entry_of
+from manifests.models.described import described_entry
+from manifests.schema import ModelDescription
+from runner.config.own_families import GROUP
+from runner.tensors.local_shard import Piece
+
+if TYPE_CHECKING:
+    from runner.models import Family
+
+__all__ = ["FamilyRequest", "NamedFamily", "generic_family", "load_family", "request_of"]
+
+_ATTRIBUTES = (
+    "architecture", "modules", "hidden_size", "vocab_size", "build", "init_buffers", "to_hf", "pieces", "padded_length",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FamilyRequest:
+    """The model that a family is asked for: an entry point of `runner.families` takes one and returns a `Family`.
+
+    `modules` are the whole model's, in the order they run; `tensors` has the shape of every tensor, by FQN.
+    """
+
+    architecture: str
+    config: Mapping[str, Any]
+    modules: tuple[str, ...]
+    tensors: Mapping[str, tuple[int, ...]]
+    hidden_size: int
+    vocab_size: int
+    max_seq_len: int  # of the sequences to train on
+    where: str = "config.json"  # for errors
+    description: ModelDescription | None = None  # what --model said
+
+
+class NamedFamily:
+    """A family of modules whose parameters have the names and shapes that files have.
+
+    `make` builds the modules it is given, of a model that may have more; it runs on the meta device. Tied weights are
+    parameters of their own in it. Buffers that no file has are computed by a method `init_buffers(device)` of what
+    `make` returns.
+    """
+
+    def __init__(self, request: FamilyRequest, make: Callable[[tuple[str, ...]], nn.Module]) -> None:
+        self.architecture, self.modules = request.architecture, request.modules
+        self.hidden_size, self.vocab_size = request.hidden_size, request.vocab_size
+        self._tensors, self._make, self._where = request.tensors, make, request.where
+
+    def build(self, modules: tuple[str, ...]) -> nn.Module:
+        """Build these modules, and no others, on the meta device.
+
+        Raises:
+            ModelError: they have other parameters than the files.
+        """
+        with torch.device("meta"):
+            built = self._make(modules)
+        found = {name: tuple(tensor.shape) for name, tensor in _stored_tensors(built)}
+        owned = set(modules)
+        expected = {name: shape for name, shape in self._tensors.items() if module_of(name, owned) is not None}
+        for name in sorted(found.keys() | expected.keys()):
+            if found.get(name) != expected.get(name):
+                raise ModelError(
+                    self._where,
+                    f"expected {_shown(expected.get(name))} for {name} of {self.architecture} (the files), "
+                    f"found {_shown(found.get(name))} (its family)",
+                    "build each module with the names and shapes of its tensors, and no other module",
+                    code="model.family-mismatch",
+                )
+        return built
+
+    def init_buffers(self, module: nn.Module, device: torch.device) -> None:
+        init = getattr(module, "init_buffers", None)
+        if init is not None:
+            init(device)
+            return
+        for name, part in module.named_modules():
+            if computed := sorted(part._non_persistent_buffers_set & part._buffers.keys()):
+                raise ModelError(
+                    self._where,
+                    f"nothing computes {f'{name}.{computed[0]}'.lstrip('.')}, a buffer that is in no file",
+                    "define init_buffers(device) in the module that the family makes",
+                    code="model.family-buffers",
+                )
+
+    def to_hf(self, name: str) -> str:
+        return name
+
+    def pieces(self, name: str, memory: torch.Tensor, offset: tuple[int, ...]) -> tuple[Piece, ...]:
+        return (Piece(fqn=name, shape=self._tensors[name], offset=offset, memory=memory),)
+
+    def padded_length(self, length: int, most: int) -> int:
+        return most
+
+
+def generic_family(model_class: type[Any], request: FamilyRequest, *, num_results: int = 0) -> Family:
+    """Return a family that cuts a model class of transformers' kind between its layers, as the catalogue's are cut.
+
+    `num_results`: how many results a layer returns in a tuple; 0: one tensor, not in a tuple.
+
+    Raises:
+        ModelError: a class that cannot be cut like that, or a config that it does not accept.
+    """
+    from runner.models.generic import Generic
+
+    if request.description is None:
+        entry = entry_of(request.architecture)
+    else:
+        entry = described_entry(request.description, request.architecture)
+    if entry is None or entry.more_layers:
+        raise ModelError(
+            request.where,
+            f"{request.architecture} does not have one list of layers, which the generic family cuts",
+            "write a family of its own",
+            code="model.no-family",
+        )
+    entry = replace(entry, num_results=num_results or entry.num_results)
+    return Generic(entry, request.config, max_seq_len=request.max_seq_len, where=request.where, model_class=model_class)
+
+
+def load_family(found: EntryPoint, request: FamilyRequest) -> Family:
+    """Import what an entry point names, and return the family that it makes.
+
+    Raises:
+        ModelError: it cannot be imported, is not there, or returns something that is not a family.
+    """
+    place = f"entry point {found.name} = {found.value} ({GROUP})"
+    try:
+        made: Any = import_module(found.module)
+    except ImportError as error:
+        hint = "install what the package needs, or correct its entry point"
+        raise ModelError(place, f"cannot be imported: {error}", hint, code="model.family-import") from error
+    for name in found.attr.split(".") if found.attr else ():
+        if not hasattr(made, name):
+            problem, hint = f"{found.module} has no {found.attr}", "correct the entry point of the package"
+            raise ModelError(place, problem, hint, code="model.family-missing")
+        made = getattr(made, name)
+    if not callable(made):
+        raise _not_a_family(place, f"expected a function of a FamilyRequest, found {type(made).__name__}")
+    family: Family = made(request)
+    if lacking := [name for name in _ATTRIBUTES if not hasattr(family, name)]:
+        raise _not_a_family(place, f"expected a runner.Family, found {type(family).__name__} without {lacking[0]}")
+    return family
+
+
+def request_of(
+    shape: ModelShape,
+    config: Mapping[str, Any],
+    description: ModelDescription | None,
+    *,
+    max_seq_len: int,
+    where: str,
+) -> FamilyRequest:
+    """Return the request for the family of a packed model."""
+    last = shape.modules[-1]
+    head = shape.tensors.get(f"{last}.weight") or shape.tensors.get(last) or (0,)
+    return FamilyRequest(
+        architecture=shape.architecture,
+        config=config,
+        modules=shape.modules,
+        tensors=shape.tensors,
+        hidden_size=shape.hidden_size,
+        vocab_size=head[0],
+        max_seq_len=max_seq_len,
+        where=where,
+        description=description,
+    )
+
+
+def _stored_tensors(built: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from built.named_parameters()
+    for prefix, part in built.named_modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set:
+                yield f"{prefix}.{name}".lstrip("."), buffer
+
+
+def _shown(shape: tuple[int, ...] | None) -> str:
+    return "nothing" if shape is None else str(list(shape))
+
+
+def _not_a_family(place: str, problem: str) -> ModelError:
+    return ModelError(place, problem, "docs/own-models.md shows one", code="model.not-a-family")

@@ -1,0 +1,223 @@
+"""Families of other packages: entry points that are wrong are refused, and what is built is compared with the files."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import runner
+from manifests.errors import UserError
+from manifests.models import ModelShape
+from manifests.schema import ModelDescription
+from runner.config.architectures import check_trainable
+from runner.config.own_families import find_family
+from runner.models import family_for
+from runner.pipeline.self_check import SelfChecked, check_stages
+
+NAME = "MineForCausalLM"
+DESCRIPTION = ModelDescription(
+    inputs=("embed",), layers=("layers",), outputs=("head",), count=("depth",), width="dim", tied=False,
+)  # fmt: skip
+SHAPE = ModelShape(
+    architecture=NAME,
+    num_layers=1,
+    modules=("embed", "layers.0", "head"),
+    tensors={"embed.weight": (8, 4), "layers.0.weight": (4, 4), "head.weight": (8, 4)},
+    hidden_size=4,
+)
+MODULE = """
+import runner
+from torch import nn
+
+def family(request):
+    return runner.NamedFamily(request, lambda modules: nn.ModuleDict({"embed": nn.Embedding(8, 4)}))
+
+def nothing(request):
+    return object()
+
+number = 1
+"""
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Return a function that installs a package with one entry point, as pip would."""
+    (tmp_path / "mine_for_tests.py").write_text(MODULE)
+    (tmp_path / "broken_for_tests.py").write_text("import a_package_that_nobody_has\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def add(value: str, package: str = "mine", name: str = NAME) -> None:
+        info = tmp_path / f"{package}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[runner.families]\n{name} = {value}\n")
+
+    yield add
+    for module in ("mine_for_tests", "broken_for_tests"):
+        sys.modules.pop(module, None)
+
+
+def load(architecture: str = NAME) -> runner.Family:
+    config = {"architectures": [architecture]}
+    return family_for(config, max_seq_len=8, shape=SHAPE, description=DESCRIPTION)
+
+
+def test_family_of_an_installed_package_is_found_and_told_of_the_model(install: Callable[..., None]) -> None:
+    install("mine_for_tests:family")
+    check_trainable(NAME, is_described=True)
+    found = load()
+    assert (found.architecture, found.modules, found.hidden_size, found.vocab_size) == (NAME, SHAPE.modules, 4, 8)
+    built = found.build(("embed",))
+    assert [(name, tensor.device.type) for name, tensor in built.named_parameters()] == [("embed.weight", "meta")]
+    (piece,) = found.pieces("embed.weight", torch.zeros(2, 4), (6, 0))
+    assert (found.to_hf("embed.weight"), piece.fqn, piece.shape) == ("embed.weight", "embed.weight", (8, 4))
+
+
+@pytest.mark.parametrize(
+    ("value", "code"),
+    [
+        ("broken_for_tests:family", "model.family-import"),
+        ("no_such_module_for_tests:family", "model.family-import"),
+        ("mine_for_tests:absent", "model.family-missing"),
+        ("mine_for_tests:number", "model.not-a-family"),
+        ("mine_for_tests:nothing", "model.not-a-family"),
+    ],
+)
+def test_wrong_entry_point_is_refused(
+    value: str, code: str, install: Callable[..., None], wording: Callable[[str], None]
+) -> None:
+    install(value)
+    with pytest.raises(UserError) as caught:
+        load()
+    assert (caught.value.code, caught.value.where) == (code, f"entry point {NAME} = {value} (runner.families)")
+    wording(str(caught.value))
+
+
+def test_two_families_of_one_architecture_are_refused(
+    install: Callable[..., None], wording: Callable[[str], None]
+) -> None:
+    install("mine_for_tests:family")
+    install("mine_for_tests:family", package="theirs")
+    with pytest.raises(UserError) as caught:
+        find_family(NAME)
+    assert (caught.value.code, caught.value.where) == ("model.family-claimed-twice", "entry points runner.families")
+    wording(str(caught.value))
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Olmo3ForCausalLM"])
+def test_family_for_an_architecture_that_trains_without_it_is_refused(
+    architecture: str, install: Callable[..., None], wording: Callable[[str], None]
+) -> None:
+    check_trainable(architecture)
+    install("mine_for_tests:family", name=architecture)
+    with pytest.raises(UserError) as caught:
+        check_trainable(architecture)
+    assert (caught.value.code, caught.value.where) == ("model.family-claimed-twice", "entry points runner.families")
+    wording(str(caught.value))
+
+
+def test_described_model_without_a_family_is_refused(wording: Callable[[str], None]) -> None:
+    for architecture in (NAME, "Olmo3ForCausalLM"):  # the second as packed with --model: its modules may be others
+        with pytest.raises(UserError) as caught:
+            check_trainable(architecture, is_described=True)
+        assert (caught.value.code, caught.value.where) == ("model.no-family", "config.json: architectures")
+    wording(str(caught.value))
+
+
+class Scaled(nn.Module):
+    """A layer with a buffer that no file has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 4))
+        self.register_buffer("scale", torch.ones(1), persistent=False)
+
+
+def request() -> runner.FamilyRequest:
+    return runner.FamilyRequest(
+        architecture=NAME, config={}, modules=SHAPE.modules, tensors=SHAPE.tensors, hidden_size=4, vocab_size=8,
+        max_seq_len=8,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.Linear(4, 4), nn.Linear(4, 8, bias=False), nn.Identity()], ids=["more", "shape", "fewer"]
+)
+def test_modules_that_differ_from_the_files_are_refused(layer: nn.Module, wording: Callable[[str], None]) -> None:
+    family = runner.NamedFamily(request(), lambda modules: nn.ModuleDict({"layers": nn.ModuleDict({"0": layer})}))
+    with pytest.raises(UserError) as caught:
+        family.build(("layers.0",))
+    assert (caught.value.code, caught.value.where) == ("model.family-mismatch", "config.json")
+    wording(str(caught.value))
+
+
+def test_buffers_that_no_file_has_are_computed_by_the_module_or_refused() -> None:
+    family = runner.NamedFamily(request(), lambda modules: nn.ModuleDict({"layers": nn.ModuleDict({"0": Scaled()})}))
+    built = family.build(("layers.0",))
+    with pytest.raises(UserError) as caught:
+        family.init_buffers(built, torch.device("cpu"))
+    assert (caught.value.code, caught.value.where) == ("model.family-buffers", "config.json")
+    told: list[torch.device] = []
+    built.init_buffers = told.append  # type: ignore[assignment]
+    family.init_buffers(built, torch.device("cpu"))
+    assert told == [torch.device("cpu")]
+
+
+def test_generic_family_cuts_one_list_of_layers(wording: Callable[[str], None]) -> None:
+    with pytest.raises(UserError) as caught:
+        runner.generic_family(SimpleNamespace, request())  # type: ignore[arg-type] # refused before it is looked at
+    assert (caught.value.code, caught.value.where) == ("model.no-family", "config.json")
+    wording(str(caught.value))
+
+
+def new_class(*, is_wrong: bool) -> type[Any]:
+    """Return a class that no table knows; a wrong one adds the first layer's result to what the last layer reads."""
+    from transformers import Olmo3Config, Olmo3ForCausalLM
+
+    class NewConfig(Olmo3Config):  # type: ignore[misc]
+        model_type = "new_model"
+
+    class NewForCausalLM(Olmo3ForCausalLM):  # type: ignore[misc]
+        config_class = NewConfig
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            if is_wrong:
+                kept: list[torch.Tensor] = []
+                self.model.layers[0].register_forward_hook(
+                    lambda layer, args, out: kept.__setitem__(slice(None), [out])
+                )
+                self.model.layers[-1].register_forward_pre_hook(lambda layer, args: (args[0] + sum(kept), *args[1:]))
+
+    return NewForCausalLM
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_self_check_catches_a_class_that_its_description_does_not_describe(is_wrong: bool) -> None:
+    config = {
+        "architectures": ["NewForCausalLM"], "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+        "pad_token_id": 0, "tie_word_embeddings": False,
+    }  # fmt: skip
+    description = ModelDescription(
+        inputs=("model.embed_tokens",), layers=("model.layers",), outputs=("model.norm", "lm_head"),
+        count=("num_hidden_layers",), width="hidden_size", tied=False,
+    )  # fmt: skip
+    asked = replace(request(), architecture="NewForCausalLM", config=config, description=description)
+    family = runner.generic_family(new_class(is_wrong=is_wrong), asked)
+    assert isinstance(family, SelfChecked)
+    stages = (family.modules[:3], family.modules[3:])
+    if not is_wrong:
+        assert check_stages(family, stages) > 0
+        return
+    with pytest.raises(UserError) as caught:
+        check_stages(family, stages)
+    assert caught.value.code == "model.self-check-failed"

@@ -1,0 +1,167 @@
+"""Models that only `--model` describes, trained by families of another package: `examples/own_model.py`, and a model
+class of transformers under a name that nothing knows. Losses are those of the whole model in this process."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from runner.config.flags import parse_training
+from runner.data.sequences import read_batches
+from tests.builders import reshard
+from tests.process.local_jobs import ROOT
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+
+EXAMPLE = ROOT / "examples" / "own_model.py"
+STEPS, LR = 3, 1e-3
+FLAGS = (
+    "--data", "synthetic", "--seq-len", "16", "--global-batch", "4", "--steps", str(STEPS), "--lr", str(LR),
+    "--weight-decay", "0", "--max-norm", "0",
+)  # fmt: skip
+RENAMED = """\
+from transformers import Olmo3Config, Olmo3ForCausalLM
+
+import runner
+
+
+class NewConfig(Olmo3Config):
+    model_type = "new_model"
+
+
+class NewForCausalLM(Olmo3ForCausalLM):
+    config_class = NewConfig
+
+
+def family(request):
+    return runner.generic_family(NewForCausalLM, request)
+"""
+NEW_CONFIG = {
+    "architectures": ["NewForCausalLM"], "model_type": "new_model", "vocab_size": 64, "hidden_size": 32,
+    "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 64, "sliding_window": 8, "pad_token_id": 0, "tie_word_embeddings": False,
+}  # fmt: skip
+NEW_MODEL = """\
+inputs = ["model.embed_tokens"]
+layers = "model.layers"
+outputs = ["model.norm", "lm_head"]
+"""
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder for PYTHONPATH with both packages as pip would install them."""
+    folder = tmp_path_factory.mktemp("packages")
+    (folder / "own_model.py").write_text(EXAMPLE.read_text())
+    (folder / "new_model.py").write_text(RENAMED)
+    for module, architecture in (("own_model", "TinyDecoder"), ("new_model", "NewForCausalLM")):
+        info = folder / f"{module}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[runner.families]\n{architecture} = {module}:family\n")
+    return folder
+
+
+def test_example_of_an_own_decoder_trains_on_two_ranks_as_the_whole_model_does(packages: Path, tmp_path: Path) -> None:
+    text = EXAMPLE.read_text()
+    example = imported(packages / "own_model.py")
+    config = json.loads(re.search(r"config\.json (\{.*\}) and", text)[1])  # type: ignore[index]
+    described = text.partition("model.toml:\n\n")[2].partition('"""')[0]
+    sizes = {name: config[name] for name in ("depth", "dim", "heads", "vocab_size")}
+    modules = ("embed", *(f"layers.{number}" for number in range(config["depth"])), "norm", "head")
+
+    def build() -> nn.Module:
+        model: nn.Module = example.Decoder(**sizes, modules=modules)
+        return model
+
+    check_losses(packages, tmp_path, config, described, build, lambda model, tokens: model(tokens))
+
+
+def test_architecture_that_nothing_knows_trains_through_an_entry_point(packages: Path, tmp_path: Path) -> None:
+    new = imported(packages / "new_model.py")
+    fields = {name: value for name, value in NEW_CONFIG.items() if name not in ("architectures", "model_type")}
+
+    def build() -> nn.Module:
+        model: nn.Module = new.NewForCausalLM(new.NewConfig(**fields)).eval()
+        return model
+
+    check_losses(
+        packages, tmp_path, NEW_CONFIG, NEW_MODEL, build, lambda model, tokens: model(tokens, use_cache=False).logits
+    )
+
+
+def check_losses(
+    packages: Path,
+    place: Path,
+    config: dict[str, Any],
+    description: str,
+    build: Callable[[], nn.Module],
+    logits_of: Callable[[nn.Module, torch.Tensor], torch.Tensor],
+) -> None:
+    torch.manual_seed(0)
+    model, source = build(), place / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, source / "model.safetensors")
+    (place / "model.toml").write_text(description)
+    ended = reshard("pack", source, "--layout", "pp=2", "--model", place / "model.toml", "--out", place / "pp2")
+    assert ended.code == 0, ended.err
+    trained, exported = place / "trained", place / "exported"
+    command = [sys.executable, "-m", "runner.cli", "launch", place / "pp2", "--", *FLAGS]
+    done = subprocess.run(
+        [*command, "--save", trained, "--no-pack", "--log-dir", place / "log"],
+        cwd=ROOT, capture_output=True, text=True, timeout=200,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(packages), str(ROOT)))},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = map(json.loads, (place / "log" / "metrics.jsonl").read_text().splitlines())
+    expected = train(model, config["vocab_size"], place, logits_of)
+    assert [line["loss"] for line in lines if "loss" in line] == pytest.approx(expected, rel=1e-5)
+    assert expected[0] != expected[-1]
+    ended = reshard("export", trained, "--to", "hf", "--out", exported, "--quiet")
+    assert ended.code == 0, ended.err
+    tokens = torch.arange(32).view(2, 16)
+    with torch.no_grad():
+        expected_logits = logits_of(model, tokens)
+        model.load_state_dict(load_file(exported / "model.safetensors"))
+        torch.testing.assert_close(logits_of(model, tokens), expected_logits, rtol=1e-4, atol=1e-5)
+
+
+def train(
+    model: nn.Module, vocab_size: int, place: Path, logits_of: Callable[[nn.Module, torch.Tensor], torch.Tensor]
+) -> list[float]:
+    """Train the whole model in place on the batches of FLAGS, and return its losses."""
+    options = parse_training(list(FLAGS))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0)
+    batches: Any = read_batches(options.data, options.batch, folder=place, vocab_size=vocab_size)
+    losses = []
+    for batch in islice(batches, STEPS):
+        optimizer.zero_grad()
+        loss = cross_entropy(logits_of(model, batch.tokens).flatten(0, 1), batch.labels.flatten())
+        torch.autograd.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def imported(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
