@@ -10,6 +10,8 @@ from torch import nn
 
 from manifests.placement import Placement
 from manifests.schedules import actions_of, lower, schedule_table, write_csv
+from runner.pipeline.torch_runtime import ADAPTER
+from tests.fast.schedules.torch_tables import text_with_waits
 from tests.process.schedule_csv_worker import build_batch, build_stage, loss_of, read_table
 from tests.process.torchrun import launch
 
@@ -35,7 +37,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("schedules")
     for name, table in TABLES.items():
         (folder / f"{name}.compute_only.csv").write_text(write_csv(table))
-        (folder / f"{name}.compute_comms.csv").write_text(write_csv(lower(table)))
+        (folder / f"{name}.compute_comms.csv").write_text(
+            text_with_waits(lower(table)) if ADAPTER.waits_for_sends else write_csv(lower(table))
+        )
     launch(2, "schedule_csv_worker.py", folder)
     return folder
 

@@ -33,6 +33,7 @@ from tests.fast.schedules.torch_tables import (
     placed,
     placements_of,
     rows_of,
+    text_with_waits,
     torch_runtime,
     torch_schedule,
 )
@@ -59,16 +60,6 @@ def comparable(rows: Rows) -> list[Any]:
     return [
         ([step for step in row if not is_other(step)], sorted(step for step in row if is_other(step))) for row in rows
     ]
-
-
-def text_with_waits(table: LoweredTable) -> str:
-    """Give a table as torch 2.15 writes it, with a wait after each send and each reduction."""
-    rows = ([found for step in row for found in (step, *wait_for(step))] for row in rows_of(table))
-    return "".join(",".join(row) + "\n" for row in rows)
-
-
-def wait_for(step: str) -> list[str]:
-    return [re.sub("(SEND_|REDUCE_)", r"WAIT_\1", step)] if re.search("SEND_|REDUCE_", step) else []
 
 
 def reshards_sorted(rows: Rows) -> Rows:

@@ -33,6 +33,16 @@ def rows_of(table: Table | LoweredTable) -> Rows:
     return [[str(step) for step in steps] for steps in table.ranks]
 
 
+def text_with_waits(table: LoweredTable) -> str:
+    """Give a table as torch 2.15 reads it, with a wait for each reduction at once and for each send at the end."""
+    rows = []
+    for row in rows_of(table):
+        steps = [found for step in row for found in (step, step.replace("REDUCE_", "WAIT_REDUCE_"))]
+        reduced = [step for position, step in enumerate(steps) if position % 2 == 0 or "WAIT_" in step]
+        rows.append([*reduced, *(step.replace("SEND_", "WAIT_SEND_") for step in row if "SEND_" in step)])
+    return "".join(",".join(row) + "\n" for row in rows)
+
+
 def torch_schedule(name: str, placement: Placement, num_microbatches: int) -> Any:
     """Give torch's schedule, which reads of its stages no more than how many there are and where."""
     stages = torch_stages(placement)
