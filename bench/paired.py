@@ -30,6 +30,7 @@ import measure
 from checkpoints import llama_of, write_checkpoint
 
 WIDTH = 1024
+CACHE = os.path.join(tempfile.gettempdir(), "bench-paired-compiled")
 COMMAND = (sys.executable, "-c", "from reshard.cli import main; main()")  # of either commit
 
 
@@ -69,6 +70,8 @@ def main() -> None:
             "nbytes": nbytes,
             "load_average": [*average, measure.load_average()],
             "turns": options.runs,
+            "note": "wall and processor time of whole processes, with the start of Python; under a load average above "
+            "the number of cores, only processor time means much",
             "ratios": {
                 "pack, new to old": ratio(found["pack"], "new", "old"),
                 "pack, new to cp": ratio(found["pack"], "new", "cp"),
@@ -126,8 +129,12 @@ def timed(command: Sequence[str], checkout: Path, out: Path) -> Taken:
 
 
 def run(command: Sequence[str], checkout: Path) -> str:
-    """Run a command with the packages of a checkout, and return what it printed."""
-    environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    """Run a command with the packages of a checkout, and return what it printed.
+
+    Modules are compiled once, in the warmup, as those of an installed package: else the length of the code is timed.
+    """
+    environment = {**os.environ, "PYTHONPATH": str(checkout), "PYTHONPYCACHEPREFIX": CACHE}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     done = subprocess.run(command, cwd=checkout, env=environment, check=True, stdout=subprocess.PIPE, text=True)
     return done.stdout
 
