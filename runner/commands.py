@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 
@@ -42,7 +41,11 @@ class _Verbs(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        near = get_close_matches(args[0], _VERBS, n=1) if args and args[0] not in _VERBS else []
+        near: list[str] = []
+        if args and args[0] not in _VERBS:
+            from difflib import get_close_matches
+
+            near = get_close_matches(args[0], _VERBS, n=1)
         if near and not args[0].startswith("-") and not ctx.resilient_parsing:
             ctx.fail(f"No such command {args[0]!r}. Did you mean {near[0]!r}?")
         return super().resolve_command(ctx, args)

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from manifests.errors import UsageError
-from manifests.paths import is_unicode
-from manifests.sizes import read_size
 from stores.address import is_url
 
 if TYPE_CHECKING:
@@ -24,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DTYPES",
+    "MAX_LAYERS",
     "POLICIES",
     "SCHEDULES",
     "SPELLINGS",
@@ -69,6 +68,7 @@ class Whole(click.IntRange):
 
 
 # Repeated here, since --help imports nothing that a command needs; a test compares them.
+MAX_LAYERS = 10_000
 SPELLINGS = ("megatron", "torchtitan", "toml", "deepspeed")
 DTYPES = ("source", "fp32", "bf16", "fp16")
 POLICIES = ("fp32", "bf16", "mixed")
@@ -81,7 +81,7 @@ allow_remote = click.option(
 )  # fmt: skip
 max_shard_size = click.option(
     "--max-shard-size", "max_shard_nbytes", metavar="SIZE", default="45GB", show_default=True,
-    callback=lambda context, option, text: read_size("--max-shard-size", text),
+    callback=lambda _, __, text: _size("--max-shard-size", text),
     help="Size of a shard's tensors at most; a larger tensor gets its own shard. 1GB is 1024^3 bytes.",
 )  # fmt: skip
 quiet = click.option(
@@ -212,7 +212,7 @@ def training_flags(command: Command) -> Command:
             microbatch=microbatch,
             seq_len=seq_len,
             policy=dtype_policy,
-            memory_limit=None if memory_limit is None else read_size("--memory-limit", memory_limit),
+            memory_limit=None if memory_limit is None else _size("--memory-limit", memory_limit),
             measured=read_times(cost) if cost else None,
         )
         return command(assumed=assumed, **others)
@@ -260,7 +260,15 @@ def _renamed(old: str, value: T, new: str, other: T | None, *, quiet: bool) -> T
     return value
 
 
+def _size(flag: str, text: str) -> int:
+    from manifests.sizes import read_size
+
+    return read_size(flag, text)
+
+
 def _address(text: str) -> str | Path:
+    from manifests.paths import is_unicode
+
     if not is_unicode(text):
         raise UsageError("--out", f"{text!r} is not valid UTF-8", "choose another name", code="options.not-utf8")
     return text if is_url(text) else Path(text)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from manifests.errors import UsageError
-from manifests.models.config import MAX_LAYERS
 from reshard.cli import options
 
 if TYPE_CHECKING:
@@ -70,10 +69,14 @@ def plan(
 @click.command()
 @click.argument("spec", type=click.Path(), metavar="SPEC")
 @click.option(
-    "--layers", type=options.Whole(1, MAX_LAYERS), required=True, metavar="N", help="Number of decoder layers."
+    "--layers", type=options.Whole(1, options.MAX_LAYERS), required=True, metavar="N", help="Number of decoder layers."
 )
 @click.option(
-    "--mtp", type=options.Whole(0, MAX_LAYERS), default=0, metavar="M", help="Number of multi-token prediction layers."
+    "--mtp",
+    type=options.Whole(0, options.MAX_LAYERS),
+    default=0,
+    metavar="M",
+    help="Number of multi-token prediction layers.",
 )
 @options.ranks
 @options.strict_megatron

@@ -14,6 +14,7 @@ import pytest
 
 from manifests.memory import POLICIES
 from manifests.models import model_shape
+from manifests.models.config import MAX_LAYERS
 from reshard.cli import options
 from reshard.layout.printing import SPELLINGS
 from tests.builders import EMBEDDING, HEAD, llama_config, reshard, write_model
@@ -231,6 +232,7 @@ def test_choices_on_the_command_line_are_those_of_the_packages() -> None:
     from manifests.schedules import SCHEDULES
 
     assert tuple(SPELLINGS) == options.SPELLINGS
+    assert MAX_LAYERS == options.MAX_LAYERS
     assert tuple(POLICIES) == options.POLICIES
     assert SCHEDULES == options.SCHEDULES
 
