@@ -147,9 +147,9 @@ class CacheFolder:
         if self.has(shard):
             return False
         with _write_errors(target):
-            target.parent.mkdir(parents=True, exist_ok=True)
             if not target.parent.resolve().is_relative_to(self.path.resolve()):
                 raise OutputError(str(target.parent), "is a link to another folder", "remove it", code="output.link")
+            target.parent.mkdir(parents=True, exist_ok=True)
             descriptor = self._lock(partial, stop)
             try:
                 if is_missing := not self.has(shard):
