@@ -37,6 +37,7 @@ from runner.tensors.local_shard import Piece
 __all__ = ["Generic", "StageOfAny", "WholeModel"]
 
 _PREFIX = "model."  # of names in `StageOfAny`
+_FLOAT = "__float__"  # the tag of a number such as {"__float__": "Infinity"}
 # What a pipeline has no use for. A tied head is a parameter of its own here; see `runner.training.ties`.
 _CONFIG: Mapping[str, object] = {
     "output_attentions": False,
@@ -171,13 +172,14 @@ class Generic:
         where: str = "config.json",
         model_class: type[PreTrainedModel] | None = None,
     ) -> None:
-        self.architecture, self._entry, self._where, self._given = entry.architecture, entry, where, config
+        self.architecture, self._entry, self._where = entry.architecture, entry, where
+        self._given = _with_floats(config)
         self._class: type[PreTrainedModel] = model_class or getattr(transformers, entry.architecture)
         reader = ConfigReader(config, where)
         reader.expect("output_router_logits", False)
         reader.expect("layerdrop", 0)
         with refusals(self._where):
-            fields = {**copy.deepcopy(dict(config)), **_CONFIG}
+            fields = {**copy.deepcopy(self._given), **_CONFIG}
             config_class: Any = self._class.config_class
             self._config = config_class.from_dict(fields)
         whole = self._whole("meta")
@@ -225,7 +227,7 @@ class Generic:
 
     def tiny(self) -> Generic:
         """Return the family of a model of the same config, with all layers and small widths."""
-        read = type(self._config).from_dict(copy.deepcopy(dict(self._given))).to_dict()
+        read = type(self._config).from_dict(copy.deepcopy(self._given)).to_dict()
         return Generic(self._entry, shrink(read), max_seq_len=1, where=self._where, model_class=self._class)
 
     def num_parameters(self) -> int:
@@ -331,6 +333,15 @@ class Generic:
                 "choose a layout that does not cut before the first layer",
                 code="model.split-inputs",
             )
+
+
+def _with_floats(value: Any) -> Any:
+    """Return a copy of a config in which numbers that JSON lacks are numbers: transformers writes infinity as a tag."""
+    if isinstance(value, Mapping):
+        return (
+            float(value[_FLOAT]) if value.keys() == {_FLOAT} else {k: _with_floats(each) for k, each in value.items()}
+        )
+    return [_with_floats(each) for each in value] if isinstance(value, list) else value
 
 
 def check_length(config: Any, seq_len: int) -> None:

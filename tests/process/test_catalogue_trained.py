@@ -53,6 +53,21 @@ def test_two_ranks_train_as_one_does_and_resume_on_it(tmp_path: Path) -> None:
         assert all(parameter.isfinite().all() for parameter in trained.parameters())
 
 
+def test_an_auxiliary_loss_that_stages_would_leave_out_ends_the_run_before_its_first_step(tmp_path: Path) -> None:
+    name = "BambaForCausalLM"
+    save_tiny(tmp_path / name / "source", name, z_loss_coefficient=0.1)
+    packed = reshard(
+        "pack", tmp_path / name / "source", "--layout", "pp=2", "--out", tmp_path / name / "pp2", "--quiet"
+    )
+    assert packed.code == 0, packed.err
+    run_all(tmp_path, 2, {name: ("pp2", "refused-log")}, error="model.self-check-failed at rank 0: config.json")
+    assert not (tmp_path / name / "refused-log" / "metrics.jsonl").exists()
+    run_all(tmp_path, 2, {name: ("pp2", "unchecked-log", "--no-self-check")})
+    assert losses_of(tmp_path / name / "unchecked-log")[0] == pytest.approx(
+        loss_before_training(tmp_path / name), rel=1e-6
+    )
+
+
 def loss_before_training(place: Path) -> float:
     """Return the loss of transformers' whole model on the first batch."""
     from runner.config.flags import parse_training
@@ -68,7 +83,8 @@ def loss_before_training(place: Path) -> float:
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten()).item()
 
 
-def run_all(tmp_path: Path, num_ranks: int, runs: dict[str, tuple[Any, ...]]) -> None:
+def run_all(tmp_path: Path, num_ranks: int, runs: dict[str, tuple[Any, ...]], *, error: str = "") -> None:
+    """Run a job of each architecture; all of them end well, or with `error`."""
     jobs = []
     for name, (packed, log, *more) in runs.items():
         place = tmp_path / name
@@ -79,7 +95,8 @@ def run_all(tmp_path: Path, num_ranks: int, runs: dict[str, tuple[Any, ...]]) ->
     path.write_text(json.dumps(jobs))
     launch(num_ranks, "resume_worker.py", path)
     for job in jobs:
-        assert "error:" not in Path(job["log"]).read_text(), Path(job["log"]).read_text()
+        said = Path(job["log"]).read_text()
+        assert ("error:" in said, error in said) == (bool(error), True), said
 
 
 def losses_of(log: Path) -> list[float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -74,6 +76,12 @@ def test_what_would_train_wrongly_is_refused(changes: dict[str, object], seq_len
     with pytest.raises(UserError) as caught:
         family_for(config, max_seq_len=seq_len)
     assert (caught.value.code, caught.value.where) == (code, where)
+
+
+def test_an_infinity_is_read_as_transformers_writes_it() -> None:
+    written = json.loads(config_of("BambaForCausalLM").to_json_string(use_diff=False))
+    assert written["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
+    family_for({**written, "architectures": ["BambaForCausalLM"]}, max_seq_len=8)
 
 
 def test_modules_that_the_model_lacks_and_inputs_on_two_stages_are_refused() -> None:
