@@ -158,7 +158,8 @@ def render() -> str:
     for found in recorded():
         versions, cells = found["versions"], [_cell(found["suites"].get(suite)) for suite in SUITES]
         names = [versions["torch"], versions["torchtitan"] or "-", versions["transformers"], found["python"]]
-        lines.append("| " + " | ".join([*names, *cells, f"{found['date']}, {found['commit']}"]) + " |")
+        commits = dict.fromkeys(suite["commit"] for suite in found["suites"].values())
+        lines.append("| " + " | ".join([*names, *cells, f"{found['date']}, {' '.join(commits)}"]) + " |")
     return INTRODUCTION + "\n".join(lines) + "\n" + LEGEND
 
 
