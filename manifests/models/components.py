@@ -1,4 +1,4 @@
-"""What decoders are made of: each part's tensors as files hold them, and its work for one token.
+"""What decoders are made of: each part's tensors as files store them, and its work for one token.
 
 Letters: D = width of the model, F = of a feed-forward, h = of a head; H and K = query and key-value heads;
 E = experts, k of them for each token; V = vocabulary. A matrix that takes n inputs to m outputs is stored

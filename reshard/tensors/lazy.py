@@ -32,7 +32,7 @@ Make = Callable[[], Iterator[Block]]
 
 @dataclass(frozen=True, slots=True)
 class DerivedFile:
-    """A tensor's bytes as a virtual file; each read computes them again, in order.
+    """A tensor's bytes as a virtual file; each read recomputes them, in order.
 
     Its origins are read once, and verified against their digests if they have any.
     """

@@ -22,7 +22,7 @@ HEAVY = {"numpy", "pyarrow", "safetensors", "tokenizers", "torch", "torchtitan",
 
 
 def run_python(code: str, *args: str) -> str:
-    """Give what a fresh interpreter prints."""
+    """Return what a fresh interpreter prints."""
     command = [sys.executable, "-c", code, *args]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
@@ -98,13 +98,13 @@ def test_every_verb_of_the_runner_is_found_where_its_list_says() -> None:
 
 
 def _processor_s(code: str, *args: str) -> float:
-    """Give how much processor time a fresh interpreter takes to run `code`, in seconds."""
+    """Return how much processor time a fresh interpreter takes to run `code`, in seconds."""
     before_s = _children_s()
     run_python(code, *args)
     return _children_s() - before_s
 
 
 def _children_s() -> float:
-    """Give the processor time of all child processes that have ended, in seconds."""
+    """Return the processor time of all child processes that have ended, in seconds."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime

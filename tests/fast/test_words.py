@@ -19,16 +19,6 @@ CODE = ("manifests", "stores", "reshard", "runner", "examples", "demo", "bench",
 PAGES = ("*.md", "docs/*.md", "docs/adr/*.md", "docs/errors/*.toml", "manifests/SPEC.md", "demo/*.sh", "Makefile")
 GENERATED = {"docs/python-api.md", "docs/errors.md", "docs/architecture.md"}  # their sources are searched instead
 
-# Files that still use such words, to be shortened and never lengthened.
-NOT_YET = frozenset(
-    {
-        "manifests/SPEC.md",
-        "manifests/models/components.py",
-        "manifests/training_state.py",
-        "reshard/tensors/lazy.py",
-    }
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Word:
@@ -114,14 +104,7 @@ def test_what_people_read_uses_the_words_of_the_field(path: str) -> None:
         for word in words
         for match in word.found(text)
     ]
-    if path in NOT_YET:
-        assert found, f"{path} is clean: take it off the list"
-    else:
-        assert found == []
-
-
-def test_the_list_names_files() -> None:
-    assert set(paths()) >= NOT_YET
+    assert found == []
 
 
 @pytest.mark.parametrize("place", ["docs/*.md", "runner/**/*.py"])

@@ -48,7 +48,7 @@ def url_of(name: str) -> str:
 
 
 def problem(call: Any) -> str:
-    """Give the whole message with which a call is refused."""
+    """Return the whole message with which a call is refused."""
     with pytest.raises(InputError) as caught:
         call()
     return str(caught.value)
