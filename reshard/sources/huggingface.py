@@ -105,14 +105,12 @@ def open_folder(
         tensors = under_fqns(tensors, shape)
     shape = without_absent(shape, tensors)
     check_coverage(tensors, shape, str(folder), frozenset(dropped))
-    beside = set(shards.beside)
-    left_out = tuple(
-        name for name in files if name not in shards.names and (name.endswith(OTHER_WEIGHTS) or name in beside)
-    )
+    weights, beside = set(shards.names), set(shards.beside)
+    left_out = tuple(name for name in files if name not in weights and (name.endswith(OTHER_WEIGHTS) or name in beside))
     return Checkpoint(
         shape=shape,
         tensors=tensors,
-        auxiliary=auxiliary_files(folder, files, {*shards.names, *left_out, INDEX_NAME, shards.index_name}),
+        auxiliary=auxiliary_files(folder, files, {*weights, *left_out, INDEX_NAME, shards.index_name}),
         record=SourceRecord(shards=recorded, index=index, dropped=dropped),
         source=Source(kind=folder.kind, location=folder.location, revision=folder.revision, left_out=left_out),
         originals=OriginalFiles(
@@ -208,11 +206,11 @@ def _find_shards(folder: Folder, files: tuple[str, ...], fqns: Mapping[str, str]
             code="source.no-index",
         )
     raw, weight_map = _read_index(folder, INDEX_NAME, found, fqns)
-    names = tuple(sorted(set(weight_map.values())))
+    names = dict.fromkeys(sorted(set(weight_map.values())))
     others = [name for name in found if name not in names]
     beside = tuple(name for name in others if is_beside(name))
     _refuse_strays(folder, INDEX_NAME, [name for name in others if not is_beside(name)])
-    return _Shards(names=names, beside=beside, weight_map=weight_map, index=KeptText(raw))
+    return _Shards(names=tuple(names), beside=beside, weight_map=weight_map, index=KeptText(raw))
 
 
 def _find_torch_files(
@@ -222,10 +220,10 @@ def _find_torch_files(
     if TORCH_INDEX_NAME not in files:
         return _Shards(names=(TORCH_NAME,), beside=beside, are_torch=True)
     _, weight_map = _read_index(folder, TORCH_INDEX_NAME, files, fqns, TORCH_SUFFIX)
-    names = tuple(sorted(set(weight_map.values())))
+    names = dict.fromkeys(sorted(set(weight_map.values())))
     strays = [name for name in files if is_torch_shard(name) and name not in names]
     _refuse_strays(folder, TORCH_INDEX_NAME, strays)
-    return _Shards(names=names, beside=beside, weight_map=weight_map, are_torch=True)
+    return _Shards(names=tuple(names), beside=beside, weight_map=weight_map, are_torch=True)
 
 
 def _read_index(
