@@ -12,6 +12,8 @@ with config.json {"architectures": ["TinyDecoder"], "depth": 4, "dim": 32, "head
     outputs = ["norm", "head"]
     count = "depth"
     width = "dim"
+
+For a class in transformers' style, `family` is one line: return runner.generic_family(MyForCausalLM, request).
 """
 
 import torch

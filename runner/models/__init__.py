@@ -42,11 +42,17 @@ class Family(Protocol):
     def vocab_size(self) -> int: ...
 
     def build(self, modules: tuple[str, ...]) -> nn.Module:
-        """Build these modules, and no others, on the meta device."""
+        """Build these modules, and no others, on the meta device.
+
+        Shapes: what is built takes tokens (B, L) or hidden (B, L, D), and returns hidden or logits (B, L, V).
+        """
         ...
 
     def init_buffers(self, module: nn.Module, device: torch.device) -> None:
-        """Compute the buffers that are in no file, such as the rotary cache, on `device`."""
+        """Compute the buffers that are in no file, such as the rotary cache, on `device`.
+
+        Shapes: as `module`, which `build` returned, has them on the meta device.
+        """
         ...
 
     def to_hf(self, name: str) -> str:
@@ -56,8 +62,8 @@ class Family(Protocol):
     def pieces(self, name: str, memory: torch.Tensor, offset: tuple[int, ...]) -> tuple[Piece, ...]:
         """Return the parts of Hugging Face tensors that are in `memory`.
 
-        `memory` is a region, which begins at `offset`, of the parameter `name`, of its optimizer state, or of a
-        buffer that is in files.
+        Shapes: `memory` is a region, which begins at `offset`, of the parameter `name`, of its optimizer state, or of
+        a buffer that is in files.
         """
         ...
 

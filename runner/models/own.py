@@ -63,6 +63,7 @@ class NamedFamily:
     def build(self, modules: tuple[str, ...]) -> nn.Module:
         """Build these modules, and no others, on the meta device.
 
+        Shapes: what is built takes tokens (B, L) or hidden (B, L, D), and returns hidden or logits (B, L, V).
         Raises:
             ModelError: they have other parameters than the files.
         """
@@ -83,6 +84,12 @@ class NamedFamily:
         return built
 
     def init_buffers(self, module: nn.Module, device: torch.device) -> None:
+        """Let the module compute the buffers that are in no file.
+
+        Shapes: as `module`, which `build` returned, has them on the meta device.
+        Raises:
+            ModelError: it has such buffers, and no method `init_buffers(device)`.
+        """
         init = getattr(module, "init_buffers", None)
         if init is not None:
             init(device)
@@ -97,12 +104,18 @@ class NamedFamily:
                 )
 
     def to_hf(self, name: str) -> str:
+        """Return the Hugging Face FQN of a parameter, which is its name."""
         return name
 
     def pieces(self, name: str, memory: torch.Tensor, offset: tuple[int, ...]) -> tuple[Piece, ...]:
+        """Return the region of a Hugging Face tensor that is in `memory`.
+
+        Shapes: `memory` is a region of the tensor `name`, which begins at `offset`.
+        """
         return (Piece(fqn=name, shape=self._tensors[name], offset=offset, memory=memory),)
 
     def padded_length(self, length: int, most: int) -> int:
+        """Return how many tokens a row of `length` can be padded to: no length changes what comes before it."""
         return most
 
 

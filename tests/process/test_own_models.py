@@ -80,7 +80,7 @@ def test_example_of_an_own_decoder_trains_on_two_ranks_as_the_whole_model_does(p
     text = EXAMPLE.read_text()
     example = imported(packages / "own_model.py")
     config = json.loads(re.search(r"config\.json (\{.*\}) and", text)[1])  # type: ignore[index]
-    described = text.partition("model.toml:\n\n")[2].partition('"""')[0]
+    described = text.partition("model.toml:\n\n")[2].partition("\n\n")[0]
     sizes = {name: config[name] for name in ("depth", "dim", "heads", "vocab_size")}
     modules = ("embed", *(f"layers.{number}" for number in range(config["depth"])), "norm", "head")
 
