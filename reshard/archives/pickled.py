@@ -17,40 +17,47 @@ from typing import Any, Self
 __all__ = ["BadPickleError", "Record", "Reference", "read_pickle"]
 
 _MAX_OBJECTS = 16_000_000  # opcodes; the objects of the worst ones take about 1 GB
-_FIXED = {
-    "PROTO", "FRAME", "MARK", "STOP", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "BINFLOAT",
-    "EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "EMPTY_SET", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "SETITEM",
-    "SETITEMS", "APPEND", "APPENDS", "ADDITEMS", "FROZENSET", "BINPUT", "LONG_BINPUT", "MEMOIZE", "BINGET",
-    "LONG_BINGET", "BINPERSID", "STACK_GLOBAL", "REDUCE", "NEWOBJ", "BUILD", "POP", "POP_MARK",
+_MAX_DEPTH = 64  # of tuples in tuples: CPython hashes them recursively, without a limit of its own
+_CODES = {opcode.name: ord(opcode.code) for opcode in pickletools.opcodes}
+
+
+def _by_code(**names: str) -> list[str]:
+    """Return for each opcode the key whose words name it, or ""."""
+    found = [""] * 256
+    for key, listed in names.items():
+        for name in listed.split():
+            found[_CODES[name]] = key
+    return found
+
+
+_EFFECTS = _by_code(
+    push="NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 BINFLOAT EMPTY_DICT EMPTY_LIST EMPTY_SET EMPTY_TUPLE",
+    text="LONG1 SHORT_BINUNICODE SHORT_BINBYTES BINUNICODE BINBYTES",
+    put="BINPUT LONG_BINPUT MEMOIZE",
+    get="BINGET LONG_BINGET",
+    tuple="TUPLE1 TUPLE2 TUPLE3",
+    mark="MARK",
+    marked_tuple="TUPLE FROZENSET",
+    marked_items="SETITEMS APPENDS ADDITEMS",
+    items="SETITEM APPEND BUILD",
+    call="REDUCE NEWOBJ",
+    name="STACK_GLOBAL",
+    named="GLOBAL",
+    reference="BINPERSID",
+    none="PROTO FRAME",
+    stop="STOP",
+)
+_WIDTHS = {
+    "PROTO": 1, "FRAME": 8, "BININT": 4, "BININT1": 1, "BININT2": 2, "BINFLOAT": 8, "BINPUT": 1, "LONG_BINPUT": 4,
+    "BINGET": 1, "LONG_BINGET": 4,
+    "LONG1": 1, "SHORT_BINUNICODE": 1, "SHORT_BINBYTES": 1, "BINUNICODE": 4, "BINBYTES": 4,
 }  # fmt: skip
-_COUNTED = {
-    "LONG1": 1,
-    "SHORT_BINUNICODE": 1,
-    "SHORT_BINBYTES": 1,
-    "BINUNICODE": 4,
-    "BINBYTES": 4,
-}  # bytes of the count
-_ARGUMENT_NBYTES = {"PROTO": 1, "FRAME": 8, "BININT": 4, "BININT1": 1, "BININT2": 2, "BINFLOAT": 8, "BINPUT": 1,
-                    "LONG_BINPUT": 4, "BINGET": 1, "LONG_BINGET": 4}  # fmt: skip
-_REFUSED, _GLOBAL = -10, -9
-
-
-def _kinds() -> list[int]:
-    """Return what follows each opcode: a number of bytes; minus the width of a count; or one of the constants."""
-    kinds = [_REFUSED] * 256
-    for opcode in pickletools.opcodes:
-        code = ord(opcode.code)
-        if opcode.name in _FIXED:
-            kinds[code] = _ARGUMENT_NBYTES.get(opcode.name, 0)
-        elif opcode.name in _COUNTED:
-            kinds[code] = -_COUNTED[opcode.name]
-        elif opcode.name == "GLOBAL":
-            kinds[code] = _GLOBAL
-    return kinds
-
-
-_KINDS = _kinds()
-_STOP, _LONG_BINPUT = pickle.STOP[0], pickle.LONG_BINPUT[0]
+_ARGUMENT_NBYTES = [0] * 256  # of texts, those of their length
+for _name, _width in _WIDTHS.items():
+    _ARGUMENT_NBYTES[_CODES[_name]] = _width
+_NUM_TAKEN = {_CODES["TUPLE1"]: 1, _CODES["TUPLE2"]: 2, _CODES["TUPLE3"]: 3}
+_NUM_ITEMS = {_CODES["SETITEM"]: 2, _CODES["APPEND"]: 1, _CODES["BUILD"]: 1}
+_MEMOIZE = _CODES["MEMOIZE"]
 
 
 class BadPickleError(ValueError):
@@ -120,29 +127,67 @@ class _Reader(pickle.Unpickler):
 
 
 def _check_opcodes(data: bytes) -> None:
-    at, end, num_objects = 0, len(data), 0
-    while at < end:
-        opcode = data[at]
-        kind = _KINDS[opcode]
-        at += 1
-        num_objects += 1
-        if kind >= 0:
-            if opcode == _LONG_BINPUT and int.from_bytes(data[at : at + 4], "little") > num_objects:
-                raise BadPickleError(f"malformed pickle: a memo index at byte {at} is beyond the objects before it")
-            if opcode == _STOP:
-                break
-            at += kind
-        elif kind == _GLOBAL:
-            for _ in range(2):
-                at = data.find(b"\n", at) + 1
-                if not at:
-                    raise BadPickleError("truncated pickle")
-        elif kind == _REFUSED:
-            raise BadPickleError(f"opcode {opcode:#04x} at byte {at - 1}, which no pickle of tensors has")
-        else:
-            at -= kind
-            at += int.from_bytes(data[at + kind : at], "little")
-        if num_objects > _MAX_OBJECTS:
-            raise BadPickleError(f"more than {_MAX_OBJECTS} objects")
-    if at != end or not data or data[-1] != _STOP:
-        raise BadPickleError("truncated pickle, or one with bytes after its end")
+    """Raise unless the pickle has only known opcodes, few enough, and nests tuples little.
+
+    The stack and the memo are followed, with only the depth of tuples in tuples of each value.
+    """
+    at, num_left = 0, _MAX_OBJECTS
+    stack: list[int] = []
+    marks: list[int] = []
+    memo: dict[int, int] = {}
+    try:
+        while (effect := _EFFECTS[opcode := data[at]]) != "stop":
+            begin = at + 1
+            at = begin + _ARGUMENT_NBYTES[opcode]
+            num_left -= 1
+            if effect == "push":
+                stack.append(0)
+            elif effect == "put":
+                index = len(memo) if opcode == _MEMOIZE else int.from_bytes(data[begin:at], "little")
+                if index > len(memo) + 1:  # 1: older pickles count from 1
+                    raise BadPickleError("malformed pickle: a memo with holes")
+                memo[index] = stack[-1]
+            elif effect == "get":
+                stack.append(memo[int.from_bytes(data[begin:at], "little")])
+            elif effect == "text":
+                at += int.from_bytes(data[begin:at], "little")
+                stack.append(0)
+            elif effect == "mark":
+                marks.append(len(stack))
+            elif effect == "tuple":
+                _nest(stack, len(stack) - _NUM_TAKEN[opcode])
+            elif effect == "marked_tuple":
+                _nest(stack, marks.pop())
+            elif effect == "marked_items":
+                del stack[marks.pop() :]
+            elif effect == "items":
+                del stack[-_NUM_ITEMS[opcode] :]
+            elif effect == "call":
+                stack[-2:] = [stack[-1]]  # what is made of a tuple may be that tuple
+            elif effect == "name":
+                stack[-2:] = [0]
+            elif effect == "named":
+                at = data.index(b"\n", data.index(b"\n", begin) + 1) + 1
+                stack.append(0)
+            elif effect == "reference":
+                stack[-1] = 0
+            elif effect != "none":
+                raise BadPickleError(f"opcode {opcode:#04x} at byte {begin - 1}, which no pickle of tensors has")
+            if not num_left:
+                raise BadPickleError(f"more than {_MAX_OBJECTS} objects")
+    except LookupError as error:
+        raise BadPickleError("truncated or malformed pickle") from error
+    except ValueError as error:
+        raise error if isinstance(error, BadPickleError) else BadPickleError("truncated pickle") from error
+    if at + 1 != len(data):
+        raise BadPickleError("a pickle with bytes after its end")
+
+
+def _nest(stack: list[int], begin: int) -> None:
+    """Replace the values from `begin` on by a tuple of them."""
+    if begin < 0:
+        raise LookupError
+    depth = 1 + max(stack[begin:], default=-1)
+    if depth > _MAX_DEPTH:
+        raise BadPickleError(f"tuples nested more than {_MAX_DEPTH} deep")
+    stack[begin:] = [depth]

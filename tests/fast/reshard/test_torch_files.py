@@ -216,6 +216,10 @@ def test_a_pickle_runs_nothing(archive: Path, tmp_path: Path) -> None:
         b"\x80\x02}.}.",
         b"\x80\x02}r\xff\xff\xff\x7f.",  # a memo of 2^31 places
         b"\x80\x02]" + b"2" * 100 + b".",  # DUP
+        b"\x80\x02})" + b"\x85" * 3_000_000 + b"Ns.",  # a key of tuples in tuples
+        b"\x80\x02})" + b"\x85q\x00h\x00\x86" * 1_000_000 + b"Ns.",  # the same by the memo
+        b"\x80\x02\x85.",
+        b"\x80\x02h\x05.",
         b"\x80\x02X\xff\xff\xff\xff",  # a string longer than the pickle
         b"\x80\x02ccollections\nOrderedDict\n)R(X\x01\x00\x00\x00wK\x01u.",  # a tensor that is a number
         b"\x80\x02ctorch\nfloat32\n)R.",  # a constant that is called
