@@ -11,11 +11,11 @@ from manifests.errors import LayoutError
 from manifests.placement import Placement
 from manifests.sizes import parse_size
 from reshard.layout.deepspeed import matching_weights
+from reshard.layout.degrees import DEGREES, Degrees, Options, Word, layout_of, read_words
 from reshard.layout.inventory import Inventory
 from reshard.layout.items import pin_windows
 from reshard.layout.model import ModuleCosts, Request, StageLayout
 from reshard.layout.names import NameProblem, Names
-from reshard.layout.options import DEGREES, Degrees, Options, Word, layout_of, read_words
 from reshard.layout.solve import Problem, solve
 from reshard.layout.wording import error_at, list_words, nearest_word, shorten
 

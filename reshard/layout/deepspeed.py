@@ -12,9 +12,9 @@ import warnings
 from collections.abc import Sequence
 from itertools import accumulate
 
+from reshard.layout.degrees import DEGREES, Degrees, Options, layout_of, read_words
 from reshard.layout.inventory import class_names
 from reshard.layout.model import Request, StageLayout
-from reshard.layout.options import DEGREES, Degrees, Options, layout_of, read_words
 from reshard.layout.wording import error_at, list_words
 
 __all__ = ["balanced_bounds", "matching_weights", "read_uniform", "uniform_bounds"]

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from manifests.errors import InputError, LayoutError
 from manifests.jsontext import kind_of, parse_json_object
+from reshard.layout.degrees import DEGREES, Degrees, Options, agreed_ranks, layout_of, read_words
 from reshard.layout.inventory import Inventory
 from reshard.layout.model import MAX_STAGES, SCHEDULES, Request, StageLayout, compress_modules
 from reshard.layout.names import NameProblem, Names
-from reshard.layout.options import DEGREES, Degrees, Options, agreed_ranks, layout_of, read_words
 from reshard.layout.wording import error_at, in_one_line, list_words, nearest_word
 
 __all__ = ["read_cuts", "read_file"]

@@ -9,10 +9,10 @@ import re
 from itertools import accumulate, groupby
 
 from manifests.errors import LayoutError
+from reshard.layout.degrees import Degrees, layout_of, nearest_divisors
 from reshard.layout.expansion import Expansion, expand
 from reshard.layout.inventory import Inventory
 from reshard.layout.model import MAX_STAGES, Request, StageLayout
-from reshard.layout.options import Degrees, layout_of, nearest_divisors
 from reshard.layout.wording import counted, error_at, shorten
 
 __all__ = ["read_megatron", "write_letters"]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from itertools import accumulate
 
+from reshard.layout.degrees import DEGREES, Degrees, Options, layout_of, read_words
 from reshard.layout.model import Request, StageLayout
-from reshard.layout.options import DEGREES, Degrees, Options, layout_of, read_words
 from reshard.layout.wording import counted
 
 __all__ = ["SPLIT_KEYS", "read_split", "split_layers"]

@@ -19,9 +19,9 @@ from reshard.estimate.costs import costs_of
 from reshard.estimate.training_estimate import MOST_PASSES, Assumptions, Forecast, forecast, num_passes
 from reshard.layout import StageLayout, parse_layout
 from reshard.layout.balance import balances_memory, unsolved
+from reshard.layout.degrees import read_words
 from reshard.layout.inventory import Inventory, inventory_of_modules
 from reshard.layout.model import InFlight, Request
-from reshard.layout.options import read_words
 from reshard.plans.pack_plan import PackPlan, Sharding, StagePlan, plan_pack
 from reshard.sources.config import find_config, open_config
 from reshard.sources.huggingface import CONFIG_NAME

@@ -18,8 +18,8 @@ from manifests.errors import (
 from manifests.probe import check_new_file
 from manifests.schedules import Timeline
 from manifests.store import write_file
-from runner.report.plan import planned
 from runner.report.read import RunLog, StepTrace, Traces, read_run
+from runner.report.simulated import planned
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,8 +11,8 @@ from typing import Any
 from manifests.errors import UserError
 from runner.launch.follow import status
 from runner.report.page import tables_of
-from runner.report.plan import planned
 from runner.report.read import read_run
+from runner.report.simulated import planned
 from tests.fuzz.folder import check_refusal, scratch
 
 __all__ = ["check", "seeds"]

@@ -9,7 +9,7 @@ import click
 import pytest
 
 from reshard.cli.command import cli as reshard_cli
-from reshard.layout.options import MOST_COUNT
+from reshard.layout.degrees import MOST_COUNT
 from runner.commands import cli as runner_cli
 from runner.config.flags import training_command
 from tests.builders import llama_config, reshard, write_model

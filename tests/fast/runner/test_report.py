@@ -13,8 +13,8 @@ from manifests.placement import Placement
 from manifests.schedules import StageCosts, schedule_table, simulate
 from runner.profiling.trace import Recorder, RunShape, Tracer, trace_path
 from runner.report.page import write_report
-from runner.report.plan import planned
 from runner.report.read import read_run
+from runner.report.simulated import planned
 
 CASES = (("1F1B", 4, "loop", 6), ("Interleaved1F1B", 8, "loop", 8), ("ZBVZeroBubble", 8, "v", 8))
 
