@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,9 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from manifests.models.catalogue import make_entry
+from manifests.models.shape import module_of
 from tools.parity import compare, look_at_layers
-from tools.tiny_models import LAYERS, decoder_classes, tiny_config
+from tools.tiny_models import LAYERS, MULTIMODAL, decoder_classes, tiny_config
 
 PATH = Path(__file__).parents[1] / "manifests" / "models" / "catalogue.json"
 
@@ -76,6 +77,14 @@ _SWITCHES: tuple[tuple[str, Any], ...] = (
     ("shared_intermediate_size", 0),
     ("decoder_sparse_step", 2),
     ("hidden_size_per_layer_input", 0),
+)
+# Fields whose value decides which layers are of which kind, with values for which there may be further kinds.
+_KINDS: tuple[tuple[str, Any], ...] = (
+    ("decoder_sparse_step", 2),
+    ("mlp_only_layers", [LAYERS - 1]),
+    ("mlp_only_layers", [0]),
+    ("first_k_dense_replace", LAYERS - 1),
+    ("moe_layers", [1]),
 )
 _SEP = ",\n"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -149,26 +158,38 @@ def describe(model_class: type[PreTrainedModel]) -> dict[str, Any]:
     outside = {name: files for name, files in stored.items() if not name.startswith(f"{path}.")}
     inputs, outputs = units_in_order(model_class, config, path, outside, prefix)
     kinds, kind_of = kinds_of(base)
+    decoder, towers = config, []
+    if model_class.__name__ in MULTIMODAL:
+        decoder = config.text_config
+        towers = [unit for unit in inputs if not unit.startswith(prefix.rpartition(".")[0])]
+        base = Tensors(
+            outside=frozenset(name for name in base.outside if module_of(name, towers) is None), layers=base.layers
+        )
+    further = further_kinds(model_class, decoder, kinds, prefix, towers)
     entry: dict[str, Any] = {
-        "inputs": inputs,
+        **({"section": "text_config", "towers": towers} if towers else {}),
+        "inputs": [unit for unit in inputs if unit not in towers],
         "layers": prefix,
         "outputs": outputs,
-        "count": fields_for(model_class, "num_hidden_layers", config),
-        "width": fields_for(model_class, "hidden_size", config),
+        "count": fields_for("num_hidden_layers", decoder),
+        "width": fields_for("hidden_size", decoder),
         "outside": sorted(base.outside),
-        "kinds": [sorted(kind) for kind in kinds],
+        "kinds": [sorted(kind) for kind in (*kinds, *further)],
     }
-    if places := places_of(kinds, kind_of):
+    if not further and (places := places_of(kinds, kind_of)):
         entry["places"] = places
     entry |= ties_of(model_class, model, stored)
-    if switches := switches_of(model_class, config, base, kind_of, prefix):
+    if switches := switches_of(model_class, decoder, base, kind_of, prefix, towers):
         entry["switches"] = switches
     if buffers := buffers_of(model, stored, prefix):
         entry["buffers"] = buffers
     entry |= ignored_by(model_class, prefix)
     if has_uneven_experts(model, prefix):
         entry["uneven"] = True
-    entry |= attention_of(model_class, config, path, kind_of)
+    entry |= attention_of(model_class, config, decoder, path, kind_of)
+    for kind in further if "per_key" in entry else ():
+        nearest = max(range(len(kinds)), key=lambda known: len(kinds[known] & kind))
+        entry["per_key"].append(entry["per_key"][nearest])
     results, hands_on_more = look_at_layers(model_class.__name__, path)
     if results:
         entry["num_results"] = results
@@ -252,6 +273,23 @@ def kinds_of(tensors: Tensors) -> tuple[list[frozenset[str]], list[int]]:
     return kinds, [kinds.index(layer) for layer in tensors.layers]
 
 
+def further_kinds(
+    model_class: type[PreTrainedModel], decoder: Any, kinds: list[frozenset[str]], prefix: str, towers: Collection[str]
+) -> list[frozenset[str]]:
+    """Return kinds of layers that only other configs have."""
+    found: list[frozenset[str]] = []
+    for name, value in _KINDS:
+        if name not in decoder.to_dict():
+            continue
+        changes = {"text_config": {name: value}} if towers else {name: value}
+        try:
+            changed = tensors_of(build(model_class, tiny_config(model_class, **changes), "meta"), prefix)
+        except Exception:  # a combination that transformers refuses
+            continue
+        found += [kind for kind in dict.fromkeys(changed.layers) if kind not in (*kinds, *found)]
+    return found
+
+
 def places_of(kinds: list[frozenset[str]], kind_of: list[int]) -> dict[str, int]:
     """Return which kinds only the first (0) or last (-1) layer has, if a damaged layer could pass for another kind."""
     found = {}
@@ -302,9 +340,9 @@ def unit_of(name: str, path: str) -> str:
     raise NotDescribedError(f"{name} belongs to the model itself, not to one of its modules")
 
 
-def fields_for(model_class: type[PreTrainedModel], name: str, config: Any) -> list[str]:
+def fields_for(name: str, config: Any) -> list[str]:
     """Return what config.json may call a field, the usual name first."""
-    aliases: Mapping[str, str] = model_class.config_class.attribute_map
+    aliases: Mapping[str, str] = type(config).attribute_map
     names = [aliases[name], name] if name in aliases else [name]
     fields = config.to_dict()
     if name == "num_hidden_layers" and not any(known in fields for known in names):
@@ -330,25 +368,32 @@ def ties_of(
 
 
 def switches_of(
-    model_class: type[PreTrainedModel], config: Any, base: Tensors, kind_of: list[int], prefix: str
+    model_class: type[PreTrainedModel],
+    config: Any,
+    base: Tensors,
+    kind_of: list[int],
+    prefix: str,
+    towers: Collection[str],
 ) -> list[dict[str, Any]]:
     """Return which fields add or remove tensors: outside layers, and of each kind of layer."""
     fields, found = config.to_dict(), []
-    default = model_class.config_class().to_dict()
+    default = type(config)().to_dict()
     tried = [(name, not value) for name, value in fields.items() if isinstance(value, bool)]
     tried += [(name, value) for name, value in _SWITCHES if fields.get(name) is not None]
     for name, value in sorted(tried, key=str):
         if name in ("tie_word_embeddings", "use_cache", "return_dict"):
             continue
         try:
-            changed = tensors_of(build(model_class, tiny_config(model_class, **{name: value}), "meta"), prefix)
+            changes = {"text_config": {name: value}} if towers else {name: value}
+            changed = tensors_of(build(model_class, tiny_config(model_class, **changes), "meta"), prefix)
         except Exception:  # a combination that transformers refuses
             continue
-        if changed.outside == base.outside and set(changed.layers) <= set(base.layers):
+        outside = frozenset(name for name in changed.outside if module_of(name, towers) is None)
+        if outside == base.outside and set(changed.layers) <= set(base.layers):
             continue  # at most, other layers are of the same kinds
         if len(changed.layers) != len(base.layers):
             continue
-        deltas = {-1: delta(base.outside, changed.outside)}
+        deltas = {-1: delta(base.outside, outside)}
         for kind, before, after in zip(kind_of, base.layers, changed.layers, strict=True):
             if deltas.setdefault(kind, delta(before, after)) != delta(before, after):
                 deltas = {}  # it changes which layers are of which kind
@@ -389,7 +434,9 @@ def ignored_by(model_class: type[PreTrainedModel], prefix: str) -> dict[str, Any
     return found
 
 
-def attention_of(model_class: type[PreTrainedModel], config: Any, path: str, kind_of: list[int]) -> dict[str, Any]:
+def attention_of(
+    model_class: type[PreTrainedModel], config: Any, decoder: Any, path: str, kind_of: list[int]
+) -> dict[str, Any]:
     """Return the FLOPs of a token for each key, by kind of layer, as a multiple of all heads' width.
 
     A width is that of a query head and its value together, halved: what `4 H h` counts where they are equally wide.
@@ -400,10 +447,10 @@ def attention_of(model_class: type[PreTrainedModel], config: Any, path: str, kin
         counted = [count_flops(model, path, length) for length in (8, 16)]
     except Exception:  # a model that only runs on other kernels
         return {}
-    heads = getattr(config, "num_attention_heads", 0) or 0
-    latent = getattr(config, "qk_nope_head_dim", None)
-    head = config.to_dict().get("head_dim") or config.hidden_size // max(heads, 1)
-    width = heads * ((latent + config.qk_rope_head_dim + config.v_head_dim) / 2 if latent else head)
+    heads = getattr(decoder, "num_attention_heads", 0) or 0
+    latent = getattr(decoder, "qk_nope_head_dim", None)
+    head = decoder.to_dict().get("head_dim") or decoder.hidden_size // max(heads, 1)
+    width = heads * ((latent + decoder.qk_rope_head_dim + decoder.v_head_dim) / 2 if latent else head)
     found: dict[int, float] = {}
     for layer, kind in enumerate(kind_of):
         short, long = (flops.get(layer, 0) for flops in counted)

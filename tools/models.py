@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from manifests.models import ARCHITECTURES
 from manifests.models.catalogue import Entry, catalogued, entry_of, left_out
+from manifests.models.sizes import sizes_of
 from runner.config.architectures import TENSOR_PARALLEL, TRAINED, is_generic
 
 ROOT = Path(__file__).parents[1]
@@ -35,13 +36,14 @@ def main() -> int:
 
 def render() -> str:
     """Return the two tables: what the catalogue has, and what it leaves out."""
-    lines = ["| architecture | pack, export | trains | ties | `--tp` |", "|---|---|---|---|---|"]
+    lines = ["| architecture | plan | pack, export | trains | ties | `--tp` |", "|---|---|---|---|---|---|"]
     names = sorted({*catalogued(), *ARCHITECTURES} - {"MPTForCausalLM"})  # another name of MptForCausalLM
     for name in names:
         entry = entry_of(name)
         road = "by shape" if name in ARCHITECTURES else "by name"
         tensor = "yes" if name in TENSOR_PARALLEL else "no"
-        lines.append(f"| `{name}` | {road} | {_trains(name)} | {_ties(entry)} | {tensor} |")
+        plan = "config.json" if name in ARCHITECTURES or sizes_of(name) is not None else "headers"
+        lines.append(f"| `{name}` | {plan} | {road} | {_trains(name)} | {_ties(entry)} | {tensor} |")
     lines += [
         "",
         f"{len(names)} architectures. Classes of transformers for causal language models that are left out:",
@@ -56,7 +58,8 @@ def _trains(name: str) -> str:
     if name in TRAINED:
         return "by its own family"
     if is_generic(name):
-        return "by the catalogue"
+        entry = entry_of(name)
+        return "its text model, by the catalogue" if entry is not None and entry.towers else "by the catalogue"
     entry = entry_of(name)
     return f"no: {entry.refused}" if entry is not None else "no"
 

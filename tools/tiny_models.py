@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import transformers
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-__all__ = ["DROPOUTS", "LAYERS", "decoder_classes", "tiny_config"]
+__all__ = ["DROPOUTS", "LAYERS", "MULTIMODAL", "decoder_classes", "tiny_config"]
 
 LAYERS = 4
 DROPOUTS = (
@@ -70,6 +70,8 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     "JambaForCausalLM": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "KimiLinearForCausalLM": {"num_local_experts": 4, "linear_head_dim": 16, "linear_num_heads": 4},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2), "num_dense_layers": 1},
+    "Llama4ForCausalLM": {"interleave_moe_layer_step": 2},
+    "Llama4ForConditionalGeneration": {"text_config": {"interleave_moe_layer_step": 2}},
     "LongcatFlashForCausalLM": {
         "num_layers": 2,
         "ffn_hidden_size": 96,
@@ -88,12 +90,33 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+# Classes that take images or sound, too, around one of the decoders above.
+MULTIMODAL = (
+    "Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration", "InternVLForConditionalGeneration",
+    "Llama4ForConditionalGeneration", "LlavaForConditionalGeneration", "Mistral3ForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+)  # fmt: skip
+# Sizes of their other parts: fewer layers than the decoder has.
+_SMALL_TOWER: Mapping[str, Any] = {
+    **dict.fromkeys(("num_hidden_layers", "depth"), 3),
+    **dict.fromkeys(("image_size", "default_output_length"), 32),
+    **dict.fromkeys(("patch_size", "num_position_embeddings", "position_embedding_size"), 16),
+    **dict.fromkeys(("out_hidden_size", "output_proj_dims", "embed_dim", "projector_input_dim"), 64),
+    "deepstack_visual_indexes": [0],
+    "fullatt_block_indexes": [1],
+    "vision_output_dim": 64,
+    "projector_output_dim": 64,
+    "global_head_dim": 16,
+}
+
+
 def decoder_classes() -> Iterator[tuple[str, type[PreTrainedModel]]]:
     """Yield the distinct classes that transformers takes for causal language models, by name, in order."""
     names: set[str] = set()
     for found in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         names.update((found,) if isinstance(found, str) else found)
-    for name in sorted(names):
+    for name in sorted({*names, *MULTIMODAL}):
         yield name, getattr(transformers, name)
 
 
@@ -104,8 +127,30 @@ def tiny_config(model: type[PreTrainedModel], **changes: Any) -> Any:
         Exception: whatever the config class raises of a config that it refuses.
     """
     kind = model.config_class
+    own = {**_OWN.get(model.__name__, {})}
+    for name, value in changes.items():
+        own[name] = {**own[name], **value} if name.endswith("text_config") and name in own else value
+    if model.__name__ in MULTIMODAL:
+        return _multimodal(kind, own)
+    return _tiny(kind, own)
+
+
+def _multimodal(kind: Any, own: Mapping[str, Any]) -> Any:
+    """Return a config whose text model is that of the decoder by itself, beside a tower of fewer layers."""
+    default = {name: kind().to_dict().get(name) or part().to_dict() for name, part in kind.sub_configs.items()
+               if kind().to_dict().get(name) or part is not AutoConfig}  # fmt: skip
+    parts = {}
+    for name in default:
+        found = type(getattr(kind(), name)) if getattr(kind(), name) is not None else kind.sub_configs[name]
+        tower = {} if name == "text_config" else {field: size for field, size in _SMALL_TOWER.items()
+                                                   if field in default[name]}  # fmt: skip
+        parts[name] = _tiny(found, {**tower, **own.get(name, {})}).to_dict()
+    outside = {name: size for name, size in own.items() if name not in parts}
+    return kind(**{**parts, **outside})
+
+
+def _tiny(kind: Any, own: Mapping[str, Any]) -> Any:
     default = kind().to_dict()
-    own = {**_OWN.get(model.__name__, {}), **changes}
     sizes = {name: size for name, size in _SMALL.items() if name in default}
     if "qk_rope_head_dim" in default:  # a head's width is another thing under latent attention
         sizes = {name: size for name, size in sizes.items() if name not in ("head_dim", "partial_rotary_factor")}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from manifests.errors import ModelError
 from manifests.models.by_names import Stored, shape_by_names
-from manifests.models.catalogue import entry_of
+from manifests.models.catalogue import Entry, entry_of
 from manifests.models.config import ConfigReader
 from manifests.models.deepseek_v3 import deepseek_v3_shape
 from manifests.models.described import described_entry
@@ -22,6 +22,7 @@ from manifests.models.phi import phi3_shape, phi_shape
 from manifests.models.qwen2 import qwen2_shape
 from manifests.models.qwen3 import qwen3_moe_shape, qwen3_shape
 from manifests.models.shape import ModelShape, Work, module_of
+from manifests.models.sizes import filled, sizes_of, tensors_of
 from manifests.schema import ModelDescription
 
 __all__ = [
@@ -68,12 +69,14 @@ def model_shape(
 ) -> ModelShape:
     """Return the shape of the model that a Hugging Face config describes.
 
-    An architecture that only the catalogue describes, or a `description`, has the tensors and shapes that are `stored`;
-    of another, the config alone decides, and they are not looked at.
+    An architecture that only the catalogue describes has the tensors and shapes that are `stored`, or, without them,
+    those that follow from the config. One that a `description` describes has those that are stored. Of another, the
+    config alone decides, and they are not looked at.
 
     Raises:
         ModelError: an architecture that is not known, or a field missing, of the wrong kind or unsupported; one of the
-            catalogue without tensors; a description that does not match the tensors.
+            catalogue without tensors whose sizes do not follow from its config; a description that does not match the
+            tensors.
         SourceError: tensors of an architecture of the catalogue or of a description are missing, or not the model's.
     """
     name = architecture_of(config, where, description)
@@ -83,14 +86,22 @@ def model_shape(
         return ARCHITECTURES[name](reader)
     entry = entry_of(name) if description is None else described_entry(description, name)
     assert entry is not None, name
-    if stored is None:
+    return shape_by_names(entry, reader, stored) if stored else _shape_by_config(entry, config, where)
+
+
+def _shape_by_config(entry: Entry, config: Mapping[str, object], where: str) -> ModelShape:
+    """Return the shape of a model whose files are not there; weights as they are before a quantization."""
+    sizes = None if entry.is_described else sizes_of(entry.architecture)
+    if sizes is None:
         raise ModelError(
             f"{where}: architectures",
-            f"the sizes of {name}'s tensors are known from its weights, and config.json is alone",
+            f"the sizes of {entry.architecture}'s tensors are known from its weights, and config.json is alone",
             "give the folder with its safetensors; their headers are enough",
             code="config.needs-weights",
         )
-    return shape_by_names(entry, reader, stored)
+    plain = {name: value for name, value in config.items() if name != "quantization_config"}
+    reader = ConfigReader(filled(sizes, plain, where), where)
+    return shape_by_names(entry, reader, Stored(tensors=tensors_of(sizes, plain, where), where=where))
 
 
 def is_sized_by_files(

@@ -55,6 +55,7 @@ def shape_by_names(entry: Entry, config: ConfigReader, stored: Stored) -> ModelS
         InputError: the number of layers is missing from the config or is none.
         SourceError: a layer or a tensor is missing, or no module owns a tensor.
     """
+    whole, config = config, _text_config(entry, config)
     lists = ((entry.layers, entry.count), *entry.more_layers)
     inner, outside = _sort(entry, [name for name, _ in lists], stored)
     layers: list[_Layer] = []
@@ -66,16 +67,19 @@ def shape_by_names(entry: Entry, config: ConfigReader, stored: Stored) -> ModelS
         layers += found
         names += [f"{name}.{number}" for number in range(len(found))]
         num_layers += listed
-    spare = [module for module in entry.spare if any(module_of(name, {module}) for name in outside)]
-    modules = (*entry.inputs, *names, *spare, *entry.outputs)
+    spare, towers = (
+        [module for module in modules if any(module_of(name, {module}) for name in outside)]
+        for modules in (entry.spare, entry.towers)
+    )
+    modules = (*towers, *entry.inputs, *names, *spare, *entry.outputs)
     owned = set(modules)
     for name in outside:
         if module_of(name, owned) is None:
             raise _unknown(entry, name, stored.where)
     kinds: list[int] = []
-    if not config.has("quantization_config"):  # which has names of its own for the parts of a weight
+    if not whole.has("quantization_config"):  # which has names of its own for the parts of a weight
         outer, expected = entry.names(config.config)
-        _check_outside(entry, config, outer, outside, spare, stored.where)
+        _check_outside(entry, whole, outer, outside, [*spare, *towers], stored.where)
         for number, layer in enumerate(layers[:num_layers]):
             here = {kind for kind, place in entry.places.items() if number == place % num_layers}
             possible = {
@@ -85,7 +89,7 @@ def shape_by_names(entry: Entry, config: ConfigReader, stored: Stored) -> ModelS
         _check_alike(names, layers[:num_layers], kinds, stored.where)
     ignored = (*entry.ignored, *_COMPUTED)
     tensors = {name: dims for name, dims in stored.tensors.items() if not _ends(name, ignored)}
-    ties = _ties(entry, config, tensors)
+    ties = _ties(entry, whole, tensors)
     if entry.is_described:
         _check_described(entry, modules, tensors, stored.where)
     return ModelShape(
@@ -101,6 +105,15 @@ def shape_by_names(entry: Entry, config: ConfigReader, stored: Stored) -> ModelS
         hidden_size=_count(config, entry.width),
         is_estimated=True,
     )
+
+
+def _text_config(entry: Entry, config: ConfigReader) -> ConfigReader:
+    if not entry.section:
+        return config
+    section = config.section(entry.section)
+    if section is None:
+        raise config.error(entry.section, "expected an object, found nothing", code="config.invalid-field")
+    return section
 
 
 def _count(config: ConfigReader, names: tuple[str, ...], most: int = _MOST_WIDE) -> int:
@@ -223,7 +236,7 @@ def _check_alike(names: list[str], layers: list[_Layer], kinds: list[int], where
 
 
 def _check_outside(
-    entry: Entry, config: ConfigReader, expected: frozenset[str], found: Mapping[str, Shape], spare: list[str],
+    entry: Entry, config: ConfigReader, expected: frozenset[str], found: Mapping[str, Shape], others: list[str],
     where: str,
 ) -> None:  # fmt: skip
     if not expected:
@@ -235,7 +248,7 @@ def _check_outside(
         if name not in found and tied.get(name) not in found:
             raise _missing(name, where)
     for name in found:
-        if name not in expected and module_of(name, spare) is None:
+        if name not in expected and module_of(name, others) is None:
             raise _unknown(entry, name, where)
 
 

@@ -58,6 +58,8 @@ class Entry:
     ignored: tuple[str, ...] = ()  # ends of names of tensors that files may have and the model computes
     mtp: str | None = None  # the field that counts MTP layers, numbered after the others
     spare: tuple[str, ...] = ()  # modules that files may have and the model lacks
+    section: str = ""  # the object in the config that describes the decoder, where it takes images or sound as well
+    towers: tuple[str, ...] = ()  # modules for images and sound, which go before the inputs as they are
     uneven: bool = False  # whether files have more experts of one matrix than of another
     per_key: tuple[float, ...] = ()  # by kind of layer: FLOPs for each key, in widths of all heads
     num_results: int = 0  # how many results a layer of transformers returns in a tuple; 0: one tensor, not in a tuple
@@ -99,7 +101,7 @@ def entry_of(architecture: str) -> Entry | None:
 def make_entry(architecture: str, table: Mapping[str, Any]) -> Entry:
     """Return the entry that a table of the catalogue says."""
     fields: dict[str, Any] = {**table, "architecture": architecture}
-    for name in ("inputs", "outputs", "count", "width", "buffers", "ignored", "spare", "per_key"):
+    for name in ("inputs", "outputs", "count", "width", "buffers", "ignored", "spare", "towers", "per_key"):
         if name in fields:
             fields[name] = tuple(fields[name])
     fields["outside"] = frozenset(fields.get("outside", ()))

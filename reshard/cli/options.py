@@ -92,7 +92,9 @@ out = click.option(
     "--out", type=click.Path(), required=True, metavar="DIR|URL", callback=lambda _, __, text: _address(text),
     help="Folder to write, or s3://BUCKET/PREFIX (gs://, az://, or another fsspec URL); must not exist.",
 )  # fmt: skip
-drop = click.option("--drop", multiple=True, metavar="FQN", help="Leave this tensor out; may be repeated.")
+drop = click.option(
+    "--drop", multiple=True, metavar="FQN", help="Leave this tensor, or all of this module, out; may be repeated."
+)
 model = click.option(
     "--model", type=click.Path(path_type=Path), metavar="FILE",
     help="TOML file that names the modules of an unknown architecture; see docs/own-models.md.",

@@ -320,10 +320,12 @@ def drop_tensors(tensors: dict[str, TensorAt], drop: frozenset[str], shape: Mode
     names = []
     for asked in sorted(drop):
         name = asked if asked in tensors else stored.get(asked)
-        if name is None:
-            raise InputError("--drop", f"the source has no tensor {asked!r}", code="options.unknown-drop")
-        del tensors[name]
-        names.append(name)
+        found = [name] if name else [below for below in tensors if below.startswith(f"{asked}.")]
+        if not found:
+            raise InputError("--drop", f"the source has no tensor or module {asked!r}", code="options.unknown-drop")
+        for each in found:
+            del tensors[each]
+        names += found
     return tuple(sorted(names))
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 
@@ -118,9 +118,9 @@ class StageOfAny(nn.Module):
 class WholeModel(nn.Module):
     """A model of transformers as it is; see `runner.pipeline.self_check.Whole`."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, in_files: Callable[[str], str]) -> None:
         super().__init__()
-        self.model = model
+        self.model, self._in_files = model, in_files
         with torch.no_grad():
             for parameter in model.parameters():  # no norm at 1, no bias at 0
                 parameter.add_(torch.randn_like(parameter), alpha=0.02)
@@ -132,7 +132,7 @@ class WholeModel(nn.Module):
     def in_files(self) -> Mapping[str, torch.Tensor]:
         state = {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
         files: Mapping[str, torch.Tensor] = revert_weight_conversion(self.model, state)
-        return files
+        return {self._in_files(name): tensor for name, tensor in files.items()}
 
 
 class _Elsewhere(nn.Module):
@@ -173,15 +173,14 @@ class Generic:
         model_class: type[PreTrainedModel] | None = None,
     ) -> None:
         self.architecture, self._entry, self._where = entry.architecture, entry, where
-        self._given = _with_floats(config)
-        self._class: type[PreTrainedModel] = model_class or getattr(transformers, entry.architecture)
+        config = _with_floats(config)
         reader = ConfigReader(config, where)
         reader.expect("output_router_logits", False)
         reader.expect("layerdrop", 0)
         with refusals(self._where):
-            fields = {**copy.deepcopy(self._given), **_CONFIG}
+            self._class, self._given = (model_class, config) if model_class else _class_and_fields(entry, config)
             config_class: Any = self._class.config_class
-            self._config = config_class.from_dict(fields)
+            self._config = config_class.from_dict({**copy.deepcopy(dict(self._given)), **_CONFIG})
         whole = self._whole("meta")
         self._layers_name, num_layers = self._list_of_layers(whole)
         layers = tuple(f"{entry.layers}.{index}" for index in range(num_layers))
@@ -227,8 +226,12 @@ class Generic:
 
     def tiny(self) -> Generic:
         """Return the family of a model of the same config, with all layers and small widths."""
-        read = type(self._config).from_dict(copy.deepcopy(self._given)).to_dict()
-        return Generic(self._entry, shrink(read), max_seq_len=1, where=self._where, model_class=self._class)
+        read = type(self._config).from_dict(copy.deepcopy(dict(self._given))).to_dict()
+        small: Mapping[str, object] = shrink(read)
+        if self._entry.section:
+            small = {self._entry.section: small}
+        given = None if self._entry.section else self._class
+        return Generic(self._entry, small, max_seq_len=1, where=self._where, model_class=given)
 
     def num_parameters(self) -> int:
         return sum(math.prod(region.shape) for regions in self._regions.values() for region in regions)
@@ -237,7 +240,7 @@ class Generic:
         """Return transformers' model with random weights on the CPU, ties and dropout as the config says."""
         with refusals(self._where):
             config = type(self._config).from_dict(copy.deepcopy({**self._given, "use_cache": False}))
-            return WholeModel(self._class(config))
+            return WholeModel(self._class(config), self._in_files)
 
     def padded_length(self, length: int, most: int) -> int:
         return longest_alike(self._config, length, most)
@@ -295,7 +298,8 @@ class Generic:
         return (number, leaf) if inside != name else (None, name)
 
     def _regions_of(self, model: PreTrainedModel, name: str, tensor: torch.Tensor) -> tuple[Region, ...]:
-        regions = regions_of(tensor, revert_weight_conversion(model, {name: tensor}))
+        files = revert_weight_conversion(model, {name: tensor})
+        regions = regions_of(tensor, {self._in_files(fqn): part for fqn, part in files.items()})
         if regions is None:
             raise ModelError(
                 f"{self._where}: architectures",
@@ -304,6 +308,15 @@ class Generic:
                 code="model.no-family",
             )
         return regions
+
+    def _in_files(self, fqn: str) -> str:
+        """Return the name that files have for a tensor that the decoder's own files name `fqn`."""
+        if not self._entry.section:
+            return fqn
+        around, head = self._entry.layers.removesuffix("layers"), self._entry.outputs[-1]
+        return (
+            f"{around}{fqn.removeprefix('model.')}" if fqn.startswith("model.") else f"{head}.{fqn.partition('.')[2]}"
+        )
 
     def _paths_outside(self, model: PreTrainedModel) -> dict[str, str]:
         """Return each module outside the layers and its name in memory."""
@@ -318,6 +331,13 @@ class Generic:
 
     def _check_modules(self, modules: tuple[str, ...]) -> None:
         for module in modules:
+            if module in self._entry.towers:
+                raise ModelError(
+                    self._where,
+                    f"{module} is for images or sound, which cannot be trained; the text model can",
+                    f"pack the source again with --drop {' --drop '.join(self._entry.towers)}",
+                    code="config.towers",
+                )
             if module not in self.modules:
                 raise ModelError(
                     self._where,
@@ -333,6 +353,17 @@ class Generic:
                 "choose a layout that does not cut before the first layer",
                 code="model.split-inputs",
             )
+
+
+def _class_and_fields(entry: Entry, config: Mapping[str, object]) -> tuple[type[PreTrainedModel], Mapping[str, object]]:
+    """Return the model to run and its config: of a class that takes images as well, the decoder by itself."""
+    found: type[PreTrainedModel] = getattr(transformers, entry.architecture)
+    if not entry.section:
+        return found, config
+    config_class: Any = found.config_class
+    decoder = getattr(config_class.from_dict(copy.deepcopy(dict(config))), entry.section)
+    by_config: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    return by_config[type(decoder)], decoder.to_dict()
 
 
 def _with_floats(value: Any) -> Any:

@@ -17,11 +17,12 @@ from tools.tiny_models import tiny_config
 
 __all__ = ["DOZEN", "build_meta", "config_of", "save_tiny", "stored_by"]
 
-# What `make test` packs: dense and sparse, tied and untied, hybrids, renamed and stacked tensors.
+# What `make test` packs: dense and sparse, tied and untied, hybrids, renamed and stacked tensors, vision towers.
 DOZEN = (
-    "BloomForCausalLM", "Cohere2ForCausalLM", "DeepseekV32ForCausalLM", "GPTNeoXForCausalLM", "Glm4MoeForCausalLM",
-    "GraniteMoeHybridForCausalLM", "JambaForCausalLM", "KimiLinearForCausalLM", "Llama4ForCausalLM",
-    "LongcatFlashForCausalLM", "MiniMaxM2ForCausalLM", "Olmo3ForCausalLM", "Qwen3NextForCausalLM",
+    "BloomForCausalLM", "Cohere2ForCausalLM", "DeepseekV32ForCausalLM", "GPTNeoXForCausalLM",
+    "Gemma3ForConditionalGeneration", "Glm4MoeForCausalLM", "GraniteMoeHybridForCausalLM", "JambaForCausalLM",
+    "KimiLinearForCausalLM", "Llama4ForCausalLM", "Llama4ForConditionalGeneration", "LongcatFlashForCausalLM",
+    "MiniMaxM2ForCausalLM", "Olmo3ForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5MoeForConditionalGeneration",
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,7 +13,8 @@ import pytest
 
 from manifests.errors import UserError
 from manifests.models import ARCHITECTURES, Stored, model_shape
-from manifests.models.catalogue import catalogued
+from manifests.models.catalogue import catalogued, entry_of
+from runner.models import family_for
 from tests.builders import files_in, reshard
 from tests.fast.models.catalogued import DOZEN, build_meta, save_tiny, stored_by
 
@@ -42,9 +44,11 @@ def test_a_tensor_that_is_missing_is_named(architecture: str) -> None:
     if architecture in ARCHITECTURES:  # the config alone decides; `reshard.sources` compares the tensors with it
         assert model_shape(config, stored=stored).tensors.keys() >= stored.tensors.keys()
         return
-    ignored = model_shape(config, stored=stored).ignored_suffixes
+    ignored, entry = model_shape(config, stored=stored).ignored_suffixes, entry_of(architecture)
+    assert entry is not None
+    towers = tuple(f"{tower}." for tower in entry.towers)  # whose tensors only the index knows
     for gone in stored.tensors:
-        if gone.endswith(ignored):
+        if gone.endswith(ignored) or gone.startswith(towers):
             continue
         with pytest.raises(UserError) as caught:
             model_shape(config, stored=without(stored, gone))
@@ -55,9 +59,36 @@ def test_plan_estimates_and_says_so(tmp_path: Path) -> None:
     save_tiny(tmp_path, "Olmo3ForCausalLM")
     ended = reshard("plan", tmp_path, "--layout", "pp=2", "--json")
     assert ended.json["assumed"]["work"] == "estimated"
+
+
+def test_config_alone_is_refused_where_sizes_do_not_follow_from_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Gemma3nForCausalLM"]}))
     ended = reshard("plan", tmp_path / "config.json", "--layout", "pp=2", "--json")
     assert (ended.code, ended.json["error"]["code"]) == (3, "config.needs-weights")
     assert ended.json["error"]["where"] == f"{tmp_path}/config.json: architectures"
+
+
+def test_towers_go_with_the_first_stage_and_can_be_dropped(tmp_path: Path) -> None:
+    source, whole, text = (tmp_path / name for name in ("source", "whole", "text"))
+    save_tiny(source, "Gemma3ForConditionalGeneration")
+    plan = reshard("plan", source, "--layout", "pp=2", "--json")
+    towers = {"vision_tower", "multi_modal_projector"}
+    assert [len(towers.intersection(stage["modules"])) for stage in plan.json["stages"]] == [2, 0]
+    assert reshard("pack", source, "--layout", "pp=2", "--out", whole, "--quiet").code == 0
+    with pytest.raises(UserError) as caught:
+        family(whole).build(("vision_tower", "language_model.model.layers.0"))
+    assert caught.value.code == "config.towers"
+    dropped = [word for tower in sorted(towers) for word in ("--drop", tower)]
+    assert reshard("pack", source, "--layout", "pp=2", "--out", text, *dropped, "--quiet").code == 0
+    modules = [
+        module for stage in json.loads((text / "manifest.json").read_text())["stages"] for module in stage["modules"]
+    ]
+    assert towers.isdisjoint(modules)
+    assert set(modules) <= set(family(text).modules)
+
+
+def family(folder: Path) -> Any:
+    return family_for(json.loads((folder / "config.json").read_text()), max_seq_len=16)
 
 
 def test_layers_that_are_missing_in_the_middle_are_named() -> None:
