@@ -15,6 +15,7 @@ from torch import distributed as dist
 
 from manifests.schema import TrainingState
 from runner.bundle.packed import open_packed
+from runner.checkpoint.resume import Origin
 from runner.checkpoint.save import save
 from runner.config.flags import parse_training
 from runner.distributed.world import World, join_world
@@ -28,7 +29,7 @@ CPU = torch.device("cpu")
 
 def run_case(case: Case, place: Path, world: World) -> dict[str, Any]:
     launched = open_packed(case.folder(place, "packed"))
-    ready = begin(launched, (launched.root,), parse_training(case.flags), world, CPU)
+    ready = begin(launched, (Origin(folder=launched.root),), parse_training(case.flags), world, CPU)
     schedule = ready.engine.schedule
     needed = schedule.has_first or schedule.has_last
     found: dict[str, Any] = {"losses": [], "norms": [], "gradients": []}

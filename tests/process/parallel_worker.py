@@ -22,7 +22,7 @@ from torch import distributed as dist
 
 from runner.bundle.packed import open_packed
 from runner.checkpoint.data_position import find_data
-from runner.checkpoint.resume import remember
+from runner.checkpoint.resume import Origin, remember
 from runner.checkpoint.save import save
 from runner.config.flags import parse_training
 from runner.distributed.world import World, join_world
@@ -99,7 +99,7 @@ def run_case(case: dict[str, Any], out: Path, world: World) -> dict[str, Any]:
     origin = out / f"{case['origin']}-saved" if case["origin"] else launched.root
     flags = ("--resume", str(origin)) if case["origin"] else ()
     options = parse_training(["--data", "synthetic", *case["args"], *flags])
-    ready = begin(launched, (origin,), options, world, CPU)
+    ready = begin(launched, (Origin(folder=origin),), options, world, CPU)
     found: dict[str, Any] = {"loaded": ready.loaded.nbytes, "num_parts": ready.loaded.num_parts, "read": read_of(ready)}
     found["verified"] = ready.loaded.verified_nbytes
     found["stages"] = [chunk.stage for chunk in ready.chunks]
