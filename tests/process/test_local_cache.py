@@ -120,7 +120,7 @@ def test_node_without_room_is_refused_before_anything_is_copied(packed: Path, tm
         assert (done.returncode, done.stdout) == (3, "")
         needed = sum(shard.nbytes for shard in read_manifest(packed).shards)
         (message,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
-        assert f": --stage-to-local {small}: 2 shards need {needed} more bytes " in message
+        assert f": --stage-to-local {small}: 3 shards need {needed} more bytes " in message
         assert not [path for path in small.rglob("*") if path.is_file()]
     finally:
         subprocess.run(["umount", small], check=True)
