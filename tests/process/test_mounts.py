@@ -21,7 +21,8 @@ from tests.builders import files_in, llama_config, reshard, write_model
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
 ROOT = Path(__file__).resolve().parents[2]
-IMPORTS = "import reshard.cli.pack, reshard.sources.open, reshard.operations.divide; import reshard.operations.pack as pack; pack.version('reshard')"
+MODULES = ("reshard.cli.pack", "reshard.sources.open", "reshard.operations.divide", "reshard.operations.pack")
+IMPORTS = f"import {', '.join(MODULES)}; reshard.operations.pack.version('reshard')"
 
 
 def mount(*args: object) -> bool:
