@@ -116,7 +116,7 @@ def _term(weight: int, term: str) -> str:
 
 
 def literals(rows: Sequence[Row], known: Mapping[str, object]) -> dict[str, int]:
-    """Return conditions on these fields, each with the rows where it holds as bits; of equal ones, the first."""
+    """Return conditions on these fields, each with the rows where it is true, as bits; of equal ones, the first."""
     found: dict[int, str] = {}
     everywhere = (1 << len(rows)) - 1
     for words in _candidates(rows, known):
@@ -150,7 +150,7 @@ def _candidates(rows: Sequence[Row], known: Mapping[str, object]) -> Iterator[st
 
 
 def fit_condition(wanted: int, rows: int, known: Mapping[str, int]) -> str | None:
-    """Return conditions that hold in exactly the rows of the bits `wanted`, or nothing if none were found."""
+    """Return conditions that are true in exactly the rows of the bits `wanted`, or nothing if none were found."""
     everywhere = (1 << rows) - 1
     if wanted == everywhere:
         return ""

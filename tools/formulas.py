@@ -36,7 +36,7 @@ class Fitter:
         self._conditions: dict[tuple[int, int], str | None] = {}
         self._formulas: dict[tuple[Any, ...], str | None] = {}
         self._literals: dict[tuple[int, ...], dict[str, int]] = {}
-        self._splits: list[str] = []  # conditions that told shapes of a name apart
+        self._splits: list[str] = []  # conditions that distinguish shapes of a name
 
     def table(self) -> dict[str, Any]:
         self._draw()

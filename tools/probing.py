@@ -161,7 +161,7 @@ class Prober:
         return "\n".join([*sources, *(inspect.getsource(kind) for kind in kinds)])
 
     def _hidden(self, module: str) -> dict[str, Any]:
-        """Return the fields that a config class reads and does not keep, with what it takes for none."""
+        """Return the fields that a config class reads and does not keep, with the values of a config that has none."""
         source = inspect.getsource(self.config_class)
         found = {
             name: int(default) if default.isdecimal() else None

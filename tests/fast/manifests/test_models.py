@@ -66,7 +66,7 @@ def test_builders_write_the_tensors_of_a_llama() -> None:
         ("model.layers.1.mlp.up_proj.weight", "model.layers.1"),
         ("model.layers.11.mlp.up_proj.weight", "model.layers.11"),
         ("lm_head.weight", "lm_head"),
-        ("lm_head", None),
+        ("lm_head", "lm_head"),  # a parameter that is a module by itself
         ("lm_headroom.weight", None),
         ("model.layers.2.mlp.up_proj.weight", None),
     ],

@@ -29,7 +29,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from model_signing import signing, verifying
 
-SHARD = "stage-001/model.safetensors"
+SHARD = "model-00002-of-00002.safetensors"
 
 
 def write_keys(folder: Path, name: str, curve: ec.EllipticCurve | None = None, password: bytes | None = None) -> Path:
