@@ -83,7 +83,7 @@ def read_metadata(folder: Folder) -> DcpMetadata:
     try:
         items = {_item(index): _place(info) for index, info in metadata["storage_data"].items()}
         planner = metadata.fields.get("planner_data") or {}
-        keys = {name: tuple(planner.get(name, (name,))) for name in metadata["state_dict_metadata"]}
+        keys = {name: tuple(planner.get(name, ())) or (name,) for name in metadata["state_dict_metadata"]}
         entries = metadata["state_dict_metadata"].items()
         return DcpMetadata(
             tensors=tuple(_tensor(name, keys[name], entry, items) for name, entry in entries if _is_tensor(entry)),

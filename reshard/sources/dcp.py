@@ -63,7 +63,12 @@ def open_dcp(
     config, where = read_config(config_file), str(folder)
     shape = None if is_sized_by_files(config, str(config_file), description) else model_shape(config, str(config_file))
     saved = read_metadata(folder)
-    weights = dict(_weights(saved.tensors, where))
+    weights: dict[str, DcpTensor] = {}
+    for name, tensor in _weights(saved.tensors, where):
+        if name in weights:
+            problem = "two entries of the state dict have this name"
+            raise SourceError(f"{where}/{METADATA_NAME}: {name!r}", problem, code="source.tensor-twice")
+        weights[name] = tensor
     tensors = _read_tensors(folder, weights)
     if has_torchtitan_names(tensors):
         tensors = under_huggingface_names(tensors, config, where)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
-from manifests.errors import ModelError
+from manifests.errors import ModelError, SourceError
 from manifests.slices import Slice
 from reshard.tensors.checkpoint import TensorAt
 from reshard.tensors.lazy import Block, DerivedFile, derive, read_blocks
@@ -39,6 +39,7 @@ _INTERLEAVED = "llama"  # model type whose rotary embedding pairs adjacent rows 
 _SUPPORTED = (_INTERLEAVED, "qwen3", "qwen3_moe")
 
 _CONVERT = "convert it with torchtitan's scripts/checkpoint_conversion/convert_to_hf.py"
+_SAVE = "save the checkpoint again with the names of one version of torchtitan"
 _UNKNOWN = "model.unknown-torchtitan-layout"
 
 Slices = tuple[TensorAt, ...]
@@ -58,6 +59,7 @@ def under_huggingface_names(
 
     Raises:
         ModelError: torchtitan's layout of this architecture is not known.
+        SourceError: two tensors have names, of two versions of torchtitan, of one weight.
     """
     kind = config.get("model_type")
     if kind not in _SUPPORTED:
@@ -66,6 +68,9 @@ def under_huggingface_names(
     found: dict[str, Slices] = {}
     for name, slices in tensors.items():
         for new, converted in _converted(name, slices, config, interleaved=kind == _INTERLEAVED):
+            if new in found:
+                problem = f"is {new!r} of Hugging Face's model, which another tensor is too"
+                raise SourceError(f"{where}: {name!r}", problem, _SAVE, code="source.tensor-twice")
             found[new] = tuple(replace(one, name=new) for one in converted)
     return found
 

@@ -144,6 +144,20 @@ def swap_items(items: dict[Any, object]) -> None:
     items[one], items[other] = items[other], items[one]
 
 
+def test_two_names_of_one_weight_are_refused(tmp_path: Path) -> None:
+    native = torchtitan_state("llama", huggingface_state("llama", tmp_path / "model"))
+    older = {"output.weight": native["lm_head.weight"].neg()}
+    source, out = save(tmp_path / "step-7", "llama", {**native, **older}), tmp_path / "out"
+    exit_code, code, _ = refusal("pack", source, "--layout", "pp=2", "--out", out).found
+    assert (exit_code, code) == (3, "source.tensor-twice")
+    metadata = pickle.loads((source / ".metadata").read_bytes())
+    metadata.planner_data["output.weight"] = ("lm_head.weight",)
+    metadata.planner_data["norm.weight"] = ()
+    (source / ".metadata").write_bytes(pickle.dumps(metadata))
+    exit_code, code, where = refusal("pack", source, "--layout", "pp=2", "--out", out).found
+    assert (exit_code, code, where) == (3, "source.tensor-twice", f"{source}/.metadata: 'lm_head.weight'")
+
+
 def test_torchtitan_names_of_other_architectures_are_refused(tmp_path: Path) -> None:
     state = huggingface_state("llama", tmp_path / "model")
     source = save(tmp_path / "step-7", "llama", torchtitan_state("llama", state))
