@@ -40,6 +40,7 @@ SUITES: dict[str, tuple[tuple[str, ...], bool]] = {
         True,
     ),
     "both implementations": (("tests/fast/runner/test_titans_on_transformers.py",), False),
+    "families": (("tests/process/test_families.py",), True),
     "parity": (("tests/process/test_parity.py",), True),
     "schedules": (("tests/fast/schedules", "tests/process/test_schedule_csv.py"), True),
     "ties": (("tests/process/test_ties.py",), True),
@@ -56,8 +57,9 @@ is written from what it records in `bench/results/torch-*.json`.
 """
 LEGEND = """
 *logits*: every family against transformers, whole and cut into stages. *both implementations*: torchtitan's families on
-torchtitan's modules and on transformers'. *parity*: all seven schedules and tables from files, on one, two and four
-ranks, tied and untied: bitwise equal to one process, and to transformers within 1e-5; planted mistakes are found.
+torchtitan's modules and on transformers'. *families*: every family packed, trained on two ranks, saved and exported,
+against transformers. *parity*: all seven schedules and tables from files, on one, two and four ranks, tied and untied:
+bitwise equal to one process, and to transformers within 1e-5; planted mistakes are found.
 *schedules*: tables against torch's own. *ties*: replicas of tied weights. *checkpoints*: saved, resumed, and resumed at
 other degrees. *FSDP and TP*: FSDP2, HSDP, replicas, tensor parallelism and their combinations, and their checkpoints.
 Without torchtitan, its families run on transformers' modules, and suites that need it are left out.
@@ -107,7 +109,7 @@ def build(folder: Path, release: str, is_without: bool) -> str:
     if not folder.exists():
         print(f"test-torch: {folder.name}: torch {release}, several GB", flush=True)
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        _pip(python, f"torch=={release}", "setuptools>=77.0.3")
+    _pip(python, f"torch=={release}", "setuptools>=77.0.3")  # also where an interrupted build left the folder
     before = _frozen(python, "torch", "triton", "nvidia-", "cuda-")
     extras = "runner,test" if is_without else "runner,torchtitan,test"
     with TemporaryDirectory() as folder_of_lock:
