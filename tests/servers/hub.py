@@ -1,4 +1,4 @@
-"""A model hub on loopback: the part of the hub's protocol that huggingface_hub 1.x and 2.x read with.
+"""A model hub on loopback: the part of the hub's protocol that huggingface_hub 1.x and 2.x read and write with.
 
 The endpoint is 127.0.0.1. Large files redirect to signed addresses at localhost, which is another host to any
 client. Every request is logged, with the bytes of its body that were sent; faults happen on demand.
@@ -23,7 +23,9 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 import pytest
 from huggingface_hub import constants
 
-__all__ = ["MEMBER", "STRANGER", "Fault", "Hub", "Request", "serve_hub", "set_up"]
+from tests.servers.hub_writing import WritingRoutes
+
+__all__ = ["MEMBER", "STRANGER", "Fault", "Handler", "Hub", "Request", "serve_hub", "set_up"]
 
 MEMBER, STRANGER = "hf_member", "hf_stranger"  # both tokens are valid; one may read what is gated or private
 _LARGE_NBYTES = 1024  # files from here on are not in git, but on the other host
@@ -61,6 +63,8 @@ class Fault:
     body: bytes | None = None  # of the answer, whatever was asked
     cut: int | None = None  # bytes of the body after which the connection breaks
     drop: bool = False  # the connection breaks before any answer
+    after_work: bool = False  # with `drop`: once the request was carried out
+    take: int | None = None  # bytes of the request's body after which the connection breaks
     ignore_range: bool = False
     delay_s: float = 0.0
     drip_s: float = 0.0  # between any two bytes that are sent, those of the head too where `drips_head`
@@ -99,22 +103,42 @@ class Hub:
         self.faults: list[Fault] = []
         self.lock = threading.Lock()
         self.endpoint = ""
+        self.part_nbytes: int | None = None  # of uploads in parts; None: in one piece
+        self.parts: dict[tuple[str, int], bytes] = {}
+        self.gitignore = ""
+        self.messages: list[str] = []  # of commits that clients made
         self._repos: dict[str, _Repo] = {}
         self._large: dict[str, bytes] = {}
         self._num_signed = self._oldest_valid = 0
 
     def push(
-        self, name: str, files: Mapping[str, bytes], *, ref: str = "main", gated: bool = False, private: bool = False
+        self,
+        name: str,
+        files: Mapping[str, bytes],
+        *,
+        ref: str = "main",
+        gated: bool = False,
+        private: bool = False,
+        parent: str = "",
     ) -> str:
         """Make these files the branch's newest commit; give its hash."""
         stored = {path: _File(data) for path, data in sorted(files.items())}
         listing = "".join(f"{path} {file.git}\n" for path, file in stored.items())
-        commit = hashlib.sha1(listing.encode()).hexdigest()
+        commit = hashlib.sha1((parent + listing).encode()).hexdigest()
         self._large |= {file.sha256: file.data for file in stored.values() if file.sha256}
         repo = self._repos.setdefault(name, _Repo(gated=gated, private=private))
         repo.commits[commit] = stored
         repo.refs[ref] = commit
         return commit
+
+    def keep(self, sha256: str, data: bytes) -> None:
+        """Keep a large file that was uploaded, in a commit or not."""
+        self._large[sha256] = data
+
+    def files(self, name: str, ref: str = "main") -> dict[str, bytes]:
+        """Return a branch's files."""
+        repo = self._repos[name]
+        return {path: file.data for path, file in repo.commits[repo.refs[ref]].items()}
 
     def fail(self, path: str, **fault: Any) -> None:
         with self.lock:
@@ -167,7 +191,7 @@ class Hub:
 def serve_hub() -> Iterator[Hub]:
     """Serve a hub without repositories, until the block ends."""
     hub = Hub()
-    server = _Server(("127.0.0.1", 0), lambda *args: _Handler(hub, *args))
+    server = _Server(("127.0.0.1", 0), lambda *args: Handler(hub, *args))
     hub.endpoint = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
@@ -185,6 +209,8 @@ def set_up(patch: pytest.MonkeyPatch, hub: Hub, cache: Path) -> None:
     template = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
     patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     patch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    patch.setattr(constants, "HF_HOME", str(cache))
+    patch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # its servers are not on loopback
     patch.setattr(constants, "HF_TOKEN_PATH", str(cache / "no-token"))
     patch.setattr(constants, "HF_HUB_OFFLINE", False)
     patch.delenv("HF_TOKEN", raising=False)
@@ -198,7 +224,7 @@ class _Server(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class Handler(WritingRoutes, BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def __init__(self, hub: Hub, *args: Any) -> None:
@@ -208,19 +234,27 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         pass
 
-    def do_GET(self) -> None:
+    def begin(self) -> bool:
+        """Read the request; return whether there is anything left to do, after a fault."""
         self.fault = self.hub.take_fault(self.command, self.path)
         time.sleep(self.fault.delay_s)
         self.url = urlsplit(self.path)
         self.query = {key: values[0] for key, values in parse_qs(self.url.query).items()}
-        if self.fault.drop:
+        nbytes = int(self.headers.get("Content-Length", "0"))
+        self.sent = self.rfile.read(nbytes if self.fault.take is None else self.fault.take)
+        if self.fault.take is not None or (self.fault.drop and not self.fault.after_work):
             self.close_connection = True
-            return
+            return False
         if self.fault.status is not None:
             self.answer(self.fault.status, self.fault.body or b"{}")
-            return
+            return False
         if self.fault.body is not None:
             self.answer(200, self.fault.body)
+            return False
+        return True
+
+    def do_GET(self) -> None:
+        if not self.begin():
             return
         routes: dict[str, Callable[..., None]] = {
             r"/cdn/([0-9a-f]{64})": self.cdn,
@@ -360,6 +394,10 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path != _NOT_OURS:
             with self.hub.lock:
                 self.hub.requests.append(entry)
+        if self.fault.drop:
+            self._headers_buffer = []
+            self.close_connection = True
+            return
         if self.fault.drips_head:
             head, self._headers_buffer = b"".join(self._headers_buffer), []
             self.drip(head)
