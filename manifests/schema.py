@@ -10,6 +10,7 @@ from manifests.placement import Placement, Style
 
 __all__ = [
     "FORMAT",
+    "MODEL_CARD_NAME",
     "MOMENTS",
     "VERSION",
     "WEIGHTS",
@@ -43,6 +44,7 @@ __all__ = [
 
 FORMAT = "reshard-manifest"
 VERSION = 1
+MODEL_CARD_NAME = "README.md"
 
 Holds = Literal["weights", "exp_avg", "exp_avg_sq"]
 Decay = Literal["constant", "linear", "cosine", "sqrt"]
@@ -176,6 +178,11 @@ class AuxiliaryFile:
     path: str
     nbytes: int
     digest: str
+
+    @property
+    def compared_digest(self) -> str | None:
+        """The digest that the file must have; None for the model card, a page that people edit on the hub."""
+        return None if self.path == MODEL_CARD_NAME else self.digest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from reshard.api.pack import pack
     from reshard.api.packed import PackedModel, PackedStage, TensorInfo, open
     from reshard.api.plan import plan
+    from reshard.api.push import push
     from reshard.api.sign import sign
     from reshard.api.verify import verify
     from reshard.checks.check import CheckResult
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from reshard.operations.export import ExportResult
     from reshard.operations.pack_result import PackResult
     from reshard.operations.progress import Progress
+    from reshard.operations.push import PushResult
     from reshard.operations.resolve import PlanResult
     from reshard.operations.verify import VerifyResult
     from reshard.transforms.conversion import Conversion
@@ -68,6 +70,7 @@ __all__ = [
     "PackedStage",
     "PlanResult",
     "Progress",
+    "PushResult",
     "ScheduleError",
     "ShardError",
     "SignatureError",
@@ -87,6 +90,7 @@ __all__ = [
     "open",
     "pack",
     "plan",
+    "push",
     "sign",
     "verify",
 ]
@@ -116,6 +120,7 @@ __getattr__, __dir__ = lazy_attributes(
         "reshard.api.pack": ("pack",),
         "reshard.api.packed": ("PackedModel", "PackedStage", "TensorInfo", "open"),
         "reshard.api.plan": ("plan",),
+        "reshard.api.push": ("push",),
         "reshard.api.sign": ("sign",),
         "reshard.api.verify": ("verify",),
         "reshard.checks.check": ("CheckResult",),
@@ -126,6 +131,7 @@ __getattr__, __dir__ = lazy_attributes(
         "reshard.operations.export": ("ExportResult",),
         "reshard.operations.pack_result": ("PackResult",),
         "reshard.operations.progress": ("Progress",),
+        "reshard.operations.push": ("PushResult",),
         "reshard.operations.resolve": ("PlanResult",),
         "reshard.operations.verify": ("VerifyResult",),
         "reshard.transforms.conversion": ("Conversion",),

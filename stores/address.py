@@ -11,7 +11,7 @@ from typing import TypeGuard
 
 from manifests.errors import StoreError
 
-__all__ = ["SCHEME", "HubAddress", "is_inside", "is_url", "parse_hub_address", "place_of", "split_url"]
+__all__ = ["SCHEME", "HubAddress", "hub_output", "is_inside", "is_url", "parse_hub_address", "place_of", "split_url"]
 
 SCHEME = "hf://"
 _PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
@@ -63,6 +63,15 @@ def place_of(address: str | Path) -> str:
     _, bucket, prefix = split_url(f"{scheme}://{rest.lstrip('/')}")
     bucket = bucket.partition("@")[0] if scheme == "az" else bucket.rpartition("@")[2]
     return f"{scheme}://{bucket}{posixpath.normpath(f'/{prefix}')}".rstrip("/")
+
+
+def hub_output(out: str | Path) -> HubAddress | None:
+    """Return the repository that an output is written to, if it is `hf://org/name[@branch]`.
+
+    Raises:
+        StoreError: it is malformed.
+    """
+    return parse_hub_address(out) if isinstance(out, str) and out.startswith(SCHEME) else None
 
 
 def _real(path: str) -> str:

@@ -142,8 +142,8 @@ def read_whole(file: InputFile, digest: str | None = None, *, most_nbytes: int =
     return data
 
 
-def check_whole(file: InputFile, digest: str) -> None:
-    """Read a file of any length, a block at a time, and check its digest.
+def check_whole(file: InputFile, digest: str | None) -> None:
+    """Read a file of any length, a block at a time, and check its digest if there is one.
 
     Raises:
         SourceError: it has another digest.

@@ -16,7 +16,7 @@ from manifests.errors import InputError, StoreError
 from manifests.paths import problem_with_path
 from stores.address import SCHEME, HubAddress
 from stores.base import InputFile, Range, Reader, is_hidden
-from stores.hub_calls import asking, check_endpoint, offline_error
+from stores.hub_calls import asking, check_endpoint, check_token, offline_error
 from stores.hub_file import AGENT, HubFile
 from stores.local import LocalFolder
 from stores.retries import Retries, keep_trying
@@ -42,6 +42,7 @@ def open_hub(address: HubAddress, retries: Retries | None = None) -> HubFolder:
     if constants.HF_HUB_OFFLINE:
         return _open_cached(address)
     check_endpoint()
+    check_token()
     retries = retries or Retries()
     few = replace(retries, num_attempts=min(retries.num_attempts, _NUM_LISTING_ATTEMPTS))
     info = keep_trying(
@@ -56,7 +57,8 @@ def open_hub(address: HubAddress, retries: Retries | None = None) -> HubFolder:
         for sibling in info.siblings or ()
         if not is_hidden(sibling.rfilename)
     ]
-    return HubFolder(address=address, revision=info.sha, files={file.name: file for file in files})
+    found = {file.name: file for file in files}
+    return HubFolder(address=address, revision=info.sha, files=found, is_private=bool(info.private))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +69,7 @@ class HubFolder:
     revision: str
     files: Mapping[str, HubFile] = field(hash=False, repr=False)
     is_offline: bool = False
+    is_private: bool = False
     kind: str = "huggingface"
 
     def __str__(self) -> str:

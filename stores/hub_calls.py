@@ -28,11 +28,13 @@ from stores.pace import answered_within
 from stores.retries import PassingError
 
 __all__ = [
+    "LOG_IN",
     "ClientError",
     "asked_wait_s",
     "asking",
     "busy",
     "check_endpoint",
+    "check_token",
     "configured_token",
     "is_passing",
     "offline_error",
@@ -43,7 +45,7 @@ __all__ = [
 ClientError: type[BaseException] = HfHubHTTPError.__bases__[0]
 
 _WINDOW_IS_USED_UP = re.compile(r";\s*r=0\s*;\s*t=(\d+)")  # RateLimit: "resolvers";r=0;t=172
-_LOG_IN = "hf auth login, or set HF_TOKEN"
+LOG_IN = "hf auth login, or set HF_TOKEN"
 
 Answer = TypeVar("Answer")
 
@@ -90,13 +92,25 @@ def configured_token() -> str | None:
     return None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else get_token()
 
 
+def check_token() -> None:
+    """Refuse a token that cannot be sent in a header, which the client's error would print.
+
+    Raises:
+        StoreError: without the token.
+    """
+    token = configured_token()
+    if token is not None and not (token.isascii() and token.isprintable()):
+        problem = "the token has characters that no token has"
+        raise StoreError("HF_TOKEN", problem, f"{LOG_IN} to a valid one", code="store.invalid-token")
+
+
 def is_passing(status: int) -> bool:
     return status in (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS) or status >= 500
 
 
 def busy(server: str, status: int, headers: Mapping[str, str]) -> PassingError:
     if status == HTTPStatus.TOO_MANY_REQUESTS:
-        hint = "try again later" + ("" if configured_token() else f"; limits are higher with a token: {_LOG_IN}")
+        hint = "try again later" + ("" if configured_token() else f"; limits are higher with a token: {LOG_IN}")
         problem = f"{server} limits the rate of requests (429)"
         return PassingError(problem, hint, asked_wait_s(headers), code="store.busy")
     code = "store.busy" if status == HTTPStatus.SERVICE_UNAVAILABLE else "store.unreachable"
@@ -119,7 +133,7 @@ def asked_wait_s(headers: Mapping[str, str]) -> float | None:
 
 def unreachable(server: str, error: BaseException) -> PassingError:
     """Return an error about a failed or broken connection."""
-    why = str(error) or type(error).__name__
+    why = _without_token(str(error)) or type(error).__name__
     return PassingError(f"{server} cannot be read: {why}", "check the network, HTTPS_PROXY and HF_ENDPOINT")
 
 
@@ -137,12 +151,12 @@ def _refusal(address: HubAddress, error: HfHubHTTPError) -> InputError:
     has_token = configured_token() is not None
     if isinstance(error, GatedRepoError):
         problem = "gated repository, and " + ("the token has no access" if has_token else "no token was sent")
-        hint = f"request access at {page}" + ("" if has_token else f", then {_LOG_IN}")
+        hint = f"request access at {page}" + ("" if has_token else f", then {LOG_IN}")
         return StoreError(where, problem, hint, code="store.gated")
     if isinstance(error, RepositoryNotFoundError):
         meant = "neither a local folder nor a repository on the hub" if address.is_bare else "no repository on the hub"
         unless = "the token has no access to it" if has_token else "it is private and no token was sent"
-        hint = "check the name for typos" + ("" if has_token else f"; {_LOG_IN}")
+        hint = "check the name for typos" + ("" if has_token else f"; {LOG_IN}")
         return StoreError(where, f"{meant}, or {unless}", hint, code="store.no-such-repository")
     if isinstance(error, RevisionNotFoundError):
         problem, hint = f"revision {address.revision!r} not found", "use a branch, a tag or a full commit hash"
@@ -153,7 +167,16 @@ def _refusal(address: HubAddress, error: HfHubHTTPError) -> InputError:
         return StoreError(where, "the hub disabled this repository", f"see {page}", code="store.disabled-repository")
     status = error.response.status_code
     if status == HTTPStatus.UNAUTHORIZED:
-        problem, hint = "invalid token (401)", f"{_LOG_IN} to a valid one"
+        problem, hint = "invalid token (401)", f"{LOG_IN} to a valid one"
         return StoreError(where, problem, hint, code="store.invalid-token")
-    problem = f"the hub responded with {status}: {error.server_message or 'no reason given'}"
+    problem = f"the hub responded with {status}: {_without_token(error.server_message or 'no reason given')}"
+    if status == HTTPStatus.FORBIDDEN:
+        hint = f"use a token that may write there, see {constants.ENDPOINT}/settings/tokens"
+        return StoreError(where, problem, hint if has_token else LOG_IN, code="store.denied")
     return StoreError(where, problem, code="store.refused")
+
+
+def _without_token(text: str) -> str:
+    """Return what a server or client said, without the token that was sent."""
+    token = configured_token()
+    return text.replace(token, "TOKEN") if token else text

@@ -12,6 +12,7 @@ from reshard.cli.check import check
 from reshard.cli.pack import export, pack
 from reshard.cli.pack_parts import commit
 from reshard.cli.plan import layout, plan
+from reshard.cli.push import push
 from reshard.cli.sign import sign
 from reshard.cli.verify import diff, inspect, verify
 
@@ -31,7 +32,7 @@ def cli() -> None:
     """
 
 
-for verb in (plan, layout, pack, commit, export, verify, check, sign, inspect, diff):
+for verb in (plan, layout, pack, commit, export, verify, check, sign, push, inspect, diff):
     cli.add_command(verb)
 
 

@@ -7,18 +7,20 @@ import functools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from manifests.errors import UsageError
-from stores.address import is_url
+from stores.address import hub_output, is_url
 
 if TYPE_CHECKING:
     from reshard.operations.progress import Progress
     from reshard.transforms.cast import Dtype
     from reshard.transforms.conversion import Plain
+    from stores.manifest_file import Address
 
 __all__ = [
     "DTYPES",
@@ -47,6 +49,7 @@ __all__ = [
     "strict_megatron",
     "sync",
     "training_flags",
+    "upload_bars",
 ]
 
 Command = Callable[..., Any]
@@ -90,7 +93,7 @@ quiet = click.option(
 force = click.option("--force", is_flag=True, help="Replace an existing output, in one step.")
 out = click.option(
     "--out", type=click.Path(), required=True, metavar="DIR|URL", callback=lambda _, __, text: _address(text),
-    help="Folder to write, or s3://BUCKET/PREFIX (gs://, az://, or another fsspec URL); must not exist.",
+    help="Folder to write, s3://BUCKET/PREFIX (gs://, az://, another fsspec URL) or, of pack, hf://org/name.",
 )  # fmt: skip
 drop = click.option(
     "--drop", multiple=True, metavar="FQN", help="Leave this tensor, or all of this module, out; may be repeated."
@@ -245,6 +248,15 @@ def progress(verb: str, quiet: bool) -> Iterator[Progress | None]:
             bar.update(done_nbytes - bar.n)
 
         yield show
+
+
+def upload_bars(out: Address, quiet: bool) -> AbstractContextManager[None]:
+    """Show the bars of an upload on a terminal, if `out` is on the hub; see `progress`."""
+    if hub_output(out) is None:
+        return contextlib.nullcontext()
+    from stores.hub_upload import showing_bars
+
+    return showing_bars(not quiet)
 
 
 def _renamed(old: str, value: T, new: str, other: T | None, *, quiet: bool) -> T:

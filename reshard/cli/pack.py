@@ -63,6 +63,9 @@ def pack(
     Uploads to a bucket are sequential, and a shard's digests come first in it: tensors without a known digest are
     read twice. If reading is slow, pack into a folder, then pack that manifest into the bucket.
 
+    With --out hf://org/name[@branch], the model is packed below HF_HOME, pushed in one commit, and removed there; see
+    reshard push.
+
     Machines that share a file system can each pack a --part, which reshard commit merges; --parts N --scheduler slurm
     submits all of it. The output is the same, byte for byte.
 
@@ -96,7 +99,7 @@ def pack(
     for shard in () if quiet else prepared.large_headers:
         what = f"warning: the header of {shard.path} takes {shard.header_nbytes} bytes"
         click.echo(f"{what}, and the Hugging Face hub reads up to 25 MB: use a smaller --max-shard-size", err=True)
-    with options.progress("pack", quiet) as progress:
+    with options.progress("pack", quiet) as progress, options.upload_bars(out, quiet):
         if division.part is not None:
             part, nbytes = prepared.run_part(progress), prepared.nbytes
             options.print_result(quiet, as_json, lambda: part_json(part, nbytes), lambda: part_text(part, nbytes, out))

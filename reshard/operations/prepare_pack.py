@@ -26,6 +26,7 @@ from reshard.plans.references import choose_stages
 from reshard.sources.open import links_of, open_described
 from reshard.tensors.checkpoint import TensorAt
 from reshard.transforms.conversion import Conversion, convert
+from stores.address import HubAddress, hub_output
 from stores.manifest_file import Address
 
 __all__ = ["PackRequest", "PreparedPack", "prepare_pack"]
@@ -61,6 +62,10 @@ class PackRequest:
         if self.conversion.changes_bytes and (self.virtual or self.stages is not None):
             flag = "--virtual" if self.virtual else "--stages"
             problem = "virtual bundles refer to the source's bytes, which cannot be converted"
+            raise UsageError(flag, problem, "pack without it", code="options.conflict")
+        if hub_output(self.out) is not None and (self.virtual or self.stages is not None):
+            flag = "--virtual" if self.virtual else "--stages"
+            problem = "virtual bundles refer to the source's bytes, which would not be uploaded"
             raise UsageError(flag, problem, "pack without it", code="options.conflict")
 
 
@@ -115,11 +120,27 @@ class PreparedPack:
         return self.laid.checkpoint.source.left_out
 
     def run(self, progress: Progress | None = None) -> PackResult:
-        """Write the bundles and, last, the manifest that commits them; raises as `operations.pack.pack`."""
+        """Write the bundles and, last, the manifest that commits them; raises as `operations.pack.pack`.
+
+        With an `out` on the hub, a folder is packed and pushed; raises as `operations.push.push_folder`, too.
+        """
+        if (address := hub_output(self.request.out)) is not None:
+            return self._run_and_push(address, progress)
         checked: list[HubReport] = []
         options = self._options(progress, report=checked)
         manifest = pack(self.laid.checkpoint, self.laid.plan, options)
         return PackResult(manifest=manifest, out=self.request.out, hub=checked[0] if checked else HubReport())
+
+    def _run_and_push(self, address: HubAddress, progress: Progress | None) -> PackResult:
+        from reshard.operations.push import PushOptions, check_free, push_folder, staged
+
+        options = PushOptions(force=self.request.force)
+        check_free(address, options)
+        with staged(address) as folder:
+            here = replace(self, request=replace(self.request, out=folder, force=True))
+            done = here.run(progress)
+            pushed = push_folder(folder, address, options)
+        return replace(done, out=self.request.out, revision=pushed.revision)
 
     def run_part(self, progress: Progress | None = None) -> Part:
         """Write the request's part of the bundles; raises as `pack_part`."""

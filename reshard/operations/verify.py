@@ -172,7 +172,7 @@ def _unlike_their_digests(digests: Mapping[TensorAt, str | None]) -> Iterator[Di
 def _unlike_their_files(manifest: Manifest, folder: Folder) -> Iterator[Difference]:
     for auxiliary in manifest.files:
         try:
-            check_whole(folder.file(auxiliary.path), auxiliary.digest)
+            check_whole(folder.file(auxiliary.path), auxiliary.compared_digest)
         except InputError as error:
             yield Difference(error.where, error.problem)
 

@@ -10,13 +10,15 @@ from manifests.index import INDEX_NAME
 from manifests.invariants import SOURCE_NAME, check_model
 from manifests.models import ModelShape, is_sized_by_files, model_shape, module_of
 from manifests.safetensors import in_data_order
-from manifests.schema import MOMENTS, WEIGHTS, AuxiliaryFile, Holds, Manifest, Parent, Stage
+from manifests.schema import MODEL_CARD_NAME, MOMENTS, WEIGHTS, AuxiliaryFile, Holds, Manifest, Parent, Stage
 from reshard.copy.engine import hash_tensors
 from reshard.sources.huggingface import CONFIG_NAME, check_coverage, without_absent
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles, TensorAt
+from reshard.tensors.lazy import MemoryFile
+from reshard.tensors.model_card import has_section, without_section
 from reshard.tensors.slices import merge_slices, slices_of
 from reshard.tensors.source_index import SourceRecord, decode_record
-from stores.base import read_config, read_whole
+from stores.base import Folder, read_config, read_whole
 from stores.bundles import Bundles, join_slices
 from stores.manifest_file import Address, ManifestFile, find_manifest_file
 
@@ -67,11 +69,7 @@ def open_manifest(address: Address | ManifestFile, bundles: Bundles | None = Non
     return Checkpoint(
         shape=shape,
         tensors=tensors,
-        auxiliary=tuple(
-            AuxiliaryAt(path=auxiliary.path, file=folder.file(auxiliary.path), digest=auxiliary.digest)
-            for auxiliary in manifest.files
-            if auxiliary.path != SOURCE_NAME
-        ),
+        auxiliary=tuple(_auxiliary_at(folder, listed) for listed in manifest.files if listed.path != SOURCE_NAME),
         record=record,
         source=manifest.source,
         parents=(*manifest.parents, Parent(location=folder.location, digest=digest)),
@@ -80,6 +78,14 @@ def open_manifest(address: Address | ManifestFile, bundles: Bundles | None = Non
         moments=moments,
         description=description,
     )
+
+
+def _auxiliary_at(folder: Folder, listed: AuxiliaryFile) -> AuxiliaryAt:
+    """Return where an auxiliary file is; a model card without the section that `reshard push` has added."""
+    file = folder.file(listed.path)
+    if listed.path == MODEL_CARD_NAME and has_section(data := read_whole(file)):
+        file = MemoryFile(str(file), without_section(data))
+    return AuxiliaryAt(path=listed.path, file=file, digest=listed.compared_digest)
 
 
 def _moments(bundles: Bundles, holds: Holds, record: SourceRecord, shape: ModelShape) -> dict[str, TensorAt]:

@@ -90,7 +90,7 @@ def open_packed(folder: Path, manifest: Manifest | None = None) -> Packed:
                 hint,
                 code="manifest.missing-file",
             )
-        check_whole(LocalFile(folder / auxiliary.path), auxiliary.digest)
+        check_whole(LocalFile(folder / auxiliary.path), auxiliary.compared_digest)
     if config.get("quantization_config"):
         raise ModelError(
             f"{path}: quantization_config",

@@ -34,7 +34,7 @@ def fetch(file: ManifestFile, folder: Path) -> Packed:
         for auxiliary in manifest.files:
             path = folder / auxiliary.path
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_file(path, Blocks(file.folder.file(auxiliary.path), auxiliary.digest), is_durable=False)
+            write_file(path, Blocks(file.folder.file(auxiliary.path), auxiliary.compared_digest), is_durable=False)
         folder.mkdir(parents=True, exist_ok=True)
         write_file(folder / MANIFEST_NAME, read_whole(file.folder.file(file.name)), is_durable=False)
     except OSError as error:

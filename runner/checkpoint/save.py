@@ -256,7 +256,7 @@ def _commit(
         if auxiliary.path == SKIPPED_NAME:
             write_file(target, encode_skipped(num_skipped))
         else:
-            write_file(target, Blocks(LocalFile(context.root / auxiliary.path), auxiliary.digest))
+            write_file(target, Blocks(LocalFile(context.root / auxiliary.path), auxiliary.compared_digest))
     weights = {path: found for of_rank in indexed for path, found in of_rank.items()}
     if weights:
         names = {path: weights[path][0] for path in sorted(weights)}

@@ -98,7 +98,9 @@ def test_doctests_of_the_public_api_run(tmp_path: Path, monkeypatch: pytest.Monk
     assert runner.failures == 0
     assert runner.tries >= 10
     tested = {name for name, found in public("reshard", ("function",))}
-    assert tested <= {f"reshard.{name}" for name in (*order, "sign")}  # sign: tests/fast/reshard/test_sign.py
+    assert tested <= {
+        f"reshard.{name}" for name in (*order, "sign", "push")
+    }  # tests/fast/reshard/test_sign.py, test_push.py
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -1,0 +1,46 @@
+"""push: the verb that uploads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from reshard.cli import options
+
+__all__ = ["push"]
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
+@click.argument("repository", metavar="ORG/NAME")
+@click.option("--revision", metavar="BRANCH", show_default="main", help="Branch to commit to; created from main.")
+@click.option("--public", is_flag=True, help="Create a public repository, or publish in one that is public.")
+@click.option("--message", metavar="TEXT", show_default="architecture, stages and step", help="Message of the commit.")
+@click.option("--force", is_flag=True, help="Replace another model; its files are removed in the same commit.")
+@options.as_json
+@options.quiet
+def push(
+    folder: Path, repository: str, revision: str | None, public: bool, message: str | None, force: bool,
+    as_json: bool, quiet: bool,
+) -> None:  # fmt: skip
+    """Upload the packed model or checkpoint in DIR to the Hugging Face hub, in one commit.
+
+    The repository is private unless --public. It has the whole checkpoint, with a model card, or nothing of it: after
+    an interruption run the command again, and files that were sent are not sent again. Log in with hf auth login, or
+    set HF_TOKEN.
+
+    \b
+    Example:
+      reshard push ./Llama-3.2-1B-pp2 my-org/Llama-3.2-1B-pp2
+    """
+    from reshard.api.arguments import names_flags
+    from reshard.api.push import push as run
+    from reshard.report.push import push_json, push_text, warning_lines
+    from stores.hub_upload import showing_bars
+
+    with showing_bars(not quiet):
+        done = names_flags(run)(folder, repository, revision=revision, public=public, message=message, force=force)
+    for line in () if quiet else warning_lines(done):
+        click.echo(line, err=True)
+    options.print_result(quiet, as_json, lambda: push_json(done), lambda: push_text(done, folder))
