@@ -14,7 +14,7 @@ from manifests.errors import LaunchError
 from runner.config.flags import Device
 from runner.tensors.huge_pages import return_freed_memory
 
-__all__ = ["World", "device_of", "join_world"]
+__all__ = ["World", "device_of", "exchange_device", "join_world"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,12 +56,26 @@ def device_of(world: World, asked: Device) -> torch.device:
     return torch.device("cuda", world.local_rank)
 
 
-def join_world(device: torch.device, timeout_s: int) -> None:
-    """Create the process group of all ranks; every later wait for another rank ends after `timeout_s`."""
+def join_world(device: torch.device, timeout_s: int, *, shares_gpu: bool = False) -> None:
+    """Create the process group of all ranks; every later wait for another rank ends after `timeout_s`.
+
+    NCCL refuses ranks that share a GPU (`shares_gpu`): they use gloo, through host memory.
+    """
     return_freed_memory()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl"
+        backend = "gloo" if shares_gpu else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+
+
+def exchange_device(device: torch.device, group: dist.ProcessGroup | None = None) -> torch.device:
+    """Return where a tensor on `device` must be to be sent or gathered: gloo does that in host memory only.
+
+    Source: torch 2.13, docs/source/distributed.md, "Backends".
+    """
+    found = group or dist.group.WORLD
+    if device.type == "cpu" or found is None or found._get_backend(device).name() != "gloo":
+        return device
+    return torch.device("cpu")

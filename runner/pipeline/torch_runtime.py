@@ -24,6 +24,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
 from manifests.schedules import LoweredTable
+from runner.distributed.world import exchange_device
 from runner.profiling.trace import RanKind, Recorder
 
 __all__ = ["ADAPTER", "ADAPTERS", "Adapter", "RuntimeStage", "runtime_of"]
@@ -55,6 +56,8 @@ ADAPTER = ADAPTERS[int(hasattr(schedules, "WAIT_SEND_F"))]  # of the installed t
 class RuntimeStage(PipelineStage):
     """Frees what torch would keep in memory until a step ends: tensors that were sent, and evaluated logits.
 
+    Where ranks share a GPU, and so use gloo, it sends and receives through host memory (`is_through_host`).
+
     # Note [Waiting for sends]
     Before a stage sends again, it waits until all but its last few sends have arrived. That cannot deadlock the
     pipeline: every send and its receive are added to the tables of both ranks together (see Note [Order of transfers]
@@ -64,9 +67,12 @@ class RuntimeStage(PipelineStage):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._sent = deque[list[dist.Work]]()
+        self._received: dict[tuple[str, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}  # buffer, host memory
         self.recorder: Recorder | None = None
+        self.is_through_host = exchange_device(self.device, self.group) != self.device
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._from_host("F", fwd_chunk_id)
         with self._timed("F", fwd_chunk_id):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if self.is_last and not self.has_backward:
@@ -76,12 +82,19 @@ class RuntimeStage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
+        self._from_host("B", bwd_chunk_id)
         with self._timed("B" if full_backward else "I", bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         with self._timed("W", bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._receive("F", fwd_chunk_id, super().get_fwd_recv_ops(fwd_chunk_id))
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._receive("B", bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return self._send(super().get_fwd_send_ops(fwd_chunk_id))
@@ -98,10 +111,33 @@ class RuntimeStage(PipelineStage):
     def _timed(self, kind: RanKind, microbatch: int) -> AbstractContextManager[None]:
         return self.recorder.action(kind, self.stage_index, microbatch) if self.recorder else nullcontext()
 
-    def _send(self, ops: Sequence[dist.P2POp]) -> list[dist.P2POp]:
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        ops = super()._get_init_p2p_neighbors_ops()
+        self._replace_by_host_memory(ops)
+        return ops
+
+    def _receive(self, kind: str, microbatch: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        self._received[kind, microbatch] = self._replace_by_host_memory(ops)
+        return ops
+
+    def _from_host(self, kind: str, microbatch: int) -> None:
+        """Copy what was received for a microbatch into torch's buffers."""
+        for buffer, host in self._received.pop((kind, microbatch), ()):
+            buffer.detach().copy_(host)
+
+    def _send(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         self.wait_for_sends(but=self.num_stages)
+        self._replace_by_host_memory(ops)
         self._sent.append([op.op(op.tensor, group=op.group, tag=op.tag, group_dst=op.group_peer) for op in ops])
         return []  # nothing is left to send
+
+    def _replace_by_host_memory(self, ops: Iterable[dist.P2POp]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Send or receive a copy of each tensor, if ranks exchange host memory; return the pairs."""
+        replaced = []
+        for op in ops if self.is_through_host else ():
+            replaced.append((op.tensor, op.tensor.to("cpu", copy=True)))
+            op.tensor = replaced[-1][1]
+        return replaced
 
 
 def runtime_of(stages: Sequence[PipelineStage], table: LoweredTable, loss: Callable[..., torch.Tensor] | None) -> Any:

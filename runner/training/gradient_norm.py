@@ -11,6 +11,7 @@ from torch import distributed as dist
 from torch import nn
 
 from manifests.errors import RankError
+from runner.distributed.world import exchange_device
 from runner.parallel.mesh import Mesh
 from runner.pipeline.chunk import NamedParameter
 from runner.tensors.dtensor import local_of
@@ -132,10 +133,11 @@ class StepTotals:
         width = _HEAD + self._num_times + max(len(names) for names in self._names)
         mine = torch.zeros(width, dtype=torch.float64)
         mine[: len(row)] = torch.tensor(row, dtype=torch.float64)
-        mine = mine.to(self._device)
+        device = exchange_device(self._device)
+        mine = mine.to(device)
         if self._mesh is not None and self._mesh.stage is not None:
             dist.all_reduce(mine, group=self._mesh.stage)
-        everyone = torch.empty(len(self._names) * width, dtype=torch.float64, device=self._device)
+        everyone = torch.empty(len(self._names) * width, dtype=torch.float64, device=device)
         dist.all_gather_single(everyone, mine, group=self._mesh.pipeline if self._mesh else None)
         rows: list[list[float]] = everyone.view(-1, width).tolist()
         return rows

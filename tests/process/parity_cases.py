@@ -36,6 +36,7 @@ Plant = Literal[
     "losses_out_of_order",
     "expert_dropped",
     "expert_not_trained",
+    "through_host",
 ]
 # The model of each family, from tests/data/configs: of its forms, the one that asks for most.
 CHANGES: Mapping[str, Mapping[str, Any]] = {
@@ -63,7 +64,7 @@ class Case:
     num_virtual: int = 0  # 0: as few as the schedule takes
     shares: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
-    plant: Plant | None = None  # a known mistake
+    plant: Plant | None = None  # a known mistake, or another way to exchange tensors
     is_csv: bool = False  # the schedule, read from a file
     microbatch: int = 1
     steps: int = STEPS
@@ -186,6 +187,7 @@ ONE_EACH = tuple(
     for number, family in enumerate(CHANGES)
 )
 HALF = (Case(schedule="ZBVZeroBubble", num_ranks=2, weights="tied", dtype=torch.bfloat16),)
+THROUGH_HOST = (Case(schedule="ZBVZeroBubble", num_ranks=2, weights="tied", plant="through_host", steps=_FEW),)
 FROM_CSV = (Case(schedule="ZBVZeroBubble", num_ranks=2, weights="tied", is_csv=True), _CSV)
 PLANTED = (
     Case(schedule="1F1B", num_ranks=2, weights="tied", plant="scale_grads", steps=_FEW),
@@ -201,7 +203,7 @@ PLANTED = (
     Case(schedule="1F1B", num_ranks=2, family="tiny-deepseek-v3", plant="expert_dropped", steps=_FEW),
     Case(schedule="1F1B", num_ranks=2, family="tiny-mixtral", plant="expert_not_trained", steps=_FEW),
 )
-NORMAL = SPANNING + ONE_EACH + HALF + FROM_CSV + PLANTED
+NORMAL = SPANNING + ONE_EACH + HALF + THROUGH_HOST + FROM_CSV + PLANTED
 SLOW = tuple(case for case in MATRIX + UNEVEN if case not in NORMAL)
 
 

@@ -108,6 +108,16 @@ class StaleShapes(Pipeline):
         )
 
 
+class ThroughHost(Pipeline):
+    """No mistake: stages exchange copies of their tensors, as ranks do that share a GPU."""
+
+    def build_lane(self, purpose: Purpose, cut: BatchOptions) -> Lane:
+        lane = super().build_lane(purpose, cut)
+        for stage in lane.stages:
+            stage.is_through_host = True
+        return lane
+
+
 class DataParallel(Pipeline):
     """Stages under torch's wrapper for data parallelism, whose hooks a backward in two parts never calls."""
 
@@ -125,6 +135,7 @@ PIPELINES: dict[Plant, type[Pipeline]] = {
     "mean_per_microbatch": MeanPerMicrobatch,
     "stale_shapes": StaleShapes,
     "defer_pp_recv": DeferredReceives,
+    "through_host": ThroughHost,
 }
 
 

@@ -24,6 +24,7 @@ from tests.process.parity_cases import (
     REPLICATED,
     SLOW,
     SPANNING,
+    THROUGH_HOST,
     Case,
     batch_of,
     folder_of,
@@ -132,7 +133,7 @@ def test_pipeline_equals_transformers(case: Case, runs: Path, models: Path) -> N
     check_transformers(case, read_run(runs, case), expected)
 
 
-@pytest.mark.parametrize("case", CORRECT + HALF, **NAMED)
+@pytest.mark.parametrize("case", CORRECT + HALF + THROUGH_HOST, **NAMED)
 def test_pipeline_is_bitwise_one_process(case: Case, runs: Path, models: Path) -> None:
     assert differences(read_run(runs, case), reference(models, case)) == []
 
