@@ -1,10 +1,11 @@
 """Compare how the runner loads one stage of four with plain reads of its bytes and with other loaders.
 
-    python bench/load.py [--gb 4] [--runs 5] [--folder DIR] [--out bench/results/load.json]
+    python bench/load.py [--gb 4] [--runs 5] [--device cuda] [--folder DIR] [--out bench/results/load.json]
 
 Each loader runs in a process of its own, which times itself after its imports; all but `cat` end with all
 bytes touched in their own memory. Measured once with a warm page cache, and once with a cold one, as on a node that
-the job is new to.
+the job is new to. With --device cuda they load to a GPU: the runner through pinned memory, the safetensors library,
+and fastsafetensors where it is installed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +28,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import measure
 from checkpoints import llama_of, write_checkpoint
 
-WIDTH = 2048
 STAGE = 1
 
 
-def cat(source: Path, packed: Path) -> int:
+def cat(source: Path, packed: Path, device: str) -> int:
     """The bytes once, in order, into one small buffer, as `cat` to nowhere does."""
-    shard, nbytes = next((packed / f"stage-{STAGE:03d}").glob("*.safetensors")), 0
+    shard, nbytes = _shard(packed), 0
     buffer = memoryview(bytearray(128 << 10))
     with open(shard, "rb", buffering=0) as file:
         while count := file.readinto(buffer):
@@ -40,12 +41,12 @@ def cat(source: Path, packed: Path) -> int:
     return nbytes
 
 
-def read_once(source: Path, packed: Path) -> int:
+def read_once(source: Path, packed: Path, device: str) -> int:
     """The lower limit: the stage's shard read into one new block of memory, by the same two threads."""
     import mmap
     from concurrent.futures import ThreadPoolExecutor
 
-    shard = next((packed / f"stage-{STAGE:03d}").glob("*.safetensors"))
+    shard = _shard(packed)
     nbytes = shard.stat().st_size
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
@@ -61,7 +62,7 @@ def read_once(source: Path, packed: Path) -> int:
     return nbytes
 
 
-def runner(source: Path, packed: Path) -> int:
+def runner(source: Path, packed: Path, device: str) -> int:
     """What a rank does: build its stage on the meta device, allocate memory, load its bundle, verify digests."""
     import torch
 
@@ -76,23 +77,36 @@ def runner(source: Path, packed: Path) -> int:
 
     def load() -> int:
         (chunk,) = build_chunks(family, modules, (STAGE,))
-        materialize(chunk, device=torch.device("cpu"), dtype=torch.bfloat16)
+        materialize(chunk, device=torch.device(device), dtype=torch.bfloat16)
         bundles = Bundles(found.manifest, found.root)
         return load_tensors(hf_pieces(chunk), bundles, found.shape).nbytes
 
     build_chunks(family, modules, (STAGE,))  # torchtitan is imported at the first build
-    return _timed(load)
+    return _timed(load, device)
 
 
-def load_file(source: Path, packed: Path) -> int:
-    """The safetensors library, with tensors copied out of the mapped file."""
+def load_file(source: Path, packed: Path, device: str) -> int:
+    """The safetensors library, with tensors copied out of the mapped file where it maps it."""
     from safetensors.torch import load_file as load
 
-    shard = next((packed / f"stage-{STAGE:03d}").glob("*.safetensors"))
+    shard = _shard(packed)
+    if device != "cpu":
+        return _timed(lambda: _nbytes(list(load(shard, device=device).values())), device)
     return _timed(lambda: _nbytes([tensor.clone() for tensor in load(shard).values()]))
 
 
-def whole(source: Path, packed: Path) -> int:
+def fastsafetensors(source: Path, packed: Path, device: str) -> int:
+    """The fastsafetensors library, without GPUDirect Storage, which few file systems have."""
+    from fastsafetensors import fastsafe_open
+
+    def load() -> int:
+        with fastsafe_open(str(_shard(packed)), device=device, nogds=True) as file:
+            return _nbytes([file.get_tensor(name) for name in file.keys()])  # noqa: SIM118 - not a dict
+
+    return _timed(load, device)
+
+
+def whole(source: Path, packed: Path, device: str) -> int:
     """What each rank does with other tools: load the whole checkpoint into memory."""
     from safetensors.torch import load_file as load
 
@@ -105,26 +119,49 @@ def _nbytes(tensors: list[Any]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-LOADERS: dict[str, Callable[[Path, Path], int]] = {
+def _shard(packed: Path) -> Path:
+    """Return the only shard of the stage."""
+    from manifests.store import read_manifest
+
+    (shard,) = read_manifest(packed).stages[STAGE].shards
+    return packed / shard.path
+
+
+LOADERS: dict[str, Callable[[Path, Path, str], int]] = {
     "cat": cat,
     "read_once": read_once,
     "runner": runner,
     "load_file": load_file,
     "whole": whole,
 }
+GPU_LOADERS = {"read_once": read_once, "runner": runner, "load_file": load_file, "fastsafetensors": fastsafetensors}
 _began_s = 0.0
 
 
-def _timed(load: Callable[[], int]) -> int:
+def _timed(load: Callable[[], int], device: str = "cpu") -> int:
     global _began_s
+    if device == "cuda":
+        import torch
+
+        torch.zeros(1, device=device)  # a process's first use of a GPU takes long
     _began_s = time.perf_counter()
-    return load()
+    nbytes = load()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return nbytes
 
 
-def _child(name: str, source: Path, packed: Path) -> None:
+def _loaders(device: str) -> dict[str, Callable[[Path, Path, str], int]]:
+    if device == "cpu":
+        return LOADERS
+    has_fast = find_spec("fastsafetensors") is not None
+    return {name: load for name, load in GPU_LOADERS.items() if has_fast or name != "fastsafetensors"}
+
+
+def _child(name: str, source: Path, packed: Path, device: str) -> None:
     global _began_s
     _began_s = time.perf_counter()
-    nbytes = LOADERS[name](source, packed)
+    nbytes = {**LOADERS, **GPU_LOADERS}[name](source, packed, device)
     seconds = time.perf_counter() - _began_s
     peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     print(json.dumps({"load_s": seconds, "nbytes": nbytes, "peak_mb": int(peak.split()[1]) / 1e3}))
@@ -132,37 +169,42 @@ def _child(name: str, source: Path, packed: Path) -> None:
 
 def main() -> None:
     parser = measure.options_of(__doc__, gb=4.0)
+    parser.add_argument("--width", type=int, default=2048, help="hidden size")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         name, source, packed = options.child
-        _child(name, Path(source), Path(packed))
+        _child(name, Path(source), Path(packed), options.device)
         return
+    loaders = _loaders(options.device)
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-load-") as scratch:
         source, packed = Path(scratch, "source"), Path(scratch, "packed")
-        write_checkpoint(source, llama_of(options.gb * 1e9 / 2, WIDTH, least_layers=4), num_shards=4)
+        write_checkpoint(source, llama_of(options.gb * 1e9 / 2, options.width, least_layers=4), num_shards=4)
         measure.run_quietly([*measure.RESHARD, "pack", str(source), "--layout", "pp=4", "--out", str(packed)])
         load = [measure.load_average()]
         turns = {}
         for state in ("cold", "warm"):
-            measures = {name: partial(_run, name, source, packed, is_cold=state == "cold") for name in LOADERS}
+            is_cold = state == "cold"
+            measures = {name: partial(_run, name, source, packed, options.device, is_cold=is_cold) for name in loaders}
             turns[state] = measure.take_turns(measures, options.runs)
     result = {
         "what": "one stage of four into its own memory, all bytes touched; whole: all four; cat: to /dev/null",
         **measure.circumstances(),
         "load_average": [*load, measure.load_average()],
+        "device": options.device,
         "turns": options.runs,
-        **{state: {name: _summary(name, turns[state]) for name in LOADERS} for state in turns},
+        **{state: {name: _summary(name, turns[state]) for name in loaders} for state in turns},
     }
     measure.write_result(result, options.out)
 
 
-def _run(name: str, source: Path, packed: Path, *, is_cold: bool) -> dict[str, float]:
+def _run(name: str, source: Path, packed: Path, device: str, *, is_cold: bool) -> dict[str, float]:
     if is_cold:
-        for shard in [*source.glob("*.safetensors"), *packed.glob("*/*.safetensors")]:
+        for shard in [*source.glob("*.safetensors"), *packed.glob("**/*.safetensors")]:
             with open(shard, "rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    command = [sys.executable, __file__, "--child", name, str(source), str(packed)]
+    command = [sys.executable, __file__, "--device", device, "--child", name, str(source), str(packed)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -174,7 +216,8 @@ def _summary(name: str, turns: list[dict[str, dict[str, float]]]) -> dict[str, o
         f"ratio_to_{peer}": measure.median_ratio(
             (run["load_s"] for run in mine), (turn[peer]["load_s"] for turn in turns)
         )
-        for peer in ("cat", "read_once")
+        for peer in ("cat", "read_once", "load_file", "fastsafetensors")
+        if peer in turns[0]
     }
     return {
         "load_s": [round(run["load_s"], 3) for run in mine],

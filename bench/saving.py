@@ -1,8 +1,9 @@
 """Time how long an asynchronous save pauses training, compared with a plain copy of the same memory.
 
-    python bench/saving.py [--gb 1] [--turns 9] [--folder DIR] [--out bench/results/saving.json]
+    python bench/saving.py [--gb 1] [--turns 9] [--device cuda] [--folder DIR] [--out bench/results/saving.json]
 
-On one rank and on two, each with this many GB of weights and AdamW state in float32. In every turn the ranks start
+On one rank and on two, each with this many GB of weights and AdamW state in float32; with --device cuda on one, from
+a GPU into pinned host memory. In every turn the ranks start
 together with no save in flight, and the order of the two alternates; the plain copy goes, tensor by tensor, into
 memory that was touched before. Before anything is timed, a checkpoint must contain, bit for bit, what the ranks had
 when the save was requested, although they changed it since.
@@ -25,11 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import measure
 from checkpoints import llama_of, write_checkpoint
 
-WIDTH = 1024
 BYTES_PER_PARAMETER = 12  # in float32: weight, exp_avg, exp_avg_sq
 
 
-def rank(packed: Path, turns: int, out: Path) -> None:
+def rank(packed: Path, turns: int, out: Path, device: str) -> None:
     """Run one rank: a first save, which is checked, then the turns; write the results."""
     import torch
     from torch import distributed as dist
@@ -57,17 +57,20 @@ def rank(packed: Path, turns: int, out: Path) -> None:
     shapes = {fqn: shape for fqn, shape in found.shape.tensors.items() if module_of(fqn, modules)}
     held = {
         number: {
-            holds: whole_pieces({fqn: torch.randn(shape) for fqn, shape in shapes.items()})
+            holds: whole_pieces({fqn: torch.randn(shape, device=device) for fqn, shape in shapes.items()})
             for holds in (WEIGHTS, *MOMENTS)
         }
     }
     tensors = [piece.memory for pieces in held[number].values() for piece in pieces]
-    rooms = [torch.zeros_like(tensor) for tensor in tensors]
+    is_gpu = device == "cuda"
+    rooms = [torch.zeros(tensor.shape, pin_memory=is_gpu) for tensor in tensors]
     context = SaveContext(manifest=found.manifest, root=found.root, parents=(parent_of(found.root),))
 
     def copy() -> None:
         for room, tensor in zip(rooms, tensors, strict=True):
-            room.copy_(tensor)
+            room.copy_(tensor, non_blocking=is_gpu)
+        if is_gpu:
+            torch.cuda.synchronize()
 
     holding = None
     if number == 0:
@@ -81,6 +84,8 @@ def rank(packed: Path, turns: int, out: Path) -> None:
             saver.save(held, remember(options, step=step, num_tokens=step, data=data))
 
         def timed(what: Callable[[], None]) -> float:
+            if is_gpu:
+                torch.cuda.synchronize()
             dist.barrier()
             began_s = time.perf_counter()
             what()
@@ -129,38 +134,43 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gb", type=float, default=1.0)
     parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--width", type=int, default=1024, help="hidden size")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--folder", help="scratch folder")
     parser.add_argument("--out")
     parser.add_argument("--rank", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
         packed, turns, out = options.rank
-        rank(Path(packed), int(turns), Path(out))
+        rank(Path(packed), int(turns), Path(out), options.device)
         return
     load = [measure.load_average()]
-    runs = {f"{count} ranks": _run(count, options.gb, options.turns, options.folder) for count in (1, 2)}
+    counts = (1, 2) if options.device == "cpu" else (1,)
+    runs = {f"{count} ranks": _run(count, options) for count in counts}
     result = {
         "what": "pause of the training thread for an asynchronous save of weights and AdamW state, and "
         "a plain copy of the same tensors; in turn, no save in flight; medians of ratios within a turn",
         **measure.circumstances(),
         "load_average": [*load, measure.load_average()],
+        "device": options.device,
         "turns": options.turns,
         **runs,
     }
     measure.write_result(result, options.out)
 
 
-def _run(num_ranks: int, gb: float, turns: int, folder: str | None) -> list[dict[str, object]]:
+def _run(num_ranks: int, options: argparse.Namespace) -> list[dict[str, object]]:
     """Return the results of each rank."""
-    with tempfile.TemporaryDirectory(dir=folder, prefix="bench-saving-") as scratch:
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-saving-") as scratch:
         place = Path(scratch)
-        config = llama_of(num_ranks * gb * 1e9 / BYTES_PER_PARAMETER, WIDTH, least_layers=2)
+        config = llama_of(num_ranks * options.gb * 1e9 / BYTES_PER_PARAMETER, options.width, least_layers=2)
         write_checkpoint(place / "source", config, num_shards=1, dtype="F32")
         packed = str(place / "packed")
         measure.run_quietly(
             [*measure.RESHARD, "pack", str(place / "source"), "--layout", f"pp={num_ranks}", "--out", packed]
         )
-        measure.run_ranks(num_ranks, __file__, "--rank", packed, str(turns), str(place))
+        arguments = ["--device", options.device, "--rank", packed, str(options.turns), str(place)]
+        measure.run_ranks(num_ranks, __file__, *arguments)
         return [_summary(json.loads((place / f"rank{i}.json").read_text())) for i in range(num_ranks)]
 
 
