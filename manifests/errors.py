@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
-from copy import copy
 from functools import partial
 from typing import Self
 
@@ -87,6 +85,8 @@ class UserError(Exception):
 
     def changed(self, *, where: str | None = None, problem: str | None = None, hint: str | None = None) -> Self:
         """Return the error with another wording. Class, code and other attributes are kept, the traceback is not."""
+        from copy import copy
+
         error = copy(self)
         error.where = self.where if where is None else where
         error.problem = self.problem if problem is None else problem
@@ -190,5 +190,7 @@ def refused_by_system(
 
 def error_json(error: UserError) -> str:
     """Return the JSON object that `--json` prints for a failure."""
+    import json  # not above: every command imports this module, and few print an error
+
     body = {"code": error.code, "where": error.where, "problem": error.problem, "hint": error.hint}
     return json.dumps({"version": 1, "error": body})
