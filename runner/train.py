@@ -38,7 +38,7 @@ from runner.launch.combinations import check_combination, check_sinks, share_of,
 from runner.load.local_cache import fetch_to_cache
 from runner.metrics.gauges import least_step_s, peak_memory_nbytes, planned_memory
 from runner.metrics.metrics import Metrics, RankLoad
-from runner.metrics.progress import Progress
+from runner.metrics.progress import StepProgress
 from runner.metrics.sinks import open_sinks
 from runner.profiling.flight_recorder import enable_flight_recorder
 from runner.rundir.heartbeat import clear_beats
@@ -167,7 +167,7 @@ def open_metrics(ready: Ready, world: World, device: torch.device) -> Metrics:
     if world.rank == 0:
         metrics = Metrics(
             open_sinks(options, ready.num_steps),
-            Progress(options.steps, first_step=ready.num_steps, every=options.log_every, quiet=options.quiet),
+            StepProgress(options.steps, first_step=ready.num_steps, every=options.log_every, quiet=options.quiet),
             least_step_s=least_step_s(ready.launched.shape, options, world.size, device),
         )
     launched, clock = ready.launched, ready.clock

@@ -24,7 +24,7 @@ from stores.address import split_url
 from stores.base import Blocks
 from stores.object_client import SCHEMES, ObjectEntry, Upload, open_client
 from stores.object_lock import Found, Wanted, check_existing, lines_of, new_lock, read_lock, remaining_names
-from stores.object_progress import Progress, read_progress
+from stores.object_progress import CompletedObjects, read_progress
 from stores.object_writer import ObjectWriter
 from stores.objects import LOCK_NAME, PROGRESS_NAME, Client, list_objects
 
@@ -86,7 +86,7 @@ def open_output(url: str, *, force: bool = False, wanted: Wanted | None = None, 
         kept: dict[str, ObjectEntry] = {}
         if left is not None and bool(left.folder) == found.has_manifest:
             folder, kept = left.folder, left.completed(found.listed)
-        progress = Progress(plan, lock, folder, found.names_to_write(wanted, folder))
+        progress = CompletedObjects(plan, lock, folder, found.names_to_write(wanted, folder))
         if progress.names:
             progress.add(client, kept)
     except BaseException:
@@ -116,13 +116,13 @@ class ObjectTarget:
         client: WritableClient,
         lock: bytes,
         found: Found | None = None,
-        progress: Progress | None = None,
+        progress: CompletedObjects | None = None,
         kept: Mapping[str, ObjectEntry] | None = None,
         last: str = MANIFEST_NAME,
     ) -> None:
         self._client, self._own_lock, self._found = client, lock, found or Found(listed={})
         self._old, self._last = self._found.old, last
-        self._progress = progress or Progress("", lock)
+        self._progress = progress or CompletedObjects("", lock)
         self._kept = dict(kept or {})
         self._nbytes: dict[str, int] = {}
         self._held: dict[str, bytes | Blocks] = {}

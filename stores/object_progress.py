@@ -13,14 +13,14 @@ from manifests.digest import digest_bytes
 from stores.object_client import ObjectEntry
 from stores.objects import PROGRESS_NAME, Client
 
-__all__ = ["Progress", "read_progress"]
+__all__ = ["CompletedObjects", "read_progress"]
 
 
 class _Writable(Protocol):
     def put(self, name: str, data: bytes) -> None: ...
 
 
-class Progress:
+class CompletedObjects:
     """The record: the plan, the folder, the names that it writes, and the ETag of each completed object.
 
     It belongs to one lock. An object counts as completed while its size and ETag match the record, so that nobody has
@@ -80,12 +80,12 @@ class Progress:
         return progress
 
 
-def read_progress(client: Client, listed: Mapping[str, ObjectEntry]) -> Progress | None:
+def read_progress(client: Client, listed: Mapping[str, ObjectEntry]) -> CompletedObjects | None:
     """Return the record of an unfinished output, if there is a usable one."""
     if PROGRESS_NAME not in listed:
         return None
     entry = client.look_up(PROGRESS_NAME)
-    return Progress.decode(b"".join(client.read(entry, 0, entry.nbytes)) if entry.nbytes else b"")
+    return CompletedObjects.decode(b"".join(client.read(entry, 0, entry.nbytes)) if entry.nbytes else b"")
 
 
 def _facts(entry: ObjectEntry) -> tuple[int, str] | None:

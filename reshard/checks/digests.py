@@ -20,10 +20,10 @@ __all__ = ["DIGESTS_NAME", "check_digests", "write_digests"]
 DIGESTS_NAME = "digests.json"
 _VERSION = 1
 
-Progress = Callable[[int], object]
+OnBytes = Callable[[int], object]
 
 
-def write_digests(folder: Folder, progress: Progress) -> int:
+def write_digests(folder: Folder, progress: OnBytes) -> int:
     """Read every file and write its size and digest to `digests.json`; return the number of files.
 
     Raises:
@@ -38,7 +38,7 @@ def write_digests(folder: Folder, progress: Progress) -> int:
     return len(files)
 
 
-def check_digests(folder: Folder, findings: Findings, progress: Progress) -> int:
+def check_digests(folder: Folder, findings: Findings, progress: OnBytes) -> int:
     """Read every file that `digests.json` names and report what differs; return the number of files.
 
     Raises:
@@ -72,7 +72,7 @@ def _names(folder: Folder) -> list[str]:
     return [name for name in folder.names() if name != DIGESTS_NAME and not is_hidden(name)]
 
 
-def _entry(folder: Folder, name: str, progress: Progress) -> dict[str, Any]:
+def _entry(folder: Folder, name: str, progress: OnBytes) -> dict[str, Any]:
     blocks = Blocks(folder.file(name))
     for block in blocks:
         progress(len(block))

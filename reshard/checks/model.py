@@ -24,7 +24,7 @@ __all__ = ["check_model"]
 
 TOKENIZER_NAME = "tokenizer.json"
 
-Progress = Callable[[int], object]
+OnBytes = Callable[[int], object]
 _NUMBER = re.compile(r"(?:^|(?<=\.))[0-9]{1,9}(?=\.)")  # a layer's or an expert's number in a tensor's name
 _MOST_NUMBERS = 4  # that are looked at in one name: two are common
 _LAYERS = re.compile(r"(^|\.)(layers|h|blocks)\.\*$")
@@ -35,7 +35,7 @@ def check_model(
     folder: Folder,
     weights: Weights,
     findings: Findings,
-    progress: Progress,
+    progress: OnBytes,
     description: ModelDescription | None = None,
 ) -> None:
     """Compare config.json and tokenizer.json with the tensors, whose bytes are read only where copies are tied."""
@@ -150,7 +150,7 @@ def _numbered(names: Mapping[str, object]) -> Iterator[tuple[str, set[int]]]:
     yield from sorted(found.items())
 
 
-def _report_ties(weights: Weights, shape: ModelShape, findings: Findings, progress: Progress) -> None:
+def _report_ties(weights: Weights, shape: ModelShape, findings: Findings, progress: OnBytes) -> None:
     """Report tied weights that are stored several times with different bytes."""
     tensors = {shape.fqn_of(name): tensor for name, tensor in weights.tensors.items()}
     for group in shape.ties:

@@ -15,7 +15,7 @@ from typing import Any
 from runner.checkpoint.async_save import SaveReport
 from runner.load.load import LoadReport
 from runner.load.local_cache import CacheReport
-from runner.metrics.progress import Progress
+from runner.metrics.progress import StepProgress
 from runner.metrics.sinks import Sink
 from runner.profiling.step_times import RankTimes
 from runner.training.step import StepReport
@@ -53,7 +53,7 @@ class Metrics:
     """
 
     def __init__(
-        self, sinks: Iterable[Sink] = (), progress: Progress | None = None, *, least_step_s: float | None = None
+        self, sinks: Iterable[Sink] = (), progress: StepProgress | None = None, *, least_step_s: float | None = None
     ) -> None:
         self._sinks, self._progress, self._least_step_s = list(sinks), progress, least_step_s
 

@@ -9,13 +9,13 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
-__all__ = ["Progress"]
+__all__ = ["StepProgress"]
 
 logger = logging.getLogger("runner.said")
 _noted = logging.getLogger("runner")
 
 
-class Progress:
+class StepProgress:
     """Shows the steps after `first_step`; without a terminal, every `every`-th of them and the last.
 
     With `quiet` nothing is shown; the log of rank 0 has it nevertheless.

@@ -21,7 +21,7 @@ from runner.load.load import LoadReport
 from runner.load.local_cache import CacheReport
 from runner.metrics.gauges import least_step_s, memory_nbytes, peak_flops, peak_memory_nbytes, planned_memory
 from runner.metrics.metrics import Metrics, RankLoad, StepTimes
-from runner.metrics.progress import Progress
+from runner.metrics.progress import StepProgress
 from runner.metrics.sinks import JsonLines
 from runner.profiling.step_times import RankTimes
 from runner.training.step import StepReport
@@ -60,7 +60,7 @@ def tell_all(metrics: Metrics) -> None:
 
 
 def write_all(path: Path, least_step_s: float | None) -> list[dict[str, object]]:
-    with Metrics([JsonLines(path)], Progress(9), least_step_s=least_step_s) as metrics:
+    with Metrics([JsonLines(path)], StepProgress(9), least_step_s=least_step_s) as metrics:
         tell_all(metrics)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert all(line.pop("time") > 0 for line in lines)

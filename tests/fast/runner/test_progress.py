@@ -15,11 +15,11 @@ from typing import TextIO
 import pytest
 
 from runner.config.flags import parse_training
-from runner.metrics.progress import Progress
+from runner.metrics.progress import StepProgress
 
 
 def test_every_nth_step_and_the_last_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress(7, first_step=1, every=3)
+    progress = StepProgress(7, first_step=1, every=3)
     for step in range(2, 8):
         progress.step(step, "brief", f"line {step}")
     progress.say("saved")
@@ -49,7 +49,7 @@ def test_terminal_shows_a_bar_with_loss_and_time_left_and_other_lines_above_it(
     user, stream = terminal
     monkeypatch.setattr(sys, "stdout", stream)
     monkeypatch.setattr(sys, "stderr", stream)
-    progress = Progress(10, first_step=4)
+    progress = StepProgress(10, first_step=4)
     for step in range(5, 11):
         progress.step(step, f"loss {step / 2:.4f}, 1,234 tokens/s", f"line {step}")
         if step == 7:
