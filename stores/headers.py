@@ -16,7 +16,7 @@ __all__ = ["NUM_AT_ONCE", "at_once", "each_file_header", "each_of", "read_file_h
 NUM_AT_ONCE = 8
 
 Key = TypeVar("Key")
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 
 def read_file_headers(files: Iterable[InputFile]) -> dict[InputFile, Header]:
@@ -37,7 +37,7 @@ def each_file_header(files: Iterable[InputFile]) -> Iterator[tuple[InputFile, He
     return each_of(files, read_file_header)
 
 
-def each_of(files: Iterable[InputFile], read_one: Callable[[InputFile], Result]) -> Iterator[tuple[InputFile, Result]]:
+def each_of(files: Iterable[InputFile], read_one: Callable[[InputFile], T]) -> Iterator[tuple[InputFile, T]]:
     """Yield each file and what is read of it, in order; files that are elsewhere are read concurrently.
 
     Raises:
@@ -53,7 +53,7 @@ def each_of(files: Iterable[InputFile], read_one: Callable[[InputFile], Result])
             yield file, read.pop(file).result()
 
 
-def at_once(calls: Mapping[Key, Callable[[], Result]]) -> dict[Key, Future[Result]]:
+def at_once(calls: Mapping[Key, Callable[[], T]]) -> dict[Key, Future[T]]:
     """Run calls concurrently and return their futures; after the first failure, no more are started."""
     pool = ThreadPoolExecutor(NUM_AT_ONCE, thread_name_prefix="header")
     try:

@@ -20,7 +20,7 @@ _NOTICED_S = 2.0  # longer waits are logged as warnings
 _DAY_S = 86400.0
 _PROGRESS_NBYTES = 64 << 10  # received since the last failure: resets the retries
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,13 +60,13 @@ def backoff_s(attempt: int, retries: Retries) -> float:
 
 
 def keep_trying(
-    step: Callable[[], Result],
+    step: Callable[[], T],
     where: str,
     retries: Retries,
     stop: threading.Event,
     clock: Callable[[], float] = time.monotonic,
     nbytes_done: Callable[[], int] = lambda: 0,
-) -> Result:
+) -> T:
     """Call `step` until it returns without a PassingError.
 
     Progress of `nbytes_done` resets the attempts and the timeout.

@@ -38,7 +38,7 @@ _STORAGE_CLASSES = {
 }  # fmt: skip
 
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def read_tensor(file: InputFile, name: str, part: Range) -> TensorAt:
     return _read(file, part, lambda value, entries: _tensor(file, name, _as_view(value, name), entries))
 
 
-def _read(file: InputFile, part: Range, tensors_of: Callable[[object, Mapping[str, Entry]], Result]) -> Result:
+def _read(file: InputFile, part: Range, tensors_of: Callable[[object, Mapping[str, Entry]], T]) -> T:
     """Return what `tensors_of` finds in the value that was saved and the entries of the file."""
     _check_magic(file, part)
     entries = read_entries(file, part)
