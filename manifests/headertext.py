@@ -70,7 +70,7 @@ _METADATA_OPENED = re.compile(rb'"__metadata__"' + _COLON + rb"\{" + _S + rb"(\}
 PAIR = re.compile(STRING + _COLON + STRING + _NEXT)
 _NEXT_AT = re.compile(rb"([,}])" + _S)
 
-Kind = tuple[str, tuple[int, ...], int]  # dtype, shape, bytes
+TensorKind = tuple[str, tuple[int, ...], int]  # dtype, shape, bytes
 
 
 def read_header_text(raw: bytes) -> tuple[list[TensorEntry], dict[str, str]] | int:
@@ -85,7 +85,7 @@ def read_header_text(raw: bytes) -> tuple[list[TensorEntry], dict[str, str]] | i
         return 0
     if empty := _EMPTY.match(raw):
         return ([], {}) if _CLOSED.match(raw, empty.end()) else empty.end()
-    kinds: dict[tuple[bytes, bytes], Kind] = {}
+    kinds: dict[tuple[bytes, bytes], TensorKind] = {}
     at, end = opened.end(), 0
     while True:
         if found := _TENSOR.match(raw, at):
@@ -129,7 +129,7 @@ def read_string(text: bytes) -> str | None:
     return found
 
 
-def _entry(name: bytes, kind: Kind | None, offsets: bytes, last_end: int) -> TensorEntry | None:
+def _entry(name: bytes, kind: TensorKind | None, offsets: bytes, last_end: int) -> TensorEntry | None:
     fqn, counts = read_string(name), _COUNTS.fullmatch(offsets)
     if fqn is None or fqn == METADATA or kind is None or counts is None:
         return None
@@ -145,7 +145,7 @@ def _entry(name: bytes, kind: Kind | None, offsets: bytes, last_end: int) -> Ten
     return TensorEntry(name=fqn, dtype=dtype, shape=shape, begin=begin, end=end)
 
 
-def _kind_of(dtype: bytes, shape: bytes, known: dict[tuple[bytes, bytes], Kind]) -> Kind | None:
+def _kind_of(dtype: bytes, shape: bytes, known: dict[tuple[bytes, bytes], TensorKind]) -> TensorKind | None:
     """Return dtype, shape and bytes; tensors of one kind share the objects."""
     if found := known.get((dtype, shape)):
         return found

@@ -25,7 +25,7 @@ from stores.open import open_store
 
 __all__ = ["CheckOptions", "CheckResult", "check_checkpoint"]
 
-Kind = Literal["huggingface", "manifest", "dcp"]
+CheckpointKind = Literal["huggingface", "manifest", "dcp"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +47,7 @@ class CheckResult:
     """
 
     location: str
-    kind: Kind
+    kind: CheckpointKind
     num_tensors: int
     num_files: int
     nbytes: int
@@ -85,7 +85,7 @@ def check_checkpoint(
     if not files:  # in a bucket, any address that nothing begins with
         problem, hint = "contains no files", "check the address for typos"
         raise SourceError(str(folder), problem, hint, code="source.nothing-to-check")
-    kind: Kind = "manifest" if MANIFEST_NAME in files else "dcp" if METADATA_NAME in files else "huggingface"
+    kind: CheckpointKind = "manifest" if MANIFEST_NAME in files else "dcp" if METADATA_NAME in files else "huggingface"
     reads_tensors = options.values or options.against is not None
     if kind == "dcp" and reads_tensors:
         where, hint = "--values" if options.values else "--against", "leave it out"

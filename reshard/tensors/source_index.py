@@ -32,7 +32,7 @@ __all__ = [
 SUFFIX = ".safetensors"
 _PIECE_NBYTES = 1 << 20
 _FORMAT, _VERSION = "reshard-source", 1
-Kind = tuple[str, str, tuple[int, ...]]  # name, dtype and shape
+TargetTensor = tuple[str, str, tuple[int, ...]]  # name, dtype and shape
 _BEGIN = f'{{\n "format": "{_FORMAT}",\n "version": {_VERSION},\n "shards": ['.encode()
 # In a JSON string: some thousand characters, or escapes of characters, but no half of a surrogate pair.
 _CHARACTERS = re.compile(
@@ -233,7 +233,7 @@ def _read_json(text: bytes, where: str) -> SourceRecord:
     )
 
 
-def lay_out_anew(entries: Sequence[TensorEntry], kinds: Mapping[str, Kind]) -> tuple[TensorEntry, ...]:
+def lay_out_anew(entries: Sequence[TensorEntry], kinds: Mapping[str, TargetTensor]) -> tuple[TensorEntry, ...]:
     """Return the entries of a shard's converted tensors, with headers and data in the same order as before.
 
     `kinds` maps each name to the converted name, dtype and shape; other tensors are left out.

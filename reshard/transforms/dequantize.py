@@ -14,7 +14,7 @@ from reshard.sources.config import with_dtype
 from reshard.sources.huggingface import CONFIG_NAME, check_coverage, stored_in, without_absent
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, TensorAt
 from reshard.tensors.lazy import MemoryFile, derive
-from reshard.tensors.source_index import KeptText, Kind, RecordedShard, SourceRecord, index_anew, lay_out_anew
+from reshard.tensors.source_index import KeptText, RecordedShard, SourceRecord, TargetTensor, index_anew, lay_out_anew
 from reshard.transforms.cast import FLOATS
 from stores.base import read_config
 
@@ -114,7 +114,7 @@ def _expect(tensor: TensorAt, dtypes: frozenset[str] | set[str]) -> None:
         )
 
 
-def _record(record: SourceRecord, kinds: Mapping[str, Kind]) -> SourceRecord:
+def _record(record: SourceRecord, kinds: Mapping[str, TargetTensor]) -> SourceRecord:
     """Return the record of a source that was never quantized."""
     shards, entries = [], {}
     for shard in record.shards:

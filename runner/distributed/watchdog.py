@@ -28,7 +28,7 @@ from typing import NoReturn
 
 from manifests.errors import RankError, UserError, refused_by_system
 from runner.profiling.flight_recorder import dump_flight_recorder
-from runner.rundir.exit_report import ExitReport, Kind, report_exit
+from runner.rundir.exit_report import ExitReport, FailureKind, report_exit
 from runner.rundir.heartbeat import ALIVE_S, Beat, heartbeat_path, log_path, write_beat
 from runner.rundir.rank_label import place_of
 
@@ -211,7 +211,7 @@ class Watchdog:
             faulthandler.dump_traceback(log, all_threads=True)
         dump_flight_recorder(self._rank)
 
-    def _end(self, why: str, *, kind: Kind = "stuck", error_code: str = "rank.stuck") -> NoReturn:
+    def _end(self, why: str, *, kind: FailureKind = "stuck", error_code: str = "rank.stuck") -> NoReturn:
         self._show(why)
         self._write()
         place, log = place_of(self._rank, self._stages, self._host), log_path(self._log_dir, self._rank)

@@ -21,7 +21,7 @@ from runner.config.declared import Whole
 from runner.config.flags import TrainOptions, flag_of, is_training_flag, parse_training, unwritten
 from runner.config.parallel_dims import Degrees
 from runner.launch.gpus import check_gpus, memories_gib
-from runner.launch.job import Job, Kind, read_environment, read_job_file
+from runner.launch.job import FlagKind, Job, read_environment, read_job_file
 from runner.launch.local import LocalJob, check_beginning, check_request, launch_here
 from runner.launch.nodes import check_groups, check_memory, check_ranks, parse_nnodes, plan_nodes, printed
 from runner.launch.run_folder import RunFolder, choose_folder
@@ -42,7 +42,7 @@ def _read_job(context: click.Context, parameter: click.Parameter, path: Path | N
     context.default_map = values
 
 
-def _kind_of(option: click.Option) -> Kind:
+def _kind_of(option: click.Option) -> FlagKind:
     if option.is_flag:
         return "switch"
     return "several" if option.multiple else "one"

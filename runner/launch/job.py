@@ -14,15 +14,15 @@ from manifests.errors import LaunchError, UsageError
 from runner.config.flags import TrainOptions, parse_training
 from runner.launch.scheduler_checks import check_texts
 
-__all__ = ["Job", "Kind", "read_environment", "read_job_file"]
+__all__ = ["FlagKind", "Job", "read_environment", "read_job_file"]
 
-Kind = Literal["switch", "one", "several"]  # what a flag takes
+FlagKind = Literal["switch", "one", "several"]  # what a flag takes
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OWN_VARIABLE = re.compile(r"PET_\w+|TORCHELASTIC_\w+|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)")
 _KEY = re.compile(r"[a-z][a-z0-9-]*")
 
-_EXPECTED: Mapping[Kind, str] = {
+_EXPECTED: Mapping[FlagKind, str] = {
     "switch": "true or false", "one": "a text or a number", "several": 'a list of texts, such as ["A=1"]'
 }  # fmt: skip
 
@@ -113,7 +113,7 @@ def read_environment(given: Sequence[str]) -> tuple[tuple[str, str], ...]:
     return tuple(found.items())
 
 
-def read_job_file(path: Path, known: Mapping[str, Kind]) -> dict[str, Any]:
+def read_job_file(path: Path, known: Mapping[str, FlagKind]) -> dict[str, Any]:
     """Read a job file: the flags of `runner launch` without their dashes, and a table `training` of those after --.
 
     Returns the values by the names of their parameters; `training` maps each flag to its arguments.
@@ -143,7 +143,7 @@ def read_job_file(path: Path, known: Mapping[str, Kind]) -> dict[str, Any]:
     return {**values, "training": {f"--{key}": _words(key, value, where=str(path)) for key, value in training.items()}}
 
 
-def _value_of(value: object, kind: Kind, where: str) -> object:
+def _value_of(value: object, kind: FlagKind, where: str) -> object:
     if kind == "switch" and isinstance(value, bool):
         return value
     if kind == "several" and isinstance(value, list) and all(isinstance(part, str) for part in value):

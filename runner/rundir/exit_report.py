@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 from manifests.errors import RankError, UnreachableError, UserError, error_json
 from manifests.store import write_file
 
-__all__ = ["AGENT", "REPORTS", "ExitReport", "Kind", "code_of", "read_report", "read_reports", "report_exit"]
+__all__ = ["AGENT", "REPORTS", "ExitReport", "FailureKind", "code_of", "read_report", "read_reports", "report_exit"]
 
 logger = logging.getLogger("runner")
 AGENT = "RUNNER_AGENT"  # the process id of an agent that prints its ranks' reports
@@ -27,14 +27,14 @@ REPORTS = "RUNNER_ENDINGS"  # that agent's folder of reports
 _KEY = "runner"
 
 # failed: an error of its own; lost: it timed out waiting for another rank; stuck: its step did not end.
-Kind = Literal["failed", "lost", "stuck"]
+FailureKind = Literal["failed", "lost", "stuck"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExitReport:
     """Why a rank exits, and its exit code."""
 
-    kind: Kind
+    kind: FailureKind
     code: int
     where: str
     problem: str
@@ -71,7 +71,7 @@ def report_exit(report: ExitReport, *, echo: bool | Literal["json"] = True) -> N
 def read_report(left: Mapping[str, Any]) -> ExitReport | None:
     """Read the report in a rank's error file; None: it has none of ours."""
     found = left.get(_KEY)
-    if not isinstance(found, Mapping) or found.get("kind") not in get_args(Kind):
+    if not isinstance(found, Mapping) or found.get("kind") not in get_args(FailureKind):
         return None
     texts = {name: str(found.get(name, "")) for name in ("where", "problem", "hint", "error_code")}
     is_elsewhere = found.get("is_elsewhere") is True
