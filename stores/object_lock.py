@@ -25,7 +25,7 @@ from stores.object_client import ObjectEntry
 from stores.objects import LOCK_NAME, PROGRESS_NAME, Client, ObjectFile
 
 __all__ = [
-    "FindOwnedObjects", "Found", "Wanted", "check_existing", "lines_of", "new_lock", "objects_of_manifest", "read_lock",
+    "FindOwnedObjects", "ListedObjects", "Wanted", "check_existing", "lines_of", "new_lock", "objects_of_manifest", "read_lock",
     "remaining_names",
 ]  # fmt: skip
 
@@ -67,7 +67,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class ListedObjects:
     """The objects below a prefix; `ours` are those of an `old`, readable output, or left unfinished by a writer."""
 
     listed: Mapping[str, ObjectEntry]
@@ -96,7 +96,7 @@ def check_existing(
     known: Collection[str],
     is_unfinished: bool,
     force: bool,
-) -> Found:
+) -> ListedObjects:
     """Determine what an output may replace; `known` are names that earlier writers left for removal.
 
     Raises:
@@ -104,7 +104,7 @@ def check_existing(
     """
     others = {name: entry for name, entry in listed.items() if name not in _WORKING}
     if not others and not is_unfinished:
-        return Found(listed=listed)
+        return ListedObjects(listed=listed)
     if not force:
         raise _not_without_force(client, others, is_unfinished)
     named = wanted.find_owned(client, others) if not is_unfinished else ()
@@ -119,7 +119,7 @@ def check_existing(
         problem = "was not written by this command, and the new output has an object of this name"
         hint = "move it elsewhere, or choose another --out"
         raise OutputError(f"{client.url}/{in_the_way[0]}", problem, hint, code="output.foreign-file")
-    return Found(listed=listed, ours=ours, old=old)
+    return ListedObjects(listed=listed, ours=ours, old=old)
 
 
 def new_lock() -> bytes:

@@ -23,7 +23,7 @@ from stores.address import SCHEME as HUB_SCHEME
 from stores.address import split_url
 from stores.base import Blocks
 from stores.object_client import SCHEMES, ObjectEntry, Upload, open_client
-from stores.object_lock import Found, Wanted, check_existing, lines_of, new_lock, read_lock, remaining_names
+from stores.object_lock import ListedObjects, Wanted, check_existing, lines_of, new_lock, read_lock, remaining_names
 from stores.object_progress import CompletedObjects, read_progress
 from stores.object_writer import ObjectWriter
 from stores.objects import LOCK_NAME, PROGRESS_NAME, Client, list_objects
@@ -67,7 +67,7 @@ def open_output(url: str, *, force: bool = False, wanted: Wanted | None = None, 
     left = record if record and plan and record.plan == plan else None
     may_replace = force or (is_unfinished and left is not None and left.is_over(before))
 
-    def found_in(listed: Mapping[str, ObjectEntry]) -> Found:
+    def found_in(listed: Mapping[str, ObjectEntry]) -> ListedObjects:
         return check_existing(client, listed, wanted, known=known, is_unfinished=is_unfinished, force=may_replace)
 
     found = found_in(listed)
@@ -115,12 +115,12 @@ class ObjectTarget:
         self,
         client: WritableClient,
         lock: bytes,
-        found: Found | None = None,
+        found: ListedObjects | None = None,
         progress: CompletedObjects | None = None,
         kept: Mapping[str, ObjectEntry] | None = None,
         last: str = MANIFEST_NAME,
     ) -> None:
-        self._client, self._own_lock, self._found = client, lock, found or Found(listed={})
+        self._client, self._own_lock, self._found = client, lock, found or ListedObjects(listed={})
         self._old, self._last = self._found.old, last
         self._progress = progress or CompletedObjects("", lock)
         self._kept = dict(kept or {})

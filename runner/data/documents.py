@@ -15,11 +15,11 @@ from runner.data.files import LINES, ROWS, Document, find_files, line_offsets, r
 from runner.data.parquet import group_sizes, read_group
 from runner.data.shuffle import shuffled
 
-__all__ = ["DocumentSource", "Found", "open_sources"]
+__all__ = ["DocumentSource", "PlacedDocument", "open_sources"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class PlacedDocument:
     """A document, its position, and the position after it."""
 
     document: Document
@@ -33,7 +33,7 @@ class DocumentSource(Protocol):
     name: str
     num_items: int
 
-    def read(self, position: SourcePosition) -> Iterator[Found]:
+    def read(self, position: SourcePosition) -> Iterator[PlacedDocument]:
         """Yield the documents of the item at a position, from the position's offset on.
 
         Raises:
@@ -64,10 +64,10 @@ class _InOrder:
         self.name, self.num_items = name, len(files)
         self._files, self._text_field = files, text_field
 
-    def read(self, position: SourcePosition) -> Iterator[Found]:
+    def read(self, position: SourcePosition) -> Iterator[PlacedDocument]:
         for document in read_documents(self._files[position.item], self._text_field, position.offset):
             begin, after = (replace(position, offset=offset) for offset in (document.begin, document.end))
-            yield Found(document=document, begin=begin, after=after)
+            yield PlacedDocument(document=document, begin=begin, after=after)
 
 
 class _Shuffled:
@@ -84,7 +84,7 @@ class _Shuffled:
         self._ends = list(accumulate(map(len, self._parts)))
         self.num_items = self._ends[-1]
 
-    def read(self, position: SourcePosition) -> Iterator[Found]:
+    def read(self, position: SourcePosition) -> Iterator[PlacedDocument]:
         key = (*self._key, position.epoch)
         item = shuffled(position.item, self.num_items, *key)
         number = bisect_right(self._ends, item)
@@ -95,20 +95,20 @@ class _Shuffled:
             yield from self._read_group(position, file, part, parts[part], (*key, item))
         elif file.suffix == LINES:
             for document in islice(read_documents(file, self._text_field, parts[part]), 1):
-                yield Found(document=document, begin=replace(position, offset=0), after=after)
+                yield PlacedDocument(document=document, begin=replace(position, offset=0), after=after)
         else:
             for document in read_documents(file, self._text_field, position.offset):
-                yield Found(document=document, begin=position, after=after)
+                yield PlacedDocument(document=document, begin=position, after=after)
 
     def _read_group(
         self, position: SourcePosition, file: Path, group: int, num_rows: int, key: tuple[int, ...]
-    ) -> Iterator[Found]:
+    ) -> Iterator[PlacedDocument]:
         places = range(position.offset, num_rows)
         order = (shuffled(place, num_rows, *key) for place in places)
         for place, (row, value) in zip(places, read_group(file, self._text_field, group, order), strict=True):
             document = row_document(file, self._text_field, row, value)
             begin, after = (replace(position, offset=offset) for offset in (place, place + 1))
-            yield Found(document=document, begin=begin, after=after)
+            yield PlacedDocument(document=document, begin=begin, after=after)
 
 
 def _parts_of(file: Path) -> Sequence[int]:

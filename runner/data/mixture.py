@@ -10,7 +10,7 @@ from manifests.errors import DataError, InputError
 from manifests.schema import DataCursor, SourcePosition
 from runner.config.schema import DataOptions
 from runner.data.bad import Skipped
-from runner.data.documents import DocumentSource, Found
+from runner.data.documents import DocumentSource, PlacedDocument
 from runner.data.shuffle import draw
 from runner.data.tokenizer import Vocabulary
 
@@ -91,7 +91,7 @@ def _read_passes(
     skipped: Skipped | None,
     *,
     is_endless: bool,
-) -> Iterator[tuple[Found, _Ids]]:
+) -> Iterator[tuple[PlacedDocument, _Ids]]:
     if position.item > source.num_items:
         raise _nothing_at(source)
     while True:
