@@ -11,7 +11,7 @@ from reshard.copy.engine import WriteOptions
 from reshard.operations.export import ExportResult, export_huggingface
 from reshard.operations.progress import Progress, counting
 from reshard.sources.bundles import open_manifest
-from reshard.transforms.cast import Dtype, cast_checkpoint
+from reshard.transforms.cast import ExportDtype, cast_checkpoint
 from stores.address import is_url
 
 __all__ = ["export"]
@@ -23,7 +23,7 @@ def export(
     out: str | Path,
     *,
     to: Literal["hf"] = "hf",
-    dtype: Dtype = "source",
+    dtype: ExportDtype = "source",
     force: bool = False,
     io: Io = "direct",
     sync: bool = True,

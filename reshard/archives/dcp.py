@@ -16,7 +16,7 @@ from manifests.headertext import DTYPE_BITS, MAX_DIM
 from manifests.paths import problem_with_path
 from manifests.slices import Slice
 from reshard.archives.pickled import BadPickleError, Record, read_pickle
-from reshard.archives.tensors import DTYPES, Dtype, read_tensor
+from reshard.archives.tensors import DTYPES, ArchiveDtype, read_tensor
 from reshard.tensors.checkpoint import TensorAt
 from stores.base import Folder, InputFile, read_whole
 
@@ -37,7 +37,7 @@ _AGAIN = "the checkpoint is incomplete or damaged; copy or save it again"
 
 
 _KNOWN: Mapping[str, object] = {
-    **{f"torch.{name}": Dtype(dtype) for name, dtype in DTYPES.items()},
+    **{f"torch.{name}": ArchiveDtype(dtype) for name, dtype in DTYPES.items()},
     "torch.Size": tuple,
     "collections.OrderedDict": dict,
 }
@@ -165,7 +165,7 @@ def _tensor(
     items: Mapping[tuple[str, tuple[int, ...] | None], tuple[str, int, int]],
 ) -> DcpTensor:
     whole, properties = _counts(entry["size"]), entry["properties"]["state"]
-    dtype = properties[0].name if isinstance(properties, tuple) and isinstance(properties[0], Dtype) else None
+    dtype = properties[0].name if isinstance(properties, tuple) and isinstance(properties[0], ArchiveDtype) else None
     if dtype is None:
         raise BadPickleError(f"{name[:80]!r} has a dtype that is not supported")
     if prod(filter(None, whole)) * DTYPE_BITS[dtype] >= MAX_DIM:

@@ -18,7 +18,7 @@ from reshard.archives.zipped import Entry, bad_archive, read_entries, read_entry
 from reshard.tensors.checkpoint import TensorAt
 from stores.base import InputFile, Range, read_range
 
-__all__ = ["DTYPES", "Dtype", "read_archive", "read_tensor"]
+__all__ = ["DTYPES", "ArchiveDtype", "read_archive", "read_tensor"]
 
 _MAX_PICKLE_NBYTES = 256 << 20
 _PICKLE, _BYTE_ORDER, _STORAGES = "data.pkl", "byteorder", "data/"
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Dtype:
+class ArchiveDtype:
     """A dtype, or the class of storages of it; `None` of storages of bytes."""
 
     name: str | None
@@ -56,7 +56,7 @@ class _View:
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    dtype: Dtype | None = None
+    dtype: ArchiveDtype | None = None
 
 
 class _Dict(dict[Any, Any]):
@@ -71,7 +71,7 @@ def _view(storage: Reference, offset: int, shape: Any, strides: Any, *_: object)
 
 
 def _view_of_bytes(storage: Reference, offset: int, shape: Any, strides: Any, grad: object, hooks: object,
-                   dtype: Dtype, *_: object) -> _View:  # fmt: skip
+                   dtype: ArchiveDtype, *_: object) -> _View:  # fmt: skip
     return _View(storage, offset, tuple(shape), tuple(strides), dtype)
 
 
@@ -84,9 +84,9 @@ _KNOWN: Mapping[str, object] = {
 }
 # Constants, which a pickle names and does not call.
 _CONSTANTS = {
-    **{f"torch.{name}": Dtype(dtype) for name, dtype in DTYPES.items()},
-    **{f"torch.{name}Storage": Dtype(dtype) for name, dtype in _STORAGE_CLASSES.items()},
-    "torch.storage.UntypedStorage": Dtype(None),
+    **{f"torch.{name}": ArchiveDtype(dtype) for name, dtype in DTYPES.items()},
+    **{f"torch.{name}Storage": ArchiveDtype(dtype) for name, dtype in _STORAGE_CLASSES.items()},
+    "torch.storage.UntypedStorage": ArchiveDtype(None),
 }
 
 
@@ -186,9 +186,9 @@ def _tensor(file: InputFile, name: str, view: _View, entries: Mapping[str, Entry
 def _storage(view: _View, name: str, entries: Mapping[str, Entry]) -> tuple[str, Entry]:
     """Return the dtype of a tensor, and the entry that has its bytes."""
     key = view.storage.key if isinstance(view.storage, Reference) else None
-    if not isinstance(key, tuple) or len(key) < 3 or key[0] != "storage" or not isinstance(key[1], Dtype):
+    if not isinstance(key, tuple) or len(key) < 3 or key[0] != "storage" or not isinstance(key[1], ArchiveDtype):
         raise BadPickleError(f"{name[:80]!r} has no storage")
-    dtype = key[1].name or (view.dtype.name if isinstance(view.dtype, Dtype) else None)
+    dtype = key[1].name or (view.dtype.name if isinstance(view.dtype, ArchiveDtype) else None)
     if dtype is None:
         raise BadPickleError(f"{name[:80]!r} has no dtype")
     entry = entries.get(f"{_STORAGES}{key[2]}")

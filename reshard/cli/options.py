@@ -18,7 +18,7 @@ from stores.address import hub_output, is_url
 
 if TYPE_CHECKING:
     from reshard.operations.progress import Progress
-    from reshard.transforms.cast import Dtype
+    from reshard.transforms.cast import ExportDtype
     from reshard.transforms.conversion import Plain
     from stores.manifest_file import Address
 
@@ -188,7 +188,12 @@ def conversion_flags(command: Command) -> Command:
 
     @functools.wraps(command)
     def gathered(
-        *, dtype: Dtype | None, dequantize: Plain | None, dequantise: Plain | None, merge_slices: bool, **others: Any
+        *,
+        dtype: ExportDtype | None,
+        dequantize: Plain | None,
+        dequantise: Plain | None,
+        merge_slices: bool,
+        **others: Any,
     ) -> Any:
         from reshard.transforms.conversion import Conversion
 

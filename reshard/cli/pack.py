@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from reshard.estimate.training_estimate import Assumptions
     from reshard.operations.divide import Division
     from reshard.operations.resolve import LayoutRequest
-    from reshard.transforms.cast import Dtype
+    from reshard.transforms.cast import ExportDtype
     from reshard.transforms.conversion import Conversion
     from stores.manifest_file import Address
 
@@ -127,7 +127,7 @@ def pack(
 @options.as_json
 @options.quiet
 def export(
-    manifest: str, form: Literal["hf"], out: Address, dtype: Dtype, force: bool, io: Io, sync: bool,
+    manifest: str, form: Literal["hf"], out: Address, dtype: ExportDtype, force: bool, io: Io, sync: bool,
     as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
     """Write a manifest's model as a Hugging Face folder.

@@ -25,7 +25,7 @@ from reshard.sources.huggingface import CONFIG_NAME
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, TensorAt
 from reshard.tensors.lazy import MemoryFile
 from reshard.tensors.source_index import KeptText, RecordedShard, index_anew, lay_out_anew
-from reshard.transforms.cast import STORED, Dtype, cast_checkpoint, casts_in
+from reshard.transforms.cast import STORED, ExportDtype, cast_checkpoint, casts_in
 from stores.address import is_inside, is_url, place_of
 from stores.base import read_config, read_whole
 from stores.manifest_file import Address
@@ -60,7 +60,12 @@ def plan_export(checkpoint: Checkpoint) -> tuple[OutputShard, ...]:
 
 
 def export_huggingface(
-    checkpoint: Checkpoint, out: Address, *, force: bool, dtype: Dtype = "source", options: WriteOptions | None = None
+    checkpoint: Checkpoint,
+    out: Address,
+    *,
+    force: bool,
+    dtype: ExportDtype = "source",
+    options: WriteOptions | None = None,
 ) -> ExportResult:
     """Write a Hugging Face folder, with shards, index and auxiliary files as in the source.
 
@@ -155,7 +160,7 @@ def _index_text(checkpoint: Checkpoint, shards: tuple[OutputShard, ...]) -> str 
     return text if is_same else index_anew(text, {shard.path: shard.entries for shard in shards})
 
 
-def _with_config_for(checkpoint: Checkpoint, dtype: Dtype) -> Checkpoint:
+def _with_config_for(checkpoint: Checkpoint, dtype: ExportDtype) -> Checkpoint:
     """Update the config's dtype, if it has one, to the one that all parameters are cast to: readers rely on it."""
     if dtype == "source":
         return checkpoint

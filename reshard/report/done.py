@@ -13,7 +13,7 @@ from reshard.operations.hub_check import HubReport
 from reshard.operations.pack_result import PackResult
 from reshard.operations.verify import VerifyResult
 from reshard.plans.partition import Part
-from reshard.transforms.cast import Dtype
+from reshard.transforms.cast import ExportDtype
 from stores.address import is_url
 from stores.manifest_file import Address
 
@@ -91,7 +91,7 @@ def export_json(done: ExportResult, form: str, out: Address) -> dict[str, Any]:
     }
 
 
-def export_text(done: ExportResult, dtype: Dtype, out: Address) -> str:
+def export_text(done: ExportResult, dtype: ExportDtype, out: Address) -> str:
     how = "headers as in the source" if done.identical else "new headers: dtypes or tensors differ from the source"
     lines = [f"exported {done.num_files} files, {show_bytes(done.nbytes)} of weights ({how}): {out}"]
     why = ", as in the source; --dtype fp32 casts losslessly" if dtype == "source" else ""

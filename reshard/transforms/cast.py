@@ -13,15 +13,15 @@ from manifests.models import ModelShape
 from reshard.tensors.checkpoint import Checkpoint, TensorAt
 from reshard.tensors.lazy import DerivedFile, derive
 
-__all__ = ["FLOATS", "STORED", "Dtype", "cast_checkpoint", "cast_tensor", "casts_in"]
+__all__ = ["FLOATS", "STORED", "ExportDtype", "cast_checkpoint", "cast_tensor", "casts_in"]
 
-Dtype = Literal["source", "fp32", "bf16", "fp16"]
+ExportDtype = Literal["source", "fp32", "bf16", "fp16"]
 
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
-STORED: Mapping[Dtype, str] = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+STORED: Mapping[ExportDtype, str] = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 
 
-def cast_checkpoint(checkpoint: Checkpoint, wanted: Dtype) -> Checkpoint:
+def cast_checkpoint(checkpoint: Checkpoint, wanted: ExportDtype) -> Checkpoint:
     """Return a checkpoint with weights in the source's dtypes, or all parameters in one dtype.
 
     Optimizer state and tensors that are not parameters keep their dtypes.

@@ -7,7 +7,7 @@ from typing import Literal
 
 from manifests.errors import UsageError
 from reshard.tensors.checkpoint import Checkpoint
-from reshard.transforms.cast import STORED, Dtype, cast_checkpoint
+from reshard.transforms.cast import STORED, ExportDtype, cast_checkpoint
 
 __all__ = ["Conversion", "convert"]
 
@@ -21,7 +21,7 @@ class Conversion:
     `merge_slices` merges tensors that several ranks stored in slices.
     """
 
-    dtype: Dtype | None = None
+    dtype: ExportDtype | None = None
     dequantize: Plain | None = None
     merge_slices: bool = False
 
