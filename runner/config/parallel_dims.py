@@ -10,7 +10,7 @@ import click
 from manifests.errors import LaunchError, UsageError
 from runner.config.declared import Whole, flag
 
-__all__ = ["DATA_DIMS", "PIPELINE", "REPLICATE", "SHARD", "TENSOR", "DegreeOptions", "Degrees", "Load"]
+__all__ = ["DATA_DIMS", "PIPELINE", "REPLICATE", "SHARD", "TENSOR", "DegreeOptions", "Load", "ParallelDims"]
 
 # Names of the device mesh dimensions, as in torchtitan.
 PIPELINE, REPLICATE, SHARD, TENSOR = "pp", "dp_replicate", "dp_shard", "tp"
@@ -20,7 +20,7 @@ Load = Literal["rows", "broadcast"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Degrees:
+class ParallelDims:
     """The parallel degrees of a job. Ranks are numbered (pipeline, replicate, shard, tensor), tensor fastest."""
 
     pipeline: int
@@ -80,7 +80,7 @@ class DegreeOptions:
         help="rows: each rank reads its own rows; broadcast: one rank of a stage reads a tensor and broadcasts it.",
     )  # fmt: skip
 
-    def resolve(self, num_pipeline_ranks: int, world_size: int) -> Degrees:
+    def resolve(self, num_pipeline_ranks: int, world_size: int) -> ParallelDims:
         """Return the degrees for this number of ranks.
 
         Raises:
@@ -123,4 +123,4 @@ class DegreeOptions:
                 hint,
                 code="launch.degrees",
             )
-        return Degrees(pipeline=num_pipeline_ranks, replicate=replicate, shard=shard, tensor=self.tensor)
+        return ParallelDims(pipeline=num_pipeline_ranks, replicate=replicate, shard=shard, tensor=self.tensor)

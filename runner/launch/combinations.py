@@ -13,7 +13,7 @@ from manifests.schema import Manifest
 from runner.config.architectures import TENSOR_PARALLEL, Implementation, choose_implementation, is_generic
 from runner.config.flags import TrainOptions
 from runner.config.own_families import find_family
-from runner.config.parallel_dims import Degrees
+from runner.config.parallel_dims import ParallelDims
 from runner.config.schema import BatchOptions, Recompute
 from runner.pipeline.timetable import Timetable
 
@@ -182,10 +182,10 @@ def check_sinks(options: TrainOptions) -> None:
 
 
 def combine(
-    manifest: Manifest, options: TrainOptions, timetable: Timetable, degrees: Degrees | None = None
+    manifest: Manifest, options: TrainOptions, timetable: Timetable, degrees: ParallelDims | None = None
 ) -> Combination:
     """Return the combination of these options; without `degrees`, for one pipeline."""
-    degrees = degrees or Degrees(pipeline=manifest.layout.num_ranks)
+    degrees = degrees or ParallelDims(pipeline=manifest.layout.num_ranks)
     modules = (module for stage in manifest.stages for module in stage.modules)
     numbers = [int(found[1]) for found in map(_LAYER.search, modules) if found]
     return Combination(

@@ -19,7 +19,7 @@ from runner.bundle.packed import Packed
 from runner.bundle.remote import name_of, opened
 from runner.config.declared import Whole
 from runner.config.flags import TrainOptions, flag_of, is_training_flag, parse_training, unwritten
-from runner.config.parallel_dims import Degrees
+from runner.config.parallel_dims import ParallelDims
 from runner.launch.gpus import check_gpus, memories_gib
 from runner.launch.job import FlagKind, Job, read_environment, read_job_file
 from runner.launch.local import LocalJob, check_beginning, check_request, launch_here
@@ -196,7 +196,7 @@ def training_words(context: click.Context, **own: Path | None) -> tuple[str, ...
 
 def _check_placement(
     launched: Packed, options: TrainOptions, nnodes: int, nproc_per_node: int, gpu_gib: float | None
-) -> Degrees:
+) -> ParallelDims:
     """Return the parallel degrees, after checking them against the manifest, the options, the nodes and the GPUs."""
     manifest = launched.manifest
     if nnodes > 1:
@@ -212,7 +212,7 @@ def _check_placement(
 
 
 def _check_here(
-    launched: Packed, options: TrainOptions, degrees: Degrees, nproc_per_node: int, gpu_gib: float | None
+    launched: Packed, options: TrainOptions, degrees: ParallelDims, nproc_per_node: int, gpu_gib: float | None
 ) -> None:
     """Check that this machine has the GPUs for its ranks, and all inputs that they start from."""
     memories = memories_gib(options.device)
@@ -223,7 +223,7 @@ def _check_here(
 
 
 def _check_memory(
-    launched: Packed, options: TrainOptions, degrees: Degrees, gpu_gib: float, where: str = "--gpu-memory"
+    launched: Packed, options: TrainOptions, degrees: ParallelDims, gpu_gib: float, where: str = "--gpu-memory"
 ) -> None:
     check_memory(
         launched.manifest,

@@ -23,7 +23,7 @@ from runner.checkpoint.outputs import check_outputs
 from runner.checkpoint.resume import Origin, check_fits, find_origins, remembered, resumed_state
 from runner.checkpoint.save_paths import check_apart
 from runner.config.flags import TrainOptions, recall
-from runner.config.parallel_dims import Degrees
+from runner.config.parallel_dims import ParallelDims
 from runner.config.schema import SYNTHETIC
 from runner.data.files import find_files
 from runner.launch.combinations import check_combination, check_divides, check_sinks, combine, share_of, tensor_parallel
@@ -88,7 +88,7 @@ def launch_here(
         os.execv(sys.executable, command)
 
 
-def check_request(launched: Packed, options: TrainOptions, world_size: int) -> Degrees:
+def check_request(launched: Packed, options: TrainOptions, world_size: int) -> ParallelDims:
     """Check, without torch, that these options fit a model and so many ranks, and return the parallel degrees.
 
     Raises:
@@ -105,7 +105,7 @@ def check_request(launched: Packed, options: TrainOptions, world_size: int) -> D
     return degrees
 
 
-def check_beginning(launched: Packed, options: TrainOptions, degrees: Degrees) -> None:
+def check_beginning(launched: Packed, options: TrainOptions, degrees: ParallelDims) -> None:
     """Check, without torch, that a run on this machine has its inputs, and can write its outputs.
 
     Ranks check all of this again. The checkpoints of `--resume auto` are left to them: they skip damaged ones.
@@ -139,7 +139,7 @@ def check_beginning(launched: Packed, options: TrainOptions, degrees: Degrees) -
     check_texts(launched, options)
 
 
-def _check_step(manifest: Manifest, options: TrainOptions, degrees: Degrees) -> None:
+def _check_step(manifest: Manifest, options: TrainOptions, degrees: ParallelDims) -> None:
     batch = share_of(options.batch, degrees.data)
     timetable = choose_timetable(options.schedule, manifest, batch.num_microbatches)
     check_combination(combine(manifest, options, timetable, degrees))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from manifests.errors import LaunchError, UsageError
 from manifests.schema import Manifest
-from runner.config.parallel_dims import Degrees
+from runner.config.parallel_dims import ParallelDims
 
 __all__ = ["NodePlan", "check_groups", "check_memory", "check_ranks", "parse_nnodes", "plan_nodes", "printed"]
 
@@ -57,7 +57,7 @@ def check_ranks(num_pipeline_ranks: int, nnodes: int, nproc_per_node: int) -> No
     )
 
 
-def check_groups(degrees: Degrees, nnodes: int, nproc_per_node: int) -> tuple[str, ...]:
+def check_groups(degrees: ParallelDims, nnodes: int, nproc_per_node: int) -> tuple[str, ...]:
     """Return a note for each kind of process group that communicates often and spans nodes.
 
     Raises:
@@ -93,7 +93,7 @@ def check_groups(degrees: Degrees, nnodes: int, nproc_per_node: int) -> tuple[st
     )
 
 
-def _is_cut(first: int, degrees: Degrees, nproc_per_node: int) -> bool:
+def _is_cut(first: int, degrees: ParallelDims, nproc_per_node: int) -> bool:
     return first // nproc_per_node != (first + degrees.per_stage - 1) // nproc_per_node
 
 

@@ -12,7 +12,7 @@ from manifests.memory import DtypePolicy, MemoryEstimate, Training, estimate_mem
 from manifests.models import ModelShape
 from manifests.schedules import Table
 from runner.config.flags import TrainOptions
-from runner.config.parallel_dims import Degrees
+from runner.config.parallel_dims import ParallelDims
 from runner.config.schema import ComputeOptions
 
 __all__ = [
@@ -72,7 +72,7 @@ def peak_memory_nbytes(device: torch.device) -> int:
 
 
 def planned_memory(
-    shape: ModelShape, stages: Sequence[Sequence[str]], table: Table, options: TrainOptions, degrees: Degrees
+    shape: ModelShape, stages: Sequence[Sequence[str]], table: Table, options: TrainOptions, degrees: ParallelDims
 ) -> MemoryEstimate | None:
     """Return the memory estimate of `reshard plan` for a run; None where it does not apply.
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from runner.config.parallel_dims import PIPELINE, REPLICATE, SHARD, TENSOR, Degrees
+from runner.config.parallel_dims import PIPELINE, REPLICATE, SHARD, TENSOR, ParallelDims
 from runner.tensors.dtensor import sharded_dims
 
 __all__ = ["Mesh", "build_mesh"]
@@ -20,7 +20,7 @@ __all__ = ["Mesh", "build_mesh"]
 class Mesh:
     """One rank's coordinates. If each stage has one rank, there is no device mesh: all ranks are one pipeline."""
 
-    degrees: Degrees
+    degrees: ParallelDims
     rank: int
     device_mesh: DeviceMesh | None = None
     stage: dist.ProcessGroup | None = None  # the ranks that share this one's stages
@@ -85,7 +85,7 @@ class Mesh:
         return not any(rank for dim, rank in place.items() if dim not in sharded_dims(parameter))
 
 
-def build_mesh(degrees: Degrees, rank: int, device: torch.device, timeout: timedelta) -> Mesh:
+def build_mesh(degrees: ParallelDims, rank: int, device: torch.device, timeout: timedelta) -> Mesh:
     """Create the device mesh and the process group of each stage. Every rank calls this."""
     if degrees.per_stage == 1:
         return Mesh(degrees=degrees, rank=rank)

@@ -7,23 +7,25 @@ from collections.abc import Callable
 import pytest
 
 from manifests.errors import UserError
-from runner.config.parallel_dims import DegreeOptions, Degrees
+from runner.config.parallel_dims import DegreeOptions, ParallelDims
 from runner.parallel.mesh import Mesh
 
 
 @pytest.mark.parametrize(
     ("asked", "world_size", "expected"),
     [
-        (DegreeOptions(), 4, Degrees(pipeline=4)),
-        (DegreeOptions(), 12, Degrees(pipeline=4, replicate=3)),
-        (DegreeOptions(shard=None), 12, Degrees(pipeline=4, shard=3)),
-        (DegreeOptions(shard=2), 16, Degrees(pipeline=4, replicate=2, shard=2)),
-        (DegreeOptions(replicate=2, shard=None), 16, Degrees(pipeline=4, replicate=2, shard=2)),
-        (DegreeOptions(tensor=2), 8, Degrees(pipeline=4, tensor=2)),
-        (DegreeOptions(tensor=2, shard=None), 16, Degrees(pipeline=4, shard=2, tensor=2)),
+        (DegreeOptions(), 4, ParallelDims(pipeline=4)),
+        (DegreeOptions(), 12, ParallelDims(pipeline=4, replicate=3)),
+        (DegreeOptions(shard=None), 12, ParallelDims(pipeline=4, shard=3)),
+        (DegreeOptions(shard=2), 16, ParallelDims(pipeline=4, replicate=2, shard=2)),
+        (DegreeOptions(replicate=2, shard=None), 16, ParallelDims(pipeline=4, replicate=2, shard=2)),
+        (DegreeOptions(tensor=2), 8, ParallelDims(pipeline=4, tensor=2)),
+        (DegreeOptions(tensor=2, shard=None), 16, ParallelDims(pipeline=4, shard=2, tensor=2)),
     ],
 )
-def test_degrees_that_were_not_asked_for_are_found(asked: DegreeOptions, world_size: int, expected: Degrees) -> None:
+def test_degrees_that_were_not_asked_for_are_found(
+    asked: DegreeOptions, world_size: int, expected: ParallelDims
+) -> None:
     assert asked.resolve(4, world_size) == expected
     assert expected.world_size == world_size
 
@@ -52,7 +54,7 @@ def test_degrees_that_do_not_match_the_number_of_ranks_are_refused(
 
 
 def test_ranks_are_numbered_by_pipeline_then_data_then_tensor() -> None:
-    degrees = Degrees(pipeline=2, replicate=2, shard=3, tensor=2)
+    degrees = ParallelDims(pipeline=2, replicate=2, shard=3, tensor=2)
     places = [Mesh(degrees=degrees, rank=rank) for rank in range(degrees.world_size)]
     for rank, mesh in enumerate(places):
         assert rank == (mesh.pipeline_rank * degrees.data + mesh.data_rank) * degrees.tensor + mesh.tensor_rank

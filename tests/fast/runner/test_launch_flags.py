@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from manifests.errors import InputError, UsageError, UserError
 from runner.commands import cli
-from runner.config.parallel_dims import Degrees
+from runner.config.parallel_dims import ParallelDims
 from runner.launch.gpus import check_gpus, memories_gib
 from runner.launch.nodes import check_groups, check_ranks
 from runner.launch.scheduler_checks import parse_time
@@ -252,17 +252,17 @@ def test_ranks_that_do_not_fit_the_manifest_are_refused_with_the_nearest_that_do
 @pytest.mark.parametrize(
     ("degrees", "nnodes", "nproc", "num_notes"),
     [
-        (Degrees(pipeline=4), 2, 2, 0),
-        (Degrees(pipeline=4, tensor=2), 2, 4, 0),
-        (Degrees(pipeline=2, replicate=2, tensor=2), 2, 4, 0),
-        (Degrees(pipeline=2, tensor=8), 4, 4, 1),
-        (Degrees(pipeline=4, shard=3), 3, 4, 1),
-        (Degrees(pipeline=2, shard=16), 4, 8, 0),  # they need two nodes
-        (Degrees(pipeline=4, shard=3), 1, 12, 0),
+        (ParallelDims(pipeline=4), 2, 2, 0),
+        (ParallelDims(pipeline=4, tensor=2), 2, 4, 0),
+        (ParallelDims(pipeline=2, replicate=2, tensor=2), 2, 4, 0),
+        (ParallelDims(pipeline=2, tensor=8), 4, 4, 1),
+        (ParallelDims(pipeline=4, shard=3), 3, 4, 1),
+        (ParallelDims(pipeline=2, shard=16), 4, 8, 0),  # they need two nodes
+        (ParallelDims(pipeline=4, shard=3), 1, 12, 0),
     ],
 )
 def test_groups_that_communicate_often_share_a_node_where_they_fit(
-    degrees: Degrees, nnodes: int, nproc: int, num_notes: int, wording: Wording
+    degrees: ParallelDims, nnodes: int, nproc: int, num_notes: int, wording: Wording
 ) -> None:
     assert degrees.world_size == nnodes * nproc
     notes = check_groups(degrees, nnodes, nproc)
@@ -273,7 +273,7 @@ def test_groups_that_communicate_often_share_a_node_where_they_fit(
 
 def test_tensor_parallel_group_that_fits_a_node_is_not_split(packed: Path, wording: Wording) -> None:
     with pytest.raises(UsageError) as error:
-        check_groups(Degrees(pipeline=4, tensor=4), 2, 8 - 2)
+        check_groups(ParallelDims(pipeline=4, tensor=4), 2, 8 - 2)
     assert (error.value.code, error.value.where) == ("launch.split-tp-group", "--nproc-per-node")
     wording(str(error.value))
     done = launch(packed, *SLURM, "--nnodes", 8, "--nproc-per-node", 1, training=(*TRAINING, "--tp", "2"))
