@@ -11,7 +11,7 @@ from typing import Literal
 from manifests.errors import SourceError
 from manifests.headertext import DTYPE_BITS
 from reshard.tensors.checkpoint import TensorAt
-from reshard.tensors.lazy import STEP_NBYTES, Block, derive
+from reshard.tensors.lazy import STEP_NBYTES, Buffer, derive
 from stores.base import read_range
 
 __all__ = ["gathered", "is_contiguous"]
@@ -60,7 +60,7 @@ def gathered(tensor: TensorAt, strides: tuple[int, ...], num_spanned: int) -> Te
     return derive(tensor, tensor.dtype, "made contiguous", (span,), make)
 
 
-def _gather(span: TensorAt, shape: tuple[int, ...], strides: tuple[int, ...], width: int) -> Iterator[Block]:
+def _gather(span: TensorAt, shape: tuple[int, ...], strides: tuple[int, ...], width: int) -> Iterator[Buffer]:
     """Yield the elements in the tensor's order, a few rows along the last axis at a time."""
     elements = memoryview(read_range(span.file, span.begin, span.end)).cast(_FORMATS[width])
     *outer, count = shape

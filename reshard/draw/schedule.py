@@ -23,7 +23,7 @@ _NUM_PIXELS = 1500  # of a row
 _CHAR_PT = 4.6
 _LEAST_ROW_PT = 10
 
-Row = tuple[int, TimedAction]  # rank and action
+RankAction = tuple[int, TimedAction]  # rank and action
 
 
 def draw_schedule(axes: Axes, forecast: Forecast, theme: Theme) -> None:
@@ -63,9 +63,9 @@ def _time_scale(forecast: Forecast) -> Scale:
     return Scale(name="time, in mean forward passes of a stage", unit=mean or 1.0)
 
 
-def _draw_boxes(axes: Axes, forecast: Forecast, spans: Sequence[Row], time: Scale, theme: Theme) -> None:
+def _draw_boxes(axes: Axes, forecast: Forecast, spans: Sequence[RankAction], time: Scale, theme: Theme) -> None:
     """Draw a box per action: one path for all of a kind and virtual stage, to keep the file small."""
-    groups: dict[tuple[str, int], list[Row]] = {}
+    groups: dict[tuple[str, int], list[RankAction]] = {}
     for rank, span in spans:
         groups.setdefault((span.action.kind, forecast.placement.virtual_of(span.action.stage)), []).append((rank, span))
     point = forecast.timeline.makespan_s / width_of(axes)
@@ -82,7 +82,7 @@ def _draw_boxes(axes: Axes, forecast: Forecast, spans: Sequence[Row], time: Scal
         )
 
 
-def _boxes(members: Iterable[Row], time: Scale, height: float) -> Path:
+def _boxes(members: Iterable[RankAction], time: Scale, height: float) -> Path:
     corners, codes = [], []
     for rank, span in members:
         left, right = span.start_s / time.unit, span.end_s / time.unit
@@ -130,7 +130,9 @@ def _shade(virtual: int, num_virtual: int) -> float:
     return 1.0 - 0.55 * virtual / (num_virtual - 1) if num_virtual > 1 else 1.0
 
 
-def _number_microbatches(axes: Axes, forecast: Forecast, spans: Sequence[Row], time: Scale, theme: Theme) -> None:
+def _number_microbatches(
+    axes: Axes, forecast: Forecast, spans: Sequence[RankAction], time: Scale, theme: Theme
+) -> None:
     """Write the microbatch into each box with room for it."""
     if height_of(axes) / forecast.placement.num_ranks < _LEAST_ROW_PT:
         return

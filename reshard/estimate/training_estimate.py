@@ -17,7 +17,7 @@ __all__ = [
     "MOST_PASSES",
     "Assumptions",
     "Forecast",
-    "Step",
+    "StepEstimate",
     "forecast",
     "imbalance",
     "num_passes",
@@ -54,7 +54,7 @@ class Assumptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class StepEstimate:
     """One simulated step: when each action runs, and the memory in use."""
 
     memory: MemoryEstimate
@@ -74,7 +74,7 @@ class Forecast:
     num_microbatches: int
     flops: tuple[int, ...]  # forward, per token, by stage
     times: tuple[ModuleTime, ...]  # by stage
-    step: Step | None
+    step: StepEstimate | None
 
     @property
     def memory(self) -> MemoryEstimate:
@@ -132,7 +132,7 @@ def forecast(shape: ModelShape, layout: StageLayout, assumed: Assumptions) -> Fo
         table = schedule_table(schedule, placement, num_microbatches)
         costs = StageCosts.of([time.forward for time in times], [time.backward for time in times])
         memory = estimate_memory(shape, layout.stages, table, assumed.training)
-        step = Step(memory=memory, timeline=simulate(table, costs))
+        step = StepEstimate(memory=memory, timeline=simulate(table, costs))
     return Forecast(
         assumed=assumed,
         placement=placement,

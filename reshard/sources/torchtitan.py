@@ -13,7 +13,7 @@ from functools import partial
 from manifests.errors import ModelError, SourceError
 from manifests.slices import Slice
 from reshard.tensors.checkpoint import TensorAt
-from reshard.tensors.lazy import Block, DerivedFile, derive, read_blocks
+from reshard.tensors.lazy import Buffer, DerivedFile, derive, read_blocks
 from reshard.tensors.slices import merge_slices
 
 __all__ = ["has_torchtitan_names", "under_huggingface_names"]
@@ -129,7 +129,7 @@ def _with_halves(weight: TensorAt, num_heads: int) -> TensorAt:
     )
 
 
-def _halves(weight: TensorAt, num_heads: int) -> Iterator[Block]:
+def _halves(weight: TensorAt, num_heads: int) -> Iterator[Buffer]:
     row = weight.nbytes // weight.shape[0]
     for head in read_blocks(weight, weight.nbytes // num_heads):
         rows = [bytes(head[begin : begin + row]) for begin in range(0, len(head), row)]

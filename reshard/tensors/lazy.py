@@ -14,8 +14,8 @@ from stores.base import Range
 __all__ = [
     "STEP_NBYTES",
     "WOULD_OVERFLOW",
-    "Block",
     "BlockReader",
+    "Buffer",
     "DerivedFile",
     "MemoryFile",
     "derive",
@@ -26,8 +26,8 @@ __all__ = [
 WOULD_OVERFLOW = "source.would-overflow"  # code of errors about values that a cast would make infinite
 STEP_NBYTES = 1 << 20  # stays in the processor's cache between read, hash, transform and write
 
-Block = bytes | bytearray | memoryview
-Make = Callable[[], Iterator[Block]]
+Buffer = bytes | bytearray | memoryview
+Make = Callable[[], Iterator[Buffer]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from math import prod
 
 from manifests.safetensors import nbytes_of
 from reshard.tensors.checkpoint import TensorAt
-from reshard.tensors.lazy import STEP_NBYTES, Block, BlockReader, DerivedFile, derive, read_blocks
+from reshard.tensors.lazy import STEP_NBYTES, BlockReader, Buffer, DerivedFile, derive, read_blocks
 
 __all__ = ["merge_slices", "slices_of"]
 
@@ -38,7 +38,7 @@ def slices_of(tensor: TensorAt) -> tuple[TensorAt, ...]:
     return (tensor,)
 
 
-def _merged_blocks(slices: Sequence[TensorAt]) -> Iterator[Block]:
+def _merged_blocks(slices: Sequence[TensorAt]) -> Iterator[Buffer]:
     """Yield a tensor's bytes in order: always the next run, whichever slice has it.
 
     Each slice is read once, in order.

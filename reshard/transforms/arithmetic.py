@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from manifests.errors import SourceError
 from reshard.tensors.checkpoint import TensorAt
-from reshard.tensors.lazy import STEP_NBYTES, WOULD_OVERFLOW, Block, read_blocks
+from reshard.tensors.lazy import STEP_NBYTES, WOULD_OVERFLOW, Buffer, read_blocks
 
 __all__ = ["FLOATS", "cast_blocks", "count_not_finite", "fp8_blocks", "mxfp4_blocks", "norms_of"]
 
@@ -34,7 +34,7 @@ FLOATS: Mapping[str, tuple[str, int, int]] = {
 }
 
 
-def cast_blocks(tensor: TensorAt, dtype: str) -> Iterator[Block]:
+def cast_blocks(tensor: TensorAt, dtype: str) -> Iterator[Buffer]:
     """Yield a floating-point tensor's values in another dtype.
 
     Raises:
@@ -53,7 +53,7 @@ def cast_blocks(tensor: TensorAt, dtype: str) -> Iterator[Block]:
         yield encoded
 
 
-def fp8_blocks(weight: TensorAt, scale: TensorAt, block: tuple[int, int], dtype: str) -> Iterator[Block]:
+def fp8_blocks(weight: TensorAt, scale: TensorAt, block: tuple[int, int], dtype: str) -> Iterator[Buffer]:
     """Multiply a float8 weight by its scales, one per block, in float32.
 
     Source: deepseek-ai/DeepSeek-V3, `inference/kernel.py`, `weight_dequant`.
@@ -71,7 +71,7 @@ def fp8_blocks(weight: TensorAt, scale: TensorAt, block: tuple[int, int], dtype:
         yield _encoded(values, dtype)
 
 
-def mxfp4_blocks(packed: TensorAt, scales: TensorAt, dtype: str) -> Iterator[Block]:
+def mxfp4_blocks(packed: TensorAt, scales: TensorAt, dtype: str) -> Iterator[Buffer]:
     """Unpack 4-bit floats, multiply each group of 32 by its power of two, and transpose to (inputs, outputs).
 
     Memory: one expert's packed matrix per reader.
@@ -118,21 +118,21 @@ def _values(tensor: TensorAt) -> Iterator[NDArray[np.float64]]:
         yield np.frombuffer(block, "<f8") if tensor.dtype == "F64" else _decoded(block, tensor.dtype).astype(np.float64)
 
 
-def _decoded(block: Block, dtype: str) -> Floats:
+def _decoded(block: Buffer, dtype: str) -> Floats:
     if dtype == "BF16":
         return (np.frombuffer(block, "<u2").astype(np.uint32) << 16).view(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):  # too large: infinite, as in torch
         return np.frombuffer(block, _NUMPY[dtype]).astype(np.float32, copy=False)
 
 
-def _encoded(values: Floats, dtype: str) -> Block:
+def _encoded(values: Floats, dtype: str) -> Buffer:
     if dtype == "BF16":
         return _to_bf16(values).view(np.uint8).data
     with np.errstate(over="ignore", invalid="ignore"):
         return values.astype(_NUMPY[dtype], copy=False).view(np.uint8).data
 
 
-def _num_infinite(block: Block, dtype: str) -> int:
+def _num_infinite(block: Buffer, dtype: str) -> int:
     if dtype == "BF16":
         return int(np.count_nonzero(np.frombuffer(block, "<u2") & 0x7FFF == 0x7F80))
     return int(np.count_nonzero(np.isinf(np.frombuffer(block, _NUMPY[dtype]))))
