@@ -26,7 +26,7 @@ from runner.launch.combinations import check_combination, check_divides, combine
 from runner.launch.preflight import notes
 from runner.load.load import LoadReport
 from runner.load.local_cache import CacheReport, local_cache_of
-from runner.load.stored import Stored
+from runner.load.stored import StageLoader
 from runner.metrics.gauges import memory_nbytes
 from runner.models import Family, family_for
 from runner.parallel.mesh import Mesh, build_mesh
@@ -140,7 +140,7 @@ def _begin(
         options, origin, training = start.options, start.origin, start.training
         save_context = _save_context_of(launched, origin, options, mesh)
         cache = local_cache_of(launched, origin, options, mesh, world, has_moments=training is not None)
-        stored = Stored(
+        stored = StageLoader(
             origin=origin,
             cache=cache,
             group=mesh.stage,
@@ -226,7 +226,7 @@ def _read_start(launched: Packed, found: Origin, options: TrainOptions) -> _Star
 def _resume_optimizer(
     start: _Start,
     training: TrainingState,
-    stored: Stored,
+    stored: StageLoader,
     engine: Engine,
     chunks: Sequence[StageChunk],
     mesh: Mesh,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from manifests.errors import ModelError
-from manifests.models.by_names import Stored, shape_by_names
+from manifests.models.by_names import StoredTensors, shape_by_names
 from manifests.models.catalogue import Entry, entry_of
 from manifests.models.config import ConfigReader
 from manifests.models.deepseek_v3 import deepseek_v3_shape
@@ -29,7 +29,7 @@ __all__ = [
     "ARCHITECTURES",
     "ConfigReader",
     "ModelShape",
-    "Stored",
+    "StoredTensors",
     "Work",
     "architecture_of",
     "is_sized_by_files",
@@ -64,7 +64,7 @@ _MOST_EXPERTS = 200_000  # ten times DeepSeek-V3's
 def model_shape(
     config: Mapping[str, object],
     where: str = "config.json",
-    stored: Stored | None = None,
+    stored: StoredTensors | None = None,
     description: ModelDescription | None = None,
 ) -> ModelShape:
     """Return the shape of the model that a Hugging Face config describes.
@@ -101,7 +101,7 @@ def _shape_by_config(entry: Entry, config: Mapping[str, object], where: str) -> 
         )
     plain = {name: value for name, value in config.items() if name != "quantization_config"}
     reader = ConfigReader(filled(sizes, plain, where), where)
-    return shape_by_names(entry, reader, Stored(tensors=tensors_of(sizes, plain, where), where=where))
+    return shape_by_names(entry, reader, StoredTensors(tensors=tensors_of(sizes, plain, where), where=where))
 
 
 def is_sized_by_files(

@@ -15,7 +15,7 @@ from manifests.models.catalogue import Entry
 from manifests.models.config import MAX_LAYERS, ConfigReader
 from manifests.models.shape import ModelShape, Shape, Work, module_of
 
-__all__ = ["Stored", "shape_by_names"]
+__all__ = ["StoredTensors", "shape_by_names"]
 
 _PER_TOKEN = (
     "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k", "top_k_experts",
@@ -29,7 +29,7 @@ _NOT_DESCRIBED = "name its module in the file of --model; to leave one behind sa
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stored:
+class StoredTensors:
     """The tensors in files, by their names there, and the place that errors name."""
 
     tensors: Mapping[str, Shape]
@@ -48,7 +48,7 @@ class _Layer:
         return tuple(len(numbers) for _, numbers in sorted(self.numbers.items()))
 
 
-def shape_by_names(entry: Entry, config: ConfigReader, stored: Stored) -> ModelShape:
+def shape_by_names(entry: Entry, config: ConfigReader, stored: StoredTensors) -> ModelShape:
     """Return the shape of a model whose tensors are in files, seen that none is missing and none unknown.
 
     Raises:
@@ -128,7 +128,7 @@ def _count_layers(config: ConfigReader, names: tuple[str, ...]) -> int:
 
 
 def _sort(
-    entry: Entry, lists: list[str], stored: Stored
+    entry: Entry, lists: list[str], stored: StoredTensors
 ) -> tuple[dict[str, dict[str, dict[str, Shape]]], dict[str, Shape]]:
     """Return the tensors of each list of layers, by number and name in the layer, and the others.
 

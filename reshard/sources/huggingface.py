@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from manifests.errors import InputError, ModelError, SourceError
 from manifests.index import INDEX_NAME
 from manifests.invariants import MANIFEST_NAME, SOURCE_NAME
-from manifests.models import ModelShape, Stored, is_sized_by_files, model_shape, module_of
+from manifests.models import ModelShape, StoredTensors, is_sized_by_files, model_shape, module_of
 from manifests.paths import problem_with_path
 from manifests.schema import ModelDescription, Source
 from reshard.archives.tensors import read_archive
@@ -143,9 +143,9 @@ def _names_in(folder: Folder, files: tuple[str, ...]) -> Collection[str]:
     return _read_shards(folder, shards, {})[0] if shards.weight_map is None else shards.weight_map
 
 
-def stored_in(tensors: Mapping[str, TensorAt], where: str) -> Stored:
+def stored_in(tensors: Mapping[str, TensorAt], where: str) -> StoredTensors:
     """Return the names and shapes of tensors, for an architecture that only they and the catalogue describe."""
-    return Stored(tensors={name: tensor.shape for name, tensor in tensors.items()}, where=where)
+    return StoredTensors(tensors={name: tensor.shape for name, tensor in tensors.items()}, where=where)
 
 
 def without_absent(shape: ModelShape, tensors: Collection[str]) -> ModelShape:

@@ -13,7 +13,7 @@ from manifests.digest import digest_bytes
 from manifests.errors import InputError, ManifestError
 from manifests.index import INDEX_NAME
 from manifests.jsontext import parse_json_object
-from manifests.models import Stored
+from manifests.models import StoredTensors
 from manifests.paths import problem_with_path
 from manifests.safetensors import Header, TensorEntry, layout_tensors, parse_header
 
@@ -107,11 +107,13 @@ class SourceRecord:
     index: KeptText | None = None
     dropped: tuple[str, ...] = field(default=())
 
-    def stored(self, where: str) -> Stored:
+    def stored(self, where: str) -> StoredTensors:
         """Return the names and shapes of the tensors that were not left behind."""
         entries = (entry for shard in self.shards for entry in shard.header.tensors)
         gone = set(self.dropped)
-        return Stored(tensors={entry.name: entry.shape for entry in entries if entry.name not in gone}, where=where)
+        return StoredTensors(
+            tensors={entry.name: entry.shape for entry in entries if entry.name not in gone}, where=where
+        )
 
     @property
     def index_text(self) -> str | None:

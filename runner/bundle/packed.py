@@ -14,7 +14,7 @@ from manifests.errors import (
 )
 from manifests.invariants import MANIFEST_NAME, SOURCE_NAME, check_model
 from manifests.jsontext import parse_json_object
-from manifests.models import ModelShape, Stored, is_sized_by_files, model_shape
+from manifests.models import ModelShape, StoredTensors, is_sized_by_files, model_shape
 from manifests.safetensors import parse_header
 from manifests.schema import Manifest
 from manifests.store import read_config, read_manifest, read_small_file
@@ -105,7 +105,7 @@ def open_packed(folder: Path, manifest: Manifest | None = None) -> Packed:
     return Packed(root=folder, manifest=manifest, config=config, shape=shape)
 
 
-def _read_stored(folder: Path, manifest: Manifest) -> Stored:
+def _read_stored(folder: Path, manifest: Manifest) -> StoredTensors:
     """Return the names and shapes of the tensors that the source of a manifest had, less those that were dropped."""
     path = folder / SOURCE_NAME
     digest = _digest_of(SOURCE_NAME, manifest)
@@ -125,7 +125,7 @@ def _read_stored(folder: Path, manifest: Manifest) -> Stored:
             raise ManifestError(place, "expected a string", code="manifest.bad-source-record")
         header = parse_header(text.encode(), data_nbytes=None, where=f"{path}: shards[{position}]")
         tensors.update({entry.name: entry.shape for entry in header.tensors if entry.name not in dropped})
-    return Stored(tensors=tensors, where=str(path))
+    return StoredTensors(tensors=tensors, where=str(path))
 
 
 def check_tokenizer(folder: Path, otherwise: str = "") -> Path:

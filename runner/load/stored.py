@@ -19,11 +19,11 @@ from runner.load.verify_parts import share_parts, verify_parts
 from runner.tensors.local_shard import Piece
 from stores.bundles import Bundles
 
-__all__ = ["Stored"]
+__all__ = ["StageLoader"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Stored:
+class StageLoader:
     """A checkpoint's bundles, or this node's cache of them, and how the ranks of a stage load them."""
 
     origin: Packed

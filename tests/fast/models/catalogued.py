@@ -12,7 +12,7 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from manifests.models import Stored
+from manifests.models import StoredTensors
 from tools.tiny_models import tiny_config
 
 __all__ = ["DOZEN", "build_meta", "config_of", "save_tiny", "stored_by"]
@@ -38,7 +38,7 @@ def build_meta(architecture: str, **changes: Any) -> PreTrainedModel:
     return model
 
 
-def stored_by(architecture: str, **changes: Any) -> tuple[dict[str, Any], Stored]:
+def stored_by(architecture: str, **changes: Any) -> tuple[dict[str, Any], StoredTensors]:
     """Return a tiny model's config.json, and the tensors that its files have."""
     model = build_meta(architecture, **changes)
     config = model.config
@@ -48,7 +48,9 @@ def stored_by(architecture: str, **changes: Any) -> tuple[dict[str, Any], Stored
             state.pop(replica, None)
     files = revert_weight_conversion(model, state)
     document = {**config.to_dict(), "architectures": [architecture]}
-    return document, Stored(tensors={name: tuple(tensor.shape) for name, tensor in files.items()}, where="SOURCE")
+    return document, StoredTensors(
+        tensors={name: tuple(tensor.shape) for name, tensor in files.items()}, where="SOURCE"
+    )
 
 
 def save_tiny(folder: Path, architecture: str, **changes: Any) -> None:

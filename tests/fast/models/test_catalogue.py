@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from manifests.errors import UserError
-from manifests.models import ARCHITECTURES, Stored, model_shape
+from manifests.models import ARCHITECTURES, StoredTensors, model_shape
 from manifests.models.catalogue import catalogued, entry_of
 from runner.models import family_for
 from tests.builders import files_in, reshard
@@ -145,12 +145,12 @@ def test_tables_of_the_documentation_are_what_the_command_writes() -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-def refusal(config: dict[str, Any], stored: Stored) -> str:
+def refusal(config: dict[str, Any], stored: StoredTensors) -> str:
     with pytest.raises(UserError) as caught:
         model_shape(config, stored=stored)
     assert caught.value.where == "SOURCE"
     return caught.value.code
 
 
-def without(stored: Stored, *names: str) -> Stored:
+def without(stored: StoredTensors, *names: str) -> StoredTensors:
     return replace(stored, tensors={name: shape for name, shape in stored.tensors.items() if name not in names})
