@@ -28,7 +28,7 @@ __all__ = [
     "POLICIES",
     "SCHEDULES",
     "SPELLINGS",
-    "Whole",
+    "WholeNumber",
     "allow_remote",
     "as_json",
     "as_spelling",
@@ -56,7 +56,7 @@ Command = Callable[..., Any]
 T = TypeVar("T")
 
 
-class Whole(click.IntRange):
+class WholeNumber(click.IntRange):
     """An integer from `min` to `most`. Help shows the lower bound alone."""
 
     def __init__(self, min: int, most: int = (1 << 31) - 1) -> None:
@@ -118,7 +118,7 @@ layout = click.option(
     "module lists.",
 )  # fmt: skip
 ranks = click.option(
-    "--pp", "num_ranks", type=Whole(min=1), metavar="P",
+    "--pp", "num_ranks", type=WholeNumber(min=1), metavar="P",
     help="Number of pipeline ranks, if SPEC does not say it (a Megatron string).",
 )  # fmt: skip
 strict_megatron = click.option("--strict-megatron", is_flag=True, help="Refuse strings that Megatron refuses.")
@@ -151,11 +151,11 @@ _TRAINING = (
         help=f"Pipeline schedule to assume: {', '.join(SCHEDULES)}.",
     ),
     click.option(
-        "--microbatches", type=Whole(min=1), metavar="M", show_default="4 per pipeline rank",
+        "--microbatches", type=WholeNumber(min=1), metavar="M", show_default="4 per pipeline rank",
         help="Microbatches per step to assume.",
     ),
-    click.option("--microbatch", type=Whole(min=1), default=1, metavar="B", help="Sequences per microbatch."),
-    click.option("--seq-len", type=Whole(min=1), default=4096, metavar="L", help="Tokens per sequence."),
+    click.option("--microbatch", type=WholeNumber(min=1), default=1, metavar="B", help="Sequences per microbatch."),
+    click.option("--seq-len", type=WholeNumber(min=1), default=4096, metavar="L", help="Tokens per sequence."),
     click.option(
         "--dtype-policy", type=click.Choice(POLICIES), default="fp32",
         help="Dtypes of the memory estimate; mixed: bf16 weights, fp32 gradients, master weights and optimizer state.",

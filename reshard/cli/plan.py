@@ -69,11 +69,15 @@ def plan(
 @click.command()
 @click.argument("spec", type=click.Path(), metavar="SPEC")
 @click.option(
-    "--layers", type=options.Whole(1, options.MAX_LAYERS), required=True, metavar="N", help="Number of decoder layers."
+    "--layers",
+    type=options.WholeNumber(1, options.MAX_LAYERS),
+    required=True,
+    metavar="N",
+    help="Number of decoder layers.",
 )
 @click.option(
     "--mtp",
-    type=options.Whole(0, options.MAX_LAYERS),
+    type=options.WholeNumber(0, options.MAX_LAYERS),
     default=0,
     metavar="M",
     help="Number of multi-token prediction layers.",

@@ -22,7 +22,7 @@ __all__ = ["diff", "inspect", "verify"]
     metavar="SOURCE",
     help="Also compare with every tensor and auxiliary file of SOURCE; none may be missing.",
 )
-@click.option("--stage", "stages", type=options.Whole(0), multiple=True, metavar="N",
+@click.option("--stage", "stages", type=options.WholeNumber(0), multiple=True, metavar="N",
               help="Verify only this stage; may be repeated.")  # fmt: skip
 @click.option("--public-key", type=click.Path(), metavar="FILE",
               help="First verify the manifest's signature with this public key (PEM).")  # fmt: skip

@@ -14,7 +14,7 @@ from click.core import ParameterSource
 
 from manifests.errors import UsageError
 from manifests.schedules import SCHEDULES
-from runner.config.declared import Whole, build, flag, group, parameters_of
+from runner.config.declared import WholeNumber, build, flag, group, parameters_of
 from runner.config.parallel_dims import DegreeOptions
 from runner.config.schema import (
     BatchOptions,
@@ -53,7 +53,7 @@ class TrainOptions:
     `values` are the values of the flags by parameter name; `given` are the parameters on the command line.
     """
 
-    steps: int = flag("--steps", type=Whole(min=0), written_default=10, help="Optimizer steps of the whole run.")
+    steps: int = flag("--steps", type=WholeNumber(min=0), written_default=10, help="Optimizer steps of the whole run.")
     batch: BatchOptions = group(BatchOptions)
     schedule: str | None = flag(
         "--schedule", type=click.Path(), metavar="NAME|FILE.csv",
@@ -69,7 +69,7 @@ class TrainOptions:
     compute: ComputeOptions = group(ComputeOptions)
     degrees: DegreeOptions = group(DegreeOptions)
     check_ties_every: int = flag(
-        "--check-ties-every", type=Whole(min=1), written_default=100, metavar="N",
+        "--check-ties-every", type=WholeNumber(min=1), written_default=100, metavar="N",
         help="Check every N steps, and before every checkpoint, that replicas of tied weights are equal.",
     )  # fmt: skip
     self_check: bool = flag(
@@ -95,7 +95,7 @@ class TrainOptions:
         show_default="runner-log/DATE-NAME, one for each run", help="Folder of metrics.jsonl and the run's other logs.",
     )  # fmt: skip
     log_every: int = flag(
-        "--log-every", type=Whole(min=1), written_default=1, metavar="N",
+        "--log-every", type=WholeNumber(min=1), written_default=1, metavar="N",
         help="Print every Nth step; metrics.jsonl has every step, and a terminal shows a progress bar.",
     )  # fmt: skip
     quiet: bool = flag("--quiet", is_flag=True, help="Print only errors; steps and notes are in LOG_DIR.")
@@ -109,9 +109,11 @@ class TrainOptions:
         "--stage-to-local", type=click.Path(path_type=Path), metavar="DIR",
         help="Cache the bundles of a node's ranks in this folder on its local disk, and read them from there.",
     )  # fmt: skip
-    timeout_s: int = flag("--timeout", type=Whole(min=1), written_default=600, help="Seconds to wait for another rank.")
+    timeout_s: int = flag(
+        "--timeout", type=WholeNumber(min=1), written_default=600, help="Seconds to wait for another rank."
+    )
     step_timeout_s: int = flag(
-        "--step-timeout", type=Whole(min=1), metavar="SECONDS", show_default="twice --timeout",
+        "--step-timeout", type=WholeNumber(min=1), metavar="SECONDS", show_default="twice --timeout",
         help="Print every thread's stack and exit when a step takes longer.",
     )  # fmt: skip
     values: Mapping[str, Any] = field(default_factory=dict)

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import click
 
 from manifests.errors import LaunchError, UsageError
-from runner.config.declared import Whole, flag
+from runner.config.declared import WholeNumber, flag
 
 __all__ = ["DATA_DIMS", "PIPELINE", "REPLICATE", "SHARD", "TENSOR", "DegreeOptions", "Load", "ParallelDims"]
 
@@ -67,14 +67,14 @@ class DegreeOptions:
     """The degrees on the command line. None: derived from the number of ranks; if both are None, by replicas."""
 
     replicate: int | None = flag(
-        "--dp-replicate", type=Whole(min=1), metavar="N", default=None, show_default="from the number of ranks",
+        "--dp-replicate", type=WholeNumber(min=1), metavar="N", default=None, show_default="from the number of ranks",
         help="Data-parallel replicas of each stage (DDP, HSDP).",
     )  # fmt: skip
     shard: int | None = flag(
         "--dp-shard", metavar="N|auto", default=1, written_default="1", read=_parse_shards,
         help="Data-parallel ranks that shard each stage (FSDP); auto: from the number of ranks.",
     )  # fmt: skip
-    tensor: int = flag("--tp", type=Whole(min=1), metavar="N", default=1, help="Tensor-parallel degree.")
+    tensor: int = flag("--tp", type=WholeNumber(min=1), metavar="N", default=1, help="Tensor-parallel degree.")
     load: Load = flag(
         "--load", type=click.Choice(get_args(Load)), default="rows",
         help="rows: each rank reads its own rows; broadcast: one rank of a stage reads a tensor and broadcasts it.",

@@ -16,7 +16,7 @@ from manifests.errors import UsageError
 from manifests.schema import Decay
 from manifests.training_state import LARGEST_RATE
 from runner.config.architectures import Implementation
-from runner.config.declared import Whole, flag, group
+from runner.config.declared import WholeNumber, flag, group
 
 __all__ = [
     "SYNTHETIC",
@@ -67,15 +67,15 @@ class BatchOptions:
         UsageError: a value below 1, or a global batch size that is not a multiple of the microbatch size.
     """
 
-    seq_len: int = flag("--seq-len", type=Whole(min=1), written_default=512, help="Sequence length, in tokens.")
+    seq_len: int = flag("--seq-len", type=WholeNumber(min=1), written_default=512, help="Sequence length, in tokens.")
     global_batch: int = flag(
         "--global-batch",
-        type=Whole(min=1),
+        type=WholeNumber(min=1),
         written_default=8,
         help="Global batch size: sequences in an optimizer step.",
     )
     microbatch: int = flag(
-        "--microbatch", type=Whole(min=1), written_default=1,
+        "--microbatch", type=WholeNumber(min=1), written_default=1,
         help="Microbatch size, in sequences; gradients are accumulated over the microbatches of a step.",
     )  # fmt: skip
 
@@ -118,15 +118,15 @@ class OptimOptions:
     max_norm: float = flag(
         "--max-norm", type=_POSITIVE, default=1.0, help="Gradient clipping: the largest gradient norm; 0 turns it off."
     )
-    warmup_steps: int = flag("--warmup-steps", type=Whole(min=0), default=0, help="Steps of linear warmup.")
+    warmup_steps: int = flag("--warmup-steps", type=WholeNumber(min=0), default=0, help="Steps of linear warmup.")
     stable_steps: int = flag(
-        "--stable-steps", type=Whole(min=0), default=0, help="Steps at --lr between warmup and decay (WSD)."
+        "--stable-steps", type=WholeNumber(min=0), default=0, help="Steps at --lr between warmup and decay (WSD)."
     )
     decay: Decay = flag(
         "--decay", type=click.Choice(get_args(Decay)), default="constant", help="Shape of the learning-rate decay."
     )
     decay_steps: int = flag(
-        "--decay-steps", type=Whole(min=1), metavar="N", default=0, written_default=None, show_default="--steps",
+        "--decay-steps", type=WholeNumber(min=1), metavar="N", default=0, written_default=None, show_default="--steps",
         help="Step at which the learning rate reaches --min-lr.",
     )  # fmt: skip
     min_lr: float = flag("--min-lr", type=_POSITIVE, default=0.0, help="Learning rate at the end of the decay.")
@@ -193,7 +193,7 @@ class ComputeOptions:
         "layer.",
     )  # fmt: skip
     loss_chunk: int | None = flag(
-        "--loss-chunk", type=Whole(min=1), metavar="N", default=None, show_default="a whole microbatch",
+        "--loss-chunk", type=WholeNumber(min=1), metavar="N", default=None, show_default="a whole microbatch",
         help="Compute logits and loss in chunks of this many tokens.",
     )  # fmt: skip
     is_compiled: bool = flag(
@@ -272,7 +272,7 @@ class DataOptions:
         help="Sampling weight of a source, one for each --data in order: documents are drawn in these proportions.",
     )  # fmt: skip
     seed: int = flag(
-        "--seed", type=Whole(min=0), default=0, help="Seed of synthetic data, shuffling, sampling and dropout."
+        "--seed", type=WholeNumber(min=0), default=0, help="Seed of synthetic data, shuffling, sampling and dropout."
     )
 
     def __post_init__(self) -> None:
@@ -315,10 +315,10 @@ class CheckpointOptions:
         help="Save checkpoints to this folder: after the last step, and every --checkpoint-every steps.",
     )  # fmt: skip
     every: int | None = flag(
-        "--checkpoint-every", type=Whole(min=1), metavar="N", help="Also save a checkpoint every N steps."
+        "--checkpoint-every", type=WholeNumber(min=1), metavar="N", help="Also save a checkpoint every N steps."
     )
     keep: int | None = flag(
-        "--keep", type=Whole(min=1), metavar="K", show_default="all", help="Number of checkpoints to keep."
+        "--keep", type=WholeNumber(min=1), metavar="K", show_default="all", help="Number of checkpoints to keep."
     )
     is_async: bool = flag(
         "--checkpoint-sync",

@@ -17,7 +17,7 @@ from manifests.probe import check_stdout
 from manifests.store import find_manifest, read_manifest
 from runner.bundle.packed import check_tokenizer, open_packed
 from runner.config.architectures import check_trainable
-from runner.config.declared import Whole
+from runner.config.declared import WholeNumber
 from runner.config.flags import Device
 from runner.config.schema import SYNTHETIC, DataOptions, Dtype, FramingOptions
 from runner.data.files import find_files
@@ -142,7 +142,7 @@ def _reading(command: C) -> C:
     command.params += (
         click.Option(["--dtype"], type=click.Choice(get_args(Dtype)), default="fp32", help="Dtype to compute in."),
         click.Option(["--device"], type=click.Choice(get_args(Device)), default="auto", help="Device to compute on."),
-        click.Option(["--timeout"], type=Whole(min=1), default=600, help="Seconds to wait for another rank."),
+        click.Option(["--timeout"], type=WholeNumber(min=1), default=600, help="Seconds to wait for another rank."),
         click.Option(["--json", "is_json"], is_flag=True, help="Print one JSON object."),
         click.Option(
             ["--add-bos-token/--no-add-bos-token"],
@@ -168,8 +168,8 @@ def _reading(command: C) -> C:
     "--pack/--no-pack", default=True,
     help="Pack documents end to end, or use one padded document per sequence, truncated at --seq-len.",
 )  # fmt: skip
-@click.option("--seq-len", type=Whole(min=1), default=512, help="Tokens in a sequence.")
-@click.option("--microbatch", type=Whole(min=1), default=1, help="Sequences per microbatch.")
+@click.option("--seq-len", type=WholeNumber(min=1), default=512, help="Tokens in a sequence.")
+@click.option("--microbatch", type=WholeNumber(min=1), default=1, help="Sequences per microbatch.")
 @click.option(
     "--add-eos-token/--no-add-eos-token",
     default=None,
@@ -196,7 +196,7 @@ def eval_command(context: click.Context, /, dry_run: bool, **values: Any) -> Non
 @click.argument("manifest", type=click.Path(path_type=Path))
 @click.option("--prompt", multiple=True, metavar="TEXT", help="Text to continue. May be repeated.")
 @click.option("--tokens", multiple=True, metavar="1,2,3", help="Token ids to continue; requires no tokenizer.")
-@click.option("--max-new-tokens", type=Whole(min=1), default=32, help="Most tokens to generate.")
+@click.option("--max-new-tokens", type=WholeNumber(min=1), default=32, help="Most tokens to generate.")
 @click.option(
     "--temperature", type=click.FloatRange(min=0), default=0.0, help="Sampling temperature; 0: the most likely token."
 )
@@ -206,8 +206,8 @@ def eval_command(context: click.Context, /, dry_run: bool, **values: Any) -> Non
     default=1.0,
     help="Sample from tokens of this total probability.",
 )
-@click.option("--top-k", type=Whole(min=0), default=0, help="Sample from so many tokens; 0: all.")
-@click.option("--seed", type=Whole(min=0), default=0, help="Seed of sampling; each prompt gets its own stream.")
+@click.option("--top-k", type=WholeNumber(min=0), default=0, help="Sample from so many tokens; 0: all.")
+@click.option("--seed", type=WholeNumber(min=0), default=0, help="Seed of sampling; each prompt gets its own stream.")
 @click.option(
     "--add-eos-token/--no-add-eos-token", default=None, show_default="as the tokenizer does",
     help="End every prompt with the EOS token.",

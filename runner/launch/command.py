@@ -17,7 +17,7 @@ from manifests.sizes import read_size
 from runner.bundle.cache_folder import check_cacheable
 from runner.bundle.packed import Packed
 from runner.bundle.remote import name_of, opened
-from runner.config.declared import Whole
+from runner.config.declared import WholeNumber
 from runner.config.flags import TrainOptions, flag_of, is_training_flag, parse_training, unwritten
 from runner.config.parallel_dims import ParallelDims
 from runner.launch.gpus import check_gpus, memories_gib
@@ -82,7 +82,7 @@ class _BeforeTraining(click.Command):
 @click.option("--scheduler", type=click.Choice(SCHEDULERS), default="local", help="Where the ranks are started.")
 @click.option("--nnodes", metavar="N", default="1", help="Nodes of the job.")
 @click.option(
-    "--nproc-per-node", type=Whole(min=1), metavar="N",
+    "--nproc-per-node", type=WholeNumber(min=1), metavar="N",
     show_default="the manifest's pipeline ranks, over the nodes", help="Ranks to start on each node.",
 )  # fmt: skip
 @click.option(
@@ -101,7 +101,7 @@ class _BeforeTraining(click.Command):
 @click.option("--time", metavar="LIMIT", help="Slurm time limit, such as 4:00:00.")
 @click.option("--sbatch-arg", multiple=True, metavar="ARG", help="Another flag for sbatch, such as --gpus-per-node=8.")
 @click.option("--signal", metavar="USR2@SECONDS", help="Save and stop so long before the time limit.")
-@click.option("--restarts", type=Whole(min=0), default=0, metavar="N", help="Restart all ranks up to N times.")
+@click.option("--restarts", type=WholeNumber(min=0), default=0, metavar="N", help="Restart all ranks up to N times.")
 @click.option("--requeue", is_flag=True, help="Requeue the job when it was stopped by a signal.")
 @click.option("--name", metavar="NAME", show_default="the manifest's folder", help="Name of the job.")
 @click.option("--log-dir", type=click.Path(path_type=Path), metavar="DIR", help="Same as --log-dir after --.")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from runner.config.declared import Whole
+from runner.config.declared import WholeNumber
 from runner.rundir.run_record import DEFAULT_RUNS, find_run
 
 __all__ = ["cancel", "logs", "report", "status"]
@@ -46,7 +46,7 @@ def status(log_dir: Path, as_json: bool) -> None:
 @click.command()
 @_LOG_DIR
 @click.option("-f", "--follow", is_flag=True, help="Print new output until the job ends.")
-@click.option("--rank", type=Whole(min=0), metavar="R", help="Show only the log of this rank.")
+@click.option("--rank", type=WholeNumber(min=0), metavar="R", help="Show only the log of this rank.")
 def logs(log_dir: Path, follow: bool, rank: int | None) -> None:
     """Print the output of a launched job; for a job on this machine, that of rank 0."""
     from runner.launch import follow as watch

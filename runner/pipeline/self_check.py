@@ -28,7 +28,7 @@ from runner.pipeline.microbatches import token_loss
 from runner.pipeline.stage_io import StageIO
 from runner.pipeline.stage_metadata import plan_stage_metadata
 
-__all__ = ["Compared", "SelfChecked", "Whole", "check_stages", "compare_stages", "gradients_of"]
+__all__ = ["Compared", "SelfChecked", "WholeModel", "check_stages", "compare_stages", "gradients_of"]
 
 _CPU = torch.device("cpu")
 _LENGTH = 12  # longer than the windows of a tiny config
@@ -38,7 +38,7 @@ _MOST_PARAMETERS = 50_000_000
 _ANYWAY = "--no-self-check trains it nevertheless"
 
 
-class Whole(Protocol):
+class WholeModel(Protocol):
     """A whole model in float32 on the CPU, with weights; its parameters have the names that `Family.build` gives.
 
     Called with tokens (B, L), it returns logits (B, L, V) and the loss of predicting each token from those before it.
@@ -211,7 +211,7 @@ def _compare(
     )
 
 
-def _build(family: SelfChecked, whole: Whole, stage_modules: Sequence[tuple[str, ...]]) -> tuple[StageChunk, ...]:
+def _build(family: SelfChecked, whole: WholeModel, stage_modules: Sequence[tuple[str, ...]]) -> tuple[StageChunk, ...]:
     """Build all stages with the weights of the whole model."""
     chunks = build_chunks(family, stage_modules, range(len(stage_modules)))
     metadata = plan_stage_metadata(family, stage_modules, torch.float32)
