@@ -25,8 +25,8 @@ from stores.object_client import ObjectEntry
 from stores.objects import LOCK_NAME, PROGRESS_NAME, Client, ObjectFile
 
 __all__ = [
-    "FindOwnedObjects", "ListedObjects", "Wanted", "check_existing", "lines_of", "new_lock", "objects_of_manifest", "read_lock",
-    "remaining_names",
+    "FindOwnedObjects", "ListedObjects", "Wanted", "check_existing", "lines_of", "new_lock", "objects_of_manifest",
+    "read_lock", "remaining_names",
 ]  # fmt: skip
 
 _SHOWN_CHARS = 200  # of a lock object's text

@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from manifests.models import ARCHITECTURES
-from manifests.models.catalogue import Entry, catalogued, entry_of, left_out
+from manifests.models.catalogue import CatalogueEntry, catalogued, entry_of, left_out
 from manifests.models.sizes import sizes_of
 from runner.config.architectures import TENSOR_PARALLEL, TRAINED, is_generic
 
@@ -64,7 +64,7 @@ def _trains(name: str) -> str:
     return f"no: {entry.refused}" if entry is not None else "no"
 
 
-def _ties(entry: Entry | None) -> str:
+def _ties(entry: CatalogueEntry | None) -> str:
     if entry is None or entry.ties:
         return "unless the config says otherwise" if entry is None or entry.tied else "if the config says so"
     return "never"

@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import nn
 
-from manifests.models.catalogue import Entry
+from manifests.models.catalogue import CatalogueEntry
 from runner.models.generic import Generic
 from runner.pipeline.self_check import Compared, compare_stages, gradients_of
 from tools.tiny_models import tiny_config
@@ -35,7 +35,7 @@ class Trained:
         return self.compared.is_equal and self.weights <= 1e-6
 
 
-def stages_of(entry: Entry, modules: Sequence[str], num_stages: int) -> list[tuple[str, ...]]:
+def stages_of(entry: CatalogueEntry, modules: Sequence[str], num_stages: int) -> list[tuple[str, ...]]:
     """Return the modules of each stage, layers spread evenly."""
     layers = [module for module in modules if module.startswith(f"{entry.layers}.")]
     bounds = [round(len(layers) * stage / num_stages) for stage in range(num_stages + 1)]
@@ -72,7 +72,7 @@ def look_at_layers(architecture: str, layers: str) -> tuple[int, bool]:
     return found[0], any(handed_on)
 
 
-def compare(entry: Entry, num_stages: int, **changes: Any) -> Trained:
+def compare(entry: CatalogueEntry, num_stages: int, **changes: Any) -> Trained:
     """Run a tiny model whole and in stages, forward and backward, and take a step with each.
 
     Raises:

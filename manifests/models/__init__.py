@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from manifests.errors import ModelError
 from manifests.models.by_names import StoredTensors, shape_by_names
-from manifests.models.catalogue import Entry, entry_of
+from manifests.models.catalogue import CatalogueEntry, entry_of
 from manifests.models.config import ConfigReader
 from manifests.models.deepseek_v3 import deepseek_v3_shape
 from manifests.models.described import described_entry
@@ -89,7 +89,7 @@ def model_shape(
     return shape_by_names(entry, reader, stored) if stored else _shape_by_config(entry, config, where)
 
 
-def _shape_by_config(entry: Entry, config: Mapping[str, object], where: str) -> ModelShape:
+def _shape_by_config(entry: CatalogueEntry, config: Mapping[str, object], where: str) -> ModelShape:
     """Return the shape of a model whose files are not there; weights as they are before a quantization."""
     sizes = None if entry.is_described else sizes_of(entry.architecture)
     if sizes is None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 
 from manifests.errors import ModelError, SourceError
-from manifests.models.catalogue import Entry
+from manifests.models.catalogue import CatalogueEntry
 from manifests.models.config import MAX_LAYERS, ConfigReader
 from manifests.models.shape import ModelShape, Shape, Work, module_of
 
@@ -48,7 +48,7 @@ class _Layer:
         return tuple(len(numbers) for _, numbers in sorted(self.numbers.items()))
 
 
-def shape_by_names(entry: Entry, config: ConfigReader, stored: StoredTensors) -> ModelShape:
+def shape_by_names(entry: CatalogueEntry, config: ConfigReader, stored: StoredTensors) -> ModelShape:
     """Return the shape of a model whose tensors are in files, seen that none is missing and none unknown.
 
     Raises:
@@ -107,7 +107,7 @@ def shape_by_names(entry: Entry, config: ConfigReader, stored: StoredTensors) ->
     )
 
 
-def _text_config(entry: Entry, config: ConfigReader) -> ConfigReader:
+def _text_config(entry: CatalogueEntry, config: ConfigReader) -> ConfigReader:
     if not entry.section:
         return config
     section = config.section(entry.section)
@@ -128,7 +128,7 @@ def _count_layers(config: ConfigReader, names: tuple[str, ...]) -> int:
 
 
 def _sort(
-    entry: Entry, lists: list[str], stored: StoredTensors
+    entry: CatalogueEntry, lists: list[str], stored: StoredTensors
 ) -> tuple[dict[str, dict[str, dict[str, Shape]]], dict[str, Shape]]:
     """Return the tensors of each list of layers, by number and name in the layer, and the others.
 
@@ -150,7 +150,7 @@ def _sort(
 
 
 def _read_layers(
-    entry: Entry,
+    entry: CatalogueEntry,
     config: ConfigReader,
     listed: str,
     inner: Mapping[str, Mapping[str, Shape]],
@@ -187,7 +187,7 @@ def _layer(tensors: Mapping[str, Shape]) -> _Layer:
     return found
 
 
-def _kind_of(entry: Entry, layer: _Layer, kinds: Mapping[int, frozenset[str]], name: str, where: str) -> int:
+def _kind_of(entry: CatalogueEntry, layer: _Layer, kinds: Mapping[int, frozenset[str]], name: str, where: str) -> int:
     """Return which kind of layer this is.
 
     Raises:
@@ -236,8 +236,8 @@ def _check_alike(names: list[str], layers: list[_Layer], kinds: list[int], where
 
 
 def _check_outside(
-    entry: Entry, config: ConfigReader, expected: frozenset[str], found: Mapping[str, Shape], others: list[str],
-    where: str,
+    entry: CatalogueEntry, config: ConfigReader, expected: frozenset[str], found: Mapping[str, Shape],
+    others: list[str], where: str,
 ) -> None:  # fmt: skip
     if not expected:
         return
@@ -252,7 +252,7 @@ def _check_outside(
             raise _unknown(entry, name, where)
 
 
-def _check_described(entry: Entry, modules: tuple[str, ...], tensors: Mapping[str, Shape], where: str) -> None:
+def _check_described(entry: CatalogueEntry, modules: tuple[str, ...], tensors: Mapping[str, Shape], where: str) -> None:
     """Refuse a description that names a module or a tie that the files do not have."""
     owned = {module_of(name, set(modules)) for name in tensors}
     for module in modules:
@@ -266,7 +266,7 @@ def _check_described(entry: Entry, modules: tuple[str, ...], tensors: Mapping[st
             raise ModelError(where, problem, "correct ties in the file of --model", code="model.no-tensors")
 
 
-def _ties(entry: Entry, config: ConfigReader, tensors: dict[str, Shape]) -> tuple[tuple[str, ...], ...]:
+def _ties(entry: CatalogueEntry, config: ConfigReader, tensors: dict[str, Shape]) -> tuple[tuple[str, ...], ...]:
     """Return the tie groups, owner first, and add to `tensors` what no file stores of them."""
     if not config.flag("tie_word_embeddings", entry.tied):
         return ()
@@ -281,7 +281,7 @@ def _ties(entry: Entry, config: ConfigReader, tensors: dict[str, Shape]) -> tupl
 
 
 def _work(
-    entry: Entry,
+    entry: CatalogueEntry,
     config: ConfigReader,
     modules: tuple[str, ...],
     layers: Mapping[str, _Layer],
@@ -320,7 +320,7 @@ def _share(leaf: str, dims: Shape, layer: _Layer, per_token: int) -> float:
     return 1
 
 
-def _heads_width(entry: Entry, config: ConfigReader) -> float:
+def _heads_width(entry: CatalogueEntry, config: ConfigReader) -> float:
     """Return the width of all heads together, which the catalogue counts FLOPs in."""
     name = next((name for name in ("num_attention_heads", "n_head", "n_heads", "num_heads") if config.has(name)), None)
     if name is None:
@@ -340,7 +340,7 @@ def _missing(name: str, where: str) -> SourceError:
     return SourceError(where, f"1 tensor of the model missing: {name}", _INCOMPLETE, code="source.missing-tensor")
 
 
-def _unknown(entry: Entry, name: str, where: str) -> SourceError:
+def _unknown(entry: CatalogueEntry, name: str, where: str) -> SourceError:
     if entry.is_described:
         problem, hint = f"1 tensor that no module of --model has: {name}", _NOT_DESCRIBED
     else:

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Entry", "Switch", "catalogued", "entry_of", "left_out", "make_entry"]
+__all__ = ["CatalogueEntry", "Switch", "catalogued", "entry_of", "left_out", "make_entry"]
 
 _PATH = Path(__file__).with_name("catalogue.json")
 _OUTSIDE = -1  # instead of a kind of layer: the tensors outside layers
@@ -35,7 +35,7 @@ class Switch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class CatalogueEntry:
     """An architecture by the names in its files.
 
     `kinds` are the sets of names that layers have, each relative to the layer, with `*` for the number of an expert;
@@ -92,13 +92,13 @@ def left_out() -> Mapping[str, str]:
     return found
 
 
-def entry_of(architecture: str) -> Entry | None:
+def entry_of(architecture: str) -> CatalogueEntry | None:
     """Return an architecture's entry, if it has one."""
     found = _table()["architectures"].get(architecture)
     return None if found is None else make_entry(architecture, found)
 
 
-def make_entry(architecture: str, table: Mapping[str, Any]) -> Entry:
+def make_entry(architecture: str, table: Mapping[str, Any]) -> CatalogueEntry:
     """Return the entry that a table of the catalogue says."""
     fields: dict[str, Any] = {**table, "architecture": architecture}
     for name in ("inputs", "outputs", "count", "width", "buffers", "ignored", "spare", "towers", "per_key"):
@@ -109,7 +109,7 @@ def make_entry(architecture: str, table: Mapping[str, Any]) -> Entry:
     fields["places"] = {int(kind): place for kind, place in fields.get("places", {}).items()}
     fields["ties"] = tuple((owner, replica) for owner, replica in fields.get("ties", ()))
     fields["switches"] = tuple(_switch(found) for found in fields.get("switches", ()))
-    return Entry(**fields)
+    return CatalogueEntry(**fields)
 
 
 def _switch(found: Mapping[str, Any]) -> Switch:

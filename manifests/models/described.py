@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
 
-from manifests.models.catalogue import Entry
+from manifests.models.catalogue import CatalogueEntry
 from manifests.schema import ModelDescription
 
 __all__ = ["described_entry", "description_problems"]
@@ -17,10 +17,10 @@ _REQUIRED = ("inputs", "layers", "outputs")
 _OF_TENSORS = ("buffers", "ignored")  # the ends of names, which may begin with a dot
 
 
-def described_entry(description: ModelDescription, architecture: str) -> Entry:
+def described_entry(description: ModelDescription, architecture: str) -> CatalogueEntry:
     """Return what a description says in the form of the catalogue."""
     (layers, count), *more = zip(description.layers, description.count, strict=True)
-    return Entry(
+    return CatalogueEntry(
         architecture=architecture,
         inputs=description.inputs,
         layers=layers,

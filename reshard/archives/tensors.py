@@ -14,7 +14,7 @@ from manifests.errors import SourceError
 from manifests.headertext import DTYPE_BITS, MAX_DIM, MAX_RANK
 from reshard.archives.pickled import BadPickleError, Reference, read_pickle
 from reshard.archives.strides import gathered, is_contiguous
-from reshard.archives.zipped import Entry, bad_archive, read_entries, read_entry
+from reshard.archives.zipped import ZipEntry, bad_archive, read_entries, read_entry
 from reshard.tensors.checkpoint import TensorAt
 from stores.base import InputFile, Range, read_range
 
@@ -115,7 +115,7 @@ def read_tensor(file: InputFile, name: str, part: Range) -> TensorAt:
     return _read(file, part, lambda value, entries: _tensor(file, name, _as_view(value, name), entries))
 
 
-def _read(file: InputFile, part: Range, tensors_of: Callable[[object, Mapping[str, Entry]], T]) -> T:
+def _read(file: InputFile, part: Range, tensors_of: Callable[[object, Mapping[str, ZipEntry]], T]) -> T:
     """Return what `tensors_of` finds in the value that was saved and the entries of the file."""
     _check_magic(file, part)
     entries = read_entries(file, part)
@@ -163,7 +163,7 @@ def _kind(value: object) -> str:
     return f"{'an' if type(value).__name__[0] in 'aeiou' else 'a'} {type(value).__name__.strip('_').lower()}"
 
 
-def _tensor(file: InputFile, name: str, view: _View, entries: Mapping[str, Entry]) -> TensorAt:
+def _tensor(file: InputFile, name: str, view: _View, entries: Mapping[str, ZipEntry]) -> TensorAt:
     dtype, entry = _storage(view, name, entries)
     counts = (view.offset, *view.shape, *view.strides)
     if not all(type(count) is int and 0 <= count < MAX_DIM for count in counts) or len(view.shape) > MAX_RANK:
@@ -183,7 +183,7 @@ def _tensor(file: InputFile, name: str, view: _View, entries: Mapping[str, Entry
     return gathered(tensor, view.strides, spanned)
 
 
-def _storage(view: _View, name: str, entries: Mapping[str, Entry]) -> tuple[str, Entry]:
+def _storage(view: _View, name: str, entries: Mapping[str, ZipEntry]) -> tuple[str, ZipEntry]:
     """Return the dtype of a tensor, and the entry that has its bytes."""
     key = view.storage.key if isinstance(view.storage, Reference) else None
     if not isinstance(key, tuple) or len(key) < 3 or key[0] != "storage" or not isinstance(key[1], ArchiveDtype):

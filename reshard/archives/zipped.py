@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from manifests.errors import SourceError
 from stores.base import InputFile, Range, read_range
 
-__all__ = ["Entry", "bad_archive", "read_entries", "read_entry"]
+__all__ = ["ZipEntry", "bad_archive", "read_entries", "read_entry"]
 
 _MAX_DIRECTORY_NBYTES = 64 << 20
 _LOCAL_NBYTES, _LOCAL_MAGIC = 30, b"PK\x03\x04"
@@ -21,7 +21,7 @@ _AGAIN = "the file is damaged or truncated; copy or download it again"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class ZipEntry:
     """An entry's bytes: `nbytes` from `begin` on, from the start of the file."""
 
     name: str
@@ -33,7 +33,7 @@ class Entry:
         return self.begin + self.nbytes
 
 
-def read_entries(file: InputFile, part: Range) -> dict[str, Entry]:
+def read_entries(file: InputFile, part: Range) -> dict[str, ZipEntry]:
     """Return the entries of a zip file, by name, without the folder that all of them are in.
 
     The zip file is all of `file`, or a part of it; entries begin where they do in `file`.
@@ -64,7 +64,7 @@ def read_entries(file: InputFile, part: Range) -> dict[str, Entry]:
     return by_name
 
 
-def read_entry(file: InputFile, entry: Entry, most_nbytes: int) -> bytes:
+def read_entry(file: InputFile, entry: ZipEntry, most_nbytes: int) -> bytes:
     """Return an entry's bytes.
 
     Raises:
@@ -81,7 +81,7 @@ def bad_archive(file: InputFile, problem: str) -> SourceError:
     return SourceError(str(file), problem, _AGAIN, code="source.bad-archive")
 
 
-def _entries(file: InputFile, base: int, infos: Sequence[zipfile.ZipInfo]) -> list[Entry]:
+def _entries(file: InputFile, base: int, infos: Sequence[zipfile.ZipInfo]) -> list[ZipEntry]:
     """Return where the entries' bytes begin: after local headers, whose lengths only they say."""
     found = []
     begins = [base + info.header_offset for info in infos]
@@ -93,7 +93,7 @@ def _entries(file: InputFile, base: int, infos: Sequence[zipfile.ZipInfo]) -> li
                 raise bad_archive(file, f"entry {info.filename[:80]!r} has no local header")
             name_nbytes, extra_nbytes = (int.from_bytes(local[at : at + 2], "little") for at in (26, 28))
             begin = header_begin + _LOCAL_NBYTES + name_nbytes + extra_nbytes
-            found.append(Entry(name=info.filename.partition("/")[2], begin=begin, nbytes=info.file_size))
+            found.append(ZipEntry(name=info.filename.partition("/")[2], begin=begin, nbytes=info.file_size))
     return found
 
 

@@ -26,7 +26,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 
 from manifests.errors import ModelError, UsageError
-from manifests.models.catalogue import Entry
+from manifests.models.catalogue import CatalogueEntry
 from manifests.models.config import ConfigReader
 from runner.models.lengths import forget_lengths, longest_alike
 from runner.models.refusals import refusals
@@ -56,7 +56,12 @@ class StageOfAny(nn.Module):
     """
 
     def __init__(
-        self, model: PreTrainedModel, entry: Entry, layers: str, owned: frozenset[str], names: Mapping[str, str]
+        self,
+        model: PreTrainedModel,
+        entry: CatalogueEntry,
+        layers: str,
+        owned: frozenset[str],
+        names: Mapping[str, str],
     ) -> None:
         super().__init__()
         self.model, self._layers_name = model, layers
@@ -165,7 +170,7 @@ class Generic:
 
     def __init__(
         self,
-        entry: Entry,
+        entry: CatalogueEntry,
         config: Mapping[str, object],
         *,
         max_seq_len: int,
@@ -355,7 +360,9 @@ class Generic:
             )
 
 
-def _class_and_fields(entry: Entry, config: Mapping[str, object]) -> tuple[type[PreTrainedModel], Mapping[str, object]]:
+def _class_and_fields(
+    entry: CatalogueEntry, config: Mapping[str, object]
+) -> tuple[type[PreTrainedModel], Mapping[str, object]]:
     """Return the model to run and its config: of a class that takes images as well, the decoder by itself."""
     found: type[PreTrainedModel] = getattr(transformers, entry.architecture)
     if not entry.section:

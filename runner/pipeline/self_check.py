@@ -60,7 +60,7 @@ class SelfChecked(Family, Protocol):
 
     def num_parameters(self) -> int: ...
     def whole(self) -> Any:
-        """Return the whole model with random weights, a `Whole` and an `nn.Module`."""
+        """Return the whole model with random weights, a `WholeModel` and an `nn.Module`."""
         ...
 
 

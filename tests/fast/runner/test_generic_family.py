@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from manifests.errors import UserError
-from manifests.models.catalogue import Entry, catalogued, entry_of
+from manifests.models.catalogue import CatalogueEntry, catalogued, entry_of
 from runner.config.architectures import TRAINED, check_trainable, is_generic
 from runner.models import family_for
 from runner.models.regions import pieces_in, regions_of
@@ -38,7 +38,7 @@ def test_stages_compute_what_the_whole_model_does_with_dropout_and_the_other_tie
     check(compare(entry, 2, **changes))
 
 
-def entry_for(architecture: str) -> Entry:
+def entry_for(architecture: str) -> CatalogueEntry:
     entry = entry_of(architecture)
     assert entry is not None
     return entry

@@ -8,7 +8,7 @@ import torch
 from transformers import OlmoConfig, OlmoForCausalLM, OlmoModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from manifests.models.catalogue import Entry, entry_of, make_entry
+from manifests.models.catalogue import CatalogueEntry, entry_of, make_entry
 
 __all__ = ["NAME", "TwinForCausalLM", "entry_of_twin", "twin_config"]
 
@@ -45,7 +45,7 @@ class TwinForCausalLM(OlmoForCausalLM):
         return found
 
 
-def entry_of_twin() -> Entry:
+def entry_of_twin() -> CatalogueEntry:
     entry = entry_of("OlmoForCausalLM")
     assert entry is not None
     return make_entry(NAME, {"inputs": entry.inputs, "layers": entry.layers, "outputs": entry.outputs})
