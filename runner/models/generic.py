@@ -56,13 +56,9 @@ class StageOfAny(nn.Module):
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        entry: CatalogueEntry,
-        layers: str,
-        owned: frozenset[str],
+        self, model: PreTrainedModel, entry: CatalogueEntry, layers: str, owned: frozenset[str],
         names: Mapping[str, str],
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.model, self._layers_name = model, layers
         listed = model.get_submodule(layers)
