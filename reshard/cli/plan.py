@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from manifests.errors import UsageError
 from reshard.cli import options
 
 if TYPE_CHECKING:
@@ -98,32 +97,17 @@ def layout(
     Example:
       reshard layout 'Et*3|(tt|)*29,m|L' --layers 61 --mtp 1 --pp 16 --as toml
     """
-    from reshard.layout import parse_layout
-    from reshard.layout.balance import balances_time
+    from reshard.estimate.costs import read_times
     from reshard.layout.inventory import inventory_of_layers
     from reshard.layout.printing import print_layout
-    from reshard.layout.wording import shorten
+    from reshard.operations.resolve import LayoutRequest, lay_out_layers
     from reshard.report.layout import layout_json, layout_text, spelling_json
 
-    inventory = inventory_of_layers(layers, mtp)
-    costs = _measured(cost)
-    found = parse_layout(spec, inventory, num_ranks=num_ranks, strict_megatron=strict_megatron, costs=costs)
-    if costs and not balances_time(spec):
-        raise UsageError(
-            "--cost",
-            f"{shorten(spec)} does not balance by time",
-            "leave it out, or use balance:time",
-            code="options.conflict",
-        )
+    inventory, times = inventory_of_layers(layers, mtp), read_times(cost) if cost else None
+    asked = LayoutRequest(spec=spec, num_ranks=num_ranks, strict_megatron=strict_megatron)
+    found, costs = lay_out_layers(asked, inventory, times)
     if spelling:
         text = print_layout(spelling, found, inventory, costs)
         click.echo(json.dumps(spelling_json(spelling, text)) if as_json else text.rstrip("\n"))
     else:
         click.echo(json.dumps(layout_json(found)) if as_json else layout_text(found))
-
-
-def _measured(cost: Path | None) -> dict[str, Any]:
-    """Return the one cost that is known without a model."""
-    from reshard.estimate.costs import read_times
-
-    return {"time": {module: time.total for module, time in read_times(cost).items()}} if cost else {}

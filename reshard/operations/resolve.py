@@ -15,13 +15,14 @@ from manifests.placement import Placement
 from manifests.schedules import StageCosts, check_schedule, schedule_table, simulate
 from manifests.schema import Manifest, TieGroup
 from manifests.sizes import parse_size, write_size
-from reshard.estimate.costs import costs_of
+from reshard.estimate.costs import ModuleTime, costs_of
 from reshard.estimate.training_estimate import MOST_PASSES, Assumptions, Forecast, forecast, num_passes
 from reshard.layout import StageLayout, parse_layout
-from reshard.layout.balance import balances_memory, unsolved
+from reshard.layout.balance import balances_memory, balances_time, unsolved
 from reshard.layout.degrees import read_words
 from reshard.layout.inventory import Inventory, inventory_of_modules
-from reshard.layout.model import InFlight, Request
+from reshard.layout.model import InFlight, ModuleCosts, Request
+from reshard.layout.wording import shorten
 from reshard.plans.pack_plan import PackPlan, Sharding, StagePlan, plan_pack
 from reshard.sources.config import find_config, open_config
 from reshard.sources.huggingface import CONFIG_NAME
@@ -34,6 +35,7 @@ __all__ = [
     "PlanResult",
     "estimate_step",
     "lay_out",
+    "lay_out_layers",
     "model_name",
     "open_model",
     "plan_source",
@@ -178,6 +180,23 @@ def lay_out(
         assumed=assumed,
         plan=plan_pack(checkpoint, layout, sharding),
     )
+
+
+def lay_out_layers(
+    asked: LayoutRequest, inventory: Inventory, measured: Mapping[str, ModuleTime] | None = None
+) -> tuple[StageLayout, Mapping[str, ModuleCosts]]:
+    """Read or solve for the layout of modules alone, without a model; return the one cost that is known, too.
+
+    Raises:
+        LayoutError, UsageError: see `parse_layout`; or there are measured times, and nothing to balance by time.
+    """
+    assert asked.spec is not None
+    costs = {"time": {module: time.total for module, time in measured.items()}} if measured else {}
+    layout = _read(asked, inventory, costs)
+    if measured and not balances_time(asked.spec):
+        problem, hint = f"{shorten(asked.spec)} does not balance by time", "leave it out, or use balance:time"
+        raise UsageError("--cost", problem, hint, code="options.conflict")
+    return layout, costs
 
 
 def _agree_on_limit(asked: LayoutRequest, assumed: Assumptions) -> tuple[LayoutRequest, Assumptions]:
