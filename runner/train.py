@@ -63,7 +63,8 @@ def train(address: str, options: TrainOptions, world: World) -> None:
     with alone(world.rank):
         log_to_file(options.log_dir, world.rank)
         enable_flight_recorder(options.log_dir, os.environ)
-        manifest, _ = find_manifest_file(address).read()
+        file = find_manifest_file(address)
+        manifest, digest = file.read()
     check_combination(tensor_parallel(manifest, options))
     options.degrees.resolve(manifest.layout.num_ranks, world.size)
     set_rank_label(world.rank, stages_of(manifest, world.rank, world.size))
@@ -71,7 +72,7 @@ def train(address: str, options: TrainOptions, world: World) -> None:
         device = device_of(world, options.device)
     join_world(device, options.timeout_s)
     if is_url(address):
-        launched = fetch_to_cache(address, options, world)
+        launched = fetch_to_cache(file, manifest, digest, options, world)
     else:
         with together("manifest"):
             launched = open_packed(locate_manifest(Path(address)).parent, manifest)

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 
 from manifests.errors import UsageError, refused_by_system
 from manifests.invariants import MANIFEST_NAME
+from manifests.schema import Manifest
 from manifests.store import locate_manifest, read_manifest, write_file
 from runner.bundle.packed import Packed, open_packed
 from runner.config.architectures import check_trainable
@@ -20,15 +21,16 @@ from stores.manifest_file import ManifestFile, find_manifest_file
 __all__ = ["fetch", "name_of", "opened"]
 
 
-def fetch(file: ManifestFile, folder: Path) -> Packed:
+def fetch(file: ManifestFile, folder: Path, read: tuple[Manifest, str] | None = None) -> Packed:
     """Download a manifest and its auxiliary files to a folder, verify them, and open the manifest there.
 
-    Several processes may do so at once: each file gets its name when it is whole, the manifest last.
+    `read` is the manifest and its digest, if the file has been read already. Several processes may do so at once:
+    each file gets its name when it is whole, the manifest last.
 
     Raises:
         InputError: a file is missing or damaged, or cannot be written; and as `open_packed`.
     """
-    manifest, _ = file.read()
+    manifest, digest = read or file.read()
     check_trainable(manifest.model.architecture, is_described=manifest.model.description is not None)
     try:
         for auxiliary in manifest.files:
@@ -36,12 +38,12 @@ def fetch(file: ManifestFile, folder: Path) -> Packed:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, Blocks(file.folder.file(auxiliary.path), auxiliary.compared_digest), is_durable=False)
         folder.mkdir(parents=True, exist_ok=True)
-        write_file(folder / MANIFEST_NAME, read_whole(file.folder.file(file.name)), is_durable=False)
+        write_file(folder / MANIFEST_NAME, read_whole(file.folder.file(file.name), digest), is_durable=False)
     except OSError as error:
         raise refused_by_system(
             str(error.filename or folder), error, "cannot be written", code="output.unwritable"
         ) from error
-    return replace(open_packed(folder), store=file.folder)
+    return replace(open_packed(folder, manifest), store=file.folder)
 
 
 @contextmanager

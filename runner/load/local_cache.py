@@ -22,7 +22,7 @@ from runner.distributed.rounds import in_rounds, is_true_for_all
 from runner.distributed.world import World
 from runner.parallel.mesh import Mesh
 from stores.bundles import Bundles
-from stores.manifest_file import find_manifest_file
+from stores.manifest_file import ManifestFile
 
 __all__ = ["CacheReport", "LocalCache", "fetch_to_cache", "local_cache_of"]
 
@@ -57,31 +57,29 @@ def local_cache_of(
     return LocalCache(origin.bundles, CacheFolder(path=path, limit_s=options.timeout_s), modules, holds, world)
 
 
-def fetch_to_cache(address: str, options: TrainOptions, world: World) -> Packed:
-    """Download a remote manifest and its auxiliary files to every node, and open it. Every rank calls this.
+def fetch_to_cache(file: ManifestFile, manifest: Manifest, digest: str, options: TrainOptions, world: World) -> Packed:
+    """Download a remote manifest's auxiliary files to every node, and open it there. Every rank calls this.
+
+    `manifest` and `digest` are what this rank read of `file`.
 
     Raises:
         UserError: on all ranks, whichever failed.
     """
     assert options.stage_to_local is not None, "checked by the launcher"
-    digest = ""
-    with together("manifest"):
-        file = find_manifest_file(address)
-        name = name_of(file.folder.location)
-        if world.local_rank == 0:
-            _, digest = file.read()
-            fetch(file, node_folder(options.stage_to_local, name, digest).resolve())
     expected = from_rank_0(digest)
     with together("manifest"):
-        if digest not in ("", expected):
+        if digest != expected:
             raise ManifestError(
                 str(file),
                 "differs from what rank 0 read",
                 "it was replaced in the meantime: start again",
                 code="manifest.replaced",
             )
-        folder = node_folder(options.stage_to_local, name, expected).resolve()
-        return replace(open_packed(folder), store=file.folder)
+        folder = node_folder(options.stage_to_local, name_of(file.folder.location), digest).resolve()
+        if world.local_rank == 0:
+            fetch(file, folder, (manifest, digest))
+    with together("manifest"):
+        return replace(open_packed(folder, manifest), store=file.folder)
 
 
 def _modules_on_node(launched: Manifest, mesh: Mesh, world: World) -> frozenset[str]:

@@ -273,6 +273,17 @@ def test_auxiliary_files_of_a_store_are_downloaded_and_verified(trained: Path, t
     assert not (tmp_path / "there" / "manifest.json").exists()
 
 
+def test_manifest_that_is_replaced_after_it_was_read_is_not_fetched(trained: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(trained, tmp_path / "source")
+    read = find_manifest_file(source).read()
+    assert fetch(find_manifest_file(source), tmp_path / "here", read).manifest is read[0]
+    (source / "manifest.json").write_bytes((source / "manifest.json").read_bytes() + b" ")
+    with pytest.raises(InputError) as error:
+        fetch(find_manifest_file(source), tmp_path / "there", read)
+    assert (error.value.where, error.value.code) == (str(source / "manifest.json"), "source.digest-mismatch")
+    assert not (tmp_path / "there" / "manifest.json").exists()
+
+
 def test_manifest_on_the_hub_is_launched_at_the_commit_that_is_found(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
