@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from manifests.errors import InputError, SourceError, UnreachableError, UsageError
@@ -17,6 +17,7 @@ from reshard.checks.model import check_model
 from reshard.checks.values import check_values
 from reshard.checks.weights import read_weights
 from reshard.operations.verify import VerifyOptions, verify_manifest
+from reshard.sources.dcp import read_dcp_tensors, read_dcp_weights
 from reshard.sources.open import open_source
 from reshard.tensors.checkpoint import TensorAt
 from stores.base import Folder
@@ -71,7 +72,7 @@ def check_checkpoint(
         SourceError: there is no folder, no file in it, nothing to compare with, or no digests to verify.
         StoreError: a store refuses it.
         OutputError: digests cannot be written there.
-        UsageError: values of a DCP folder are asked for, or a manifest is described.
+        UsageError: a manifest or a DCP folder is described.
     """
     options, folder = options or CheckOptions(), _open(address)
     findings, read_nbytes = Findings(), 0
@@ -87,10 +88,6 @@ def check_checkpoint(
         raise SourceError(str(folder), problem, hint, code="source.nothing-to-check")
     kind: CheckpointKind = "manifest" if MANIFEST_NAME in files else "dcp" if METADATA_NAME in files else "huggingface"
     reads_tensors = options.values or options.against is not None
-    if kind == "dcp" and reads_tensors:
-        where, hint = "--values" if options.values else "--against", "leave it out"
-        problem = f"{folder} is a folder of torch.distributed.checkpoint, whose tensors are not read"
-        raise UsageError(where, problem, hint, code="options.conflict")
     if kind != "huggingface" and options.description is not None:
         problem = "is for Hugging Face folders; a manifest records its own description"
         raise UsageError("--model", problem, "leave it out", code="options.model-of-manifest")
@@ -100,6 +97,8 @@ def check_checkpoint(
             contents = _check_manifest(folder, findings, reads_tensors=reads_tensors)
         elif kind == "dcp":
             contents = check_dcp(folder, findings)
+            if reads_tensors and not findings:
+                contents = replace(contents, tensors=read_dcp_tensors(folder))
         else:
             weights = read_weights(folder, findings)
             check_model(folder, weights, findings, count, options.description)
@@ -111,8 +110,10 @@ def check_checkpoint(
     if options.values:
         check_values(contents.tensors.values(), findings, count)
     if options.against is not None:
-        other = _tensors_of(options.against)
-        check_against(contents.tensors, other, options.against, findings, count, reads_bytes=options.reads_bytes)
+        here, other = contents.tensors, _tensors_of(options.against, are_stored=kind == "dcp")
+        if kind == "dcp" and here and not _is_dcp(_open(options.against)):
+            here = read_dcp_weights(folder)
+        check_against(here, other, options.against, findings, count, reads_bytes=options.reads_bytes)
     if options.digests == "verify":
         check_digests(folder, findings, count)
     wrote = options.digests == "write" and not findings
@@ -151,8 +152,12 @@ def _check_manifest(folder: Folder, findings: Findings, *, reads_tensors: bool) 
     )
 
 
-def _tensors_of(address: str) -> Mapping[str, TensorAt]:
-    """Return the tensors of the checkpoint to compare with.
+def _is_dcp(folder: Folder) -> bool:
+    return METADATA_NAME in (names := folder.names()) and MANIFEST_NAME not in names
+
+
+def _tensors_of(address: str, *, are_stored: bool) -> Mapping[str, TensorAt]:
+    """Return the tensors of the checkpoint to compare with; of a DCP folder the weights, or all that `are_stored`.
 
     Raises:
         SourceError: it has none that could be read.
@@ -160,6 +165,8 @@ def _tensors_of(address: str) -> Mapping[str, TensorAt]:
     folder = _open(address)
     if MANIFEST_NAME in folder.names():
         return open_source(address).tensors
+    if _is_dcp(folder):
+        return read_dcp_tensors(folder) if are_stored else read_dcp_weights(folder)
     broken = Findings()
     weights = read_weights(folder, broken)
     if not weights.contents.tensors:

@@ -26,7 +26,7 @@ from reshard.tensors.source_index import RecordedShard, SourceRecord
 from stores.base import Folder, read_config
 from stores.bundles import join_slices
 
-__all__ = ["is_dcp", "open_dcp"]
+__all__ = ["is_dcp", "open_dcp", "read_dcp_tensors", "read_dcp_weights"]
 
 _DATA_SUFFIX = ".distcp"
 _MODEL_KEY = "model"  # of a nested state dict: {"model": model.state_dict(), "optimizer": ...}
@@ -63,16 +63,8 @@ def open_dcp(
     config, where = read_config(config_file), str(folder)
     shape = None if is_sized_by_files(config, str(config_file), description) else model_shape(config, str(config_file))
     saved = read_metadata(folder)
-    weights: dict[str, DcpTensor] = {}
-    for name, tensor in _weights(saved.tensors, where):
-        if name in weights:
-            problem = "two entries of the state dict have this name"
-            raise SourceError(f"{where}/{METADATA_NAME}: {name!r}", problem, code="source.tensor-twice")
-        weights[name] = tensor
-    tensors = _read_tensors(folder, weights)
-    if has_torchtitan_names(tensors):
-        tensors = under_huggingface_names(tensors, config, where)
-    whole = {name: merge_slices(parts) for name, parts in join_slices(_flat(tensors)).items()}
+    weights = _weights(saved.tensors, where)
+    whole = _read_whole(folder, weights, config)
     dropped = drop_tensors(whole, drop, shape)
     shape = shape or model_shape(config, str(config_file), stored_in(whole, where), description)
     whole = under_fqns(whole, shape)
@@ -99,8 +91,32 @@ def open_dcp(
     )
 
 
-def _weights(saved: Iterable[DcpTensor], where: str) -> Iterator[tuple[str, DcpTensor]]:
-    """Yield the model's tensors under their names: those under `model`, or else those at the top."""
+def read_dcp_weights(folder: Folder) -> dict[str, TensorAt]:
+    """Return a DCP folder's weights, whole, and under Hugging Face's names if there is a config.json.
+
+    Raises:
+        SourceError, ShardError, ModelError: as `open_dcp`, but for weights that are not all of a model.
+    """
+    config = read_config(folder.file(CONFIG_NAME)) if CONFIG_NAME in folder.names() else None
+    return _read_whole(folder, _weights(read_metadata(folder).tensors, str(folder)), config)
+
+
+def read_dcp_tensors(folder: Folder) -> dict[str, TensorAt]:
+    """Return all tensors of a DCP folder, optimizer state included, whole, under the names in its metadata."""
+    return _read_whole(folder, {tensor.name: tensor for tensor in read_metadata(folder).tensors}, None)
+
+
+def _read_whole(
+    folder: Folder, weights: Mapping[str, DcpTensor], config: Mapping[str, object] | None
+) -> dict[str, TensorAt]:
+    tensors = _read_tensors(folder, weights)
+    if config is not None and has_torchtitan_names(tensors):
+        tensors = under_huggingface_names(tensors, config, str(folder))
+    return {name: merge_slices(parts) for name, parts in join_slices(_flat(tensors)).items()}
+
+
+def _weights(saved: Iterable[DcpTensor], where: str) -> dict[str, DcpTensor]:
+    """Return the model's tensors under their names: those under `model`, or else those at the top."""
     saved = tuple(saved)
     nested = [tensor for tensor in saved if len(tensor.keys) == 2 and tensor.keys[0] == _MODEL_KEY]
     found = nested or [tensor for tensor in saved if len(tensor.keys) == 1]
@@ -111,8 +127,14 @@ def _weights(saved: Iterable[DcpTensor], where: str) -> Iterator[tuple[str, DcpT
             "save the model's state dict at the top, or under that key",
             code="source.no-shards",
         )
+    weights: dict[str, DcpTensor] = {}
     for tensor in found:
-        yield str(tensor.keys[-1]), tensor
+        name = str(tensor.keys[-1])
+        if name in weights:
+            problem = "two entries of the state dict have this name"
+            raise SourceError(f"{where}/{METADATA_NAME}: {name!r}", problem, code="source.tensor-twice")
+        weights[name] = tensor
+    return weights
 
 
 def _read_tensors(folder: Folder, weights: Mapping[str, DcpTensor]) -> dict[str, tuple[TensorAt, ...]]:

@@ -386,7 +386,6 @@ def test_folder_of_torch_dcp_is_checked_by_its_metadata(tmp_path: Path) -> None:
     dcp.save(state, checkpoint_id=folder, no_dist=True)
     ended = reshard("check", folder, "--json")
     assert (ended.code, ended.json["kind"], ended.json["num_tensors"], ended.json["num_files"]) == (0, "dcp", 2, 1)
-    assert reshard("check", folder, "--values", "--json").json["error"]["code"] == "options.conflict"
     (part,) = folder.glob("*.distcp")
     os.truncate(part, part.stat().st_size - 1)
     assert problems(folder) == [("check.truncated-file", part.name)]

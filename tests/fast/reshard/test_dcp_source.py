@@ -102,6 +102,45 @@ def test_checkpoint_with_names_of_hugging_face(nested: bool, tmp_path: Path) -> 
     assert manifest["source"]["left_out"] == ["optimizer", "train_state"]
 
 
+def codes(folder: Path, *args: str | Path) -> list[str]:
+    return [found["code"] for found in reshard("check", folder, *args, "--json").json["problems"]]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_check_compares_the_weights_with_another_checkpoint(kind: str, tmp_path: Path) -> None:
+    state = huggingface_state(kind, tmp_path / "model")
+    native = torchtitan_state(kind, state)
+    one, two = (save(tmp_path / name, kind, {**native, **optimizer_of(native)}) for name in ("one", "two"))
+    for pair in ((one, tmp_path / "model"), (tmp_path / "model", one), (one, two)):
+        assert reshard("check", pair[0], "--against", pair[1], "--bytes").code == 0
+    native["norm.weight"] = native["norm.weight"] + 1
+    other = save(tmp_path / "other", kind, {**native, **optimizer_of(native)})
+    for pair in ((other, tmp_path / "model"), (other, one)):
+        assert codes(pair[0], "--against", pair[1]) == []
+        assert codes(pair[0], "--against", pair[1], "--bytes") == ["check.other-bytes"]
+    del native["norm.weight"]
+    less = save(tmp_path / "less", kind, native)
+    assert codes(less, "--against", tmp_path / "model") == ["check.other-names"]
+    assert codes(less, "--against", one) == ["check.other-names"]  # the optimizer state as well
+
+
+def test_check_reads_the_values_of_weights_and_optimizer_state(tmp_path: Path) -> None:
+    state = huggingface_state("llama", tmp_path / "model")
+    moments = {name: torch.ones_like(tensor) for name, tensor in state.items()}
+    saved = {"model": state, "optimizer": {"state": moments}, "step": torch.tensor(3)}
+    assert codes(save(tmp_path / "step-3", "llama", saved), "--values") == []
+    moments["model.norm.weight"][1] = torch.nan
+    state["lm_head.weight"].zero_()
+    ended = reshard("check", save(tmp_path / "step-4", "llama", saved), "--values", "--json").json
+    assert {(found["code"], found["where"].rpartition(": ")[2]) for found in ended["problems"]} == {
+        ("check.not-finite", "'optimizer.state.model.norm.weight'"),
+        ("check.all-zero", "'model.lm_head.weight'"),
+    }
+    (part,) = (tmp_path / "step-4").glob("*.distcp")
+    part.unlink()
+    assert codes(tmp_path / "step-4", "--values") == ["check.missing-shard"]
+
+
 def test_what_is_missing_or_damaged_is_refused(tmp_path: Path) -> None:
     state = huggingface_state("llama", tmp_path / "model")
     source, out = save(tmp_path / "step-7", "llama", state), tmp_path / "out"
