@@ -55,6 +55,12 @@ class VerifyResult:
     def equal(self) -> bool:
         return not self.differences
 
+    @property
+    def code(self) -> str:
+        """The code of a signed checkpoint whose files are not those that were signed, or ""."""
+        code = "signature.changed-file"
+        return code if self.signature is not None and self.differences else ""
+
 
 def verify_manifest(
     address: Address, options: VerifyOptions | None = None, progress: ByteCounter = lambda nbytes: None

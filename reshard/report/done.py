@@ -108,12 +108,17 @@ def verify_json(done: VerifyResult) -> dict[str, Any]:
         "compared_nbytes": done.compared_nbytes,
         "differences": [{"where": where, "problem": problem} for where, problem in done.differences],
         **({} if done.signature is None else {"signature": done.signature}),
+        **({"code": done.code} if done.code else {}),
     }
 
 
 def verify_text(done: VerifyResult, manifest: str) -> str:
     found = _verified(done, manifest)
-    return found if done.signature is None else f"signature verified: {printable(done.signature)}\n{found}"
+    if done.signature is None:
+        return found
+    changed = "the manifest is the signed one, and its files were changed after that: do not use them"
+    lines = [f"signature verified: {printable(done.signature)}", *([changed] if done.code else []), found]
+    return "\n".join(lines)
 
 
 def _verified(done: VerifyResult, manifest: str) -> str:
