@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from manifests.digest import Hasher, digest_bytes
 from manifests.errors import CheckpointError, refused_by_system
-from manifests.index import INDEX_NAME, index_blocks
+from manifests.index import INDEX_NAME, MOST_READ_HEADER_NBYTES, index_blocks, is_indexed
 from manifests.owned import files_of_manifest
 from manifests.publish import publishing
 from manifests.safetensors import header_template, layout_tensors
@@ -35,6 +36,8 @@ from stores.base import Blocks
 from stores.local import LocalFile
 
 __all__ = ["SaveContext", "save", "write_shard"]
+
+logger = logging.getLogger(__name__)
 
 _NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 _SYNC_NBYTES = 1 << 30  # fsync after so many bytes, so that the last fsync takes no longer than the others
@@ -159,6 +162,9 @@ def write_shard(
             stream.flush()
             os.fsync(stream.fileno())
         sync_folder(file.parent)
+        if len(header) > MOST_READ_HEADER_NBYTES and is_indexed(holds, path):
+            what = "%s: the header takes %d bytes, and Hugging Face readers stop at 25 MB: pack with more stages"
+            logger.warning(what, file, len(header))
     except OSError as error:
         raise refused_by_system(str(file), error, "cannot be written", code="output.unwritable") from error
     nbytes = len(header) + sum(entry.nbytes for entry in entries)
