@@ -39,6 +39,7 @@ __all__ = [
     "is_passing",
     "offline_error",
     "unreachable",
+    "without_token",
 ]
 
 # huggingface_hub 1.x uses httpx and 2.x httpx2; in both, this is the client's base error.
@@ -133,7 +134,7 @@ def asked_wait_s(headers: Mapping[str, str]) -> float | None:
 
 def unreachable(server: str, error: BaseException) -> PassingError:
     """Return an error about a failed or broken connection."""
-    why = _without_token(str(error)) or type(error).__name__
+    why = without_token(str(error)) or type(error).__name__
     return PassingError(f"{server} cannot be read: {why}", "check the network, HTTPS_PROXY and HF_ENDPOINT")
 
 
@@ -169,14 +170,14 @@ def _refusal(address: HubAddress, error: HfHubHTTPError) -> InputError:
     if status == HTTPStatus.UNAUTHORIZED:
         problem, hint = "invalid token (401)", f"{LOG_IN} to a valid one"
         return StoreError(where, problem, hint, code="store.invalid-token")
-    problem = f"the hub responded with {status}: {_without_token(error.server_message or 'no reason given')}"
+    problem = f"the hub responded with {status}: {without_token(error.server_message or 'no reason given')}"
     if status == HTTPStatus.FORBIDDEN:
         hint = f"use a token that may write there, see {constants.ENDPOINT}/settings/tokens"
         return StoreError(where, problem, hint if has_token else LOG_IN, code="store.denied")
     return StoreError(where, problem, code="store.refused")
 
 
-def _without_token(text: str) -> str:
+def without_token(text: str) -> str:
     """Return what a server or client said, without the token that was sent."""
     token = configured_token()
     return text.replace(token, "TOKEN") if token else text

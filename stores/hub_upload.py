@@ -29,9 +29,9 @@ from manifests.index import split_by_size
 from manifests.schema import MODEL_CARD_NAME
 from stores.address import HubAddress
 from stores.hub import HubFolder, open_hub
-from stores.hub_calls import LOG_IN, asking, check_endpoint, configured_token, offline_error, unreachable
+from stores.hub_calls import LOG_IN, asking, check_endpoint, configured_token, without_token
 from stores.hub_file import AGENT
-from stores.retries import Retries, keep_trying
+from stores.retries import PassingError, Retries, keep_trying
 
 __all__ = ["Commit", "HubUpload", "open_upload", "showing_bars", "staging_folder"]
 
@@ -113,7 +113,7 @@ class HubUpload:
         try:  # the repository's .gitignore would leave files out of the commit, without an error
             api.preupload_lfs_files(repo, batch, revision=branch, free_memory=False, gitignore_content="\n")
         except (RuntimeError, ConnectionError, TimeoutError) as error:  # names the file; those of hf_xet have no cause
-            raise error.__cause__ or unreachable(constants.ENDPOINT, error) from error
+            raise error.__cause__ or _unsent(error) from error
 
     def _commit(
         self,
@@ -170,7 +170,8 @@ def open_upload(address: HubAddress, *, is_public: bool, retries: Retries | None
     check_endpoint()
     retries = retries or Retries()
     if constants.HF_HUB_OFFLINE:
-        raise offline_error(address, str(address))
+        problem = "HF_HUB_OFFLINE is set, and nothing can be uploaded"
+        raise StoreError(str(address), problem, "unset it", code="store.offline")
     if configured_token() is None:
         raise StoreError(str(address), "writing needs a token, and none is set", LOG_IN, code="store.no-token")
     main = HubAddress(repo=address.repo)
@@ -218,6 +219,11 @@ def _open(address: HubAddress, create: Callable[[HfApi], object], retries: Retri
 def _keep_asking(address: HubAddress, call: Callable[[HfApi], Answer], retries: Retries) -> Answer:
     api = HfApi(library_name=AGENT)
     return keep_trying(lambda: asking(address, lambda: call(api)), str(address), retries, threading.Event())
+
+
+def _unsent(error: Exception) -> PassingError:
+    hint = "check the network and HF_ENDPOINT; HF_HUB_DISABLE_XET=1 uploads without hf_xet"
+    return PassingError(f"sending to {constants.ENDPOINT} failed: {without_token(str(error))}", hint)
 
 
 def _batches(files: Sequence[CommitOperationAdd]) -> list[list[CommitOperationAdd]]:

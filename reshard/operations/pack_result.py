@@ -20,7 +20,6 @@ class PackResult:
     manifest: Manifest
     out: Address
     hub: HubReport = field(default_factory=HubReport)
-    revision: str | None = None  # the commit, of an output on the hub
 
     @property
     def path(self) -> str:

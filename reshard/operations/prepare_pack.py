@@ -139,8 +139,8 @@ class PreparedPack:
         with staged(address) as folder:
             here = replace(self, request=replace(self.request, out=folder, force=True))
             done = here.run(progress)
-            pushed = push_folder(folder, address, options)
-        return replace(done, out=self.request.out, revision=pushed.revision)
+            push_folder(folder, address, options)
+        return replace(done, out=self.request.out)
 
     def run_part(self, progress: Progress | None = None) -> Part:
         """Write the request's part of the bundles; raises as `pack_part`."""
