@@ -19,7 +19,7 @@ FIND_PYTHON = for python in $(PYTHON); do \
 	    exit 1; \
 	}
 
-.PHONY: help setup check test test-all test-gpu test-torch wording fuzz demo bench api architecture catalogue models errors fmt constraints clean
+.PHONY: help setup check test test-all test-gpu test-interop interop test-torch wording fuzz demo bench api architecture catalogue models errors fmt constraints clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -41,11 +41,17 @@ check: setup  ## Format, lint, types, arrows, fast tests
 test: check  ## check, and the tests that start processes
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "process and not slow and not gpu"
 
-test-all: test  ## test, and the slow tests
+test-all: test interop  ## test, and the slow tests
 	$(BIN)/python -m pytest -q -m "slow and not gpu" || test $$? -eq 5  # pytest's 5: none is slow
 
 test-gpu: setup  ## Run what needs a GPU, and write bench/results/gpu-*.json; without one, say what it would run
 	@$(BIN)/python tools/gpu.py
+
+test-interop: setup interop  ## Run mlx-lm, and what vLLM, SGLang and llama.cpp read with, on packed folders
+	$(BIN)/python -m pytest -q -m slow tests/interop
+
+interop: setup
+	$(BIN)/python tools/interop.py
 
 # The registry's build of torch has CUDA packages, several GB, and runs on CPUs. WITHOUT=torchtitan leaves that out.
 test-torch:  ## Run the suites on another release: make test-torch TORCH=2.15.0
@@ -109,6 +115,6 @@ constraints:  ## Regenerate constraints.txt from the newest releases that pyproj
 	rm -rf .constraints
 
 clean:  ## Remove .venv and every cache
-	rm -rf .venv .venv-torch-* .constraints build dist *.egg-info
+	rm -rf .venv .venv-torch-* .venv-interop .constraints build dist *.egg-info
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
