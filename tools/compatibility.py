@@ -126,7 +126,7 @@ def build(folder: Path, release: str, is_without: bool) -> str:
 def run_suite(python: str, suite: str, files: Iterable[str]) -> dict[str, Any]:
     """Run the tests of a suite that `make test` runs, and return their counts and their time in seconds."""
     print(f"test-torch: {suite}", flush=True)
-    environment = {**os.environ, "PATH": f"{Path(python).parent}:{os.environ['PATH']}"}
+    environment = {"TEST_PATIENCE": "4", **os.environ, "PATH": f"{Path(python).parent}:{os.environ['PATH']}"}
     with TemporaryDirectory() as folder:
         report, began_s = Path(folder) / "report.xml", time.monotonic()
         command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", f"--junitxml={report}"]

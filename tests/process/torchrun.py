@@ -37,7 +37,11 @@ _IMPORTED = (
 
 
 def launch(num_ranks: int, script: str, *arguments: str | Path, timeout_s: float = 150) -> None:
-    """Run a script of this folder on so many gloo ranks, and see that all of them end well."""
+    """Run a script of this folder on so many gloo ranks, and see that all of them end well.
+
+    On a busy machine, TEST_PATIENCE in the environment is a factor for its time.
+    """
+    timeout_s *= float(os.environ.get("TEST_PATIENCE", "1"))
     context = get_context("forkserver")
     context.set_forkserver_preload(list(_IMPORTED))
     _start_server()
