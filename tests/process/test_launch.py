@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from manifests.store import read_manifest
+from runner.launch.torch_version import TESTED
 from tests.builders import edit_manifest, reshard
 from tests.fast.runner.tiny import save_model
 
@@ -89,6 +90,19 @@ def test_each_rank_opens_its_own_stages_shards_and_no_other(packed: Path, tmp_pa
         shards = set(Path(f"{log}.{rank}").read_text().split())
         assert shards == {str(packed / shard.path) for shard in read_manifest(packed).stages[rank].shards}
         assert shards >= {str(packed / f"model-0000{rank + 1}-of-00002.safetensors")}
+
+
+@pytest.mark.slow
+def test_torch_newer_than_those_tested_is_noted_once_and_trains(packed: Path, tmp_path: Path) -> None:
+    """It is this torch, with metadata of another release before its own."""
+    metadata = tmp_path / "torch-2.99.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.99.0\n")
+    path = os.pathsep.join((str(tmp_path), str(ROOT)))
+    done = launch(packed, "--", "--data", "synthetic", *SMALL, "--log-dir", tmp_path, PYTHONPATH=path)
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in done.stderr.splitlines() if "2.99.0" in line)
+    assert all(release in line for release in TESTED)
 
 
 def test_trained_weights_export_to_a_folder_that_transformers_loads_with_the_same_loss(
