@@ -73,9 +73,12 @@ class HubUpload:
         without: Collection[str],
         may_replace: bool,
         message: str,
+        before_commit: Callable[[], object],
         progress: Callable[[int], object] = lambda nbytes: None,
     ) -> Commit:
         """Send files, then add them to the branch and remove those `without` which it should be, in one commit.
+
+        `before_commit` is called when all files are sent, and may raise.
 
         Raises:
             StoreError: the hub refuses a file, the card's metadata or the commit.
@@ -92,6 +95,7 @@ class HubUpload:
         for batch in _batches(added):
             self._keep_asking(lambda api, batch=batch: self._send(api, batch))  # type: ignore[misc]
             progress(sum(each.upload_info.size for each in batch))
+        before_commit()
         removed = [CommitOperationDelete(path, is_folder=False) for path in without]
         return self._keep_asking(lambda api: self._commit(api, [*removed, *added], added, message))
 

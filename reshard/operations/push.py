@@ -71,7 +71,8 @@ def push_folder(
     (those of its manifest, and weights and indexes that readers would mix in) are removed; others are kept.
 
     Raises:
-        ManifestError: the folder has no valid manifest, is a virtual pack, or has damaged or missing files.
+        ManifestError: the folder has no valid manifest, is a virtual pack, has damaged or missing files, or was
+            replaced meanwhile.
         ShardError: a file is too large for the hub.
         StoreError, UnreachableError, OutputError: as `open_upload` and `HubUpload.commit`.
     """
@@ -89,6 +90,7 @@ def push_folder(
         without=stale,
         may_replace=options.force,
         message=options.message or _message(manifest),
+        before_commit=lambda: _check_same(folder, digest),
         progress=counting(progress, nbytes),
     )
     return PushResult(
@@ -142,6 +144,14 @@ def _check_whole(folder: Folder, manifest: Manifest, where: str) -> LocalFolder:
         hint = f"reshard verify {folder.location} lists all of them"
         raise ManifestError(first.where, f"{first.problem}{more}", hint, code="manifest.differs")
     return folder
+
+
+def _check_same(folder: Path, digest: str) -> None:
+    """Refuse a folder that was replaced while its files were sent: some of them are of the new one."""
+    file = find_manifest_file(folder)
+    if file.read()[1] != digest:
+        problem = "was replaced while its files were sent"
+        raise ManifestError(str(file), problem, "push it again", code="manifest.replaced")
 
 
 def _files_of(folder: LocalFolder, manifest: Manifest) -> dict[str, Path]:

@@ -208,6 +208,20 @@ def test_commit_of_somebody_else_meanwhile_is_not_overwritten(
     assert list(hub.files(NAME)) == [".gitattributes"]
 
 
+def test_folder_that_is_replaced_while_it_is_pushed_is_not_committed(hub: Hub, tmp_path: Path) -> None:
+    packed = pack(tmp_path)
+
+    def replace(done_nbytes: int, total_nbytes: int) -> None:
+        if done_nbytes:
+            edit_manifest(packed, lambda document: document.update(created_by="another run"))
+
+    assert refused(lambda: api.push(packed, NAME, progress=replace)) == (
+        "manifest.replaced",
+        str(packed / "manifest.json"),
+    )
+    assert list(hub.files(NAME)) == [".gitattributes"]
+
+
 def test_signature_is_pushed_with_its_manifest(hub: Hub, tmp_path: Path) -> None:
     packed = pack(tmp_path)
     (packed / "manifest.sig").write_bytes(b"{}")
