@@ -27,12 +27,12 @@ import torch
 import transformers
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from manifests.models.catalogue import make_entry
 from manifests.models.shape import module_of
-from tools.parity import compare, look_at_layers
+from tools.parity import SHARED_LAYERS, Layers, compare, look_at_layers
 from tools.tiny_models import LAYERS, MULTIMODAL, decoder_classes, tiny_config
 
 PATH = Path(__file__).parents[1] / "manifests" / "models" / "catalogue.json"
@@ -85,6 +85,7 @@ _KINDS: tuple[tuple[str, Any], ...] = (
     ("mlp_only_layers", [0]),
     ("first_k_dense_replace", LAYERS - 1),
     ("moe_layers", [1]),
+    *SHARED_LAYERS,
 )
 _SEP = ",\n"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -190,24 +191,34 @@ def describe(model_class: type[PreTrainedModel]) -> dict[str, Any]:
     for kind in further if "per_key" in entry else ():
         nearest = max(range(len(kinds)), key=lambda known: len(kinds[known] & kind))
         entry["per_key"].append(entry["per_key"][nearest])
-    results, hands_on_more = look_at_layers(model_class.__name__, path)
-    if results:
-        entry["num_results"] = results
-    more = "layers hand more than the hidden state on" if hands_on_more else ""
-    if why := more or why_not_trained(model_class.__name__, entry):
+    layers = look_at_layers(model_class.__name__, path)
+    entry |= {name: value for name in ("num_results", "carried", "reshapes") if (value := getattr(layers, name))}
+    if why := why_not_trained(model_class, entry, layers):
         entry["refused"] = why
     return entry
 
 
-def why_not_trained(architecture: str, entry: Mapping[str, Any]) -> str:
+def why_not_trained(model_class: type[PreTrainedModel], entry: Mapping[str, Any], layers: Layers) -> str:
     """Return why stages on transformers' own forward are not the whole model, or nothing where they are."""
-    try:
-        found = [compare(make_entry(architecture, entry), num_stages) for num_stages in (1, 2, LAYERS)]
-    except Exception as error:  # of a forward that reads more of its layers than their results
-        return f"it cannot be cut between layers: {type(error).__name__}"
-    if all(each.is_equal for each in found):
-        return ""
-    return "stages compute something else than the whole model"
+    if not layers.all_run:
+        return "some of its layers run for images only"
+    if model_class.__name__ in MULTIMODAL and not has_decoder(model_class):
+        return "transformers has its text model as a part of this class only"
+    for num_stages in (1, 2, LAYERS):
+        try:
+            found = compare(make_entry(model_class.__name__, entry), num_stages)
+        except Exception as error:  # whatever a forward raises in a stage
+            return f"a stage fails with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        if found.compared.loss > 1e-6:
+            return "transformers' loss for it is not that of predicting the next token"
+        if not found.is_equal:
+            return "stages compute something else than the whole model"
+    return ""
+
+
+def has_decoder(model_class: type[PreTrainedModel]) -> bool:
+    """Return whether transformers has a class for the text model by itself."""
+    return type(tiny_config(model_class).text_config) in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def build(model_class: type[PreTrainedModel], config: Any, device: str) -> PreTrainedModel:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
+from collections import UserDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -18,9 +21,10 @@ from runner.models.generic import Generic
 from runner.pipeline.self_check import Compared, compare_stages, gradients_of
 from tools.tiny_models import tiny_config
 
-__all__ = ["Trained", "compare", "look_at_layers", "stages_of"]
+__all__ = ["SHARED_LAYERS", "Layers", "Trained", "compare", "look_at_layers", "stages_of"]
 
 LENGTH, LR = 12, 0.1
+SHARED_LAYERS = (("num_kv_shared_layers", 2),)  # fields that let layers read keys and values of earlier ones
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,31 +49,70 @@ def stages_of(entry: CatalogueEntry, modules: Sequence[str], num_stages: int) ->
     return stages
 
 
-def look_at_layers(architecture: str, layers: str) -> tuple[int, bool]:
-    """Return how many results a layer returns in a tuple, and whether later layers get more than the hidden state.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layers:
+    """What layers of an architecture take and return."""
 
-    One tensor that is in no tuple counts as 0.
-    """
-    model, found = _build(architecture, tiny_config(getattr(transformers, architecture))), []
-    others: list[torch.Tensor] = []  # results beside the hidden state, kept so that no other tensor takes their place
-    handed_on = []
+    num_results: int  # in a tuple or list; 0: one tensor by itself
+    carried: tuple[str, ...]  # names of arguments after the first that depend on the tokens
+    reshapes: bool  # whether the hidden state has another shape than (B, L, D)
+    all_run: bool  # whether each of them runs, without images
 
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        given = [*args, *kwargs.values()]
-        handed_on.append(any(one is other for one in given for other in others))
 
-    def after(_: nn.Module, args: object, out: object) -> None:
-        results = out if isinstance(out, tuple) else ()
-        found.append(len(results))
-        others.extend(one for one in results[1:] if isinstance(one, torch.Tensor))
+def look_at_layers(architecture: str, path: str) -> Layers:
+    """Run a tiny model on two batches, and compare what its layers take."""
+    plain = tiny_config(getattr(transformers, architecture))
+    found = _look_at(architecture, path, plain)
+    decoder = plain.get_text_config()
+    for name, value in SHARED_LAYERS:
+        if hasattr(decoder, name):
+            setattr(decoder, name, value)
+            more = _look_at(architecture, path, plain).carried
+            found = replace(found, carried=tuple(dict.fromkeys((*found.carried, *more))))
+    return found
 
-    listed: Any = model.get_submodule(layers)
-    for layer in listed:
-        layer.register_forward_pre_hook(before, with_kwargs=True)
-        layer.register_forward_hook(after)
-    with torch.no_grad():
-        model(input_ids=_tokens(), use_cache=False)
-    return found[0], any(handed_on)
+
+def _look_at(architecture: str, path: str, config: Any) -> Layers:
+    model = _build(architecture, config)
+    listed: Any = model.get_submodule(path)
+    taken: list[list[tuple[int, dict[str, Any]]]] = []
+    results: list[Any] = []
+
+    def before(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, index: int) -> None:
+        names = tuple(inspect.signature(type(layer).forward).parameters)[1:]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        taken[-1].append((index, {name: [each.clone() for each in _tensors(given[name])] for name in given}))
+
+    for index, layer in enumerate(listed):
+        layer.register_forward_pre_hook(partial(before, index=index), with_kwargs=True)
+        layer.register_forward_hook(lambda _, __, out: results.append(out))
+    for seed in (0, 1):
+        taken.append([])
+        with torch.no_grad():
+            model(input_ids=_tokens(seed), use_cache=False)
+    carried = {}
+    for (_, one), (_, other) in zip(*taken, strict=True):
+        hidden = next(iter(one))
+        carried |= dict.fromkeys(name for name in one if name != hidden and not _are_equal(one[name], other[name]))
+    first: Any = results[0]
+    hidden_state = first[0] if isinstance(first, (tuple, list)) else first
+    return Layers(
+        num_results=len(first) if isinstance(first, (tuple, list)) else 0,
+        carried=tuple(carried),
+        reshapes=hidden_state.shape[:-1] != _tokens(0).shape,
+        all_run={index for index, _ in taken[0]} == set(range(len(listed))),
+    )
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    items = value.values() if isinstance(value, (dict, UserDict)) else value if isinstance(value, (tuple, list)) else ()
+    return [tensor for item in items for tensor in _tensors(item)]
+
+
+def _are_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
 def compare(entry: CatalogueEntry, num_stages: int, **changes: Any) -> Trained:
@@ -97,5 +140,5 @@ def _build(architecture: str, config: Any) -> Any:
         return getattr(transformers, architecture)(copy.deepcopy(config)).eval()
 
 
-def _tokens() -> torch.Tensor:
-    return torch.randint(3, 90, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+def _tokens(seed: int) -> torch.Tensor:
+    return torch.randint(3, 90, (2, LENGTH), generator=torch.Generator().manual_seed(seed))

@@ -66,6 +66,10 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     "FalconH1ForCausalLM": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16},
     "GPTJForCausalLM": {"rotary_dim": 8},
     "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], LAYERS // 2]]},
+    "Gemma4ForCausalLM": {"layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)},
+    "Gemma4ForConditionalGeneration": {
+        "text_config": {"layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)},
+    },
     "Gemma3nForCausalLM": {"num_kv_shared_layers": 0, "activation_sparsity_pattern": None},
     "JambaForCausalLM": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "KimiLinearForCausalLM": {"num_local_experts": 4, "linear_head_dim": 16, "linear_num_heads": 4},

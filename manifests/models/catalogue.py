@@ -63,10 +63,17 @@ class CatalogueEntry:
     uneven: bool = False  # whether files have more experts of one matrix than of another
     per_key: tuple[float, ...] = ()  # by kind of layer: FLOPs for each key, in widths of all heads
     num_results: int = 0  # how many results a layer of transformers returns in a tuple; 0: one tensor, not in a tuple
+    carried: tuple[str, ...] = ()  # what layers take beside the hidden state that depends on the tokens, by name
+    reshapes: bool = False  # whether the hidden state of layers has another shape than (B, L, D)
     refused: str = ""  # why stages on transformers' own forward are not known to compute what the whole model does
     latent: bool = False  # whether a head's width is that of latent attention
     more_layers: tuple[tuple[str, tuple[str, ...]], ...] = ()  # lists of layers after the first, each with its `count`
     is_described: bool = False  # by a user, not by the catalogue
+
+    @property
+    def hands_on_trees(self) -> bool:
+        """Whether more than one tensor (B, L, D) crosses between stages."""
+        return bool(self.carried) or self.reshapes
 
     def names(self, config: Mapping[str, object]) -> tuple[frozenset[str], tuple[frozenset[str], ...]]:
         """Return the names outside layers and of each kind of layer that a config's model has."""
@@ -101,7 +108,7 @@ def entry_of(architecture: str) -> CatalogueEntry | None:
 def make_entry(architecture: str, table: Mapping[str, Any]) -> CatalogueEntry:
     """Return the entry that a table of the catalogue says."""
     fields: dict[str, Any] = {**table, "architecture": architecture}
-    for name in ("inputs", "outputs", "count", "width", "buffers", "ignored", "spare", "towers", "per_key"):
+    for name in ("inputs", "outputs", "count", "width", "buffers", "ignored", "spare", "towers", "per_key", "carried"):
         if name in fields:
             fields[name] = tuple(fields[name])
     fields["outside"] = frozenset(fields.get("outside", ()))

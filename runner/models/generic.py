@@ -1,13 +1,4 @@
-"""Decoders of the catalogue, on transformers' own model classes: cut into stages with nothing known but their names.
-
-# Note [A stage of any decoder]
-A stage runs the model's own forward, as in Note [A stage of a transformers model]. Where that note lists what to take
-out, here the hidden state is exchanged at two places. What enters the first layer of the list is replaced by what
-arrived from the stage before, so all that a model does between its embedding and its layers (positions, norms, scales)
-is computed on zeros and thrown away. What enters the place of the first layer of the next stage is what leaves. Masks,
-rotary tables and the like are computed on each stage, by transformers, from the length of the sequence. A layer of
-another stage keeps its attributes, which some models read.
-"""
+"""Decoders of the catalogue, on transformers' own model classes: cut into stages with nothing known but their names."""
 
 from __future__ import annotations
 
@@ -28,13 +19,14 @@ from transformers.initialization import no_init_weights
 from manifests.errors import ModelError, UsageError
 from manifests.models.catalogue import CatalogueEntry
 from manifests.models.config import ConfigReader
-from runner.models.lengths import forget_lengths, longest_alike
+from runner.models.lengths import longest_alike
 from runner.models.refusals import refusals
 from runner.models.regions import Region, keeping_views, pieces_in, regions_of
 from runner.models.shrink import shrink
+from runner.models.stage_of_any import StageOfAny
 from runner.tensors.local_shard import Piece
 
-__all__ = ["Generic", "StageOfAny", "WholeModel"]
+__all__ = ["Generic", "WholeModel"]
 
 _PREFIX = "model."  # of names in `StageOfAny`
 _FLOAT = "__float__"  # the tag of a number such as {"__float__": "Infinity"}
@@ -47,73 +39,6 @@ _CONFIG: Mapping[str, object] = {
     "tie_word_embeddings": False,
     "use_cache": False,
 }
-
-
-class StageOfAny(nn.Module):
-    """Some modules of a model; see Note [A stage of any decoder].
-
-    Shapes: tokens (B, L) or hidden (B, L, D) in, hidden or logits (B, L, V) out.
-    """
-
-    def __init__(
-        self, model: PreTrainedModel, entry: CatalogueEntry, layers: str, owned: frozenset[str],
-        names: Mapping[str, str],
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self.model, self._layers_name = model, layers
-        listed = model.get_submodule(layers)
-        assert isinstance(listed, nn.ModuleList)
-        self._takes_tokens = bool(owned & set(entry.inputs))
-        self._has_norms = bool(owned & set(entry.outputs))
-        self._gives_logits = entry.outputs[-1] in owned
-        here = [index for index in range(len(listed)) if f"{entry.layers}.{index}" in owned]
-        self._last = here[-1] if here else -1
-        self._arrived: torch.Tensor | None = None
-        self._left: torch.Tensor | None = None
-        for index, layer in enumerate(listed):
-            if index not in here:
-                listed[index] = _Elsewhere(layer)
-        for module, path in names.items():
-            if module not in owned:
-                model.set_submodule(path, _Skipped())
-        if not self._takes_tokens:
-            listed[0].register_forward_pre_hook(self._enter, with_kwargs=True)
-        if not self._has_norms and self._last + 1 < len(listed):
-            listed[self._last + 1].register_forward_pre_hook(self._leave, with_kwargs=True)
-
-    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
-        forget_lengths(self.model)
-        runs = self.model if self._gives_logits else self._base()
-        if self._takes_tokens:
-            found = runs(input_ids=tensor, use_cache=False)
-        else:
-            self._arrived = tensor
-            found = runs(inputs_embeds=torch.zeros_like(tensor), use_cache=False)
-            self._arrived = None
-        if self._gives_logits:
-            logits: torch.Tensor = found.logits
-            return logits
-        if self._has_norms:
-            normed: torch.Tensor = found.last_hidden_state
-            return normed
-        left, self._left = self._left, None
-        if left is None and self._last + 1 == len(self.model.get_submodule(self._layers_name)):  # type: ignore[arg-type]
-            last: torch.Tensor = found.last_hidden_state  # all that follows the layers is skipped
-            return last
-        assert left is not None
-        return left
-
-    def _base(self) -> nn.Module:
-        return self.model.get_submodule(self._layers_name.partition(".")[0])
-
-    def _enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        assert self._arrived is not None
-        if args:
-            return (self._arrived, *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": self._arrived}
-
-    def _leave(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._left = args[0] if args else kwargs["hidden_states"]
 
 
 class WholeModel(nn.Module):
@@ -136,31 +61,6 @@ class WholeModel(nn.Module):
         return {self._in_files(name): tensor for name, tensor in files.items()}
 
 
-class _Elsewhere(nn.Module):
-    """A layer of another stage: hands the hidden state on, and has the attributes of the layer."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        for name, value in vars(layer).items():
-            if not name.startswith("_") and name != "training" and not isinstance(value, (nn.Module, torch.Tensor)):
-                setattr(self, name, value)
-        self._num_results = 0
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        return (hidden, *[None] * (self._num_results - 1)) if self._num_results else hidden
-
-
-class _Skipped(nn.Module):
-    """A module outside the layers, of another stage: its result is thrown away, or is its input."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        for found in (*args, *kwargs.values()):
-            if isinstance(found, torch.Tensor) and found.is_floating_point() and found.dim() > 2:
-                return found
-        return torch.zeros(())
-
-
 class Generic:
     """A decoder of the catalogue; see `runner.models.Family`."""
 
@@ -174,6 +74,7 @@ class Generic:
         model_class: type[PreTrainedModel] | None = None,
     ) -> None:
         self.architecture, self._entry, self._where = entry.architecture, entry, where
+        self.hands_on_trees = entry.hands_on_trees
         config = _with_floats(config)
         reader = ConfigReader(config, where)
         reader.expect("output_router_logits", False)
@@ -201,11 +102,7 @@ class Generic:
             ModelError: one of them is for multi-token prediction, or what runs before the layers is on several stages.
         """
         self._check_modules(modules)
-        stage = StageOfAny(self._whole("meta"), self._entry, self._layers_name, frozenset(modules), self._outside)
-        for part in stage.modules():
-            if isinstance(part, _Elsewhere):
-                part._num_results = self._entry.num_results
-        return stage
+        return StageOfAny(self._whole("meta"), self._entry, self._layers_name, frozenset(modules), self._outside)
 
     def init_buffers(self, module: nn.Module, device: torch.device) -> None:
         assert isinstance(module, StageOfAny)
@@ -326,8 +223,9 @@ class Generic:
             if name.startswith(f"{self._layers_name}."):
                 continue
             module = next(known for known in self.modules if regions[0].fqn.startswith(f"{known}."))
-            path = name[: len(name) - len(regions[0].fqn.removeprefix(module))]
-            found[module] = path
+            leaf = regions[0].fqn.removeprefix(module)
+            beside_layers = ".".join(name.split(".")[: self._layers_name.count(".") + 1])
+            found[module] = name.removesuffix(leaf) if name.endswith(leaf) else beside_layers
         return found
 
     def _check_modules(self, modules: tuple[str, ...]) -> None:
@@ -346,14 +244,15 @@ class Generic:
                     f"pack the source again with --drop for the tensors of {module}",
                     code="config.mtp-layers",
                 )
-        inputs = [module for module in self._entry.inputs if module in modules]
-        if inputs and len(inputs) < len(self._entry.inputs):
-            raise ModelError(
-                self._where,
-                f"{' and '.join(self._entry.inputs)} must be on one stage",
-                "choose a layout that does not cut before the first layer",
-                code="model.split-inputs",
-            )
+        for together in (self._entry.inputs, self._entry.outputs if self.hands_on_trees else ()):
+            found = [module for module in together if module in modules]
+            if found and len(found) < len(together):
+                raise ModelError(
+                    self._where,
+                    f"{' and '.join(together)} must be on one stage",
+                    "choose a layout that does not cut before the first layer, or after the last",
+                    code="model.split-inputs",
+                )
 
 
 def _class_and_fields(

@@ -30,6 +30,9 @@ from runner.pipeline.stage_metadata import plan_stage_metadata
 
 __all__ = ["Compared", "SelfChecked", "WholeModel", "check_stages", "compare_stages", "gradients_of"]
 
+_Tensors = tuple[torch.Tensor, ...]
+_Gradients = tuple[torch.Tensor | None, ...]
+
 _CPU = torch.device("cpu")
 _LENGTH = 12  # longer than the windows of a tiny config
 _NUM_MICROBATCHES = 2
@@ -195,11 +198,10 @@ def _compare(
     chunks = _build(family, whole, stage_modules)
     crossed = [_forward(chunks, result.tokens) for result in results]
     for result, crossings in zip(results, crossed, strict=True):
-        towards: torch.Tensor | None = result.towards
+        towards: _Gradients = (result.towards,)
         for arrived, left in reversed(crossings):
-            torch.autograd.backward(left, towards)
-            towards = arrived.grad
-    logits = [crossings[-1][1].detach() for crossings in crossed]
+            towards = _backward(arrived, left, towards)
+    logits = [crossings[-1][1][0].detach() for crossings in crossed]
     return (
         Compared(
             logits=max(_largest(found - result.logits) for found, result in zip(logits, results, strict=True)),
@@ -230,15 +232,23 @@ def _build(family: SelfChecked, whole: WholeModel, stage_modules: Sequence[tuple
     return chunks
 
 
-def _forward(chunks: Sequence[StageChunk], tokens: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _forward(chunks: Sequence[StageChunk], tokens: torch.Tensor) -> list[tuple[_Tensors, _Tensors]]:
     """Return what arrives at each stage, and what leaves it."""
-    crossings: list[tuple[torch.Tensor, torch.Tensor]] = []
-    left = tokens
+    crossings: list[tuple[_Tensors, _Tensors]] = []
+    left: _Tensors = (tokens,)
     for chunk in chunks:
-        arrived = left.detach().requires_grad_(left.is_floating_point())
-        left = chunk(arrived)
+        arrived = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in left)
+        found = chunk(*arrived)
+        left = found if isinstance(found, tuple) else (found,)
         crossings.append((arrived, left))
     return crossings
+
+
+def _backward(arrived: _Tensors, left: _Tensors, towards: _Gradients) -> _Gradients:
+    """Return the gradients of what arrived at a stage, by those of what left it; None where nothing depends on it."""
+    pairs = [(tensor, gradient) for tensor, gradient in zip(left, towards, strict=True) if gradient is not None]
+    torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
+    return tuple(tensor.grad for tensor in arrived)
 
 
 def _seed_by_name(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from manifests.errors import ManifestError
 from runner.models import Family
@@ -72,9 +73,10 @@ class TracedMetadata:
             for chunk in self._chunks:
                 chunk.to(self.dtype)
                 self.family.init_buffers(chunk.body, chunk.device)
-        crossing = torch.empty(batch, seq_len, dtype=torch.int64, device="meta")
-        forms = [form_of(crossing)]
-        with torch.enable_grad():
+        # transformers looks at the values of masks, unless a tensor is fake
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+            crossing = torch.empty(batch, seq_len, dtype=torch.int64, device="meta")
+            forms = [form_of(crossing)]
             for chunk in self._chunks:
                 crossing = chunk(crossing)
                 forms.append(form_of(crossing))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,19 @@ from tests.process.torchrun import launch
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
-# Tied, with parallel attention and a scaled head; experts in one tensor beside linear attention, and untied.
-TRAINED = ("Cohere2ForCausalLM", "Qwen3NextForCausalLM")
+# Tied, with parallel attention and a scaled head; experts in one tensor beside linear attention, and untied; keys,
+# values and an input for each layer that are handed on beside the hidden state.
+TRAINED: Mapping[str, Mapping[str, Any]] = {
+    "Cohere2ForCausalLM": {},
+    "Gemma4ForCausalLM": {"num_kv_shared_layers": 2},
+    "Qwen3NextForCausalLM": {},
+}
 FLAGS = ("--data", "synthetic", "--seq-len", 16, "--global-batch", 4, "--lr", 1e-3, "--steps", 3)
 
 
 def test_two_ranks_train_as_one_does_and_resume_on_it(tmp_path: Path) -> None:
-    for name in TRAINED:
-        save_tiny(tmp_path / name / "source", name)
+    for name, changes in TRAINED.items():
+        save_tiny(tmp_path / name / "source", name, **changes)
         for degree in (1, 2):
             packed = reshard("pack", tmp_path / name / "source", "--layout", f"pp={degree}",
                              "--out", tmp_path / name / f"pp{degree}", "--quiet")  # fmt: skip

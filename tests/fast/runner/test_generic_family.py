@@ -38,6 +38,20 @@ def test_stages_compute_what_the_whole_model_does_with_dropout_and_the_other_tie
     check(compare(entry, 2, **changes))
 
 
+HANDING_ON = (
+    ("Gemma4ForCausalLM", {"num_kv_shared_layers": 2}),
+    ("Gemma3nForCausalLM", {"num_kv_shared_layers": 2}),
+    ("GlmMoeDsaForCausalLM", {"indexer_types": ["full", "shared", "shared", "full"]}),
+    ("DeepseekV4ForCausalLM", {"tie_word_embeddings": True}),
+)
+
+
+@pytest.mark.parametrize(("architecture", "changes"), HANDING_ON)
+def test_what_layers_take_beside_the_hidden_state_is_handed_on(architecture: str, changes: dict[str, object]) -> None:
+    entry = entry_for(architecture)
+    check(compare(entry, 4, **changes))
+
+
 def entry_for(architecture: str) -> CatalogueEntry:
     entry = entry_of(architecture)
     assert entry is not None
@@ -88,6 +102,10 @@ def test_modules_that_the_model_lacks_and_inputs_on_two_stages_are_refused() -> 
     config = {**config_of("GPTBigCodeForCausalLM").to_dict(), "architectures": ["GPTBigCodeForCausalLM"]}
     family = family_for(config, max_seq_len=8)
     assert family.modules[:3] == ("transformer.wte", "transformer.wpe", "transformer.h.0")
+    handing_on = {**config_of("Gemma4ForCausalLM").to_dict(), "architectures": ["Gemma4ForCausalLM"]}
+    with pytest.raises(UserError) as caught:
+        family_for(handing_on, max_seq_len=8).build(("model.norm",))
+    assert (caught.value.code, caught.value.where) == ("model.split-inputs", "config.json")
     for modules, code in ((("transformer.wte",), "model.split-inputs"), (("mtp",), "config.mtp-layers")):
         with pytest.raises(UserError) as caught:
             family.build(modules)

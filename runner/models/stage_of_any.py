@@ -1,0 +1,220 @@
+"""A stage of any decoder of transformers: the model's own forward, with the modules of other stages replaced.
+
+# Note [A stage of any decoder]
+A stage runs the model's own forward, as in Note [A stage of a transformers model]. Where that note lists what to take
+out, here the hidden state is exchanged at two places. What enters the first layer of the list is replaced by what
+arrived from the stage before, so all that a model does between its embedding and its layers (positions, norms, scales)
+is computed on zeros and thrown away. What enters the place of the first layer of the next stage is what leaves. Masks,
+rotary tables and the like are computed on each stage, by transformers, from the length of the sequence. A layer of
+another stage keeps its attributes, which some models read.
+
+Layers of some architectures take more that depends on the tokens: an input for each layer (Gemma 4), keys and values of
+an earlier layer (Gemma 3n), indices that an earlier layer chose (GLM 5), the tokens (DeepSeek-V4). The catalogue names
+these arguments (`CatalogueEntry.carried`). What the layers of later stages are called with leaves together with the
+hidden state; there it replaces what the model computes of tokens that are all 0.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import UserDict
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+from manifests.models.catalogue import CatalogueEntry
+from runner.models.lengths import forget_lengths
+
+__all__ = ["StageOfAny"]
+
+_SHARED = (dict, UserDict)  # of what layers write and later layers read
+
+
+class StageOfAny(nn.Module):
+    """Some modules of a model; see Note [A stage of any decoder].
+
+    Shapes: tokens (B, L) or hidden (B, L, D) in, hidden or logits (B, L, V) out. Where the family `hands_on_trees`,
+    hidden is a dict: the hidden state in the shape that layers have, B and L, and what is carried with it.
+    """
+
+    def __init__(
+        self, model: Any, entry: CatalogueEntry, layers: str, owned: frozenset[str], names: Mapping[str, str]
+    ) -> None:
+        super().__init__()
+        self.model, self._layers_name, self._carried = model, layers, entry.carried
+        self._hands_on_trees = entry.hands_on_trees
+        listed = model.get_submodule(layers)
+        assert isinstance(listed, nn.ModuleList)
+        self._takes_tokens = bool(owned & set(entry.inputs))
+        self._has_norms = bool(owned & set(entry.outputs))
+        self._gives_logits = entry.outputs[-1] in owned
+        here = [index for index in range(len(listed)) if f"{entry.layers}.{index}" in owned]
+        self._last = here[-1] if here else -1
+        self._arrived: torch.Tensor | None = None
+        self._left: torch.Tensor | None = None
+        self._given: Mapping[str, Any] = {}
+        self._seen: dict[str, list[Any]] = {}
+        for index, layer in enumerate(listed):
+            names_of_layer = tuple(inspect.signature(type(layer).forward).parameters)[1:]
+            if index not in here:
+                layer = listed[index] = _Elsewhere(layer, entry.num_results)
+            if self._carried:
+                exchange = partial(self._exchange, index=index, num_layers=len(listed), names=names_of_layer)
+                layer.register_forward_pre_hook(exchange, with_kwargs=True)
+        for module, path in names.items():
+            if module not in owned:
+                model.set_submodule(path, _skip(model.get_submodule(path), keeps_width=not self._hands_on_trees))
+        if not self._takes_tokens:
+            listed[0].register_forward_pre_hook(self._enter, with_kwargs=True)
+        if not self._has_norms and self._last + 1 < len(listed):
+            listed[self._last + 1].register_forward_pre_hook(self._leave, with_kwargs=True)
+        elif not self._has_norms:
+            listed[-1].register_forward_hook(self._end)
+
+    def forward(self, given: Any) -> Any:
+        forget_lengths(self.model)
+        self._make_traceable(given)
+        size = given["size"] if isinstance(given, dict) else tuple(given.shape[:2])
+        found = self._run(given, size)
+        if self._gives_logits:
+            return found.logits
+        if self._has_norms:
+            left = found.last_hidden_state
+        else:
+            left, self._left = self._left, None
+            assert left is not None
+        if not self._hands_on_trees:
+            return left
+        seen, self._seen = self._seen, {}
+        return {"hidden": left, "size": size, "carried": {name: _packed(values) for name, values in seen.items()}}
+
+    def _run(self, given: Any, size: tuple[int, ...]) -> Any:
+        runs = self.model if self._gives_logits else self._base()
+        if self._takes_tokens:
+            return runs(input_ids=given, use_cache=False)
+        if not self._hands_on_trees:
+            self._arrived = given
+            found = runs(inputs_embeds=torch.zeros_like(given), use_cache=False)
+        else:
+            self._arrived, self._given = given["hidden"], given["carried"]
+            for part in self.modules():
+                if isinstance(part, _Skipped):
+                    part.dtype = given["hidden"].dtype
+            tokens = torch.zeros(size, dtype=torch.int64, device=given["hidden"].device)
+            found = runs(input_ids=tokens, use_cache=False)
+        self._arrived, self._given = None, {}
+        return found
+
+    def _make_traceable(self, given: Any) -> None:
+        """Choose a kernel for experts that runs on fake tensors in any dtype, if these are some."""
+        if any(isinstance(tensor, FakeTensor) for tensor in pytree.tree_leaves(given)):
+            self.model.config._experts_implementation = "batched_mm"
+
+    def _base(self) -> nn.Module:
+        base: nn.Module = self.model.get_submodule(self._layers_name.partition(".")[0])
+        return base
+
+    def _enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        assert self._arrived is not None
+        if args:
+            return (self._arrived, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": self._arrived}
+
+    def _leave(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._left = args[0] if args else kwargs["hidden_states"]
+
+    def _end(self, layer: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        self._left = out[0] if isinstance(out, (tuple, list)) else out
+
+    def _exchange(
+        self,
+        layer: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        index: int,
+        num_layers: int,
+        names: tuple[str, ...],
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Replace what arrived for a layer in its arguments, and keep those that leave for a later stage's layer."""
+        values = list(args)
+        for name in self._carried:
+            at = names.index(name) if name in names else len(values)
+            found = values[at] if at < len(values) else kwargs.get(name)
+            if name in self._given:
+                found = _replaced(found, self._given[name], num_layers - 1 - index)
+            if at < len(values):
+                values[at] = found
+            elif name in kwargs:
+                kwargs[name] = found
+            if index > self._last and not self._has_norms:
+                self._seen.setdefault(name, []).append(found)
+        return tuple(values), kwargs
+
+
+class _Elsewhere(nn.Module):
+    """A layer of another stage: hands the hidden state on, and has the attributes of the layer."""
+
+    def __init__(self, layer: nn.Module, num_results: int) -> None:
+        super().__init__()
+        for name, value in vars(layer).items():
+            if not name.startswith("_") and name != "training" and not isinstance(value, (nn.Module, torch.Tensor)):
+                setattr(self, name, value)
+        self._num_results = num_results
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        return (hidden, *[None] * (self._num_results - 1)) if self._num_results else hidden
+
+
+class _Skipped(nn.Module):
+    """A module outside the layers, of another stage: its result is thrown away, or is its input.
+
+    With a `width`, the result is that of tokens or of zeros, as wide as the module's.
+    """
+
+    def __init__(self, width: int | None) -> None:
+        super().__init__()
+        self._width = width
+        self.dtype = torch.float32
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        for found in (*args, *kwargs.values()):
+            if isinstance(found, torch.Tensor) and self._width and found.shape[-1] != self._width:
+                rows = found.shape[:-1] if found.is_floating_point() else found.shape
+                return torch.zeros(*rows, self._width, dtype=self.dtype, device=found.device)
+            if isinstance(found, torch.Tensor) and found.is_floating_point() and found.dim() > 2:
+                return found
+        return torch.zeros(())
+
+
+def _skip(module: nn.Module, *, keeps_width: bool) -> nn.Module:
+    if isinstance(module, nn.ModuleList):
+        return nn.ModuleList(_skip(each, keeps_width=keeps_width) for each in module)
+    return _Skipped(None if keeps_width else getattr(module, "embedding_dim", getattr(module, "out_features", None)))
+
+
+def _packed(values: list[Any]) -> dict[str, Any]:
+    """Return what layers one after another were called with, each tensor once."""
+    tensors = list({id(value): value for value in values if isinstance(value, torch.Tensor)}.values())
+    places = {id(tensor): place for place, tensor in enumerate(tensors)}
+    return {
+        "places": tuple(places.get(id(value)) for value in values),
+        "tensors": torch.stack(tensors) if tensors else None,
+        "shared": dict(values[0]) if values and isinstance(values[0], _SHARED) else None,
+    }
+
+
+def _replaced(found: Any, arrived: Mapping[str, Any], layers_left: int) -> Any:
+    """Return what arrived for the layer that so many others follow, or what it was called with where nothing did."""
+    if arrived["shared"] is not None:  # to which layers here add
+        for name, value in arrived["shared"].items():
+            found.setdefault(name, value)
+    places = arrived["places"]
+    place = places[-1 - layers_left] if layers_left < len(places) else None
+    return found if place is None else arrived["tensors"][place]
