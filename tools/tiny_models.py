@@ -72,7 +72,12 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     },
     "Gemma3nForCausalLM": {"num_kv_shared_layers": 0, "activation_sparsity_pattern": None},
     "JambaForCausalLM": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "KimiLinearForCausalLM": {"num_local_experts": 4, "linear_head_dim": 16, "linear_num_heads": 4},
+    "KimiLinearForCausalLM": {
+        "num_local_experts": 4,
+        "linear_head_dim": 16,
+        "linear_num_heads": 4,
+        "layer_types": ["linear_attention", "full_attention"] * (LAYERS // 2),
+    },
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2), "num_dense_layers": 1},
     "Llama4ForCausalLM": {"interleave_moe_layer_step": 2},
     "Llama4ForConditionalGeneration": {"text_config": {"interleave_moe_layer_step": 2}},
