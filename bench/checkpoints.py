@@ -53,11 +53,18 @@ def experts_config(num_layers: int, num_experts: int) -> dict[str, object]:
     }
 
 
-def write_checkpoint(folder: Path, config: dict[str, object], num_shards: int, dtype: str = "BF16") -> int:
-    """Write a Hugging Face folder of `num_shards` shards, and return the bytes of its weights."""
+def write_checkpoint(
+    folder: Path, config: dict[str, object], num_shards: int, dtype: str = "BF16", *, shuffled: bool = False
+) -> int:
+    """Write a Hugging Face folder of `num_shards` shards, and return the bytes of its weights.
+
+    The tensors are in the model's order, or `shuffled` over the shards.
+    """
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     tensors = list(model_shape(config).tensors.items())
+    if shuffled:
+        random.Random(1).shuffle(tensors)
     weight_map, total = {}, 0
     noise = random.Random(0).randbytes(8 << 20)
     for index in range(num_shards):
@@ -66,10 +73,11 @@ def write_checkpoint(folder: Path, config: dict[str, object], num_shards: int, d
         entries = layout_tensors((fqn, dtype, shape) for fqn, shape in part)
         with open(folder / name, "wb") as file:
             file.write(encode_header(entries, {"format": "pt"}, alignment=8))
-            for entry in entries:
-                left = entry.nbytes
+            for number, entry in enumerate(entries):
+                left, first = entry.nbytes, number * 64 % len(noise)  # tensors of one shape differ
                 while left:
-                    left -= file.write(memoryview(noise)[: min(left, len(noise))])
+                    left -= file.write(memoryview(noise)[first : first + min(left, len(noise) - first)])
+                    first = 0
                 total += entry.nbytes
         weight_map |= dict.fromkeys((fqn for fqn, _ in part), name)
     index_text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True)

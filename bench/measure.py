@@ -83,9 +83,16 @@ def run_ranks(num_ranks: int, script: str, *args: str) -> None:
     subprocess.run([*torchrun, script, *args], check=True, env=environment)
 
 
-def take_turns(measures: Mapping[str, Callable[[], Found]], num_turns: int) -> list[dict[str, Found]]:
+def take_turns(
+    measures: Mapping[str, Callable[[], Found]], num_turns: int, *, pause_s: float = 0.0
+) -> list[dict[str, Found]]:
     """Return the results of all measures, turn by turn, after one additional turn of warmup."""
-    return [{name: measure() for name, measure in measures.items()} for _ in range(num_turns + 1)][1:]
+
+    def one(measure: Callable[[], Found]) -> Found:
+        time.sleep(pause_s)
+        return measure()
+
+    return [{name: one(measure) for name, measure in measures.items()} for _ in range(num_turns + 1)][1:]
 
 
 def median_ratio(ours: Iterable[float], theirs: Iterable[float], digits: int = 3) -> float:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from reshard.api.verify import verify
     from reshard.checks.check import CheckResult
     from reshard.checks.finding import Finding
+    from reshard.copy.parallelism import Parallelism
     from reshard.estimate.training_estimate import Assumptions
     from reshard.operations.compare import Difference
     from reshard.operations.diff import DiffResult, TensorDifference
@@ -68,6 +69,7 @@ __all__ = [
     "PackResult",
     "PackedModel",
     "PackedStage",
+    "Parallelism",
     "PlanResult",
     "Progress",
     "PushResult",
@@ -125,6 +127,7 @@ __getattr__, __dir__ = lazy_attributes(
         "reshard.api.verify": ("verify",),
         "reshard.checks.check": ("CheckResult",),
         "reshard.checks.finding": ("Finding",),
+        "reshard.copy.parallelism": ("Parallelism",),
         "reshard.estimate.training_estimate": ("Assumptions",),
         "reshard.operations.compare": ("Difference",),
         "reshard.operations.diff": ("DiffResult", "TensorDifference"),

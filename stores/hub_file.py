@@ -37,10 +37,10 @@ from stores.hub_calls import (
 )
 from stores.local import LocalReader
 from stores.pace import Pace, answered_within
-from stores.ranges import RangeReader
+from stores.ranges import Fetch, RangeReader
 from stores.redirects import check_redirect
 from stores.retries import PassingError, Retries, keep_trying
-from stores.streams import Streams
+from stores.streams import Stream, Streams
 
 __all__ = ["AGENT", "HubFile"]
 
@@ -78,12 +78,21 @@ class HubFile:
 
     def open(self, ranges: Sequence[Range]) -> Reader:
         """Open the file in the local cache, or prefetch these ranges."""
+        cached = self._cached()
+        return RangeReader(self._fetch_or_refuse(), ranges) if cached is None else LocalReader(cached)
+
+    def fetching(self) -> Fetch | None:
+        """Return the function that fetches its bytes, unless it is in the local cache."""
+        return self._fetch_or_refuse() if self._cached() is None else None
+
+    def _cached(self) -> Path | None:
         cached = try_to_load_from_cache(self.address.repo, self.name, revision=self.commit)
-        if isinstance(cached, str) and Path(cached).stat().st_size == self.nbytes:
-            return LocalReader(Path(cached))
+        return Path(cached) if isinstance(cached, str) and Path(cached).stat().st_size == self.nbytes else None
+
+    def _fetch_or_refuse(self) -> Fetch:
         if constants.HF_HUB_OFFLINE:
             raise offline_error(self.address, str(self), self.name)
-        return RangeReader(self._fetch, ranges)
+        return self._fetch
 
     def _fetch(self, into: memoryview, position: int, stop: threading.Event) -> None:
         """Fill `into` with the bytes at `position`. Bytes that arrived before a connection broke are kept.
@@ -102,10 +111,10 @@ class HubFile:
         )
 
     def _attempt(self, wanted: _Wanted, stop: threading.Event) -> None:
-        with self.streams.one(stop):
-            self._ask(wanted, stop)
+        with self.streams.one(stop) as stream:
+            self._ask(wanted, stop, stream)
 
-    def _ask(self, wanted: _Wanted, stop: threading.Event) -> None:
+    def _ask(self, wanted: _Wanted, stop: threading.Event, stream: Stream) -> None:
         place = self._find_place()
         is_whole = wanted.begin == 0 and wanted.end == self.nbytes  # then a server need not support ranges
         headers = dict(place.headers)
@@ -126,6 +135,7 @@ class HubFile:
                         raise CancelledError
                     wanted.take(piece)
                     pace.take(len(piece))
+                    stream.take(len(piece))
         except ClientError as error:
             raise unreachable(place.host, error) from error
         if wanted.begin < wanted.end:

@@ -16,9 +16,9 @@ from stores.address import split_url
 from stores.base import SOURCE_CHANGED, Range, is_hidden
 from stores.object_client import SCHEMES, ObjectEntry, open_client
 from stores.pace import Pace
-from stores.ranges import RangeReader
+from stores.ranges import Fetch, RangeReader
 from stores.retries import PassingError, Retries, keep_trying
-from stores.streams import Streams
+from stores.streams import Stream, Streams
 
 __all__ = ["LOCK_NAME", "PROGRESS_NAME", "Client", "ObjectFile", "ObjectFolder", "list_objects", "open_objects"]
 
@@ -134,6 +134,10 @@ class ObjectFile:
     def open(self, ranges: Sequence[Range]) -> RangeReader:
         return RangeReader(partial(_fetch, self), ranges)
 
+    def fetching(self) -> Fetch:
+        """Return the function that fetches its bytes; see `stores.base.RemoteFile`."""
+        return partial(_fetch, self)
+
 
 def list_objects(client: Client) -> dict[str, ObjectEntry]:
     """Return the objects below a prefix by name, without empty ones that represent folders.
@@ -175,7 +179,7 @@ def _fetch(file: ObjectFile, into: memoryview, position: int, stop: threading.Ev
             code=SOURCE_CHANGED,
         )
 
-    def attempt() -> None:
+    def attempt(stream: Stream) -> None:
         nonlocal filled
         pace = Pace(str(file), file.retries.window_s)
         for chunk in file.client.read(file.entry, position + filled, end):
@@ -186,11 +190,12 @@ def _fetch(file: ObjectFile, into: memoryview, position: int, stop: threading.Ev
             into[filled : filled + len(chunk)] = chunk
             filled += len(chunk)
             pace.take(len(chunk))
+            stream.take(len(chunk))
 
     def step() -> None:
-        with file.streams.one(stop):
+        with file.streams.one(stop) as stream:
             try:
-                attempt()
+                attempt(stream)
             except UnreachableError as error:
                 raise PassingError(error.problem, error.hint, code=error.code) from error
 

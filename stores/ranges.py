@@ -15,7 +15,7 @@ from typing import Protocol
 
 from stores.base import Range, merge_ranges
 
-__all__ = ["GAP_NBYTES", "NUM_PARALLEL", "REQUEST_NBYTES", "Fetch", "RangeReader", "plan_requests"]
+__all__ = ["GAP_NBYTES", "NUM_PARALLEL", "REQUEST_NBYTES", "Fetch", "RangeReader", "cut", "plan_requests"]
 
 GAP_NBYTES = 1 << 20  # gaps up to this size are fetched too, which is faster than another request
 REQUEST_NBYTES = 16 << 20
@@ -43,7 +43,7 @@ def plan_requests(ranges: Iterable[Range]) -> tuple[Range, ...]:
         if runs and begin - runs[-1][1] <= GAP_NBYTES:
             begin = runs.pop()[0]
         runs.append((begin, end))
-    return tuple(piece for run in runs for piece in _cut(*run))
+    return tuple(piece for run in runs for piece in cut(*run))
 
 
 class RangeReader:
@@ -129,7 +129,8 @@ class _Request:
     data: Future[memoryview]
 
 
-def _cut(begin: int, end: int) -> Iterable[Range]:
-    num_pieces = -(-(end - begin) // REQUEST_NBYTES)
+def cut(begin: int, end: int, most_nbytes: int = REQUEST_NBYTES) -> Iterable[Range]:
+    """Split a range into equal pieces of limited length."""
+    num_pieces = -(-(end - begin) // most_nbytes)
     cuts = [begin + (end - begin) * piece // num_pieces for piece in range(num_pieces + 1)]
     return pairwise(cuts)

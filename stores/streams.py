@@ -1,50 +1,57 @@
-"""Adaptive limit on concurrent requests to a server: fewer if it is busy, then gradually more."""
+"""Adaptive limit on concurrent requests to a server: more while that is faster, fewer if it is busy."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 
+from stores.growth import Growth
 from stores.retries import PassingError
 
-__all__ = ["Streams"]
+__all__ = ["FIRST_LIMIT", "Stream", "Streams"]
 
+FIRST_LIMIT = 16
 _LOOK_UP_S = 0.2  # polling interval for cancellation
 
 
 class Streams:
-    """A concurrency limit that is halved by each "busy" response and raised by one after as many good ones.
+    """A limit on concurrent requests to one server, by all threads.
 
-    While a server keeps up, there is no limit.
+    It grows while requests wait for it and that raises the throughput; `fixed`, it does not. A "busy" response halves
+    it; from then on, as many good responses raise it by one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._free = threading.Condition()
-        self._num_running = 0
-        self._limit = float("inf")
+        self._clock = clock
+        self._num_running = self._num_waiting = 0
+        self._growth = Growth(FIRST_LIMIT)
+        self._was_busy = self._is_fixed = False
 
     @property
     def limit(self) -> float:
         """How many requests may run concurrently now."""
-        return self._limit
+        return self._growth.limit
+
+    def fix(self, limit: int) -> None:
+        """Set the limit, which will not grow."""
+        with self._free:
+            self._growth, self._is_fixed = Growth(limit), True
+            self._free.notify_all()
 
     @contextmanager
-    def one(self, stop: threading.Event) -> Iterator[None]:
+    def one(self, stop: threading.Event) -> Iterator[Stream]:
         """Run a block as one of the streams, once the limit allows.
 
         Raises:
             CancelledError: `stop` was set while waiting.
         """
-        with self._free:
-            while self._num_running + 1 > self._limit:
-                if stop.is_set():
-                    raise CancelledError
-                self._free.wait(_LOOK_UP_S)
-            self._num_running += 1
+        self._begin(stop)
         try:
-            yield
+            yield Stream(self, self._clock)
         except PassingError as error:
             if error.is_busy:
                 self._slow_down()
@@ -56,11 +63,47 @@ class Streams:
                 self._num_running -= 1
                 self._free.notify()
 
+    def arrived(self, nbytes: int, answer_s: float) -> None:
+        """Count bytes of any stream; `answer_s` is the response time, passed once for each."""
+        with self._free:
+            before, is_wanted = self.limit, self._num_waiting > 0 and not self._is_fixed
+            self._growth.arrived(self._clock(), nbytes, answer_s, is_wanted=is_wanted)
+            if self.limit > before:
+                self._free.notify_all()
+
+    def _begin(self, stop: threading.Event) -> None:
+        with self._free:
+            self._num_waiting += 1
+            try:
+                while self._num_running + 1 > self.limit:
+                    if stop.is_set():
+                        raise CancelledError
+                    self._free.wait(_LOOK_UP_S)
+            finally:
+                self._num_waiting -= 1
+            self._num_running += 1
+
     def _slow_down(self) -> None:
         with self._free:
-            self._limit = max(1.0, min(self._limit, self._num_running) // 2)
+            self._was_busy = True
+            self._growth.stop(self._clock(), max(1.0, min(self.limit, self._num_running) // 2))
 
     def _speed_up(self) -> None:
         with self._free:
-            self._limit += 1 / self._limit
-            self._free.notify()
+            if self._was_busy:
+                self._growth.limit += 1 / self.limit
+                self._free.notify()
+
+
+class Stream:
+    """One response, whose bytes are counted as they arrive."""
+
+    def __init__(self, streams: Streams, clock: Callable[[], float]) -> None:
+        self._streams, self._clock = streams, clock
+        self._asked_s: float | None = clock()
+
+    def take(self, nbytes: int) -> None:
+        """Count received bytes."""
+        answer_s = 0.0 if self._asked_s is None else self._clock() - self._asked_s
+        self._asked_s = None
+        self._streams.arrived(nbytes, answer_s)

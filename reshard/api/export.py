@@ -8,6 +8,7 @@ from typing import Literal
 from reshard.api.arguments import names_parameters
 from reshard.copy.direct_io import Io
 from reshard.copy.engine import WriteOptions
+from reshard.copy.parallelism import Parallelism
 from reshard.operations.export import ExportResult, export_huggingface
 from reshard.operations.progress import Progress, counting
 from reshard.sources.bundles import open_manifest
@@ -27,12 +28,13 @@ def export(
     force: bool = False,
     io: Io = "direct",
     sync: bool = True,
+    parallelism: Parallelism | None = None,
     progress: Progress | None = None,
 ) -> ExportResult:
     """Write a manifest's model as a Hugging Face folder.
 
     Untrained tensors are restored byte for byte, in the files that they came from. `dtype` is as in the source, or one
-    for all parameters. `out`, `force`, `io` and `sync` are those of `pack`.
+    for all parameters. `out`, `force`, `io`, `sync` and `parallelism` are those of `pack`.
 
     Units: `nbytes` in bytes; progress is called with bytes done and bytes in total.
     Raises:
@@ -53,5 +55,7 @@ def export(
         str(out) if is_url(out) else Path(out),
         force=force,
         dtype=dtype,
-        options=WriteOptions(io=io, sync=sync, progress=counting(progress, nbytes)),
+        options=WriteOptions(
+            io=io, sync=sync, progress=counting(progress, nbytes), parallelism=parallelism or Parallelism()
+        ),
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from manifests.index import MAX_SHARD_NBYTES
 from reshard.api.arguments import names_parameters
 from reshard.copy.direct_io import Io
+from reshard.copy.parallelism import Parallelism
 from reshard.estimate.training_estimate import Assumptions
 from reshard.operations.pack_result import PackResult
 from reshard.operations.prepare_pack import PackRequest, prepare_pack
@@ -35,6 +36,7 @@ def pack(
     force: bool = False,
     io: Io = "direct",
     sync: bool = True,
+    parallelism: Parallelism | None = None,
     verify_source: bool = False,
     assumed: Assumptions | None = None,
     progress: Progress | None = None,
@@ -49,8 +51,8 @@ def pack(
     With a manifest as `source` this reshards it, optimizer state included. `out` is a folder or an object-store URL.
     `conversion` casts, dequantizes or merges slices. With `virtual`, bundles refer to the source's bytes instead of
     copying them; `stages` (`0-3,7`) packs only these, and the others become virtual. `force` replaces an existing
-    output in one step. `io` selects direct or buffered writes, `sync` flushes them to disk; `verify_source` compares
-    whole files with the hub's SHA-256.
+    output in one step. `io` selects direct or buffered writes, `sync` flushes them to disk; `parallelism` sets threads,
+    concurrent requests and their memory. `verify_source` compares whole files with the hub's SHA-256.
 
     A folder without manifest.json is not a checkpoint. To resume an interrupted pack, call it again.
 
@@ -84,6 +86,7 @@ def pack(
         force=force,
         io=io,
         sync=sync,
+        parallelism=parallelism or Parallelism(),
         verify_source=verify_source,
     )
     return prepare_pack(request).run(progress)

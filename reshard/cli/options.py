@@ -42,6 +42,7 @@ __all__ = [
     "max_shard_size",
     "model",
     "out",
+    "parallelism_flags",
     "print_result",
     "progress",
     "quiet",
@@ -145,6 +146,22 @@ _CONVERSION = (
     click.option("--dequantise", type=_PLAIN, hidden=True),
     click.option("--merge-slices", is_flag=True, help="Merge tensors that several ranks stored in slices."),
 )  # fmt: skip
+_PARALLELISM = (
+    click.option(
+        "--threads", "num_threads", type=Whole(min=1, most=256), metavar="N", show_default="the cores, at most 32",
+        help="Threads that read, hash and write.",
+    ),
+    click.option(
+        "--streams", "num_streams", type=Whole(min=1, most=1024), metavar="N",
+        show_default="more and more while that is faster",
+        help="Concurrent requests to a remote SOURCE.",
+    ),
+    click.option(
+        "--memory", metavar="SIZE", default="640MB", show_default=True,
+        callback=lambda _, __, text: _size("--memory", text),
+        help="Memory for the responses of a remote SOURCE; 10MB of it for each request at most.",
+    ),
+)  # fmt: skip
 _TRAINING = (
     click.option(
         "--schedule", metavar="NAME", show_default="the layout's, or one that supports its stages",
@@ -203,6 +220,19 @@ def conversion_flags(command: Command) -> Command:
         return command(conversion=conversion, **others)
 
     return _with_flags(gathered, _CONVERSION)
+
+
+def parallelism_flags(command: Command) -> Command:
+    """Add the flags of threads and requests, which the command receives as `parallelism`, a Parallelism."""
+
+    @functools.wraps(command)
+    def gathered(*, num_threads: int | None, num_streams: int | None, memory: int, **others: Any) -> Any:
+        from reshard.copy.parallelism import Parallelism
+
+        parallelism = Parallelism(num_threads=num_threads, num_streams=num_streams, memory_nbytes=memory)
+        return command(parallelism=parallelism, **others)
+
+    return _with_flags(gathered, _PARALLELISM)
 
 
 def training_flags(command: Command) -> Command:

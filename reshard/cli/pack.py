@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from reshard.copy.direct_io import Io
+    from reshard.copy.parallelism import Parallelism
     from reshard.estimate.training_estimate import Assumptions
     from reshard.operations.divide import Division
     from reshard.operations.resolve import LayoutRequest
@@ -37,6 +38,7 @@ __all__ = ["export", "pack"]
 @options.force
 @options.io
 @options.sync
+@options.parallelism_flags
 @parts.flags
 @click.option(
     "--verify-source",
@@ -51,7 +53,7 @@ __all__ = ["export", "pack"]
 def pack(
     source: str, asked: LayoutRequest, assumed: Assumptions, out: Address, drop: tuple[str, ...],
     model: Path | None, virtual: bool, stages: str | None, conversion: Conversion, max_shard_nbytes: int,
-    force: bool, io: Io, sync: bool,
+    force: bool, io: Io, sync: bool, parallelism: Parallelism,
     division: Division, verify_source: bool, dry_run: bool, as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
     """Write one bundle per stage, a manifest, and an index that makes the output a Hugging Face folder.
@@ -82,7 +84,7 @@ def pack(
         PackRequest(
             source=source, out=out, asked=asked, assumed=assumed, conversion=conversion, drop=drop, model=model,
             virtual=virtual, stages=stages, division=division, force=force, io=io, sync=sync,
-            verify_source=verify_source, max_shard_nbytes=max_shard_nbytes,
+            parallelism=parallelism, verify_source=verify_source, max_shard_nbytes=max_shard_nbytes,
         )
     )  # fmt: skip
     if division.scheduler is not None:  # with a plan that can be packed
@@ -123,12 +125,13 @@ def pack(
 @options.force
 @options.io
 @options.sync
+@options.parallelism_flags
 @options.allow_remote
 @options.as_json
 @options.quiet
 def export(
     manifest: str, form: Literal["hf"], out: Address, dtype: ExportDtype, force: bool, io: Io, sync: bool,
-    as_json: bool, quiet: bool,
+    parallelism: Parallelism, as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
     """Write a manifest's model as a Hugging Face folder.
 
@@ -145,5 +148,8 @@ def export(
     from reshard.report.done import export_json, export_text
 
     with options.progress("export", quiet) as progress:
-        done = names_flags(run)(manifest, out, to=form, dtype=dtype, force=force, io=io, sync=sync, progress=progress)
+        done = names_flags(run)(
+            manifest, out, to=form, dtype=dtype, force=force, io=io, sync=sync, parallelism=parallelism,
+            progress=progress,
+        )  # fmt: skip
     options.print_result(quiet, as_json, lambda: export_json(done, form, out), lambda: export_text(done, dtype, out))

@@ -15,8 +15,9 @@ from manifests.errors import OutputError, UsageError
 from manifests.safetensors import parse_header
 from manifests.schema import AuxiliaryFile
 from manifests.store import write_file
-from reshard.copy.engine import ByteCounter, WriteOptions, WrittenShard, hash_tensors, write_in_order, write_shards
+from reshard.copy.engine import WriteOptions, WrittenShard, hash_in_order, write_in_order, write_shards
 from reshard.copy.journal import Journal
+from reshard.copy.runs import ByteCounter
 from reshard.plans.pack_plan import OutputShard
 from reshard.tensors.checkpoint import Checkpoint, TensorAt
 from stores.address import is_inside, is_url, place_of
@@ -24,6 +25,7 @@ from stores.base import Blocks, InputFile
 from stores.local import LocalFile
 from stores.manifest_file import Address
 from stores.object_output import ObjectTarget
+from stores.prefetch import Prefetcher
 
 __all__ = ["NUM_UPLOADS", "BucketTarget", "FolderTarget", "Target", "check_apart", "check_space", "read_twice"]
 
@@ -158,31 +160,35 @@ class BucketTarget:
                 raise CancelledError
             options.progress(nbytes)
 
-        with ThreadPoolExecutor(NUM_UPLOADS, thread_name_prefix="upload") as pool:
+        with (
+            ThreadPoolExecutor(NUM_UPLOADS, thread_name_prefix="upload") as pool,
+            options.parallelism.prefetcher(NUM_UPLOADS, stop) as prefetcher,
+        ):
             try:
-                jobs = [pool.submit(self._upload, shard, progress) for shard in shards]
+                jobs = [pool.submit(self._upload, shard, progress, prefetcher) for shard in shards]
                 for job in wait(jobs, return_when=FIRST_EXCEPTION).done:
                     job.result()
             except BaseException:
                 stop.set()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
+        options.parallelism.add(prefetcher)
         return tuple(job.result() for job in jobs)
 
     def commit(self, name: str, data: bytes) -> None:
         self.objects.commit(data, name)
 
-    def _upload(self, shard: OutputShard, progress: ByteCounter) -> WrittenShard:
+    def _upload(self, shard: OutputShard, progress: ByteCounter, prefetcher: Prefetcher) -> WrittenShard:
         if (header := self._completed(shard)) is not None:
             progress(sum(tensor.nbytes for tensor in (*_without_digest(shard), *shard.origins)))
             return WrittenShard(path=self.objects.place(shard.path), nbytes=shard.nbytes, digest=digest_bytes(header))
-        path, found = self.objects.place(shard.path), iter(hash_tensors(_without_digest(shard), progress))
+        path, found = self.objects.place(shard.path), iter(hash_in_order(_without_digest(shard), progress, prefetcher))
         digests = (
             DigestTable.of(origin.digest or next(found) for origin in shard.origins) if shard.with_digests else None
         )
         blocks = HashedBlocks(shard.header_blocks(digests))
         writer = self.objects.writer(path, shard.nbytes, blocks)
-        write_in_order(shard, writer, progress, digests)
+        write_in_order(shard, writer, progress, prefetcher, digests)
         writer.finish()
         return WrittenShard(path=path, nbytes=shard.nbytes, digest=blocks.digest)
 

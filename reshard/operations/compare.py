@@ -8,7 +8,8 @@ from typing import NamedTuple
 from manifests.digest import PREFIX
 from manifests.errors import InputError
 from manifests.schema import TieGroup
-from reshard.copy.engine import ByteCounter, hash_tensors
+from reshard.copy.engine import hash_tensors
+from reshard.copy.runs import ByteCounter
 from reshard.tensors.checkpoint import TensorAt
 
 __all__ = ["Difference", "differences_from", "hash_each", "missing_from"]

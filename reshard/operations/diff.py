@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from manifests.models import module_of
 from manifests.schema import MOMENTS, WEIGHTS, Holds
 from manifests.slices import Slice
-from reshard.copy.engine import ByteCounter, hash_tensors
+from reshard.copy.engine import hash_tensors
+from reshard.copy.runs import ByteCounter
 from reshard.tensors.checkpoint import Checkpoint, TensorAt, check_digest
 from reshard.tensors.slices import slices_of
 from reshard.transforms.cast import FLOATS

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from manifests.invariants import MANIFEST_NAME
 from manifests.schema import Manifest
+from reshard.copy.parallelism import Used
 from reshard.operations.hub_check import HubReport
 from stores.manifest_file import Address
 
@@ -15,11 +16,15 @@ __all__ = ["PackResult"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackResult:
-    """What was written: the manifest, its address, and which source files were verified against the hub's SHA-256."""
+    """What was written: the manifest, its address, and which source files were verified against the hub's SHA-256.
+
+    `used` says how many threads copied, and how many requests ran at a time.
+    """
 
     manifest: Manifest
     out: Address
     hub: HubReport = field(default_factory=HubReport)
+    used: Used = field(default_factory=Used)
 
     @property
     def path(self) -> str:

@@ -12,6 +12,7 @@ from manifests.index import MAX_SHARD_NBYTES, MOST_READ_HEADER_NBYTES
 from reshard.copy.destination import check_apart, read_twice
 from reshard.copy.direct_io import Io
 from reshard.copy.engine import WriteOptions
+from reshard.copy.parallelism import Parallelism
 from reshard.estimate.training_estimate import Assumptions
 from reshard.operations.divide import Division
 from reshard.operations.hub_check import HubReport
@@ -49,6 +50,7 @@ class PackRequest:
     force: bool = False
     io: Io = "direct"
     sync: bool = True
+    parallelism: Parallelism = field(default_factory=Parallelism)
     verify_source: bool = False
     max_shard_nbytes: int = MAX_SHARD_NBYTES
 
@@ -129,7 +131,8 @@ class PreparedPack:
         checked: list[HubReport] = []
         options = self._options(progress, report=checked)
         manifest = pack(self.laid.checkpoint, self.laid.plan, options)
-        return PackResult(manifest=manifest, out=self.request.out, hub=checked[0] if checked else HubReport())
+        hub = checked[0] if checked else HubReport()
+        return PackResult(manifest=manifest, out=self.request.out, hub=hub, used=self.request.parallelism.used)
 
     def _run_and_push(self, address: HubAddress, progress: Progress | None) -> PackResult:
         from reshard.operations.push import PushOptions, check_free, push_folder, staged
@@ -151,7 +154,12 @@ class PreparedPack:
 
     def _options(self, progress: Progress | None, report: list[HubReport]) -> PackOptions:
         request = self.request
-        write = WriteOptions(io=request.io, sync=request.sync, progress=counting(progress, self.nbytes))
+        write = WriteOptions(
+            io=request.io,
+            sync=request.sync,
+            progress=counting(progress, self.nbytes),
+            parallelism=request.parallelism,
+        )
         return PackOptions(
             out=request.out,
             force=request.force,

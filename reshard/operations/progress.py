@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Protocol
 
-from reshard.copy.engine import ByteCounter
+from reshard.copy.runs import ByteCounter
 
 __all__ = ["Progress", "counting"]
 

@@ -10,7 +10,7 @@ from manifests.errors import InputError, UsageError
 from manifests.invariants import SOURCE_NAME
 from manifests.models import ModelShape, module_of
 from manifests.schema import MOMENTS, WEIGHTS, Holds, Manifest, Stage
-from reshard.copy.engine import ByteCounter
+from reshard.copy.runs import ByteCounter
 from reshard.operations.compare import Difference, differences_from, hash_each, missing_from
 from reshard.operations.index_check import index_differences
 from reshard.operations.signature import Signature, check_signature

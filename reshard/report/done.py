@@ -52,6 +52,8 @@ def pack_json(done: PackResult) -> dict[str, Any]:
         "num_tensors": done.num_tensors,
         "nbytes": done.nbytes,
         "virtual_nbytes": done.virtual_nbytes,
+        "num_threads": done.used.num_threads,
+        "num_streams": done.used.num_streams,
     }
 
 
@@ -63,7 +65,8 @@ def pack_text(done: PackResult) -> str:
     fetch, place = (f"reshard pack {place} --out DIR; ", "DIR") if is_url(done.out) else ("", place)
     stages = "1 stage" if done.num_stages == 1 else f"{done.num_stages} stages"
     state = " and their optimizer state" if training and training.optimizer else ""
-    lines = [f"packed {done.num_tensors} tensors{state}, {how}, in {stages}: {done.path}"]
+    speed = f", {done.used.num_streams} requests at a time" if done.used.num_streams else ""
+    lines = [f"packed {done.num_tensors} tensors{state}, {how}, in {stages}{speed}: {done.path}"]
     if not has_index(done.manifest):
         why = "bundles are virtual" if done.manifest.virtual else "tensors are in slices; --merge-slices merges them"
         lines.append(f"not a Hugging Face folder, without {INDEX_NAME}: {why}")

@@ -21,8 +21,8 @@ from runner.tensors.local_shard import Piece
 from runner.tensors.pinned import PinnedBlocks
 from runner.tensors.regions import intersect, ranges_of
 from stores.base import InputFile, Range, Reader, merge_ranges
-from stores.both_ends import from_both_ends
 from stores.bundles import Bundles, TensorAt, join_slices
+from stores.workers import for_each
 
 __all__ = [
     "LoadReport",
@@ -164,7 +164,7 @@ def read_all(reads: Sequence[Read]) -> list[PartRead]:
     """
     in_order = sorted(reads, key=lambda read: (str(read.at.file), read.ranges[0]))
     parts: list[PartRead] = []
-    from_both_ends(_runs(in_order), lambda run, stop: parts.extend(_fill_run(run, stop)))
+    for_each(_runs(in_order), lambda run, stop: parts.extend(_fill_run(run, stop)))
     return parts
 
 

@@ -21,8 +21,8 @@ from manifests.errors import ShardError
 from manifests.slices import Slice
 from runner.tensors.dtypes import STORED_DTYPES
 from runner.tensors.regions import BLOCK_NBYTES, ranges_of
-from stores.both_ends import from_both_ends
 from stores.bundles import TensorAt
+from stores.workers import for_each
 
 __all__ = ["PartRead", "ToVerify", "share_parts", "verify_parts"]
 
@@ -79,7 +79,7 @@ def verify_parts(tensors: Sequence[ToVerify]) -> int:
     Raises:
         ShardError: a tensor does not match its digest, or a rank read other bytes of it.
     """
-    from_both_ends(tensors, lambda tensor, _: _verify(tensor))
+    for_each(tensors, lambda tensor, _: _verify(tensor))
     return sum(tensor.at.nbytes for tensor in tensors)
 
 

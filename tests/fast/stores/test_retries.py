@@ -84,7 +84,7 @@ def test_busy_server_gets_half_as_many_streams_and_more_again_when_it_keeps_up()
         other.join(0.05)
         assert entered == []
     other.join(10)
-    assert entered == [None]
+    assert len(entered) == 1
     assert streams.limit == 2
 
 

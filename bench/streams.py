@@ -1,0 +1,180 @@
+"""Time reading from slow remote stores against a bare client with 64 requests, and write it as JSON.
+
+    python bench/streams.py [--runs 3] [--gb 0.65] [--folder DIR] [--out bench/results/streams.json]
+
+The store is a server on loopback with a latency and a limited speed of each connection, so that only concurrency
+helps. The output is a folder in memory, if /dev/shm is there. `hub` is compared with `hf download` too, whose files are
+left whole. A first run of each compares the result with the source.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import measure
+from checkpoints import llama_of, write_checkpoint
+
+NUM_STREAMS = 64
+REQUEST_NBYTES = 8 << 20
+LINKS = {"40 ms, 8 MB/s": (0.04, 8e6), "5 ms, 1 GB/s": (0.005, 1e9)}
+PAUSE_S = 2.0
+
+
+def main() -> None:
+    parser = measure.options_of(__doc__, gb=0.65, runs=3)
+    options = parser.parse_args()
+    found = {}
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-streams-") as scratch:
+        root = Path(scratch, "root")
+        config = llama_of(options.gb * 1e9 / 2, 1024, 8)
+        nbytes = write_checkpoint(root / "model", config, num_shards=4)
+        write_checkpoint(root / "shuffled", config, num_shards=4, shuffled=True)
+        for name, (latency_s, bytes_per_s) in LINKS.items():
+            with serve(root, latency_s, bytes_per_s) as port:
+                found[name] = compare(root, Path(scratch), port, options.runs)
+    result = {
+        "what": f"{nbytes / 1e6:.0f} MB of a Llama in 4 shards packed for 4 stages from a server on loopback; MB/s of "
+        f"the median, and ratios within a turn to a bare obstore client with {NUM_STREAMS} GETs of 8 MiB at a time",
+        **measure.circumstances(),
+        "turns": options.runs,
+        "links": found,
+    }
+    measure.write_result(result, options.out)
+
+
+def compare(root: Path, scratch: Path, port: int, runs: int) -> dict[str, object]:
+    """Measure all contenders at one link."""
+    out = Path("/dev/shm" if Path("/dev/shm").is_dir() else scratch, f"bench-streams-{os.getpid()}")
+    endpoint = f"http://127.0.0.1:{port}"
+    environment = {
+        **os.environ, "PYTHONPATH": str(measure.ROOT), "AWS_ENDPOINT_URL": endpoint, "AWS_SKIP_SIGNATURE": "true",
+        "AWS_REGION": "x", "AWS_ALLOW_HTTP": "true", "AWS_VIRTUAL_HOSTED_STYLE_REQUEST": "false",
+        "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HOME": str(scratch / "hub"),
+    }  # fmt: skip
+    for source in ("model", "shuffled"):
+        check(f"s3://bench/{source}", root / source, out, environment)
+    contenders = {
+        "bare client": partial(bare, port),
+        "bucket": partial(pack, "s3://bench/model", out, environment, port),
+        "bucket, tensors shuffled over shards": partial(pack, "s3://bench/shuffled", out, environment, port),
+        "hub": partial(pack, "hf://bench/model", out, environment, port),
+        "hf download": partial(download, out, environment),
+    }
+    turns = measure.take_turns(contenders, runs, pause_s=PAUSE_S)
+    return {
+        name: {
+            "mb_per_s": round(statistics.median(turn[name]["mb_per_s"] for turn in turns)),
+            "of_bare_client": round(
+                statistics.median(turn[name]["mb_per_s"] / turn["bare client"]["mb_per_s"] for turn in turns), 2
+            ),
+            **{key: max(turn[name][key] for turn in turns) for key in turns[0][name] if key != "mb_per_s"},
+        }
+        for name in contenders
+    }
+
+
+def check(source: str, local: Path, out: Path, environment: Mapping[str, str]) -> None:
+    """Check the result first: the packed tensors equal the source's."""
+    command = [*measure.RESHARD, "pack", source, "--layout", "pp=4", "--out", str(out), "--no-sync"]
+    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+    measure.run_quietly([*measure.RESHARD, "verify", str(out), "--against", str(local)])
+    shutil.rmtree(out)
+
+
+def pack(source: str, out: Path, environment: Mapping[str, str], port: int) -> dict[str, float]:
+    """Pack in a fresh process, whose imports are not counted; everything else is."""
+    sent = counts(port)
+    found = child(environment, _PACK, source, str(out))
+    shutil.rmtree(out)
+    return found | {"times_read": round((counts(port) - sent) / found.pop("nbytes"), 3)}
+
+
+def download(out: Path, environment: Mapping[str, str]) -> dict[str, float]:
+    found = child(environment, _DOWNLOAD, str(out))
+    shutil.rmtree(out)
+    found.pop("nbytes")
+    return found
+
+
+def bare(port: int) -> dict[str, float]:
+    found = child(os.environ, _BARE, str(port))
+    found.pop("nbytes")
+    return found
+
+
+def child(environment: Mapping[str, str], script: str, *args: str) -> dict[str, float]:
+    """Run a script in a process, and return what it measured: bytes, seconds and peak memory."""
+    done = subprocess.run([sys.executable, "-c", script, *args], env=environment, check=True, stdout=subprocess.PIPE)
+    nbytes, wall_s, peak_kib = map(float, done.stdout.split()[-3:])
+    return {"nbytes": nbytes, "mb_per_s": nbytes / wall_s / 1e6, "peak_mb": round(peak_kib / 1e3)}
+
+
+def counts(port: int) -> int:
+    """Return the bytes that the server has sent of files."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/counts") as answer:
+        return int(answer.read().split()[0])
+
+
+_END = """
+import resource
+print(nbytes, time.perf_counter() - began_s, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+_PACK = f"""
+import sys, time
+import reshard, reshard.operations.pack, stores.objects, stores.hub_file
+began_s = time.perf_counter()
+nbytes = reshard.pack(sys.argv[1], sys.argv[2], "pp=4", sync=False).nbytes
+{_END}"""
+_DOWNLOAD = f"""
+import sys, time
+from pathlib import Path
+from huggingface_hub import snapshot_download
+began_s = time.perf_counter()
+snapshot_download("bench/model", local_dir=sys.argv[1], max_workers=8)
+nbytes = sum(path.stat().st_size for path in Path(sys.argv[1]).glob("*.safetensors"))
+{_END}"""
+_BARE = f"""
+import sys, time
+from concurrent.futures import ThreadPoolExecutor
+import obstore
+from obstore.store import S3Store
+began_s = time.perf_counter()
+options = dict(skip_signature=True, region="x", virtual_hosted_style_request=False)
+options |= dict(endpoint="http://127.0.0.1:" + sys.argv[1], client_options={{"allow_http": True}})
+store = S3Store("bench", prefix="model", **options)
+files = [file for page in store.list() for file in page]
+size = {REQUEST_NBYTES}
+pieces = [(file["path"], at, min(at + size, file["size"])) for file in files for at in range(0, file["size"], size)]
+get = lambda piece: len(obstore.get_range(store, piece[0], start=piece[1], end=piece[2]))
+with ThreadPoolExecutor({NUM_STREAMS}) as pool:
+    nbytes = sum(pool.map(get, pieces))
+{_END}"""
+
+
+@contextlib.contextmanager
+def serve(root: Path, latency_s: float, bytes_per_s: float) -> Iterator[int]:
+    """Run the server in a process; yield its port."""
+    script = str(Path(__file__).with_name("slow_store.py"))
+    command = [sys.executable, script, str(root), "--latency", str(latency_s), "--rate", str(bytes_per_s)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            yield int(server.stdout.readline())
+        finally:
+            server.terminate()
+
+
+if __name__ == "__main__":
+    main()

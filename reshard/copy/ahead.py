@@ -1,0 +1,62 @@
+"""The runs of one thread, whose remote bytes are requested while earlier ones are copied."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from reshard.copy.direct_io import OutputFile
+from reshard.copy.journal import Journal
+from reshard.copy.runs import Run
+from stores.base import InputFile, Reader
+from stores.prefetch import Lane, Prefetcher
+from stores.workers import Take
+
+__all__ = ["Ahead", "Taken"]
+
+
+class Taken(NamedTuple):
+    """A run that a thread has taken.
+
+    `known` are the digests of what an interrupted run of the command has written of it, `readers` those of remote
+    files.
+    """
+
+    run: Run
+    known: bytes | None
+    readers: Mapping[InputFile, Reader]
+
+
+class Ahead:
+    """Takes runs as long as the thread's share of the memory has room for their requests; yields them in order."""
+
+    def __init__(self, take: Take[Run], prefetcher: Prefetcher, journal: Journal | None = None) -> None:
+        self._take, self._journal = take, journal
+        self._lane = Lane(prefetcher, self._more)
+        self._taken = deque[Taken]()
+
+    def __iter__(self) -> Iterator[Taken]:
+        while self._taken or self._take_one() is not None:
+            self._lane.fill()
+            yield self._taken.popleft()
+
+    def _more(self) -> bool:
+        """Take another run; return whether yet another may follow: one of local files alone needs nothing ahead."""
+        taken = self._take_one()
+        return taken is not None and bool(taken.readers)
+
+    def _take_one(self) -> Taken | None:
+        run = self._take()
+        if run is None:
+            return None
+        known = _known_digests(run, self._journal)
+        ranges = ((tensor.file, tensor.begin, tensor.end) for tensor in run.tensors)
+        self._taken.append(Taken(run, known, self._lane.plan(ranges) if known is None else {}))
+        return self._taken[-1]
+
+
+def _known_digests(run: Run, journal: Journal | None) -> bytes | None:
+    if journal is None or not isinstance(run.output, OutputFile):
+        return None
+    return journal.digests(run.output.path.relative_to(journal.folder).as_posix(), run.position)

@@ -1,0 +1,156 @@
+"""Runs: consecutive tensors of a file, read, hashed and written by one thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import NamedTuple, Protocol
+
+from manifests.digest import Hasher
+from reshard.copy.direct_io import BLOCK_NBYTES, OutputFile, aligned_buffer
+from reshard.tensors.checkpoint import TensorAt, check_digest
+from stores.base import InputFile, Range, Reader, merge_ranges
+from stores.local import LocalFile
+
+__all__ = ["ByteCounter", "Output", "Run", "copy_run", "on_disk", "split_run"]
+
+_RUN_NBYTES = 64 << 20  # of a run, which is one thread's unit of work: whole tensors
+_RUN_TENSORS = 1 << 12
+
+ByteCounter = Callable[[int], object]  # called with the bytes of each step
+
+
+class Output(Protocol):
+    """A file under construction."""
+
+    def write(self, buffer: memoryview, begin: int, end: int, position: int) -> None:
+        """Write `buffer[begin:end]` at `position`; begin and position are equal modulo a sector."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive whole tensors of one file, from tensor `first` of all that are written on.
+
+    Their bytes begin at `position` of `output`, or are only hashed if it is None. A run `verifies` known digests.
+    """
+
+    tensors: Sequence[TensorAt]
+    first: int
+    output: Output | None = None
+    position: int = 0
+    verifies: bool = True
+
+
+def split_run(run: Run) -> Iterator[Run]:
+    """Split a run into runs of limited length, of whole tensors."""
+    begin, nbytes, position = 0, 0, run.position
+    for end, tensor in enumerate(run.tensors):
+        if end > begin and (nbytes + tensor.nbytes > _RUN_NBYTES or end - begin == _RUN_TENSORS):
+            yield replace(run, tensors=run.tensors[begin:end], first=run.first + begin, position=position)
+            begin, nbytes, position = end, 0, position + nbytes
+        nbytes += tensor.nbytes
+    if begin < len(run.tensors):
+        yield replace(run, tensors=run.tensors[begin:], first=run.first + begin, position=position)
+
+
+def on_disk(run: Run, output: OutputFile) -> Run:
+    """Return a run that hashes what the output has where this one would write."""
+    file, ends = (
+        LocalFile(output.path, may_change=True),
+        accumulate((each.nbytes for each in run.tensors), initial=run.position),
+    )
+    tensors = [replace(each, file=file, begin=begin) for each, begin in zip(run.tensors, ends, strict=False)]
+    return Run(tensors, run.first, verifies=False)
+
+
+def copy_run(run: Run, readers: Mapping[InputFile, Reader], progress: ByteCounter, stop: threading.Event) -> bytes:
+    """Read, hash and write one block after the other; return the digests. `readers` are those that are open."""
+    buffer, output, hasher = aligned_buffer(), run.output, Hasher()
+    digests = bytearray()
+    with ExitStack() as stack:
+        sources = _Sources(run.tensors, readers, stack)
+        for position, parts in _blocks(run):
+            if stop.is_set():
+                return b""
+            for file, where, begin, end in _merged_reads(parts):
+                sources[file].read_into(buffer[begin:end], where)
+            for part in parts:
+                hasher.update(buffer[part.begin : part.end])
+                if part.is_last:
+                    digests += hasher.digest()
+                    if run.verifies and part.origin.digest is not None:
+                        check_digest(part.origin, hasher.hexdigest())
+                    hasher = Hasher()
+            begin, end = parts[0].begin, parts[-1].end
+            if output is not None:
+                output.write(buffer, begin, end, position)
+            progress(end - begin)
+    return bytes(digests)
+
+
+class _Chunk(NamedTuple):
+    """The part of a block, from `begin` to `end`, that has bytes of one tensor, from its `offset` on."""
+
+    origin: TensorAt
+    offset: int
+    begin: int
+    end: int
+    is_last: bool
+
+
+def _blocks(run: Run) -> Iterator[tuple[int, list[_Chunk]]]:
+    """Split a run into blocks; yield each block's position in the output, and its parts in order.
+
+    A block's positions in the buffer and in the file are equal modulo its size, so that whole sectors can be written
+    with O_DIRECT.
+    """
+    position = run.position
+    begin = end = position % BLOCK_NBYTES
+    parts: list[_Chunk] = []
+    for origin in run.tensors:
+        offset, is_last = 0, False
+        while not is_last:
+            count = min(BLOCK_NBYTES - end, origin.nbytes - offset)
+            is_last = offset + count == origin.nbytes
+            parts.append(_Chunk(origin, offset, end, end + count, is_last))
+            offset, end = offset + count, end + count
+            if end == BLOCK_NBYTES:
+                yield position, parts
+                position, begin, end, parts = position + end - begin, 0, 0, []
+    if parts:
+        yield position, parts
+
+
+def _merged_reads(parts: list[_Chunk]) -> Iterator[tuple[InputFile, int, int, int]]:
+    """Yield the reads that fill a block, adjacent ones merged: file, position in it, begin and end in the block."""
+    first, last = parts[0], parts[0]
+    for part in parts[1:]:
+        follows = last.origin.begin + last.offset + last.end - last.begin == part.origin.begin + part.offset
+        if not follows or part.origin.file != first.origin.file:
+            yield first.origin.file, first.origin.begin + first.offset, first.begin, last.end
+            first = part
+        last = part
+    yield first.origin.file, first.origin.begin + first.offset, first.begin, last.end
+
+
+class _Sources(dict[InputFile, Reader]):
+    """The readers of one run, each opened with the ranges that will be read."""
+
+    def __init__(self, tensors: Iterable[TensorAt], opened: Mapping[InputFile, Reader], stack: ExitStack) -> None:
+        super().__init__(opened)
+        for reader in opened.values():
+            stack.callback(reader.close)
+        self._stack = stack
+        self._ranges: dict[InputFile, list[Range]] = {}
+        for origin in tensors:
+            if origin.file not in opened:
+                self._ranges.setdefault(origin.file, []).append((origin.begin, origin.end))
+
+    def __missing__(self, file: InputFile) -> Reader:
+        self[file] = file.open(merge_ranges(self._ranges[file]))
+        self._stack.callback(self[file].close)
+        return self[file]

@@ -1,0 +1,201 @@
+"""Byte ranges of remote files, requested ahead in the order in which threads will read them."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol, Self, runtime_checkable
+
+from stores.base import InputFile, Reader
+from stores.ranges import Fetch, cut
+from stores.streams import Streams
+
+__all__ = ["MEMORY_NBYTES", "STREAM_NBYTES", "Lane", "Planned", "Prefetcher", "RemoteFile"]
+
+STREAM_NBYTES = 10 << 20  # a request, and a part of those that wait to be read
+MEMORY_NBYTES = 64 * STREAM_NBYTES
+_REQUEST_NBYTES = 8 << 20
+_GAP_NBYTES = 64 << 10  # read too, in place of another request
+
+Planned = tuple[InputFile, int, int]  # a file, and begin and end of a range in it
+
+
+@runtime_checkable
+class RemoteFile(Protocol):
+    """A file whose ranges are fetched in concurrent requests, each as one of its server's streams."""
+
+    @property
+    def streams(self) -> Streams: ...
+
+    def fetching(self) -> Fetch | None:
+        """Return the function that fetches its bytes; None if they are on this machine."""
+        ...
+
+
+class Prefetcher:
+    """The requests of several threads, each with a `lane` of its own and its share of the memory.
+
+    `num_streams` fixes the number of concurrent requests; otherwise that is found by trying, as far as the memory goes.
+    Whoever sets `stop` cancels them.
+    """
+
+    def __init__(
+        self,
+        num_lanes: int,
+        stop: threading.Event,
+        *,
+        num_streams: int | None = None,
+        memory_nbytes: int = MEMORY_NBYTES,
+    ) -> None:
+        self._fixed = num_streams
+        self.num_streams = num_streams or max(1, memory_nbytes // STREAM_NBYTES)
+        self.share_nbytes = memory_nbytes // num_lanes
+        self.request_nbytes = min(_REQUEST_NBYTES, max(1 << 20, memory_nbytes // self.num_streams))
+        self.stop = stop
+        self._fetches: dict[InputFile, Fetch | None] = {}
+        self.most_running = 0
+        self._running, self._lock = 0, threading.Lock()
+        self._pool = ThreadPoolExecutor(self.num_streams, thread_name_prefix="fetch")
+
+    def fetch_of(self, file: InputFile) -> Fetch | None:
+        """Return the function that fetches a file's bytes; None if they are on this machine."""
+        if file not in self._fetches:
+            self._fetches[file] = file.fetching() if isinstance(file, RemoteFile) else None
+            if isinstance(file, RemoteFile) and self._fixed is not None:
+                file.streams.fix(self._fixed)
+        return self._fetches[file]
+
+    def begin(self, fetch: Fetch, begin: int, end: int) -> Future[memoryview]:
+        return self._pool.submit(self._run, fetch, begin, end)
+
+    def close(self) -> None:
+        """Cancel running requests."""
+        self.stop.set()
+        self._pool.shutdown(cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self, fetch: Fetch, begin: int, end: int) -> memoryview:
+        with self._lock:
+            self._running += 1
+            self.most_running = max(self.most_running, self._running)
+        try:
+            memory = memoryview(bytearray(end - begin))
+            fetch(memory, begin, self.stop)
+            return memory
+        finally:
+            with self._lock:
+                self._running -= 1
+
+
+class Lane:
+    """The requests of one thread, for several pieces of work that it will do in this order.
+
+    `more` is called when there is memory for more than is planned; it may plan more, and returns whether it did.
+    """
+
+    def __init__(self, prefetcher: Prefetcher, more: Callable[[], bool] = lambda: False) -> None:
+        self._prefetcher, self._more = prefetcher, more
+        self._planned = deque[_Request]()
+        self._nbytes = 0  # requested and not yet read to the end
+
+    def plan(self, ranges: Iterable[Planned]) -> dict[InputFile, Reader]:
+        """Plan ranges in the order in which they will be read; return a reader of each remote file among them."""
+        fetch_of, readers = self._prefetcher.fetch_of, dict[InputFile, _PlannedReader]()
+        for file, begin, end in _joined(each for each in ranges if fetch_of(each[0]) is not None):
+            if file not in readers:
+                fetch = fetch_of(file)
+                assert fetch is not None
+                readers[file] = _PlannedReader(self, fetch)
+            for piece in cut(begin, end, self._prefetcher.request_nbytes):
+                request = _Request(readers[file].fetch, *piece)
+                readers[file].requests.append(request)
+                self._planned.append(request)
+        return dict(readers)
+
+    def fill(self) -> None:
+        """Begin requests, and plan more, as far as the thread's share of the memory goes."""
+        self._begin_planned()
+        while not self._planned and self._nbytes < self._prefetcher.share_nbytes and self._more():
+            self._begin_planned()
+
+    def fetch(self, fetch: Fetch, part: memoryview, position: int) -> None:
+        """Read what was not planned."""
+        fetch(part, position, self._prefetcher.stop)
+
+    def result(self, request: _Request) -> memoryview:
+        while request.data is None:  # for lack of memory, which this thread alone can free
+            self._begin(self._planned.popleft())
+        return request.data.result()
+
+    def release(self, request: _Request) -> None:
+        """Free a request's memory for others."""
+        if request.data is None:
+            self._planned.remove(request)
+            return
+        request.data.cancel()
+        request.data = None
+        self._nbytes -= request.end - request.begin
+
+    def _begin_planned(self) -> None:
+        share = self._prefetcher.share_nbytes
+        while self._planned and self._nbytes + self._planned[0].end - self._planned[0].begin <= share:
+            self._begin(self._planned.popleft())
+
+    def _begin(self, request: _Request) -> None:
+        self._nbytes += request.end - request.begin
+        request.data = self._prefetcher.begin(request.fetch, request.begin, request.end)
+
+
+class _Request:
+    """A range, and its bytes once it is requested."""
+
+    def __init__(self, fetch: Fetch, begin: int, end: int) -> None:
+        self.fetch, self.begin, self.end = fetch, begin, end
+        self.data: Future[memoryview] | None = None
+
+
+class _PlannedReader:
+    """Reads planned ranges of one file, in their order."""
+
+    def __init__(self, lane: Lane, fetch: Fetch) -> None:
+        self._lane, self.fetch = lane, fetch
+        self.requests = deque[_Request]()
+
+    def read_into(self, part: memoryview, position: int) -> None:
+        while part:
+            while self.requests and self.requests[0].end <= position:
+                self._lane.release(self.requests.popleft())
+            request = self.requests[0] if self.requests else None
+            if request is None or not request.begin <= position < request.end:
+                self._lane.fetch(self.fetch, part, position)
+                return
+            first, count = position - request.begin, min(len(part), request.end - position)
+            part[:count] = self._lane.result(request)[first : first + count]
+            part, position = part[count:], position + count
+            if position == request.end:
+                self._lane.release(self.requests.popleft())
+                self._lane.fill()
+
+    def close(self) -> None:
+        while self.requests:
+            self._lane.release(self.requests.popleft())
+
+
+def _joined(ranges: Iterable[Planned]) -> list[Planned]:
+    """Join ranges of a file with only a small gap between them; keep the order of the first ones."""
+    found: list[list[Any]] = []
+    last: dict[InputFile, list[Any]] = {}
+    for file, begin, end in ranges:
+        if file in last and 0 <= begin - last[file][2] <= _GAP_NBYTES:
+            last[file][2] = end
+        elif begin < end:
+            last[file] = [file, begin, end]
+            found.append(last[file])
+    return [(file, begin, end) for file, begin, end in found]

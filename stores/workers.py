@@ -1,0 +1,72 @@
+"""Work on a sequence with several threads, each of which takes consecutive items."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
+from itertools import pairwise
+from typing import Generic, TypeVar
+
+__all__ = ["Take", "for_each", "share_out"]
+
+T = TypeVar("T")
+Take = Callable[[], T | None]  # returns the thread's next item, None if none is left
+
+
+def for_each(items: Iterable[T], work: Callable[[T, threading.Event], None], num_threads: int = 2) -> None:
+    """Call `work` on every item; raise the first failure, and set the event that `work` gets."""
+
+    def run(take: Take[T], stop: threading.Event) -> None:
+        while not stop.is_set() and (item := take()) is not None:
+            work(item, stop)
+
+    share_out(items, run, num_threads)
+
+
+def share_out(
+    items: Iterable[T],
+    run: Callable[[Take[T], threading.Event], None],
+    num_threads: int = 2,
+    stop: threading.Event | None = None,
+) -> None:
+    """Call `run` in every thread, with a function that takes items; raise the first failure, and set `stop`.
+
+    Two threads begin at the ends of one part of the sequence, so that they meet in one file as late as possible: two
+    that write one file wait for each other.
+    """
+    shares, stop = _Shares(items, num_threads), stop or threading.Event()
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="worker") as pool:
+        try:
+            jobs = [pool.submit(run, shares.taker(number), stop) for number in range(num_threads)]
+            failed = wait(jobs, return_when=FIRST_EXCEPTION).done
+        finally:
+            stop.set()
+    errors = [error for job in (*failed, *jobs) if (error := job.exception()) is not None]
+    # A thread that was stopped because of another's failure says only that.
+    for error in (*(each for each in errors if not isinstance(each, CancelledError)), *errors):
+        raise error
+
+
+class _Shares(Generic[T]):
+    """A part of the sequence for every two threads; who has finished helps where most is left."""
+
+    def __init__(self, items: Iterable[T], num_threads: int) -> None:
+        items = tuple(items)
+        count = -(-num_threads // 2)
+        bounds = [len(items) * number // count for number in range(count + 1)]
+        self._parts = [deque(items[begin:end]) for begin, end in pairwise(bounds)]
+        self._lock = threading.Lock()
+
+    def taker(self, number: int) -> Take[T]:
+        part, is_from_front = self._parts[number // 2], number % 2 == 0
+
+        def take() -> T | None:
+            with self._lock:
+                found = part or max(self._parts, key=len)
+                if not found:
+                    return None
+                return found.popleft() if is_from_front else found.pop()
+
+        return take

@@ -1,0 +1,141 @@
+"""Ranges of remote files are requested ahead, in the order of reading, within their memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+
+import pytest
+
+from manifests.errors import StoreError
+from stores.base import InputFile
+from stores.prefetch import Lane, Planned, Prefetcher
+from stores.ranges import Fetch, RangeReader
+from stores.streams import Streams
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """A file on a server that counts its requests."""
+
+    data: bytes
+    asked: list[tuple[int, int]] = field(default_factory=list, compare=False)
+    streams: Streams = field(default_factory=Streams, compare=False)
+    before: Callable[[int], object] = field(default=lambda position: None, compare=False)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data)
+
+    @property
+    def fingerprint(self) -> str:
+        return str(len(self.data))
+
+    def open(self, ranges: object) -> RangeReader:
+        raise AssertionError("opened without a plan")
+
+    def fetching(self) -> Fetch:
+        return self._fetch
+
+    def _fetch(self, into: memoryview, position: int, stop: threading.Event) -> None:
+        self.before(position)
+        self.asked.append((position, position + len(into)))
+        into[:] = self.data[position : position + len(into)]
+
+
+def pattern(nbytes: int, seed: int) -> bytes:
+    return bytes((seed + number // 4096 + number) % 251 for number in range(4096)) * (nbytes // 4096)
+
+
+def read_all(lane: Lane, plans: list[list[Planned]]) -> list[bytes]:
+    """Read what is planned, each plan with its own readers, in pieces of 300,000 bytes."""
+    found = []
+    for plan in plans:
+        readers = lane.plan(plan)
+        lane.fill()
+        for file, begin, end in plan:
+            part = bytearray(end - begin)
+            for at in range(0, len(part), 300_000):
+                readers[file].read_into(memoryview(part)[at : at + 300_000], begin + at)
+            found.append(bytes(part))
+        for reader in readers.values():
+            with closing(reader):
+                pass
+    return found
+
+
+@pytest.mark.parametrize("memory_nbytes", [MIB, 5 * MIB, 640 * MIB])
+def test_bytes_are_those_of_the_files_and_each_is_requested_once(memory_nbytes: int) -> None:
+    files = [Remote(pattern(6 * MIB, seed)) for seed in range(3)]
+    plans: list[list[Planned]] = [
+        [(files[number], begin, begin + MIB // 2) for begin in range(0, 6 * MIB, MIB) for number in (2, 0, 1)],
+        [(files[0], 5 * MIB + MIB // 2, 6 * MIB), (files[0], MIB // 2, MIB), (files[1], 7, 7)],
+    ]
+    with Prefetcher(1, threading.Event(), memory_nbytes=memory_nbytes) as prefetcher:
+        found = read_all(Lane(prefetcher), plans)
+    expected = [file.data[begin:end] for plan in plans for file, begin, end in plan if isinstance(file, Remote)]
+    assert found == expected
+    assert sum(end - begin for file in files for begin, end in file.asked) == sum(map(len, expected))
+
+
+def test_requests_run_ahead_within_the_memory() -> None:
+    gate, begun = threading.Event(), threading.Semaphore(0)
+
+    def before(position: int) -> None:
+        begun.release()
+        assert gate.wait(10)
+
+    file = Remote(pattern(40 * MIB, 1), before=before)
+    more: list[list[Planned]] = [[(file, at * 10 * MIB, (at + 1) * 10 * MIB)] for at in range(4)]
+    taken = []
+
+    with Prefetcher(1, threading.Event(), num_streams=20, memory_nbytes=20 * MIB) as prefetcher:
+
+        def take() -> bool:
+            if len(taken) == len(more):
+                return False
+            taken.append(lane.plan(more[len(taken)]))
+            return True
+
+        lane = Lane(prefetcher, take)
+        lane.fill()
+        for _ in range(20):  # requests of 1 MiB, all of which run now
+            assert begun.acquire(timeout=10)
+        assert len(taken) in (2, 3)
+        gate.set()
+        part = bytearray(10 * MIB)
+        taken[0][file].read_into(memoryview(part), 0)
+        assert part == file.data[: 10 * MIB]
+        assert len(taken) >= 3
+    assert prefetcher.most_running == 20
+    assert file.streams.limit == 20
+
+
+def test_failure_of_a_request_is_that_of_the_read() -> None:
+    def before(position: int) -> None:
+        raise StoreError("server", "refuses", code="store.wrong-answer")
+
+    file = Remote(pattern(MIB, 1), before=before)
+    with Prefetcher(1, threading.Event()) as prefetcher:
+        readers = Lane(prefetcher).plan([(file, 0, MIB)])
+        with pytest.raises(StoreError) as refused:
+            readers[file].read_into(memoryview(bytearray(10)), 0)
+    assert refused.value.code == "store.wrong-answer"
+
+
+def test_local_files_are_not_planned() -> None:
+    @dataclass(frozen=True)
+    class Local:
+        nbytes: int = 10
+        fingerprint: str = ""
+
+        def open(self, ranges: object) -> RangeReader:
+            raise AssertionError
+
+    file: InputFile = Local()
+    with Prefetcher(1, threading.Event()) as prefetcher:
+        assert Lane(prefetcher).plan([(file, 0, 10)]) == {}
