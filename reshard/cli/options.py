@@ -148,12 +148,12 @@ _CONVERSION = (
 )  # fmt: skip
 _PARALLELISM = (
     click.option(
-        "--threads", "num_threads", type=Whole(min=1, most=256), metavar="N", show_default="the cores, at most 32",
+        "--threads", "num_threads", type=Whole(min=1, most=256), metavar="N", show_default="as many as cores",
         help="Threads that read, hash and write.",
     ),
     click.option(
         "--streams", "num_streams", type=Whole(min=1, most=1024), metavar="N",
-        show_default="more and more while that is faster",
+        show_default="raised while it helps",
         help="Concurrent requests to a remote SOURCE.",
     ),
     click.option(

@@ -37,8 +37,29 @@ def test_whole_pack_is_verified_against_the_hub_without_reading_again(served: Hu
     ended = pack(tmp_path / "out")
     assert ended.code == 0, ended.err
     assert (len(ended.json["hub_verified"]), ended.json["hub_unverified"]) == (3, [])
+    assert (ended.json["num_threads"], ended.json["num_streams"] > 0) == (2, True)
     read = sum(request.nbytes for request in served.take_requests() if request.is_cdn)
     assert read < 1.5 * sum(path.stat().st_size for path in (tmp_path / "source").glob("*.safetensors"))
+
+
+def test_numbers_of_threads_and_requests_are_those_that_are_asked_for(served: Hub, tmp_path: Path) -> None:
+    ended = pack(tmp_path / "out", "--threads", "1", "--streams", "1", "--memory", "20MB")
+    assert ended.code == 0, ended.err
+    assert (ended.json["num_threads"], ended.json["num_streams"]) == (1, 1)
+    assert reshard("verify", tmp_path / "out", "--against", tmp_path / "source").code == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "code"),
+    [
+        (("--threads", "0"), "usage.arguments"),
+        (("--streams", "1025"), "usage.arguments"),
+        (("--memory", "20"), "options.memory-size"),
+    ],
+)
+def test_impossible_numbers_are_refused(served: Hub, tmp_path: Path, flags: tuple[str, str], code: str) -> None:
+    ended = pack(tmp_path / "out", *flags)
+    assert (ended.code, ended.json["error"]["code"], ended.json["error"]["where"]) == (2, code, flags[0])
 
 
 def test_wrong_bytes_of_a_weight_file_are_refused_by_its_name_and_nothing_is_kept(served: Hub, tmp_path: Path) -> None:
