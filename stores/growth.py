@@ -19,7 +19,7 @@ class Growth:
 
     def __init__(self, limit: float) -> None:
         self.limit = limit
-        self._best, self._failures = 0.0, 0  # bytes per second at the limit before; windows that were no faster
+        self._best, self._failures = 0.0, 0  # bytes per second at the limit before; windows that were not faster
         self._begun_s: float | None = None
         self._nbytes, self._answer_s = 0, 0.0
         self._is_settling, self._pause_until_s = False, float("-inf")
