@@ -148,11 +148,11 @@ _CONVERSION = (
 )  # fmt: skip
 _PARALLELISM = (
     click.option(
-        "--threads", "num_threads", type=Whole(min=1, most=256), metavar="N", show_default="as many as cores",
+        "--threads", "num_threads", type=WholeNumber(min=1, most=256), metavar="N", show_default="as many as cores",
         help="Threads that read, hash and write.",
     ),
     click.option(
-        "--streams", "num_streams", type=Whole(min=1, most=1024), metavar="N",
+        "--streams", "num_streams", type=WholeNumber(min=1, most=1024), metavar="N",
         show_default="raised while it helps",
         help="Concurrent requests to a remote SOURCE.",
     ),
