@@ -19,7 +19,7 @@ FIND_PYTHON = for python in $(PYTHON); do \
 	    exit 1; \
 	}
 
-.PHONY: help setup check test test-all test-gpu test-interop interop test-torch wording fuzz demo bench api architecture catalogue models errors fmt constraints clean
+.PHONY: help setup check test test-all test-gpu test-pythons test-interop interop test-torch wording fuzz demo bench api architecture catalogue models errors fmt constraints clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -52,6 +52,9 @@ test-interop: setup interop  ## Run mlx-lm, and what vLLM, SGLang and llama.cpp 
 
 interop: setup
 	$(BIN)/python tools/interop.py
+
+test-pythons:  ## Test the half without torch on Python 3.11 to 3.14, those that are here
+	@$(FIND_PYTHON); "$$python" tools/pythons.py
 
 # The registry's build of torch has CUDA packages, several GB, and runs on CPUs. WITHOUT=torchtitan leaves that out.
 test-torch:  ## Run the suites on another release: make test-torch TORCH=2.15.0
@@ -115,6 +118,6 @@ constraints:  ## Regenerate constraints.txt from the newest releases that pyproj
 	rm -rf .constraints
 
 clean:  ## Remove .venv and every cache
-	rm -rf .venv .venv-torch-* .venv-interop .constraints build dist *.egg-info
+	rm -rf .venv .venv-torch-* .venv-python-* .venv-interop .constraints build dist *.egg-info
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
