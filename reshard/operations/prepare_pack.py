@@ -85,7 +85,8 @@ class PreparedPack:
 
     @cached_property
     def read_twice(self) -> list[TensorAt]:
-        return read_twice(self.shards, self.request.out)
+        is_on_hub = hub_output(self.request.out) is not None  # a folder is packed, and pushed
+        return [] if is_on_hub else read_twice(self.shards, self.request.out)
 
     @property
     def planned(self) -> PlanResult:

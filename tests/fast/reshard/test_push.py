@@ -323,6 +323,15 @@ def test_pack_to_the_hub_is_the_pack_of_the_folder(hub: Hub, packed: Path, tmp_p
     assert refusal("pack", source, "--layout", "pp=2", "--virtual", "--out", place).found[:2] == (2, "options.conflict")
 
 
+def test_plan_of_a_pack_to_the_hub_is_that_of_a_folder_and_asks_nothing(hub: Hub, packed: Path, tmp_path: Path) -> None:
+    here, there = (
+        reshard("pack", packed.parent / "source", "--layout", "pp=2", "--dry-run", "--json", "--out", out).json
+        for out in (tmp_path / "out", f"hf://{NAME}")
+    )
+    assert here == there
+    assert hub.take_requests() == []
+
+
 @pytest.mark.parametrize(
     "own",
     [
