@@ -31,7 +31,6 @@ NUM_EVENTS, NUM_PUSHED = 3, 1  # of `make test`
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 34_000, "num_hidden_layers": 2}  # 8.7 MB a tensor
 LAST_PUSH_REQUEST = 60
 PACKED = re.compile(r"packed-[0-9a-f]{12}/")
-WORKING = (LOCK_NAME, PROGRESS_NAME)
 
 Objects = dict[str, bytes]
 

@@ -59,6 +59,7 @@ def test_two_ranks_train_as_one_does_and_resume_on_it(tmp_path: Path) -> None:
         assert all(parameter.isfinite().all() for parameter in trained.parameters())
 
 
+@pytest.mark.slow
 def test_an_auxiliary_loss_that_stages_would_leave_out_ends_the_run_before_its_first_step(tmp_path: Path) -> None:
     name = "BambaForCausalLM"
     save_tiny(tmp_path / name / "source", name, z_loss_coefficient=0.1)

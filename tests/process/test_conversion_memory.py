@@ -77,7 +77,7 @@ def test_cast_takes_no_more_for_a_large_tensor(packed: Path, tmp_path: Path) -> 
         assert peak_nbytes(*args) < MOST_NBYTES
 
 
-@pytest.mark.parametrize("cut", ["rows", "columns"])
+@pytest.mark.parametrize("cut", ["rows", pytest.param("columns", marks=pytest.mark.slow)])
 def test_merged_slices_take_no_more_for_a_large_tensor(cut: str, packed: Path, tmp_path: Path) -> None:
     sliced = tmp_path / "sliced"
     shutil.copytree(packed, sliced)

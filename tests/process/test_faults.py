@@ -157,6 +157,7 @@ def free_port() -> str:
         return str(free.getsockname()[1])
 
 
+@pytest.mark.slow
 def test_peers_of_a_rank_with_a_bad_shard_exit_with_code_5_and_one_of_them_reports(bad: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "runner.train", bad / "manifest.json", "--steps", "3", *SMALL]
     meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "WORLD_SIZE": "4"}
@@ -196,6 +197,7 @@ def test_rank_that_alone_does_not_see_the_manifest_says_who_it_is(tmp_path: Path
     )
 
 
+@pytest.mark.slow
 def test_disk_that_fails_under_one_rank_ends_all_with_code_5(packed: Path, tmp_path: Path) -> None:
     # The bytes may be intact, and a restart, or another node, may read them.
     with failing(packed, tmp_path, BROKEN_DISK=weights_path(BROKEN, 4)) as run:

@@ -177,7 +177,7 @@ def is_unread(mode: Mode, file: str, position: int) -> bool:
 
 
 def test_a_flipped_bit_is_found_before_a_step_is_taken(place: Path) -> None:
-    check_flips(place, [mode for mode in TWO if mode.name in LEAN], 2)
+    check_flips(place, [mode for mode in TWO if mode.name in LEAN], 1)
 
 
 @pytest.mark.slow

@@ -16,11 +16,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from manifests.store import read_manifest
 from runner.launch.torch_version import TESTED
-from tests.builders import edit_manifest, reshard
+from tests.builders import reshard
 from tests.fast.runner.tiny import save_model
 
 pytestmark = pytest.mark.process
@@ -205,12 +205,6 @@ def test_tied_weight_stored_once_trains_on_one_rank(source: Path, tmp_path: Path
     assert launch(two, "--", "--data", "synthetic", *SMALL, "--log-dir", tmp_path).returncode == 0
 
 
-def test_wrong_world_size_is_refused_before_torchrun_starts(packed: Path) -> None:
-    done = launch(packed, "--nproc-per-node", "3", "--", "--data", "synthetic")
-    assert (done.returncode, done.stdout) == (3, "")
-    assert done.stderr.startswith("error: manifest needs 2 ranks, ")
-
-
 def test_worker_refuses_a_wrong_world_size_before_any_collective(packed: Path, tmp_path: Path) -> None:
     # RANK 1 of 3 alone: a collective would wait for the others until the timeout.
     done = subprocess.run(
@@ -225,6 +219,7 @@ def test_worker_refuses_a_wrong_world_size_before_any_collective(packed: Path, t
     assert "error: manifest needs 2 ranks, " in done.stderr
 
 
+@pytest.mark.slow
 def test_missing_shard_is_named_with_its_rank(packed: Path, tmp_path: Path) -> None:
     bad = copied(packed, tmp_path / "bad")
     shard = bad / "model-00002-of-00002.safetensors"
@@ -233,20 +228,6 @@ def test_missing_shard_is_named_with_its_rank(packed: Path, tmp_path: Path) -> N
     assert (done.returncode, done.stdout) == (3, "")
     assert f"error: {SECOND}: {shard}: missing shard (manifest.json)\n" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_architecture_without_a_family_is_refused_by_name(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    MistralForCausalLM(
-        MistralConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=8, vocab_size=64)
-    ).save_pretrained(tmp_path / "mistral")
-    packed = pack(tmp_path / "mistral", "pp=1", tmp_path / "packed")
-    edit_manifest(
-        packed, lambda document: document["model"].update(architecture="OtherForCausalLM")
-    )  # of a later version
-    done = launch(packed, "--", "--data", "synthetic", *SMALL, "--log-dir", tmp_path)
-    assert (done.returncode, done.stdout) == (3, "")
-    assert done.stderr.startswith("error: config.json: architectures: 'OtherForCausalLM' ")
 
 
 @pytest.mark.parametrize(
@@ -269,16 +250,11 @@ def test_ctrl_c_while_ranks_are_being_started_ends_all_without_a_traceback(
         os.killpg(process.pid, 0)
 
 
-@pytest.mark.parametrize(("how", "code"), [((), 3), (("--skip-bad-documents",), 0)])
-def test_line_that_is_no_text_ends_a_run_with_code_3_or_is_skipped(
-    how: tuple[str, ...], code: int, packed: Path, tmp_path: Path
-) -> None:
+def test_line_that_is_no_text_ends_a_run_with_code_3(packed: Path, tmp_path: Path) -> None:
     data = tmp_path / "text.jsonl"
     data.write_text('{"text": "w1 w2 w3 w4 w5 w6 w7 w8"}\n' * 4 + '{"text": "w1 \\ud800"}\n' + '{"text": "w9 w8"}\n')
-    done = launch(packed, "--", "--data", data, *how, "--steps", 2, "--seq-len", 16, "--global-batch", 2,
+    done = launch(packed, "--", "--data", data, "--steps", 2, "--seq-len", 16, "--global-batch", 2,
                   "--log-dir", tmp_path)  # fmt: skip
-    assert done.returncode == code, done.stderr
+    assert done.returncode == 3, done.stderr
     assert f"{data}:5" in done.stderr
     assert "Traceback" not in done.stderr
-    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    assert [line.get("skipped_documents") for line in lines if "loss" in line] == ([0, 1] if how else [None])

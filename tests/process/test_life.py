@@ -71,6 +71,7 @@ def test_ranks_whose_launcher_ends_save_and_end(
     assert "Traceback" not in run.said
 
 
+@pytest.mark.slow
 def test_stop_whose_save_fails_ends_with_what_a_rank_met_and_its_code(packed: Path, tmp_path: Path) -> None:
     history, temporary = tmp_path / "history", tmp_path / "tmp"
     temporary.mkdir()

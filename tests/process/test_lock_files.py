@@ -65,7 +65,7 @@ def record(path: Path, **changes: object) -> None:
     path.write_text(json.dumps({**own, "doing": "holds it", **changes}))
 
 
-@pytest.mark.parametrize("round_number", range(3))
+@pytest.mark.parametrize("round_number", [0, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 2))])
 def test_of_many_that_claim_at_once_one_has_it_and_is_named_to_the_others(tmp_path: Path, round_number: int) -> None:
     processes = [hold(tmp_path / "claim") for _ in range(6)]
     try:

@@ -111,7 +111,7 @@ def test_files_of_others_in_a_mount_point_are_not_written_among(place: Path, out
     assert files_in(out) == {"notes.txt": b"mine"}
 
 
-@pytest.mark.parametrize("at", range(0, 12, 3))
+@pytest.mark.parametrize("at", [3, *(pytest.param(at, marks=pytest.mark.slow) for at in (0, 6, 9))])
 def test_pack_into_a_mount_point_killed_while_it_commits_is_done_again(place: Path, out: Path, at: int) -> None:
     """Kill it at its `at`th rename, of those that move the output's entries up."""
     code = (

@@ -135,18 +135,6 @@ def test_forced_command_on_an_unfinished_output_keeps_what_is_of_others(
         )
 
 
-def test_forced_pack_keeps_what_it_did_not_write(moto: MotoServer, source: Path) -> None:
-    assert pack(source, "forced").code == 0
-    sentinels = plant_objects(moto.client(), BUCKET, "forced")
-    for layout in ("pp=2", "pp=3"):
-        ended = pack(source, "forced", "--force", layout=layout)
-        assert ended.code == 0, ended.err
-        sentinels.check()
-        shards = [path for path in ours_in(moto, "forced") if path.endswith(".safetensors")]
-        assert len(shards) == int(layout[-1])
-        assert reshard("verify", url_of("forced")).code == 0
-
-
 def test_manifest_of_another_program_is_not_replaced(moto: MotoServer, source: Path, packed: Path) -> None:
     put(moto, "app/manifest.json", b'{"name":"web app"}')
     put(moto, "app/index.html", b"<html>")

@@ -18,7 +18,7 @@ from stores.object_output import ObjectTarget, open_output
 from stores.objects import LOCK_NAME, open_objects
 from stores.uplink import MAX_PARTS, NUM_PARTS, part_nbytes
 from tests.fast.manifests.drawn_manifests import full_manifest
-from tests.process.buckets import BUCKET, MIB, become, measured, problem, refusal, start_worker, url_of
+from tests.process.buckets import BUCKET, MIB, become, measured, problem, refusal, url_of
 from tests.servers.s3 import Fault, MotoServer, S3Server, Strike, strike
 
 pytestmark = pytest.mark.process
@@ -130,21 +130,6 @@ def test_interrupt_as_a_small_file_arrives_leaves_nothing(moto: MotoServer) -> N
     moto.settle()
     assert [request.path for request in moto.requests("PUT", "interrupted/config.json")] != []
     assert moto.objects(BUCKET, "interrupted/") == {}
-
-
-def test_checkpoint_that_is_there_is_replaced_by_force_only(s3: S3Server) -> None:
-    url = url_of("replaced")
-    first = write_checkpoint(url)
-    s3.client().put_object(Bucket=BUCKET, Key="replaced/stage-001/model.safetensors", Body=b"of the old one")
-    assert refusal(lambda: open_output(url)) == ("output.exists", url)
-    assert s3.objects(BUCKET, "replaced/")["replaced/stage-000/model.safetensors"] == first
-    second = write_checkpoint(url, seed=1, force=True)
-    found = s3.objects(BUCKET, "replaced/")
-    assert found.pop("replaced/config.json") == CONFIG
-    assert found.pop("replaced/manifest.json") == MANIFEST
-    ((name, data),) = found.items()
-    assert re.fullmatch(r"replaced/packed-[0-9a-f]{12}/stage-000/model\.safetensors", name)
-    assert data == second
 
 
 def test_checkpoint_that_is_being_replaced_stays_readable_until_the_new_one_is_committed(s3: S3Server) -> None:
@@ -327,25 +312,6 @@ def test_manifest_is_the_last_object_that_is_written(moto: MotoServer) -> None:
     write_checkpoint(url_of("order"))
     written = [request.path.removeprefix(f"/{BUCKET}/order/") for request in moto.requests("PUT", "/order/")]
     assert written == [LOCK_NAME, "config.json", "stage-000/model.safetensors", "manifest.json"]
-
-
-def test_killed_writer_leaves_nothing_readable_and_force_makes_the_whole(s3: S3Server) -> None:
-    url = url_of("killed")
-    worker = start_worker("write", url, "stage-000/model.safetensors", 256 * MIB)
-    assert worker.stdout is not None
-    while int(worker.stdout.readline()) < 40 * MIB:
-        pass
-    worker.kill()
-    worker.communicate(timeout=10)
-    assert list(s3.objects(BUCKET, "killed/")) == [f"killed/{LOCK_NAME}"]
-    assert refusal(open_objects(url).names) == ("store.unfinished", url)
-    assert refusal(lambda: open_output(url)) == ("output.unfinished", url)
-    data = write_checkpoint(url, force=True)
-    assert s3.objects(BUCKET, "killed/") == {
-        "killed/config.json": CONFIG,
-        "killed/manifest.json": MANIFEST,
-        "killed/stage-000/model.safetensors": data,
-    }
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 8 * MIB * MAX_PARTS, 8 * MIB * MAX_PARTS + 1, 345 << 30, 1 << 40])

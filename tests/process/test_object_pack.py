@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from reshard.copy.destination import NUM_UPLOADS
-from stores.object_output import open_output
-from stores.objects import LOCK_NAME, PROGRESS_NAME
+from stores.objects import LOCK_NAME
 from stores.uplink import NUM_PARTS
 from tests.builders import (
     INDEX,
@@ -26,7 +24,7 @@ from tests.builders import (
     without_digest,
     write_model,
 )
-from tests.process.buckets import BUCKET, MIB, become, measured, url_of
+from tests.process.buckets import BUCKET, MIB, measured, url_of
 from tests.servers.s3 import Fault, MotoServer, S3Server
 
 pytestmark = pytest.mark.process
@@ -192,36 +190,7 @@ def test_manifest_is_replaced_by_force_in_one_step(s3: S3Server, source: Path, p
     assert files_in(tmp_path / "back") == files_in(source)
 
 
-def test_exported_model_is_replaced_by_force(s3: S3Server, source: Path, packed: Path) -> None:
-    url = url_of("exported")
-    run("export", packed, "--to", "hf", "--out", url)
-    assert "already exists" in run("export", packed, "--to", "hf", "--out", url, code=3)
-    run("export", packed, "--to", "hf", "--out", url, "--force")
-    assert objects_in(s3, "exported") == files_in(source)
-
-
-def test_pack_that_is_killed_leaves_no_manifest_and_says_so_when_it_is_tried_again(
-    s3: S3Server, source: Path, packed: Path, tmp_path: Path
-) -> None:
-    url = url_of("killed")
-    command = (sys.executable, "-m", "reshard", "pack", source, "--layout", "pp=2", "--out", url)
-    worker = subprocess.Popen(command, cwd=ROOT, env={**os.environ}, stderr=subprocess.DEVNULL)
-    while not s3.uploads(BUCKET, "killed/") and worker.poll() is None:
-        pass
-    worker.kill()
-    assert worker.wait(10) == -9
-    left = objects_in(s3, "killed")
-    assert "manifest.json" not in left
-    assert refusal("verify", url).found == (3, "store.unfinished", url)
-    del left[LOCK_NAME]
-    left.pop(PROGRESS_NAME, None)
-    said = run("pack", source, "--layout", "pp=3", "--out", url, code=3)  # another plan
-    assert f"{len(left)} objects, {sum(map(len, left.values()))} bytes, begun " in said
-    assert f" by process {worker.pid}\n" in said
-    run("pack", source, "--layout", "pp=2", "--out", url, "--force")
-    assert objects_in(s3, "killed") == files_in(packed)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_pack_that_is_interrupted_leaves_nothing(s3: S3Server, large: Path, number: int) -> None:
     command = (
@@ -251,60 +220,6 @@ def test_memory_does_not_grow_with_the_model(s3: S3Server, large: Path) -> None:
     peak_nbytes, _ = measured("pack", str(large), url_of("large"))
     assert s3.uploads(BUCKET, "large/") == []
     assert peak_nbytes < NUM_UPLOADS * (NUM_PARTS + 1) * 8 * MIB + 24 * MIB < nbytes  # parts, and Python
-
-
-def test_second_packer_is_refused(s3: S3Server, source: Path) -> None:
-    url = url_of("contended")
-    with open_output(url):
-        assert refusal("pack", source, "--layout", "pp=2", "--out", url).found == (3, "output.unfinished", url)
-    assert objects_in(s3, "contended") == {}
-
-
-def test_what_is_wrong_with_the_bucket_is_said_in_a_sentence(
-    s3: S3Server, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def problem(url: str) -> str:
-        said = run("pack", source, "--layout", "pp=2", "--out", url, code=3)
-        assert said.startswith(f"error: {url}: ")
-        return said.removeprefix(f"error: {url}: ").partition("\n")[0]
-
-    assert problem("s3://no-such-bucket/a") == "there is no such bucket"
-    assert problem("hf://org/name") == "writing to the hub is not supported"
-    become(monkeypatch, s3.environment(s3.stranger))
-    assert problem(url_of("denied")) == "access is denied (AccessDenied)"
-    become(monkeypatch, {"AWS_ENDPOINT_URL": s3.endpoint, "AWS_ALLOW_HTTP": "true"})
-    assert problem(url_of("nobody")) == "no credentials were found"
-    become(monkeypatch, s3.environment() | {"AWS_ENDPOINT_URL": "http://127.0.0.1:1"})
-    assert problem(url_of("nowhere")) == "no answer from http://127.0.0.1:1: error sending request"
-
-
-def test_wrong_region_is_said_to_be(moto: MotoServer, source: Path) -> None:
-    moto.fail(Fault(method="GET", address=BUCKET, what="redirect"))
-    refused = refusal("pack", source, "--layout", "pp=2", "--out", url_of("elsewhere"))
-    assert refused.found == (3, "store.other-region", url_of("elsewhere"))
-
-
-def test_busy_server_gets_everything_in_the_end(moto: MotoServer, source: Path, packed: Path) -> None:
-    moto.fail(
-        Fault(method="POST", address="busy/stage", what="status", times=2),
-        Fault(method="PUT", address="busy/stage", what="status", status=500, times=3),
-        Fault(method="PUT", address="busy/config", what="lost"),
-        Fault(method="PUT", address="busy/manifest", what="lost"),
-    )
-    run("pack", source, "--layout", "pp=2", "--out", url_of("busy"))
-    assert objects_in(moto, "busy") == files_in(packed)
-
-
-@pytest.mark.parametrize(
-    ("method", "address"),
-    [("PUT", "refused/config.json"), ("PUT", "partNumber=2"), ("POST", "uploadId="), ("PUT", "refused/source.json")],
-)
-def test_refusal_halfway_leaves_nothing(moto: MotoServer, source: Path, method: str, address: str) -> None:
-    moto.fail(Fault(method=method, address=address, what="status", status=403, times=99))
-    said = run("pack", source, "--layout", "pp=2", "--out", url_of("refused"), code=3)
-    assert "access is denied (403)" in said
-    assert objects_in(moto, "refused") == {}
-    assert moto.uploads(BUCKET, "refused/") == []
 
 
 def test_commit_that_was_refused_is_made_by_the_same_command(moto: MotoServer, source: Path, packed: Path) -> None:

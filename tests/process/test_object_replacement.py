@@ -120,17 +120,6 @@ def test_small_files_that_came_before_a_manifest_that_never_did_are_removed_by_t
     assert objects_in(moto, "early").keys() == {"config.json", "manifest.json", third.place(SHARD)}
 
 
-def test_manifest_that_cannot_be_read_is_not_replaced(s3: S3Server) -> None:
-    url = url_of("odd")
-    for name in (SHARD, "manifest.json", "notes.txt"):
-        put(s3, f"odd/{name}", b"{}")
-    before = objects_in(s3, "odd")
-    with pytest.raises(InputError) as refused:
-        open_output(url, force=True, wanted=WANTED)
-    assert (refused.value.code, refused.value.where) == ("output.not-ours", url)
-    assert objects_in(s3, "odd") == before
-
-
 @pytest.mark.parametrize("name", ["step-100/manifest.json", f"step-100/{LOCK_NAME}"])
 def test_unfinished_output_is_removed_without_another_inside(s3: S3Server, name: str) -> None:
     first = f"inside-{len(name)}"

@@ -48,8 +48,17 @@ def check_word(process: subprocess.Popen[str]) -> None:
     assert said.count("interrupted") == 1, said
 
 
-@pytest.mark.parametrize("number", NUMBERS)
-@pytest.mark.parametrize("verb", ["launch", "generate", "pack"])
+@pytest.mark.parametrize(
+    ("verb", "number"),
+    [
+        ("launch", signal.SIGINT),
+        ("generate", signal.SIGTERM),
+        ("pack", signal.SIGINT),
+        pytest.param("launch", signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param("generate", signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param("pack", signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+)
 def test_signal_that_waits_for_the_first_line_ends_a_command_with_a_word(
     verb: str, number: signal.Signals, packed: Path, tmp_path: Path
 ) -> None:
@@ -81,8 +90,17 @@ def has_ranks(pid: int) -> bool:
     return bool(Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
 
 
-@pytest.mark.parametrize("number", NUMBERS)
-@pytest.mark.parametrize("moment", [is_agent, imports_torch, pytest.param(has_ranks, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [
+        (is_agent, signal.SIGTERM),
+        (imports_torch, signal.SIGINT),
+        pytest.param(is_agent, signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(imports_torch, signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(has_ranks, signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(has_ranks, signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+)
 def test_signal_while_a_job_begins_ends_it_with_a_word_and_it_counts_as_stopped(
     moment: Callable[[int], bool], number: signal.Signals, packed: Path, tmp_path: Path
 ) -> None:

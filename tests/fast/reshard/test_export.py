@@ -28,7 +28,6 @@ from tests.builders import (
 )
 from tests.fast.reshard.forged import change_manifest, change_stage
 
-UP = "model.layers.1.mlp.up_proj.weight"
 STRAY = "model.layers.1.mlp.side_proj.weight"
 INV_FREQ = "model.layers.1.self_attn.rotary_emb.inv_freq"
 AS_TRAINED = ("--dtype", "fp32")
