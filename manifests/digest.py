@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import overload
 
@@ -14,6 +15,7 @@ __all__ = [
     "Hasher",
     "digest_bytes",
     "digest_hex",
+    "digest_pieces",
     "is_digest",
     "is_hex_digest",
 ]
@@ -21,6 +23,7 @@ __all__ = [
 PREFIX = "blake3:"
 _HEX = frozenset("0123456789abcdef")
 _NBYTES = 32
+_SPACED = re.compile(r"(?:[0-9a-f]{64}(?: (?!\Z)|\Z))*+")
 
 Hasher = blake3
 
@@ -34,7 +37,12 @@ def digest_hex(pieces: Iterable[bytes | memoryview]) -> str:
 
 
 def digest_bytes(data: bytes | memoryview) -> str:
-    return PREFIX + digest_hex((data,))
+    return digest_pieces((data,))
+
+
+def digest_pieces(pieces: Iterable[bytes | memoryview]) -> str:
+    """Return the digest of the concatenated pieces."""
+    return PREFIX + digest_hex(pieces)
 
 
 def is_digest(text: str) -> bool:
@@ -68,7 +76,7 @@ class DigestTable(Sequence[str]):
     __slots__ = ("_raw",)
 
     def __init__(self, raw: bytes | bytearray) -> None:
-        self._raw = bytearray(raw)
+        self._raw = raw if isinstance(raw, bytearray) else bytearray(raw)
 
     @classmethod
     def blank(cls, num_digests: int) -> DigestTable:
@@ -81,6 +89,17 @@ class DigestTable(Sequence[str]):
         for digits in digests:
             raw += bytes.fromhex(digits)
         return cls(raw)
+
+    @classmethod
+    def read(cls, text: str) -> DigestTable | None:
+        """Return the digests of a text that separates them by spaces; None if it is not of this form."""
+        if _SPACED.fullmatch(text) is None:
+            return None
+        return cls(bytearray.fromhex(text))
+
+    def raw(self, index: int) -> bytes:
+        """Return a digest as bytes."""
+        return bytes(self._raw[index * _NBYTES : (index + 1) * _NBYTES])
 
     def put(self, first: int, raw: bytes | bytearray) -> None:
         """Set consecutive digests, given as bytes, from number `first` on."""

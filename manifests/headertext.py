@@ -1,6 +1,6 @@
 """Read a safetensors header's JSON text tensor by tensor, without building an object graph of all of it.
 
-Memory: the text and its entries, about 240 bytes per tensor. Anything unusual is left to the strict JSON parser, which
+Memory: the text, and the names and 24 bytes per tensor. Anything unusual is left to the strict JSON parser, which
 reports what is wrong with it.
 """
 
@@ -9,17 +9,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
+from types import MappingProxyType
+
+from manifests.tensortable import TensorKind, TensorTable
 
 __all__ = [
     "DTYPE_BITS",
     "MAX_DIM",
     "MAX_RANK",
     "METADATA",
+    "NO_NAMES",
     "PAIR",
     "STRING",
-    "TensorEntry",
     "read_header_text",
     "read_string",
 ]
@@ -27,6 +29,7 @@ __all__ = [
 METADATA = "__metadata__"
 MAX_DIM = 1 << 63
 MAX_RANK = 64  # dimensions of a tensor; the limit of torch and NumPy
+NO_NAMES: Mapping[str, str] = MappingProxyType({})
 _MOST_METADATA = 100_000  # strings in `__metadata__`
 _MOST_KINDS = 10_000  # cached pairs of dtype and shape
 
@@ -35,21 +38,6 @@ DTYPE_BITS: Mapping[str, int] = {
     "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
     "C64": 64, "F64": 64, "I64": 64, "U64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
 }  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorEntry:
-    """One tensor of a shard. `begin` and `end` are byte offsets in the data area."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.end - self.begin
 
 
 _S = rb"[ \t\n\r]*+"  # JSON white space; possessive, to rule out backtracking
@@ -70,23 +58,21 @@ _METADATA_OPENED = re.compile(rb'"__metadata__"' + _COLON + rb"\{" + _S + rb"(\}
 PAIR = re.compile(STRING + _COLON + STRING + _NEXT)
 _NEXT_AT = re.compile(rb"([,}])" + _S)
 
-TensorKind = tuple[str, tuple[int, ...], int]  # dtype, shape, bytes
 
-
-def read_header_text(raw: bytes) -> tuple[list[TensorEntry], dict[str, str]] | int:
-    """Return the tensors and `__metadata__` of a header's text.
+def read_header_text(raw: bytes, names: Mapping[str, str] = NO_NAMES) -> tuple[TensorTable, dict[str, str]] | int:
+    """Return the tensors and `__metadata__` of a header's text. Names in `names` are the same objects as there.
 
     Returns the byte position of the first malformed or unusual part instead, if there is one.
     """
-    entries: list[TensorEntry] = []
+    table = TensorTable()
     metadata: dict[str, str] | None = None
     opened = _OPENED.match(raw)
     if opened is None:
         return 0
     if empty := _EMPTY.match(raw):
-        return ([], {}) if _CLOSED.match(raw, empty.end()) else empty.end()
+        return (table, {}) if _CLOSED.match(raw, empty.end()) else empty.end()
     kinds: dict[tuple[bytes, bytes], TensorKind] = {}
-    at, end = opened.end(), 0
+    at = opened.end()
     while True:
         if found := _TENSOR.match(raw, at):
             name, dtype, shape, offsets, following = found.groups()
@@ -105,16 +91,17 @@ def read_header_text(raw: bytes) -> tuple[list[TensorEntry], dict[str, str]] | i
             name, (dtype, shape, offsets), following = found[1], fields, found[11]
         else:
             return at
-        entry = _entry(name, _kind_of(dtype, shape, kinds), offsets, end)
-        if entry is None:
+        fqn, kind = read_string(name), _kind_of(dtype, shape, kinds)
+        begin = None if kind is None else _begin_of(offsets, kind)
+        if fqn is None or fqn == METADATA or kind is None or begin is None:
             return at
-        entries.append(entry)
-        at, end = found.end(), entry.end
+        table.append(names.get(fqn, fqn), kind, begin)
+        at = found.end()
         if following == b"}":
             break
     if _CLOSED.match(raw, at) is None:
         return at
-    return at if len({entry.name for entry in entries}) < len(entries) else (entries, metadata or {})
+    return at if len(set(table.names)) < len(table) else (table, metadata or {})
 
 
 def read_string(text: bytes) -> str | None:
@@ -129,20 +116,13 @@ def read_string(text: bytes) -> str | None:
     return found
 
 
-def _entry(name: bytes, kind: TensorKind | None, offsets: bytes, last_end: int) -> TensorEntry | None:
-    fqn, counts = read_string(name), _COUNTS.fullmatch(offsets)
-    if fqn is None or fqn == METADATA or kind is None or counts is None:
-        return None
+def _begin_of(offsets: bytes, kind: TensorKind) -> int | None:
+    """Return where a tensor begins; None unless these are two offsets that fit its kind."""
     first, comma, second = offsets.partition(b",")
-    if not comma or b"," in second:
+    if _COUNTS.fullmatch(offsets) is None or not comma or b"," in second:
         return None
-    dtype, shape, nbytes = kind
     begin, end = int(first), int(second)
-    if begin == last_end:
-        begin = last_end  # share the integer: there may be a million
-    if end - begin != nbytes or end >= MAX_DIM:
-        return None
-    return TensorEntry(name=fqn, dtype=dtype, shape=shape, begin=begin, end=end)
+    return begin if end - begin == kind[2] and end < MAX_DIM else None
 
 
 def _kind_of(dtype: bytes, shape: bytes, known: dict[tuple[bytes, bytes], TensorKind]) -> TensorKind | None:

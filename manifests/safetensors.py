@@ -13,11 +13,12 @@ from itertools import chain, islice, pairwise, repeat
 from math import prod
 from pathlib import Path
 
-from manifests.digest import digest_bytes, is_hex_digest
+from manifests.digest import DigestTable, digest_pieces
 from manifests.errors import ShardError, refused_by_system
-from manifests.headertext import DTYPE_BITS, MAX_DIM, MAX_RANK, METADATA, TensorEntry, read_header_text
+from manifests.headertext import DTYPE_BITS, MAX_DIM, MAX_RANK, METADATA, NO_NAMES, read_header_text
 from manifests.jsontext import parse_json_object
 from manifests.regular import open_regular
+from manifests.tensortable import TensorKind, TensorEntry, TensorTable
 
 _encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
@@ -53,7 +54,7 @@ MAX_HEADER_NBYTES = 100_000_000  # of its JSON text: the limit of the safetensor
 class Header:
     """A shard's table of tensors, in header order. `raw` is the JSON text of the file."""
 
-    tensors: tuple[TensorEntry, ...]
+    tensors: TensorTable
     metadata: Mapping[str, str]
     raw: bytes
 
@@ -64,7 +65,7 @@ class Header:
 
     @property
     def data_nbytes(self) -> int:
-        return max((entry.end for entry in self.tensors), default=0)
+        return self.tensors.end
 
     @property
     def digest(self) -> str:
@@ -72,27 +73,33 @@ class Header:
 
         The header contains every tensor's digest, so it verifies the data too (docs/adr/0002).
         """
-        return digest_bytes(len(self.raw).to_bytes(LENGTH_NBYTES, "little") + self.raw)
+        return digest_pieces((len(self.raw).to_bytes(LENGTH_NBYTES, "little"), self.raw))
 
     def digests(self, where: str) -> dict[str, str]:
-        """Return each tensor's hex digest.
+        """Return each tensor's hex digest; raises as `digest_table`."""
+        return dict(zip(self.tensors.names, self.digest_table(where), strict=True))
+
+    def digest_table(self, where: str) -> DigestTable:
+        """Return the tensors' digests, in header order.
 
         Raises:
             ShardError: the header does not have one digest per tensor.
         """
-        found = self.metadata.get(DIGESTS_KEY, "").split(" ") if self.tensors else []
-        if len(found) != len(self.tensors) or not all(map(is_hex_digest, found)):
+        text = self.metadata.get(DIGESTS_KEY, "") if self.tensors else ""
+        found = DigestTable.read(text)
+        if found is None or len(found) != len(self.tensors):
+            num_found = text.count(" ") + 1
             raise ShardError(
                 f"{where}: __metadata__.{DIGESTS_KEY}",
-                f"expected {len(self.tensors)} digests of {_DIGEST_CHARS} hex digits, found {len(found)} words",
+                f"expected {len(self.tensors)} digests of {_DIGEST_CHARS} hex digits, found {num_found} words",
                 "this shard was not written by reshard; pack the model again",
                 code="header.no-digests",
             )
-        return {entry.name: digits for entry, digits in zip(self.tensors, found, strict=True)}
+        return found
 
 
-def read_header(path: Path, *, where: str | None = None) -> Header:
-    """Read and check the header of a safetensors file.
+def read_header(path: Path, *, where: str | None = None, names: Mapping[str, str] = NO_NAMES) -> Header:
+    """Read and check the header of a safetensors file, with names as `parse_header`.
 
     Raises:
         ShardError: not a safetensors file, truncated, or its header does not match the data.
@@ -110,7 +117,7 @@ def read_header(path: Path, *, where: str | None = None) -> Header:
     if len(raw) != raw_nbytes:
         problem = f"truncated header: expected {raw_nbytes} bytes, found {len(raw)}"
         raise ShardError(place, problem, code="header.not-safetensors")
-    return parse_header(raw, data_nbytes=file_nbytes - LENGTH_NBYTES - raw_nbytes, where=place)
+    return parse_header(raw, data_nbytes=file_nbytes - LENGTH_NBYTES - raw_nbytes, where=place, names=names)
 
 
 def header_nbytes(first: bytes, file_nbytes: int, where: str) -> int:
@@ -134,30 +141,36 @@ def header_nbytes(first: bytes, file_nbytes: int, where: str) -> int:
     return length
 
 
-def parse_header(raw: bytes, *, data_nbytes: int | None, where: str) -> Header:
+def parse_header(raw: bytes, *, data_nbytes: int | None, where: str, names: Mapping[str, str] = NO_NAMES) -> Header:
     """Parse a header's JSON text and check it against the `data_nbytes` that follow it in the file.
 
-    If `data_nbytes` is None (a header without its file), the data may have any length.
+    If `data_nbytes` is None (a header without its file), the data may have any length. Names in `names` are the same
+    objects as there: a million names take 100 MB.
 
     Raises:
         SourceError: not a JSON object (see `parse_json_object`).
         ShardError: a field is missing or of the wrong type; offsets overlap, leave a gap, do not match dtype and
             shape, or do not end where the file ends.
     """
-    read = read_header_text(raw)
+    read = read_header_text(raw, names)
     if isinstance(read, int):
-        table = parse_json_object(raw, f"{where}: header")  # raises if it is malformed
-        metadata = _metadata(table.pop(METADATA, {}), where)
-        entries = tuple(_entry(name, fields, where) for name, fields in table.items())
+        document = parse_json_object(raw, f"{where}: header")  # raises if it is malformed
+        metadata, table = _metadata(document.pop(METADATA, {}), where), TensorTable()
+        for name, fields in document.items():
+            table.append(names.get(name, name), *_kind_and_begin(name, fields, where))
     else:
-        entries, metadata = tuple(read[0]), read[1]
-    _check_offsets(entries, data_nbytes, where)
-    return Header(tensors=entries, metadata=metadata, raw=raw)
+        table, metadata = read
+    _check_offsets(table, data_nbytes, where)
+    return Header(tensors=table, metadata=metadata, raw=raw)
 
 
 def in_data_order(entries: Sequence[TensorEntry]) -> Sequence[TensorEntry]:
     """Return the tensors ordered by offset, without a copy if they already are."""
-    if all(one.end <= other.begin for one, other in pairwise(entries)):
+    if isinstance(entries, TensorTable):
+        is_ordered = entries.is_ordered
+    else:
+        is_ordered = all(one.end <= other.begin for one, other in pairwise(entries))
+    if is_ordered:
         return entries
     return sorted(entries, key=lambda entry: (entry.begin, entry.end))
 
@@ -273,7 +286,7 @@ def _metadata(found: object, where: str) -> dict[str, str]:
     return found
 
 
-def _entry(name: str, fields: object, where: str) -> TensorEntry:
+def _kind_and_begin(name: str, fields: object, where: str) -> tuple[TensorKind, int]:
     place = f"{where}: {name!r}"
     if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
         raise ShardError(place, "expected an object with dtype, shape and data_offsets", code="header.invalid-field")
@@ -298,7 +311,7 @@ def _entry(name: str, fields: object, where: str) -> TensorEntry:
             f"expected {taken} bytes ({dtype} {str(shape)[:80]}), found {offsets[1] - offsets[0]}",
             code="header.wrong-offsets",
         )
-    return TensorEntry(name=name, dtype=dtype, shape=tuple(shape), begin=offsets[0], end=offsets[1])
+    return (dtype, tuple(shape), offsets[1] - offsets[0]), offsets[0]
 
 
 def _are_counts(found: object) -> bool:
@@ -309,9 +322,9 @@ def _is_count(found: object) -> bool:
     return type(found) is int and 0 <= found < MAX_DIM
 
 
-def _check_offsets(entries: tuple[TensorEntry, ...], data_nbytes: int | None, where: str) -> None:
-    position = 0
-    for entry in in_data_order(entries):
+def _check_offsets(table: TensorTable, data_nbytes: int | None, where: str) -> None:
+    position = table.end if table.is_adjacent else 0
+    for entry in () if table.is_adjacent else in_data_order(table):
         if entry.begin != position:
             kind = (
                 "overlaps the previous tensor" if entry.begin < position else "leaves a gap after the previous tensor"

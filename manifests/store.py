@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from manifests.codec import decode_manifest, encode_manifest
 from manifests.digest import digest_bytes
 from manifests.errors import InputError, ManifestError, ShardError, SourceError, refused_by_system
+from manifests.headertext import NO_NAMES
 from manifests.invariants import MANIFEST_NAME, SOURCE_NAME, check_manifest
 from manifests.jsontext import MAX_CONFIG_NBYTES, parse_config
 from manifests.regular import open_regular
@@ -115,8 +116,8 @@ def no_manifest(where: str, path: Path | None = None) -> InputError:
     return ManifestError(where, problem, hint, code="manifest.missing")
 
 
-def open_shard(folder: Path, shard: Shard) -> Header:
-    """Read a shard's header and check it against the manifest.
+def open_shard(folder: Path, shard: Shard, names: Mapping[str, str] = NO_NAMES) -> Header:
+    """Read a shard's header, with names as `parse_header`, and check it against the manifest.
 
     Raises:
         ShardError: missing, malformed, or of another size or digest than in the manifest.
@@ -126,7 +127,7 @@ def open_shard(folder: Path, shard: Shard) -> Header:
     if not path.is_file():
         raise ShardError(str(path), "missing shard (manifest.json)", _DAMAGED, code="shard.missing")
     check_shard(str(path), shard, path.stat().st_size)
-    header = read_header(path)
+    header = read_header(path, names=names)
     check_shard(str(path), shard, shard.nbytes, header)
     return header
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, Protocol, runtime_checkable
 
 from manifests.digest import PREFIX, Hasher, digest_bytes
 from manifests.errors import SourceError
+from manifests.headertext import NO_NAMES
 from manifests.jsontext import MAX_CONFIG_NBYTES, parse_config
 from manifests.safetensors import LENGTH_NBYTES, Header, header_nbytes, parse_header
 
 __all__ = [
     "HIDDEN_FOLDERS",
     "HUB_MISMATCH",
+    "MAX_WHOLE_NBYTES",
     "SOURCE_CHANGED",
     "Blocks",
     "Folder",
@@ -36,7 +38,7 @@ SOURCE_CHANGED = "source.changed"  # error code: the file changed since it was l
 HUB_MISMATCH = "source.hub-digest"  # error code: the file differs from the hub's listing
 HIDDEN_FOLDERS = (".git", ".cache")  # folders of tools beside a model
 
-_MAX_WHOLE_NBYTES = 1 << 30
+MAX_WHOLE_NBYTES = 1 << 30
 _BLOCK_NBYTES = 1 << 20
 
 Range = tuple[int, int]  # begin and end, in bytes from the start of the file
@@ -123,7 +125,7 @@ def read_config(file: InputFile, digest: str | None = None) -> dict[str, Any]:
     return parse_config(read_whole(file, digest, most_nbytes=MAX_CONFIG_NBYTES), str(file))
 
 
-def read_whole(file: InputFile, digest: str | None = None, *, most_nbytes: int = _MAX_WHOLE_NBYTES) -> bytes:
+def read_whole(file: InputFile, digest: str | None = None, *, most_nbytes: int = MAX_WHOLE_NBYTES) -> bytes:
     """Read a file of at most 1 GiB, and check its digest if one is passed; see `Blocks` for longer files.
 
     Raises:
@@ -185,8 +187,10 @@ class Blocks:
             _check_digest(self.file, self.expected, self.digest)
 
 
-def read_file_header(file: InputFile) -> Header:
+def read_file_header(file: InputFile, names: Mapping[str, str] = NO_NAMES) -> Header:
     """Read and check the header of a safetensors file, in two range requests and without its data.
+
+    Names are as in `parse_header`.
 
     Raises:
         ShardError: as `manifests.safetensors.read_header`.
@@ -196,7 +200,7 @@ def read_file_header(file: InputFile) -> Header:
     first = read_range(file, 0, min(LENGTH_NBYTES, file.nbytes))
     raw_nbytes = header_nbytes(first, file.nbytes, where)
     raw = read_range(file, LENGTH_NBYTES, LENGTH_NBYTES + raw_nbytes)
-    return parse_header(raw, data_nbytes=file.nbytes - LENGTH_NBYTES - raw_nbytes, where=where)
+    return parse_header(raw, data_nbytes=file.nbytes - LENGTH_NBYTES - raw_nbytes, where=where, names=names)
 
 
 def _listed_hasher(file: InputFile) -> hashlib._Hash | None:

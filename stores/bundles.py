@@ -11,19 +11,21 @@ from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from types import MappingProxyType
 
+from manifests.digest import DigestTable
 from manifests.errors import (
     InputError,
     ManifestError,
     ShardError,
     SourceError,
 )
+from manifests.headertext import NO_NAMES
 from manifests.models import module_of
-from manifests.safetensors import Header, in_data_order
+from manifests.safetensors import Header
 from manifests.schema import WEIGHTS, Holds, Manifest, OriginalFile, Shard, Span, Stage
 from manifests.slices import Slice, problem_with_slices, slices_in
 from manifests.store import check_shard, open_shard
+from manifests.tensortable import TensorTable
 from stores.base import SOURCE_CHANGED, Folder, InputFile, read_file_header
 from stores.headers import at_once
 from stores.local import LocalFolder
@@ -37,7 +39,7 @@ __all__ = ["Bundles", "TensorAt", "join_slices", "tensors_in"]
 class TensorAt:
     """The location of a tensor's bytes, or of a slice's: a region of the whole tensor that begins at `offset`.
 
-    `digest` is hex without a prefix; None if unknown.
+    `blake3` is its digest; None if unknown.
     """
 
     name: str
@@ -46,8 +48,13 @@ class TensorAt:
     file: InputFile
     begin: int  # from the start of the file, in bytes
     nbytes: int
-    digest: str | None = None
+    blake3: bytes | None = None
     part: Slice | None = None  # None: the whole tensor
+
+    @property
+    def digest(self) -> str | None:
+        """Its digest in hex, without a prefix."""
+        return None if self.blake3 is None else self.blake3.hex()
 
     @property
     def end(self) -> int:
@@ -62,31 +69,31 @@ class TensorAt:
         return self.shape if self.part is None else self.part.whole_shape
 
 
-def tensors_in(
-    file: InputFile,
-    header: Header,
-    digests: Mapping[str, str] | None = None,
-    names: Mapping[str, str] = MappingProxyType({}),
-) -> list[TensorAt]:
-    """Return a shard's tensors ordered by offset. Names in `names` are not duplicated in memory.
+def tensors_in(file: InputFile, header: Header, digests: DigestTable | None = None) -> list[TensorAt]:
+    """Return a shard's tensors ordered by offset; `digests` are in header order.
 
     Raises:
         ShardError: the header's description of slices is not valid.
     """
     slices = slices_in(header, str(file)) if digests is not None else {}
-    sizes: dict[int, int] = {}  # shares equal integers: there may be a million tensors
+    return _located(file, header.tensors, header.nbytes, digests, slices)
+
+
+def _located(
+    file: InputFile, table: TensorTable, first: int, digests: DigestTable | None, slices: Mapping[str, Slice]
+) -> list[TensorAt]:
     return [
         TensorAt(
-            names.get(entry.name, entry.name),
-            entry.dtype,
-            entry.shape,
+            name,
+            dtype,
+            shape,
             file,
-            header.nbytes + entry.begin,
-            sizes.setdefault(entry.nbytes, entry.nbytes),
-            digests[entry.name] if digests else None,
-            slices.get(entry.name),
+            first + begin,
+            nbytes,
+            None if digests is None else digests.raw(number),
+            slices.get(name),
         )
-        for entry in in_data_order(header.tensors)
+        for number, name, (dtype, shape, nbytes), begin in table.rows()
     ]
 
 
@@ -115,10 +122,13 @@ def join_slices(tensors: Iterable[TensorAt]) -> dict[str, tuple[TensorAt, ...]]:
 
 
 class Bundles:
-    """The bundles of the manifest in folder `root`. Files are opened and checked on demand, each once."""
+    """The bundles of the manifest in folder `root`. Files are opened and checked on demand, each once.
 
-    def __init__(self, manifest: Manifest, root: Path | Folder) -> None:
-        self.manifest = manifest
+    Names in `names` are the same objects as there, until it is cleared.
+    """
+
+    def __init__(self, manifest: Manifest, root: Path | Folder, names: Mapping[str, str] = NO_NAMES) -> None:
+        self.manifest, self.names = manifest, names
         self.root = LocalFolder(root) if isinstance(root, Path) else root
         self._folder: Folder | None = None
         self._originals: dict[int, list[TensorAt]] = {}
@@ -182,10 +192,15 @@ class Bundles:
 
     def _in_shard(self, shard: Shard) -> list[TensorAt]:
         if shard not in self._shards:
-            header = self._ahead.pop(shard).result() if shard in self._ahead else self._open_shard(shard)
             file = self.root.file(shard.path)
-            self._shards[shard] = tensors_in(file, header, header.digests(str(file)))
+            self._shards[shard] = _located(file, *self._read_shard(shard, str(file)))
         return self._shards[shard]
+
+    def _read_shard(self, shard: Shard, where: str) -> tuple[TensorTable, int, DigestTable, Mapping[str, Slice]]:
+        """Return a shard's tensors, where its data begins, and what its header says of them, but not its text."""
+        header = self._ahead.pop(shard).result() if shard in self._ahead else self._open_shard(shard)
+        first, header = header.nbytes, replace(header, raw=b"")
+        return header.tensors, first, header.digest_table(where), slices_in(header, where)
 
     def _open_shard(self, shard: Shard) -> Header:
         """Read a shard's header and check it against the manifest."""
@@ -193,9 +208,9 @@ class Bundles:
         if isinstance(self.root, LocalFolder):
             with suppress(InputError):  # if it is missing, `open_shard` reports it better
                 _ = file.nbytes  # records the file's state: later changes are refused
-            return open_shard(self.root.path, shard)
+            return open_shard(self.root.path, shard, self.names)
         check_shard(str(file), shard, file.nbytes)
-        header = read_file_header(file)
+        header = read_file_header(file, self.names)
         check_shard(str(file), shard, file.nbytes, header)
         return header
 
@@ -221,7 +236,7 @@ class Bundles:
 
     def _open_original(self, number: int) -> Header:
         assert self.manifest.virtual is not None
-        return _read_original(self.original_file(number), self.manifest.virtual.files[number])
+        return _read_original(self.original_file(number), self.manifest.virtual.files[number], self.names)
 
     def _names_on(self, stage: Stage, tensor: TensorAt) -> Sequence[str]:
         """Return the names of a tensor on a stage: its own, or those tied to it."""
@@ -238,11 +253,11 @@ class Bundles:
         return names
 
 
-def _read_original(file: InputFile, original: OriginalFile) -> Header:
+def _read_original(file: InputFile, original: OriginalFile, names: Mapping[str, str]) -> Header:
     """Read an original file's header and check that the file is unchanged since the manifest was written."""
     _expect(file, f"{original.nbytes} bytes", f"{file.nbytes} bytes")
     _expect(file, original.pin, file.fingerprint)
-    header = read_file_header(file)
+    header = read_file_header(file, names)
     _expect(file, f"header {original.digest}", f"header {header.digest}")
     return header
 

@@ -7,6 +7,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import TypeVar
 
+from manifests.headertext import NO_NAMES
 from manifests.safetensors import Header
 from stores.base import InputFile, read_file_header
 from stores.local import LocalFile
@@ -28,13 +29,15 @@ def read_file_headers(files: Iterable[InputFile]) -> dict[InputFile, Header]:
     return dict(each_file_header(files))
 
 
-def each_file_header(files: Iterable[InputFile]) -> Iterator[tuple[InputFile, Header]]:
+def each_file_header(
+    files: Iterable[InputFile], names: Mapping[str, str] = NO_NAMES
+) -> Iterator[tuple[InputFile, Header]]:
     """Yield each file and its header without storing them; files on this machine are read one at a time.
 
     Raises:
         InputError: as `read_file_headers`.
     """
-    return each_of(files, read_file_header)
+    return each_of(files, partial(read_file_header, names=names))
 
 
 def each_of(files: Iterable[InputFile], read_one: Callable[[InputFile], T]) -> Iterator[tuple[InputFile, T]]:

@@ -53,11 +53,13 @@ def fp8(shape: ModelShape, section: ConfigReader) -> ModelShape:
         problem = f"{odd[0]!r} is not the name of a module"
         hint = "patterns are not supported"
         raise section.error("modules_to_not_convert", problem, hint, code="config.unsupported-field")
-    tensors: dict[str, Shape] = {}
+    tensors, scales = dict[str, Shape](), dict[Shape, Shape]()  # one object for all of a shape: there may be a million
     for fqn, dims in shape.tensors.items():
         tensors[fqn] = dims
         if _is_linear(fqn, dims) and not (kept and kept & _dotted_parts(fqn.removesuffix(".weight"))):
-            tensors[f"{fqn}_scale_inv"] = (-(-dims[0] // block[0]), -(-dims[1] // block[1]))
+            if dims not in scales:
+                scales[dims] = (-(-dims[0] // block[0]), -(-dims[1] // block[1]))
+            tensors[f"{fqn}_scale_inv"] = scales[dims]
     return replace(
         shape,
         tensors=tensors,

@@ -158,7 +158,7 @@ def _report_ties(weights: Weights, shape: ModelShape, findings: Findings, progre
         if len({(tensor.dtype, tensor.shape) for tensor in stored}) != 1 or len(stored) < 2:
             continue  # one copy, or shapes that were reported
         try:
-            digests = hash_tensors([replace(tensor, digest=None) for tensor in stored], progress)
+            digests = hash_tensors([replace(tensor, blake3=None) for tensor in stored], progress)
         except (UserError, OSError):
             continue  # damage is reported where the file is read
         if len(set(digests)) > 1:

@@ -198,11 +198,12 @@ class BucketTarget:
         header = self.objects.completed(path, shard.nbytes, shard.header_nbytes)
         if header is None or not shard.with_digests:
             return header if header == shard.header else None
-        found = parse_header(header[8:], data_nbytes=shard.nbytes - len(header), where=path).digests(path)
-        if [*found] != [origin.name for origin in shard.origins]:
+        found = parse_header(header[8:], data_nbytes=shard.nbytes - len(header), where=path)
+        if found.tensors.names != [origin.name for origin in shard.origins]:
             return None
-        is_known = all(origin.digest in (None, found[origin.name]) for origin in shard.origins)
-        return header if is_known and b"".join(shard.header_blocks(found.values())) == header else None
+        digests = found.digest_table(path)
+        is_known = all(origin.digest in (None, digest) for origin, digest in zip(shard.origins, digests, strict=True))
+        return header if is_known and b"".join(shard.header_blocks(digests)) == header else None
 
 
 def read_twice(shards: Iterable[OutputShard], out: Address) -> list[TensorAt]:
@@ -212,4 +213,4 @@ def read_twice(shards: Iterable[OutputShard], out: Address) -> list[TensorAt]:
 
 def _without_digest(shard: OutputShard) -> list[TensorAt]:
     """Return the tensors to hash before a shard is uploaded, since its header comes first and has their digests."""
-    return [origin for origin in shard.origins if origin.digest is None] if shard.with_digests else []
+    return [origin for origin in shard.origins if origin.blake3 is None] if shard.with_digests else []

@@ -82,7 +82,7 @@ def copy_run(run: Run, readers: Mapping[InputFile, Reader], progress: ByteCounte
                 hasher.update(buffer[part.begin : part.end])
                 if part.is_last:
                     digests += hasher.digest()
-                    if run.verifies and part.origin.digest is not None:
+                    if run.verifies and part.origin.blake3 is not None:
                         check_digest(part.origin, hasher.hexdigest())
                     hasher = Hasher()
             begin, end = parts[0].begin, parts[-1].end

@@ -22,10 +22,12 @@ class Difference(NamedTuple):
     problem: str
 
 
-def hash_each(tensors: Sequence[TensorAt], progress: ByteCounter, differences: list[Difference]) -> list[str | None]:
+def hash_each(
+    tensors: Sequence[TensorAt], progress: ByteCounter, differences: list[Difference]
+) -> Sequence[str | None]:
     """Hash all tensors; one that cannot be read is added to `differences` and gets None."""
     try:
-        return list(hash_tensors(tensors, progress))
+        return hash_tensors(tensors, progress)
     except (InputError, OSError):
         found: list[str | None] = []
         for tensor in tensors:

@@ -101,7 +101,7 @@ def nbytes_to_hash(a: Checkpoint, b: Checkpoint, *, reads_bytes: bool = False) -
     """Return an estimate of the bytes to read for digests."""
     found = (_tensors(checkpoint, holds) for checkpoint in (a, b) for holds in (WEIGHTS, *MOMENTS))
     return sum(
-        tensor.nbytes for tensors in found for tensor in tensors.values() if reads_bytes or tensor.digest is None
+        tensor.nbytes for tensors in found for tensor in tensors.values() if reads_bytes or tensor.blake3 is None
     )
 
 
@@ -111,7 +111,7 @@ def _tensors(checkpoint: Checkpoint, holds: Holds) -> Mapping[str, TensorAt]:
 
 def _are_same_slices(a: TensorAt, b: TensorAt) -> bool:
     """Whether two tensors are sliced alike with equal digests, so that neither must be read."""
-    left, right = ([(one.dtype, one.part, one.digest) for one in slices_of(tensor)] for tensor in (a, b))
+    left, right = ([(one.dtype, one.part, one.blake3) for one in slices_of(tensor)] for tensor in (a, b))
     return len(left) > 1 and left == right
 
 
@@ -124,13 +124,15 @@ def _with_digests(
 ) -> Mapping[str, TensorAt]:
     """Return the tensors with digests, computed for all but those that are known to be equal."""
     unknown = [
-        tensor for tensor in tensors.values() if (reads_bytes or tensor.digest is None) and tensor.name not in same
+        tensor for tensor in tensors.values() if (reads_bytes or tensor.blake3 is None) and tensor.name not in same
     ]
     found = hash_tensors(unknown, progress)
     for tensor, digest in zip(unknown, found, strict=True):
         check_digest(tensor, digest)
-    digests = dict(zip((tensor.name for tensor in unknown), found, strict=True))
-    return {fqn: replace(tensor, digest=digests.get(fqn, tensor.digest)) for fqn, tensor in tensors.items()}
+    computed = {tensor.name: found.raw(number) for number, tensor in enumerate(unknown) if tensor.blake3 is None}
+    return {
+        fqn: replace(tensor, blake3=computed[fqn]) if fqn in computed else tensor for fqn, tensor in tensors.items()
+    }
 
 
 def _compare(holds: Holds, fqn: str, a: TensorAt | None, b: TensorAt | None) -> TensorDifference | None:
@@ -138,7 +140,7 @@ def _compare(holds: Holds, fqn: str, a: TensorAt | None, b: TensorAt | None) -> 
         problem = f"only in {'A' if b is None else 'B'}"
     elif (a.dtype, a.shape) != (b.dtype, b.shape):
         problem = f"{a.dtype} {list(a.shape)} in A, {b.dtype} {list(b.shape)} in B"
-    elif a.digest != b.digest:
+    elif a.blake3 != b.blake3:
         problem = "bytes differ"
     else:
         return None

@@ -23,7 +23,7 @@ from reshard.plans.pack_plan import GivenHeader, OutputShard
 from reshard.sources.config import with_dtype
 from reshard.sources.huggingface import CONFIG_NAME
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, TensorAt
-from reshard.tensors.lazy import MemoryFile
+from reshard.tensors.lazy import MadeFile, MemoryFile
 from reshard.tensors.source_index import KeptText, RecordedShard, index_anew, lay_out_anew
 from reshard.transforms.cast import STORED, ExportDtype, cast_checkpoint, casts_in
 from stores.address import is_inside, is_url, place_of
@@ -55,8 +55,12 @@ def plan_export(checkpoint: Checkpoint) -> tuple[OutputShard, ...]:
     one, in the same order. A shard without remaining tensors (`--drop`) is not written.
     """
     dropped = set(checkpoint.record.dropped)
-    shards = ((recorded, {entry.name for entry in recorded.header.tensors}) for recorded in checkpoint.record.shards)
-    return tuple(_shard(recorded, checkpoint) for recorded, names in shards if not names or names - dropped)
+    planned = []
+    for recorded in checkpoint.record.shards:
+        names = recorded.header.tensors.names
+        if not names or not dropped.issuperset(names):
+            planned.append(_shard(recorded, checkpoint))
+    return tuple(planned)
 
 
 def export_huggingface(
@@ -93,9 +97,9 @@ def export_huggingface(
     ) as target:
         copied = copy_files([item for item in checkpoint.auxiliary if item is not config], target)
         written = target.write_shards(shards, options or WriteOptions())
-        index = _index_text(checkpoint, shards)
+        index = _index_of(checkpoint, shards)
         if index is not None:
-            target.put(INDEX_NAME, index.encode())
+            target.copy(INDEX_NAME, MadeFile(INDEX_NAME, sum(map(len, index.blocks())), index.blocks))
         check_unchanged(shards, checkpoint.auxiliary)
         if isinstance(target, BucketTarget):
             record_exported_objects(target.objects, names)
@@ -149,15 +153,15 @@ def _tensor(checkpoint: Checkpoint, fqn: str) -> TensorAt:
     return checkpoint.tensors[fqn]
 
 
-def _index_text(checkpoint: Checkpoint, shards: tuple[OutputShard, ...]) -> str | None:
+def _index_of(checkpoint: Checkpoint, shards: tuple[OutputShard, ...]) -> KeptText | None:
     """Return the original index, or a new one if sizes or tensors changed."""
-    text = checkpoint.record.index_text
-    if text is None:
+    index = checkpoint.record.index
+    if index is None:
         return None
     recorded = (entry.nbytes for shard in checkpoint.record.shards for entry in shard.header.tensors)
     now = (origin.nbytes for shard in shards for origin in shard.origins)
     is_same = all(one == other for one, other in zip_longest(recorded, now))
-    return text if is_same else index_anew(text, {shard.path: shard.entries for shard in shards})
+    return index if is_same else index_anew(index, {shard.path: shard.entries for shard in shards})
 
 
 def _with_config_for(checkpoint: Checkpoint, dtype: ExportDtype) -> Checkpoint:

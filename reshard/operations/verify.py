@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from manifests.digest import PREFIX
 from manifests.errors import InputError, UsageError
+from manifests.headertext import NO_NAMES
 from manifests.invariants import SOURCE_NAME
 from manifests.models import ModelShape, module_of
 from manifests.schema import MOMENTS, WEIGHTS, Holds, Manifest, Stage
 from reshard.copy.runs import ByteCounter
 from reshard.operations.compare import Difference, differences_from, hash_each, missing_from
-from reshard.operations.index_check import index_differences
+from reshard.operations.index_check import index_differences, read_own_index
 from reshard.operations.signature import Signature, check_signature
-from reshard.sources.bundles import open_manifest
+from reshard.sources.bundles import describe, open_described
+from reshard.sources.weight_map import ShardIndex
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, TensorAt
 from reshard.tensors.slices import merge_slices
-from reshard.tensors.source_index import decode_record
-from stores.base import Blocks, Folder, check_whole, read_whole
+from stores.base import Blocks, Folder, check_whole
 from stores.bundles import Bundles, join_slices
 from stores.manifest_file import Address, find_manifest_file
 
@@ -80,36 +82,45 @@ def verify_manifest(
     file = find_manifest_file(address)
     manifest, digest = file.read()
     signature = None if options.signature is None else check_signature(file, digest, options.signature)
-    stages, bundles = _choose(manifest, options.stages), Bundles(manifest, file.folder)
+    stages, described = _choose(manifest, options.stages), None
+    with suppress(InputError):  # reported at the end, if nothing else is
+        described = describe(file, manifest, digest)
+    bundles = Bundles(manifest, file.folder, described.names if described else NO_NAMES)
+    index = read_own_index(manifest, file.folder, bundles.names)
     bundles.read_ahead(stages, (WEIGHTS, *MOMENTS))
     differences: list[Difference] = []
     kinds = {holds: _read_headers(bundles, stages, holds, differences) for holds in (WEIGHTS, *MOMENTS)}
-    of_index = [] if differences else list(index_differences(manifest, file.folder, stages, kinds[WEIGHTS]))
+    of_index = [index] if isinstance(index, Difference) else []
+    if isinstance(index, ShardIndex) and not differences:
+        of_index += index_differences(index, manifest, file.folder, stages, kinds[WEIGHTS])
+    index, bundles.names = None, NO_NAMES
     tensors = [tensor for found in kinds.values() for tensor in found]
-    compared = [tensor for tensor in tensors if options.against or (tensor.digest and not options.quick)]
-    digests = dict(zip(compared, hash_each(compared, progress, differences), strict=True))
-    differences += _unlike_their_digests(digests)
+    compared = [tensor for tensor in tensors if options.against or (tensor.blake3 and not options.quick)]
+    digests = hash_each(compared, progress, differences)
+    differences += _unlike_their_digests(compared, digests)
     differences += _unlike_their_files(manifest, file.folder)
     num_beyond = 0
     if options.against is not None:
+        known = dict(zip(compared, digests, strict=True))
         for holds, found in kinds.items():
             expected = options.against.tensors if holds == WEIGHTS else options.against.moments.get(holds)
             if expected is None:  # a source without optimizer state
                 num_beyond += len({tensor.name for tensor in found})
                 continue
-            stored = _whole(found, digests, differences, progress)
+            stored = _whole(found, known, differences, progress)
             differences += differences_from(expected, stored, manifest.ties, progress)
-            wanted = _wanted(expected, options.against.shape, stages, manifest, file.folder)
+            dropped = described.record.dropped if described else ()
+            wanted = _wanted(expected, options.against.shape, stages, manifest, dropped)
             differences += missing_from({tensor.name for tensor in found}, list(wanted), manifest.ties)
         differences += _unlike_files_of(options.against, manifest, file.folder)
     if not differences and options.stages is None:
         try:
-            open_manifest(file, bundles)
+            open_described(described or describe(file, manifest, digest), bundles)
         except InputError as error:  # an incomplete model, its files intact
             differences, of_index = [Difference(error.where, error.problem)], []
     differences += of_index
     return VerifyResult(
-        num_tensors=len({(holds, tensor.name) for holds, found in kinds.items() for tensor in found}),
+        num_tensors=sum(len({tensor.name for tensor in found}) for found in kinds.values()),
         nbytes=sum(tensor.nbytes for tensor in tensors),
         compared_nbytes=sum(tensor.nbytes for tensor in compared),
         source=options.against.location if options.against else None,
@@ -168,9 +179,9 @@ def _whole(
     return whole | dict(zip(merged, hash_each(merged, progress, differences), strict=True))
 
 
-def _unlike_their_digests(digests: Mapping[TensorAt, str | None]) -> Iterator[Difference]:
-    for tensor, found in digests.items():
-        if None not in (found, tensor.digest) and found != tensor.digest:
+def _unlike_their_digests(tensors: Sequence[TensorAt], digests: Sequence[str | None]) -> Iterator[Difference]:
+    for tensor, found in zip(tensors, digests, strict=True):
+        if None not in (found, tensor.blake3) and found != tensor.digest:
             problem = f"expected {PREFIX}{tensor.digest}, found {PREFIX}{found}"
             yield Difference(f"{tensor.file}: {tensor.name!r}", problem)
 
@@ -206,13 +217,14 @@ def _digest_of(auxiliary: AuxiliaryAt) -> str:
 
 
 def _wanted(
-    tensors: Mapping[str, TensorAt], shape: ModelShape, stages: Sequence[Stage], manifest: Manifest, folder: Folder
+    tensors: Mapping[str, TensorAt],
+    shape: ModelShape,
+    stages: Sequence[Stage],
+    manifest: Manifest,
+    dropped: Collection[str],
 ) -> Iterator[TensorAt]:
     """Yield the source's tensors that belong to these stages, except those that were dropped or are recomputed."""
-    try:
-        dropped = set(decode_record(read_whole(folder.file(SOURCE_NAME))).dropped)
-    except InputError:  # already reported as a difference
-        dropped = set()
+    dropped = set(dropped)
     modules = {module for stage in stages for module in stage.modules}
     is_all = len(stages) == len(manifest.stages)
     for fqn, tensor in tensors.items():

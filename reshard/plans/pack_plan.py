@@ -98,7 +98,7 @@ class OutputShard:
         return self.given is None
 
     @property
-    def entries(self) -> tuple[TensorEntry, ...]:
+    def entries(self) -> Sequence[TensorEntry]:
         if self.given is None:
             return layout_tensors(_kinds_of(self.origins))
         return parse_header(self.given.kept.text, data_nbytes=None, where=self.path).tensors

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from manifests.errors import ManifestError, ShardError
+from manifests.headertext import NO_NAMES
 from manifests.index import INDEX_NAME
 from manifests.invariants import SOURCE_NAME, check_model
 from manifests.models import ModelShape, is_sized_by_files, model_shape, module_of
-from manifests.safetensors import in_data_order
 from manifests.schema import MODEL_CARD_NAME, MOMENTS, WEIGHTS, AuxiliaryFile, Holds, Manifest, Parent, Stage
 from reshard.copy.engine import hash_tensors
 from reshard.sources.huggingface import CONFIG_NAME, check_coverage, without_absent
@@ -17,19 +17,34 @@ from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles, T
 from reshard.tensors.lazy import MemoryFile
 from reshard.tensors.model_card import has_section, without_section
 from reshard.tensors.slices import merge_slices, slices_of
-from reshard.tensors.source_index import SourceRecord, decode_record
+from reshard.tensors.source_index import SourceRecord, read_record
 from stores.base import Folder, read_config, read_whole
 from stores.bundles import Bundles, join_slices
 from stores.manifest_file import Address, ManifestFile, find_manifest_file
 
-__all__ = ["open_manifest"]
+__all__ = ["Described", "describe", "open_described", "open_manifest"]
 
 
-def open_manifest(address: Address | ManifestFile, bundles: Bundles | None = None) -> Checkpoint:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Described:
+    """What a manifest and its auxiliary files say of the model, before any shard is read."""
+
+    file: ManifestFile
+    manifest: Manifest
+    digest: str  # of the manifest's file
+    record: SourceRecord
+    shape: ModelShape
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The names of the model's tensors, for headers to share: a million take 100 MB."""
+        return {fqn: fqn for fqn in self.shape.tensors}
+
+
+def open_manifest(address: Address | ManifestFile) -> Checkpoint:
     """Read a manifest's headers and check that they cover the model exactly, including optimizer state if any.
 
-    Tensors are in the order of the original source, whatever the stages are. Headers that `bundles` of this
-    manifest have already read are not read again.
+    Tensors are in the order of the original source, whatever the stages are.
 
     Raises:
         ManifestError: the manifest is invalid, or does not match its auxiliary files or shards.
@@ -38,7 +53,20 @@ def open_manifest(address: Address | ManifestFile, bundles: Bundles | None = Non
         SourceError: a tensor is missing.
     """
     file = address if isinstance(address, ManifestFile) else find_manifest_file(address)
-    manifest, digest = file.read()
+    described = describe(file, *file.read())
+    bundles = Bundles(described.manifest, file.folder, described.names)
+    bundles.read_ahead(described.manifest.stages, (WEIGHTS, *MOMENTS))
+    return open_described(described, bundles)
+
+
+def describe(file: ManifestFile, manifest: Manifest, digest: str) -> Described:
+    """Read a manifest's config and source.json, and check that they are those of its stages.
+
+    Raises:
+        ManifestError: the manifest does not match its auxiliary files.
+        ModelError: config.json is invalid or unsupported.
+        SourceError: one of the two does not match its digest.
+    """
     folder = file.folder
     small = {auxiliary.path: auxiliary for auxiliary in manifest.files}
     for needed in (CONFIG_NAME, SOURCE_NAME):
@@ -46,37 +74,43 @@ def open_manifest(address: Address | ManifestFile, bundles: Bundles | None = Non
             raise ManifestError(f"{file}: files", f"{needed} is not listed", code="manifest.missing-file")
     config_file, record_file = folder.file(CONFIG_NAME), folder.file(SOURCE_NAME)
     config = read_config(config_file, small[CONFIG_NAME].digest)
-    record = decode_record(read_whole(record_file, small[SOURCE_NAME].digest), str(record_file))
+    record = read_record(record_file, small[SOURCE_NAME].digest)
     description = manifest.model.description
     needs_files = is_sized_by_files(config, str(config_file), description)
     stored_names = record.stored(str(record_file)) if needs_files else None
     shape = model_shape(config, str(config_file), stored_names, description)
     check_model(manifest, shape, str(file))
     _check_files(manifest.files, record, str(file))
-    if bundles is None:
-        bundles = Bundles(manifest, folder)
-        bundles.read_ahead(manifest.stages, (WEIGHTS, *MOMENTS))
+    return Described(file=file, manifest=manifest, digest=digest, record=record, shape=shape)
+
+
+def open_described(described: Described, bundles: Bundles) -> Checkpoint:
+    """Read the headers of a described manifest that its `bundles` have not read yet; see `open_manifest`."""
+    file, manifest, record = described.file, described.manifest, described.record
     originals = _open_originals(bundles, record, str(file))
     stored = _stored_tensors(bundles, WEIGHTS, str(file))
-    shape = without_absent(shape, stored)
+    shape = without_absent(described.shape, stored)
     _check_ties(manifest, stored, str(file))
-    tensors, record = _tensors_of_source(manifest, stored, record, shape)
+    tensors, record = _tensors_of_source(bundles, stored, record, shape)
     _check_strays(manifest, stored, tensors, str(file))
+    del stored
     check_coverage(tensors, shape, str(file))
     moments = {}
     if manifest.training and manifest.training.optimizer:
         moments = {holds: _moments(bundles, holds, record, shape) for holds in MOMENTS}
+    bundles.names = NO_NAMES
+    folder = file.folder
     return Checkpoint(
         shape=shape,
         tensors=tensors,
         auxiliary=tuple(_auxiliary_at(folder, listed) for listed in manifest.files if listed.path != SOURCE_NAME),
         record=record,
         source=manifest.source,
-        parents=(*manifest.parents, Parent(location=folder.location, digest=digest)),
+        parents=(*manifest.parents, Parent(location=folder.location, digest=described.digest)),
         manifest=manifest,
         originals=originals,
         moments=moments,
-        description=description,
+        description=manifest.model.description,
     )
 
 
@@ -96,7 +130,7 @@ def _moments(bundles: Bundles, holds: Holds, record: SourceRecord, shape: ModelS
     trained = replace(shape, tensors=parameters, ignored_suffixes=())
     stored = _stored_tensors(bundles, holds, where)
     _check_ties(bundles.manifest, stored, where)
-    tensors, _ = _tensors_of_source(bundles.manifest, stored, record, trained)
+    tensors, _ = _tensors_of_source(bundles, stored, record, trained)
     _check_strays(bundles.manifest, stored, tensors, where)
     check_coverage(tensors, trained, where)
     return tensors
@@ -132,29 +166,39 @@ def _stored_tensors(bundles: Bundles, holds: Holds, where: str) -> dict[str, Ten
     """Return every stored tensor of one kind, after checking that each is on the stage of its module."""
     tensors: dict[str, TensorAt] = {}
     for stage in bundles.manifest.stages:
-        modules, here = frozenset(stage.modules), bundles.tensors_on(stage, holds)
-        for name, parts in join_slices(here).items():
-            if module_of(name, modules) is None:
+        modules, here, num_before = frozenset(stage.modules), bundles.tensors_on(stage, holds), len(tensors)
+        for tensor in _whole_tensors(here, tensors):
+            if module_of(tensor.name, modules) is None:
                 raise ShardError(
-                    f"{parts[0].file}: {name!r}",
+                    f"{tensor.file}: {tensor.name!r}",
                     f"belongs to no module of stage {stage.index}",
                     code="shard.wrong-stage",
                 )
-            if name in tensors:
-                raise ShardError(f"{parts[0].file}: {name!r}", "is in two shards", code="shard.tensor-twice")
-            tensors[name] = merge_slices(parts)
+            tensors[tensor.name] = tensor
         if holds == WEIGHTS:
-            _check_counts(stage, here, f"{where}: stages[{stage.index}]")
+            _check_counts(stage, here, len(tensors) - num_before, f"{where}: stages[{stage.index}]")
     return tensors
 
 
-def _check_counts(stage: Stage, tensors: list[TensorAt], where: str) -> None:
-    # Two tied names may share bytes of an original file, and one tensor may have several slices.
-    sizes = {(tensor.file, tensor.begin, tensor.name if stage.shards else ""): tensor.nbytes for tensor in tensors}
-    num_tensors = len({tensor.name for tensor in tensors}) if stage.shards else len(sizes)
+def _whole_tensors(here: Sequence[TensorAt], known: Mapping[str, TensorAt]) -> Iterator[TensorAt]:
+    """Yield the tensors of a stage, slices merged, unless one is `known`, which the caller extends with each."""
+    are_whole = all(tensor.part is None for tensor in here)
+    for tensor in here if are_whole else map(merge_slices, join_slices(here).values()):
+        if tensor.name in known:
+            join_slices(here)  # raises if this stage has it twice
+            raise ShardError(f"{tensor.file}: {tensor.name!r}", "is in two shards", code="shard.tensor-twice")
+        yield tensor
+
+
+def _check_counts(stage: Stage, tensors: Sequence[TensorAt], num_names: int, where: str) -> None:
+    if stage.shards:
+        num_tensors, nbytes = num_names, sum(tensor.nbytes for tensor in tensors)
+    else:  # two tied names may share bytes of an original file
+        sizes = {(tensor.file, tensor.begin): tensor.nbytes for tensor in tensors}
+        num_tensors, nbytes = len(sizes), sum(sizes.values())
     for name, expected, found in (
         ("num_tensors", num_tensors, stage.num_tensors),
-        ("nbytes", sum(sizes.values()), stage.nbytes),
+        ("nbytes", nbytes, stage.nbytes),
     ):
         if found != expected:
             raise ManifestError(
@@ -195,30 +239,31 @@ def _digests_of(copies: Sequence[TensorAt]) -> Sequence[str | None]:
 
 
 def _tensors_of_source(
-    manifest: Manifest, stored: Mapping[str, TensorAt], record: SourceRecord, shape: ModelShape
+    bundles: Bundles, stored: Mapping[str, TensorAt], record: SourceRecord, shape: ModelShape
 ) -> tuple[dict[str, TensorAt], SourceRecord]:
     """Return the tensors that the source stored, in its order, and the record without those that training dropped.
 
     Training stores one copy of a tied weight per rank, and no tensor that the model recomputes.
     """
-    owners = {replica.fqn: group.owner.fqn for group in manifest.ties for replica in group.replicas}
+    owners = {replica.fqn: group.owner.fqn for group in bundles.manifest.ties for replica in group.replicas}
     tensors, gone = {}, []
-    for recorded in _names_in_order(record):
+    for recorded in _names_in_order(record, bundles.names):
         name = shape.fqn_of(recorded)
         at = stored.get(name) or stored.get(owners.get(name, name))
         if at is not None:
-            tensors[name] = at if at.name == name else replace(at, name=name)
-        elif manifest.training and name not in shape.tensors:
+            at = at if at.name == name else replace(at, name=name)
+            tensors[at.name] = at
+        elif bundles.manifest.training and name not in shape.tensors:
             gone.append(recorded)
     return tensors, replace(record, dropped=(*record.dropped, *gone))
 
 
-def _names_in_order(record: SourceRecord) -> Iterable[str]:
+def _names_in_order(record: SourceRecord, names: Mapping[str, str]) -> Iterator[str]:
     dropped = set(record.dropped)
     for shard in record.shards:
-        for entry in in_data_order(shard.header.tensors):
-            if entry.name not in dropped:
-                yield entry.name
+        for _, name, _, _ in shard.header_of(names).tensors.rows():
+            if name not in dropped:
+                yield name
 
 
 def _check_strays(

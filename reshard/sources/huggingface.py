@@ -308,8 +308,8 @@ def _each_shard(
         for name, (file, tensors) in zip(shards.names, each_of(files, read_archive), strict=True):
             yield file, recorded_as_safetensors(name, tensors), tensors
     else:
-        for name, (file, header) in zip(shards.names, each_file_header(files), strict=True):
-            yield file, RecordedShard(name, header.raw), tensors_in(file, header, names=names)
+        for name, (file, header) in zip(shards.names, each_file_header(files, names), strict=True):
+            yield file, RecordedShard(name, header.raw), tensors_in(file, header)
 
 
 def drop_tensors(tensors: dict[str, TensorAt], drop: frozenset[str], shape: ModelShape | None) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 
@@ -39,4 +38,4 @@ def recorded_as_safetensors(name: str, tensors: Sequence[TensorAt]) -> RecordedS
 def index_of(shards: Sequence[RecordedShard]) -> KeptText:
     """Return the index that an export of these files writes."""
     entries = {shard.name: shard.header.tensors for shard in shards}
-    return KeptText(index_anew(json.dumps({}), entries).encode())
+    return index_anew(None, entries)

@@ -25,10 +25,18 @@ _AFTER = re.compile(rb"(?:," + _S + _METADATA + rb")?\}" + _S + rb"\Z")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardIndex:
-    """The file of each tensor, and whether there is `metadata`, which transformers reads of every index."""
+    """The file of each tensor, and `metadata`, which transformers reads of every index; None if there is none."""
 
     weight_map: dict[str, str]
-    has_metadata: bool
+    metadata: object = None
+
+    @property
+    def has_metadata(self) -> bool:
+        return self.metadata is not None
+
+    @property
+    def total_size(self) -> object:
+        return self.metadata.get("total_size") if isinstance(self.metadata, dict) else None
 
 
 def read_shard_index(raw: bytes, where: str, names: Mapping[str, str]) -> ShardIndex:
@@ -49,7 +57,7 @@ def read_shard_index(raw: bytes, where: str, names: Mapping[str, str]) -> ShardI
         if not isinstance(listed, str):
             place = f"{where}: weight_map[{fqn[:80]!r}]"
             raise SourceError(place, f"expected a file name, found {kind_of(listed)}", code="source.bad-index")
-    return ShardIndex(weight_map=weight_map, has_metadata="metadata" in document)
+    return ShardIndex(weight_map=weight_map, metadata=document.get("metadata"))
 
 
 def _read_pairs(raw: bytes, where: str, names: Mapping[str, str]) -> ShardIndex | None:
@@ -76,5 +84,5 @@ def _read_pairs(raw: bytes, where: str, names: Mapping[str, str]) -> ShardIndex 
     if after is None or count > len(found) or (before["metadata"] and after["metadata"]):
         return None
     metadata = before["metadata"] or after["metadata"]
-    parse_json_object(metadata or b"{}", f"{where}: metadata")
-    return ShardIndex(weight_map=found, has_metadata=metadata is not None)
+    said = None if metadata is None else parse_json_object(metadata, f"{where}: metadata")
+    return ShardIndex(weight_map=found, metadata=said)

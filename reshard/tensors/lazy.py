@@ -98,7 +98,7 @@ def derive(tensor: TensorAt, dtype: str, how: str, origins: tuple[TensorAt, ...]
     """Return a tensor of the same name and shape with computed bytes, whose digest is not known yet."""
     nbytes = nbytes_of(dtype, tensor.shape)
     file = DerivedFile(how, origins, nbytes, make)
-    return replace(tensor, dtype=dtype, file=file, begin=0, nbytes=nbytes, digest=None)
+    return replace(tensor, dtype=dtype, file=file, begin=0, nbytes=nbytes, blake3=None)
 
 
 def stored_nbytes(tensor: TensorAt) -> int:
@@ -119,10 +119,10 @@ def read_blocks(tensor: TensorAt, step: int = STEP_NBYTES) -> Iterator[memoryvie
         for begin in range(tensor.begin, tensor.end, step):
             block = buffer[: min(step, tensor.end - begin)]
             reader.read_into(block, begin)
-            if tensor.digest is not None:
+            if tensor.blake3 is not None:
                 hasher.update(block)
             yield block
-    if tensor.digest is not None:
+    if tensor.blake3 is not None:
         check_digest(tensor, hasher.hexdigest())
 
 

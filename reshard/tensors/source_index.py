@@ -9,13 +9,14 @@ from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from manifests.digest import digest_bytes
+from manifests.digest import digest_pieces
 from manifests.errors import InputError, ManifestError
 from manifests.index import INDEX_NAME
 from manifests.jsontext import parse_json_object
 from manifests.models import StoredTensors
 from manifests.paths import problem_with_path
 from manifests.safetensors import Header, TensorEntry, layout_tensors, parse_header
+from stores.base import MAX_WHOLE_NBYTES, Blocks, InputFile, read_whole
 
 __all__ = [
     "SUFFIX",
@@ -26,6 +27,7 @@ __all__ = [
     "encode_record",
     "index_anew",
     "lay_out_anew",
+    "read_record",
     "record_blocks",
 ]
 
@@ -62,14 +64,22 @@ class KeptText:
     def text(self) -> bytes:
         return zlib.decompress(self._packed)
 
+    def blocks(self) -> Iterator[bytes]:
+        """Yield the text in pieces."""
+        unpacker, rest = zlib.decompressobj(), self._packed
+        while rest:
+            yield unpacker.decompress(rest, _PIECE_NBYTES)
+            rest = unpacker.unconsumed_tail
+        if last := unpacker.flush():
+            yield last
+
     def as_json(self) -> Iterator[bytes]:
         """Yield the text as a JSON string, in pieces."""
-        unpacker, decoder, rest = zlib.decompressobj(), getincrementaldecoder("utf-8")(), self._packed
+        decoder = getincrementaldecoder("utf-8")()
         yield b'"'
-        while rest:
-            yield json.dumps(decoder.decode(unpacker.decompress(rest, _PIECE_NBYTES)))[1:-1].encode()
-            rest = unpacker.unconsumed_tail
-        yield json.dumps(decoder.decode(unpacker.flush(), final=True))[1:-1].encode() + b'"'
+        for block in self.blocks():
+            yield json.dumps(decoder.decode(block))[1:-1].encode()
+        yield json.dumps(decoder.decode(b"", final=True))[1:-1].encode() + b'"'
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -88,12 +98,16 @@ class RecordedShard:
     def digest(self) -> str:
         """As `Header.digest`, without parsing."""
         text = self.kept.text
-        return digest_bytes(len(text).to_bytes(8, "little") + text)
+        return digest_pieces((len(text).to_bytes(8, "little"), text))
 
     @property
     def header(self) -> Header:
         """The header, parsed on each access, so that not all tables are in memory."""
-        return parse_header(self.kept.text, data_nbytes=None, where=f"source.json: {self.name}")
+        return self.header_of({})
+
+    def header_of(self, names: Mapping[str, str]) -> Header:
+        """Return the header, with names as `parse_header`."""
+        return parse_header(self.kept.text, data_nbytes=None, where=f"source.json: {self.name}", names=names)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,10 +128,6 @@ class SourceRecord:
         return StoredTensors(
             tensors={entry.name: entry.shape for entry in entries if entry.name not in gone}, where=where
         )
-
-    @property
-    def index_text(self) -> str | None:
-        return None if self.index is None else self.index.text.decode()
 
 
 def encode_record(record: SourceRecord) -> bytes:
@@ -141,20 +151,36 @@ def record_blocks(record: SourceRecord) -> Iterator[bytes]:
     yield f',\n "dropped": {dropped}\n}}\n'.encode()
 
 
+def read_record(file: InputFile, digest: str | None = None) -> SourceRecord:
+    """Read source.json, a block at a time, and check its digest if one is passed.
+
+    Raises:
+        ManifestError: not a valid source.json, or another version.
+        SourceError: it is too large, or has another digest.
+        InputError: it cannot be read.
+    """
+    is_short = file.nbytes <= MAX_WHOLE_NBYTES
+    record = _read_usual(bytes(block) for block in Blocks(file, digest)) if is_short else None
+    if record is None:  # refused, or formatted otherwise
+        return decode_record(read_whole(file, digest), str(file))
+    _check_names(record, str(file))
+    return record
+
+
 def decode_record(text: bytes, where: str = "source.json") -> SourceRecord:
-    """Read source.json.
+    """Read the text of source.json.
 
     Raises:
         ManifestError: not a valid source.json, or another version.
     """
-    record = _read_usual(text) or _read_json(text, where)
+    record = _read_usual((text,)) or _read_json(text, where)
     _check_names(record, where)
     return record
 
 
-def _read_usual(text: bytes) -> SourceRecord | None:
-    """Read a text as `record_blocks` writes it, in pieces: it may be of 200 MB. None: it is formatted otherwise."""
-    rest, shards = _Text(text), list[RecordedShard]()
+def _read_usual(blocks: Iterable[bytes]) -> SourceRecord | None:
+    """Read a text as `record_blocks` writes it, in pieces: it may be of 300 MB. None: it is formatted otherwise."""
+    rest, shards = _Text(blocks), list[RecordedShard]()
     try:
         rest.expect(_BEGIN)
         while rest.skip(b",\n  {" if shards else b"\n  {"):
@@ -166,7 +192,7 @@ def _read_usual(text: bytes) -> SourceRecord | None:
         rest.expect(b'\n ],\n "index": ' if shards else b'],\n "index": ')
         index = None if rest.skip(b"null") else KeptText(rest.string())
         rest.expect(b',\n "dropped": ')
-        fields = parse_json_object(b'{"dropped": %b' % text[rest.at :], "source.json")
+        fields = parse_json_object(b'{"dropped": %b' % rest.rest(), "source.json")
     except (ValueError, InputError):
         return None
     dropped = fields["dropped"]
@@ -180,15 +206,28 @@ def _read_usual(text: bytes) -> SourceRecord | None:
 
 
 class _Text:
-    """A JSON text, read from `at` on; raises ValueError where it is not as expected."""
+    """A JSON text in blocks, read from front to back; raises ValueError where it is not as expected."""
 
-    def __init__(self, text: bytes) -> None:
-        self.text, self.at = text, 0
+    def __init__(self, blocks: Iterable[bytes]) -> None:
+        self._blocks, self._block, self._at = iter(blocks), b"", 0
+
+    def rest(self) -> bytes:
+        return b"".join((self._block[self._at :], *self._blocks))
 
     def skip(self, expected: bytes) -> bool:
-        found = self.text.startswith(expected, self.at)
-        self.at += len(expected) if found else 0
+        while len(self._block) - self._at < len(expected) and self._read_more():
+            pass
+        found = self._block.startswith(expected, self._at)
+        self._at += len(expected) if found else 0
         return found
+
+    def _read_more(self) -> bool:
+        """Append the next block to what is left; return whether there was one."""
+        following = next(self._blocks, None)
+        if following is None:
+            return False
+        self._block, self._at = self._block[self._at :] + following, 0
+        return True
 
     def expect(self, expected: bytes) -> None:
         if not self.skip(expected):
@@ -198,10 +237,12 @@ class _Text:
         """Yield an ASCII string's characters in UTF-8, in pieces."""
         self.expect(b'"')
         while not self.skip(b'"'):
-            found = _CHARACTERS.match(self.text, self.at)
+            found = _CHARACTERS.match(self._block, self._at)
             if found is None:
-                raise ValueError
-            self.at = found.end()
+                if not self._read_more():  # else an escape may go on in the next block
+                    raise ValueError
+                continue
+            self._at = found.end()
             piece: str = json.loads(b'"%b"' % found[0])
             yield piece.encode()
 
@@ -246,19 +287,19 @@ def lay_out_anew(entries: Sequence[TensorEntry], kinds: Mapping[str, TargetTenso
     return tuple(placed[kinds[entry.name][0]] for entry in left)
 
 
-def index_anew(text: str, shards: Mapping[str, Sequence[TensorEntry]]) -> str:
-    """Return the text of an index for converted tensors, by shard, formatted as transformers does.
+def index_anew(before: KeptText | None, shards: Mapping[str, Sequence[TensorEntry]]) -> KeptText:
+    """Return an index for converted tensors, by shard, formatted as transformers does.
 
     The count of parameters, which transformers 5 writes, is removed if tensors are left out.
     """
-    index = parse_json_object(text.encode(), INDEX_NAME)
-    metadata, before = index.get("metadata"), index.get("weight_map")
+    index = {} if before is None else parse_json_object(before.text, INDEX_NAME)
+    metadata, weight_map = index.get("metadata"), index.get("weight_map")
     total = sum(entry.nbytes for entries in shards.values() for entry in entries)
     index["metadata"] = {**(metadata if isinstance(metadata, dict) else {}), "total_size": total}
     index["weight_map"] = {entry.name: name for name, entries in shards.items() for entry in entries}
-    if not isinstance(before, dict) or before.keys() != index["weight_map"].keys():
+    if not isinstance(weight_map, dict) or weight_map.keys() != index["weight_map"].keys():
         index["metadata"].pop("total_parameters", None)
-    return json.dumps(index, indent=2, sort_keys=True) + "\n"
+    return KeptText((json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
 
 
 def _check_names(record: SourceRecord, where: str) -> None:
@@ -276,12 +317,10 @@ def _check_names(record: SourceRecord, where: str) -> None:
                 code="manifest.bad-source-record",
             )
         names.add(shard.name)
-        for entry in shard.header.tensors:
-            if entry.name in tensors:
-                raise ManifestError(
-                    f"{place}.header: {entry.name!r}", "is in two shards", code="manifest.bad-source-record"
-                )
-            tensors.add(entry.name)
+        for name in shard.header.tensors.names:
+            if name in tensors:
+                raise ManifestError(f"{place}.header: {name!r}", "is in two shards", code="manifest.bad-source-record")
+            tensors.add(name)
     if unknown := sorted(set(record.dropped) - tensors):
         raise ManifestError(f"{where}: dropped", f"{unknown[0]!r} is in no shard", code="manifest.bad-source-record")
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Literal
 
 from manifests.errors import SourceError, UsageError
-from manifests.models import ModelShape
 from reshard.tensors.checkpoint import Checkpoint, TensorAt
 from reshard.tensors.lazy import DerivedFile, derive
 
@@ -30,14 +29,9 @@ def cast_checkpoint(checkpoint: Checkpoint, wanted: ExportDtype) -> Checkpoint:
         SourceError: the source's dtype of a tensor cannot be cast to.
         UsageError: parameters are quantized.
     """
-    recorded = {
-        checkpoint.shape.fqn_of(entry.name): entry.dtype
-        for shard in checkpoint.record.shards
-        for entry in shard.header.tensors
-    }
-    tensors = {}
-    for fqn, tensor in checkpoint.tensors.items():
-        dtype = recorded[fqn] if wanted == "source" else _one_dtype(tensor, STORED[wanted], checkpoint.shape)
+    tensors = dict(checkpoint.tensors)
+    for fqn, dtype in _dtypes_of_source(checkpoint) if wanted == "source" else _one_dtype(checkpoint, STORED[wanted]):
+        tensor = tensors[fqn]
         if tensor.dtype != dtype and not {tensor.dtype, dtype} <= FLOATS:
             problem = f"cannot cast {tensor.dtype} to {dtype}, its dtype in the source"
             raise SourceError(
@@ -63,15 +57,25 @@ def casts_in(checkpoint: Checkpoint) -> Mapping[tuple[str, str], int]:
     return Counter((before, after) for before, after in pairs if before != after)
 
 
-def _one_dtype(tensor: TensorAt, wanted: str, shape: ModelShape) -> str:
-    if tensor.name not in shape.tensors or tensor.name.endswith(shape.untrained_suffixes or ("\0",)):
-        return tensor.dtype
-    if tensor.dtype not in FLOATS:
-        problem = f"cannot cast {tensor.name!r}, which is {tensor.dtype}"
-        raise UsageError(
-            "--dtype",
-            problem,
-            "for quantized weights use reshard pack SOURCE --dequantize bf16",
-            code="source.cannot-cast",
-        )
-    return wanted
+def _dtypes_of_source(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+    """Yield the dtype that the source has of each tensor."""
+    for shard in checkpoint.record.shards:
+        for entry in shard.header.tensors:
+            if (fqn := checkpoint.shape.fqn_of(entry.name)) in checkpoint.tensors:
+                yield fqn, entry.dtype
+
+
+def _one_dtype(checkpoint: Checkpoint, wanted: str) -> Iterator[tuple[str, str]]:
+    """Yield each parameter with the `wanted` dtype."""
+    shape = checkpoint.shape
+    for fqn, tensor in checkpoint.tensors.items():
+        if fqn not in shape.tensors or fqn.endswith(shape.untrained_suffixes or ("\0",)):
+            continue
+        if tensor.dtype not in FLOATS:
+            raise UsageError(
+                "--dtype",
+                f"cannot cast {fqn!r}, which is {tensor.dtype}",
+                "for quantized weights use reshard pack SOURCE --dequantize bf16",
+                code="source.cannot-cast",
+            )
+        yield fqn, wanted

@@ -14,7 +14,7 @@ from reshard.sources.config import with_dtype
 from reshard.sources.huggingface import CONFIG_NAME, check_coverage, stored_in, without_absent
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, TensorAt
 from reshard.tensors.lazy import MemoryFile, derive
-from reshard.tensors.source_index import KeptText, RecordedShard, SourceRecord, TargetTensor, index_anew, lay_out_anew
+from reshard.tensors.source_index import RecordedShard, SourceRecord, TargetTensor, index_anew, lay_out_anew
 from reshard.transforms.cast import FLOATS
 from stores.base import read_config
 
@@ -123,5 +123,5 @@ def _record(record: SourceRecord, kinds: Mapping[str, TargetTensor]) -> SourceRe
         if entries[shard.name]:
             header = encode_header(entries[shard.name], shard.header.metadata, alignment=_HF_ALIGNMENT)
             shards.append(RecordedShard(shard.name, header[8:].decode()))
-    index = None if record.index_text is None else KeptText(index_anew(record.index_text, entries).encode())
+    index = None if record.index is None else index_anew(record.index, entries)
     return SourceRecord(shards=tuple(shards), index=index)

@@ -32,7 +32,7 @@ def verified_blocks(file: InputFile, shard: Shard, stop: threading.Event) -> Ite
     check_shard(str(file), shard, file.nbytes, header)
     yield len(header.raw).to_bytes(header.nbytes - len(header.raw), "little")
     yield header.raw
-    tensors = _Digests(tensors_in(file, header, header.digests(str(file))))
+    tensors = _Digests(tensors_in(file, header, header.digest_table(str(file))))
     for position, block in _blocks(file, header.nbytes, shard.nbytes):
         if stop.is_set():
             raise CancelledError

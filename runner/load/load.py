@@ -133,7 +133,7 @@ def read_tensors(
 
 def count_unverified(reads: Iterable[Read]) -> int:
     """Count the tensors without a digest: those in original files."""
-    return len({read.at.name for read in reads if read.at.digest is None})
+    return len({read.at.name for read in reads if read.at.blake3 is None})
 
 
 _Bytes = tuple[InputFile, int, Slice]  # a file, the offset of a tensor in it, and a region of the tensor
@@ -272,7 +272,7 @@ def _fill(read: Read, reader: Reader, blocks: PinnedBlocks) -> str:
         reader,
         at.begin,
         read.region,
-        None if at.digest is None else hasher,
+        None if at.blake3 is None else hasher,
         blocks,
     )
     found: str = hasher.hexdigest()

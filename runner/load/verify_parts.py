@@ -57,7 +57,7 @@ def share_parts(parts: Sequence[PartRead], group: dist.ProcessGroup | None = Non
     Every rank of the group calls this; without a group, a rank verifies its own parts. The original files of virtual
     bundles have no digests: their parts are skipped.
     """
-    known: dict[_Key, TensorAt] = {part.key: part.at for part in parts if part.at.digest is not None}
+    known: dict[_Key, TensorAt] = {part.key: part.at for part in parts if part.at.blake3 is not None}
     mine: _Digests = {key: (at.nbytes, {}) for key, at in known.items()}
     for part in parts:
         if part.key in mine:

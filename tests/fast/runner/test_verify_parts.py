@@ -26,7 +26,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> TensorAt:
     file = tmp_path_factory.mktemp("parts") / "shard"
     file.write_bytes(b"header" + DATA)
     assert len(DATA) > BLOCK_NBYTES
-    return TensorAt("w", "BF16", (ROWS, COLUMNS), LocalFile(file), 6, len(DATA), blake3(DATA).hexdigest())
+    return TensorAt("w", "BF16", (ROWS, COLUMNS), LocalFile(file), 6, len(DATA), blake3(DATA).digest())
 
 
 def box_of(offset: tuple[int, int], shape: tuple[int, int]) -> Slice:
@@ -70,4 +70,4 @@ def test_a_damaged_tensor_is_found_whatever_its_parts_are(stored: TensorAt, tmp_
 
 
 def test_parts_of_original_files_have_nothing_to_be_verified_by(stored: TensorAt) -> None:
-    assert share_parts([read(replace(stored, digest=None), box_of((0, 0), (1, 1)))]) == []
+    assert share_parts([read(replace(stored, blake3=None), box_of((0, 0), (1, 1)))]) == []
