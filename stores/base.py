@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from manifests.digest import PREFIX, Hasher, digest_bytes
 from manifests.errors import SourceError
 from manifests.headertext import NO_NAMES
 from manifests.jsontext import MAX_CONFIG_NBYTES, parse_config
 from manifests.safetensors import LENGTH_NBYTES, Header, header_nbytes, parse_header
+
+if TYPE_CHECKING:
+    import hashlib
 
 __all__ = [
     "HIDDEN_FOLDERS",
@@ -206,6 +208,10 @@ def read_file_header(file: InputFile, names: Mapping[str, str] = NO_NAMES) -> He
 def _listed_hasher(file: InputFile) -> hashlib._Hash | None:
     """Return a hasher for the listed digest of a file: SHA-256, or git's SHA-1 for small files."""
     listed = file.listed if isinstance(file, Listed) else ""
+    if not listed:
+        return None
+    import hashlib  # OpenSSL's
+
     if len(listed) == 64:
         return hashlib.sha256()
     if len(listed) == 40:

@@ -15,13 +15,13 @@ from manifests.errors import SourceError
 from manifests.headertext import DTYPE_BITS, MAX_DIM
 from manifests.paths import problem_with_path
 from manifests.slices import Slice
+from reshard.archives.names import METADATA_NAME
 from reshard.archives.pickled import BadPickleError, Record, read_pickle
 from reshard.archives.tensors import DTYPES, ArchiveDtype, read_tensor
 from reshard.tensors.checkpoint import TensorAt
 from stores.base import Folder, InputFile, read_whole
 
 __all__ = [
-    "METADATA_NAME",
     "Chunk",
     "DcpMetadata",
     "DcpTensor",
@@ -31,7 +31,6 @@ __all__ = [
     "read_metadata",
 ]
 
-METADATA_NAME = ".metadata"
 _MAX_NBYTES = 256 << 20
 _AGAIN = "the checkpoint is incomplete or damaged; copy or save it again"
 

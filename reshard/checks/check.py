@@ -9,8 +9,9 @@ from typing import Literal
 from manifests.errors import InputError, SourceError, UnreachableError, UsageError
 from manifests.invariants import MANIFEST_NAME
 from manifests.schema import ModelDescription
+from reshard.archives.names import METADATA_NAME
 from reshard.checks.against import check_against
-from reshard.checks.dcp import METADATA_NAME, check_dcp
+from reshard.checks.dcp import check_dcp
 from reshard.checks.digests import check_digests, write_digests
 from reshard.checks.finding import Contents, Finding, Findings
 from reshard.checks.model import check_model

@@ -10,12 +10,13 @@ from itertools import pairwise
 from typing import Any, TypeAlias
 
 from manifests.slices import Slice, problem_with_slices
-from reshard.archives.dcp import METADATA_NAME, bad_metadata, load_metadata
+from reshard.archives.dcp import bad_metadata, load_metadata
+from reshard.archives.names import METADATA_NAME
 from reshard.archives.pickled import Record
 from reshard.checks.finding import Contents, Findings, count_of, some
 from stores.base import Folder
 
-__all__ = ["METADATA_NAME", "check_dcp"]
+__all__ = ["check_dcp"]
 
 _MOST_DIMENSIONS = 64  # of a tensor of torch
 _Item: TypeAlias = tuple[str, tuple[int, ...] | None]  # a chunk's FQN and where it begins in the tensor

@@ -78,7 +78,6 @@ def pack(
     """
     from reshard.operations.prepare_pack import PackRequest, prepare_pack
     from reshard.report.done import hub_lines, pack_json, pack_text, part_json, part_text
-    from reshard.report.plan import plan_json, plan_text
 
     prepared = prepare_pack(
         PackRequest(
@@ -91,6 +90,8 @@ def pack(
         parts.submit(division, out, force=force, dry_run=dry_run, as_json=as_json)
         return
     if dry_run:
+        from reshard.report.plan import plan_json, plan_text
+
         planned, traffic = prepared.planned, prepared.traffic
         click.echo(json.dumps(plan_json(planned, traffic)) if as_json else plan_text(planned, traffic))
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -61,6 +60,8 @@ def check_hub_files(
     ready = [name for name, pieces in plans.items() if fetch or all(piece.file != listed[name] for piece in pieces)]
 
     def verify(name: str) -> None:
+        import hashlib  # OpenSSL's
+
         hasher = hashlib.sha256(heads[name])
         for block in _blocks(plans[name]):
             hasher.update(block)

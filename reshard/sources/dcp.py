@@ -8,7 +8,8 @@ from dataclasses import replace
 from manifests.errors import SourceError
 from manifests.models import is_sized_by_files, model_shape
 from manifests.schema import ModelDescription, Source
-from reshard.archives.dcp import METADATA_NAME, DcpTensor, read_chunk, read_metadata
+from reshard.archives.dcp import DcpTensor, read_chunk, read_metadata
+from reshard.archives.names import DATA_SUFFIX, METADATA_NAME
 from reshard.sources.huggingface import (
     CONFIG_NAME,
     auxiliary_files,
@@ -26,16 +27,10 @@ from reshard.tensors.source_index import RecordedShard, SourceRecord
 from stores.base import Folder, read_config
 from stores.bundles import join_slices
 
-__all__ = ["is_dcp", "open_dcp", "read_dcp_tensors", "read_dcp_weights"]
+__all__ = ["open_dcp", "read_dcp_tensors", "read_dcp_weights"]
 
-_DATA_SUFFIX = ".distcp"
 _MODEL_KEY = "model"  # of a nested state dict: {"model": model.state_dict(), "optimizer": ...}
 _MAX_SHARD_NBYTES = 5 << 30  # of the files that an export writes; transformers' own default
-
-
-def is_dcp(names: Sequence[str]) -> bool:
-    """Return whether a folder with these files is a DCP folder whose tensors are in `.distcp` files."""
-    return METADATA_NAME in names and any(name.endswith(_DATA_SUFFIX) for name in names)
 
 
 def open_dcp(
@@ -71,7 +66,7 @@ def open_dcp(
     shape = without_absent(shape, whole)
     check_coverage(whole, shape, where, frozenset(dropped))
     ordered = {fqn: whole[fqn] for fqn in (*shape.tensors, *whole) if fqn in whole}
-    data = [name for name in files if name.endswith(_DATA_SUFFIX)]
+    data = [name for name in files if name.endswith(DATA_SUFFIX)]
     shards = _recorded(list(ordered.values()))
     taken = {tensor.name for tensor in weights.values()}
     left_out = {str(tensor.keys[0]) for tensor in saved.tensors if tensor.name not in taken} | saved.others

@@ -11,7 +11,6 @@ from manifests.invariants import MANIFEST_NAME, SOURCE_NAME
 from manifests.models import ModelShape, StoredTensors, is_sized_by_files, model_shape, module_of
 from manifests.paths import problem_with_path
 from manifests.schema import ModelDescription, Source
-from reshard.archives.tensors import read_archive
 from reshard.copy.journal import is_working_name
 from reshard.sources.coverage import compare_with_shape
 from reshard.sources.guess import guess_description
@@ -305,6 +304,8 @@ def _each_shard(
     """Yield each file, what to record of it, and its tensors."""
     files = [folder.file(name) for name in shards.names]
     if shards.are_torch:
+        from reshard.archives.tensors import read_archive  # with the reader of pickles
+
         for name, (file, tensors) in zip(shards.names, each_of(files, read_archive), strict=True):
             yield file, recorded_as_safetensors(name, tensors), tensors
     else:

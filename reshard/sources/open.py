@@ -9,8 +9,8 @@ from manifests.errors import InputError, UsageError
 from manifests.invariants import MANIFEST_NAME
 from manifests.schema import ModelDescription
 from manifests.store import links_out_of
+from reshard.archives.names import is_dcp
 from reshard.sources.bundles import open_manifest
-from reshard.sources.dcp import is_dcp, open_dcp
 from reshard.sources.huggingface import open_folder
 from reshard.sources.model_file import read_model_file
 from reshard.tensors.checkpoint import Checkpoint
@@ -38,8 +38,11 @@ def open_source(
     folder = open_store(source)
     if _contains_manifest(folder):
         return _open_manifest(ManifestFile(folder), drop)
-    open_one = open_dcp if is_dcp(folder.names()) else open_folder
-    return open_one(folder, drop, description)
+    if is_dcp(folder.names()):
+        from reshard.sources.dcp import open_dcp  # with the readers of pickles, which other sources do without
+
+        return open_dcp(folder, drop, description)
+    return open_folder(folder, drop, description)
 
 
 def open_described(source: str, drop: frozenset[str] = frozenset(), model: Path | None = None) -> Checkpoint:
