@@ -18,7 +18,7 @@ from manifests.errors import ShardError, refused_by_system
 from manifests.headertext import DTYPE_BITS, MAX_DIM, MAX_RANK, METADATA, NO_NAMES, read_header_text
 from manifests.jsontext import parse_json_object
 from manifests.regular import open_regular
-from manifests.tensortable import TensorKind, TensorEntry, TensorTable
+from manifests.tensortable import TensorEntry, TensorKind, TensorTable
 
 _encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 

@@ -239,7 +239,7 @@ class _Text:
         while not self.skip(b'"'):
             found = _CHARACTERS.match(self._block, self._at)
             if found is None:
-                if not self._read_more():  # else an escape may go on in the next block
+                if not self._read_more():  # else an escape may end in the next block
                     raise ValueError
                 continue
             self._at = found.end()
