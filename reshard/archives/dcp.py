@@ -7,7 +7,7 @@ Source: torch 2.13.0, torch/distributed/checkpoint/metadata.py, filesystem.py an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -17,18 +17,20 @@ from manifests.paths import problem_with_path
 from manifests.slices import Slice
 from reshard.archives.names import METADATA_NAME
 from reshard.archives.pickled import BadPickleError, Record, read_pickle
-from reshard.archives.tensors import DTYPES, ArchiveDtype, read_tensor
+from reshard.archives.tensors import DTYPES, ArchiveDtype, read_tensor, read_value
 from reshard.tensors.checkpoint import TensorAt
-from stores.base import Folder, InputFile, read_whole
+from stores.base import Folder, InputFile, read_range, read_whole
 
 __all__ = [
     "Chunk",
     "DcpMetadata",
     "DcpTensor",
+    "DcpValue",
     "bad_metadata",
     "load_metadata",
     "read_chunk",
     "read_metadata",
+    "read_values",
 ]
 
 _MAX_NBYTES = 256 << 20
@@ -63,11 +65,22 @@ class DcpTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class DcpValue:
+    """An entry of another type: a file of torch.save in `nbytes` of file `path`, from `begin` on."""
+
+    name: str
+    keys: tuple[object, ...]
+    path: str
+    begin: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class DcpMetadata:
-    """What a checkpoint has: tensors, and the top-level keys of entries of other types."""
+    """What a checkpoint has: tensors, and values of other types by name."""
 
     tensors: tuple[DcpTensor, ...]
-    others: frozenset[str]
+    values: Mapping[str, DcpValue]
 
 
 def read_metadata(folder: Folder) -> DcpMetadata:
@@ -86,7 +99,11 @@ def read_metadata(folder: Folder) -> DcpMetadata:
         entries = metadata["state_dict_metadata"].items()
         return DcpMetadata(
             tensors=tuple(_tensor(name, keys[name], entry, items) for name, entry in entries if _is_tensor(entry)),
-            others=frozenset(str(keys[name][0]) for name, entry in entries if not _is_tensor(entry)),
+            values={
+                name: DcpValue(name, keys[name], *items[name, None])
+                for name, entry in entries
+                if not _is_tensor(entry) and (name, None) in items
+            },
         )
     except (BadPickleError, AttributeError, TypeError, ValueError, LookupError) as error:
         raise bad_metadata(file, error) from error
@@ -121,13 +138,7 @@ def read_chunk(folder: Folder, tensor: DcpTensor, chunk: Chunk) -> TensorAt:
     Raises:
         SourceError: its file is missing or damaged, or has another tensor there than the metadata says.
     """
-    if chunk.path not in folder.names():
-        problem = f"no such file, which has a chunk of {tensor.name!r}"
-        raise SourceError(f"{folder}/{chunk.path}", problem, _AGAIN, code="source.missing-shard")
-    file = folder.file(chunk.path)
-    if chunk.begin + chunk.nbytes > file.nbytes:
-        problem = f"expected at least {chunk.begin + chunk.nbytes} bytes ({METADATA_NAME}), found {file.nbytes}"
-        raise SourceError(str(file), problem, _AGAIN, code="source.bad-archive")
+    file = _file_of(folder, chunk, tensor.name)
     found = read_tensor(file, tensor.name, (chunk.begin, chunk.begin + chunk.nbytes))
     if (found.dtype, found.shape) != (tensor.dtype, chunk.region.shape):
         expected = f"{tensor.dtype} {list(chunk.region.shape)}"
@@ -135,6 +146,35 @@ def read_chunk(folder: Folder, tensor: DcpTensor, chunk: Chunk) -> TensorAt:
         raise SourceError(f"{file}: {tensor.name!r}", problem, _AGAIN, code="source.bad-archive")
     is_whole = chunk.region.shape == chunk.region.whole_shape
     return found if is_whole else replace(found, part=chunk.region)
+
+
+def read_values(folder: Folder, values: Iterable[DcpValue]) -> list[object]:
+    """Return numbers, strings, and tuples, lists and dicts of them.
+
+    Raises:
+        SourceError: a file is missing or damaged, or a value is of another type.
+    """
+    found: dict[bytes, object] = {}  # those of the parameters are alike
+    read = []
+    for value in values:
+        file = _file_of(folder, value, value.name)
+        raw = read_range(file, value.begin, value.begin + value.nbytes)
+        if raw not in found:
+            found[raw] = read_value(file, (value.begin, value.begin + value.nbytes))
+        read.append(found[raw])
+    return read
+
+
+def _file_of(folder: Folder, item: Chunk | DcpValue, name: str) -> InputFile:
+    """Return the file of an item, which must be long enough."""
+    if item.path not in folder.names():
+        problem = f"no such file, which has {name!r}"
+        raise SourceError(f"{folder}/{item.path}", problem, _AGAIN, code="source.missing-shard")
+    file = folder.file(item.path)
+    if item.begin + item.nbytes > file.nbytes:
+        problem = f"expected at least {item.begin + item.nbytes} bytes ({METADATA_NAME}), found {file.nbytes}"
+        raise SourceError(str(file), problem, _AGAIN, code="source.bad-archive")
+    return file
 
 
 def _is_tensor(entry: Record) -> bool:

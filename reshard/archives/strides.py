@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from math import prod
@@ -11,10 +12,10 @@ from typing import Literal
 from manifests.errors import SourceError
 from manifests.headertext import DTYPE_BITS
 from reshard.tensors.checkpoint import TensorAt
-from reshard.tensors.lazy import STEP_NBYTES, Buffer, derive
+from reshard.tensors.lazy import STEP_NBYTES, Buffer, derive, read_blocks
 from stores.base import read_range
 
-__all__ = ["gathered", "is_contiguous"]
+__all__ = ["gathered", "is_contiguous", "swapped"]
 
 _MAX_NBYTES = 1 << 30  # of the storage, which is read whole, and of the tensor
 _FORMATS: Mapping[int, Literal["B", "H", "I", "Q"]] = {
@@ -58,6 +59,20 @@ def gathered(tensor: TensorAt, strides: tuple[int, ...], num_spanned: int) -> Te
         )
     make = partial(_gather, span, tensor.shape, strides, width)
     return derive(tensor, tensor.dtype, "made contiguous", (span,), make)
+
+
+def swapped(tensor: TensorAt) -> TensorAt:
+    """Return a tensor of three axes with the last two swapped. One index of the first is in memory at a time."""
+    *outer, rows, columns = tensor.shape
+    new = replace(tensor, shape=(*outer, columns, rows))
+    return derive(new, tensor.dtype, "with its last two axes swapped", (tensor,), partial(_swap, tensor))
+
+
+def _swap(tensor: TensorAt) -> Iterator[Buffer]:
+    count, _, columns = tensor.shape
+    for matrix in read_blocks(tensor, max(1, tensor.nbytes // max(1, count))):
+        elements = matrix.cast(_FORMATS[DTYPE_BITS[tensor.dtype] // 8])
+        yield b"".join(elements[column::columns].tobytes() for column in range(columns))
 
 
 def _gather(span: TensorAt, shape: tuple[int, ...], strides: tuple[int, ...], width: int) -> Iterator[Buffer]:

@@ -18,7 +18,7 @@ from reshard.archives.zipped import ZipEntry, bad_archive, read_entries, read_en
 from reshard.tensors.checkpoint import TensorAt
 from stores.base import InputFile, Range, read_range
 
-__all__ = ["DTYPES", "ArchiveDtype", "read_archive", "read_tensor"]
+__all__ = ["DTYPES", "STORAGE_CLASSES", "ArchiveDtype", "read_archive", "read_tensor", "read_value"]
 
 _MAX_PICKLE_NBYTES = 256 << 20
 _PICKLE, _BYTE_ORDER, _STORAGES = "data.pkl", "byteorder", "data/"
@@ -32,7 +32,7 @@ DTYPES = {
     "complex64": "C64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0",
     "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
 }  # fmt: skip
-_STORAGE_CLASSES = {
+STORAGE_CLASSES = {
     "Double": "F64", "Float": "F32", "Half": "F16", "BFloat16": "BF16", "Long": "I64", "Int": "I32", "Short": "I16",
     "Char": "I8", "Byte": "U8", "Bool": "BOOL", "ComplexFloat": "C64",
 }  # fmt: skip
@@ -85,7 +85,7 @@ _KNOWN: Mapping[str, object] = {
 # Constants, which a pickle names and does not call.
 _CONSTANTS = {
     **{f"torch.{name}": ArchiveDtype(dtype) for name, dtype in DTYPES.items()},
-    **{f"torch.{name}Storage": ArchiveDtype(dtype) for name, dtype in _STORAGE_CLASSES.items()},
+    **{f"torch.{name}Storage": ArchiveDtype(dtype) for name, dtype in STORAGE_CLASSES.items()},
     "torch.storage.UntypedStorage": ArchiveDtype(None),
 }
 
@@ -113,6 +113,15 @@ def read_tensor(file: InputFile, name: str, part: Range) -> TensorAt:
         SourceError, InputError: as `read_archive`.
     """
     return _read(file, part, lambda value, entries: _tensor(file, name, _as_view(value, name), entries))
+
+
+def read_value(file: InputFile, part: Range) -> object:
+    """Return the number, string or container of them that torch.save wrote to a part of a file.
+
+    Raises:
+        SourceError, InputError: as `read_archive`.
+    """
+    return _read(file, part, lambda value, entries: value)
 
 
 def _read(file: InputFile, part: Range, tensors_of: Callable[[object, Mapping[str, ZipEntry]], T]) -> T:

@@ -42,7 +42,7 @@ def check_dcp(folder: Folder, findings: Findings) -> Contents:
     return Contents(
         num_tensors=sum(slices is not None for slices in chunks.values()),
         num_files=len({path for path, _, _ in items.values()}),
-        nbytes=sum(nbytes for _, _, nbytes in items.values()),
+        nbytes=sum(nbytes for _, _, nbytes in set(items.values())),
     )
 
 
@@ -98,8 +98,9 @@ def _report_files(folder: Folder, items: Mapping[_Item, tuple[str, int, int]], f
             lost = [fqn for _, end, fqn in found if end > nbytes]
             problem = f"expected at least {needed} bytes ({METADATA_NAME}), found {nbytes}"
             findings.add(where, problem, _AGAIN, lost, code="check.truncated-file")
-        if any(one[1] > other[0] for one, other in pairwise(sorted(found))):
-            problem = "two items have the same bytes of this file"
+        ranges = sorted({(begin, end) for begin, end, _ in found})  # entries with the same value may share its bytes
+        if any(one[1] > other[0] for one, other in pairwise(ranges)):
+            problem = "two items overlap in this file"
             findings.add(where, problem, _AGAIN, code="check.overlapping-items")
 
 

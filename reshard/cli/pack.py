@@ -115,13 +115,17 @@ def pack(
 
 @click.command()
 @options.manifest
-@click.option("--to", "form", type=click.Choice(["hf"]), required=True, help="Format to write.")
+@click.option("--to", "form", type=click.Choice(["hf", "dcp"]), required=True, help="Format to write.")
+@click.option(
+    "--for", "names", type=click.Choice(["hf", "torchtitan"]), default="hf", help="With --to dcp: whose names to use."
+)
+@click.option("--weights-only", is_flag=True, help="With --to dcp: leave out the optimizer state.")
 @options.out
 @click.option(
     "--dtype",
     type=click.Choice(options.DTYPES),
     default="source",
-    help="Dtype of the weights: as in the source, or one for all parameters.",
+    help="ExportDtype of the weights: as in the source, or one for all parameters.",
 )
 @options.force
 @options.io
@@ -131,18 +135,20 @@ def pack(
 @options.as_json
 @options.quiet
 def export(
-    manifest: str, form: Literal["hf"], out: Address, dtype: ExportDtype, force: bool, io: Io, sync: bool,
-    parallelism: Parallelism, as_json: bool, quiet: bool,
+    manifest: str, form: Literal["hf", "dcp"], names: Literal["hf", "torchtitan"], weights_only: bool, out: Address,
+    dtype: ExportDtype, force: bool, io: Io, sync: bool, parallelism: Parallelism, as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
-    """Write a manifest's model as a Hugging Face folder.
+    """Write a manifest's model as a Hugging Face folder, or as a DCP folder that torchtitan's trainer resumes from.
 
-    Untrained tensors are restored byte for byte, in the files that they came from. Tensors that were trained in a
-    dtype other than the source's are rounded to the source's, unless --dtype says otherwise. A bucket cannot replace
-    the files of a model in one step: there, --force removes the old ones first.
+    In a Hugging Face folder, untrained tensors are restored byte for byte, in the files that they came from. Tensors
+    that were trained in a dtype other than the source's are rounded to the source's, unless --dtype says otherwise. A
+    DCP folder has weights as they were trained and, if there is any, optimizer state. A bucket cannot replace the files
+    of a model in one step: there, --force removes the old ones first.
 
     \b
     Example:
       reshard export ./Llama-3.2-1B-pp2 --to hf --out ./Llama-3.2-1B-again
+      reshard export ./checkpoints/step-1000 --to dcp --for torchtitan --out ./outputs/checkpoint/step-1000
     """
     from reshard.api.arguments import names_flags
     from reshard.api.export import export as run
@@ -150,7 +156,9 @@ def export(
 
     with options.progress("export", quiet) as progress:
         done = names_flags(run)(
-            manifest, out, to=form, dtype=dtype, force=force, io=io, sync=sync, parallelism=parallelism,
-            progress=progress,
+            manifest, out, to=form, names=names, weights_only=weights_only, dtype=dtype, force=force, io=io, sync=sync,
+            parallelism=parallelism, progress=progress,
         )  # fmt: skip
-    options.print_result(quiet, as_json, lambda: export_json(done, form, out), lambda: export_text(done, dtype, out))
+    options.print_result(
+        quiet, as_json, lambda: export_json(done, form, out), lambda: export_text(done, form, names, dtype, out)
+    )

@@ -65,14 +65,19 @@ def verify(
 @options.as_json
 @options.quiet
 def inspect(manifest: str, tensors: bool, as_json: bool, quiet: bool) -> None:
-    """Show what a manifest contains, from headers alone.
+    """Show what a manifest, a DCP folder or pytorch_model*.bin files contain, from headers alone.
 
     \b
     Example:
       reshard inspect ./Llama-3.2-1B-pp2 --tensors
     """
     from reshard.report.inspect import inspect_json, inspect_text
+    from reshard.report.inspect_archives import archive_json, archive_text, find_archive
+    from reshard.sources.open import names_manifest
 
+    if Path(manifest).suffix != ".json" and not names_manifest(manifest) and (found := find_archive(manifest)):
+        click.echo(json.dumps(archive_json(found, tensors)) if as_json else archive_text(found, tensors))
+        return
     click.echo(json.dumps(inspect_json(manifest, tensors)) if as_json else inspect_text(manifest, tensors))
 
 

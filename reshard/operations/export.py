@@ -30,7 +30,7 @@ from stores.address import is_inside, is_url, place_of
 from stores.base import read_config, read_whole
 from stores.manifest_file import Address
 
-__all__ = ["ExportResult", "export_huggingface", "plan_export"]
+__all__ = ["ExportResult", "check_not_source", "export_huggingface", "plan_export"]
 
 _HF_ALIGNMENT = 8  # of headers, as the safetensors library pads them
 
@@ -80,7 +80,7 @@ def export_huggingface(
     """
     check_apart(out, checkpoint, may_replace=False)
     if force:
-        _check_not_source(out, checkpoint.source.location)
+        check_not_source(out, checkpoint.source.location)
     checkpoint = _with_config_for(cast_checkpoint(checkpoint, dtype), dtype)
     shards = plan_export(checkpoint)
     (config,) = (item for item in checkpoint.auxiliary if item.path == CONFIG_NAME)
@@ -138,7 +138,7 @@ def _shard(recorded: RecordedShard, checkpoint: Checkpoint) -> OutputShard:
     return OutputShard(path=recorded.name, origins=origins, header_nbytes=len(given.header), given=given)
 
 
-def _headers_of(shards: Sequence[OutputShard]) -> dict[str, KeptText]:
+def _headers_of(shards: Sequence[OutputShard]) -> dict[str, KeptText | None]:
     return {shard.path: shard.given.kept for shard in shards if shard.given is not None}
 
 
@@ -178,7 +178,7 @@ def _with_config_for(checkpoint: Checkpoint, dtype: ExportDtype) -> Checkpoint:
     return replace(checkpoint, auxiliary=tuple(new if one is item else one for one in checkpoint.auxiliary))
 
 
-def _check_not_source(out: Address, source: str) -> None:
+def check_not_source(out: Address, source: str) -> None:
     """Protect the folder that the model came from against --force: it may be the only copy of the original."""
     place, origin = place_of(out), place_of(source)
     if place == origin or is_inside(place, origin) or is_inside(origin, place):

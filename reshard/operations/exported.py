@@ -15,12 +15,14 @@ from manifests.errors import InputError
 from manifests.fixed import is_fixed
 from manifests.jsontext import parse_json_object
 from manifests.store import read_small_file, write_file
+from reshard.archives.names import DATA_SUFFIX
 from reshard.tensors.source_index import SUFFIX
 from stores.local import LocalFile
 
-__all__ = ["EXPORT_FORMAT", "files_of_export", "record_export"]
+__all__ = ["DATA_SUFFIXES", "EXPORT_FORMAT", "files_of_export", "record_export"]
 
 EXPORT_FORMAT = "reshard-export"
+DATA_SUFFIXES = (SUFFIX, DATA_SUFFIX)
 _Files = Mapping[str, str]  # size and time of each shard, "" of other files, by path
 
 
@@ -59,9 +61,9 @@ def _recorded(out: Path) -> list[_Files]:
 
 def _describes(files: _Files, out: Path) -> bool:
     """Whether a folder's shards are those of the record; shards that were removed do not count."""
-    shards = [name for name in files if name.endswith(SUFFIX) and os.path.lexists(out / name)]
+    shards = [name for name in files if name.endswith(DATA_SUFFIXES) and os.path.lexists(out / name)]
     return bool(shards) and all(_state(out / name) == files[name] for name in shards)
 
 
 def _state(path: Path) -> str:
-    return LocalFile(path).fingerprint if path.name.endswith(SUFFIX) and not path.is_symlink() else ""
+    return LocalFile(path).fingerprint if path.name.endswith(DATA_SUFFIXES) and not path.is_symlink() else ""

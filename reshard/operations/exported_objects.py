@@ -13,8 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from manifests.errors import InputError, UnreachableError
 from manifests.jsontext import parse_json_object
-from reshard.operations.exported import EXPORT_FORMAT
-from reshard.tensors.source_index import SUFFIX
+from reshard.operations.exported import DATA_SUFFIXES, EXPORT_FORMAT
 from stores.address import split_url
 from stores.object_client import ObjectEntry
 from stores.object_output import ObjectTarget, WritableClient, open_writable
@@ -34,7 +33,7 @@ def objects_of_export(client: Client, listed: Mapping[str, ObjectEntry]) -> Coll
         UnreachableError: the store failed.
     """
     recorded = _recorded(client.url)
-    shards = [name for name in recorded if name.endswith(SUFFIX) and name in listed]
+    shards = [name for name in recorded if name.endswith(DATA_SUFFIXES) and name in listed]
     # A shard may have been removed; one that was overwritten is somebody else's work.
     is_export = bool(shards) and all(listed[name].etag and _state(listed[name]) == recorded[name] for name in shards)
     return recorded.keys() if is_export else None
@@ -47,7 +46,7 @@ def record_exported_objects(objects: ObjectTarget, names: Iterable[str]) -> None
     if beside is None:
         return
     client, path = beside
-    shards = {name: _state(written[name]) for name in names if name.endswith(SUFFIX) and name in written}
+    shards = {name: _state(written[name]) for name in names if name.endswith(DATA_SUFFIXES) and name in written}
     body = {"format": EXPORT_FORMAT, "version": 1, "exports": [{name: shards.get(name, "") for name in sorted(names)}]}
     try:
         client.put(path, json.dumps(body, indent=1).encode())

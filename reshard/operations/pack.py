@@ -182,7 +182,7 @@ def build_manifest(checkpoint: Checkpoint, plan: PackPlan, done: Written) -> Man
         ties=plan.ties,
         files=done.files,
         parents=checkpoint.parents,
-        training=checkpoint.manifest.training if checkpoint.manifest else None,
+        training=checkpoint.trained,
         virtual=done.references.virtual,
     )
 

@@ -41,6 +41,7 @@ __all__ = [
     "lay_out_shard",
     "plan_pack",
     "traffic_of",
+    "without_header",
 ]
 
 
@@ -57,9 +58,12 @@ class Sharding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GivenHeader:
-    """A header of its own for a shard. `order` numbers its tensors by their offsets; None: they are in that order."""
+    """A header of its own for a shard, or none (of files other than safetensors).
 
-    kept: KeptText
+    `order` numbers its tensors by their offsets; None: they are in that order.
+    """
+
+    kept: KeptText | None
     order: tuple[int, ...] | None
 
     @classmethod
@@ -70,6 +74,8 @@ class GivenHeader:
 
     @property
     def header(self) -> bytes:
+        if self.kept is None:
+            return b""
         text = self.kept.text
         return len(text).to_bytes(LENGTH_NBYTES, "little") + text
 
@@ -101,6 +107,7 @@ class OutputShard:
     def entries(self) -> Sequence[TensorEntry]:
         if self.given is None:
             return layout_tensors(_kinds_of(self.origins))
+        assert self.given.kept is not None, "of safetensors files"
         return parse_header(self.given.kept.text, data_nbytes=None, where=self.path).tensors
 
     @property
@@ -225,6 +232,12 @@ def plan_pack(checkpoint: Checkpoint, layout: StageLayout, sharding: Sharding | 
         ),
         ties=ties,
     )
+
+
+def without_header(path: str, tensors: Sequence[TensorAt]) -> OutputShard:
+    """Plan a file of these bytes alone, one after the other."""
+    given = GivenHeader(kept=None, order=None)
+    return OutputShard(path=path, origins=tuple(tensors), header_nbytes=0, given=given)
 
 
 def lay_out_shard(path: str, tensors: Sequence[TensorAt], holds: Holds = WEIGHTS) -> OutputShard:

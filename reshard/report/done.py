@@ -94,7 +94,12 @@ def export_json(done: ExportResult, form: str, out: Address) -> dict[str, Any]:
     }
 
 
-def export_text(done: ExportResult, dtype: ExportDtype, out: Address) -> str:
+def export_text(done: ExportResult, form: str, names: str, dtype: ExportDtype, out: Address) -> str:
+    if form == "dcp":
+        lines = [f"exported {done.num_files} files, {show_bytes(done.nbytes)}, for torch.distributed.checkpoint: {out}"]
+        if names == "torchtitan":
+            lines.append("torchtitan's data loader starts afresh: --checkpoint.exclude_from_loading dataloader")
+        return "\n".join(lines + [f"cast {num} tensors from {a} to {b}" for (a, b), num in done.casts.items()])
     how = "headers as in the source" if done.identical else "new headers: dtypes or tensors differ from the source"
     lines = [f"exported {done.num_files} files, {show_bytes(done.nbytes)} of weights ({how}): {out}"]
     why = ", as in the source; --dtype fp32 casts losslessly" if dtype == "source" else ""

@@ -12,7 +12,7 @@ from manifests.invariants import SOURCE_NAME, check_model
 from manifests.models import ModelShape, is_sized_by_files, model_shape, module_of
 from manifests.schema import MODEL_CARD_NAME, MOMENTS, WEIGHTS, AuxiliaryFile, Holds, Manifest, Parent, Stage
 from reshard.copy.engine import hash_tensors
-from reshard.sources.huggingface import CONFIG_NAME, check_coverage, without_absent
+from reshard.sources.huggingface import CONFIG_NAME, check_coverage, trained_part, without_absent
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles, TensorAt
 from reshard.tensors.lazy import MemoryFile
 from reshard.tensors.model_card import has_section, without_section
@@ -110,6 +110,7 @@ def open_described(described: Described, bundles: Bundles) -> Checkpoint:
         manifest=manifest,
         originals=originals,
         moments=moments,
+        trained=manifest.training,
         description=manifest.model.description,
     )
 
@@ -125,9 +126,7 @@ def _auxiliary_at(folder: Folder, listed: AuxiliaryFile) -> AuxiliaryAt:
 def _moments(bundles: Bundles, holds: Holds, record: SourceRecord, shape: ModelShape) -> dict[str, TensorAt]:
     """Return one kind of optimizer state, after checking that it covers the trained parameters."""
     where = f"{bundles.root}: {holds}"
-    untrained = shape.untrained_suffixes or ("\0",)
-    parameters = {fqn: dims for fqn, dims in shape.tensors.items() if not fqn.endswith(untrained)}
-    trained = replace(shape, tensors=parameters, ignored_suffixes=())
+    trained = trained_part(shape)
     stored = _stored_tensors(bundles, holds, where)
     _check_ties(bundles.manifest, stored, where)
     tensors, _ = _tensors_of_source(bundles, stored, record, trained)

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from manifests.errors import SourceError
 from manifests.models import is_sized_by_files, model_shape
-from manifests.schema import ModelDescription, Source
-from reshard.archives.dcp import DcpTensor, read_chunk, read_metadata
+from manifests.schema import Holds, ModelDescription, Source
+from reshard.archives.dcp import DcpMetadata, DcpTensor, DcpValue, read_chunk, read_metadata
 from reshard.archives.names import DATA_SUFFIX, METADATA_NAME
+from reshard.sources.dcp_training import OPTIMIZER, SavedOptimizer, find_optimizer, training_state
 from reshard.sources.huggingface import (
     CONFIG_NAME,
     auxiliary_files,
     check_coverage,
     drop_tensors,
     stored_in,
+    trained_part,
     under_fqns,
     without_absent,
 )
 from reshard.sources.torch_files import index_of, recorded_as_safetensors
-from reshard.sources.torchtitan import has_torchtitan_names, under_huggingface_names
+from reshard.sources.torchtitan import has_torchtitan_names, is_without_place, under_huggingface_names
 from reshard.tensors.checkpoint import Checkpoint, OriginalFiles, TensorAt
 from reshard.tensors.slices import merge_slices
 from reshard.tensors.source_index import RecordedShard, SourceRecord
@@ -29,6 +32,7 @@ from stores.bundles import join_slices
 
 __all__ = ["open_dcp", "read_dcp_tensors", "read_dcp_weights"]
 
+_NUMBER = re.compile(r"\.\d+\.")  # of a layer: what is left out of all layers is one line
 _MODEL_KEY = "model"  # of a nested state dict: {"model": model.state_dict(), "optimizer": ...}
 _MAX_SHARD_NBYTES = 5 << 30  # of the files that an export writes; transformers' own default
 
@@ -36,10 +40,10 @@ _MAX_SHARD_NBYTES = 5 << 30  # of the files that an export writes; transformers'
 def open_dcp(
     folder: Folder, drop: frozenset[str] = frozenset(), description: ModelDescription | None = None
 ) -> Checkpoint:
-    """Read a DCP folder's metadata and check that its weights cover the model exactly; other entries are left out.
+    """Read a DCP folder's metadata and check that its weights cover the model exactly, and optimizer state if any.
 
     Weights have Hugging Face's names or torchtitan's, at the top of the state dict that was saved or under `model`.
-    They are packed whole, however they were sharded.
+    They are packed whole, however they were sharded. AdamW's state is under `optimizer`, which may be dropped.
 
     Raises:
         SourceError: no config.json, damaged files, or tensors missing, unknown or of the wrong shape.
@@ -59,28 +63,44 @@ def open_dcp(
     shape = None if is_sized_by_files(config, str(config_file), description) else model_shape(config, str(config_file))
     saved = read_metadata(folder)
     weights = _weights(saved.tensors, where)
-    whole = _read_whole(folder, weights, config)
-    dropped = drop_tensors(whole, drop, shape)
+    stored = _Stored(folder, config if has_torchtitan_names(weights) else None)
+    weights = stored.with_place(weights)
+    whole = stored.tensors(weights)
+    dropped = drop_tensors(whole, drop - {OPTIMIZER}, shape)
     shape = shape or model_shape(config, str(config_file), stored_in(whole, where), description)
     whole = under_fqns(whole, shape)
     shape = without_absent(shape, whole)
     check_coverage(whole, shape, where, frozenset(dropped))
     ordered = {fqn: whole[fqn] for fqn in (*shape.tensors, *whole) if fqn in whole}
-    data = [name for name in files if name.endswith(DATA_SUFFIX)]
+    optimizer = None if OPTIMIZER in drop else find_optimizer(folder, saved)
+    moments: dict[Holds, dict[str, TensorAt]] = {}
+    for holds, parameters in optimizer.moments.items() if optimizer else ():
+        found = under_fqns(stored.tensors(parameters), shape)
+        found = {fqn: found[fqn] for fqn in (*ordered, *found) if fqn in found and fqn not in dropped}
+        check_coverage(found, trained_part(shape), f"{where}: {holds}", frozenset(dropped))
+        moments[holds] = found
+    trained = None
+    if optimizer is not None:
+        dtypes = {ordered[fqn].dtype for found in moments.values() for fqn in found}
+        trained = training_state(folder, saved, optimizer, dtypes, stored.fqns_of)
     shards = _recorded(list(ordered.values()))
-    taken = {tensor.name for tensor in weights.values()}
-    left_out = {str(tensor.keys[0]) for tensor in saved.tensors if tensor.name not in taken} | saved.others
+    data = [name for name in files if name.endswith(DATA_SUFFIX)]
     return Checkpoint(
         shape=shape,
         tensors=ordered,
         auxiliary=auxiliary_files(folder, files, {METADATA_NAME, *data}),
         record=SourceRecord(shards=shards, index=index_of(shards) if len(shards) > 1 else None, dropped=dropped),
         source=Source(
-            kind=folder.kind, location=folder.location, revision=folder.revision, left_out=tuple(sorted(left_out))
+            kind=folder.kind,
+            location=folder.location,
+            revision=folder.revision,
+            left_out=_left_out(saved, weights.values(), optimizer),
         ),
         originals=OriginalFiles(
             location=folder.location, revision=folder.revision, files={name: folder.file(name) for name in data}
         ),
+        moments=moments,
+        trained=trained,
         description=description,
         merges_slices=True,
     )
@@ -93,29 +113,56 @@ def read_dcp_weights(folder: Folder) -> dict[str, TensorAt]:
         SourceError, ShardError, ModelError: as `open_dcp`, but for weights that are not all of a model.
     """
     config = read_config(folder.file(CONFIG_NAME)) if CONFIG_NAME in folder.names() else None
-    return _read_whole(folder, _weights(read_metadata(folder).tensors, str(folder)), config)
+    weights = _weights(read_metadata(folder).tensors, str(folder))
+    stored = _Stored(folder, config if has_torchtitan_names(weights) else None)
+    return stored.tensors(stored.with_place(weights))
 
 
 def read_dcp_tensors(folder: Folder) -> dict[str, TensorAt]:
     """Return all tensors of a DCP folder, optimizer state included, whole, under the names in its metadata."""
-    return _read_whole(folder, {tensor.name: tensor for tensor in read_metadata(folder).tensors}, None)
+    return _Stored(folder, None).tensors({tensor.name: tensor for tensor in read_metadata(folder).tensors})
 
 
-def _read_whole(
-    folder: Folder, weights: Mapping[str, DcpTensor], config: Mapping[str, object] | None
-) -> dict[str, TensorAt]:
-    tensors = _read_tensors(folder, weights)
-    if config is not None and has_torchtitan_names(tensors):
-        tensors = under_huggingface_names(tensors, config, str(folder))
-    return {name: merge_slices(parts) for name, parts in join_slices(_flat(tensors)).items()}
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """The folder, and the config if its tensors have torchtitan's names."""
+
+    folder: Folder
+    config: Mapping[str, object] | None
+
+    def tensors(self, saved: Mapping[str, DcpTensor]) -> dict[str, TensorAt]:
+        """Return whole tensors under Hugging Face's names."""
+        slices = {
+            name: tuple(replace(read_chunk(self.folder, tensor, chunk), name=name) for chunk in tensor.chunks)
+            for name, tensor in saved.items()
+        }
+        if self.config is not None:
+            slices = under_huggingface_names(slices, self.config, str(self.folder))
+        flat = (one for parts in slices.values() for one in parts)
+        return {name: merge_slices(parts) for name, parts in join_slices(flat).items()}
+
+    def with_place(self, weights: dict[str, DcpTensor]) -> dict[str, DcpTensor]:
+        """Return the weights for which Hugging Face's model has a place."""
+        if (config := self.config) is None:
+            return weights
+        return {name: weights[name] for name in weights if not is_without_place(name, config, str(self.folder))}
+
+    def fqns_of(self, name: str, tensor: DcpTensor) -> Iterable[str]:
+        return self.tensors({name: tensor})
 
 
-def _weights(saved: Iterable[DcpTensor], where: str) -> dict[str, DcpTensor]:
+def _left_out(saved: DcpMetadata, weights: Iterable[DcpTensor], optimizer: SavedOptimizer | None) -> tuple[str, ...]:
+    """Return the top-level keys of the state dict of which something is not packed."""
+    taken = {tensor.name for tensor in weights} | (set() if optimizer is None else optimizer.names)
+    entries: list[DcpTensor | DcpValue] = [*saved.tensors, *saved.values.values()]
+    return tuple(sorted({_NUMBER.sub(".*.", str(entry.keys[0])) for entry in entries if entry.name not in taken}))
+
+
+def _weights(saved: Sequence[DcpTensor], where: str) -> dict[str, DcpTensor]:
     """Return the model's tensors under their names: those under `model`, or else those at the top."""
-    saved = tuple(saved)
     nested = [tensor for tensor in saved if len(tensor.keys) == 2 and tensor.keys[0] == _MODEL_KEY]
-    found = nested or [tensor for tensor in saved if len(tensor.keys) == 1]
-    if not found:
+    tensors = nested or [tensor for tensor in saved if len(tensor.keys) == 1]
+    if not tensors:
         raise SourceError(
             f"{where}/{METADATA_NAME}",
             f"found no tensors at the top of the state dict, nor under {_MODEL_KEY!r}",
@@ -123,26 +170,13 @@ def _weights(saved: Iterable[DcpTensor], where: str) -> dict[str, DcpTensor]:
             code="source.no-shards",
         )
     weights: dict[str, DcpTensor] = {}
-    for tensor in found:
+    for tensor in tensors:
         name = str(tensor.keys[-1])
         if name in weights:
             problem = "two entries of the state dict have this name"
             raise SourceError(f"{where}/{METADATA_NAME}: {name!r}", problem, code="source.tensor-twice")
         weights[name] = tensor
     return weights
-
-
-def _read_tensors(folder: Folder, weights: Mapping[str, DcpTensor]) -> dict[str, tuple[TensorAt, ...]]:
-    """Return the chunks of each tensor."""
-    return {
-        name: tuple(replace(read_chunk(folder, tensor, chunk), name=name) for chunk in tensor.chunks)
-        for name, tensor in weights.items()
-    }
-
-
-def _flat(tensors: Mapping[str, tuple[TensorAt, ...]]) -> Iterator[TensorAt]:
-    for parts in tensors.values():
-        yield from parts
 
 
 def _recorded(tensors: Sequence[TensorAt]) -> tuple[RecordedShard, ...]:

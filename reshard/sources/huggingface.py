@@ -37,6 +37,7 @@ __all__ = [
     "is_beside",
     "open_folder",
     "stored_in",
+    "trained_part",
     "under_fqns",
     "without_absent",
 ]
@@ -153,6 +154,13 @@ def without_absent(shape: ModelShape, tensors: Collection[str]) -> ModelShape:
         return shape
     stored = {module_of(fqn, shape.optional) for fqn in tensors}
     return shape.without(shape.optional.difference(module for module in stored if module))
+
+
+def trained_part(shape: ModelShape) -> ModelShape:
+    """Return the shape of the parameters alone, which is that of each kind of optimizer state."""
+    untrained = shape.untrained_suffixes or ("\0",)
+    parameters = {fqn: dims for fqn, dims in shape.tensors.items() if not fqn.endswith(untrained)}
+    return replace(shape, tensors=parameters, ignored_suffixes=())
 
 
 def check_coverage(

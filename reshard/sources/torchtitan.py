@@ -1,53 +1,49 @@
-"""torchtitan's names of a model's weights, and what its layouts of them are in Hugging Face's.
-
-Source: torchtitan 0.3.0, torchtitan/models/{llama3,qwen3}/state_dict_adapter.py.
-"""
+"""Tensors of a torchtitan checkpoint under Hugging Face's names, in the layouts that they have in its files."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
 from manifests.errors import ModelError, SourceError
 from manifests.slices import Slice
+from reshard.archives.strides import swapped
+from reshard.sources.torchtitan_names import (
+    BALANCE,
+    CONVERT,
+    EMBEDDING,
+    FUSED,
+    TOP,
+    UNKNOWN,
+    TitanNames,
+    heads_of,
+    titan_names,
+)
 from reshard.tensors.checkpoint import TensorAt
 from reshard.tensors.lazy import Buffer, DerivedFile, derive, read_blocks
 from reshard.tensors.slices import merge_slices
 
-__all__ = ["has_torchtitan_names", "under_huggingface_names"]
+__all__ = ["has_torchtitan_names", "is_without_place", "under_huggingface_names"]
 
-_EMBEDDING = "tok_embeddings.weight"
-_NUMBER = re.compile(r"^layers\.(\d{1,6})\.")
-_TOP = {_EMBEDDING: "model.embed_tokens.weight", "norm.weight": "model.norm.weight", "lm_head.weight": "lm_head.weight",
-        "output.weight": "lm_head.weight"}  # fmt: skip
-_LAYER = {
-    "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attention.wo": "self_attn.o_proj",
-    "attention.qkv_linear.wq": "self_attn.q_proj", "attention.wq": "self_attn.q_proj",
-    "attention.qkv_linear.wk": "self_attn.k_proj", "attention.wk": "self_attn.k_proj",
-    "attention.qkv_linear.wv": "self_attn.v_proj", "attention.wv": "self_attn.v_proj",
-    "attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm", "moe.router.gate": "mlp.gate",
-    "feed_forward.w1": "mlp.gate_proj", "feed_forward.w2": "mlp.down_proj", "feed_forward.w3": "mlp.up_proj",
-}  # fmt: skip
-_EXPERTS = {
-    "moe.routed_experts.inner_experts.w1_EFD": "gate_proj", "moe.routed_experts.inner_experts.w2_EDF": "down_proj",
-    "moe.routed_experts.inner_experts.w3_EFD": "up_proj",
-}  # fmt: skip
-_HEADS = {"self_attn.q_proj": "num_attention_heads", "self_attn.k_proj": "num_key_value_heads"}
-_INTERLEAVED = "llama"  # model type whose rotary embedding pairs adjacent rows in torchtitan
-_SUPPORTED = (_INTERLEAVED, "qwen3", "qwen3_moe")
-
-_CONVERT = "convert it with torchtitan's scripts/checkpoint_conversion/convert_to_hf.py"
+_LAYER = re.compile(r"^(mtp_)?layers\.(\d{1,6})\.")
+_OLDER = {"output.weight": "lm_head.weight"}  # names of earlier versions, and those that only its adapter still has
+_OLDER_PARTS = re.compile(r"^attention\.(w[qkv])\.")
+_OLDER_EXPERTS = {"mlp1_weight": "_EGD", "mlp1_bias": "_EG", "mlp2_weight": "_EDF", "mlp2_bias": "_ED"}
 _SAVE = "save the checkpoint again with the names of one version of torchtitan"
-_UNKNOWN = "model.unknown-torchtitan-layout"
 
 Slices = tuple[TensorAt, ...]
 
 
-def has_torchtitan_names(names: Mapping[str, object]) -> bool:
+def has_torchtitan_names(names: Iterable[str]) -> bool:
     """Return whether weights have torchtitan's names."""
-    return _EMBEDDING in names
+    return EMBEDDING in names
+
+
+def is_without_place(name: str, config: Mapping[str, object], where: str) -> bool:
+    """Return whether Hugging Face's model has no place for a buffer, which torchtitan's adapter leaves out too."""
+    return titan_names(config, where).balanced is not None and name.endswith(f".{BALANCE}")
 
 
 def under_huggingface_names(
@@ -55,19 +51,17 @@ def under_huggingface_names(
 ) -> dict[str, Slices]:
     """Return the slices of each tensor under its name in Hugging Face's model, in the layout that it has there.
 
-    Names that torchtitan's model does not have are kept, to be refused by name.
+    Tensors are weights, or one kind of optimizer state. Names that torchtitan's model does not have are kept, to be
+    refused by name.
 
     Raises:
         ModelError: torchtitan's layout of this architecture is not known.
         SourceError: two tensors have names, of two versions of torchtitan, of one weight.
     """
-    kind = config.get("model_type")
-    if kind not in _SUPPORTED:
-        problem = f"found torchtitan's names in a checkpoint of {str(kind)[:80]!r}, expected {', '.join(_SUPPORTED)}"
-        raise ModelError(where, problem, _CONVERT, code=_UNKNOWN)
+    names = titan_names(config, where)
     found: dict[str, Slices] = {}
     for name, slices in tensors.items():
-        for new, converted in _converted(name, slices, config, interleaved=kind == _INTERLEAVED):
+        for new, converted in _converted(name, slices, names, config):
             if new in found:
                 problem = f"is {new!r} of Hugging Face's model, which another tensor is too"
                 raise SourceError(f"{where}: {name!r}", problem, _SAVE, code="source.tensor-twice")
@@ -76,38 +70,77 @@ def under_huggingface_names(
 
 
 def _converted(
-    name: str, slices: Slices, config: Mapping[str, object], *, interleaved: bool
+    name: str, slices: Slices, names: TitanNames, config: Mapping[str, object]
 ) -> Iterator[tuple[str, Slices]]:
-    match = _NUMBER.match(name)
+    match = _LAYER.match(name)
     if match is None:
-        yield _TOP.get(name, name), slices
+        name = _OLDER.get(name, name)
+        yield TOP.get(name, name), slices
         return
-    prefix, rest = f"model.layers.{match[1]}", name[match.end() :]
-    if rest in _EXPERTS:
+    layer = int(match[2]) + (_count(config, "num_hidden_layers") if match[1] else 0)
+    prefix, rest = f"model.layers.{layer}", _current(name[match.end() :], names)
+    module, _, leaf = rest.rpartition(".")
+    if module == FUSED:
+        for part, of_part in _parts(slices, config):
+            yield f"{prefix}.self_attn.{part}_proj.{leaf}", _in_halves(of_part, part, names, config)
+    elif rest in names.experts:
         for expert, of_one in enumerate(_split(slices)):
-            yield f"{prefix}.mlp.experts.{expert}.{_EXPERTS[rest]}.weight", of_one
-        return
-    module = _LAYER.get(rest.removesuffix(".weight"))
-    if module is None or not rest.endswith(".weight"):
+            yield f"{prefix}.{names.experts[rest].format(expert)}", of_one
+    elif rest in names.transposed:
+        yield f"{prefix}.{names.transposed[rest]}", (swapped(merge_slices(slices)),)
+    elif rest in names.parameters:
+        yield f"{prefix}.{names.parameters[rest]}", slices
+    elif module in names.modules:
+        of_head = module.rpartition(".w")[2] if module.startswith("attention.qkv_linear.") else ""
+        yield f"{prefix}.{names.modules[module]}.{leaf}", _in_halves(slices, of_head, names, config)
+    else:
         yield name, slices
-        return
-    if interleaved and module in _HEADS:
-        slices = (_with_halves(merge_slices(slices), _num_heads(config, module)),)
-    yield f"{prefix}.{module}.weight", slices
 
 
-def _num_heads(config: Mapping[str, object], module: str) -> int:
-    found = config.get(_HEADS[module]) or config.get("num_attention_heads")
+def _current(rest: str, names: TitanNames) -> str:
+    """Return the name that version 0.3.0 has for a parameter of a layer."""
+    if (old := _OLDER_PARTS.match(rest)) and f"attention.{old[1]}" not in names.modules:
+        return rest.replace("attention.", "attention.qkv_linear.", 1)
+    return rest + _OLDER_EXPERTS.get(rest.rpartition(".")[2], "")
+
+
+def _count(config: Mapping[str, object], field: str) -> int:
+    found = config[field]
     assert isinstance(found, int), "model_shape checked it"
     return found
 
 
+def _parts(slices: Slices, config: Mapping[str, object]) -> Iterator[tuple[str, Slices]]:
+    """Yield the query, key and value rows of a fused projection: for each key head its queries, itself, its value."""
+    num_queries, num_keys = heads_of(config)
+    per_key = num_queries // num_keys
+    rows = slices[0].whole_shape[0] // (num_queries + 2 * num_keys)  # of a head
+    for part, begin, count in (("q", 0, per_key), ("k", per_key, 1), ("v", per_key + 1, 1)):
+        ranges = [((group * (per_key + 2) + begin) * rows, count * rows) for group in range(num_keys)]
+        yield part, tuple(_rows_of(slices, ranges))
+
+
+def _rows_of(slices: Slices, ranges: list[tuple[int, int]]) -> Iterator[TensorAt]:
+    """Yield slices of the tensor that has these ranges of rows, each (begin, count), one after the other."""
+    _check_contiguous(slices)
+    whole = (sum(count for _, count in ranges), *slices[0].whole_shape[1:])
+    position = 0
+    for begin, count in ranges:
+        for one in slices:
+            first = max(begin, one.offset[0])
+            num_rows = min(begin + count, one.offset[0] + one.shape[0]) - first
+            if num_rows > 0:
+                row = one.nbytes // one.shape[0]
+                shape = (num_rows, *one.shape[1:])
+                region = Slice(offset=(position + first - begin, *one.offset[1:]), shape=shape, whole_shape=whole)
+                at = one.begin + (first - one.offset[0]) * row
+                yield replace(one, shape=shape, begin=at, nbytes=num_rows * row, part=region)
+        position += count
+
+
 def _split(slices: Slices) -> Iterator[Slices]:
-    """Yield the slices of each expert: tensors are stacked along their first axis, and slices are contiguous."""
-    for one in slices:
-        if isinstance(one.file, DerivedFile):
-            problem = "expert weights that are not contiguous in their file, which is not supported"
-            raise ModelError(f"{one.file}: {one.name!r}", problem, _CONVERT, code=_UNKNOWN)
+    """Yield the slices of each expert: tensors are stacked along their first axis."""
+    _check_contiguous(slices)
     for expert in range(slices[0].whole_shape[0]):
         of_one = []
         for one in slices:
@@ -122,11 +155,22 @@ def _split(slices: Slices) -> Iterator[Slices]:
         yield tuple(of_one)
 
 
-def _with_halves(weight: TensorAt, num_heads: int) -> TensorAt:
-    """Return a projection whose rows are, in each head, first the even and then the odd ones of `weight`."""
-    return derive(
-        weight, weight.dtype, "in Hugging Face's order of rows", (weight,), partial(_halves, weight, num_heads)
-    )
+def _check_contiguous(slices: Slices) -> None:
+    for one in slices:
+        if isinstance(one.file, DerivedFile):
+            problem = (
+                "weights of several experts or heads that are not contiguous in their file, which is not supported"
+            )
+            raise ModelError(f"{one.file}: {one.name!r}", problem, CONVERT, code=UNKNOWN)
+
+
+def _in_halves(slices: Slices, part: str, names: TitanNames, config: Mapping[str, object]) -> Slices:
+    """Return a query or key projection with the rows of each head as in Hugging Face's files: the even ones first."""
+    if not names.is_rotated or part not in ("q", "k"):
+        return slices
+    weight = merge_slices(slices)
+    make = partial(_halves, weight, heads_of(config)[part == "k"])
+    return (derive(weight, weight.dtype, "in Hugging Face's order of rows", (weight,), make),)
 
 
 def _halves(weight: TensorAt, num_heads: int) -> Iterator[Buffer]:

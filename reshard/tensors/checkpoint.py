@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from manifests.digest import PREFIX
 from manifests.errors import ShardError
 from manifests.models import ModelShape
-from manifests.schema import Holds, Manifest, ModelDescription, Parent, Source
+from manifests.schema import Holds, Manifest, ModelDescription, Parent, Source, TrainingState
 from reshard.tensors.source_index import SourceRecord
 from stores.base import InputFile
 from stores.bundles import TensorAt, tensors_in
@@ -51,6 +51,7 @@ class Checkpoint:
     manifest: Manifest | None = None  # when the source is a manifest
     originals: OriginalFiles | None = None  # if tensors are read from them
     moments: Mapping[Holds, Mapping[str, TensorAt]] = field(default_factory=dict)  # of a training checkpoint
+    trained: TrainingState | None = None
     merges_slices: bool = False  # whether sliced tensors are packed whole
     description: ModelDescription | None = None  # of a model whose architecture does not say its modules
 

@@ -15,7 +15,6 @@ from manifests.schema import (
     BatchSizes,
     DataCursor,
     DataPosition,
-    LearningRate,
     Manifest,
     OptimizerState,
     ParameterGroup,
@@ -225,14 +224,7 @@ def remember(options: TrainOptions, *, step: int, num_tokens: int, data: DataPos
         compute_dtype=_STORED[compute.dtype] if compute.has_masters else None,
         reduce_dtype=_STORED[compute.reduce_dtype] if compute.reduce_dtype != compute.master_dtype else None,
         optimizer=OptimizerState(name=_OPTIMIZER, max_norm=optim.max_norm, groups=(group,)),
-        learning_rate=LearningRate(
-            peak=optim.lr,
-            warmup_steps=optim.warmup_steps,
-            stable_steps=optim.stable_steps,
-            decay=optim.decay,
-            decay_steps=optim.decay_steps,
-            minimum=optim.min_lr,
-        ),
+        learning_rate=optim.schedule,
         batch=BatchSizes(**asdict(options.batch)),
         data=data,
     )

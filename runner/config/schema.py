@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import click
 
 from manifests.errors import UsageError
-from manifests.schema import Decay
+from manifests.schema import Decay, LearningRate
 from manifests.training_state import LARGEST_RATE
 from runner.config.architectures import Implementation
 from runner.config.declared import WholeNumber, flag, group
@@ -166,6 +166,17 @@ class OptimOptions:
     @property
     def betas(self) -> tuple[float, float]:
         return self.beta1, self.beta2
+
+    @property
+    def schedule(self) -> LearningRate:
+        return LearningRate(
+            peak=self.lr,
+            warmup_steps=self.warmup_steps,
+            stable_steps=self.stable_steps,
+            decay=self.decay,
+            decay_steps=self.decay_steps,
+            minimum=self.min_lr,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
+from manifests.learning_rate import rate_at
 from manifests.schema import MOMENTS, Holds
-from runner.config.schema import Decay, OptimOptions
+from runner.config.schema import OptimOptions
 from runner.pipeline.chunk import NamedParameter
 from runner.training.mixed_precision import kept, round_masters, zero_gradient
 
@@ -76,18 +76,4 @@ class Optimizer:
 
 def lr_at(step: int, options: OptimOptions) -> float:
     """Return the learning rate of a step, the first being 0."""
-    if step < options.warmup_steps:
-        return options.lr * (step + 1) / options.warmup_steps
-    begin = options.warmup_steps + options.stable_steps
-    if options.decay == "constant" or step < begin:
-        return options.lr
-    done = min(1.0, (step - begin) / (options.decay_steps - begin))
-    return options.min_lr + (options.lr - options.min_lr) * _LEFT[options.decay](done)
-
-
-# The factor of the learning rate after a fraction of the decay; as in torchtitan's and transformers' WSD schedules.
-_LEFT: Mapping[Decay, Callable[[float], float]] = {
-    "linear": lambda done: 1 - done,
-    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
-    "sqrt": lambda done: 1 - math.sqrt(done),
-}
+    return rate_at(step, options.schedule)

@@ -415,7 +415,7 @@ def with_chunks(*chunks: tuple[tuple[int, ...], tuple[int, ...]]) -> Callable[[A
         (lambda metadata: metadata.storage_data.pop(next(iter(metadata.storage_data))), "check.absent-item"),
         (lambda metadata: metadata.state_dict_metadata["weight"].chunks.pop(), "check.uncovered-tensor"),
         (
-            lambda metadata: [setattr(info, "offset", 0) for info in metadata.storage_data.values()],
+            lambda metadata: [setattr(info, "offset", n) for n, info in enumerate(metadata.storage_data.values())],
             "check.overlapping-items",
         ),
         (with_chunks(((0,), (4, 8))), "check.uncovered-tensor"),  # other numbers of dimensions

@@ -15,9 +15,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE
+from torchtitan.models.deepseek_v3.state_dict_adapter import DeepSeekV3StateDictAdapter
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
+from torchtitan.models.gpt_oss.state_dict_adapter import GptOssStateDictAdapter
 from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from tests.builders import refusal, reshard
 
@@ -25,12 +28,21 @@ SIZES = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 40, "tie_word_embeddings": False,
 }  # fmt: skip
-CONFIGS = {
+MLA = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+CONFIGS: dict[str, Any] = {
     "llama": LlamaConfig(**SIZES),
     "qwen3": Qwen3Config(**SIZES),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12),
-}
-ADAPTERS = {"llama": Llama3StateDictAdapter, "qwen3": Qwen3StateDictAdapter, "qwen3_moe": Qwen3StateDictAdapter}
+    "deepseek_v3": DeepseekV3Config(
+        **SIZES | MLA, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, first_k_dense_replace=1,
+        n_group=1, topk_group=1, n_shared_experts=1,
+    ),
+    "gpt_oss": GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+}  # fmt: skip
+ADAPTERS: dict[str, Any] = {
+    "llama": Llama3StateDictAdapter, "qwen3": Qwen3StateDictAdapter, "qwen3_moe": Qwen3StateDictAdapter,
+    "deepseek_v3": DeepSeekV3StateDictAdapter, "gpt_oss": GptOssStateDictAdapter,
+}  # fmt: skip
 
 
 def huggingface_state(kind: str, folder: Path) -> dict[str, torch.Tensor]:
@@ -42,11 +54,30 @@ def huggingface_state(kind: str, folder: Path) -> dict[str, torch.Tensor]:
 
 def torchtitan_state(kind: str, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors as torchtitan's adapter names and lays them out."""
-    rope = object.__new__(ComplexRoPE.Config if kind == "llama" else CosSinRoPE.Config)
-    attention = SimpleNamespace(n_heads=4, n_kv_heads=2, head_dim=8, rope=rope)
+    rope = object.__new__(ComplexRoPE.Config if kind in ("llama", "deepseek_v3") else CosSinRoPE.Config)
+    attention = SimpleNamespace(n_heads=4, n_kv_heads=2, head_dim=8, rope=rope, q_lora_rank=8)
     layer = SimpleNamespace(attention=attention, moe=SimpleNamespace(num_experts=4))
     config: Any = SimpleNamespace(layers=[layer] * 3, dim=16, enable_weight_tying=False)
-    return ADAPTERS[kind](config, None).from_hf(dict(state))
+    native: dict[str, torch.Tensor] = ADAPTERS[kind](config, None).from_hf(dict(state))
+    if kind != "gpt_oss":
+        return native
+    return {name: native[name] for name in native if not name.endswith(("mlp1_bias", "mlp2_bias"))} | of_experts(state)
+
+
+def of_experts(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what GPT-OSS's adapter leaves out: it knows experts by other names than torchtitan's own module."""
+    module = GptOssGroupedExperts.Config(dim=16, hidden_dim=24, num_experts=4)
+    with torch.device("meta"):
+        shapes = {name: parameter.shape for name, parameter in module.build().named_parameters()}
+    found = {}
+    for name, shape in shapes.items():
+        of_file = ("gate_up_proj" if "mlp1" in name else "down_proj") + ("_bias" if "bias" in name else "")
+        for layer in range(3):
+            tensor = state[f"model.layers.{layer}.mlp.experts.{of_file}"]
+            tensor = tensor.transpose(1, 2).contiguous() if tensor.dim() == 3 else tensor
+            assert tensor.shape == shape
+            found[f"layers.{layer}.moe.routed_experts.inner_experts.{name}"] = tensor
+    return found
 
 
 def save(folder: Path, kind: str, state: Mapping[str, object]) -> Path:
@@ -77,9 +108,12 @@ def assert_equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
-def optimizer_of(state: Mapping[str, torch.Tensor]) -> dict[str, object]:
-    moments = {f"state.{name}.exp_avg": torch.zeros_like(tensor) for name, tensor in state.items()}
-    return {"optimizer": moments, "train_state": {"step": 7}}
+def others(state: Mapping[str, torch.Tensor]) -> dict[str, object]:
+    """Return entries that are not packed: the state of another optimizer, and of a data loader."""
+    return {
+        "optimizer": {f"state.{name}.momentum": torch.zeros_like(tensor) for name, tensor in state.items()},
+        "dataloader": {"world_size": 1},
+    }
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -87,19 +121,19 @@ def test_torchtitan_checkpoint_becomes_the_model_that_its_adapter_was_given(kind
     state = huggingface_state(kind, tmp_path / "model")
     native = torchtitan_state(kind, state)
     assert "tok_embeddings.weight" in native
-    assert_equal(exported(save(tmp_path / "step-7", kind, {**native, **optimizer_of(native)}), "pp=3"), state)
+    assert_equal(exported(save(tmp_path / "step-7", kind, {**native, **others(native)}), "pp=3"), state)
 
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_checkpoint_with_names_of_hugging_face(nested: bool, tmp_path: Path) -> None:
     state = huggingface_state("llama", tmp_path / "model")
     saved = {"model": state} if nested else state
-    source = save(tmp_path / "step-7", "llama", {**saved, **optimizer_of(state)})
+    source = save(tmp_path / "step-7", "llama", {**saved, **others(state)})
     assert_equal(exported(source), state)
     plain = reshard("pack", source, "--layout", "pp=1", "--out", tmp_path / "other")
     assert plain.code == 0
     manifest = json.loads((tmp_path / "other" / "manifest.json").read_text())
-    assert manifest["source"]["left_out"] == ["optimizer", "train_state"]
+    assert manifest["source"]["left_out"] == ["dataloader", "optimizer"]
 
 
 def codes(folder: Path, *args: str | Path) -> list[str]:
@@ -110,11 +144,11 @@ def codes(folder: Path, *args: str | Path) -> list[str]:
 def test_check_compares_the_weights_with_another_checkpoint(kind: str, tmp_path: Path) -> None:
     state = huggingface_state(kind, tmp_path / "model")
     native = torchtitan_state(kind, state)
-    one, two = (save(tmp_path / name, kind, {**native, **optimizer_of(native)}) for name in ("one", "two"))
+    one, two = (save(tmp_path / name, kind, {**native, **others(native)}) for name in ("one", "two"))
     for pair in ((one, tmp_path / "model"), (tmp_path / "model", one), (one, two)):
         assert reshard("check", pair[0], "--against", pair[1], "--bytes").code == 0
     native["norm.weight"] = native["norm.weight"] + 1
-    other = save(tmp_path / "other", kind, {**native, **optimizer_of(native)})
+    other = save(tmp_path / "other", kind, {**native, **others(native)})
     for pair in ((other, tmp_path / "model"), (other, one)):
         assert codes(pair[0], "--against", pair[1]) == []
         assert codes(pair[0], "--against", pair[1], "--bytes") == ["check.other-bytes"]
@@ -206,3 +240,18 @@ def test_torchtitan_names_of_other_architectures_are_refused(tmp_path: Path) -> 
     )
     found = refusal("pack", source, "--layout", "pp=2", "--out", tmp_path / "out").found
     assert found == (3, "model.unknown-torchtitan-layout", str(source))
+
+
+def test_inspect_lists_what_torch_saved(tmp_path: Path) -> None:
+    state = huggingface_state("llama", tmp_path / "model")
+    source = save(tmp_path / "step-7", "llama", {**state, **others(state)})
+    shown = reshard("inspect", source, "--json", "--tensors").json
+    assert (shown["format"], shown["num_files"], shown["other_parts"]) == ("dcp", 1, ["dataloader"])
+    nbytes = sum(tensor.nbytes for tensor in state.values())
+    assert shown["parts"] == {part: {"num_tensors": len(state), "nbytes": nbytes} for part in ("model", "optimizer")}
+    shapes = {one["name"]: tuple(one["shape"]) for one in shown["tensors"] if one["name"] in state}
+    assert shapes == {name: tuple(tensor.shape) for name, tensor in state.items()}
+    (tmp_path / "bin").mkdir()
+    torch.save(state, tmp_path / "bin" / "pytorch_model.bin")
+    assert reshard("inspect", tmp_path / "bin", "--json").json["parts"]["model"]["nbytes"] == nbytes
+    assert reshard("inspect", source).out.startswith("torch.distributed.checkpoint, 1 files")

@@ -1,0 +1,172 @@
+"""Files as torch.save writes them: uncompressed zip files of a pickle and the bytes of a tensor.
+
+Source: torch 2.13.0, torch/serialization.py and caffe2/serialize/inline_container.cc; PKWARE's APPNOTE 6.3.10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from struct import pack
+from zlib import crc32
+
+from manifests.safetensors import nbytes_of
+from reshard.archives.pickling import Call, Name, Persistent, pickled
+from reshard.archives.tensors import DTYPES, STORAGE_CLASSES
+from reshard.tensors.lazy import Buffer
+
+__all__ = ["SavedTensor", "saved_value", "torch_dtype"]
+
+_FOLDER = "archive"
+_ALIGNMENT = 64  # of a tensor's bytes
+_PADDING_ID = b"FB"
+_MAX32 = 0xFFFFFFFF
+_HAS_DESCRIPTOR = 8  # flag: CRC and sizes follow the data
+_DATE = 33  # 1980-01-01
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_CLASSES = {dtype: f"{name}Storage" for name, dtype in STORAGE_CLASSES.items()}
+
+
+def torch_dtype(dtype: str) -> Name:
+    return Name("torch", _NAMES[dtype])
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A contiguous tensor. Lengths do not depend on its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def data_nbytes(self) -> int:
+        return nbytes_of(self.dtype, self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the file."""
+        return len(self.start) + self.data_nbytes + len(self.end(0))
+
+    @cached_property
+    def start(self) -> bytes:
+        """What precedes the tensor's bytes."""
+        return self._start[0]
+
+    @cached_property
+    def _start(self) -> tuple[bytes, list[_Entry]]:
+        writer = _Writer()
+        writer.add("data.pkl", pickled(self._pickle()))
+        writer.add("byteorder", b"little")
+        writer.add("version", b"3\n")
+        writer.begin_data("data/0", self.data_nbytes)
+        return bytes(writer.written), writer.entries
+
+    def end(self, crc: int) -> bytes:
+        """Return what follows the tensor's bytes, of which this is the CRC-32."""
+        start, (*others, data) = self._start
+        return _end([*others, data.with_crc(crc)], len(start) + self.data_nbytes)
+
+    def _pickle(self) -> Call:
+        hooks = Call(Name("collections", "OrderedDict"))
+        strides = tuple(prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
+        count = prod(self.shape)
+        if self.dtype in _CLASSES:
+            storage = Persistent(("storage", Name("torch", _CLASSES[self.dtype]), "0", "cpu", count))
+            return Call(Name("torch._utils", "_rebuild_tensor_v2"), (storage, 0, self.shape, strides, False, hooks))
+        untyped = ("storage", Name("torch.storage", "UntypedStorage"), "0", "cpu", self.data_nbytes)
+        view = (Persistent(untyped), 0, self.shape, strides, False, hooks, torch_dtype(self.dtype))
+        return Call(Name("torch._utils", "_rebuild_tensor_v3"), view)
+
+    def blocks(self, data: Iterator[Buffer]) -> Iterator[Buffer]:
+        """Yield the file, given the tensor's bytes."""
+        yield self.start
+        crc = 0
+        for block in data:
+            crc = crc32(block, crc)
+            yield block
+        yield self.end(crc)
+
+
+def saved_value(value: object) -> bytes:
+    """Return the file of a number, a string, or a container of them."""
+    writer = _Writer()
+    writer.add("data.pkl", pickled(value))
+    writer.add("byteorder", b"little")
+    writer.add("version", b"3\n")
+    return bytes(writer.written) + _end(writer.entries, len(writer.written))
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    name: bytes
+    begin: int  # of its local header
+    nbytes: int
+    crc: int
+    flags: int = 0
+
+    def with_crc(self, crc: int) -> _Entry:
+        return _Entry(self.name, self.begin, self.nbytes, crc, self.flags)
+
+    @property
+    def is_large(self) -> bool:
+        return self.nbytes >= _MAX32
+
+    @property
+    def directory(self) -> bytes:
+        """Its entry in the central directory."""
+        extra = pack("<HHQQ", 1, 16, self.nbytes, self.nbytes) if self.is_large else b""
+        nbytes = min(self.nbytes, _MAX32)
+        version = 45 if extra else 20
+        fixed = pack(
+            "<4s6H3I5H2I", b"PK\1\2", version, version, self.flags, 0, 0, _DATE, self.crc, nbytes, nbytes,
+            len(self.name), len(extra), 0, 0, 0, 0, self.begin,
+        )  # fmt: skip
+        return fixed + self.name + extra
+
+
+class _Writer:
+    """The start of a zip file: entries whose bytes are known, and the header of one whose bytes follow."""
+
+    def __init__(self) -> None:
+        self.written = bytearray()
+        self.entries: list[_Entry] = []
+
+    def add(self, name: str, data: bytes) -> None:
+        entry = _Entry(f"{_FOLDER}/{name}".encode(), len(self.written), len(data), crc32(data))
+        self._header(entry, b"")
+        self.written += data
+
+    def begin_data(self, name: str, nbytes: int) -> None:
+        entry = _Entry(f"{_FOLDER}/{name}".encode(), len(self.written), nbytes, 0, _HAS_DESCRIPTOR)
+        extra = pack("<HHQQ", 1, 16, 0, 0) if entry.is_large else b""
+        end = len(self.written) + 30 + len(entry.name) + len(extra) + 4
+        padding = -end % _ALIGNMENT
+        self._header(entry, extra + _PADDING_ID + pack("<H", padding) + b"Z" * padding)
+
+    def _header(self, entry: _Entry, extra: bytes) -> None:
+        self.entries.append(entry)
+        nbytes = 0 if entry.flags else entry.nbytes
+        self.written += pack(
+            "<4s5H3I2H", b"PK\3\4", 45 if entry.is_large else 20, entry.flags, 0, 0, _DATE, entry.crc, nbytes, nbytes,
+            len(entry.name), len(extra),
+        )  # fmt: skip
+        self.written += entry.name + extra
+
+
+def _end(entries: list[_Entry], position: int) -> bytes:
+    """Return the end of a zip file from `position` on: what describes the last entry's data, and the directory."""
+    last = entries[-1]
+    found = b""
+    if last.flags:
+        found = pack("<4sI" + ("QQ" if last.is_large else "II"), b"PK\7\b", last.crc, last.nbytes, last.nbytes)
+    begin = position + len(found)
+    directory = b"".join(entry.directory for entry in entries)
+    found += directory
+    count = len(entries)
+    if begin >= _MAX32:
+        end = begin + len(directory)
+        found += pack("<4sQ2H2I4Q", b"PK\6\6", 44, 45, 45, 0, 0, count, count, len(directory), begin)
+        found += pack("<4sIQI", b"PK\6\7", 0, end, 1)
+    return found + pack("<4s4H2IH", b"PK\5\6", 0, 0, count, count, len(directory), min(begin, _MAX32), 0)

@@ -1,0 +1,57 @@
+"""Every command of docs/coming-from.md does what the page says."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from tests.fast.reshard.test_dcp_export import Titan
+from tests.fast.titans import LLAMA
+
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(600)]
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "coming-from.md"
+_BLOCK = re.compile(r"(?:^    .*\n)+", re.MULTILINE)
+
+
+def run_section(title: str, folder: Path) -> None:
+    """Run the indented blocks below a heading, in order."""
+    section = PAGE.read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    for block in _BLOCK.findall(section):
+        ended = subprocess.run(
+            ["bash", "-euc", block], cwd=folder, env={**os.environ, "PATH": path}, capture_output=True, text=True,
+            timeout=240, check=False,
+        )  # fmt: skip
+        assert ended.returncode == 0, f"{block}\n{ended.stdout}\n{ended.stderr}"
+
+
+def test_commands_for_torchtitan(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA))
+    titan = Titan(fused=True, seed=0)
+    titan.train(3)
+    titan.save(tmp_path / "titan" / "checkpoint" / "step-3")
+    before = {name: tensor.clone() for name, tensor in titan.model.state_dict().items()}
+    run_section("torchtitan", tmp_path)
+    titan.load(tmp_path / "titan-again" / "checkpoint" / "step-6")
+    assert titan.counts["step"] == 6
+    after = titan.model.state_dict()
+    assert all(torch.isfinite(after[name]).all() and not torch.equal(after[name], before[name]) for name in before)
+
+
+def test_commands_for_transformers(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**LLAMA))
+    model.save_pretrained(tmp_path / "model")
+    run_section("transformers", tmp_path)
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "trained").state_dict()
+    assert trained.keys() == model.state_dict().keys()
+    assert not any(torch.equal(trained[name], tensor) for name, tensor in model.state_dict().items())
