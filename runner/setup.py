@@ -29,11 +29,12 @@ from runner.load.local_cache import CacheReport, local_cache_of
 from runner.load.stored import StageLoader
 from runner.metrics.gauges import memory_nbytes
 from runner.models import Family, family_for
-from runner.parallel.mesh import Mesh, build_mesh
+from runner.parallel.mesh import Mesh, build_mesh, pair_mesh
 from runner.parallel.parallelize import Parallel, is_sharded, parallelize
+from runner.parallel.self_check import check_tensor_parallel
 from runner.pipeline.chunk import StageChunk, build_chunks, hf_constants, hf_pieces, materialize
 from runner.pipeline.schedule import build_schedule
-from runner.pipeline.self_check import SelfChecked, check_stages
+from runner.pipeline.self_check import SelfChecked, self_check
 from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import choose_timetable
 from runner.profiling.clock import Clock
@@ -156,7 +157,16 @@ def _begin(
             description=launched.manifest.model.description,
         )
         if options.self_check and mesh.rank == 0:
-            _self_check(family, launched)
+            self_check(family, launched.stage_modules)
+    if options.self_check and mesh.degrees.tensor > 1 and isinstance(family, SelfChecked):
+        pair = pair_mesh(mesh.rank)
+        with together("self-check"):
+            taken_s = check_tensor_parallel(family, pair) if mesh.rank < pair.degrees.tensor else 0.0
+        if mesh.rank == 0:
+            logger.info(
+                "self-check: a tiny %s is the same on 2 tensor-parallel ranks (%.1f s)", family.architecture, taken_s
+            )
+    with together("load"):
         base_nbytes = memory_nbytes(device)
         chunks = _build(family, launched, options, mesh, device)
         weights = [piece for chunk in chunks for piece in (*hf_pieces(chunk, kept), *hf_constants(chunk))]
@@ -185,17 +195,6 @@ def _begin(
         loaded=loaded,
         mesh=mesh,
         base_nbytes=base_nbytes,
-    )
-
-
-def _self_check(family: Family, launched: Packed) -> None:
-    """Compare the launched stages of a tiny model with the whole of it, if the family asks for that; on rank 0."""
-    if not isinstance(family, SelfChecked):
-        return
-    taken_s = check_stages(family, launched.stage_modules)
-    num_stages = len(launched.stage_modules)
-    logger.info(
-        "self-check: a tiny %s is the same whole and in %d stages (%.1f s)", family.architecture, num_stages, taken_s
     )
 
 

@@ -33,6 +33,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from manifests.models.catalogue import make_entry
 from manifests.models.shape import module_of
 from tools.parity import SHARED_LAYERS, Layers, compare, look_at_layers
+from tools.shared_parity import why_not_tensor_parallel
 from tools.tiny_models import LAYERS, MULTIMODAL, decoder_classes, tiny_config
 
 PATH = Path(__file__).parents[1] / "manifests" / "models" / "catalogue.json"
@@ -139,6 +140,10 @@ def describe_all(only: Iterable[str] = ()) -> tuple[dict[str, dict[str, Any]], d
         except Exception as error:  # whatever transformers raises of a tiny config
             refused[name] = f"no tiny model could be built: {type(error).__name__}"
             print(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:200]}", file=sys.stderr)
+    trained = [make_entry(name, entry) for name, entry in found.items() if "refused" not in entry]
+    trained = [entry for entry in trained if not entry.hands_on_trees]
+    for name, why in why_not_tensor_parallel(trained).items():
+        found[name] |= {"no_tp": why} if why else {}
     return found, refused
 
 

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from manifests.models import ARCHITECTURES
 from manifests.models.catalogue import CatalogueEntry, catalogued, entry_of, left_out
 from manifests.models.sizes import sizes_of
-from runner.config.architectures import TENSOR_PARALLEL, TRAINED, is_generic
+from runner.config.architectures import TENSOR_PARALLEL, TRAINED, is_generic, why_not_tensor_parallel
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "models.md"
@@ -41,7 +41,7 @@ def render() -> str:
     for name in names:
         entry = entry_of(name)
         road = "by shape" if name in ARCHITECTURES else "by name"
-        tensor = "yes" if name in TENSOR_PARALLEL else "no"
+        tensor = _tensor(name)
         plan = "config.json" if name in ARCHITECTURES or sizes_of(name) is not None else "headers"
         lines.append(f"| `{name}` | {plan} | {road} | {_trains(name)} | {_ties(entry)} | {tensor} |")
     lines += [
@@ -62,6 +62,12 @@ def _trains(name: str) -> str:
         return "its text model, by the catalogue" if entry is not None and entry.towers else "by the catalogue"
     entry = entry_of(name)
     return f"no: {entry.refused}" if entry is not None else "no"
+
+
+def _tensor(name: str) -> str:
+    if why := why_not_tensor_parallel(name):
+        return f"no: {why}" if is_generic(name) else "no"
+    return "torchtitan's modules" if name in TENSOR_PARALLEL else "yes"
 
 
 def _ties(entry: CatalogueEntry | None) -> str:

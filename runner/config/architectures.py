@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from typing import Literal
 
 from manifests.errors import ModelError, UsageError
-from manifests.models.catalogue import entry_of
+from manifests.models.catalogue import CatalogueEntry, entry_of
 from runner.config.own_families import GROUP, find_family, package_of
 
 __all__ = [
@@ -16,7 +16,10 @@ __all__ = [
     "Implementation",
     "check_trainable",
     "choose_implementation",
+    "generic_entry",
+    "hands_on_trees",
     "is_generic",
+    "why_not_tensor_parallel",
 ]
 
 Implementation = Literal["torchtitan", "transformers"]
@@ -44,13 +47,36 @@ TRAINED = (
     "PhiForCausalLM",
     "Qwen2ForCausalLM",
 )
-TENSOR_PARALLEL = TORCHTITAN  # those that support tensor parallelism, on torchtitan's modules
+TENSOR_PARALLEL = TORCHTITAN  # on torchtitan's modules; others are sharded by transformers' plan
 
 
 def is_generic(architecture: str) -> bool:
     """Return whether an architecture trains by the catalogue, on transformers' own forward."""
+    return generic_entry(architecture) is not None
+
+
+def generic_entry(architecture: str) -> CatalogueEntry | None:
+    """Return the catalogue's entry of an architecture that trains by it."""
     entry = entry_of(architecture) if architecture not in TRAINED else None
-    return entry is not None and not entry.refused
+    return None if entry is None or entry.refused else entry
+
+
+def why_not_tensor_parallel(architecture: str, *, is_own: bool = False) -> str:
+    """Return why the matrices of an architecture are not sharded over tensor-parallel ranks, or nothing if they are."""
+    if architecture in TENSOR_PARALLEL:
+        return ""
+    if is_own:
+        return "a family of another package trains it"
+    entry = generic_entry(architecture)
+    if entry is None:
+        return "there is no plan of how to shard it"
+    return "its stages exchange more than the hidden state" if entry.hands_on_trees else entry.no_tp
+
+
+def hands_on_trees(architecture: str) -> bool:
+    """Return whether stages of an architecture of the catalogue exchange more than the hidden state."""
+    entry = generic_entry(architecture)
+    return entry is not None and entry.hands_on_trees
 
 
 def choose_implementation(architecture: str, asked: Implementation | None = None) -> Implementation:

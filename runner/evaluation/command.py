@@ -49,6 +49,7 @@ class ReadOptions:
     timeout_s: int
     is_json: bool
     is_quiet: bool
+    self_check: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,6 +150,11 @@ def _reading(command: C) -> C:
             default=None,
             show_default="as the tokenizer does",
             help="Start every text with the BOS token.",
+        ),
+        click.Option(
+            ["--self-check/--no-self-check"],
+            default=True,
+            help="First compare a tiny model of the config, whole and in stages, if it is trained by the catalogue.",
         ),
         click.Option(["--quiet", "is_quiet"], is_flag=True, help="Print only errors and the result."),
         click.Option(["--dry-run"], is_flag=True, help="Print the command that starts the ranks, and stop."),
@@ -293,11 +299,13 @@ def _generate_options(
 
 
 def _read_options(
-    *, manifest: Path, dtype: Dtype, device: Device, timeout: int, is_json: bool, is_quiet: bool, dry_run: bool
-) -> ReadOptions:
+    *, manifest: Path, dtype: Dtype, device: Device, timeout: int, is_json: bool, is_quiet: bool, dry_run: bool,
+    self_check: bool,
+) -> ReadOptions:  # fmt: skip
     return ReadOptions(
-        manifest=manifest, dtype=dtype, device=device, timeout_s=timeout, is_json=is_json, is_quiet=is_quiet
-    )
+        manifest=manifest, dtype=dtype, device=device, timeout_s=timeout, is_json=is_json, is_quiet=is_quiet,
+        self_check=self_check,
+    )  # fmt: skip
 
 
 def _utf8(prompt: str) -> str:

@@ -21,6 +21,7 @@ from runner.load.load import load_tensors
 from runner.models import Family, family_for
 from runner.pipeline.chunk import StageChunk, build_chunks, hf_constants, hf_pieces, materialize
 from runner.pipeline.schedule import Schedule, build_schedule
+from runner.pipeline.self_check import self_check
 from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import find_timetable
 from runner.rundir.rank_label import set_rank_label, stages_of
@@ -87,6 +88,8 @@ def read_model(
         family = family_for(
             packed.config, max_seq_len=max_seq_len, shape=packed.shape, description=manifest.model.description
         )
+        if options.self_check and world.rank == 0:
+            self_check(family, packed.stage_modules)
         chunks = build_chunks(family, packed.stage_modules, manifest.placement.stages_on(world.rank))
         for chunk in chunks:
             materialize(chunk, device=device, dtype=dtype)

@@ -10,7 +10,14 @@ from typing import Any
 
 from manifests.errors import UsageError
 from manifests.schema import Manifest
-from runner.config.architectures import TENSOR_PARALLEL, Implementation, choose_implementation, is_generic
+from runner.config.architectures import (
+    TENSOR_PARALLEL,
+    Implementation,
+    choose_implementation,
+    hands_on_trees,
+    is_generic,
+    why_not_tensor_parallel,
+)
 from runner.config.flags import TrainOptions
 from runner.config.own_families import find_family
 from runner.config.parallel_dims import ParallelDims
@@ -47,7 +54,9 @@ class Combination:
     architecture: str = "LlamaForCausalLM"
     implementation: Implementation = "torchtitan"  # whose modules
     has_loss_chunks: bool = False
+    whole_because: str = ""  # why matrices of the architecture are not sharded
     is_generic: bool = False  # trained by the catalogue, or by a family of another package
+    is_unproven: bool = False  # by a family of another package, or with more than the hidden state between stages
     num_shards: int = 1  # data-parallel ranks that share each parameter
 
 
@@ -58,7 +67,7 @@ class Refusal:
     where: str
     code: str
     applies: Callable[[Combination], bool]
-    problem: str  # {schedule} and {architecture} are filled in
+    problem: str  # {schedule}, {architecture} and {whole_because} are filled in
     hint: str
 
 
@@ -80,9 +89,9 @@ REFUSED = (
     Refusal(
         where="--tp",
         code="options.tp-architecture",
-        applies=lambda found: found.num_tensor > 1 and found.architecture not in TENSOR_PARALLEL,
-        problem="tensor parallelism is not supported for {architecture}",
-        hint=f"remove --tp, or use --dp-shard to save memory; supported: {', '.join(TENSOR_PARALLEL)}",
+        applies=lambda found: found.num_tensor > 1 and bool(found.whole_because),
+        problem="tensor parallelism is not supported for {architecture}: {whole_because}",
+        hint="remove --tp, or use more stages or --dp-shard to save memory; docs/models.md lists what supports it",
     ),
     Refusal(
         where="--tp",
@@ -110,8 +119,8 @@ REFUSED = (
     Refusal(
         where="--dp-shard",
         code="options.catalogue-combination",
-        applies=lambda found: found.is_generic and found.num_shards > 1,
-        problem="sharding the parameters of {architecture} is not known to train right",
+        applies=lambda found: found.is_unproven and found.num_shards > 1,
+        problem="sharding the parameters of {architecture} is not known to be right",
         hint="leave --dp-shard out; --dp-replicate and more stages work",
     ),
     Refusal(
@@ -124,14 +133,14 @@ REFUSED = (
     Refusal(
         where="--loss-chunk",
         code="options.catalogue-combination",
-        applies=lambda found: found.is_generic and found.has_loss_chunks,
-        problem="{architecture} may scale or cap its logits after the head, which chunks would leave out",
+        applies=lambda found: found.is_unproven and found.has_loss_chunks,
+        problem="{architecture} may change its logits after the head, which chunks would leave out",
         hint="leave --loss-chunk out",
     ),
     Refusal(
         where="--schedule",
         code="options.catalogue-combination",
-        applies=lambda found: found.is_generic and found.splits_backward,
+        applies=lambda found: found.is_unproven and found.splits_backward,
         problem="{schedule} goes through a backward in two parts, which is not known to train {architecture} right",
         hint=f"take {_UNSPLIT}",
     ),
@@ -162,7 +171,9 @@ def check_combination(found: Combination) -> None:
 
 
 def _said(rule: Refusal, found: Combination) -> str:
-    return rule.problem.format(schedule=found.schedule, architecture=found.architecture)
+    return rule.problem.format(
+        schedule=found.schedule, architecture=found.architecture, whole_because=found.whole_because
+    )
 
 
 def check_sinks(options: TrainOptions) -> None:
@@ -186,6 +197,7 @@ def combine(
 ) -> Combination:
     """Return the combination of these options; without `degrees`, for one pipeline."""
     degrees = degrees or ParallelDims(pipeline=manifest.layout.num_ranks)
+    architecture, is_own = manifest.model.architecture, _is_own(manifest)
     modules = (module for stage in manifest.stages for module in stage.modules)
     numbers = [int(found[1]) for found in map(_LAYER.search, modules) if found]
     return Combination(
@@ -194,9 +206,11 @@ def combine(
         recompute=options.compute.recompute,
         is_compiled=options.compute.is_compiled,
         num_tensor=degrees.tensor,
-        architecture=manifest.model.architecture,
-        implementation=choose_implementation(manifest.model.architecture, options.compute.implementation),
-        is_generic=is_generic(manifest.model.architecture) or find_family(manifest.model.architecture) is not None,
+        architecture=architecture,
+        implementation=choose_implementation(architecture, options.compute.implementation),
+        whole_because=why_not_tensor_parallel(architecture, is_own=is_own),
+        is_generic=is_own or is_generic(architecture),
+        is_unproven=is_own or hands_on_trees(architecture),
         num_shards=degrees.shard,
         has_loss_chunks=options.compute.loss_chunk is not None,
         num_mtp_layers=sum(number >= manifest.model.num_layers for number in numbers),
@@ -209,8 +223,13 @@ def tensor_parallel(manifest: Manifest, options: TrainOptions) -> Combination:
     return Combination(
         architecture=architecture,
         implementation=choose_implementation(architecture, options.compute.implementation),
+        whole_because=why_not_tensor_parallel(architecture, is_own=_is_own(manifest)),
         num_tensor=options.degrees.tensor,
     )
+
+
+def _is_own(manifest: Manifest) -> bool:
+    return manifest.model.description is not None or find_family(manifest.model.architecture) is not None
 
 
 def check_divides(config: Mapping[str, Any], num_tensor: int) -> None:
@@ -219,8 +238,10 @@ def check_divides(config: Mapping[str, Any], num_tensor: int) -> None:
     Raises:
         UsageError: naming what does not divide.
     """
+    section = config.get("text_config")
     for name in _CUT:
-        if isinstance(count := config.get(name), int) and count % num_tensor:
+        found = section if isinstance(section, Mapping) else config
+        if isinstance(count := found.get(name), int) and count % num_tensor:
             problem = f"expected a divisor of {count} ({name} of config.json), found {num_tensor}"
             raise UsageError("--tp", problem, code="options.tp-divisor")
 

@@ -10,11 +10,12 @@ from manifests.models import ConfigReader
 from manifests.schema import Manifest, TrainingState
 from runner.bundle.packed import Packed, check_tokenizer
 from runner.checkpoint.resume import remembered
-from runner.config.architectures import TORCHTITAN, Implementation, choose_implementation
+from runner.config.architectures import TORCHTITAN, Implementation, choose_implementation, generic_entry
 from runner.config.flags import TrainOptions, flag_of
 from runner.config.schema import SYNTHETIC
 from runner.data.files import SUFFIXES
 from runner.models.decoders import DECODERS, decoder_of, refuse_mtp
+from runner.models.generic_limits import check_fields, check_modules
 from runner.models.titan_fields import TITAN_FIELDS
 
 __all__ = ["check_length", "check_model", "check_places", "check_texts", "notes"]
@@ -73,6 +74,10 @@ def check_model(launched: Packed, implementation: Implementation | None = None) 
     elif (decoder := decoder_of(shape.architecture)) is not None:
         decoder.check(ConfigReader(config, where), seq_len=0)
         refuse_mtp(modules, shape.optional, where)
+    elif (entry := generic_entry(shape.architecture)) is not None and launched.manifest.model.description is None:
+        check_fields(entry, ConfigReader(config, where))
+        known = set(shape.modules) - shape.optional
+        check_modules(entry, known, launched.stage_modules, where)
 
 
 def check_length(launched: Packed, options: TrainOptions) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
@@ -19,11 +20,13 @@ from transformers.initialization import no_init_weights
 from manifests.errors import ModelError, UsageError
 from manifests.models.catalogue import CatalogueEntry
 from manifests.models.config import ConfigReader
+from runner.models.generic_limits import check_fields, check_modules
 from runner.models.lengths import longest_alike
 from runner.models.refusals import refusals
 from runner.models.regions import Region, keeping_views, pieces_in, regions_of
 from runner.models.shrink import shrink
-from runner.models.stage_of_any import StageOfAny
+from runner.models.stage_of_any import StageOfAny, is_stand_in
+from runner.models.tensor_plan import check_packed, shard_by_plan, summed_by_plan
 from runner.tensors.local_shard import Piece
 
 __all__ = ["Generic", "WholeModel"]
@@ -51,6 +54,10 @@ class WholeModel(nn.Module):
             for parameter in model.parameters():  # no norm at 1, no bias at 0
                 parameter.add_(torch.randn_like(parameter), alpha=0.02)
 
+    @property
+    def body(self) -> nn.Module:
+        return self
+
     def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         found = self.model(input_ids=tokens, labels=tokens, use_cache=False)
         return found.logits, found.loss
@@ -76,12 +83,12 @@ class Generic:
         self.architecture, self._entry, self._where = entry.architecture, entry, where
         self.hands_on_trees = entry.hands_on_trees
         config = _with_floats(config)
-        reader = ConfigReader(config, where)
-        reader.expect("output_router_logits", False)
-        reader.expect("layerdrop", 0)
+        check_fields(entry, ConfigReader(config, where))
         with refusals(self._where):
             self._class, self._given = (model_class, config) if model_class else _class_and_fields(entry, config)
             config_class: Any = self._class.config_class
+            read = config_class.from_dict(copy.deepcopy(dict(self._given)))
+            self._is_tied = bool(entry.ties and read.tie_word_embeddings)
             self._config = config_class.from_dict({**copy.deepcopy(dict(self._given)), **_CONFIG})
         whole = self._whole("meta")
         self._layers_name, num_layers = self._list_of_layers(whole)
@@ -101,7 +108,7 @@ class Generic:
         Raises:
             ModelError: one of them is for multi-token prediction, or what runs before the layers is on several stages.
         """
-        self._check_modules(modules)
+        check_modules(self._entry, self.modules, (modules,), self._where)
         return StageOfAny(self._whole("meta"), self._entry, self._layers_name, frozenset(modules), self._outside)
 
     def init_buffers(self, module: nn.Module, device: torch.device) -> None:
@@ -129,7 +136,9 @@ class Generic:
         if self._entry.section:
             small = {self._entry.section: small}
         given = None if self._entry.section else self._class
-        return Generic(self._entry, small, max_seq_len=1, where=self._where, model_class=given)
+        found = Generic(self._entry, small, max_seq_len=1, where=self._where, model_class=given)
+        found._config._experts_implementation = "eager"  # in any dtype and of any size, unlike grouped products
+        return found
 
     def num_parameters(self) -> int:
         return sum(math.prod(region.shape) for regions in self._regions.values() for region in regions)
@@ -138,7 +147,20 @@ class Generic:
         """Return transformers' model with random weights on the CPU, ties and dropout as the config says."""
         with refusals(self._where):
             config = type(self._config).from_dict(copy.deepcopy({**self._given, "use_cache": False}))
+            config._experts_implementation = self._config._experts_implementation
             return WholeModel(self._class(config), self._in_files)
+
+    def shard(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        assert isinstance(module, StageOfAny)
+        outside = [*self._entry.inputs, *(self._entry.outputs[-1:] if self._is_tied else ())]
+        whole = {module.model.get_submodule(self._outside[name]) for name in outside}
+        whole |= {part for part in module.modules() if is_stand_in(part)}
+        shard_by_plan(module.model, mesh, whole=whole)
+        check_packed(module.model, self._regions)
+
+    def summed_over_heads(self, module: nn.Module) -> Iterator[nn.Parameter]:
+        assert isinstance(module, StageOfAny)
+        return summed_by_plan(module.model)
 
     def padded_length(self, length: int, most: int) -> int:
         return longest_alike(self._config, length, most)
@@ -227,32 +249,6 @@ class Generic:
             beside_layers = ".".join(name.split(".")[: self._layers_name.count(".") + 1])
             found[module] = name.removesuffix(leaf) if name.endswith(leaf) else beside_layers
         return found
-
-    def _check_modules(self, modules: tuple[str, ...]) -> None:
-        for module in modules:
-            if module in self._entry.towers:
-                raise ModelError(
-                    self._where,
-                    f"{module} is for images or sound, which cannot be trained; the text model can",
-                    f"pack the source again with --drop {' --drop '.join(self._entry.towers)}",
-                    code="config.towers",
-                )
-            if module not in self.modules:
-                raise ModelError(
-                    self._where,
-                    f"{module} is for multi-token prediction, which cannot be trained",
-                    f"pack the source again with --drop for the tensors of {module}",
-                    code="config.mtp-layers",
-                )
-        for together in (self._entry.inputs, self._entry.outputs if self.hands_on_trees else ()):
-            found = [module for module in together if module in modules]
-            if found and len(found) < len(together):
-                raise ModelError(
-                    self._where,
-                    f"{' and '.join(together)} must be on one stage",
-                    "choose a layout that does not cut before the first layer, or after the last",
-                    code="model.split-inputs",
-                )
 
 
 def _class_and_fields(

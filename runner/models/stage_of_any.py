@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 from manifests.models.catalogue import CatalogueEntry
 from runner.models.lengths import forget_lengths
 
-__all__ = ["StageOfAny"]
+__all__ = ["StageOfAny", "is_stand_in"]
 
 _SHARED = (dict, UserDict)  # of what layers write and later layers read
 
@@ -218,3 +218,8 @@ def _replaced(found: Any, arrived: Mapping[str, Any], layers_left: int) -> Any:
     places = arrived["places"]
     place = places[-1 - layers_left] if layers_left < len(places) else None
     return found if place is None else arrived["tensors"][place]
+
+
+def is_stand_in(part: nn.Module) -> bool:
+    """Return whether a module is in the place of one of another stage."""
+    return isinstance(part, (_Elsewhere, _Skipped))

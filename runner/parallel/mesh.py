@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from runner.config.parallel_dims import PIPELINE, REPLICATE, SHARD, TENSOR, ParallelDims
 from runner.tensors.dtensor import sharded_dims
 
-__all__ = ["Mesh", "build_mesh"]
+__all__ = ["Mesh", "build_mesh", "pair_mesh"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -83,6 +83,12 @@ class Mesh:
         """Whether this is the first of the ranks with the same part of a parameter."""
         place = {REPLICATE: self.replicate_rank, SHARD: self.shard_rank, TENSOR: self.tensor_rank}
         return not any(rank for dim, rank in place.items() if dim not in sharded_dims(parameter))
+
+
+def pair_mesh(rank: int) -> Mesh:
+    """Create a mesh of ranks 0 and 1, tensor-parallel on the CPU, for a tiny model. Every rank calls this."""
+    device_mesh = DeviceMesh("cpu", [[[[0, 1]]]], mesh_dim_names=(PIPELINE, REPLICATE, SHARD, TENSOR))
+    return Mesh(degrees=ParallelDims(pipeline=1, tensor=2), rank=rank, device_mesh=device_mesh)
 
 
 def build_mesh(degrees: ParallelDims, rank: int, device: torch.device, timeout: timedelta) -> Mesh:

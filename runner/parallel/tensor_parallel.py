@@ -14,6 +14,7 @@ the sharded matrices, so its gradient is reduced where it is split off.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -21,9 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from runner.models import Family
 from runner.pipeline.chunk import StageChunk, layers_of
 
-__all__ = ["shard_matrices", "summed_over_heads"]
+__all__ = ["Planned", "shard_matrices", "summed_over_heads"]
 
 _COLWISE, _ROWWISE, _WHOLE = "colwise", "rowwise", "whole"
 # Every linear module of a layer, by the last two parts of its name.
@@ -60,8 +62,24 @@ _LATENT = "kv_lora_rank"  # an attribute of latent attention
 _OF_HEADS = ("q_norm", "k_norm")
 
 
+@runtime_checkable
+class Planned(Family, Protocol):
+    """A family that knows how its own modules are sharded."""
+
+    def shard(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Shard what `build` returned, which is on the meta device, over the tensor-parallel ranks of a mesh."""
+        ...
+
+    def summed_over_heads(self, module: nn.Module) -> Iterator[nn.Parameter]:
+        """See `summed_over_heads` in this file."""
+        ...
+
+
 def shard_matrices(chunk: StageChunk, mesh: DeviceMesh) -> None:
     """Shard the matrices of a chunk, which is on the meta device, over tensor-parallel ranks."""
+    if isinstance(chunk.family, Planned):
+        chunk.family.shard(chunk.body, mesh)
+        return
     plan: dict[str, ParallelStyle] = {}
     present = {name for name, _ in chunk.body.named_modules()}
     if "tok_embeddings" in present:
@@ -76,6 +94,9 @@ def shard_matrices(chunk: StageChunk, mesh: DeviceMesh) -> None:
 
 def summed_over_heads(chunk: StageChunk) -> Iterator[nn.Parameter]:
     """Yield the parameters whose gradients on a rank cover only its own heads, and must be reduced."""
+    if isinstance(chunk.family, Planned):
+        yield from chunk.family.summed_over_heads(chunk.body)
+        return
     for _, layer in layers_of(chunk):
         attention = layer.get_submodule("attention")
         if hasattr(attention, _LATENT):  # its norms are of latents, which are replicated

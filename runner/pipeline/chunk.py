@@ -12,7 +12,7 @@ from manifests.models import module_of
 from runner.models import Family
 from runner.pipeline.chunked_head import ChunkedHead
 from runner.pipeline.stage_io import StageIO
-from runner.tensors.dtensor import local_of, local_offset
+from runner.tensors.dtensor import local_of, local_regions
 from runner.tensors.huge_pages import empty_like
 from runner.tensors.local_shard import Piece
 
@@ -83,7 +83,8 @@ def hf_pieces(
     for name, parameter in chunk.body.named_parameters():
         tensor = of(parameter)
         if tensor is not None and local_of(tensor).numel():
-            yield from chunk.family.pieces(name, local_of(tensor).detach(), local_offset(tensor))
+            for memory, offset in local_regions(tensor):
+                yield from chunk.family.pieces(name, memory.detach(), offset)
 
 
 def hf_constants(chunk: StageChunk) -> Iterator[Piece]:

@@ -11,9 +11,10 @@ pipeline has them. Random numbers, such as those of dropout, are seeded by name 
 
 from __future__ import annotations
 
+import logging
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -27,8 +28,25 @@ from runner.pipeline.chunk import StageChunk, build_chunks, hf_constants, hf_pie
 from runner.pipeline.microbatches import token_loss
 from runner.pipeline.stage_io import StageIO
 from runner.pipeline.stage_metadata import plan_stage_metadata
+from runner.tensors.dtensor import local_of, whole_of
 
-__all__ = ["Compared", "SelfChecked", "WholeModel", "check_stages", "compare_stages", "gradients_of"]
+__all__ = [
+    "Compared",
+    "SelfChecked",
+    "WholeModel",
+    "WholeResult",
+    "build_filled",
+    "check_stages",
+    "compare_stages",
+    "difference",
+    "gradients_of",
+    "loss_difference",
+    "run_tiny",
+    "run_whole",
+    "self_check",
+]
+
+logger = logging.getLogger("runner")
 
 _Tensors = tuple[torch.Tensor, ...]
 _Gradients = tuple[torch.Tensor | None, ...]
@@ -42,11 +60,14 @@ _ANYWAY = "--no-self-check trains it nevertheless"
 
 
 class WholeModel(Protocol):
-    """A whole model in float32 on the CPU, with weights; its parameters have the names that `Family.build` gives.
+    """A whole model in float32 on the CPU, with weights.
 
-    Called with tokens (B, L), it returns logits (B, L, V) and the loss of predicting each token from those before it.
+    Parameters of its `body`, which may be itself, have the names that `Family.build` gives. Called with tokens (B, L),
+    it returns logits (B, L, V) and the loss of predicting each token from those before it.
     """
 
+    @property
+    def body(self) -> nn.Module: ...
     def __call__(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
     def in_files(self) -> Mapping[str, torch.Tensor]:
         """Return its tensors as files have them."""
@@ -79,18 +100,30 @@ class Compared:
     def is_equal(self) -> bool:
         return self.logits == 0 and self.loss <= _TOLERANCE and self.gradients <= _TOLERANCE
 
+    @property
+    def largest(self) -> float:
+        return max(self.logits, self.loss, self.gradients)
+
     def __str__(self) -> str:
         return f"logits differ by {self.logits:.1e}, losses by {self.loss:.1e}, gradients by {self.gradients:.1e}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Result:
+class WholeResult:
     """Of a microbatch by the whole model; `towards` is the gradient of its loss by its logits."""
 
     tokens: torch.Tensor
     logits: torch.Tensor
     loss: float
     towards: torch.Tensor
+
+
+def self_check(family: Family, stage_modules: Sequence[tuple[str, ...]]) -> None:
+    """Check stages of these modules, if the family can be, and log the seconds; see `check_stages`."""
+    if isinstance(family, SelfChecked):
+        taken_s, num_stages = check_stages(family, stage_modules), len(stage_modules)
+        logger.info("self-check: a tiny %s is the same whole and in %d stages (%.1f s)",
+                    family.architecture, num_stages, taken_s)  # fmt: skip
 
 
 def check_stages(family: SelfChecked, stage_modules: Sequence[tuple[str, ...]]) -> float:
@@ -104,7 +137,7 @@ def check_stages(family: SelfChecked, stage_modules: Sequence[tuple[str, ...]]) 
     """
     started_s = time.perf_counter()
     with torch.random.fork_rng(devices=()):
-        whole, results, tiny = _run_tiny(family)
+        whole, results, tiny = run_tiny(family)
         try:
             found = _compare(tiny, whole, results, stage_modules)[0]
         except UserError:
@@ -118,7 +151,7 @@ def check_stages(family: SelfChecked, stage_modules: Sequence[tuple[str, ...]]) 
 
 def compare_stages(
     family: SelfChecked, stage_modules: Sequence[tuple[str, ...]]
-) -> tuple[Compared, nn.Module, tuple[StageChunk, ...]]:
+) -> tuple[Compared, WholeModel, tuple[StageChunk, ...]]:
     """Compare stages of a family's own model, which must be small, with the whole of it; return both as well.
 
     Raises:
@@ -126,11 +159,11 @@ def compare_stages(
     """
     with torch.random.fork_rng(devices=()):
         whole = family.whole()
-        return _compare(family, whole, _run_whole(whole, family.vocab_size), stage_modules)
+        return _compare(family, whole, run_whole(whole, family.vocab_size), stage_modules)
 
 
 def gradients_of(
-    whole: nn.Module, chunks: Sequence[StageChunk]
+    whole: WholeModel, chunks: Sequence[StageChunk]
 ) -> Iterator[tuple[nn.Parameter, torch.Tensor, torch.Tensor]]:
     """Yield each parameter of the whole model with its gradient there, and its gradient in the stages.
 
@@ -138,13 +171,15 @@ def gradients_of(
     """
     in_stages = {name: parameter for chunk in chunks for name, parameter in chunk.body.named_parameters()}
     members: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in whole.named_parameters(remove_duplicate=False):
+    for name, parameter in whole.body.named_parameters(remove_duplicate=False):
         members.setdefault(parameter, []).append(name)
     for parameter, names in members.items():
         yield parameter, _gradient(parameter), sum((_gradient(in_stages[name]) for name in names), torch.zeros(()))
 
 
-def _run_tiny(family: SelfChecked) -> tuple[Any, tuple[_Result, ...], SelfChecked]:
+def run_tiny(
+    family: SelfChecked, dtype: torch.dtype = torch.float32
+) -> tuple[Any, tuple[WholeResult, ...], SelfChecked]:
     try:
         tiny = family.tiny()
         if tiny.modules != family.modules:
@@ -152,7 +187,7 @@ def _run_tiny(family: SelfChecked) -> tuple[Any, tuple[_Result, ...], SelfChecke
         if tiny.num_parameters() > _MOST_PARAMETERS:
             raise ValueError(f"it has {tiny.num_parameters():,} parameters")
         whole = tiny.whole()
-        return whole, _run_whole(whole, tiny.vocab_size), tiny
+        return whole, run_whole(whole, tiny.vocab_size, dtype), tiny
     except Exception as error:  # whatever a model raises of sizes that it was not made for
         raise ModelError(
             "config.json",
@@ -177,8 +212,11 @@ def _said(error: Exception) -> str:
     )
 
 
-def _run_whole(whole: Any, vocab_size: int) -> tuple[_Result, ...]:
-    _seed_by_name(whole.train())
+def run_whole(whole: Any, vocab_size: int, dtype: torch.dtype = torch.float32) -> tuple[WholeResult, ...]:
+    """Run a whole model, its parameters in this dtype, forward and backward."""
+    for parameter in whole.body.parameters():
+        parameter.data = parameter.data.to(dtype)
+    _seed_by_name(whole.body.train())
     drawn = torch.Generator().manual_seed(0)
     batches = [torch.randint(vocab_size, (1, _LENGTH), generator=drawn) for _ in range(_NUM_MICROBATCHES)]
     found = [(tokens, *whole(tokens)) for tokens in batches]
@@ -188,14 +226,14 @@ def _run_whole(whole: Any, vocab_size: int) -> tuple[_Result, ...]:
         loss.backward()
         if logits.grad is None:
             raise ValueError("its loss does not depend on its logits")
-        results.append(_Result(tokens=tokens, logits=logits.detach(), loss=loss.item(), towards=logits.grad))
+        results.append(WholeResult(tokens=tokens, logits=logits.detach(), loss=loss.item(), towards=logits.grad))
     return tuple(results)
 
 
 def _compare(
-    family: SelfChecked, whole: Any, results: Sequence[_Result], stage_modules: Sequence[tuple[str, ...]]
-) -> tuple[Compared, nn.Module, tuple[StageChunk, ...]]:
-    chunks = _build(family, whole, stage_modules)
+    family: SelfChecked, whole: Any, results: Sequence[WholeResult], stage_modules: Sequence[tuple[str, ...]]
+) -> tuple[Compared, WholeModel, tuple[StageChunk, ...]]:
+    chunks = build_filled(family, whole, stage_modules)
     crossed = [_forward(chunks, result.tokens) for result in results]
     for result, crossings in zip(results, crossed, strict=True):
         towards: _Gradients = (result.towards,)
@@ -205,26 +243,34 @@ def _compare(
     return (
         Compared(
             logits=max(_largest(found - result.logits) for found, result in zip(logits, results, strict=True)),
-            loss=max(_loss_difference(found, result) for found, result in zip(logits, results, strict=True)),
-            gradients=max(_difference(found, expected) for _, expected, found in gradients_of(whole, chunks)),
+            loss=max(loss_difference(found, result) for found, result in zip(logits, results, strict=True)),
+            gradients=max(difference(found, expected) for _, expected, found in gradients_of(whole, chunks)),
         ),
         whole,
         chunks,
     )
 
 
-def _build(family: SelfChecked, whole: WholeModel, stage_modules: Sequence[tuple[str, ...]]) -> tuple[StageChunk, ...]:
-    """Build all stages with the weights of the whole model."""
+def build_filled(
+    family: SelfChecked,
+    whole: WholeModel,
+    stage_modules: Sequence[tuple[str, ...]],
+    share: Callable[[StageChunk], None] = lambda chunk: None,
+) -> tuple[StageChunk, ...]:
+    """Build all stages with the weights of the whole model; `share` shares each with other ranks."""
     chunks = build_chunks(family, stage_modules, range(len(stage_modules)))
-    metadata = plan_stage_metadata(family, stage_modules, torch.float32)
     files = whole.in_files()
+    dtype = next(tensor.dtype for tensor in files.values() if tensor.is_floating_point())
+    metadata = plan_stage_metadata(family, stage_modules, dtype)
     for chunk in chunks:
-        materialize(chunk, device=_CPU, dtype=torch.float32)
+        chunk.to(dtype)
+        share(chunk)
+        materialize(chunk, device=_CPU, dtype=dtype)
         before, after = (metadata.form(chunk.stage + end, 1, _LENGTH) for end in (0, 1))
         chunk.io = StageIO(inputs=before, outputs=after)
         with torch.no_grad():
             for parameter in chunk.parameters():
-                parameter.fill_(torch.nan)  # shows where nothing is loaded
+                local_of(parameter).fill_(torch.nan)  # shows where nothing is loaded
             for piece in (*hf_pieces(chunk), *hf_constants(chunk)):
                 sizes = zip(piece.offset, piece.memory.shape, strict=True)
                 piece.memory.copy_(files[piece.fqn][tuple(slice(low, low + size) for low, size in sizes)])
@@ -261,17 +307,17 @@ def _seed_by_name(model: nn.Module) -> None:
         part.register_forward_pre_hook(partial(seed, name=name))
 
 
-def _loss_difference(logits: torch.Tensor, expected: _Result) -> float:
+def loss_difference(logits: torch.Tensor, expected: WholeResult) -> float:
     labels = expected.tokens[:, 1:]
     found = token_loss(logits[:, :-1], labels, num_tokens=labels.numel()).item()
     return abs(found - expected.loss) / abs(expected.loss)
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return torch.zeros(parameter.shape) if parameter.grad is None else whole_of(parameter.grad)
 
 
-def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     return _largest((found - expected) / expected.abs().max().clamp_min(1e-30))
 
 

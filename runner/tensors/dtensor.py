@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
-__all__ = ["local_of", "local_offset", "mesh_dims", "sharded_dims", "whole_of"]
+__all__ = ["local_of", "local_offset", "local_regions", "mesh_dims", "packed_dim", "sharded_dims", "whole_of"]
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -24,6 +25,31 @@ def local_offset(tensor: torch.Tensor) -> tuple[int, ...]:
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     assert tuple(shape) == tuple(local_of(tensor).shape), "the parts of a parameter are regions"
     return tuple(offset)
+
+
+def local_regions(tensor: torch.Tensor) -> tuple[tuple[torch.Tensor, tuple[int, ...]], ...]:
+    """Return this rank's regions of a tensor, each with its offset: of matrices packed into one, a region of each."""
+    if not isinstance(tensor, DTensor) or (packed := packed_dim(tensor)) is None:
+        return ((local_of(tensor), local_offset(tensor)),)
+    (dim, count), at = packed, len(tensor.placements) - 1
+    others = [Replicate() if index == at else place for index, place in enumerate(tensor.placements)]
+    offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, others)[1]
+    rows = tensor.shape[dim] // count  # of each matrix
+    first = rows // tensor.device_mesh.size(at) * tensor.device_mesh.get_local_rank(at)
+    return tuple(
+        (part, (*offset[:dim], index * rows + first, *offset[dim + 1 :]))
+        for index, part in enumerate(local_of(tensor).chunk(count, dim))
+    )
+
+
+def packed_dim(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Return the dimension in which matrices are packed, each of them sharded, and how many they are.
+
+    torch places a tensor-parallel rank's rows of them as `_StridedShard`, over the last dimension of the mesh; over
+    another that is a shard of a shard.
+    """
+    where = tensor.placements[-1] if isinstance(tensor, DTensor) else None
+    return (where.dim % tensor.dim(), int(where.split_factor)) if isinstance(where, _StridedShard) else None
 
 
 def mesh_dims(tensor: torch.Tensor) -> tuple[str, ...]:

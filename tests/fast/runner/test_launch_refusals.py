@@ -19,6 +19,7 @@ from runner.checkpoint.history import checkpoint_path
 from runner.commands import cli
 from tests.builders import llama_config, reshard, write_model
 from tests.fast.models.built import build, read_config
+from tests.fast.models.catalogued import save_tiny
 from tests.fast.reshard.forged import change_file
 from tests.fast.trained import write_trained
 
@@ -191,6 +192,28 @@ def test_config_that_no_family_models_is_refused_before_ranks_are_started_or_sub
     done = CliRunner().invoke(cli, [verb, str(tmp_path / "packed"), *words])
     assert isinstance(done.exception, InputError), done.output
     assert (done.exception.where, done.exception.code) == (f"config.json: {where}", code)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "where", "code"),
+    [
+        (
+            "BambaForCausalLM",
+            {"z_loss_coefficient": 0.1},
+            "config.json: z_loss_coefficient",
+            "config.unsupported-field",
+        ),
+        ("Gemma3ForConditionalGeneration", {}, "config.json", "config.towers"),
+    ],
+)
+def test_what_the_catalogue_says_is_not_trained_is_refused_before_ranks_are_started(
+    architecture: str, changes: dict[str, Any], where: str, code: str, tmp_path: Path
+) -> None:
+    save_tiny(tmp_path / "source", architecture, **changes)
+    assert reshard("pack", tmp_path / "source", "--layout", "pp=1", "--out", tmp_path / "packed").code == 0
+    done = CliRunner().invoke(cli, ["launch", str(tmp_path / "packed"), "--dry-run", "--", "--data", "synthetic"])
+    assert isinstance(done.exception, InputError), done.output
+    assert (done.exception.where, done.exception.code) == (where, code)
 
 
 def test_reading_verbs_refuse_quantized_weights_at_once(place: Path) -> None:

@@ -19,17 +19,22 @@ from tests.builders import reshard, write_model
 
 ZERO_BUBBLE: dict[str, Any] = {"schedule": "ZBVZeroBubble", "splits_backward": True}
 GENERIC: dict[str, Any] = {"is_generic": True, "architecture": "Olmo3ForCausalLM"}
+OWN: dict[str, Any] = {"is_unproven": True, "architecture": "MineForCausalLM"}
 REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({**ZERO_BUBBLE, "recompute": "selective"}, "--ac", "schedule.selective-recomputation"),
     ({**ZERO_BUBBLE, "is_compiled": True}, "--compile", "schedule.compiled-layers"),
-    ({"num_tensor": 2, "architecture": "MixtralForCausalLM"}, "--tp", "options.tp-architecture"),
+    (
+        {"num_tensor": 2, "architecture": "MixtralForCausalLM", "whole_because": "there is no plan"},
+        "--tp",
+        "options.tp-architecture",
+    ),
     ({"num_tensor": 2, "implementation": "transformers"}, "--tp", "options.tp-implementation"),
     ({"num_tensor": 2, "has_loss_chunks": True}, "--loss-chunk", "options.tp-loss-chunk"),
     ({"num_tensor": 2, "is_compiled": True}, "--compile", "options.tp-compiled-layers"),
-    ({**GENERIC, "num_shards": 2}, "--dp-shard", "options.catalogue-combination"),
+    ({**OWN, "num_shards": 2}, "--dp-shard", "options.catalogue-combination"),
     ({**GENERIC, "is_compiled": True}, "--compile", "options.catalogue-combination"),
-    ({**GENERIC, "has_loss_chunks": True}, "--loss-chunk", "options.catalogue-combination"),
-    ({**GENERIC, **ZERO_BUBBLE}, "--schedule", "options.catalogue-combination"),
+    ({**OWN, "has_loss_chunks": True}, "--loss-chunk", "options.catalogue-combination"),
+    ({**OWN, **ZERO_BUBBLE}, "--schedule", "options.catalogue-combination"),
     ({"num_mtp_layers": 1}, "manifest", "manifest.mtp-layers"),
 ]
 
@@ -58,6 +63,8 @@ def test_every_rule_is_tested() -> None:
         {**ZERO_BUBBLE, "recompute": "full"},
         {**ZERO_BUBBLE, "recompute": 2},
         {"num_tensor": 2},
+        {**GENERIC, "num_shards": 2, "num_tensor": 2, "implementation": "transformers"},
+        {**GENERIC, **ZERO_BUBBLE, "has_loss_chunks": True},
     ],
 )
 def test_combination_that_is_known_to_be_right_passes(found: dict[str, Any]) -> None:

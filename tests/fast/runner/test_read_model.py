@@ -1,0 +1,38 @@
+"""A packed model opened for `runner eval` and `runner generate`, by one rank in this process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from runner.bundle.packed import open_packed
+from runner.distributed.world import World
+from runner.evaluation.command import parse_generate
+from runner.evaluation.reader import read_model
+from tests.builders import reshard
+from tests.fast.models.catalogued import save_tiny
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield World(rank=0, local_rank=0, size=1, local_size=1)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("flags", [(), ("--no-self-check",)])
+def test_generic_family_is_compared_with_the_whole_model_before_it_is_read(
+    flags: tuple[str, ...], world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_tiny(tmp_path / "source", "Olmo3ForCausalLM")
+    packed = reshard("pack", tmp_path / "source", "--layout", "pp=1", "--out", tmp_path / "packed", "--quiet")
+    assert packed.code == 0, packed.err
+    options = parse_generate([str(tmp_path / "packed"), "--tokens", "1,2", *flags]).read
+    with caplog.at_level(logging.INFO, "runner"):
+        read_model(open_packed(tmp_path / "packed"), options, world, torch.device("cpu"), max_seq_len=8)
+    assert ("self-check: a tiny Olmo3ForCausalLM" in caplog.text) == (not flags)
