@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -22,11 +23,14 @@ from runner.tensors.local_shard import Piece
 if TYPE_CHECKING:
     from runner.models import Family
 
-__all__ = ["FamilyRequest", "NamedFamily", "generic_family", "load_family", "request_of"]
+__all__ = ["FamilyRequest", "NamedFamily", "WholeOwn", "generic_family", "load_family", "request_of"]
 
 _ATTRIBUTES = (
     "architecture", "modules", "hidden_size", "vocab_size", "build", "init_buffers", "to_hf", "pieces", "padded_length",
 )  # fmt: skip
+
+
+_Make = Callable[[tuple[str, ...]], nn.Module]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,13 +56,15 @@ class NamedFamily:
 
     `make` builds the modules it is given, of a model that may have more; it runs on the meta device. Tied weights are
     parameters of their own in it. Buffers that no file has are computed by a method `init_buffers(device)` of what
-    `make` returns.
+    `make` returns. `make_tiny` builds the same modules with small widths, for the self-check, which a small model does
+    without: all modules in one stage are compared with those of each stage by itself.
     """
 
-    def __init__(self, request: FamilyRequest, make: Callable[[tuple[str, ...]], nn.Module]) -> None:
+    def __init__(self, request: FamilyRequest, make: _Make, make_tiny: _Make | None = None) -> None:
         self.architecture, self.modules = request.architecture, request.modules
         self.hidden_size, self.vocab_size = request.hidden_size, request.vocab_size
         self._tensors, self._make, self._where = request.tensors, make, request.where
+        self._request, self._make_tiny = request, make_tiny
 
     def build(self, modules: tuple[str, ...]) -> nn.Module:
         """Build these modules, and no others, on the meta device.
@@ -117,6 +123,43 @@ class NamedFamily:
     def padded_length(self, length: int, most: int) -> int:
         """Return how many tokens a row of `length` can be padded to: no length changes what comes before it."""
         return most
+
+    def tiny(self) -> NamedFamily:
+        """Return the family of a tiny model with the same modules; see `runner.pipeline.self_check.SelfChecked`."""
+        if self._make_tiny is None:
+            return self
+        with torch.device("meta"):
+            tensors = {name: tuple(tensor.shape) for name, tensor in _stored_tensors(self._make_tiny(self.modules))}
+        vocab_size, hidden_size = tensors[f"{self.modules[-1]}.weight"]
+        small = replace(self._request, tensors=tensors, vocab_size=vocab_size, hidden_size=hidden_size)
+        return NamedFamily(small, self._make_tiny)
+
+    def num_parameters(self) -> int:
+        return sum(math.prod(shape) for shape in self._tensors.values())
+
+    def whole(self) -> WholeOwn:
+        """Return all modules in one, with random weights, on the CPU."""
+        model = self._make(self.modules)
+        self.init_buffers(model, torch.device("cpu"))
+        return WholeOwn(model)
+
+
+class WholeOwn(nn.Module):
+    """A whole model of a `NamedFamily`; see `runner.pipeline.self_check.Whole`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.body = model
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(0.0 if parameter.dim() > 1 else 1.0, 0.1)
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.body(tokens)
+        return logits, nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+    def in_files(self) -> Mapping[str, torch.Tensor]:
+        return {name: tensor.detach() for name, tensor in self.body.state_dict().items()}
 
 
 def generic_family(model_class: type[Any], request: FamilyRequest, *, num_results: int = 0) -> Family:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -221,3 +222,48 @@ def test_self_check_catches_a_class_that_its_description_does_not_describe(is_wr
     with pytest.raises(UserError) as caught:
         check_stages(family, stages)
     assert caught.value.code == "model.self-check-failed"
+
+
+class Decoder(nn.Module):
+    """Some of four layers; a wrong one scales what arrives at every stage."""
+
+    def __init__(self, modules: tuple[str, ...], *, width: int = 4, is_wrong: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, width) if "embed" in modules else None
+        own = [name.rpartition(".")[2] for name in modules if name.startswith("layers.")]
+        self.layers = nn.ModuleDict({number: nn.Linear(width, width) for number in own})
+        self.head = nn.Linear(width, 8, bias=False) if "head" in modules else None
+        self.is_wrong = is_wrong
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden if self.embed is None else self.embed(hidden)
+        hidden = 2 * hidden if self.is_wrong else hidden
+        for layer in self.layers.values():
+            hidden = hidden + layer(hidden).tanh()
+        return hidden if self.head is None else self.head(hidden)
+
+
+def decoder_family(width: int, *, is_wrong: bool, has_tiny: bool = False) -> runner.NamedFamily:
+    modules = ("embed", *(f"layers.{number}" for number in range(4)), "head")
+    with torch.device("meta"):
+        tensors = {name: tuple(each.shape) for name, each in Decoder(modules, width=width).state_dict().items()}
+    asked = replace(request(), modules=modules, tensors=tensors, hidden_size=width)
+    make = partial(Decoder, width=width, is_wrong=is_wrong)
+    return runner.NamedFamily(asked, make, partial(Decoder, is_wrong=is_wrong) if has_tiny else None)
+
+
+@pytest.mark.parametrize("width", [4, 8192])
+def test_self_check_compares_a_named_family_in_one_stage_with_others(width: int) -> None:
+    right, wrong = (decoder_family(width, is_wrong=is_wrong, has_tiny=width > 4) for is_wrong in (False, True))
+    stages = (right.modules[:2], right.modules[2:4], right.modules[4:])
+    assert check_stages(right, stages) > 0
+    with pytest.raises(UserError) as caught:
+        check_stages(wrong, stages)
+    assert (caught.value.code, caught.value.where) == ("model.self-check-failed", "config.json")
+
+
+def test_named_family_of_a_large_model_needs_a_tiny_one() -> None:
+    family = decoder_family(8192, is_wrong=False)
+    with pytest.raises(UserError) as caught:
+        check_stages(family, (family.modules,))
+    assert (caught.value.code, caught.value.where) == ("model.no-self-check", "config.json")
