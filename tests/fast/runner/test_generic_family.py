@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,36 @@ from tools.tiny_models import DROPOUTS
 
 GENERIC = tuple(name for name in catalogued() if is_generic(name))
 ALL = tuple(name if name in DOZEN else pytest.param(name, marks=pytest.mark.slow) for name in GENERIC)
+SLOW = pytest.mark.slow
 FEW = ("Cohere2ForCausalLM", "GPTNeoXForCausalLM", "Olmo3ForCausalLM")
-SOME = tuple(name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in GENERIC)
+SOME = tuple(
+    (name, num_stages) if name in FEW and num_stages == 2 else pytest.param(name, num_stages, marks=pytest.mark.slow)
+    for name in GENERIC
+    for num_stages in (1, 2, 4)
+)
+REFUSED = (("DbrxForCausalLM", "tie_word_embeddings"), ("DiffLlamaForCausalLM", "attention_dropout"))  # by transformers
+# Embeddings, residuals and logits that are scaled; sliding, chunked and linear attention in turn with full; dense
+# layers among sparse ones, which have shared experts; and ties.
+HARD = tuple(
+    pytest.param(name, changes, marks=marks, id=name)
+    for name, changes, marks in (
+        ("GraniteForCausalLM", {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22}, ()),
+        ("Glm4MoeForCausalLM", {"n_shared_experts": 2, "first_k_dense_replace": 2, "use_qk_norm": True}, ()),
+        ("GraniteMoeHybridForCausalLM",
+         {"embedding_multiplier": 12.0, "shared_intermediate_size": 48, "layer_types": ["attention", "mamba"] * 2},
+         SLOW),
+        ("MiniCPM3ForCausalLM", {"scale_emb": 3.0, "dim_model_base": 16}, SLOW),
+        ("Olmo3ForCausalLM", {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 4}, SLOW),
+        ("Cohere2ForCausalLM", {"layer_types": ["full_attention", "sliding_attention"] * 2, "logit_scale": 0.25}, SLOW),
+        ("Qwen3NextForCausalLM",
+         {"layer_types": ["full_attention", "linear_attention"] * 2, "mlp_only_layers": [1]}, SLOW),
+        ("Qwen3_5MoeForCausalLM", {"layer_types": ["full_attention", "linear_attention"] * 2}, SLOW),
+        ("MiniMaxForCausalLM", {"layer_types": ["linear_attention", "full_attention"] * 2}, SLOW),
+        ("Llama4ForCausalLM", {"interleave_moe_layer_step": 1, "attention_chunk_size": 4}, SLOW),
+        ("DeepseekV2ForCausalLM", {"q_lora_rank": None, "n_shared_experts": 2}, SLOW),
+        ("Ernie4_5_MoeForCausalLM", {"moe_num_shared_experts": 1, "moe_layer_start_index": 2}, SLOW),
+    )
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
@@ -28,14 +57,26 @@ def test_stages_compute_what_the_whole_model_does(architecture: str, num_stages:
     check(compare(entry_for(architecture), num_stages))
 
 
-@pytest.mark.parametrize("architecture", SOME)
-def test_stages_compute_what_the_whole_model_does_with_dropout_and_the_other_tie(architecture: str) -> None:
+@pytest.mark.parametrize(("architecture", "num_stages"), SOME)
+def test_stages_compute_what_the_whole_model_does_with_dropout_and_the_other_tie(
+    architecture: str, num_stages: int
+) -> None:
     default = config_of(architecture).to_dict()
     changes: dict[str, object] = {name: 0.1 for name in DROPOUTS if name in default and name != "layerdrop"}
     entry = entry_for(architecture)
     if entry.ties:
         changes["tie_word_embeddings"] = not default["tie_word_embeddings"]
-    check(compare(entry, 2, **changes))
+    check(compare(entry, num_stages, **{n: value for n, value in changes.items() if (architecture, n) not in REFUSED}))
+
+
+@pytest.mark.parametrize(("architecture", "changes"), HARD)
+def test_stages_compute_what_the_whole_model_does_where_a_config_is_hard(
+    architecture: str, changes: dict[str, Any]
+) -> None:
+    before = config_of(architecture).to_dict()
+    assert all(before[name] != value for name, value in changes.items())
+    for num_stages in (1, 2, 4):
+        check(compare(entry_for(architecture), num_stages, tie_word_embeddings=True, **changes))
 
 
 HANDING_ON = (
@@ -82,6 +123,7 @@ def test_architectures_that_cannot_be_cut_are_refused_with_the_reason() -> None:
     [
         ({}, 129, "options.sequence-length", "--seq-len"),
         ({"output_router_logits": True}, 8, "config.unsupported-field", "config.json: output_router_logits"),
+        ({"z_loss_coefficient": 0.1}, 8, "config.unsupported-field", "config.json: z_loss_coefficient"),
         ({"num_hidden_layers": "four"}, 8, "config.refused-by-transformers", "config.json"),
     ],
 )
