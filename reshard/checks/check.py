@@ -12,7 +12,7 @@ from manifests.schema import ModelDescription
 from reshard.archives.names import METADATA_NAME
 from reshard.checks.against import check_against
 from reshard.checks.dcp import check_dcp
-from reshard.checks.digests import check_digests, write_digests
+from reshard.checks.digests import check_digests, check_digests_place, write_digests
 from reshard.checks.finding import Contents, Finding, Findings
 from reshard.checks.model import check_model
 from reshard.checks.values import check_values
@@ -92,6 +92,8 @@ def check_checkpoint(
     if kind != "huggingface" and options.description is not None:
         problem = "is for Hugging Face folders; a manifest records its own description"
         raise UsageError("--model", problem, "leave it out", code="options.model-of-manifest")
+    if options.digests == "write":
+        check_digests_place(folder)
     contents = Contents()
     try:
         if kind == "manifest":

@@ -10,12 +10,13 @@ from typing import Any
 from manifests.digest import PREFIX
 from manifests.errors import OutputError, SourceError, UserError
 from manifests.jsontext import parse_json_object
+from manifests.probe import check_new_file
 from manifests.store import write_file
 from reshard.checks.finding import Findings
 from stores.base import Blocks, Folder, is_hidden, read_whole
 from stores.local import LocalFolder
 
-__all__ = ["DIGESTS_NAME", "check_digests", "write_digests"]
+__all__ = ["DIGESTS_NAME", "check_digests", "check_digests_place", "write_digests"]
 
 DIGESTS_NAME = "digests.json"
 _VERSION = 1
@@ -23,8 +24,8 @@ _VERSION = 1
 OnBytes = Callable[[int], object]
 
 
-def write_digests(folder: Folder, progress: OnBytes) -> int:
-    """Read every file and write its size and digest to `digests.json`; return the number of files.
+def check_digests_place(folder: Folder) -> Path:
+    """Return where `write_digests` will write, after checking that it can: every file is read before.
 
     Raises:
         OutputError: the folder is not on this machine, or cannot be written.
@@ -32,9 +33,21 @@ def write_digests(folder: Folder, progress: OnBytes) -> int:
     if not isinstance(folder, LocalFolder):
         hint = "copy it here first, or keep the digests of a local copy"
         raise OutputError(str(folder), "digests are written to folders only", hint, code="output.unwritable")
+    path = Path(folder.location) / DIGESTS_NAME
+    check_new_file(path, "--digests write", force=True)
+    return path
+
+
+def write_digests(folder: Folder, progress: OnBytes) -> int:
+    """Read every file and write its size and digest to `digests.json`; return the number of files.
+
+    Raises:
+        OutputError: as `check_digests_place`.
+    """
+    path = check_digests_place(folder)
     files = {name: _entry(folder, name, progress) for name in _names(folder)}
     document = {"version": _VERSION, "files": files}
-    write_file(Path(folder.location) / DIGESTS_NAME, json.dumps(document, indent=1).encode() + b"\n")
+    write_file(path, json.dumps(document, indent=1).encode() + b"\n")
     return len(files)
 
 

@@ -313,6 +313,14 @@ def test_other_checkpoint_of_the_same_model_has_no_problem_and_another_one_has(f
     assert (nothing.code, nothing.json["error"]["code"]) == (3, "source.nothing-to-compare")
 
 
+def test_a_place_that_digests_cannot_be_written_to_is_refused_before_anything_is_read(folder: Path) -> None:
+    (folder / SHARDS[1]).unlink()  # which would be reported
+    (folder / "digests.json").mkdir()
+    refused = reshard("check", folder, "--digests", "write", "--json")
+    assert (refused.code, refused.json["error"]["code"]) == (3, "output.unwritable")
+    assert list((folder / "digests.json").iterdir()) == []
+
+
 def test_digests_are_written_once_all_is_well_and_name_each_file_that_changes(folder: Path) -> None:
     assert reshard("check", folder, "--digests", "verify", "--json").json["error"]["code"] == "source.no-digests"
     (folder / SHARDS[1]).rename(folder / "away")
