@@ -32,6 +32,7 @@ def test_pack_writes_as_many_bytes_as_its_plan_says(tmp_path: Path) -> None:
     packed = reshard("pack", tmp_path / "source", "--layout", "pp=4", "--out", tmp_path / "out", "--json").json
     shards = list((tmp_path / "out").rglob("*.safetensors"))
     assert sum(shard.stat().st_size for shard in shards) == planned["write_nbytes"] == packed["nbytes"]
+    assert 2 <= packed.pop("num_threads") <= 4  # of cores, and shards
     assert packed == {
         "version": 1,
         "manifest": f"{tmp_path}/out/manifest.json",
@@ -40,6 +41,7 @@ def test_pack_writes_as_many_bytes_as_its_plan_says(tmp_path: Path) -> None:
         "num_tensors": 39,
         "nbytes": planned["write_nbytes"],
         "virtual_nbytes": 0,
+        "num_streams": 0,
     }
 
 

@@ -109,6 +109,8 @@ def test_pack_prints_the_size_of_what_stays_in_the_source(out: Path) -> None:
         "num_tensors": 39,
         "nbytes": 0,
         "virtual_nbytes": 18208,
+        "num_threads": 0,
+        "num_streams": 0,
     }
 
 
