@@ -37,6 +37,7 @@ Runnable scripts:
 - [examples/load_stage.py](../examples/load_stage.py): load a stage into your own module;
 - [examples/train.py](../examples/train.py): train with torch's pipeline schedule on two ranks;
 - [examples/own_model.py](../examples/own_model.py): a decoder of your own that `runner launch` trains;
+- [examples/titan_start.py](../examples/titan_start.py): let torchtitan's trainer start from a packed folder;
 - [examples/inspect_and_plot.py](../examples/inspect_and_plot.py): inspect bundles and plot them.
 
 Errors that a caller can fix are subclasses of `UserError`, with `where`, `problem`, `hint` and a stable `code`,

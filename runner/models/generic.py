@@ -45,7 +45,7 @@ _CONFIG: Mapping[str, object] = {
 
 
 class WholeModel(nn.Module):
-    """A model of transformers as it is; see `runner.pipeline.self_check.Whole`."""
+    """A model of transformers as it is; see `runner.pipeline.self_check.WholeModel`."""
 
     def __init__(self, model: PreTrainedModel, in_files: Callable[[str], str]) -> None:
         super().__init__()

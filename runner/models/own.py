@@ -135,6 +135,7 @@ class NamedFamily:
         return NamedFamily(small, self._make_tiny)
 
     def num_parameters(self) -> int:
+        """Return the number of weights."""
         return sum(math.prod(shape) for shape in self._tensors.values())
 
     def whole(self) -> WholeOwn:
@@ -145,7 +146,7 @@ class NamedFamily:
 
 
 class WholeOwn(nn.Module):
-    """A whole model of a `NamedFamily`; see `runner.pipeline.self_check.Whole`."""
+    """A whole model of a `NamedFamily`; see `runner.pipeline.self_check.WholeModel`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
