@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -76,13 +76,24 @@ class RunFolder:
     def _launch(self) -> dict[str, Any]:
         return {
             "time": time.time(),
-            "argv": sys.argv,
+            "argv": _without_values(sys.argv),
             "folder": os.getcwd(),
             "host": socket.gethostname(),
             "manifest": {"path": self.manifest, "digest": self.digest},
             "options": dict(self.options.values),
             "versions": _versions(),
         }
+
+
+def _without_values(argv: Sequence[str]) -> list[str]:
+    """Return the arguments without the values of `--env NAME=VALUE`, which may be secrets."""
+    words = list(argv)
+    for number, word in enumerate(words):
+        prefix = "--env=" if word.startswith("--env=") else ""
+        if prefix or (number and words[number - 1] == "--env"):
+            name, is_given, _ = word.removeprefix(prefix).partition("=")
+            words[number] = f"{prefix}{name}{'=***' if is_given else ''}"
+    return words
 
 
 def choose_folder(options: TrainOptions, name: str) -> Path:

@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from runner.config.flags import TrainOptions
+from runner.rundir.run_record import config_of, read_record_of
 
 __all__ = ["Aside", "JsonLines", "Sink", "TensorBoard", "WandB", "open_sinks", "scalars_of", "texts_of"]
 
 logger = logging.getLogger("runner")
 Record = Mapping[str, Any]
 _MOST = 10_000  # records that may wait for a sink
+_COMPARED = ("loss", "eval_loss", "tokens_per_s")
 _LAST_S = 60.0  # for uploads at the end of a run; `wandb sync` sends the rest
 
 
@@ -67,12 +69,17 @@ class TensorBoard:
 
     name = "--tensorboard"
 
-    def __init__(self, folder: Path, first_step: int) -> None:
+    def __init__(self, folder: Path, first_step: int, config: Record) -> None:
         from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
 
         self._step = first_step
         # Steps that a resumed run takes again are shown once.
         self._writer = SummaryWriter(folder, purge_step=first_step + 1 if first_step else None)
+        plain = {name: value if isinstance(value, bool | int | float) else str(value) for name, value in config.items()}
+        # The HParams page shows these metrics by run.
+        for summary in hparams(plain, dict.fromkeys(_COMPARED, 0)):  # type: ignore[no-untyped-call]
+            self._writer.file_writer.add_summary(summary)  # type: ignore[attr-defined]
 
     def write(self, record: Record) -> None:
         self._step = record.get("step", self._step)
@@ -91,13 +98,13 @@ class WandB:
 
     name = "--wandb"
 
-    def __init__(self, folder: Path, first_step: int) -> None:
+    def __init__(self, folder: Path, first_step: int, config: Record) -> None:
         import wandb
 
         self._step = first_step
         # wandb must not capture the console.
         settings = wandb.Settings(console="off", login_timeout=_LAST_S, finish_timeout=_LAST_S)
-        self._run = wandb.init(dir=os.environ.get("WANDB_DIR", folder), settings=settings)
+        self._run = wandb.init(dir=os.environ.get("WANDB_DIR", folder), config=dict(config), settings=settings)
         # An asynchronous checkpoint ends after later steps: the step is logged as a metric.
         self._run.define_metric("*", step_metric="step")
 
@@ -153,10 +160,11 @@ class Aside:
 def open_sinks(options: TrainOptions, first_step: int) -> Iterator[Sink]:
     """Yield the requested sinks; all but metrics.jsonl are opened in the background."""
     yield JsonLines(options.log_dir / "metrics.jsonl")
+    config = config_of(read_record_of(options.log_dir))
     if options.tensorboard:
-        yield Aside(TensorBoard.name, partial(TensorBoard, options.log_dir / "tensorboard", first_step))
+        yield Aside(TensorBoard.name, partial(TensorBoard, options.log_dir / "tensorboard", first_step, config))
     if options.wandb:
-        yield Aside(WandB.name, partial(WandB, options.log_dir, first_step))
+        yield Aside(WandB.name, partial(WandB, options.log_dir, first_step, config))
 
 
 def _end_of_lines(path: Path) -> int:

@@ -20,6 +20,7 @@ from manifests.schedules import Timeline
 from manifests.store import write_file
 from runner.report.read import RunLog, StepTrace, Traces, read_run
 from runner.report.simulated import planned
+from runner.rundir.run_record import config_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,7 +59,13 @@ def write_report(log_dir: Path, out: Path, *, force: bool = False) -> str:
     check_new_file(out, "--out", force=force)
     run = read_run(log_dir)
     try:
-        parts = [f"<h1>{html.escape(log_dir.resolve().name)}</h1>", _summary(run), *_curves(run), *_times(run)]
+        parts = [
+            f"<h1>{html.escape(log_dir.resolve().name)}</h1>",
+            _identity(run),
+            _summary(run),
+            *_curves(run),
+            *_times(run),
+        ]
     except ImportError as error:
         raise InputError(
             "runner report",
@@ -85,7 +92,17 @@ def write_report(log_dir: Path, out: Path, *, force: bool = False) -> str:
 
 def tables_of(run: RunLog) -> tuple[str, ...]:
     """Return the tables of a run's page that need no trace."""
-    return (_summary(run), *_times(run), *_memory(run))
+    return (_identity(run), _summary(run), *_times(run), *_memory(run))
+
+
+def _identity(run: RunLog) -> str:
+    """Return what the run is, from its record: nothing for a run without one."""
+    config = {name: str(value) for name, value in config_of(run.record).items()}
+    versions = [f"{name.removeprefix('version/')} {config[name]}" for name in config if name.startswith("version/")]
+    facts = {"run": ("name", "run"), "model": ("manifest",), "manifest digest": ("manifest_digest",)}
+    facts |= {"command": ("command",), "host": ("host",), "ranks": ("num_ranks",)}
+    rows = [(fact, " ".join(config[name] for name in names if name in config)) for fact, names in facts.items()]
+    return _table(("", ""), [row for row in (*rows, ("versions", ", ".join(versions))) if row[1]])
 
 
 def _summary(run: RunLog) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from manifests.errors import InputError, LogError
 from manifests.placement import Placement
 from runner.report.lines import Line, check_events, check_line, check_run, read_object, read_text
-from runner.rundir.run_record import run_id
+from runner.rundir.run_record import read_record_of, run_id
 
 __all__ = ["RunLog", "StepTrace", "TracedAction", "Traces", "read_run"]
 
@@ -89,6 +89,7 @@ class RunLog:
     peaks_nbytes: Mapping[int, int]  # of ranks, at the end of the last attempt if it finished
     begins: tuple[int, ...]  # the first step of each attempt
     traces: Traces | None
+    record: Mapping[str, Any] | None  # run.json
 
 
 def read_run(log_dir: Path) -> RunLog:
@@ -115,6 +116,7 @@ def read_run(log_dir: Path) -> RunLog:
         peaks_nbytes=attempts.peaks_nbytes,
         begins=tuple(attempts.begins),
         traces=_read_traces(log_dir / "trace", run_id(log_dir)),
+        record=read_record_of(log_dir),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ __all__ = [
     "DEFAULT_RUNS",
     "LATEST",
     "RUN_NAME",
+    "config_of",
     "find_run",
     "link_latest",
     "note_resolved",
@@ -63,6 +65,33 @@ def note_resolved(log_dir: Path, resolved: Mapping[str, Any]) -> None:
     run["launches"][-1]["resolved"] = dict(resolved)
     with contextlib.suppress(OSError):  # training does not depend on it
         write_run(log_dir, run)
+
+
+def config_of(run: Run | None) -> dict[str, Any]:
+    """Return what identifies a run, flat: of its last launch the resolved options, model, host and versions.
+
+    Fields that a damaged record lacks are left out.
+    """
+    if run is None:
+        return {}
+    launches = run.get("launches")
+    launch = _object(launches[-1]) if isinstance(launches, list) and launches else {}
+    manifest, argv = _object(launch.get("manifest")), launch.get("argv")
+    facts = {
+        "run": run.get("id"),
+        "name": run.get("name"),
+        "manifest": manifest.get("path"),
+        "manifest_digest": manifest.get("digest"),
+        "command": shlex.join(map(str, argv)) if isinstance(argv, list) else None,
+        "host": launch.get("host"),
+        **{f"version/{package}": found for package, found in _object(launch.get("versions")).items()},
+    }
+    options = _object(launch.get("resolved")) or _object(launch.get("options"))
+    return {name: value for name, value in {**options, **facts}.items() if value is not None}
+
+
+def _object(found: object) -> Mapping[str, Any]:
+    return found if isinstance(found, dict) else {}
 
 
 def find_run(path: Path) -> Path:

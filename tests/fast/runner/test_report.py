@@ -95,6 +95,19 @@ def test_page_stands_alone_and_tells_measured_and_planned(tmp_path: Path) -> Non
     assert "<td>bubble</td>" in page
 
 
+def test_page_begins_with_what_the_run_is(tmp_path: Path) -> None:
+    write_metrics(tmp_path)
+    launch = {"argv": ["runner", "launch", "<packed>"], "host": "node-7", "versions": {"torch": "2.13.0"}}
+    launch |= {"manifest": {"path": "/packed", "digest": "blake3:12"}, "resolved": {"num_ranks": 4, "lr": 0.5}}
+    (tmp_path / "run.json").write_text(json.dumps({"id": "c0ffee", "name": "tiny", "launches": [launch]}))
+    write_report(tmp_path, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    head = page[: page.index("<td>steps</td>")]
+    for fact in ("tiny c0ffee", "/packed", "blake3:12", "runner launch &#x27;&lt;packed&gt;&#x27;", "node-7", "4"):
+        assert f"<td>{fact}</td>" in head
+    assert "torch 2.13.0" in head
+
+
 def test_run_without_traces_has_a_page_too(tmp_path: Path) -> None:
     write_metrics(tmp_path)
     assert write_report(tmp_path, tmp_path / "report.html") == "4 steps, last loss 3.600000"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from runner.commands import cli
 from runner.config.flags import TrainOptions, parse_training
 from runner.launch.run_folder import RunFolder, choose_folder
 from runner.report.read import read_run
-from runner.rundir.run_record import find_run, note_resolved, run_id
+from runner.rundir.run_record import config_of, find_run, note_resolved, read_record_of, run_id
 from tests.builders import llama_config, reshard, write_model
 
 PARTS = {key: [0.25] for key in ("data_s", "compute_s", "communication_s", "bubble_s")}
@@ -147,7 +148,23 @@ def test_record_says_what_was_launched_and_what_became_of_it(place: Path) -> Non
     assert {"python", "torch"} <= set(launched["versions"])
     assert run["checkpoint"] == str(place / "history")
     note_resolved(place / "log", {"lr": 0.25, "num_ranks": 4})
-    assert json.loads((place / "log" / "run.json").read_text())["launches"][0]["resolved"]["num_ranks"] == 4
+    config = config_of(read_record_of(place / "log"))
+    assert (config["lr"], config["num_ranks"], config["manifest_digest"]) == (0.25, 4, "d")
+    assert config["version/torch"] == launched["versions"]["torch"]
+
+
+def test_record_has_no_value_that_env_passes_to_the_ranks(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    words = ["runner", "launch", "--env", "A=secret", "--env=B=secret", "--env", "HF_TOKEN", "--name", "x=y"]
+    monkeypatch.setattr(sys, "argv", words)
+    (launched,) = begin(place / "log")["launches"]
+    assert launched["argv"] == ["runner", "launch", "--env", "A=***", "--env=B=***", *words[5:]]
+    assert "secret" not in (place / "log" / "run.json").read_text()
+
+
+@pytest.mark.parametrize("run", [{}, {"launches": 3}, {"launches": [3]}, {"launches": [{"options": 3, "argv": {}}]}])
+def test_damaged_record_says_what_is_left_of_it(run: dict[str, Any]) -> None:
+    assert config_of({"id": "1", **run}) == {"run": "1"}
 
 
 def test_launch_without_a_folder_hands_the_chosen_one_to_the_ranks(place: Path) -> None:

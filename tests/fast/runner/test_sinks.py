@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from wandb.proto import wandb_internal_pb2
 
 from manifests.errors import UsageError
@@ -33,12 +34,15 @@ pytestmark = [
 ]
 
 
+CONFIG = {"lr": 0.5, "self_check": True, "manifest": "/packed", "version/torch": "2.13.0", "stages": [0, 1]}
+
+
 def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_event_files_have_every_number_and_word_of_metrics_jsonl(tmp_path: Path) -> None:
-    with Metrics([JsonLines(tmp_path / "metrics.jsonl"), TensorBoard(tmp_path / "events", 3)]) as metrics:
+    with Metrics([JsonLines(tmp_path / "metrics.jsonl"), TensorBoard(tmp_path / "events", 3, CONFIG)]) as metrics:
         tell_all(metrics)
     read = EventAccumulator(str(tmp_path / "events"), size_guidance={"scalars": 0, "tensors": 0})
     read.Reload()
@@ -55,6 +59,13 @@ def test_event_files_have_every_number_and_word_of_metrics_jsonl(tmp_path: Path)
     for name, at, text in words:
         events = read.Tensors(f"{name}/text_summary")
         assert (at, text) in [(event.step, event.tensor_proto.string_val[0].decode()) for event in events]
+    (begun,) = (
+        HParamsPluginData.FromString(content).session_start_info
+        for name, content in read.PluginTagToContent("hparams").items()
+        if name.endswith("session_start_info")
+    )
+    shown = {name: getattr(value, str(value.WhichOneof("kind"))) for name, value in begun.hparams.items()}
+    assert shown == {**CONFIG, "stages": "[0, 1]"}
 
 
 @pytest.fixture
@@ -66,8 +77,8 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
 
 
-def history_of(run: Path) -> list[dict[str, Any]]:
-    """Read back what a run of Weights & Biases has logged, once its service has written the end of it."""
+def logged_in(run: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Give a run's config, and what it has logged to Weights & Biases, once its service has written the end of it."""
     deadline = time.monotonic() + 30
     while True:
         records = [wandb_internal_pb2.Record.FromString(data) for data in records_of(run.read_bytes())]
@@ -75,7 +86,9 @@ def history_of(run: Path) -> list[dict[str, Any]]:
             break
         assert time.monotonic() < deadline, "the run has no end"
         time.sleep(0.1)
-    return [
+    (begun,) = (record.run for record in records if record.WhichOneof("record_type") == "run")
+    config = {update.key: json.loads(update.value_json) for update in begun.config.update}
+    return config, [
         {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
         for record in records
         if record.WhichOneof("record_type") == "history"
@@ -105,15 +118,17 @@ def records_of(data: bytes) -> Iterator[bytes]:
 
 @pytest.mark.usefixtures("offline")
 def test_offline_run_of_wandb_has_every_number_and_word_of_metrics_jsonl(tmp_path: Path) -> None:
-    with Metrics([JsonLines(tmp_path / "metrics.jsonl"), WandB(tmp_path, 3)]) as metrics:
+    with Metrics([JsonLines(tmp_path / "metrics.jsonl"), WandB(tmp_path, 3, CONFIG)]) as metrics:
         tell_all(metrics)
     (run,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     expected, step = [], 3
     for line in lines_of(tmp_path / "metrics.jsonl"):
         step = line.get("step", step)
         expected.append({**dict(scalars_of(line)), **dict(texts_of(line)), "step": step})
-    found = [{name: value for name, value in line.items() if not name.startswith("_")} for line in history_of(run)]
+    config, history = logged_in(run)
+    found = [{name: value for name, value in line.items() if not name.startswith("_")} for line in history]
     assert found == expected
+    assert {name: config.get(name) for name in CONFIG} == CONFIG
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
@@ -182,7 +197,7 @@ def test_lines_that_the_disk_has_no_room_for_are_left_out_whole_and_said_once(
 def test_event_files_that_cannot_grow_are_given_up_and_metrics_jsonl_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Metrics([JsonLines(tmp_path / "metrics.jsonl"), TensorBoard(tmp_path / "events", 0)]) as metrics:
+    with Metrics([JsonLines(tmp_path / "metrics.jsonl"), TensorBoard(tmp_path / "events", 0, {})]) as metrics:
         for _ in range(3):  # whose event files are the larger ones
             tell_all(metrics)
     assert len(lines_of(tmp_path / "metrics.jsonl")) == 21
