@@ -24,7 +24,7 @@ import measure
 from checkpoints import llama_of, write_checkpoint
 
 from reshard.copy.engine import write_shards
-from reshard.estimate.training_estimate import Assumptions
+from reshard.estimate.assumptions import Assumptions
 from reshard.operations.resolve import LayoutRequest, lay_out
 from reshard.plans.pack_plan import OutputShard
 from reshard.sources.open import open_source

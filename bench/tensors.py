@@ -91,7 +91,7 @@ def pack_here(source: str, out: Path) -> dict[str, float]:
     import resource
 
     from reshard.copy.engine import WriteOptions
-    from reshard.estimate.training_estimate import Assumptions
+    from reshard.estimate.assumptions import Assumptions
     from reshard.operations.pack import PackOptions, pack
     from reshard.operations.resolve import LayoutRequest, lay_out
     from reshard.sources.open import open_source

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from reshard.checks.check import CheckResult
     from reshard.checks.finding import Finding
     from reshard.copy.parallelism import Parallelism
-    from reshard.estimate.training_estimate import Assumptions
+    from reshard.estimate.assumptions import Assumptions
     from reshard.operations.compare import Difference
     from reshard.operations.diff import DiffResult, TensorDifference
     from reshard.operations.export import ExportResult
@@ -128,7 +128,7 @@ __getattr__, __dir__ = lazy_attributes(
         "reshard.checks.check": ("CheckResult",),
         "reshard.checks.finding": ("Finding",),
         "reshard.copy.parallelism": ("Parallelism",),
-        "reshard.estimate.training_estimate": ("Assumptions",),
+        "reshard.estimate.assumptions": ("Assumptions",),
         "reshard.operations.compare": ("Difference",),
         "reshard.operations.diff": ("DiffResult", "TensorDifference"),
         "reshard.operations.export": ("ExportResult",),

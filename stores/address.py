@@ -11,9 +11,20 @@ from typing import TypeGuard
 
 from manifests.errors import StoreError
 
-__all__ = ["SCHEME", "HubAddress", "hub_output", "is_inside", "is_url", "parse_hub_address", "place_of", "split_url"]
+__all__ = [
+    "OBJECT_SCHEMES",
+    "SCHEME",
+    "HubAddress",
+    "hub_output",
+    "is_inside",
+    "is_url",
+    "parse_hub_address",
+    "place_of",
+    "split_url",
+]
 
 SCHEME = "hf://"
+OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss")  # of buckets; fsspec opens the others
 _PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 _REPO = re.compile(rf"(?:{_PART}/)?{_PART}")  # a few old repositories, such as gpt2, have no organization
 _ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "local": "file"}

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 __all__ = [
     "HIDDEN_FOLDERS",
     "HUB_MISMATCH",
+    "LOCK_NAME",
     "MAX_WHOLE_NBYTES",
+    "PROGRESS_NAME",
     "SOURCE_CHANGED",
     "Blocks",
     "Folder",
@@ -38,6 +40,8 @@ __all__ = [
 
 SOURCE_CHANGED = "source.changed"  # error code: the file changed since it was listed
 HUB_MISMATCH = "source.hub-digest"  # error code: the file differs from the hub's listing
+LOCK_NAME = ".reshard-unfinished"  # exists in a prefix from before the first write until the commit
+PROGRESS_NAME = ".reshard-progress"  # beside the lock: the completed objects
 HIDDEN_FOLDERS = (".git", ".cache")  # folders of tools beside a model
 
 MAX_WHOLE_NBYTES = 1 << 30

@@ -26,14 +26,12 @@ if TYPE_CHECKING:
     from obstore.store import BackoffConfig, ClientConfig, ObjectStore, RetryConfig
 
 __all__ = [
-    "SCHEMES",
     "ObjectEntry",
     "ObstoreClient",
     "Upload",
     "open_client",
 ]
 
-SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss")
 
 _CHUNK_NBYTES = 1 << 20  # of a streamed response, to keep obstore's buffers small
 _LIST_COUNT = 1000  # names per page

@@ -20,9 +20,9 @@ from manifests.codec import decode_manifest
 from manifests.errors import InputError, OutputError, UnreachableError
 from manifests.invariants import MANIFEST_NAME
 from manifests.owned import files_in
-from stores.base import read_whole
+from stores.base import LOCK_NAME, PROGRESS_NAME, read_whole
 from stores.object_client import ObjectEntry
-from stores.objects import LOCK_NAME, PROGRESS_NAME, Client, ObjectFile
+from stores.objects import Client, ObjectFile
 
 __all__ = [
     "FindOwnedObjects", "ListedObjects", "Wanted", "check_existing", "lines_of", "new_lock", "objects_of_manifest",

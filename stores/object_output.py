@@ -19,14 +19,14 @@ from typing import Protocol, Self
 from manifests.digest import digest_bytes
 from manifests.errors import InputError, OutputError
 from manifests.invariants import MANIFEST_NAME
+from stores.address import OBJECT_SCHEMES, split_url
 from stores.address import SCHEME as HUB_SCHEME
-from stores.address import split_url
-from stores.base import Blocks
-from stores.object_client import SCHEMES, ObjectEntry, Upload, open_client
+from stores.base import LOCK_NAME, PROGRESS_NAME, Blocks
+from stores.object_client import ObjectEntry, Upload, open_client
 from stores.object_lock import ListedObjects, Wanted, check_existing, lines_of, new_lock, read_lock, remaining_names
 from stores.object_progress import CompletedObjects, read_progress
 from stores.object_writer import ObjectWriter
-from stores.objects import LOCK_NAME, PROGRESS_NAME, Client, list_objects
+from stores.objects import Client, list_objects
 
 __all__ = ["ObjectTarget", "ObjectWriter", "Wanted", "WritableClient", "open_output", "open_writable"]
 
@@ -336,7 +336,7 @@ def open_writable(url: str) -> WritableClient:
     if url.startswith(HUB_SCHEME):
         hint = "give a folder as --out, then hf upload REPO FOLDER"
         raise OutputError(url, "writing to the hub is not supported", hint, code="output.unwritable")
-    if split_url(url)[0] in SCHEMES:
+    if split_url(url)[0] in OBJECT_SCHEMES:
         return open_client(url)
     from stores.filesystem_client import open_filesystem
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from manifests.digest import digest_bytes
+from stores.base import PROGRESS_NAME
 from stores.object_client import ObjectEntry
-from stores.objects import PROGRESS_NAME, Client
+from stores.objects import Client
 
 __all__ = ["CompletedObjects", "read_progress"]
 

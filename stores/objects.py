@@ -12,19 +12,15 @@ from typing import Protocol
 from manifests.errors import InputError, SourceError, StoreError, UnreachableError
 from manifests.invariants import MANIFEST_NAME
 from manifests.paths import problem_with_path
-from stores.address import split_url
-from stores.base import SOURCE_CHANGED, Range, is_hidden
-from stores.object_client import SCHEMES, ObjectEntry, open_client
+from stores.address import OBJECT_SCHEMES, split_url
+from stores.base import LOCK_NAME, PROGRESS_NAME, SOURCE_CHANGED, Range, is_hidden
+from stores.object_client import ObjectEntry, open_client
 from stores.pace import Pace
 from stores.ranges import Fetch, RangeReader
 from stores.retries import PassingError, Retries, keep_trying
 from stores.streams import Stream, Streams
 
-__all__ = ["LOCK_NAME", "PROGRESS_NAME", "Client", "ObjectFile", "ObjectFolder", "list_objects", "open_objects"]
-
-LOCK_NAME = ".reshard-unfinished"  # exists in a prefix from before the first write until the commit
-
-PROGRESS_NAME = ".reshard-progress"  # beside the lock: the completed objects
+__all__ = ["Client", "ObjectFile", "ObjectFolder", "list_objects", "open_objects"]
 
 _MAX_COUNT = 100_000  # objects in a checkpoint's folder
 
@@ -46,7 +42,7 @@ def open_objects(url: str, retries: Retries | None = None) -> ObjectFolder:
     Raises:
         StoreError: the address is malformed, or the client for its scheme is not installed.
     """
-    if split_url(url)[0] in SCHEMES:
+    if split_url(url)[0] in OBJECT_SCHEMES:
         return ObjectFolder(open_client(url), retries)
     from stores.filesystem_client import open_filesystem
 

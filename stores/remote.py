@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from manifests.errors import SourceError
-from stores.address import SCHEME, is_url
-from stores.object_client import SCHEMES
+from stores.address import OBJECT_SCHEMES, SCHEME, is_url
 
 __all__ = ["ALLOW_VARIABLE", "allowing_remote", "check_remote"]
 
@@ -36,7 +35,7 @@ def check_remote(location: str, named: str) -> None:
     Raises:
         SourceError: naming the server.
     """
-    if not is_url(location) or location.startswith(SCHEME) or location.partition("://")[0] in SCHEMES:
+    if not is_url(location) or location.startswith(SCHEME) or location.partition("://")[0] in OBJECT_SCHEMES:
         return
     if _is_allowed or os.environ.get(ALLOW_VARIABLE) == "1" or _server_of(location) == _server_of(named):
         return

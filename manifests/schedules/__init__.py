@@ -1,11 +1,16 @@
 """Pipeline schedules as tables of actions: generated, checked, written as CSV, and simulated."""
 
-from manifests.schedules.actions import Action, LoweredTable, Overlap, Step, Table, Transfer, Upkeep, actions_of
-from manifests.schedules.csvtext import read_csv, read_lowered_csv, write_csv
-from manifests.schedules.lower import compute_part, lower
-from manifests.schedules.rules import SCHEDULES, ScheduleName, check_schedule, default_schedule, schedule_named
-from manifests.schedules.simulate import StageCosts, TimedAction, Timeline, peak_held, simulate
-from manifests.schedules.tables import schedule_table
+from typing import TYPE_CHECKING
+
+from manifests.lazy import lazy_attributes
+
+if TYPE_CHECKING:
+    from manifests.schedules.actions import Action, LoweredTable, Overlap, Step, Table, Transfer, Upkeep, actions_of
+    from manifests.schedules.csvtext import read_csv, read_lowered_csv, write_csv
+    from manifests.schedules.lowering import compute_part, lower
+    from manifests.schedules.rules import SCHEDULES, ScheduleName, check_schedule, default_schedule, schedule_named
+    from manifests.schedules.simulation import StageCosts, TimedAction, Timeline, peak_held, simulate
+    from manifests.schedules.tables import schedule_table
 
 __all__ = [
     "SCHEDULES",
@@ -33,3 +38,30 @@ __all__ = [
     "simulate",
     "write_csv",
 ]
+
+__getattr__, __dir__ = lazy_attributes(
+    __name__,
+    {
+        "manifests.schedules.actions": (
+            "Action",
+            "LoweredTable",
+            "Overlap",
+            "Step",
+            "Table",
+            "Transfer",
+            "Upkeep",
+            "actions_of",
+        ),
+        "manifests.schedules.csvtext": ("read_csv", "read_lowered_csv", "write_csv"),
+        "manifests.schedules.lowering": ("compute_part", "lower"),
+        "manifests.schedules.rules": (
+            "SCHEDULES",
+            "ScheduleName",
+            "check_schedule",
+            "default_schedule",
+            "schedule_named",
+        ),
+        "manifests.schedules.simulation": ("StageCosts", "TimedAction", "Timeline", "peak_held", "simulate"),
+        "manifests.schedules.tables": ("schedule_table",),
+    },
+)

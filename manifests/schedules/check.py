@@ -34,7 +34,7 @@ def check_table(table: Table | LoweredTable, where: str) -> None:
 def check_lowered(lowered: LoweredTable, where: str) -> None:
     """Check as `check_table`, and that tensors are sent, received and reduced correctly.
 
-    See Note [Order of transfers] in lower.py.
+    See Note [Order of transfers] in lowering.py.
 
     Raises:
         ScheduleError: listing the violations.

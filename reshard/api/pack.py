@@ -9,7 +9,7 @@ from manifests.index import MAX_SHARD_NBYTES
 from reshard.api.arguments import names_parameters
 from reshard.copy.direct_io import Io
 from reshard.copy.parallelism import Parallelism
-from reshard.estimate.training_estimate import Assumptions
+from reshard.estimate.assumptions import Assumptions
 from reshard.operations.pack_result import PackResult
 from reshard.operations.prepare_pack import PackRequest, prepare_pack
 from reshard.operations.progress import Progress

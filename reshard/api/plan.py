@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from reshard.api.arguments import names_parameters
-from reshard.estimate.training_estimate import Assumptions
+from reshard.estimate.assumptions import Assumptions
 from reshard.operations.resolve import LayoutRequest, PlanResult, plan_source
 
 __all__ = ["plan"]

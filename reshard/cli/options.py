@@ -243,8 +243,8 @@ def training_flags(command: Command) -> Command:
         *, schedule: str | None, microbatches: int | None, microbatch: int, seq_len: int, dtype_policy: str,
         memory_limit: str | None, cost: Path | None, **others: Any,
     ) -> Any:  # fmt: skip
+        from reshard.estimate.assumptions import Assumptions
         from reshard.estimate.costs import read_times
-        from reshard.estimate.training_estimate import Assumptions
 
         assumed = Assumptions(
             schedule=schedule,

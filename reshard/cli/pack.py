@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from reshard.copy.direct_io import Io
     from reshard.copy.parallelism import Parallelism
-    from reshard.estimate.training_estimate import Assumptions
+    from reshard.estimate.assumptions import Assumptions
     from reshard.operations.divide import Division
     from reshard.operations.resolve import LayoutRequest
     from reshard.transforms.cast import ExportDtype

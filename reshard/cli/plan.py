@@ -11,7 +11,7 @@ import click
 from reshard.cli import options
 
 if TYPE_CHECKING:
-    from reshard.estimate.training_estimate import Assumptions
+    from reshard.estimate.assumptions import Assumptions
     from reshard.operations.resolve import LayoutRequest
 
 __all__ = ["layout", "plan"]

@@ -1,35 +1,26 @@
-"""Where an output is written: a folder on this machine, or a prefix in a bucket. Both appear atomically."""
+"""Where an output is written: a folder here, a bucket in `reshard.copy.bucket`. Both appear atomically."""
 
 from __future__ import annotations
 
 import shutil
-import threading
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from manifests.digest import DigestTable, HashedBlocks, digest_bytes
 from manifests.errors import OutputError, UsageError
-from manifests.safetensors import parse_header
 from manifests.schema import AuxiliaryFile
 from manifests.store import write_file
-from reshard.copy.engine import WriteOptions, WrittenShard, hash_in_order, write_in_order, write_shards
+from reshard.copy.engine import WriteOptions, WrittenShard, write_shards
 from reshard.copy.journal import Journal
-from reshard.copy.runs import ByteCounter
 from reshard.plans.pack_plan import OutputShard
 from reshard.tensors.checkpoint import Checkpoint, TensorAt
 from stores.address import is_inside, is_url, place_of
 from stores.base import Blocks, InputFile
 from stores.local import LocalFile
 from stores.manifest_file import Address
-from stores.object_output import ObjectTarget
-from stores.prefetch import Prefetcher
 
-__all__ = ["NUM_UPLOADS", "BucketTarget", "FolderTarget", "Target", "check_apart", "check_space", "read_twice"]
-
-NUM_UPLOADS = 2  # concurrent shards: one is hashed while another is sent
+__all__ = ["FolderTarget", "Target", "check_apart", "check_space", "read_twice", "without_digest"]
 
 
 class Target(Protocol):
@@ -133,84 +124,11 @@ class FolderTarget:
         self.put(name, data)  # the folder loses its journal later, as it gets its name
 
 
-@dataclass(frozen=True, slots=True)
-class BucketTarget:
-    """A prefix in a bucket, to which each shard is uploaded sequentially, header first.
-
-    Digests in the header that are not known are computed before: those tensors are read twice, and must have the same
-    bytes both times. Memory: `NUM_UPLOADS` uploads (see `stores.object_output`), and twice as many readers of the
-    source (see `stores.ranges`).
-    """
-
-    objects: ObjectTarget
-
-    def put(self, name: str, data: bytes) -> None:
-        self.objects.put(name, data)
-
-    def copy(self, name: str, file: InputFile, digest: str | None = None) -> AuxiliaryFile:
-        blocks = Blocks(file, digest)
-        self.objects.copy(name, blocks)
-        return AuxiliaryFile(path=name, nbytes=blocks.nbytes, digest=blocks.digest)
-
-    def write_shards(self, shards: Sequence[OutputShard], options: WriteOptions) -> tuple[WrittenShard, ...]:
-        stop = threading.Event()
-
-        def progress(nbytes: int) -> None:
-            if stop.is_set():
-                raise CancelledError
-            options.progress(nbytes)
-
-        with (
-            ThreadPoolExecutor(NUM_UPLOADS, thread_name_prefix="upload") as pool,
-            options.parallelism.prefetcher(NUM_UPLOADS, stop) as prefetcher,
-        ):
-            try:
-                jobs = [pool.submit(self._upload, shard, progress, prefetcher) for shard in shards]
-                for job in wait(jobs, return_when=FIRST_EXCEPTION).done:
-                    job.result()
-            except BaseException:
-                stop.set()
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-        options.parallelism.add(prefetcher)
-        return tuple(job.result() for job in jobs)
-
-    def commit(self, name: str, data: bytes) -> None:
-        self.objects.commit(data, name)
-
-    def _upload(self, shard: OutputShard, progress: ByteCounter, prefetcher: Prefetcher) -> WrittenShard:
-        if (header := self._completed(shard)) is not None:
-            progress(sum(tensor.nbytes for tensor in (*_without_digest(shard), *shard.origins)))
-            return WrittenShard(path=self.objects.place(shard.path), nbytes=shard.nbytes, digest=digest_bytes(header))
-        path, found = self.objects.place(shard.path), iter(hash_in_order(_without_digest(shard), progress, prefetcher))
-        digests = (
-            DigestTable.of(origin.digest or next(found) for origin in shard.origins) if shard.with_digests else None
-        )
-        blocks = HashedBlocks(shard.header_blocks(digests))
-        writer = self.objects.writer(path, shard.nbytes, blocks)
-        write_in_order(shard, writer, progress, prefetcher, digests)
-        writer.finish()
-        return WrittenShard(path=path, nbytes=shard.nbytes, digest=blocks.digest)
-
-    def _completed(self, shard: OutputShard) -> bytes | None:
-        """Return the header of a shard that an interrupted run of this plan uploaded, if there is one."""
-        path = self.objects.place(shard.path)
-        header = self.objects.completed(path, shard.nbytes, shard.header_nbytes)
-        if header is None or not shard.with_digests:
-            return header if header == shard.header else None
-        found = parse_header(header[8:], data_nbytes=shard.nbytes - len(header), where=path)
-        if found.tensors.names != [origin.name for origin in shard.origins]:
-            return None
-        digests = found.digest_table(path)
-        is_known = all(origin.digest in (None, digest) for origin, digest in zip(shard.origins, digests, strict=True))
-        return header if is_known and b"".join(shard.header_blocks(digests)) == header else None
-
-
 def read_twice(shards: Iterable[OutputShard], out: Address) -> list[TensorAt]:
     """Return the tensors that are read twice when `shards` are written to `out`."""
-    return [tensor for shard in shards for tensor in _without_digest(shard)] if is_url(out) else []
+    return [tensor for shard in shards for tensor in without_digest(shard)] if is_url(out) else []
 
 
-def _without_digest(shard: OutputShard) -> list[TensorAt]:
+def without_digest(shard: OutputShard) -> list[TensorAt]:
     """Return the tensors to hash before a shard is uploaded, since its header comes first and has their digests."""
     return [origin for origin in shard.origins if origin.blake3 is None] if shard.with_digests else []

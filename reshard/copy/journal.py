@@ -11,7 +11,7 @@ from pathlib import Path
 
 from manifests.digest import DigestTable, Hasher
 from reshard.plans.pack_plan import OutputShard
-from stores.objects import LOCK_NAME, PROGRESS_NAME
+from stores.base import LOCK_NAME, PROGRESS_NAME
 
 __all__ = ["JOURNAL_NAME", "Journal", "is_working_name", "plan_key"]
 

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from manifests.errors import UserError
 from manifests.invariants import MANIFEST_NAME
 from manifests.owned import FindOwned, files_of_manifest
 from manifests.publish import partial_of, publishing
-from reshard.copy.destination import BucketTarget, FolderTarget, Target
+from reshard.copy.destination import FolderTarget, Target
 from reshard.copy.journal import JOURNAL_NAME, Journal, plan_key
 from reshard.plans.pack_plan import OutputShard
 from reshard.tensors.lazy import WOULD_OVERFLOW
 from stores.address import is_url
 from stores.base import HUB_MISMATCH, SOURCE_CHANGED
 from stores.manifest_file import Address
-from stores.object_lock import FindOwnedObjects, Wanted, objects_of_manifest
-from stores.object_output import open_output
+
+if TYPE_CHECKING:
+    from stores.object_lock import FindOwnedObjects
 
 __all__ = ["keep_only", "open_target"]
 
@@ -37,7 +37,7 @@ def open_target(
     *,
     force: bool,
     find_owned: FindOwned = files_of_manifest,
-    find_owned_objects: FindOwnedObjects = objects_of_manifest,
+    find_owned_objects: FindOwnedObjects | None = None,  # None: those of a manifest
     wanted: Collection[str] = (),
     last: str = MANIFEST_NAME,
     check_free: Callable[[Path], None] = lambda out: None,
@@ -55,14 +55,16 @@ def open_target(
     """
     key, begun = plan_key(shards), False
     if is_url(out):
+        from reshard.copy.bucket import open_prefix  # clients of object stores
+
         paths = {shard.path for shard in shards}
-        names = Wanted(shards=paths, small={*wanted} - paths, last=last, find_owned=find_owned_objects)
-        with _interrupted_by_sigterm(), open_output(out, force=force, wanted=names, plan=key) as objects:
+        small = {*wanted} - paths
+        with open_prefix(out, paths, small, last=last, force=force, plan=key, find_owned=find_owned_objects) as prefix:
             try:
-                with _discarded_if_fatal(objects.forget):
-                    yield BucketTarget(objects)
+                with _discarded_if_fatal(prefix.objects.forget):
+                    yield prefix
             except BaseException as error:
-                if objects.is_resumable:
+                if prefix.objects.is_resumable:
                     _add_hint(error, f"completed objects are kept in {out}; {_RESUME}")
                 raise
         return
@@ -115,19 +117,6 @@ def _discarded_if_fatal(discard: Callable[[], None]) -> Iterator[None]:
         if error.code in _FATAL:
             discard()
         raise
-
-
-@contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM, as from a scheduler, interrupt: uploads that are not aborted take space, and are not listed."""
-    if threading.current_thread() is not threading.main_thread():  # only that one may set handlers
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _add_hint(error: BaseException, hint: str) -> None:

@@ -2,55 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from manifests.memory import POLICIES, MemoryEstimate, Training, estimate_memory
 from manifests.models import ModelShape
 from manifests.placement import Placement
-from manifests.schedules import StageCosts, Timeline, check_schedule, default_schedule, schedule_table, simulate
+from manifests.schedules import StageCosts, Timeline, check_schedule, schedule_table, simulate
+from reshard.estimate.assumptions import MOST_PASSES, Assumptions, num_passes
 from reshard.estimate.costs import ModuleTime, flops_of, times_of
 from reshard.layout.model import StageLayout
 
 __all__ = [
-    "MICROBATCHES_PER_RANK",
-    "MOST_PASSES",
-    "Assumptions",
     "Forecast",
     "StepEstimate",
     "forecast",
     "imbalance",
-    "num_passes",
+    "training_of",
 ]
 
-MICROBATCHES_PER_RANK = 4  # the default, which every schedule supports
-MOST_PASSES = 1 << 19  # forward and backward, of the longest step to simulate
 _EVEN = 0.0005  # relative; closer times count as equal
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Assumptions:
-    """What to assume about a training run; None: the layout's value, or a default that supports its stages."""
-
-    schedule: str | None = None
-    num_microbatches: int | None = None
-    microbatch: int = 1  # sequences
-    seq_len: int = 4096  # tokens
-    policy: str = "fp32"  # or "bf16" or "mixed": see `--dtype-policy`
-    memory_limit: int | None = None  # bytes per rank
-    measured: Mapping[str, ModuleTime] | None = None
-
-    @property
-    def training(self) -> Training:
-        return Training(policy=POLICIES[self.policy], microbatch=self.microbatch, seq_len=self.seq_len)
-
-    def schedule_for(self, layout: StageLayout) -> str:
-        """Return the name of the schedule to assume for a layout."""
-        return self.schedule or layout.schedule or default_schedule(layout.placement)
-
-    def microbatches_for(self, placement: Placement) -> int:
-        """Return the number of microbatches per step to assume."""
-        return self.num_microbatches or MICROBATCHES_PER_RANK * placement.num_ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,7 +102,7 @@ def forecast(shape: ModelShape, layout: StageLayout, assumed: Assumptions) -> Fo
     if num_passes(placement, num_microbatches) <= MOST_PASSES:
         table = schedule_table(schedule, placement, num_microbatches)
         costs = StageCosts.of([time.forward for time in times], [time.backward for time in times])
-        memory = estimate_memory(shape, layout.stages, table, assumed.training)
+        memory = estimate_memory(shape, layout.stages, table, training_of(assumed))
         step = StepEstimate(memory=memory, timeline=simulate(table, costs))
     return Forecast(
         assumed=assumed,
@@ -144,9 +115,9 @@ def forecast(shape: ModelShape, layout: StageLayout, assumed: Assumptions) -> Fo
     )
 
 
-def num_passes(placement: Placement, num_microbatches: int) -> int:
-    """Count the forward and backward passes of a step, over microbatches and stages."""
-    return 2 * placement.num_stages * num_microbatches
+def training_of(assumed: Assumptions) -> Training:
+    """Return the assumptions that a model's memory depends on."""
+    return Training(policy=POLICIES[assumed.policy], microbatch=assumed.microbatch, seq_len=assumed.seq_len)
 
 
 def imbalance(times: Sequence[float]) -> float:

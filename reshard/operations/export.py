@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from pathlib import Path
 
-from manifests.errors import ManifestError, OutputError
+from manifests.errors import ManifestError
 from manifests.index import INDEX_NAME
 from manifests.safetensors import LENGTH_NBYTES, encode_header
-from reshard.copy.destination import BucketTarget, FolderTarget, check_apart
 from reshard.copy.engine import WriteOptions
-from reshard.copy.resumable import open_target
-from reshard.copy.unchanged import check_unchanged
-from reshard.operations.exported import files_of_export, record_export
-from reshard.operations.exported_objects import objects_of_export, record_exported_objects
-from reshard.operations.pack import copy_files
+from reshard.operations.publish_export import ExportPlan, check_export_to, publish_export
 from reshard.plans.pack_plan import GivenHeader, OutputShard
 from reshard.sources.config import with_dtype
 from reshard.sources.huggingface import CONFIG_NAME
@@ -26,11 +19,10 @@ from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, TensorAt
 from reshard.tensors.lazy import MadeFile, MemoryFile
 from reshard.tensors.source_index import KeptText, RecordedShard, index_anew, lay_out_anew
 from reshard.transforms.cast import STORED, ExportDtype, cast_checkpoint, casts_in
-from stores.address import is_inside, is_url, place_of
 from stores.base import read_config, read_whole
 from stores.manifest_file import Address
 
-__all__ = ["ExportResult", "check_not_source", "export_huggingface", "plan_export"]
+__all__ = ["ExportResult", "export_huggingface", "plan_export"]
 
 _HF_ALIGNMENT = 8  # of headers, as the safetensors library pads them
 
@@ -76,43 +68,24 @@ def export_huggingface(
     Raises:
         OutputError: `out` exists, cannot be written, or is where the model came from.
         ShardError: a bundle's bytes do not match their digests.
-        UserError: see `cast_checkpoint` and `check_apart`.
+        UserError: see `cast_checkpoint` and `check_export_to`.
     """
-    check_apart(out, checkpoint, may_replace=False)
-    if force:
-        check_not_source(out, checkpoint.source.location)
+    check_export_to(out, checkpoint, force=force)
     checkpoint = _with_config_for(cast_checkpoint(checkpoint, dtype), dtype)
     shards = plan_export(checkpoint)
     (config,) = (item for item in checkpoint.auxiliary if item.path == CONFIG_NAME)
-    names = {CONFIG_NAME, *(item.path for item in checkpoint.auxiliary), *(shard.path for shard in shards)}
-    names |= {INDEX_NAME} if checkpoint.record.index is not None else set()
-    with open_target(
-        out,
-        shards,
-        force=force,
-        find_owned=files_of_export,
-        find_owned_objects=objects_of_export,
-        wanted=names,
-        last=CONFIG_NAME,
-    ) as target:
-        copied = copy_files([item for item in checkpoint.auxiliary if item is not config], target)
-        written = target.write_shards(shards, options or WriteOptions())
-        index = _index_of(checkpoint, shards)
-        if index is not None:
-            target.copy(INDEX_NAME, MadeFile(INDEX_NAME, sum(map(len, index.blocks())), index.blocks))
-        check_unchanged(shards, checkpoint.auxiliary)
-        if isinstance(target, BucketTarget):
-            record_exported_objects(target.objects, names)
-        # Commit point in a bucket, where nothing appears in one step: a folder without config.json is not a model.
-        target.commit(CONFIG_NAME, read_whole(config.file, config.digest))
-        if isinstance(target, FolderTarget):
-            record_export(Path(out), target.folder, names, is_published=False)
-    if not is_url(out):
-        with suppress(OSError):  # the record lists both the old export and the new one
-            record_export(Path(out), Path(out), names, is_published=True)
+    index = _index_of(checkpoint, shards)
+    plan = ExportPlan(
+        copied=[item for item in checkpoint.auxiliary if item is not config],
+        shards=shards,
+        made=[MadeFile(INDEX_NAME, sum(map(len, index.blocks())), index.blocks)] if index is not None else [],
+        last=CONFIG_NAME,  # a folder without it is not a model
+        last_bytes=lambda: read_whole(config.file, config.digest),
+    )
+    num_files = publish_export(out, plan, options or WriteOptions(), force=force)
     return ExportResult(
-        num_files=len(written) + len(copied) + 1 + (index is not None),
-        nbytes=sum(shard.nbytes for shard in written),
+        num_files=num_files,
+        nbytes=sum(shard.nbytes for shard in shards),
         identical=_headers_of(shards) == {shard.name: shard.kept for shard in checkpoint.record.shards},
         casts=casts_in(checkpoint),
     )
@@ -176,11 +149,3 @@ def _with_config_for(checkpoint: Checkpoint, dtype: ExportDtype) -> Checkpoint:
     text = json.dumps(updated, indent=2, ensure_ascii=False) + "\n"
     new = AuxiliaryAt(path=CONFIG_NAME, file=MemoryFile(f"{item.file} for {dtype}", text.encode()))
     return replace(checkpoint, auxiliary=tuple(new if one is item else one for one in checkpoint.auxiliary))
-
-
-def check_not_source(out: Address, source: str) -> None:
-    """Protect the folder that the model came from against --force: it may be the only copy of the original."""
-    place, origin = place_of(out), place_of(source)
-    if place == origin or is_inside(place, origin) or is_inside(origin, place):
-        problem = f"overlaps the folder that the model came from, {source}, which --force does not replace"
-        raise OutputError(str(out), problem, "choose another --out", code="output.overlaps-source")

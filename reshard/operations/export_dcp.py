@@ -6,10 +6,8 @@ Source: torch 2.13.0, torch/distributed/checkpoint/metadata.py and filesystem.py
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from struct import pack
 
 from manifests.errors import CheckpointError
@@ -18,21 +16,15 @@ from manifests.schema import MOMENTS, ParameterGroup, TrainingState
 from reshard.archives.names import DATA_SUFFIX, METADATA_NAME
 from reshard.archives.pickling import Call, Instance, Name, pickled
 from reshard.archives.saved import SavedTensor, saved_value, torch_dtype
-from reshard.copy.destination import BucketTarget, FolderTarget, check_apart
 from reshard.copy.engine import WriteOptions
-from reshard.copy.resumable import open_target
-from reshard.copy.unchanged import check_unchanged
-from reshard.operations.export import ExportResult, check_not_source
-from reshard.operations.exported import files_of_export, record_export
-from reshard.operations.exported_objects import objects_of_export, record_exported_objects
-from reshard.operations.pack import copy_files
+from reshard.operations.export import ExportResult
+from reshard.operations.publish_export import ExportPlan, check_export_to, publish_export
 from reshard.plans.pack_plan import OutputShard, without_header
 from reshard.sources.huggingface import CONFIG_NAME
 from reshard.tensors.checkpoint import Checkpoint, TensorAt
 from reshard.tensors.lazy import Buffer, DerivedFile, MemoryFile, read_blocks
 from reshard.transforms.cast import ExportDtype, cast_checkpoint, casts_in
 from reshard.transforms.torchtitan import Placed, TitanModel, in_place
-from stores.address import is_url
 from stores.base import read_config
 from stores.manifest_file import Address
 
@@ -69,42 +61,23 @@ def export_dcp(
         ShardError: a bundle's bytes do not match their digests.
         ModelError: torchtitan has no such model, or no such tensor.
         CheckpointError: the optimizer state lacks what torchtitan requires.
-        UserError: see `cast_checkpoint` and `check_apart`.
+        UserError: see `cast_checkpoint` and `check_export_to`.
     """
-    check_apart(out, checkpoint, may_replace=False)
-    if force:
-        check_not_source(out, checkpoint.source.location)
+    check_export_to(out, checkpoint, force=force)
     if weights_only:
         checkpoint = replace(checkpoint, trained=None)
     if dtype != "source":
         checkpoint = cast_checkpoint(checkpoint, dtype)
     saved = _save(checkpoint, for_torchtitan)
-    shards = saved.files.shards
-    names = {METADATA_NAME, *(item.path for item in checkpoint.auxiliary), *(shard.path for shard in shards)}
-    with open_target(
-        out,
-        shards,
-        force=force,
-        find_owned=files_of_export,
-        find_owned_objects=objects_of_export,
-        wanted=names,
-        last=METADATA_NAME,
-    ) as target:
-        copied = copy_files(checkpoint.auxiliary, target)
-        written = target.write_shards(shards, options or WriteOptions())
-        check_unchanged(shards, checkpoint.auxiliary)
-        if isinstance(target, BucketTarget):
-            record_exported_objects(target.objects, names)
-        # Commit point: torch and torchtitan refuse a folder without .metadata.
-        target.commit(METADATA_NAME, saved.metadata())
-        if isinstance(target, FolderTarget):
-            record_export(Path(out), target.folder, names, is_published=False)
-    if not is_url(out):
-        with suppress(OSError):  # the record lists both the old export and the new one
-            record_export(Path(out), Path(out), names, is_published=True)
+    plan = ExportPlan(
+        copied=checkpoint.auxiliary,
+        shards=saved.files.shards,
+        last=METADATA_NAME,  # torch and torchtitan refuse a folder without it
+        last_bytes=saved.metadata,
+    )
     return ExportResult(
-        num_files=len(written) + len(copied) + 1,
-        nbytes=sum(shard.nbytes for shard in written),
+        num_files=publish_export(out, plan, options or WriteOptions(), force=force),
+        nbytes=sum(shard.nbytes for shard in plan.shards),
         identical=False,
         casts=casts_in(checkpoint) if dtype != "source" else {},
     )

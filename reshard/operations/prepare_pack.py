@@ -13,7 +13,7 @@ from reshard.copy.destination import check_apart, read_twice
 from reshard.copy.direct_io import Io
 from reshard.copy.engine import WriteOptions
 from reshard.copy.parallelism import Parallelism
-from reshard.estimate.training_estimate import Assumptions
+from reshard.estimate.assumptions import Assumptions
 from reshard.operations.divide import Division
 from reshard.operations.hub_check import HubReport
 from reshard.operations.pack import PackOptions, pack

@@ -6,17 +6,16 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from manifests.errors import UsageError
 from manifests.invariants import MANIFEST_NAME
-from manifests.memory import estimate_memory, memory_of
 from manifests.models import ModelShape
-from manifests.placement import Placement
-from manifests.schedules import StageCosts, check_schedule, schedule_table, simulate
+from manifests.schedules import check_schedule
 from manifests.schema import Manifest, TieGroup
 from manifests.sizes import parse_size, write_size
+from reshard.estimate.assumptions import Assumptions
 from reshard.estimate.costs import ModuleTime, costs_of
-from reshard.estimate.training_estimate import MOST_PASSES, Assumptions, Forecast, forecast, num_passes
 from reshard.layout import StageLayout, parse_layout
 from reshard.layout.balance import balances_memory, balances_time, unsolved
 from reshard.layout.degrees import read_words
@@ -28,6 +27,9 @@ from reshard.sources.config import find_config, open_config
 from reshard.sources.huggingface import CONFIG_NAME
 from reshard.sources.open import open_described
 from reshard.tensors.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from reshard.estimate.training_estimate import Forecast
 
 __all__ = [
     "LaidOut",
@@ -134,6 +136,8 @@ def plan_source(
 
 def estimate_step(laid: LaidOut) -> PlanResult:
     """Estimate the time and memory of a training step by simulating its schedule."""
+    from reshard.estimate.training_estimate import forecast  # a pack estimates nothing
+
     return PlanResult(
         **{field.name: getattr(laid, field.name) for field in fields(LaidOut)},
         forecast=forecast(laid.shape, laid.layout, laid.assumed),
@@ -261,41 +265,12 @@ def _solve(
     costs: Mapping[str, Mapping[str, float]],
     assumed: Assumptions,
 ) -> StageLayout:
-    """Solve for a layout whose ranks stay within the memory limit, if there is one.
-
-    A memory limit depends on how many microbatches each stage has in flight. The schedule decides that, by the number
-    and the placement of the stages alone, so it is known before the stages are.
-    """
+    """Solve for a layout whose ranks stay within the memory limit, if there is one."""
     assert asked.spec is not None
     if assumed.memory_limit is None and not balances_memory(asked.spec):
         return _read(asked, inventory, costs)
+    from reshard.estimate.memory_limit import memory_costs
+
     placed = unsolved(Request(spec=asked.spec, inventory=inventory, num_ranks=asked.num_ranks))
-    placement, training = placed.placement, assumed.training
-    _check_length(placement, assumed.microbatches_for(placement))
-    table = schedule_table(assumed.schedule_for(placed), placement, assumed.microbatches_for(placement))
-    equal_costs = [1.0] * placement.num_stages
-    in_flight = simulate(table, StageCosts.of(equal_costs, equal_costs)).peak_by_stage
-    without, with_one = memory_of(shape, training, 0), memory_of(shape, training, 1)
-    wires = [rank.wires for rank in estimate_memory(shape, placed.stages, table, training).ranks]
-    return _read(
-        asked,
-        inventory,
-        {**costs, "memory": memory_of(shape, training, max(in_flight))},
-        InFlight(
-            microbatches=in_flight,
-            activations={module: with_one[module] - without[module] for module in shape.modules},
-            reserved=max(wires),
-        ),
-    )
-
-
-def _check_length(placement: Placement, num_microbatches: int) -> None:
-    if num_passes(placement, num_microbatches) > MOST_PASSES:
-        most = MOST_PASSES // num_passes(placement, 1)
-        raise UsageError(
-            "--microbatches",
-            f"a step of {num_microbatches} microbatches on {placement.num_stages} stages is too long to simulate, "
-            "which balancing by memory requires",
-            f"use at most {most} microbatches, or a layout that does not depend on memory",
-            code="options.too-many-microbatches",
-        )
+    memory, in_flight = memory_costs(shape, placed, assumed)
+    return _read(asked, inventory, {**costs, "memory": memory}, in_flight)

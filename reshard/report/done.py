@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import shlex
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from manifests.errors import printable
 from manifests.index import INDEX_NAME, has_index
 from reshard.formatting import show_bytes
-from reshard.operations.export import ExportResult
 from reshard.operations.hub_check import HubReport
 from reshard.operations.pack_result import PackResult
-from reshard.operations.verify import VerifyResult
 from reshard.plans.partition import Part
 from reshard.transforms.cast import ExportDtype
 from stores.address import is_url
 from stores.manifest_file import Address
+
+if TYPE_CHECKING:
+    from reshard.operations.export import ExportResult
+    from reshard.operations.verify import VerifyResult
 
 __all__ = [
     "export_json",

@@ -43,7 +43,7 @@ class Pipeline:
     torch's schedule runtime executes any table of actions. It gets ours: for training the table that was validated and
     that plans simulate, and for everything else one of forwards only, because torch's `eval` of v-shaped schedules
     fails (torch 2.13: "can't steal_bwd_input"). Receives are placed so that both ranks agree on their order; see
-    Note [Order of transfers] in manifests/schedules/lower.py.
+    Note [Order of transfers] in manifests/schedules/lowering.py.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ class RuntimeStage(PipelineStage):
     # Note [Waiting for sends]
     Before a stage sends again, it waits until all but its last few sends have arrived. That cannot deadlock the
     pipeline: every send and its receive are added to the tables of both ranks together (see Note [Order of transfers]
-    in manifests/schedules/lower.py), so nothing that the receiver does before depends on what the sender does later.
+    in manifests/schedules/lowering.py), so nothing that the receiver does before depends on what the sender does later.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from stores.objects import LOCK_NAME, PROGRESS_NAME
+from stores.base import LOCK_NAME, PROGRESS_NAME
 from tests.bucket_sentinels import ObjectSentinels, is_planted, plant_objects
 from tests.builders import INDEX, files_in, llama_config, random_tensors, without_digest, write_model
 from tests.fast.trained import write_trained

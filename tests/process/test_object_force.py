@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stores.objects import LOCK_NAME
+from stores.base import LOCK_NAME
 from tests.bucket_sentinels import is_planted, plant_objects
 from tests.builders import Ended, files_in, llama_config, reshard, weights_path, write_model
 from tests.process.buckets import BUCKET, url_of

@@ -13,9 +13,9 @@ import pytest
 
 from manifests.codec import encode_manifest
 from manifests.errors import InputError
-from stores.base import read_whole
+from stores.base import LOCK_NAME, read_whole
 from stores.object_output import ObjectTarget, open_output
-from stores.objects import LOCK_NAME, open_objects
+from stores.objects import open_objects
 from stores.uplink import MAX_PARTS, NUM_PARTS, part_nbytes
 from tests.fast.manifests.drawn_manifests import full_manifest
 from tests.process.buckets import BUCKET, MIB, become, measured, problem, refusal, url_of

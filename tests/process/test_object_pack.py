@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from reshard.copy.destination import NUM_UPLOADS
-from stores.objects import LOCK_NAME
+from reshard.copy.bucket import NUM_UPLOADS
+from stores.base import LOCK_NAME
 from stores.uplink import NUM_PARTS
 from tests.builders import (
     INDEX,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from manifests.errors import InputError
-from reshard.copy.destination import BucketTarget
+from reshard.copy.bucket import BucketTarget
 from reshard.copy.engine import WriteOptions
 from reshard.plans.pack_plan import lay_out_shard
 from stores.base import InputFile, Range, Reader

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from stores.objects import LOCK_NAME, PROGRESS_NAME
+from stores.base import LOCK_NAME, PROGRESS_NAME
 from tests.builders import Ended, files_in, llama_config, random_tensors, reshard, weights_path, write_model
 from tests.process.buckets import BUCKET, url_of
 from tests.servers.s3 import Fault, MotoServer

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from reshard.draw.stages import stage_bytes
-from reshard.estimate.training_estimate import Assumptions
+from reshard.estimate.assumptions import Assumptions
 from reshard.operations.resolve import LayoutRequest, estimate_step, lay_out
 from reshard.sources.open import open_source
 from tests.builders import Ended, reshard

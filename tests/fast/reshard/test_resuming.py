@@ -12,7 +12,7 @@ from huggingface_hub import constants
 from manifests.errors import InputError, UnreachableError
 from reshard.copy.engine import WriteOptions
 from reshard.copy.resumable import open_target
-from reshard.estimate.training_estimate import Assumptions
+from reshard.estimate.assumptions import Assumptions
 from reshard.operations.export import export_huggingface
 from reshard.operations.resolve import LayoutRequest, lay_out
 from reshard.sources.bundles import open_manifest

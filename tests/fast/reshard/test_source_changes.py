@@ -11,7 +11,7 @@ import pytest
 from manifests.errors import InputError
 from manifests.store import read_manifest
 from reshard.copy.engine import WriteOptions
-from reshard.estimate.training_estimate import Assumptions
+from reshard.estimate.assumptions import Assumptions
 from reshard.operations.export import export_huggingface
 from reshard.operations.pack import PackOptions, pack
 from reshard.operations.pack_distributed import pack_part

@@ -1,0 +1,135 @@
+"""An output in a bucket: the prefix appears when its last object is written."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from manifests.digest import DigestTable, HashedBlocks, digest_bytes
+from manifests.safetensors import parse_header
+from manifests.schema import AuxiliaryFile
+from reshard.copy.destination import without_digest
+from reshard.copy.engine import WriteOptions, WrittenShard, hash_in_order, write_in_order
+from reshard.copy.runs import ByteCounter
+from reshard.plans.pack_plan import OutputShard
+from stores.base import Blocks, InputFile
+from stores.object_lock import FindOwnedObjects, Wanted, objects_of_manifest
+from stores.object_output import ObjectTarget, open_output
+from stores.prefetch import Prefetcher
+
+__all__ = ["NUM_UPLOADS", "BucketTarget", "open_prefix"]
+
+NUM_UPLOADS = 2  # concurrent shards: one is hashed while another is sent
+
+
+@dataclass(frozen=True, slots=True)
+class BucketTarget:
+    """A prefix in a bucket, to which each shard is uploaded sequentially, header first.
+
+    Digests in the header that are not known are computed before: those tensors are read twice, and must have the same
+    bytes both times. Memory: `NUM_UPLOADS` uploads (see `stores.object_output`), and twice as many readers of the
+    source (see `stores.ranges`).
+    """
+
+    objects: ObjectTarget
+
+    def put(self, name: str, data: bytes) -> None:
+        self.objects.put(name, data)
+
+    def copy(self, name: str, file: InputFile, digest: str | None = None) -> AuxiliaryFile:
+        blocks = Blocks(file, digest)
+        self.objects.copy(name, blocks)
+        return AuxiliaryFile(path=name, nbytes=blocks.nbytes, digest=blocks.digest)
+
+    def write_shards(self, shards: Sequence[OutputShard], options: WriteOptions) -> tuple[WrittenShard, ...]:
+        stop = threading.Event()
+
+        def progress(nbytes: int) -> None:
+            if stop.is_set():
+                raise CancelledError
+            options.progress(nbytes)
+
+        with (
+            ThreadPoolExecutor(NUM_UPLOADS, thread_name_prefix="upload") as pool,
+            options.parallelism.prefetcher(NUM_UPLOADS, stop) as prefetcher,
+        ):
+            try:
+                jobs = [pool.submit(self._upload, shard, progress, prefetcher) for shard in shards]
+                for job in wait(jobs, return_when=FIRST_EXCEPTION).done:
+                    job.result()
+            except BaseException:
+                stop.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        options.parallelism.add(prefetcher)
+        return tuple(job.result() for job in jobs)
+
+    def commit(self, name: str, data: bytes) -> None:
+        self.objects.commit(data, name)
+
+    def _upload(self, shard: OutputShard, progress: ByteCounter, prefetcher: Prefetcher) -> WrittenShard:
+        if (header := self._completed(shard)) is not None:
+            progress(sum(tensor.nbytes for tensor in (*without_digest(shard), *shard.origins)))
+            return WrittenShard(path=self.objects.place(shard.path), nbytes=shard.nbytes, digest=digest_bytes(header))
+        path, found = self.objects.place(shard.path), iter(hash_in_order(without_digest(shard), progress, prefetcher))
+        digests = (
+            DigestTable.of(origin.digest or next(found) for origin in shard.origins) if shard.with_digests else None
+        )
+        blocks = HashedBlocks(shard.header_blocks(digests))
+        writer = self.objects.writer(path, shard.nbytes, blocks)
+        write_in_order(shard, writer, progress, prefetcher, digests)
+        writer.finish()
+        return WrittenShard(path=path, nbytes=shard.nbytes, digest=blocks.digest)
+
+    def _completed(self, shard: OutputShard) -> bytes | None:
+        """Return the header of a shard that an interrupted run of this plan uploaded, if there is one."""
+        path = self.objects.place(shard.path)
+        header = self.objects.completed(path, shard.nbytes, shard.header_nbytes)
+        if header is None or not shard.with_digests:
+            return header if header == shard.header else None
+        found = parse_header(header[8:], data_nbytes=shard.nbytes - len(header), where=path)
+        if found.tensors.names != [origin.name for origin in shard.origins]:
+            return None
+        digests = found.digest_table(path)
+        is_known = all(origin.digest in (None, digest) for origin, digest in zip(shard.origins, digests, strict=True))
+        return header if is_known and b"".join(shard.header_blocks(digests)) == header else None
+
+
+@contextmanager
+def open_prefix(
+    out: str,
+    shards: Collection[str],
+    small: Collection[str],
+    *,
+    last: str,
+    force: bool,
+    plan: str,
+    find_owned: FindOwnedObjects | None = None,
+) -> Iterator[BucketTarget]:
+    """Yield a target below a prefix for these `shards` and `small` files, of which `last` commits them.
+
+    With `force`, the objects are replaced that `find_owned` returns, by default those of a manifest.
+
+    Raises:
+        OutputError: the prefix has other objects, is being written by another process, or cannot be written.
+    """
+    names = Wanted(shards=shards, small=small, last=last, find_owned=find_owned or objects_of_manifest)
+    with _interrupted_by_sigterm(), open_output(out, force=force, wanted=names, plan=plan) as objects:
+        yield BucketTarget(objects)
+
+
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM, as from a scheduler, interrupt: uploads that are not aborted take space, and are not listed."""
+    if threading.current_thread() is not threading.main_thread():  # only that one may set handlers
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,42 @@
+"""What is assumed about a training run, where neither the model nor the layout says it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from manifests.placement import Placement
+from manifests.schedules import default_schedule
+from reshard.estimate.costs import ModuleTime
+from reshard.layout.model import StageLayout
+
+__all__ = ["MOST_PASSES", "Assumptions", "num_passes"]
+
+_MICROBATCHES_PER_RANK = 4  # the default, which every schedule supports
+MOST_PASSES = 1 << 19  # forward and backward, of the longest step to simulate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assumptions:
+    """What to assume about a training run; None: the layout's value, or a default that supports its stages."""
+
+    schedule: str | None = None
+    num_microbatches: int | None = None
+    microbatch: int = 1  # sequences
+    seq_len: int = 4096  # tokens
+    policy: str = "fp32"  # or "bf16" or "mixed": see `--dtype-policy`
+    memory_limit: int | None = None  # bytes per rank
+    measured: Mapping[str, ModuleTime] | None = None
+
+    def schedule_for(self, layout: StageLayout) -> str:
+        """Return the name of the schedule to assume for a layout."""
+        return self.schedule or layout.schedule or default_schedule(layout.placement)
+
+    def microbatches_for(self, placement: Placement) -> int:
+        """Return the number of microbatches per step to assume."""
+        return self.num_microbatches or _MICROBATCHES_PER_RANK * placement.num_ranks
+
+
+def num_passes(placement: Placement, num_microbatches: int) -> int:
+    """Count the forward and backward passes of a step, over microbatches and stages."""
+    return 2 * placement.num_stages * num_microbatches
