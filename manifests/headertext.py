@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from functools import cache
 from math import prod
 from types import MappingProxyType
 
@@ -51,7 +52,6 @@ _TENSOR = re.compile(
     + rb'"shape"' + _COLON + _LIST + _COMMA + rb'"data_offsets"' + _COLON + _LIST + _S + rb"\}" + _NEXT
 )  # fmt: skip
 _FIELD = rb'"(dtype|shape|data_offsets)"' + _COLON + rb'(?:"([A-Z0-9_]+)"|' + _LIST + rb")"
-_IN_ANY_ORDER = re.compile(STRING + _COLON + rb"\{" + _S + _COMMA.join([_FIELD] * 3) + _S + rb"\}" + _NEXT)
 _COUNTS = re.compile(_S + rb"(?:" + _COUNT + rb"(?:" + _COMMA + _COUNT + rb")*+)?" + _S)
 _OPENED, _EMPTY, _CLOSED = re.compile(_S + rb"\{" + _S), re.compile(_S + rb"\{" + _S + rb"\}"), re.compile(_S + rb"\Z")
 _METADATA_OPENED = re.compile(rb'"__metadata__"' + _COLON + rb"\{" + _S + rb"(\}?)" + _S)
@@ -87,7 +87,7 @@ def read_header_text(raw: bytes, names: Mapping[str, str] = NO_NAMES) -> tuple[T
             if closing[1] == b"}":
                 break
             continue
-        elif (found := _IN_ANY_ORDER.match(raw, at)) and (fields := _sorted_fields(found)):
+        elif (found := _in_any_order().match(raw, at)) and (fields := _sorted_fields(found)):
             name, (dtype, shape, offsets), following = found[1], fields, found[11]
         else:
             return at
@@ -167,3 +167,8 @@ def _read_metadata(raw: bytes, opened: re.Match[bytes]) -> tuple[dict[str, str],
 
 
 _NAMES = {name.encode(): name for name in DTYPE_BITS}
+
+
+@cache
+def _in_any_order() -> re.Pattern[bytes]:
+    return re.compile(STRING + _COLON + rb"\{" + _S + _COMMA.join([_FIELD] * 3) + _S + rb"\}" + _NEXT)

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from manifests.errors import ModelError
-from manifests.models.by_names import StoredTensors, shape_by_names
-from manifests.models.catalogue import CatalogueEntry, entry_of
 from manifests.models.config import ConfigReader
 from manifests.models.deepseek_v3 import deepseek_v3_shape
-from manifests.models.described import described_entry
 from manifests.models.falcon import falcon_shape
 from manifests.models.gemma import gemma2_shape, gemma3_shape
 from manifests.models.gpt2 import gpt2_shape
@@ -21,8 +18,7 @@ from manifests.models.opt import opt_shape
 from manifests.models.phi import phi3_shape, phi_shape
 from manifests.models.qwen2 import qwen2_shape
 from manifests.models.qwen3 import qwen3_moe_shape, qwen3_shape
-from manifests.models.shape import ModelShape, Work, module_of
-from manifests.models.sizes import filled, sizes_of, tensors_of
+from manifests.models.shape import ModelShape, StoredTensors, Work, module_of
 from manifests.schema import ModelDescription
 
 __all__ = [
@@ -84,24 +80,9 @@ def model_shape(
     reader = ConfigReader(config, where)
     if name in ARCHITECTURES:
         return ARCHITECTURES[name](reader)
-    entry = entry_of(name) if description is None else described_entry(description, name)
-    assert entry is not None, name
-    return shape_by_names(entry, reader, stored) if stored else _shape_by_config(entry, config, where)
+    from manifests.models.by_catalogue import shape_by_catalogue
 
-
-def _shape_by_config(entry: CatalogueEntry, config: Mapping[str, object], where: str) -> ModelShape:
-    """Return the shape of a model whose files are not there; weights as they are before a quantization."""
-    sizes = None if entry.is_described else sizes_of(entry.architecture)
-    if sizes is None:
-        raise ModelError(
-            f"{where}: architectures",
-            f"the sizes of {entry.architecture}'s tensors are known from its weights, and config.json is alone",
-            "give the folder with its safetensors; their headers are enough",
-            code="config.needs-weights",
-        )
-    plain = {name: value for name, value in config.items() if name != "quantization_config"}
-    reader = ConfigReader(filled(sizes, plain, where), where)
-    return shape_by_names(entry, reader, StoredTensors(tensors=tensors_of(sizes, plain, where), where=where))
+    return shape_by_catalogue(name, config, where, stored, description)
 
 
 def is_sized_by_files(
@@ -127,7 +108,7 @@ def architecture_of(
     name = found[0] if isinstance(found, list) and len(found) == 1 else found
     if description is not None:
         return _described_name(description, name, where)
-    if not isinstance(name, str) or (name not in ARCHITECTURES and entry_of(name) is None):
+    if not isinstance(name, str) or not _is_known(name):
         raise ModelError(
             f"{where}: architectures",
             f"{name!r} is not supported",
@@ -135,6 +116,14 @@ def architecture_of(
             code="config.unsupported-architecture",
         )
     return name
+
+
+def _is_known(name: str) -> bool:
+    if name in ARCHITECTURES:
+        return True
+    from manifests.models.catalogue import entry_of
+
+    return entry_of(name) is not None
 
 
 def _described_name(description: ModelDescription, named: object, where: str) -> str:

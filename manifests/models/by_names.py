@@ -13,9 +13,9 @@ from math import prod
 from manifests.errors import ModelError, SourceError
 from manifests.models.catalogue import CatalogueEntry
 from manifests.models.config import MAX_LAYERS, ConfigReader
-from manifests.models.shape import ModelShape, Shape, Work, module_of
+from manifests.models.shape import ModelShape, Shape, StoredTensors, Work, module_of
 
-__all__ = ["StoredTensors", "shape_by_names"]
+__all__ = ["shape_by_names"]
 
 _PER_TOKEN = (
     "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k", "top_k_experts",
@@ -26,14 +26,6 @@ _INCOMPLETE = "the checkpoint is incomplete, or its files are another model's; d
 _OTHER = "weights and config disagree; to leave one behind say --drop {}"
 _NO_LIST = "correct layers in the file of --model"
 _NOT_DESCRIBED = "name its module in the file of --model; to leave one behind say --drop {}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoredTensors:
-    """The tensors in files, by their names there, and the place that errors name."""
-
-    tensors: Mapping[str, Shape]
-    where: str
 
 
 @dataclass(slots=True)

@@ -7,36 +7,13 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
 
-from manifests.models.catalogue import CatalogueEntry
 from manifests.schema import ModelDescription
 
-__all__ = ["described_entry", "description_problems"]
+__all__ = ["description_problems"]
 
 _NAME = re.compile(r"[^.\s]+(\.[^.\s]+)*")  # words with dots between them
 _REQUIRED = ("inputs", "layers", "outputs")
 _OF_TENSORS = ("buffers", "ignored")  # the ends of names, which may begin with a dot
-
-
-def described_entry(description: ModelDescription, architecture: str) -> CatalogueEntry:
-    """Return what a description says in the form of the catalogue."""
-    (layers, count), *more = zip(description.layers, description.count, strict=True)
-    return CatalogueEntry(
-        architecture=architecture,
-        inputs=description.inputs,
-        layers=layers,
-        more_layers=tuple((layers, (count,)) for layers, count in more),
-        outputs=description.outputs,
-        count=(count,),
-        width=(description.width,),
-        kinds=tuple(map(frozenset, description.kinds)),
-        ties=tuple((group[0], replica) for group in description.ties for replica in group[1:]),
-        tied=description.tied,
-        buffers=tuple(f".{name.removeprefix('.')}" for name in description.buffers),
-        ignored=tuple(name.removeprefix(".") for name in description.ignored),
-        mtp=description.mtp,
-        spare=description.spare,
-        is_described=True,
-    )
 
 
 def description_problems(description: ModelDescription) -> Iterator[tuple[str, str, bool]]:

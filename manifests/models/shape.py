@@ -6,10 +6,18 @@ from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 
-__all__ = ["BACKWARD_SHARE", "ModelShape", "Shape", "Work", "module_of"]
+__all__ = ["BACKWARD_SHARE", "ModelShape", "Shape", "StoredTensors", "Work", "module_of"]
 
 Shape = tuple[int, ...]
 BACKWARD_SHARE = 2  # backward FLOPs for each forward one: a product for either operand's gradient
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredTensors:
+    """The tensors in files, by their names there, and the place that errors name."""
+
+    tensors: Mapping[str, Shape]
+    where: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from manifests.errors import UsageError
-from reshard.operations.slurm_array import PackJob, check_options, check_out
 from reshard.plans.partition import Part
 from stores.address import is_url
 from stores.manifest_file import Address
+
+if TYPE_CHECKING:
+    from reshard.operations.slurm_array import PackJob
 
 __all__ = ["NAMED_OPTIONS", "Division", "not_in_bucket"]
 
@@ -35,7 +38,10 @@ class Division:
         Raises:
             UsageError: naming the flag.
         """
-        check_options(self.sbatch)
+        if self.sbatch:
+            from reshard.operations.slurm_array import check_options
+
+            check_options(self.sbatch)
         flag = "--part" if self.part is not None else "--parts"
         if self.part is not None and self.num_parts is not None:
             problem = "conflicts with --parts: it packs one part here, --parts submits all of them"
@@ -65,6 +71,8 @@ class Division:
         Raises:
             OutputError: `out` exists or cannot be written.
         """
+        from reshard.operations.slurm_array import PackJob, check_out
+
         check_out(Path(out), force=force)
         return PackJob(
             num_parts=self.num_parts or 1,
