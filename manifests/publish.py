@@ -245,7 +245,7 @@ def _rename_for_good(rename: Callable[[], None], undo: Callable[[], None], folde
     rename()
     try:
         sync_folder(folder)
-    except OSError:
+    except BaseException:  # an interrupt too: what was replaced must not get the journal of the new one
         undo()
         raise
 

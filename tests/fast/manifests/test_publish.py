@@ -267,3 +267,28 @@ def test_commit_that_cannot_be_brought_to_disk_is_undone(
         (folder / "new").write_text("new")
     assert error.value.code == "output.unwritable"
     assert sorted(path.name for path in tmp_path.rglob("*")) == (["old", "out"] if is_there else [])
+
+
+def test_interrupted_commit_is_undone_and_what_is_kept_is_the_new_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rerun would not find there what the journal says: seed 433 of the struck commands."""
+    out, fsync = tmp_path / "out", os.fsync
+    out.mkdir()
+    (out / "old").write_text("old")
+
+    def interrupted_above(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(tmp_path):
+            raise KeyboardInterrupt
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", interrupted_above)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        publishing(
+            out, force=True, find_owned=lambda folder: {"old"}, journal="journal", is_resumable=lambda folder: True
+        ) as folder,
+    ):
+        (folder / "journal").write_text("new")
+    assert names_in(out) == ["old"]
+    assert names_in(tmp_path / ".out.partial") == ["journal"]
