@@ -1,15 +1,25 @@
-"""The files of a DCP folder, by name: whether a folder is one is known without what reads it."""
+"""The files of folders that torch.save wrote, by name: what a folder is, is known without what reads it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection
 
-__all__ = ["DATA_SUFFIX", "METADATA_NAME", "is_dcp"]
+__all__ = ["DATA_SUFFIX", "LATEST_NAMES", "METADATA_NAME", "is_dcp", "is_deepspeed"]
 
 METADATA_NAME = ".metadata"
 DATA_SUFFIX = ".distcp"
+LATEST_NAMES = ("latest_universal", "latest")  # files of DeepSpeed's that name the folder of the last checkpoint
+_DEEPSPEED = re.compile(
+    r"(?:[^/]+/)?(?:(?:layer|mp_rank|(?:bf16_|fp16_)?zero_pp_rank)_\d+[^/]*_states\.pt|zero/[^/]+/fp32\.pt)"
+)
 
 
-def is_dcp(names: Sequence[str]) -> bool:
+def is_dcp(names: Collection[str]) -> bool:
     """Return whether a folder with these files is a DCP folder whose tensors are in `.distcp` files."""
     return METADATA_NAME in names and any(name.endswith(DATA_SUFFIX) for name in names)
+
+
+def is_deepspeed(names: Collection[str]) -> bool:
+    """Return whether a folder with these files is a checkpoint of DeepSpeed's, or has one in a folder."""
+    return any(map(_DEEPSPEED.fullmatch, names))

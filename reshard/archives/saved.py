@@ -5,7 +5,7 @@ Source: torch 2.13.0, torch/serialization.py and caffe2/serialize/inline_contain
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -17,12 +17,13 @@ from reshard.archives.pickling import Call, Name, Persistent, pickled
 from reshard.archives.tensors import DTYPES, STORAGE_CLASSES
 from reshard.tensors.lazy import Buffer
 
-__all__ = ["SavedTensor", "saved_value", "torch_dtype"]
+__all__ = ["SavedDict", "SavedTensor", "saved_value", "torch_dtype"]
 
 _FOLDER = "archive"
 _ALIGNMENT = 64  # of a tensor's bytes
 _PADDING_ID = b"FB"
 _MAX32 = 0xFFFFFFFF
+_MAX16 = 0xFFFF
 _HAS_DESCRIPTOR = 8  # flag: CRC and sizes follow the data
 _DATE = 33  # 1980-01-01
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -69,13 +70,17 @@ class SavedTensor:
         return _end([*others, data.with_crc(crc)], len(start) + self.data_nbytes)
 
     def _pickle(self) -> Call:
+        return self.pickled_as("0")
+
+    def pickled_as(self, key: str) -> Call:
+        """Return what a pickle has for a tensor whose bytes are the entry `data/KEY`."""
         hooks = Call(Name("collections", "OrderedDict"))
         strides = tuple(prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
         count = prod(self.shape)
         if self.dtype in _CLASSES:
-            storage = Persistent(("storage", Name("torch", _CLASSES[self.dtype]), "0", "cpu", count))
+            storage = Persistent(("storage", Name("torch", _CLASSES[self.dtype]), key, "cpu", count))
             return Call(Name("torch._utils", "_rebuild_tensor_v2"), (storage, 0, self.shape, strides, False, hooks))
-        untyped = ("storage", Name("torch.storage", "UntypedStorage"), "0", "cpu", self.data_nbytes)
+        untyped = ("storage", Name("torch.storage", "UntypedStorage"), key, "cpu", self.data_nbytes)
         view = (Persistent(untyped), 0, self.shape, strides, False, hooks, torch_dtype(self.dtype))
         return Call(Name("torch._utils", "_rebuild_tensor_v3"), view)
 
@@ -87,6 +92,39 @@ class SavedTensor:
             crc = crc32(block, crc)
             yield block
         yield self.end(crc)
+
+
+class SavedDict:
+    """A dict of contiguous tensors, and of numbers, strings and containers of them. Its size depends on no bytes."""
+
+    def __init__(self, tensors: Mapping[str, SavedTensor], values: Mapping[str, object] | None = None) -> None:
+        self._tensors = tuple(tensors.values())
+        writer = _Writer()
+        pickles = {name: tensor.pickled_as(str(number)) for number, (name, tensor) in enumerate(tensors.items())}
+        writer.add("data.pkl", pickled({**(values or {}), **pickles}))
+        writer.add("byteorder", b"little")
+        writer.add("version", b"3\n")
+        self._starts: list[bytes] = []  # what precedes each tensor's bytes, but for what describes those of another
+        for number, tensor in enumerate(self._tensors):
+            writer.begin_data(f"data/{number}", tensor.data_nbytes)
+            self._starts.append(writer.flushed())
+            writer.skip(tensor.data_nbytes + len(_described(writer.entries[-1])))
+        self._rest = writer.flushed()  # of a dict without tensors
+        self._entries, self._end_at = writer.entries, writer.position
+        self.nbytes = writer.position + len(_directory(self._entries, writer.position))
+
+    def blocks(self, data: Iterable[Iterator[Buffer]]) -> Iterator[Buffer]:
+        """Yield the file, given the bytes of each tensor."""
+        entries = self._entries[: len(self._entries) - len(self._tensors)]
+        for start, entry, blocks in zip(self._starts, self._entries[len(entries) :], data, strict=True):
+            yield start
+            crc = 0
+            for block in blocks:
+                crc = crc32(block, crc)
+                yield block
+            entries = [*entries, entry.with_crc(crc)]
+            yield _described(entries[-1])
+        yield self._rest + _directory(entries, self._end_at)
 
 
 def saved_value(value: object) -> bytes:
@@ -116,32 +154,50 @@ class _Entry:
     @property
     def directory(self) -> bytes:
         """Its entry in the central directory."""
-        extra = pack("<HHQQ", 1, 16, self.nbytes, self.nbytes) if self.is_large else b""
+        sizes = (self.nbytes, self.nbytes) if self.is_large else ()
+        far = (self.begin,) if self.begin >= _MAX32 else ()
+        extra = pack(f"<HH{len(sizes + far)}Q", 1, 8 * len(sizes + far), *sizes, *far) if sizes + far else b""
         nbytes = min(self.nbytes, _MAX32)
         version = 45 if extra else 20
         fixed = pack(
             "<4s6H3I5H2I", b"PK\1\2", version, version, self.flags, 0, 0, _DATE, self.crc, nbytes, nbytes,
-            len(self.name), len(extra), 0, 0, 0, 0, self.begin,
+            len(self.name), len(extra), 0, 0, 0, 0, min(self.begin, _MAX32),
         )  # fmt: skip
         return fixed + self.name + extra
 
 
 class _Writer:
-    """The start of a zip file: entries whose bytes are known, and the header of one whose bytes follow."""
+    """The start of a zip file: entries whose bytes are known, and the headers of those whose bytes follow."""
 
     def __init__(self) -> None:
         self.written = bytearray()
         self.entries: list[_Entry] = []
+        self._num_before = 0
+
+    @property
+    def position(self) -> int:
+        return self._num_before + len(self.written)
+
+    def flushed(self) -> bytes:
+        """Return what was written since the last call."""
+        found = bytes(self.written)
+        self.skip(len(found))
+        self.written.clear()
+        return found
+
+    def skip(self, nbytes: int) -> None:
+        """Leave space for bytes that another writes."""
+        self._num_before += nbytes
 
     def add(self, name: str, data: bytes) -> None:
-        entry = _Entry(f"{_FOLDER}/{name}".encode(), len(self.written), len(data), crc32(data))
+        entry = _Entry(f"{_FOLDER}/{name}".encode(), self.position, len(data), crc32(data))
         self._header(entry, b"")
         self.written += data
 
     def begin_data(self, name: str, nbytes: int) -> None:
-        entry = _Entry(f"{_FOLDER}/{name}".encode(), len(self.written), nbytes, 0, _HAS_DESCRIPTOR)
+        entry = _Entry(f"{_FOLDER}/{name}".encode(), self.position, nbytes, 0, _HAS_DESCRIPTOR)
         extra = pack("<HHQQ", 1, 16, 0, 0) if entry.is_large else b""
-        end = len(self.written) + 30 + len(entry.name) + len(extra) + 4
+        end = self.position + 30 + len(entry.name) + len(extra) + 4
         padding = -end % _ALIGNMENT
         self._header(entry, extra + _PADDING_ID + pack("<H", padding) + b"Z" * padding)
 
@@ -157,16 +213,24 @@ class _Writer:
 
 def _end(entries: list[_Entry], position: int) -> bytes:
     """Return the end of a zip file from `position` on: what describes the last entry's data, and the directory."""
-    last = entries[-1]
-    found = b""
-    if last.flags:
-        found = pack("<4sI" + ("QQ" if last.is_large else "II"), b"PK\7\b", last.crc, last.nbytes, last.nbytes)
-    begin = position + len(found)
+    found = _described(entries[-1])
+    return found + _directory(entries, position + len(found))
+
+
+def _described(entry: _Entry) -> bytes:
+    """Return what follows an entry's data, if its header does not describe them."""
+    if not entry.flags:
+        return b""
+    return pack("<4sI" + ("QQ" if entry.is_large else "II"), b"PK\7\b", entry.crc, entry.nbytes, entry.nbytes)
+
+
+def _directory(entries: Sequence[_Entry], begin: int) -> bytes:
+    """Return the directory of a zip file, which begins at `begin`, and what is after it."""
     directory = b"".join(entry.directory for entry in entries)
-    found += directory
-    count = len(entries)
-    if begin >= _MAX32:
+    found, count = directory, len(entries)
+    if begin >= _MAX32 or count >= _MAX16:
         end = begin + len(directory)
         found += pack("<4sQ2H2I4Q", b"PK\6\6", 44, 45, 45, 0, 0, count, count, len(directory), begin)
         found += pack("<4sIQI", b"PK\6\7", 0, end, 1)
-    return found + pack("<4s4H2IH", b"PK\5\6", 0, 0, count, count, len(directory), min(begin, _MAX32), 0)
+    few = min(count, _MAX16)
+    return found + pack("<4s4H2IH", b"PK\5\6", 0, 0, few, few, len(directory), min(begin, _MAX32), 0)

@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 
 from manifests.errors import SourceError
 from manifests.headertext import DTYPE_BITS, MAX_DIM, MAX_RANK
-from reshard.archives.pickled import BadPickleError, Reference, read_pickle
+from reshard.archives.pickled import BadPickleError, Record, Reference, read_pickle
 from reshard.archives.strides import gathered, is_contiguous
 from reshard.archives.zipped import ZipEntry, bad_archive, read_entries, read_entry
 from reshard.tensors.checkpoint import TensorAt
 from stores.base import InputFile, Range, read_range
 
-__all__ = ["DTYPES", "STORAGE_CLASSES", "ArchiveDtype", "read_archive", "read_tensor", "read_value"]
+__all__ = ["DTYPES", "STORAGE_CLASSES", "ArchiveDtype", "read_archive", "read_object", "read_tensor", "read_value"]
 
 _MAX_PICKLE_NBYTES = 256 << 20
 _PICKLE, _BYTE_ORDER, _STORAGES = "data.pkl", "byteorder", "data/"
@@ -124,7 +124,34 @@ def read_value(file: InputFile, part: Range) -> object:
     return _read(file, part, lambda value, entries: value)
 
 
-def _read(file: InputFile, part: Range, tensors_of: Callable[[object, Mapping[str, ZipEntry]], T]) -> T:
+def read_object(file: InputFile, name: str) -> object:
+    """Return what torch.save wrote: a tensor, or a dict of tensors and other values, or a value.
+
+    Tensors are where their bytes are; `name` is that of one at the top. Objects of other classes are their fields.
+
+    Raises:
+        SourceError, InputError: as `read_archive`.
+    """
+
+    def find(value: object, entries: Mapping[str, ZipEntry]) -> object:
+        if isinstance(value, _View):
+            return _tensor(file, name, value, entries)
+        if not isinstance(value, dict):
+            return value
+        return {
+            key: _tensor(file, str(key), each, entries) if isinstance(each, _View) else each
+            for key, each in value.items()
+        }
+
+    return _read(file, (0, file.nbytes), find, Record)
+
+
+def _read(
+    file: InputFile,
+    part: Range,
+    tensors_of: Callable[[object, Mapping[str, ZipEntry]], T],
+    unknown: type[Record] | None = None,
+) -> T:
     """Return what `tensors_of` finds in the value that was saved and the entries of the file."""
     _check_magic(file, part)
     entries = read_entries(file, part)
@@ -133,7 +160,7 @@ def _read(file: InputFile, part: Range, tensors_of: Callable[[object, Mapping[st
     if _BYTE_ORDER in entries and (order := read_entry(file, entries[_BYTE_ORDER], 16)) != b"little":
         raise bad_archive(file, f"expected little-endian bytes, found {order.decode(errors='replace')!r}")
     try:
-        value = read_pickle(read_entry(file, entries[_PICKLE], _MAX_PICKLE_NBYTES), {**_KNOWN, **_CONSTANTS})
+        value = read_pickle(read_entry(file, entries[_PICKLE], _MAX_PICKLE_NBYTES), {**_KNOWN, **_CONSTANTS}, unknown)
         return tensors_of(value, entries)
     except BadPickleError as error:
         problem = f"expected tensors: {error}"

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from manifests.errors import InputError, SourceError, UnreachableError, UsageError
 from manifests.invariants import MANIFEST_NAME
 from manifests.schema import ModelDescription
-from reshard.archives.names import METADATA_NAME
+from reshard.archives.names import METADATA_NAME, is_deepspeed
 from reshard.checks.against import check_against
 from reshard.checks.dcp import check_dcp
+from reshard.checks.deepspeed import check_deepspeed
 from reshard.checks.digests import check_digests, check_digests_place, write_digests
 from reshard.checks.finding import Contents, Finding, Findings
 from reshard.checks.model import check_model
@@ -27,7 +28,7 @@ from stores.open import open_store
 
 __all__ = ["CheckOptions", "CheckResult", "check_checkpoint"]
 
-CheckpointKind = Literal["huggingface", "manifest", "dcp"]
+CheckpointKind = Literal["huggingface", "manifest", "dcp", "deepspeed"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +66,7 @@ class CheckResult:
 def check_checkpoint(
     address: str, options: CheckOptions | None = None, progress: Callable[[int], object] = lambda nbytes: None
 ) -> CheckResult:
-    """Check a Hugging Face folder, hub repository, bucket, packed folder or torch DCP folder; report every problem.
+    """Check a folder of Hugging Face, DCP or DeepSpeed, a packed one, a hub repository or a bucket; report problems.
 
     Digests are written only where nothing else was found.
 
@@ -87,7 +88,7 @@ def check_checkpoint(
     if not files:  # in a bucket, any address that nothing begins with
         problem, hint = "contains no files", "check the address for typos"
         raise SourceError(str(folder), problem, hint, code="source.nothing-to-check")
-    kind: CheckpointKind = "manifest" if MANIFEST_NAME in files else "dcp" if METADATA_NAME in files else "huggingface"
+    kind = _kind(files)
     reads_tensors = options.values or options.against is not None
     if kind != "huggingface" and options.description is not None:
         problem = "is for Hugging Face folders; a manifest records its own description"
@@ -102,6 +103,8 @@ def check_checkpoint(
             contents = check_dcp(folder, findings)
             if reads_tensors and not findings:
                 contents = replace(contents, tensors=read_dcp_tensors(folder))
+        elif kind == "deepspeed":
+            contents = check_deepspeed(folder)
         else:
             weights = read_weights(folder, findings)
             check_model(folder, weights, findings, count, options.description)
@@ -132,6 +135,14 @@ def check_checkpoint(
         findings=tuple(findings),
         wrote_digests=wrote,
     )
+
+
+def _kind(files: Collection[str]) -> CheckpointKind:
+    if MANIFEST_NAME in files:
+        return "manifest"
+    if METADATA_NAME in files:
+        return "dcp"
+    return "deepspeed" if is_deepspeed(files) else "huggingface"
 
 
 def _open(address: str) -> Folder:
@@ -166,7 +177,7 @@ def _tensors_of(address: str, *, are_stored: bool) -> Mapping[str, TensorAt]:
         SourceError: it has none that could be read.
     """
     folder = _open(address)
-    if MANIFEST_NAME in folder.names():
+    if _kind(folder.names()) in ("manifest", "deepspeed"):
         return open_source(address).tensors
     if _is_dcp(folder):
         return read_dcp_tensors(folder) if are_stored else read_dcp_weights(folder)

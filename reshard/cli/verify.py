@@ -65,7 +65,7 @@ def verify(
 @options.as_json
 @options.quiet
 def inspect(manifest: str, tensors: bool, as_json: bool, quiet: bool) -> None:
-    """Show what a manifest, a DCP folder or pytorch_model*.bin files contain, from headers alone.
+    """Show what a manifest, pytorch_model*.bin files or a folder of DCP or DeepSpeed contain, from headers alone.
 
     \b
     Example:

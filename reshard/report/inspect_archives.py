@@ -1,24 +1,29 @@
-"""The output of `reshard inspect` for checkpoints of torch: DCP folders and pytorch_model*.bin, by their tables."""
+"""The output of `reshard inspect` for checkpoints of torch: DCP, DeepSpeed and pytorch_model*.bin, by their tables."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from manifests.errors import printable
 from manifests.safetensors import nbytes_of
 from reshard.archives.dcp import read_metadata
-from reshard.archives.names import METADATA_NAME
+from reshard.archives.names import METADATA_NAME, is_deepspeed
 from reshard.archives.tensors import read_archive
 from reshard.formatting import show_bytes
 from reshard.report.text import table
+from reshard.sources.deepspeed import read_step
+from reshard.sources.deepspeed_step import find_step
 from reshard.sources.torch_files import is_torch_shard
+from reshard.tensors.checkpoint import TensorAt
 from stores.base import Folder
 from stores.open import open_store
 
 __all__ = ["Archive", "archive_json", "archive_text", "find_archive"]
 
 _MODEL = "model"
+_KINDS = {"dcp": "torch.distributed.checkpoint", "bin": "torch.save files", "deepspeed": "DeepSpeed"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +44,7 @@ class Archive:
     """A checkpoint's tensors, and the parts of its state dict that have other values."""
 
     location: str
-    format: Literal["dcp", "bin"]
+    format: Literal["dcp", "bin", "deepspeed"]
     num_files: int
     tensors: tuple[_Tensor, ...]
     others: tuple[str, ...] = ()
@@ -56,6 +61,8 @@ def find_archive(source: str) -> Archive | None:
     names = folder.names()
     if METADATA_NAME in names:
         return _read_dcp(folder, source)
+    if is_deepspeed(names):
+        return _read_deepspeed(folder, source)
     shards = sorted(filter(is_torch_shard, names))
     if not shards:
         return None
@@ -81,7 +88,7 @@ def archive_json(found: Archive, with_tensors: bool) -> dict[str, Any]:
 
 
 def archive_text(found: Archive, with_tensors: bool) -> str:
-    kind = "torch.distributed.checkpoint" if found.format == "dcp" else "torch.save files"
+    kind = _KINDS[found.format]
     rows = [(part, str(num), show_bytes(nbytes)) for part, num, nbytes in _parts(found)]
     lines = [f"{kind}, {found.num_files} files", table(("part", "tensors", "bytes"), rows, left=frozenset({"part"}))]
     if found.others:
@@ -108,6 +115,20 @@ def _read_dcp(folder: Folder, source: str) -> Archive:
     paths = {chunk.path for tensor in saved.tensors for chunk in tensor.chunks}
     others = {str(value.keys[0]) for value in saved.values.values()}
     return Archive(location=source, format="dcp", num_files=len(paths), tensors=tensors, others=tuple(sorted(others)))
+
+
+def _read_deepspeed(folder: Folder, source: str) -> Archive:
+    saved = read_step(find_step(folder, needs_config=False))
+    parts: dict[str, Mapping[str, TensorAt]] = {
+        _MODEL: saved.weights,
+        **{str(kind): saved.moments[kind] for kind in saved.moments},
+    }
+    tensors = tuple(
+        _Tensor(name=name, part=part, dtype=tensor.dtype, shape=tensor.shape, num_chunks=1)
+        for part, by_name in parts.items()
+        for name, tensor in by_name.items()
+    )
+    return Archive(location=source, format="deepspeed", num_files=len(saved.files), tensors=tensors)
 
 
 def _parts(found: Archive) -> list[tuple[str, int, int]]:

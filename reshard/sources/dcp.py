@@ -22,11 +22,11 @@ from reshard.sources.huggingface import (
     under_fqns,
     without_absent,
 )
-from reshard.sources.torch_files import index_of, recorded_as_safetensors
+from reshard.sources.torch_files import index_of, recorded_anew
 from reshard.sources.torchtitan import has_torchtitan_names, is_without_place, under_huggingface_names
 from reshard.tensors.checkpoint import Checkpoint, OriginalFiles, TensorAt
 from reshard.tensors.slices import merge_slices
-from reshard.tensors.source_index import RecordedShard, SourceRecord
+from reshard.tensors.source_index import SourceRecord
 from stores.base import Folder, read_config
 from stores.bundles import join_slices
 
@@ -34,7 +34,6 @@ __all__ = ["open_dcp", "read_dcp_tensors", "read_dcp_weights"]
 
 _NUMBER = re.compile(r"\.\d+\.")  # of a layer: what is left out of all layers is one line
 _MODEL_KEY = "model"  # of a nested state dict: {"model": model.state_dict(), "optimizer": ...}
-_MAX_SHARD_NBYTES = 5 << 30  # of the files that an export writes; transformers' own default
 
 
 def open_dcp(
@@ -83,7 +82,7 @@ def open_dcp(
     if optimizer is not None:
         dtypes = {ordered[fqn].dtype for found in moments.values() for fqn in found}
         trained = training_state(folder, saved, optimizer, dtypes, stored.fqns_of)
-    shards = _recorded(list(ordered.values()))
+    shards = recorded_anew(list(ordered.values()))
     data = [name for name in files if name.endswith(DATA_SUFFIX)]
     return Checkpoint(
         shape=shape,
@@ -177,18 +176,3 @@ def _weights(saved: Sequence[DcpTensor], where: str) -> dict[str, DcpTensor]:
             raise SourceError(f"{where}/{METADATA_NAME}: {name!r}", problem, code="source.tensor-twice")
         weights[name] = tensor
     return weights
-
-
-def _recorded(tensors: Sequence[TensorAt]) -> tuple[RecordedShard, ...]:
-    """Return the safetensors files that an export writes: in order, each of at most 5 GiB, or of one tensor."""
-    groups: list[list[TensorAt]] = [[]]
-    nbytes = 0
-    for tensor in tensors:
-        if groups[-1] and nbytes + tensor.nbytes > _MAX_SHARD_NBYTES:
-            groups.append([])
-            nbytes = 0
-        groups[-1].append(tensor)
-        nbytes += tensor.nbytes
-    count = len(groups)
-    names = [f"model-{number:05d}-of-{count:05d}" for number in range(1, count + 1)] if count > 1 else ["model"]
-    return tuple(recorded_as_safetensors(name, group) for name, group in zip(names, groups, strict=True))

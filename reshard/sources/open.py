@@ -9,7 +9,7 @@ from manifests.errors import InputError, UsageError
 from manifests.invariants import MANIFEST_NAME
 from manifests.schema import ModelDescription
 from manifests.store import links_out_of
-from reshard.archives.names import is_dcp
+from reshard.archives.names import is_dcp, is_deepspeed
 from reshard.sources.bundles import open_manifest
 from reshard.sources.huggingface import open_folder
 from reshard.sources.model_file import read_model_file
@@ -26,12 +26,13 @@ __all__ = ["links_of", "names_manifest", "open_both", "open_described", "open_so
 def open_source(
     source: str, drop: frozenset[str] = frozenset(), description: ModelDescription | None = None
 ) -> Checkpoint:
-    """Open a manifest (its file or folder), a Hugging Face folder or a DCP folder: local, on the hub or in a bucket.
+    """Open a manifest (its file or folder), or a folder of Hugging Face's, DCP's or DeepSpeed's, anywhere.
 
     A manifest has its own description, and `description` is not for it.
 
     Raises:
-        InputError: nothing there, or an invalid checkpoint; see `open_manifest`, `open_folder` and `open_dcp`.
+        InputError: nothing there, or an invalid checkpoint; see `open_manifest`, `open_folder`,
+            `open_dcp` and `open_deepspeed`.
     """
     if _is_named(source):
         return _open_manifest(find_manifest_file(source), drop)
@@ -42,6 +43,10 @@ def open_source(
         from reshard.sources.dcp import open_dcp  # with the readers of pickles, which other sources do without
 
         return open_dcp(folder, drop, description)
+    if is_deepspeed(folder.names()):
+        from reshard.sources.deepspeed import open_deepspeed
+
+        return open_deepspeed(folder, drop, description)
     return open_folder(folder, drop, description)
 
 
