@@ -47,7 +47,7 @@ test-all: test interop  ## test, and the slow tests
 test-gpu: setup  ## Run what needs a GPU, and write bench/results/gpu-*.json; without one, say what it would run
 	@$(BIN)/python tools/gpu.py
 
-test-interop: setup interop  ## Run mlx-lm, and what vLLM, SGLang and llama.cpp read with, on packed folders
+test-interop: setup interop  ## Run mlx-lm, DeepSpeed, and what vLLM, SGLang and llama.cpp read with, on packed folders and exports
 	$(BIN)/python -m pytest -q -m slow tests/interop
 
 interop: setup

@@ -1,14 +1,17 @@
-"""Build .venv-interop: programs that read Hugging Face folders, for tests/interop. `make test-interop` runs it.
+"""Build .venv-interop: programs that read what reshard writes, for tests/interop. `make test-interop` runs it.
 
-mlx-lm is installed. Of vLLM, SGLang and llama.cpp only the Python files that find and read weights are unpacked, since
-their packages bring CUDA or a compiler. What pip cannot get is named; its tests are skipped.
+mlx-lm is installed, and DeepSpeed in an environment of its own, with the torch and transformers of the one that runs
+this. Of vLLM, SGLang and llama.cpp only the Python files that find and read weights are unpacked, since their packages
+bring CUDA or a compiler. What pip cannot get is named; its tests are skipped.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tempfile
 import venv
@@ -28,6 +31,9 @@ _UNPACKED = {
         ("/vendor/llama.cpp/conversion/", "/vendor/llama.cpp/gguf-py/gguf/"),
     ),
 }
+# Without CUDA, DeepSpeed is Python alone; its package is a source package that asks for torch while it is built.
+_DEEPSPEED = "deepspeed==0.19.8"
+_DEEPSPEED_NEEDS = ("einops", "hjson", "msgpack", "ninja", "psutil", "py-cpuinfo")
 
 
 def main() -> None:
@@ -35,10 +41,12 @@ def main() -> None:
         venv.create(HOME, with_pip=True, clear=True)
     if not (HOME / "mlx").exists() and _pip("install", "-q", *_MLX):
         (HOME / "mlx").touch()
+    if not (HOME / "deepspeed").exists():
+        _install_deepspeed(HOME / "deepspeed")
     for name, (package, how, wanted) in _UNPACKED.items():
         if not (HOME / name).exists():
             _unpack(name, package, how, wanted)
-    lacking = [name for name in ("mlx", *_UNPACKED) if not (HOME / name).exists()]
+    lacking = [name for name in ("mlx", "deepspeed", *_UNPACKED) if not (HOME / name).exists()]
     if lacking:
         print(f"interop: not tested here, since pip could not get them: {', '.join(lacking)}", file=sys.stderr)
 
@@ -60,9 +68,20 @@ def _unpack(name: str, package: str, how: tuple[str, ...], wanted: tuple[str, ..
         shutil.move(found, HOME / name)
 
 
-def _pip(*args: str) -> bool:
-    ended = subprocess.run([HOME / "bin" / "python", "-m", "pip", "--disable-pip-version-check", *args], check=False)
-    return ended.returncode == 0
+def _install_deepspeed(place: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=HOME) as folder:
+        made = Path(folder, "deepspeed")
+        venv.create(made, with_pip=True)
+        (packages,) = made.glob("lib/python*/site-packages")
+        (packages / "shared.pth").write_text(sysconfig.get_path("purelib"))
+        built = ("install", "-q", "--no-deps", "--no-build-isolation", _DEEPSPEED)
+        if all(_pip(*args, home=made) for args in (("install", "-q", "wheel", "setuptools", *_DEEPSPEED_NEEDS), built)):
+            shutil.move(made, place)
+
+
+def _pip(*args: str, home: Path = HOME) -> bool:
+    command = [home / "bin" / "python", "-m", "pip", "--disable-pip-version-check", *args]
+    return subprocess.run(command, check=False, env={**os.environ, "DS_BUILD_OPS": "0"}).returncode == 0
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""export: from bundles back to a Hugging Face folder, or to one of torch.distributed.checkpoint."""
+"""export: from bundles back to a Hugging Face folder, or to a checkpoint of another trainer."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -12,12 +13,20 @@ from reshard.copy.engine import WriteOptions
 from reshard.copy.parallelism import Parallelism
 from reshard.operations.export import ExportResult, export_huggingface
 from reshard.operations.export_dcp import export_dcp
+from reshard.operations.export_deepspeed import DeepSpeedForm, export_deepspeed
+from reshard.operations.export_vllm import export_vllm
 from reshard.operations.progress import Progress, counting
 from reshard.sources.bundles import open_manifest
 from reshard.transforms.cast import ExportDtype, cast_checkpoint
 from stores.address import is_url
 
-__all__ = ["export"]
+__all__ = ["ExportForm", "ExportNames", "export"]
+
+ExportForm = Literal["hf", "dcp", "deepspeed", "universal", "vllm"]
+ExportNames = Literal["hf", "torchtitan", "pipeline"]
+
+# What `names` may be besides those of Hugging Face's model.
+_NAMES_OF: Mapping[ExportForm, tuple[str, ...]] = {"dcp": ("torchtitan",), "universal": ("pipeline",)}
 
 
 @names_parameters
@@ -25,9 +34,11 @@ def export(
     manifest: str | Path,
     out: str | Path,
     *,
-    to: Literal["hf", "dcp"] = "hf",
-    names: Literal["hf", "torchtitan"] = "hf",
+    to: ExportForm = "hf",
+    names: ExportNames = "hf",
     weights_only: bool = False,
+    pp: int = 1,
+    tp: int = 1,
     dtype: ExportDtype = "source",
     force: bool = False,
     io: Io = "direct",
@@ -35,11 +46,14 @@ def export(
     parallelism: Parallelism | None = None,
     progress: Progress | None = None,
 ) -> ExportResult:
-    """Write a manifest's model as a Hugging Face folder, or a folder of torch.distributed.checkpoint (`to="dcp"`).
+    """Write a manifest's model as a Hugging Face folder, or as a checkpoint that another trainer loads.
 
     In a Hugging Face folder, untrained tensors are restored byte for byte, in the files that they came from. A DCP
     folder has `names` of Hugging Face's model or torchtitan's, and the optimizer state and training state if there is
     one, unless `weights_only`. `dtype` is as in the source (in a DCP folder: as trained), or one for all parameters.
+    `to="deepspeed"` writes the layers of a PipelineModule, weights alone; `to="universal"` DeepSpeed's Universal
+    Checkpoint, in float32, with optimizer state, and with `names` of Hugging Face's model or of a PipelineModule.
+    `to="vllm"` writes the files of vLLM's `sharded_state`, of `pp` pipeline stages of `tp` tensor-parallel ranks.
     `out`, `force`, `io`, `sync` and `parallelism` are those of `pack`.
 
     Units: `nbytes` in bytes; progress is called with bytes done and bytes in total.
@@ -53,21 +67,36 @@ def export(
         >>> done.identical, (Path("model-again/config.json").read_bytes() == Path("model/config.json").read_bytes())
         (True, True)
     """
-    if to == "hf" and (names != "hf" or weights_only):
-        flag = "weights_only" if weights_only else "names"
-        raise UsageError(flag, "requires to dcp", "leave it out", code="options.conflict")
+    if names != "hf" and names not in _NAMES_OF.get(to, ()):
+        problem = f"--for {names} is not for --to {to}"
+        raise UsageError("--for", problem, "leave it out", code="options.conflict")
+    if weights_only and to not in _NAMES_OF:
+        raise UsageError("--weights-only", f"--to {to} has weights alone", "leave it out", code="options.conflict")
+    if to == "universal" and dtype not in ("source", "fp32"):
+        problem = f"--to universal has float32 weights, not {dtype}"
+        raise UsageError("--dtype", problem, "leave it out", code="options.conflict")
+    if to != "vllm" and (pp, tp) != (1, 1):
+        raise UsageError("--tp" if pp == 1 else "--pp", "is for --to vllm", "leave it out", code="options.conflict")
     checkpoint = open_manifest(manifest)
     address = str(out) if is_url(out) else Path(out)
-    if to == "dcp":
-        kinds = (checkpoint.tensors, *(() if weights_only else checkpoint.moments.values()))
+    if to != "hf":
+        has_weights_alone = weights_only or to in ("deepspeed", "vllm")
+        kinds = (checkpoint.tensors, *(() if has_weights_alone else checkpoint.moments.values()))
         total = sum(tensor.nbytes for tensors in kinds for tensor in tensors.values())
         options = WriteOptions(
             io=io, sync=sync, progress=counting(progress, total), parallelism=parallelism or Parallelism()
         )
-        return export_dcp(
-            checkpoint, address, force=force, for_torchtitan=names == "torchtitan", weights_only=weights_only,
-            dtype=dtype, options=options,
-        )  # fmt: skip
+        if to == "dcp":
+            return export_dcp(
+                checkpoint, address, force=force, for_torchtitan=names == "torchtitan", weights_only=weights_only,
+                dtype=dtype, options=options,
+            )  # fmt: skip
+        if to == "vllm":
+            return export_vllm(checkpoint, address, force=force, pp=pp, tp=tp, dtype=dtype, options=options)
+        form: DeepSpeedForm = "layers" if to == "deepspeed" else "universal-pipeline" if names == "pipeline" else to
+        return export_deepspeed(
+            checkpoint, address, force=force, form=form, weights_only=weights_only, dtype=dtype, options=options
+        )
     nbytes = sum(tensor.nbytes for tensor in cast_checkpoint(checkpoint, dtype).tensors.values())
     return export_huggingface(
         checkpoint,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import click
 
@@ -13,6 +13,7 @@ from reshard.cli import pack_parts as parts
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from reshard.api.export import ExportForm, ExportNames
     from reshard.copy.direct_io import Io
     from reshard.copy.parallelism import Parallelism
     from reshard.estimate.assumptions import Assumptions
@@ -115,11 +116,23 @@ def pack(
 
 @click.command()
 @options.manifest
-@click.option("--to", "form", type=click.Choice(["hf", "dcp"]), required=True, help="Format to write.")
 @click.option(
-    "--for", "names", type=click.Choice(["hf", "torchtitan"]), default="hf", help="With --to dcp: whose names to use."
+    "--to",
+    "form",
+    type=click.Choice(["hf", "dcp", "deepspeed", "universal", "vllm"]),
+    required=True,
+    help="Format to write.",
 )
-@click.option("--weights-only", is_flag=True, help="With --to dcp: leave out the optimizer state.")
+@click.option(
+    "--for",
+    "names",
+    type=click.Choice(["hf", "torchtitan", "pipeline"]),
+    default="hf",
+    help="Whose names to use: torchtitan's with --to dcp, a PipelineModule's with --to universal.",
+)
+@click.option("--weights-only", is_flag=True, help="With --to dcp or universal: leave out the optimizer state.")
+@click.option("--pp", type=click.IntRange(1), default=1, show_default=True, help="With --to vllm: pipeline stages.")
+@click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="With --to vllm: ranks of a stage.")
 @options.out
 @click.option(
     "--dtype",
@@ -135,20 +148,23 @@ def pack(
 @options.as_json
 @options.quiet
 def export(
-    manifest: str, form: Literal["hf", "dcp"], names: Literal["hf", "torchtitan"], weights_only: bool, out: Address,
+    manifest: str, form: ExportForm, names: ExportNames, weights_only: bool, pp: int, tp: int, out: Address,
     dtype: ExportDtype, force: bool, io: Io, sync: bool, parallelism: Parallelism, as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
-    """Write a manifest's model as a Hugging Face folder, or as a DCP folder that torchtitan's trainer resumes from.
+    """Write a manifest's model as a Hugging Face folder, or as a checkpoint that another trainer loads.
 
     In a Hugging Face folder, untrained tensors are restored byte for byte, in the files that they came from. Tensors
     that were trained in a dtype other than the source's are rounded to the source's, unless --dtype says otherwise. A
-    DCP folder has weights as they were trained and, if there is any, optimizer state. A bucket cannot replace the files
-    of a model in one step: there, --force removes the old ones first.
+    DCP folder (--to dcp) has weights as they were trained and, if there is any, optimizer state. --to deepspeed writes
+    the layers of DeepSpeed's PipelineModule, and --to universal its Universal Checkpoint, in float32. --to vllm writes
+    the files of its --load-format sharded_state, one for each rank. A bucket cannot replace the files of a model in one
+    step: there, --force removes the old ones first.
 
     \b
     Example:
       reshard export ./Llama-3.2-1B-pp2 --to hf --out ./Llama-3.2-1B-again
       reshard export ./checkpoints/step-1000 --to dcp --for torchtitan --out ./outputs/checkpoint/step-1000
+      reshard export ./Llama-3.2-1B-pp2 --to deepspeed --out ./Llama-3.2-1B-deepspeed
     """
     from reshard.api.arguments import names_flags
     from reshard.api.export import export as run
@@ -156,8 +172,8 @@ def export(
 
     with options.progress("export", quiet) as progress:
         done = names_flags(run)(
-            manifest, out, to=form, names=names, weights_only=weights_only, dtype=dtype, force=force, io=io, sync=sync,
-            parallelism=parallelism, progress=progress,
+            manifest, out, to=form, names=names, weights_only=weights_only, pp=pp, tp=tp, dtype=dtype, force=force,
+            io=io, sync=sync, parallelism=parallelism, progress=progress,
         )  # fmt: skip
     options.print_result(
         quiet, as_json, lambda: export_json(done, form, out), lambda: export_text(done, form, names, dtype, out)

@@ -22,7 +22,7 @@ from reshard.transforms.cast import STORED, ExportDtype, cast_checkpoint, casts_
 from stores.base import read_config, read_whole
 from stores.manifest_file import Address
 
-__all__ = ["ExportResult", "export_huggingface", "plan_export"]
+__all__ = ["ExportResult", "export_huggingface", "plan_export", "with_config_for"]
 
 _HF_ALIGNMENT = 8  # of headers, as the safetensors library pads them
 
@@ -71,7 +71,7 @@ def export_huggingface(
         UserError: see `cast_checkpoint` and `check_export_to`.
     """
     check_export_to(out, checkpoint, force=force)
-    checkpoint = _with_config_for(cast_checkpoint(checkpoint, dtype), dtype)
+    checkpoint = with_config_for(cast_checkpoint(checkpoint, dtype), dtype)
     shards = plan_export(checkpoint)
     (config,) = (item for item in checkpoint.auxiliary if item.path == CONFIG_NAME)
     index = _index_of(checkpoint, shards)
@@ -137,7 +137,7 @@ def _index_of(checkpoint: Checkpoint, shards: tuple[OutputShard, ...]) -> KeptTe
     return index if is_same else index_anew(index, {shard.path: shard.entries for shard in shards})
 
 
-def _with_config_for(checkpoint: Checkpoint, dtype: ExportDtype) -> Checkpoint:
+def with_config_for(checkpoint: Checkpoint, dtype: ExportDtype) -> Checkpoint:
     """Update the config's dtype, if it has one, to the one that all parameters are cast to: readers rely on it."""
     if dtype == "source":
         return checkpoint

@@ -10,14 +10,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from struct import pack
 
-from manifests.errors import CheckpointError
-from manifests.learning_rate import rate_at
-from manifests.schema import MOMENTS, ParameterGroup, TrainingState
+from manifests.schema import MOMENTS
 from reshard.archives.names import DATA_SUFFIX, METADATA_NAME
 from reshard.archives.pickling import Call, Instance, Name, pickled
 from reshard.archives.saved import SavedTensor, saved_value, torch_dtype
 from reshard.copy.engine import WriteOptions
 from reshard.operations.export import ExportResult
+from reshard.operations.exported_optimizer import adamw_options
 from reshard.operations.publish_export import ExportPlan, check_export_to, publish_export
 from reshard.plans.pack_plan import OutputShard, without_header
 from reshard.sources.huggingface import CONFIG_NAME
@@ -39,7 +38,6 @@ _GROUP_DEFAULTS: Mapping[str, object] = {
     "decoupled_weight_decay": True,
 }  # fmt: skip
 _STEP = SavedTensor("F32", ())
-_WEIGHTS = "--weights-only exports the weights without it"
 
 
 def export_dcp(
@@ -212,7 +210,7 @@ def _save(checkpoint: Checkpoint, for_torchtitan: bool) -> _Saved:
             if fqn not in tied or fqn in owners:
                 keys = partial(_state_key, kind=holds)
                 saved.add(place(tensor, is_fused=True), keys)
-    options = _options(checkpoint, trained)
+    options = {**adamw_options(checkpoint, trained, trained.optimizer), **_GROUP_DEFAULTS}
     for key in saved.parameters:
         saved.add_step(_state_key(key, "step"), trained.step)
         for option, value in options.items():
@@ -238,24 +236,6 @@ def _with_ties(checkpoint: Checkpoint, for_torchtitan: bool) -> Iterator[tuple[s
     for group in checkpoint.shape.ties if for_torchtitan else ():
         owner = next(checkpoint.tensors[fqn] for fqn in group if fqn in checkpoint.tensors)
         yield from ((fqn, replace(owner, name=fqn)) for fqn in group if fqn not in checkpoint.tensors)
-
-
-def _options(checkpoint: Checkpoint, trained: TrainingState) -> dict[str, object]:
-    """Return the options of the parameter group, at the learning rate of the next step."""
-    optimizer, rate = trained.optimizer, trained.learning_rate
-    assert optimizer is not None, "checked by the caller"
-    where = f"{checkpoint.location}: training"
-    if rate is None:
-        problem = "has no learning rate, which an optimizer of torch must have"
-        raise CheckpointError(where, problem, _WEIGHTS, code="checkpoint.no-learning-rate")
-    if len(optimizer.groups) > 1 or optimizer.name != "AdamW":
-        problem = f"expected AdamW with one parameter group, found {optimizer.name} with {len(optimizer.groups)}"
-        raise CheckpointError(where, problem, _WEIGHTS, code="checkpoint.other-optimizer")
-    group: ParameterGroup = optimizer.groups[0]
-    return {
-        "lr": rate_at(trained.step, rate), "betas": (group.beta1, group.beta2), "eps": group.eps,
-        "weight_decay": group.weight_decay, **_GROUP_DEFAULTS, "initial_lr": rate.peak,
-    }  # fmt: skip
 
 
 def _blocks(tensor: TensorAt, saved: SavedTensor, count: int) -> Iterator[Buffer]:

@@ -102,6 +102,15 @@ def export_text(done: ExportResult, form: str, names: str, dtype: ExportDtype, o
         if names == "torchtitan":
             lines.append("torchtitan's data loader starts afresh: --checkpoint.exclude_from_loading dataloader")
         return "\n".join(lines + [f"cast {num} tensors from {a} to {b}" for (a, b), num in done.casts.items()])
+    if form in ("deepspeed", "universal"):
+        lines = [f"exported {done.num_files} files, {show_bytes(done.nbytes)}, for DeepSpeed: {out}"]
+        how = "load_module_only=True" if form == "deepspeed" else 'with "checkpoint": {"load_universal": true}'
+        lines.append(f"next: engine.load_checkpoint(DIR), {how}")
+        return "\n".join(lines + [f"cast {num} tensors from {a} to {b}" for (a, b), num in done.casts.items()])
+    if form == "vllm":
+        lines = [f"exported {done.num_files} files, {show_bytes(done.nbytes)}, for vLLM: {out}"]
+        lines.append(f"next: vllm serve {out} --load-format sharded_state, with the same parallel sizes")
+        return "\n".join(lines + [f"cast {num} tensors from {a} to {b}" for (a, b), num in done.casts.items()])
     how = "headers as in the source" if done.identical else "new headers: dtypes or tensors differ from the source"
     lines = [f"exported {done.num_files} files, {show_bytes(done.nbytes)} of weights ({how}): {out}"]
     why = ", as in the source; --dtype fp32 casts losslessly" if dtype == "source" else ""

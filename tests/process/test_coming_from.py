@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from tests.builders import reshard
 from tests.fast.reshard.test_dcp_export import Titan
+from tests.fast.reshard.test_deepspeed_source import GOLDEN
 from tests.fast.titans import LLAMA
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -46,6 +50,27 @@ def test_commands_for_torchtitan(tmp_path: Path) -> None:
     assert titan.counts["step"] == 6
     after = titan.model.state_dict()
     assert all(torch.isfinite(after[name]).all() and not torch.equal(after[name], before[name]) for name in before)
+
+
+def test_commands_for_deepspeed(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "gpt2-universal", tmp_path / "deepspeed")
+    run_section("DeepSpeed", tmp_path)
+    universal = tmp_path / "deepspeed-again" / "global_step4_universal" / "zero" / "tied_modules.embed.wte.weight"
+    assert torch.load(universal / "step.pt", weights_only=True).item() == 4
+    trained = torch.load(universal / "fp32.pt", weights_only=True)["param"]
+    layer = tmp_path / "layers" / "global_step4" / "layer_00-model_00-model_states.pt"
+    assert torch.equal(torch.load(layer, weights_only=True)["wte.weight"], trained)
+    before = load_file(GOLDEN / "gpt2-universal.safetensors")["transformer.wte.weight"]
+    assert torch.isfinite(trained).all()
+    assert not torch.equal(trained, before)
+
+
+def test_commands_for_vllm(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(LlamaConfig(**LLAMA)).save_pretrained(tmp_path / "model")
+    assert reshard("pack", tmp_path / "model", "--layout", "pp=2", "--out", tmp_path / "packed").code == 0
+    run_section("vLLM", tmp_path)
+    names = {f"model-pp-{stage}-tp-{rank}-part-0.safetensors" for stage in range(2) for rank in range(2)}
+    assert {path.name for path in (tmp_path / "served").glob("*.safetensors")} == names
 
 
 def test_commands_for_transformers(tmp_path: Path) -> None:

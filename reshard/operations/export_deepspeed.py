@@ -1,0 +1,180 @@
+"""export: from bundles to the layers of a DeepSpeed PipelineModule, or to a Universal Checkpoint.
+
+Source: DeepSpeed 0.19.8, runtime/pipe/module.py, runtime/engine.py, runtime/base_optimizer.py and
+checkpoint/universal_checkpoint.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from struct import pack
+from typing import Literal
+
+from manifests.errors import ModelError
+from manifests.schema import MOMENTS
+from reshard.archives.saved import SavedDict, SavedTensor, saved_value
+from reshard.copy.engine import WriteOptions
+from reshard.operations.export import ExportResult
+from reshard.operations.exported_optimizer import adamw_options
+from reshard.operations.publish_export import ExportPlan, check_export_to, publish_export
+from reshard.plans.pack_plan import OutputShard, without_header
+from reshard.tensors.checkpoint import Checkpoint, TensorAt
+from reshard.tensors.lazy import DerivedFile, MadeFile, read_blocks
+from reshard.transforms.cast import ExportDtype, cast_checkpoint, cast_tensor, casts_in
+from reshard.transforms.pipeline import TIED_KEY, is_tied_input, pipeline_layers
+from stores.manifest_file import Address
+
+__all__ = ["DeepSpeedForm", "export_deepspeed"]
+
+DeepSpeedForm = Literal["layers", "universal", "universal-pipeline"]
+
+# Note [Groups of a Universal Checkpoint]: its reader loads as many of a trainer's parameter groups as the file lists,
+# and leaves the others as they were initialized, silently. Groups that a trainer does not have are not read.
+_NUM_GROUPS = 64
+_DS_VERSION = "0.19.8"  # the reader refuses files without one, and those of before 0.3.17
+_STEP = SavedTensor("F32", ())
+
+
+def export_deepspeed(
+    checkpoint: Checkpoint,
+    out: Address,
+    *,
+    force: bool,
+    form: DeepSpeedForm,
+    weights_only: bool = False,
+    dtype: ExportDtype = "source",
+    options: WriteOptions | None = None,
+) -> ExportResult:
+    """Write a folder that DeepSpeed loads: `latest`, or `latest_universal`, and the folder of a step.
+
+    Layers have weights alone, as the manifest has them unless `dtype` says otherwise. A Universal Checkpoint has them
+    in float32 and AdamW's state, if there is any, under transformers' names or those of a PipelineModule.
+
+    Raises:
+        OutputError: `out` exists, cannot be written, or is where the model came from.
+        ShardError: a bundle's bytes do not match their digests.
+        ModelError: a tensor is in no layer.
+        CheckpointError: the optimizer state is not what DeepSpeed has of AdamW.
+        UserError: see `cast_checkpoint` and `check_export_to`.
+    """
+    check_export_to(out, checkpoint, force=force)
+    if form != "layers":
+        dtype = "fp32"
+    if dtype != "source":
+        checkpoint = cast_checkpoint(checkpoint, dtype)
+    if weights_only or form == "layers":
+        checkpoint = replace(checkpoint, moments={})
+    step = checkpoint.trained.step if checkpoint.trained else 0
+    tag = f"global_step{step}" if form == "layers" else f"global_step{step}_universal"
+    small = {f"{tag}/mp_rank_00_model_states.pt": saved_value(_rank_state(step))}
+    if form == "layers":
+        shards = _layers(checkpoint, tag)
+    else:
+        names = _parameter_names(checkpoint, form)
+        shards = _universal(checkpoint, tag, names)
+        small[f"{tag}/zero/optimizer_state.pt"] = saved_value(_optimizer_state(checkpoint))
+        counted = b"".join(map(bytes, _STEP.blocks(iter((pack("<f", step),)))))
+        for fqn in _owned(checkpoint, checkpoint.moments[MOMENTS[0]]) if checkpoint.moments else ():
+            small[f"{tag}/zero/{names[fqn]}/step.pt"] = counted
+    plan = ExportPlan(
+        copied=checkpoint.auxiliary,
+        shards=tuple(shards),
+        made=tuple(MadeFile(name, len(data), partial(_once, data)) for name, data in small.items()),
+        last="latest" if form == "layers" else "latest_universal",
+        last_bytes=tag.encode,
+    )
+    return ExportResult(
+        num_files=publish_export(out, plan, options or WriteOptions(), force=force),
+        nbytes=sum(shard.nbytes for shard in plan.shards),
+        identical=False,
+        casts=casts_in(checkpoint) if dtype != "source" else {},
+    )
+
+
+def _layers(checkpoint: Checkpoint, tag: str) -> Iterator[OutputShard]:
+    weights = _owned(checkpoint, checkpoint.tensors)
+    names = pipeline_layers(checkpoint.shape)
+    _check_all_placed(weights, {fqn for layer in names for fqn in layer}, checkpoint)
+    for number, layer in enumerate(names):
+        tensors = {name: weights[fqn] for fqn, name in layer.items()}
+        # The loader takes any file that begins with `layer_NN-`: with and without a model-parallel rank.
+        yield _file(f"{tag}/layer_{number:02d}-model_00-model_states.pt", tensors, {})
+
+
+def _parameter_names(checkpoint: Checkpoint, form: DeepSpeedForm) -> dict[str, str]:
+    """Return the folder of each parameter in a Universal Checkpoint: the name that it has in the trainer's model."""
+    if form == "universal":
+        return {fqn: fqn for fqn in checkpoint.shape.tensors}
+    layers = pipeline_layers(checkpoint.shape)
+    first = f"tied_modules.{TIED_KEY}" if is_tied_input(checkpoint.shape, layers) else "0"
+    prefixes = (first, *map(str, range(1, len(layers))))
+    placed = zip(prefixes, layers, strict=True)
+    return {fqn: f"{prefix}.{name}" for prefix, layer in placed for fqn, name in layer.items()}
+
+
+def _universal(checkpoint: Checkpoint, tag: str, names: Mapping[str, str]) -> Iterator[OutputShard]:
+    for kind, tensors in (("fp32", checkpoint.tensors), *checkpoint.moments.items()):
+        owned = _owned(checkpoint, tensors)
+        _check_all_placed(owned, names, checkpoint)
+        for fqn, tensor in owned.items():
+            if tensor.dtype not in ("F32", "BF16", "F16", "F64"):
+                problem = f"is {tensor.dtype}, and a Universal Checkpoint has float32 alone"
+                raise ModelError(f"{checkpoint.location}: {fqn!r}", problem, code="model.not-in-pipeline")
+            saved = {"param": cast_tensor(tensor, "F32")}
+            yield _file(f"{tag}/zero/{names[fqn]}/{kind}.pt", saved, {"cat_dim": 0})
+
+
+def _rank_state(step: int) -> dict[str, object]:
+    """Return what a rank's file has beside weights: counts, which the loader requires."""
+    return {
+        "module": None, "optimizer": None, "lr_scheduler": None, "global_steps": step, "skipped_steps": 0,
+        "iteration": step, "dp_world_size": 1, "mp_world_size": 1, "ds_version": _DS_VERSION,
+    }  # fmt: skip
+
+
+def _optimizer_state(checkpoint: Checkpoint) -> dict[str, object]:
+    """Return the optimizer's options. See Note [Groups of a Universal Checkpoint]."""
+    trained, group = checkpoint.trained, dict[str, object]()
+    found: dict[str, object] = {"ds_version": _DS_VERSION, "zero_stage": 1, "overflow": False}
+    if checkpoint.moments and trained is not None and trained.optimizer is not None:
+        group = adamw_options(checkpoint, trained, trained.optimizer)
+        found["clip_grad"] = trained.optimizer.max_norm
+    return {**found, "param_groups": [{**group, "params": [number]} for number in range(_NUM_GROUPS)]}
+
+
+def _once(data: bytes) -> Iterator[bytes]:
+    yield data
+
+
+def _owned(checkpoint: Checkpoint, tensors: Mapping[str, TensorAt]) -> dict[str, TensorAt]:
+    """Return the tensors, each tied one once, under its owner's name, and none that the model recomputes."""
+    owners = {fqn: group[0] for group in checkpoint.shape.ties for fqn in group}
+    ignored = checkpoint.shape.ignored_suffixes or ("\0",)
+    found: dict[str, TensorAt] = {}
+    for fqn, tensor in tensors.items():
+        if not fqn.endswith(ignored):
+            found.setdefault(owners.get(fqn, fqn), tensor)
+    return found
+
+
+def _check_all_placed(weights: Mapping[str, TensorAt], placed: Iterable[str], checkpoint: Checkpoint) -> None:
+    """Refuse to leave a tensor out."""
+    placed = set(placed)
+    for fqn in weights:
+        if fqn not in placed:
+            problem = "is in no layer of the pipeline"
+            raise ModelError(f"{checkpoint.location}: {fqn!r}", problem, code="model.not-in-pipeline")
+
+
+def _file(path: str, tensors: Mapping[str, TensorAt], values: Mapping[str, object]) -> OutputShard:
+    """Plan a file of torch.save: a dict of tensors and values."""
+    saved = SavedDict({name: SavedTensor(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, values)
+    origins = tuple(tensors.values())
+    file = DerivedFile("as torch.save writes it", origins, saved.nbytes, partial(_blocks, saved, origins))
+    return without_header(path, (TensorAt(path, "U8", (saved.nbytes,), file, 0, saved.nbytes),))
+
+
+def _blocks(saved: SavedDict, origins: Iterable[TensorAt]) -> Iterator[bytes | bytearray | memoryview]:
+    return saved.blocks(read_blocks(tensor) for tensor in origins)

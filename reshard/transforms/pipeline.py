@@ -1,0 +1,40 @@
+"""The layers of a DeepSpeed PipelineModule that a model is exported to, and the names of tensors in them.
+
+What runs before the decoder layers is one layer, each decoder layer is one, and so is each module after them. A head
+that is tied to the input embedding is the first layer once more, a `TiedLayerSpec`, and has no tensors of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from manifests.models import ModelShape
+
+__all__ = ["TIED_KEY", "is_tied_input", "pipeline_layers"]
+
+TIED_KEY = "embed"  # of the TiedLayerSpec
+_DECODER = re.compile(r"\.\d+$")
+
+
+def pipeline_layers(shape: ModelShape) -> list[Mapping[str, str]]:
+    """Return the layers, in the order they run: the name that each tensor has in its layer, by FQN."""
+    replicas = {fqn for group in shape.ties for fqn in group[1:]}
+    modules = {module: [fqn for fqn in fqns if fqn not in replicas] for module, fqns in shape.by_module().items()}
+    named = {module: fqns for module, fqns in modules.items() if fqns}
+    before = next(iter([number for number, module in enumerate(named) if _DECODER.search(module)]), 0)
+    inputs, rest = list(named)[:before], list(named)[before:]
+    first = {fqn: _relative(fqn, module, len(inputs)) for module in inputs for fqn in named[module]}
+    return [first, *({fqn: _relative(fqn, module, 1) for fqn in named[module]} for module in rest)]
+
+
+def is_tied_input(shape: ModelShape, layers: Sequence[Mapping[str, str]]) -> bool:
+    """Return whether the first layer is used again as the head."""
+    return any(group[0] in layers[0] for group in shape.ties)
+
+
+def _relative(fqn: str, module: str, num_modules: int) -> str:
+    """Return a name relative to its module, or, where several are one layer, to what they are in."""
+    if num_modules > 1:
+        return fqn.removeprefix(module.rpartition(".")[0] + ".")
+    return fqn.removeprefix(f"{module}.")

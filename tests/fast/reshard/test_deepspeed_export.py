@@ -1,0 +1,130 @@
+"""Exports for DeepSpeed are what DeepSpeed itself wrote of the same model; torch's reader is the oracle."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
+
+from tests.builders import refusal, reshard
+from tests.fast.reshard.test_deepspeed_source import GOLDEN, MOMENTS, STEPS, moments_of
+from tests.fast.trained import write_trained
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 40,
+}  # fmt: skip
+CONFIGS: dict[str, Any] = {
+    "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
+    "llama-tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SIZES, tie_word_embeddings=False),
+    "gpt2": GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=32, vocab_size=40),
+}
+
+
+def run(*args: str | Path) -> None:
+    done = reshard(*args)
+    assert done.code == 0, done.err
+
+
+def loaded(path: Path) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(path, weights_only=True)
+    return state
+
+
+def assert_alike(ours: dict[str, Any], theirs: dict[str, Any], where: str) -> None:
+    assert ours.keys() == theirs.keys(), where
+    for name, value in theirs.items():
+        same = torch.equal(ours[name], value) if isinstance(value, torch.Tensor) else ours[name] == value
+        assert same, (where, name)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "llama-deepspeed"])
+def test_layers_are_exported_as_deepspeed_wrote_them(name: str, tmp_path: Path) -> None:
+    run("pack", GOLDEN / name, "--layout", "pp=2", "--out", tmp_path / "packed")
+    run("export", tmp_path / "packed", "--to", "deepspeed", "--out", tmp_path / "out")
+    ours = tmp_path / "out" / (tmp_path / "out" / "latest").read_text()
+    theirs = {int(path.name[6:8].rstrip("-")): path for path in (GOLDEN / name / STEPS[name]).glob("layer_*")}
+    assert {path.name for path in ours.glob("layer_*")} == {f"layer_{n:02d}-model_00-model_states.pt" for n in theirs}
+    for number, path in theirs.items():
+        assert_alike(loaded(ours / f"layer_{number:02d}-model_00-model_states.pt"), loaded(path), str(path))
+    counts = loaded(ours / "mp_rank_00_model_states.pt")
+    assert (counts["module"], counts["dp_world_size"], counts["global_steps"]) == (None, 1, 0)
+
+
+def test_universal_checkpoint_is_exported_as_deepspeed_wrote_it(tmp_path: Path) -> None:
+    theirs = GOLDEN / "gpt2-universal" / STEPS["gpt2-universal"]
+    run("pack", GOLDEN / "gpt2-universal", "--layout", "pp=2", "--out", tmp_path / "packed")
+    run("export", tmp_path / "packed", "--to", "universal", "--for", "pipeline", "--out", tmp_path / "out")
+    ours = tmp_path / "out" / (tmp_path / "out" / "latest_universal").read_text()
+    assert ours.name == theirs.name
+    files = {path.relative_to(theirs) for path in theirs.glob("zero/*/*.pt")}
+    assert {path.relative_to(ours) for path in ours.glob("zero/*/*.pt")} == files
+    for file in sorted(files):
+        found, expected = torch.load(ours / file, weights_only=True), torch.load(theirs / file, weights_only=True)
+        if file.name == "step.pt":
+            assert torch.equal(found, expected)
+        else:
+            assert_alike(found, expected, str(file))
+    options = loaded(ours / "zero" / "optimizer_state.pt")
+    expected = {"lr": 4e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}  # those of the golden's trainer
+    assert all({name: group[name] for name in expected} == expected for group in options["param_groups"])
+    assert options["clip_grad"] == 1.0
+
+
+@pytest.mark.parametrize("names", ["hf", "pipeline"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_optimizer_state_survives_the_way_through_a_universal_checkpoint(
+    names: str, tied: bool, tmp_path: Path
+) -> None:
+    trained = write_trained(tmp_path, "pp=2", tie_word_embeddings=tied)
+    run("export", trained, "--to", "universal", "--for", names, "--out", tmp_path / "out")
+    run("pack", tmp_path / "out", "--layout", "pp=3", "--out", tmp_path / "again")
+    found, expected = moments_of(tmp_path / "again"), moments_of(trained)
+    for kind in MOMENTS:  # of random bytes, some of which are NaN
+        bits = ({name: state[name].view(torch.int32) for name in state} for state in (found[kind], expected[kind]))
+        assert_alike(*bits, kind)
+    before, after = (
+        json.loads((one / "manifest.json").read_text())["training"] for one in (trained, tmp_path / "again")
+    )
+    assert (after["step"], after["optimizer"]) == (before["step"], before["optimizer"])
+    run("export", trained, "--to", "universal", "--for", names, "--weights-only", "--out", tmp_path / "weights")
+    kinds = {path.name for path in (tmp_path / "weights").rglob("zero/*/*.pt")}
+    assert kinds == {"fp32.pt"}
+
+
+@pytest.mark.parametrize("form", ["deepspeed", "universal", "pipeline"])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_weights_survive_the_way_through_deepspeed(kind: str, form: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(CONFIGS[kind]).save_pretrained(tmp_path / "model")
+    expected = load_file(tmp_path / "model" / "model.safetensors")
+    run("pack", tmp_path / "model", "--layout", "pp=2", "--out", tmp_path / "packed")
+    to = ("--to", "universal", "--for", "pipeline") if form == "pipeline" else ("--to", form)
+    run("export", tmp_path / "packed", *to, "--out", tmp_path / "out")
+    run("pack", tmp_path / "out", "--layout", "pp=1", "--out", tmp_path / "again")
+    run("export", tmp_path / "again", "--to", "hf", "--out", tmp_path / "exported")
+    found = load_file(tmp_path / "exported" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--to", "deepspeed", "--weights-only"),
+        ("--to", "deepspeed", "--for", "pipeline"),
+        ("--to", "universal", "--for", "torchtitan"),
+        ("--to", "universal", "--dtype", "bf16"),
+        ("--to", "dcp", "--for", "pipeline"),
+    ],
+)
+def test_flags_of_another_format_are_refused(flags: tuple[str, ...], tmp_path: Path) -> None:
+    run("pack", GOLDEN / "llama", "--layout", "pp=2", "--out", tmp_path / "packed")
+    error = refusal("export", tmp_path / "packed", *flags, "--out", tmp_path / "out")
+    assert error.found[1] == "options.conflict"
