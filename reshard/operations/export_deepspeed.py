@@ -22,7 +22,7 @@ from reshard.operations.publish_export import ExportPlan, check_export_to, publi
 from reshard.plans.pack_plan import OutputShard, without_header
 from reshard.tensors.checkpoint import Checkpoint, TensorAt
 from reshard.tensors.lazy import DerivedFile, MadeFile, read_blocks
-from reshard.transforms.cast import ExportDtype, cast_checkpoint, cast_tensor, casts_in
+from reshard.transforms.cast import FLOATS, ExportDtype, cast_checkpoint, cast_tensor, casts_in
 from reshard.transforms.pipeline import TIED_KEY, is_tied_input, pipeline_layers
 from stores.manifest_file import Address
 
@@ -115,12 +115,15 @@ def _parameter_names(checkpoint: Checkpoint, form: DeepSpeedForm) -> dict[str, s
 
 
 def _universal(checkpoint: Checkpoint, tag: str, names: Mapping[str, str]) -> Iterator[OutputShard]:
+    untrained = checkpoint.shape.untrained_suffixes or ("\0",)
     for kind, tensors in (("fp32", checkpoint.tensors), *checkpoint.moments.items()):
         owned = _owned(checkpoint, tensors)
         _check_all_placed(owned, names, checkpoint)
         for fqn, tensor in owned.items():
-            if tensor.dtype not in ("F32", "BF16", "F16", "F64"):
-                problem = f"is {tensor.dtype}, and a Universal Checkpoint has float32 alone"
+            if tensor.dtype not in FLOATS or fqn.endswith(untrained):
+                problem = (
+                    f"is {tensor.dtype} and no parameter, or quantized, which a Universal Checkpoint does not have"
+                )
                 raise ModelError(f"{checkpoint.location}: {fqn!r}", problem, code="model.not-in-pipeline")
             saved = {"param": cast_tensor(tensor, "F32")}
             yield _file(f"{tag}/zero/{names[fqn]}/{kind}.pt", saved, {"cat_dim": 0})

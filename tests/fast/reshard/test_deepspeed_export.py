@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, DeepseekV3Config, GPT2Config, LlamaConfig, Qwen3Config
 
 from tests.builders import refusal, reshard
 from tests.fast.reshard.test_deepspeed_source import GOLDEN, MOMENTS, STEPS, moments_of
@@ -128,3 +128,20 @@ def test_flags_of_another_format_are_refused(flags: tuple[str, ...], tmp_path: P
     run("pack", GOLDEN / "llama", "--layout", "pp=2", "--out", tmp_path / "packed")
     error = refusal("export", tmp_path / "packed", *flags, "--out", tmp_path / "out")
     assert error.found[1] == "options.conflict"
+
+
+def test_universal_checkpoint_of_a_model_with_buffers_is_refused(tmp_path: Path) -> None:
+    sizes = {
+        **SIZES,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+    }
+    moe = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_group": 1, "topk_group": 1}
+    config = DeepseekV3Config(**sizes, **moe, n_shared_experts=1, first_k_dense_replace=1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    run("pack", tmp_path / "model", "--layout", "pp=2", "--out", tmp_path / "packed")
+    error = refusal("export", tmp_path / "packed", "--to", "universal", "--out", tmp_path / "out")
+    assert error.found[1] == "model.not-in-pipeline"
