@@ -78,7 +78,8 @@ def inspect(manifest: str, tensors: bool, as_json: bool, quiet: bool) -> None:
     if Path(manifest).suffix != ".json" and not names_manifest(manifest) and (found := find_archive(manifest)):
         click.echo(json.dumps(archive_json(found, tensors)) if as_json else archive_text(found, tensors))
         return
-    click.echo(json.dumps(inspect_json(manifest, tensors)) if as_json else inspect_text(manifest, tensors))
+    for piece in (inspect_json if as_json else inspect_text)(manifest, tensors):
+        click.echo(piece, nl=False)
 
 
 @click.command()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from manifests.models import module_of
 from manifests.schema import MOMENTS, WEIGHTS, Holds
@@ -80,7 +81,7 @@ def diff_checkpoints(
             problem = f"all {len(left or right)} only in {'A' if left else 'B'}"
             differences.append(TensorDifference(holds=holds, fqn="*", problem=problem))
             continue
-        for fqn in dict.fromkeys((*left, *right)):
+        for fqn in chain(left, (fqn for fqn in right if fqn not in left)):
             found = _compare(holds, fqn, left.get(fqn), right.get(fqn))
             if found is not None:
                 differences.append(_measure(found, left.get(fqn), right.get(fqn)) if with_norms else found)
@@ -130,6 +131,8 @@ def _with_digests(
     for tensor, digest in zip(unknown, found, strict=True):
         check_digest(tensor, digest)
     computed = {tensor.name: found.raw(number) for number, tensor in enumerate(unknown) if tensor.blake3 is None}
+    if not computed:
+        return tensors
     return {
         fqn: replace(tensor, blake3=computed[fqn]) if fqn in computed else tensor for fqn, tensor in tensors.items()
     }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from itertools import islice, starmap
 from typing import Any
 
 from manifests.codec import manifest_document
@@ -9,14 +12,17 @@ from manifests.errors import printable
 from manifests.schema import Manifest
 from reshard.formatting import show_bytes, show_numbers
 from reshard.layout.model import compress_modules
-from reshard.report.text import table, tie_lines
+from reshard.report.text import table, table_lines, tie_lines
 from stores.bundles import Bundles, TensorAt
 from stores.manifest_file import Address, ManifestFile, find_manifest_file
 
 __all__ = ["inspect_json", "inspect_text"]
 
+_LINES_IN_PIECE = 4096
 
-def inspect_text(address: Address, with_tensors: bool) -> str:
+
+def inspect_text(address: Address, with_tensors: bool) -> Iterator[str]:
+    """Yield the output in pieces: with tensors it may have a million lines."""
     file = find_manifest_file(address)
     manifest, _ = file.read()
     layout = manifest.layout
@@ -46,41 +52,53 @@ def inspect_text(address: Address, with_tensors: bool) -> str:
         *_virtual_lines(manifest),
         "files: " + ", ".join(file.path for file in manifest.files),
     ]
+    tensors = _tensors(manifest, file) if with_tensors else []
+    yield printable("\n".join(lines)) + "\n"
     if with_tensors:
-        tensors = [
-            (str(stage), tensor.name, tensor.dtype, _shape(tensor), tensor.digest or "")
-            for stage, tensor in _tensors(manifest, file)
-        ]
         columns = ("stage", "tensor", "dtype", "shape", "blake3")
-        lines.append(table(columns, tensors, left=frozenset(columns[1:])))
-    return printable("\n".join(lines))
+        listed = table_lines(columns, lambda: starmap(_row, tensors), left=frozenset(columns[1:]))
+        while some := list(islice(listed, _LINES_IN_PIECE)):
+            yield printable("\n".join(some)) + "\n"
 
 
-def inspect_json(address: Address, with_tensors: bool) -> dict[str, Any]:
+def inspect_json(address: Address, with_tensors: bool) -> Iterator[str]:
+    """Yield one JSON object, in pieces."""
     file = find_manifest_file(address)
     manifest, _ = file.read()
-    found: dict[str, Any] = {"version": 1, "manifest": manifest_document(manifest)}
-    if with_tensors:
-        found["tensors"] = [
-            {
-                "stage": stage,
-                "fqn": tensor.name,
-                "dtype": tensor.dtype,
-                "shape": list(tensor.shape),
-                "offset": list(tensor.offset),
-                "whole_shape": list(tensor.whole_shape),
-                "nbytes": tensor.nbytes,
-                "blake3": tensor.digest,
-            }
-            for stage, tensor in _tensors(manifest, file)
-        ]
-    return found
+    begun = json.dumps({"version": 1, "manifest": manifest_document(manifest)})
+    if not with_tensors:
+        yield begun + "\n"
+        return
+    listed = map(json.dumps, starmap(_object, _tensors(manifest, file)))
+    yield begun.removesuffix("}") + ', "tensors": ['
+    separator = ""
+    while some := ", ".join(islice(listed, _LINES_IN_PIECE)):
+        yield separator + some
+        separator = ", "
+    yield "]}\n"
 
 
 def _tensors(manifest: Manifest, file: ManifestFile) -> list[tuple[int, TensorAt]]:
     bundles = Bundles(manifest, file.folder)
     bundles.read_ahead(manifest.stages)
     return [(stage.index, tensor) for stage in manifest.stages for tensor in bundles.tensors_on(stage)]
+
+
+def _row(stage: int, tensor: TensorAt) -> tuple[str, ...]:
+    return str(stage), tensor.name, tensor.dtype, _shape(tensor), tensor.digest or ""
+
+
+def _object(stage: int, tensor: TensorAt) -> dict[str, Any]:
+    return {
+        "stage": stage,
+        "fqn": tensor.name,
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "offset": list(tensor.offset),
+        "whole_shape": list(tensor.whole_shape),
+        "nbytes": tensor.nbytes,
+        "blake3": tensor.digest,
+    }
 
 
 def _shape(tensor: TensorAt) -> str:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, groupby
 from typing import TypeVar
 
 from manifests.schema import TieGroup
 from reshard.layout.inventory import short_name
 from reshard.layout.model import compress_modules
 
-__all__ = ["group_stages", "modules_shown", "shorten_rows", "table", "tie_lines"]
+__all__ = ["group_stages", "modules_shown", "shorten_rows", "table", "table_lines", "tie_lines"]
 
 MOST_ROWS = 40  # with more, similar stages share a row
 _ENDS = 12  # rows kept at either end of a table that is still too long
@@ -20,15 +20,22 @@ T = TypeVar("T")
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: frozenset[str] = frozenset()) -> str:
     """Return a table with aligned columns: those named in `left` to the left, others to the right."""
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    lines = []
-    for row in (head, *rows):
+    return "\n".join(table_lines(head, lambda: rows, left=left))
+
+
+def table_lines(
+    head: Sequence[str], rows: Callable[[], Iterable[Sequence[str]]], *, left: frozenset[str] = frozenset()
+) -> Iterator[str]:
+    """Yield the lines of a `table`. Its rows are made twice, as there may be a million."""
+    widths = list(map(len, head))
+    for row in rows():
+        widths = [max(width, len(cell)) for width, cell in zip(widths, row, strict=True)]
+    for row in chain((head,), rows()):
         cells = (
             cell.ljust(width) if name in left else cell.rjust(width)
             for cell, width, name in zip(row, widths, head, strict=True)
         )
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+        yield "  ".join(cells).rstrip()
 
 
 def group_stages(stages: Sequence[T], keys: Sequence[object]) -> list[Sequence[T]]:

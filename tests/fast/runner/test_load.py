@@ -174,3 +174,10 @@ def test_torchs_own_reader_finds_one_kind_in_each_folder(checkpoints: dict[str, 
             found = {fqn: found[fqn] for fqn in found.keys() - replicas_elsewhere(origin.manifest.ties)}
         load(found, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
         assert all(bytes_of(tensor) == expected[holds][fqn].data for fqn, tensor in found.items())
+
+
+def test_file_that_is_read_though_the_manifest_does_not_list_it_is_named(tmp_path: Path) -> None:
+    out = write_trained(tmp_path, "pp=2")
+    for name in ("tokenizer_config.json", "notes.json"):
+        (out / name).write_text("{}")
+    assert open_packed(out).unnamed == ("tokenizer_config.json",)
