@@ -17,6 +17,7 @@ import sys
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import transformers
 from torch import nn
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from manifests.models import ConfigReader
+from manifests.models.by_names import heads_width
 from manifests.models.catalogue import make_entry
 from manifests.models.shape import module_of
 from tools.parity import SHARED_LAYERS, Layers, compare, look_at_layers
@@ -61,8 +65,10 @@ LEFT_OUT: Mapping[str, str] = {
     "BltForCausalLM": "several decoders in one model",
     "Gemma4AssistantForCausalLM": "drafts tokens for another model",
     "Gemma4UnifiedAssistantForCausalLM": "drafts tokens for another model",
+    "Gemma3nForConditionalGeneration": "its vision tower is a model of the package timm",
     "GitForCausalLM": "takes images",
     "HrmTextForCausalLM": _SHARED,
+    "Phi4MultimodalForCausalLM": "takes images and sound; transformers has its text model as a part of this class only",
     "ZambaForCausalLM": "layers share weights",
     "Zamba2ForCausalLM": "layers share weights",
 }  # fmt: skip
@@ -75,6 +81,7 @@ _SWITCHES: tuple[tuple[str, Any], ...] = (
     ("first_k_dense_replace", 0),
     ("num_dense_layers", 0),
     ("moe_num_shared_experts", 0),
+    ("num_local_experts", 0),
     ("shared_intermediate_size", 0),
     ("decoder_sparse_step", 2),
     ("hidden_size_per_layer_input", 0),
@@ -88,6 +95,14 @@ _KINDS: tuple[tuple[str, Any], ...] = (
     ("moe_layers", [1]),
     *SHARED_LAYERS,
 )
+# What lists of layers' types in configs may have; attention over a window has the tensors of full attention.
+_TYPES: tuple[frozenset[str], ...] = (
+    frozenset(("chunked_attention", "compressed_sparse_attention", "conv", "full_attention",
+               "heavily_compressed_attention", "hybrid", "indexed_attention", "linear_attention", "minimax_m3_sparse",
+               "sliding_attention")),
+    frozenset(("dense", "hash_moe", "moe", "sparse")),
+    frozenset(("full", "shared")),
+)  # fmt: skip
 _SEP = ",\n"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -192,9 +207,12 @@ def describe(model_class: type[PreTrainedModel]) -> dict[str, Any]:
     entry |= ignored_by(model_class, prefix)
     if has_uneven_experts(model, prefix):
         entry["uneven"] = True
-    entry |= attention_of(model_class, config, decoder, path, kind_of)
+    entry |= work_of(model_class, config, decoder, path, kind_of, entry)
     for kind in further if "per_key" in entry else ():
-        nearest = max(range(len(kinds)), key=lambda known: len(kinds[known] & kind))
+        alike = [kinds[known] & kind for known in range(len(kinds))]
+        nearest = max(
+            range(len(kinds)), key=lambda known: (sum("attn" in name for name in alike[known]), len(alike[known]))
+        )
         entry["per_key"].append(entry["per_key"][nearest])
     layers = look_at_layers(model_class.__name__, path)
     entry |= {name: value for name in ("num_results", "carried", "reshapes") if (value := getattr(layers, name))}
@@ -212,6 +230,8 @@ def why_not_trained(model_class: type[PreTrainedModel], entry: Mapping[str, Any]
     for num_stages in (1, 2, LAYERS):
         try:
             found = compare(make_entry(model_class.__name__, entry), num_stages)
+        except DynamicOutputShapeException:
+            return "sizes inside of its layers depend on the tokens"
         except Exception as error:  # whatever a forward raises in a stage
             return f"a stage fails with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
         if found.compared.loss > 1e-6:
@@ -294,16 +314,27 @@ def further_kinds(
 ) -> list[frozenset[str]]:
     """Return kinds of layers that only other configs have."""
     found: list[frozenset[str]] = []
-    for name, value in _KINDS:
-        if name not in decoder.to_dict():
-            continue
-        changes = {"text_config": {name: value}} if towers else {name: value}
+    for fields in _other_layers(decoder.to_dict()):
+        changes = {"text_config": fields} if towers else fields
         try:
             changed = tensors_of(build(model_class, tiny_config(model_class, **changes), "meta"), prefix)
         except Exception:  # a combination that transformers refuses
             continue
         found += [kind for kind in dict.fromkeys(changed.layers) if kind not in (*kinds, *found)]
     return found
+
+
+def _other_layers(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield changes to a config that may give it layers of other kinds: of each type by each of its lists of types."""
+    yield from ({name: value} for name, value in _KINDS if name in config)
+    types = {
+        name: sorted({*found, *known})
+        for name, found in config.items()
+        for known in _TYPES
+        if isinstance(found, list) and all(isinstance(each, str) for each in found) and not known.isdisjoint(found)
+    }
+    for chosen in product(*types.values()) if types else ():
+        yield {name: [each] * len(config[name]) for name, each in zip(types, chosen, strict=True)}
 
 
 def places_of(kinds: list[frozenset[str]], kind_of: list[int]) -> dict[str, int]:
@@ -438,7 +469,13 @@ def ignored_by(model_class: type[PreTrainedModel], prefix: str) -> dict[str, Any
     """Return which tensors files may have that the model has not: whole modules, MTP layers, leaves."""
     found: dict[str, Any] = {}
     for pattern in sorted(model_class._keys_to_ignore_on_load_unexpected or ()):
-        plain = pattern.replace("\\", "").removeprefix("(^|.)").strip("^$").removesuffix(".*").rstrip(".")
+        plain = (
+            re.sub(r"\([\w.]+\)\?", "", pattern.replace("\\", ""))
+            .removeprefix("(^|.)")
+            .strip("^$")
+            .removesuffix(".*")
+            .rstrip(".")
+        )
         if re.fullmatch(rf"{re.escape(prefix)}\.\d+", plain):
             found["mtp"] = "num_nextn_predict_layers"
         elif plain.endswith(("mtp", "mtp_layers")):
@@ -450,41 +487,60 @@ def ignored_by(model_class: type[PreTrainedModel], prefix: str) -> dict[str, Any
     return found
 
 
-def attention_of(
-    model_class: type[PreTrainedModel], config: Any, decoder: Any, path: str, kind_of: list[int]
+def work_of(
+    model_class: type[PreTrainedModel],
+    config: Any,
+    decoder: Any,
+    path: str,
+    kind_of: list[int],
+    entry: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the FLOPs of a token for each key, by kind of layer, as a multiple of all heads' width.
+    """Return what FLOPs follow from, beside the sizes of matrices.
 
-    A width is that of a query head and its value together, halved: what `4 H h` counts where they are equally wide.
+    That is the FLOPs of a token for each key, by kind of layer, as a multiple of all heads' width; a width is that of a
+    query head and its value together, halved: what `4 H h` counts where they are equally wide. And whether every expert
+    is computed for every token.
     """
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     try:
         model = build(model_class, config, "cpu")
-        counted = [count_flops(model, path, length) for length in (8, 16)]
+        counted = [count_flops(model, length) for length in (8, 16)]
     except Exception:  # a model that only runs on other kernels
         return {}
-    heads = getattr(decoder, "num_attention_heads", 0) or 0
-    latent = getattr(decoder, "qk_nope_head_dim", None)
-    head = decoder.to_dict().get("head_dim") or decoder.hidden_size // max(heads, 1)
-    width = heads * ((latent + decoder.qk_rope_head_dim + decoder.v_head_dim) / 2 if latent else head)
+    experts = {"all_experts": True} if computes_all_experts(model, counted[0], 8) else {}
+    work = {"latent": True} if getattr(decoder, "qk_nope_head_dim", None) else {}
+    known = make_entry(model_class.__name__, {**entry, **work})
+    files = revert_weight_conversion(model, dict(model.state_dict()))
     found: dict[int, float] = {}
     for layer, kind in enumerate(kind_of):
-        short, long = (flops.get(layer, 0) for flops in counted)
+        inside = f"{entry['layers']}.{layer}."
+        shapes = {name.removeprefix(inside): tuple(files[name].shape) for name in files if name.startswith(inside)}
+        width = heads_width(known, ConfigReader(decoder.to_dict(), "config.json"), shapes)
+        short, long = (_beside_experts(flops, f"{path}.{layer}") for flops in counted)
         per_key = (long - 2 * short) / (16 * 16 - 2 * 8 * 8)
         found[kind] = round(per_key / width, 2) if width else 0.0
     kinds = [max(found.get(kind, 0.0), 0.0) for kind in range(max(kind_of) + 1)]
-    latency = {"latent": True} if latent else {}
-    return {"per_key": kinds, **latency} if any(kinds) else {}
+    return {**({"per_key": kinds, **work} if any(kinds) else {}), **experts}
 
 
-def count_flops(model: PreTrainedModel, path: str, length: int) -> dict[int, int]:
+def computes_all_experts(model: PreTrainedModel, counted: Mapping[str, int], length: int) -> bool:
+    """Return whether every token goes through the matrices of every expert."""
+    experts = {name: part for name, part in model.named_modules() if name.endswith(".experts")}
+    products = {name: 2 * length * sum(each.numel() for each in part.parameters()) for name, part in experts.items()}
+    return any(0 < products[name] <= counted.get(name, 0) for name in experts)
+
+
+def _beside_experts(counted: Mapping[str, int], layer: str) -> int:
+    """Return a layer's FLOPs without those of experts, which depend on the tokens where some do nothing."""
+    experts = [name for name in counted if name.startswith(f"{layer}.") and name.endswith(".experts")]
+    return counted.get(layer, 0) - sum(counted[name] for name in experts)
+
+
+def count_flops(model: PreTrainedModel, length: int) -> dict[str, int]:
+    """Return the FLOPs of each module for one sequence."""
     with FlopCounterMode(display=False) as counter:
         run(model, length)
-    found = {}
-    for name, counts in counter.get_flop_counts().items():
-        if match := re.fullmatch(rf"\w+\.{re.escape(path)}\.(\d+)", name):
-            found[int(match[1])] = sum(counts.values())
-    return found
+    return {name.partition(".")[2]: sum(counts.values()) for name, counts in counter.get_flop_counts().items()}
 
 
 def render(found: Mapping[str, Mapping[str, Any]], refused: Mapping[str, str]) -> str:

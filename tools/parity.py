@@ -99,7 +99,7 @@ def _look_at(architecture: str, path: str, config: Any) -> Layers:
     return Layers(
         num_results=len(first) if isinstance(first, (tuple, list)) else 0,
         carried=tuple(carried),
-        reshapes=hidden_state.shape[:-1] != _tokens(0).shape,
+        reshapes=hidden_state.shape != (*_tokens(0).shape, config.get_text_config().hidden_size),
         all_run={index for index, _ in taken[0]} == set(range(len(listed))),
     )
 

@@ -52,6 +52,7 @@ _SMALL: Mapping[str, Any] = {
 # What a config needs besides, where its own checks or its model refuse these sizes, or where they would leave out a
 # kind of layer that the architecture has.
 _OWN: Mapping[str, Mapping[str, Any]] = {
+    "BambaForCausalLM": {"attn_layer_indices": [1, 3]},
     "BailingHybridForCausalLM": {"n_group": 1, "topk_group": 1, "num_local_experts": 4, "layer_group_size": 2},
     "CodeGenForCausalLM": {"rotary_dim": 8},
     "CohereCompassForCausalLM": {
@@ -62,7 +63,25 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
     },
-    "Dots3NoteForCausalLM": {"num_key_value_heads": 4},
+    "DeepseekV4ForCausalLM": {
+        "layer_types": [
+            "heavily_compressed_attention",
+            *["compressed_sparse_attention"] * 2,
+            "heavily_compressed_attention",
+        ],
+        "mlp_layer_types": ["hash_moe", "hash_moe", "moe", "moe"],
+    },
+    "Dots3NoteForCausalLM": {
+        "num_key_value_heads": 4,
+        "shared_experts_intermediate_size": 32,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 16,
+        "swa_kv_lora_rank": 16,
+        "swa_head_dim": 16,
+        "swa_qk_nope_head_dim": 8,
+        "swa_v_head_dim": 16,
+    },
     "FalconH1ForCausalLM": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16},
     "GPTJForCausalLM": {"rotary_dim": 8},
     "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], LAYERS // 2]]},
@@ -71,13 +90,16 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
         "text_config": {"layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)},
     },
     "Gemma3nForCausalLM": {"num_kv_shared_layers": 0, "activation_sparsity_pattern": None},
-    "JambaForCausalLM": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "GlmMoeDsaForCausalLM": {"indexer_types": ["full", "shared", "full", "shared"]},
+    "GraniteMoeHybridForCausalLM": {"layer_types": ["linear_attention", "full_attention"] * (LAYERS // 2)},
+    "JambaForCausalLM": {"attn_layer_period": LAYERS, "attn_layer_offset": 2},
     "KimiLinearForCausalLM": {
         "num_local_experts": 4,
         "linear_head_dim": 16,
         "linear_num_heads": 4,
         "layer_types": ["linear_attention", "full_attention"] * (LAYERS // 2),
     },
+    "Lfm2ForCausalLM": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2), "num_dense_layers": 1},
     "Llama4ForCausalLM": {"interleave_moe_layer_step": 2},
     "Llama4ForConditionalGeneration": {"text_config": {"interleave_moe_layer_step": 2}},
@@ -89,6 +111,21 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
         "head_dim": 8,
     },
     "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
+    "MiMoV2FlashForCausalLM": {
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    },
+    "MiniMaxM3VLForCausalLM": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * (LAYERS // 2),
+        "mlp_layer_types": ["dense", *["sparse"] * (LAYERS - 1)],
+    },
+    "Qwen4ExpForCausalLM": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+        "ngram_vocab_size_base": 128,
+    },
     "ZayaForCausalLM": {"num_experts_per_tok": 1},
     "Zamba2ForCausalLM": {"layers_block_type": ["mamba", "hybrid"] * (LAYERS // 2), "hybrid_layer_ids": [1, 3]},
     "ZambaForCausalLM": {
@@ -101,17 +138,22 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
 
 # Classes that take images or sound, too, around one of the decoders above.
 MULTIMODAL = (
-    "Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration", "InternVLForConditionalGeneration",
+    "FuyuForCausalLM", "Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration",
+    "Gemma4UnifiedForConditionalGeneration", "GotOcr2ForConditionalGeneration", "InternVLForConditionalGeneration",
     "Llama4ForConditionalGeneration", "LlavaForConditionalGeneration", "Mistral3ForConditionalGeneration",
+    "MossTranscribeDiarizeForConditionalGeneration",
     "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
 )  # fmt: skip
+# A decoder that transformers maps to another task.
+_UNMAPPED = ("Mistral4ForCausalLM",)
 # Sizes of their other parts: fewer layers than the decoder has.
 _SMALL_TOWER: Mapping[str, Any] = {
     **dict.fromkeys(("num_hidden_layers", "depth"), 3),
     **dict.fromkeys(("image_size", "default_output_length"), 32),
     **dict.fromkeys(("patch_size", "num_position_embeddings", "position_embedding_size"), 16),
-    **dict.fromkeys(("out_hidden_size", "output_proj_dims", "embed_dim", "projector_input_dim"), 64),
+    **dict.fromkeys(("out_hidden_size", "output_proj_dims", "embed_dim", "mm_embed_dim", "projector_input_dim"), 64),
+    "mm_posemb_size": 16,
     "deepstack_visual_indexes": [0],
     "fullatt_block_indexes": [1],
     "vision_output_dim": 64,
@@ -122,7 +164,7 @@ _SMALL_TOWER: Mapping[str, Any] = {
 
 def decoder_classes() -> Iterator[tuple[str, type[PreTrainedModel]]]:
     """Yield the distinct classes that transformers takes for causal language models, by name, in order."""
-    names: set[str] = set()
+    names = {*_UNMAPPED}
     for found in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         names.update((found,) if isinstance(found, str) else found)
     for name in sorted({*names, *MULTIMODAL}):
@@ -170,6 +212,10 @@ def _tiny(kind: Any, own: Mapping[str, Any]) -> Any:
         for name, found in default.items()
         if isinstance(found, list) and len(found) > LAYERS and all(isinstance(item, (str, int)) for item in found)
     }
+    # Lists with each type of layer that the default has, where the first few are of one type.
+    types = list(dict.fromkeys(default["layer_types"] or ())) if "layer_types" in default else []
+    if 1 < len(types) <= LAYERS and len(set(default["layer_types"][:LAYERS])) < len(types):
+        lists["layer_types"] = (types * LAYERS)[:LAYERS]
     set_only = {name: size for name, size in sizes.items() if default[name] is not None}
     failed: Exception | None = None
     for fields in ({**sizes, **lists}, {**set_only, **lists}, sizes, set_only):

@@ -15,11 +15,12 @@ from manifests.models.catalogue import CatalogueEntry
 from manifests.models.config import MAX_LAYERS, ConfigReader
 from manifests.models.shape import ModelShape, Shape, StoredTensors, Work, module_of
 
-__all__ = ["shape_by_names"]
+__all__ = ["heads_width", "shape_by_names"]
 
 _PER_TOKEN = (
     "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k", "top_k_experts",
 )  # fmt: skip
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
 _MOST_WIDE = 1 << 24
 _COMPUTED = ("rotary_emb.inv_freq",)  # what files of older code have in every layer, and models compute
 _INCOMPLETE = "the checkpoint is incomplete, or its files are another model's; download files and config again"
@@ -281,8 +282,7 @@ def _work(
     tensors: Mapping[str, Shape],
 ) -> dict[str, Work]:
     work = dict.fromkeys(modules, Work())
-    per_token = next((config.count(name) for name in _PER_TOKEN if config.has(name)), 0)
-    heads = _heads_width(entry, config) if entry.per_key else 0.0
+    per_token = 0 if entry.all_experts else next((config.count(name) for name in _PER_TOKEN if config.has(name)), 0)
     for number, (name, layer) in enumerate(layers.items()):
         kind = kinds[number] if number < len(kinds) else -1
         per_key = entry.per_key[kind] if 0 <= kind < len(entry.per_key) else 0.0
@@ -291,11 +291,12 @@ def _work(
             if len(dims) >= 2:
                 share = _share(leaf, dims, layer, per_token)
                 flops += 2 * share * prod(dims)
-                saved += share * sum(dims[-2:]) * (dims[0] if len(dims) > 2 and "expert" in leaf else 1)
-        keyed = round(per_key * heads)
+                saved += share * sum(dims[-2:]) * (dims[0] if _are_experts(leaf, dims) else 1)
+        keyed = round(per_key * heads_width(entry, config, layer.shapes)) if per_key else 0
         work[name] = Work(flops=round(flops), flops_per_key=keyed, saved=round(saved))
     for module in entry.outputs:
-        sizes = [dims for name, dims in tensors.items() if module_of(name, {module}) and len(dims) == 2]
+        own = (name for name in tensors if name == module or name.startswith(f"{module}."))
+        sizes = [tensors[name] for name in own if len(tensors[name]) == 2]
         last = max((dims[0] for dims in sizes), default=0) if module == entry.outputs[-1] else 0
         products, widths = sum(2 * prod(dims) for dims in sizes), sum(sum(dims) for dims in sizes)
         work[module] = Work(flops=products, saved=widths, saved_fp32=last)
@@ -307,14 +308,22 @@ def _share(leaf: str, dims: Shape, layer: _Layer, per_token: int) -> float:
     if leaf in layer.numbers:
         count = len(layer.numbers[leaf])
         return min(per_token, count) if per_token and "expert" in leaf else count
-    if len(dims) == 3 and "expert" in leaf and per_token:
+    if _are_experts(leaf, dims) and per_token:
         return min(per_token, dims[0]) / dims[0]
     return 1
 
 
-def _heads_width(entry: CatalogueEntry, config: ConfigReader) -> float:
-    """Return the width of all heads together, which the catalogue counts FLOPs in."""
-    name = next((name for name in ("num_attention_heads", "n_head", "n_heads", "num_heads") if config.has(name)), None)
+def _are_experts(leaf: str, dims: Shape) -> bool:
+    """Return whether a tensor has a matrix of each expert."""
+    return len(dims) == 3 and ("expert" in leaf or "moe" in leaf)
+
+
+def heads_width(entry: CatalogueEntry, config: ConfigReader, layer: Mapping[str, Shape]) -> float:
+    """Return the width of all heads of a layer together, which `per_key` of the catalogue counts FLOPs in."""
+    projection = layer.get("self_attn.o_proj.weight", ())
+    if len(projection) == 2 and not entry.latent:
+        return projection[1]
+    name = next((name for name in _HEADS if config.has(name)), None)
     if name is None:
         return 0
     heads, width = config.count(name), _count(config, entry.width)

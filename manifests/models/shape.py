@@ -71,6 +71,7 @@ class ModelShape:
     hidden_size: int = 0  # width of what one module hands to the next
     is_estimated: bool = False  # whether `work` was made of the sizes of tensors, not of the modules' arithmetic
     base: str = ""  # what files of the model without its head leave out in front of every name
+    _owned: dict[str, tuple[str, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def num_params(self) -> int:
@@ -95,14 +96,16 @@ class ModelShape:
             return stored if module_of(whole, self.work) is None else whole
         return stored
 
-    def by_module(self) -> dict[str, tuple[str, ...]]:
+    def by_module(self) -> Mapping[str, tuple[str, ...]]:
         """Return the FQNs of each module's tensors, in the order of `tensors`."""
-        found: dict[str, list[str]] = {module: [] for module in self.modules}
-        for fqn in self.tensors:
-            module = module_of(fqn, found)
-            assert module is not None, fqn
-            found[module].append(fqn)
-        return {module: tuple(fqns) for module, fqns in found.items()}
+        if not self._owned:  # a plan asks several times, and a model has up to a hundred thousand tensors
+            found: dict[str, list[str]] = {module: [] for module in self.modules}
+            for fqn in self.tensors:
+                module = module_of(fqn, found)
+                assert module is not None, fqn
+                found[module].append(fqn)
+            self._owned.update({module: tuple(fqns) for module, fqns in found.items()})
+        return self._owned
 
     def without(self, modules: Collection[str]) -> ModelShape:
         """Return the shape of a checkpoint that lacks some of the `optional` modules."""

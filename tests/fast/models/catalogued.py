@@ -26,21 +26,23 @@ DOZEN = (
 )  # fmt: skip
 
 
-def config_of(architecture: str, **changes: Any) -> Any:
-    """Return the tiny config of an architecture, as transformers has it."""
-    return tiny_config(getattr(transformers, architecture), **changes)
+def config_of(architecture: str, *, is_tiny: bool = True, **changes: Any) -> Any:
+    """Return the tiny config of an architecture, or the default of its class, as transformers has it."""
+    model_class = getattr(transformers, architecture)
+    return tiny_config(model_class, **changes) if is_tiny else model_class.config_class(**changes)
 
 
-def build_meta(architecture: str, **changes: Any) -> PreTrainedModel:
-    """Build a tiny model without weights."""
+def build_meta(architecture: str, *, is_tiny: bool = True, **changes: Any) -> PreTrainedModel:
+    """Build a tiny model, or one of its class's default, without weights."""
     with quiet(), torch.device("meta"):
-        model: PreTrainedModel = getattr(transformers, architecture)(config_of(architecture, **changes))
+        config = config_of(architecture, is_tiny=is_tiny, **changes)
+        model: PreTrainedModel = getattr(transformers, architecture)(config)
     return model
 
 
-def stored_by(architecture: str, **changes: Any) -> tuple[dict[str, Any], StoredTensors]:
-    """Return a tiny model's config.json, and the tensors that its files have."""
-    model = build_meta(architecture, **changes)
+def stored_by(architecture: str, *, is_tiny: bool = True, **changes: Any) -> tuple[dict[str, Any], StoredTensors]:
+    """Return the config.json of such a model, and the tensors that its files have."""
+    model = build_meta(architecture, is_tiny=is_tiny, **changes)
     config = model.config
     state = dict(model.state_dict())
     if getattr(config, "tie_word_embeddings", False):

@@ -16,10 +16,15 @@ from manifests.models import ARCHITECTURES, StoredTensors, model_shape
 from manifests.models.catalogue import catalogued, entry_of
 from runner.models import family_for
 from tests.builders import files_in, reshard
-from tests.fast.models.catalogued import DOZEN, build_meta, save_tiny, stored_by
+from tests.fast.models.catalogued import DOZEN, build_meta, config_of, save_tiny, stored_by
 
 ROOT = Path(__file__).parents[3]
 OTHERS = tuple(name for name in catalogued() if name not in DOZEN)
+# Classes of which transformers builds no model by their own default.
+WITHOUT_DEFAULT = (
+    "CohereCompassForCausalLM", "DbrxForCausalLM", "Dots1ForCausalLM", "HunYuanDenseV1ForCausalLM",
+    "HunYuanMoEV1ForCausalLM", "Lfm2MoeForCausalLM", "MinistralForCausalLM", "NemotronForCausalLM",
+)  # fmt: skip
 ALL = (*DOZEN, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS))
 
 
@@ -48,11 +53,31 @@ def test_a_tensor_that_is_missing_is_named(architecture: str) -> None:
     assert entry is not None
     towers = tuple(f"{tower}." for tower in entry.towers)  # whose tensors only the index knows
     for gone in stored.tensors:
-        if gone.endswith(ignored) or gone.startswith(towers):
-            continue
+        if gone.endswith((*ignored, ".attention_sink_bias")) or gone.startswith(towers):
+            continue  # MiMo's layers of full attention are those of a window without the sink's bias
         with pytest.raises(UserError) as caught:
             model_shape(config, stored=without(stored, gone))
         assert (caught.value.code, caught.value.where) == ("source.missing-tensor", "SOURCE"), gone
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param(name, marks=() if name in ("JambaForCausalLM", "MiMoV2FlashForCausalLM") else pytest.mark.slow)
+        for name in catalogued()
+        if name not in (*WITHOUT_DEFAULT, *ARCHITECTURES)
+    ],
+)
+def test_every_layer_of_a_class_s_own_default_config_is_known(architecture: str) -> None:
+    """Its layers are of more kinds than the first few are, of which the tiny config has copies."""
+    default = config_of(architecture, is_tiny=False)
+    few = {name: 8 for name in ("num_experts", "num_local_experts", "n_routed_experts") if getattr(default, name, 0)}
+    few |= {name: 1 for name in ("num_experts_per_tok", "n_group", "topk_group") if getattr(default, name, 0)}
+    try:
+        config, stored = stored_by(architecture, is_tiny=False, **few)
+    except Exception:  # of a config that refuses so few experts
+        config, stored = stored_by(architecture, is_tiny=False)
+    assert model_shape(config, stored=stored).num_layers > 0
 
 
 def test_plan_estimates_and_says_so(tmp_path: Path) -> None:

@@ -6,11 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
-from manifests.models import model_shape
+from manifests.models import StoredTensors, model_shape
 from tests.fast.models.built import DECODERS, TINY, build, read_config
+from tests.fast.models.catalogued import quiet
 
 BATCH, SEQ_LEN = 2, 48
 VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -23,6 +27,16 @@ VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("tiny-opt", {"word_embed_proj_dim": 16}),
     ("tiny-phi", {"num_key_value_heads": 2, "qk_layernorm": True}),
 )
+
+# Of the catalogue, by their classes' own sizes; what of a run differs is `make test`'s sample.
+FEW = ("GraniteMoeForCausalLM", "Llama4ForCausalLM", "Olmo3ForCausalLM")
+NAMED = (
+    "Cohere2ForCausalLM", "Cohere2MoeForCausalLM", "CohereForCausalLM", "DeepseekV32ForCausalLM",
+    "DeepseekV4ForCausalLM", "Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM",
+    "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM", "GraniteForCausalLM",
+    "GraniteMoeHybridForCausalLM", "KimiLinearForCausalLM", "MiniMaxM2ForCausalLM", "Ministral3ForCausalLM",
+    "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "SmolLM3ForCausalLM",
+)  # fmt: skip
 
 
 def count(model: PreTrainedModel, *, backward: bool) -> tuple[int, dict[str, int]]:
@@ -52,6 +66,23 @@ def test_forward_flops_are_those_counted_on_the_model_and_on_each_module(name: s
     assert {module: by_module.get(module, 0) for module in shape.modules} == ours
     assert counted == sum(ours.values())
     assert count(model, backward=True)[0] == BATCH * SEQ_LEN * shape.train_flops(SEQ_LEN) == 3 * counted
+
+
+@pytest.mark.parametrize("architecture", [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in NAMED)])
+def test_estimated_flops_are_within_a_tenth_of_those_counted_at_true_widths(architecture: str) -> None:
+    model_class = getattr(transformers, architecture)
+    length, mode = 512, FakeTensorMode(allow_non_fake_inputs=True)
+    with quiet(), mode, torch.no_grad(), FlopCounterMode(display=False) as counter:
+        config = model_class.config_class(num_hidden_layers=8)
+        config._attn_implementation, config._experts_implementation = "eager", "batched_mm"  # products that are counted
+        model = model_class(config).eval()
+        model(input_ids=torch.zeros(1, length, dtype=torch.long), use_cache=False)
+        files = revert_weight_conversion(model, dict(model.state_dict()))
+    stored = StoredTensors(tensors={name: tuple(tensor.shape) for name, tensor in files.items()}, where="SOURCE")
+    shape = model_shape({**config.to_dict(), "architectures": [architecture]}, stored=stored)
+    assert shape.is_estimated
+    estimated = length * sum(work.forward_flops(length) for work in shape.work.values())
+    assert estimated == pytest.approx(counter.get_total_flops(), rel=0.1)
 
 
 def test_mtp_layer_costs_a_decoder_layer_its_projection_and_its_head() -> None:

@@ -73,7 +73,8 @@ def test_gradients_of_a_loss_in_chunks_are_those_of_one_or_it_is_refused(archite
         assert loss.item() == pytest.approx(result.loss, rel=1e-6)
         torch.autograd.backward(loss)
     for _, expected, found in gradients_of(whole, chunks):  # those of keys' biases are zero but for rounding
-        assert (found - expected).abs().max() <= 1e-6 * max(1.0, expected.abs().max().item())
+        # Chunks sum tokens in another order: 1.2e-6 is seen in Gemma 4's tied embedding, which is scaled as well.
+        assert (found - expected).abs().max() <= 2e-6 * max(1.0, expected.abs().max().item())
 
 
 def built(architecture: str, num_stages: int) -> tuple[WholeModel, tuple[WholeResult, ...], tuple[StageChunk, ...]]:
