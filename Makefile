@@ -19,7 +19,7 @@ FIND_PYTHON = for python in $(PYTHON); do \
 	    exit 1; \
 	}
 
-.PHONY: help setup check test test-all test-gpu test-pythons test-interop interop test-torch wording fuzz demo bench api architecture catalogue models errors fmt constraints clean
+.PHONY: help setup check test test-all test-gpu test-pythons test-interop interop test-torch wording fuzz demo bench docs api commands performance architecture catalogue models errors fmt constraints clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -35,6 +35,9 @@ check: setup  ## Format, lint, types, arrows, fast tests
 	$(BIN)/python tools/errors.py --check
 	$(BIN)/python tools/models.py --check
 	$(BIN)/python tools/api.py --check
+	$(BIN)/python tools/commands.py --check
+	$(BIN)/python tools/performance.py --check
+	$(BIN)/python tools/site.py
 	$(BIN)/python tools/compatibility.py --check
 	$(BIN)/python -m pytest -q -n 2 -m "not process and not slow"
 
@@ -80,6 +83,16 @@ bench: setup  ## Time pack against cp
 api: setup  ## Write docs/python-api.md from the docstrings
 	$(BIN)/python tools/api.py
 
+commands: setup  ## Write docs/commands.md from the commands' flags
+	$(BIN)/python tools/commands.py
+
+performance: setup  ## Write docs/performance.md and the README's figures from bench/results
+	$(BIN)/python tools/performance.py
+
+docs: setup  ## Build the documentation site, build/site
+	$(BIN)/python tools/site.py
+	@echo 'open build/site/index.html'
+
 architecture: setup  ## Write docs/architecture.md from the imports
 	$(BIN)/python tools/architecture.py
 
@@ -104,14 +117,14 @@ fmt: setup  ## Format, and fix what the linter can
 	@echo 'setup: torch'
 	@$(PIP) -c constraints.txt torch
 	@echo 'setup: everything else'
-	@$(PIP) -c constraints.txt --no-build-isolation -e '.[runner,torchtitan,test,dev]'
+	@$(PIP) -c constraints.txt --no-build-isolation -e '.[runner,torchtitan,test,docs,dev]'
 	@touch $@
 
 constraints:  ## Regenerate constraints.txt from the newest releases that pyproject.toml allows
 	@$(FIND_PYTHON); set -e; \
 	"$$python" -m venv --clear .constraints; \
 	.constraints/bin/python -m pip install -qq $$(sed -n "/^torch==/p;/^triton==/p" constraints.txt); \
-	.constraints/bin/python -m pip install -qq --no-build-isolation -e '.[runner,torchtitan,test,dev]'; \
+	.constraints/bin/python -m pip install -qq --no-build-isolation -e '.[runner,torchtitan,test,docs,dev]'; \
 	.constraints/bin/python -m pip freeze --all --exclude-editable --exclude pip >.constraints/exact; \
 	{ sed -n '/^#/p' constraints.txt; sed 's/+[^ ]*//' .constraints/exact; } >.constraints/new; \
 	mv .constraints/new constraints.txt; \

@@ -1,0 +1,193 @@
+"""Write docs/performance.md and the figures of README.md from bench/results/*.json.
+
+`python tools/performance.py` writes both; `--check` exits with 1 where one is out of date. No figure is
+written by hand: a sentence here names the file and the fields that it takes its numbers from.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench" / "results"
+PAGE = ROOT / "docs" / "performance.md"
+README = ROOT / "README.md"
+_FACTS = ("nbytes", "turns")  # which are said in a line, not in a table
+BEGIN, END = "<!-- benchmarks: written by make performance -->\n", "<!-- end of benchmarks -->\n"
+# The pages' sections: result files, each with its title and its script in bench/.
+SECTIONS = {
+    "pack-4gb": ("Packing", "pack"),
+    "reshard-4gb": ("Resharding with optimizer state", "resharding"),
+    "load": ("Loading a stage", "load"),
+    "streams": ("Reading from remote stores", "streams"),
+    "step": ("A training step", "step"),
+    "bubble": ("The pipeline bubble", "bubble"),
+    "saving": ("Saving", "saving"),
+    "deepseek": ("DeepSeek-V3's shape", "deepseek"),
+    "tensors": ("Many tensors", "tensors"),
+    "startup": ("Start-up", "startup"),
+    "paired": ("Beside an older commit", "paired"),
+}
+_HEAD = """\
+# Performance
+
+What was measured, beside peers and limits in the same run: contenders take turns in rotating order, ratios are medians
+of the ratios within a turn, and *cp* is `cp -r` of the same bytes on the same disk, without a flush unless it says
+*sync*. Two shared cores and one shared disk: the ratios carry over to other machines, the times do not. Each section
+links to the file of its figures, with every single time; its script says with `--help` what is timed.
+
+Written by `make performance` from `bench/results`; `make check` fails when it is out of date.
+"""
+
+
+def main() -> int:
+    """Write or check the page and the README's figures; return the exit code."""
+    results = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in SECTIONS}
+    texts = {PAGE: render(results), README: with_figures(README.read_text(), results)}
+    if "--check" not in sys.argv[1:]:
+        for path, text in texts.items():
+            path.write_text(text)
+        return 0
+    stale = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
+    for path in stale:
+        print(f"{path.relative_to(ROOT)} is out of date\nhint: make performance", file=sys.stderr)
+    return int(bool(stale))
+
+
+def with_figures(readme: str, results: Mapping[str, Any]) -> str:
+    """Return the README with its list of benchmarks renewed."""
+    before, _, rest = readme.partition(BEGIN)
+    after = rest.partition(END)[2]
+    return before + BEGIN + "\n".join(map(_filled, _sentences(results))) + "\n" + END + after
+
+
+def _sentences(results: Mapping[str, Any]) -> Iterator[str]:
+    pack, reshard, load = results["pack-4gb"], results["reshard-4gb"], results["load"]
+    times = {name: command["ratio_to_cp"] for name, command in pack["commands"].items()}
+    yield (
+        f"- Packing {_gb(pack)} in 4 shards into 4 stages, including digests and `fsync`, takes "
+        f"{pack['ratios']['pack to cp_and_sync']:.2f} times as long as `cp -r` plus a flush of the same folder in the "
+        f"same turn, and {times['pack']:.2f} times as long as a bare `cp -r`, in "
+        f"{pack['commands']['pack']['peak_anonymous_mb']:.0f} MB of anonymous memory. Relative to the bare `cp -r`, "
+        f"the usual script takes {times['script']:.2f} times, transformers {times['transformers']:.1f} times and "
+        f"torch's HF reader and writer {times['dcp']:.1f} times as long {_link('pack-4gb')}."
+    )
+    yield (
+        f"- Resharding {_gb(reshard)} with AdamW's optimizer state from 8 stages to 4 takes "
+        f"{reshard['ratios']['reshard to cp_and_sync']:.2f} times as long as `cp -r` plus a flush, in "
+        f"{reshard['commands']['reshard']['peak_anonymous_mb']:.0f} MB; torch's DCP takes "
+        f"{reshard['ratios']['dcp to reshard']:.1f} times as long, in "
+        f"{reshard['ratios']['dcp to reshard, anonymous memory']:.0f} times the memory {_link('reshard-4gb')}."
+    )
+    yield (
+        f"- A rank loads its stage, 1 of 4 GB, with digests verified, in {load['cold']['runner']['ratio_to_cat']:.2f} "
+        f"times the time of one `cat` from a cold disk. From the page cache, where `cat` is limited by neither disk "
+        f"nor memory, hashing dominates: {load['warm']['runner']['ratio_to_cat']:.1f} times {_link('load')}."
+    )
+    link = results["streams"]["links"]["40 ms, 8 MB/s"]
+    yield (
+        f"- From a server with 40 ms a request and 8 MB/s a connection, packing a bucket reaches "
+        f"{link['bucket']['of_bare_client']:.2f} of what a bare client with 64 requests reads, and the hub "
+        f"{link['hub']['of_bare_client']:.2f}, where `hf download` reaches {link['hf download']['of_bare_client']:.2f} "
+        f"{_link('streams')}."
+    )
+    four = results["bubble"]["cases"]["four ranks"]
+    yield (
+        f"- A step of the runner takes {results['step']['ratio_to_plain']:.2f} times as long as a plain loop over "
+        f"torch's schedule and AdamW, with bitwise equal weights {_link('step')}; four ranks with simulated "
+        f"accelerator times had {four['bubble_ratio']:.2f} times the pipeline bubble of the simulated schedule {_link('bubble')}."
+    )
+    yield (
+        f"- An asynchronous save pauses training for {results['saving']['1 ranks'][0]['ratio']:.2f} times as long as a "
+        f"plain copy of weights and optimizer state takes {_link('saving')}."
+    )
+    deepseek = results["deepseek"]
+    plan, virtual = (deepseek["commands"][name]["median_s"] for name in ("plan", "pack_virtual"))
+    yield (
+        f"- DeepSeek-V3 at its true shape ({deepseek['num_tensors']:,} tensors, {deepseek['num_shards']} shards, "
+        f"{deepseek['nbytes'] / 1e9:.0f} GB, sparse files) onto 32 stages: `plan` {plan:.1f} s, `pack --virtual` "
+        f"{virtual:.1f} s, a manifest of {deepseek['manifest_nbytes'] / 1e3:.0f} kB {_link('deepseek')}."
+    )
+
+
+def _filled(sentence: str) -> str:
+    return fill(sentence, 118, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def _gb(result: Mapping[str, Any]) -> str:
+    return f"{result['nbytes'] / 1e9:.1f} GB"
+
+
+def _link(name: str) -> str:
+    return f"([{name}.json](bench/results/{name}.json))"
+
+
+def render(results: Mapping[str, Any]) -> str:
+    """Return the page."""
+    return "\n".join((_HEAD, *(line for name in SECTIONS for line in _section(name, results[name]))))
+
+
+def _section(name: str, result: Mapping[str, Any]) -> Iterator[str]:
+    title, script = SECTIONS[name]
+    what = result["what"]
+    yield f"## {title}\n"
+    yield f"{what[0].upper()}{what[1:]}.\n"
+    facts = [f"{result['date']}", f"commit {result['commit']}" if "commit" in result else "", result["machine"]]
+    facts.append(f"{result['turns']} turns" if "turns" in result else "")
+    facts.append(f"{_gb(result)}" if "nbytes" in result else "")
+    facts.append(f"load average {min(result['load_average'])}" if "load_average" in result else "")
+    facts.append(f"`bench/{script}.py`")
+    yield f"{'; '.join(filter(None, facts))}. [All figures](../bench/results/{name}.json)\n"
+    yield from _tables(result)
+
+
+def _tables(result: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a table of each part of a result whose rows are figures, under the part's name."""
+    plain = {key: value for key, value in result.items() if key not in _FACTS and _is_figure(value)}
+    if plain:
+        yield from _table("", {key: {"": value} for key, value in plain.items()})
+    for name, value in result.items():
+        part = dict(_by_rank(value))
+        if part:
+            nested = {key: value for key, value in part.items() if isinstance(value, Mapping)}
+            deep = {key: value for key, value in nested.items() if any(isinstance(v, Mapping) for v in value.values())}
+            if any(not any(map(_is_figure, value.values())) for value in deep.values()):
+                for key, value in deep.items():
+                    yield from _table(f"{name}: {key}", value)
+            elif nested:
+                yield from _table(name, nested)
+            elif any(map(_is_figure, part.values())):
+                yield from _table(name, {key: {"": value} for key, value in part.items()})
+
+
+def _by_rank(part: object) -> Iterator[tuple[str, Any]]:
+    """Yield a part's rows by name; those of a list are of ranks."""
+    if isinstance(part, Mapping):
+        yield from part.items()
+    elif isinstance(part, list):
+        yield from ((f"rank {number}", row) for number, row in enumerate(part) if isinstance(row, Mapping))
+
+
+def _table(name: str, rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    columns = list(dict.fromkeys(key for row in rows.values() for key, value in row.items() if _is_figure(value)))
+    if not columns:
+        return
+    yield f"| {name.replace('_', ' ')} | {' | '.join(column.replace('_', ' ') for column in columns)} |"
+    yield "|---" * (len(columns) + 1) + "|"
+    for key, row in rows.items():
+        cells = (f"{row[column]:,}" if column in row and _is_figure(row[column]) else "" for column in columns)
+        yield f"| {key.replace('_', ' ')} | {' | '.join(cells)} |"
+    yield ""
+
+
+def _is_figure(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
