@@ -100,7 +100,7 @@ def _sentences(results: Mapping[str, Any]) -> Iterator[str]:
     yield (
         f"- A step of the runner takes {results['step']['ratio_to_plain']:.2f} times as long as a plain loop over "
         f"torch's schedule and AdamW, with bitwise equal weights {_link('step')}; four ranks with simulated "
-        f"accelerator times had {four['bubble_ratio']:.2f} times the bubble of the simulated schedule {_link('bubble')}."
+        f"accelerator times had {four['bubble_ratio']:.2f} times the simulated bubble {_link('bubble')}."
     )
     yield (
         f"- An asynchronous save pauses training for {results['saving']['1 ranks'][0]['ratio']:.2f} times as long as a "
