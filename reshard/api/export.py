@@ -14,6 +14,7 @@ from reshard.copy.parallelism import Parallelism
 from reshard.operations.export import ExportResult, export_huggingface
 from reshard.operations.export_dcp import export_dcp
 from reshard.operations.export_deepspeed import DeepSpeedForm, export_deepspeed
+from reshard.operations.export_megatron import export_megatron
 from reshard.operations.export_vllm import export_vllm
 from reshard.operations.progress import Progress, counting
 from reshard.sources.bundles import open_manifest
@@ -22,7 +23,7 @@ from stores.address import is_url
 
 __all__ = ["ExportForm", "ExportNames", "export"]
 
-ExportForm = Literal["hf", "dcp", "deepspeed", "universal", "vllm"]
+ExportForm = Literal["hf", "dcp", "deepspeed", "universal", "vllm", "megatron"]
 ExportNames = Literal["hf", "torchtitan", "pipeline"]
 
 # What `names` may be besides those of Hugging Face's model.
@@ -80,7 +81,7 @@ def export(
     checkpoint = open_manifest(manifest)
     address = str(out) if is_url(out) else Path(out)
     if to != "hf":
-        has_weights_alone = weights_only or to in ("deepspeed", "vllm")
+        has_weights_alone = weights_only or to in ("deepspeed", "megatron", "vllm")
         kinds = (checkpoint.tensors, *(() if has_weights_alone else checkpoint.moments.values()))
         total = sum(tensor.nbytes for tensors in kinds for tensor in tensors.values())
         options = WriteOptions(
@@ -91,6 +92,8 @@ def export(
                 checkpoint, address, force=force, for_torchtitan=names == "torchtitan", weights_only=weights_only,
                 dtype=dtype, options=options,
             )  # fmt: skip
+        if to == "megatron":
+            return export_megatron(checkpoint, address, force=force, dtype=dtype, options=options)
         if to == "vllm":
             return export_vllm(checkpoint, address, force=force, pp=pp, tp=tp, dtype=dtype, options=options)
         form: DeepSpeedForm = "layers" if to == "deepspeed" else "universal-pipeline" if names == "pipeline" else to

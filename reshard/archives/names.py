@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-__all__ = ["DATA_SUFFIX", "LATEST_NAMES", "METADATA_NAME", "is_dcp", "is_deepspeed"]
+__all__ = ["DATA_SUFFIX", "LATEST_NAMES", "MARK_NAME", "METADATA_NAME", "is_dcp", "is_deepspeed", "is_megatron"]
 
 METADATA_NAME = ".metadata"
 DATA_SUFFIX = ".distcp"
+MARK_NAME = "metadata.json"  # of Megatron-Core: which format this is; it writes it last
 LATEST_NAMES = ("latest_universal", "latest")  # files of DeepSpeed's that name the folder of the last checkpoint
 _DEEPSPEED = re.compile(
     r"(?:[^/]+/)?(?:(?:layer|mp_rank|(?:bf16_|fp16_)?zero_pp_rank)_\d+[^/]*_states\.pt|zero/[^/]+/fp32\.pt)"
@@ -23,3 +24,8 @@ def is_dcp(names: Collection[str]) -> bool:
 def is_deepspeed(names: Collection[str]) -> bool:
     """Return whether a folder with these files is a checkpoint of DeepSpeed's, or has one in a folder."""
     return any(map(_DEEPSPEED.fullmatch, names))
+
+
+def is_megatron(names: Collection[str]) -> bool:
+    """Return whether a folder with these files is one of Megatron-Core's `torch_dist` format, which is DCP's."""
+    return is_dcp(names) and MARK_NAME in names

@@ -9,7 +9,7 @@ from typing import Literal
 from manifests.errors import InputError, SourceError, UnreachableError, UsageError
 from manifests.invariants import MANIFEST_NAME
 from manifests.schema import ModelDescription
-from reshard.archives.names import METADATA_NAME, is_deepspeed
+from reshard.archives.names import METADATA_NAME, is_deepspeed, is_megatron
 from reshard.checks.against import check_against
 from reshard.checks.dcp import check_dcp
 from reshard.checks.deepspeed import check_deepspeed
@@ -20,6 +20,8 @@ from reshard.checks.values import check_values
 from reshard.checks.weights import read_weights
 from reshard.operations.verify import VerifyOptions, verify_manifest
 from reshard.sources.dcp import read_dcp_tensors, read_dcp_weights
+from reshard.sources.megatron_folder import read_megatron_weights
+from reshard.sources.megatron_tracker import find_iteration
 from reshard.sources.open import open_source
 from reshard.tensors.checkpoint import TensorAt
 from stores.base import Folder
@@ -118,7 +120,7 @@ def check_checkpoint(
     if options.against is not None:
         here, other = contents.tensors, _tensors_of(options.against, are_stored=kind == "dcp")
         if kind == "dcp" and here and not _is_dcp(_open(options.against)):
-            here = read_dcp_weights(folder)
+            here = _dcp_weights(folder)
         check_against(here, other, options.against, findings, count, reads_bytes=options.reads_bytes)
     if options.digests == "verify":
         check_digests(folder, findings, count)
@@ -148,7 +150,7 @@ def _kind(files: Collection[str]) -> CheckpointKind:
 def _open(address: str) -> Folder:
     if address.endswith(f"/{MANIFEST_NAME}") or address == MANIFEST_NAME:
         return find_manifest_file(address).folder
-    return open_store(address)
+    return find_iteration(address, open_store(address))
 
 
 def _check_manifest(folder: Folder, findings: Findings, *, reads_tensors: bool) -> Contents:
@@ -170,6 +172,10 @@ def _is_dcp(folder: Folder) -> bool:
     return METADATA_NAME in (names := folder.names()) and MANIFEST_NAME not in names
 
 
+def _dcp_weights(folder: Folder) -> Mapping[str, TensorAt]:
+    return read_megatron_weights(folder) if is_megatron(folder.names()) else read_dcp_weights(folder)
+
+
 def _tensors_of(address: str, *, are_stored: bool) -> Mapping[str, TensorAt]:
     """Return the tensors of the checkpoint to compare with; of a DCP folder the weights, or all that `are_stored`.
 
@@ -180,7 +186,7 @@ def _tensors_of(address: str, *, are_stored: bool) -> Mapping[str, TensorAt]:
     if _kind(folder.names()) in ("manifest", "deepspeed"):
         return open_source(address).tensors
     if _is_dcp(folder):
-        return read_dcp_tensors(folder) if are_stored else read_dcp_weights(folder)
+        return read_dcp_tensors(folder) if are_stored else _dcp_weights(folder)
     broken = Findings()
     weights = read_weights(folder, broken)
     if not weights.contents.tensors:

@@ -119,7 +119,7 @@ def pack(
 @click.option(
     "--to",
     "form",
-    type=click.Choice(["hf", "dcp", "deepspeed", "universal", "vllm"]),
+    type=click.Choice(["hf", "dcp", "deepspeed", "universal", "vllm", "megatron"]),
     required=True,
     help="Format to write.",
 )
@@ -157,8 +157,8 @@ def export(
     that were trained in a dtype other than the source's are rounded to the source's, unless --dtype says otherwise. A
     DCP folder (--to dcp) has weights as they were trained and, if there is any, optimizer state. --to deepspeed writes
     the layers of DeepSpeed's PipelineModule, and --to universal its Universal Checkpoint, in float32. --to vllm writes
-    the files of its --load-format sharded_state, one for each rank. A bucket cannot replace the files of a model in one
-    step: there, --force removes the old ones first.
+    the files of its --load-format sharded_state, one for each rank, and --to megatron what Megatron-LM loads, weights
+    alone. A bucket cannot replace the files of a model in one step: there, --force removes the old ones first.
 
     \b
     Example:

@@ -107,6 +107,9 @@ def export_text(done: ExportResult, form: str, names: str, dtype: ExportDtype, o
         how = "load_module_only=True" if form == "deepspeed" else 'with "checkpoint": {"load_universal": true}'
         lines.append(f"next: engine.load_checkpoint(DIR), {how}")
         return "\n".join(lines + [f"cast {num} tensors from {a} to {b}" for (a, b), num in done.casts.items()])
+    if form == "megatron":
+        lines = [f"exported {done.num_files} files, {show_bytes(done.nbytes)}, for Megatron-LM: --load {out}"]
+        return "\n".join(lines + [f"cast {num} tensors from {a} to {b}" for (a, b), num in done.casts.items()])
     if form == "vllm":
         lines = [f"exported {done.num_files} files, {show_bytes(done.nbytes)}, for vLLM: {out}"]
         lines.append(f"next: vllm serve {out} --load-format sharded_state, with the same parallel sizes")

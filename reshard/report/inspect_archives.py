@@ -9,12 +9,13 @@ from typing import Any, Literal
 from manifests.errors import printable
 from manifests.safetensors import nbytes_of
 from reshard.archives.dcp import read_metadata
-from reshard.archives.names import METADATA_NAME, is_deepspeed
+from reshard.archives.names import METADATA_NAME, is_deepspeed, is_megatron
 from reshard.archives.tensors import read_archive
 from reshard.formatting import show_bytes
 from reshard.report.text import table
 from reshard.sources.deepspeed import read_step
 from reshard.sources.deepspeed_step import find_step
+from reshard.sources.megatron_tracker import find_iteration
 from reshard.sources.torch_files import is_torch_shard
 from reshard.tensors.checkpoint import TensorAt
 from stores.base import Folder
@@ -23,7 +24,12 @@ from stores.open import open_store
 __all__ = ["Archive", "archive_json", "archive_text", "find_archive"]
 
 _MODEL = "model"
-_KINDS = {"dcp": "torch.distributed.checkpoint", "bin": "torch.save files", "deepspeed": "DeepSpeed"}
+_KINDS = {
+    "dcp": "torch.distributed.checkpoint",
+    "bin": "torch.save files",
+    "deepspeed": "DeepSpeed",
+    "megatron": "Megatron-Core's torch_dist",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +50,7 @@ class Archive:
     """A checkpoint's tensors, and the parts of its state dict that have other values."""
 
     location: str
-    format: Literal["dcp", "bin", "deepspeed"]
+    format: Literal["dcp", "bin", "deepspeed", "megatron"]
     num_files: int
     tensors: tuple[_Tensor, ...]
     others: tuple[str, ...] = ()
@@ -57,7 +63,7 @@ def find_archive(source: str) -> Archive | None:
         SourceError: the files are damaged, or their pickles not of tensors.
         InputError: they cannot be read.
     """
-    folder = open_store(source)
+    folder = find_iteration(source, open_store(source))
     names = folder.names()
     if METADATA_NAME in names:
         return _read_dcp(folder, source)
@@ -114,7 +120,8 @@ def _read_dcp(folder: Folder, source: str) -> Archive:
     )
     paths = {chunk.path for tensor in saved.tensors for chunk in tensor.chunks}
     others = {str(value.keys[0]) for value in saved.values.values()}
-    return Archive(location=source, format="dcp", num_files=len(paths), tensors=tensors, others=tuple(sorted(others)))
+    kind: Literal["dcp", "megatron"] = "megatron" if is_megatron(folder.names()) else "dcp"
+    return Archive(location=source, format=kind, num_files=len(paths), tensors=tensors, others=tuple(sorted(others)))
 
 
 def _read_deepspeed(folder: Folder, source: str) -> Archive:

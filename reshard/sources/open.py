@@ -9,9 +9,10 @@ from manifests.errors import InputError, UsageError
 from manifests.invariants import MANIFEST_NAME
 from manifests.schema import ModelDescription
 from manifests.store import links_out_of
-from reshard.archives.names import is_dcp, is_deepspeed
+from reshard.archives.names import is_dcp, is_deepspeed, is_megatron
 from reshard.sources.bundles import open_manifest
 from reshard.sources.huggingface import open_folder
+from reshard.sources.megatron_tracker import find_iteration
 from reshard.sources.model_file import read_model_file
 from reshard.tensors.checkpoint import Checkpoint
 from stores.address import is_url
@@ -26,19 +27,23 @@ __all__ = ["links_of", "names_manifest", "open_both", "open_described", "open_so
 def open_source(
     source: str, drop: frozenset[str] = frozenset(), description: ModelDescription | None = None
 ) -> Checkpoint:
-    """Open a manifest (its file or folder), or a folder of Hugging Face's, DCP's or DeepSpeed's, anywhere.
+    """Open a manifest (its file or folder), or a folder of Hugging Face's, DCP's, Megatron's or DeepSpeed's.
 
     A manifest has its own description, and `description` is not for it.
 
     Raises:
         InputError: nothing there, or an invalid checkpoint; see `open_manifest`, `open_folder`,
-            `open_dcp` and `open_deepspeed`.
+            `open_dcp`, `open_megatron` and `open_deepspeed`.
     """
     if _is_named(source):
         return _open_manifest(find_manifest_file(source), drop)
-    folder = open_store(source)
+    folder = find_iteration(source, open_store(source))
     if _contains_manifest(folder):
         return _open_manifest(ManifestFile(folder), drop)
+    if is_megatron(folder.names()):
+        from reshard.sources.megatron_folder import open_megatron
+
+        return open_megatron(folder, drop, description)
     if is_dcp(folder.names()):
         from reshard.sources.dcp import open_dcp  # with the readers of pickles, which other sources do without
 

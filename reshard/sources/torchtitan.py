@@ -7,22 +7,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
-from manifests.errors import ModelError, SourceError
-from manifests.slices import Slice
+from manifests.errors import SourceError
 from reshard.archives.strides import swapped
+from reshard.sources.rows import Slices, fused_heads, indices_of
 from reshard.sources.torchtitan_names import (
     BALANCE,
-    CONVERT,
     EMBEDDING,
     FUSED,
     TOP,
-    UNKNOWN,
     TitanNames,
     heads_of,
     titan_names,
 )
 from reshard.tensors.checkpoint import TensorAt
-from reshard.tensors.lazy import Buffer, DerivedFile, derive, read_blocks
+from reshard.tensors.lazy import Buffer, derive, read_blocks
 from reshard.tensors.slices import merge_slices
 
 __all__ = ["has_torchtitan_names", "is_without_place", "under_huggingface_names"]
@@ -32,8 +30,6 @@ _OLDER = {"output.weight": "lm_head.weight"}  # names of earlier versions, and t
 _OLDER_PARTS = re.compile(r"^attention\.(w[qkv])\.")
 _OLDER_EXPERTS = {"mlp1_weight": "_EGD", "mlp1_bias": "_EG", "mlp2_weight": "_EDF", "mlp2_bias": "_ED"}
 _SAVE = "save the checkpoint again with the names of one version of torchtitan"
-
-Slices = tuple[TensorAt, ...]
 
 
 def has_torchtitan_names(names: Iterable[str]) -> bool:
@@ -81,10 +77,10 @@ def _converted(
     prefix, rest = f"model.layers.{layer}", _current(name[match.end() :], names)
     module, _, leaf = rest.rpartition(".")
     if module == FUSED:
-        for part, of_part in _parts(slices, config):
+        for part, of_part in fused_heads(slices, *heads_of(config)).items():
             yield f"{prefix}.self_attn.{part}_proj.{leaf}", _in_halves(of_part, part, names, config)
     elif rest in names.experts:
-        for expert, of_one in enumerate(_split(slices)):
+        for expert, of_one in enumerate(indices_of(slices)):
             yield f"{prefix}.{names.experts[rest].format(expert)}", of_one
     elif rest in names.transposed:
         yield f"{prefix}.{names.transposed[rest]}", (swapped(merge_slices(slices)),)
@@ -108,60 +104,6 @@ def _count(config: Mapping[str, object], field: str) -> int:
     found = config[field]
     assert isinstance(found, int), "model_shape checked it"
     return found
-
-
-def _parts(slices: Slices, config: Mapping[str, object]) -> Iterator[tuple[str, Slices]]:
-    """Yield the query, key and value rows of a fused projection: for each key head its queries, itself, its value."""
-    num_queries, num_keys = heads_of(config)
-    per_key = num_queries // num_keys
-    rows = slices[0].whole_shape[0] // (num_queries + 2 * num_keys)  # of a head
-    for part, begin, count in (("q", 0, per_key), ("k", per_key, 1), ("v", per_key + 1, 1)):
-        ranges = [((group * (per_key + 2) + begin) * rows, count * rows) for group in range(num_keys)]
-        yield part, tuple(_rows_of(slices, ranges))
-
-
-def _rows_of(slices: Slices, ranges: list[tuple[int, int]]) -> Iterator[TensorAt]:
-    """Yield slices of the tensor that has these ranges of rows, each (begin, count), one after the other."""
-    _check_contiguous(slices)
-    whole = (sum(count for _, count in ranges), *slices[0].whole_shape[1:])
-    position = 0
-    for begin, count in ranges:
-        for one in slices:
-            first = max(begin, one.offset[0])
-            num_rows = min(begin + count, one.offset[0] + one.shape[0]) - first
-            if num_rows > 0:
-                row = one.nbytes // one.shape[0]
-                shape = (num_rows, *one.shape[1:])
-                region = Slice(offset=(position + first - begin, *one.offset[1:]), shape=shape, whole_shape=whole)
-                at = one.begin + (first - one.offset[0]) * row
-                yield replace(one, shape=shape, begin=at, nbytes=num_rows * row, part=region)
-        position += count
-
-
-def _split(slices: Slices) -> Iterator[Slices]:
-    """Yield the slices of each expert: tensors are stacked along their first axis."""
-    _check_contiguous(slices)
-    for expert in range(slices[0].whole_shape[0]):
-        of_one = []
-        for one in slices:
-            at = expert - one.offset[0]
-            if 0 <= at < one.shape[0]:
-                nbytes = one.nbytes // one.shape[0]
-                region = Slice(offset=one.offset[1:], shape=one.shape[1:], whole_shape=one.whole_shape[1:])
-                part = None if region.shape == region.whole_shape else region
-                of_one.append(
-                    replace(one, shape=one.shape[1:], begin=one.begin + at * nbytes, nbytes=nbytes, part=part)
-                )
-        yield tuple(of_one)
-
-
-def _check_contiguous(slices: Slices) -> None:
-    for one in slices:
-        if isinstance(one.file, DerivedFile):
-            problem = (
-                "weights of several experts or heads that are not contiguous in their file, which is not supported"
-            )
-            raise ModelError(f"{one.file}: {one.name!r}", problem, CONVERT, code=UNKNOWN)
 
 
 def _in_halves(slices: Slices, part: str, names: TitanNames, config: Mapping[str, object]) -> Slices:

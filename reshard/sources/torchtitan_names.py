@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from manifests.errors import ModelError
 
-__all__ = ["BALANCE", "CONVERT", "EMBEDDING", "FUSED", "TOP", "UNKNOWN", "TitanNames", "heads_of", "titan_names"]
+__all__ = ["BALANCE", "EMBEDDING", "FUSED", "TOP", "TitanNames", "heads_of", "titan_names"]
 
 EMBEDDING = "tok_embeddings.weight"
 TOP = {EMBEDDING: "model.embed_tokens.weight", "norm.weight": "model.norm.weight", "lm_head.weight": "lm_head.weight"}
@@ -41,8 +41,8 @@ _MLA = {
 }  # fmt: skip
 _MTP = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "mtp_norm": "shared_head.norm"}
 
-CONVERT = "convert it with torchtitan's scripts/checkpoint_conversion/convert_to_hf.py"
-UNKNOWN = "model.unknown-torchtitan-layout"
+_CONVERT = "convert it with torchtitan's scripts/checkpoint_conversion/convert_to_hf.py"
+_UNKNOWN = "model.unknown-torchtitan-layout"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +98,7 @@ def titan_names(config: Mapping[str, object], where: str) -> TitanNames:
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _FAMILIES:
         problem = f"expected an architecture whose torchtitan layout is known ({', '.join(_FAMILIES)})"
-        raise ModelError(where, f"{problem}, found {str(kind)[:80]!r}", CONVERT, code=UNKNOWN)
+        raise ModelError(where, f"{problem}, found {str(kind)[:80]!r}", _CONVERT, code=_UNKNOWN)
     return _FAMILIES[kind]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 from manifests.errors import ModelError
@@ -12,35 +11,13 @@ from reshard.archives.strides import swapped
 from reshard.sources.torchtitan_names import BALANCE, FUSED, TOP, TitanNames, heads_of, titan_names
 from reshard.tensors.checkpoint import TensorAt
 from reshard.tensors.lazy import Buffer, MemoryFile, derive, read_blocks
+from reshard.transforms.placed import Place, Placed, in_place
 
-__all__ = ["Place", "Placed", "TitanModel", "in_place"]
+__all__ = ["TitanModel"]
 
 _LAYER = re.compile(r"^model\.layers\.(\d{1,6})\.(.+)$")
 _EXPERT = re.compile(r"\.experts\.(\d{1,6})\.")
 _OF_HEADS = re.compile(r"^self_attn\.([qkv])_proj\.(weight|bias)$")
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a tensor is in an entry of a state dict: each of its chunks begins at one of `offsets`."""
-
-    key: str
-    whole_shape: tuple[int, ...]
-    offsets: tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """A tensor, stored in equal chunks of `chunk_shape`, and the entries that consist of them; its own is the first."""
-
-    tensor: TensorAt
-    chunk_shape: tuple[int, ...]
-    places: tuple[Place, ...]
-
-
-def in_place(tensor: TensorAt, key: str) -> Placed:
-    """Return a tensor that is all of an entry."""
-    return Placed(tensor, tensor.shape, (Place(key, tensor.shape, ((0,) * len(tensor.shape),)),))
 
 
 class TitanModel:

@@ -1,0 +1,111 @@
+"""export: from bundles to a checkpoint of Megatron-Core's `torch_dist` format, as Megatron-LM's --load reads.
+
+Source: megatron-core 0.16.1, dist_checkpointing; Megatron-LM core_v0.16, megatron/training/checkpointing.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from reshard.archives.names import MARK_NAME, METADATA_NAME
+from reshard.archives.pickling import Instance, Name
+from reshard.archives.saved import saved_value, torch_dtype
+from reshard.copy.engine import WriteOptions
+from reshard.operations.export import ExportResult
+from reshard.operations.publish_export import ExportPlan, check_export_to, publish_export
+from reshard.operations.saved_state import SavedState
+from reshard.sources.huggingface import CONFIG_NAME
+from reshard.sources.megatron_arguments import COMMON_NAME, arguments_of
+from reshard.sources.megatron_tracker import RELEASE, TRACKER_NAME
+from reshard.tensors.checkpoint import Checkpoint
+from reshard.tensors.lazy import MadeFile
+from reshard.transforms.cast import ExportDtype, cast_checkpoint, casts_in
+from reshard.transforms.megatron import MegatronModel
+from stores.base import read_config
+from stores.manifest_file import Address
+
+__all__ = ["export_megatron"]
+
+_FOLDER = f"{RELEASE}/"
+_EMBEDDING = "model.embed_tokens.weight"
+
+
+def export_megatron(
+    checkpoint: Checkpoint,
+    out: Address,
+    *,
+    force: bool,
+    dtype: ExportDtype = "source",
+    options: WriteOptions | None = None,
+) -> ExportResult:
+    """Write weights as a release that Megatron-LM loads at any parallel degrees, and the arguments of the model.
+
+    The vocabulary is not padded: its loader does that. Weights are as the manifest has them unless `dtype` says
+    otherwise; optimizer state is not written.
+
+    Raises:
+        OutputError: `out` exists, cannot be written, or is where the model came from.
+        ShardError: a bundle's bytes do not match their digests.
+        ModelError: Megatron-Core has no such model, or no such tensor.
+        UserError: see `cast_checkpoint` and `check_export_to`.
+    """
+    check_export_to(out, checkpoint, force=force)
+    if dtype != "source":
+        checkpoint = cast_checkpoint(checkpoint, dtype)
+    config_file = next(item for item in checkpoint.auxiliary if item.path == CONFIG_NAME)
+    config = read_config(config_file.file, config_file.digest)
+    model = MegatronModel(config, checkpoint.location)
+    arguments = arguments_of(config, checkpoint.location) | _training_arguments(checkpoint, config)
+    saved = SavedState(_FOLDER)
+    for tensor in checkpoint.tensors.values():
+        if not tensor.name.endswith(checkpoint.shape.ignored_suffixes or ("\0",)):
+            saved.add(model.place(tensor), lambda key: (key,))
+    for key in model.objects():
+        saved.add_value((key,), [None])
+    mark = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    made = {
+        COMMON_NAME: saved_value(_common(arguments, is_stacked=model.is_stacked)),
+        METADATA_NAME: saved.metadata(),
+        MARK_NAME: json.dumps({**mark, "common_backend": "torch", "common_backend_version": 1}).encode(),
+    }
+    plan = ExportPlan(
+        copied=[replace(item, path=_FOLDER + item.path) for item in checkpoint.auxiliary],
+        shards=saved.files.shards,
+        made=[_file(_FOLDER + name, data) for name, data in made.items()],
+        last=TRACKER_NAME,  # without it Megatron-LM sees no checkpoint
+        last_bytes=RELEASE.encode,
+    )
+    return ExportResult(
+        num_files=publish_export(out, plan, options or WriteOptions(), force=force),
+        nbytes=sum(shard.nbytes for shard in plan.shards),
+        identical=False,
+        casts=casts_in(checkpoint) if dtype != "source" else {},
+    )
+
+
+def _training_arguments(checkpoint: Checkpoint, config: Mapping[str, Any]) -> dict[str, object]:
+    """Return what else Megatron-LM looks for in the arguments of a checkpoint that it loads."""
+    vocab, embedding = config["vocab_size"], checkpoint.tensors[_EMBEDDING]
+    return {
+        "vocab_size": vocab, "padded_vocab_size": vocab, "make_vocab_size_divisible_by": 1,
+        "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "world_size": 1, "iteration": 0,
+        "max_position_embeddings": config.get("max_position_embeddings"), "add_position_embedding": True,
+        "params_dtype": torch_dtype(embedding.dtype), "ckpt_format": "torch_dist", "use_dist_ckpt": True,
+        "tokenizer_type": "HuggingFaceTokenizer", "consumed_train_samples": 0, "consumed_valid_samples": 0,
+    }  # fmt: skip
+
+
+def _common(arguments: Mapping[str, object], *, is_stacked: bool) -> dict[str, object]:
+    return {
+        "args": Instance(Name("argparse", "Namespace"), arguments),
+        "checkpoint_version": 3.0,
+        "iteration": 0,
+        "content_metadata": {"singleton_local_shards": False, "non_homogeneous_layers": not is_stacked},
+    }
+
+
+def _file(name: str, data: bytes) -> MadeFile:
+    return MadeFile(name, len(data), lambda: iter((data,)))

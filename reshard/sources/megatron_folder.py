@@ -1,0 +1,142 @@
+"""A folder of Megatron-Core's `torch_dist` format, such as `iter_0001000`: a DCP folder with Megatron's arguments."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from manifests.errors import SourceError, UsageError
+from manifests.jsontext import parse_json_object
+from manifests.models import ModelShape, model_shape
+from manifests.schema import ModelDescription, Source
+from reshard.archives.dcp import DcpMetadata, DcpTensor, read_chunk, read_metadata
+from reshard.archives.names import DATA_SUFFIX, MARK_NAME, METADATA_NAME
+from reshard.sources.dcp_training import OPTIMIZER
+from reshard.sources.huggingface import CONFIG_NAME, auxiliary_files, check_coverage, drop_tensors, without_absent
+from reshard.sources.megatron import has_megatron_names, is_megatron_weight, under_names_of_huggingface
+from reshard.sources.megatron_arguments import COMMON_NAME, check_arguments, config_of, read_arguments
+from reshard.sources.megatron_names import EMBEDDING
+from reshard.sources.torch_files import index_of, recorded_anew
+from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles, TensorAt
+from reshard.tensors.lazy import MemoryFile
+from reshard.tensors.slices import merge_slices
+from reshard.tensors.source_index import SourceRecord
+from stores.base import Folder, InputFile, read_config, read_whole
+from stores.bundles import join_slices
+
+__all__ = ["open_megatron", "read_megatron_weights"]
+
+_EXTRA_STATE = re.compile(r"_extra_state(/|$)")  # of Transformer Engine: scales of FP8, which it derives from the weights
+
+
+def open_megatron(
+    folder: Folder, drop: frozenset[str] = frozenset(), description: ModelDescription | None = None
+) -> Checkpoint:
+    """Read a checkpoint's metadata and check that its weights cover the model exactly, as its arguments describe it.
+
+    The arguments must agree with config.json; without one, it is made from them. Weights are packed whole, under
+    Hugging Face's names, however they were sharded.
+
+    Raises:
+        SourceError: damaged files, tensors missing, unknown or of the wrong shape, arguments that are missing or
+            differ, or optimizer state, unless it is dropped.
+        ModelError: an unsupported architecture, or one that Megatron-Core does not have.
+        ShardError: the chunks of a tensor are not all of it.
+        UsageError: the model is described.
+    """
+    if description is not None:
+        problem = "is for Hugging Face folders; Megatron's arguments describe the model"
+        raise UsageError("--model", problem, "leave it out", code="options.model-of-manifest")
+    saved = read_metadata(folder)
+    if OPTIMIZER not in drop:
+        _refuse_optimizer(saved, folder)
+    config_file, shape, whole = _read_weights(folder, saved)
+    dropped = drop_tensors(whole, drop - {OPTIMIZER}, shape)
+    shape = without_absent(shape, whole)
+    check_coverage(whole, shape, str(folder), frozenset(dropped))
+    ordered = {fqn: whole[fqn] for fqn in (*shape.tensors, *whole) if fqn in whole}
+    shards = recorded_anew(list(ordered.values()))
+    files = folder.names()
+    data = [name for name in files if name.endswith(DATA_SUFFIX)]
+    auxiliary = auxiliary_files(folder, files, {METADATA_NAME, MARK_NAME, COMMON_NAME, CONFIG_NAME, *data})
+    return Checkpoint(
+        shape=shape,
+        tensors=ordered,
+        auxiliary=(AuxiliaryAt(path=CONFIG_NAME, file=config_file), *auxiliary),
+        record=SourceRecord(shards=shards, index=index_of(shards) if len(shards) > 1 else None, dropped=dropped),
+        source=Source(
+            kind=folder.kind, location=folder.location, revision=folder.revision, left_out=_left_out(saved)
+        ),
+        originals=OriginalFiles(
+            location=folder.location, revision=folder.revision, files={name: folder.file(name) for name in data}
+        ),
+        merges_slices=True,
+    )  # fmt: skip
+
+
+def read_megatron_weights(folder: Folder) -> dict[str, TensorAt]:
+    """Return a checkpoint's weights, whole, and under Hugging Face's names.
+
+    Raises:
+        SourceError, ModelError, ShardError: as `open_megatron`, but for weights that are not all of a model.
+    """
+    return _read_weights(folder, read_metadata(folder))[2]
+
+
+def _read_weights(folder: Folder, saved: DcpMetadata) -> tuple[InputFile, ModelShape, dict[str, TensorAt]]:
+    """Return the config, the shape of its model, and the weights."""
+    _check_mark(folder)
+    where = str(folder)
+    arguments = read_arguments(folder)
+    weights = {tensor.name: tensor for tensor in saved.tensors if is_megatron_weight(tensor.name)}
+    if not has_megatron_names(weights):
+        hint = "checkpoints of GPT models are supported; convert another with Megatron-Bridge"
+        problem = f"found no tensor {EMBEDDING!r}, which GPT models of Megatron-Core have"
+        raise SourceError(f"{where}/{METADATA_NAME}", problem, hint, code="source.no-shards")
+    embedding = weights[EMBEDDING]
+    config_file: InputFile
+    if CONFIG_NAME in folder.names():
+        config_file = folder.file(CONFIG_NAME)
+    else:
+        text = json.dumps(config_of(arguments, embedding.dtype, where), indent=2) + "\n"
+        config_file = MemoryFile(f"{folder}/{CONFIG_NAME}", text.encode())
+    config = read_config(config_file)
+    shape = model_shape(config, str(config_file))
+    check_arguments(arguments, config, embedding.chunks[0].region.whole_shape[0], where)
+    return config_file, shape, _weights(folder, weights, config)
+
+
+def _weights(folder: Folder, saved: Mapping[str, DcpTensor], config: Mapping[str, object]) -> dict[str, TensorAt]:
+    slices = {
+        name: tuple(replace(read_chunk(folder, tensor, chunk), name=name) for chunk in tensor.chunks)
+        for name, tensor in saved.items()
+    }
+    named = under_names_of_huggingface(slices, config, str(folder))
+    joined = join_slices(one for parts in named.values() for one in parts)
+    return {name: merge_slices(parts) for name, parts in joined.items()}
+
+
+def _check_mark(folder: Folder) -> None:
+    file = folder.file(MARK_NAME)
+    backend = parse_json_object(read_whole(file, most_nbytes=1 << 20), str(file)).get("sharded_backend")
+    if backend != "torch_dist":
+        problem = f"expected 'torch_dist', found {str(backend)[:80]!r}"
+        hint = "save it again with --ckpt-format torch_dist"
+        raise SourceError(f"{file}: sharded_backend", problem, hint, code="source.megatron-format")
+
+
+def _refuse_optimizer(saved: DcpMetadata, folder: Folder) -> None:
+    """Refuse optimizer state, which is not read: whoever resumes from the pack must know that it has none."""
+    names = (*(tensor.name for tensor in saved.tensors), *saved.values)
+    if found := next((name for name in names if name.startswith(f"{OPTIMIZER}.") or f".{OPTIMIZER}." in name), None):
+        problem = f"has the optimizer state of Megatron-Core, which is not supported: {found[:80]!r}"
+        hint = "--drop optimizer packs the weights alone"
+        raise SourceError(f"{folder}/{METADATA_NAME}", problem, hint, code="source.megatron-optimizer")
+
+
+def _left_out(saved: DcpMetadata) -> tuple[str, ...]:
+    """Return what is not packed, by its first name."""
+    names = [tensor.name for tensor in saved.tensors if not is_megatron_weight(tensor.name)] + list(saved.values)
+    return tuple(sorted({"_extra_state" if _EXTRA_STATE.search(name) else re.split("[./]", name)[0] for name in names}))

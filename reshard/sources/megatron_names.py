@@ -1,0 +1,70 @@
+"""Megatron-Core's names of the parts of a model, family by family, and Hugging Face's for them.
+
+Source: megatron-core 0.16.1, models/gpt, transformer and transformer/moe: `sharded_state_dict` of its modules, and the
+keys that its layer specs for Transformer Engine and for itself ("local") give them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from manifests.errors import ModelError
+
+__all__ = ["EMBEDDING", "HEAD", "NORM", "QKV", "MegatronNames", "megatron_names"]
+
+EMBEDDING, HEAD, NORM = "embedding.word_embeddings.weight", "output_layer.weight", "decoder.final_layernorm.weight"
+QKV = "self_attention.linear_qkv.weight"
+
+_QKV_LAYER = {
+    "input_layernorm.weight": ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+    "self_attn.o_proj.weight": ("self_attention.linear_proj.weight",),
+}
+_QK_NORMS = {
+    "self_attn.q_norm.weight": ("self_attention.q_layernorm.weight",),
+    "self_attn.k_norm.weight": ("self_attention.k_layernorm.weight",),
+}
+_MLP = {
+    "post_attention_layernorm.weight": ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+    "mlp.down_proj.weight": ("mlp.linear_fc2.weight",),
+}
+_ROUTER = {"mlp.gate.weight": ("mlp.router.weight",)}
+_GATED = {"mlp.linear_fc1": "mlp.{}_proj.weight"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MegatronNames:
+    """The names within a layer.
+
+    `parameters` maps Hugging Face's to Megatron's: one for each layer spec, and the same tensor under any. `gated` maps
+    the projections that have a gate's rows and then an up projection's to Hugging Face's name, with {} for either.
+    """
+
+    parameters: Mapping[str, tuple[str, ...]]
+    gated: Mapping[str, str]
+    has_experts: bool = False
+
+
+_FAMILIES: Mapping[str, MegatronNames] = {
+    "llama": MegatronNames(parameters=_QKV_LAYER | _MLP, gated=_GATED),
+    "qwen3": MegatronNames(parameters=_QKV_LAYER | _QK_NORMS | _MLP, gated=_GATED),
+    "qwen3_moe": MegatronNames(
+        parameters=_QKV_LAYER | _QK_NORMS | _MLP | _ROUTER, gated=_GATED, has_experts=True
+    ),
+}  # fmt: skip
+
+
+def megatron_names(config: Mapping[str, object], where: str) -> MegatronNames:
+    """Return the names of the family that a config is of.
+
+    Raises:
+        ModelError: Megatron's layout of this architecture is not known.
+    """
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in _FAMILIES:
+        problem = f"expected an architecture whose Megatron-Core layout is known ({', '.join(_FAMILIES)})"
+        hint = "convert it with Megatron-Bridge's AutoBridge, if it knows this model"
+        raise ModelError(
+            where, f"{problem}, found {str(kind)[:80]!r}", hint, code="model.unknown-megatron-layout"
+        )  # fmt: skip
+    return _FAMILIES[kind]

@@ -1,0 +1,198 @@
+"""Checkpoints of Megatron-Core in and out. What it wrote, and computed with it, is in tests/data/megatron.
+
+`tests/interop/megatron_core.py` made those folders with megatron-core 0.16.1; tests/interop lets it read ours.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from transformers import AutoModelForCausalLM
+
+from tests.builders import refusal, reshard
+from tests.fast.reshard.test_dcp_source import assert_equal, huggingface_state
+
+GOLDEN = Path(__file__).parents[2] / "data" / "megatron"
+TOKENS = [[1, 5, 2, 7, 3, 0, 6, 4]]
+FAMILIES = ("llama", "qwen3", "qwen3_moe")
+
+
+def run(*args: str | Path) -> None:
+    ended = reshard(*args)
+    assert ended.code == 0, ended.err
+
+
+def huggingface_of(source: Path, place: Path) -> Path:
+    """Return the Hugging Face folder that a checkpoint becomes."""
+    run("pack", source, "--layout", "pp=2", "--out", place / "packed-in")
+    run("export", place / "packed-in", "--to", "hf", "--out", place / "hf")
+    return place / "hf"
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in GOLDEN.iterdir() if path.is_dir()))
+def test_transformers_computes_what_megatron_core_did_with_its_checkpoint(name: str, tmp_path: Path) -> None:
+    found = huggingface_of(GOLDEN / name, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(found, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        logits = model(torch.tensor(TOKENS)).logits
+    expected = torch.tensor(json.loads((GOLDEN / f"{name}.logits.json").read_text()))
+    assert expected.abs().max() > 0.1
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=5e-6)
+
+
+def megatron_of(kind: str, place: Path) -> tuple[dict[str, torch.Tensor], Path]:
+    """Return the tensors of a model, and the checkpoint that it is exported to."""
+    state = huggingface_state(kind, place / "model")
+    run("pack", place / "model", "--layout", "pp=3", "--out", place / "packed")
+    run("export", place / "packed", "--to", "megatron", "--out", place / "megatron")
+    return state, place / "megatron"
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_model_that_goes_to_megatron_and_back_has_every_bit(kind: str, tmp_path: Path) -> None:
+    state, megatron = megatron_of(kind, tmp_path)
+    assert_equal(load_file(huggingface_of(megatron, tmp_path) / "model.safetensors"), state)
+    for asked in ((), ("--values",), ("--against", tmp_path / "model", "--bytes")):
+        checked = reshard("check", megatron, *asked)
+        assert (checked.code, checked.err) == (0, ""), asked
+    assert "embedding.word_embeddings.weight" in reshard("inspect", megatron, "--tensors").out
+
+
+def test_torch_reads_the_layout_that_megatron_core_has(tmp_path: Path) -> None:
+    state, megatron = megatron_of("qwen3_moe", tmp_path)
+    found: dict[str, Any] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        reader = dcp.FileSystemReader(megatron / "release")
+        _load_state_dict(found, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    layer = {name.removeprefix("model.layers.1."): one for name, one in state.items() if ".layers.1." in name}
+    heads = [layer[f"self_attn.{part}_proj.weight"].unflatten(0, (2, -1)) for part in "qkv"]
+    stacked = found["decoder.layers.self_attention.linear_qkv.weight"]
+    assert stacked.shape == (3, 64, 16)
+    assert torch.equal(stacked[1], torch.cat(heads, 1).flatten(0, 1))
+    experts = [torch.cat([layer[f"mlp.experts.{n}.{part}_proj.weight"] for part in ("gate", "up")]) for n in range(4)]
+    assert torch.equal(found["decoder.layers.mlp.experts.experts.linear_fc1.weight"][1], torch.stack(experts))
+    assert torch.equal(found["embedding.word_embeddings.weight"], state["model.embed_tokens.weight"])
+    common = torch.load(megatron / "release" / "common.pt", weights_only=False)
+    assert (common["args"].num_layers, common["args"].num_query_groups, common["args"].swiglu) == (3, 2, True)
+    assert common["content_metadata"] == {"singleton_local_shards": False, "non_homogeneous_layers": False}
+    assert (megatron / "latest_checkpointed_iteration.txt").read_text() == "release"
+
+
+def interleave(arguments: Namespace) -> None:
+    arguments.rotary_interleaved = True
+
+
+def shift_norms(arguments: Namespace) -> None:
+    arguments.apply_layernorm_1p = True
+
+
+def other_groups(arguments: Namespace) -> None:
+    arguments.num_query_groups = 1
+
+
+def more_tokens(arguments: Namespace) -> None:
+    arguments.vocab_size += 1
+
+
+def without_swiglu(arguments: Namespace) -> None:
+    del arguments.swiglu
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (interleave, "rotary_interleaved"),
+        (shift_norms, "apply_layernorm_1p"),
+        (other_groups, "num_query_groups"),
+        (more_tokens, "vocab_size"),
+        (without_swiglu, "swiglu"),
+    ],
+)
+def test_arguments_that_disagree_with_the_config_are_refused(
+    change: Callable[[Namespace], None], name: str, tmp_path: Path
+) -> None:
+    _, megatron = megatron_of("llama", tmp_path)
+    common = torch.load(megatron / "release" / "common.pt", weights_only=False)
+    change(common["args"])
+    torch.save(common, megatron / "release" / "common.pt")
+    exit_code, code, where = refusal("pack", megatron, "--layout", "pp=1", "--out", tmp_path / "out").found
+    assert (exit_code, code) == (3, "source.megatron-arguments")
+    assert where.endswith(f"common.pt: args.{name}")
+
+
+class Payload:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_nothing_in_common_pt_is_run(tmp_path: Path) -> None:
+    _, megatron = megatron_of("llama", tmp_path)
+    common = torch.load(megatron / "release" / "common.pt", weights_only=False)
+    torch.save(common | {"rng_state": Payload(tmp_path / "run")}, megatron / "release" / "common.pt")
+    run("pack", megatron, "--layout", "pp=1", "--out", tmp_path / "out")
+    assert not (tmp_path / "run").exists()
+    torch.load(megatron / "release" / "common.pt", weights_only=False)
+    assert (tmp_path / "run").exists()
+
+
+def refused(source: Path, out: Path, *flags: str) -> str:
+    exit_code, code, _ = refusal("pack", source, "--layout", "pp=1", "--out", out, *flags).found
+    assert exit_code == 3
+    return str(code)
+
+
+def test_checkpoints_that_are_not_whole_or_not_known_are_refused(tmp_path: Path) -> None:
+    _, megatron = megatron_of("llama", tmp_path)
+    broken, out = tmp_path / "broken", tmp_path / "out"
+    tracker, release = broken / "latest_checkpointed_iteration.txt", broken / "release"
+    copytree(megatron, broken)
+    tracker.write_text("../elsewhere")
+    assert refused(broken, out) == "source.bad-tracker"
+    (release / "metadata.json").write_text('{"sharded_backend": "zarr"}')
+    assert refused(release, out) == "source.megatron-format"
+    (release / "metadata.json").write_bytes((megatron / "release" / "metadata.json").read_bytes())
+    config = json.loads((release / "config.json").read_text())
+    (release / "config.json").write_text(json.dumps(config | {"vocab_size": 30}))
+    assert refused(release, out) == "source.megatron-arguments"
+    (release / "common.pt").unlink()
+    assert refused(release, out) == "source.no-megatron-arguments"
+    huggingface_state("gpt_oss", tmp_path / "other")
+    run("pack", tmp_path / "other", "--layout", "pp=1", "--out", tmp_path / "two")
+    exit_code, code, _ = refusal("export", tmp_path / "two", "--to", "megatron", "--out", out).found
+    assert (exit_code, code) == (3, "model.unknown-megatron-layout")
+
+
+def test_optimizer_state_is_refused_unless_it_is_dropped(tmp_path: Path) -> None:
+    state, megatron = megatron_of("llama", tmp_path)
+    release = megatron / "release"
+    found: dict[str, Any] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        reader = dcp.FileSystemReader(release)
+        _load_state_dict(found, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+        once = {name: one for name, one in found.items() if not name.endswith("_layernorm.weight") or "final" in name}
+        tensors = {name: one for name, one in once.items() if isinstance(one, torch.Tensor)}
+        moments = {"optimizer.state.exp_avg.output_layer.weight": torch.zeros(3)}
+        dcp.save(tensors | moments, checkpoint_id=release, no_dist=True)
+    out = tmp_path / "out"
+    assert refused(release, out) == "source.megatron-optimizer"
+    run("pack", release, "--layout", "pp=1", "--out", out, "--drop", "optimizer")
+    assert json.loads((out / "manifest.json").read_text())["source"]["left_out"] == ["optimizer"]
+    assert_equal(load_file(out / "model-00001-of-00001.safetensors"), state)

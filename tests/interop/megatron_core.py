@@ -1,0 +1,196 @@
+"""Writes and reads checkpoints with megatron-core, on CPU; run by the Python that has it.
+
+    megatron_core.py save MODEL.json FOLDER [--tp N] [--pp N] [--split]   a model of random weights
+    megatron_core.py logits MODEL.json FOLDER OUT.json [--tp N] [--pp N]  load it, and what it computes
+
+MODEL.json is a config.json of transformers. Ranks are processes of this script, with gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import tempfile
+from argparse import Namespace
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe import moe_utils
+
+moe_utils.te_general_gemm = None  # of Transformer Engine; megatron-core 0.16 does not look whether it is there
+TOKENS = [[1, 5, 2, 7, 3, 0, 6, 4]]
+
+
+def options(model: dict, tp: int, pp: int) -> tuple[dict, dict]:
+    """Return the arguments of the transformer's config and of the model, as Megatron names them."""
+    heads = model["num_attention_heads"]
+    config = {
+        "num_layers": model["num_hidden_layers"],
+        "hidden_size": model["hidden_size"],
+        "num_attention_heads": heads,
+        "num_query_groups": model["num_key_value_heads"],
+        "ffn_hidden_size": model["intermediate_size"],
+        "kv_channels": model.get("head_dim") or model["hidden_size"] // heads,
+        "layernorm_epsilon": model["rms_norm_eps"],
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "qk_layernorm": model["model_type"] in ("qwen3", "qwen3_moe"),
+        "add_qkv_bias": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "bias_activation_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "pipeline_dtype": torch.float32,
+        "use_cpu_initialization": True,
+        "init_method_std": 0.2,
+    }
+    if num_experts := model.get("num_experts"):
+        config |= {
+            "num_moe_experts": num_experts,
+            "moe_ffn_hidden_size": model["moe_intermediate_size"],
+            "moe_router_topk": model["num_experts_per_tok"],
+            "moe_router_load_balancing_type": "none",
+            "moe_token_dispatcher_type": "allgather",
+        }
+    rope = model.get("rope_parameters") or model
+    padded = -(-model["vocab_size"] // (8 * tp)) * 8 * tp
+    return config, {
+        "vocab_size": padded,
+        "max_sequence_length": 64,
+        "share_embeddings_and_output_weights": model["tie_word_embeddings"],
+        "position_embedding_type": "rope",
+        "rotary_base": int(rope["rope_theta"]),
+    }
+
+
+def build(model: dict, tp: int, pp: int) -> GPTModel:
+    config, arguments = options(model, tp, pp)
+    made = TransformerConfig(**config)
+    spec = get_gpt_decoder_block_spec(made, use_transformer_engine=False, normalization="RMSNorm")
+    return GPTModel(
+        made,
+        spec,
+        **arguments,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+    )
+
+
+def sharded(model: GPTModel, split: bool) -> dict:
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return model.sharded_state_dict(metadata={"dp_cp_group": group, "singleton_local_shards": split})
+
+
+def arguments_of(model: dict, tp: int, pp: int) -> Namespace:
+    """Return the part of Megatron-LM's arguments that describes a model, as its training loop saves them."""
+    config, arguments = options(model, tp, pp)
+    names = {
+        "layernorm_epsilon": "norm_epsilon",
+        "num_moe_experts": "num_experts",
+    }
+    left_out = ("activation_func", "gated_linear_unit", "pipeline_dtype", "bias_activation_fusion")
+    found = {names.get(name, name): value for name, value in config.items() if name not in left_out}
+    return Namespace(
+        **found,
+        swiglu=True,
+        group_query_attention=config["num_query_groups"] != config["num_attention_heads"],
+        untie_embeddings_and_output_weights=not model["tie_word_embeddings"],
+        padded_vocab_size=arguments["vocab_size"],
+        vocab_size=model["vocab_size"],
+        make_vocab_size_divisible_by=8,
+        position_embedding_type="rope",
+        rotary_base=arguments["rotary_base"],
+        rotary_percent=1.0,
+        rotary_interleaved=False,
+        use_rope_scaling=False,
+        max_position_embeddings=64,
+        params_dtype=torch.float32,
+        iteration=3,
+    )
+
+
+def save(model: dict, folder: Path, tp: int, pp: int, split: bool, rank: int) -> None:
+    torch.manual_seed(rank)
+    built = build(model, tp, pp)
+    for name, parameter in built.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    state = {"model": sharded(built, split), "args": arguments_of(model, tp, pp), "iteration": 3}
+    state |= {"checkpoint_version": 3.0, "num_floating_point_operations_so_far": 0}
+    dist_checkpointing.save(state, str(folder), content_metadata={"singleton_local_shards": split})
+
+
+def logits(model: dict, folder: Path, tp: int, pp: int) -> object:
+    torch.manual_seed(1234)
+    built = build(model, tp, pp).eval()
+    content = dist_checkpointing.load_content_metadata(str(folder)) or {}
+    wanted = {"model": sharded(built, content.get("singleton_local_shards", False))}
+    found = dist_checkpointing.load(wanted, str(folder), strict=StrictHandling.RAISE_UNEXPECTED)
+    built.load_state_dict(found["model"])
+    if tp * pp > 1:
+        return None
+    tokens = torch.tensor(TOKENS)
+    positions = torch.arange(tokens.shape[1])[None]
+    mask = torch.ones(1, 1, tokens.shape[1], tokens.shape[1]).tril() < 0.5
+    with torch.no_grad():
+        return built(tokens, positions, mask)[..., : model["vocab_size"]].tolist()
+
+
+def run(rank: int, size: int, meeting: str, asked: Namespace) -> None:
+    torch.set_num_threads(1)
+    torch.cuda.synchronize = lambda: None  # these two are called on every machine
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+    parallel_state.initialize_model_parallel(asked.tp, asked.pp)
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    tracker.fork = lambda *_: nullcontext()  # which has RNG states of GPUs
+    model = json.loads(asked.model.read_text())
+    if asked.do == "save":
+        save(model, asked.folder, asked.tp, asked.pp, asked.split, rank)
+    else:
+        found = logits(model, asked.folder, asked.tp, asked.pp)
+        if rank == 0:
+            asked.out.write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("do", choices=["save", "logits"])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("out", type=Path, nargs="?")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument("--split", action="store_true")
+    asked = parser.parse_args()
+    asked.folder.mkdir(exist_ok=True)
+    size = asked.tp * asked.pp
+    with tempfile.TemporaryDirectory() as folder:
+        if size == 1:
+            run(0, 1, f"{folder}/meeting", asked)
+            return
+        context = multiprocessing.get_context("spawn")
+        ranks = [context.Process(target=run, args=(rank, size, f"{folder}/meeting", asked)) for rank in range(size)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        if any(process.exitcode for process in ranks):
+            raise SystemExit(f"ranks exited with {[process.exitcode for process in ranks]}")
+
+
+if __name__ == "__main__":
+    main()
