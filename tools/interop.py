@@ -1,8 +1,8 @@
 """Build .venv-interop: programs that read what reshard writes, for tests/interop. `make test-interop` runs it.
 
-mlx-lm is installed, and DeepSpeed in an environment of its own, with the torch and transformers of the one that runs
-this. Of vLLM, SGLang and llama.cpp only the Python files that find and read weights are unpacked, since their packages
-bring CUDA or a compiler. What pip cannot get is named; its tests are skipped.
+mlx-lm is installed, and DeepSpeed and megatron-core in environments of their own, with the torch and transformers of
+the one that runs this. Of vLLM, SGLang and llama.cpp only the Python files that find and read weights are unpacked,
+since their packages bring CUDA or a compiler. What pip cannot get is named; its tests are skipped.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ _UNPACKED = {
     ),
 }
 # Without CUDA, DeepSpeed is Python alone; its package is a source package that asks for torch while it is built.
-_DEEPSPEED = "deepspeed==0.19.8"
-_DEEPSPEED_NEEDS = ("einops", "hjson", "msgpack", "ninja", "psutil", "py-cpuinfo")
+# Packages with an environment of their own, and what they need besides torch.
+_OWN = {
+    "deepspeed": ("deepspeed==0.19.8", ("einops", "hjson", "msgpack", "ninja", "psutil", "py-cpuinfo")),
+    "megatron": ("megatron-core==0.16.1", ("einops", "psutil")),
+}
 
 
 def main() -> None:
@@ -41,12 +44,13 @@ def main() -> None:
         venv.create(HOME, with_pip=True, clear=True)
     if not (HOME / "mlx").exists() and _pip("install", "-q", *_MLX):
         (HOME / "mlx").touch()
-    if not (HOME / "deepspeed").exists():
-        _install_deepspeed(HOME / "deepspeed")
+    for name, (package, needs) in _OWN.items():
+        if not (HOME / name).exists():
+            _install_apart(HOME / name, package, needs)
     for name, (package, how, wanted) in _UNPACKED.items():
         if not (HOME / name).exists():
             _unpack(name, package, how, wanted)
-    lacking = [name for name in ("mlx", "deepspeed", *_UNPACKED) if not (HOME / name).exists()]
+    lacking = [name for name in ("mlx", *_OWN, *_UNPACKED) if not (HOME / name).exists()]
     if lacking:
         print(f"interop: not tested here, since pip could not get them: {', '.join(lacking)}", file=sys.stderr)
 
@@ -68,14 +72,14 @@ def _unpack(name: str, package: str, how: tuple[str, ...], wanted: tuple[str, ..
         shutil.move(found, HOME / name)
 
 
-def _install_deepspeed(place: Path) -> None:
+def _install_apart(place: Path, package: str, needs: tuple[str, ...]) -> None:
     with tempfile.TemporaryDirectory(dir=HOME) as folder:
-        made = Path(folder, "deepspeed")
+        made = Path(folder, place.name)
         venv.create(made, with_pip=True)
         (packages,) = made.glob("lib/python*/site-packages")
         (packages / "shared.pth").write_text(sysconfig.get_path("purelib"))
-        built = ("install", "-q", "--no-deps", "--no-build-isolation", _DEEPSPEED)
-        if all(_pip(*args, home=made) for args in (("install", "-q", "wheel", "setuptools", *_DEEPSPEED_NEEDS), built)):
+        built = ("install", "-q", "--no-deps", "--no-build-isolation", package)
+        if all(_pip(*args, home=made) for args in (("install", "-q", "wheel", "setuptools", *needs), built)):
             shutil.move(made, place)
 
 

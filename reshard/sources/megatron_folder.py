@@ -28,7 +28,7 @@ from stores.bundles import join_slices
 
 __all__ = ["open_megatron", "read_megatron_weights"]
 
-_EXTRA_STATE = re.compile(r"_extra_state(/|$)")  # of Transformer Engine: scales of FP8, which it derives from the weights
+_EXTRA_STATE = re.compile(r"_extra_state(/|$)")  # of Transformer Engine: no weight
 
 
 def open_megatron(

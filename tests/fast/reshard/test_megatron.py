@@ -1,6 +1,7 @@
 """Checkpoints of Megatron-Core in and out. What it wrote, and computed with it, is in tests/data/megatron.
 
-`tests/interop/megatron_core.py` made those folders with megatron-core 0.16.1; tests/interop lets it read ours.
+`tests/interop/megatron_core.py` made those folders with megatron-core 0.16.1; test_megatron_core.py of
+tests/interop lets it write other models, and read ours.
 """
 
 from __future__ import annotations
