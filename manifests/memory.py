@@ -1,43 +1,82 @@
-"""Memory of training on each stage and rank: weights, gradients, optimizer state, activations, receive buffers."""
+"""Memory of training on each stage and rank: weights, gradients, optimizer state, activations, temporary memory.
+
+One estimate, for `reshard plan` and for the runner's own figures.
+
+# Note [Memory of a rank]
+A stage's parameters are divided over tensor-parallel ranks, except those of norms and routers. FSDP gathers a stage's
+parameters and accumulates their gradients whole; what it divides is the weights, gradients and optimizer state of the
+optimizer step. A backward frees the activations of one module after the other, so the temporary memory of a module
+comes on top of the activations of those before it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from manifests.models import ModelShape, module_of
+from manifests.errors import UsageError
+from manifests.models import ModelShape, Work, module_of
 from manifests.placement import Placement
 from manifests.schedules import Table, peak_held
 
-__all__ = ["POLICIES", "DtypePolicy", "Memory", "MemoryEstimate", "Training", "estimate_memory", "memory_of"]
+__all__ = [
+    "POLICIES",
+    "DtypePolicy",
+    "Memory",
+    "MemoryEstimate",
+    "Recompute",
+    "Training",
+    "estimate_memory",
+    "memory_of",
+    "parse_recompute",
+]
 
 FP32_NBYTES = 4
+Recompute = Literal["none", "full", "selective"] | int  # a number N: every Nth layer
+# Matrices that every tensor-parallel rank has whole, by the end of their names: routers and projections to latents.
+_WHOLE = (".gate.weight", ".router.weight", ".q_a_proj.weight", ".kv_a_proj_with_mqa.weight")
+
+
+def parse_recompute(text: str) -> Recompute:
+    """Read the value of --ac.
+
+    Raises:
+        UsageError: the word is unknown, or the number below 1.
+    """
+    match text:
+        case "none" | "full" | "selective":
+            return text
+        case _ if text.isascii() and text.isdigit() and int(text):
+            return int(text)
+    raise UsageError(
+        "--ac", f"expected none, full, selective or a number of layers, found {text!r}", code="options.invalid-value"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DtypePolicy:
-    """Bytes per parameter, and per element of an activation, of training with AdamW."""
+    """Bytes of an element in the compute dtype, in that of master weights and optimizer state, and of reduction."""
 
     name: str
-    weights: int
-    gradients: int
-    optimizer: int  # exp_avg, exp_avg_sq, and a master copy where there is one
     compute: int
+    master: int
+    reduce: int = FP32_NBYTES
 
     @property
-    def nbytes_per_param(self) -> int:
-        return self.weights + self.gradients + self.optimizer
+    def has_masters(self) -> bool:
+        return self.master != self.compute
 
 
 POLICIES: Mapping[str, DtypePolicy] = {
     policy.name: policy
     for policy in (
         # Everything in float32: 16 bytes for each parameter.
-        DtypePolicy(name="fp32", weights=4, gradients=4, optimizer=4 + 4, compute=4),
+        DtypePolicy(name="fp32", compute=4, master=4),
         # Everything in bfloat16, the optimizer state too: 8 bytes.
-        DtypePolicy(name="bf16", weights=2, gradients=2, optimizer=2 + 2, compute=2),
+        DtypePolicy(name="bf16", compute=2, master=2, reduce=2),
         # bfloat16 weights; gradients, master weights and optimizer state in float32: 18 bytes.
-        DtypePolicy(name="mixed", weights=2, gradients=4, optimizer=4 + 4 + 4, compute=2),
+        DtypePolicy(name="mixed", compute=2, master=4),
     )
 }
 
@@ -49,28 +88,44 @@ class Training:
     policy: DtypePolicy
     microbatch: int
     seq_len: int
+    shard: int = 1  # --dp-shard
+    tensor: int = 1  # --tp
+    recompute: Recompute = "none"  # --ac
+    loss_chunk: int | None = None  # --loss-chunk, in tokens
+    is_fused: bool = True  # norms and the optimizer step: on the CPU they are several operations
 
     @property
     def num_tokens(self) -> int:
         return self.microbatch * self.seq_len
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP is used: to shard parameters, or for the master weights of tensor-parallel matrices."""
+        return self.shard > 1 or (self.tensor > 1 and self.policy.has_masters)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """Bytes in use at the end of a step's last backward pass; of activations, the peak.
+    """Bytes in use at the peak of a step.
 
-    Not included: buffers such as the rotary cache, temporary memory of operations, and allocator fragmentation.
+    Not included: buffers such as the rotary cache, the network's own, and allocator fragmentation.
     """
 
     weights: int = 0
     gradients: int = 0
-    optimizer: int = 0
+    optimizer: int = 0  # its state, and what FSDP keeps sharded or a master copy
     activations: int = 0
     wires: int = 0  # buffers that torch's pipelining receives activations and gradients into
+    temporary: int = 0  # of the operation or the optimizer step that needs the most besides
+
+    @property
+    def state(self) -> int:
+        """What the rank has at any time."""
+        return self.weights + self.gradients + self.optimizer
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.wires
+        return self.state + self.activations + self.wires + self.temporary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,50 +152,177 @@ def estimate_memory(
     Source: torch 2.13, `distributed/pipelining/stage.py`, `_setup_forward_recv_info`,
         `_create_grad_recv_info`.
     """
-    placement, policy = table.placement, training.policy
-    kept = [sum(_activation_nbytes(shape, module, training) for module in modules) for modules in stages]
+    placement = table.placement
+    sizes = _sizes_of(shape, training)
+    costs = _costs_of(shape, training, sizes)
+    kept = [sum(costs[module].kept for module in modules) for modules in stages]
     peaks = _peak_by_stage(table, kept)
-    fqns_of, followers = shape.by_module(), _followers(shape, stages, placement)
-    wire = table.num_microbatches * training.num_tokens * shape.hidden_size * policy.compute
+    followers = _followers(shape, stages, placement)
+    wire = table.num_microbatches * training.num_tokens * shape.hidden_size * training.policy.compute
     by_stage = []
     for stage, modules in enumerate(stages):
-        fqns = [fqn for module in modules for fqn in fqns_of[module]]
-        num_params = sum(map(shape.count_params, fqns))
-        led = num_params - sum(shape.count_params(fqn) for fqn in fqns if fqn in followers)
+        num_params = sum(sum(sizes[module].values()) for module in modules)
+        led = {module: [n for fqn, n in sizes[module].items() if fqn not in followers] for module in modules}
+        weights, gradients, optimizer = _state_nbytes(training, sum(map(sum, led.values())), num_params)
+        in_step = _step_nbytes(led, training)
         by_stage.append(
             Memory(
-                weights=led * policy.weights,
-                gradients=num_params * policy.gradients,
-                optimizer=led * policy.optimizer,
+                weights=weights,
+                gradients=gradients,
+                optimizer=optimizer,
                 activations=peaks[stage],
                 wires=wire * ((stage > 0) + (stage < placement.num_stages - 1)),
+                # The optimizer steps when no activations are left.
+                temporary=max(_temporary([costs[module] for module in modules]), in_step - peaks[stage]),
             )
         )
     at_once = peak_held(table, kept)
     by_rank = [
-        _sum((by_stage[stage] for stage in placement.stages_on(rank)), activations=at_once[rank])
+        _sum([by_stage[stage] for stage in placement.stages_on(rank)], activations=at_once[rank])
         for rank in range(placement.num_ranks)
     ]
     return MemoryEstimate(stages=tuple(by_stage), ranks=tuple(by_rank))
 
 
 def memory_of(shape: ModelShape, training: Training, in_flight: int) -> dict[str, int]:
-    """Return the memory of each module on a stage with `in_flight` microbatches, without receive buffers.
+    """Return the memory of each module on a stage with `in_flight` microbatches, without receive buffers and temporary
+    memory.
 
     A layout solver sums these costs, so `in_flight` must be one number: the largest of any stage keeps every rank
     within its limit.
     """
-    per_param = training.policy.nbytes_per_param
+    sizes = _sizes_of(shape, training)
+    costs = _costs_of(shape, training, sizes)
     return {
-        module: per_param * sum(map(shape.count_params, fqns)) + in_flight * _activation_nbytes(shape, module, training)
-        for module, fqns in shape.by_module().items()
+        module: sum(_state_nbytes(training, num_params, num_params)) + in_flight * costs[module].kept
+        for module, num_params in ((module, sum(found.values())) for module, found in sizes.items())
     }
 
 
-def _activation_nbytes(shape: ModelShape, module: str, training: Training) -> int:
-    """Return the bytes of activations that a module keeps per microbatch."""
-    work = shape.work[module]
-    return training.num_tokens * (work.saved * training.policy.compute + work.saved_fp32 * FP32_NBYTES)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Cost:
+    """Bytes of activations that a module keeps for a microbatch, and of temporary memory in its backward."""
+
+    kept: int
+    temporary: int
+
+
+def _costs_of(shape: ModelShape, training: Training, sizes: Mapping[str, Mapping[str, int]]) -> dict[str, _Cost]:
+    largest = {module: max(found.values(), default=0) for module, found in sizes.items()}
+    found = {}
+    for module, work in shape.work.items():
+        if _is_layer(module):
+            number = int(module.rpartition(".")[2])
+            found[module] = _layer_cost(work, shape.hidden_size, training, number, largest[module])
+        else:
+            found[module] = _outer_cost(work, training, largest[module])
+    return found
+
+
+def _layer_cost(work: Work, width: int, training: Training, number: int, largest: int) -> _Cost:
+    """Return the cost of a decoder layer, with activation checkpointing as asked for.
+
+    Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", 4.2: what norms
+    take and give is on every tensor-parallel rank, the rest is divided.
+    """
+    tokens, nbytes, every = training.num_tokens, training.policy.compute, training.recompute
+    norms, statistics = 2 * work.normed, FP32_NBYTES * work.saved_fp32 // training.tensor
+    saved = nbytes * _divided(work.saved, norms, training.tensor) + statistics
+    saved += _unfused_nbytes(work, training)
+    gradients = nbytes * _divided(work.saved, norms, training.tensor) // 4  # of what an MLP's second matrix takes
+    temporary = tokens * gradients + _weight_gradient(largest, training)
+    if every == "none" or (isinstance(every, int) and number % every):
+        return _Cost(kept=tokens * saved, temporary=temporary)
+    kept = nbytes * width  # its input
+    if every == "selective":
+        kept += nbytes * _divided(work.products, work.normed, training.tensor) + statistics
+    kept = min(kept, saved)
+    return _Cost(kept=tokens * kept, temporary=temporary + tokens * (saved - kept))
+
+
+def _outer_cost(work: Work, training: Training, largest: int) -> _Cost:
+    """Return the cost of an embedding, a norm, or a head with the loss after it.
+
+    Of a head, logits are whole on every tensor-parallel rank. In its backward, log-probabilities have a gradient, and
+    their input another; only then comes the weight's. With chunks, autograd adds a chunk's gradient of the weight to
+    the sum of those before, out of place.
+    """
+    nbytes, chunk = training.policy.compute, training.loss_chunk
+    logits, fp32 = nbytes * work.saved, FP32_NBYTES * work.saved_fp32
+    weight = _weight_gradient(largest, training)
+    if work.normed or not work.saved_fp32:
+        kept = training.num_tokens * (logits + fp32 + _unfused_nbytes(work, training))
+        return _Cost(kept=kept, temporary=weight)
+    if chunk is None:
+        tokens = training.num_tokens
+        return _Cost(kept=tokens * (logits + fp32), temporary=max(2 * tokens * fp32, weight + tokens * (logits - fp32)))
+    tokens = min(chunk, training.num_tokens)
+    return _Cost(kept=0, temporary=tokens * (logits + 3 * fp32) + weight + 2 * nbytes * largest)
+
+
+def _unfused_nbytes(work: Work, training: Training) -> int:
+    """Return what norms keep besides if they are several operations: their input divided, and both in float32."""
+    return 0 if training.is_fused else work.normed * (2 * FP32_NBYTES - training.policy.compute)
+
+
+def _weight_gradient(largest: int, training: Training) -> int:
+    """Return the bytes of a microbatch's gradient of a weight, until it is accumulated."""
+    policy = training.policy
+    return largest * (policy.compute + (policy.master if policy.has_masters else 0))
+
+
+def _temporary(costs: Sequence[_Cost]) -> int:
+    """Return the temporary memory of a stage's backward beyond the activations of all its modules."""
+    most = later = 0
+    for cost in reversed(costs):
+        most, later = max(most, cost.temporary - later), later + cost.kept
+    return most
+
+
+def _step_nbytes(sizes: Mapping[str, Sequence[int]], training: Training) -> int:
+    """Return the temporary memory of reducing a stage's gradients and of its optimizer step.
+
+    `sizes` are the parameters of each tensor, by module.
+    """
+    reduced = stepped = 0
+    if training.shard > 1:  # FSDP's groups are the layers, and everything else
+        layers = [sum(counts) for module, counts in sizes.items() if _is_layer(module)]
+        others = sum(sum(counts) for module, counts in sizes.items() if not _is_layer(module))
+        largest = max((*layers, others))
+        reduced = training.policy.reduce * (largest + largest // training.shard)
+    if not training.is_fused:
+        largest = max((count for counts in sizes.values() for count in counts), default=0)
+        stepped = 2 * training.policy.master * largest // training.shard
+    return max(reduced, stepped)
+
+
+def _is_layer(module: str) -> bool:
+    return module.rpartition(".")[2].isdecimal()
+
+
+def _state_nbytes(training: Training, led: int, num_params: int) -> tuple[int, int, int]:
+    """Return the bytes of weights, gradients and optimizer state; of the parameters, `led` are not tied to another."""
+    policy = training.policy
+    if training.is_sharded:  # see Note [Memory of a rank]
+        return led * policy.compute, num_params * policy.reduce, led * 3 * policy.master // training.shard
+    return led * policy.compute, num_params * policy.master, led * (2 + policy.has_masters) * policy.master
+
+
+def _sizes_of(shape: ModelShape, training: Training) -> dict[str, dict[str, int]]:
+    """Return the parameters of each tensor that a tensor-parallel rank has, by module."""
+
+    def on_rank(fqn: str) -> int:
+        count = shape.count_params(fqn)
+        is_whole = training.tensor == 1 or len(shape.tensors[fqn]) < 2 or fqn.endswith(_WHOLE)
+        return count if is_whole else count // training.tensor
+
+    return {module: {fqn: on_rank(fqn) for fqn in fqns} for module, fqns in shape.by_module().items()}
+
+
+def _divided(elements: int, whole: int, tensor: int) -> int:
+    """Divide elements over tensor-parallel ranks, except for those that each of them has."""
+    whole = min(whole, elements)
+    return whole + (elements - whole) // tensor
 
 
 def _peak_by_stage(table: Table, sizes: Sequence[int]) -> list[int]:
@@ -164,9 +346,13 @@ def _followers(shape: ModelShape, stages: Sequence[Sequence[str]], placement: Pl
     return frozenset(followers)
 
 
-def _sum(parts: Iterable[Memory], *, activations: int) -> Memory:
-    weights, gradients, optimizer, wires = 0, 0, 0, 0
-    for part in parts:
-        weights, gradients = weights + part.weights, gradients + part.gradients
-        optimizer, wires = optimizer + part.optimizer, wires + part.wires
-    return Memory(weights=weights, gradients=gradients, optimizer=optimizer, activations=activations, wires=wires)
+def _sum(parts: Sequence[Memory], *, activations: int) -> Memory:
+    """Return the memory of a rank: of its stages, one runs at a time."""
+    return Memory(
+        weights=sum(part.weights for part in parts),
+        gradients=sum(part.gradients for part in parts),
+        optimizer=sum(part.optimizer for part in parts),
+        activations=activations,
+        wires=sum(part.wires for part in parts),
+        temporary=max((part.temporary for part in parts), default=0),
+    )

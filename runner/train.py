@@ -26,6 +26,7 @@ from runner.checkpoint.save import save
 from runner.checkpoint.save_paths import check_apart
 from runner.checkpoint.state import nbytes_of
 from runner.config.flags import TrainOptions, parse_training
+from runner.config.memory import planned_memory
 from runner.data.bad import Skipped, log_skipped
 from runner.data.sequences import read_once
 from runner.distributed.fail_together import alone, from_rank_0, together
@@ -36,7 +37,7 @@ from runner.distributed.world import World, device_of, join_world
 from runner.evaluation.evaluate import cut_as, mean_loss
 from runner.launch.combinations import check_combination, check_sinks, share_of, tensor_parallel
 from runner.load.local_cache import fetch_to_cache
-from runner.metrics.gauges import least_step_s, peak_memory_nbytes, planned_memory
+from runner.metrics.gauges import least_step_s, peak_memory_nbytes
 from runner.metrics.metrics import Metrics, RankLoad
 from runner.metrics.progress import StepProgress
 from runner.metrics.sinks import open_sinks
@@ -172,13 +173,16 @@ def open_metrics(ready: Ready, world: World, device: torch.device) -> Metrics:
             least_step_s=least_step_s(ready.launched.shape, options, world.size, device),
         )
     launched, clock = ready.launched, ready.clock
-    planned = planned_memory(launched.shape, launched.stage_modules, clock.table, options, ready.mesh.degrees)
+    planned = planned_memory(
+        launched.shape, launched.stage_modules, clock.table, options, ready.mesh.degrees,
+        is_fused=device.type == "cuda",
+    )  # fmt: skip
     own = RankLoad(
         rank=world.rank,
         stages=tuple(chunk.stage for chunk in ready.chunks),
         report=ready.loaded,
         base_nbytes=ready.base_nbytes,
-        planned_nbytes=planned.ranks[ready.mesh.pipeline_rank].total if planned else None,
+        planned_nbytes=planned.ranks[ready.mesh.pipeline_rank].total,
         copied=ready.copied,
     )
     metrics.loaded(_from_all(own, world))

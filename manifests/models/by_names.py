@@ -283,17 +283,21 @@ def _work(
 ) -> dict[str, Work]:
     work = dict.fromkeys(modules, Work())
     per_token = 0 if entry.all_experts else next((config.count(name) for name in _PER_TOKEN if config.has(name)), 0)
+    normed = 2 * _count(config, entry.width)
     for number, (name, layer) in enumerate(layers.items()):
         kind = kinds[number] if number < len(kinds) else -1
         per_key = entry.per_key[kind] if 0 <= kind < len(entry.per_key) else 0.0
-        flops, saved = 0.0, 0.0
+        flops, saved, given = 0.0, 0.0, 0.0
         for leaf, dims in layer.shapes.items():
             if len(dims) >= 2:
                 share = _share(leaf, dims, layer, per_token)
                 flops += 2 * share * prod(dims)
-                saved += share * sum(dims[-2:]) * (dims[0] if _are_experts(leaf, dims) else 1)
+                copies = share * (dims[0] if _are_experts(leaf, dims) else 1)
+                saved, given = saved + copies * sum(dims[-2:]), given + copies * dims[-2]
         keyed = round(per_key * heads_width(entry, config, layer.shapes)) if per_key else 0
-        work[name] = Work(flops=round(flops), flops_per_key=keyed, saved=round(saved))
+        work[name] = Work(
+            flops=round(flops), flops_per_key=keyed, saved=round(saved), normed=normed, products=round(given)
+        )
     for module in entry.outputs:
         own = (name for name in tensors if name == module or name.startswith(f"{module}."))
         sizes = [tensors[name] for name in own if len(tensors[name]) == 2]

@@ -49,7 +49,7 @@ class Component:
 
 def norm(width: int) -> Component:
     """RMS norm. Kept: its input, a statistic, and its output, which is what the matrices after it need."""
-    return Component(tensors={"weight": (width,)}, work=Work(saved=2 * width, saved_fp32=1))
+    return Component(tensors={"weight": (width,)}, work=Work(saved=2 * width, saved_fp32=1, normed=width))
 
 
 def layer_norm(width: int, *, weight: bool = True, bias: bool = True) -> Component:
@@ -57,7 +57,7 @@ def layer_norm(width: int, *, weight: bool = True, bias: bool = True) -> Compone
     tensors: dict[str, Shape] = {"weight": (width,)} if weight else {}
     if bias:
         tensors["bias"] = (width,)
-    return Component(tensors=tensors, work=Work(saved=2 * width, saved_fp32=2))
+    return Component(tensors=tensors, work=Work(saved=2 * width, saved_fp32=2, normed=width))
 
 
 def linear(inputs: int, outputs: int, *, bias: bool = False) -> Component:
@@ -65,7 +65,7 @@ def linear(inputs: int, outputs: int, *, bias: bool = False) -> Component:
     tensors: dict[str, Shape] = {"weight": (outputs, inputs)}
     if bias:
         tensors["bias"] = (outputs,)
-    return Component(tensors=tensors, work=Work(flops=2 * inputs * outputs))
+    return Component(tensors=tensors, work=Work(flops=2 * inputs * outputs, products=outputs))
 
 
 def attention(
@@ -95,7 +95,7 @@ def attention(
     if qk_norm:  # of each head: one weight for all, a statistic for each
         tensors: dict[str, Shape] = {"q_norm.weight": (head,), "k_norm.weight": (head,)}
         part += Component(tensors=tensors, work=Work(saved=queries + keys, saved_fp32=heads + kv_heads))
-    work = Work(flops_per_key=4 * queries, saved=2 * queries + 2 * keys, saved_fp32=heads)
+    work = Work(flops_per_key=4 * queries, saved=2 * queries + 2 * keys, saved_fp32=heads, products=queries)
     return part + Component(work=work)
 
 
@@ -148,6 +148,7 @@ def expert_work(expert: Work, width: int, *, count: int, per_token: int) -> Work
         flops=2 * width * count + per_token * expert.flops,
         saved=per_token * (expert.saved + 2 * width),
         saved_fp32=2 * count,
+        products=per_token * expert.products,
     )
 
 

@@ -69,7 +69,7 @@ def latent_attention(config: ConfigReader) -> Component:
     part += linear(heads * value, width, bias=bias).below("o_proj")
     kept = rotary + 2 * queries + heads * (plain + value) + heads * value
     per_key = 2 * queries + 2 * heads * value
-    return part + Component(work=Work(flops_per_key=per_key, saved=kept, saved_fp32=heads))
+    return part + Component(work=Work(flops_per_key=per_key, saved=kept, saved_fp32=heads, products=heads * value))
 
 
 def _experts(config: ConfigReader) -> Component:

@@ -66,7 +66,9 @@ def _attention(config: ConfigReader, width: int, *, bias: bool) -> Component:
     return (
         linear(width, (heads + 2 * kv_heads) * size, bias=bias).below("query_key_value")
         + linear(width, width, bias=bias).below("dense")
-        + Component(work=Work(flops_per_key=4 * width, saved=2 * width + 2 * copied * size, saved_fp32=heads))
+        + Component(
+            work=Work(flops_per_key=4 * width, saved=2 * width + 2 * copied * size, saved_fp32=heads, products=width)
+        )
     )
 
 

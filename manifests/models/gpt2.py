@@ -62,7 +62,7 @@ def _block(config: ConfigReader, width: int) -> Component:
     attention = (
         _conv1d(width, 3 * width).below("c_attn")
         + _conv1d(width, width).below("c_proj")
-        + Component(work=Work(flops_per_key=4 * width, saved=4 * width, saved_fp32=heads))
+        + Component(work=Work(flops_per_key=4 * width, saved=4 * width, saved_fp32=heads, products=width))
     )
     return (
         layer_norm(width).below("ln_1")

@@ -41,7 +41,7 @@ def _experts(config: ConfigReader) -> Component:
     """
     width, ffn = config.count("hidden_size"), config.count("intermediate_size")
     count, per_token = routing(config, "num_local_experts")
-    expert = Work(flops=6 * width * ffn, saved=7 * ffn)
+    expert = Work(flops=6 * width * ffn, saved=7 * ffn, products=2 * ffn + width)
     return Component(
         tensors={
             "router.weight": (count, width),

@@ -52,7 +52,7 @@ def _block(config: ConfigReader, width: int) -> Component:
     attention = (
         linear(width, 3 * width).below("Wqkv")
         + linear(width, width).below("out_proj")
-        + Component(work=Work(flops_per_key=4 * width, saved=4 * width, saved_fp32=heads))
+        + Component(work=Work(flops_per_key=4 * width, saved=4 * width, saved_fp32=heads, products=width))
     )
     return (
         layer_norm(width, bias=False).below("norm_1")

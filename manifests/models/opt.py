@@ -57,7 +57,7 @@ def _block(config: ConfigReader, width: int, *, affine: bool) -> Component:
     if width % heads:
         problem = f"expected a divisor of hidden_size {width}, found {heads}"
         raise config.error("num_attention_heads", problem, code="config.inconsistent-fields")
-    block = Component(work=Work(flops_per_key=4 * width, saved=4 * width, saved_fp32=heads))
+    block = Component(work=Work(flops_per_key=4 * width, saved=4 * width, saved_fp32=heads, products=width))
     for name in ("k_proj", "v_proj", "q_proj", "out_proj"):
         block += linear(width, width, bias=bias).below(f"self_attn.{name}")
     for name in ("self_attn_layer_norm", "final_layer_norm"):

@@ -42,7 +42,9 @@ def _phi_block(config: ConfigReader, width: int) -> Component:
     """
     heads, kv_heads, size = _heads(config, width)
     ffn, keys = config.count("intermediate_size"), kv_heads * size
-    attention = Component(work=Work(flops_per_key=4 * width, saved=3 * width + 2 * keys, saved_fp32=heads))
+    attention = Component(
+        work=Work(flops_per_key=4 * width, saved=3 * width + 2 * keys, saved_fp32=heads, products=width)
+    )
     for name, outputs in (("q_proj", width), ("k_proj", keys), ("v_proj", keys), ("dense", width)):
         attention += linear(width, outputs, bias=True).below(name)
     if config.flag("qk_layernorm", False):
@@ -72,7 +74,7 @@ def _phi3_block(config: ConfigReader, width: int) -> Component:
     attention = (
         linear(width, width + 2 * keys).below("qkv_proj")
         + linear(width, width).below("o_proj")
-        + Component(work=Work(flops_per_key=4 * width, saved=4 * width + 3 * keys, saved_fp32=heads))
+        + Component(work=Work(flops_per_key=4 * width, saved=4 * width + 3 * keys, saved_fp32=heads, products=width))
     )
     gated = (
         linear(width, 2 * ffn).below("gate_up_proj")

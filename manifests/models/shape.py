@@ -36,6 +36,8 @@ class Work:
     flops_per_key: int = 0  # for each token that is attended to
     saved: int = 0  # elements, in the compute dtype
     saved_fp32: int = 0  # elements, in float32 whatever the compute dtype
+    normed: int = 0  # of the elements saved, what norms over the model's width give; they take as many
+    products: int = 0  # elements that matrix products and attention give: what `--ac selective` keeps
 
     def __add__(self, other: Work) -> Work:
         return Work(
@@ -43,6 +45,8 @@ class Work:
             flops_per_key=self.flops_per_key + other.flops_per_key,
             saved=self.saved + other.saved,
             saved_fp32=self.saved_fp32 + other.saved_fp32,
+            normed=self.normed + other.normed,
+            products=self.products + other.products,
         )
 
     def forward_flops(self, seq_len: int) -> int:

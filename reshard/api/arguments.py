@@ -18,12 +18,16 @@ R = TypeVar("R")
 _FLAG = re.compile(r"(?<![\w/-])--([a-z][a-z-]*)")
 # Flags that are not called like a parameter.
 _NAMES = {
+    "ac": "assumed.recompute",
     "ask-password": "password",
     "bytes": "reads_bytes",
     "cost": "assumed.measured",
+    "dp-replicate": "assumed.replicate",
+    "dp-shard": "assumed.shard",
     "dequantize": "conversion.dequantize",
     "dtype": "conversion.dtype",
     "dtype-policy": "assumed.policy",
+    "loss-chunk": "assumed.loss_chunk",
     "memory-limit": "assumed.memory_limit",
     "merge-slices": "conversion.merge_slices",
     "microbatch": "assumed.microbatch",
@@ -32,6 +36,7 @@ _NAMES = {
     "schedule": "assumed.schedule",
     "seq-len": "assumed.seq_len",
     "stage": "stages",
+    "tp": "assumed.tensor",
 }
 
 

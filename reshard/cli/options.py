@@ -178,6 +178,24 @@ _TRAINING = (
         help="Dtypes of the memory estimate; mixed: bf16 weights, fp32 gradients, master weights and optimizer state.",
     ),
     click.option(
+        "--dp-replicate", type=WholeNumber(min=1), default=1, metavar="N",
+        help="Data-parallel replicas of each stage (DDP, HSDP).",
+    ),
+    click.option(
+        "--dp-shard", type=WholeNumber(min=1), default=1, metavar="N",
+        help="Data-parallel ranks that shard each stage (FSDP).",
+    ),
+    click.option("--tp", type=WholeNumber(min=1), default=1, metavar="N", help="Tensor-parallel degree."),
+    click.option(
+        "--ac", default="none", metavar="none|full|selective|N",
+        help="Activation checkpointing: none, every layer (full), all but matrix products (selective), or every Nth "
+        "layer.",
+    ),
+    click.option(
+        "--loss-chunk", type=WholeNumber(min=1), metavar="N", show_default="a whole microbatch",
+        help="Compute logits and loss in chunks of this many tokens.",
+    ),
+    click.option(
         "--memory-limit", metavar="SIZE",
         help="Memory per rank, such as 80GB (read as 80GiB); a layout that is solved for stays within it.",
     ),
@@ -241,8 +259,10 @@ def training_flags(command: Command) -> Command:
     @functools.wraps(command)
     def gathered(
         *, schedule: str | None, microbatches: int | None, microbatch: int, seq_len: int, dtype_policy: str,
+        dp_replicate: int, dp_shard: int, tp: int, ac: str, loss_chunk: int | None,
         memory_limit: str | None, cost: Path | None, **others: Any,
     ) -> Any:  # fmt: skip
+        from manifests.memory import parse_recompute
         from reshard.estimate.assumptions import Assumptions
         from reshard.estimate.costs import read_times
 
@@ -252,6 +272,11 @@ def training_flags(command: Command) -> Command:
             microbatch=microbatch,
             seq_len=seq_len,
             policy=dtype_policy,
+            replicate=dp_replicate,
+            shard=dp_shard,
+            tensor=tp,
+            recompute=parse_recompute(ac),
+            loss_chunk=loss_chunk,
             memory_limit=None if memory_limit is None else _size("--memory-limit", memory_limit),
             measured=read_times(cost) if cost else None,
         )

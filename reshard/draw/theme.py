@@ -51,6 +51,7 @@ MEMORY_COLORS: Mapping[str, str] = {
     "optimizer": "#a9d6e5",
     "activations": "#d9822b",
     "wires": PLAIN,
+    "temporary": "#f2c38b",
 }
 
 

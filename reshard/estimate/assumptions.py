@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from manifests.errors import UsageError
 from manifests.placement import Placement
 from manifests.schedules import default_schedule
 from reshard.estimate.costs import ModuleTime
 from reshard.layout.model import StageLayout
+
+if TYPE_CHECKING:
+    from manifests.memory import Recompute
 
 __all__ = ["MOST_PASSES", "Assumptions", "num_passes"]
 
@@ -25,8 +30,27 @@ class Assumptions:
     microbatch: int = 1  # sequences
     seq_len: int = 4096  # tokens
     policy: str = "fp32"  # or "bf16" or "mixed": see `--dtype-policy`
+    replicate: int = 1  # data-parallel replicas, as `--dp-replicate`
+    shard: int = 1  # data-parallel shards, as `--dp-shard`
+    tensor: int = 1  # tensor-parallel degree, as `--tp`
+    recompute: Recompute = "none"  # activation checkpointing, as `--ac`
+    loss_chunk: int | None = None  # tokens, as `--loss-chunk`
     memory_limit: int | None = None  # bytes per rank
     measured: Mapping[str, ModuleTime] | None = None
+
+    def __post_init__(self) -> None:
+        if self.tensor > 1 and self.loss_chunk is not None:
+            raise UsageError(
+                "--loss-chunk",
+                "conflicts with --tp: a tensor-parallel LM head computes the logits of all tokens at once",
+                "remove --loss-chunk",
+                code="options.tp-loss-chunk",
+            )
+
+    @property
+    def num_per_stage(self) -> int:
+        """The number of ranks that share each stage."""
+        return self.replicate * self.shard * self.tensor
 
     def schedule_for(self, layout: StageLayout) -> str:
         """Return the name of the schedule to assume for a layout."""

@@ -32,11 +32,11 @@ def memory_costs(shape: ModelShape, placed: StageLayout, assumed: Assumptions) -
     equal_costs = [1.0] * placement.num_stages
     in_flight = simulate(table, StageCosts.of(equal_costs, equal_costs)).peak_by_stage
     without, with_one = memory_of(shape, training, 0), memory_of(shape, training, 1)
-    wires = [rank.wires for rank in estimate_memory(shape, placed.stages, table, training).ranks]
+    ranks = estimate_memory(shape, placed.stages, table, training).ranks
     return memory_of(shape, training, max(in_flight)), InFlight(
         microbatches=in_flight,
         activations={module: with_one[module] - without[module] for module in shape.modules},
-        reserved=max(wires),
+        reserved=max(rank.wires + rank.temporary for rank in ranks),
     )
 
 

@@ -117,7 +117,15 @@ def forecast(shape: ModelShape, layout: StageLayout, assumed: Assumptions) -> Fo
 
 def training_of(assumed: Assumptions) -> Training:
     """Return the assumptions that a model's memory depends on."""
-    return Training(policy=POLICIES[assumed.policy], microbatch=assumed.microbatch, seq_len=assumed.seq_len)
+    return Training(
+        policy=POLICIES[assumed.policy],
+        microbatch=assumed.microbatch,
+        seq_len=assumed.seq_len,
+        shard=assumed.shard,
+        tensor=assumed.tensor,
+        recompute=assumed.recompute,
+        loss_chunk=assumed.loss_chunk,
+    )
 
 
 def imbalance(times: Sequence[float]) -> float:

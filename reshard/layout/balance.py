@@ -236,5 +236,5 @@ def _no_split(request: Request, problem: Problem, pins: list[Word], limit: int) 
         found = f"the model needs {sum(memory):,.0f} over {placement.num_ranks} ranks"
     else:
         found = "found no contiguous split that fits"
-    wires = f", {limit - free:,} of them for buffers between ranks" if free < limit else ""
+    wires = f", {limit - free:,} of them for buffers and temporary memory" if free < limit else ""
     return LayoutError("layout", f"limit is {limit:,} bytes per rank{wires}; {found}", hint, code="layout.memory-limit")

@@ -8,8 +8,10 @@ from typing import Any
 from manifests.memory import Memory
 from manifests.schedules import Timeline
 from manifests.schema import TieGroup
+from reshard.estimate.assumptions import Assumptions
 from reshard.estimate.training_estimate import Forecast, imbalance
 from reshard.formatting import show_bytes, show_count, show_numbers
+from reshard.operations.fit import smallest_fit
 from reshard.operations.resolve import PlanResult
 from reshard.plans.pack_plan import StagePlan, Traffic, traffic_of
 from reshard.report.layout import placement_json, placement_line
@@ -18,6 +20,7 @@ from reshard.sources.config import CONFIG_ONLY
 
 __all__ = ["bottleneck", "dtypes_assumed", "memory_line", "plan_json", "plan_text", "schedule_line"]
 
+_USUAL = (1, "none", None)  # values that a plan does not show
 _HEAD = ("stage", "rank", "virtual", "modules", "params", "bytes", "fwd FLOP/token", "memory", "share")
 
 
@@ -29,6 +32,7 @@ def plan_text(planned: PlanResult, traffic: Traffic | None = None) -> str:
     lines = [
         f"{shape.architecture}, {shape.num_layers} layers, {shape.num_params:,} parameters",
         placement_line(plan.layout),
+        *not_fitting(planned),
         table(_HEAD, shorten_rows(rows, _HEAD.index("modules")), left=frozenset({"modules"})),
     ]
     if len(rows) < len(plan.stages):
@@ -79,6 +83,7 @@ def plan_json(planned: PlanResult, traffic: Traffic | None = None) -> dict[str, 
             }
             for rank in range(placement.num_ranks)
         ],
+        "smallest_fit": _fit_json(planned),
         "imbalance": {"stages": imbalance(forecast.stage_times), "ranks": imbalance(forecast.rank_times)},
         "bubble": step.timeline.bubble if step else None,
         "step_s": step.timeline.makespan_s if step and assumed.measured else None,
@@ -88,6 +93,11 @@ def plan_json(planned: PlanResult, traffic: Traffic | None = None) -> dict[str, 
             "microbatch": assumed.microbatch,
             "seq_len": assumed.seq_len,
             "dtype_policy": assumed.policy,
+            "dp_replicate": assumed.replicate,
+            "dp_shard": assumed.shard,
+            "tp": assumed.tensor,
+            "ac": assumed.recompute,
+            "loss_chunk": assumed.loss_chunk,
             "memory_limit_nbytes": assumed.memory_limit,
             "times": "measured" if assumed.measured else "flops",
             "work": "estimated" if planned.shape.is_estimated else "exact",
@@ -97,6 +107,18 @@ def plan_json(planned: PlanResult, traffic: Traffic | None = None) -> dict[str, 
         "read_nbytes": traffic.read_nbytes,
         "write_nbytes": traffic.write_nbytes,
     }
+
+
+def not_fitting(planned: PlanResult) -> tuple[str, ...]:
+    """Return a line that some ranks exceed the memory limit, and what fits; nothing where they do not."""
+    forecast, limit = planned.forecast, planned.assumed.memory_limit or 0
+    if forecast.step is None or not (over := forecast.ranks_over_limit):
+        return ()
+    most = show_bytes(max(memory.total for memory in forecast.memory.ranks))
+    named = f"rank {over[0]} needs" if len(over) == 1 else f"ranks {show_numbers(over)} need up to"
+    fit = smallest_fit(planned)
+    what = "nothing tried fits" if fit is None else f"{fit} fits, on {fit.num_ranks:,} ranks"
+    return (f"DOES NOT FIT: {named} {most} of {show_bytes(limit)}; {what}",)
 
 
 def bottleneck(forecast: Forecast) -> str:
@@ -136,7 +158,7 @@ def _too_long(forecast: Forecast) -> str:
 def memory_line(forecast: Forecast) -> str:
     totals = [memory.total for memory in forecast.memory.ranks]
     most, limit = totals.index(max(totals)), forecast.assumed.memory_limit
-    line = f"peak memory: rank {most}, {show_bytes(totals[most])}, estimated for {forecast.assumed.policy}"
+    line = f"peak memory: rank {most}, {show_bytes(totals[most])}, estimated for {_shown(forecast.assumed)}"
     if not limit:
         return line
     over = forecast.ranks_over_limit
@@ -144,6 +166,18 @@ def memory_line(forecast: Forecast) -> str:
         return f"{line}; {totals[most] / limit:.0%} of the limit, {show_bytes(limit)}"
     over_shown = f"rank {over[0]} is" if len(over) == 1 else f"ranks {show_numbers(over)} are"
     return f"{line}; {over_shown} OVER the limit, {show_bytes(limit)}"
+
+
+def _shown(assumed: Assumptions) -> str:
+    """Return the dtype policy and what else the memory depends on, as its flags are called."""
+    values = {
+        "dp-replicate": assumed.replicate,
+        "dp-shard": assumed.shard,
+        "tp": assumed.tensor,
+        "ac": assumed.recompute,
+        "loss-chunk": assumed.loss_chunk,
+    }
+    return ", ".join([assumed.policy, *(f"{name}={value}" for name, value in values.items() if value not in _USUAL)])
 
 
 def dtypes_assumed(planned: PlanResult) -> str:
@@ -194,8 +228,15 @@ def _memory_json(memory: Memory) -> dict[str, int]:
         "optimizer": memory.optimizer,
         "activations": memory.activations,
         "wires": memory.wires,
+        "temporary": memory.temporary,
         "total": memory.total,
     }
+
+
+def _fit_json(planned: PlanResult) -> dict[str, Any] | None:
+    forecast = planned.forecast
+    fit = smallest_fit(planned) if forecast.step is not None and forecast.ranks_over_limit else None
+    return None if fit is None else {"changes": list(fit.changes), "num_ranks": fit.num_ranks}
 
 
 def _tie_json(tie: TieGroup) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -13,6 +12,7 @@ from typing import Literal, get_args
 import click
 
 from manifests.errors import UsageError
+from manifests.memory import Recompute, parse_recompute
 from manifests.schema import Decay, LearningRate
 from manifests.training_state import LARGEST_RATE
 from runner.config.architectures import Implementation
@@ -28,35 +28,15 @@ __all__ = [
     "Dtype",
     "FramingOptions",
     "OptimOptions",
-    "Recompute",
     "ResumeOptions",
-    "parse_recompute",
 ]
 
 Dtype = Literal["fp32", "bf16"]
-Recompute = Literal["none", "full", "selective"] | int  # a number N: every Nth layer
 SYNTHETIC = "synthetic"  # as a data source: random tokens
 _LEAST_EPS = 1e-30  # of AdamW: well above the smallest float32
-_NBYTES: Mapping[Dtype, int] = {"fp32": 4, "bf16": 2}
 _DTYPES = click.Choice(get_args(Dtype))
 _POSITIVE = click.FloatRange(min=0)
 _BETA = click.FloatRange(0, 1, max_open=True)
-
-
-def parse_recompute(text: str) -> Recompute:
-    """Read the value of --ac.
-
-    Raises:
-        UsageError: the word is unknown, or the number below 1.
-    """
-    match text:
-        case "none" | "full" | "selective":
-            return text
-        case _ if text.isascii() and text.isdigit() and int(text):
-            return int(text)
-    raise UsageError(
-        "--ac", f"expected none, full, selective or a number of layers, found {text!r}", code="options.invalid-value"
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -232,11 +212,6 @@ class ComputeOptions:
     def has_masters(self) -> bool:
         """Whether the optimizer has master weights besides the weights that stages compute with."""
         return self.dtype != self.master_dtype
-
-    @property
-    def param_nbytes(self) -> int:
-        """Bytes per parameter in training: weight, gradient, exp_avg and exp_avg_sq, and the master weight."""
-        return 4 * _NBYTES[self.master_dtype] + (_NBYTES[self.dtype] if self.has_masters else 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from manifests.errors import UsageError
+from manifests.memory import Recompute
 from manifests.schema import Manifest
 from runner.config.architectures import (
     TENSOR_PARALLEL,
@@ -21,7 +22,7 @@ from runner.config.architectures import (
 from runner.config.flags import TrainOptions
 from runner.config.own_families import find_family
 from runner.config.parallel_dims import ParallelDims
-from runner.config.schema import BatchOptions, Recompute
+from runner.config.schema import BatchOptions
 from runner.pipeline.timetable import Timetable
 
 __all__ = [

@@ -12,6 +12,7 @@ from click.core import ParameterSource
 from manifests.codec import encode_manifest
 from manifests.digest import digest_bytes
 from manifests.errors import UsageError
+from manifests.schedules import Table
 from manifests.signals import deferred
 from manifests.sizes import read_size
 from runner.bundle.cache_folder import check_cacheable
@@ -19,13 +20,16 @@ from runner.bundle.packed import Packed
 from runner.bundle.remote import name_of, opened
 from runner.config.declared import WholeNumber
 from runner.config.flags import TrainOptions, flag_of, is_training_flag, parse_training, unwritten
+from runner.config.memory import planned_memory
 from runner.config.parallel_dims import ParallelDims
+from runner.launch.combinations import share_of
 from runner.launch.gpus import check_gpus, memories_gib
 from runner.launch.job import FlagKind, Job, read_environment, read_job_file
 from runner.launch.local import LocalJob, check_beginning, check_request, launch_here
 from runner.launch.nodes import check_groups, check_memory, check_ranks, parse_nnodes, plan_nodes, printed
 from runner.launch.run_folder import RunFolder, choose_folder
 from runner.launch.scheduler_checks import shown_address
+from runner.pipeline.timetable import choose_timetable
 from runner.rundir.job_record import SCHEDULERS
 
 __all__ = ["launch", "training_words"]
@@ -136,7 +140,7 @@ def launch(
         )
     training = training_words(context, log_dir=log_dir, stage_to_local=stage_to_local)
     options, num_nodes = parse_training(training), parse_nnodes(nnodes)
-    gpu_gib = None if gpu_memory is None else read_size("--gpu-memory", gpu_memory) / 2**30
+    gpu_nbytes = None if gpu_memory is None else read_size("--gpu-memory", gpu_memory)
     if scheduler == "local":
         _refuse_clusters(context, num_nodes)
     with opened(manifest, is_staged=options.stage_to_local is not None) as (address, launched):
@@ -144,9 +148,9 @@ def launch(
             training += ("--log-dir", str(choose_folder(options, name or name_of(launched.location))))
             options = parse_training(training)
         each = nproc_per_node or max(1, launched.manifest.layout.num_ranks // num_nodes)
-        degrees = _check_placement(launched, options, num_nodes, each, gpu_gib)
+        degrees = _check_placement(launched, options, num_nodes, each, gpu_nbytes)
         if scheduler == "local":
-            _check_here(launched, options, degrees, each, gpu_gib)
+            _check_here(launched, options, degrees, each, gpu_nbytes)
         elif not options.quiet:
             click.echo(printed(plan_nodes(launched.manifest, num_nodes, each)), err=True)
     run = RunFolder(
@@ -195,7 +199,7 @@ def training_words(context: click.Context, **own: Path | None) -> tuple[str, ...
 
 
 def _check_placement(
-    launched: Packed, options: TrainOptions, nnodes: int, nproc_per_node: int, gpu_gib: float | None
+    launched: Packed, options: TrainOptions, nnodes: int, nproc_per_node: int, gpu_nbytes: int | None
 ) -> ParallelDims:
     """Return the parallel degrees, after checking them against the manifest, the options, the nodes and the GPUs."""
     manifest = launched.manifest
@@ -206,32 +210,34 @@ def _check_placement(
         click.echo(f"note: {sentence}", err=True)
     if options.stage_to_local is not None:
         check_cacheable(manifest, launched.where)
-    if gpu_gib is not None:
-        _check_memory(launched, options, degrees, gpu_gib)
+    if gpu_nbytes is not None:
+        _check_memory(launched, options, degrees, gpu_nbytes)
     return degrees
 
 
 def _check_here(
-    launched: Packed, options: TrainOptions, degrees: ParallelDims, nproc_per_node: int, gpu_gib: float | None
+    launched: Packed, options: TrainOptions, degrees: ParallelDims, nproc_per_node: int, gpu_nbytes: int | None
 ) -> None:
     """Check that this machine has the GPUs for its ranks, and all inputs that they start from."""
     memories = memories_gib(options.device)
     check_gpus(len(memories), nproc_per_node)
-    if memories and gpu_gib is None:
-        _check_memory(launched, options, degrees, min(memories[:nproc_per_node]), "nvidia-smi")
+    if memories and gpu_nbytes is None:
+        _check_memory(launched, options, degrees, int(min(memories[:nproc_per_node]) * 2**30), "nvidia-smi")
     check_beginning(launched, options, degrees)
 
 
 def _check_memory(
-    launched: Packed, options: TrainOptions, degrees: ParallelDims, gpu_gib: float, where: str = "--gpu-memory"
+    launched: Packed, options: TrainOptions, degrees: ParallelDims, gpu_nbytes: int, where: str = "--gpu-memory"
 ) -> None:
-    check_memory(
-        launched.manifest,
-        num_shards=degrees.shard * degrees.tensor,
-        param_nbytes=options.compute.param_nbytes,
-        gpu_gib=gpu_gib,
-        where=where,
-    )
+    placement = launched.manifest.placement
+    table = Table(placement=placement, num_microbatches=0, ranks=((),) * placement.num_ranks)
+    if options.resume.source is None:  # a checkpoint may recall another batch size
+        number = share_of(options.batch, degrees.data).num_microbatches
+        table = choose_timetable(options.schedule, launched.manifest, number).planned(number)
+    planned = planned_memory(launched.shape, launched.stage_modules, table, options, degrees)
+    note = check_memory(planned, gpu_nbytes, where)
+    if note and not options.quiet:
+        click.echo(f"note: {note}", err=True)
 
 
 _PLAIN_FIELDS = ("partition", "account", "qos", "time", "signal", "restarts", "requeue")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from manifests.errors import LaunchError, UsageError
+from manifests.memory import MemoryEstimate
 from manifests.schema import Manifest
 from runner.config.parallel_dims import ParallelDims
 
@@ -126,36 +127,36 @@ def printed(plans: tuple[NodePlan, ...]) -> str:
     )
 
 
-def _digits(gib: float) -> int:
-    """Return the number of digits that show a size as more than 0."""
-    return 1 if gib >= 0.1 else 2 - math.floor(math.log10(gib))
+def check_memory(planned: MemoryEstimate, gpu_nbytes: int, where: str = "--gpu-memory") -> str:
+    """Check that each rank's weights, gradients and optimizer state fit in its GPU's memory.
 
-
-def check_memory(
-    manifest: Manifest, *, num_shards: int, param_nbytes: int, gpu_gib: float, where: str = "--gpu-memory"
-) -> None:
-    """Check that a rank's weights, gradients and optimizer state alone fit in its GPU's memory.
-
-    `num_shards` ranks share a stage; `param_nbytes` is the memory of one parameter in training.
-    `where` names the source of the GPU's memory size.
+    Returns a note if a rank that trains is estimated to exceed it, with activations; else an empty text. `where` names
+    the source of the GPU's memory size.
 
     Raises:
         LaunchError: naming the rank that needs the most.
     """
-    placement = manifest.placement
-    params = [
-        sum(manifest.stages[stage].num_params for stage in placement.stages_on(rank))
-        for rank in range(placement.num_ranks)
-    ]
-    rank = max(range(len(params)), key=params.__getitem__)
-    if not gpu_gib > 0:
-        raise UsageError(where, f"expected GiB above 0, found {gpu_gib:g}", code="options.invalid-value")
-    needed = params[rank] * param_nbytes / num_shards / 2**30
-    if needed > gpu_gib:
+    states = [memory.state for memory in planned.ranks]
+    totals = [memory.total for memory in planned.ranks]
+    rank, fullest = states.index(max(states)), totals.index(max(totals))
+    more = "use more pipeline ranks (reshard pack MANIFEST --layout pp=N), --tp N or --dp-shard N"
+    if states[rank] > gpu_nbytes:
         raise LaunchError(
             where,
-            f"pipeline rank {rank} needs {needed:.{_digits(needed)}f} GiB for weights, gradients and optimizer state, "
-            f"its GPU has {gpu_gib:g} GiB",
-            "use more pipeline ranks (reshard pack MANIFEST --layout pp=N) or --dp-shard N",
+            f"pipeline rank {rank} needs {_gib(states[rank])} GiB for weights, gradients and optimizer state, "
+            f"its GPU has {gpu_nbytes / 2**30:g} GiB",
+            more,
             code="launch.gpu-memory",
         )
+    if totals[fullest] <= gpu_nbytes:
+        return ""
+    return (
+        f"pipeline rank {fullest} is estimated to need {_gib(totals[fullest])} GiB, its GPU has "
+        f"{gpu_nbytes / 2**30:g} GiB ({where}); {more}, --ac full or a lower --microbatch or --seq-len"
+    )
+
+
+def _gib(nbytes: int) -> str:
+    """Return a size in GiB with the digits that show it as more than 0."""
+    gib = nbytes / 2**30
+    return f"{gib:.{1 if gib >= 0.1 else 2 - math.floor(math.log10(gib))}f}"

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-from manifests.memory import DtypePolicy, MemoryEstimate, Training, estimate_memory
 from manifests.models import ModelShape
-from manifests.schedules import Table
 from runner.config.flags import TrainOptions
-from runner.config.parallel_dims import ParallelDims
-from runner.config.schema import ComputeOptions
 
 __all__ = [
     "BF16_FLOPS",
@@ -21,7 +17,6 @@ __all__ = [
     "memory_nbytes",
     "peak_flops",
     "peak_memory_nbytes",
-    "planned_memory",
 ]
 
 # Dense bfloat16 matmul, in FLOP/s. The first name that is part of a GPU's name counts.
@@ -69,26 +64,3 @@ def peak_memory_nbytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-
-
-def planned_memory(
-    shape: ModelShape, stages: Sequence[Sequence[str]], table: Table, options: TrainOptions, degrees: ParallelDims
-) -> MemoryEstimate | None:
-    """Return the memory estimate of `reshard plan` for a run; None where it does not apply.
-
-    It does not apply to sharded or tensor-parallel stages, nor to activation checkpointing or chunked losses.
-    """
-    compute = options.compute
-    if degrees.shard > 1 or degrees.tensor > 1 or compute.recompute != "none" or compute.loss_chunk is not None:
-        return None
-    training = Training(policy=_policy(compute), microbatch=options.batch.microbatch, seq_len=options.batch.seq_len)
-    return estimate_memory(shape, stages, table, training)
-
-
-def _policy(compute: ComputeOptions) -> DtypePolicy:
-    own, master = _NBYTES[compute.dtype], _NBYTES[compute.master_dtype]
-    kept = 3 * master if compute.has_masters else 2 * master  # exp_avg, exp_avg_sq, and the master
-    return DtypePolicy(name=compute.dtype, weights=own, gradients=master, optimizer=kept, compute=own)
-
-
-_NBYTES = {"fp32": 4, "bf16": 2}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from runner.config.schema import Recompute
+from manifests.memory import Recompute
 from runner.pipeline.chunk import StageChunk, layers_of
 
 __all__ = ["recompute_layers"]

@@ -21,8 +21,9 @@ from torch import distributed as dist
 from runner.bundle.packed import open_packed
 from runner.checkpoint.resume import Origin
 from runner.config.flags import parse_training
+from runner.config.memory import planned_memory
 from runner.distributed.world import World, join_world
-from runner.metrics.gauges import peak_memory_nbytes, planned_memory
+from runner.metrics.gauges import peak_memory_nbytes
 from runner.pipeline.chunk import hf_pieces
 from runner.setup import Ready, begin
 from runner.training.mixed_precision import kept
@@ -61,13 +62,13 @@ def memory_of(ready: Ready, device: torch.device) -> dict[str, Any]:
     moments = [tensor for state in adamw.state.values() for tensor in state.values() if tensor.dim()]
     degrees, stages = ready.mesh.degrees, ready.launched.stage_modules
     planned = planned_memory(ready.launched.shape, stages, ready.clock.table, ready.options, degrees)
-    own = planned.ranks[ready.mesh.pipeline_rank] if planned else None
+    own = planned.ranks[ready.mesh.pipeline_rank]
     return {
         "fused": adamw.param_groups[0]["fused"],
         "held_nbytes": nbytes_of([*parameters, *masters, *gradients, *moments]),
         "peak_nbytes": peak_memory_nbytes(device),
-        "planned_nbytes": own.total if own else None,
-        "planned_to_hold_nbytes": own.weights + own.gradients + own.optimizer if own else None,
+        "planned_nbytes": own.total,
+        "planned_to_hold_nbytes": own.state,
     }
 
 

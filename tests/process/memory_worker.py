@@ -1,88 +1,82 @@
-"""A rank that trains one case for two steps and counts what it holds.
+"""A rank that trains every case it is given for two steps, and writes what it held beside what was planned.
 
-usage: memory_worker.py CASE OUT
+usage: memory_worker.py CASES OUT
+
+CASES is a JSON list of {"name": …, "root": …, "args": […]}.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
+import os
 import sys
 from collections.abc import Iterable
-from datetime import timedelta
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import distributed as dist
 
-from runner.config.schema import OptimOptions
-from runner.distributed.world import join_world
-from runner.models import family_for
-from runner.pipeline.chunk import build_chunks, materialize, named_hf_parameters
-from runner.pipeline.schedule import build_schedule
-from runner.pipeline.stage_metadata import plan_stage_metadata
-from runner.pipeline.timetable import find_timetable
-from runner.training.gradient_norm import StepTotals
-from runner.training.mixed_precision import keep_masters, kept, round_masters
-from runner.training.optimizer import Optimizer
-from runner.training.step import Engine, train_step
-from runner.training.ties import build_ties, lead_parameters
-from tests.fast.runner.tiny import CPU, head_tie, padded_batch
-from tests.process.memory_cases import CASES, ONE_GB, Case
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "mixed": torch.bfloat16}
-TIMEOUT = timedelta(seconds=60)
+from runner.bundle.packed import open_packed
+from runner.checkpoint.resume import Origin
+from runner.config.flags import parse_training
+from runner.config.memory import planned_memory
+from runner.distributed.world import World, join_world
+from runner.setup import Ready, begin
+from runner.tensors.dtensor import local_of
+from runner.training.mixed_precision import kept
+from runner.training.step import train_step
+from tests.fast.runner.tiny import CPU, padded_batch
 
 
-def measure(case: Case) -> dict[str, int]:
-    """Give the bytes held at the end of the second step's last backward pass, and the most that ever were."""
-    dtype, placement, sizes = DTYPES[case.policy], case.placement, case.batch
-    family = family_for(case.config, max_seq_len=sizes.seq_len)
-    chunks = build_chunks(family, case.stages, placement.stages_on(dist.get_rank()))
-    before, low = resident_nbytes(), status_nbytes("VmRSS")  # everything is imported, and the modules are on meta
+def run_case(case: dict[str, Any], world: World) -> dict[str, Any]:
+    launched = open_packed(Path(case["root"]))
+    options = parse_training(["--data", "synthetic", "--no-self-check", *case["args"]])
+    low = resident_nbytes()
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
-    for chunk in chunks:
-        materialize(chunk, device=CPU, dtype=dtype)
-    if case.policy == "mixed":
-        keep_masters(chunks, torch.float32)
-    for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
-        torch.nn.init.normal_(kept(parameter), std=0.02)
-    round_masters(parameter for chunk in chunks for parameter in chunk.parameters())
-    ties = build_ties([head_tie(case.stages)], chunks, placement, TIMEOUT)
-    parameters = lead_parameters(chunks, ties)
-    timetable = find_timetable(case.schedule, placement, sizes.num_microbatches)
-    engine = Engine(
-        schedule=build_schedule(timetable, chunks, plan_stage_metadata(family, case.stages, dtype), sizes),
-        ties=ties,
-        totals=StepTotals(parameters, ties, device=CPU),
-        optimizer=Optimizer(parameters, OptimOptions(lr=1e-3)),
-    )
-    batch = padded_batch(0, size=sizes.global_batch, seq_len=sizes.seq_len)
-    train_step(engine, batch, 0)
-    engine.optimizer.zero_gradients()
-    engine.schedule.train(batch)
-    held = [parameter for chunk in chunks for _, parameter in named_hf_parameters(chunk)]
-    masters = [kept(parameter) for parameter in held if kept(parameter) is not parameter]
-    states = engine.optimizer.adamw.state.values() if engine.optimizer.adamw else ()
+    ready = begin(launched, (Origin(folder=launched.root),), options, world, CPU)
+    engine, schedule, sizes = ready.engine, ready.engine.schedule, options.batch
+    vocab_size = ready.chunks[0].family.vocab_size
+    for step in range(2):
+        batch = padded_batch(step, size=sizes.global_batch, seq_len=sizes.seq_len, vocab_size=vocab_size)
+        rows = ready.rows_of(batch) if schedule.has_first or schedule.has_last else None
+        train_step(engine, rows, step)
+    planned = planned_memory(
+        launched.shape, launched.stage_modules, ready.clock.table, options, ready.mesh.degrees, is_fused=False
+    ).ranks[ready.mesh.pipeline_rank]
     return {
-        "weights": nbytes_of(held),
-        "gradients": nbytes_of(parameter.grad for parameter in held if parameter.grad is not None),
-        "optimizer": nbytes_of([*masters, *(tensor for state in states for tensor in state.values())]),
-        "resident": resident_nbytes() - before,
+        "planned": {**asdict(planned), "total": planned.total},
         "peak": status_nbytes("VmHWM") - low,
+        **state_nbytes(ready),
+    }
+
+
+def state_nbytes(ready: Ready) -> dict[str, int]:
+    """Give the bytes of weights, gradients and optimizer state after a step, as this rank has them."""
+    parameters = [parameter for chunk in ready.chunks for parameter in chunk.parameters()]
+    adamw = ready.engine.optimizer.adamw
+    states = [tensor for state in (adamw.state.values() if adamw else ()) for tensor in state.values()]
+    masters = [kept(parameter) for parameter in parameters if kept(parameter) is not parameter]
+    return {
+        "weights": nbytes_of(parameters),
+        "gradients": nbytes_of(parameter.grad for parameter in parameters if parameter.grad is not None),
+        "optimizer": nbytes_of([*masters, *states]),
     }
 
 
 def nbytes_of(tensors: Iterable[torch.Tensor]) -> int:
     """Give the bytes of all storages, each counted once."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
+    storages = (local_of(tensor).untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def resident_nbytes() -> int:
-    """Give the anonymous memory of this process, less what the allocator keeps for later."""
+    gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    return status_nbytes("RssAnon")
+    return status_nbytes("VmRSS")
 
 
 def status_nbytes(field: str) -> int:
@@ -90,14 +84,15 @@ def status_nbytes(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
-def main(name: str, out: Path) -> None:
+def main(cases: Path, out: Path) -> None:
     torch.set_num_threads(1)
-    join_world(CPU, int(TIMEOUT.total_seconds()))
-    case = next(case for case in (*CASES, ONE_GB) if case.name == name)
-    (out / f"rank{dist.get_rank()}.json").write_text(json.dumps(measure(case)))
+    world = World.from_environment(os.environ)
+    join_world(CPU, timeout_s=60)
+    for case in json.loads(cases.read_text()):
+        (out / f"{case['name']}-{world.rank}.json").write_text(json.dumps(run_case(case, world)))
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

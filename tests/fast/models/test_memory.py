@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -131,11 +132,11 @@ def test_rank_may_hold_less_at_once_than_its_stages_one_by_one() -> None:
         stages = [found.stages[rank], found.stages[7 - rank]]
         assert max(stage.activations for stage in stages) <= memory.activations
         assert memory.activations <= sum(stage.activations for stage in stages)
-        for part in ("weights", "gradients", "optimizer", "wires"):
+        parts = ("weights", "gradients", "optimizer", "wires")
+        for part in parts:
             assert getattr(memory, part) == sum(getattr(stage, part) for stage in stages)
-        assert memory.total == sum(
-            getattr(memory, part) for part in ("weights", "gradients", "optimizer", "activations", "wires")
-        )
+        assert memory.temporary == max(stage.temporary for stage in stages)
+        assert memory.total == sum(getattr(memory, part) for part in (*parts, "activations", "temporary"))
 
 
 @pytest.mark.parametrize(("policy", "nbytes"), [("fp32", 16), ("bf16", 8), ("mixed", 18)])
@@ -145,6 +146,56 @@ def test_policy_says_the_bytes_of_a_parameter(policy: str, nbytes: int) -> None:
     (rank,) = estimate(shape, "GPipe", Placement(num_stages=1, num_ranks=1), 1, training).ranks
     assert rank.weights + rank.gradients + rank.optimizer == nbytes * shape.num_params
     assert rank.wires == 0
+
+
+@pytest.mark.parametrize(("policy", "nbytes"), [("fp32", 8 + 12 / 4), ("bf16", 4 + 6 / 4), ("mixed", 6 + 12 / 4)])
+def test_fsdp_shards_what_the_optimizer_steps_and_gathers_the_rest(policy: str, nbytes: float) -> None:
+    shape = model_shape(read_config("tiny-llama"))
+    training = Training(policy=POLICIES[policy], microbatch=1, seq_len=4, shard=4)
+    (rank,) = estimate(shape, "GPipe", Placement(num_stages=1, num_ranks=1), 1, training).ranks
+    assert rank.state == nbytes * shape.num_params
+
+
+def test_tensor_parallel_ranks_share_matrices_and_each_has_the_norms() -> None:
+    shape = model_shape(read_config("tiny-qwen3-moe"))
+    norms = sum(shape.count_params(fqn) for fqn in shape.tensors if len(shape.tensors[fqn]) == 1)
+    routers = sum(shape.count_params(fqn) for fqn in shape.tensors if fqn.endswith("mlp.gate.weight"))
+    assert norms
+    assert routers
+    one, two = (
+        estimate(shape, "GPipe", Placement(num_stages=1, num_ranks=1), 1, replace(FP32, tensor=degree)).ranks[0]
+        for degree in (1, 2)
+    )
+    assert one.weights == 4 * shape.num_params
+    assert two.weights == 2 * (shape.num_params + norms + routers)
+    assert one.activations / 2 < two.activations < one.activations  # residuals are whole
+
+
+@pytest.mark.parametrize(("recompute", "checkpointed"), [("full", (0, 1, 2, 3)), (2, (0, 2)), (3, (0, 3))])
+def test_checkpointed_layers_keep_their_input(recompute: Any, checkpointed: tuple[int, ...]) -> None:
+    shape = model_shape(read_config("tiny-llama", num_hidden_layers=4))
+    alone = {module: memory_of(shape, FP32, 1)[module] - memory_of(shape, FP32, 0)[module] for module in shape.modules}
+    asked = replace(FP32, recompute=recompute)
+    kept = {module: memory_of(shape, asked, 1)[module] - memory_of(shape, asked, 0)[module] for module in shape.modules}
+    inputs = {f"model.layers.{number}": FP32.num_tokens * 4 * shape.hidden_size for number in checkpointed}
+    assert kept == {**alone, **inputs}
+
+
+def test_selective_checkpointing_keeps_what_matrices_and_attention_give() -> None:
+    shape = model_shape(read_config("tiny-llama"))
+    # q, k, v, attention and its output; gate, up and the MLP's output; the layer's input; sums of heads, norms.
+    width, keys, ffn, heads, norms = 32, 16, 80, 4, 2
+    config = read_config("tiny-llama")
+    assert (config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]) == (width, ffn, heads)
+    asked = replace(FP32, recompute="selective")
+    kept = memory_of(shape, asked, 1)["model.layers.0"] - memory_of(shape, asked, 0)["model.layers.0"]
+    assert kept == FP32.num_tokens * 4 * (2 * width + 2 * keys + width + 2 * ffn + width + width + heads + norms)
+
+
+def test_chunks_of_the_loss_keep_no_logits() -> None:
+    shape = model_shape(read_config("tiny-llama"))
+    asked = replace(FP32, loss_chunk=4)
+    assert memory_of(shape, asked, 3)["lm_head"] == memory_of(shape, asked, 0)["lm_head"]
 
 
 def test_wires_are_a_buffer_for_each_microbatch_and_direction() -> None:
@@ -162,6 +213,7 @@ def test_tied_weight_is_one_on_its_rank_with_a_gradient_for_each_name() -> None:
         gradients=4 * (shape.num_params + embedding),
         optimizer=8 * shape.num_params,
         activations=one.activations,
+        temporary=one.temporary,
     )
     two = estimate(shape, "GPipe", Placement(num_stages=2, num_ranks=2), 1).ranks
     assert sum(rank.weights for rank in two) == 4 * (shape.num_params + embedding)
@@ -186,8 +238,8 @@ def test_memory_of_modules_keeps_every_stage_within_its_sum() -> None:
     found = estimate_memory(shape, stages, table, bf16).stages
     costs = memory_of(shape, bf16, 4)
     sums = [sum(costs[module] for module in modules) for modules in stages]
-    assert sums[0] == found[0].total - found[0].wires  # the first stage has 4 in flight
-    assert all(total >= stage.total - stage.wires for total, stage in zip(sums, found, strict=True))
+    assert sums[0] == found[0].state + found[0].activations  # the first stage has 4 in flight
+    assert all(total >= stage.state + stage.activations for total, stage in zip(sums, found, strict=True))
 
 
 def test_deepseek_v3_takes_terabytes_to_train() -> None:

@@ -51,9 +51,9 @@ def test_limit_counts_what_each_stage_has_in_flight(tmp_path: Path) -> None:
     # 1F1B on 4 ranks: the last stage, with a head whose logits are most of its memory, keeps 1 microbatch of 4.
     config = write_config(tmp_path / "config.json", num_hidden_layers=12, vocab_size=400)
     flags = ("--layout", "balance:time,pp=4", "--seq-len", "64", "--microbatches", "8", "--json")
-    shown = reshard("plan", config, *flags, "--memory-limit", "700kB").json
+    shown = reshard("plan", config, *flags, "--memory-limit", "840kB").json
     assert [len(stage["modules"]) for stage in shown["stages"]] == [3, 3, 4, 5]
-    assert [rank["memory_nbytes"]["total"] for rank in shown["ranks"]] == [635904, 652288, 628736, 606720]
+    assert [rank["memory_nbytes"]["total"] for rank in shown["ranks"]] == [650752, 667136, 643584, 811520]
 
 
 def test_memory_limit_is_written_into_the_layout(tmp_path: Path) -> None:
@@ -168,3 +168,42 @@ def test_pack_simulates_no_step(tmp_path: Path) -> None:
     pack(4)  # caches are warm
     few, many = steps_of(lambda: pack(5)), steps_of(lambda: pack(130_000))
     assert many < 1.1 * few
+
+
+TRUE = Path(__file__).parents[3] / "tests" / "data" / "configs"
+
+
+def test_plan_takes_the_degrees_that_training_takes() -> None:
+    flags = ("--dp-replicate", "2", "--dp-shard", "4", "--tp", "2", "--ac", "full", "--dtype-policy", "mixed")
+    alone, shared = (
+        reshard("plan", TRUE / "llama-3.1-8b.json", "--layout", "pp=4", *given, "--json").json for given in ((), flags)
+    )
+    assumed = {name: shared["assumed"][name] for name in ("dp_replicate", "dp_shard", "tp", "ac", "loss_chunk")}
+    assert assumed == {"dp_replicate": 2, "dp_shard": 4, "tp": 2, "ac": "full", "loss_chunk": None}
+    for one, other in zip(alone["ranks"], shared["ranks"], strict=True):
+        assert other["memory_nbytes"]["activations"] < one["memory_nbytes"]["activations"] / 4
+        assert other["memory_nbytes"]["total"] < one["memory_nbytes"]["total"] / 2
+
+
+def test_loss_chunks_of_tensor_parallel_ranks_are_refused_as_in_training() -> None:
+    ended = reshard("plan", TRUE / "llama-3.1-8b.json", "--layout", "pp=4", "--tp", "2", "--loss-chunk", "8", "--json")
+    assert (ended.code, ended.json["error"]["code"]) == (2, "options.tp-loss-chunk")
+
+
+@pytest.mark.parametrize("given", [(), ("--ac", "full"), ("--tp", "2"), ("--dp-shard", "4", "--ac", "full")])
+def test_smallest_change_that_fits_is_the_headline_and_fits(given: tuple[str, ...]) -> None:
+    asked = ("plan", TRUE / "llama-3.1-8b.json", "--dtype-policy", "mixed", "--memory-limit", "20GB")
+    whole = reshard(*asked, "--layout", "pp=4", *given)
+    headline = whole.out.splitlines()[2]
+    assert headline.startswith("DOES NOT FIT: ranks 0")
+    found = reshard(*asked, "--layout", "pp=4", *given, "--json").json["smallest_fit"]
+    assert ",".join(found["changes"]) in headline
+    changes = dict(change.split("=") for change in found["changes"])
+    layout = f"pp={changes.pop('pp', 4)}"
+    flags = dict(zip(given[::2], given[1::2], strict=True)) | {f"--{name}": value for name, value in changes.items()}
+    words = [word for pair in flags.items() for word in pair]
+    fitting = reshard(*asked, "--layout", layout, *words, "--json").json
+    assert fitting["smallest_fit"] is None
+    assert max(rank["memory_nbytes"]["total"] for rank in fitting["ranks"]) <= 20 << 30
+    degrees = fitting["assumed"]
+    assert found["num_ranks"] == fitting["num_ranks"] * degrees["dp_shard"] * degrees["tp"]

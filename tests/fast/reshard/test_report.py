@@ -23,7 +23,7 @@ from tests.fast.reshard.configs import modules_of, write_config, write_times
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "tests" / "data" / "configs"
 TRUE_CONFIGS = sorted(path.stem for path in CONFIGS.glob("*.json") if not path.stem.startswith("tiny"))
-PARTS = ("weights", "gradients", "optimizer", "activations", "wires", "total")
+PARTS = ("weights", "gradients", "optimizer", "activations", "wires", "temporary", "total")
 
 
 def nbytes(*parts: int) -> dict[str, int]:
@@ -38,11 +38,11 @@ def test_plan_is_the_same_in_a_table_and_in_json(tmp_path: Path, wording: Callab
     wording(printed)
     table = [re.split(" {2,}", line.strip()) for line in printed.splitlines()[3:5]]
     assert table == [
-        ["0", "0", "0", "embed_tokens, layers.0-1", "4,544", "8.88 KiB", "8.70 k", "99.75 KiB", "87%"],
-        ["1", "1", "0", "layers.2-3, norm, lm_head", "4,560", "8.91 KiB", "9.98 k", "90.16 KiB", "100%"],
+        ["0", "0", "0", "embed_tokens, layers.0-1", "4,544", "8.88 KiB", "8.70 k", "102.88 KiB", "87%"],
+        ["1", "1", "0", "layers.2-3, norm, lm_head", "4,560", "8.91 KiB", "9.98 k", "92.66 KiB", "100%"],
     ]
     shown = reshard("plan", tmp_path, *flags, "--json").json
-    memory = [nbytes(18176, 18176, 36352, 27392, 2048), nbytes(18240, 18240, 36480, 17312, 2048)]
+    memory = [nbytes(18176, 18176, 36352, 27392, 2048, 3200), nbytes(18240, 18240, 36480, 17312, 2048, 2560)]
     # Stage 1 starts after one forward of stage 0 and never waits; stage 0 ends with one backward.
     step = 8704 + 12 * 9984 + 2 * 8704
     assert shown == {
@@ -91,6 +91,7 @@ def test_plan_is_the_same_in_a_table_and_in_json(tmp_path: Path, wording: Callab
                 "bubble": pytest.approx(1 - 12 * 9984 / step),
             },
         ],
+        "smallest_fit": None,
         "imbalance": {"stages": pytest.approx(9984 / 9344), "ranks": pytest.approx(9984 / 9344)},
         "bubble": pytest.approx(1 - 6 * (8704 + 9984) / step),
         "step_s": None,
@@ -100,6 +101,11 @@ def test_plan_is_the_same_in_a_table_and_in_json(tmp_path: Path, wording: Callab
             "microbatch": 1,
             "seq_len": 8,
             "dtype_policy": "fp32",
+            "dp_replicate": 1,
+            "dp_shard": 1,
+            "tp": 1,
+            "ac": "none",
+            "loss_chunk": None,
             "memory_limit_nbytes": 150_000,
             "times": "flops",
             "work": "exact",

@@ -15,8 +15,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from manifests.errors import UsageError
+from manifests.memory import Recompute
 from manifests.placement import Placement
-from runner.config.schema import BatchOptions, ComputeOptions, OptimOptions, Recompute
+from runner.config.schema import BatchOptions, ComputeOptions, OptimOptions
 from runner.models import family_for
 from runner.pipeline.chunk import StageChunk, build_chunks, layers_of, materialize, named_hf_parameters, part_of
 from runner.pipeline.schedule import Schedule, build_schedule

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LR
 from transformers import get_wsd_schedule
 
 from runner.config.flags import parse_training
-from runner.config.schema import ComputeOptions, Decay, OptimOptions
+from runner.config.schema import Decay, OptimOptions
 from runner.training.optimizer import lr_at
 
 PEAK, MINIMUM, STEPS = 3e-4, 3e-5, 60
@@ -95,9 +95,3 @@ def test_dtypes_follow_one_another() -> None:
         ("bf16", "fp32", "fp32"),
         ("bf16", "bf16", "fp32"),
     ]
-
-
-def test_bytes_of_a_parameter_count_its_master() -> None:
-    mixed = ComputeOptions(dtype="bf16", master_dtype="fp32")
-    half = ComputeOptions(dtype="bf16", master_dtype="bf16")
-    assert [each.param_nbytes for each in (ComputeOptions(), half, mixed)] == [16, 8, 18]

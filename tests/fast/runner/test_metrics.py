@@ -16,10 +16,11 @@ from manifests.placement import Placement
 from manifests.schedules import schedule_table
 from runner.checkpoint.async_save import SaveReport
 from runner.config.flags import parse_training
+from runner.config.memory import planned_memory
 from runner.config.parallel_dims import ParallelDims
 from runner.load.load import LoadReport
 from runner.load.local_cache import CacheReport
-from runner.metrics.gauges import least_step_s, memory_nbytes, peak_flops, peak_memory_nbytes, planned_memory
+from runner.metrics.gauges import least_step_s, memory_nbytes, peak_flops, peak_memory_nbytes
 from runner.metrics.metrics import Metrics, RankLoad, StepTimes
 from runner.metrics.progress import StepProgress
 from runner.metrics.sinks import JsonLines
@@ -144,31 +145,25 @@ def test_memory_is_the_processs_own() -> None:
 
 @pytest.mark.parametrize(
     ("flags", "policy"),
-    [((), "fp32"), (("--dtype", "bf16"), "bf16"), (("--dtype", "bf16", "--master-dtype", "fp32"), "mixed")],
+    [
+        ((), "fp32"),
+        (("--dtype", "bf16", "--loss-chunk", "8"), "bf16"),
+        (("--dtype", "bf16", "--master-dtype", "fp32", "--ac", "selective"), "mixed"),
+    ],
 )
 def test_memory_of_a_run_is_what_reshard_plan_says_of_it(flags: tuple[str, ...], policy: str) -> None:
     shape = model_shape(read_config("tiny-llama"))
     stages = (shape.modules[:2], shape.modules[2:])
     table = schedule_table("1F1B", Placement(num_stages=2, num_ranks=2), 4)
     options = parse_training(["--data", "synthetic", "--microbatch", "2", "--seq-len", "32", *flags])
-    degrees = ParallelDims(pipeline=2, replicate=3)
-    training = Training(policy=POLICIES[policy], microbatch=2, seq_len=32)
+    degrees = ParallelDims(pipeline=2, replicate=3, shard=2, tensor=4)
+    training = Training(
+        policy=POLICIES[policy],
+        microbatch=2,
+        seq_len=32,
+        shard=2,
+        tensor=4,
+        recompute=options.compute.recompute,
+        loss_chunk=options.compute.loss_chunk,
+    )
     assert planned_memory(shape, stages, table, options, degrees) == estimate_memory(shape, stages, table, training)
-
-
-@pytest.mark.parametrize(
-    ("flags", "degrees"),
-    [
-        (("--ac", "full"), ParallelDims(pipeline=2)),
-        (("--loss-chunk", "8"), ParallelDims(pipeline=2)),
-        ((), ParallelDims(pipeline=2, shard=2)),
-        ((), ParallelDims(pipeline=2, tensor=2)),
-    ],
-)
-def test_memory_is_not_planned_where_the_plan_knows_nothing_of_what_a_run_does(
-    flags: tuple[str, ...], degrees: ParallelDims
-) -> None:
-    shape = model_shape(read_config("tiny-llama"))
-    table = schedule_table("1F1B", Placement(num_stages=2, num_ranks=2), 4)
-    options = parse_training(["--data", "synthetic", *flags])
-    assert planned_memory(shape, (shape.modules[:2], shape.modules[2:]), table, options, degrees) is None

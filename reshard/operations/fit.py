@@ -1,0 +1,107 @@
+"""The smallest change of a plan with which every rank stays within the memory limit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from manifests.errors import UserError
+from manifests.memory import Recompute, estimate_memory
+from manifests.schedules import check_schedule, schedule_table
+from reshard.estimate.assumptions import MOST_PASSES, Assumptions, num_passes
+from reshard.estimate.training_estimate import training_of
+from reshard.layout.model import StageLayout
+from reshard.layout.spelling import parse_layout
+from reshard.operations.resolve import LaidOut
+
+__all__ = ["Fit", "smallest_fit"]
+
+_DOUBLINGS = 6  # of each degree, at most
+_MOST_TENSOR = 8  # the GPUs of a node, usually
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fit:
+    """What fits: the values that differ from the plan's, under the names of their flags, and the ranks of the job."""
+
+    num_ranks: int
+    changes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return ",".join(self.changes)
+
+
+def smallest_fit(laid: LaidOut) -> Fit | None:
+    """Return the change with the fewest ranks, and of those the fewest values, that fits; None: none was found.
+
+    Tried are activation checkpointing, more pipeline ranks, with the layers spread evenly, data-parallel shards and
+    tensor-parallel ranks.
+    """
+    layouts: dict[int, StageLayout | None] = {}
+    for num_pipeline, assumed in sorted(_candidates(laid), key=lambda found: _cost(laid, *found)):
+        if num_pipeline not in layouts:
+            layouts[num_pipeline] = _layout(laid, num_pipeline)
+        layout = layouts[num_pipeline]
+        if layout is not None and _fits(laid, layout, assumed):
+            changes = _changes(laid, num_pipeline, assumed)
+            return Fit(num_ranks=num_pipeline * assumed.num_per_stage, changes=changes)
+    return None
+
+
+def _candidates(laid: LaidOut) -> Iterator[tuple[int, Assumptions]]:
+    asked, num_pipeline = laid.assumed, laid.layout.placement.num_ranks
+    recomputes: dict[Recompute, None] = dict.fromkeys((asked.recompute, "selective", "full"))
+    tensors = [asked.tensor << doubling for doubling in range(_DOUBLINGS)]
+    for tensor in (each for each in tensors if each == asked.tensor or _is_possible(laid, each)):
+        for doubled in range(_DOUBLINGS):
+            for sharded in range(_DOUBLINGS):
+                for recompute in recomputes:
+                    shard = asked.shard << sharded
+                    yield num_pipeline << doubled, replace(asked, shard=shard, tensor=tensor, recompute=recompute)
+
+
+def _is_possible(laid: LaidOut, tensor: int) -> bool:
+    return tensor <= _MOST_TENSOR and laid.shape.hidden_size % tensor == 0 and laid.assumed.loss_chunk is None
+
+
+def _cost(laid: LaidOut, num_pipeline: int, assumed: Assumptions) -> tuple[int, int, int]:
+    return num_pipeline * assumed.num_per_stage, len(_changes(laid, num_pipeline, assumed)), assumed.tensor
+
+
+def _changes(laid: LaidOut, num_pipeline: int, assumed: Assumptions) -> tuple[str, ...]:
+    asked = laid.assumed
+    values = (
+        ("pp", laid.layout.placement.num_ranks, num_pipeline),
+        ("dp-shard", asked.shard, assumed.shard),
+        ("tp", asked.tensor, assumed.tensor),
+        ("ac", asked.recompute, assumed.recompute),
+    )
+    return tuple(f"{name}={new}" for name, old, new in values if new != old)
+
+
+def _layout(laid: LaidOut, num_pipeline: int) -> StageLayout | None:
+    """Return the plan's own layout, or an even one on more ranks; None where there are too few layers."""
+    placement = laid.layout.placement
+    if num_pipeline == placement.num_ranks:
+        return laid.layout
+    try:
+        spec = f"pp={num_pipeline},vpp={placement.num_virtual},style={placement.style}"
+        return parse_layout(spec, laid.inventory)
+    except UserError:
+        return None
+
+
+def _fits(laid: LaidOut, layout: StageLayout, assumed: Assumptions) -> bool:
+    placement, num_microbatches = layout.placement, assumed.microbatches_for(layout.placement)
+    if num_passes(placement, num_microbatches) > MOST_PASSES:
+        return False
+    try:
+        schedule = check_schedule(assumed.schedule_for(layout), placement, num_microbatches)
+    except UserError:
+        return False
+    table = schedule_table(schedule, placement, num_microbatches)
+    limit, ranks = (
+        laid.assumed.memory_limit,
+        estimate_memory(laid.shape, layout.stages, table, training_of(assumed)).ranks,
+    )
+    return limit is not None and all(memory.total <= limit for memory in ranks)
