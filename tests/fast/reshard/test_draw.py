@@ -48,9 +48,9 @@ def test_svg_has_the_text_of_the_plan_and_names_the_bottleneck(config: Path, tmp
     ended = draw(config, "pp=4", out, "--memory-limit", "80kB")
     assert ended.err == f"drawn: {out}\n"
     texts, lines = texts_of(out), ended.out.splitlines()
-    assert texts[texts.index("tiny: pp=4") + 1] == lines[8]
-    assert re.match(r"rank 1 \(stage 1\) .*: 1\.88x ", lines[8])
-    assert set(lines[8:11]) <= set(texts)
+    assert texts[texts.index("tiny: pp=4") + 1] == lines[9]
+    assert re.match(r"rank 1 \(stage 1\) .*: 1\.88x ", lines[9])
+    assert set(lines[9:12]) <= set(texts)
     assert "tied: model.embed_tokens.weight = lm_head.weight (a copy each on ranks 0 and 3)" in texts
     assert {"Schedule: 1F1B, 8 microbatches", "forward", "backward", "Work", "limit, 80.00 KiB"} <= set(texts)
     assert {"embedding", "dense layers", "norm and head", "KiB", "KiB, estimated for fp32", "rank"} <= set(texts)
