@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from reshard import open as open_packed
+from reshard import pack
 from tests.builders import reshard
 from tests.fast.reshard.test_dcp_export import Titan
 from tests.fast.reshard.test_deepspeed_source import GOLDEN
@@ -63,6 +65,18 @@ def test_commands_for_deepspeed(tmp_path: Path) -> None:
     before = load_file(GOLDEN / "gpt2-universal.safetensors")["transformer.wte.weight"]
     assert torch.isfinite(trained).all()
     assert not torch.equal(trained, before)
+
+
+def test_commands_for_megatron_core(tmp_path: Path) -> None:
+    saved = Path(__file__).resolve().parents[1] / "data" / "megatron" / "qwen3"
+    shutil.copytree(saved, tmp_path / "megatron" / "iter_0000003")
+    (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").write_text("3")
+    run_section("Megatron-Core", tmp_path)
+    pack(str(tmp_path / "megatron-again"), tmp_path / "again", "pp=1")
+    trained = open_packed(tmp_path / "history" / "step-000002").stage(0).state_dict()
+    again = open_packed(tmp_path / "again").stage(0).state_dict()
+    assert trained.keys() <= again.keys()
+    assert all((again[name] == tensor).all() for name, tensor in trained.items())
 
 
 def test_commands_for_vllm(tmp_path: Path) -> None:
