@@ -19,7 +19,7 @@ FIND_PYTHON = for python in $(PYTHON); do \
 	    exit 1; \
 	}
 
-.PHONY: help setup check test test-all test-gpu test-pythons test-interop interop test-torch wording fuzz demo bench docs api commands performance architecture catalogue models errors fmt constraints clean
+.PHONY: help setup check test test-all test-gpu test-pythons test-interop interop test-torch wording fuzz demo bench docs api commands performance architecture catalogue models errors fmt constraints release clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -105,6 +105,17 @@ models: setup  ## Write the table of architectures in docs/models.md
 
 errors: setup  ## Write docs/errors.md from docs/errors/*.toml
 	$(BIN)/python tools/errors.py
+
+# build, twine and cyclonedx are tools of this target alone, in an environment of their own.
+release:  ## Build dist/: wheel, sdist, bill of materials, checksums
+	@$(FIND_PYTHON); set -e; rm -rf dist build/release build/installed; \
+	"$$python" -m venv build/release; "$$python" -m venv build/installed; \
+	build/release/bin/python -m pip install -qq build twine cyclonedx-bom; \
+	build/release/bin/python -m build --outdir dist >build/release/log; \
+	build/release/bin/twine check --strict dist/*; \
+	build/installed/bin/python -m pip install -qq dist/*.whl; \
+	build/release/bin/cyclonedx-py environment build/installed --output-file dist/sbom.json; \
+	cd dist; sha256sum * >SHA256SUMS; cat SHA256SUMS
 
 fmt: setup  ## Format, and fix what the linter can
 	$(BIN)/ruff check --fix

@@ -22,6 +22,7 @@ _VERBS = {
     "report": ("runner.launch.verbs:report", "Write a run as one HTML page."),
     "eval": ("runner.evaluation.command:eval_command", "Print a packed model's loss over a text."),
     "generate": ("runner.evaluation.command:generate_command", "Print what a packed model generates after a prompt."),
+    "completion": ("manifests.completion:completion", "Print the shell completion script of bash, zsh or fish."),
 }
 
 

@@ -7,6 +7,7 @@ from functools import partial
 
 import click
 
+from manifests.completion import completion
 from manifests.console import run_cli
 from reshard.cli.check import check
 from reshard.cli.pack import export, pack
@@ -32,7 +33,7 @@ def cli() -> None:
     """
 
 
-for verb in (plan, layout, pack, commit, export, verify, check, sign, push, inspect, diff):
+for verb in (plan, layout, pack, commit, export, verify, check, sign, push, inspect, diff, completion):
     cli.add_command(verb)
 
 
