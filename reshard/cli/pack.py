@@ -131,9 +131,7 @@ def pack(
     help="Whose names to use: torchtitan's with --to dcp, a PipelineModule's with --to universal.",
 )
 @click.option("--weights-only", is_flag=True, help="With --to dcp or universal: leave out the optimizer state.")
-@click.option(
-    "--pp", type=options.WholeNumber(min=1), default=1, show_default=True, help="With --to vllm: pipeline stages."
-)
+@click.option("--pp", type=options.WholeNumber(min=1), default=1, help="With --to vllm: pipeline stages.")
 @click.option(
     "--tp", type=options.WholeNumber(min=1), default=1, show_default=True, help="With --to vllm: ranks of a stage."
 )
