@@ -17,6 +17,7 @@ from manifests.errors import UsageError
 from stores.address import hub_output, is_url
 
 if TYPE_CHECKING:
+    from manifests.memory import Recompute
     from reshard.operations.progress import Progress
     from reshard.transforms.cast import ExportDtype
     from reshard.transforms.conversion import Plain
@@ -262,7 +263,6 @@ def training_flags(command: Command) -> Command:
         dp_replicate: int, dp_shard: int, tp: int, ac: str, loss_chunk: int | None,
         memory_limit: str | None, cost: Path | None, **others: Any,
     ) -> Any:  # fmt: skip
-        from manifests.memory import parse_recompute
         from reshard.estimate.assumptions import Assumptions
         from reshard.estimate.costs import read_times
 
@@ -275,7 +275,7 @@ def training_flags(command: Command) -> Command:
             replicate=dp_replicate,
             shard=dp_shard,
             tensor=tp,
-            recompute=parse_recompute(ac),
+            recompute=_recompute(ac),
             loss_chunk=loss_chunk,
             memory_limit=None if memory_limit is None else _size("--memory-limit", memory_limit),
             measured=read_times(cost) if cost else None,
@@ -283,6 +283,14 @@ def training_flags(command: Command) -> Command:
         return command(assumed=assumed, **others)
 
     return _with_flags(gathered, _TRAINING)
+
+
+def _recompute(ac: str) -> Recompute:
+    if ac == "none":
+        return "none"
+    from manifests.memory import parse_recompute  # which a pack without --ac does without
+
+    return parse_recompute(ac)
 
 
 def print_result(quiet: bool, as_json: bool, as_object: Callable[[], object], as_text: Callable[[], str]) -> None:
