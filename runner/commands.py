@@ -10,7 +10,7 @@ import click
 
 from manifests.console import run_cli
 
-__all__ = ["cli", "run"]
+__all__ = ["cli", "completion", "run"]
 
 _PLAIN = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
 # Where each command is, and its line in the list of commands.
@@ -22,7 +22,7 @@ _VERBS = {
     "report": ("runner.launch.verbs:report", "Write a run as one HTML page."),
     "eval": ("runner.evaluation.command:eval_command", "Print a packed model's loss over a text."),
     "generate": ("runner.evaluation.command:generate_command", "Print what a packed model generates after a prompt."),
-    "completion": ("manifests.completion:completion", "Print the shell completion script of bash, zsh or fish."),
+    "completion": ("runner.commands:completion", "Print the shell completion script of bash, zsh or fish."),
 }
 
 
@@ -65,6 +65,23 @@ def cli() -> None:
     Example:
       runner launch ./Llama-3.2-1B-pp2 -- --steps 100 --seq-len 512 --global-batch 16 --data text/
     """
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print the completion script of SHELL: verbs, flags, choices and paths.
+
+    \b
+    Examples:
+      eval "$(runner completion bash)"               in ~/.bashrc; zsh in ~/.zshrc
+      runner completion fish | source                in ~/.config/fish/config.fish
+    """
+    from click.shell_completion import get_completion_class
+
+    made = get_completion_class(shell)
+    assert made is not None, shell
+    click.echo(made(cli, {}, "runner", "_RUNNER_COMPLETE").source())
 
 
 def run(begin: Callable[[], None] = lambda: None) -> None:

@@ -7,9 +7,9 @@ from functools import partial
 
 import click
 
-from manifests.completion import completion
 from manifests.console import run_cli
 from reshard.cli.check import check
+from reshard.cli.completion import completion
 from reshard.cli.pack import export, pack
 from reshard.cli.pack_parts import commit
 from reshard.cli.plan import layout, plan

@@ -1,9 +1,8 @@
-"""Shell completion of reshard and runner, by click's own scripts."""
+"""reshard completion, by click's own scripts."""
 
 from __future__ import annotations
 
 import click
-from click.shell_completion import get_completion_class
 
 __all__ = ["completion"]
 
@@ -19,8 +18,8 @@ def completion(ctx: click.Context, shell: str) -> None:
       eval "$(reshard completion bash)"              in ~/.bashrc; zsh in ~/.zshrc
       reshard completion fish | source               in ~/.config/fish/config.fish
     """
-    group = ctx.find_root().command
-    program = ctx.find_root().info_name or ""
+    from click.shell_completion import get_completion_class
+
     made = get_completion_class(shell)
     assert made is not None, shell
-    click.echo(made(group, {}, program, f"_{program.upper()}_COMPLETE").source())
+    click.echo(made(ctx.find_root().command, {}, "reshard", "_RESHARD_COMPLETE").source())
