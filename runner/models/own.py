@@ -166,10 +166,21 @@ class WholeOwn(nn.Module):
 def generic_family(model_class: type[Any], request: FamilyRequest, *, num_results: int = 0) -> Family:
     """Return a family that cuts a model class of transformers' kind between its layers, as the catalogue's are cut.
 
-    `num_results`: how many results a layer returns in a tuple; 0: one tensor, not in a tuple.
+    `request`: what the entry point of `runner.families` was called with. `num_results`: how many results a layer
+    returns in a tuple; 0: one tensor, not in a tuple.
 
+    Shapes: the stages take tokens (B, L) or hidden (B, L, D), and return hidden or logits (B, L, V).
     Raises:
         ModelError: a class that cannot be cut like that, or a config that it does not accept.
+
+    Example, the function that an entry point names:
+        >>> def family(request):
+        ...     return runner.generic_family(MyForCausalLM, request)
+        >>> made = family(request)
+        >>> made.modules
+        ('model.embed_tokens', 'model.layers.0', 'model.layers.1', 'model.norm', 'lm_head')
+        >>> [name for name, _ in made.build(("lm_head",)).named_parameters()]
+        ['model.lm_head.weight']
     """
     from runner.models.generic import Generic
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -222,6 +223,18 @@ def test_self_check_catches_a_class_that_its_description_does_not_describe(is_wr
     with pytest.raises(UserError) as caught:
         check_stages(family, stages)
     assert caught.value.code == "model.self-check-failed"
+
+
+def test_doctest_of_generic_family_runs() -> None:
+    config = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "tie_word_embeddings": False,
+    }  # fmt: skip
+    asked = replace(request(), architecture="Olmo3ForCausalLM", config=config)
+    globs = {"runner": runner, "request": asked, "MyForCausalLM": new_class(is_wrong=False)}
+    tests = doctest.DocTestFinder().find(runner.generic_family, "generic_family", globs=globs)
+    ran = [doctest.DocTestRunner().run(test) for test in tests]
+    assert [(found.failed, found.attempted) for found in ran] == [(0, 4)]
 
 
 class Decoder(nn.Module):
