@@ -274,7 +274,9 @@ class Fitter:
         if all(each == values[0] and type(each) is type(values[0]) for each in values):
             return values[0]
         sizes = Sizes(groups=(), absent=prober.hidden, null=prober.hidden)
-        hidden = [{known: given[known] for known in prober.hidden if known in given} for given, _ in seen]
+        hidden = [
+            {known: value for known, value in flattened(given).items() if known in prober.hidden} for given, _ in seen
+        ]
         fields = [Fields(sizes, nested({**each, **more}), "") for (_, each), more in zip(seen, hidden, strict=True)]
         if all(isinstance(each, int) and not isinstance(each, bool) for each in values):
             names = self._followed(name, seen[:3])
@@ -328,10 +330,12 @@ class Fitter:
         return {"count": count, "layers": when}
 
     def _literals_but(self, name: str, rows: Sequence[Row], fields: Sequence[Fields]) -> dict[str, int]:
+        candidates = {**self.prober.relevant, **self.prober.hidden, **dict.fromkeys(self._small())}
+        beside = ("", name.rpartition(".")[0])  # not the fields of another part's config
         others = {
-            known: None for known in {**self.prober.relevant, **self.prober.hidden, **dict.fromkeys(self._small())}
-            if known != name and not self.prober.is_by_layer(known) and not self.prober.is_of_layers(known)
-            and all(_has(one, known) for one in fields)
+            known: None for known in candidates
+            if known != name and known.rpartition(".")[0] in beside and not self.prober.is_by_layer(known)
+            and not self.prober.is_of_layers(known) and all(_has(one, known) for one in fields)
         }  # fmt: skip
         return literals(rows, others)
 

@@ -42,6 +42,7 @@ PASSED_OVER = re.compile(
 )
 _VARIANTS = 4  # configs with further kinds of layers around which fields are varied
 _WIDE = re.compile(r"dim|size|rank|width|hidden|heads|groups|ffn|channels|state|embd|vocab|^d_|inner|positions|ctx")
+_EXPERTS = re.compile(r"experts\.\w+$")
 _BY_KEYWORD = re.compile(r"kwargs\.(?:pop|get|setdefault)\(\s*[\"'](\w+)[\"'](?:,\s*(\w+))?")
 _BY_GETATTR = re.compile(r"getattr\((?:self\.)?config,\s*[\"'](\w+)[\"']")
 
@@ -72,7 +73,9 @@ class Prober:
         self.hidden = self._hidden(source)
         before = self.fields_of(self.base)
         for name in [name for name, value in self.hidden.items() if value is None]:
-            fields = self.fields_of({**self.base, name: 3})
+            given = copy.deepcopy(self.base)
+            set_field(given, name, 3)
+            fields = self.fields_of(given)
             if fields is None or before is None or any(fields.get(other) != value for other, value in before.items()):
                 del self.hidden[name]  # another name of a field that is kept
         read = set(re.findall(r"(?:config|self)\.(\w+)\b|[\"'](\w+)[\"']", source))
@@ -95,8 +98,8 @@ class Prober:
             with torch.device("meta"):
                 model = self.model_class(config)
             state = dict(model.state_dict())
-            if most and sum(tensor.shape[0] if tensor.dim() == 3 else 1 for tensor in state.values()) > most:
-                return None
+            if most and sum(tensor.shape[0] for name, tensor in state.items() if _EXPERTS.search(name)) > most:
+                return None  # each would become tensors of its own
             files = revert_weight_conversion(model, state)
         except Exception:  # whatever it raises of fields that do not go together
             return None
@@ -161,11 +164,16 @@ class Prober:
         return "\n".join([*sources, *(inspect.getsource(kind) for kind in kinds)])
 
     def _hidden(self, module: str) -> dict[str, Any]:
-        """Return the fields that a config class reads and does not keep, with the values of a config that has none."""
-        source = inspect.getsource(self.config_class)
+        """Return the fields that config classes read and do not keep, with the values of a config that has none."""
+        kinds = {"": self.config_class} | {
+            f"{part}.": kind
+            for part, kind in getattr(self.config_class, "sub_configs", {}).items()
+            if part in self.base
+        }
         found = {
-            name: int(default) if default.isdecimal() else None
-            for name, default in _BY_KEYWORD.findall(source)
+            f"{prefix}{name}": int(default) if default.isdecimal() else None
+            for prefix, kind in kinds.items()
+            for name, default in _BY_KEYWORD.findall(inspect.getsource(kind))
             if default.isdecimal() or not default
         }
         known = {**flattened(self.base), **self.config_class.attribute_map}

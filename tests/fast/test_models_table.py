@@ -6,10 +6,13 @@ import re
 from pathlib import Path
 
 from manifests.models import ARCHITECTURES
+from manifests.models.catalogue import catalogued
+from runner.config.architectures import is_generic
 from runner.models import FAMILIES
 from runner.models.decoders import DECODERS
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
+ROOT = Path(__file__).parents[2]
+DOCUMENT = ROOT / "docs" / "models.md"
 ALIAS = "MPTForCausalLM"  # MosaicML's own name for MptForCausalLM
 
 
@@ -24,3 +27,12 @@ def test_table_says_what_each_architecture_trains_on() -> None:
         else "packs only"
         for name in ARCHITECTURES
     }
+
+
+def test_readme_counts_the_architectures_of_the_catalogue() -> None:
+    found = re.search(
+        r"(\d+) more architectures can be\s.*?and (\d+) of them train", (ROOT / "README.md").read_text(), re.S
+    )
+    assert found is not None
+    others = [name for name in catalogued() if name not in ARCHITECTURES]
+    assert tuple(map(int, found.groups())) == (len(others), sum(map(is_generic, others)))
