@@ -125,7 +125,7 @@ def main() -> int:
     found, refused = describe_all(only)
     committed = json.loads(PATH.read_text()) if PATH.exists() else {}
     if "--check" in sys.argv[1:]:
-        held = committed.get("architectures", {})
+        held, found = committed.get("architectures", {}), json.loads(json.dumps(found))  # a tuple is a list there
         wrong = [name for name in only or {*found, *held} if found.get(name) != held.get(name)]
         print(*(f"{name} differs: make catalogue" for name in sorted(wrong)), sep="\n", end="", file=sys.stderr)
         return bool(wrong)
