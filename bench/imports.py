@@ -1,8 +1,9 @@
 """Time `reshard pack` of a DCP checkpoint beside `cp -r` and a flush, and torch's dcp_to_torch_save, run by run.
 
-    python bench/imports.py --gb 4 --out bench/results/imports-4gb.json [--runs 3] [--folder DIR]
+    python bench/imports.py --gb 4 --out bench/results/imports-4gb.json [--runs 3] [--ranks 2] [--folder DIR]
 
-torch writes the checkpoint, one chunk for each tensor. dcp_to_torch_save flushes nothing.
+torch writes the checkpoint: whole tensors, or with --ranks N the rows of N ranks, as FSDP shards them. Each turn begins
+with another contender; dcp_to_torch_save flushes nothing. Processor time includes the start of Python.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ import shutil
 import statistics
 import sys
 import tempfile
-import warnings
 from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import measure
 from checkpoints import llama_of, write_checkpoint
+from paired import ratio
 
 WIDTH = 2048
+PEERS_SCRIPT = Path(__file__).with_name("peers.py")
 CONVERT = (
     "import os, sys; from torch.distributed.checkpoint.format_utils import dcp_to_torch_save; "
     "os.mkdir(sys.argv[2]); dcp_to_torch_save(sys.argv[1], sys.argv[2] + '/whole.pt')"
@@ -27,12 +29,14 @@ CONVERT = (
 
 
 def main() -> None:
-    options = measure.options_of(__doc__, gb=4.0).parse_args()
+    parser = measure.options_of(__doc__, gb=4.0)
+    parser.add_argument("--ranks", type=int, default=1, help="ranks that save the checkpoint")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-imports-") as scratch:
         root = Path(scratch)
         nbytes = write_checkpoint(root / "model", llama_of(options.gb * 1e9 / 2, WIDTH, least_layers=4), num_shards=4)
         source, packed, copied = root / "step-0", root / "packed", root / "copied"
-        save_dcp(root / "model", source)
+        save_dcp(root / "model", source, options.ranks)
         pack = [*measure.RESHARD, "pack", str(source), "--layout", "pp=4", "--out", str(packed), "--quiet"]
         check(pack, root)
         shutil.rmtree(root / "model")
@@ -49,29 +53,19 @@ def main() -> None:
         "dcp_to_torch_save, in turn; warm cache; medians of ratios within a turn",
         **measure.circumstances(),
         "nbytes": nbytes,
+        "ranks": options.ranks,
         "load_average": [*load, measure.load_average()],
         "turns": options.runs,
         "pack_gib_per_s": round(nbytes / 2**30 / statistics.median(turn["pack"].wall_s for turn in turns), 2),
-        "ratios": {
-            f"pack to {other}": measure.median_ratio(
-                (turn["pack"].wall_s for turn in turns), (turn[other].wall_s for turn in turns)
-            )
-            for other in ("cp_and_sync", "dcp_to_torch_save")
-        },
+        "ratios": {f"pack to {other}": ratio(turns, "pack", other) for other in ("cp_and_sync", "dcp_to_torch_save")},
         "commands": {name: measure.summary([turn[name] for turn in turns]) for name in commands},
     }
     measure.write_result(result, options.out)
 
 
-def save_dcp(model: Path, folder: Path) -> None:
-    """Let torch write the model's tensors, and add its config."""
-    import torch.distributed.checkpoint as dcp
-    from safetensors.torch import load_file
-
-    state = {name: tensor for file in sorted(model.glob("*.safetensors")) for name, tensor in load_file(file).items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a save without process groups
-        dcp.save(state, checkpoint_id=folder, no_dist=True)
+def save_dcp(model: Path, folder: Path, num_ranks: int) -> None:
+    """Let torch write the model's tensors, each rank its rows, and add its config."""
+    measure.run_ranks(num_ranks, str(PEERS_SCRIPT), "dcp-shards", str(model), str(folder))
     shutil.copy(model / "config.json", folder)
 
 

@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import platform
+import resource
 import shutil
 import statistics
 import subprocess
@@ -26,6 +27,7 @@ __all__ = [
     "ROOT",
     "Run",
     "circumstances",
+    "cpu_s_since",
     "load_average",
     "median_ratio",
     "options_of",
@@ -50,6 +52,7 @@ class Run:
     """Resources that a command used; `anonymous_nbytes` is the largest anonymous memory that was sampled."""
 
     wall_s: float
+    cpu_s: float
     anonymous_nbytes: int
 
 
@@ -60,7 +63,7 @@ def run_quietly(command: Sequence[str]) -> None:
 
 def run_measured(command: Sequence[str], out: Path | None = None) -> Run:
     """Run a command that must succeed; what it wrote to `out` is removed afterwards, and nothing is left to flush."""
-    began_s = time.perf_counter()
+    began_s, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     most = 0
     while process.poll() is None:
@@ -72,7 +75,13 @@ def run_measured(command: Sequence[str], out: Path | None = None) -> Run:
     if out is not None:
         shutil.rmtree(out)
         os.sync()  # the next run must not wait for the writes of this one
-    return Run(wall_s=wall_s, anonymous_nbytes=most)
+    return Run(wall_s=wall_s, cpu_s=cpu_s_since(before), anonymous_nbytes=most)
+
+
+def cpu_s_since(before: resource.struct_rusage) -> float:
+    """Return the processor time of the commands that ended since then."""
+    now = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return round(now.ru_utime + now.ru_stime - before.ru_utime - before.ru_stime, 4)
 
 
 def run_ranks(num_ranks: int, script: str, *args: str) -> None:
@@ -86,13 +95,17 @@ def run_ranks(num_ranks: int, script: str, *args: str) -> None:
 def take_turns(
     measures: Mapping[str, Callable[[], Found]], num_turns: int, *, pause_s: float = 0.0
 ) -> list[dict[str, Found]]:
-    """Return the results of all measures, turn by turn, after one additional turn of warmup."""
+    """Return the results of all measures, turn by turn, after one more of warmup; each begins with the next of them."""
 
     def one(measure: Callable[[], Found]) -> Found:
         time.sleep(pause_s)
         return measure()
 
-    return [{name: one(measure) for name, measure in measures.items()} for _ in range(num_turns + 1)][1:]
+    names, turns = list(measures), list[dict[str, Found]]()
+    for turn in range(num_turns + 1):
+        first = turn % len(names)
+        turns.append({name: one(measures[name]) for name in (*names[first:], *names[:first])})
+    return turns[1:]
 
 
 def median_ratio(ours: Iterable[float], theirs: Iterable[float], digits: int = 3) -> float:
@@ -105,6 +118,7 @@ def summary(runs: Sequence[Run]) -> dict[str, object]:
     return {
         "wall_s": [round(run.wall_s, 3) for run in runs],
         "median_s": round(statistics.median(run.wall_s for run in runs), 3),
+        "median_cpu_s": round(statistics.median(run.cpu_s for run in runs), 3),
         "peak_anonymous_mb": round(max(run.anonymous_nbytes for run in runs) / 1e6, 1),
     }
 

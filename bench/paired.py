@@ -58,8 +58,8 @@ def main() -> None:
         }
         average = [measure.load_average()]
         found = {
-            "pack": rotate({**packs, "cp": partial(copy, source, root / "copied")}, options.runs),
-            "load": rotate(loads, options.runs),
+            "pack": measure.take_turns({**packs, "cp": partial(copy, source, root / "copied")}, options.runs),
+            "load": measure.take_turns(loads, options.runs),
         }
     measure.write_result(
         {
@@ -115,14 +115,14 @@ def load(checkout: Path, source: Path, packed: Path) -> Taken:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, str(checkout / "bench/load.py"), "--child", "runner", str(source), str(packed)]
     said = run(command, checkout)
-    return Taken(wall_s=round(json.loads(said.splitlines()[-1])["load_s"], 4), cpu_s=cpu_s_since(before))
+    return Taken(wall_s=round(json.loads(said.splitlines()[-1])["load_s"], 4), cpu_s=measure.cpu_s_since(before))
 
 
 def timed(command: Sequence[str], checkout: Path, out: Path) -> Taken:
     """Run a command, then remove what it wrote and leave nothing to flush to the next one."""
     before, began_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     run(command, checkout)
-    taken = Taken(wall_s=round(time.perf_counter() - began_s, 4), cpu_s=cpu_s_since(before))
+    taken = Taken(wall_s=round(time.perf_counter() - began_s, 4), cpu_s=measure.cpu_s_since(before))
     shutil.rmtree(out)
     os.sync()
     return taken
@@ -137,20 +137,6 @@ def run(command: Sequence[str], checkout: Path) -> str:
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     done = subprocess.run(command, cwd=checkout, env=environment, check=True, stdout=subprocess.PIPE, text=True)
     return done.stdout
-
-
-def cpu_s_since(before: resource.struct_rusage) -> float:
-    now = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return round(now.ru_utime + now.ru_stime - before.ru_utime - before.ru_stime, 4)
-
-
-def rotate(contenders: Mapping[str, Callable[[], Taken]], num_turns: int) -> list[dict[str, Taken]]:
-    """Return the results of each turn, after one more of warmup; each turn begins with the next contender."""
-    names, turns = list(contenders), list[dict[str, Taken]]()
-    for turn in range(num_turns + 1):
-        first = turn % len(names)
-        turns.append({name: contenders[name]() for name in (*names[first:], *names[:first])})
-    return turns[1:]
 
 
 def ratio(turns: Sequence[Mapping[str, Taken]], ours: str, theirs: str) -> dict[str, float]:

@@ -1,11 +1,12 @@
 """What people use today instead of `reshard pack` and the runner's loader, timed for comparison.
 
-python bench/peers.py script|transformers|dcp|dcp-save|dcp-again SOURCE OUT
+python bench/peers.py script|transformers|dcp|dcp-save|dcp-shards|dcp-again SOURCE OUT
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -67,6 +68,24 @@ def dcp_save(source: Path, out: Path) -> None:
     checkpoint.save(state, checkpoint_id=out, no_dist=True)
 
 
+def dcp_shards(source: Path, out: Path) -> None:
+    """Write a model with torch.distributed.checkpoint, under torchrun: each rank its rows of each tensor."""
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as checkpoint
+    from safetensors.torch import load_file
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
+    state = {
+        name: distribute_tensor(tensor, mesh, [Shard(0)])
+        for file in sorted(source.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+    checkpoint.save(state, checkpoint_id=out)
+    dist.destroy_process_group()
+
+
 def dcp_again(source: Path, out: Path) -> None:
     """Load such a checkpoint as a whole, and save it."""
     import torch
@@ -86,5 +105,8 @@ def _stage_of(name: str, num_layers: int) -> int:
 
 
 if __name__ == "__main__":
-    peers = {"script": script, "transformers": transformers, "dcp": dcp, "dcp-save": dcp_save, "dcp-again": dcp_again}
+    peers = {
+        "script": script, "transformers": transformers, "dcp": dcp, "dcp-save": dcp_save, "dcp-shards": dcp_shards,
+        "dcp-again": dcp_again,
+    }  # fmt: skip
     peers[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]))

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from manifests.errors import SourceError
+from manifests.errors import InputError, SourceError
 from manifests.headertext import DTYPE_BITS, MAX_DIM
 from manifests.paths import problem_with_path
 from manifests.slices import Slice
@@ -19,7 +19,7 @@ from reshard.archives.names import METADATA_NAME
 from reshard.archives.pickled import BadPickleError, Record, read_pickle
 from reshard.archives.tensors import DTYPES, ArchiveDtype, read_tensor, read_value
 from reshard.tensors.checkpoint import TensorAt
-from stores.base import Folder, InputFile, read_range, read_whole
+from stores.base import Folder, InputFile, is_hidden, read_range, read_whole
 
 __all__ = [
     "Chunk",
@@ -167,12 +167,16 @@ def read_values(folder: Folder, values: Iterable[DcpValue]) -> list[object]:
 
 def _file_of(folder: Folder, item: Chunk | DcpValue, name: str) -> InputFile:
     """Return the file of an item, which must be long enough."""
-    if item.path not in folder.names():
-        problem = f"no such file, which has {name!r}"
-        raise SourceError(f"{folder}/{item.path}", problem, _AGAIN, code="source.missing-shard")
     file = folder.file(item.path)
-    if item.begin + item.nbytes > file.nbytes:
-        problem = f"expected at least {item.begin + item.nbytes} bytes ({METADATA_NAME}), found {file.nbytes}"
+    try:
+        file_nbytes = file.nbytes
+    except InputError:
+        if item.path in folder.names():
+            raise
+        problem = f"no such file, which has {name!r}"
+        raise SourceError(f"{folder}/{item.path}", problem, _AGAIN, code="source.missing-shard") from None
+    if item.begin + item.nbytes > file_nbytes:
+        problem = f"expected at least {item.begin + item.nbytes} bytes ({METADATA_NAME}), found {file_nbytes}"
         raise SourceError(str(file), problem, _AGAIN, code="source.bad-archive")
     return file
 
@@ -189,7 +193,7 @@ def _item(index: Record) -> tuple[str, tuple[int, ...] | None]:
 
 def _place(info: Record) -> tuple[str, int, int]:
     path, begin, nbytes = info["relative_path"], info["offset"], info["length"]
-    if not isinstance(path, str) or problem_with_path(path):
+    if not isinstance(path, str) or problem_with_path(path) or is_hidden(path):
         raise BadPickleError(f"a file named {str(path)[:80]!r}")
     begin, nbytes = _counts((begin, nbytes))
     if info.fields.get("transform_descriptors"):

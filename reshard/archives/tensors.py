@@ -14,9 +14,9 @@ from manifests.errors import SourceError
 from manifests.headertext import DTYPE_BITS, MAX_DIM, MAX_RANK
 from reshard.archives.pickled import BadPickleError, Record, Reference, read_pickle
 from reshard.archives.strides import gathered, is_contiguous
-from reshard.archives.zipped import ZipEntry, bad_archive, read_entries, read_entry
+from reshard.archives.zipped import Archive, ZipEntry, bad_archive, read_entries, read_entry
 from reshard.tensors.checkpoint import TensorAt
-from stores.base import InputFile, Range, read_range
+from stores.base import InputFile, Range
 
 __all__ = ["DTYPES", "STORAGE_CLASSES", "ArchiveDtype", "read_archive", "read_object", "read_tensor", "read_value"]
 
@@ -81,9 +81,7 @@ _KNOWN: Mapping[str, object] = {
     "torch._utils._rebuild_tensor_v3": _view_of_bytes,
     "torch._utils._rebuild_parameter": lambda data, *_: data,
     "torch.Size": tuple,
-}
-# Constants, which a pickle names and does not call.
-_CONSTANTS = {
+    # Constants, which a pickle names and does not call.
     **{f"torch.{name}": ArchiveDtype(dtype) for name, dtype in DTYPES.items()},
     **{f"torch.{name}Storage": ArchiveDtype(dtype) for name, dtype in STORAGE_CLASSES.items()},
     "torch.storage.UntypedStorage": ArchiveDtype(None),
@@ -153,22 +151,25 @@ def _read(
     unknown: type[Record] | None = None,
 ) -> T:
     """Return what `tensors_of` finds in the value that was saved and the entries of the file."""
-    _check_magic(file, part)
-    entries = read_entries(file, part)
+    archive = Archive(file, part)
+    _check_magic(archive)
+    entries = read_entries(archive)
     if _PICKLE not in entries:
         raise bad_archive(file, f"expected a file that torch.save wrote, found no entry {_PICKLE!r}")
-    if _BYTE_ORDER in entries and (order := read_entry(file, entries[_BYTE_ORDER], 16)) != b"little":
+    if _BYTE_ORDER in entries and (order := read_entry(archive, entries[_BYTE_ORDER], 16)) != b"little":
         raise bad_archive(file, f"expected little-endian bytes, found {order.decode(errors='replace')!r}")
     try:
-        value = read_pickle(read_entry(file, entries[_PICKLE], _MAX_PICKLE_NBYTES), {**_KNOWN, **_CONSTANTS}, unknown)
+        raw = read_entry(archive, entries[_PICKLE], _MAX_PICKLE_NBYTES)
+        value = read_pickle(raw, _KNOWN, unknown)
         return tensors_of(value, entries)
     except BadPickleError as error:
         problem = f"expected tensors: {error}"
         raise SourceError(str(file), problem, _SAVE_AGAIN, code="source.bad-pickle") from error
 
 
-def _check_magic(file: InputFile, part: Range) -> None:
-    first = read_range(file, part[0], min(part[1], part[0] + len(_OLD_MAGIC)))
+def _check_magic(archive: Archive) -> None:
+    file, begin = archive.file, archive.begin
+    first = archive.read_range(begin, min(archive.end, begin + len(_OLD_MAGIC)))
     if first.startswith(_ZIP_MAGIC):
         return
     if first == _OLD_MAGIC:

@@ -10,11 +10,12 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from manifests.errors import SourceError
-from stores.base import InputFile, Range, read_range
+from stores.base import InputFile, Range, merge_ranges, read_range
 
-__all__ = ["ZipEntry", "bad_archive", "read_entries", "read_entry"]
+__all__ = ["Archive", "ZipEntry", "bad_archive", "read_entries", "read_entry"]
 
 _MAX_DIRECTORY_NBYTES = 64 << 20
+_EDGE_NBYTES = 4096  # a file of one tensor has all but its bytes there
 _LOCAL_NBYTES, _LOCAL_MAGIC = 30, b"PK\x03\x04"
 _ENCRYPTED = 1
 _AGAIN = "the file is damaged or truncated; copy or download it again"
@@ -33,19 +34,18 @@ class ZipEntry:
         return self.begin + self.nbytes
 
 
-def read_entries(file: InputFile, part: Range) -> dict[str, ZipEntry]:
+def read_entries(archive: Archive) -> dict[str, ZipEntry]:
     """Return the entries of a zip file, by name, without the folder that all of them are in.
-
-    The zip file is all of `file`, or a part of it; entries begin where they do in `file`.
 
     Raises:
         SourceError: not a zip file, or entries that are compressed, overlap, or reach beyond it.
         InputError: it cannot be read.
     """
+    file = archive.file
     try:
-        with zipfile.ZipFile(_Seekable(file, part)) as archive:
-            infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
-            directory_begin = archive.start_dir
+        with zipfile.ZipFile(archive) as opened:
+            infos = sorted(opened.infolist(), key=lambda info: info.header_offset)
+            directory_begin = opened.start_dir
     except (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError, OverflowError) as error:
         raise bad_archive(file, f"expected a zip file as torch.save writes it: {error}") from error
     for info in infos:
@@ -53,8 +53,8 @@ def read_entries(file: InputFile, part: Range) -> dict[str, ZipEntry]:
             raise bad_archive(file, f"entry {info.filename[:80]!r} is compressed, which torch.save never does")
         if info.flag_bits & _ENCRYPTED or not 0 <= info.header_offset <= directory_begin - _LOCAL_NBYTES:
             raise bad_archive(file, f"entry {info.filename[:80]!r} is encrypted, or outside of the file")
-    found = _entries(file, part[0], infos)
-    ends = [part[0] + end for end in (*(info.header_offset for info in infos), directory_begin)][1:]
+    found = _entries(archive, infos)
+    ends = [archive.begin + end for end in (*(info.header_offset for info in infos), directory_begin)][1:]
     for one, end in zip(found, ends, strict=True):
         if one.end > end:
             raise bad_archive(file, f"entry {one.name[:80]!r} overlaps the next, or ends beyond the file")
@@ -64,7 +64,7 @@ def read_entries(file: InputFile, part: Range) -> dict[str, ZipEntry]:
     return by_name
 
 
-def read_entry(file: InputFile, entry: ZipEntry, most_nbytes: int) -> bytes:
+def read_entry(archive: Archive, entry: ZipEntry, most_nbytes: int) -> bytes:
     """Return an entry's bytes.
 
     Raises:
@@ -72,8 +72,9 @@ def read_entry(file: InputFile, entry: ZipEntry, most_nbytes: int) -> bytes:
         InputError: it cannot be read.
     """
     if entry.nbytes > most_nbytes:
-        raise bad_archive(file, f"expected at most {most_nbytes} bytes in {entry.name!r}, found {entry.nbytes}")
-    return read_range(file, entry.begin, entry.end)
+        problem = f"expected at most {most_nbytes} bytes in {entry.name!r}, found {entry.nbytes}"
+        raise bad_archive(archive.file, problem)
+    return archive.read_range(entry.begin, entry.end)
 
 
 def bad_archive(file: InputFile, problem: str) -> SourceError:
@@ -81,27 +82,51 @@ def bad_archive(file: InputFile, problem: str) -> SourceError:
     return SourceError(str(file), problem, _AGAIN, code="source.bad-archive")
 
 
-def _entries(file: InputFile, base: int, infos: Sequence[zipfile.ZipInfo]) -> list[ZipEntry]:
+def _entries(archive: Archive, infos: Sequence[zipfile.ZipInfo]) -> list[ZipEntry]:
     """Return where the entries' bytes begin: after local headers, whose lengths only they say."""
     found = []
-    begins = [base + info.header_offset for info in infos]
-    with closing(file.open([(begin, begin + _LOCAL_NBYTES) for begin in begins])) as reader:
-        for info, header_begin in zip(infos, begins, strict=True):
-            local = bytearray(_LOCAL_NBYTES)
-            reader.read_into(memoryview(local), header_begin)
-            if local[:4] != _LOCAL_MAGIC:
-                raise bad_archive(file, f"entry {info.filename[:80]!r} has no local header")
-            name_nbytes, extra_nbytes = (int.from_bytes(local[at : at + 2], "little") for at in (26, 28))
-            begin = header_begin + _LOCAL_NBYTES + name_nbytes + extra_nbytes
-            found.append(ZipEntry(name=info.filename.partition("/")[2], begin=begin, nbytes=info.file_size))
+    begins = [archive.begin + info.header_offset for info in infos]
+    locals_ = archive.read_ranges([(begin, begin + _LOCAL_NBYTES) for begin in begins])
+    for info, header_begin, local in zip(infos, begins, locals_, strict=True):
+        if local[:4] != _LOCAL_MAGIC:
+            raise bad_archive(archive.file, f"entry {info.filename[:80]!r} has no local header")
+        name_nbytes, extra_nbytes = (int.from_bytes(local[at : at + 2], "little") for at in (26, 28))
+        begin = header_begin + _LOCAL_NBYTES + name_nbytes + extra_nbytes
+        found.append(ZipEntry(name=info.filename.partition("/")[2], begin=begin, nbytes=info.file_size))
     return found
 
 
-class _Seekable(io.RawIOBase):
-    """What `zipfile` reads of a part of a file: its end and its directory."""
+class Archive(io.RawIOBase):
+    """A zip file: all of `file`, or a part of it. What `zipfile` needs to read its directory.
+
+    Its first and its last bytes are read at once and stay in memory.
+
+    Raises:
+        InputError: they cannot be read.
+    """
 
     def __init__(self, file: InputFile, part: Range) -> None:
-        self._file, self._begin, self._nbytes, self._at = file, part[0], part[1] - part[0], 0
+        self.file, (self.begin, self.end), self._at = file, part, 0
+        edges = [(self.begin, self.begin + _EDGE_NBYTES), (self.end - _EDGE_NBYTES, self.end)]
+        ranges = merge_ranges((max(begin, self.begin), min(end, self.end)) for begin, end in edges)
+        self._kept: list[tuple[int, bytes]] = []
+        self._kept = list(zip((begin for begin, _ in ranges), self.read_ranges(ranges), strict=True))
+
+    def read_range(self, begin: int, end: int) -> bytes:
+        """Return bytes `begin` to `end` of the file."""
+        kept = self._in_memory(begin, end)
+        return read_range(self.file, begin, end) if kept is None else kept
+
+    def read_ranges(self, ranges: Sequence[Range]) -> list[bytes]:
+        """Return the bytes of ranges in ascending order, which are read as one."""
+        found = {each: kept for each in ranges if (kept := self._in_memory(*each)) is not None}
+        if missing := [each for each in ranges if each not in found]:
+            with closing(self.file.open(missing)) as reader:
+                for begin, end in missing:
+                    data = bytearray(end - begin)
+                    reader.read_into(memoryview(data), begin)
+                    found[begin, end] = bytes(data)
+        return [found[each] for each in ranges]
 
     def readable(self) -> bool:
         return True
@@ -110,7 +135,7 @@ class _Seekable(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._nbytes}[whence]
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.end - self.begin}[whence]
         if self._at < 0:
             raise OSError("before the start of the file")
         return self._at
@@ -119,10 +144,16 @@ class _Seekable(io.RawIOBase):
         return self._at
 
     def read(self, size: int | None = -1) -> bytes:
-        left = max(0, self._nbytes - self._at)
+        left = max(0, self.end - self.begin - self._at)
         size = left if size is None or size < 0 else min(size, left)
         if size > _MAX_DIRECTORY_NBYTES:
             raise ValueError(f"a directory of {size} bytes")
-        begin = self._begin + self._at
+        begin = self.begin + self._at
         self._at += size
-        return read_range(self._file, begin, begin + size)
+        return self.read_range(begin, begin + size)
+
+    def _in_memory(self, begin: int, end: int) -> bytes | None:
+        for first, data in self._kept:
+            if first <= begin and end <= first + len(data):
+                return data[begin - first : end - first]
+        return None

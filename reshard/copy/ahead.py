@@ -9,6 +9,7 @@ from typing import NamedTuple
 from reshard.copy.direct_io import OutputFile
 from reshard.copy.journal import Journal
 from reshard.copy.runs import Run
+from reshard.tensors.slices import pieces_of
 from stores.base import InputFile, Reader
 from stores.prefetch import Lane, Prefetcher
 from stores.workers import Take
@@ -51,7 +52,7 @@ class Ahead:
         if run is None:
             return None
         known = _known_digests(run, self._journal)
-        ranges = ((tensor.file, tensor.begin, tensor.end) for tensor in run.tensors)
+        ranges = ((one.file, one.begin, one.end) for tensor in run.tensors for one in pieces_of(tensor))
         self._taken.append(Taken(run, known, self._lane.plan(ranges) if known is None else {}))
         return self._taken[-1]
 

@@ -6,12 +6,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple, Protocol
 
 from manifests.digest import Hasher
 from reshard.copy.direct_io import BLOCK_NBYTES, OutputFile, aligned_buffer
 from reshard.tensors.checkpoint import TensorAt, check_digest
+from reshard.tensors.slices import pieces_of
 from stores.base import InputFile, Range, Reader, merge_ranges
 from stores.local import LocalFile
 
@@ -80,10 +81,10 @@ def copy_run(run: Run, readers: Mapping[InputFile, Reader], progress: ByteCounte
                 sources[file].read_into(buffer[begin:end], where)
             for part in parts:
                 hasher.update(buffer[part.begin : part.end])
-                if part.is_last:
+                if part.ended is not None:
                     digests += hasher.digest()
-                    if run.verifies and part.origin.blake3 is not None:
-                        check_digest(part.origin, hasher.hexdigest())
+                    if run.verifies and part.ended.blake3 is not None:
+                        check_digest(part.ended, hasher.hexdigest())
                     hasher = Hasher()
             begin, end = parts[0].begin, parts[-1].end
             if output is not None:
@@ -93,13 +94,13 @@ def copy_run(run: Run, readers: Mapping[InputFile, Reader], progress: ByteCounte
 
 
 class _Chunk(NamedTuple):
-    """The part of a block, from `begin` to `end`, that has bytes of one tensor, from its `offset` on."""
+    """The part of a block, from `begin` to `end`, whose bytes are at `position` in a file."""
 
-    origin: TensorAt
-    offset: int
+    file: InputFile
+    position: int
     begin: int
     end: int
-    is_last: bool
+    ended: TensorAt | None  # the tensor whose last bytes these are
 
 
 def _blocks(run: Run) -> Iterator[tuple[int, list[_Chunk]]]:
@@ -112,15 +113,18 @@ def _blocks(run: Run) -> Iterator[tuple[int, list[_Chunk]]]:
     begin = end = position % BLOCK_NBYTES
     parts: list[_Chunk] = []
     for origin in run.tensors:
-        offset, is_last = 0, False
-        while not is_last:
-            count = min(BLOCK_NBYTES - end, origin.nbytes - offset)
-            is_last = offset + count == origin.nbytes
-            parts.append(_Chunk(origin, offset, end, end + count, is_last))
-            offset, end = offset + count, end + count
-            if end == BLOCK_NBYTES:
-                yield position, parts
-                position, begin, end, parts = position + end - begin, 0, 0, []
+        pieces = pieces_of(origin)
+        for piece in pieces:
+            at, is_last = piece.begin, False
+            while not is_last:
+                count = min(BLOCK_NBYTES - end, piece.end - at)
+                is_last = at + count == piece.end
+                ended = origin if is_last and piece is pieces[-1] else None
+                parts.append(_Chunk(piece.file, at, end, end + count, ended))
+                at, end = at + count, end + count
+                if end == BLOCK_NBYTES:
+                    yield position, parts
+                    position, begin, end, parts = position + end - begin, 0, 0, []
     if parts:
         yield position, parts
 
@@ -129,12 +133,11 @@ def _merged_reads(parts: list[_Chunk]) -> Iterator[tuple[InputFile, int, int, in
     """Yield the reads that fill a block, adjacent ones merged: file, position in it, begin and end in the block."""
     first, last = parts[0], parts[0]
     for part in parts[1:]:
-        follows = last.origin.begin + last.offset + last.end - last.begin == part.origin.begin + part.offset
-        if not follows or part.origin.file != first.origin.file:
-            yield first.origin.file, first.origin.begin + first.offset, first.begin, last.end
+        if last.position + last.end - last.begin != part.position or part.file != first.file:
+            yield first.file, first.position, first.begin, last.end
             first = part
         last = part
-    yield first.origin.file, first.origin.begin + first.offset, first.begin, last.end
+    yield first.file, first.position, first.begin, last.end
 
 
 class _Sources(dict[InputFile, Reader]):
@@ -146,9 +149,9 @@ class _Sources(dict[InputFile, Reader]):
             stack.callback(reader.close)
         self._stack = stack
         self._ranges: dict[InputFile, list[Range]] = {}
-        for origin in tensors:
-            if origin.file not in opened:
-                self._ranges.setdefault(origin.file, []).append((origin.begin, origin.end))
+        for piece in chain.from_iterable(map(pieces_of, tensors)):
+            if piece.file not in opened:
+                self._ranges.setdefault(piece.file, []).append((piece.begin, piece.end))
 
     def __missing__(self, file: InputFile) -> Reader:
         self[file] = file.open(merge_ranges(self._ranges[file]))

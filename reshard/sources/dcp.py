@@ -131,14 +131,14 @@ class _Stored:
 
     def tensors(self, saved: Mapping[str, DcpTensor]) -> dict[str, TensorAt]:
         """Return whole tensors under Hugging Face's names."""
-        slices = {
-            name: tuple(replace(read_chunk(self.folder, tensor, chunk), name=name) for chunk in tensor.chunks)
+        slices = join_slices(
+            replace(read_chunk(self.folder, tensor, chunk), name=name)
             for name, tensor in saved.items()
-        }
+            for chunk in tensor.chunks
+        )
         if self.config is not None:
             slices = under_huggingface_names(slices, self.config, str(self.folder))
-        flat = (one for parts in slices.values() for one in parts)
-        return {name: merge_slices(parts) for name, parts in join_slices(flat).items()}
+        return {name: merge_slices(parts) for name, parts in slices.items()}
 
     def with_place(self, weights: dict[str, DcpTensor]) -> dict[str, DcpTensor]:
         """Return the weights for which Hugging Face's model has a place."""

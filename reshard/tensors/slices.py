@@ -9,12 +9,13 @@ from functools import partial
 from heapq import heapify, heappop, heapreplace
 from itertools import product
 from math import prod
+from operator import attrgetter
 
 from manifests.safetensors import nbytes_of
 from reshard.tensors.checkpoint import TensorAt
 from reshard.tensors.lazy import STEP_NBYTES, BlockReader, Buffer, DerivedFile, derive, read_blocks
 
-__all__ = ["merge_slices", "slices_of"]
+__all__ = ["merge_slices", "pieces_of", "slices_of"]
 
 _LEAST_STEP_NBYTES = 64 << 10
 
@@ -33,9 +34,24 @@ def merge_slices(slices: Sequence[TensorAt]) -> TensorAt:
 def slices_of(tensor: TensorAt) -> tuple[TensorAt, ...]:
     """Return the slices that a tensor is merged from, under its name; the tensor itself if it is not sliced."""
     file = tensor.file
-    if isinstance(file, DerivedFile) and file.origins[0].part is not None:
+    if isinstance(file, DerivedFile) and isinstance(file.make, partial) and file.make.func is _merged_blocks:
         return tuple(replace(one, name=tensor.name) for one in file.origins)
     return (tensor,)
+
+
+def pieces_of(tensor: TensorAt) -> tuple[TensorAt, ...]:
+    """Return the byte ranges that a tensor consists of, in order: those of its slices, if they are of whole rows.
+
+    Slices with digests are verified as they are merged, so that the tensor is its own piece.
+    """
+    slices = [one for one in slices_of(tensor) if one.nbytes]
+    if len(slices) < 2 or any(one.blake3 is not None or not _is_of_rows(one) for one in slices):
+        return (tensor,)
+    return tuple(sorted(slices, key=attrgetter("offset")))
+
+
+def _is_of_rows(one: TensorAt) -> bool:
+    return one.shape[1:] == one.whole_shape[1:]
 
 
 def _merged_blocks(slices: Sequence[TensorAt]) -> Iterator[Buffer]:
@@ -43,8 +59,7 @@ def _merged_blocks(slices: Sequence[TensorAt]) -> Iterator[Buffer]:
 
     Each slice is read once, in order.
     """
-    whole = slices[0].whole_shape
-    are_rows = all(one.shape[1:] == whole[1:] for one in slices)
+    are_rows = all(map(_is_of_rows, slices))
     step = STEP_NBYTES if are_rows else max(_LEAST_STEP_NBYTES, STEP_NBYTES // len(slices))
     runs = [_runs_of(one) for one in slices]
     coming = [(next(begins), number) for number, (begins, _) in enumerate(runs)]

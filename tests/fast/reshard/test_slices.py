@@ -19,9 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manifests.slices import Slice
+from reshard.copy.engine import hash_tensors
 from reshard.tensors.checkpoint import TensorAt
 from reshard.tensors.lazy import MemoryFile, read_blocks
-from reshard.tensors.slices import merge_slices
+from reshard.tensors.slices import merge_slices, pieces_of
 from tests.builders import Tensor, files_in, read_safetensors, reshard, weights_path
 from tests.fast.sliced import CUTS, KINDS, cut_up, rewrite_slices, slices_in
 from tests.fast.trained import write_trained
@@ -71,14 +72,20 @@ def test_any_grid_of_slices_is_merged_to_the_whole(data: st.DataObject, shape: l
 
 @pytest.mark.parametrize("shape", [(700, 900), (512, 1024)])  # the second ends with a block
 @pytest.mark.parametrize("cut", ["rows", "columns", "both"])
-def test_slices_longer_than_a_block_are_merged(cut: str, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("is_known", [True, False], ids=["digests", "none"])
+def test_slices_longer_than_a_block_are_merged(cut: str, shape: tuple[int, int], is_known: bool) -> None:
     values = np.random.default_rng(0).integers(0, 1 << 32, size=shape, dtype="<u4")
     slices = []
     for offset, size in CUTS[cut](values.shape):
         part = values[tuple(slice(begin, begin + n) for begin, n in zip(offset, size, strict=True))].tobytes()
         of = Slice(offset=offset, shape=size, whole_shape=values.shape)
-        slices.append(TensorAt("w", "F32", size, MemoryFile("f", part), 0, len(part), blake3(part).digest(), of))
-    assert b"".join(map(bytes, read_blocks(merge_slices(slices)))) == values.tobytes()
+        digest = blake3(part).digest() if is_known else None
+        slices.append(TensorAt("w", "F32", size, MemoryFile("f", part), 0, len(part), digest, of))
+    merged = merge_slices(slices)
+    assert b"".join(map(bytes, read_blocks(merged))) == values.tobytes()
+    assert list(hash_tensors([merged, merged])) == [blake3(values.tobytes()).hexdigest()] * 2
+    are_ranges = cut == "rows" and not is_known  # rows need no merging, and their bytes are copied as they are
+    assert pieces_of(merged) == (tuple(slices) if are_ranges else (merged,))
 
 
 @pytest.mark.parametrize("tied", [False, True])

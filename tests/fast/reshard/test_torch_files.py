@@ -7,7 +7,7 @@ import os
 import pickle
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from manifests.errors import SourceError
-from reshard.archives.tensors import read_archive
+from reshard.archives.tensors import read_archive, read_tensor
 from reshard.tensors.lazy import read_blocks
-from stores.local import LocalFile
+from stores.base import Range
+from stores.local import LocalFile, LocalReader
 from tests.builders import llama_config, llama_shapes, refusal, reshard
 
 NAME, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -197,6 +198,21 @@ def code_of(path: Path) -> str:
     with pytest.raises(SourceError) as refused:
         read_archive(LocalFile(path))
     return refused.value.code
+
+
+def test_a_file_of_one_tensor_is_opened_once(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save(torch.arange(1 << 16), archive)
+    nbytes, opened = archive.stat().st_size, list[Sequence[Range]]()
+    file, real = LocalFile(archive), LocalFile.open
+
+    def counted(self: LocalFile, ranges: Sequence[Range]) -> LocalReader:
+        opened.append(ranges)
+        return real(self, ranges)
+
+    monkeypatch.setattr(LocalFile, "open", counted)
+    found = read_tensor(file, "w", (0, nbytes))
+    assert (found.shape, found.dtype, len(opened)) == ((1 << 16,), "I64", 1)
+    assert sum(end - begin for begin, end in opened[0]) < 10_000
 
 
 def test_a_pickle_runs_nothing(archive: Path, tmp_path: Path) -> None:
