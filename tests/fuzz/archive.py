@@ -1,21 +1,36 @@
-"""Fuzz target: a file of torch.save. What the reader accepts lies within the file; nothing in a pickle is run."""
+"""Fuzz targets: a file of torch.save, its pickle, and `.metadata` of DCP.
+
+What the readers accept lies within the files; nothing in a pickle is run.
+"""
 
 from __future__ import annotations
 
 import io
+import pickle
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from manifests.errors import UserError
+from manifests.paths import problem_with_path
+from reshard.archives.dcp import read_metadata
 from reshard.archives.pickled import BadPickleError, read_pickle
 from reshard.archives.tensors import read_archive
 from reshard.tensors.lazy import read_blocks
 from stores.base import Range
 
-__all__ = ["check", "check_pickle", "pickles", "seeds"]
+__all__ = ["check", "check_metadata", "check_pickle", "metadata", "pickles", "seeds"]
 
 _READ_NBYTES = 1 << 20
 
@@ -45,6 +60,22 @@ class Bytes:
         pass
 
 
+@dataclass(frozen=True)
+class Alone:
+    """A folder of one file, under each name."""
+
+    data: bytes
+    kind: str = "huggingface"
+    location: str = "d"
+    revision: None = None
+
+    def names(self) -> tuple[str, ...]:
+        return ()
+
+    def file(self, name: str) -> Bytes:
+        return Bytes(self.data)
+
+
 def check(file: bytes) -> None:
     """Raise AssertionError unless the file is refused, or its tensors are read whole, from bytes that are there."""
     try:
@@ -65,6 +96,36 @@ def check_pickle(data: bytes) -> None:
     except BadPickleError:
         return
     assert type(found).__module__ in ("builtins", "reshard.archives.pickled")
+
+
+def check_metadata(data: bytes) -> None:
+    """Raise AssertionError unless the metadata is refused, or its chunks are regions of tensors, in files inside."""
+    try:
+        found = read_metadata(Alone(data))
+    except UserError:
+        return
+    for tensor in found.tensors:
+        for chunk in tensor.chunks:
+            region = chunk.region
+            assert len(region.offset) == len(region.shape) == len(region.whole_shape)
+            assert min(chunk.begin, chunk.nbytes, *region.shape, *region.offset) >= 0
+            assert not problem_with_path(chunk.path)
+
+
+def metadata() -> tuple[bytes, ...]:
+    """Return the metadata of a checkpoint of a tensor in two chunks, and of a value, by two protocols."""
+    chunks = [ChunkStorageMetadata(torch.Size([row, 0]), torch.Size([1, 3])) for row in range(2)]
+    tensor = TensorStorageMetadata(TensorProperties(torch.bfloat16), torch.Size([2, 3]), chunks)
+    places = {MetadataIndex("w", chunk.offsets, number): number for number, chunk in enumerate(chunks)}
+    found = Metadata(
+        state_dict_metadata={"w": tensor, "step": BytesStorageMetadata()},
+        planner_data={"w": ("model", "w")},
+        storage_data={
+            index: _StorageInfo("__0_0.distcp", 1000 * number, 1000)
+            for index, number in {**places, MetadataIndex("step"): 2}.items()
+        },
+    )
+    return pickle.dumps(found), pickle.dumps(found, 2)
 
 
 def seeds() -> tuple[bytes, ...]:

@@ -26,6 +26,7 @@ TARGETS: Mapping[str, Target] = {
     "record": Target(record.check, record.seeds, "json"),
     "archive": Target(archive.check, archive.seeds, "bytes"),
     "pickle": Target(archive.check_pickle, archive.pickles, "bytes"),
+    "metadata": Target(archive.check_metadata, archive.metadata, "bytes"),
     "text": Target(documents.check_text, documents.texts, "bytes"),
     "lines": Target(documents.check_lines, documents.lines, "lines"),
     "parquet": Target(documents.check_rows, documents.rows, "bytes"),
