@@ -19,6 +19,7 @@ _VERBS = {
     "status": ("runner.launch.verbs:status", "Show the state of a launched job, or why it failed."),
     "logs": ("runner.launch.verbs:logs", "Print the output of a launched job."),
     "cancel": ("runner.launch.verbs:cancel", "Cancel a launched job, with a last checkpoint if it saves any."),
+    "measure": ("runner.measure.command:measure", "Measure the seconds of each module, for reshard's --cost."),
     "report": ("runner.launch.verbs:report", "Write a run as one HTML page."),
     "eval": ("runner.evaluation.command:eval_command", "Print a packed model's loss over a text."),
     "generate": ("runner.evaluation.command:generate_command", "Print what a packed model generates after a prompt."),

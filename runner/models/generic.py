@@ -129,6 +129,11 @@ class Generic:
         found = (pieces_in(region, memory, offset) for region in self._regions[name.removeprefix(_PREFIX)])
         return tuple(piece for piece in found if piece is not None)
 
+    @property
+    def together(self) -> tuple[tuple[str, ...], ...]:
+        """The modules that must be on one stage; see `check_modules`."""
+        return (self._entry.inputs, self._entry.outputs if self.hands_on_trees else ())
+
     def tiny(self) -> Generic:
         """Return the family of a model of the same config, with all layers and small widths."""
         read = type(self._config).from_dict(copy.deepcopy(dict(self._given))).to_dict()

@@ -1,0 +1,97 @@
+"""`runner measure`: the seconds of each module of a packed model, for `reshard --cost`. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+
+from manifests.errors import OutputError
+from manifests.memory import parse_recompute
+from manifests.probe import check_new_file, print_result
+from manifests.store import find_manifest, write_file
+from runner.bundle.packed import open_packed
+from runner.config.architectures import Implementation
+from runner.config.declared import WholeNumber
+from runner.config.flags import Device
+from runner.config.schema import Dtype
+from runner.measure.times import ModuleSeconds
+
+__all__ = ["measure"]
+
+
+@click.command()
+@click.argument("manifest", type=click.Path(path_type=Path))
+@click.option(
+    "--out", type=click.Path(path_type=Path), required=True, metavar="FILE", help="The file to write: times.json."
+)
+@click.option(
+    "--run", type=click.Path(path_type=Path), metavar="LOG_DIR", show_default="run the modules here",
+    help="Take the times from the traced steps of a run of this manifest.",
+)  # fmt: skip
+@click.option("--seq-len", type=WholeNumber(min=1), default=4096, help="Tokens in a sequence, as in training.")
+@click.option("--microbatch", type=WholeNumber(min=1), default=1, help="Sequences per microbatch, as in training.")
+@click.option("--dtype", type=click.Choice(get_args(Dtype)), default="fp32", help="Dtype of weights and activations.")
+@click.option("--ac", default="none", metavar="none|full|selective|N", help="Activation checkpointing, as in training.")
+@click.option(
+    "--implementation", type=click.Choice(get_args(Implementation)), default=None,
+    show_default="torchtitan, if it is installed and has the architecture", help="Whose modules to run.",
+)  # fmt: skip
+@click.option("--device", type=click.Choice(get_args(Device)), default="auto", help="Device to compute on.")
+@click.option(
+    "--repeats", type=WholeNumber(min=1, max=1000), default=10, help="Runs of each module; the median counts."
+)
+@click.option("--force", is_flag=True, help="Replace a file that exists.")
+@click.option("--quiet", is_flag=True, help="Print only errors.")
+def measure(
+    manifest: Path, out: Path, run: Path | None, seq_len: int, microbatch: int, dtype: Dtype, ac: str,
+    implementation: Implementation | None, device: Device, repeats: int, force: bool, quiet: bool,
+) -> None:  # fmt: skip
+    """Measure the seconds that each module of MANIFEST's model takes, forward and backward, for one microbatch.
+
+    Modules are built, filled with random weights, and run one after the other on one device, so the model need not
+    fit: only its largest module must. `reshard plan` and `pack` balance by the result with `--cost`.
+
+    \b
+    Examples:
+      runner measure ./packed --seq-len 4096 --dtype bf16 --out times.json
+      reshard plan ./packed --layout balance:time,pp=8 --cost times.json --seq-len 4096
+    """
+    check_new_file(out, "--out", force=force)
+    recompute = parse_recompute(ac)
+    packed = open_packed(find_manifest(manifest).parent)
+    if run is not None:
+        from runner.measure.traced import read_seconds
+
+        found, how = read_seconds(packed, run)
+    else:
+        from runner.measure.modules import Setting, measure_modules
+
+        setting = Setting(
+            seq_len=seq_len, microbatch=microbatch, dtype=dtype, recompute=recompute, device=device,
+            implementation=implementation, num_repeats=repeats,
+        )  # fmt: skip
+        found, how = measure_modules(packed, setting, note=None if quiet else _note)
+    _write(out, found, how)
+    if not quiet:
+        slowest = max(found, key=lambda module: found[module].total)
+        print_result(f"measured {len(found)} modules, {sum(each.total for each in found.values()) * 1e3:.2f} ms for a "
+                     f"microbatch; the slowest is {slowest}, {found[slowest].total * 1e3:.2f} ms: {out}")  # fmt: skip
+
+
+def _note(module: str, seconds: ModuleSeconds) -> None:
+    click.echo(
+        f"{module}: forward {seconds.forward_s * 1e3:.3f} ms, backward {seconds.backward_s * 1e3:.3f} ms", err=True
+    )
+
+
+def _write(out: Path, found: Mapping[str, ModuleSeconds], how: Mapping[str, Any]) -> None:
+    modules = {module: {"forward_s": each.forward_s, "backward_s": each.backward_s} for module, each in found.items()}
+    text = json.dumps({"version": 1, "measured": how, "modules": modules}, indent=1) + "\n"
+    try:
+        write_file(out, text.encode(), is_durable=False)
+    except OSError as error:
+        raise OutputError(str(out), f"cannot be written: {error.strerror}", code="output.unwritable") from error

@@ -1,0 +1,150 @@
+"""Run a model one module after the other on one device, and time each.
+
+What leaves a module enters the next one, as between stages of a pipeline, so every module gets what it would get there;
+only one of them is in memory. Weights are random: times of dense layers do not depend on them, and a router with random
+weights uses its experts about evenly.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from manifests.memory import Recompute
+from runner.bundle.packed import Packed
+from runner.config.architectures import Implementation
+from runner.config.flags import Device
+from runner.config.schema import Dtype
+from runner.distributed.system_errors import exhausted
+from runner.distributed.world import World, device_of
+from runner.measure.times import ModuleSeconds
+from runner.models import Family, family_for
+from runner.pipeline.chunk import StageChunk, build_chunks, materialize
+from runner.pipeline.microbatches import token_loss
+from runner.profiling.trace import Recorder
+from runner.tensors.dtypes import FLAG_DTYPES
+from runner.training.activation_checkpoint import recompute_layers
+
+__all__ = ["Setting", "measure_modules"]
+
+_WARMUP = 3  # runs before those that count
+_SEED = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """How modules are run: as training would."""
+
+    seq_len: int
+    microbatch: int
+    dtype: Dtype
+    recompute: Recompute
+    device: Device
+    implementation: Implementation | None
+    num_repeats: int
+
+
+def measure_modules(
+    packed: Packed, setting: Setting, *, note: Callable[[str, ModuleSeconds], None] | None = None
+) -> tuple[dict[str, ModuleSeconds], dict[str, Any]]:
+    """Return the median seconds of each module, and how they were measured. `note` is called with each, once it is known.
+
+    Of modules that only one stage can have together, the first has the time of all.
+
+    Raises:
+        UserError: the model cannot be trained, or a module and its activations do not fit into memory.
+    """
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as a rank does
+    device = device_of(World(rank=0, local_rank=0, size=1), setting.device)
+    family = family_for(
+        packed.config, max_seq_len=setting.seq_len, implementation=setting.implementation, shape=packed.shape,
+        description=packed.manifest.model.description,
+    )  # fmt: skip
+    found = dict[str, ModuleSeconds]()
+    torch.manual_seed(_SEED)
+    rows = (setting.microbatch, setting.seq_len)
+    crossing: Any = torch.randint(family.vocab_size, rows, device=device)
+    for modules in _together(family):
+        try:
+            (chunk,) = build_chunks(family, (modules,), (0,))
+            materialize(chunk, device=device, dtype=FLAG_DTYPES[setting.dtype])
+            _fill(chunk)
+            recompute_layers((chunk,), setting.recompute)
+            labels = (
+                torch.randint(family.vocab_size, rows, device=device) if modules[-1] == family.modules[-1] else None
+            )
+            seconds, crossing = _time(chunk, crossing, labels, setting.num_repeats)
+        except (RuntimeError, MemoryError) as error:
+            if (said := exhausted(error)) is not None:
+                raise said.within(modules[0]) from error
+            raise
+        found |= {module: ModuleSeconds(forward_s=0.0, backward_s=0.0) for module in modules} | {modules[0]: seconds}
+        if note is not None:
+            note(" and ".join(modules), seconds)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} thread"
+    return found, {**asdict(setting), "device": name, "torch": torch.__version__}
+
+
+def _together(family: Family) -> Iterator[tuple[str, ...]]:
+    """Yield the modules to run at a time: one, or several that must be on one stage."""
+    groups: Mapping[str, tuple[str, ...]] = {group[0]: group for group in getattr(family, "together", ()) if group}
+    inside = {module for group in groups.values() for module in group[1:]}
+    for module in family.modules:
+        if module not in inside:
+            yield groups.get(module, (module,))
+
+
+@torch.no_grad()
+def _fill(chunk: StageChunk) -> None:
+    """Fill parameters and buffers that files would have: matrices at random, norms with 1, all else with 0."""
+    for module in chunk.body.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.02)
+            else:
+                parameter.fill_(1.0 if name == "weight" else 0.0)
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                buffer.zero_()
+
+
+def _time(chunk: nn.Module, crossing: Any, labels: torch.Tensor | None, num_repeats: int) -> tuple[ModuleSeconds, Any]:
+    """Return the median seconds of a chunk for a microbatch, and what leaves it."""
+    recorder = Recorder(next(iter(pytree.tree_leaves(crossing))).device)
+    chunk.train()
+    left: Any = None
+    recorder.start()
+    for repeat in range(_WARMUP + num_repeats):
+        arrived = pytree.tree_map(_entering, crossing)
+        with recorder.action("F", 0, repeat):
+            left = chunk(arrived)
+            if labels is not None:
+                left = token_loss(left, labels, num_tokens=labels.numel())
+        trained = [leaf for leaf in pytree.tree_leaves(left) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        gradients = [torch.ones_like(leaf) if leaf.dim() == 0 else torch.randn_like(leaf) for leaf in trained]
+        with recorder.action("B", 0, repeat):
+            torch.autograd.backward(trained, gradients)
+    recorder.stop()
+    ran = [action for action in recorder.take() if action.microbatch >= _WARMUP]
+    seconds = [median(action.end_s - action.begin_s for action in ran if action.kind == kind) for kind in "FB"]
+    return ModuleSeconds(forward_s=seconds[0], backward_s=seconds[1]), pytree.tree_map(_leaving, left)
+
+
+def _entering(leaf: Any) -> Any:
+    """Return a tensor as a stage receives it: of no graph yet."""
+    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _leaving(leaf: Any) -> Any:
+    """Return a tensor without its graph; random numbers in place of infinite ones, which random weights may give."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    is_finite = not leaf.is_floating_point() or bool(leaf.isfinite().all())
+    return (leaf.detach() if is_finite else torch.randn_like(leaf)).requires_grad_(leaf.requires_grad)
