@@ -54,7 +54,7 @@ class Setting:
 def measure_modules(
     packed: Packed, setting: Setting, *, note: Callable[[str, ModuleSeconds], None] | None = None
 ) -> tuple[dict[str, ModuleSeconds], dict[str, Any]]:
-    """Return the median seconds of each module, and how they were measured. `note` is called with each, once it is known.
+    """Return the median seconds of each module, and how they were measured. `note` is called with each.
 
     Of modules that only one stage can have together, the first has the time of all.
 
