@@ -34,6 +34,8 @@ from stores.remote import check_remote
 
 __all__ = ["Bundles", "TensorAt", "join_slices", "tensors_in"]
 
+_ShardTable = tuple[TensorTable, int, DigestTable, Mapping[str, Slice]]
+
 
 @dataclass(frozen=True, slots=True)
 class TensorAt:
@@ -76,25 +78,15 @@ def tensors_in(file: InputFile, header: Header, digests: DigestTable | None = No
         ShardError: the header's description of slices is not valid.
     """
     slices = slices_in(header, str(file)) if digests is not None else {}
-    return _located(file, header.tensors, header.nbytes, digests, slices)
+    return list(_located(file, header.tensors, header.nbytes, digests, slices))
 
 
 def _located(
     file: InputFile, table: TensorTable, first: int, digests: DigestTable | None, slices: Mapping[str, Slice]
-) -> list[TensorAt]:
-    return [
-        TensorAt(
-            name,
-            dtype,
-            shape,
-            file,
-            first + begin,
-            nbytes,
-            None if digests is None else digests.raw(number),
-            slices.get(name),
-        )
-        for number, name, (dtype, shape, nbytes), begin in table.rows()
-    ]
+) -> Iterator[TensorAt]:
+    for number, name, (dtype, shape, nbytes), begin in table.rows():
+        digest = None if digests is None else digests.raw(number)
+        yield TensorAt(name, dtype, shape, file, first + begin, nbytes, digest, slices.get(name))
 
 
 def join_slices(tensors: Iterable[TensorAt]) -> dict[str, tuple[TensorAt, ...]]:
@@ -132,7 +124,7 @@ class Bundles:
         self.root = LocalFolder(root) if isinstance(root, Path) else root
         self._folder: Folder | None = None
         self._originals: dict[int, list[TensorAt]] = {}
-        self._shards: dict[Shard, list[TensorAt]] = {}
+        self._shards: dict[Shard, _ShardTable] = {}
         self._modules: dict[int, frozenset[str]] = {}  # by stage
         self._ahead: dict[Shard | int, Future[Header]] = {}  # by shard, or by the number of an original file
 
@@ -162,8 +154,16 @@ class Bundles:
         """
         return [tensor for read in self.parts_of(stage, (holds,)) for tensor in read()]
 
-    def parts_of(self, stage: Stage, holds: Container[Holds]) -> Iterator[Callable[[], list[TensorAt]]]:
-        """Yield a function for each file of a stage's bundle, which returns its tensors as `tensors_on`."""
+    def drain(self, stage: Stage, holds: Holds) -> Iterator[TensorAt]:
+        """Yield what `tensors_on` returns, one object at a time, and forget each shard's table after it."""
+        for shard in (shard for shard in stage.shards if shard.holds == holds):
+            yield from self._in_shard(shard)
+            del self._shards[shard]
+        for read in self.parts_of(replace(stage, shards=()), (holds,)):
+            yield from read()
+
+    def parts_of(self, stage: Stage, holds: Container[Holds]) -> Iterator[Callable[[], Iterable[TensorAt]]]:
+        """Yield a function for each file of a stage's bundle, which yields its tensors as `tensors_on`."""
         for shard in stage.shards:
             if shard.holds in holds:
                 yield partial(self._in_shard, shard)
@@ -190,13 +190,13 @@ class Bundles:
             self._folder = open_store(virtual.location + revision)
         return self._folder
 
-    def _in_shard(self, shard: Shard) -> list[TensorAt]:
+    def _in_shard(self, shard: Shard) -> Iterator[TensorAt]:
+        file = self.root.file(shard.path)
         if shard not in self._shards:
-            file = self.root.file(shard.path)
-            self._shards[shard] = _located(file, *self._read_shard(shard, str(file)))
-        return self._shards[shard]
+            self._shards[shard] = self._read_shard(shard, str(file))
+        return _located(file, *self._shards[shard])
 
-    def _read_shard(self, shard: Shard, where: str) -> tuple[TensorTable, int, DigestTable, Mapping[str, Slice]]:
+    def _read_shard(self, shard: Shard, where: str) -> _ShardTable:
         """Return a shard's tensors, where its data begins, and what its header says of them, but not its text."""
         header = self._ahead.pop(shard).result() if shard in self._ahead else self._open_shard(shard)
         first, header = header.nbytes, replace(header, raw=b"")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import NamedTuple, TypeVar
 
 from manifests.digest import PREFIX
 from manifests.errors import InputError
@@ -12,7 +13,10 @@ from reshard.copy.engine import hash_tensors
 from reshard.copy.runs import ByteCounter
 from reshard.tensors.checkpoint import TensorAt
 
-__all__ = ["Difference", "differences_from", "hash_each", "missing_from"]
+__all__ = ["Difference", "differences_from", "hash_each", "in_batches", "missing_from"]
+
+_BATCH = 1 << 14
+_Item = TypeVar("_Item")
 
 
 class Difference(NamedTuple):
@@ -20,6 +24,13 @@ class Difference(NamedTuple):
 
     where: str
     problem: str
+
+
+def in_batches(items: Iterable[_Item]) -> Iterator[list[_Item]]:
+    """Yield items some at a time: enough to read them together, and not a million."""
+    left = iter(items)
+    while batch := list(islice(left, _BATCH)):
+        yield batch
 
 
 def hash_each(
@@ -69,7 +80,7 @@ def differences_from(
     return differences
 
 
-def missing_from(stored: Collection[str], wanted: Collection[TensorAt], ties: Sequence[TieGroup]) -> list[Difference]:
+def missing_from(stored: Collection[str], wanted: Iterable[TensorAt], ties: Sequence[TieGroup]) -> list[Difference]:
     """Name the tensors of a source that are stored under none of their names."""
     return [
         Difference(f"{tensor.file}: {tensor.name!r}", "is in no bundle")

@@ -12,6 +12,7 @@ from manifests.schema import MOMENTS, WEIGHTS, Holds
 from manifests.slices import Slice
 from reshard.copy.engine import hash_tensors
 from reshard.copy.runs import ByteCounter
+from reshard.operations.compare import in_batches
 from reshard.tensors.checkpoint import Checkpoint, TensorAt, check_digest
 from reshard.tensors.slices import slices_of
 from reshard.transforms.cast import FLOATS
@@ -73,22 +74,23 @@ def diff_checkpoints(
     stages = _stages(a), _stages(b)
     for holds in (WEIGHTS, *MOMENTS):
         left, right = _tensors(a, holds), _tensors(b, holds)
-        if left and right:
-            same = {fqn for fqn in left if fqn in right and _are_same_slices(left[fqn], right[fqn])}
-            known = set() if reads_bytes else same
-            left, right = (_with_digests(tensors, known, reads_bytes, progress) for tensors in (left, right))
-        elif left or right:
+        if bool(left) != bool(right):
             problem = f"all {len(left or right)} only in {'A' if left else 'B'}"
             differences.append(TensorDifference(holds=holds, fqn="*", problem=problem))
             continue
-        for fqn in chain(left, (fqn for fqn in right if fqn not in left)):
-            found = _compare(holds, fqn, left.get(fqn), right.get(fqn))
-            if found is not None:
-                differences.append(_measure(found, left.get(fqn), right.get(fqn)) if with_norms else found)
-                continue
-            num_equal += 1
-            num_moved += len({modules.get(module_of(fqn, modules) or "") for modules in stages} - {None}) > 1
-            num_resliced += _boxes(left[fqn]) != _boxes(right[fqn])
+        for fqns in in_batches(chain(left, (fqn for fqn in right if fqn not in left))):
+            here, there = ({fqn: tensors[fqn] for fqn in fqns if fqn in tensors} for tensors in (left, right))
+            same = {fqn for fqn in here if fqn in there and _are_same_slices(here[fqn], there[fqn])}
+            known = set() if reads_bytes else same
+            here, there = (_with_digests(tensors, known, reads_bytes, progress) for tensors in (here, there))
+            for fqn in fqns:
+                found = _compare(holds, fqn, here.get(fqn), there.get(fqn))
+                if found is not None:
+                    differences.append(_measure(found, here.get(fqn), there.get(fqn)) if with_norms else found)
+                    continue
+                num_equal += 1
+                num_moved += len({modules.get(module_of(fqn, modules) or "") for modules in stages} - {None}) > 1
+                num_resliced += _boxes(here[fqn]) != _boxes(there[fqn])
     return DiffResult(
         layouts=(_layout(a), _layout(b)),
         num_equal=num_equal,
@@ -121,21 +123,18 @@ def _boxes(tensor: TensorAt) -> list[Slice | None]:
 
 
 def _with_digests(
-    tensors: Mapping[str, TensorAt], same: Collection[str], reads_bytes: bool, progress: ByteCounter
-) -> Mapping[str, TensorAt]:
+    tensors: dict[str, TensorAt], same: Collection[str], reads_bytes: bool, progress: ByteCounter
+) -> dict[str, TensorAt]:
     """Return the tensors with digests, computed for all but those that are known to be equal."""
     unknown = [
         tensor for tensor in tensors.values() if (reads_bytes or tensor.blake3 is None) and tensor.name not in same
     ]
+    unknown.sort(key=lambda tensor: (str(tensor.file), tensor.begin))  # one of A and B may be in another order
     found = hash_tensors(unknown, progress)
     for tensor, digest in zip(unknown, found, strict=True):
         check_digest(tensor, digest)
-    computed = {tensor.name: found.raw(number) for number, tensor in enumerate(unknown) if tensor.blake3 is None}
-    if not computed:
-        return tensors
-    return {
-        fqn: replace(tensor, blake3=computed[fqn]) if fqn in computed else tensor for fqn, tensor in tensors.items()
-    }
+    blank = ((number, tensor) for number, tensor in enumerate(unknown) if tensor.blake3 is None)
+    return tensors | {tensor.name: replace(tensor, blake3=found.raw(number)) for number, tensor in blank}
 
 
 def _compare(holds: Holds, fqn: str, a: TensorAt | None, b: TensorAt | None) -> TensorDifference | None:

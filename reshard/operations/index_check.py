@@ -5,7 +5,7 @@ Readers of Hugging Face folders load what it lists, and never see the manifest.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from manifests.errors import InputError
 from manifests.index import INDEX_NAME, has_index, is_indexed, replicas_elsewhere
@@ -32,7 +32,7 @@ def read_own_index(manifest: Manifest, folder: Folder, names: Mapping[str, str])
 
 
 def index_differences(
-    index: ShardIndex, manifest: Manifest, folder: Folder, stages: Collection[Stage], weights: Sequence[TensorAt]
+    index: ShardIndex, manifest: Manifest, folder: Folder, stages: Collection[Stage], weights: Iterable[TensorAt]
 ) -> Iterator[Difference]:
     """Yield what the index says otherwise than the shards of these stages, which have these `weights`.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -11,9 +11,9 @@ from manifests.errors import InputError, UsageError
 from manifests.headertext import NO_NAMES
 from manifests.invariants import SOURCE_NAME
 from manifests.models import ModelShape, module_of
-from manifests.schema import MOMENTS, WEIGHTS, Holds, Manifest, Stage
+from manifests.schema import MOMENTS, WEIGHTS, Holds, Manifest, Stage, TieGroup
 from reshard.copy.runs import ByteCounter
-from reshard.operations.compare import Difference, differences_from, hash_each, missing_from
+from reshard.operations.compare import Difference, differences_from, hash_each, in_batches, missing_from
 from reshard.operations.index_check import index_differences, read_own_index
 from reshard.operations.signature import Signature, check_signature
 from reshard.sources.bundles import describe, open_described
@@ -25,6 +25,8 @@ from stores.bundles import Bundles, join_slices
 from stores.manifest_file import Address, find_manifest_file
 
 __all__ = ["VerifyOptions", "VerifyResult", "nbytes_to_read", "verify_manifest"]
+
+_Part = Callable[[], Iterable[TensorAt]]  # yields the tensors of a file of a bundle
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,35 +86,30 @@ def verify_manifest(
     signature = None if options.signature is None else check_signature(file, digest, options.signature)
     stages, described = _choose(manifest, options.stages), None
     with suppress(InputError):  # reported at the end, if nothing else is
-        described = describe(file, manifest, digest)
+        described = describe(file, manifest, digest, options.against.shape if options.against else None)
     bundles = Bundles(manifest, file.folder, described.names if described else NO_NAMES)
     index = read_own_index(manifest, file.folder, bundles.names)
     bundles.read_ahead(stages, (WEIGHTS, *MOMENTS))
     differences: list[Difference] = []
-    kinds = {holds: _read_headers(bundles, stages, holds, differences) for holds in (WEIGHTS, *MOMENTS)}
+    parts = {holds: _readable_parts(bundles, stages, holds, differences) for holds in (WEIGHTS, *MOMENTS)}
     of_index = [index] if isinstance(index, Difference) else []
     if isinstance(index, ShardIndex) and not differences:
-        of_index += index_differences(index, manifest, file.folder, stages, kinds[WEIGHTS])
+        of_index += index_differences(index, manifest, file.folder, stages, _each(parts[WEIGHTS]))
     index, bundles.names = None, NO_NAMES
-    tensors = [tensor for found in kinds.values() for tensor in found]
-    compared = [tensor for tensor in tensors if options.against or (tensor.blake3 and not options.quick)]
-    digests = hash_each(compared, progress, differences)
-    differences += _unlike_their_digests(compared, digests)
-    differences += _unlike_their_files(manifest, file.folder)
-    num_beyond = 0
-    if options.against is not None:
-        known = dict(zip(compared, digests, strict=True))
-        for holds, found in kinds.items():
-            expected = options.against.tensors if holds == WEIGHTS else options.against.moments.get(holds)
-            if expected is None:  # a source without optimizer state
-                num_beyond += len({tensor.name for tensor in found})
-                continue
-            stored = _whole(found, known, differences, progress)
-            differences += differences_from(expected, stored, manifest.ties, progress)
+    counts, of_source = _Counts(), list[Difference]()
+    for holds, readers in parts.items():
+        expected = None if options.against is None else _expected(options.against, holds)
+        names = _compare(readers, expected, manifest.ties, options, progress, counts, (differences, of_source))
+        if options.against is not None and expected is None:  # a source without optimizer state
+            counts.num_beyond += len(names)
+        elif options.against is not None and expected is not None:
             dropped = described.record.dropped if described else ()
             wanted = _wanted(expected, options.against.shape, stages, manifest, dropped)
-            differences += missing_from({tensor.name for tensor in found}, list(wanted), manifest.ties)
-        differences += _unlike_files_of(options.against, manifest, file.folder)
+            of_source += missing_from(names, wanted, manifest.ties)
+        del names  # of a million tensors, they take 40 MB
+    differences += _unlike_their_files(manifest, file.folder)
+    if options.against is not None:
+        differences += [*of_source, *_unlike_files_of(options.against, manifest, file.folder)]
     if not differences and options.stages is None:
         try:
             open_described(described or describe(file, manifest, digest), bundles)
@@ -120,11 +117,11 @@ def verify_manifest(
             differences, of_index = [Difference(error.where, error.problem)], []
     differences += of_index
     return VerifyResult(
-        num_tensors=sum(len({tensor.name for tensor in found}) for found in kinds.values()),
-        nbytes=sum(tensor.nbytes for tensor in tensors),
-        compared_nbytes=sum(tensor.nbytes for tensor in compared),
+        num_tensors=counts.num_tensors,
+        nbytes=counts.nbytes,
+        compared_nbytes=counts.compared_nbytes,
         source=options.against.location if options.against else None,
-        num_beyond=num_beyond,
+        num_beyond=counts.num_beyond,
         differences=tuple(dict.fromkeys(differences)),  # stages may share original files
         signature=signature,
     )
@@ -149,27 +146,84 @@ def _choose(manifest: Manifest, wanted: frozenset[int] | None) -> list[Stage]:
     return [stage for stage in manifest.stages if wanted is None or stage.index in wanted]
 
 
-def _read_headers(
+@dataclass(slots=True)
+class _Counts:
+    """What `VerifyResult` counts, while it is counted."""
+
+    num_tensors: int = 0
+    nbytes: int = 0
+    compared_nbytes: int = 0
+    num_beyond: int = 0
+
+
+def _readable_parts(
     bundles: Bundles, stages: Sequence[Stage], holds: Holds, differences: list[Difference]
-) -> list[TensorAt]:
-    tensors = []
+) -> list[_Part]:
+    """Read the headers of these stages; return what yields the tensors of each file whose header is intact."""
+    parts = []
     for read in (part for stage in stages for part in bundles.parts_of(stage, (holds,))):
         try:
-            tensors += read()
+            read()
+            parts.append(read)
         except InputError as error:
             differences.append(Difference(error.where, error.problem))
-    return tensors
+    return parts
 
 
-def _whole(
-    found: Sequence[TensorAt],
-    digests: Mapping[TensorAt, str | None],
-    differences: list[Difference],
+def _each(parts: Iterable[_Part]) -> Iterator[TensorAt]:
+    return (tensor for read in parts for tensor in read())
+
+
+def _expected(source: Checkpoint, holds: Holds) -> Mapping[str, TensorAt] | None:
+    return source.tensors if holds == WEIGHTS else source.moments.get(holds)
+
+
+def _compare(
+    parts: Sequence[_Part],
+    expected: Mapping[str, TensorAt] | None,
+    ties: Sequence[TieGroup],
+    options: VerifyOptions,
     progress: ByteCounter,
+    counts: _Counts,
+    differences: tuple[list[Difference], list[Difference]],
+) -> Collection[str]:
+    """Compare tensors, some at a time, with their digests and with those of the source; return their names.
+
+    `differences` are those from the digests and those from the source.
+    """
+    of_bytes, of_source = differences
+    are_whole: dict[str, bool] = {}
+    sliced: dict[TensorAt, str | None] = {}
+    twice: set[str] = set()
+    for tensors in in_batches(_each(parts)):
+        compared = [tensor for tensor in tensors if options.against or (tensor.blake3 and not options.quick)]
+        digests = hash_each(compared, progress, of_bytes)
+        of_bytes += _unlike_their_digests(compared, digests)
+        counts.nbytes += sum(tensor.nbytes for tensor in tensors)
+        counts.compared_nbytes += sum(tensor.nbytes for tensor in compared)
+        found = dict(zip(compared, digests, strict=True)) if expected is not None else {}
+        for tensor in tensors:
+            is_whole = tensor.part is None
+            if tensor.name in are_whole and (is_whole or are_whole[tensor.name]):
+                twice.add(tensor.name)
+            are_whole[tensor.name] = is_whole
+            if not is_whole and tensor in found:
+                sliced[tensor] = found.pop(tensor)
+        if expected is not None:
+            of_source += differences_from(expected, found, ties, progress)
+    counts.num_tensors += len(are_whole)
+    if expected is not None:
+        sliced |= {tensor: None for tensor in _each(parts) if tensor.name in twice} if twice else {}
+        of_source += differences_from(expected, _merged(sliced, of_source, progress), ties, progress)
+    return are_whole
+
+
+def _merged(
+    digests: Mapping[TensorAt, str | None], differences: list[Difference], progress: ByteCounter
 ) -> Mapping[TensorAt, str | None]:
-    """Return whole tensors with their hex digests; those that are stored in slices are read again."""
+    """Return the tensors of these slices with their hex digests, for which they are read again."""
     try:
-        joined = join_slices(found).values()
+        joined = join_slices(digests).values()
     except InputError as error:
         differences.append(Difference(error.where, error.problem))
         return {}

@@ -29,6 +29,7 @@ from reshard.tensors.checkpoint import Checkpoint, TensorAt
 from reshard.tensors.lazy import stored_nbytes
 from reshard.tensors.slices import slices_of
 from reshard.tensors.source_index import KeptText
+from reshard.tensors.tensor_map import as_objects
 
 __all__ = [
     "GivenHeader",
@@ -212,7 +213,9 @@ def plan_pack(checkpoint: Checkpoint, layout: StageLayout, sharding: Sharding | 
     stage_of = {module: index for index, modules in enumerate(layout.stages) for module in modules}
     ties = tuple(_tie_group(group, checkpoint, stage_of) for group in checkpoint.shape.ties)
     kinds: dict[Holds, Mapping[str, TensorAt]] = {WEIGHTS: checkpoint.tensors, **checkpoint.moments}
-    bundles = {holds: _by_stage(tensors, ties, stage_of, len(layout.stages)) for holds, tensors in kinds.items()}
+    bundles = {
+        holds: _by_stage(as_objects(tensors), ties, stage_of, len(layout.stages)) for holds, tensors in kinds.items()
+    }
     shards = _lay_out_bundles(bundles, ties, sharding or Sharding(), merged=checkpoint.merges_slices)
     placement, params = layout.placement, params_of(checkpoint.shape)
     doubled = _doubled_params(checkpoint.shape, ties, placement.num_stages)

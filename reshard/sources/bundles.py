@@ -12,12 +12,13 @@ from manifests.invariants import SOURCE_NAME, check_model
 from manifests.models import ModelShape, is_sized_by_files, model_shape, module_of
 from manifests.schema import MODEL_CARD_NAME, MOMENTS, WEIGHTS, AuxiliaryFile, Holds, Manifest, Parent, Stage
 from reshard.copy.engine import hash_tensors
-from reshard.sources.huggingface import CONFIG_NAME, check_coverage, trained_part, without_absent
+from reshard.sources.huggingface import CONFIG_NAME, check_coverage, shared_shape, trained_part, without_absent
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles, TensorAt
 from reshard.tensors.lazy import MemoryFile
 from reshard.tensors.model_card import has_section, without_section
 from reshard.tensors.slices import merge_slices, slices_of
 from reshard.tensors.source_index import SourceRecord, read_record
+from reshard.tensors.tensor_map import TensorMap
 from stores.base import Folder, read_config, read_whole
 from stores.bundles import Bundles, join_slices
 from stores.manifest_file import Address, ManifestFile, find_manifest_file
@@ -41,10 +42,10 @@ class Described:
         return {fqn: fqn for fqn in self.shape.tensors}
 
 
-def open_manifest(address: Address | ManifestFile) -> Checkpoint:
+def open_manifest(address: Address | ManifestFile, like: ModelShape | None = None) -> Checkpoint:
     """Read a manifest's headers and check that they cover the model exactly, including optimizer state if any.
 
-    Tensors are in the order of the original source, whatever the stages are.
+    Tensors are in the order of the original source, whatever the stages are. A model of the shape `like` shares it.
 
     Raises:
         ManifestError: the manifest is invalid, or does not match its auxiliary files or shards.
@@ -53,13 +54,13 @@ def open_manifest(address: Address | ManifestFile) -> Checkpoint:
         SourceError: a tensor is missing.
     """
     file = address if isinstance(address, ManifestFile) else find_manifest_file(address)
-    described = describe(file, *file.read())
+    described = describe(file, *file.read(), like)
     bundles = Bundles(described.manifest, file.folder, described.names)
     bundles.read_ahead(described.manifest.stages, (WEIGHTS, *MOMENTS))
     return open_described(described, bundles)
 
 
-def describe(file: ManifestFile, manifest: Manifest, digest: str) -> Described:
+def describe(file: ManifestFile, manifest: Manifest, digest: str, like: ModelShape | None = None) -> Described:
     """Read a manifest's config and source.json, and check that they are those of its stages.
 
     Raises:
@@ -78,7 +79,7 @@ def describe(file: ManifestFile, manifest: Manifest, digest: str) -> Described:
     description = manifest.model.description
     needs_files = is_sized_by_files(config, str(config_file), description)
     stored_names = record.stored(str(record_file)) if needs_files else None
-    shape = model_shape(config, str(config_file), stored_names, description)
+    shape = shared_shape(model_shape(config, str(config_file), stored_names, description), like)
     check_model(manifest, shape, str(file))
     _check_files(manifest.files, record, str(file))
     return Described(file=file, manifest=manifest, digest=digest, record=record, shape=shape)
@@ -87,6 +88,7 @@ def describe(file: ManifestFile, manifest: Manifest, digest: str) -> Described:
 def open_described(described: Described, bundles: Bundles) -> Checkpoint:
     """Read the headers of a described manifest that its `bundles` have not read yet; see `open_manifest`."""
     file, manifest, record = described.file, described.manifest, described.record
+    bundles.names = bundles.names or described.names
     originals = _open_originals(bundles, record, str(file))
     stored = _stored_tensors(bundles, WEIGHTS, str(file))
     shape = without_absent(described.shape, stored)
@@ -123,7 +125,7 @@ def _auxiliary_at(folder: Folder, listed: AuxiliaryFile) -> AuxiliaryAt:
     return AuxiliaryAt(path=listed.path, file=file, digest=listed.compared_digest)
 
 
-def _moments(bundles: Bundles, holds: Holds, record: SourceRecord, shape: ModelShape) -> dict[str, TensorAt]:
+def _moments(bundles: Bundles, holds: Holds, record: SourceRecord, shape: ModelShape) -> TensorMap:
     """Return one kind of optimizer state, after checking that it covers the trained parameters."""
     where = f"{bundles.root}: {holds}"
     trained = trained_part(shape)
@@ -161,12 +163,15 @@ def _open_originals(bundles: Bundles, record: SourceRecord, where: str) -> Origi
     return OriginalFiles(location=virtual.location, revision=virtual.revision, files=files)
 
 
-def _stored_tensors(bundles: Bundles, holds: Holds, where: str) -> dict[str, TensorAt]:
+def _stored_tensors(bundles: Bundles, holds: Holds, where: str) -> TensorMap:
     """Return every stored tensor of one kind, after checking that each is on the stage of its module."""
-    tensors: dict[str, TensorAt] = {}
+    tensors = TensorMap()
     for stage in bundles.manifest.stages:
-        modules, here, num_before = frozenset(stage.modules), bundles.tensors_on(stage, holds), len(tensors)
-        for tensor in _whole_tensors(here, tensors):
+        modules, num_before, nbytes = frozenset(stage.modules), len(tensors), 0
+        for tensor in _whole_tensors(bundles, stage, holds):
+            if tensor.name in tensors:
+                join_slices(bundles.tensors_on(stage, holds))  # raises if this stage has it twice
+                raise ShardError(f"{tensor.file}: {tensor.name!r}", "is in two shards", code="shard.tensor-twice")
             if module_of(tensor.name, modules) is None:
                 raise ShardError(
                     f"{tensor.file}: {tensor.name!r}",
@@ -174,27 +179,31 @@ def _stored_tensors(bundles: Bundles, holds: Holds, where: str) -> dict[str, Ten
                     code="shard.wrong-stage",
                 )
             tensors[tensor.name] = tensor
+            nbytes += tensor.nbytes
         if holds == WEIGHTS:
-            _check_counts(stage, here, len(tensors) - num_before, f"{where}: stages[{stage.index}]")
+            counted = (len(tensors) - num_before, nbytes) if stage.shards else _count_spans(bundles.tensors_on(stage))
+            _check_counts(stage, *counted, f"{where}: stages[{stage.index}]")
     return tensors
 
 
-def _whole_tensors(here: Sequence[TensorAt], known: Mapping[str, TensorAt]) -> Iterator[TensorAt]:
-    """Yield the tensors of a stage, slices merged, unless one is `known`, which the caller extends with each."""
-    are_whole = all(tensor.part is None for tensor in here)
-    for tensor in here if are_whole else map(merge_slices, join_slices(here).values()):
-        if tensor.name in known:
-            join_slices(here)  # raises if this stage has it twice
-            raise ShardError(f"{tensor.file}: {tensor.name!r}", "is in two shards", code="shard.tensor-twice")
-        yield tensor
+def _whole_tensors(bundles: Bundles, stage: Stage, holds: Holds) -> Iterator[TensorAt]:
+    """Yield the tensors of a stage, one object at a time; merged slices last."""
+    sliced: list[TensorAt] = []
+    for tensor in bundles.drain(stage, holds):
+        if tensor.part is None:
+            yield tensor
+        else:
+            sliced.append(tensor)
+    yield from map(merge_slices, join_slices(sliced).values())
 
 
-def _check_counts(stage: Stage, tensors: Sequence[TensorAt], num_names: int, where: str) -> None:
-    if stage.shards:
-        num_tensors, nbytes = num_names, sum(tensor.nbytes for tensor in tensors)
-    else:  # two tied names may share bytes of an original file
-        sizes = {(tensor.file, tensor.begin): tensor.nbytes for tensor in tensors}
-        num_tensors, nbytes = len(sizes), sum(sizes.values())
+def _count_spans(tensors: Iterable[TensorAt]) -> tuple[int, int]:
+    """Return the number of tensors in original files, and their bytes: two tied names may share them."""
+    sizes = {(tensor.file, tensor.begin): tensor.nbytes for tensor in tensors}
+    return len(sizes), sum(sizes.values())
+
+
+def _check_counts(stage: Stage, num_tensors: int, nbytes: int, where: str) -> None:
     for name, expected, found in (
         ("num_tensors", num_tensors, stage.num_tensors),
         ("nbytes", nbytes, stage.nbytes),
@@ -238,23 +247,22 @@ def _digests_of(copies: Sequence[TensorAt]) -> Sequence[str | None]:
 
 
 def _tensors_of_source(
-    bundles: Bundles, stored: Mapping[str, TensorAt], record: SourceRecord, shape: ModelShape
-) -> tuple[dict[str, TensorAt], SourceRecord]:
+    bundles: Bundles, stored: TensorMap, record: SourceRecord, shape: ModelShape
+) -> tuple[TensorMap, SourceRecord]:
     """Return the tensors that the source stored, in its order, and the record without those that training dropped.
 
     Training stores one copy of a tied weight per rank, and no tensor that the model recomputes.
     """
     owners = {replica.fqn: group.owner.fqn for group in bundles.manifest.ties for replica in group.replicas}
-    tensors, gone = {}, []
+    names, gone = dict[str, str](), []
     for recorded in _names_in_order(record, bundles.names):
         name = shape.fqn_of(recorded)
-        at = stored.get(name) or stored.get(owners.get(name, name))
-        if at is not None:
-            at = at if at.name == name else replace(at, name=name)
-            tensors[at.name] = at
+        at = name if name in stored else owners.get(name, name)
+        if at in stored:
+            names[name] = at
         elif bundles.manifest.training and name not in shape.tensors:
             gone.append(recorded)
-    return tensors, replace(record, dropped=(*record.dropped, *gone))
+    return stored.renamed(names.items()), replace(record, dropped=(*record.dropped, *gone))
 
 
 def _names_in_order(record: SourceRecord, names: Mapping[str, str]) -> Iterator[str]:

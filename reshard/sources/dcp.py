@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 
 from manifests.errors import SourceError
@@ -64,7 +64,7 @@ def open_dcp(
     weights = _weights(saved.tensors, where)
     stored = _Stored(folder, config if has_torchtitan_names(weights) else None)
     weights = stored.with_place(weights)
-    whole = stored.tensors(weights)
+    whole: MutableMapping[str, TensorAt] = stored.tensors(weights)
     dropped = drop_tensors(whole, drop - {OPTIMIZER}, shape)
     shape = shape or model_shape(config, str(config_file), stored_in(whole, where), description)
     whole = under_fqns(whole, shape)

@@ -6,7 +6,7 @@ Source: DeepSpeed 0.19.8, runtime/pipe/module.py, runtime/engine.py and checkpoi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -76,7 +76,7 @@ def open_deepspeed(
         hint = "use DeepSpeed's Universal Checkpoint of transformers' model, or save a Hugging Face folder"
         raise ModelError(str(config_file), problem, hint, code="model.layers-without-names")
     fqns = _fqns_of(saved, shape, where)
-    weights = _named(saved, saved.weights, fqns, shape)
+    weights: MutableMapping[str, TensorAt] = _named(saved, saved.weights, fqns, shape)
     dropped = drop_tensors(weights, drop - {_OPTIMIZER}, shape)
     shape = shape or model_shape(config, str(config_file), stored_in(weights, where), description)
     weights = under_fqns(weights, shape)

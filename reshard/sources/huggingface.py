@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 
 from manifests.errors import InputError, ModelError, SourceError
@@ -25,6 +25,7 @@ from reshard.sources.torch_files import (
 from reshard.sources.weight_map import read_shard_index
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles, TensorAt, tensors_in
 from reshard.tensors.source_index import SUFFIX, KeptText, RecordedShard, SourceRecord
+from reshard.tensors.tensor_map import TensorMap
 from stores.base import Folder, InputFile, read_config, read_whole
 from stores.headers import each_file_header, each_of
 
@@ -36,6 +37,7 @@ __all__ = [
     "drop_tensors",
     "is_beside",
     "open_folder",
+    "shared_shape",
     "stored_in",
     "trained_part",
     "under_fqns",
@@ -69,9 +71,14 @@ class _Shards:
 
 
 def open_folder(
-    folder: Folder, drop: frozenset[str] = frozenset(), description: ModelDescription | None = None
+    folder: Folder,
+    drop: frozenset[str] = frozenset(),
+    description: ModelDescription | None = None,
+    like: ModelShape | None = None,
 ) -> Checkpoint:
     """Read the headers of a Hugging Face folder and check that they cover the model exactly.
+
+    A model of the shape `like` shares it, with the names of its tensors.
 
     Raises:
         SourceError: no config, shards and index that disagree, or tensors missing, unknown or of the wrong shape.
@@ -92,9 +99,10 @@ def open_folder(
         needs_files = is_sized_by_files(config, str(config_file), description)
     except ModelError as error:
         raise error if description else _with_guess(error, config, folder, files) from None
-    shape = None if needs_files else model_shape(config, str(config_file))
+    shape = None if needs_files else shared_shape(model_shape(config, str(config_file)), like)
     names = {fqn: fqn for fqn in shape.tensors} if shape else {}
     shards = _find_shards(folder, files, names)
+    tensors: MutableMapping[str, TensorAt]
     tensors, recorded = _read_shards(folder, shards, names)
     index = index_of(recorded) if shards.are_torch and shards.weight_map is not None else shards.index
     del names
@@ -146,6 +154,11 @@ def _names_in(folder: Folder, files: tuple[str, ...]) -> Collection[str]:
 def stored_in(tensors: Mapping[str, TensorAt], where: str) -> StoredTensors:
     """Return the names and shapes of tensors, for an architecture that only they and the catalogue describe."""
     return StoredTensors(tensors={name: tensor.shape for name, tensor in tensors.items()}, where=where)
+
+
+def shared_shape(shape: ModelShape, like: ModelShape | None) -> ModelShape:
+    """Return `like` if a shape is equal to it: the names of a million tensors take 140 MB."""
+    return like if like == shape else shape
 
 
 def without_absent(shape: ModelShape, tensors: Collection[str]) -> ModelShape:
@@ -278,9 +291,9 @@ def is_beside(name: str) -> bool:
 
 def _read_shards(
     folder: Folder, shards: _Shards, names: Mapping[str, str]
-) -> tuple[dict[str, TensorAt], tuple[RecordedShard, ...]]:
+) -> tuple[TensorMap, tuple[RecordedShard, ...]]:
     """Return the tensors of all shards, checked against the index, and each shard's header to record."""
-    tensors: dict[str, TensorAt] = {}
+    tensors = TensorMap()
     recorded = []
     for name, (file, shard, stored) in zip(shards.names, _each_shard(folder, shards, names), strict=True):
         recorded.append(shard)
@@ -321,7 +334,9 @@ def _each_shard(
             yield file, RecordedShard(name, header.raw), tensors_in(file, header)
 
 
-def drop_tensors(tensors: dict[str, TensorAt], drop: frozenset[str], shape: ModelShape | None) -> tuple[str, ...]:
+def drop_tensors(
+    tensors: MutableMapping[str, TensorAt], drop: frozenset[str], shape: ModelShape | None
+) -> tuple[str, ...]:
     """Remove what --drop names, and return its names in files."""
     if not drop:
         return ()
@@ -338,16 +353,16 @@ def drop_tensors(tensors: dict[str, TensorAt], drop: frozenset[str], shape: Mode
     return tuple(sorted(names))
 
 
-def under_fqns(tensors: dict[str, TensorAt], shape: ModelShape) -> dict[str, TensorAt]:
+def under_fqns(tensors: MutableMapping[str, TensorAt], shape: ModelShape) -> MutableMapping[str, TensorAt]:
     """Return the tensors under their FQNs; files of the model without its head omit a prefix."""
     if not shape.base:
         return tensors
-    found: dict[str, TensorAt] = {}
+    found = TensorMap()
     for name, tensor in tensors.items():
         fqn = shape.fqn_of(name)
         if fqn in found:
             raise SourceError(f"{tensor.file}: {name!r}", f"{fqn} is stored twice", code="source.tensor-twice")
-        found[fqn] = tensor if fqn == name else replace(tensor, name=fqn)
+        found[fqn] = tensor  # which has this name from now on
     return found
 
 

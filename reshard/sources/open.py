@@ -7,6 +7,7 @@ from pathlib import Path
 
 from manifests.errors import InputError, UsageError
 from manifests.invariants import MANIFEST_NAME
+from manifests.models import ModelShape
 from manifests.schema import ModelDescription
 from manifests.store import links_out_of
 from reshard.archives.names import is_dcp, is_deepspeed, is_megatron
@@ -25,21 +26,25 @@ __all__ = ["links_of", "names_manifest", "open_both", "open_described", "open_so
 
 
 def open_source(
-    source: str, drop: frozenset[str] = frozenset(), description: ModelDescription | None = None
+    source: str,
+    drop: frozenset[str] = frozenset(),
+    description: ModelDescription | None = None,
+    like: ModelShape | None = None,
 ) -> Checkpoint:
     """Open a manifest (its file or folder), or a folder of Hugging Face's, DCP's, Megatron's or DeepSpeed's.
 
-    A manifest has its own description, and `description` is not for it.
+    A manifest has its own description, and `description` is not for it. Manifests and Hugging Face folders of a model
+    of the shape `like` share it.
 
     Raises:
         InputError: nothing there, or an invalid checkpoint; see `open_manifest`, `open_folder`,
             `open_dcp`, `open_megatron` and `open_deepspeed`.
     """
     if _is_named(source):
-        return _open_manifest(find_manifest_file(source), drop)
+        return _open_manifest(find_manifest_file(source), drop, like)
     folder = find_iteration(source, open_store(source))
     if _contains_manifest(folder):
-        return _open_manifest(ManifestFile(folder), drop)
+        return _open_manifest(ManifestFile(folder), drop, like)
     if is_megatron(folder.names()):
         from reshard.sources.megatron_folder import open_megatron
 
@@ -52,7 +57,7 @@ def open_source(
         from reshard.sources.deepspeed import open_deepspeed
 
         return open_deepspeed(folder, drop, description)
-    return open_folder(folder, drop, description)
+    return open_folder(folder, drop, description, like)
 
 
 def open_described(source: str, drop: frozenset[str] = frozenset(), model: Path | None = None) -> Checkpoint:
@@ -76,9 +81,9 @@ def open_both(a: str, b: str, model: Path | None = None) -> tuple[Checkpoint, Ch
     description = None if model is None else read_model_file(model)
     if _is_named(b) and not _is_named(a):
         right = open_source(b, description=description)
-        return open_source(a, description=description or right.description), right
+        return open_source(a, description=description or right.description, like=right.shape), right
     left = open_source(a, description=description)
-    return left, open_source(b, description=description or left.description)
+    return left, open_source(b, description=description or left.description, like=left.shape)
 
 
 def links_of(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
@@ -111,7 +116,7 @@ def _contains_manifest(folder: Folder) -> bool:
     return not isinstance(folder, LocalFolder) and MANIFEST_NAME in folder.names()
 
 
-def _open_manifest(manifest: ManifestFile, drop: frozenset[str]) -> Checkpoint:
+def _open_manifest(manifest: ManifestFile, drop: frozenset[str], like: ModelShape | None) -> Checkpoint:
     if drop:
         raise InputError(
             "--drop",
@@ -121,4 +126,4 @@ def _open_manifest(manifest: ManifestFile, drop: frozenset[str]) -> Checkpoint:
         )
     if isinstance(manifest.folder, LocalFolder):
         manifest.folder.check_name()
-    return open_manifest(manifest)
+    return open_manifest(manifest, like)

@@ -11,6 +11,7 @@ from typing import Literal
 from manifests.errors import SourceError, UsageError
 from reshard.tensors.checkpoint import Checkpoint, TensorAt
 from reshard.tensors.lazy import DerivedFile, derive
+from reshard.tensors.tensor_map import as_objects
 
 __all__ = ["FLOATS", "STORED", "ExportDtype", "cast_checkpoint", "cast_tensor", "casts_in"]
 
@@ -29,7 +30,7 @@ def cast_checkpoint(checkpoint: Checkpoint, wanted: ExportDtype) -> Checkpoint:
         SourceError: the source's dtype of a tensor cannot be cast to.
         UsageError: parameters are quantized.
     """
-    tensors = dict(checkpoint.tensors)
+    tensors = dict(as_objects(checkpoint.tensors))
     for fqn, dtype in _dtypes_of_source(checkpoint) if wanted == "source" else _one_dtype(checkpoint, STORED[wanted]):
         tensor = tensors[fqn]
         if tensor.dtype != dtype and not {tensor.dtype, dtype} <= FLOATS:

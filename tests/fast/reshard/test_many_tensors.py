@@ -23,6 +23,7 @@ from manifests.errors import InputError
 from manifests.models import model_shape
 from manifests.safetensors import encode_header, header_template, layout_tensors, template_blocks, template_nbytes
 from manifests.schema import Shard
+from manifests.slices import Slice
 from reshard.copy.engine import write_shards
 from reshard.copy.journal import plan_key
 from reshard.plans.pack_plan import GivenHeader, OutputShard, lay_out_readable, lay_out_shard
@@ -30,6 +31,7 @@ from reshard.sources.weight_map import read_shard_index
 from reshard.tensors.checkpoint import TensorAt
 from reshard.tensors.lazy import MemoryFile
 from reshard.tensors.source_index import KeptText, RecordedShard, SourceRecord, decode_record, encode_record
+from reshard.tensors.tensor_map import TensorMap, as_objects
 from stores.bundles import Bundles
 from stores.local import LocalFile
 from tests.builders import INDEX
@@ -112,6 +114,9 @@ def million(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("inspect", "packed", "--tensors"),
         ("verify", "packed", "--quick"),
         ("verify", "packed"),
+        ("verify", "packed", "--against", "source"),
+        ("diff", "packed", "source"),
+        ("diff", "packed", "packed"),
         ("pack", "packed", "--layout", "pp=2", "--out"),
     ],
     ids=" ".join,
@@ -234,6 +239,32 @@ def test_each_tensor_of_a_bundle_takes_its_digest_and_one_object(tmp_path: Path)
         bundles = Bundles(replace(manifest, stages=(stage,)), tmp_path, names)
         peaks.append(peak_of(partial(bundles.tensors_on, stage)))
     assert peaks[1] - peaks[0] < 360 * 4_000
+
+
+def test_each_tensor_of_a_map_takes_its_name_and_half_an_object(tmp_path: Path) -> None:
+    peaks = []
+    for num_tensors in (12_000, 20_000):
+        origins = shard_of(num_tensors, tmp_path / "source").origins
+        given = [replace(origin, blake3=number.to_bytes(32)) for number, origin in enumerate(origins)]
+        filled = TensorMap()
+        peaks.append(peak_of(partial(filled.update, ((tensor.name, tensor) for tensor in given))))
+        assert list(filled.values()) == given
+    assert peaks[1] - peaks[0] < 160 * 8_000  # an object takes 210
+
+
+def test_a_map_returns_what_it_was_given(tmp_path: Path) -> None:
+    whole, part = shard_of(2, tmp_path / "source").origins
+    part = replace(part, part=Slice(offset=(2,), shape=(2,), whole_shape=(4,)), blake3=bytes(32))
+    filled = TensorMap()
+    filled["a"], filled["b"], filled["c"] = whole, part, whole
+    filled["a"] = replace(whole, begin=7)
+    del filled["c"]
+    expected = {"a": replace(whole, name="a", begin=7), "b": replace(part, name="b")}
+    other = filled.renamed([("new", "b")])
+    assert (dict(filled), dict(other)) == (expected, {"new": replace(part, name="new")})
+    assert dict(as_objects(filled)) == expected
+    assert filled["a"] is filled["a"]
+    assert ("a" in filled, "c" in filled, len(filled)) == (True, False, 2)
 
 
 def peak_of(work: Callable[[], object]) -> int:
