@@ -6,7 +6,7 @@ import contextlib
 import functools
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -42,6 +42,7 @@ __all__ = [
     "manifest",
     "max_shard_size",
     "model",
+    "name_links",
     "out",
     "parallelism_flags",
     "print_result",
@@ -291,6 +292,12 @@ def _recompute(ac: str) -> Recompute:
     from manifests.memory import parse_recompute  # which a pack without --ac does without
 
     return parse_recompute(ac)
+
+
+def name_links(links: Iterable[tuple[str, str]], quiet: bool) -> None:
+    """Name the links out of SOURCE on standard error: nobody may want to publish what they lead to."""
+    for name, target in () if quiet else links:
+        click.echo(f"link out of SOURCE: {name} -> {target}", err=True)
 
 
 def print_result(quiet: bool, as_json: bool, as_object: Callable[[], object], as_text: Callable[[], str]) -> None:

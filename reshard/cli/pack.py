@@ -90,14 +90,13 @@ def pack(
     if division.scheduler is not None:  # with a plan that can be packed
         parts.submit(division, out, force=force, dry_run=dry_run, as_json=as_json)
         return
+    options.name_links(prepared.links, quiet)
     if dry_run:
         from reshard.report.plan import plan_json, plan_text
 
         planned, traffic = prepared.planned, prepared.traffic
         click.echo(json.dumps(plan_json(planned, traffic)) if as_json else plan_text(planned, traffic))
         return
-    for name, found in () if quiet else prepared.links:
-        click.echo(f"link out of SOURCE: {name} -> {found}", err=True)
     for name in () if quiet else prepared.left_out:
         click.echo(f"left out: {name} (not part of the weights that are packed)", err=True)
     for shard in () if quiet else prepared.large_headers:

@@ -52,6 +52,7 @@ def plan(
 
         check_picture(draw, force)
     planned = plan_source(source, asked, assumed, drop, model)
+    options.name_links(planned.links, quiet)
     if spelling:
         text = print_layout(spelling, planned.layout, planned.inventory, planned.costs)
         click.echo(json.dumps(spelling_json(spelling, text)) if as_json else text.rstrip("\n"))

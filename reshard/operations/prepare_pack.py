@@ -24,7 +24,7 @@ from reshard.operations.resolve import LaidOut, LayoutRequest, PlanResult, estim
 from reshard.plans.pack_plan import OutputShard, Sharding, Traffic, plan_pack, traffic_of
 from reshard.plans.partition import Part, part_nbytes, part_traffic
 from reshard.plans.references import choose_stages
-from reshard.sources.open import links_of, open_described
+from reshard.sources.open import open_described
 from reshard.tensors.checkpoint import TensorAt
 from reshard.transforms.conversion import Conversion, convert
 from stores.address import HubAddress, hub_output
@@ -110,7 +110,7 @@ class PreparedPack:
     @property
     def links(self) -> tuple[tuple[str, str], ...]:
         """The source's files that are symbolic links out of its folder, with their targets."""
-        return tuple(links_of(self.laid.checkpoint))
+        return self.laid.links
 
     @property
     def large_headers(self) -> tuple[OutputShard, ...]:

@@ -25,7 +25,7 @@ from reshard.layout.wording import shorten
 from reshard.plans.pack_plan import PackPlan, Sharding, StagePlan, plan_pack
 from reshard.sources.config import find_config, open_config
 from reshard.sources.huggingface import CONFIG_NAME
-from reshard.sources.open import open_described
+from reshard.sources.open import links_of, open_described
 from reshard.tensors.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -82,6 +82,11 @@ class LaidOut:
     @property
     def ties(self) -> tuple[TieGroup, ...]:
         return self.plan.ties
+
+    @property
+    def links(self) -> tuple[tuple[str, str], ...]:
+        """The source's files that are symbolic links out of its folder, with their targets."""
+        return tuple(links_of(self.checkpoint))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -78,7 +78,8 @@ def test_device_in_place_of_a_shard_is_refused(tmp_path: Path) -> None:
     assert (ended.code, json.loads(ended.out)["error"]["code"]) == (3, "store.not-a-file")
 
 
-def test_files_that_links_take_out_of_a_source_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("verb", ["plan", "pack", "dry run"])
+def test_files_that_links_take_out_of_a_source_are_named(verb: str, tmp_path: Path) -> None:
     source, base = tmp_path / "source", tmp_path / "base"
     write_model(base, num_shards=2)
     source.mkdir()
@@ -88,11 +89,12 @@ def test_files_that_links_take_out_of_a_source_are_named(tmp_path: Path) -> None
     (source / "own").mkdir()
     (source / "own/tokenizer.json").write_text("{}")
     (source / "tokenizer.json").symlink_to("own/tokenizer.json")
-    packed = reshard("pack", source, "--layout", "pp=2", "--out", tmp_path / "out")
+    more = {"plan": (), "pack": ("--out", tmp_path / "out"), "dry run": ("--out", tmp_path / "out", "--dry-run")}[verb]
+    packed = reshard("plan" if verb == "plan" else "pack", source, "--layout", "pp=2", *more)
     assert packed.code == 0, packed.err
     named = {line.split(": ", 1)[1].split(" -> ")[0] for line in packed.err.splitlines() if " -> " in line}
     assert named == files_in(base).keys() - {"tokenizer.json", "model.safetensors.index.json"}
-    assert packed.out.startswith("packed ")
+    assert packed.out.startswith("packed " if verb == "pack" else "LlamaForCausalLM")
 
 
 def test_links_of_the_hubs_cache_are_not_named(tmp_path: Path) -> None:
