@@ -82,6 +82,7 @@ def be_rank(wait_s: float, arguments: Sequence[str]) -> None:
 
 def measure(case: Case, num_steps: int, scratch: Path, page: Path | None) -> dict[str, object]:
     """Run a case, and return its measured and its simulated bubble."""
+    from runner.report.charts import standalone
     from runner.report.page import write_report
     from runner.report.read import read_run
     from runner.report.simulated import planned
@@ -99,7 +100,9 @@ def measure(case: Case, num_steps: int, scratch: Path, page: Path | None) -> dic
     assert run.traces is not None
     if page is not None:
         write_report(log, page)
-        page.with_suffix(".svg").write_text(_pipelines(page.read_text()))
+        picture = re.search(r'<svg class="pipeline".*?</svg>', page.read_text(), re.DOTALL)
+        assert picture is not None
+        page.with_suffix(".svg").write_text(standalone(picture[0], 900))
     traces, plan, steps = run.traces, planned(run.traces), run.steps[WARM - 1 :]
     parts = {part: [sum(line[f"{part}_s"]) for line in steps] for part in ("compute", "communication", "bubble")}
     return {
@@ -115,29 +118,6 @@ def measure(case: Case, num_steps: int, scratch: Path, page: Path | None) -> dic
         "bubble_ratio": round(traces.bubble / plan.bubble, 3),
         "metrics_s_per_rank": {part: round(median(found) / case.num_ranks, 4) for part, found in parts.items()},
     }
-
-
-def _pipelines(page: str) -> str:
-    """Return the page's two pictures of the pipeline, measured and simulated, as one."""
-    ran, planned = re.findall(r"<svg.*?</svg>", page, re.DOTALL)[2:4]
-    width, height = (float(size) for size in re.findall(r'(?:width|height)="([\d.]+)pt"', ran)[:2])
-    titles = "".join(
-        f'<text x="6" y="{14 + part * (height + 18):g}" font-family="sans-serif" font-size="11">{title}</text>'
-        for part, title in enumerate(("as it ran", "simulated"))
-    )
-    # Inside another picture, sizes are in its units.
-    both = "".join(
-        re.sub(r'(width|height)="([\d.]+)pt"', r'\1="\2"', each).replace(
-            "<svg", f'<svg y="{18 + part * (height + 18):g}"', 1
-        )
-        for part, each in enumerate((ran, planned))
-    )
-    whole = 2 * (height + 18)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" width="{width:g}" '
-        f'height="{whole:g}" viewBox="0 0 {width:g} {whole:g}"><rect width="100%" height="100%" fill="white"/>'
-        f"{titles}{both}</svg>\n"
-    )
 
 
 def _packed(case: Case, scratch: Path) -> Path:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from reshard.draw.theme import ACCENT, MEMORY_COLORS, PLAIN, THEMES, drawing
+from manifests.palette import BLUE, BROWN, PLAIN, THEMES
+from reshard.draw.theme import describe, drawing, follow_reader
 
 TOLERANCE = 1e-5  # relative
 
@@ -26,12 +27,12 @@ def main(uninterrupted: Path, killed: Path, resumed: Path, picture: Path) -> Non
             before.keys(),
             before.values(),
             "o",
-            color=MEMORY_COLORS["weights"],
+            color=BLUE,
             markersize=4,
             label="2 ranks, until the kill",
         )
         axes.plot(
-            after.keys(), after.values(), "o", color=ACCENT, markersize=7, markerfacecolor="none",
+            after.keys(), after.values(), "o", color=BROWN, markersize=7, markerfacecolor="none",
             label="4 ranks, from the checkpoint",
         )  # fmt: skip
         axes.axvline(max(before) + 0.5, color=PLAIN, linewidth=0.8, linestyle=(0, (4, 3)))
@@ -51,6 +52,9 @@ def main(uninterrupted: Path, killed: Path, resumed: Path, picture: Path) -> Non
         )
         axes.legend(loc="upper left", bbox_to_anchor=(0.28, 1))
         figure.savefig(picture, metadata={"Date": None} if picture.suffix == ".svg" else None, dpi=150)
+    if picture.suffix == ".svg":
+        told = "Losses of the killed and resumed run, on top of those of an uninterrupted run"
+        picture.write_text(follow_reader(describe(picture.read_text(), "Training loss by step", told)))
     apart = max(abs(loss - whole[step]) / whole[step] for run in (before, after) for step, loss in run.items())
     print(f"{len(before)} steps until the kill, {len(after)} after the checkpoint: {picture}")
     print(f"losses of the same step differ by at most {apart:.1e} relative to the uninterrupted run")

@@ -25,7 +25,12 @@ __all__ = ["layout", "plan"]
 @options.model
 @options.as_spelling
 @click.option("--draw", type=click.Path(path_type=Path), metavar="FILE", help="Draw the plan as .svg, .png or .html.")
-@click.option("--theme", type=click.Choice(["light", "dark"]), default="light", help="Theme of .svg and .png.")
+@click.option(
+    "--theme",
+    type=click.Choice(["auto", "light", "dark"]),
+    default="auto",
+    help="Theme of .svg and .png; auto follows the reader's setting (.png: light).",
+)
 @options.force
 @options.allow_remote
 @options.as_json

@@ -45,16 +45,18 @@ def check_picture(path: Path, force: bool) -> None:
     check_new_file(path, "--draw", force=force)
 
 
-def draw_plan(planned: PlanResult, path: Path, theme: str = "light") -> None:
+def draw_plan(planned: PlanResult, path: Path, theme: str = "auto") -> None:
     """Write the picture of a plan, in the format of the file's suffix. The same plan gives the same bytes.
+
+    The theme `auto` is that of the reader's setting, in a PNG `light`.
 
     Raises:
         UsageError: the step is too long to simulate.
         OutputError: the file cannot be written.
     """
+    from manifests.palette import THEMES
     from reshard.draw.page import html_page
     from reshard.draw.sheet import draw_sheet
-    from reshard.draw.theme import THEMES
 
     if planned.forecast.step is None:
         raise UsageError(
@@ -66,8 +68,10 @@ def draw_plan(planned: PlanResult, path: Path, theme: str = "light") -> None:
     suffix = path.suffix.lower()
     if suffix == ".html":
         data = html_page(planned).encode()
+    elif suffix == ".svg":
+        data = draw_sheet(planned, THEMES.get(theme), "svg")
     else:
-        data = draw_sheet(planned, THEMES[theme], "svg" if suffix == ".svg" else "png")
+        data = draw_sheet(planned, THEMES.get(theme, THEMES["light"]), "png")
     try:
         write_file(path, data)
     except OSError as error:

@@ -6,10 +6,10 @@ import re
 from html import escape
 from string import Template
 
-from reshard.draw.sheet import draw_sheet, headline
-from reshard.draw.theme import THEMES
+from manifests.palette import THEMES
+from reshard.draw.sheet import draw_sheet, facts, headline
 from reshard.operations.resolve import PlanResult
-from reshard.report.plan import bottleneck, plan_text
+from reshard.report.plan import not_fitting, plan_text
 
 __all__ = ["html_page"]
 
@@ -25,39 +25,46 @@ _PAGE = Template("""\
 <style>
 :root { $light }
 @media (prefers-color-scheme: dark) { :root { $dark } }
-body { margin: 0 auto; max-width: 1300px; padding: 0 8px 24px; background: var(--paper); color: var(--ink); }
-svg { width: 100%; height: auto; }
-pre { overflow-x: auto; padding: 0 4%; font-size: 12px; }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 1300px; padding: 8px 16px 24px;
+       background: var(--paper); color: var(--ink); overflow-wrap: anywhere; }
+h1 { font-size: 1.5rem; margin: .5em 0; }
+p { margin: .3em 0; color: var(--quiet); }
+p.lead { font-weight: bold; color: var(--ink); }
+p.alarm { font-weight: bold; color: var(--alarm); font-size: 1.15rem; }
+figure { margin: 1em 0; overflow-x: auto; }
+svg { display: block; width: 100%; min-width: 1248px; height: auto; }
+pre { overflow-x: auto; font-size: 12px; overflow-wrap: normal; }
+@page { size: landscape; }
+@media print {
+  figure { overflow: visible; break-inside: avoid; } svg { min-width: 0; }
+  pre { overflow: visible; font-size: 7pt; white-space: pre-wrap; }
+}
 </style>
 </head>
 <body>
+<h1>$title</h1>
+$facts
+<figure tabindex="0" aria-label="the plan, drawn">
 $picture
-<pre>$table</pre>
+</figure>
+<pre tabindex="0" aria-label="the plan, as a table">$table</pre>
 </body>
 </html>
 """)
 
 
 def html_page(planned: PlanResult) -> str:
-    """Return the page: the picture, with colors from the style sheet, and the table below it."""
+    """Return the page: what to know first, the picture, and the table below it."""
+    texts = [text for text, *_ in facts(planned, THEMES["light"])[1:]]
+    num_alarms = len(not_fitting(planned))
+    kinds = ["alarm"] * num_alarms + ["lead"] + [""] * (len(texts) - num_alarms - 1)
+    svg = draw_sheet(planned, None, "svg", header=False).decode()
+    picture = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg[svg.index("<svg") :]).rstrip()
     return _PAGE.substitute(
         title=escape(headline(planned)),
-        light=_colors("light"),
-        dark=_colors("dark"),
-        picture=_inline(draw_sheet(planned, THEMES["light"], "svg").decode(), bottleneck(planned.forecast)),
+        light=THEMES["light"].css,
+        dark=THEMES["dark"].css,
+        facts="\n".join(f'<p class="{kind}">{escape(text)}</p>' for kind, text in zip(kinds, texts, strict=True)),
+        picture=picture,
         table=escape(plan_text(planned)),
     )
-
-
-def _colors(theme: str) -> str:
-    return " ".join(f"--{name}: {color};" for name, color in THEMES[theme].colors.items())
-
-
-def _inline(svg: str, label: str) -> str:
-    """Embed an SVG file in the page; its colors become those of the style sheet."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg)
-    svg = svg.replace("<svg", f'<svg role="img" aria-label="{escape(label)}"', 1)
-    for name, color in THEMES["light"].colors.items():
-        svg = svg.replace(f": {color}", f": var(--{name})")
-    return svg.rstrip()

@@ -10,8 +10,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from manifests.palette import MEMORY_COLORS, PLAIN, Theme
 from reshard.draw.scale import byte_scale, height_of, ticks
-from reshard.draw.theme import ACCENT, MEMORY_COLORS, PLAIN, Theme
+from reshard.draw.theme import SMALLEST_PT
 from reshard.estimate.training_estimate import Forecast
 from reshard.formatting import number_runs, show_bytes
 
@@ -28,16 +29,16 @@ def draw_work(axes: Axes, forecast: Forecast, theme: Theme) -> None:
     times, marked = forecast.rank_times, forecast.bottleneck
     most = max(times) or 1.0
     shares = [100 * time / most for time in times]
-    colors = [ACCENT if rank in marked else PLAIN for rank in range(len(times))]
+    colors = [theme.ink if rank in marked else PLAIN for rank in range(len(times))]
     axes.barh(range(len(times)), shares, height=row_height(len(times)), color=colors, linewidth=0)
     mean = sum(shares) / len(shares)
     axes.axvline(mean, color=theme.ink, linewidth=0.9, linestyle=_DASHED)
     if len(times) <= MOST_LABELLED:
         for rank, share in enumerate(shares):
-            _write_right(axes, rank, f"{share:.0f} %", bold=rank in marked)
-    axes.set(xlim=(0, 135), xticks=(0, 50, 100), xlabel="% of the slowest rank's time")
+            _write_right(axes, rank, f"{share:.0f} %", bold=rank in marked, color=theme.ink)
+    axes.set(xlim=(0, 165), xticks=(0, 50, 100), xlabel="% of the slowest rank's time")
     axes.set_title("Work")
-    number_rows(axes, forecast, labels=False)
+    number_rows(axes, forecast, theme, labels=False)
     put_legend(axes, [Line2D([], [], color=theme.ink, linewidth=0.9, linestyle=_DASHED, label=f"mean, {mean:.0f} %")])
 
 
@@ -54,22 +55,24 @@ def draw_memory(axes: Axes, forecast: Forecast, theme: Theme) -> None:
     if len(ranks) <= MOST_LABELLED:
         for rank, memory in enumerate(ranks):
             is_over = rank in forecast.ranks_over_limit
-            _write_right(axes, rank, ("over: " if is_over else "") + scale.show(memory.total), bold=is_over)
-    title = "Memory"
+            text = ("over: " if is_over else "") + scale.show(memory.total)
+            _write_right(axes, rank, text, bold=is_over, color=theme.alarm if is_over else theme.ink)
+    title, num_over = "Memory", len(forecast.ranks_over_limit)
+    limit_color = theme.alarm if num_over else theme.ink
     if limit:
-        axes.axvline(limit / scale.unit, color=ACCENT, linewidth=1.4)
-        num_over = len(forecast.ranks_over_limit)
+        axes.axvline(limit / scale.unit, color=limit_color, linewidth=1.4)
         title += f": {num_over} of {len(ranks)} over the limit" if num_over else ": within the limit"
+    right = max(most, limit or 0) / scale.unit * 1.35 or 1
     axes.set(
-        xlim=(0, max(most, limit or 0) / scale.unit * 1.35 or 1),
+        xlim=(0, right),
+        xticks=[tick for tick in MaxNLocator(nbins=5).tick_values(0, right) if tick <= right],
         xlabel=f"{scale.name}, estimated for {forecast.assumed.policy}",
     )
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
-    axes.set_title(title)
-    number_rows(axes, forecast, labels=False)
-    handles = [Patch(color=color, label=part) for part, color in MEMORY_COLORS.items()]
+    axes.set_title(title, color=limit_color)
+    number_rows(axes, forecast, theme, labels=False)
+    handles: list[Artist] = [Patch(color=color, label=part) for part, color in MEMORY_COLORS.items()]
     if limit:
-        handles.append(Patch(color=ACCENT, label=f"limit, {show_bytes(limit)}"))
+        handles.append(Line2D([], [], color=limit_color, linewidth=1.4, label=f"limit, {show_bytes(limit)}"))
     put_legend(axes, handles)
 
 
@@ -77,13 +80,13 @@ def row_height(num_ranks: int) -> float:
     return _ROW if num_ranks <= MOST_LABELLED else 1.0
 
 
-def number_rows(axes: Axes, forecast: Forecast, *, labels: bool = True) -> None:
+def number_rows(axes: Axes, forecast: Forecast, theme: Theme, *, labels: bool = True) -> None:
     """Number the rows, rank 0 on top, and mark the bottleneck's."""
     num_ranks, marked = forecast.placement.num_ranks, forecast.bottleneck
     axes.set_ylim(num_ranks - 0.45, -0.55)
     axes.tick_params(axis="y", length=0, pad=6)
     for first, last in number_runs(marked):
-        axes.axhspan(first - 0.5, last + 0.5, facecolor=ACCENT, alpha=0.13, linewidth=0, zorder=0)
+        axes.axhspan(first - 0.5, last + 0.5, facecolor=theme.faint, linewidth=0, zorder=0)
     if not labels:
         axes.set_yticks([])
         return
@@ -92,18 +95,18 @@ def number_rows(axes: Axes, forecast: Forecast, *, labels: bool = True) -> None:
     axes.set_ylabel("rank")
     for rank, label in zip(shown, axes.get_yticklabels(), strict=True):
         if rank in marked:
-            label.set(color=ACCENT, fontweight="bold")
+            label.set(color=theme.ink, fontweight="bold")
     for first, last in number_runs(marked):
         axes.plot(
-            (-0.004, -0.004), (first - 0.45, last + 0.45), transform=axes.get_yaxis_transform(), color=ACCENT,
+            (-0.004, -0.004), (first - 0.45, last + 0.45), transform=axes.get_yaxis_transform(), color=theme.ink,
             linewidth=3, clip_on=False, solid_capstyle="butt",
         )  # fmt: skip
 
 
-def _write_right(axes: Axes, rank: int, text: str, *, bold: bool) -> None:
+def _write_right(axes: Axes, rank: int, text: str, *, bold: bool, color: str) -> None:
     axes.annotate(
         text, (1, rank), (-3, 0), xycoords=axes.get_yaxis_transform(), textcoords="offset points", ha="right",
-        va="center_baseline", fontsize=7, fontweight="bold" if bold else "normal",
+        va="center_baseline", fontsize=SMALLEST_PT, fontweight="bold" if bold else "normal", color=color,
     )  # fmt: skip
 
 

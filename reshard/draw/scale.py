@@ -26,10 +26,10 @@ class Scale:
 
 
 def byte_scale(most: int) -> Scale:
-    """Choose the unit in which the largest size has one to four digits before the point."""
+    """Choose the unit in which the largest size has one to four digits before the point, as `show_bytes` does."""
     name, unit = "B", 1
     for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if most < 1000 * unit:
+        if most < 1024 * unit:
             break
         name, unit = larger, unit * 1024
     return Scale(name=name, unit=unit)

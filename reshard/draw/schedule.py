@@ -10,48 +10,49 @@ from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path
 from matplotlib.ticker import MaxNLocator
 
-from manifests.schedules import TimedAction
+from manifests.palette import WORK_COLORS, Theme, ink_on, tint
+from reshard.draw.phases import Box, View, view_of
 from reshard.draw.ranks import number_rows, put_legend, row_height
 from reshard.draw.scale import Scale, height_of, second_scale, width_of
-from reshard.draw.theme import ON_DARK, ON_LIGHT, WORK_COLORS, Theme
+from reshard.draw.theme import SMALLEST_PT
 from reshard.estimate.training_estimate import Forecast
 
 __all__ = ["draw_schedule"]
 
 _MOST_BOXES = 6000  # with more actions, rows of pixels are drawn
 _NUM_PIXELS = 1500  # of a row
-_CHAR_PT = 4.6
-_LEAST_ROW_PT = 10
-
-RankAction = tuple[int, TimedAction]  # rank and action
+_DIGIT_PT = 0.64 * SMALLEST_PT
+_TICK_PT = 45  # between two numbers of the axis, at least
 
 
 def draw_schedule(axes: Axes, forecast: Forecast, theme: Theme) -> None:
-    """Draw every action; blanks are waiting."""
-    placement, num_ranks = forecast.placement, forecast.placement.num_ranks
-    time = _time_scale(forecast)
-    end = forecast.timeline.makespan_s / time.unit or 1.0
-    axes.barh(range(num_ranks), end, height=row_height(num_ranks), color=theme.faint, linewidth=0)
-    spans = [(rank, span) for rank, row in enumerate(forecast.timeline.ranks) for span in row]
-    spans = [(rank, span) for rank, span in spans if span.end_s > span.start_s]
-    mixed = len(spans) > _MOST_BOXES
+    """Draw every action, or of a long step its beginning and its end; blanks are waiting."""
+    num_ranks, time = forecast.placement.num_ranks, _time_scale(forecast)
+    view = view_of(forecast.timeline, forecast.num_microbatches, _readable_s(forecast, width_of(axes)))
+    boxes = list(view.boxes(forecast.timeline))
+    axes.barh(range(num_ranks), view.width_s or 1.0, height=row_height(num_ranks), color=theme.faint, linewidth=0)
+    axes.set_xlim(0, view.width_s or 1.0)
+    mixed = len(boxes) > _MOST_BOXES
     if mixed:
-        _draw_pixels(axes, forecast, end, theme)
+        _draw_pixels(axes, forecast, boxes, view.width_s, theme)
     else:
-        _draw_boxes(axes, forecast, spans, time, theme)
-        _number_microbatches(axes, forecast, spans, time, theme)
-    axes.set(xlim=(0, end), xlabel=time.name)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=10, integer=True))
-    number_rows(axes, forecast)
-    axes.set_title(f"Schedule: {forecast.schedule}, {forecast.num_microbatches} microbatches")
-    kinds = {span.action.kind for _, span in spans}
-    handles = [Patch(color=color, label=name) for kind, (name, color) in WORK_COLORS.items() if kind in kinds]
-    handles.append(Patch(color=theme.faint, label=f"waiting, {forecast.timeline.bubble:.1%} of the time"))
-    if placement.num_virtual > 1:
-        handles.append(Patch(color="none", label="fainter: later virtual stages"))
-    if mixed:
-        handles.append(Patch(color="none", label="mixed: too short to tell apart"))
-    put_legend(axes, handles, ncols=len(handles) if len(handles) <= 5 else 3)
+        _draw_boxes(axes, forecast, boxes, theme)
+        _number_microbatches(axes, forecast, boxes)
+    number_rows(axes, forecast, theme)
+    _number_times(axes, view, time)
+    title = f"Schedule: {forecast.schedule}, {forecast.num_microbatches} microbatches"
+    axes.set_title(title, pad=20 if view.num_cut else 6)
+    if view.num_cut:
+        _mark_cut(axes, view, theme)
+    handles = _legend(forecast, boxes, theme, mixed=mixed)
+    put_legend(axes, handles, ncols=len(handles) if len(handles) <= 4 else 3)
+
+
+def _readable_s(forecast: Forecast, width_pt: float) -> float:
+    """Return for how many seconds there is room, if a forward is to be as wide as half the number of a microbatch."""
+    digits = len(str(forecast.num_microbatches - 1))
+    mean = sum(time.forward for time in forecast.times) / len(forecast.times)
+    return 2 * mean * width_pt / (_DIGIT_PT * digits + 2)
 
 
 def _time_scale(forecast: Forecast) -> Scale:
@@ -63,61 +64,99 @@ def _time_scale(forecast: Forecast) -> Scale:
     return Scale(name="time, in mean forward passes of a stage", unit=mean or 1.0)
 
 
-def _draw_boxes(axes: Axes, forecast: Forecast, spans: Sequence[RankAction], time: Scale, theme: Theme) -> None:
-    """Draw a box per action: one path for all of a kind and virtual stage, to keep the file small."""
-    groups: dict[tuple[str, int], list[RankAction]] = {}
-    for rank, span in spans:
-        groups.setdefault((span.action.kind, forecast.placement.virtual_of(span.action.stage)), []).append((rank, span))
-    point = forecast.timeline.makespan_s / width_of(axes)
-    for (kind, virtual), members in sorted(groups.items()):
-        shortest_pt = min(span.end_s - span.start_s for _, span in members) / point
-        axes.add_patch(
-            PathPatch(
-                _boxes(members, time, row_height(forecast.placement.num_ranks)),
-                facecolor=WORK_COLORS[kind][1],
-                edgecolor=theme.paper,
-                linewidth=min(0.4, shortest_pt / 12),
-                alpha=_shade(virtual, forecast.placement.num_virtual),
-            )
-        )
+def _number_times(axes: Axes, view: View, time: Scale) -> None:
+    """Number the axis by the time of the step, on both sides of a cut."""
+    most = max(2, int(width_of(axes) / _TICK_PT))
+    # The shown time as if it were one piece: its step is right for both.
+    ticks = MaxNLocator(nbins=most, integer=True).tick_values(0, (view.width_s or 1.0) / time.unit)
+    step = float(ticks[1] - ticks[0])
+    spare_s = _TICK_PT / 2 * view.width_s / width_of(axes) if view.num_cut else 0.0
+    times = [tick * step for tick in range(int(view.end_s / time.unit / step) + 1)]
+    shown = [t for t in times if t * time.unit <= view.head_s - spare_s or t * time.unit >= view.tail_s + spare_s]
+    axes.set_xticks([view.place(t * time.unit) for t in shown], [f"{t:g}" for t in shown])
+    axes.set_xlabel(time.name)
 
 
-def _boxes(members: Iterable[RankAction], time: Scale, height: float) -> Path:
+def _mark_cut(axes: Axes, view: View, theme: Theme) -> None:
+    """Blank the gap, and name the phases above the rows."""
+    left, right = view.head_s, view.head_s + view.gap_s
+    axes.axvspan(left, right, color=theme.paper, linewidth=0, zorder=4)
+    for edge in (left, right):
+        axes.axvline(edge, color=theme.quiet, linewidth=0.8, linestyle=(0, (2, 2)), zorder=5)
+    middle = f"steady state, {view.num_cut} microbatches cut"
+    names = (0.0, "warm-up", "left"), ((left + right) / 2, middle, "center"), (view.width_s, "drain", "right")
+    for place, text, side in names:
+        axes.annotate(
+            text, (place, 1), (0, 4), xycoords=axes.get_xaxis_transform(), textcoords="offset points", ha=side,
+            va="bottom", fontsize=SMALLEST_PT, color=theme.quiet,
+        )  # fmt: skip
+
+
+def _legend(forecast: Forecast, boxes: Sequence[Box], theme: Theme, *, mixed: bool) -> list[Patch]:
+    kinds = {box.action.kind for box in boxes}
+    handles = [Patch(color=color, label=name) for kind, (name, color) in WORK_COLORS.items() if kind in kinds]
+    handles.append(Patch(color=theme.faint, label=f"waiting, {forecast.timeline.bubble:.1%} of the time"))
+    if forecast.placement.num_virtual > 1:
+        handles.append(Patch(color="none", label="paler: later virtual stages"))
+    if mixed:
+        handles.append(Patch(color="none", label="mixed: too short to tell apart"))
+    return handles
+
+
+def _color(forecast: Forecast, box: Box) -> str:
+    """Return the color of an action, paler for the later stages of its rank."""
+    placement = forecast.placement
+    color = WORK_COLORS[box.action.kind][1]
+    if placement.num_virtual == 1:
+        return color
+    return tint(color, 0.6 * placement.virtual_of(box.action.stage) / (placement.num_virtual - 1))
+
+
+def _draw_boxes(axes: Axes, forecast: Forecast, boxes: Iterable[Box], theme: Theme) -> None:
+    """Draw a box per action: one path for all of a color, to keep the file small."""
+    groups: dict[str, list[Box]] = {}
+    for box in boxes:
+        groups.setdefault(_color(forecast, box), []).append(box)
+    point = axes.get_xlim()[1] / width_of(axes)
+    for color, members in groups.items():
+        shortest_pt = min(box.right - box.left for box in members) / point
+        path = _outline(members, row_height(forecast.placement.num_ranks))
+        axes.add_patch(PathPatch(path, facecolor=color, edgecolor=theme.paper, linewidth=min(0.4, shortest_pt / 12)))
+
+
+def _outline(members: Iterable[Box], height: float) -> Path:
     corners, codes = [], []
-    for rank, span in members:
-        left, right = span.start_s / time.unit, span.end_s / time.unit
-        low, high = rank - height / 2, rank + height / 2
+    for box in members:
+        left, right = box.left, box.right
+        low, high = box.rank - height / 2, box.rank + height / 2
         corners += [(left, low), (right, low), (right, high), (left, high), (left, low)]
         codes += [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY]
     return Path(corners, codes)
 
 
-def _draw_pixels(axes: Axes, forecast: Forecast, right: float, theme: Theme) -> None:
+def _draw_pixels(axes: Axes, forecast: Forecast, boxes: Iterable[Box], width_s: float, theme: Theme) -> None:
     """Draw each rank as a row of pixels: the mean color of the actions in each, transparent where it waits."""
-    placement, timeline = forecast.placement, forecast.timeline
-    colors = {kind: to_rgb(color) for kind, (_, color) in WORK_COLORS.items()}
-    per_pixel = timeline.makespan_s / _NUM_PIXELS
-    rows = []
-    for spans in timeline.ranks:
-        sums = [[0.0, 0.0, 0.0, 0.0] for _ in range(_NUM_PIXELS)]
-        for span in spans:
-            shade = _shade(placement.virtual_of(span.action.stage), placement.num_virtual)
-            red, green, blue = colors[span.action.kind]
-            start, end = span.start_s / per_pixel, span.end_s / per_pixel
-            for pixel in range(int(start), min(int(end) + 1, _NUM_PIXELS)):
-                weight = shade * max(0.0, min(end, pixel + 1) - max(start, pixel))
-                cell = sums[pixel]
-                cell[0] += weight * red
-                cell[1] += weight * green
-                cell[2] += weight * blue
-                cell[3] += weight
-        rows.append([_mean(*cell) for cell in sums])
-    num_ranks = placement.num_ranks
-    axes.imshow(rows, extent=(0, right, num_ranks - 0.5, -0.5), aspect="auto", interpolation="none", zorder=2)
+    num_ranks, per_pixel = forecast.placement.num_ranks, width_s / _NUM_PIXELS
+    colors: dict[str, tuple[float, float, float]] = {}
+    sums = [[[0.0, 0.0, 0.0, 0.0] for _ in range(_NUM_PIXELS)] for _ in range(num_ranks)]
+    for box in boxes:
+        name = _color(forecast, box)
+        red, green, blue = colors.setdefault(name, to_rgb(name))
+        start, end = box.left / per_pixel, box.right / per_pixel
+        for pixel in range(int(start), min(int(end) + 1, _NUM_PIXELS)):
+            weight = max(0.0, min(end, pixel + 1) - max(start, pixel))
+            cell = sums[box.rank][pixel]
+            cell[0] += weight * red
+            cell[1] += weight * green
+            cell[2] += weight * blue
+            cell[3] += weight
+    rows = [[_mean(*cell) for cell in row] for row in sums]
+    axes.imshow(rows, extent=(0, width_s, num_ranks - 0.5, -0.5), aspect="auto", interpolation="none", zorder=2)
+    axes.set_xlim(0, width_s)
     gap_pt = (1 - row_height(num_ranks)) * height_of(axes) / num_ranks
     if gap_pt:
         bounds = [rank - 0.5 for rank in range(num_ranks + 1)]
-        axes.hlines(bounds, 0, right, color=theme.paper, linewidth=gap_pt, zorder=3)
+        axes.hlines(bounds, 0, width_s, color=theme.paper, linewidth=gap_pt, zorder=3)
 
 
 def _mean(red: float, green: float, blue: float, weight: float) -> tuple[float, float, float, float]:
@@ -126,22 +165,15 @@ def _mean(red: float, green: float, blue: float, weight: float) -> tuple[float, 
     return min(1.0, red / weight), min(1.0, green / weight), min(1.0, blue / weight), min(1.0, weight)
 
 
-def _shade(virtual: int, num_virtual: int) -> float:
-    return 1.0 - 0.55 * virtual / (num_virtual - 1) if num_virtual > 1 else 1.0
-
-
-def _number_microbatches(
-    axes: Axes, forecast: Forecast, spans: Sequence[RankAction], time: Scale, theme: Theme
-) -> None:
+def _number_microbatches(axes: Axes, forecast: Forecast, boxes: Iterable[Box]) -> None:
     """Write the microbatch into each box with room for it."""
-    if height_of(axes) / forecast.placement.num_ranks < _LEAST_ROW_PT:
+    if height_of(axes) / forecast.placement.num_ranks < 1.3 * SMALLEST_PT:
         return
-    unit_pt = width_of(axes) * time.unit / (forecast.timeline.makespan_s or 1.0)
-    for rank, span in spans:
-        label = str(span.action.microbatch)
-        if (span.end_s - span.start_s) / time.unit * unit_pt >= _CHAR_PT * len(label) + 2:
-            middle = (span.start_s + span.end_s) / 2 / time.unit
-            color = ON_DARK if span.action.kind in "FI" else ON_LIGHT
-            if forecast.placement.virtual_of(span.action.stage):
-                color = theme.ink
-            axes.text(middle, rank, label, ha="center", va="center_baseline", fontsize=6.5, color=color)
+    point = axes.get_xlim()[1] / width_of(axes)
+    for box in boxes:
+        label = str(box.action.microbatch)
+        if (box.right - box.left) / point >= _DIGIT_PT * len(label) + 2:
+            axes.text(
+                (box.left + box.right) / 2, box.rank, label, ha="center", va="center_baseline", fontsize=SMALLEST_PT,
+                color=ink_on(_color(forecast, box)),
+            )  # fmt: skip

@@ -3,55 +3,90 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from typing import Literal
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from manifests.palette import THEMES, Theme
 from reshard.draw.ranks import draw_memory, draw_work
 from reshard.draw.schedule import draw_schedule
 from reshard.draw.stages import draw_stages
-from reshard.draw.theme import ACCENT, Theme, drawing
+from reshard.draw.theme import describe, drawing, follow_reader
 from reshard.formatting import show_bytes
 from reshard.layout.wording import shorten
 from reshard.operations.resolve import PlanResult
 from reshard.plans.pack_plan import traffic_of
 from reshard.report.layout import placement_line
-from reshard.report.plan import bottleneck, memory_line, schedule_line
+from reshard.report.plan import bottleneck, memory_line, not_fitting, schedule_line
 
-__all__ = ["draw_sheet", "headline"]
+__all__ = ["draw_sheet", "facts", "headline", "sheet_of"]
 
 # Inches.
 _WIDTH, _LEFT, _RIGHT = 13.0, 0.62, 0.25
-_HEADER, _STAGES, _BELOW_STAGES, _BELOW_RANKS, _GAP = 1.52, 2.3, 0.9, 1.0, 0.22
-_SHARES = (0.58, 0.16, 0.26)  # of the width: schedule, work, memory
+_TITLE, _STAGES, _EACH_TIE, _BELOW_STAGES, _BELOW_RANKS, _GAP = 0.32, 0.8, 0.22, 1.2, 1.05, 0.22
+_SHARES = (0.6, 0.14, 0.26)  # of the width: schedule, work, memory
 _DPI = 130
 
 
-def draw_sheet(planned: PlanResult, theme: Theme, form: Literal["svg", "png"]) -> bytes:
-    """Return the picture: stages above, ranks below, and the bottleneck in words."""
+def draw_sheet(planned: PlanResult, theme: Theme | None, form: Literal["svg", "png"], *, header: bool = True) -> bytes:
+    """Return the picture: what to know in words, stages below it, and then ranks.
+
+    Without a theme, an SVG follows the reader's setting.
+    """
+    colors = theme or THEMES["light"]
+    with drawing(colors):
+        picture = _save(sheet_of(planned, colors, header=header), form)
+    if form == "png":
+        return picture
+    told = ". ".join(text for text, *_ in facts(planned, colors)[1:])
+    svg = describe(picture.decode(), headline(planned), told)
+    return (svg if theme else follow_reader(svg)).encode()
+
+
+def sheet_of(planned: PlanResult, theme: Theme, *, header: bool = True) -> Figure:
+    """Return the picture as a figure, drawn with the settings of `drawing`."""
+    lines = facts(planned, theme) if header else []
+    top = 0.12 + sum(size for _, _, size, _ in lines) / 72 * 1.45 + _TITLE
     rows = _rows_height(planned.layout.placement.num_ranks)
-    height = _HEADER + _STAGES + _BELOW_STAGES + rows + _BELOW_RANKS
-    with drawing(theme):
-        figure = Figure(figsize=(_WIDTH, height))
-        _write_header(figure, planned, theme, height)
-        inner = _WIDTH - _LEFT - _RIGHT
-        draw_stages(_place(figure, _LEFT, height - _HEADER - _STAGES, inner, _STAGES), planned, theme)
-        left, forecast = _LEFT, planned.forecast
-        for draw, share in zip((draw_schedule, draw_work, draw_memory), _SHARES, strict=True):
-            draw(_place(figure, left, _BELOW_RANKS, share * inner - _GAP, rows), forecast, theme)
-            left += share * inner + (_GAP / 2)
-        return _save(figure, form)
+    stages = _STAGES + _EACH_TIE * min(3, len(planned.plan.ties))
+    height = top + stages + _BELOW_STAGES + rows + _BELOW_RANKS
+    figure = Figure(figsize=(_WIDTH, height))
+    _write_header(figure, lines, height)
+    inner, left = _WIDTH - _LEFT - _RIGHT, _LEFT
+    draw_stages(_place(figure, _LEFT, height - top - stages, inner, stages), planned, theme)
+    for draw, share in zip((draw_schedule, draw_work, draw_memory), _SHARES, strict=True):
+        draw(_place(figure, left, _BELOW_RANKS, share * inner - _GAP, rows), planned.forecast, theme)
+        left += share * inner + (_GAP / 2)
+    return figure
 
 
 def headline(planned: PlanResult) -> str:
     return f"{shorten(planned.name)}: {shorten(planned.layout.spec)}"
 
 
+def facts(planned: PlanResult, theme: Theme) -> list[tuple[str, str, float, str]]:
+    """Return what to know, the most important first: each line's text, color, size in points and weight."""
+    shape, forecast = planned.shape, planned.forecast
+    nbytes = traffic_of(planned.plan.shards_on()).write_nbytes
+    model = (
+        f"{shape.architecture}, {shape.num_params:,} parameters, {show_bytes(nbytes)}; {placement_line(planned.layout)}"
+    )
+    return [
+        (headline(planned), theme.ink, 14.0, "bold"),
+        *((line, theme.alarm, 11.0, "bold") for line in not_fitting(planned)),
+        (bottleneck(forecast), theme.ink, 11.0, "bold"),
+        (schedule_line(forecast), theme.quiet, 8.5, "normal"),
+        (memory_line(forecast), theme.quiet, 8.5, "normal"),
+        (model, theme.quiet, 8.5, "normal"),
+    ]
+
+
 def _rows_height(num_ranks: int) -> float:
     if num_ranks <= 8:
         return max(0.9, 0.42 * num_ranks)
-    return 0.24 * num_ranks if num_ranks <= 32 else 8.0
+    return 0.26 * num_ranks if num_ranks <= 32 else 8.0
 
 
 def _place(figure: Figure, left: float, bottom: float, width: float, height: float) -> Axes:
@@ -60,20 +95,8 @@ def _place(figure: Figure, left: float, bottom: float, width: float, height: flo
     return figure.add_axes((left / wide, bottom / high, width / wide, height / high))
 
 
-def _write_header(figure: Figure, planned: PlanResult, theme: Theme, height: float) -> None:
-    shape, forecast = planned.shape, planned.forecast
-    nbytes = traffic_of(planned.plan.shards_on()).write_nbytes
-    model = (
-        f"{shape.architecture}, {shape.num_params:,} parameters, {show_bytes(nbytes)}; {placement_line(planned.layout)}"
-    )
-    lines = (
-        (headline(planned), theme.ink, 14.0, "bold"),
-        (bottleneck(forecast), ACCENT if forecast.bottleneck else theme.ink, 11.0, "bold"),
-        (schedule_line(forecast), theme.quiet, 8.5, "normal"),
-        (memory_line(forecast), theme.quiet, 8.5, "normal"),
-        (model, theme.quiet, 8.5, "normal"),
-    )
-    top = height - 0.16
+def _write_header(figure: Figure, lines: Sequence[tuple[str, str, float, str]], height: float) -> None:
+    top = height - 0.12
     for text, color, size, weight in lines:
         figure.text(
             _LEFT / _WIDTH, top / height, text, color=color, fontsize=size, fontweight=weight, va="top",
@@ -87,6 +110,4 @@ def _save(figure: Figure, form: str) -> bytes:
     # No time and no library version: the same plan gives the same bytes.
     nothing = {"svg": dict.fromkeys(("Creator", "Date", "Format", "Type")), "png": {"Software": None}}
     figure.savefig(buffer, format=form, dpi=_DPI, metadata=nothing[form])
-    if form == "svg":
-        return buffer.getvalue().replace(b"'DejaVu Sans'", b"'DejaVu Sans', Verdana, sans-serif")
     return buffer.getvalue()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
@@ -10,17 +9,18 @@ from matplotlib.patches import PathPatch
 from matplotlib.path import Path
 
 from manifests.models import module_of
-from manifests.schema import WEIGHTS
-from reshard.draw.scale import Scale, byte_scale, height_of, ticks, width_of
-from reshard.draw.theme import ACCENT, KIND_COLORS, Theme
+from manifests.palette import KIND_COLORS, Theme
+from manifests.schema import WEIGHTS, TieMember
+from reshard.draw.scale import Scale, byte_scale, height_of, ticks
+from reshard.draw.theme import SMALLEST_PT
+from reshard.formatting import show_numbers
 from reshard.operations.resolve import PlanResult
-from reshard.report.text import modules_shown
 
 __all__ = ["draw_stages", "stage_bytes"]
 
-_MOST_NAMED = 16  # stages; with more, module names do not fit above the bars
-_MOST_SIZED = 40  # stages; with more, bytes do not fit either
-_CHAR_PT = 4.4  # width of a character of 7.5 points
+_MOST_LABELLED = 20  # stages; with more, only some are numbered
+_MOST_SIZED = 30  # stages; with more, bytes do not fit above the bars
+_MOST_TIES = 3  # drawn
 _CUBIC = (Path.MOVETO, Path.CURVE4, Path.CURVE4, Path.CURVE4)
 
 
@@ -30,7 +30,6 @@ def draw_stages(axes: Axes, planned: PlanResult, theme: Theme) -> None:
     num_stages = planned.layout.placement.num_stages
     totals = [stage.nbytes for stage in planned.plan.stages]
     scale = byte_scale(max(totals))
-    _draw_bands(axes, planned, theme)
     bottoms = [0.0] * num_stages
     few = num_stages <= _MOST_SIZED
     for kind, sizes in by_kind.items():
@@ -47,12 +46,16 @@ def draw_stages(axes: Axes, planned: PlanResult, theme: Theme) -> None:
         )
         for stage, height in parts:
             bottoms[stage] += height
-    top = max(bottoms) * _headroom(planned)
-    axes.set(xlim=(-0.6, num_stages - 0.4), ylim=(0, top or 1), ylabel=scale.name)
-    feet = _write_names(axes, planned, bottoms, scale)
+    lines = (num_stages <= _MOST_SIZED) + (planned.layout.placement.num_virtual > 1) + 1.5 * len(_ties(planned))
+    room = 1 - 1.35 * SMALLEST_PT * lines / height_of(axes)  # for text and arcs above the tallest bar
+    axes.set(xlim=(-0.6, num_stages - 0.4), ylim=(0, (max(bottoms) or 1) / room))
+    _draw_bands(axes, planned, theme)
+    feet = _write_sizes(axes, planned, bottoms, scale)
     _mark_stages(axes, planned, theme)
     _draw_ties(axes, planned, feet, theme)
-    axes.set_title("Stages: bytes as stored")
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+    axes.set_title(f"Stages: {scale.name} as stored")
     axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(by_kind), borderaxespad=0.2)
 
 
@@ -83,13 +86,6 @@ def _kinds(planned: PlanResult) -> Mapping[str, str]:
     return kinds
 
 
-def _headroom(planned: PlanResult) -> float:
-    """Return the height of the axes over that of the tallest bar: room for names, virtual stages and ties."""
-    placement = planned.layout.placement
-    named = 1.3 if placement.num_stages <= _MOST_NAMED else 1.1
-    return named + (0.12 if placement.num_virtual > 1 else 0) + (0.36 if planned.plan.ties else 0)
-
-
 def _draw_bands(axes: Axes, planned: PlanResult, theme: Theme) -> None:
     """Shade every other virtual stage."""
     placement = planned.layout.placement
@@ -102,71 +98,72 @@ def _draw_bands(axes: Axes, planned: PlanResult, theme: Theme) -> None:
         if placement.num_virtual <= 8:
             axes.text(
                 first - 0.4, 0.985, f"virtual {virtual}", transform=axes.get_xaxis_transform(),
-                color=theme.quiet, fontsize=7.5, va="top",
+                color=theme.quiet, fontsize=SMALLEST_PT, va="top",
             )  # fmt: skip
 
 
-def _write_names(axes: Axes, planned: PlanResult, tops: Sequence[float], scale: Scale) -> list[float]:
-    """Write bytes and modules above the bars, as far as they fit; return where the text ends."""
-    num_stages = len(tops)
-    if num_stages > _MOST_SIZED:
+def _write_sizes(axes: Axes, planned: PlanResult, tops: Sequence[float], scale: Scale) -> list[float]:
+    """Write the bytes above the bars, as far as they fit; return where the text ends."""
+    if len(tops) > _MOST_SIZED:
         return list(tops)
-    named = num_stages <= _MOST_NAMED
-    size_pt, ends = 7.5 if named else 6.5, []
     per_point = axes.get_ylim()[1] / height_of(axes)
     for stage, top in zip(planned.plan.stages, tops, strict=True):
-        lines = [scale.show(stage.nbytes)]
-        if named:
-            lines = [f"{lines[0]} {scale.name}", *_wrap(modules_shown(stage.modules), width_of(axes) / num_stages)]
         axes.annotate(
-            "\n".join(lines), (stage.index, top), (0, 2), textcoords="offset points", ha="center", va="bottom",
-            fontsize=size_pt,
+            scale.show(stage.nbytes), (stage.index, top), (0, 2), textcoords="offset points", ha="center", va="bottom",
+            fontsize=SMALLEST_PT,
         )  # fmt: skip
-        ends.append(top + (1.3 * size_pt * len(lines) + 3) * per_point)
-    return ends
-
-
-def _wrap(text: str, width_pt: float) -> list[str]:
-    width = max(1, int(width_pt / _CHAR_PT))
-    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+    return [top + 1.35 * SMALLEST_PT * per_point for top in tops]
 
 
 def _mark_stages(axes: Axes, planned: PlanResult, theme: Theme) -> None:
-    """Number stages and ranks below the bars, and highlight the bottleneck."""
+    """Write the number, the rank and the layers of stages below the bars, and highlight the bottleneck."""
     placement = planned.layout.placement
     marked = [stage for rank in planned.forecast.bottleneck[:4] for stage in placement.stages_on(rank)]
-    shown = ticks(placement.num_stages, _MOST_SIZED, marked if len(marked) <= _MOST_NAMED else ())
-    axes.set_xticks(shown, [f"{stage}\n{placement.rank_of(stage)}" for stage in shown], fontsize=7.5)
+    shown = ticks(placement.num_stages, _MOST_LABELLED, marked if len(marked) <= _MOST_LABELLED // 2 else ())
+    texts = [f"{stage}\n{placement.rank_of(stage)}\n{_layers(planned, stage)}" for stage in shown]
+    axes.set_xticks(shown, texts, fontsize=SMALLEST_PT)
     axes.tick_params(axis="x", length=0)
     for stage, label in zip(shown, axes.get_xticklabels(), strict=True):
         if placement.rank_of(stage) in planned.forecast.bottleneck:
-            label.set(color=ACCENT, fontweight="bold")
+            label.set(color=theme.ink, fontweight="bold")
     axes.annotate(
-        "stage\nrank", (0, 0), (-8, -3.5), xycoords="axes fraction", textcoords="offset points", ha="right", va="top",
-        fontsize=7.5, color=theme.quiet,
+        "stage\nrank\nlayers", (0, 0), (-8, -3.5), xycoords="axes fraction", textcoords="offset points", ha="right",
+        va="top", fontsize=SMALLEST_PT, color=theme.quiet,
     )  # fmt: skip
+
+
+def _layers(planned: PlanResult, stage: int) -> str:
+    """Return the numbers of a stage's layers, those of multi-token prediction after the others."""
+    inventory = planned.inventory
+    first, own = inventory.num_inputs, set(planned.plan.stages[stage].modules)
+    layers = inventory.modules[first : inventory.layers_stop]
+    return show_numbers(number for number, module in enumerate(layers) if module in own) or "-"
+
+
+def _ties(planned: PlanResult) -> list[tuple[TieMember, TieMember]]:
+    """Return the owner and the replica of each tie that is drawn."""
+    pairs = [(tie.owner, replica) for tie in planned.plan.ties for replica in tie.replicas]
+    return pairs[:_MOST_TIES]
 
 
 def _draw_ties(axes: Axes, planned: PlanResult, feet: Sequence[float], theme: Theme) -> None:
     """Draw an arc from the stage of each tie group's owner to that of each replica."""
     placement, ceiling = planned.layout.placement, axes.get_ylim()[1]
-    height = ceiling * (0.82 if placement.num_virtual > 1 else 0.9)
-    for tie in planned.plan.ties:
-        owner, owner_rank = tie.owner.stage, placement.rank_of(tie.owner.stage)
-        for replica in tie.replicas:
-            rank = placement.rank_of(replica.stage)
-            copies = f"one copy, rank {rank}" if rank == owner_rank else f"a copy each on ranks {owner_rank} and {rank}"
-            if replica.stage != owner:
-                start, end = (owner, feet[owner]), (replica.stage, feet[replica.stage])
-                pull = (
-                    height - (start[1] + end[1]) / 8
-                ) / 0.75  # a cubic curve reaches three quarters of its control points' height
-                arc = Path([start, (owner, pull), (replica.stage, pull), end], _CUBIC)
-                axes.add_patch(PathPatch(arc, fill=False, edgecolor=theme.ink, linewidth=1.1))
-                for foot in (start, end):
-                    axes.plot(*foot, marker="v", markersize=4, color=theme.ink)
-            axes.text(
-                (owner + replica.stage) / 2, 1.015 * height, f"tied: {tie.owner.fqn} = {replica.fqn} ({copies})",
-                ha="center", va="bottom", fontsize=7.5,
-            )  # fmt: skip
-            height -= 0.1 * ceiling
+    line = 1.35 * SMALLEST_PT * ceiling / height_of(axes)
+    height = ceiling - line * (1 + (placement.num_virtual > 1))
+    for owner, replica in _ties(planned):
+        ranks = placement.rank_of(owner.stage), placement.rank_of(replica.stage)
+        copies = f"one copy, rank {ranks[0]}" if len({*ranks}) == 1 else "a copy each on ranks {} and {}".format(*ranks)
+        if replica.stage != owner.stage:
+            start, end = (owner.stage, feet[owner.stage]), (replica.stage, feet[replica.stage])
+            # A cubic curve reaches three quarters of its control points' height.
+            pull = (height - (start[1] + end[1]) / 8) / 0.75
+            arc = Path([start, (start[0], pull), (end[0], pull), end], _CUBIC)
+            axes.add_patch(PathPatch(arc, fill=False, edgecolor=theme.ink, linewidth=1.1))
+            for foot in (start, end):
+                axes.plot(*foot, marker="v", markersize=4, color=theme.ink)
+        axes.text(
+            (owner.stage + replica.stage) / 2, height + 0.1 * line,
+            f"tied: {owner.fqn} = {replica.fqn} ({copies})", ha="center", va="bottom", fontsize=SMALLEST_PT,
+        )  # fmt: skip
+        height -= 1.5 * line

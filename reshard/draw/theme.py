@@ -1,78 +1,18 @@
-"""Colors and fonts, light and dark.
-
-Colors that mean something are the same in both, so that one SVG fits both; those of one panel are distinct
-with any of the three color blindnesses, and nothing is shown by color alone.
-"""
+"""Settings of matplotlib, and what it does not write into an SVG: its title, and its colors in dark mode."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from html import escape
 
 import matplotlib as mpl
 
-__all__ = [
-    "ACCENT",
-    "KIND_COLORS",
-    "MEMORY_COLORS",
-    "ON_DARK",
-    "ON_LIGHT",
-    "PLAIN",
-    "THEMES",
-    "WORK_COLORS",
-    "Theme",
-    "drawing",
-]
+from manifests.palette import THEMES, Theme
 
-BLUE, AMBER, TEAL, BRICK, LAVENDER = "#2f74c0", "#f0a92e", "#5fc0a8", "#b4472a", "#b9a4d6"
-ACCENT, PLAIN = "#c8512f", "#8d939c"
+__all__ = ["SMALLEST_PT", "describe", "drawing", "follow_reader"]
 
-# Kinds of modules.
-KIND_COLORS: Mapping[str, str] = {
-    "embedding": AMBER,
-    "dense layers": BLUE,
-    "expert layers": TEAL,
-    "MTP layers": BRICK,
-    "norm and head": LAVENDER,
-}
-# F, B, I and W of `manifests.schedules.Action`.
-WORK_COLORS: Mapping[str, tuple[str, str]] = {
-    "F": ("forward", BLUE),
-    "B": ("backward", AMBER),
-    "I": ("backward, input gradients", BRICK),
-    "W": ("backward, weight gradients", TEAL),
-}
-ON_DARK, ON_LIGHT = "#ffffff", "#121212"  # text on those colors
-# Fields of `manifests.memory.Memory`.
-MEMORY_COLORS: Mapping[str, str] = {
-    "weights": "#17607d",
-    "gradients": "#4a9cbc",
-    "optimizer": "#a9d6e5",
-    "activations": "#d9822b",
-    "wires": PLAIN,
-    "temporary": "#f2c38b",
-}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Theme:
-    """The colors that differ between light and dark."""
-
-    paper: str
-    ink: str
-    quiet: str  # secondary text, axes
-    faint: str  # waiting, bands
-
-    @property
-    def colors(self) -> Mapping[str, str]:
-        return {"paper": self.paper, "ink": self.ink, "quiet": self.quiet, "faint": self.faint}
-
-
-THEMES: Mapping[str, Theme] = {
-    "light": Theme(paper="#fefefe", ink="#1b1f24", quiet="#57606a", faint="#e7eaee"),
-    "dark": Theme(paper="#0e1116", ink="#e8ebef", quiet="#a3acb7", faint="#252b33"),
-}
+SMALLEST_PT = 8.25  # 11 px at 100 %
 
 
 @contextmanager
@@ -100,10 +40,33 @@ def drawing(theme: Theme) -> Iterator[None]:
                 "axes.titleweight": "bold",
                 "legend.frameon": False,
                 "legend.labelcolor": theme.quiet,
-                "legend.fontsize": 8,
+                "legend.fontsize": SMALLEST_PT,
                 "text.color": theme.ink,
                 "xtick.color": theme.quiet,
                 "ytick.color": theme.quiet,
             }
         )
         yield
+
+
+def describe(svg: str, title: str, text: str) -> str:
+    """Give a picture its role, and a title and a description for those who cannot see it."""
+    svg = svg.replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")
+    start = svg.index("<svg")
+    end = svg.index(">", start) + 1
+    opening = svg[start:end].replace("<svg", '<svg role="img" aria-labelledby="title desc"', 1)
+    told = f'\n <title id="title">{escape(title)}</title>\n <desc id="desc">{escape(text)}</desc>'
+    return svg[:start] + opening + told + svg[end:]
+
+
+def follow_reader(svg: str) -> str:
+    """Let a light picture be dark where the reader prefers that; programs without style sheets show it light."""
+    light, dark = THEMES["light"].colors, THEMES["dark"].colors
+    rules = [
+        f'[style*="{what}: {color}"] {{ {what}: {dark[name]} !important }}'
+        for name, color in light.items()
+        for what in ("fill", "stroke")
+    ]
+    style = f"<style>@media (prefers-color-scheme: dark) {{ {' '.join(rules)} }}</style>"
+    at = svg.index("</desc>") + len("</desc>")
+    return f"{svg[:at]}\n {style}{svg[at:]}"

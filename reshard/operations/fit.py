@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from manifests.errors import UserError
 from manifests.memory import Recompute, estimate_memory
-from manifests.schedules import check_schedule, schedule_table
+from manifests.schedules import Table, check_schedule, schedule_table
 from reshard.estimate.assumptions import MOST_PASSES, Assumptions, num_passes
 from reshard.estimate.training_estimate import training_of
 from reshard.layout.model import StageLayout
@@ -18,6 +19,7 @@ __all__ = ["Fit", "smallest_fit"]
 
 _DOUBLINGS = 6  # of each degree, at most
 _MOST_TENSOR = 8  # the GPUs of a node, usually
+_Table = tuple[StageLayout, Table]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,18 +33,28 @@ class Fit:
         return ",".join(self.changes)
 
 
+@lru_cache(maxsize=1)  # the text, the JSON and the picture of a plan all show it
 def smallest_fit(laid: LaidOut) -> Fit | None:
     """Return the change with the fewest ranks, and of those the fewest values, that fits; None: none was found.
 
     Tried are activation checkpointing, more pipeline ranks, with the layers spread evenly, data-parallel shards and
     tensor-parallel ranks.
     """
-    layouts: dict[int, StageLayout | None] = {}
+    tables: dict[int, _Table | None] = {}
+    hopeful: dict[object, bool] = {}  # whether the most shards fit: fewer need no less memory
     for num_pipeline, assumed in sorted(_candidates(laid), key=lambda found: _cost(laid, *found)):
-        if num_pipeline not in layouts:
-            layouts[num_pipeline] = _layout(laid, num_pipeline)
-        layout = layouts[num_pipeline]
-        if layout is not None and _fits(laid, layout, assumed):
+        if num_pipeline not in tables:
+            tables[num_pipeline] = _table(laid, num_pipeline)
+        if (table := tables[num_pipeline]) is None:
+            continue
+        if assumed.shard > 1:
+            others = num_pipeline, assumed.tensor, assumed.recompute
+            if others not in hopeful:
+                most = replace(assumed, shard=laid.assumed.shard << _DOUBLINGS - 1)
+                hopeful[others] = _fits(laid, *table, most)
+            if not hopeful[others]:
+                continue
+        if _fits(laid, *table, assumed):
             changes = _changes(laid, num_pipeline, assumed)
             return Fit(num_ranks=num_pipeline * assumed.num_per_stage, changes=changes)
     return None
@@ -91,17 +103,22 @@ def _layout(laid: LaidOut, num_pipeline: int) -> StageLayout | None:
         return None
 
 
-def _fits(laid: LaidOut, layout: StageLayout, assumed: Assumptions) -> bool:
-    placement, num_microbatches = layout.placement, assumed.microbatches_for(layout.placement)
+def _table(laid: LaidOut, num_pipeline: int) -> _Table | None:
+    """Return a layout on so many pipeline ranks and its schedule; None where there is none, or it is too long."""
+    layout = _layout(laid, num_pipeline)
+    if layout is None:
+        return None
+    placement, num_microbatches = layout.placement, laid.assumed.microbatches_for(layout.placement)
     if num_passes(placement, num_microbatches) > MOST_PASSES:
-        return False
+        return None
     try:
-        schedule = check_schedule(assumed.schedule_for(layout), placement, num_microbatches)
+        schedule = check_schedule(laid.assumed.schedule_for(layout), placement, num_microbatches)
     except UserError:
-        return False
-    table = schedule_table(schedule, placement, num_microbatches)
-    limit, ranks = (
-        laid.assumed.memory_limit,
-        estimate_memory(laid.shape, layout.stages, table, training_of(assumed)).ranks,
-    )
+        return None
+    return layout, schedule_table(schedule, placement, num_microbatches)
+
+
+def _fits(laid: LaidOut, layout: StageLayout, table: Table, assumed: Assumptions) -> bool:
+    limit = laid.assumed.memory_limit
+    ranks = estimate_memory(laid.shape, layout.stages, table, training_of(assumed)).ranks
     return limit is not None and all(memory.total <= limit for memory in ranks)

@@ -55,7 +55,7 @@ class LayoutRequest:
     strict_megatron: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LaidOut:
     """A model's tensors on a layout: everything that packing requires."""
 
@@ -89,7 +89,7 @@ class LaidOut:
         return tuple(links_of(self.checkpoint))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PlanResult(LaidOut):
     """A layout of a model, and an estimate of a training step on it (`forecast`)."""
 

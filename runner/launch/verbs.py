@@ -69,16 +69,26 @@ def cancel(log_dir: Path, force: bool) -> None:
 @click.command()
 @_LOG_DIR
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE", show_default="LOG_DIR/report.html")
-@click.option("--force", is_flag=True, help="Replace a page that exists.")
-def report(log_dir: Path, out: Path | None, force: bool) -> None:
+@click.option("--compare", type=click.Path(path_type=Path), metavar="LOG_DIR", help="Draw this run beside it.")
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write the traced steps of all ranks as one .json file for ui.perfetto.dev, too.",
+)
+@click.option("--force", is_flag=True, help="Replace files that exist.")
+def report(log_dir: Path, out: Path | None, compare: Path | None, trace: Path | None, force: bool) -> None:
     """Write a run as one HTML page: loss, throughput and, for steps with --trace, the pipeline.
 
     \b
     Example:
       runner launch ./packed -- --data text/ --steps 100 --trace 20-30 && runner report
     """
-    from runner.report.page import write_report
+    from runner.report.page import write_report, write_trace
 
     path = out or log_dir / "report.html"
-    said = write_report(log_dir, path, force=force)
+    said = write_report(log_dir, path, force=force, other_dir=compare)
     click.echo(f"{path}: {said}")
+    if trace is not None:
+        num_steps = write_trace(log_dir, trace, force=force)
+        click.echo(f"{trace}: {num_steps} traced steps; open it in https://ui.perfetto.dev")

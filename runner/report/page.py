@@ -1,111 +1,175 @@
-"""One standalone HTML page about a run. No torch; matplotlib draws."""
+"""One standalone HTML page about a run, or about two that are compared. No torch."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import html
-import io
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
+from importlib.resources import files
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
-from manifests.errors import (
-    InputError,
-    LaunchError,
-    OutputError,
-    UsageError,
-)
+from manifests.errors import LaunchError, OutputError, UsageError
+from manifests.palette import WORK_COLORS
 from manifests.probe import check_new_file
 from manifests.schedules import Timeline
 from manifests.store import write_file
+from runner.report.charts import STYLE, Curve, actions_of_plan, draw_curves, draw_pipeline, legend
+from runner.report.perfetto import merged_trace
 from runner.report.read import RunLog, StepTrace, Traces, read_run
 from runner.report.simulated import planned
 from runner.rundir.run_record import config_of
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+__all__ = ["tables_of", "write_report", "write_trace"]
 
-__all__ = ["tables_of", "write_report"]
-
-_COLOURS = {"F": "#4c78a8", "B": "#e4572e", "I": "#f2a541", "W": "#76b041", "L": "#9d7ad2"}
-_KINDS = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients", "L": "loss"}
 _PARTS = ("data", "compute", "communication", "bubble")
 _SUFFIXES = (".html", ".htm")
-_INK, _FAINT = "#1f2430", "#8a8f98"
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1f2430; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 75rem;
+  margin: 2rem auto; padding: 0 1rem; overflow-wrap: anywhere; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2.2rem; }
+.table { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { text-align: right; padding: .2rem .9rem .2rem 0; border-bottom: 1px solid #e5e7eb; }
-th:first-child, td:first-child { text-align: left; }
-svg { width: 100%; height: auto; } p.note { color: #6b7280; max-width: 45rem; }
+th, td { text-align: right; padding: .2rem .9rem .2rem 0; border-bottom: 1px solid var(--faint);
+  vertical-align: top; }
+th, td { overflow-wrap: normal; }
+th:first-child, td:first-child, table.facts :is(th, td) { text-align: left; }
+table.facts td:not(:first-child) { overflow-wrap: anywhere; min-width: 9rem; }
+p.note, p.zoom { color: var(--quiet); } p.note { max-width: 50rem; }
+p.alarm { color: var(--alarm); font-weight: bold; }
+p.legend, p.zoom { font-size: 13px; margin: .4rem 0; }
+button { font: inherit; color: var(--ink); background: var(--faint); border: 1px solid var(--quiet);
+  border-radius: 4px; padding: .1rem .6rem; margin: 0 .3rem .3rem 0; }
+svg.chart, svg.pipeline { display: block; } svg.pipeline { touch-action: pan-y; }
+.tip { position: fixed; max-width: 20rem; padding: .3rem .6rem; border: 1px solid var(--quiet); border-radius: 4px;
+  background: var(--paper); color: var(--ink); font-size: 13px; white-space: pre-line; pointer-events: none; }
+@media (max-width: 700px) { svg text.number:not([visibility=visible]) { visibility: hidden; } }
+@media print { .table { overflow: visible; } table { font-size: 8pt; } p.zoom, .tip { display: none; }
+  body { margin: 0; max-width: none; } tr, svg.chart { break-inside: avoid; } h2 { break-after: avoid; } }
 """
 
 
-def write_report(log_dir: Path, out: Path, *, force: bool = False) -> str:
+def write_report(log_dir: Path, out: Path, *, force: bool = False, other_dir: Path | None = None) -> str:
     """Write the page about the run with this log folder, and return its summary in a sentence.
+
+    Another run is drawn beside it if its log folder is given.
 
     Raises:
         UsageError: the name of the page is that of another kind of file.
         InputError: the page exists and `force` is not given, or its folder takes no file.
-        UserError: nothing to tell of, a page that cannot be written, or matplotlib is missing.
+        UserError: nothing to tell of, or a page that cannot be written.
     """
     if out.suffix not in _SUFFIXES:
         raise UsageError(
             "--out", f"expected a name that ends in {' or '.join(_SUFFIXES)}, found {out}", code="options.report-suffix"
         )
-    if not log_dir.is_dir():
-        raise LaunchError(str(log_dir), "no such folder", "use the log folder of a run", code="launch.no-run")
     check_new_file(out, "--out", force=force)
-    run = read_run(log_dir)
-    try:
-        parts = [
-            f"<h1>{html.escape(log_dir.resolve().name)}</h1>",
-            _identity(run),
-            _summary(run),
-            *_curves(run),
-            *_times(run),
-        ]
-    except ImportError as error:
-        raise InputError(
-            "runner report",
-            "matplotlib is not installed here",
-            "pip install 'reshard[draw]'",
-            code="system.missing-package",
-        ) from error
+    run, other = _read(log_dir), _read(other_dir) if other_dir else None
+    title = (
+        f"{log_dir.resolve().name}, compared with {other_dir.resolve().name}" if other_dir else log_dir.resolve().name
+    )
+    runs = {log_dir.resolve().name: run}
+    if other_dir and other:
+        name = other_dir.resolve().name
+        runs[name if name not in runs else str(other_dir.resolve())] = other
+    parts = [f"<h1>{html.escape(title)}</h1>", *_alarms(runs), _identity(runs), _summary(runs), *_curves(runs)]
     said = f"{len(run.steps)} steps, last loss {run.steps[-1]['loss']:.6f}"
+    plans = {name: planned(each.traces) for name, each in runs.items() if each.traces is not None}
     if run.traces is not None:
-        plan = planned(run.traces)
-        parts += _pipeline(run.traces, _typical(run.traces.steps), plan)
+        plan = plans[next(iter(runs))]
         said += f"; bubble {run.traces.bubble:.1%} measured, {plan.bubble:.1%} planned"
     else:
         parts.append("<p class=note>No step was traced: with --trace 20-30 the pipeline is drawn here.</p>")
-    parts += _memory(run)
-    title = html.escape(log_dir.resolve().name)
-    page = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
+    parts += _pipelines({name: (each.traces, plans[name]) for name, each in runs.items() if each.traces is not None})
+    for name, each in runs.items():
+        of = f": {html.escape(name)}" if other else ""
+        parts += [part.replace("</h2>", f"{of}</h2>", 1) for part in (*_times(each), *_memory(each))]
+    _write(out, _page(title, parts).encode(errors="replace"))
+    return said
+
+
+def write_trace(log_dir: Path, out: Path, *, force: bool = False) -> int:
+    """Write the traced steps of all pipeline ranks as one trace for Perfetto, and return their number.
+
+    Raises:
+        InputError: the file exists and `force` is not given, or no step was traced.
+        OutputError: it cannot be written.
+    """
+    check_new_file(out, "--trace", force=force)
+    traces = _read(log_dir).traces
+    if traces is None:
+        hint = "run with --trace FIRST-LAST"
+        raise LaunchError(str(log_dir / "trace"), "no step was traced by every rank", hint, code="log.no-trace")
+    _write(out, merged_trace(traces))
+    return len(traces.steps)
+
+
+def _read(log_dir: Path) -> RunLog:
+    if not log_dir.is_dir():
+        raise LaunchError(str(log_dir), "no such folder", "use the log folder of a run", code="launch.no-run")
+    return read_run(log_dir)
+
+
+def _write(out: Path, data: bytes) -> None:
     try:
-        write_file(out, (page + "\n".join(parts) + "</html>\n").encode(errors="replace"), is_durable=False)
+        write_file(out, data, is_durable=False)
     except OSError as error:
         raise OutputError(str(out), f"cannot be written: {error.strerror}", code="output.unwritable") from error
-    return said
+
+
+def _page(title: str, parts: Sequence[str]) -> str:
+    script = (files("runner.report") / "page.js").read_text()
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    return (
+        '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width">\n<meta name="color-scheme" content="light dark">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        f"<title>{html.escape(title)}</title>\n<style>{STYLE}{_STYLE}</style>\n"
+        + "\n".join(filter(None, parts))
+        + f"\n<script>{script}</script>\n</html>\n"
+    )
+
+
+def _alarms(runs: dict[str, RunLog]) -> list[str]:
+    """Return what went wrong: nothing for most runs."""
+    broken = {
+        name: [line["step"] for line in run.steps if not math.isfinite(line["loss"])] for name, run in runs.items()
+    }
+    return [
+        f"<p class=alarm>{html.escape(name)}: the loss is not a finite number at step {steps[0]}"
+        f"{f' and {len(steps) - 1} later' if steps[1:] else ''}</p>"
+        for name, steps in broken.items()
+        if steps
+    ]
 
 
 def tables_of(run: RunLog) -> tuple[str, ...]:
     """Return the tables of a run's page that need no trace."""
-    return (_identity(run), _summary(run), *_times(run), *_memory(run))
+    return (_identity({"": run}), _summary({"": run}), *_times(run), *_memory(run))
 
 
-def _identity(run: RunLog) -> str:
-    """Return what the run is, from its record: nothing for a run without one."""
+def _identity(runs: dict[str, RunLog]) -> str:
+    """Return what the runs are, from their records: nothing for runs without one."""
+    return _compare({name: _identity_of(run) for name, run in runs.items()})
+
+
+def _identity_of(run: RunLog) -> dict[str, str]:
     config = {name: str(value) for name, value in config_of(run.record).items()}
     versions = [f"{name.removeprefix('version/')} {config[name]}" for name in config if name.startswith("version/")]
     facts = {"run": ("name", "run"), "model": ("manifest",), "manifest digest": ("manifest_digest",)}
     facts |= {"command": ("command",), "host": ("host",), "ranks": ("num_ranks",)}
-    rows = [(fact, " ".join(config[name] for name in names if name in config)) for fact, names in facts.items()]
-    return _table(("", ""), [row for row in (*rows, ("versions", ", ".join(versions))) if row[1]])
+    found = {fact: " ".join(config[name] for name in names if name in config) for fact, names in facts.items()}
+    return {fact: text for fact, text in {**found, "versions": ", ".join(versions)}.items() if text}
 
 
-def _summary(run: RunLog) -> str:
+def _summary(runs: dict[str, RunLog]) -> str:
+    return _compare({name: _summary_of(run) for name, run in runs.items()})
+
+
+def _summary_of(run: RunLog) -> dict[str, str]:
     last = run.steps[-1]
     rates = [step["tokens_per_s"] for step in run.steps[1:] or run.steps]
     facts = {
@@ -121,36 +185,51 @@ def _summary(run: RunLog) -> str:
         facts["evaluation loss, last"] = f"{run.evaluations[-1]['eval_loss']:.4f}"
     if last.get("mfu") is not None:
         facts["MFU, last"] = f"{last['mfu']:.1%}"
-    return _table(("", ""), list(facts.items()))
+    return facts
 
 
-def _curves(run: RunLog) -> list[str]:
-    steps = [line["step"] for line in run.steps]
+def _compare(facts: dict[str, dict[str, str]]) -> str:
+    """Return a table of facts, a column for each run."""
+    names = dict.fromkeys(fact for of_run in facts.values() for fact in of_run)
+    rows = [(fact, *(of_run.get(fact, "") for of_run in facts.values())) for fact in names]
+    return _table(("", *(facts if len(facts) > 1 else ("",))), rows, kind="facts") if rows else ""
 
-    def loss(axes: Axes) -> None:
-        axes.plot(steps, [line["loss"] for line in run.steps], color=_COLOURS["F"], linewidth=1.4, label="training")
-        if run.evaluations:
-            at, found = zip(*((line["step"], line["eval_loss"]) for line in run.evaluations), strict=True)
-            axes.plot(at, found, "o", color=_COLOURS["B"], markersize=4, label="evaluation")
-            axes.legend(frameon=False)
-        for line in run.checkpoints:
-            axes.axvline(line["step"], color=_FAINT, linewidth=0.5, zorder=0)
-        for step in run.begins[1:]:
-            axes.axvline(step, color=_COLOURS["L"], linewidth=0.8, linestyle=":", zorder=0)
-        axes.set_ylabel("loss")
-        axes.set_xlabel("step")
 
-    def throughput(axes: Axes) -> None:
-        axes.plot(steps, [line["tokens_per_s"] for line in run.steps], color=_COLOURS["W"], linewidth=1.2)
-        axes.set_ylim(bottom=0)
-        axes.set_ylabel("tokens/s")
-        axes.set_xlabel("step")
+def _curves(runs: dict[str, RunLog]) -> list[str]:
+    own = next(iter(runs.values()))
 
-    marks = ["Gray lines: checkpoints."] if run.checkpoints else []
-    marks += ["Dotted lines: where an attempt began."] if run.begins[1:] else []
+    def curves(field: str, what: str) -> list[Curve]:
+        names = {name: f"{what} of {name}" if len(runs) > 1 else what for name in runs}
+        return [
+            Curve(name=names[name], points=[(line["step"], line[field]) for line in run.steps], is_other=run is not own)
+            for name, run in runs.items()
+        ]
+
+    losses = curves("loss", "training loss") + [
+        Curve(
+            name=f"evaluation loss of {name}" if len(runs) > 1 else "evaluation loss",
+            points=[(line["step"], line["eval_loss"]) for line in run.evaluations],
+            is_other=run is not own,
+            is_dotted=True,
+        )
+        for name, run in runs.items()
+        if run.evaluations
+    ]
+    saved = {line["step"] for line in own.checkpoints}
+    marks = ["Dotted lines: checkpoints."] if saved else []
+    marks += [f"Attempts began at steps {', '.join(map(str, own.begins))}."] if own.begins[1:] else []
+    colors = zip(("own", "other"), runs, strict=False) if len(runs) > 1 else ()
+    keys = " &nbsp; ".join(
+        f'<svg width="11" height="11" aria-hidden="true"><circle class="{color}" cx="5.5" cy="5.5" r="5"/></svg> '
+        f"{html.escape(name)}"
+        for color, name in colors
+    )
     return [
-        "<h2>Loss</h2>", _drawn(loss, 3.2), f"<p class=note>{' '.join(marks)}</p>" if marks else "",
-        "<h2>Throughput</h2>", _drawn(throughput, 2.4),
+        "<h2>Loss</h2>", f"<p class=legend>{keys}</p>" if keys else "",
+        draw_curves("Loss by step", losses, lines=sorted({*saved, *own.begins[1:]})),
+        f"<p class=note>{' '.join(marks)}</p>" if marks else "",
+        "<h2>Throughput, in tokens/s</h2>",
+        draw_curves("Throughput by step", curves("tokens_per_s", "tokens/s"), from_zero=True),
     ]  # fmt: skip
 
 
@@ -173,48 +252,47 @@ def _times(run: RunLog) -> list[str]:
     ]  # fmt: skip
 
 
-def _pipeline(traces: Traces, step: StepTrace, plan: Timeline) -> list[str]:
-    kinds = [kind for kind in _KINDS if any(traces.seconds_of(kind))]
+def _pipelines(traced: dict[str, tuple[Traces, Timeline]]) -> list[str]:
+    """Draw a typical step of each run as it ran and as planned; all of them have one time axis."""
+    steps = {name: _typical(traces.steps) for name, (traces, _) in traced.items()}
+    end_s = max((max(steps[name].seconds, plan.makespan_s) for name, (_, plan) in traced.items()), default=0.0)
+    pictures = [
+        part
+        for name, (traces, plan) in traced.items()
+        for part in _pipeline(f" of {name}" if len(traced) > 1 else "", traces, steps[name], plan, end_s)
+    ]
+    note = (
+        "<p class=note>Measured: the median of the traced steps, from the first action of any rank to the last; what "
+        "is not computing is bubble. Planned, the thin rows: the schedule's actions, each with the median time "
+        "measured for its stage, and transfers that cost nothing. The difference is communication, and actions that "
+        "took longer than others.</p>"
+    )
+    return [*pictures, note] if pictures else []
+
+
+def _pipeline(of: str, traces: Traces, step: StepTrace, plan: Timeline, end_s: float) -> list[str]:
+    kinds = [kind for kind in WORK_COLORS if any(traces.seconds_of(kind))]
     rows = [
         (f"{stage}", f"{traces.placement.rank_of(stage)}",
          *(f"{traces.seconds_of(kind)[stage] * 1e3:.2f}" for kind in kinds))
         for stage in range(traces.placement.num_stages)
     ]  # fmt: skip
-
-    def measured(axes: Axes) -> None:
-        for rank, actions in enumerate(step.ranks):
-            for action in actions:
-                shade = traces.placement.virtual_of(action.stage)
-                _bar(axes, (rank, action.begin_s, action.end_s), action.kind, action.microbatch, shade)
-        _finish_bars(axes, len(step.ranks), max(step.seconds, plan.makespan_s))
-
-    def simulated(axes: Axes) -> None:
-        for rank, spans in enumerate(plan.ranks):
-            for span in spans:
-                action = span.action
-                shade = traces.placement.virtual_of(action.stage)
-                _bar(axes, (rank, span.start_s, span.end_s), action.kind, action.microbatch, shade)
-        _finish_bars(axes, len(plan.ranks), max(step.seconds, plan.makespan_s))
-
-    height = 0.9 + 0.34 * len(step.ranks)
-    legend = ", ".join(f'<span style="color:{_COLOURS[kind]}">■</span> {_KINDS[kind]}' for kind in kinds)
+    title = f"Pipeline{of}: step {step.step} as it ran, and as {traces.schedule} plans it"
     return [
-        "<h2>Time of one microbatch on each stage, in ms</h2>",
-        _table(("stage", "rank", *(_KINDS[kind] for kind in kinds)), rows),
-        f"<h2>Pipeline: step {step.step} as it ran</h2>", f"<p>{legend}</p>", _drawn(measured, height),
-        f"<h2>The same step as {html.escape(traces.schedule)} plans it</h2>", _drawn(simulated, height),
+        f"<h2>{html.escape(title)}</h2>",
+        legend(kinds),
+        draw_pipeline(title, step, actions_of_plan(plan), traces.placement, end_s),
         _table(
             ("", "measured", "planned"),
             [
+                ("traced steps", f"{len(traces.steps)}", ""),
                 ("bubble", f"{traces.bubble:.1%}", f"{plan.bubble:.1%}"),
                 ("schedule, ms", f"{traces.seconds * 1e3:.1f}", f"{plan.makespan_s * 1e3:.1f}"),
             ],
         ),
-        f"<p class=note>Measured: the median of {_counted(len(traces.steps), 'traced step')}, from the first action of "
-        "any rank to the last; what is not computing is bubble. Planned: the schedule's actions, each with the median "
-        "time measured for its stage, and transfers that cost nothing. The difference is communication, and actions "
-        "that took longer than others.</p>",
-    ]  # fmt: skip
+        f"<h2>Time of one microbatch on each stage{html.escape(of)}, in ms</h2>",
+        _table(("stage", "rank", *(WORK_COLORS[kind][0] for kind in kinds)), rows),
+    ]
 
 
 def _memory(run: RunLog) -> list[str]:
@@ -244,52 +322,12 @@ def _mib(nbytes: float | None) -> str:
     return "" if nbytes is None else f"{nbytes / 2**20:,.1f}"
 
 
-def _counted(number: int, thing: str) -> str:
-    return f"{number} {thing}{'' if number == 1 else 's'}"
-
-
 def _typical(steps: Sequence[StepTrace]) -> StepTrace:
     """Return the step with the median time."""
     return sorted(steps, key=lambda step: step.seconds)[len(steps) // 2]
 
 
-def _bar(axes: Axes, place: tuple[int, float, float], kind: str, microbatch: int, shade: int) -> None:
-    """Draw an action at (rank, begin, end), paler for later stages of its rank."""
-    rank, begin_s, end_s = place
-    axes.barh(
-        rank, (end_s - begin_s) * 1e3, left=begin_s * 1e3, height=0.78, color=_COLOURS[kind], edgecolor="white",
-        linewidth=0.4, alpha=max(0.4, 1 - 0.3 * shade),
-    )  # fmt: skip
-    if kind != "L":
-        axes.text((begin_s + end_s) * 500, rank, str(microbatch), ha="center", va="center", color="white",
-                  fontsize=6, clip_on=True)  # fmt: skip
-
-
-def _finish_bars(axes: Axes, num_ranks: int, seconds: float) -> None:
-    axes.set_yticks(range(num_ranks), [f"rank {rank}" for rank in range(num_ranks)])
-    axes.set_ylim(num_ranks - 0.5, -0.5)
-    axes.set_xlim(0, seconds * 1e3)
-    axes.set_xlabel("ms")
-    axes.spines["left"].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-
-
-def _drawn(draw: Callable[[Axes], None], height: float) -> str:
-    """Draw into an SVG for an HTML page."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, height), layout="constrained")
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=_INK, labelsize=8)
-    draw(axes)
-    stream = io.StringIO()
-    figure.savefig(stream, format="svg")
-    text = stream.getvalue()
-    return text[text.index("<svg") :]
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    top = "".join(f"<th>{html.escape(cell)}</th>" for cell in head) if any(head) else ""
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
+    top = "<tr>" + "".join(f"<th>{html.escape(cell)}</th>" for cell in head) + "</tr>" if any(head) else ""
     body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><tr>{top}</tr>{body}</table>"
+    return f'<div class="table"><table class="{kind}">{top}{body}</table></div>'

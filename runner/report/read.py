@@ -30,9 +30,10 @@ class TracedAction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTrace:
-    """One step: the actions of each rank, from the start of the first one to the end of the last."""
+    """One step: the actions of each rank, from the start of the first one, at `zero_s`, to the end of the last."""
 
     step: int
+    zero_s: float  # by the clock of the ranks
     ranks: tuple[tuple[TracedAction, ...], ...]
 
     @property
@@ -194,6 +195,7 @@ def _step(step: int, pipeline: Sequence[Sequence[Line]]) -> StepTrace:
     zero = min(event["ts"] for events in ranks for event in events)
     return StepTrace(
         step=step,
+        zero_s=zero / 1e6,
         ranks=tuple(
             tuple(
                 TracedAction(

@@ -7,15 +7,23 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from html import unescape
+from itertools import combinations
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
 
+from manifests.palette import THEMES
+from manifests.placement import Placement
+from manifests.schedules import StageCosts, schedule_table, simulate
+from reshard.draw.phases import view_of
+from reshard.draw.sheet import sheet_of
 from reshard.draw.stages import stage_bytes
+from reshard.draw.theme import drawing
 from reshard.estimate.assumptions import Assumptions
-from reshard.operations.resolve import LayoutRequest, estimate_step, lay_out
+from reshard.operations.resolve import LayoutRequest, estimate_step, lay_out, plan_source
 from reshard.sources.open import open_source
 from tests.builders import Ended, reshard
 from tests.fast.reshard.configs import modules_of, write_config, write_times
@@ -43,17 +51,25 @@ def texts_of(svg: Path) -> list[str]:
     return ["".join(text.itertext()) for text in root.iter(f"{SVG}text")]
 
 
-def test_svg_has_the_text_of_the_plan_and_names_the_bottleneck(config: Path, tmp_path: Path) -> None:
+def test_svg_has_the_text_of_the_plan_and_says_first_that_it_does_not_fit(config: Path, tmp_path: Path) -> None:
     out = tmp_path / "plan.svg"
     ended = draw(config, "pp=4", out, "--memory-limit", "80kB")
     assert ended.err == f"drawn: {out}\n"
     texts, lines = texts_of(out), ended.out.splitlines()
-    assert texts[texts.index("tiny: pp=4") + 1] == lines[9]
+    assert lines[2].startswith("DOES NOT FIT: ")
+    assert texts[texts.index("tiny: pp=4") + 1 :][:2] == [lines[2], lines[9]]
     assert re.match(r"rank 1 \(stage 1\) .*: 1\.88x ", lines[9])
     assert set(lines[9:12]) <= set(texts)
     assert "tied: model.embed_tokens.weight = lm_head.weight (a copy each on ranks 0 and 3)" in texts
     assert {"Schedule: 1F1B, 8 microbatches", "forward", "backward", "Work", "limit, 80.00 KiB"} <= set(texts)
-    assert {"embedding", "dense layers", "norm and head", "KiB", "KiB, estimated for fp32", "rank"} <= set(texts)
+    assert {
+        "embedding",
+        "dense layers",
+        "norm and head",
+        "Stages: KiB as stored",
+        "KiB, estimated for fp32",
+        "rank",
+    } <= set(texts)
     for number in range(4):  # the stage, its rank, the row of the rank
         assert texts.count(str(number)) >= 3
     over = next(text for text in texts if text.startswith("Memory"))
@@ -93,28 +109,65 @@ def test_png_is_a_png_in_either_theme(config: Path, theme: str, tmp_path: Path) 
 
 def test_themes_differ_in_paper_and_ink_and_agree_on_the_rest(config: Path, tmp_path: Path) -> None:
     colors = {}
-    for theme in ("light", "dark"):
+    for theme in ("light", "dark", "auto"):
         out = tmp_path / f"{theme}.svg"
         draw(config, "pp=4", out, "--theme", theme)
         colors[theme] = set(re.findall(r"#[0-9a-f]{6}\b", out.read_text()))
     assert len(colors["light"] - colors["dark"]) == len(colors["dark"] - colors["light"]) == 4
     assert len(colors["light"] & colors["dark"]) > 8
+    assert colors["light"] | colors["dark"] <= colors["auto"]
 
 
-def test_page_is_self_contained_and_follows_the_readers_theme(config: Path, tmp_path: Path) -> None:
-    ended = draw(config, "pp=4", tmp_path / "plan.html")
-    page = (tmp_path / "plan.html").read_text()
-    assert page.startswith("<!DOCTYPE html>")
-    assert page.count("<svg ") == page.count("</svg>") == 1
-    assert "://" not in page
-    assert not re.findall(r'(?:src|href)="(?!#)', page)
-    assert not re.search(r"<(?:script|link|iframe|object)|@import|url\((?!#)", page)
-    assert "prefers-color-scheme: dark" in page
-    light = re.search(r":root { (.*?) }", page)
-    assert light is not None
-    for color in re.findall(r"#[0-9a-f]{6}", light[1]):
-        assert page.count(color) == 1  # elsewhere it is a variable of the style sheet
-    assert ended.out.rstrip() in unescape(page)
+def test_every_color_that_is_light_has_its_dark_one_where_the_reader_prefers_it(config: Path, tmp_path: Path) -> None:
+    draw(config, "pp=4", tmp_path / "plan.svg", "--memory-limit", "80kB")
+    svg = (tmp_path / "plan.svg").read_text()
+    rules = dict(re.findall(r'\[style\*="([^"]+)"\] { ([^}]+) !important }', svg))
+    drawn = re.findall(r"(?:fill|stroke): #[0-9a-f]{6}", svg.partition("</style>")[2])
+    changed = {style for style in drawn if style.partition(": ")[2] in THEMES["light"].colors.values()}
+    assert len(changed) >= 5
+    assert {rules[style].partition(": ")[2] for style in changed} <= set(THEMES["dark"].colors.values())
+
+
+def test_picture_says_what_it_is_to_those_who_cannot_see_it(config: Path, tmp_path: Path) -> None:
+    ended = draw(config, "pp=4", tmp_path / "plan.svg")
+    root = ElementTree.parse(tmp_path / "plan.svg").getroot()
+    assert root.attrib["role"] == "img"
+    named = {
+        each.attrib["id"]: each.text for each in (root.find(f"{SVG}title"), root.find(f"{SVG}desc")) if each is not None
+    }
+    assert set(root.attrib["aria-labelledby"].split()) == set(named)
+    assert named["title"] == "tiny: pp=4"
+    assert ended.out.splitlines()[8] in named["desc"]
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "assumed"),
+    [
+        ("llama-3.1-405b", "pp=16", Assumptions(num_microbatches=128, memory_limit=2000 << 30)),
+        ("deepseek-v3", "pp=16,vpp=2", Assumptions(num_microbatches=32)),
+        ("llama-3.1-8b", "pp=4", Assumptions(memory_limit=60 << 30)),
+        ("qwen2-0.5b", "pp=2,vpp=2,style=v", Assumptions(num_microbatches=64)),
+    ],
+)
+def test_texts_are_at_least_11_px_within_the_picture_and_never_collide(
+    name: str, spec: str, assumed: Assumptions
+) -> None:
+    config = ROOT / "tests" / "data" / "configs" / f"{name}.json"
+    planned = plan_source(str(config), LayoutRequest(spec=spec), assumed)
+    with drawing(THEMES["light"]):
+        figure = sheet_of(planned, THEMES["light"])
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        texts = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()]
+        boxes = [(text.get_text(), text.get_window_extent(canvas.get_renderer())) for text in texts]
+    assert min(text.get_fontsize() for text in texts) >= 8.25  # 11 px
+    assert [text for text, box in boxes if box.x0 < figure.bbox.x0 or box.x1 > figure.bbox.x1] == []
+    crossing = [
+        (one, other)
+        for (one, a), (other, b) in combinations(boxes, 2)
+        if min(a.x1, b.x1) - max(a.x0, b.x0) > 0.5 and min(a.y1, b.y1) - max(a.y0, b.y0) > 0.5
+    ]
+    assert crossing == []
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png", "html"])
@@ -137,6 +190,28 @@ def test_256_ranks_are_drawn_in_a_small_file_with_the_slow_one_marked(tmp_path: 
     assert "Schedule: GPipe, 8 microbatches" in texts
     assert texts.count("101") == 3  # the stage, its rank, the row of the rank
     assert (tmp_path / "deep.svg").stat().st_size < 1_500_000
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
+def test_many_microbatches_are_drawn_as_warm_up_a_little_steady_state_and_drain(schedule: str) -> None:
+    placement = Placement(num_stages=4, num_ranks=4, style="loop")
+    timeline = simulate(schedule_table(schedule, placement, 64), StageCosts.of((1.0,) * 4, (2.0,) * 4))
+    view = view_of(timeline, 64, timeline.makespan_s / 2)
+    boxes = list(view.boxes(timeline))
+    drawn = {(box.rank, box.action) for box in boxes}
+    all_of = {(rank, span.action) for rank, spans in enumerate(timeline.ranks) for span in spans}
+    if schedule == "GPipe":  # no steady state, in which all ranks run both
+        assert (view.num_cut, drawn) == (0, all_of)
+        return
+    assert view.num_cut > 40
+    assert {box.action.microbatch for box in boxes} < set(range(64))
+    warm_up = {(rank, span.action) for rank, spans in enumerate(timeline.ranks) for span in spans[:4]}
+    drain = {(rank, span.action) for rank, spans in enumerate(timeline.ranks) for span in spans[-4:]}
+    assert warm_up | drain <= drawn
+    for box in boxes:
+        assert 0 <= box.left < box.right <= view.width_s + 1e-9
+        assert not view.head_s + 1e-9 < box.right < view.head_s + view.gap_s
+    assert view_of(timeline, 64, timeline.makespan_s).num_cut == 0
 
 
 def test_many_short_actions_become_pixels(tmp_path: Path) -> None:

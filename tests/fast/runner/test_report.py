@@ -3,54 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+from html import unescape
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
 
 from manifests.errors import InputError, UserError
 from manifests.placement import Placement
-from manifests.schedules import StageCosts, schedule_table, simulate
 from runner.profiling.trace import Recorder, RunShape, Tracer, trace_path
-from runner.report.page import write_report
+from runner.report.page import write_report, write_trace
 from runner.report.read import read_run
 from runner.report.simulated import planned
+from tests.fast.runner.traced import write_metrics, write_traces
 
 CASES = (("1F1B", 4, "loop", 6), ("Interleaved1F1B", 8, "loop", 8), ("ZBVZeroBubble", 8, "v", 8))
-
-
-def write_metrics(log_dir: Path, num_steps: int = 4) -> None:
-    lines = [{"step": s, "loss": 4.0 - s / 10, "tokens_per_s": 100.0 + s} for s in range(1, num_steps + 1)]
-    lines += [{"step": 4, "checkpoint": "c/step-000004", "stall_s": 0.25}, {"step": 4, "eval_loss": 3.5}]
-    (log_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def write_traces(log_dir: Path, schedule: str, placement: Placement, num_microbatches: int) -> float:
-    """Write what ranks would run that keep to the schedule, and give its bubble."""
-    num_stages = placement.num_stages
-    costs = StageCosts(
-        forward_s=tuple(0.010 + 0.001 * stage for stage in range(num_stages)),
-        input_s=tuple(0.012 for _ in range(num_stages)),
-        weight_s=tuple(0.009 for _ in range(num_stages)),
-    )
-    timeline = simulate(schedule_table(schedule, placement, num_microbatches), costs)
-    run = {
-        "schedule": schedule, "num_stages": num_stages, "num_ranks": placement.num_ranks, "style": placement.style,
-        "num_microbatches": num_microbatches,
-    }  # fmt: skip
-    for rank, spans in enumerate(timeline.ranks):
-        events = [
-            {
-                "name": str(span.action), "ph": "X", "pid": rank, "tid": span.action.stage,
-                "ts": 1e9 + span.start_s * 1e6, "dur": (span.end_s - span.start_s) * 1e6,
-                "args": {"step": 3, "kind": span.action.kind, "microbatch": span.action.microbatch},
-            }
-            for span in spans
-        ]  # fmt: skip
-        path = trace_path(log_dir, rank)
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps({"traceEvents": events, "run": run}))
-    return timeline.bubble
 
 
 @pytest.mark.parametrize(("schedule", "num_stages", "style", "num_microbatches"), CASES)
@@ -88,11 +58,95 @@ def test_page_stands_alone_and_tells_measured_and_planned(tmp_path: Path) -> Non
     said = write_report(tmp_path, tmp_path / "report.html")
     assert said == f"4 steps, last loss 3.600000; bubble {bubble:.1%} measured, {bubble:.1%} planned"
     page = (tmp_path / "report.html").read_text()
-    assert page.count("<svg") == 4
-    assert "http" not in page.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
-        "http://creativecommons.org", ""
-    ).replace("https://matplotlib.org", "")
+    assert page.count('<svg class="chart"') == 2
+    assert page.count('<svg class="pipeline"') == 1
+    assert "://" not in page.replace("'http://www.w3.org/2000/svg'", "")
+    assert not re.search(r'(?:src|href)="|@import|url\(', page)
     assert "<td>bubble</td>" in page
+
+
+def test_picture_of_the_pipeline_has_every_action_as_it_ran_and_as_planned(tmp_path: Path) -> None:
+    write_metrics(tmp_path)
+    write_traces(tmp_path, "1F1B", Placement(num_stages=2, num_ranks=2, style="loop"), 4)
+    write_report(tmp_path, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    picture = page[page.index('<svg class="pipeline"') :]
+    root = ElementTree.fromstring(picture[: picture.index("</svg>") + len("</svg>")])
+    tips = [box.findtext("title") or "" for box in root.iter("rect") if box.get("class") == "act"]
+    assert len(tips) == len(set(tips)) == 2 * 2 * 2 * 4  # measured and planned, ranks, forward and backward
+    for how in ("ran", "planned"):
+        assert f"rank 1, stage 1: forward, microbatch 0, {how}: 11.00 ms from 10.00 ms" in tips
+    assert root.get("role") == "img"
+    assert root.findtext("title") == "Pipeline: step 3 as it ran, and as 1F1B plans it"
+    assert root.findtext("desc")
+
+
+def test_two_runs_are_compared_on_one_page(tmp_path: Path) -> None:
+    for name, num_steps in (("first", 4), ("second", 6)):
+        (tmp_path / name).mkdir()
+        write_metrics(tmp_path / name, num_steps)
+        write_traces(tmp_path / name, "1F1B", Placement(num_stages=2, num_ranks=2, style="loop"), 4)
+    write_report(tmp_path / "first", tmp_path / "report.html", other_dir=tmp_path / "second")
+    page = (tmp_path / "report.html").read_text()
+    assert "<h1>first, compared with second</h1>" in page
+    assert "<th>first</th><th>second</th>" in page
+    assert "<td>steps</td><td>1 to 4</td><td>1 to 6</td>" in page
+    assert page.count('<svg class="pipeline"') == 2
+    curves = json.loads(unescape(re.findall(r'data-curves="([^"]*)"', page)[0]))
+    assert curves["values"]["training loss of second"] == [[s, 4.0 - s / 10] for s in range(1, 7)]
+    with pytest.raises(UserError) as error:
+        write_report(tmp_path / "first", tmp_path / "other.html", other_dir=tmp_path / "third")
+    assert (error.value.code, error.value.where) == ("launch.no-run", str(tmp_path / "third"))
+
+
+def test_loss_that_is_not_finite_is_an_alarm_and_a_gap_in_the_curve(tmp_path: Path) -> None:
+    losses = [4.0, 3.0, math.nan, 2.0]
+    write_lines(tmp_path, [{"step": s, "loss": loss, "tokens_per_s": 1.0} for s, loss in enumerate(losses, 1)])
+    write_report(tmp_path, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert re.search(r"<p class=alarm>.*at step 3</p>", page)
+    path = re.findall(r'class="curve own" d="([^"]*)"', page)[0]
+    assert path.count("M") == 2
+
+
+@pytest.mark.parametrize(("schedule", "num_stages", "style", "num_microbatches"), CASES)
+def test_merged_trace_has_a_slice_per_action_and_an_arrow_per_transfer_between_ranks(
+    tmp_path: Path, schedule: str, num_stages: int, style: str, num_microbatches: int
+) -> None:
+    write_metrics(tmp_path)
+    placement = Placement(num_stages=num_stages, num_ranks=4, style=style)  # type: ignore[arg-type]
+    write_traces(tmp_path, schedule, placement, num_microbatches)
+    assert write_trace(tmp_path, tmp_path / "merged.json") == 1
+    events = json.loads((tmp_path / "merged.json").read_text())["traceEvents"]
+    assert all(event["tid"] >= 0 and event.get("ts", 0) >= 0 for event in events)
+    slices = [event for event in events if event["ph"] == "X" and event["tid"]]
+    names = {event["name"] for event in slices}
+    assert {"forward", "backward"} <= names | ({"backward"} if "backward, weight gradients" in names else set())
+    assert len([event for event in slices if event["name"] == "forward"]) == num_stages * num_microbatches
+    begins = {event["id"]: event for event in events if event["ph"] == "s"}
+    ends = {event["id"]: event for event in events if event["ph"] == "f"}
+    crossings = sum(placement.rank_of(s) != placement.rank_of(s + 1) for s in range(num_stages - 1))
+    assert begins.keys() == ends.keys()
+    assert len(begins) >= 2 * crossings * num_microbatches - (schedule == "ZBVZeroBubble") * num_microbatches
+    for number, begin in begins.items():
+        end = ends[number]
+        assert end["bp"] == "e"
+        assert end["ts"] > begin["ts"]
+        sender, receiver = (
+            next(each for each in slices if (each["pid"], each["tid"]) == (event["pid"], event["tid"])
+                 and each["ts"] <= event["ts"] <= each["ts"] + each["dur"])
+            for event in (begin, end)
+        )  # fmt: skip
+        assert sender["args"]["microbatch"] == receiver["args"]["microbatch"]
+        assert abs(sender["args"]["stage"] - receiver["args"]["stage"]) == 1
+        assert sender["pid"] != receiver["pid"]
+
+
+def test_run_without_traces_has_no_merged_trace(tmp_path: Path) -> None:
+    write_metrics(tmp_path)
+    with pytest.raises(UserError) as error:
+        write_trace(tmp_path, tmp_path / "merged.json")
+    assert (error.value.code, error.value.where) == ("log.no-trace", str(tmp_path / "trace"))
 
 
 def test_page_begins_with_what_the_run_is(tmp_path: Path) -> None:
@@ -232,7 +286,7 @@ def test_steps_that_a_later_attempt_has_overtaken_are_forgotten(tmp_path: Path) 
     write_report(tmp_path, tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert "<td>attempts</td><td>3, from steps 1, 5, 7</td>" in page
-    assert "Dotted lines: where an attempt began." in page
+    assert "Attempts began at steps 1, 5, 7." in page
     assert "No step was traced" in page
     assert "<td>0</td><td>100.0</td><td>500.0</td><td>100.0</td><td>200.0</td>" in page  # ms: data, compute, …
     assert "<td>1</td><td>1</td><td>100.0</td><td>51.0</td><td>50.0</td><td>1.02</td>" in page  # memory of rank 1
