@@ -49,7 +49,7 @@ def draw_schedule(axes: Axes, forecast: Forecast, theme: Theme) -> None:
 
 
 def _readable_s(forecast: Forecast, width_pt: float) -> float:
-    """Return for how many seconds there is room, if a forward is to be as wide as half the number of a microbatch."""
+    """Return for how many seconds there is room, with forwards half as wide as the number of a microbatch."""
     digits = len(str(forecast.num_microbatches - 1))
     mean = sum(time.forward for time in forecast.times) / len(forecast.times)
     return 2 * mean * width_pt / (_DIGIT_PT * digits + 2)

@@ -50,7 +50,7 @@ def drawing(theme: Theme) -> Iterator[None]:
 
 
 def describe(svg: str, title: str, text: str) -> str:
-    """Give a picture its role, and a title and a description for those who cannot see it."""
+    """Add a role to a picture, and a title and a description for those who cannot see it."""
     svg = svg.replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")
     start = svg.index("<svg")
     end = svg.index(">", start) + 1

@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from statistics import median
 
-from manifests.errors import LaunchError, OutputError, UsageError
+from manifests.errors import LaunchError, LogError, OutputError, UsageError
 from manifests.palette import WORK_COLORS
 from manifests.probe import check_new_file
 from manifests.schedules import Timeline
@@ -94,14 +94,15 @@ def write_trace(log_dir: Path, out: Path, *, force: bool = False) -> int:
     """Write the traced steps of all pipeline ranks as one trace for Perfetto, and return their number.
 
     Raises:
-        InputError: the file exists and `force` is not given, or no step was traced.
+        InputError: the file exists and `force` is not given.
+        LogError: no step was traced.
         OutputError: it cannot be written.
     """
     check_new_file(out, "--trace", force=force)
     traces = _read(log_dir).traces
     if traces is None:
         hint = "run with --trace FIRST-LAST"
-        raise LaunchError(str(log_dir / "trace"), "no step was traced by every rank", hint, code="log.no-trace")
+        raise LogError(str(log_dir / "trace"), "no step was traced by every rank", hint, code="log.no-trace")
     _write(out, merged_trace(traces))
     return len(traces.steps)
 

@@ -77,7 +77,7 @@ def test_picture_of_the_pipeline_has_every_action_as_it_ran_and_as_planned(tmp_p
     for how in ("ran", "planned"):
         assert f"rank 1, stage 1: forward, microbatch 0, {how}: 11.00 ms from 10.00 ms" in tips
     assert root.get("role") == "img"
-    assert root.findtext("title") == "Pipeline: step 3 as it ran, and as 1F1B plans it"
+    assert {"step 3", "1F1B"} <= set(re.findall(r"step \d|1F1B", root.findtext("title") or ""))
     assert root.findtext("desc")
 
 
