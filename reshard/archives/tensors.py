@@ -122,26 +122,40 @@ def read_value(file: InputFile, part: Range) -> object:
     return _read(file, part, lambda value, entries: value)
 
 
-def read_object(file: InputFile, name: str) -> object:
-    """Return what torch.save wrote: a tensor, or a dict of tensors and other values, or a value.
+def read_object(file: InputFile, name: str, nesting: int = 1) -> object:
+    """Return what torch.save wrote: a tensor, or dicts, lists and tuples of tensors and other values, or a value.
 
-    Tensors are where their bytes are; `name` is that of one at the top. Objects of other classes are their fields.
+    Tensors are where their bytes are, in so many containers; `name` is that of one at the top. Objects of other classes
+    are their fields.
 
     Raises:
         SourceError, InputError: as `read_archive`.
     """
 
     def find(value: object, entries: Mapping[str, ZipEntry]) -> object:
-        if isinstance(value, _View):
-            return _tensor(file, name, value, entries)
-        if not isinstance(value, dict):
-            return value
-        return {
-            key: _tensor(file, str(key), each, entries) if isinstance(each, _View) else each
-            for key, each in value.items()
-        }
+        return _located(value, name, nesting, lambda view, key: _tensor(file, key, view, entries), {})
 
     return _read(file, (0, file.nbytes), find, Record)
+
+
+def _located(
+    value: object, name: str, nesting: int, locate: Callable[[_View, str], TensorAt], done: dict[int, Any]
+) -> object:
+    """Return a value with tensors in place of views; `done` are its containers, each of which is replaced once."""
+    if isinstance(value, _View):
+        return locate(value, name)
+    if not nesting or not isinstance(value, dict | list | tuple):
+        return value
+    if id(value) not in done:
+        if isinstance(value, dict):
+            done[id(value)] = made = dict[object, object]()
+            made.update((key, _located(each, str(key), nesting - 1, locate, done)) for key, each in value.items())
+        elif isinstance(value, list):
+            done[id(value)] = listed = list[object]()
+            listed.extend(_located(each, name, nesting - 1, locate, done) for each in value)
+        else:
+            done[id(value)] = tuple(_located(each, name, nesting - 1, locate, done) for each in value)
+    return done[id(value)]
 
 
 def _read(

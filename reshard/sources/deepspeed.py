@@ -1,4 +1,4 @@
-"""A checkpoint of DeepSpeed's: layers of a PipelineModule, or a Universal Checkpoint, with the model's config.json.
+"""A checkpoint of DeepSpeed's and the model's config.json: a PipelineModule's layers, ZeRO's partitions, Universal.
 
 Source: DeepSpeed 0.19.8, runtime/pipe/module.py, runtime/engine.py and checkpoint/ds_to_universal.py.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from math import prod
 
@@ -17,8 +17,9 @@ from manifests.schema import MOMENTS, Holds, ModelDescription, Source
 from reshard.archives.names import LATEST_NAMES
 from reshard.archives.tensors import read_archive, read_object
 from reshard.sources.deepspeed_names import fqns_of_layers
-from reshard.sources.deepspeed_step import Step, find_step
+from reshard.sources.deepspeed_step import Saved, Step, find_step
 from reshard.sources.deepspeed_training import BAD_OPTIMIZER, STATE_NAME, is_rank_file, read_number, training_state
+from reshard.sources.deepspeed_zero import read_partitions
 from reshard.sources.huggingface import (
     CONFIG_NAME,
     OTHER_WEIGHTS,
@@ -45,10 +46,6 @@ _NUMBERED = re.compile(r"(\d{1,6})\.(.+)")
 _FP32 = "fp32"
 _OPTIMIZER = "optimizer"  # what --drop calls the optimizer state
 _BESIDE = (*LATEST_NAMES, "zero_to_fp32.py", "zero_to_torch.py")  # what DeepSpeed writes beside its steps
-_CONVERT = (
-    "convert it with DeepSpeed: python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state "
-    "--input_folder STEP --output_folder STEP_universal, and pack that"
-)
 _AGAIN = "the checkpoint is incomplete or damaged; copy or save it again"
 
 
@@ -57,10 +54,11 @@ def open_deepspeed(
 ) -> Checkpoint:
     """Read the tables of a DeepSpeed checkpoint and check that its tensors cover the model exactly.
 
-    Weights are those of the layers of a PipelineModule, or, with AdamW's state, those of a Universal Checkpoint.
+    Weights are those of the layers of a PipelineModule, or, with AdamW's state, those of a Universal Checkpoint or of
+    the partitions of ZeRO 1 and 2.
 
     Raises:
-        SourceError: no config.json, damaged files, tensor-parallel slices, a checkpoint of ZeRO's ranks, layers that
+        SourceError: no config.json, damaged files, tensor-parallel slices, partitions of ZeRO 3, layers that
             are not the model's, or tensors missing, unknown or of the wrong shape.
         ModelError: an invalid config, an unsupported architecture, or a description of another model.
     """
@@ -92,7 +90,7 @@ def open_deepspeed(
             found = {fqn: found[fqn] for fqn in (*ordered, *found) if fqn in found and fqn not in dropped}
             check_coverage(found, trained_part(shape), f"{where}: {holds}", frozenset(dropped))
             moments[holds] = found
-        trained, lost = training_state(step, saved.steps, {name: shape.fqn_of(fqns[name]) for name in saved.weights})
+        trained, lost = training_state(step, saved, {name: shape.fqn_of(fqns[name]) for name in saved.weights})
     shards = recorded_anew(list(ordered.values()))
     read = [step.path(name) for name in saved.files]
     return Checkpoint(
@@ -112,26 +110,15 @@ def open_deepspeed(
         moments=moments,
         trained=trained,
         description=description,
+        merges_slices=True,
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Saved:
-    """The tensors of a step under DeepSpeed's names, which begin with a layer's number if `layers` says which it is."""
-
-    weights: Mapping[str, TensorAt]
-    files: tuple[str, ...]  # that have them, in the step
-    layers: Mapping[str, tuple[str, str]] | None = None  # by name: the layer, and the name in it; layers as they run
-    moments: Mapping[Holds, Mapping[str, TensorAt]] = field(default_factory=dict)
-    steps: Mapping[str, float] = field(default_factory=dict)  # that the optimizer took
-    flat: frozenset[str] = frozenset()  # parameters that ZeRO 3 saved without their shapes
-
-
 def read_step(step: Step) -> Saved:
-    """Return the tensors of a step: those of layers, or of a Universal Checkpoint.
+    """Return the tensors of a step: those of layers, of a Universal Checkpoint, or of ZeRO's partitions.
 
     Raises:
-        SourceError: it has neither, both, or files that are damaged.
+        SourceError: layers and a Universal Checkpoint, or files that are damaged; or as `read_partitions`.
     """
     names = step.names()
     layers = [name for name in names if _LAYER.fullmatch(name)]
@@ -144,8 +131,7 @@ def read_step(step: Step) -> Saved:
         return _read_layers(step, layers)
     if parameters:
         return _read_universal(step, parameters)
-    problem = "has ZeRO's partitions of weights and optimizer state, which are not read"
-    raise SourceError(step.where, problem, _CONVERT, code="source.zero-partitions")
+    return read_partitions(step)
 
 
 def _read_layers(step: Step, names: Sequence[str]) -> Saved:

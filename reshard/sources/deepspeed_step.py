@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from manifests.errors import SourceError
 from manifests.paths import problem_with_path
+from manifests.schema import Holds
 from reshard.archives.names import LATEST_NAMES, is_deepspeed
 from reshard.sources.huggingface import CONFIG_NAME
+from reshard.tensors.checkpoint import TensorAt
 from stores.base import Folder, InputFile, read_whole
 from stores.local import LocalFolder
 from stores.open import open_store
 
-__all__ = ["Step", "find_step"]
+__all__ = ["Saved", "Step", "find_step"]
 
 _MAX_LATEST_NBYTES = 4096
 
@@ -41,6 +43,19 @@ class Step:
     def path(self, name: str) -> str:
         """Return where a file of the step is, in `root`."""
         return f"{self.tag}/{name}" if self.tag else name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """The tensors of a step under DeepSpeed's names, which begin with a layer's number if `layers` says which it is."""
+
+    weights: Mapping[str, TensorAt]
+    files: tuple[str, ...]  # that have them, in the step
+    layers: Mapping[str, tuple[str, str]] | None = None  # by name: the layer, and the name in it; layers as they run
+    moments: Mapping[Holds, Mapping[str, TensorAt]] = field(default_factory=dict)
+    steps: Mapping[str, float] = field(default_factory=dict)  # that the optimizer took
+    flat: frozenset[str] = frozenset()  # parameters that ZeRO 3 saved without their shapes
+    options: tuple[str, Mapping[object, object]] | None = None  # of the optimizer, and the file that has them
 
 
 def find_step(folder: Folder, *, needs_config: bool = True) -> Step:

@@ -13,7 +13,7 @@ from manifests.errors import SourceError
 from manifests.schema import LearningRate, OptimizerState, ParameterGroup, TrainingState
 from manifests.training_state import LARGEST_RATE
 from reshard.archives.tensors import read_object
-from reshard.sources.deepspeed_step import Step
+from reshard.sources.deepspeed_step import Saved, Step
 from reshard.tensors.checkpoint import TensorAt
 from stores.base import read_range
 
@@ -33,28 +33,28 @@ def is_rank_file(name: str) -> bool:
     return _RANK.fullmatch(name) is not None
 
 
-def training_state(
-    step: Step, steps: Mapping[str, float], fqns: Mapping[str, str]
-) -> tuple[TrainingState, tuple[str, ...]]:
+def training_state(step: Step, saved: Saved, fqns: Mapping[str, str]) -> tuple[TrainingState, tuple[str, ...]]:
     """Return how far the checkpoint was trained, and what of its training is left out.
 
-    `steps` are those that the optimizer took, by parameter; `fqns` are the names of parameters here. The learning rate
-    is that of the next step, and stays: a Universal Checkpoint does not have its schedule as the runner does.
+    `fqns` are the names of parameters here. The learning rate is that of the next step, and stays: DeepSpeed does not
+    have its schedule as the runner does.
 
     Raises:
         SourceError: parameters took different numbers of steps, another optimizer than AdamW, or malformed options.
     """
-    where = f"{step.where}/{STATE_NAME}"
-    if STATE_NAME not in step.names():
-        raise SourceError(where, "no such file, which has the options of the optimizer", _LEAVE, code=BAD_OPTIMIZER)
-    state = _dict(read_object(step.file(STATE_NAME), STATE_NAME), where)
+    name, state = saved.options or (STATE_NAME, None)
+    where = f"{step.where}/{name}"
+    if state is None:
+        if STATE_NAME not in step.names():
+            raise SourceError(where, "no such file, which has the options of the optimizer", _LEAVE, code=BAD_OPTIMIZER)
+        state = _dict(read_object(step.file(STATE_NAME), STATE_NAME), where)
     files = [step.file(name) for name in step.names() if is_rank_file(name)]
     ranks = [_dict(read_object(file, "state"), str(file)) for file in files]
     groups = _groups(state, where)
     rates = {group.get("lr") for group in groups if isinstance(group.get("lr"), int | float)}
     rate = rates.pop() if len(rates) == 1 else None
     found = TrainingState(
-        step=_num_steps(steps, groups, where, fqns),
+        step=_num_steps(saved.steps, groups, where, fqns),
         num_tokens=0,
         dtype="F32",
         learning_rate=_rate(rate),

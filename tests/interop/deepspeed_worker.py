@@ -4,8 +4,9 @@ usage: deepspeed_worker.py JOB
 
 JOB is a JSON file: "config" (of a Hugging Face model), "pp" and "dp" (degrees; without "pp" the model is transformers'
 own, else a PipelineModule), "ds_config", "segments" (pairs of a seed and a number of steps to train), and where wanted
-"weights" (safetensors to start from), "load" (a folder, and in "how": "module" or "universal"), "save" (a folder),
-"dump" (safetensors of the parameters by the names that DeepSpeed has for them) and "out" (the losses, as JSON).
+"weights" (safetensors to start from), "undecayed" (ends of the names of parameters without weight decay), "load" (a
+folder, and in "how": "module" or "universal"), "save" (a folder), "dump" (safetensors of the parameters by the names
+that DeepSpeed has for them) and "out" (the losses, as JSON).
 
 The data are the runner's synthetic tokens, so that both sides read the same.
 """
@@ -146,7 +147,14 @@ def run(rank: int, job: dict[str, Any], port: int) -> None:
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # it compiles one with the machine's compiler
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     model = model_of(job)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    groups: Any = model.parameters()
+    if "undecayed" in job:  # the end of names of parameters without weight decay
+        named = list(model.named_parameters())
+        groups = [
+            {"params": [one for name, one in named if not name.endswith(tuple(job["undecayed"]))]},
+            {"params": [one for name, one in named if name.endswith(tuple(job["undecayed"]))], "weight_decay": 0.0},
+        ]
+    optimizer = torch.optim.AdamW(groups, lr=4e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     fixed = {"train_batch_size": BATCH, "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0}
     if "weights" in job:
         named = load_file(job["weights"])

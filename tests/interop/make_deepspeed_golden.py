@@ -32,6 +32,7 @@ GPT2 = {
     "n_positions": 16, "vocab_size": 16, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
     "tie_word_embeddings": True,
 }  # fmt: skip
+ODD = {"hidden_size": 6, "num_attention_heads": 3, "head_dim": 2, "vocab_size": 15}  # partitions that are padded
 SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 
 
@@ -42,6 +43,7 @@ def train(place: Path, config: dict[str, Any], **job: Any) -> dict[str, torch.Te
             "config": config, "pp": 2, "dp": 1, "ds_config": {"zero_optimization": {"stage": 1}}, "segments": [[0, 2]],
             "save_at": 2, "save": str(place), "dump": f"{folder}/dump", "out": f"{folder}/losses", **job,
         }  # fmt: skip
+        given = {key: value for key, value in given.items() if value is not None}
         Path(folder, "job.json").write_text(json.dumps(given))
         command = [sys.executable, Path(__file__).with_name("deepspeed_worker.py"), f"{folder}/job.json"]
         subprocess.run(command, check=True, timeout=300, env={**os.environ, "PYTHONPATH": str(ROOT)})
@@ -71,12 +73,32 @@ def write(name: str, config: dict[str, Any], *, is_universal: bool, **job: Any) 
     save_file({transformers_name(each, config): found[each] for each in found}, GOLDEN / f"{name}.safetensors")
     step = place / "global_step2"
     if is_universal:
-        command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", step]
-        workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
-        subprocess.run([*command, "--output_folder", f"{step}_universal", *workers], check=True, timeout=100)
+        convert(step, place / "global_step2_universal")
         shutil.rmtree(step)
         (place / "latest").unlink()
         (place / "latest_universal").write_text(f"{step.name}_universal")
+
+
+def write_zero(name: str, config: dict[str, Any], stage: int, **job: Any) -> None:
+    """Write ZeRO's partitions of two ranks, and the weights and the optimizer state that DeepSpeed makes of them."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    place = GOLDEN / name
+    given = {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}
+    train(place, config, pp=None, dp=2, ds_config=given, **job)
+    found = {f"fp32/{fqn}": tensor for fqn, tensor in get_fp32_state_dict_from_zero_checkpoint(place).items()}
+    with tempfile.TemporaryDirectory() as folder:
+        convert(place / "global_step2", Path(folder, "universal"), "--inject_missing_state")
+        for path in Path(folder, "universal", "zero").glob("*/exp_avg*.pt"):
+            found[f"{path.stem}/{path.parent.name}"] = torch.load(path, weights_only=True)["param"]
+    save_file({key: tensor.clone() for key, tensor in found.items()}, GOLDEN / f"{name}.safetensors")
+
+
+def convert(step: Path, out: Path, *flags: str) -> None:
+    """Let DeepSpeed make a Universal Checkpoint."""
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", step]
+    workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+    subprocess.run([*command, "--output_folder", out, *workers, *flags], check=True, timeout=100)
 
 
 def write_llama_deepspeed(place: Path) -> None:
@@ -107,4 +129,6 @@ if __name__ == "__main__":
     write("llama", LLAMA, is_universal=False)
     write("gpt2", GPT2, is_universal=False, with_model_axis=False)
     write("gpt2-universal", GPT2, is_universal=True)
+    write_zero("gpt2-zero1", GPT2, 1, undecayed=("bias", "ln_1.weight", "ln_2.weight", "ln_f.weight"))
+    write_zero("llama-zero2", LLAMA | ODD, 2)
     write_llama_deepspeed(GOLDEN / "llama-deepspeed")

@@ -8,6 +8,7 @@ import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ STEPS = {
     "gpt2": "global_step2",
     "gpt2-universal": "global_step2_universal",
     "llama-deepspeed": "global_step001",
+    "llama-zero2": "global_step2",
 }
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -40,7 +42,7 @@ def copy(name: str, place: Path) -> tuple[Path, Path]:
     return place / name, place / name / STEPS[name]
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", [name for name in STEPS if "zero" not in name])
 @pytest.mark.parametrize("is_named", [True, False], ids=["step", "latest"])
 def test_packed_weights_are_those_that_the_ranks_had(name: str, is_named: bool, tmp_path: Path) -> None:
     source = GOLDEN / name / STEPS[name] if is_named else GOLDEN / name
@@ -158,10 +160,104 @@ def only_zero(step: Path) -> None:
         path.unlink()
 
 
-def test_partitions_of_zero_are_refused(tmp_path: Path) -> None:
+def test_pipelines_without_layers_are_refused(tmp_path: Path) -> None:
     _, step = copy("llama", tmp_path)
     only_zero(step)
     assert refused(step, tmp_path) == "source.zero-partitions"
+
+
+@pytest.mark.parametrize(("name", "decays"), [("gpt2-zero1", [0.0, 0.1]), ("llama-zero2", [0.1])])
+def test_partitions_of_zero_are_what_deepspeed_makes_of_them(name: str, decays: list[float], tmp_path: Path) -> None:
+    expected = load_file(GOLDEN / f"{name}.safetensors")  # by zero_to_fp32 and ds_to_universal
+    found = {f"fp32/{fqn}": tensor for fqn, tensor in pack(GOLDEN / name, tmp_path / "packed").items()}
+    for kind, tensors in moments_of(tmp_path / "packed").items():
+        found |= {f"{kind}/{fqn}": tensor for fqn, tensor in tensors.items()}
+    if name == "gpt2-zero1":  # zero_to_fp32 writes a tied head, too, and the second stage has a copy of its state
+        found, expected = (
+            {key: each[key] for key in each if not key.endswith("lm_head.weight")} for each in (found, expected)
+        )
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key].view(found[key].shape)) for key in expected)
+    training = json.loads((tmp_path / "packed" / "manifest.json").read_text())["training"]
+    assert (training["step"], training["dtype"], training["optimizer"]["max_norm"]) == (2, "F32", 1.0)
+    assert sorted(group["weight_decay"] for group in training["optimizer"]["groups"]) == decays
+    assert reshard("check", GOLDEN / name).code == 0
+    assert reshard("inspect", GOLDEN / name).code == 0
+
+
+class OfDeepSpeed:
+    """An object of a class of DeepSpeed's, which is not installed."""
+
+    def __init__(self, *args: object) -> None: ...
+
+    def __setstate__(self, state: object) -> None: ...
+
+
+class WithoutDeepSpeed(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return OfDeepSpeed if module.startswith("deepspeed") else super().find_class(module, name)
+
+
+def change_partition(step: Path, act: Callable[[dict[str, Any]], object]) -> None:
+    """Change what a rank of ZeRO saved, without objects of DeepSpeed's."""
+    path = step / PARTITION
+    module = SimpleNamespace(Unpickler=WithoutDeepSpeed, load=pickle.load, __name__="pickle")
+    state = torch.load(path, weights_only=False, pickle_module=module)["optimizer_state_dict"]
+    kept = {key: state[key] for key in (FP32_PARTS, "base_optimizer_state", "partition_count", "clip_grad")}
+    act(kept)
+    torch.save({"optimizer_state_dict": kept}, path)
+
+
+PARTITION, FP32_PARTS = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "single_partition_of_fp32_groups"
+MODEL_STATES = "mp_rank_00_model_states.pt"
+ZERO_FAULTS: dict[str, tuple[Callable[[Path], object], str | None]] = {
+    "none": (lambda step: change_partition(step, lambda state: None), None),
+    "no file of a rank": (lambda step: (step / PARTITION).unlink(), "source.bad-partitions"),
+    "a file of another job": (
+        lambda step: shutil.copy(step / PARTITION, step / PARTITION.replace("rank_1", "rank_2")),
+        "source.bad-partitions",
+    ),
+    "too few elements": (
+        lambda step: change_partition(step, lambda state: state.update({FP32_PARTS: [state[FP32_PARTS][0][:-9]]})),
+        "source.bad-partitions",
+    ),
+    "too many elements": (
+        lambda step: change_partition(step, lambda state: state.update({FP32_PARTS: [torch.zeros(2000)]})),
+        "source.bad-partitions",
+    ),
+    "another dtype": (
+        lambda step: change_partition(step, lambda state: state.update({FP32_PARTS: [state[FP32_PARTS][0].half()]})),
+        "source.bad-partitions",
+    ),
+    "no state": (
+        lambda step: change_partition(step, lambda state: state["base_optimizer_state"].update(state={})),
+        "source.bad-partitions",
+    ),
+    "a group more": (
+        lambda step: change_partition(step, lambda state: state[FP32_PARTS].append(torch.zeros(4))),
+        "source.bad-partitions",
+    ),
+    "elastic": (
+        lambda step: change_partition(step, lambda state: state.update(base_optimizer_state=[])),
+        "source.zero-partitions",
+    ),
+    "ZeRO 3": (lambda step: change_partition(step, lambda state: state.pop(FP32_PARTS)), "source.zero-partitions"),
+    "no model": (lambda step: (step / MODEL_STATES).unlink(), "source.zero-partitions"),
+    "tensor-parallel slices": (
+        lambda step: shutil.copy(step / MODEL_STATES, step / "mp_rank_01_model_states.pt"), "source.layer-slices"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", ZERO_FAULTS)
+def test_partitions_that_are_not_whole_are_refused(fault: str, tmp_path: Path) -> None:
+    _, step = copy("llama-zero2", tmp_path)
+    damage, code = ZERO_FAULTS[fault]
+    damage(step)
+    if code is None:
+        pack(step, tmp_path / "packed")
+    else:
+        assert refused(step, tmp_path) == code
 
 
 EMBEDDING, STATE = "zero/tied_modules.embed.wte.weight", "zero/optimizer_state.pt"

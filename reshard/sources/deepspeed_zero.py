@@ -1,0 +1,182 @@
+"""Partitions of ZeRO 1 and 2: the float32 weights and AdamW's state of a group of parameters, flat, in parts by rank.
+
+A parameter is a range of its group's vector, which is that of the first rank, of the second, and so on.
+
+Source: DeepSpeed 0.19.8, utils/zero_to_fp32.py and runtime/zero/stage_1_and_2.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from math import prod
+from typing import NoReturn
+
+from manifests.errors import SourceError
+from manifests.schema import MOMENTS, Holds
+from manifests.slices import Slice
+from reshard.archives.tensors import read_object
+from reshard.sources.deepspeed_step import Saved, Step
+from reshard.sources.deepspeed_training import read_number
+from reshard.sources.rows import rows_of
+from reshard.tensors.checkpoint import TensorAt
+from reshard.tensors.slices import merge_slices
+
+__all__ = ["read_partitions"]
+
+_MODEL = re.compile(r"mp_rank_(\d{1,4})_model_states\.pt")
+_PARTITION = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,4})_optim_states\.pt")
+_NESTING = 5  # of the state of a parameter
+_AGAIN = "the checkpoint is incomplete or damaged; copy or save it again"
+_CONVERT = (
+    "convert it with DeepSpeed: python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state "
+    "--input_folder STEP --output_folder STEP_universal, and pack that"
+)
+
+
+def read_partitions(step: Step) -> Saved:
+    """Return the parameters of a step in float32, with AdamW's state, and the model's other tensors as it has them.
+
+    Raises:
+        SourceError: tensor-parallel slices, partitions of another kind than ZeRO 1's and 2's, of other ranks, or
+            ones that are not all of their parameters.
+    """
+    names = step.names()
+    models = {int(match[1]): name for name in names if (match := _MODEL.fullmatch(name))}
+    parts = {(int(match[2]), int(match[1])): name for name in names if (match := _PARTITION.fullmatch(name))}
+    if 0 not in models or any("expp_rank" in name for name in names):
+        _refuse_kind(step)
+    model = _dict(read_object(step.file(models[0]), "model", _NESTING))
+    if not _dict(model.get("module")):
+        _refuse_kind(step)
+    if others := sorted({rank for rank, _ in parts} | set(models))[1:]:
+        problem = f"has slices of weights: those of tensor-parallel rank {others[0]}, too, which are not merged"
+        raise SourceError(step.where, problem, _CONVERT, code="source.layer-slices")
+    files = [parts[key] for key in sorted(parts)]
+    states = [
+        _dict(_dict(read_object(step.file(name), name, _NESTING)).get("optimizer_state_dict")) for name in files
+    ]  # fmt: skip
+    if not states or not all(_list(state.get("single_partition_of_fp32_groups")) for state in states):
+        _refuse_kind(step)
+    _check_ranks(step, [rank for _, rank in sorted(parts)], states)
+    shapes = _groups_of(model.get("param_shapes"))
+    options = [_dict(state.get("base_optimizer_state")) for state in states]
+    if not shapes or not all(options):
+        _refuse_kind(step)
+    group = _Groups(step, shapes, states[0].get("param_alignment_paddings"))
+    weights = group.parameters([_list(state["single_partition_of_fp32_groups"]) for state in states], "fp32")
+    shared = _dict(model.get("shared_params"))
+    untrained = {
+        name: tensor
+        for name, tensor in _dict(model.get("module")).items()
+        if isinstance(name, str) and isinstance(tensor, TensorAt) and name not in weights and name not in shared
+    }
+    moments: dict[Holds, Mapping[str, TensorAt]] = {}
+    for holds in MOMENTS:
+        moments[holds] = group.parameters([_vectors(option, holds, len(shapes)) for option in options], holds)
+    counts = _vectors(options[0], "step", len(shapes))
+    steps = {
+        name: read_number(count, f"{step.where}/{files[0]}: step")
+        for names, count in zip(shapes, counts, strict=True)
+        for name in names
+    }
+    return Saved(
+        weights={**untrained, **weights},
+        files=(models[0], *files),
+        moments=moments,
+        steps=steps,
+        options=(files[0], {**options[0], "clip_grad": states[0].get("clip_grad")}),
+    )
+
+
+class _Groups:
+    """Groups of parameters: their shapes by name, in the order in which the vector of the group has them."""
+
+    def __init__(self, step: Step, shapes: Sequence[Mapping[str, tuple[int, ...]]], paddings: object) -> None:
+        self._step, self._shapes = step, shapes
+        self._paddings = _list(paddings) or [[0] * len(names) for names in shapes]
+
+    def parameters(self, ranks: Sequence[list[object]], kind: str) -> dict[str, TensorAt]:
+        """Return each parameter, given the vectors of the groups by rank."""
+        found: dict[str, TensorAt] = {}
+        if not all(len(vectors) == len(self._shapes) == len(self._paddings) for vectors in ranks):
+            self._refuse(kind, f"expected {len(self._shapes)} groups of parameters in each rank's file")
+        for number, (shapes, listed) in enumerate(zip(self._shapes, self._paddings, strict=True)):
+            paddings = [count for count in _list(listed) if type(count) is int and count >= 0]
+            vectors = [self._vector(vectors[number], kind) for vectors in ranks]
+            total = sum(one.shape[0] for one in vectors)
+            begins = accumulate((one.shape[0] for one in vectors), initial=0)
+            parts = tuple(
+                replace(one, part=Slice(offset=(begin,), shape=one.shape, whole_shape=(total,)))
+                for one, begin in zip(vectors, begins, strict=False)
+            )
+            begin = 0
+            if len(paddings) != len(shapes):
+                self._refuse(kind, f"expected a padding for each of {len(shapes)} parameters")
+            for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
+                count = prod(shape)
+                if name in found or not count or begin + count > total:
+                    self._refuse(
+                        kind, f"{name!r} is not in the {total} elements of its group, or empty, or there twice"
+                    )
+                whole = merge_slices(rows_of(parts, [(begin, count)]))
+                found[name] = replace(whole, name=name, shape=shape)
+                begin += count + padding
+            alignment = 2 * len(ranks)  # zero_to_fp32 checks the same
+            if -(-begin // alignment) != -(-total // alignment):
+                self._refuse(kind, f"expected {begin} elements of a group, and padding; found {total}")
+        return found
+
+    def _vector(self, value: object, kind: str) -> TensorAt:
+        if not isinstance(value, TensorAt) or value.dtype != "F32" or len(value.shape) != 1:
+            self._refuse(kind, "expected a flat float32 tensor for each group")
+        return value
+
+    def _refuse(self, kind: str, problem: str) -> NoReturn:
+        raise SourceError(f"{self._step.where}: {kind}", problem[:300], _AGAIN, code="source.bad-partitions")
+
+
+def _vectors(options: Mapping[object, object], kind: str, count: int) -> list[object]:
+    """Return what AdamW has of each group."""
+    state = _dict(options.get("state"))
+    return [_dict(state.get(number)).get(kind) for number in range(count)]
+
+
+def _groups_of(value: object) -> list[dict[str, tuple[int, ...]]]:
+    """Return the shapes of parameters by group; empty if they are anything else."""
+    groups = [_dict(group) for group in value] if isinstance(value, list) else []
+    found = [
+        {name: shape for name, shape in group.items() if isinstance(name, str) and _is_shape(shape)} for group in groups
+    ]
+    return found if [len(group) for group in found] == [len(group) for group in groups] else []  # type: ignore[return-value]
+
+
+def _is_shape(value: object) -> bool:
+    return isinstance(value, tuple) and all(type(size) is int and size >= 0 for size in value)
+
+
+def _check_ranks(step: Step, ranks: Sequence[int], states: Sequence[Mapping[object, object]]) -> None:
+    """Refuse partitions that are not those of all ranks: what another job left there, or did not write."""
+    for state in states:
+        said = state.get("partition_count")
+        counts = said if isinstance(said, list) else [said]
+        if set(counts) != {len(ranks)} or list(ranks) != list(range(len(ranks))):
+            problem = f"expected the partitions of {said} ranks, found those of ranks {str(list(ranks))[:80]}"
+            raise SourceError(step.where, problem, _AGAIN, code="source.bad-partitions")
+
+
+def _refuse_kind(step: Step) -> NoReturn:
+    problem = (
+        "has weights or optimizer state that are not partitioned as by ZeRO 1 and 2, or are elastic, or of experts"
+    )
+    raise SourceError(step.where, problem, _CONVERT, code="source.zero-partitions")
+
+
+def _list(value: object) -> list[object]:
+    return value if isinstance(value, list) else []
+
+
+def _dict(value: object) -> Mapping[object, object]:
+    return value if isinstance(value, dict) else {}
