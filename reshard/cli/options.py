@@ -310,7 +310,11 @@ def print_result(quiet: bool, as_json: bool, as_object: Callable[[], object], as
 
 @contextlib.contextmanager
 def progress(verb: str, quiet: bool) -> Iterator[Progress | None]:
-    """Show a bar on a terminal; yield the progress callback for the operation."""
+    """Check that the result can be printed, show a bar on a terminal, and yield the operation's progress callback."""
+    if not quiet:
+        from manifests.probe import check_stdout
+
+        check_stdout()
     if quiet or not sys.stderr.isatty():
         yield None
         return

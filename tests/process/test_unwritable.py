@@ -148,6 +148,20 @@ def test_answer_that_cannot_be_printed_is_said_in_a_sentence(verb: tuple[str, ..
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("verb", ["verify", "diff", "check"])
+def test_checkpoint_is_not_opened_where_its_report_is_on_a_full_disk(verb: str, disk: Path) -> None:
+    (disk / "report").touch()
+    fill(disk)
+    absent = disk / "absent"  # which is not looked for
+    words = [verb, absent, *([absent] if verb == "diff" else [])]
+    with open(disk / "report", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "reshard", *map(str, words)], cwd=ROOT, stdout=full, stderr=subprocess.PIPE,
+            text=True, timeout=60,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr.startswith("error: standard output: ")) == (3, True), done.stderr
+
+
 def test_answer_is_not_computed_where_its_file_is_on_a_full_disk(packed: Path, disk: Path) -> None:
     (disk / "answer").touch()
     fill(disk)
