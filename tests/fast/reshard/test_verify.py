@@ -145,16 +145,23 @@ def test_verify_of_no_checkpoint_is_bad_input(tmp_path: Path) -> None:
     assert refusal("verify", tmp_path).found == (3, "manifest.missing", str(tmp_path))
 
 
-@pytest.mark.parametrize("verb", ["pack", "export"])
-def test_damaged_bundle_is_neither_packed_nor_exported(verb: str, out: Path) -> None:
-    before = read_stage(out, 1)[UP].data
+@pytest.mark.parametrize("fqn", [UP, "model.layers.3.self_attn.q_proj.weight"])  # joined and permuted by some
+@pytest.mark.parametrize(
+    "command",
+    [
+        "pack --layout pp=1", "export --to hf", "export --to hf --dtype fp32", "export --to dcp",
+        "export --to dcp --for torchtitan", "export --to deepspeed", "export --to vllm", "export --to megatron",
+    ],
+)  # fmt: skip
+def test_damaged_bundle_is_neither_packed_nor_exported(command: str, fqn: str, out: Path) -> None:
+    before = read_stage(out, 1)[fqn].data
     flip(out / SHARD, (out / SHARD).read_bytes().index(before))
-    after = read_stage(out, 1)[UP].data
-    options = ("--layout", "pp=1") if verb == "pack" else ("--to", "hf")
+    after = read_stage(out, 1)[fqn].data
+    verb, *options = command.split()
     refused = refusal(verb, out, *options, "--out", out.parent / "again")
-    assert refused.found == (3, "shard.digest-mismatch", f"{out}/{SHARD}: '{UP}'")
+    assert refused.found == (3, "shard.digest-mismatch", f"{out}/{SHARD}: '{fqn}'")
     assert f"expected {digest(before)}, found {digest(after)}" in refused.text
-    assert sorted(path.name for path in out.parent.iterdir()) == ["out", "source"]
+    assert not (out.parent / "again").exists()
 
 
 def test_quick_reads_no_tensor(out: Path) -> None:
