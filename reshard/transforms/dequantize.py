@@ -21,6 +21,8 @@ from stores.base import read_config
 __all__ = ["dequantize"]
 
 _FLAG, _SECTION = "--dequantize", "quantization_config"
+_QUANTIZED = {"F4", "F8_E4M3", "F8_E5M2", "F8_E8M0", "I8"}  # which no tensor of a plain model has
+_OTHER_TOOLS = "dequantize the model with transformers: its quantization configs have dequantize=True"
 _HF_ALIGNMENT = 8  # the safetensors library pads headers to this
 
 
@@ -77,6 +79,9 @@ def _tensors(checkpoint: Checkpoint, section: Mapping[str, object], dtype: str) 
             _expect(scales, {"U8", "F8_E8M0"})
             yield fqn, _from_mxfp4(tensor, scales, dtype)
         elif not _is_scale(fqn, stored):
+            if tensor.dtype in _QUANTIZED:
+                problem = f"is {tensor.dtype}, and its scales have names or a form that are not known"
+                raise SourceError(f"{tensor.file}: {fqn!r}", problem, _OTHER_TOOLS, code="source.quantized-dtype")
             yield fqn, tensor
 
 

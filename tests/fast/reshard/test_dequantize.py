@@ -169,6 +169,19 @@ def test_source_that_is_not_quantized_is_refused(tmp_path: Path, wording: Callab
     wording(ended.json["error"]["problem"])
 
 
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "I8"])
+def test_weight_without_known_scales_is_refused(dtype: str, tmp_path: Path) -> None:
+    config = read_config("tiny-deepseek-v3", quantization_config=fp8(8, 16))
+    tensors = write_quantized(tmp_path / "source", config)
+    shape = tensors["lm_head.weight"].shape
+    tensors["lm_head.weight"] = Tensor(dtype=dtype, shape=shape, data=bytes(prod(shape)))
+    write_model(tmp_path / "other", config, tensors)
+    asked = ("pack", tmp_path / "other", "--layout", "pp=2", "--out", tmp_path / "out")
+    exit_code, code, where = reshard(*asked, "--dequantize", "bf16", "--json").refusal
+    assert (exit_code, code) == (3, "source.quantized-dtype")
+    assert where.endswith("model.safetensors: 'lm_head.weight'")
+
+
 def test_scale_of_an_integer_dtype_is_refused(tmp_path: Path, wording: Callable[[str], None]) -> None:
     config = read_config("tiny-deepseek-v3", quantization_config=fp8(8, 16))
     tensors = write_quantized(tmp_path / "source", config)
