@@ -64,22 +64,32 @@ def read_once(source: Path, packed: Path, device: str) -> int:
 
 def runner(source: Path, packed: Path, device: str) -> int:
     """What a rank does: build its stage on the meta device, allocate memory, load its bundle, verify digests."""
+    return _load_stage(packed, device, hashes=True)
+
+
+def runner_background(source: Path, packed: Path, device: str) -> int:
+    """The same with --digests background, until training may start."""
+    return _load_stage(packed, device, hashes=False)
+
+
+def _load_stage(packed: Path, device: str, *, hashes: bool) -> int:
     import torch
 
     from runner.bundle.packed import open_packed
-    from runner.load.load import load_tensors
+    from runner.load.load import Reading, read_tensors
     from runner.models import family_for
     from runner.pipeline.chunk import build_chunks, hf_pieces, materialize
     from stores.bundles import Bundles
+    from stores.cores import threads_for_ranks
 
-    found = open_packed(packed)
+    found, how = open_packed(packed), Reading(num_threads=threads_for_ranks(), hashes=hashes)
     family, modules = family_for(found.config, max_seq_len=512), found.stage_modules
 
     def load() -> int:
         (chunk,) = build_chunks(family, modules, (STAGE,))
         materialize(chunk, device=torch.device(device), dtype=torch.bfloat16)
         bundles = Bundles(found.manifest, found.root)
-        return load_tensors(hf_pieces(chunk), bundles, found.shape).nbytes
+        return read_tensors(hf_pieces(chunk), bundles, found.shape, how=how)[0].nbytes
 
     build_chunks(family, modules, (STAGE,))  # torchtitan is imported at the first build
     return _timed(load, device)
@@ -131,10 +141,17 @@ LOADERS: dict[str, Callable[[Path, Path, str], int]] = {
     "cat": cat,
     "read_once": read_once,
     "runner": runner,
+    "runner_background": runner_background,
     "load_file": load_file,
     "whole": whole,
 }
-GPU_LOADERS = {"read_once": read_once, "runner": runner, "load_file": load_file, "fastsafetensors": fastsafetensors}
+GPU_LOADERS = {
+    "read_once": read_once,
+    "runner": runner,
+    "runner_background": runner_background,
+    "load_file": load_file,
+    "fastsafetensors": fastsafetensors,
+}
 _began_s = 0.0
 
 

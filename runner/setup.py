@@ -24,7 +24,8 @@ from runner.distributed.fail_together import from_rank_0, together
 from runner.distributed.world import World
 from runner.launch.combinations import check_combination, check_divides, combine, share_of
 from runner.launch.preflight import notes
-from runner.load.load import LoadReport
+from runner.load.deferred import DeferredVerification
+from runner.load.load import LoadReport, Reading
 from runner.load.local_cache import CacheReport, local_cache_of
 from runner.load.stored import StageLoader
 from runner.metrics.gauges import memory_nbytes
@@ -46,6 +47,7 @@ from runner.training.optimizer import Optimizer
 from runner.training.rng import restore_rng, seed_rng
 from runner.training.step import Engine
 from runner.training.ties import build_ties, check_equal, check_loaded, lead_parameters
+from stores.cores import threads_for_ranks
 
 __all__ = ["Ready", "begin"]
 
@@ -65,6 +67,7 @@ class Ready:
     save_context: SaveContext
     copied: CacheReport | None  # to the node's own disk
     loaded: LoadReport
+    deferred: DeferredVerification
     mesh: Mesh
     base_nbytes: int  # memory that this process used before it built its stages
 
@@ -141,12 +144,16 @@ def _begin(
         options, origin, training = start.options, start.origin, start.training
         save_context = _save_context_of(launched, origin, options, mesh)
         cache = local_cache_of(launched, origin, options, mesh, world, has_moments=training is not None)
+        hashes = options.digests == "foreground"
+        deferred = DeferredVerification(cache, is_needed=not hashes)
         stored = StageLoader(
             origin=origin,
             cache=cache,
             group=mesh.stage,
             is_broadcast=options.degrees.load == "broadcast",
             device=device,
+            how=Reading(num_threads=threads_for_ranks(world.local_size), hashes=hashes),
+            deferred=deferred,
         )
         check_divides(launched.config, mesh.degrees.tensor)
         family = family_for(
@@ -172,15 +179,17 @@ def _begin(
         weights = [piece for chunk in chunks for piece in (*hf_pieces(chunk, kept), *hf_constants(chunk))]
     copied = cache.ensure() if cache else None  # the loader verifies what it reads
     loaded = stored.load(weights, WEIGHTS)
-    with together("load"):
+    with deferred.comes_first(), together("load"):
         round_masters(parameter for chunk in chunks for parameter in chunk.parameters())
         check_loaded(launched.manifest.ties, chunks)
     _log_loaded(loaded, chunks, mesh)
     engine = _build_engine(launched, chunks, options, mesh, device)
-    check_equal(engine.ties)
+    with deferred.comes_first():
+        check_equal(engine.ties)
     seed_rng(options.data.seed, mesh.rank // mesh.degrees.tensor)
     if training is not None:
         start = _resume_optimizer(start, training, stored, engine, chunks, mesh, device)
+    deferred.start()
     if mesh.rank == 0:
         _log_start(start)
     return Ready(
@@ -193,6 +202,7 @@ def _begin(
         save_context=save_context,
         copied=copied,
         loaded=loaded,
+        deferred=deferred,
         mesh=mesh,
         base_nbytes=base_nbytes,
     )
@@ -235,7 +245,8 @@ def _resume_optimizer(
     for holds in MOMENTS:
         moment = partial(_moment, engine.optimizer, holds=holds)
         stored.load([piece for chunk in chunks for piece in hf_pieces(chunk, moment)], holds)
-        check_equal(engine.ties, of=partial(engine.optimizer.moment, moment=holds))
+        with stored.deferred.comes_first():
+            check_equal(engine.ties, of=partial(engine.optimizer.moment, moment=holds))
     engine.optimizer.resume(training.step)
     num_ranks = mesh.degrees.world_size
     with together("load"):

@@ -86,7 +86,11 @@ class _Steps:
 
     def train(self, batch: Batch | None, step: int) -> StepReport:
         """Take one optimizer step; the last one, if any rank was asked to stop."""
-        report = train_step(self.ready.engine, batch, step, is_last=self.watchdog.is_asked_to_stop)
+        deferred, is_last = self.ready.deferred, self.watchdog.is_asked_to_stop
+        with deferred.comes_first():
+            report = train_step(self.ready.engine, batch, step, is_last=is_last, is_damaged=deferred.has_failed)
+        if report.is_damaged:
+            deferred.finish()  # which raises what was found
         self.watchdog.beat(step + 1)
         if self.tracer is not None and step + 1 in self.ready.options.traced:
             self.tracer.add(step + 1, self.ready.engine.schedule.recorder)
@@ -115,7 +119,8 @@ class _Steps:
     def check_ties(self, trained: TrainingState) -> None:
         """Compare the replicas of tied weights, if that is due."""
         if self.ready.options.checks_ties_after(trained.step):
-            check_equal(self.ready.engine.ties)
+            with self.ready.deferred.comes_first():
+                check_equal(self.ready.engine.ties)
 
     def save(self, trained: TrainingState, *, is_last: bool) -> None:
         """Save a checkpoint if one is due, and report the saves that have ended."""
@@ -124,6 +129,7 @@ class _Steps:
         ready, watchdog = self.ready, self.watchdog
         if ready.options.saves_after(trained.step) or is_last:
             watchdog.beat(trained.step, "save")  # a save is not timed as a step
+            ready.deferred.finish()
             state = replace(trained, random=(rng_state(ready.mesh.rank, ready.chunks[0].device),))
             self.saver.save(ready.held_state(), state, self.feed.num_skipped)
             watchdog.beat(trained.step)

@@ -92,7 +92,7 @@ def run(launched: Packed, options: TrainOptions, world: World, device: torch.dev
         if world.rank == 0:
             resolved = {**ready.options.values, "num_ranks": world.size, "first_step": ready.num_steps + 1}
             note_resolved(options.log_dir, resolved)
-        with open_metrics(ready, world, device) as metrics:
+        with ready.deferred, open_metrics(ready, world, device) as metrics:
             _train_and_save(ready, metrics, world, device)
 
 
@@ -133,6 +133,7 @@ def _train_and_save(ready: Ready, metrics: Metrics, world: World, device: torch.
             trained, is_stopped = train_steps(ready, metrics, saver, watchdog)
         finally:
             watchdog.leave()
+        ready.deferred.finish()
         check_equal(ready.engine.ties)
         if is_stopped:
             _stop(saver, metrics, trained, options, world)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import threading
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
+from stores.cores import threads_for_ranks
 from stores.prefetch import MEMORY_NBYTES, Prefetcher
+from stores.uplink import NUM_PARTS, part_nbytes
 
-__all__ = ["Parallelism", "Used", "usable_cores"]
+__all__ = ["Parallelism", "Uploads", "Used"]
 
-_MAX_THREADS = 32  # beyond, the interpreter's lock is the limit
-_CGROUPS = Path("/sys/fs/cgroup")
+_MOST_PARTS = 64  # sent at a time: on a link of less than 1 MiB/s, each of them would count as stalled
 
 
 @dataclass(slots=True)
@@ -21,6 +22,13 @@ class Used:
 
     num_threads: int = 0
     num_streams: int = 0
+
+
+class Uploads(NamedTuple):
+    """How many objects are uploaded at a time, and how many parts of each."""
+
+    num_objects: int
+    num_parts: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,9 +45,25 @@ class Parallelism:
 
     def threads_for(self, num_items: int) -> int:
         """Return how many threads to start for so many pieces of work."""
-        number = min(self.num_threads or max(2, min(usable_cores(), _MAX_THREADS)), max(1, num_items))
+        number = min(self.num_threads or threads_for_ranks(), max(1, num_items))
         self.used.num_threads = max(self.used.num_threads, number)
         return number
+
+    def halved(self) -> Parallelism:
+        """Return one with half of the memory, for one of two uses at a time."""
+        return replace(self, memory_nbytes=self.memory_nbytes // 2)
+
+    def uploads_of(self, objects_nbytes: Sequence[int]) -> Uploads:
+        """Return how many of these objects to upload at a time, and how many parts of each.
+
+        An open upload keeps one part more in memory than it sends.
+        """
+        room = self.memory_nbytes // part_nbytes(max(objects_nbytes, default=0))
+        num_parts = max(1, min(self.num_streams or _MOST_PARTS, room))
+        num_objects = max(1, min(len(objects_nbytes), num_parts // NUM_PARTS, room // (NUM_PARTS + 1)))
+        found = Uploads(num_objects=num_objects, num_parts=max(1, min(num_parts, room - num_objects) // num_objects))
+        self.used.num_streams = max(self.used.num_streams, found.num_objects * found.num_parts)
+        return found
 
     def prefetcher(self, num_lanes: int, stop: threading.Event) -> Prefetcher:
         """Return a prefetcher for so many threads."""
@@ -48,35 +72,3 @@ class Parallelism:
     def add(self, prefetcher: Prefetcher) -> None:
         """Record what a prefetcher used."""
         self.used.num_streams = max(self.used.num_streams, prefetcher.most_running)
-
-
-def usable_cores(cgroups: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int:
-    """Return the number of cores that this process may use: by its affinity, and by the quotas of its cgroups."""
-    cores = float(len(os.sched_getaffinity(0)))
-    try:
-        lines = own.read_text().splitlines()
-    except OSError:
-        return int(cores)
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":  # version 2: one hierarchy
-            folder = cgroups
-        elif "cpu" in controllers.split(","):
-            folder = cgroups / controllers
-        else:
-            continue
-        below = Path(path.lstrip("/"))
-        cores = min(cores, *(_quota(folder / each) for each in (below, *below.parents)))
-    return max(1, int(cores))
-
-
-def _quota(cgroup: Path) -> float:
-    """Return the cores that a cgroup allows; without a limit, infinity."""
-    try:
-        if (cgroup / "cpu.max").exists():
-            quota, period = (cgroup / "cpu.max").read_text().split()
-        else:
-            quota, period = ((cgroup / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
-        return int(quota) / int(period) if quota not in ("max", "-1") else float("inf")
-    except (OSError, ValueError):
-        return float("inf")

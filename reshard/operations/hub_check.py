@@ -12,11 +12,11 @@ from manifests.errors import SourceError
 from reshard.plans.pack_plan import OutputShard
 from reshard.tensors.checkpoint import Checkpoint
 from stores.base import HUB_MISMATCH, InputFile, Listed
+from stores.cores import threads_for_ranks
 from stores.local import LocalFile
 
 __all__ = ["HubReport", "check_hub_files"]
 
-_NUM_THREADS = 2
 _BLOCK_NBYTES = 1 << 20
 
 
@@ -73,7 +73,7 @@ def check_hub_files(
                 code=HUB_MISMATCH,
             )
 
-    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="hub-check") as pool:
+    with ThreadPoolExecutor(threads_for_ranks(), thread_name_prefix="hub-check") as pool:
         for done in [pool.submit(verify, name) for name in ready]:
             done.result()
     return HubReport(verified=tuple(ready), unverified=tuple(name for name in listed if name not in ready))

@@ -15,7 +15,7 @@ from manifests.store import check_shard
 from stores.base import InputFile, read_file_header
 from stores.bundles import TensorAt, tensors_in
 
-__all__ = ["verified_blocks"]
+__all__ = ["check_digest", "verified_blocks"]
 
 _BLOCK_NBYTES = 8 << 20
 
@@ -40,6 +40,21 @@ def verified_blocks(file: InputFile, shard: Shard, stop: threading.Event) -> Ite
         yield block
 
 
+def check_digest(tensor: TensorAt, found: str) -> None:
+    """Compare the hex digest of a tensor's bytes with that of its shard.
+
+    Raises:
+        ShardError: they differ.
+    """
+    if found != tensor.digest:
+        raise ShardError(
+            f"{tensor.file}: {tensor.name!r}",
+            f"expected {PREFIX}{tensor.digest}, found {PREFIX}{found}",
+            "the shard was damaged after it was written; reshard verify names all damage",
+            code="shard.digest-mismatch",
+        )
+
+
 class _Digests:
     """Verifies tensors as their bytes are read, in order."""
 
@@ -58,13 +73,7 @@ class _Digests:
 
     def _end(self, tensor: TensorAt) -> None:
         found, self._hasher = self._hasher.hexdigest(), Hasher()
-        if found != tensor.digest:
-            raise ShardError(
-                f"{tensor.file}: {tensor.name!r}",
-                f"expected {PREFIX}{tensor.digest}, found {PREFIX}{found}",
-                "the shard was damaged after it was written; reshard verify names all damage",
-                code="shard.digest-mismatch",
-            )
+        check_digest(tensor, found)
 
 
 def _blocks(file: InputFile, begin: int, end: int) -> Iterator[tuple[int, memoryview]]:

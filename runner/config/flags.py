@@ -29,6 +29,7 @@ from runner.config.schema import (
 __all__ = ["TrainOptions", "flag_of", "is_training_flag", "parse_training", "recall", "training_command", "unwritten"]
 
 Device = Literal["auto", "cpu", "cuda"]
+Digests = Literal["foreground", "background"]
 _ON_COMMAND_LINE = ParameterSource.COMMANDLINE
 
 
@@ -68,6 +69,11 @@ class TrainOptions:
     optim: OptimOptions = group(OptimOptions)
     compute: ComputeOptions = group(ComputeOptions)
     degrees: DegreeOptions = group(DegreeOptions)
+    digests: Digests = flag(
+        "--digests", type=click.Choice(get_args(Digests)), default="foreground",
+        help="Verify digests of what is loaded before the first step, or in the background during the first steps, and "
+        "before anything is saved.",
+    )  # fmt: skip
     check_ties_every: int = flag(
         "--check-ties-every", type=WholeNumber(min=1), written_default=100, metavar="N",
         help="Check every N steps, and before every checkpoint, that replicas of tied weights are equal.",

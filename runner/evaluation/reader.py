@@ -94,7 +94,7 @@ def read_model(
         for chunk in chunks:
             materialize(chunk, device=device, dtype=dtype)
         weights = [piece for chunk in chunks for piece in (*hf_pieces(chunk), *hf_constants(chunk))]
-        report = load_tensors(weights, Bundles(manifest, packed.root), packed.shape)
+        report = load_tensors(weights, Bundles(manifest, packed.root), packed.shape, num_ranks=world.local_size)
         check_loaded(manifest.ties, chunks)
     if world.rank == 0:
         for name in packed.unnamed:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from manifests.safetensors import nbytes_of
 from runner.distributed.fail_together import together
-from runner.load.load import LoadReport, Read, count_unverified, read_all
+from runner.load.load import LoadReport, Read, Reading, count_unverified, read_all
+from runner.load.verify_parts import PartRead
 from runner.tensors.dtypes import STORED_DTYPES
 from runner.tensors.local_shard import Piece
 
@@ -36,10 +37,13 @@ class _Shared:
         return nbytes_of(self.dtype, self.shape)
 
 
-def read_for_all(reads: Sequence[Read], group: dist.ProcessGroup, device: torch.device) -> LoadReport:
+def read_for_all(
+    reads: Sequence[Read], group: dist.ProcessGroup, device: torch.device, how: Reading
+) -> tuple[LoadReport, list[PartRead]]:
     """Execute the planned reads of every rank of a group; each of them calls this.
 
-    The rank that reads a tensor verifies its digest. This needs extra memory for two rounds of tensors.
+    The rank that reads a tensor verifies its digest, or returns it to be verified if nothing is hashed. This needs
+    extra memory for two rounds of tensors.
 
     Raises:
         UserError: the same on all ranks of the group, whichever rank failed.
@@ -48,25 +52,26 @@ def read_for_all(reads: Sequence[Read], group: dist.ProcessGroup, device: torch.
     wanted = defaultdict[_Key, list[Read]](list)
     for read in reads:
         wanted[_key_of(read)].append(read)
-    rank, shared = dist.get_rank(group), _share(wanted, group)
+    rank, shared, unverified = dist.get_rank(group), _share(wanted, group), list[PartRead]()
     for some in _rounds(shared):
         buffers = {each.key: _room_for(each) for each in some}
         own = [_read_whole(wanted[each.key][0], buffers[each.key]) for each in some if each.reader == rank]
         with together("load", group):
-            read_all(own)
+            unverified += read_all(own, how)
         nbytes += sum(read.nbytes for read in own)
         for each in some:
             sent = buffers.pop(each.key).to(device)
             dist.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=each.reader)
             for read in wanted.get(each.key, ()):
                 read.into.memory.copy_(_region_of(read, sent))
-    return LoadReport(
+    report = LoadReport(
         num_tensors=len({read.at.name for read in reads}),
         num_parts=0,
         nbytes=nbytes,
         load_s=time.perf_counter() - started_s,
         num_unverified=count_unverified(reads),
     )
+    return report, unverified
 
 
 def _share(wanted: dict[_Key, list[Read]], group: dist.ProcessGroup) -> list[_Shared]:

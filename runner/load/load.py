@@ -9,11 +9,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from manifests.digest import PREFIX, Hasher
+from manifests.digest import Hasher
 from manifests.errors import ShardError
 from manifests.models import ModelShape, module_of
 from manifests.schema import WEIGHTS, Holds, Stage
 from manifests.slices import Slice
+from runner.bundle.verified_read import check_digest
 from runner.load.fill import fill
 from runner.load.verify_parts import PartRead, share_parts, verify_parts
 from runner.tensors.dtypes import STORED_DTYPES
@@ -22,11 +23,13 @@ from runner.tensors.pinned import PinnedBlocks
 from runner.tensors.regions import intersect, ranges_of
 from stores.base import InputFile, Range, Reader, merge_ranges
 from stores.bundles import Bundles, TensorAt, join_slices
-from stores.workers import for_each
+from stores.cores import threads_for_ranks
+from stores.workers import Take, share_out
 
 __all__ = [
     "LoadReport",
     "Read",
+    "Reading",
     "count_unverified",
     "load_tensors",
     "plan_reads",
@@ -51,6 +54,14 @@ class LoadReport:
     load_s: float
     verified_nbytes: int = 0
     num_unverified: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """How a rank reads: with so many threads, and whether it hashes what it reads."""
+
+    num_threads: int = 2
+    hashes: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -83,20 +94,28 @@ class Read:
         return sum(end - begin for begin, end in self.ranges)
 
 
-def load_tensors(pieces: Iterable[Piece], bundles: Bundles, shape: ModelShape, holds: Holds = WEIGHTS) -> LoadReport:
+def load_tensors(
+    pieces: Iterable[Piece], bundles: Bundles, shape: ModelShape, holds: Holds = WEIGHTS, num_ranks: int = 1
+) -> LoadReport:
     """Load a rank's tensors as `read_tensors` does, and verify those that were read in part, without other ranks.
+
+    `num_ranks` processes of this machine load at the same time, and share its cores.
 
     Raises:
         ShardError: as `read_tensors`, or a tensor that was read in part does not match its digest.
     """
-    started_s = time.perf_counter()
-    report, parts = read_tensors(pieces, bundles, shape, holds)
-    verified_nbytes = verify_parts(share_parts(parts))
+    started_s, how = time.perf_counter(), Reading(num_threads=threads_for_ranks(num_ranks))
+    report, parts = read_tensors(pieces, bundles, shape, holds, how)
+    verified_nbytes = verify_parts(share_parts(parts), how.num_threads)
     return replace(report, verified_nbytes=verified_nbytes, load_s=time.perf_counter() - started_s)
 
 
 def read_tensors(
-    pieces: Iterable[Piece], bundles: Bundles, shape: ModelShape, holds: Holds = WEIGHTS
+    pieces: Iterable[Piece],
+    bundles: Bundles,
+    shape: ModelShape,
+    holds: Holds = WEIGHTS,
+    how: Reading = Reading(),
 ) -> tuple[LoadReport, list[PartRead]]:
     """Read weights, or one kind of optimizer state, into a rank's pieces, in place.
 
@@ -108,7 +127,7 @@ def read_tensors(
     Shapes: as stored; see `manifests.models`.
     Raises:
         ShardError: a shard is missing or damaged, a tensor is missing, unexpected or of another shape or dtype, or a
-            tensor that was read whole does not match its digest (those of virtual bundles have none).
+            tensor that was read whole and hashed does not match its digest (those of virtual bundles have none).
     """
     started_s = time.perf_counter()
     reads: dict[_Bytes, Read] = {}
@@ -117,7 +136,7 @@ def read_tensors(
         key = read.at.file, read.at.begin, read.region
         reads.setdefault(key, read)
         wanted[key].append(read.into)
-    parts = read_all(list(reads.values()))
+    parts = read_all(list(reads.values()), how)
     for first, *others in wanted.values():
         for other in others:
             other.memory.copy_(first.memory)
@@ -153,18 +172,26 @@ def plan_reads(pieces: Iterable[Piece], bundles: Bundles, shape: ModelShape, hol
     return reads
 
 
-def read_all(reads: Sequence[Read]) -> list[PartRead]:
-    """Execute reads, with one thread from the first file on and one from the last backwards.
+def read_all(reads: Sequence[Read], how: Reading = Reading()) -> list[PartRead]:
+    """Execute reads, with every two threads beginning at the two ends of a part of the files.
 
-    Returns the partial reads among them, which are not verified yet.
+    Returns the reads that are not verified yet: the partial ones, or all if nothing is hashed.
 
     Raises:
         ShardError: a tensor that was read whole does not match its digest.
         InputError: a file cannot be read.
     """
-    in_order = sorted(reads, key=lambda read: (str(read.at.file), read.ranges[0]))
+    if not reads:
+        return []
+    runs = tuple(_runs(sorted(reads, key=lambda read: (str(read.at.file), read.ranges[0]))))
     parts: list[PartRead] = []
-    for_each(_runs(in_order), lambda run, stop: parts.extend(_fill_run(run, stop)))
+
+    def fill_runs(take: Take[list[Read]], stop: threading.Event) -> None:
+        blocks = PinnedBlocks(reads[0].into.memory.device)
+        while not stop.is_set() and (run := take()) is not None:
+            parts.extend(_fill_run(run, blocks, stop, hashes=how.hashes))
+
+    share_out(runs, fill_runs, min(how.num_threads, len(runs)))
     return parts
 
 
@@ -246,16 +273,15 @@ def _runs(reads: Sequence[Read]) -> Iterator[list[Read]]:
         yield run
 
 
-def _fill_run(run: Sequence[Read], stop: threading.Event) -> list[PartRead]:
+def _fill_run(run: Sequence[Read], blocks: PinnedBlocks, stop: threading.Event, *, hashes: bool) -> list[PartRead]:
     reader = run[0].at.file.open(merge_ranges(byte_range for read in run for byte_range in read.ranges))
-    blocks = PinnedBlocks(run[0].into.memory.device)
     parts = []
     try:
         for read in run:
             if stop.is_set():
                 break
-            found = _fill(read, reader, blocks)
-            if not read.is_whole:
+            found = _fill(read, reader, blocks, hashes=hashes)
+            if found is None or not read.is_whole:
                 parts.append(PartRead(at=read.at, region=read.region, digest=found))
     finally:
         blocks.finish()
@@ -263,26 +289,16 @@ def _fill_run(run: Sequence[Read], stop: threading.Event) -> list[PartRead]:
     return parts
 
 
-def _fill(read: Read, reader: Reader, blocks: PinnedBlocks) -> str:
-    """Fill a piece, and return the hex digest of the bytes read, after comparing that of a whole tensor."""
-    at, hasher = read.at, Hasher()
-    fill(
-        read.into.memory,
-        STORED_DTYPES[at.dtype],
-        reader,
-        at.begin,
-        read.region,
-        None if at.blake3 is None else hasher,
-        blocks,
-    )
+def _fill(read: Read, reader: Reader, blocks: PinnedBlocks, *, hashes: bool) -> str | None:
+    """Fill a piece, and return the hex digest of its bytes, if they are hashed; that of a whole tensor is compared."""
+    at = read.at
+    hasher = Hasher() if hashes and at.blake3 is not None else None
+    fill(read.into.memory, STORED_DTYPES[at.dtype], reader, at.begin, read.region, hasher, blocks)
+    if hasher is None:
+        return None
     found: str = hasher.hexdigest()
-    if read.is_whole and at.digest not in (None, found):
-        raise ShardError(
-            f"{at.file}: {at.name!r}",
-            f"expected {PREFIX}{at.digest}, found {PREFIX}{found}",
-            "the shard was damaged after it was written; reshard verify names all damage",
-            code="shard.digest-mismatch",
-        )
+    if read.is_whole:
+        check_digest(at, found)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,7 +127,7 @@ def _load_named(
     fqns = {name: name if name_of is None else name_of(name) for name in tensors}
     _check_names(packed, stages, fqns)
     pieces = [_piece(fqns[name], tensor) for name, tensor in tensors.items() if local_of(tensor).numel()]
-    return load_tensors(_once(pieces), packed.bundles, packed.shape)
+    return load_tensors(_once(pieces), packed.bundles, packed.shape, num_ranks=_num_local_ranks())
 
 
 def _load_adapted(
@@ -136,13 +137,18 @@ def _load_adapted(
     stored = [adapter.to_hf({name: _on_meta(tensor) for name, tensor in own.items()}) for own in owned]
     _check_names(packed, stages, {fqn: fqn for tensors in stored for fqn in tensors})
     read = {fqn: torch.empty(each.shape, dtype=each.dtype) for tensors in stored for fqn, each in tensors.items()}
-    report = load_tensors(whole_pieces(read), packed.bundles, packed.shape)
+    report = load_tensors(whole_pieces(read), packed.bundles, packed.shape, num_ranks=_num_local_ranks())
     for model, own, tensors in zip(models, owned, stored, strict=True):
         converted = adapter.from_hf({fqn: read[fqn] for fqn in tensors})
         if lacking := sorted(own.keys() - converted.keys()):
             raise _missing(packed, f"the adapter makes no value for {some_of(lacking)}")
         model.load_state_dict({name: _like(tensor, converted[name]) for name, tensor in own.items()})
     return report
+
+
+def _num_local_ranks() -> int:
+    """Return how many ranks torchrun has started on this node; 1 without it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:

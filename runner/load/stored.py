@@ -13,7 +13,8 @@ from manifests.schema import Holds
 from runner.bundle.packed import Packed
 from runner.distributed.fail_together import together
 from runner.load.broadcast import read_for_all
-from runner.load.load import LoadReport, plan_reads, read_tensors
+from runner.load.deferred import DeferredVerification
+from runner.load.load import LoadReport, Reading, plan_reads, read_tensors
 from runner.load.local_cache import LocalCache
 from runner.load.verify_parts import share_parts, verify_parts
 from runner.tensors.local_shard import Piece
@@ -31,12 +32,14 @@ class StageLoader:
     group: dist.ProcessGroup | None  # the ranks of this stage, if there are several
     is_broadcast: bool  # each tensor is read once for the group; otherwise each rank reads its part
     device: torch.device
+    how: Reading
+    deferred: DeferredVerification  # of what is not hashed as it is read
 
     def load(self, pieces: Sequence[Piece], holds: Holds) -> LoadReport:
         """Load this rank's weights, or one kind of its optimizer state; every rank of the job calls this.
 
-        Everything is verified except original files, which have no digests. If cached shards of any node are damaged,
-        they are copied again, once.
+        Everything is verified, now or by `deferred`, except original files, which have no digests. If cached shards of
+        any node are found damaged now, they are copied again, once.
 
         Raises:
             UserError: on all ranks, whichever failed.
@@ -52,14 +55,19 @@ class StageLoader:
         bundles, shape = self._bundles, self.origin.shape
         if not self.is_broadcast or self.group is None:
             with together("load"):
-                report, parts = read_tensors(pieces, bundles, shape, holds)
+                report, parts = read_tensors(pieces, bundles, shape, holds, self.how)
             shared = share_parts(parts, self.group)
+            if not self.how.hashes:
+                self.deferred.add(shared)
+                return report
             with together("load"):
-                return replace(report, verified_nbytes=verify_parts(shared))
+                return replace(report, verified_nbytes=verify_parts(shared, self.how.num_threads))
         with together("load"):
             reads = plan_reads(pieces, bundles, shape, holds)
         with together("load"):  # the ranks of a stage fail as one, and then the others
-            return read_for_all(reads, self.group, self.device)
+            report, unverified = read_for_all(reads, self.group, self.device, self.how)
+        self.deferred.add(share_parts(unverified))
+        return report
 
     @property
     def _bundles(self) -> Bundles:

@@ -19,12 +19,13 @@ import torch.distributed as dist
 from manifests.digest import PREFIX, Hasher
 from manifests.errors import ShardError
 from manifests.slices import Slice
+from runner.bundle.verified_read import check_digest
 from runner.tensors.dtypes import STORED_DTYPES
 from runner.tensors.regions import BLOCK_NBYTES, ranges_of
 from stores.bundles import TensorAt
 from stores.workers import for_each
 
-__all__ = ["PartRead", "ToVerify", "share_parts", "verify_parts"]
+__all__ = ["PartRead", "ToVerify", "share_parts", "verify_parts", "verify_whole"]
 
 _Key = tuple[str, int]  # a file, and the offset of a stored tensor in it
 _Digests = dict[_Key, tuple[int, dict[Slice, str]]]  # its size in bytes, and the digest of each part
@@ -32,11 +33,11 @@ _Digests = dict[_Key, tuple[int, dict[Slice, str]]]  # its size in bytes, and th
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartRead:
-    """A region of a stored tensor, and the hex digest of the bytes read for it."""
+    """A region of a stored tensor, and the hex digest of the bytes read for it; None: they were not hashed."""
 
     at: TensorAt
     region: Slice
-    digest: str
+    digest: str | None
 
     @property
     def key(self) -> _Key:
@@ -52,7 +53,7 @@ class ToVerify:
 
 
 def share_parts(parts: Sequence[PartRead], group: dist.ProcessGroup | None = None) -> list[ToVerify]:
-    """Distribute the tensors that ranks of a group read in part, and return those for this rank to verify.
+    """Distribute the tensors that ranks of a group read, and return those for this rank to verify.
 
     Every rank of the group calls this; without a group, a rank verifies its own parts. The original files of virtual
     bundles have no digests: their parts are skipped.
@@ -60,7 +61,7 @@ def share_parts(parts: Sequence[PartRead], group: dist.ProcessGroup | None = Non
     known: dict[_Key, TensorAt] = {part.key: part.at for part in parts if part.at.blake3 is not None}
     mine: _Digests = {key: (at.nbytes, {}) for key, at in known.items()}
     for part in parts:
-        if part.key in mine:
+        if part.key in mine and part.digest is not None:
             mine[part.key][1][part.region] = part.digest
     everyone, rank = [mine], 0
     if group is not None:
@@ -73,13 +74,13 @@ def share_parts(parts: Sequence[PartRead], group: dist.ProcessGroup | None = Non
     ]
 
 
-def verify_parts(tensors: Sequence[ToVerify]) -> int:
-    """Read tensors whole, with two threads, and return the bytes read.
+def verify_parts(tensors: Sequence[ToVerify], num_threads: int = 2) -> int:
+    """Read tensors whole, and return the bytes read.
 
     Raises:
         ShardError: a tensor does not match its digest, or a rank read other bytes of it.
     """
-    for_each(tensors, lambda tensor, _: _verify(tensor))
+    for_each(tensors, lambda tensor, _: verify_whole(tensor), num_threads)
     return sum(tensor.at.nbytes for tensor in tensors)
 
 
@@ -97,7 +98,8 @@ def _choose_readers(everyone: Sequence[_Digests]) -> dict[_Key, int]:
     return chosen
 
 
-def _verify(tensor: ToVerify) -> None:
+def verify_whole(tensor: ToVerify) -> None:
+    """Read a tensor whole; raises as `verify_parts`."""
     at, regions = tensor.at, {region for parts in tensor.parts for region in parts}
     itemsize = STORED_DTYPES[at.dtype].itemsize
     whole, hashers = Hasher(), {region: _RangeHasher(ranges_of(at.shape, region, itemsize)) for region in regions}
@@ -109,20 +111,13 @@ def _verify(tensor: ToVerify) -> None:
             whole.update(piece)
             for hasher in hashers.values():
                 hasher.update(piece, position)
-    where = f"{at.file}: {at.name!r}"
-    if (found := whole.hexdigest()) != at.digest:
-        raise ShardError(
-            where,
-            f"expected {PREFIX}{at.digest}, found {PREFIX}{found}",
-            "the shard was damaged after it was written; reshard verify names all damage",
-            code="shard.digest-mismatch",
-        )
+    check_digest(at, whole.hexdigest())
     for parts in tensor.parts:
         for region, digest in parts.items():
             if (found := hashers[region].hexdigest()) != digest:
                 begin, end = list(region.offset), list(region.end)
                 raise ShardError(
-                    where,
+                    f"{at.file}: {at.name!r}",
                     f"{begin} to {end}: expected {PREFIX}{found} (read whole), found {PREFIX}{digest} (read in part)",
                     "two reads of the same bytes differ: check this node's disk, page cache and network",
                     code="shard.readings-differ",

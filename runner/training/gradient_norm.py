@@ -19,7 +19,7 @@ from runner.training.ties import Tie
 
 __all__ = ["StepTotals", "Totals", "clip_gradients"]
 
-_HEAD = 3  # a row's numbers before the times and the squares
+_HEAD = 4  # a row's numbers before the times and the squares
 _CURE = "try a lower --lr, a longer --warmup-steps or --dtype fp32"
 # Elements squared at a time: on a CPU the float64 copies fit its cache, on a GPU they are few and small.
 _CPU_PART, _PART = 1 << 16, 1 << 24
@@ -33,6 +33,7 @@ class Totals:
     num_tokens: int  # valid ones
     norm: float  # L2, of all gradients taken as one vector
     is_last: bool  # a rank was asked to stop
+    is_damaged: bool  # a rank has found that what it loaded is damaged
     times_s: tuple[tuple[float, ...], ...]  # the times that each pipeline rank reported
 
 
@@ -71,12 +72,14 @@ class StepTotals:
         num_tokens: int,
         *,
         is_last: bool = False,
+        is_damaged: bool = False,
         times_s: Callable[[], Sequence[float]] = tuple,
     ) -> Totals:
         """Return the totals of this step; `loss` is None on all ranks but those of the last stage.
 
-        All ranks learn whether one of them was asked to stop after this step, and the times of each; `times_s` is
-        called when this rank's gradients are done. The times of ranks that share stages are averaged.
+        All ranks learn whether one of them was asked to stop after this step or has loaded damaged tensors, and the
+        times of each; `times_s` is called when this rank's gradients are done. The times of ranks that share
+        stages are averaged.
 
         Every rank calls this after `sync_gradients`; it runs one collective, and one more where ranks share stages.
 
@@ -88,7 +91,7 @@ class StepTotals:
         squares = _squared_norms(self._counted, self._mesh)
         times = [seconds / shared for seconds in times_s()]
         assert len(times) == self._num_times, "all ranks report the same number of times"
-        rows = self._gather([*head, float(is_last), *times, *squares])
+        rows = self._gather([*head, float(is_last), float(is_damaged), *times, *squares])
         first = _HEAD + self._num_times
         for rank, (row, names) in enumerate(zip(rows, self._names, strict=True)):
             for name, square in zip(names, row[first:], strict=False):
@@ -106,6 +109,7 @@ class StepTotals:
             loss=loss,
             num_tokens=round(sum(row[1] for row in rows)),
             is_last=any(row[2] for row in rows),
+            is_damaged=any(row[3] for row in rows),
             times_s=tuple(tuple(row[_HEAD:first]) for row in rows),
             norm=math.sqrt(math.fsum(square for row in rows for square in row[first:])),
         )

@@ -39,10 +39,17 @@ class StepReport:
     grad_norm: float  # before clipping
     lr: float
     is_last: bool = False  # a rank was asked to stop, see `runner.distributed.watchdog`
+    is_damaged: bool = False  # a rank has found that what it loaded is damaged, see `runner.load.deferred`
 
 
 def train_step(
-    engine: Engine, batch: Batch | None, step: int, cut: BatchOptions | None = None, *, is_last: bool = False
+    engine: Engine,
+    batch: Batch | None,
+    step: int,
+    cut: BatchOptions | None = None,
+    *,
+    is_last: bool = False,
+    is_damaged: bool = False,
 ) -> StepReport:
     """Take optimizer step number `step`, the first being 0; every rank calls this.
 
@@ -66,7 +73,8 @@ def train_step(
     sync_gradients(engine.ties)
     times_s = partial(clock.read, recorder) if clock else tuple
     try:
-        totals = engine.totals.reduce(loss, batch.num_tokens if batch else 0, is_last=is_last, times_s=times_s)
+        num_tokens = batch.num_tokens if batch else 0
+        totals = engine.totals.reduce(loss, num_tokens, is_last=is_last, is_damaged=is_damaged, times_s=times_s)
     except RankError as error:
         raise error.within(f"step {step + 1}") from error
     if clock is not None:
@@ -81,6 +89,7 @@ def train_step(
         grad_norm=totals.norm,
         lr=lr,
         is_last=totals.is_last,
+        is_damaged=totals.is_damaged,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class Mode:
     flags: tuple[str | int, ...] = ()
     kind: str = "train"
     origin: str | None = None
+    num_steps: int | None = None  # None: one more than the checkpoint has, or two
 
 
 SHARDED, CUT = ("--dp-shard", 2), ("--tp", 2)
@@ -84,11 +85,11 @@ def job_of(place: Path, mode: Mode, name: str, flip: Sequence[Any] | None = None
     log = place / "logs" / f"{mode.name}-{name}"
     data = ("--data", place / "text.jsonl")
     if mode.kind == "train":
-        args = (*data, *TRAINING, "--log-dir", log, *mode.flags, "--steps", 3 if mode.origin else 2)
+        args = (*data, *TRAINING, "--log-dir", log, *mode.flags, "--steps", mode.num_steps or (3 if mode.origin else 2))
         if mode.origin:
             args += ("--resume", checkpoint(place, mode.origin))
-        if name == "begun":
-            args += ("--checkpoint", log, "--checkpoint-every", 2)
+        if name.startswith("begun"):
+            args += ("--checkpoint", log, *(("--checkpoint-every", 2) if name == "begun" else ()))
     else:
         args = (*(data if mode.kind == "eval" else ()), *READING[mode.kind])
     return {
@@ -182,6 +183,43 @@ def is_unread(mode: Mode, file: str, position: int) -> bool:
 
 def test_a_flipped_bit_is_found_before_a_step_is_taken(place: Path) -> None:
     check_flips(place, [mode for mode in TWO if mode.name in LEAN], 1)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("stages", "sharded"),
+        pytest.param(("broadcast", "cut", "resumed-sharded", "resumed-stages"), marks=pytest.mark.slow),
+    ],
+)
+def test_background_digests_end_a_job_as_foreground_does_and_nothing_is_saved(
+    place: Path, names: tuple[str, ...]
+) -> None:
+    jobs, saved = [], []
+    for mode in (mode for mode in TWO if mode.name in names):
+        read = checkpoint(place, mode.origin) if mode.origin else place / mode.packed
+        shard = max(read.rglob("*.safetensors"), key=lambda path: (path.stat().st_size, path))
+        flip = str(shard), shard.stat().st_size - 2, 0
+        background = replace(mode, flags=(*mode.flags, "--digests", "background"))
+        out = place / f"saved-{mode.name}"
+        saved.append(out)
+        jobs += [
+            job_of(place, mode, "foreground", flip),
+            job_of(place, background, "whole-background"),
+            job_of(place, replace(background, flags=(*background.flags, "--checkpoint-every", 1)), "begun-every", flip),
+            job_of(place, replace(background, flags=(*background.flags, "--save", out)), "saved", flip),
+            job_of(place, replace(background, num_steps=3000), "step", flip),
+        ]
+    ended = go(place, jobs, 2)
+    for name in names:
+        how = {each.removeprefix(f"{name}-"): end for each, end in ended.items() if each.startswith(f"{name}-")}
+        assert how.pop("whole-background")["exit_code"] == 0
+        assert {(end["code"], end["where"], end["exit_code"]) for end in how.values()} == {
+            ("shard.digest-mismatch", how["foreground"]["where"], 3)
+        }, how
+        assert len(losses(place / "logs" / f"{name}-step")) < 2999
+        assert not [*(place / "logs" / f"{name}-begun-every").rglob("manifest.json")]
+    assert not any(out.exists() for out in saved)
 
 
 @pytest.mark.slow

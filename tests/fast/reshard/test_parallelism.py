@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from reshard.copy.parallelism import Parallelism, usable_cores
+from reshard.copy.parallelism import Parallelism
+from stores.cores import threads_for_ranks, usable_cores
+from stores.uplink import part_nbytes
 
 
 @pytest.fixture
@@ -43,7 +45,40 @@ def test_without_cgroups_affinity_counts(cgroups: Path) -> None:
     assert usable_cores(cgroups, cgroups / "absent") == 48
 
 
+@pytest.mark.parametrize(("num_ranks", "num_threads"), [(1, 32), (4, 12), (48, 2)])
+def test_ranks_of_a_node_share_its_cores(cgroups: Path, num_ranks: int, num_threads: int) -> None:
+    assert threads_for_ranks(num_ranks) == num_threads
+
+
 def test_number_of_threads_is_kept_and_never_above_the_work() -> None:
     asked = Parallelism(num_threads=5)
     assert [asked.threads_for(count) for count in (0, 3, 100)] == [1, 3, 5]
     assert asked.used.num_threads == 5
+
+
+@pytest.mark.parametrize(
+    ("sizes", "asked", "memory_mib", "expected"),
+    [
+        pytest.param([5 << 30] * 4, None, 640, (4, 16), id="large shards"),
+        pytest.param([10 << 20] * 4000, None, 640, (16, 4), id="small shards"),
+        pytest.param([5 << 30], None, 640, (1, 64), id="one shard"),
+        pytest.param([200 << 30] * 8, None, 640, (6, 4), id="parts of 21 MiB"),
+        pytest.param([5 << 30] * 4, 8, 640, (2, 4), id="--streams 8"),
+        pytest.param([5 << 30] * 4, None, 80, (2, 4), id="little memory"),
+        pytest.param([5 << 30] * 4, None, 4, (1, 1), id="least memory"),
+        pytest.param([], None, 640, (1, 64), id="nothing"),
+    ],
+)
+def test_uploads_fill_the_streams_and_the_memory(
+    sizes: list[int], asked: int | None, memory_mib: int, expected: tuple[int, int]
+) -> None:
+    parallelism = Parallelism(num_streams=asked, memory_nbytes=memory_mib << 20)
+    assert parallelism.uploads_of(sizes) == expected
+    assert parallelism.used.num_streams == expected[0] * expected[1]
+    kept_nbytes = expected[0] * (expected[1] + 1) * part_nbytes(max(sizes, default=0))
+    assert kept_nbytes <= max(memory_mib << 20, 2 * part_nbytes(0))
+
+
+def test_reading_and_sending_share_the_memory() -> None:
+    asked = Parallelism(memory_nbytes=100)
+    assert (asked.halved().memory_nbytes, asked.halved().used is asked.used) == (50, True)

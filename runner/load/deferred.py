@@ -1,0 +1,121 @@
+"""`--digests background`: tensors are verified by a thread while the first steps use them.
+
+# Note [Used before verified]
+Each stored tensor that ranks of a stage have read is read again, whole, by one of them, and compared with its digest:
+mostly from the page cache, and in one block of memory, where a copy of what was read would take as much as the weights.
+So the file is verified, not the first reading of it (docs/adr/0020). The thread has the lowest priority. All ranks
+learn of a mismatch with the totals of a step, and nothing is saved before all of them have verified everything.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from manifests.errors import InputError, UserError
+from runner.distributed.rounds import in_rounds
+from runner.load.local_cache import LocalCache
+from runner.load.verify_parts import ToVerify, verify_whole
+from runner.rundir.rank_label import rank_label
+
+__all__ = ["DeferredVerification"]
+
+logger = logging.getLogger("runner")
+
+_POLL_S = 0.2
+_LOWEST_PRIORITY = 19
+# What damaged weights may cause before they are found to be damaged; all ranks raise these alike.
+_SYMPTOMS = ("rank.not-finite", "rank.tied-weights-differ", "shard.tied-weights-differ")
+
+
+class DeferredVerification:
+    """The stored tensors that this rank verifies while it trains; without any on all ranks, `is_needed` is false.
+
+    Used as a context manager, it ends its thread when the context is left.
+    """
+
+    def __init__(self, cache: LocalCache | None = None, *, is_needed: bool) -> None:
+        self._cache, self._tensors = cache, list[ToVerify]()
+        self._is_finished, self._ended = not is_needed, threading.Event()
+        self._running: Future[None] | None = None
+
+    def __enter__(self) -> DeferredVerification:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+
+    def add(self, tensors: Sequence[ToVerify]) -> None:
+        """Add tensors, before the thread is started."""
+        assert self._running is None, "the thread has its tensors"
+        self._tensors += tensors
+
+    def start(self) -> None:
+        """Start the thread, if it does not run yet and there is anything to verify."""
+        if self._running is None and not self._is_finished:
+            pool = ThreadPoolExecutor(1, thread_name_prefix="digests", initializer=_lower_priority)
+            self._running = pool.submit(self._verify)
+            pool.shutdown(wait=False)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank has found a mismatch so far."""
+        return self._running is not None and self._running.done() and self._running.exception() is not None
+
+    def finish(self) -> None:
+        """Wait until all ranks have verified everything; every rank calls this.
+
+        Raises:
+            UserError: on all ranks, whichever found a mismatch, as loading would have said it. Cached copies that are
+                damaged have been replaced.
+        """
+        if self._is_finished:
+            return
+        self.start()
+        try:
+            in_rounds("load", self._wait)
+        except InputError:
+            if self._cache is not None:
+                self._cache.repair()
+            raise
+        self._is_finished = True
+        nbytes = sum(tensor.at.nbytes for tensor in self._tensors)
+        logger.info(
+            "[%s] verified %d tensors, %.2f GiB, in the background",
+            rank_label(dist.get_rank()), len(self._tensors), nbytes / 2**30,
+        )  # fmt: skip
+
+    @contextmanager
+    def comes_first(self) -> Iterator[None]:
+        """Where a block fails as it would with damaged weights, report the damage in its place."""
+        try:
+            yield
+        except UserError as error:
+            if error.code in _SYMPTOMS:
+                self.finish()
+            raise
+
+    def _verify(self) -> None:
+        for tensor in self._tensors:
+            if self._ended.is_set():
+                raise CancelledError
+            verify_whole(tensor)
+
+    def _wait(self, stop: threading.Event) -> None:
+        assert self._running is not None, "it was started"
+        while not stop.is_set() and not self._running.done():
+            wait((self._running,), timeout=_POLL_S)
+        if not stop.is_set():
+            self._running.result()
+
+
+def _lower_priority() -> None:
+    if sys.platform == "linux":  # elsewhere it would lower that of the whole process
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
