@@ -12,6 +12,7 @@ from manifests.errors import InputError, SourceError, StoreError
 from stores.base import SOURCE_CHANGED
 from stores.object_client import ObjectEntry
 from stores.redirects import check_redirect
+from stores.uplink import NUM_PARTS
 
 __all__ = ["FilesystemClient", "open_filesystem"]
 
@@ -81,7 +82,7 @@ class FilesystemClient:
         self.put(name, data)
         return True
 
-    def upload(self, name: str, nbytes: int) -> _FileUpload:
+    def upload(self, name: str, nbytes: int, num_parts: int = NUM_PARTS) -> _FileUpload:
         """Begin a file. What is there of it before it is finished depends on the file system."""
         where, path = f"{self.url}/{name}", f"{self.root}/{name}"
         with _explained(where, "written"):

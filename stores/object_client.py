@@ -19,7 +19,7 @@ from manifests.paths import problem_with_path
 from stores.address import split_url
 from stores.base import SOURCE_CHANGED
 from stores.object_errors import explained
-from stores.uplink import LONGEST_PART_S, Sent, Uplink, part_nbytes
+from stores.uplink import LONGEST_PART_S, NUM_PARTS, Sent, Uplink, part_nbytes
 
 if TYPE_CHECKING:
     from obstore import GetOptions, WritableFile
@@ -153,12 +153,12 @@ class ObstoreClient:
                 self.quick.put(name, data)
         return True
 
-    def upload(self, name: str, nbytes: int) -> Upload:
-        """Begin to upload an object of `nbytes`, which takes at most `NUM_PARTS` + 1 parts of memory."""
+    def upload(self, name: str, nbytes: int, num_parts: int = NUM_PARTS) -> Upload:
+        """Begin to upload an object of `nbytes`, which takes at most `num_parts` + 1 parts of memory."""
         import obstore
 
         where, size = f"{self.url}/{name}", part_nbytes(nbytes)
-        count = self.uplink.num_parts(size)
+        count = self.uplink.num_parts(size, num_parts)
         with explained(where):
             file = obstore.open_writer(self.patient, name, buffer_size=size, max_concurrency=count)
         return _MultipartUpload(where, file, self.uplink.begin())

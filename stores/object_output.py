@@ -4,7 +4,8 @@ Objects cannot be renamed, so an output is written under its final name, protect
 writers and marks the prefix as unfinished. Parts are uploaded in order (obstore offers nothing else), so a shard's
 header, which comes first and contains the digests, must be known before its data.
 
-Memory: `NUM_PARTS` + 1 parts per open writer: 40 MiB for an object of up to 78 GiB, more for longer ones.
+Memory: one part more per open writer than it sends at a time, `NUM_PARTS` by default: 40 MiB for an object of up to
+78 GiB, more for longer ones.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from stores.object_lock import ListedObjects, Wanted, check_existing, lines_of, 
 from stores.object_progress import CompletedObjects, read_progress
 from stores.object_writer import ObjectWriter
 from stores.objects import Client, list_objects
+from stores.uplink import NUM_PARTS
 
 __all__ = ["ObjectTarget", "ObjectWriter", "Wanted", "WritableClient", "open_output", "open_writable"]
 
@@ -39,7 +41,7 @@ _EXPORT_MARK = "config.json"  # without it, a folder is not a model
 class WritableClient(Client, Protocol):
     def put(self, name: str, data: bytes) -> None: ...
     def create(self, name: str, data: bytes) -> bool: ...
-    def upload(self, name: str, nbytes: int) -> Upload: ...
+    def upload(self, name: str, nbytes: int, num_parts: int = NUM_PARTS) -> Upload: ...
     def remove(self, names: Collection[str]) -> None: ...
     def settled(self) -> WritableClient: ...
 
@@ -178,11 +180,11 @@ class ObjectTarget:
             self._nbytes[name] = blocks.nbytes
             self._send(name, blocks)
 
-    def writer(self, name: str, nbytes: int, header: Iterable[bytes]) -> ObjectWriter:
+    def writer(self, name: str, nbytes: int, header: Iterable[bytes], num_parts: int = NUM_PARTS) -> ObjectWriter:
         """Begin an object of `nbytes`, of which `header`, in blocks, is the start. Several may be open at a time."""
         assert name not in self._old or self._found.is_in_place
         self._check_lock()
-        where, upload = f"{self._client.url}/{name}", self._client.upload(name, nbytes)
+        where, upload = f"{self._client.url}/{name}", self._client.upload(name, nbytes, num_parts)
         writer = ObjectWriter(where, upload, nbytes, self._check_finish, lambda: self._completed(name))
         self._nbytes[name] = nbytes
         self._writers.append(writer)

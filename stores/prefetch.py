@@ -12,11 +12,20 @@ from stores.base import InputFile, Reader
 from stores.ranges import Fetch, cut
 from stores.streams import Streams
 
-__all__ = ["MEMORY_NBYTES", "STREAM_NBYTES", "Lane", "Planned", "Prefetcher", "RemoteFile"]
+__all__ = [
+    "MEMORY_NBYTES",
+    "REQUEST_NBYTES",
+    "STREAM_NBYTES",
+    "Lane",
+    "Planned",
+    "Prefetcher",
+    "RemoteFile",
+    "join_ranges",
+]
 
 STREAM_NBYTES = 10 << 20  # a request, and a part of those that wait to be read
 MEMORY_NBYTES = 64 * STREAM_NBYTES
-_REQUEST_NBYTES = 8 << 20
+REQUEST_NBYTES = 8 << 20
 _GAP_NBYTES = 64 << 10  # read too, in place of another request
 
 Planned = tuple[InputFile, int, int]  # a file, and begin and end of a range in it
@@ -52,7 +61,7 @@ class Prefetcher:
         self._fixed = num_streams
         self.num_streams = num_streams or max(1, memory_nbytes // STREAM_NBYTES)
         self.share_nbytes = memory_nbytes // num_lanes
-        self.request_nbytes = min(_REQUEST_NBYTES, max(1 << 20, memory_nbytes // self.num_streams))
+        self.request_nbytes = min(REQUEST_NBYTES, max(1 << 20, memory_nbytes // self.num_streams))
         self.stop = stop
         self._fetches: dict[InputFile, Fetch | None] = {}
         self.most_running = 0
@@ -108,7 +117,7 @@ class Lane:
     def plan(self, ranges: Iterable[Planned]) -> dict[InputFile, Reader]:
         """Plan ranges in the order in which they will be read; return a reader of each remote file among them."""
         fetch_of, readers = self._prefetcher.fetch_of, dict[InputFile, _PlannedReader]()
-        for file, begin, end in _joined(each for each in ranges if fetch_of(each[0]) is not None):
+        for file, begin, end in join_ranges(each for each in ranges if fetch_of(each[0]) is not None):
             if file not in readers:
                 fetch = fetch_of(file)
                 assert fetch is not None
@@ -188,7 +197,7 @@ class _PlannedReader:
             self._lane.release(self.requests.popleft())
 
 
-def _joined(ranges: Iterable[Planned]) -> list[Planned]:
+def join_ranges(ranges: Iterable[Planned]) -> list[Planned]:
     """Join ranges of a file with only a small gap between them; keep the order of the first ones."""
     found: list[list[Any]] = []
     last: dict[InputFile, list[Any]] = {}

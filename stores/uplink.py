@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 __all__ = ["LEAST_BYTES_PER_S", "LONGEST_PART_S", "MAX_PARTS", "NUM_PARTS", "Sent", "Uplink", "part_nbytes"]
 
-NUM_PARTS = 4  # concurrent parts of one upload
+NUM_PARTS = 4  # concurrent parts of one upload, by default
 MAX_PARTS = 10_000  # of one object, in S3 and Google Cloud Storage
 _PART_NBYTES = 8 << 20
 _MIB = 1 << 20
@@ -30,10 +30,10 @@ class Uplink:
         self._clock, self._lock = clock, threading.Lock()
         self._bytes_per_s = float("inf")  # of one upload
 
-    def num_parts(self, part_nbytes: int) -> int:
+    def num_parts(self, part_nbytes: int, most: int = NUM_PARTS) -> int:
         """Return how many concurrent parts an upload should have."""
         easy = self._bytes_per_s * _EASY_PART_S / part_nbytes
-        return NUM_PARTS if easy >= NUM_PARTS else max(1, int(easy))
+        return most if easy >= most else max(1, int(easy))
 
     def begin(self) -> Sent:
         return Sent(self, self._clock)

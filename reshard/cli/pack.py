@@ -63,7 +63,7 @@ def pack(
     and the like only affect layouts that are solved for, and what --dry-run shows. Virtual bundles are valid as long
     as SOURCE is unchanged; packing their manifest copies the bytes.
 
-    Uploads to a bucket are sequential, and a shard's digests come first in it: tensors without a known digest are
+    Objects in a bucket are written in order, and a shard's digests come first in it: tensors without a known digest are
     read twice. If reading is slow, pack into a folder, then pack that manifest into the bucket.
 
     With --out hf://org/name[@branch], the model is packed below HF_HOME, pushed in one commit, and removed there; see

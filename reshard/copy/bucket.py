@@ -19,20 +19,17 @@ from reshard.plans.pack_plan import OutputShard
 from stores.base import Blocks, InputFile
 from stores.object_lock import FindOwnedObjects, Wanted, objects_of_manifest
 from stores.object_output import ObjectTarget, open_output
-from stores.prefetch import Prefetcher
+from stores.prefetch import Prefetcher, RemoteFile
 
-__all__ = ["NUM_UPLOADS", "BucketTarget", "open_prefix"]
-
-NUM_UPLOADS = 2  # concurrent shards: one is hashed while another is sent
+__all__ = ["BucketTarget", "open_prefix"]
 
 
 @dataclass(frozen=True, slots=True)
 class BucketTarget:
-    """A prefix in a bucket, to which each shard is uploaded sequentially, header first.
+    """A prefix in a bucket, to which shards are uploaded concurrently, each from its header on.
 
     Digests in the header that are not known are computed before: those tensors are read twice, and must have the same
-    bytes both times. Memory: `NUM_UPLOADS` uploads (see `stores.object_output`), and twice as many readers of the
-    source (see `stores.ranges`).
+    bytes both times. Memory: that of `Parallelism`, for parts, or half for parts and half for requests to the source.
     """
 
     objects: ObjectTarget
@@ -53,25 +50,32 @@ class BucketTarget:
                 raise CancelledError
             options.progress(nbytes)
 
+        parallelism = options.parallelism
+        one_of_each_type = {type(origin.file): origin.file for shard in shards for origin in shard.origins}
+        if any(isinstance(file, RemoteFile) for file in one_of_each_type.values()):
+            parallelism = parallelism.halved()
+        num_objects, num_parts = parallelism.uploads_of([shard.nbytes for shard in shards])
         with (
-            ThreadPoolExecutor(NUM_UPLOADS, thread_name_prefix="upload") as pool,
-            options.parallelism.prefetcher(NUM_UPLOADS, stop) as prefetcher,
+            ThreadPoolExecutor(num_objects, thread_name_prefix="upload") as pool,
+            parallelism.prefetcher(num_objects, stop) as prefetcher,
         ):
             try:
-                jobs = [pool.submit(self._upload, shard, progress, prefetcher) for shard in shards]
+                jobs = [pool.submit(self._upload, shard, num_parts, progress, prefetcher) for shard in shards]
                 for job in wait(jobs, return_when=FIRST_EXCEPTION).done:
                     job.result()
             except BaseException:
                 stop.set()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-        options.parallelism.add(prefetcher)
+        parallelism.add(prefetcher)
         return tuple(job.result() for job in jobs)
 
     def commit(self, name: str, data: bytes) -> None:
         self.objects.commit(data, name)
 
-    def _upload(self, shard: OutputShard, progress: ByteCounter, prefetcher: Prefetcher) -> WrittenShard:
+    def _upload(
+        self, shard: OutputShard, num_parts: int, progress: ByteCounter, prefetcher: Prefetcher
+    ) -> WrittenShard:
         if (header := self._completed(shard)) is not None:
             progress(sum(tensor.nbytes for tensor in (*without_digest(shard), *shard.origins)))
             return WrittenShard(path=self.objects.place(shard.path), nbytes=shard.nbytes, digest=digest_bytes(header))
@@ -80,7 +84,7 @@ class BucketTarget:
             DigestTable.of(origin.digest or next(found) for origin in shard.origins) if shard.with_digests else None
         )
         blocks = HashedBlocks(shard.header_blocks(digests))
-        writer = self.objects.writer(path, shard.nbytes, blocks)
+        writer = self.objects.writer(path, shard.nbytes, blocks, num_parts)
         write_in_order(shard, writer, progress, prefetcher, digests)
         writer.finish()
         return WrittenShard(path=path, nbytes=shard.nbytes, digest=blocks.digest)

@@ -46,7 +46,7 @@ def write(url: str, name: str, nbytes: int) -> tuple[int, str]:
     return peak_nbytes, digest.hexdigest()
 
 
-def pack(source: str, url: str) -> int:
+def pack(source: str, url: str, *options: str) -> int:
     """Run the command, and look at this process a hundred times a second."""
     from reshard.cli import main
 
@@ -57,7 +57,7 @@ def pack(source: str, url: str) -> int:
         while not ended.wait(0.01):
             peak_nbytes = max(peak_nbytes, anonymous_nbytes())
 
-    sys.argv = ["reshard", "pack", source, "--layout", "pp=2", "--out", url]
+    sys.argv = ["reshard", "pack", source, "--layout", "pp=2", "--out", url, *options]
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
@@ -74,9 +74,9 @@ def anonymous_nbytes() -> int:
 
 
 if __name__ == "__main__":
-    verb, first, second, *nbytes = sys.argv[1:]
+    verb, first, second, *more = sys.argv[1:]
     if verb == "pack":
-        peak_nbytes, digest = pack(first, second), ""
+        peak_nbytes, digest = pack(first, second, *more), ""
     else:
-        peak_nbytes, digest = read(first, second) if verb == "read" else write(first, second, int(nbytes[0]))
+        peak_nbytes, digest = read(first, second) if verb == "read" else write(first, second, int(more[0]))
     print(json.dumps({"peak_nbytes": peak_nbytes, "sha256": digest}))
