@@ -8,6 +8,7 @@ flushing to the kernel (--no-sync) with a bare `cp`. The peers flush nothing.
 
 from __future__ import annotations
 
+import os
 import shutil
 import statistics
 import subprocess
@@ -28,6 +29,7 @@ PEERS_SCRIPT = Path(__file__).with_name("peers.py")
 def main() -> None:
     parser = measure.options_of(__doc__, gb=2.0)
     parser.add_argument("--peers", action="store_true", help="also time the peers")
+    parser.add_argument("--full-cache", action="store_true", help="fill the page cache before each command")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-pack-") as scratch:
         root = Path(scratch)
@@ -40,6 +42,7 @@ def main() -> None:
         commands = {
             "pack": (pack, packed),
             "cp_and_sync": (["sh", "-c", 'cp -r "$0" "$1" && sync "$1"/* "$1"', str(source), str(copied)], copied),
+            "pack_buffered": ([*pack, "--io", "buffered"], packed),
             "pack_no_sync": ([*pack, "--no-sync"], packed),
             "pack_no_sync_buffered": ([*pack, "--no-sync", "--io", "buffered"], packed),
             "cp": (copy, copied),
@@ -49,18 +52,21 @@ def main() -> None:
                 out = root / peer
                 commands[peer] = ([sys.executable, str(PEERS_SCRIPT), peer, str(source), str(out)], out)
         load = [measure.load_average()]
-        measures = {name: partial(measure.run_measured, *command) for name, command in commands.items()}
+        full = root / "full" if options.full_cache else None
+        measures = {name: partial(run, full, *command) for name, command in commands.items()}
         turns = measure.take_turns(measures, options.runs)
     result = {
         "what": "reshard pack, 4 shards to 4 stages with digests, and cp -r, in turn; warm cache; medians of ratios "
         "within a turn",
         **measure.circumstances(),
         "nbytes": nbytes,
+        "page_cache": "full" if options.full_cache else "free memory",
         "load_average": [*load, measure.load_average()],
         "turns": options.runs,
         "pack_gib_per_s": round(nbytes / 2**30 / statistics.median(turn["pack"].wall_s for turn in turns), 2),
         "ratios": {
             "pack to cp_and_sync": _ratio("pack", "cp_and_sync", turns),
+            "pack_buffered to cp_and_sync": _ratio("pack_buffered", "cp_and_sync", turns),
             "pack_no_sync to cp": _ratio("pack_no_sync", "cp", turns),
             "pack_no_sync_buffered to cp": _ratio("pack_no_sync_buffered", "cp", turns),
             "pack to cp": _ratio("pack", "cp", turns),
@@ -71,6 +77,16 @@ def main() -> None:
         },
     }
     measure.write_result(result, options.out)
+
+
+def run(full: Path | None, command: list[str], out: Path) -> measure.Run:
+    """Run a command, after filling the page cache with the holes of a sparse file if there is one."""
+    if full is not None:
+        nbytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        full.touch()
+        os.truncate(full, nbytes)
+        measure.run_quietly(["cat", str(full)])
+    return measure.run_measured(command, out)
 
 
 def check(pack: list[str], source: Path, root: Path) -> None:

@@ -13,6 +13,7 @@ __all__ = ["BLOCK_NBYTES", "Io", "OutputFile", "aligned_buffer"]
 
 BLOCK_NBYTES = 1 << 20  # fits into the CPU cache between read, hash and write
 _SECTOR_NBYTES = 4096
+_WINDOW_NBYTES = 8 << 20
 
 Io = Literal["direct", "buffered"]
 
@@ -26,11 +27,11 @@ class OutputFile:
     """One file under construction, written at any position by several threads; existing contents are kept.
 
     With `direct`, whole sectors bypass the page cache, so that there is nothing to flush at the end. Partial sectors,
-    and file systems without O_DIRECT, go through it.
+    and file systems without O_DIRECT, go through it; a file that `is_synced` leaves it while it is written.
     """
 
-    def __init__(self, path: Path, nbytes: int, io: Io) -> None:
-        self.path = path
+    def __init__(self, path: Path, nbytes: int, io: Io, *, is_synced: bool = False) -> None:
+        self.path, self._is_synced = path, is_synced
         self._buffered = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         os.truncate(self._buffered, nbytes)
         self._direct = _open_direct(path) if io == "direct" else None
@@ -41,7 +42,7 @@ class OutputFile:
         first = begin + -begin % _SECTOR_NBYTES
         last = end - end % _SECTOR_NBYTES
         if self._direct is None or first >= last:
-            _write_all(self._buffered, buffer[begin:end], position)
+            self._write_behind(buffer[begin:end], position)
             return
         _write_all(self._buffered, buffer[begin:first], position)
         try:
@@ -49,7 +50,7 @@ class OutputFile:
         except OSError as error:
             if error.errno != errno.EINVAL:  # not supported by this file system after all
                 raise
-            _write_all(self._buffered, buffer[first:last], position + first - begin)
+            self._write_behind(buffer[first:last], position + first - begin)
         _write_all(self._buffered, buffer[last:end], position + last - begin)
 
     def finish(self, header: Iterable[bytes], *, sync: bool) -> None:
@@ -67,6 +68,7 @@ class OutputFile:
     def sync(self) -> None:
         """Flush what was written to disk."""
         os.fsync(self._buffered)
+        self._let_go(0, 0)
 
     def close(self) -> None:
         """Close the file, if it is open."""
@@ -75,6 +77,21 @@ class OutputFile:
             os.close(self._buffered)
             if self._direct is not None:
                 os.close(self._direct)
+
+    def _write_behind(self, part: memoryview, position: int) -> None:
+        """Write through the page cache, which a file of many GB would fill: then the kernel reclaims it page by page.
+
+        The first advice for a window starts to write it to disk; the second, one window later, frees what is there.
+        """
+        _write_all(self._buffered, part, position)
+        end = (position + len(part)) // _WINDOW_NBYTES * _WINDOW_NBYTES
+        if end > position:
+            self._let_go(end - _WINDOW_NBYTES, _WINDOW_NBYTES)
+            self._let_go(max(0, end - 2 * _WINDOW_NBYTES), _WINDOW_NBYTES)
+
+    def _let_go(self, begin: int, nbytes: int) -> None:
+        if self._is_synced:
+            os.posix_fadvise(self._buffered, begin, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def _open_direct(path: Path) -> int | None:

@@ -87,7 +87,7 @@ def write_tensors(shard: OutputShard, names: Collection[str], folder: Path, opti
     path.parent.mkdir(parents=True, exist_ok=True)
     placed = ((tensor, position) for tensor, position in shard.placed if tensor.name in names)
     tensors, positions = zip(*placed, strict=True) if names else ((), (0,))
-    file = OutputFile(path, shard.nbytes, options.io)
+    file = OutputFile(path, shard.nbytes, options.io, is_synced=options.sync)
     try:
         runs = split_run(Run(tensors, 0, file, positions[0]))
         digests = _execute(tuple(runs), len(tensors), options)
@@ -138,7 +138,7 @@ def _write_together(shards: Sequence[OutputShard], folder: Path, options: WriteO
         for shard, first in zip(shards, firsts, strict=False):
             path = folder / shard.path
             path.parent.mkdir(parents=True, exist_ok=True)
-            files.append(OutputFile(path, shard.nbytes, options.io))
+            files.append(OutputFile(path, shard.nbytes, options.io, is_synced=options.sync))
             stack.callback(files[-1].close)
             runs += split_run(Run(shard.in_data_order, first, files[-1], shard.header_nbytes))
         digests = _execute(runs, firsts[-1], options)
