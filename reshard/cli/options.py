@@ -29,6 +29,7 @@ __all__ = [
     "POLICIES",
     "SCHEDULES",
     "SPELLINGS",
+    "Command",
     "WholeNumber",
     "allow_remote",
     "as_json",
@@ -53,6 +54,7 @@ __all__ = [
     "sync",
     "training_flags",
     "upload_bars",
+    "with_flags",
 ]
 
 Command = Callable[..., Any]
@@ -156,12 +158,12 @@ _PARALLELISM = (
     click.option(
         "--streams", "num_streams", type=WholeNumber(min=1, most=1024), metavar="N",
         show_default="raised while it helps",
-        help="Concurrent requests to a remote SOURCE.",
+        help="Concurrent requests to a remote SOURCE, and concurrent parts of uploads to a bucket.",
     ),
     click.option(
         "--memory", metavar="SIZE", default="640MB", show_default=True,
         callback=lambda _, __, text: _size("--memory", text),
-        help="Memory for the responses of a remote SOURCE; 10MB of it for each request at most.",
+        help="Memory for requests to a remote SOURCE, and for parts of uploads; 10MB of it for each at most.",
     ),
 )  # fmt: skip
 _TRAINING = (
@@ -217,7 +219,7 @@ def layout_flags(command: Command) -> Command:
             raise click.UsageError("Missing option '--layout'.", click.get_current_context())
         return command(asked=LayoutRequest(spec=spec, num_ranks=num_ranks, strict_megatron=strict_megatron), **others)
 
-    return _with_flags(gathered, (layout, ranks, strict_megatron))
+    return with_flags(gathered, (layout, ranks, strict_megatron))
 
 
 def conversion_flags(command: Command) -> Command:
@@ -239,7 +241,7 @@ def conversion_flags(command: Command) -> Command:
         conversion = Conversion(dtype=dtype, dequantize=dequantize, merge_slices=merge_slices)
         return command(conversion=conversion, **others)
 
-    return _with_flags(gathered, _CONVERSION)
+    return with_flags(gathered, _CONVERSION)
 
 
 def parallelism_flags(command: Command) -> Command:
@@ -252,7 +254,7 @@ def parallelism_flags(command: Command) -> Command:
         parallelism = Parallelism(num_threads=num_threads, num_streams=num_streams, memory_nbytes=memory)
         return command(parallelism=parallelism, **others)
 
-    return _with_flags(gathered, _PARALLELISM)
+    return with_flags(gathered, _PARALLELISM)
 
 
 def training_flags(command: Command) -> Command:
@@ -283,7 +285,7 @@ def training_flags(command: Command) -> Command:
         )
         return command(assumed=assumed, **others)
 
-    return _with_flags(gathered, _TRAINING)
+    return with_flags(gathered, _TRAINING)
 
 
 def _recompute(ac: str) -> Recompute:
@@ -374,7 +376,7 @@ def _allow_remote(context: click.Context, _: click.Parameter, given: bool) -> No
         context.with_resource(allowing_remote())
 
 
-def _with_flags(command: Command, flags: Sequence[Callable[[Command], Command]]) -> Command:
+def with_flags(command: Command, flags: Sequence[Callable[[Command], Command]]) -> Command:
     for flag in reversed(flags):
         command = flag(command)
     return command

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 import click
 
 from reshard.cli import options
+from reshard.cli.io_flags import io_flags
 
 if TYPE_CHECKING:
     from reshard.estimate.assumptions import Assumptions
     from reshard.operations.resolve import LayoutRequest
+    from reshard.operations.simulate_io import Links
 
 __all__ = ["layout", "plan"]
 
@@ -21,6 +23,7 @@ __all__ = ["layout", "plan"]
 @click.argument("source", type=click.Path(), metavar="SOURCE")
 @options.layout_flags
 @options.training_flags
+@io_flags
 @options.drop
 @options.model
 @options.as_spelling
@@ -36,8 +39,8 @@ __all__ = ["layout", "plan"]
 @options.as_json
 @options.quiet
 def plan(
-    source: str, asked: LayoutRequest, assumed: Assumptions, drop: tuple[str, ...], model: Path | None,
-    spelling: str | None, draw: Path | None, theme: str, force: bool, as_json: bool, quiet: bool,
+    source: str, asked: LayoutRequest, assumed: Assumptions, links: Links | None, drop: tuple[str, ...],
+    model: Path | None, spelling: str | None, draw: Path | None, theme: str, force: bool, as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
     """Show a layout before a byte moves: its stages, bytes, FLOPs, memory and pipeline bubble.
 
@@ -62,7 +65,12 @@ def plan(
         text = print_layout(spelling, planned.layout, planned.inventory, planned.costs)
         click.echo(json.dumps(spelling_json(spelling, text)) if as_json else text.rstrip("\n"))
     else:
-        click.echo(json.dumps(plan_json(planned)) if as_json else plan_text(planned))
+        simulated = None
+        if links is not None:
+            from reshard.operations.simulate_io import simulate_io
+
+            simulated = simulate_io(planned.plan, links)
+        click.echo(json.dumps(plan_json(planned, io=simulated)) if as_json else plan_text(planned, io=simulated))
     if draw:
         from reshard.draw import draw_plan
 

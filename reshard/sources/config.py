@@ -49,11 +49,12 @@ def open_config(path: Path) -> Checkpoint:
     shape = model_shape(config, str(path))
     dtype = _dtype(config, str(path))
     file, tied = LocalFile(path), {fqn for group in shape.ties for fqn in group[1:]}
-    tensors = {}
+    tensors, begin = {}, 0  # as if all were in one file, in this order
     for fqn, dims in shape.tensors.items():
         if fqn not in tied:
             stored = _stored_dtype(fqn, shape, dtype)
-            tensors[fqn] = TensorAt(fqn, stored, dims, file, 0, nbytes_of(stored, dims))
+            tensors[fqn] = TensorAt(fqn, stored, dims, file, begin, nbytes_of(stored, dims))
+            begin = tensors[fqn].end
     return Checkpoint(
         shape=shape,
         tensors=tensors,
