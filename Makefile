@@ -19,7 +19,7 @@ FIND_PYTHON = for python in $(PYTHON); do \
 	    exit 1; \
 	}
 
-.PHONY: help setup check test test-all test-gpu test-pythons test-interop interop test-torch wording fuzz demo bench docs api commands performance architecture catalogue models errors fmt constraints release clean
+.PHONY: help setup check test test-all test-gpu test-pythons test-interop interop test-torch wording fuzz demo bench bench-peers docs api commands performance architecture catalogue models errors fmt constraints release clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -79,6 +79,17 @@ demo: setup  ## From a Hugging Face folder to a training pipeline and back
 
 bench: setup  ## Time pack against cp
 	$(BIN)/python bench/pack.py
+
+# Peers have an environment of their own, with the torch and transformers of .venv.
+PEERS = accelerate==1.15.0 fastsafetensors==0.5.0 humanize==4.17.0 mergekit==0.1.5 runai-model-streamer==0.17.0
+bench-peers: setup  ## Time pack and load beside other libraries, and write bench/results
+	test -x .venv-peers/bin/python || $(BIN)/python -m venv .venv-peers
+	@for packages in .venv-peers/lib/python*/site-packages; do \
+	    printf '%s\n' "$$PWD" "$$(echo "$$PWD"/.venv/lib/python*/site-packages)" >"$$packages/shared.pth"; \
+	done
+	.venv-peers/bin/python -m pip install -qq --no-deps $(PEERS)
+	.venv-peers/bin/python bench/pack.py --gb 4 --peers --out bench/results/pack-4gb.json
+	.venv-peers/bin/python bench/load.py --out bench/results/load.json
 
 api: setup  ## Write docs/python-api.md from the docstrings
 	$(BIN)/python tools/api.py
@@ -142,6 +153,6 @@ constraints:  ## Regenerate constraints.txt from the newest releases that pyproj
 	rm -rf .constraints
 
 clean:  ## Remove .venv and every cache
-	rm -rf .venv .venv-torch-* .venv-python-* .venv-interop .constraints build dist *.egg-info
+	rm -rf .venv .venv-torch-* .venv-python-* .venv-interop .venv-peers .constraints build dist *.egg-info
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

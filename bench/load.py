@@ -4,8 +4,8 @@
 
 Each loader runs in a process of its own, which times itself after its imports; all but `cat` end with all
 bytes touched in their own memory. Measured once with a warm page cache, and once with a cold one, as on a node that
-the job is new to. With --device cuda they load to a GPU: the runner through pinned memory, the safetensors library,
-and fastsafetensors where it is installed.
+the job is new to. With --device cuda they load to a GPU: the runner through pinned memory, and the others that can.
+fastsafetensors, Run:ai's streamer and accelerate are among them where they are installed: `make bench-peers`.
 """
 
 from __future__ import annotations
@@ -116,6 +116,33 @@ def fastsafetensors(source: Path, packed: Path, device: str) -> int:
     return _timed(load, device)
 
 
+def runai(source: Path, packed: Path, device: str) -> int:
+    """Run:ai's model streamer, with tensors copied out of its buffer, which it uses again."""
+    from runai_model_streamer import SafetensorsStreamer
+
+    def load() -> int:
+        with SafetensorsStreamer() as streamer:
+            streamer.stream_file(str(_shard(packed)))
+            return _nbytes([tensor.clone() for _, tensor in streamer.get_tensors()])
+
+    return _timed(load)
+
+
+def accelerate(source: Path, packed: Path, device: str) -> int:
+    """accelerate's loader of whole checkpoints, into a model of transformers that was built on the meta device."""
+    import torch
+    from accelerate import init_empty_weights, load_checkpoint_in_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    def load() -> int:
+        with init_empty_weights():
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=torch.bfloat16)
+        load_checkpoint_in_model(model, str(source), device_map={"": "cpu"})
+        return _nbytes(list(model.parameters()))
+
+    return _timed(load)
+
+
 def whole(source: Path, packed: Path, device: str) -> int:
     """What each rank does with other tools: load the whole checkpoint into memory."""
     from safetensors.torch import load_file as load
@@ -144,14 +171,12 @@ LOADERS: dict[str, Callable[[Path, Path, str], int]] = {
     "runner_background": runner_background,
     "load_file": load_file,
     "whole": whole,
-}
-GPU_LOADERS = {
-    "read_once": read_once,
-    "runner": runner,
-    "runner_background": runner_background,
-    "load_file": load_file,
     "fastsafetensors": fastsafetensors,
+    "runai": runai,
+    "accelerate": accelerate,
 }
+GPU_LOADERS = ("read_once", "runner", "runner_background", "load_file", "fastsafetensors")
+_PACKAGES = {"fastsafetensors": "fastsafetensors", "runai": "runai_model_streamer", "accelerate": "accelerate"}
 _began_s = 0.0
 
 
@@ -169,16 +194,15 @@ def _timed(load: Callable[[], int], device: str = "cpu") -> int:
 
 
 def _loaders(device: str) -> dict[str, Callable[[Path, Path, str], int]]:
-    if device == "cpu":
-        return LOADERS
-    has_fast = find_spec("fastsafetensors") is not None
-    return {name: load for name, load in GPU_LOADERS.items() if has_fast or name != "fastsafetensors"}
+    lacking = {name for name, package in _PACKAGES.items() if find_spec(package) is None}
+    names = LOADERS if device == "cpu" else GPU_LOADERS
+    return {name: LOADERS[name] for name in names if name not in lacking}
 
 
 def _child(name: str, source: Path, packed: Path, device: str) -> None:
     global _began_s
     _began_s = time.perf_counter()
-    nbytes = {**LOADERS, **GPU_LOADERS}[name](source, packed, device)
+    nbytes = LOADERS[name](source, packed, device)
     seconds = time.perf_counter() - _began_s
     peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     print(json.dumps({"load_s": seconds, "nbytes": nbytes, "peak_mb": int(peak.split()[1]) / 1e3}))

@@ -3,7 +3,7 @@
     python bench/pack.py --gb 4 --peers --out bench/results/pack-4gb.json [--runs 5] [--folder DIR]
 
 Like is compared with like: a pack that waits for the disk with `cp` and a flush of what it wrote, one that leaves
-flushing to the kernel (--no-sync) with a bare `cp`. The peers flush nothing.
+flushing to the kernel (--no-sync) with a bare `cp`. The peers flush nothing; mergekit is one where it is installed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -22,7 +23,7 @@ import measure
 from checkpoints import llama_of, write_checkpoint
 
 WIDTH = 2048
-PEERS = ("script", "transformers", "dcp")
+PEERS = ("script", "transformers", "dcp", *(["mergekit"] if find_spec("mergekit") else []))
 PEERS_SCRIPT = Path(__file__).with_name("peers.py")
 
 

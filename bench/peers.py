@@ -1,6 +1,6 @@
 """What people use today instead of `reshard pack` and the runner's loader, timed for comparison.
 
-python bench/peers.py script|transformers|dcp|dcp-save|dcp-shards|dcp-again SOURCE OUT
+python bench/peers.py script|transformers|mergekit|dcp|dcp-save|dcp-shards|dcp-again SOURCE OUT
 """
 
 from __future__ import annotations
@@ -37,6 +37,20 @@ def transformers(source: Path, out: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     AutoModelForCausalLM.from_pretrained(source).save_pretrained(out)
+
+
+def mergekit(source: Path, out: Path) -> None:
+    """mergekit's lazy loader and its writer of shards, a folder for each stage."""
+    from mergekit.io import LazyTensorLoader, ShardedTensorIndex, TensorWriter
+
+    index = ShardedTensorIndex.from_disk(str(source))
+    num_layers = json.loads((source / "config.json").read_text())["num_hidden_layers"]
+    loader = LazyTensorLoader(index)
+    for stage in range(NUM_STAGES):
+        with TensorWriter(str(out / f"stage-{stage}")) as writer:
+            for name in index.tensor_paths:
+                if _stage_of(name, num_layers) == stage:
+                    writer.save_tensor(name, loader.get_tensor(name))
 
 
 def dcp(source: Path, out: Path) -> None:
@@ -106,7 +120,7 @@ def _stage_of(name: str, num_layers: int) -> int:
 
 if __name__ == "__main__":
     peers = {
-        "script": script, "transformers": transformers, "dcp": dcp, "dcp-save": dcp_save, "dcp-shards": dcp_shards,
-        "dcp-again": dcp_again,
+        "script": script, "transformers": transformers, "mergekit": mergekit, "dcp": dcp, "dcp-save": dcp_save,
+        "dcp-shards": dcp_shards, "dcp-again": dcp_again,
     }  # fmt: skip
     peers[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]))
