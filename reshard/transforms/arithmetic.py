@@ -15,7 +15,7 @@ from manifests.errors import SourceError
 from reshard.tensors.checkpoint import TensorAt
 from reshard.tensors.lazy import STEP_NBYTES, WOULD_OVERFLOW, Buffer, read_blocks
 
-__all__ = ["FLOATS", "cast_blocks", "count_not_finite", "fp8_blocks", "mxfp4_blocks", "norms_of"]
+__all__ = ["FLOATS", "cast_blocks", "count_not_finite", "fp4_blocks", "fp8_blocks", "mxfp4_blocks", "norms_of"]
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
@@ -71,6 +71,22 @@ def fp8_blocks(weight: TensorAt, scale: TensorAt, block: tuple[int, int], dtype:
         yield _encoded(values, dtype)
 
 
+def fp4_blocks(packed: TensorAt, scale: TensorAt, dtype: str) -> Iterator[Buffer]:
+    """Unpack 4-bit floats of a matrix, two in a byte, and multiply each group of a row by its power of two.
+
+    Source: transformers 5.23, `integrations/finegrained_fp8.py`, `Fp8Dequantize`.
+    """
+    (_, half), groups = packed.shape, scale.shape[1]
+    height = max(1, _STEP // (2 * half))  # rows at a time
+    for nibbles, exponents in zip(
+        read_blocks(packed, height * half), read_blocks(scale, height * groups), strict=True
+    ):  # fmt: skip
+        values = _FP4_TWICE[np.frombuffer(nibbles, np.uint8)].reshape(-1, groups, 2 * half // groups) * np.float32(0.5)
+        with np.errstate(over="ignore", invalid="ignore"):
+            values *= _decoded(exponents, scale.dtype).reshape(-1, groups, 1)
+        yield _encoded(values, dtype)
+
+
 def mxfp4_blocks(packed: TensorAt, scales: TensorAt, dtype: str) -> Iterator[Buffer]:
     """Unpack 4-bit floats, multiply each group of 32 by its power of two, and transpose to (inputs, outputs).
 
@@ -121,6 +137,10 @@ def _values(tensor: TensorAt) -> Iterator[NDArray[np.float64]]:
 def _decoded(block: Buffer, dtype: str) -> Floats:
     if dtype == "BF16":
         return (np.frombuffer(block, "<u2").astype(np.uint32) << 16).view(np.float32)
+    if dtype == "F8_E8M0":
+        exponents = np.frombuffer(block, np.uint8)
+        with np.errstate(over="ignore"):
+            return np.where(exponents == 255, np.float32("nan"), 2 * _half_powers(exponents))
     with np.errstate(over="ignore", invalid="ignore"):  # too large: infinite, as in torch
         return np.frombuffer(block, _NUMPY[dtype]).astype(np.float32, copy=False)
 

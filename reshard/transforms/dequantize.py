@@ -18,7 +18,7 @@ from reshard.tensors.source_index import RecordedShard, SourceRecord, TargetTens
 from reshard.transforms.cast import FLOATS
 from stores.base import read_config
 
-__all__ = ["dequantize"]
+__all__ = ["dequantize", "plain_tensors"]
 
 _FLAG, _SECTION = "--dequantize", "quantization_config"
 _QUANTIZED = {"F4", "F8_E4M3", "F8_E5M2", "F8_E8M0", "I8"}  # which no tensor of a plain model has
@@ -33,7 +33,7 @@ def dequantize(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
     that was never quantized: the same files with the same tensors in the same order, without scales.
 
     Raises:
-        SourceError: a weight or its scales have a dtype that the method does not use.
+        SourceError: a weight or its scales have a dtype or a shape that the method does not use.
         UsageError: the checkpoint is not quantized.
     """
     config_at = next(item for item in checkpoint.auxiliary if item.path == CONFIG_NAME)
@@ -46,7 +46,7 @@ def dequantize(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
             "the weights are not quantized; remove the flag",
             code="options.not-quantized",
         )
-    tensors = {tensor.name: (old, tensor) for old, tensor in _tensors(checkpoint, section, dtype)}
+    tensors = {tensor.name: (old, tensor) for old, tensor in plain_tensors(checkpoint.tensors, section, dtype)}
     plain = {fqn: tensor for fqn, (_, tensor) in tensors.items()}
     shape = model_shape(config, str(config_at.file), stored_in(plain, checkpoint.location), checkpoint.description)
     shape = without_absent(shape, tensors)
@@ -64,15 +64,20 @@ def dequantize(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
     )
 
 
-def _tensors(checkpoint: Checkpoint, section: Mapping[str, object], dtype: str) -> Iterator[tuple[str, TensorAt]]:
-    """Yield the plain tensors, each with the name that its values are stored under."""
-    stored = checkpoint.tensors
+def plain_tensors(
+    stored: Mapping[str, TensorAt], section: Mapping[str, object], dtype: str
+) -> Iterator[tuple[str, TensorAt]]:
+    """Yield the plain tensors, each with the name that its values are stored under.
+
+    Raises:
+        SourceError: as `dequantize`.
+    """
     for fqn, tensor in stored.items():
-        if f"{fqn}_scale_inv" in stored:
-            scale = stored[f"{fqn}_scale_inv"]
-            _expect(tensor, {"F8_E4M3"})
-            _expect(scale, FLOATS)
-            yield fqn, _from_fp8(tensor, scale, section, dtype)
+        if (scale := _scale_of(tensor, stored)) is not None:
+            _expect(tensor, {"F8_E4M3", "I8"})
+            _expect(scale, {"F8_E8M0"} if tensor.dtype == "I8" else FLOATS | {"F8_E8M0"})
+            how = _from_fp4(tensor, scale, dtype) if tensor.dtype == "I8" else _from_fp8(tensor, scale, section, dtype)
+            yield fqn, how
         elif fqn.endswith("_blocks") and fqn.removesuffix("_blocks") + "_scales" in stored:
             scales = stored[fqn.removesuffix("_blocks") + "_scales"]
             _expect(tensor, {"U8", "F4"})
@@ -85,18 +90,50 @@ def _tensors(checkpoint: Checkpoint, section: Mapping[str, object], dtype: str) 
             yield fqn, tensor
 
 
+def _scale_of(weight: TensorAt, stored: Mapping[str, TensorAt]) -> TensorAt | None:
+    """Return the scales of a weight's blocks, if it has any; DeepSeek-V4's are called `scale`."""
+    scale = stored.get(f"{weight.name}_scale_inv")
+    if scale is None and weight.dtype in _QUANTIZED and weight.name.endswith(".weight"):
+        scale = stored.get(f"{weight.name.removesuffix('weight')}scale")
+    return scale
+
+
 def _is_scale(fqn: str, stored: Mapping[str, TensorAt]) -> bool:
-    weight, blocks = fqn.removesuffix("_scale_inv"), fqn.removesuffix("_scales") + "_blocks"
-    return (weight != fqn and weight in stored) or (fqn.endswith("_scales") and blocks in stored)
+    if fqn.endswith("_scales"):
+        return fqn.removesuffix("_scales") + "_blocks" in stored
+    weight = stored.get(fqn.removesuffix("_scale_inv") if fqn.endswith("_scale_inv") else f"{fqn[:-5]}weight")
+    scale = None if weight is None else _scale_of(weight, stored)
+    return scale is not None and scale.name == fqn
 
 
 def _from_fp8(weight: TensorAt, scale: TensorAt, section: Mapping[str, object], dtype: str) -> TensorAt:
     from reshard.transforms.arithmetic import fp8_blocks  # numpy
 
     sizes = section.get("weight_block_size")
-    assert isinstance(sizes, list), "model_shape checked it"
+    if not (isinstance(sizes, list) and len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes)):
+        raise _unfit(scale, "expected scales of blocks, whose size is weight_block_size in config.json")
+    grid = tuple(-(-count // size) for count, size in zip(weight.shape, sizes, strict=False))
+    if len(weight.shape) != 2 or scale.shape != grid:
+        raise _unfit(scale, f"expected scales of {list(weight.shape)} in blocks of {sizes}, found {list(scale.shape)}")
     make = partial(fp8_blocks, weight, scale, (sizes[0], sizes[1]), dtype)
     return derive(weight, dtype, f"dequantized to {dtype}", (weight, scale), make)
+
+
+def _from_fp4(packed: TensorAt, scale: TensorAt, dtype: str) -> TensorAt:
+    """Return a weight of which each byte has two values, and each row scales of its own."""
+    from reshard.transforms.arithmetic import fp4_blocks  # numpy
+
+    rows, *halves = packed.shape
+    fits = len(halves) == 1 and scale.shape[:-1] == (rows,) and scale.shape[-1] and not 2 * halves[0] % scale.shape[-1]
+    if not fits:
+        raise _unfit(scale, f"expected scales of each row of {list(packed.shape)}, found {list(scale.shape)}")
+    plain = replace(packed, shape=(packed.shape[0], 2 * packed.shape[1]))
+    make = partial(fp4_blocks, packed, scale, dtype)
+    return derive(plain, dtype, f"dequantized to {dtype}", (packed, scale), make)
+
+
+def _unfit(scale: TensorAt, problem: str) -> SourceError:
+    return SourceError(f"{scale.file}: {scale.name!r}.shape", problem, _OTHER_TOOLS, code="source.quantized-shape")
 
 
 def _from_mxfp4(packed: TensorAt, scales: TensorAt, dtype: str) -> TensorAt:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
@@ -11,10 +12,18 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
+from manifests.errors import SourceError
 from manifests.models import model_shape
+from reshard.tensors.checkpoint import TensorAt
+from reshard.tensors.lazy import MemoryFile
+from reshard.transforms.dequantize import plain_tensors
 from tests.builders import DTYPE_BITS, INDEX, Tensor, files_in, read_safetensors, reshard, write_model
 from tests.fast.models.built import read_config
+from tools.tiny_models import tiny_config
 
 TORCH = {
     "F32": torch.float32,
@@ -22,6 +31,7 @@ TORCH = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "U8": torch.uint8,
+    "I64": torch.int64,
 }
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["x"]}
 
@@ -169,6 +179,42 @@ def test_source_that_is_not_quantized_is_refused(tmp_path: Path, wording: Callab
     wording(ended.json["error"]["problem"])
 
 
+@pytest.mark.parametrize(("flag", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
+def test_packed_float4_and_scales_of_deepseek_v4_are_those_of_transformers(
+    flag: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    kind = transformers.DeepseekV4ForCausalLM
+    config = tiny_config(kind, hidden_size=64, moe_intermediate_size=32)
+    kind(config).save_pretrained(tmp_path / "plain")  # with the names of DeepSeek's own files
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    noise, expected, found = torch.Generator().manual_seed(0), {}, {}
+    for name, tensor in plain.items():
+        expected[name] = found[name] = tensor
+        is_expert, is_linear = ".experts." in name, name.endswith((".wkv.weight", ".wq_a.weight"))
+        if not (tensor.dim() == 2 and (is_expert or is_linear)):
+            continue
+        rows, columns = tensor.shape
+        if is_expert:
+            weight = torch.randint(-128, 128, (rows, columns // 2), dtype=torch.int8, generator=noise)
+            grid = (rows, columns // 32)
+        else:
+            weight = torch.randn(rows, columns, generator=noise).to(torch.float8_e4m3fn)
+            grid = (-(-rows // 8), -(-columns // 16))
+        scale = torch.randint(0, 256, grid, dtype=torch.uint8, generator=noise).view(torch.float8_e8m0fnu)
+        found |= {name: weight, f"{name.removesuffix('weight')}scale": scale}
+        expected[name] = Fp8Dequantize(None)._dequantize_one(weight, scale, dtype)
+    assert sum(tensor.dtype == torch.int8 for tensor in found.values()) > 3
+    source = Path(shutil.copytree(tmp_path / "plain", tmp_path / "source"))
+    save_file(found, source / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"quantization_config": fp8(8, 16)}))
+    pack(source, tmp_path / "packed", "--dequantize", flag)
+    got = tensors_in(tmp_path / "packed")
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        expect_same(got[name], tensor)
+
+
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "I8"])
 def test_weight_without_known_scales_is_refused(dtype: str, tmp_path: Path) -> None:
     config = read_config("tiny-deepseek-v3", quantization_config=fp8(8, 16))
@@ -180,6 +226,24 @@ def test_weight_without_known_scales_is_refused(dtype: str, tmp_path: Path) -> N
     exit_code, code, where = reshard(*asked, "--dequantize", "bf16", "--json").refusal
     assert (exit_code, code) == (3, "source.quantized-dtype")
     assert where.endswith("model.safetensors: 'lm_head.weight'")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "sizes"),
+    [
+        ("I8", (4, 3), None),
+        ("I8", (3, 8), None),
+        ("I8", (4, 0), None),
+        ("F8_E4M3", (4, 8), [2, 2]),
+        ("F8_E4M3", (4, 8), None),
+    ],
+)
+def test_scales_that_are_not_of_the_blocks_are_refused(dtype: str, shape: tuple[int, ...], sizes: Any) -> None:
+    weight = TensorAt("a.weight", dtype, (4, 8), MemoryFile("f", bytes(32)), 0, 32)
+    scale = TensorAt("a.scale", "F8_E8M0", shape, MemoryFile("f", bytes(prod(shape))), 0, prod(shape))
+    with pytest.raises(SourceError) as found:
+        list(plain_tensors({"a.weight": weight, "a.scale": scale}, {"weight_block_size": sizes}, "BF16"))
+    assert found.value.code == "source.quantized-shape"
 
 
 def test_scale_of_an_integer_dtype_is_refused(tmp_path: Path, wording: Callable[[str], None]) -> None:
