@@ -79,6 +79,41 @@ def test_stages_compute_what_the_whole_model_does_where_a_config_is_hard(
         check(compare(entry_for(architecture), num_stages, tie_word_embeddings=True, **changes))
 
 
+_YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 8}
+_LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+# Fields that our side reads, or that only training shows.
+FIELDS: tuple[tuple[str, dict[str, object]], ...] = (
+    ("Olmo3ForCausalLM", {"pad_token_id": 5}),
+    ("OlmoeForCausalLM", {"pad_token_id": 5, "num_experts_per_tok": 1}),
+    ("Gemma2ForCausalLM", {"pad_token_id": 5, "tie_word_embeddings": True}),
+    ("Gemma2ForCausalLM", {"final_logit_softcapping": 0.5, "attn_logit_softcapping": 0.5}),
+    ("Gemma2ForCausalLM", {"query_pre_attn_scalar": 7, "hidden_activation": "gelu"}),
+    ("Olmo2ForCausalLM", {"rope_parameters": _YARN}),
+    ("Olmo2ForCausalLM", {"rope_parameters": _LINEAR}),
+    ("Olmo2ForCausalLM", {"rope_parameters": {**_LINEAR, "rope_type": "dynamic"}}),
+    ("Olmo2ForCausalLM", {"use_cache": False}),
+    ("Olmo2ForCausalLM", {"attention_dropout": 0.3}),
+    ("OlmoeForCausalLM", {"router_aux_loss_coef": 0.5}),
+    ("OlmoeForCausalLM", {"norm_topk_prob": True, "clip_qkv": 0.05}),
+    ("GPTNeoXForCausalLM", {"use_parallel_residual": False, "hidden_dropout": 0.2}),
+    ("GPTNeoXForCausalLM", {"rope_parameters": {**_LINEAR, "partial_rotary_factor": 0.5}}),
+)
+
+
+@pytest.mark.parametrize(("architecture", "changes"), FIELDS)
+def test_fields_of_a_config_give_the_gradients_of_transformers(architecture: str, changes: dict[str, object]) -> None:
+    check(compare(entry_for(architecture), 2, **changes))
+
+
+@pytest.mark.parametrize("architecture", ["OlmoeForCausalLM", "GraniteMoeForCausalLM"])
+def test_a_loss_that_stages_would_leave_out_is_refused(architecture: str) -> None:
+    with pytest.raises(UserError) as refused:
+        compare(entry_for(architecture), 2, output_router_logits=True)
+    assert (refused.value.code, refused.value.where) == (
+        "config.unsupported-field", "config.json: output_router_logits",
+    )  # fmt: skip
+
+
 HANDING_ON = (
     ("Gemma4ForCausalLM", {"num_kv_shared_layers": 2}),
     ("Gemma3nForCausalLM", {"num_kv_shared_layers": 2}),
