@@ -1,6 +1,7 @@
 """A store with a slow network: a folder as an S3 bucket and as repositories of a hub.
 
-Each answer has a latency, each connection a limited speed. What is put is counted and thrown away.
+Each answer has a latency, each connection a limited speed. Of what is put, small objects are kept; others are counted
+and thrown away.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ import argparse
 import asyncio
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
-from xml.sax.saxutils import escape
+from xml.sax.saxutils import escape, unescape
 
 _PIECE_NBYTES = 256 << 10
 _COMMIT = "c" * 40
@@ -26,6 +28,7 @@ class Store:
     def __init__(self, root: Path, latency_s: float, bytes_per_s: float) -> None:
         self.root, self.latency_s, self.bytes_per_s = root, latency_s, bytes_per_s
         self.put: dict[str, tuple[int, str]] = {}
+        self.kept: dict[str, bytes] = {}
         self.digests = {path: _digest(path) for path in root.rglob("*") if path.is_file()}
         self.sent_nbytes = self.received_nbytes = 0
 
@@ -73,7 +76,11 @@ class Store:
                 text = f"<InitiateMultipartUploadResult><Bucket>bench</Bucket><Key>{escape(key)}</Key>"
                 _send(writer, 200, {}, (text + "<UploadId>1</UploadId></InitiateMultipartUploadResult>").encode())
             elif "delete" in query:
-                _send(writer, 200, {}, b"<DeleteResult></DeleteResult>")
+                names = re.findall("<Key>(.*?)</Key>", body.decode())
+                for name in names:
+                    self.put.pop(unescape(name), None)
+                gone = "".join(f"<Deleted><Key>{name}</Key></Deleted>" for name in names)
+                _send(writer, 200, {}, f"<DeleteResult>{gone}</DeleteResult>".encode())
             else:
                 assert body
                 text = f'<CompleteMultipartUploadResult><Key>{escape(key)}</Key><ETag>"1"</ETag>'
@@ -114,6 +121,15 @@ class Store:
 
     async def _read(self, method: str, key: str, headers: Mapping[str, str], writer: asyncio.StreamWriter) -> None:
         path = self.root / key
+        if key in self.put:
+            size, etag = self.put[key]
+            answer = {"ETag": f'"{etag}"', "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
+            if method == "HEAD":
+                _head(writer, 200, answer, size)
+                return
+            answer["Content-Range"] = f"bytes 0-{size - 1}/{size}"
+            _send(writer, 206, answer, self.kept[key])
+            return
         if not path.is_file():
             _send(writer, 404, {}, b"<Error><Code>NoSuchKey</Code></Error>" if method == "GET" else b"")
             return
@@ -147,17 +163,21 @@ class Store:
         writer: asyncio.StreamWriter,
     ) -> None:  # fmt: skip
         loop = asyncio.get_running_loop()
-        begun, received, digest = loop.time(), 0, hashlib.md5()
+        begun, received, small = loop.time(), 0, b""
         while received < nbytes:
             piece = await reader.readexactly(min(_PIECE_NBYTES, nbytes - received))
             received += len(piece)
             if nbytes < 1 << 20:
-                digest.update(piece)
+                small += piece
             await asyncio.sleep(max(0.0, begun + received / self.bytes_per_s - loop.time()))
         self.received_nbytes += nbytes
-        before = self.put.get(key, (0, ""))[0] if "partNumber" in query else 0
-        self.put[key] = (before + nbytes, "1")
-        _send(writer, 200, {"ETag": f'"{digest.hexdigest()}"'}, b"")
+        if "partNumber" in query:
+            self.put[key] = (self.put.get(key, (0, ""))[0] + nbytes, "1")
+            etag = "1"
+        else:
+            etag = hashlib.md5(small).hexdigest()
+            self.put[key], self.kept[key] = (nbytes, etag), small
+        _send(writer, 200, {"ETag": f'"{etag}"'}, b"")
 
 
 def _digest(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Time reading from slow remote stores against a bare client with 64 requests, and write it as JSON.
+"""Time reading from slow remote stores, and writing to them, against a bare client with 64 requests; write it as JSON.
 
     python bench/streams.py [--runs 3] [--gb 0.65] [--folder DIR] [--out bench/results/streams.json]
 
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
+import uuid
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ import measure
 from checkpoints import llama_of, write_checkpoint
 
 NUM_STREAMS = 64
+BARE_PUT = "bare client, PUTs"
 REQUEST_NBYTES = 8 << 20
 LINKS = {"40 ms, 8 MB/s": (0.04, 8e6), "5 ms, 1 GB/s": (0.005, 1e9)}
 PAUSE_S = 2.0
@@ -71,18 +73,25 @@ def compare(root: Path, scratch: Path, port: int, runs: int) -> dict[str, object
         "bucket, tensors shuffled over shards": partial(pack, "s3://bench/shuffled", out, environment, port),
         "hub": partial(pack, "hf://bench/model", out, environment, port),
         "hf download": partial(download, out, environment),
+        BARE_PUT: partial(bare, port, _BARE_PUT),
+        "local to bucket": partial(send, str(root / "model"), environment, port),
+        "bucket to bucket": partial(send, "s3://bench/model", environment, port),
     }
     turns = measure.take_turns(contenders, runs, pause_s=PAUSE_S)
     return {
         name: {
             "mb_per_s": round(statistics.median(turn[name]["mb_per_s"] for turn in turns)),
             "of_bare_client": round(
-                statistics.median(turn[name]["mb_per_s"] / turn["bare client"]["mb_per_s"] for turn in turns), 2
+                statistics.median(turn[name]["mb_per_s"] / turn[peer_of(name)]["mb_per_s"] for turn in turns), 2
             ),
             **{key: max(turn[name][key] for turn in turns) for key in turns[0][name] if key != "mb_per_s"},
         }
         for name in contenders
     }
+
+
+def peer_of(name: str) -> str:
+    return BARE_PUT if name.endswith(("PUTs", "to bucket")) else "bare client"
 
 
 def check(source: str, local: Path, out: Path, environment: Mapping[str, str]) -> None:
@@ -101,6 +110,13 @@ def pack(source: str, out: Path, environment: Mapping[str, str], port: int) -> d
     return found | {"times_read": round((counts(port) - sent) / found.pop("nbytes"), 3)}
 
 
+def send(source: str, environment: Mapping[str, str], port: int) -> dict[str, float]:
+    """Pack into a new prefix of the bucket."""
+    sent = counts(port)
+    found = child(environment, _PACK, source, f"s3://bench/out-{uuid.uuid4().hex}")
+    return found | {"times_read": round((counts(port) - sent) / found.pop("nbytes"), 3)}
+
+
 def download(out: Path, environment: Mapping[str, str]) -> dict[str, float]:
     found = child(environment, _DOWNLOAD, str(out))
     shutil.rmtree(out)
@@ -108,8 +124,8 @@ def download(out: Path, environment: Mapping[str, str]) -> dict[str, float]:
     return found
 
 
-def bare(port: int) -> dict[str, float]:
-    found = child(os.environ, _BARE, str(port))
+def bare(port: int, script: str | None = None) -> dict[str, float]:
+    found = child(os.environ, script or _BARE, str(port))
     found.pop("nbytes")
     return found
 
@@ -160,6 +176,19 @@ pieces = [(file["path"], at, min(at + size, file["size"])) for file in files for
 get = lambda piece: len(obstore.get_range(store, piece[0], start=piece[1], end=piece[2]))
 with ThreadPoolExecutor({NUM_STREAMS}) as pool:
     nbytes = sum(pool.map(get, pieces))
+{_END}"""
+_BARE_PUT = f"""
+import sys, time
+from concurrent.futures import ThreadPoolExecutor
+import obstore
+from obstore.store import S3Store
+options = dict(skip_signature=True, region="x", virtual_hosted_style_request=False)
+options |= dict(endpoint="http://127.0.0.1:" + sys.argv[1], client_options={{"allow_http": True}})
+store, data = S3Store("bench", prefix="put", **options), bytes({REQUEST_NBYTES})
+began_s = time.perf_counter()
+put = lambda number: obstore.put(store, str(number), data, use_multipart=False) and len(data)
+with ThreadPoolExecutor({NUM_STREAMS}) as pool:
+    nbytes = sum(pool.map(put, range({NUM_STREAMS + NUM_STREAMS // 4})))
 {_END}"""
 
 
