@@ -20,7 +20,7 @@ from reshard.estimate.training_estimate import Forecast
 __all__ = ["draw_schedule"]
 
 _MOST_BOXES = 6000  # with more actions, rows of pixels are drawn
-_NUM_PIXELS = 1500  # of a row
+_NUM_PIXELS = 1000  # of a row
 _DIGIT_PT = 0.64 * SMALLEST_PT
 _TICK_PT = 45  # between two numbers of the axis, at least
 
@@ -137,15 +137,18 @@ def _outline(members: Iterable[Box], height: float) -> Path:
 def _draw_pixels(axes: Axes, forecast: Forecast, boxes: Iterable[Box], width_s: float, theme: Theme) -> None:
     """Draw each rank as a row of pixels: the mean color of the actions in each, transparent where it waits."""
     num_ranks, per_pixel = forecast.placement.num_ranks, width_s / _NUM_PIXELS
-    colors: dict[str, tuple[float, float, float]] = {}
+    colors: dict[tuple[str, int], tuple[float, float, float]] = {}
     sums = [[[0.0, 0.0, 0.0, 0.0] for _ in range(_NUM_PIXELS)] for _ in range(num_ranks)]
     for box in boxes:
-        name = _color(forecast, box)
-        red, green, blue = colors.setdefault(name, to_rgb(name))
-        start, end = box.left / per_pixel, box.right / per_pixel
-        for pixel in range(int(start), min(int(end) + 1, _NUM_PIXELS)):
-            weight = max(0.0, min(end, pixel + 1) - max(start, pixel))
-            cell = sums[box.rank][pixel]
+        key = box.action.kind, box.action.stage
+        if key not in colors:
+            colors[key] = to_rgb(_color(forecast, box))
+        red, green, blue = colors[key]
+        start, end, row = box.left / per_pixel, box.right / per_pixel, sums[box.rank]
+        first, last = int(start), min(int(end), _NUM_PIXELS - 1)
+        for pixel in range(first, last + 1):
+            weight = (end if pixel == last else pixel + 1) - (start if pixel == first else pixel)
+            cell = row[pixel]
             cell[0] += weight * red
             cell[1] += weight * green
             cell[2] += weight * blue

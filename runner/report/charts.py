@@ -34,6 +34,7 @@ circle.own {{ fill: var(--own); }} circle.other {{ fill: var(--other); }}
 """
 
 _MOST_POINTS = 2000  # of a curve
+_PLOT = 144  # pixels: the height of curves
 _LANE, _PLAN, _ROW = 22, 10, 62  # pixels: a rank's actions as they ran, as planned, and all with its name
 _NAME = 16
 _AXIS = 26
@@ -93,14 +94,15 @@ def draw_curves(title: str, curves: Sequence[Curve], *, lines: Iterable[int] = (
     values = {c.name: [[s, v] for s, v in c.points if math.isfinite(v)] for c in shown}
     data = escape(json.dumps({"first": first, "last": last, "values": values}), quote=True)
     labels = "".join(
-        f'<text class="tick" x="{x(at):.2f}%" y="{170 - 8}" text-anchor="{_anchor(x(at))}">{at:g}</text>'
+        f'<text class="tick" x="{x(at):.2f}%" y="{_PLOT + 32}" text-anchor="{_anchor(x(at))}">{at:g}</text>'
         for at in ticks(first, last, 8)
         if float(at).is_integer()
     )
     return (
-        f'<svg class="chart" role="img" tabindex="0" width="100%" height="170" data-curves="{data}">'
+        f'<svg class="chart" role="img" tabindex="0" width="100%" height="{_PLOT + 40}" data-curves="{data}">'
         f"<title>{escape(title)}</title><desc>{escape('; '.join(told))}</desc>"
-        f'<svg class="plot" width="100%" height="144">{"".join(parts)}</svg>{labels}</svg>'
+        f'<svg class="plot" width="100%" y="14" height="{_PLOT}" overflow="visible">{"".join(parts)}</svg>'
+        f"{labels}</svg>"
     )
 
 

@@ -21,7 +21,8 @@ for (const chart of document.querySelectorAll('svg.chart')) {
   const steps = [...new Set(Object.values(values).flat().map(point => point[0]))].sort((a, b) => a - b);
   const line = document.createElementNS('http://www.w3.org/2000/svg', 'line');
   line.setAttribute('class', 'reader');
-  line.setAttribute('y2', '144');
+  line.setAttribute('y1', '14');
+  line.setAttribute('y2', '158');
   line.style.display = 'none';
   chart.append(line);
   let at = 0;

@@ -18,8 +18,8 @@ from runner.bundle.packed import open_packed
 from runner.commands import cli
 from tests.builders import reshard
 from tests.fast.models.catalogued import save_tiny
-from tests.fast.runner.test_report import write_metrics, write_traces
 from tests.fast.runner.tiny import save_model
+from tests.fast.runner.traced import write_metrics, write_traces
 
 SEQ_LEN, ROWS = 16, 2
 SIZES = ("--seq-len", SEQ_LEN, "--microbatch", ROWS, "--repeats", 2, "--device", "cpu")
