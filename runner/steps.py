@@ -158,7 +158,9 @@ def _open_feed(ready: Ready) -> tuple[_Feed, TrainingState]:
             check_alike(options.data, found, shared)
             feed = _read(ready, shared)
     num_tokens = ready.training.num_tokens if ready.training else 0
-    return feed, remember(options, step=ready.num_steps, num_tokens=num_tokens, data=shared.position)
+    return feed, remember(
+        options, ready.launched.shape, step=ready.num_steps, num_tokens=num_tokens, data=shared.position
+    )
 
 
 def _read(ready: Ready, found: FoundData) -> _Feed:

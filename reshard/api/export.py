@@ -26,6 +26,7 @@ __all__ = ["ExportForm", "ExportNames", "export"]
 ExportForm = Literal["hf", "dcp", "deepspeed", "universal", "vllm", "megatron"]
 ExportNames = Literal["hf", "torchtitan", "pipeline"]
 
+_HAVE_STATE = ("dcp", "universal", "megatron")  # optimizer state, if there is any
 # What `names` may be besides those of Hugging Face's model.
 _NAMES_OF: Mapping[ExportForm, tuple[str, ...]] = {"dcp": ("torchtitan",), "universal": ("pipeline",)}
 
@@ -54,6 +55,7 @@ def export(
     one, unless `weights_only`. `dtype` is as in the source (in a DCP folder: as trained), or one for all parameters.
     `to="deepspeed"` writes the layers of a PipelineModule, weights alone; `to="universal"` DeepSpeed's Universal
     Checkpoint, in float32, with optimizer state, and with `names` of Hugging Face's model or of a PipelineModule.
+    `to="megatron"` writes what Megatron-LM loads, with optimizer state for its distributed optimizer.
     `to="vllm"` writes the files of vLLM's `sharded_state`, of `pp` pipeline stages of `tp` tensor-parallel ranks.
     `out`, `force`, `io`, `sync` and `parallelism` are those of `pack`.
 
@@ -71,7 +73,7 @@ def export(
     if names != "hf" and names not in _NAMES_OF.get(to, ()):
         problem = f"--for {names} is not for --to {to}"
         raise UsageError("--for", problem, "leave it out", code="options.conflict")
-    if weights_only and to not in _NAMES_OF:
+    if weights_only and to not in _HAVE_STATE:
         raise UsageError("--weights-only", f"--to {to} has weights alone", "leave it out", code="options.conflict")
     if to == "universal" and dtype not in ("source", "fp32"):
         problem = f"--to universal has float32 weights, not {dtype}"
@@ -81,7 +83,7 @@ def export(
     checkpoint = open_manifest(manifest)
     address = str(out) if is_url(out) else Path(out)
     if to != "hf":
-        has_weights_alone = weights_only or to in ("deepspeed", "megatron", "vllm")
+        has_weights_alone = weights_only or to not in _HAVE_STATE
         kinds = (checkpoint.tensors, *(() if has_weights_alone else checkpoint.moments.values()))
         total = sum(tensor.nbytes for tensors in kinds for tensor in tensors.values())
         options = WriteOptions(
@@ -93,7 +95,9 @@ def export(
                 dtype=dtype, options=options,
             )  # fmt: skip
         if to == "megatron":
-            return export_megatron(checkpoint, address, force=force, dtype=dtype, options=options)
+            return export_megatron(
+                checkpoint, address, force=force, weights_only=weights_only, dtype=dtype, options=options
+            )
         if to == "vllm":
             return export_vllm(checkpoint, address, force=force, pp=pp, tp=tp, dtype=dtype, options=options)
         form: DeepSpeedForm = "layers" if to == "deepspeed" else "universal-pipeline" if names == "pipeline" else to

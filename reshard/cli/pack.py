@@ -129,7 +129,7 @@ def pack(
     default="hf",
     help="Whose names to use: torchtitan's with --to dcp, a PipelineModule's with --to universal.",
 )
-@click.option("--weights-only", is_flag=True, help="With --to dcp or universal: leave out the optimizer state.")
+@click.option("--weights-only", is_flag=True, help="With --to dcp, universal, megatron: leave out optimizer state.")
 @click.option("--pp", type=options.WholeNumber(min=1), default=1, help="With --to vllm: pipeline stages.")
 @click.option(
     "--tp", type=options.WholeNumber(min=1), default=1, show_default=True, help="With --to vllm: ranks of a stage."
@@ -158,8 +158,9 @@ def export(
     that were trained in a dtype other than the source's are rounded to the source's, unless --dtype says otherwise. A
     DCP folder (--to dcp) has weights as they were trained and, if there is any, optimizer state. --to deepspeed writes
     the layers of DeepSpeed's PipelineModule, and --to universal its Universal Checkpoint, in float32. --to vllm writes
-    the files of its --load-format sharded_state, one for each rank, and --to megatron what Megatron-LM loads, weights
-    alone. A bucket cannot replace the files of a model in one step: there, --force removes the old ones first.
+    the files of its --load-format sharded_state, one for each rank, and --to megatron what Megatron-LM loads, with
+    the state of its distributed optimizer. A bucket cannot replace the files of a model in one step: there, --force
+    removes the old ones first.
 
     \b
     Example:

@@ -8,28 +8,31 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from manifests.schema import MOMENTS
 from reshard.archives.names import MARK_NAME, METADATA_NAME
 from reshard.archives.pickling import Instance, Name
 from reshard.archives.saved import saved_value, torch_dtype
 from reshard.copy.engine import WriteOptions
 from reshard.operations.export import ExportResult
+from reshard.operations.megatron_optimizer import optimizer_metadata, optimizer_of, samples_of
 from reshard.operations.publish_export import ExportPlan, check_export_to, publish_export
 from reshard.operations.saved_state import SavedState
 from reshard.sources.huggingface import CONFIG_NAME
 from reshard.sources.megatron_arguments import COMMON_NAME, arguments_of
 from reshard.sources.megatron_tracker import RELEASE, TRACKER_NAME
+from reshard.sources.megatron_training import MASTERS, OPTIMIZER
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.lazy import MadeFile
-from reshard.transforms.cast import ExportDtype, cast_checkpoint, casts_in
+from reshard.transforms.cast import ExportDtype, cast_checkpoint, cast_tensor, casts_in
 from reshard.transforms.megatron import MegatronModel
 from stores.base import read_config
 from stores.manifest_file import Address
 
 __all__ = ["export_megatron"]
 
-_FOLDER = f"{RELEASE}/"
 _EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -38,45 +41,61 @@ def export_megatron(
     out: Address,
     *,
     force: bool,
+    weights_only: bool = False,
     dtype: ExportDtype = "source",
     options: WriteOptions | None = None,
 ) -> ExportResult:
-    """Write weights as a release that Megatron-LM loads at any parallel degrees, and the arguments of the model.
+    """Write what Megatron-LM loads at any parallel degrees: the model's arguments and weights, as a release.
 
-    The vocabulary is not padded: its loader does that. Weights are as the manifest has them unless `dtype` says
-    otherwise; optimizer state is not written.
+    With optimizer state they are an iteration, and the state that of its distributed optimizer. The vocabulary is not
+    padded: its loader does that. Weights are as the manifest has them unless `dtype` says otherwise.
 
     Raises:
         OutputError: `out` exists, cannot be written, or is where the model came from.
         ShardError: a bundle's bytes do not match their digests.
         ModelError: Megatron-Core has no such model, or no such tensor.
+        CheckpointError: the optimizer state is not what Megatron-Core has of AdamW.
         UserError: see `cast_checkpoint` and `check_export_to`.
     """
     check_export_to(out, checkpoint, force=force)
+    if weights_only:
+        checkpoint = replace(checkpoint, trained=None)
+    masters = checkpoint.tensors
     if dtype != "source":
         checkpoint = cast_checkpoint(checkpoint, dtype)
     config_file = next(item for item in checkpoint.auxiliary if item.path == CONFIG_NAME)
     config = read_config(config_file.file, config_file.digest)
     model = MegatronModel(config, checkpoint.location)
     arguments = arguments_of(config, checkpoint.location) | _training_arguments(checkpoint, config)
-    saved = SavedState(_FOLDER)
+    trained, state = checkpoint.trained, dict[str, object]()
+    content: dict[str, object] = {"singleton_local_shards": False, "non_homogeneous_layers": not model.is_stacked}
+    if trained is not None and trained.optimizer is not None:
+        state = optimizer_of(checkpoint, trained, trained.optimizer)
+        arguments |= {"iteration": trained.step, "consumed_train_samples": samples_of(trained), "no_save_rng": True}
+        content |= optimizer_metadata()
+    step = trained.step if trained is not None and state else 0
+    tag = f"iter_{step:07d}" if state else RELEASE
+    saved = SavedState(f"{tag}/")
     for tensor in checkpoint.tensors.values():
         if not tensor.name.endswith(checkpoint.shape.ignored_suffixes or ("\0",)):
             saved.add(model.place(tensor), lambda key: (key,))
+    for kind, tensors in ((MASTERS, masters), *checkpoint.moments.items()) if state else ():
+        for fqn in checkpoint.moments[MOMENTS[0]]:
+            saved.add(model.place(cast_tensor(tensors[fqn], "F32")), partial(_state_key, kind=kind))
     for key in model.objects():
         saved.add_value((key,), [None])
     mark = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     made = {
-        COMMON_NAME: saved_value(_common(arguments, is_stacked=model.is_stacked)),
+        COMMON_NAME: saved_value(_common(arguments, step, content) | state),
         METADATA_NAME: saved.metadata(),
         MARK_NAME: json.dumps({**mark, "common_backend": "torch", "common_backend_version": 1}).encode(),
     }
     plan = ExportPlan(
-        copied=[replace(item, path=_FOLDER + item.path) for item in checkpoint.auxiliary],
+        copied=[replace(item, path=f"{tag}/{item.path}") for item in checkpoint.auxiliary],
         shards=saved.files.shards,
-        made=[_file(_FOLDER + name, data) for name, data in made.items()],
+        made=[_file(f"{tag}/{name}", data) for name, data in made.items()],
         last=TRACKER_NAME,  # without it Megatron-LM sees no checkpoint
-        last_bytes=RELEASE.encode,
+        last_bytes=(str(step) if state else RELEASE).encode,
     )
     return ExportResult(
         num_files=publish_export(out, plan, options or WriteOptions(), force=force),
@@ -98,12 +117,17 @@ def _training_arguments(checkpoint: Checkpoint, config: Mapping[str, Any]) -> di
     }  # fmt: skip
 
 
-def _common(arguments: Mapping[str, object], *, is_stacked: bool) -> dict[str, object]:
+def _state_key(key: str, *, kind: str) -> tuple[str]:
+    return (f"{OPTIMIZER}.state.{kind}.{key}",)
+
+
+def _common(arguments: Mapping[str, object], step: int, content: Mapping[str, object]) -> dict[str, object]:
     return {
         "args": Instance(Name("argparse", "Namespace"), arguments),
         "checkpoint_version": 3.0,
-        "iteration": 0,
-        "content_metadata": {"singleton_local_shards": False, "non_homogeneous_layers": not is_stacked},
+        "iteration": step,
+        "num_floating_point_operations_so_far": 0,
+        "content_metadata": content,
     }
 
 

@@ -16,9 +16,10 @@ from manifests.models import ModelShape, is_sized_by_files, model_shape
 from manifests.schema import MOMENTS, Holds, ModelDescription, Source
 from reshard.archives.names import LATEST_NAMES
 from reshard.archives.tensors import read_archive, read_object
+from reshard.sources.adamw import BAD_OPTIMIZER, read_number
 from reshard.sources.deepspeed_names import fqns_of_layers
 from reshard.sources.deepspeed_step import Saved, Step, find_step
-from reshard.sources.deepspeed_training import BAD_OPTIMIZER, STATE_NAME, is_rank_file, read_number, training_state
+from reshard.sources.deepspeed_training import STATE_NAME, is_rank_file, training_state
 from reshard.sources.deepspeed_zero import read_partitions
 from reshard.sources.huggingface import (
     CONFIG_NAME,

@@ -18,8 +18,8 @@ from manifests.errors import SourceError
 from manifests.schema import MOMENTS, Holds
 from manifests.slices import Slice
 from reshard.archives.tensors import read_object
+from reshard.sources.adamw import read_number
 from reshard.sources.deepspeed_step import Saved, Step
-from reshard.sources.deepspeed_training import read_number
 from reshard.sources.rows import rows_of
 from reshard.tensors.checkpoint import TensorAt
 from reshard.tensors.slices import merge_slices

@@ -16,7 +16,15 @@ from manifests.errors import ModelError, SourceError
 from reshard.archives.tensors import read_object
 from stores.base import Folder
 
-__all__ = ["COMMON_NAME", "arguments_of", "check_arguments", "config_of", "num_experts_of", "read_arguments"]
+__all__ = [
+    "COMMON_NAME",
+    "arguments_in",
+    "arguments_of",
+    "check_arguments",
+    "config_of",
+    "num_experts_of",
+    "read_common",
+]
 
 COMMON_NAME = "common.pt"
 _ALIASES = {"norm_epsilon": "layernorm_epsilon", "num_experts": "num_moe_experts"}  # in other releases
@@ -32,27 +40,41 @@ _ARCHITECTURES = {
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-def read_arguments(folder: Folder) -> dict[str, Any]:
-    """Return the arguments in a checkpoint's `common.pt`, by name.
+def read_common(folder: Folder) -> Mapping[object, object]:
+    """Return what a checkpoint's `common.pt` has.
 
     Raises:
-        SourceError: there is no such file, or it is damaged, or has none.
+        SourceError: there is no such file, or it is damaged, or no dict.
         InputError: it cannot be read.
     """
-    where, hint = f"{folder}/{COMMON_NAME}", "convert it with Megatron-Bridge's AutoBridge.export_ckpt"
-    problem = "expected the arguments of Megatron-LM, which say what the weights mean"
     if COMMON_NAME not in folder.names():
-        raise SourceError(where, f"no such file; {problem}", hint, code="source.no-megatron-arguments")
+        raise _no_arguments(f"{folder}/{COMMON_NAME}", "no such file")
     common = read_object(folder.file(COMMON_NAME), COMMON_NAME)
-    found = common.get("args") if isinstance(common, dict) else None
-    fields = getattr(found, "fields", None)
+    if not isinstance(common, dict):
+        raise _no_arguments(f"{folder}/{COMMON_NAME}", f"found a {type(common).__name__}")
+    return common
+
+
+def arguments_in(common: Mapping[object, object], where: str) -> dict[str, Any]:
+    """Return the arguments that a `common.pt` has, by name.
+
+    Raises:
+        SourceError: it has none.
+    """
+    fields = getattr(common.get("args"), "fields", None)
     if not isinstance(fields, dict) or not fields:
-        raise SourceError(where, f"{problem}, found no 'args'", hint, code="source.no-megatron-arguments")
+        raise _no_arguments(f"{where}/{COMMON_NAME}", "found no 'args'")
     found = {name: value for name, value in fields.items() if isinstance(name, str)}
     for name, alias in _ALIASES.items():
         if name not in found and alias in found:
             found[name] = found[alias]
     return found
+
+
+def _no_arguments(where: str, found: str) -> SourceError:
+    problem = f"expected the arguments of Megatron-LM, which say what the weights mean, {found}"
+    hint = "convert it with Megatron-Bridge's AutoBridge.export_ckpt"
+    return SourceError(where, problem, hint, code="source.no-megatron-arguments")
 
 
 def check_arguments(arguments: Mapping[str, Any], config: Mapping[str, Any], num_rows: int, where: str) -> None:

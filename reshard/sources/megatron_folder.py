@@ -9,15 +9,22 @@ from dataclasses import replace
 
 from manifests.errors import SourceError, UsageError
 from manifests.jsontext import parse_json_object
-from manifests.models import ModelShape, model_shape
-from manifests.schema import ModelDescription, Source
+from manifests.models import model_shape
+from manifests.schema import MOMENTS, Holds, ModelDescription, Source
 from reshard.archives.dcp import DcpMetadata, DcpTensor, read_chunk, read_metadata
 from reshard.archives.names import DATA_SUFFIX, MARK_NAME, METADATA_NAME
-from reshard.sources.dcp_training import OPTIMIZER
-from reshard.sources.huggingface import CONFIG_NAME, auxiliary_files, check_coverage, drop_tensors, without_absent
+from reshard.sources.huggingface import (
+    CONFIG_NAME,
+    auxiliary_files,
+    check_coverage,
+    drop_tensors,
+    trained_part,
+    without_absent,
+)
 from reshard.sources.megatron import has_megatron_names, is_megatron_weight, under_names_of_huggingface
-from reshard.sources.megatron_arguments import COMMON_NAME, check_arguments, config_of, read_arguments
+from reshard.sources.megatron_arguments import COMMON_NAME, arguments_in, check_arguments, config_of, read_common
 from reshard.sources.megatron_names import EMBEDDING
+from reshard.sources.megatron_training import MASTERS, OPTIMIZER, find_optimizer, training_state
 from reshard.sources.torch_files import index_of, recorded_anew
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles, TensorAt
 from reshard.tensors.lazy import MemoryFile
@@ -28,6 +35,7 @@ from stores.bundles import join_slices
 
 __all__ = ["open_megatron", "read_megatron_weights"]
 
+_SCHEDULE = "opt_param_scheduler"
 _EXTRA_STATE = re.compile(r"_extra_state(/|$)")  # of Transformer Engine: no weight
 
 
@@ -37,11 +45,11 @@ def open_megatron(
     """Read a checkpoint's metadata and check that its weights cover the model exactly, as its arguments describe it.
 
     The arguments must agree with config.json; without one, it is made from them. Weights are packed whole, under
-    Hugging Face's names, however they were sharded.
+    Hugging Face's names, however they were sharded; with optimizer state, they are the master weights.
 
     Raises:
         SourceError: damaged files, tensors missing, unknown or of the wrong shape, arguments that are missing or
-            differ, or optimizer state, unless it is dropped.
+            differ, or optimizer state of a format that cannot be read, unless it is dropped.
         ModelError: an unsupported architecture, or one that Megatron-Core does not have.
         ShardError: the chunks of a tensor are not all of it.
         UsageError: the model is described.
@@ -50,12 +58,23 @@ def open_megatron(
         problem = "is for Hugging Face folders; Megatron's arguments describe the model"
         raise UsageError("--model", problem, "leave it out", code="options.model-of-manifest")
     saved = read_metadata(folder)
-    if OPTIMIZER not in drop:
-        _refuse_optimizer(saved, folder)
-    config_file, shape, whole = _read_weights(folder, saved)
+    common, where = read_common(folder), str(folder)
+    optimizer = None if OPTIMIZER in drop else find_optimizer(common, saved.tensors, where)
+    config_file, config, whole = _read_weights(folder, saved, common)
+    shape = model_shape(config, str(config_file))
     dropped = drop_tensors(whole, drop - {OPTIMIZER}, shape)
     shape = without_absent(shape, whole)
-    check_coverage(whole, shape, str(folder), frozenset(dropped))
+    check_coverage(whole, shape, where, frozenset(dropped))
+    moments: dict[Holds, dict[str, TensorAt]] = {}
+    trained = None
+    if optimizer is not None:
+        state = {kind: _weights(folder, tensors, config) for kind, tensors in optimizer.items()}
+        for kind, found in state.items():
+            check_coverage(found, trained_part(shape), f"{where}: {kind}", frozenset(dropped))
+        moments = {kind: {fqn: state[kind][fqn] for fqn in whole if fqn in state[kind]} for kind in MOMENTS}
+        dtype = next(whole[fqn].dtype for fqn in moments[MOMENTS[0]])
+        trained = training_state(common, arguments_in(common, where), moments[MOMENTS[0]], dtype, where)
+        whole |= {fqn: state[MASTERS][fqn] for fqn in moments[MOMENTS[0]]}
     ordered = {fqn: whole[fqn] for fqn in (*shape.tensors, *whole) if fqn in whole}
     shards = recorded_anew(list(ordered.values()))
     files = folder.names()
@@ -67,13 +86,18 @@ def open_megatron(
         auxiliary=(AuxiliaryAt(path=CONFIG_NAME, file=config_file), *auxiliary),
         record=SourceRecord(shards=shards, index=index_of(shards) if len(shards) > 1 else None, dropped=dropped),
         source=Source(
-            kind=folder.kind, location=folder.location, revision=folder.revision, left_out=_left_out(saved)
+            kind=folder.kind,
+            location=folder.location,
+            revision=folder.revision,
+            left_out=_left_out(saved, common, is_trained=trained is not None),
         ),
         originals=OriginalFiles(
             location=folder.location, revision=folder.revision, files={name: folder.file(name) for name in data}
         ),
+        moments=moments,
+        trained=trained,
         merges_slices=True,
-    )  # fmt: skip
+    )
 
 
 def read_megatron_weights(folder: Folder) -> dict[str, TensorAt]:
@@ -82,14 +106,16 @@ def read_megatron_weights(folder: Folder) -> dict[str, TensorAt]:
     Raises:
         SourceError, ModelError, ShardError: as `open_megatron`, but for weights that are not all of a model.
     """
-    return _read_weights(folder, read_metadata(folder))[2]
+    return _read_weights(folder, read_metadata(folder), read_common(folder))[2]
 
 
-def _read_weights(folder: Folder, saved: DcpMetadata) -> tuple[InputFile, ModelShape, dict[str, TensorAt]]:
-    """Return the config, the shape of its model, and the weights."""
+def _read_weights(
+    folder: Folder, saved: DcpMetadata, common: Mapping[object, object]
+) -> tuple[InputFile, Mapping[str, object], dict[str, TensorAt]]:
+    """Return the config and its file, and the weights."""
     _check_mark(folder)
     where = str(folder)
-    arguments = read_arguments(folder)
+    arguments = arguments_in(common, where)
     weights = {tensor.name: tensor for tensor in saved.tensors if is_megatron_weight(tensor.name)}
     if not has_megatron_names(weights):
         hint = "checkpoints of GPT models are supported; convert another with Megatron-Bridge"
@@ -103,9 +129,9 @@ def _read_weights(folder: Folder, saved: DcpMetadata) -> tuple[InputFile, ModelS
         text = json.dumps(config_of(arguments, embedding.dtype, where), indent=2) + "\n"
         config_file = MemoryFile(f"{folder}/{CONFIG_NAME}", text.encode())
     config = read_config(config_file)
-    shape = model_shape(config, str(config_file))
+    model_shape(config, str(config_file))  # which checks it
     check_arguments(arguments, config, embedding.chunks[0].region.whole_shape[0], where)
-    return config_file, shape, _weights(folder, weights, config)
+    return config_file, config, _weights(folder, weights, config)
 
 
 def _weights(folder: Folder, saved: Mapping[str, DcpTensor], config: Mapping[str, object]) -> dict[str, TensorAt]:
@@ -127,16 +153,8 @@ def _check_mark(folder: Folder) -> None:
         raise SourceError(f"{file}: sharded_backend", problem, hint, code="source.megatron-format")
 
 
-def _refuse_optimizer(saved: DcpMetadata, folder: Folder) -> None:
-    """Refuse optimizer state, which is not read: whoever resumes from the pack must know that it has none."""
-    names = (*(tensor.name for tensor in saved.tensors), *saved.values)
-    if found := next((name for name in names if name.startswith(f"{OPTIMIZER}.") or f".{OPTIMIZER}." in name), None):
-        problem = f"has the optimizer state of Megatron-Core, which is not supported: {found[:80]!r}"
-        hint = "--drop optimizer packs the weights alone"
-        raise SourceError(f"{folder}/{METADATA_NAME}", problem, hint, code="source.megatron-optimizer")
-
-
-def _left_out(saved: DcpMetadata) -> tuple[str, ...]:
+def _left_out(saved: DcpMetadata, common: Mapping[object, object], *, is_trained: bool) -> tuple[str, ...]:
     """Return what is not packed, by its first name."""
     names = [tensor.name for tensor in saved.tensors if not is_megatron_weight(tensor.name)] + list(saved.values)
-    return tuple(sorted({"_extra_state" if _EXTRA_STATE.search(name) else re.split("[./]", name)[0] for name in names}))
+    found = {"_extra_state" if _EXTRA_STATE.search(name) else re.split("[./]", name)[0] for name in names}
+    return tuple(sorted((found - {OPTIMIZER}) | ({_SCHEDULE} & set(common)) if is_trained else found))

@@ -11,6 +11,7 @@ from typing import Any
 from manifests.digest import digest_bytes
 from manifests.errors import CheckpointError, UsageError
 from manifests.invariants import MANIFEST_NAME
+from manifests.models import ModelShape
 from manifests.schema import (
     BatchSizes,
     DataCursor,
@@ -122,7 +123,7 @@ def resumed_state(origin: Packed, resume: ResumeOptions, *, is_launched: bool) -
         return None
     if resume.weights_only or (resume.source == "auto" and is_launched and not has_moments):
         return None
-    _check_state(training, origin.where)
+    _check_state(training, origin.shape, origin.where)
     return training
 
 
@@ -171,8 +172,9 @@ def remembered(training: TrainingState) -> dict[str, Any]:
         if training.reduce_dtype is not None:
             values["reduce_dtype"] = _DTYPES[training.reduce_dtype]
     if training.optimizer is not None:
-        (group,) = training.optimizer.groups
+        group, *bare = training.optimizer.groups
         values |= {name: getattr(group, name) for name in ("beta1", "beta2", "eps", "weight_decay")}
+        values["weight_decay_1d"] = not bare
         values["max_norm"] = training.optimizer.max_norm
     if (rate := training.learning_rate) is not None:
         values |= {"lr": rate.peak, "min_lr": rate.minimum}
@@ -213,17 +215,20 @@ def schedule_notes(options: TrainOptions, training: TrainingState) -> tuple[str,
     return ()
 
 
-def remember(options: TrainOptions, *, step: int, num_tokens: int, data: DataPosition) -> TrainingState:
-    """Return the training state that a checkpoint stores; RNG states are added by each rank."""
+def remember(
+    options: TrainOptions, shape: ModelShape, *, step: int, num_tokens: int, data: DataPosition
+) -> TrainingState:
+    """Return the training state that a checkpoint of a model stores; RNG states are added by each rank."""
     optim, compute = options.optim, options.compute
     group = ParameterGroup(beta1=optim.betas[0], beta2=optim.betas[1], eps=optim.eps, weight_decay=optim.weight_decay)
+    bare = () if optim.weight_decay_1d else (_without_decay(group, shape),)
     return TrainingState(
         step=step,
         num_tokens=num_tokens,
         dtype=_STORED[compute.master_dtype],
         compute_dtype=_STORED[compute.dtype] if compute.has_masters else None,
         reduce_dtype=_STORED[compute.reduce_dtype] if compute.reduce_dtype != compute.master_dtype else None,
-        optimizer=OptimizerState(name=_OPTIMIZER, max_norm=optim.max_norm, groups=(group,)),
+        optimizer=OptimizerState(name=_OPTIMIZER, max_norm=optim.max_norm, groups=(group, *bare)),
         learning_rate=optim.schedule,
         batch=BatchSizes(**asdict(options.batch)),
         data=data,
@@ -264,7 +269,13 @@ def _descends_from(newest: Path, origin: Path, manifest: Manifest) -> bool:
     return past in {own, *(parent.digest for parent in manifest.parents)}
 
 
-def _check_state(training: TrainingState | None, where: str) -> None:
+def _without_decay(group: ParameterGroup, shape: ModelShape) -> ParameterGroup:
+    """Return the group of the 1-D parameters, if they have no weight decay."""
+    lines = (fqn for fqn, dims in shape.tensors.items() if len(dims) == 1 and shape.count_params(fqn))
+    return replace(group, weight_decay=0.0, fqns=tuple(sorted(lines)))
+
+
+def _check_state(training: TrainingState | None, shape: ModelShape, where: str) -> None:
     """Refuse optimizer state that the runner's AdamW cannot resume."""
     if training is None or training.optimizer is None:
         raise CheckpointError(
@@ -286,7 +297,7 @@ def _check_state(training: TrainingState | None, where: str) -> None:
                 _WEIGHTS_ONLY,
                 code="resume.other-optimizer",
             )
-    if len(optimizer.groups) != 1 or optimizer.groups[0].fqns:
-        raise CheckpointError(
-            where, "has several parameter groups; only one is supported", _WEIGHTS_ONLY, code="resume.other-optimizer"
-        )
+    group, *bare = optimizer.groups
+    if group.fqns or bare not in ([], [_without_decay(group, shape)]):
+        problem = "has parameter groups other than one, and one of all 1-D parameters without weight decay"
+        raise CheckpointError(where, problem, _WEIGHTS_ONLY, code="resume.other-optimizer")

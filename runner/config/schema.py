@@ -95,6 +95,9 @@ class OptimOptions:
     beta2: float = flag("--beta2", type=_BETA, default=0.95, help="AdamW's beta2.")
     eps: float = flag("--eps", type=_POSITIVE, default=1e-8, help="AdamW's epsilon.")
     weight_decay: float = flag("--weight-decay", type=_POSITIVE, default=0.1, help="AdamW's weight decay.")
+    weight_decay_1d: bool = flag(
+        "--weight-decay-1d/--no-weight-decay-1d", default=True, help="Decay 1-D parameters (norms, biases) too."
+    )
     max_norm: float = flag(
         "--max-norm", type=_POSITIVE, default=1.0, help="Gradient clipping: the largest gradient norm; 0 turns it off."
     )

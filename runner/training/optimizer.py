@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -28,12 +29,19 @@ class Optimizer:
         if parameters:  # torch refuses an empty list; a stage may have no parameters
             weights = [kept(parameter) for _, parameter in parameters]
             is_fused = all(weight.is_cuda for weight in weights)
+            bare = [not options.weight_decay_1d and parameter.dim() == 1 for _, parameter in parameters]
+            groups: list[dict[str, Any]] = [
+                {
+                    "params": [weight for weight, without in zip(weights, bare, strict=True) if without is is_bare],
+                    "weight_decay": 0.0 if is_bare else options.weight_decay,
+                }
+                for is_bare in (False, True)
+            ]
             self.adamw = torch.optim.AdamW(
-                weights,
+                [group for group in groups if group["params"]],
                 lr=options.lr,
                 betas=options.betas,
                 eps=options.eps,
-                weight_decay=options.weight_decay,
                 fused=is_fused or None,  # None: torch's choice, on the CPU one weight at a time
             )
             for weight in weights:

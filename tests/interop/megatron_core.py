@@ -2,8 +2,12 @@
 
     megatron_core.py save MODEL.json FOLDER [--tp N] [--pp N] [--split]   a model of random weights
     megatron_core.py logits MODEL.json FOLDER OUT.json [--tp N] [--pp N]  load it, and what it computes
+    megatron_core.py train MODEL.json FOLDER OUT.json ...                 train it with the distributed optimizer
 
-MODEL.json is a config.json of transformers. Ranks are processes of this script, with gloo.
+MODEL.json is a config.json of transformers. Ranks are processes of this script, with gloo. `train` starts from `--load`
+if it is given, takes a step for each batch of `--data` (a JSON list of pairs: tokens and labels), writes the losses,
+and saves to FOLDER after `--save-at` steps, in the `--sharding` of the optimizer's state. Without data it takes one
+step, of gradients that depend on weights alone, which works at any degrees.
 """
 
 from __future__ import annotations
@@ -19,13 +23,42 @@ from pathlib import Path
 import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe import moe_utils
+from torch.overrides import TorchFunctionMode
 
 moe_utils.te_general_gemm = None  # of Transformer Engine; megatron-core 0.16 does not look whether it is there
 TOKENS = [[1, 5, 2, 7, 3, 0, 6, 4]]
+LR, BATCH = 4e-3, 4
+
+_SET = DistributedOptimizer._set_main_param_and_optimizer_states
+
+
+def set_state(self, parameter, tensors):
+    """Set what was loaded; of torch's AdamW the count of steps too, which the loader expects and does not load."""
+    _SET(self, parameter, {"step": self._get_main_param_and_optimizer_states(parameter)["step"], **tensors})
+
+
+DistributedOptimizer._set_main_param_and_optimizer_states = set_state
+
+
+class OnCPU(TorchFunctionMode):
+    """Give the distributed optimizer, which asks for tensors of CUDA and for their types, those of the CPU."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        if func is torch.Tensor.cuda:
+            return args[0]
+        found = func(*args, **kwargs)
+        return found.replace("torch.", "torch.cuda.") if func is torch.Tensor.type and len(args) == 1 else found
 
 
 def options(model: dict, tp: int, pp: int) -> tuple[dict, dict]:
@@ -118,6 +151,10 @@ def arguments_of(model: dict, tp: int, pp: int) -> Namespace:
         max_position_embeddings=64,
         params_dtype=torch.float32,
         iteration=3,
+        clip_grad=1.0,
+        global_batch_size=BATCH,
+        micro_batch_size=1,
+        seq_length=16,
     )
 
 
@@ -148,6 +185,70 @@ def logits(model: dict, folder: Path, tp: int, pp: int) -> object:
         return built(tokens, positions, mask)[..., : model["vocab_size"]].tolist()
 
 
+def train(model: dict, asked: Namespace) -> list[float]:
+    """Take steps, and return the loss of each."""
+    torch.manual_seed(1)
+    built = build(model, asked.tp, asked.pp)
+    copied = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    wrapped = DistributedDataParallel(built.config, copied, built)
+    given = {"lr": LR, "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8, "clip_grad": 1.0}
+    optimizer = get_megatron_optimizer(OptimizerConfig(use_distributed_optimizer=True, **given), [wrapped])
+    decay = {"start_wd": 0.1, "end_wd": 0.1, "wd_incr_steps": 0, "wd_incr_style": "constant"}
+    rate = {"init_lr": 0, "max_lr": LR, "min_lr": 0, "lr_warmup_steps": 0, "lr_decay_steps": 400}
+    schedule = OptimizerParamScheduler(
+        optimizer, **rate, **decay, lr_decay_style="constant", use_checkpoint_opt_param_scheduler=True
+    )
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    content |= {"distrib_optim_sharding_type": asked.sharding, "distrib_optim_fully_reshardable_mem_efficient": False}
+
+    def state(content: dict, *, is_loading: bool) -> dict:
+        metadata = content | {"dp_cp_group": group}
+        weights = built.sharded_state_dict(metadata=metadata)
+        return {
+            "model": weights,
+            "optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata),
+        }
+
+    if asked.load is not None:
+        for each in optimizer.chained_optimizers:  # torch's AdamW has no state before its first step
+            each._init_optimizer_states_with_dummy_values()
+        saved = dist_checkpointing.load_content_metadata(str(asked.load))
+        wanted = state(saved, is_loading=True)
+        found = dist_checkpointing.load(wanted, str(asked.load), strict=StrictHandling.RAISE_UNEXPECTED)
+        built.load_state_dict(found["model"])
+        optimizer.load_state_dict(found["optimizer"])
+        schedule.load_state_dict(found["opt_param_scheduler"])
+        for each in optimizer.chained_optimizers:  # which gave them all one count, that each would step
+            for one in each.optimizer.state.values():
+                one["step"] = one["step"].clone()
+    losses: list[float] = []
+    for batch in [None] if asked.data is None else json.loads(asked.data.read_text()):
+        wrapped.zero_grad_buffer()
+        optimizer.zero_grad()
+        if batch is None:
+            for parameter in built.parameters():
+                parameter.main_grad.copy_(parameter.data / 2 + 0.1)
+        else:
+            tokens, labels = map(torch.tensor, batch)
+            length = tokens.shape[1]
+            mask = torch.ones(1, 1, length, length).tril() < 0.5
+            loss = wrapped(tokens, torch.arange(length)[None], mask, labels=labels).mean()
+            loss.backward()
+            wrapped.finish_grad_sync()
+            losses.append(loss.item())
+        assert optimizer.step()[0]
+        schedule.step(increment=BATCH)
+        if batch is None or len(losses) == asked.save_at:
+            count = schedule.num_steps // BATCH
+            common = {"opt_param_scheduler": schedule.state_dict(), "iteration": count, "checkpoint_version": 3.0}
+            arguments = arguments_of(model, asked.tp, asked.pp)
+            arguments.consumed_train_samples = schedule.num_steps
+            whole = state(content, is_loading=False) | common | {"args": arguments}
+            dist_checkpointing.save(whole, str(asked.folder), content_metadata=content)
+    return losses
+
+
 def run(rank: int, size: int, meeting: str, asked: Namespace) -> None:
     torch.set_num_threads(1)
     torch.cuda.synchronize = lambda: None  # these two are called on every machine
@@ -157,7 +258,12 @@ def run(rank: int, size: int, meeting: str, asked: Namespace) -> None:
     tracker = tensor_parallel.get_cuda_rng_tracker()
     tracker.fork = lambda *_: nullcontext()  # which has RNG states of GPUs
     model = json.loads(asked.model.read_text())
-    if asked.do == "save":
+    if asked.do == "train":
+        with OnCPU():
+            losses = train(model, asked)
+        if rank == 0:
+            asked.out.write_text(json.dumps(losses))
+    elif asked.do == "save":
         save(model, asked.folder, asked.tp, asked.pp, asked.split, rank)
     else:
         found = logits(model, asked.folder, asked.tp, asked.pp)
@@ -168,16 +274,21 @@ def run(rank: int, size: int, meeting: str, asked: Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("do", choices=["save", "logits"])
+    parser.add_argument("do", choices=["save", "logits", "train"])
     parser.add_argument("model", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("out", type=Path, nargs="?")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument("--dp", type=int, default=1)
     parser.add_argument("--split", action="store_true")
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--load", type=Path)
+    parser.add_argument("--save-at", type=int)
+    parser.add_argument("--sharding", default="fully_reshardable")
     asked = parser.parse_args()
     asked.folder.mkdir(exist_ok=True)
-    size = asked.tp * asked.pp
+    size = asked.tp * asked.pp * asked.dp
     with tempfile.TemporaryDirectory() as folder:
         if size == 1:
             run(0, 1, f"{folder}/meeting", asked)

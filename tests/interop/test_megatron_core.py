@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import reshard
+from manifests.errors import UserError
+from runner.config.schema import BatchOptions, DataOptions
+from runner.data.sequences import read_batches
+from tests.process.torchrun import launch
 from tools.interop import HOME
 
 pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.timeout(900)]
@@ -70,3 +77,70 @@ def test_megatron_core_and_transformers_compute_the_same(tmp_path: Path, name: s
     assert json.loads((tmp_path / "again.json").read_text()) == theirs.tolist()
     if tp * pp > 1:  # no logits: that its strict loader takes every tensor
         core("logits", config, exported, tmp_path / "none.json", "--tp", str(tp), "--pp", str(pp))
+
+
+def trained(place: Path, name: str, *words: str | Path, segments: list[tuple[int, int]] | None = None) -> list[float]:
+    """Let megatron-core train a model on the runner's data: of each seed, so many batches. Return the losses."""
+    place.mkdir()
+    model = {**MODELS[name], "vocab_size": 40}  # without padding, which counts in Megatron's loss
+    (place / "config.json").write_text(json.dumps(model))
+    if segments is not None:
+        batch = BatchOptions(seq_len=16, global_batch=4, microbatch=1)
+        data = []
+        for seed, count in segments:
+            source = DataOptions(sources=("synthetic",), seed=seed)
+            read = read_batches(source, batch, folder=Path(), vocab_size=40)
+            data += [[one.tokens.tolist(), one.labels.tolist()] for one in islice(read, count)]
+        (place / "data.json").write_text(json.dumps(data))
+        words = (*words, "--data", place / "data.json")
+    core("train", place / "config.json", place / "saved", place / "losses.json", *words)
+    losses: list[float] = json.loads((place / "losses.json").read_text())
+    return losses
+
+
+def packed_of(saved: Path, out: Path) -> dict[str, torch.Tensor]:
+    """Pack a checkpoint, and return its weights and optimizer state."""
+    reshard.pack(str(saved), out, "pp=2")
+    files = sorted(out.rglob("*.safetensors"))
+    return {f"{path.relative_to(out).parent} {fqn}": one for path in files for fqn, one in load_file(path).items()}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+def test_training_goes_from_megatron_core_to_the_runner_and_back(tmp_path: Path, name: str) -> None:
+    alone = trained(tmp_path / "alone", name, "--save-at", "2", segments=[(0, 2), (1, 2), (2, 2)])
+    reshard.pack(str(tmp_path / "alone" / "saved"), tmp_path / "packed", "pp=2")
+    batch = ("--seq-len", "16", "--global-batch", "4", "--microbatch", "1", "--data", "synthetic", "--seed", "1")
+    args = [*batch, "--resume", "auto", "--steps", "4", "--checkpoint", str(tmp_path / "history")]
+    job = {"root": str(tmp_path / "packed"), "args": [*args, "--log-dir", str(tmp_path / "log")]}
+    (tmp_path / "jobs.json").write_text(json.dumps([{**job, "log": str(tmp_path / "runner.log")}]))
+    launch(2, "resume_worker.py", tmp_path / "jobs.json")
+    lines = [json.loads(line) for line in (tmp_path / "log" / "metrics.jsonl").read_text().splitlines()]
+    ours = [line["loss"] for line in lines if "loss" in line]
+    reshard.export(tmp_path / "history" / "step-000004", tmp_path / "back", to="megatron")
+    exported = tmp_path / "back" / "iter_0000004"
+    theirs = trained(tmp_path / "again", name, "--load", exported, segments=[(2, 2)])
+    assert len(ours) == len(theirs) == 2
+    for number, (loss, expected) in enumerate(zip([*ours, *theirs], alone[2:], strict=True)):
+        assert math.isclose(loss, expected, rel_tol=1e-5), (number, ours, theirs, alone)
+
+
+@pytest.mark.parametrize(("name", "tp", "pp", "dp"), [("llama", 2, 1, 2), ("qwen3", 1, 2, 1)])
+def test_optimizer_state_of_any_degrees_comes_and_goes(tmp_path: Path, name: str, tp: int, pp: int, dp: int) -> None:
+    degrees = ("--tp", str(tp), "--pp", str(pp), "--dp", str(dp))
+    trained(tmp_path / "run", name, *degrees)
+    first = packed_of(tmp_path / "run" / "saved", tmp_path / "packed")
+    reshard.export(tmp_path / "packed", tmp_path / "ours", to="megatron")
+    exported = tmp_path / "ours" / "iter_0000001"
+    for key, tensor in packed_of(exported, tmp_path / "second").items():
+        assert torch.equal(tensor, first.pop(key)), key
+    assert not first
+    trained(tmp_path / "alone", name, "--load", exported)  # its strict loader takes every tensor, and it goes on
+    trained(tmp_path / "again", name, *degrees, "--load", exported)
+
+
+def test_state_of_the_ranks_that_saved_it_is_refused(tmp_path: Path) -> None:
+    trained(tmp_path / "run", "llama", "--sharding", "dp_reshardable")
+    with pytest.raises(UserError) as raised:
+        reshard.pack(str(tmp_path / "run" / "saved"), tmp_path / "packed", "pp=1")
+    assert raised.value.code == "source.megatron-dp-reshardable"
+    reshard.pack(str(tmp_path / "run" / "saved"), tmp_path / "packed", "pp=1", drop=["optimizer"])

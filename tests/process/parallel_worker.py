@@ -129,7 +129,8 @@ def state_of(ready: Ready) -> list[LocalPiece]:
 
 def save_state(ready: Ready, folder: Path, rank: int) -> None:
     """Save what there is after the first step."""
-    state = remember(ready.options, step=1, num_tokens=1, data=find_data(ready.options, None, None).position)
+    data = find_data(ready.options, None, None).position
+    state = remember(ready.options, ready.launched.shape, step=1, num_tokens=1, data=data)
     save(ready.held_state(), ready.save_context, folder, replace(state, random=(rng_state(rank, CPU),)))
 
 

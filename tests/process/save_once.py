@@ -52,7 +52,7 @@ def _save_in_history(folder: Path, history: Path, step: int) -> None:
         piece.memory.fill_(step)
     data = DataPosition(num_sequences=step, digest="blake3:" + 64 * "0")
     with claim_history(history), Saver(context, options.checkpoint, held, _TIMEOUT) as saver:
-        saver.save(held, remember(options, step=step, num_tokens=step, data=data))
+        saver.save(held, remember(options, packed.shape, step=step, num_tokens=step, data=data))
         (report,) = saver.reports(wait=True)
     if report.failure is not None:
         raise report.failure

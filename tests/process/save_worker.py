@@ -86,7 +86,7 @@ def main(folder: Path, history: Path, last: int, full: int) -> None:
                 tell(saver.reports(wait=True), rank)  # the limit is the process's: not before the last save has ended
                 limit = 1 << 16 if step == full else resource.RLIM_INFINITY
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-            saver.save(held, remember(options, step=step, num_tokens=step, data=data))
+            saver.save(held, remember(options, packed.shape, step=step, num_tokens=step, data=data))
             tell(saver.reports(), rank)
         tell(saver.reports(wait=True), rank)
     dist.barrier()

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from transformers import AutoModelForCausalLM
 
 from tests.builders import refusal, reshard
+from tests.fast.reshard.test_dcp_export import state_of
 from tests.fast.reshard.test_dcp_source import assert_equal, huggingface_state
 
 GOLDEN = Path(__file__).parents[2] / "data" / "megatron"
@@ -180,20 +181,96 @@ def test_checkpoints_that_are_not_whole_or_not_known_are_refused(tmp_path: Path)
     assert (exit_code, code) == (3, "model.unknown-megatron-layout")
 
 
-def test_optimizer_state_is_refused_unless_it_is_dropped(tmp_path: Path) -> None:
-    state, megatron = megatron_of("llama", tmp_path)
-    release = megatron / "release"
-    found: dict[str, Any] = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        reader = dcp.FileSystemReader(release)
-        _load_state_dict(found, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
-        once = {name: one for name, one in found.items() if not name.endswith("_layernorm.weight") or "final" in name}
-        tensors = {name: one for name, one in once.items() if isinstance(one, torch.Tensor)}
-        moments = {"optimizer.state.exp_avg.output_layer.weight": torch.zeros(3)}
-        dcp.save(tensors | moments, checkpoint_id=release, no_dist=True)
-    out = tmp_path / "out"
-    assert refused(release, out) == "source.megatron-optimizer"
-    run("pack", release, "--layout", "pp=1", "--out", out, "--drop", "optimizer")
-    assert json.loads((out / "manifest.json").read_text())["source"]["left_out"] == ["optimizer"]
-    assert_equal(load_file(out / "model-00001-of-00001.safetensors"), state)
+TRAINED = GOLDEN / "llama-trained"  # after one step, with the state of its distributed optimizer
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint under Megatron's names, by torch's reader."""
+    found = {key[0]: one for key, one in state_of(folder).items() if isinstance(one, torch.Tensor)}
+    return {name: one for name, one in found.items() if "_extra_state" not in name and "rng" not in name}
+
+
+def test_optimizer_state_of_megatron_core_comes_and_goes_with_every_bit(tmp_path: Path) -> None:
+    run("pack", TRAINED, "--layout", "pp=2", "--out", tmp_path / "packed")
+    training = json.loads((tmp_path / "packed" / "manifest.json").read_text())["training"]
+    norms = [f"model.layers.{n}.{place}_layernorm.weight" for n in (0, 1) for place in ("input", "post_attention")]
+    options = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "fqns": [], "weight_decay": 0.1}
+    assert training["optimizer"] == {
+        "groups": [options, {**options, "fqns": [*norms, "model.norm.weight"], "weight_decay": 0.0}],
+        "max_norm": 1.0, "name": "AdamW",
+    }  # fmt: skip
+    assert (training["step"], training["num_tokens"], training["learning_rate"]["peak"]) == (1, 64, 4e-3)
+    assert training["batch"] == {"global_batch": 4, "microbatch": 1, "seq_len": 16}
+    theirs = tensors_of(TRAINED)
+    moments = load_file(next((tmp_path / "packed").glob("stage-001/exp_avg_sq/*")))
+    state = "optimizer.state.exp_avg_sq.decoder.layers"
+    assert torch.equal(moments["model.layers.1.mlp.up_proj.weight"], theirs[f"{state}.mlp.linear_fc1.weight"][1, 8:])
+
+    run("export", tmp_path / "packed", "--to", "megatron", "--out", tmp_path / "back")
+    ours = tensors_of(tmp_path / "back" / "iter_0000001")
+    assert_equal({name: ours[name] for name in theirs}, theirs)
+    assert (tmp_path / "back" / "latest_checkpointed_iteration.txt").read_text() == "1"
+    saved, again = (
+        torch.load(folder / "common.pt", weights_only=False) for folder in (TRAINED, tmp_path / "back/iter_0000001")
+    )
+    groups = zip(*(one["optimizer"]["optimizer"]["param_groups"] for one in (saved, again)), strict=True)
+    names = (
+        "wd_mult",
+        "lr_mult",
+        "is_expert_parallel",
+        "is_decoupled_lr",
+        "lr",
+        "betas",
+        "eps",
+        "weight_decay",
+        "step",
+    )
+    assert all(theirs[name] == ours[name] for theirs, ours in groups for name in names)
+    steps = ("num_steps", "max_lr", "lr_decay_style", "start_wd")
+    assert all(saved["opt_param_scheduler"][name] == again["opt_param_scheduler"][name] for name in steps)
+    kinds = [one["content_metadata"]["distrib_optim_sharding_type"] for one in (saved, again)]
+    assert kinds == ["fully_reshardable"] * 2
+
+    run("export", tmp_path / "packed", "--to", "megatron", "--weights-only", "--out", tmp_path / "weights")
+    assert not any("optimizer" in name for name in tensors_of(tmp_path / "weights" / "release"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        ("dp_reshardable", "source.megatron-dp-reshardable"),
+        ("fully_sharded_model_space", "source.megatron-optimizer"),
+        (None, "source.megatron-optimizer"),
+    ],
+)
+def test_optimizer_state_of_another_format_is_refused(kind: str | None, code: str, tmp_path: Path) -> None:
+    saved, out = copytree(TRAINED, tmp_path / "saved"), tmp_path / "out"
+    common = torch.load(saved / "common.pt", weights_only=False)
+    common["optimizer"]["param_state_sharding_type"] = kind
+    torch.save(common, saved / "common.pt")
+    assert refused(saved, out) == code
+    run("pack", saved, "--layout", "pp=1", "--out", out, "--drop", "optimizer")
+    assert json.loads((out / "manifest.json").read_text())["training"] is None
+
+
+def other_decays(common: dict[str, Any]) -> None:
+    common["optimizer"]["optimizer"]["param_groups"][1]["weight_decay"] = 0.05
+
+
+def other_steps(common: dict[str, Any]) -> None:
+    common["optimizer"]["optimizer"]["param_groups"][1]["step"] = 7
+
+
+def without_groups(common: dict[str, Any]) -> None:
+    del common["optimizer"]["optimizer"]
+
+
+@pytest.mark.parametrize("change", [other_decays, other_steps, without_groups])
+def test_optimizers_that_the_runner_does_not_have_are_refused(
+    change: Callable[[dict[str, Any]], None], tmp_path: Path
+) -> None:
+    saved = copytree(TRAINED, tmp_path / "saved")
+    common = torch.load(saved / "common.pt", weights_only=False)
+    change(common)
+    torch.save(common, saved / "common.pt")
+    assert refused(saved, tmp_path / "out") == "source.bad-optimizer-state"

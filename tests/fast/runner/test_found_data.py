@@ -11,6 +11,7 @@ import pytest
 from blake3 import blake3
 
 from manifests.errors import InputError
+from manifests.models import ModelShape
 from manifests.schema import DataCursor, DataPosition, SourcePosition
 from runner.checkpoint.data_position import FoundData, check_alike, find_data
 from runner.checkpoint.resume import advance, remember
@@ -24,6 +25,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("text.txt", "more.txt"):
         (tmp_path / name).write_text("one two three")
     return tmp_path
+
+
+SHAPE = ModelShape(architecture="", num_layers=0, modules=(), tensors={})
 
 
 def options(*args: str) -> TrainOptions:
@@ -43,7 +47,7 @@ def test_data_goes_on_at_the_sequence_that_comes_next(place: Path) -> None:
     begun = find_data(asked, None, "blake3:one").position
     assert begun.num_sequences == 0
     cursor = DataCursor(num_documents=3, num_tokens=2, sources=(SourcePosition(epoch=3, item=0, offset=0),))
-    before = remember(asked, step=4, num_tokens=10, data=begun)
+    before = remember(asked, SHAPE, step=4, num_tokens=10, data=begun)
     state = advance(before, num_tokens=6, num_sequences=32, cursor=cursor)
     assert (state.step, state.num_tokens) == (5, 16)
     assert state.data == DataPosition(num_sequences=32, digest=begun.digest, cursor=cursor)

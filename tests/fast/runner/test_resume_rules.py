@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from manifests.errors import InputError, UsageError
-from manifests.schema import LearningRate, TrainingState
+from manifests.schema import DataPosition, LearningRate, TrainingState
 from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.history import checkpoint_path
 from runner.checkpoint.resume import (
@@ -32,6 +32,7 @@ from tests.fast.reshard.forged import change_file, change_manifest
 from tests.fast.trained import STATE, write_trained
 
 Wording = Callable[[str], None]
+GROUP = STATE["optimizer"]["groups"][0]
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +181,21 @@ def test_state_counts_when_it_is_resumed_and_weights_alone_when_asked(packed: Pa
         assert resumed_state(origin, options(*args).resume, is_launched=True) is None
 
 
+def test_parameters_without_weight_decay_are_remembered(trained: Path) -> None:
+    shape = open_packed(trained).shape
+    lines = sorted(fqn for fqn, dims in shape.tensors.items() if len(dims) == 1)
+    bare = {**GROUP, "weight_decay": 0.0, "fqns": lines}
+    state_with(optimizer={**STATE["optimizer"], "groups": [GROUP, bare]})(trained)
+    state = resumed_state(open_packed(trained), options("--resume", trained).resume, is_launched=False)
+    assert state is not None
+    assert state.optimizer is not None
+    recalled = recall(options("--resume", trained), remembered(state))
+    assert (recalled.optim.weight_decay, recalled.optim.weight_decay_1d) == (GROUP["weight_decay"], False)
+    position = DataPosition(num_sequences=0, digest="blake3:" + 64 * "0")
+    again = remember(recalled, shape, step=60, num_tokens=0, data=position)
+    assert again.optimizer == state.optimizer
+
+
 def state_with(**changes: Any) -> Callable[[Path], None]:
     def act(trained: Path) -> None:
         change_manifest(trained, lambda document: document["training"].update(changes))
@@ -194,9 +210,6 @@ def without_moments(trained: Path) -> None:
             del stage["shards"][1:]
 
     change_manifest(trained, change)
-
-
-GROUP = STATE["optimizer"]["groups"][0]
 
 
 @pytest.mark.parametrize(
@@ -281,7 +294,7 @@ def test_what_was_remembered_is_recalled_where_nothing_was_written(trained: Path
     assert (found.batch.global_batch, found.batch.microbatch, found.batch.seq_len) == (16, 2, 8)
     assert found.optim.max_norm == 0.5
     assert state.data is not None
-    again = remember(found, step=state.step, num_tokens=state.num_tokens, data=state.data)
+    again = remember(found, open_packed(trained).shape, step=state.step, num_tokens=state.num_tokens, data=state.data)
     assert replace(again, random=state.random) == state
 
 
@@ -352,7 +365,7 @@ def test_dtype_of_sums_over_ranks_is_remembered_where_it_is_one_of_its_own(
 ) -> None:
     data = state_of(trained).data
     assert data is not None
-    state = remember(options(*written.split()), step=1, num_tokens=1, data=data)
+    state = remember(options(*written.split()), open_packed(trained).shape, step=1, num_tokens=1, data=data)
     assert state.reduce_dtype == stored
     assert continued(state).compute == options(*written.split()).compute
     other = "fp32" if found == "bf16" else "bf16"

@@ -205,6 +205,18 @@ def test_learning_rate_warms_up_and_follows_the_cosine_down() -> None:
     assert [lr_at(step, OptimOptions(lr=0.5)) for step in (0, 100)] == [0.5, 0.5]
 
 
+@pytest.mark.parametrize("decays", [True, False])
+def test_vectors_decay_unless_the_option_says_otherwise(decays: bool) -> None:
+    matrix, vector = (torch.nn.Parameter(torch.ones(shape)) for shape in ((2, 2), (2,)))
+    options = OptimOptions(lr=0.5, weight_decay=0.1, weight_decay_1d=decays)
+    optimizer = Optimizer((("one", matrix), ("two", vector)), options)
+    for parameter in (matrix, vector):
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step(0)
+    assert matrix.tolist() == [[pytest.approx(0.95)] * 2] * 2
+    assert vector.tolist() == [pytest.approx(0.95) if decays else 1.0] * 2
+
+
 def test_rank_without_parameters_still_steps() -> None:
     optimizer = Optimizer((), OptimOptions(lr=0.5))
     optimizer.zero_gradients()

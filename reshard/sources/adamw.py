@@ -1,0 +1,90 @@
+"""The options of AdamW as trainers save them: dicts of numbers, whose learning rate is that of the next step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from struct import calcsize, unpack
+
+from manifests.errors import SourceError
+from manifests.schema import LearningRate, ParameterGroup
+from manifests.training_state import LARGEST_RATE
+from reshard.tensors.checkpoint import TensorAt
+from stores.base import read_range
+
+__all__ = ["BAD_OPTIMIZER", "LEAVE", "constant_rate", "group_of", "groups_in", "num_steps_of", "read_number"]
+
+BAD_OPTIMIZER = "source.bad-optimizer-state"
+LEAVE = "--drop optimizer packs the weights alone"
+_SCALARS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
+_NOT_ADAMW = {"amsgrad": True, "maximize": True, "bias_correction": False}
+_OPTIONS = ("betas", "eps", "weight_decay")
+
+
+def groups_in(state: Mapping[object, object], where: str) -> list[Mapping[object, object]]:
+    """Return the options of each group of an optimizer's state.
+
+    Raises:
+        SourceError: there is none, or they are of another optimizer than AdamW.
+    """
+    found = state.get("param_groups")
+    if not isinstance(found, list) or not found or not all(isinstance(group, dict) for group in found):
+        raise SourceError(where, "expected param_groups, those of AdamW", LEAVE, code=BAD_OPTIMIZER)
+    for group in found:
+        other = [f"{name}={value}" for name, value in _NOT_ADAMW.items() if group.get(name) is value]
+        if group.get("decoupled_weight_decay") is False and group.get("weight_decay"):
+            other.append("decoupled_weight_decay=False")
+        if other:
+            raise SourceError(where, f"expected AdamW, found {', '.join(other)}", LEAVE, code=BAD_OPTIMIZER)
+    return found
+
+
+def group_of(options: Mapping[object, object], where: str, fqns: tuple[str, ...] = ()) -> ParameterGroup:
+    """Return a group of parameters with these options.
+
+    Raises:
+        SourceError: one of them is missing or malformed.
+    """
+    match tuple(options.get(name) for name in _OPTIONS):
+        case (
+            (float() as beta1, float() as beta2) | [float() as beta1, float() as beta2],
+            int() | float() as eps,
+            int() | float() as decay,
+        ):
+            return ParameterGroup(beta1=beta1, beta2=beta2, eps=float(eps), weight_decay=float(decay), fqns=fqns)
+    problem = f"expected {', '.join(_OPTIONS)} of AdamW, found {str(dict(options))[:120]}"
+    raise SourceError(f"{where}: param_groups", problem, LEAVE, code=BAD_OPTIMIZER)
+
+
+def num_steps_of(counted: Collection[float], where: str) -> int:
+    """Return the steps that an optimizer took, as each parameter or group counted them.
+
+    Raises:
+        SourceError: they differ, or one is not a whole number of steps.
+    """
+    least, most = min(counted), max(counted)
+    if least != most:
+        problem = f"parameters took different numbers of steps, from {least} to {most}"
+        raise SourceError(where, problem, LEAVE, code=BAD_OPTIMIZER)
+    if not (0 <= least < 1 << 53 and least == int(least)):
+        raise SourceError(where, f"expected a count of steps, found {least}", LEAVE, code=BAD_OPTIMIZER)
+    return int(least)
+
+
+def constant_rate(rate: object) -> LearningRate | None:
+    """Return a learning rate that stays as it is: trainers have other schedules than the runner."""
+    if not isinstance(rate, int | float) or not 0 <= rate <= LARGEST_RATE:
+        return None
+    return LearningRate(peak=float(rate), warmup_steps=0, decay="constant", decay_steps=0, minimum=0.0)
+
+
+def read_number(value: object, where: str) -> float:
+    """Return a number, or the one that a tensor has.
+
+    Raises:
+        SourceError: it is neither.
+    """
+    if isinstance(value, TensorAt) and value.dtype in _SCALARS and value.nbytes == calcsize(_SCALARS[value.dtype]):
+        (value,) = unpack(_SCALARS[value.dtype], read_range(value.file, value.begin, value.end))
+    if type(value) is int or type(value) is float:
+        return value
+    raise SourceError(where, f"expected one number, found a {type(value).__name__}", LEAVE, code=BAD_OPTIMIZER)
