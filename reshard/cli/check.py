@@ -52,7 +52,7 @@ def check(
     from reshard.api.check import check as run
     from reshard.report.check import check_json, check_text
 
-    with options.progress("check", quiet) as progress:
+    with options.progress("check", quiet, is_report=True) as progress:
         done = names_flags(run)(
             checkpoint,
             against=against,

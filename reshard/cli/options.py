@@ -311,9 +311,12 @@ def print_result(quiet: bool, as_json: bool, as_object: Callable[[], object], as
 
 
 @contextlib.contextmanager
-def progress(verb: str, quiet: bool) -> Iterator[Progress | None]:
-    """Check that the result can be printed, show a bar on a terminal, and yield the operation's progress callback."""
-    if not quiet:
+def progress(verb: str, quiet: bool, *, is_report: bool = False) -> Iterator[Progress | None]:
+    """Show a bar on a terminal, and yield the operation's progress callback.
+
+    Before a command whose result is its report, check that this can be printed.
+    """
+    if is_report and not quiet:
         from manifests.probe import check_stdout
 
         check_stdout()

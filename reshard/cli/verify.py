@@ -47,7 +47,7 @@ def verify(
     from reshard.api.verify import verify as run
     from reshard.report.done import verify_json, verify_text
 
-    with options.progress("verify", quiet) as progress:
+    with options.progress("verify", quiet, is_report=True) as progress:
         done = names_flags(run)(
             manifest, quick=quick, against=against, stages=stages or None, public_key=public_key, signature=signature,
             progress=progress,
@@ -107,7 +107,7 @@ def diff(
     from reshard.api.diff import diff as run
     from reshard.report.diff import diff_json, diff_text
 
-    with options.progress("diff", quiet) as progress:
+    with options.progress("diff", quiet, is_report=True) as progress:
         found = names_flags(run)(a, b, model=model, with_norms=norms, reads_bytes=reads_bytes, progress=progress)
     click.echo(json.dumps(diff_json(found)) if as_json else diff_text(found))
     if not found.equal:
