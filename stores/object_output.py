@@ -130,7 +130,8 @@ class ObjectTarget:
         self._held: dict[str, bytes | Blocks] = {}
         self._writers: list[ObjectWriter] = []
         self._may_be_committed = False
-        self._removed_mark: bytes | None = None  # of what is replaced in place, once it is gone
+        self._removed_mark: bytes | None = None  # of what is replaced in place, before it is removed
+        self._is_unmarked = False
         self._mutex = threading.Lock()
 
     @property
@@ -282,10 +283,10 @@ class ObjectTarget:
 
     def _remove_mark(self) -> None:
         with self._mutex:
-            if self._removed_mark is None and (mark := self._found.listed.get(self._last)):
-                data = self._read(mark)
+            if not self._is_unmarked and (mark := self._found.listed.get(self._last)):
+                self._removed_mark = self._read(mark)  # before: a request that fails may have removed it
                 remove_objects(self._client, [self._last])
-                self._removed_mark = data
+                self._is_unmarked = True
 
     def _restore_mark(self, listed: Mapping[str, ObjectEntry]) -> bool:
         """Restore a replaced export unless any of it was overwritten; return whether it is complete."""
