@@ -40,6 +40,7 @@ __all__ = ["main"]
 _LOCAL = "--standalone"  # of torchrun, for a job of this machine alone
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2)
 _PATIENCE_S = 6.0  # another node's agent may know the cause
+_PATIENCE_ELSEWHERE_S = 30.0  # another node's agent knows it, and reports once its own ranks have ended
 _WORKER = "runner.train"
 
 
@@ -156,7 +157,8 @@ def _stop(number: int, endings: Sequence[ExitReport], options: TrainOptions | No
 
 def _report(cause: ExitReport, log_dir: Path | None, beats: Sequence[Beat]) -> int:
     """Report what ended the ranks, unless another node's agent does; return the exit code."""
-    if (cause.kind == "failed" and not cause.is_elsewhere) or not _is_known(log_dir):
+    is_ours = cause.kind == "failed" and not cause.is_elsewhere
+    if is_ours or not _is_known(log_dir, _PATIENCE_ELSEWHERE_S if cause.is_elsewhere else _PATIENCE_S):
         _say(cause.error)
         if log_dir is not None:
             _note(cause, log_dir, max((beat.step for beat in beats), default=0))
@@ -186,11 +188,11 @@ def _say(error: UserError) -> None:
         print(f"error: {error}", file=sys.stderr)
 
 
-def _is_known(log_dir: Path | None) -> bool:
-    """Whether the agent of another node has reported the cause."""
+def _is_known(log_dir: Path | None, patience_s: float = _PATIENCE_S) -> bool:
+    """Whether the agent of another node reports the cause within this time."""
     if log_dir is None or _number("--nnodes") == 1:
         return False
-    deadline_s = time.monotonic() + _PATIENCE_S
+    deadline_s = time.monotonic() + patience_s
     while time.monotonic() < deadline_s:
         state = read_state(log_dir)
         if state is not None and state.ended == "failed":
