@@ -15,6 +15,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +24,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 __all__ = [
+    "GLOBAL_BATCH",
     "RESHARD",
     "ROOT",
+    "SEQ_LEN",
+    "WARM_STEPS",
     "Run",
     "circumstances",
     "cpu_s_since",
@@ -34,13 +38,18 @@ __all__ = [
     "run_measured",
     "run_quietly",
     "run_ranks",
+    "run_runner",
+    "step_s",
     "summary",
     "take_turns",
+    "train",
     "write_result",
 ]
 
 ROOT = Path(__file__).resolve().parents[1]
 RESHARD = (sys.executable, "-m", "reshard")
+SEQ_LEN, GLOBAL_BATCH = 256, 8  # of a timed step
+WARM_STEPS = 3  # before those that count
 
 _LOOK_S = 0.005  # between samples of a command's memory
 
@@ -90,6 +99,33 @@ def run_ranks(num_ranks: int, script: str, *args: str) -> None:
     torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     subprocess.run([*torchrun, script, *args], check=True, env=environment)
+
+
+def run_runner(*arguments: object, checkout: Path = ROOT, **environment: str) -> None:
+    """Run a command of `runner` of a checkout quietly, one thread per rank."""
+    command = [sys.executable, "-m", "runner", *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout), **environment}
+    subprocess.run(
+        command, cwd=checkout, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
+    )
+
+
+def train(packed: Path, log: Path, num_steps: int, *flags: object, checkout: Path = ROOT, **environment: str) -> None:
+    """Train two ranks for some steps."""
+    run_runner(
+        "launch", packed, "--nproc-per-node", 2, "--log-dir", log, "--", "--data", "synthetic", "--seq-len", SEQ_LEN,
+        "--global-batch", GLOBAL_BATCH, "--microbatch", 1, "--steps", num_steps, *flags,
+        checkout=checkout, **environment,
+    )  # fmt: skip
+
+
+def step_s(packed: Path, num_steps: int, *, checkout: Path = ROOT, **environment: str) -> float:
+    """Train two ranks for some steps; return the median seconds of one after the third."""
+    with tempfile.TemporaryDirectory(dir=packed.parent) as log:
+        train(packed, Path(log), num_steps, checkout=checkout, **environment)
+        lines = [json.loads(line) for line in (Path(log) / "metrics.jsonl").read_text().splitlines()]
+    rates = [line["tokens_per_s"] for line in lines if line.get("step", 0) > WARM_STEPS and "tokens_per_s" in line]
+    return SEQ_LEN * GLOBAL_BATCH / statistics.median(rates)
 
 
 def take_turns(

@@ -1,11 +1,12 @@
-"""Time pack and load of this commit beside those of an older commit, and `cp -r` of the same bytes, turn by turn.
+"""Time pack, load and a training step of this commit beside those of an older one, and `cp -r`, turn by turn.
 
     git worktree add /tmp/old COMMIT
     python bench/paired.py /tmp/old --gb 1 --out bench/results/paired.json [--runs 7] [--folder DIR]
 
 Both commits run with this Python and these packages, each command in a process of its own. Each turn begins with
 another contender. A load is what `bench/load.py` times: one stage of four, read, verified and copied, imports not
-timed. Ratios are medians of ratios within a turn; CPU time is reported too, which other work affects less.
+timed. A step is the median of those of a small Llama on two ranks, one thread each. Ratios are medians of ratios within
+a turn; CPU time is reported too, which other work affects less.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import measure
+from balance import write_model
 from checkpoints import llama_of, write_checkpoint
 
 WIDTH = 1024
+NUM_STEPS = 10  # of the timed training
 CACHE = os.path.join(tempfile.gettempdir(), "bench-paired-compiled")
 COMMAND = (sys.executable, "-c", "from reshard.cli import main; main()")  # of either commit
 
@@ -56,15 +59,24 @@ def main() -> None:
         loads: dict[str, Callable[[], Taken]] = {
             name: partial(load, checkout, source, packed) for name, checkout in checkouts.items()
         }
+        write_model(root / "small")
+        run(
+            [*COMMAND, "pack", str(root / "small"), "--layout", "pp=2", "--out", str(root / "small-packed")],
+            measure.ROOT,
+        )
+        steps: dict[str, Callable[[], Taken]] = {
+            name: partial(step, checkout, root / "small-packed") for name, checkout in checkouts.items()
+        }
         average = [measure.load_average()]
         found = {
             "pack": measure.take_turns({**packs, "cp": partial(copy, source, root / "copied")}, options.runs),
             "load": measure.take_turns(loads, options.runs),
+            "step": measure.take_turns(steps, options.runs),
         }
     measure.write_result(
         {
-            "what": "pack (4 shards to 4 stages, --no-sync) and load (one stage of four) by two commits and cp -r, in "
-            "rotating order; warm cache; medians of ratios within a turn",
+            "what": "pack (4 shards to 4 stages, --no-sync) and load (one stage of four) by two commits and cp -r, and "
+            "training steps, in rotating order; warm cache; medians of ratios within a turn",
             **measure.circumstances(),
             "old_commit": commit_of(checkouts["old"]),
             "nbytes": nbytes,
@@ -76,6 +88,7 @@ def main() -> None:
                 "pack, new to old": ratio(found["pack"], "new", "old"),
                 "pack, new to cp": ratio(found["pack"], "new", "cp"),
                 "load, new to old": ratio(found["load"], "new", "old"),
+                "step, new to old": ratio(found["step"], "new", "old"),
             },
             "taken": {
                 verb: [{name: asdict(each) for name, each in turn.items()} for turn in found[verb]] for verb in found
@@ -116,6 +129,13 @@ def load(checkout: Path, source: Path, packed: Path) -> Taken:
     command = [sys.executable, str(checkout / "bench/load.py"), "--child", "runner", str(source), str(packed)]
     said = run(command, checkout)
     return Taken(wall_s=round(json.loads(said.splitlines()[-1])["load_s"], 4), cpu_s=measure.cpu_s_since(before))
+
+
+def step(checkout: Path, packed: Path) -> Taken:
+    """Return the seconds of a step that the run logged; the processor's are of the whole run."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    wall_s = measure.step_s(packed, NUM_STEPS, checkout=checkout, PYTHONPYCACHEPREFIX=CACHE)
+    return Taken(wall_s=round(wall_s, 5), cpu_s=measure.cpu_s_since(before))
 
 
 def timed(command: Sequence[str], checkout: Path, out: Path) -> Taken:
