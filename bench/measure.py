@@ -103,7 +103,7 @@ def run_ranks(num_ranks: int, script: str, *args: str) -> None:
 
 def run_runner(*arguments: object, checkout: Path = ROOT, **environment: str) -> None:
     """Run a command of `runner` of a checkout quietly, one thread per rank."""
-    command = [sys.executable, "-m", "runner", *map(str, arguments)]
+    command = [sys.executable, "-c", "from runner.cli import main; main()", *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout), **environment}
     subprocess.run(
         command, cwd=checkout, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
