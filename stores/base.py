@@ -46,6 +46,7 @@ HIDDEN_FOLDERS = (".git", ".cache")  # folders of tools beside a model
 
 MAX_WHOLE_NBYTES = 1 << 30
 _BLOCK_NBYTES = 1 << 20
+_HEAD_NBYTES = 128 << 10  # of a shard: most headers are shorter, and over a network another request takes longer
 
 Range = tuple[int, int]  # begin and end, in bytes from the start of the file
 
@@ -194,7 +195,7 @@ class Blocks:
 
 
 def read_file_header(file: InputFile, names: Mapping[str, str] = NO_NAMES) -> Header:
-    """Read and check the header of a safetensors file, in two range requests and without its data.
+    """Read and check the header of a safetensors file: in one request, or two if it is long.
 
     Names are as in `parse_header`.
 
@@ -203,9 +204,12 @@ def read_file_header(file: InputFile, names: Mapping[str, str] = NO_NAMES) -> He
         InputError: it cannot be read.
     """
     where = str(file)
-    first = read_range(file, 0, min(LENGTH_NBYTES, file.nbytes))
-    raw_nbytes = header_nbytes(first, file.nbytes, where)
-    raw = read_range(file, LENGTH_NBYTES, LENGTH_NBYTES + raw_nbytes)
+    first = read_range(file, 0, min(_HEAD_NBYTES, file.nbytes))
+    raw_nbytes = header_nbytes(first[:LENGTH_NBYTES], file.nbytes, where)
+    end = LENGTH_NBYTES + raw_nbytes
+    raw = first[LENGTH_NBYTES:end]
+    if end > len(first):
+        raw += read_range(file, len(first), end)
     return parse_header(raw, data_nbytes=file.nbytes - LENGTH_NBYTES - raw_nbytes, where=where, names=names)
 
 

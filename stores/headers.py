@@ -14,7 +14,7 @@ from stores.local import LocalFile
 
 __all__ = ["NUM_AT_ONCE", "at_once", "each_file_header", "each_of", "read_file_headers"]
 
-NUM_AT_ONCE = 8
+NUM_AT_ONCE = 16
 
 Key = TypeVar("Key")
 T = TypeVar("T")

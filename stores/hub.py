@@ -7,17 +7,19 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from urllib.parse import quote
 
-from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub import constants, get_session, hf_raise_for_status, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.hf_api import ModelInfo, RepoSibling
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from manifests.errors import InputError, StoreError
 from manifests.paths import problem_with_path
 from stores.address import SCHEME, HubAddress
 from stores.base import InputFile, Range, Reader, is_hidden
-from stores.hub_calls import asking, check_endpoint, check_token, offline_error
-from stores.hub_file import AGENT, HubFile
+from stores.hub_calls import asking, check_endpoint, check_token, headers_of_requests, offline_error
+from stores.hub_file import HubFile
 from stores.local import LocalFolder
 from stores.retries import Retries, keep_trying
 from stores.streams import Streams
@@ -114,9 +116,12 @@ class _AbsentFile:
 
 
 def _list(address: HubAddress) -> ModelInfo:
-    timeout_s = constants.HF_HUB_DOWNLOAD_TIMEOUT
-    api = HfApi(library_name=AGENT)
-    return api.model_info(address.repo, revision=address.revision, timeout=timeout_s, files_metadata=True)
+    validate_repo_id(address.repo)
+    revision = f"/revision/{quote(address.revision, safe='')}" if address.revision else ""
+    url = f"{constants.ENDPOINT}/api/models/{address.repo}{revision}?blobs=true"
+    response = get_session().get(url, headers=headers_of_requests(url), timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT)
+    hf_raise_for_status(response)
+    return ModelInfo(**response.json())  # type: ignore[no-untyped-call]
 
 
 def _listed(address: HubAddress, commit: str, sibling: RepoSibling, retries: Retries, streams: Streams) -> HubFile:

@@ -28,6 +28,7 @@ from stores.pace import answered_within
 from stores.retries import PassingError
 
 __all__ = [
+    "AGENT",
     "LOG_IN",
     "ClientError",
     "asked_wait_s",
@@ -36,6 +37,8 @@ __all__ = [
     "check_endpoint",
     "check_token",
     "configured_token",
+    "headers_of_requests",
+    "is_endpoint",
     "is_passing",
     "offline_error",
     "unreachable",
@@ -46,6 +49,7 @@ __all__ = [
 ClientError: type[BaseException] = HfHubHTTPError.__bases__[0]
 
 _WINDOW_IS_USED_UP = re.compile(r";\s*r=0\s*;\s*t=(\d+)")  # RateLimit: "resolvers";r=0;t=172
+AGENT = "reshard"
 LOG_IN = "hf auth login, or set HF_TOKEN"
 
 Answer = TypeVar("Answer")
@@ -91,6 +95,21 @@ def check_endpoint() -> None:
 def configured_token() -> str | None:
     """Return the token that huggingface_hub sends: HF_TOKEN, or that of `hf auth login`."""
     return None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else get_token()
+
+
+def headers_of_requests(url: str) -> dict[str, str]:
+    """Return what is sent with each request to `url`: the token only if it is the hub's endpoint.
+
+    huggingface_hub would first ask the hub for a list of agents, to name one in the User-Agent.
+    """
+    headers = {"User-Agent": AGENT}
+    if is_endpoint(url) and (token := configured_token()):
+        headers["Authorization"] = f"Bearer {token}"
+    return headers
+
+
+def is_endpoint(url: str) -> bool:
+    return urlsplit(url)[:2] == urlsplit(constants.ENDPOINT)[:2]
 
 
 def check_token() -> None:

@@ -6,7 +6,7 @@ import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
@@ -14,14 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
-from huggingface_hub import (
-    constants,
-    get_hf_file_metadata,
-    get_session,
-    hf_hub_url,
-    hf_raise_for_status,
-    try_to_load_from_cache,
-)
+from huggingface_hub import constants, get_session, hf_hub_url, hf_raise_for_status, try_to_load_from_cache
 
 from manifests.errors import InputError, SourceError, StoreError
 from stores.address import HubAddress
@@ -30,7 +23,8 @@ from stores.hub_calls import (
     ClientError,
     asking,
     busy,
-    configured_token,
+    headers_of_requests,
+    is_endpoint,
     is_passing,
     offline_error,
     unreachable,
@@ -42,12 +36,12 @@ from stores.redirects import check_redirect
 from stores.retries import PassingError, Retries, keep_trying
 from stores.streams import Stream, Streams
 
-__all__ = ["AGENT", "HubFile"]
+__all__ = ["HubFile"]
 
-AGENT = "reshard"
 _SHA256_CHARS = 64
 _MAX_REDIRECTS = 6
 _REDIRECTS = (301, 302, 303, 307, 308)
+_UNREAD_NBYTES = 64 << 10  # of a redirect: longer ones end the connection
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 
@@ -55,8 +49,8 @@ _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 class HubFile:
     """A file as listed by its repository. Threads may share it, each with its own reader.
 
-    The token is sent to the hub's endpoint only. Large files are elsewhere, behind signed URLs that expire; a URL is
-    requested once and cached, since the hub limits such requests.
+    The token is sent to the hub's endpoint only. Large files are elsewhere, behind signed URLs that expire; the first
+    request finds one on its way, and later ones reuse it, since the hub limits the rate of those that do not.
     """
 
     address: HubAddress  # as the user wrote it
@@ -115,71 +109,82 @@ class HubFile:
             self._ask(wanted, stop, stream)
 
     def _ask(self, wanted: _Wanted, stop: threading.Event, stream: Stream) -> None:
-        place = self._find_place()
         is_whole = wanted.begin == 0 and wanted.end == self.nbytes  # then a server need not support ranges
-        headers = dict(place.headers)
-        if not is_whole:
-            headers["Range"] = f"bytes={wanted.begin}-{wanted.end - 1}"
-        try:
-            with self._answer(place, headers) as response:
-                status = response.status_code
-                if status >= 400 and place.is_endpoint and not is_passing(status):
-                    asking(self.address, lambda: hf_raise_for_status(response))
-                self._check_status(status, response.headers, place)
-                if not is_whole or status != HTTPStatus.OK:
-                    self._check_range(response.headers, place, wanted)
-                self._check_body(response.headers, place, wanted)
-                pace = Pace(place.host, self.retries.window_s)
+        asked = {} if is_whole else {"Range": f"bytes={wanted.begin}-{wanted.end - 1}"}
+        with self._answer(asked) as (place, response):
+            status = response.status_code
+            if status >= 400 and place.is_endpoint and not is_passing(status):
+                asking(self.address, lambda: hf_raise_for_status(response))
+            self._check_status(status, response.headers, place)
+            if not is_whole or status != HTTPStatus.OK:
+                self._check_range(response.headers, place, wanted)
+            self._check_body(response.headers, place, wanted)
+            pace = Pace(place.host, self.retries.window_s)
+            try:
                 for piece in response.iter_raw():
                     if stop.is_set():
                         raise CancelledError
                     wanted.take(piece)
                     pace.take(len(piece))
                     stream.take(len(piece))
-        except ClientError as error:
-            raise unreachable(place.host, error) from error
-        if wanted.begin < wanted.end:
-            raise PassingError(f"{place.host} ended its response early, at byte {wanted.begin}")
+            except ClientError as error:
+                raise unreachable(place.host, error) from error
+            if wanted.begin < wanted.end:
+                raise PassingError(f"{place.host} ended its response early, at byte {wanted.begin}")
 
     @contextmanager
-    def _answer(self, place: _Place, headers: dict[str, str]) -> Iterator[Any]:
-        """Yield the response to a GET with its body unread; redirects to internal addresses are refused."""
-        url, timeout_s = place.url, constants.HF_HUB_DOWNLOAD_TIMEOUT
+    def _answer(self, asked: Mapping[str, str]) -> Iterator[tuple[_Place, Any]]:
+        """Yield where the bytes are, and the response to a GET there, with its body unread."""
+        with ExitStack() as stack:
+            response = None
+            with self._route.lock:  # while one request finds the place, others wait for it
+                place = self._route.place
+                if place is None:
+                    url = hf_hub_url(self.address.repo, self.name, revision=self.commit, endpoint=constants.ENDPOINT)
+                    place, response = self._get(url, asked, stack, is_listed=True)
+                    if response.status_code < 400:
+                        self._route.place = place
+            if response is None:
+                _, response = self._get(place.url, asked, stack)
+            yield place, response
+
+    def _get(
+        self, url: str, asked: Mapping[str, str], stack: ExitStack, *, is_listed: bool = False
+    ) -> tuple[_Place, Any]:
+        """Send a GET and follow redirects, except to internal addresses; `stack` closes the response."""
+        headers = {**headers_of_requests(url), "Accept-Encoding": "identity", **asked}
         for _ in range(_MAX_REDIRECTS):
-            call = get_session().stream("GET", url, headers=headers, timeout=timeout_s, follow_redirects=False)
+            place = _Place(url)
+            call = get_session().stream(
+                "GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT, follow_redirects=False
+            )
             leave = partial(call.__exit__, None, None, None)
-            response = answered_within(self.retries.answer_s, place.host, call.__enter__, leave)
-            with ExitStack() as stack:
-                stack.push(call.__exit__)
-                if response.status_code not in _REDIRECTS or "location" not in response.headers:
-                    yield response
-                    return
-                target = urljoin(url, response.headers["location"])
-            check_redirect(str(self), url, target)
-            if urlsplit(target)[:2] != urlsplit(url)[:2]:
-                headers = {name: value for name, value in headers.items() if name != "Authorization"}
-            url = target
+            try:
+                response = answered_within(self.retries.answer_s, place.host, partial(_begin, call), leave)
+            except ClientError as error:
+                raise unreachable(place.host, error) from error
+            with ExitStack() as opened:
+                opened.push(call.__exit__)
+                target = _Place(urljoin(url, response.headers["location"])) if _is_redirect(response) else None
+                leaves = target is None or not target.is_endpoint
+                if is_listed and place.is_endpoint and leaves and response.status_code < 400:
+                    self._check_listed(response.headers)
+                if target is None:
+                    stack.enter_context(opened.pop_all())
+                    return place, response
+            check_redirect(str(self), url, target.url)
+            if urlsplit(target.url)[:2] != urlsplit(url)[:2]:
+                headers.pop("Authorization", None)
+            url = target.url
         raise PassingError(f"too many redirects from {place.host}")
 
-    def _find_place(self) -> _Place:
-        """Return the location of the bytes, from the cache or the hub."""
-        with self._route.lock:
-            if self._route.place is None:
-                url = hf_hub_url(self.address.repo, self.name, revision=self.commit, endpoint=constants.ENDPOINT)
-                timeout_s = constants.HF_HUB_ETAG_TIMEOUT
-                found = asking(
-                    self.address,
-                    lambda: get_hf_file_metadata(url, timeout=timeout_s, library_name=AGENT),
-                    self.retries.answer_s,
-                )
-                self._expect("commit", self.commit, found.commit_hash)
-                self._expect("size", self.nbytes, found.size)
-                if len(self.etag) == _SHA256_CHARS:
-                    self._expect("SHA-256", self.etag, found.etag)
-                location = urljoin(url, found.location)
-                check_redirect(str(self), url, location)
-                self._route.place = _Place(location)
-            return self._route.place
+    def _check_listed(self, headers: Mapping[str, str]) -> None:
+        """Raise unless the hub says of the file what it listed."""
+        self._expect("commit", self.commit, headers.get("x-repo-commit"))
+        size = headers.get("x-linked-size", "")
+        self._expect("size", self.nbytes, int(size) if size.isdecimal() else None)
+        if len(self.etag) == _SHA256_CHARS and (etag := headers.get("x-linked-etag") or headers.get("etag")):
+            self._expect("SHA-256", self.etag, etag.removeprefix("W/").strip('"'))
 
     def _check_status(self, status: int, headers: Mapping[str, str], place: _Place) -> None:
         if is_passing(status):
@@ -243,10 +248,19 @@ class _Place:
     def __init__(self, url: str) -> None:
         self.url, self.etag = url, ""
         self.host = urlsplit(url).netloc
-        self.is_endpoint = urlsplit(url)[:2] == urlsplit(constants.ENDPOINT)[:2]
-        self.headers = {"User-Agent": AGENT, "Accept-Encoding": "identity"}
-        if self.is_endpoint and (token := configured_token()):
-            self.headers["Authorization"] = f"Bearer {token}"
+        self.is_endpoint = is_endpoint(url)
+
+
+def _is_redirect(response: Any) -> bool:
+    return response.status_code in _REDIRECTS and "location" in response.headers
+
+
+def _begin(call: AbstractContextManager[Any]) -> Any:
+    """Return the response, and read the body of a redirect: otherwise its connection could not be used again."""
+    response = call.__enter__()
+    if _is_redirect(response) and int(response.headers.get("content-length", _UNREAD_NBYTES)) < _UNREAD_NBYTES:
+        response.read()
+    return response
 
 
 class _Wanted:

@@ -29,8 +29,7 @@ from manifests.index import split_by_size
 from manifests.schema import MODEL_CARD_NAME
 from stores.address import HubAddress
 from stores.hub import HubFolder, open_hub
-from stores.hub_calls import LOG_IN, asking, check_endpoint, configured_token, without_token
-from stores.hub_file import AGENT
+from stores.hub_calls import AGENT, LOG_IN, asking, check_endpoint, configured_token, without_token
 from stores.retries import PassingError, Retries, keep_trying
 
 __all__ = ["Commit", "HubUpload", "open_upload", "showing_bars", "staging_folder"]

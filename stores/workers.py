@@ -30,16 +30,18 @@ def share_out(
     run: Callable[[Take[T], threading.Event], None],
     num_threads: int = 2,
     stop: threading.Event | None = None,
+    *,
+    in_order: bool = False,
 ) -> None:
     """Call `run` in every thread, with a function that takes items; raise the first failure, and set `stop`.
 
-    Two threads begin at the ends of one part of the sequence, so that they meet in one file as late as possible: two
-    that write one file wait for each other.
+    Unless items are taken `in_order`, two threads begin at the ends of one part of the sequence, so that they meet in
+    one file as late as possible: two that write one file wait for each other.
     """
-    shares, stop = _Shares(items, num_threads), stop or threading.Event()
+    shares, stop = _Shares(items, 1 if in_order else num_threads), stop or threading.Event()
     with ThreadPoolExecutor(num_threads, thread_name_prefix="worker") as pool:
         try:
-            jobs = [pool.submit(run, shares.taker(number), stop) for number in range(num_threads)]
+            jobs = [pool.submit(run, shares.taker(0 if in_order else number), stop) for number in range(num_threads)]
             failed = wait(jobs, return_when=FIRST_EXCEPTION).done
         finally:
             stop.set()

@@ -13,13 +13,13 @@ from manifests.digest import DigestTable, HashedBlocks, digest_bytes
 from manifests.safetensors import parse_header
 from manifests.schema import AuxiliaryFile
 from reshard.copy.destination import without_digest
-from reshard.copy.engine import WriteOptions, WrittenShard, hash_in_order, write_in_order
+from reshard.copy.engine import WriteOptions, WrittenShard, hash_in_order, is_remote, write_in_order
 from reshard.copy.runs import ByteCounter
 from reshard.plans.pack_plan import OutputShard
 from stores.base import Blocks, InputFile
 from stores.object_lock import FindOwnedObjects, Wanted, objects_of_manifest
 from stores.object_output import ObjectTarget, open_output
-from stores.prefetch import Prefetcher, RemoteFile
+from stores.prefetch import Prefetcher
 
 __all__ = ["BucketTarget", "open_prefix"]
 
@@ -51,8 +51,7 @@ class BucketTarget:
             options.progress(nbytes)
 
         parallelism = options.parallelism
-        one_of_each_type = {type(origin.file): origin.file for shard in shards for origin in shard.origins}
-        if any(isinstance(file, RemoteFile) for file in one_of_each_type.values()):
+        if is_remote(origin for shard in shards for origin in shard.origins):
             parallelism = parallelism.halved()
         num_objects, num_parts = parallelism.uploads_of([shard.nbytes for shard in shards])
         with (

@@ -7,7 +7,7 @@ tensors of a run, and what `Parallelism` allows to requests if the source is rem
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -21,7 +21,7 @@ from reshard.copy.parallelism import Parallelism
 from reshard.copy.runs import ByteCounter, Output, Run, copy_run, on_disk, split_run
 from reshard.plans.pack_plan import OutputShard
 from reshard.tensors.checkpoint import TensorAt, check_digest
-from stores.prefetch import Prefetcher
+from stores.prefetch import Prefetcher, RemoteFile
 from stores.workers import Take, share_out
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "WrittenShard",
     "hash_in_order",
     "hash_tensors",
+    "is_remote",
     "write_in_order",
     "write_shards",
     "write_tensors",
@@ -39,12 +40,16 @@ _MAX_OPEN = 128  # output files open at a time
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WriteOptions:
-    """How shards are written. Without `sync`, flushing them is left to the kernel, as after `cp`."""
+    """How shards are written. Without `sync`, flushing them is left to the kernel, as after `cp`.
+
+    `written` is called by several threads, with each run that is in its file.
+    """
 
     io: Io = "direct"
     sync: bool = True
     journal: Journal | None = None
     progress: ByteCounter = lambda nbytes: None
+    written: Callable[[Run], object] = lambda run: None
     parallelism: Parallelism = field(default_factory=Parallelism)
 
 
@@ -96,6 +101,12 @@ def write_tensors(shard: OutputShard, names: Collection[str], folder: Path, opti
     finally:
         file.close()
     return dict(zip((tensor.name for tensor in tensors), digests, strict=True))
+
+
+def is_remote(tensors: Iterable[TensorAt]) -> bool:
+    """Return whether any of the tensors are fetched over a network."""
+    one_of_each_type = {type(tensor.file): tensor.file for tensor in tensors}
+    return any(isinstance(file, RemoteFile) for file in one_of_each_type.values())
 
 
 def hash_tensors(tensors: Sequence[TensorAt], progress: ByteCounter = lambda nbytes: None) -> DigestTable:
@@ -169,8 +180,12 @@ def _execute(runs: Sequence[Run], num_tensors: int, options: WriteOptions) -> Di
                 if stop.is_set():
                     return
                 digests.put(taken.run.first, _copy_or_reuse(taken, options, stop))
+                if not stop.is_set():
+                    options.written(taken.run)
 
-        share_out(runs, copy, num_threads, stop)
+        # In order, a remote file is complete soon after its first bytes, and can be hashed meanwhile.
+        in_order = is_remote(tensor for run in runs for tensor in run.tensors)
+        share_out(runs, copy, num_threads, stop, in_order=in_order)
     options.parallelism.add(prefetcher)
     return digests
 

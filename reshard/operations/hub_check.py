@@ -1,21 +1,29 @@
-"""Verification of whole files against the SHA-256 that the hub lists, read from the output or again from the hub."""
+"""Verification of whole files against the SHA-256 that the hub lists, hashed from the output while it is written."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Self
 
-from manifests.errors import SourceError
+from manifests.errors import InputError, SourceError
+from reshard.copy.direct_io import OutputFile
+from reshard.copy.runs import Run
 from reshard.plans.pack_plan import OutputShard
 from reshard.tensors.checkpoint import Checkpoint
-from stores.base import HUB_MISMATCH, InputFile, Listed
+from stores.base import HUB_MISMATCH, InputFile, Listed, Range, merge_ranges
 from stores.cores import threads_for_ranks
 from stores.local import LocalFile
 
-__all__ = ["HubReport", "check_hub_files"]
+if TYPE_CHECKING:
+    import hashlib
+
+__all__ = ["HubCheck", "HubReport"]
 
 _BLOCK_NBYTES = 1 << 20
 
@@ -28,6 +36,69 @@ class HubReport:
     unverified: tuple[str, ...] = ()
 
 
+class HubCheck:
+    """Compares every weight file of a hub repository with the SHA-256 that the hub lists.
+
+    What is written unchanged below `folder` is read from there, which verifies the bytes on disk, also those of an
+    interrupted run. The rest of a file is read from the hub if `fetch` allows it; otherwise it is not verified.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, shards: Sequence[OutputShard], folder: Path | None, *, fetch: bool
+    ) -> None:
+        files = {} if checkpoint.originals is None else checkpoint.originals.files
+        listed = {name: file for name, file in files.items() if isinstance(file, Listed) and len(file.listed) == 64}
+        found = _written(shards, folder) if folder is not None and listed else {}
+        heads = dict.fromkeys(listed, b"")  # of other files than safetensors, pieces have all bytes
+        for shard in checkpoint.record.shards:
+            if shard.name in listed:
+                heads[shard.name] = len(shard.kept.text).to_bytes(8, "little") + shard.kept.text
+        plans = {name: tuple(_pieces(file, len(heads[name]), found.get(file, ()))) for name, file in listed.items()}
+        self._ready: dict[InputFile, _Verified] = {
+            file: _Verified(name, file, heads[name], plans[name])
+            for name, file in listed.items()
+            if fetch or all(piece.file != file for piece in plans[name])
+        }
+        self._unverified = tuple(name for name, file in listed.items() if file not in self._ready)
+        self._done, self._lock = dict[Path, tuple[Range, ...]](), threading.Lock()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="hub-check")
+
+    def written(self, run: Run) -> None:
+        """Hash what follows what is hashed already, in another thread, now that a run is on disk."""
+        if not self._ready or not isinstance(run.output, OutputFile):
+            return
+        path, end = run.output.path, run.position + sum(tensor.nbytes for tensor in run.tensors)
+        with self._lock:
+            self._done[path] = merge_ranges((*self._done.get(path, ()), (run.position, end)))
+        for file in {tensor.file for tensor in run.tensors} & self._ready.keys():
+            self._pool.submit(self._ready[file].follow, self._written_until)
+
+    def finish(self) -> HubReport:
+        """Hash the rest, and compare.
+
+        Raises:
+            SourceError: a file does not match its SHA-256.
+        """
+        self._pool.shutdown()
+        with ThreadPoolExecutor(threads_for_ranks(), thread_name_prefix="hub-check") as pool:
+            for done in [pool.submit(file.verify) for file in self._ready.values()]:
+                done.result()
+        return HubReport(verified=tuple(file.name for file in self._ready.values()), unverified=self._unverified)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def _written_until(self, piece: _Piece) -> int:
+        """Return the end of the bytes that are written of a piece, from its first on."""
+        with self._lock:
+            done = self._done.get(piece.file.path, ()) if isinstance(piece.file, LocalFile) else ()
+        ends = (end for begin, end in done if begin <= piece.position < end)
+        return min(piece.end, next(ends, piece.position))
+
+
 @dataclass(frozen=True, slots=True)
 class _Piece:
     """Bytes of a hub file, from `begin` there, and where to read them."""
@@ -37,79 +108,98 @@ class _Piece:
     file: InputFile
     position: int
 
+    @property
+    def end(self) -> int:
+        return self.position + self.nbytes
 
-def check_hub_files(
-    checkpoint: Checkpoint, shards: Sequence[OutputShard], folder: Path | None, *, fetch: bool
-) -> HubReport:
-    """Compare every weight file of a hub repository with the SHA-256 that the hub lists.
+    def after(self, position: int) -> _Piece:
+        """Return the rest, from this position on."""
+        gone = position - self.position
+        return replace(self, begin=self.begin + gone, nbytes=self.nbytes - gone, position=position)
 
-    What was written unchanged below `folder` is read from there, which verifies the bytes on disk, also those of an
-    interrupted run. The rest of a file is read from the hub if `fetch` allows it; otherwise it is not verified.
 
-    Raises:
-        SourceError: a file does not match its SHA-256.
-    """
-    files = {} if checkpoint.originals is None else checkpoint.originals.files
-    listed = {name: file for name, file in files.items() if isinstance(file, Listed) and len(file.listed) == 64}
-    written = _written(shards, folder) if folder is not None and listed else {}
-    heads = dict.fromkeys(listed, b"")  # of other files than safetensors, pieces have all bytes
-    for shard in checkpoint.record.shards:
-        if shard.name in listed:
-            heads[shard.name] = len(shard.kept.text).to_bytes(8, "little") + shard.kept.text
-    plans = {name: list(_pieces(file, len(heads[name]), written.get(file, {}))) for name, file in listed.items()}
-    ready = [name for name, pieces in plans.items() if fetch or all(piece.file != listed[name] for piece in pieces)]
+class _Verified:
+    """A file of the hub, and what is hashed of it so far."""
 
-    def verify(name: str) -> None:
-        import hashlib  # OpenSSL's
+    def __init__(self, name: str, file: Listed, head: bytes, pieces: Sequence[_Piece]) -> None:
+        self.name, self._file, self._head, self._pieces = name, file, head, pieces
+        self._begin()
 
-        hasher = hashlib.sha256(heads[name])
-        for block in _blocks(plans[name]):
-            hasher.update(block)
-        if hasher.hexdigest() != listed[name].listed:
+    def follow(self, until: Callable[[_Piece], int]) -> None:
+        """Hash the next pieces, as far as they are written."""
+        try:
+            while self._left and (end := until(self._left[0])) > self._left[0].position:
+                piece = self._left.popleft()
+                for block in _blocks(piece, end):
+                    self._hasher.update(block)
+                if end < piece.end:
+                    self._left.appendleft(piece.after(end))
+        except InputError:  # raised again by `verify`, if it persists
+            self._begin()
+
+    def verify(self) -> None:
+        """Hash the rest and compare; a file that differs is hashed again, now that all of it is at rest."""
+        if self._finished() != self._file.listed:
+            self._begin()
+        if (found := self._finished()) != self._file.listed:
             raise SourceError(
-                str(listed[name]),
-                f"expected SHA-256 {listed[name].listed} (the hub's listing), found {hasher.hexdigest()}",
+                str(self._file),
+                f"expected SHA-256 {self._file.listed} (the hub's listing), found {found}",
                 "a server or proxy sent wrong bytes; run again, or from another network",
                 code=HUB_MISMATCH,
             )
 
-    with ThreadPoolExecutor(threads_for_ranks(), thread_name_prefix="hub-check") as pool:
-        for done in [pool.submit(verify, name) for name in ready]:
-            done.result()
-    return HubReport(verified=tuple(ready), unverified=tuple(name for name in listed if name not in ready))
+    def _begin(self) -> None:
+        import hashlib  # OpenSSL's
+
+        self._hasher: hashlib._Hash = hashlib.sha256(self._head)
+        self._left = deque(self._pieces)
+
+    def _finished(self) -> str:
+        while self._left:
+            piece = self._left.popleft()
+            for block in _blocks(piece, piece.end):
+                self._hasher.update(block)
+        return self._hasher.hexdigest()
 
 
-def _written(shards: Sequence[OutputShard], folder: Path) -> dict[InputFile, dict[int, _Piece]]:
-    """Return where the bytes of each source file were written, by their offset in it."""
-    found: dict[InputFile, dict[int, _Piece]] = {}
+def _written(shards: Sequence[OutputShard], folder: Path) -> dict[InputFile, list[_Piece]]:
+    """Return where the bytes of each source file are written; neighbors in both files are one piece."""
+    found: dict[InputFile, list[_Piece]] = {}
     for shard in shards:
-        file = LocalFile(folder / shard.path)
+        file = LocalFile(folder / shard.path, may_change=True)
         for origin, position in shard.placed:
-            piece = _Piece(origin.begin, origin.nbytes, file, position)
-            if origin.nbytes:
-                found.setdefault(origin.file, {})[origin.begin] = piece
+            if not origin.nbytes:
+                continue
+            pieces = found.setdefault(origin.file, [])
+            last = pieces[-1] if pieces else None
+            if last and (last.file, last.end, last.begin + last.nbytes) == (file, position, origin.begin):
+                pieces[-1] = replace(last, nbytes=last.nbytes + origin.nbytes)
+            else:
+                pieces.append(_Piece(origin.begin, origin.nbytes, file, position))
     return found
 
 
-def _pieces(file: InputFile, head_nbytes: int, written: Mapping[int, _Piece]) -> Iterator[_Piece]:
-    """Yield the pieces that make up a file's data, in order; what was not written is read from the file itself."""
+def _pieces(file: InputFile, head_nbytes: int, written: Iterable[_Piece]) -> Iterator[_Piece]:
+    """Yield the pieces that make up a file's data, in order; what is not written is read from the file itself."""
     position = head_nbytes
-    for begin, piece in sorted(written.items()):
-        if begin > position:
-            yield _Piece(position, begin - position, file, position)
-        if begin >= position:
+    for piece in sorted(written, key=lambda piece: piece.begin):
+        if piece.begin > position:
+            yield _Piece(position, piece.begin - position, file, position)
+        elif piece.begin < position:  # a tied weight is written twice
+            piece = piece.after(min(piece.end, piece.position + position - piece.begin))
+        if piece.nbytes:
             yield piece
-            position = begin + piece.nbytes
+            position = piece.begin + piece.nbytes
     if position < file.nbytes:
         yield _Piece(position, file.nbytes - position, file, position)
 
 
-def _blocks(pieces: Sequence[_Piece]) -> Iterator[memoryview]:
+def _blocks(piece: _Piece, end: int) -> Iterator[memoryview]:
+    """Yield a piece's bytes up to position `end`, each block until the next."""
     buffer = memoryview(bytearray(_BLOCK_NBYTES))
-    for piece in pieces:
-        end = piece.position + piece.nbytes
-        with closing(piece.file.open(((piece.position, end),))) as reader:
-            for begin in range(piece.position, end, _BLOCK_NBYTES):
-                block = buffer[: min(_BLOCK_NBYTES, end - begin)]
-                reader.read_into(block, begin)
-                yield block
+    with closing(piece.file.open(((piece.position, end),))) as reader:
+        for begin in range(piece.position, end, _BLOCK_NBYTES):
+            block = buffer[: min(_BLOCK_NBYTES, end - begin)]
+            reader.read_into(block, begin)
+            yield block

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -20,11 +21,12 @@ from reshard.copy.engine import WriteOptions, WrittenShard, hash_tensors
 from reshard.copy.journal import is_working_name
 from reshard.copy.resumable import open_target
 from reshard.copy.unchanged import check_unchanged
-from reshard.operations.hub_check import HubReport, check_hub_files
+from reshard.operations.hub_check import HubCheck, HubReport
 from reshard.plans.pack_plan import OutputShard, PackPlan, StagePlan
 from reshard.plans.references import References, refer_to_originals
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
 from reshard.tensors.lazy import MadeFile
+from reshard.tensors.read_together import read_together
 from reshard.tensors.source_index import record_blocks
 from stores.manifest_file import Address
 
@@ -71,16 +73,20 @@ def pack(checkpoint: Checkpoint, plan: PackPlan, options: PackOptions) -> Manife
     shards = [shard for stage in plan.stages if stage.index in wanted for shard in stage.shards]
     names = {MANIFEST_NAME, SOURCE_NAME, *(item.path for item in checkpoint.auxiliary), *(each.path for each in shards)}
     names |= {INDEX_NAME} if any(shard.is_indexed for shard in shards) else set()
-    with open_target(options.out, shards, force=options.force, wanted=names, check_free=_check_no_parts) as target:
+    with ExitStack() as stack:
+        target = stack.enter_context(
+            open_target(options.out, shards, force=options.force, wanted=names, check_free=_check_no_parts)
+        )
         files = copy_auxiliary_files(checkpoint, target)
-        done = target.write_shards(shards, options.write)
+        folder = target.folder if isinstance(target, FolderTarget) else None
+        hub = stack.enter_context(HubCheck(checkpoint, shards, folder, fetch=options.verify_source))
+        done = target.write_shards(shards, replace(options.write, written=hub.written))
         written = {shard.path: on_disk for shard, on_disk in zip(shards, done, strict=True)}
         manifest = build_manifest(checkpoint, plan, Written(written, references, files))
         check_manifest(manifest)
         if has_index(manifest):
             target.copy(INDEX_NAME, _index_of(shards, done))
-        folder = target.folder if isinstance(target, FolderTarget) else None
-        options.report(check_hub_files(checkpoint, shards, folder, fetch=options.verify_source))
+        options.report(hub.finish())
         check_unchanged(plan.shards_on(), checkpoint.auxiliary)
         # Commit point: readers ignore an output without manifest.json.
         target.commit(MANIFEST_NAME, encode_manifest(manifest))
@@ -105,7 +111,8 @@ def copy_files(files: Sequence[AuxiliaryAt], target: Target) -> tuple[AuxiliaryF
         if is_working_name(item.path):  # of a manifest; for other sources it was checked before
             problem = "this name is reserved for files under construction"
             raise SourceError(str(item.file), problem, "leave the file out", code="source.reserved-name")
-    return tuple(target.copy(item.path, item.file, item.digest) for item in files)
+    read = read_together([item.file for item in files])
+    return tuple(target.copy(item.path, file, item.digest) for item, file in zip(files, read, strict=True))
 
 
 def index_file(weights: Mapping[str, Iterable[str]], total_nbytes: int) -> MadeFile:

@@ -24,6 +24,7 @@ from reshard.sources.torch_files import (
 )
 from reshard.sources.weight_map import read_shard_index
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles, TensorAt, tensors_in
+from reshard.tensors.read_together import FolderInPart
 from reshard.tensors.source_index import SUFFIX, KeptText, RecordedShard, SourceRecord
 from reshard.tensors.tensor_map import TensorMap
 from stores.base import Folder, InputFile, read_config, read_whole
@@ -93,6 +94,7 @@ def open_folder(
             "SOURCE must be a Hugging Face model folder",
             code="source.no-config",
         )
+    folder = FolderInPart(folder, [name for name in (CONFIG_NAME, INDEX_NAME, TORCH_INDEX_NAME) if name in files])
     config_file = folder.file(CONFIG_NAME)
     config = read_config(config_file)
     try:

@@ -55,10 +55,11 @@ class DerivedFile:
 
 @dataclass(frozen=True, slots=True)
 class MemoryFile:
-    """A small file that exists only in memory."""
+    """A small file in memory; `pin` is the fingerprint of the one that it was read from."""
 
     name: str
     data: bytes
+    pin: str = ""
 
     def __str__(self) -> str:
         return self.name
@@ -69,7 +70,7 @@ class MemoryFile:
 
     @property
     def fingerprint(self) -> str:
-        return f"{len(self.data)} bytes in memory"
+        return self.pin or f"{len(self.data)} bytes in memory"
 
     def open(self, ranges: Sequence[Range]) -> BlockReader:
         return BlockReader(self.nbytes, lambda: iter((self.data,)))

@@ -127,7 +127,7 @@ def test_header_of_a_shard_is_read_without_its_data(moto: MotoServer, tmp_path: 
     header = read_file_header(open_objects(f"s3://{BUCKET}/header").file("model.safetensors"))
     assert [entry.name for entry in header.tensors] == ["weight"]
     sent = sum(request.sent_nbytes for request in moto.requests("GET", "header/model.safetensors"))
-    assert sent == header.nbytes < len(data)
+    assert header.nbytes <= sent == 128 << 10 < len(data)
 
 
 def test_changed_object_is_refused(s3: S3Server) -> None:

@@ -25,12 +25,12 @@ from huggingface_hub import constants
 
 from tests.servers.hub_writing import WritingRoutes
 
-__all__ = ["MEMBER", "STRANGER", "Fault", "Handler", "Hub", "Request", "serve_hub", "set_up"]
+__all__ = ["AGENTS", "MEMBER", "STRANGER", "Fault", "Handler", "Hub", "Request", "serve_hub", "set_up"]
 
 MEMBER, STRANGER = "hf_member", "hf_stranger"  # both tokens are valid; one may read what is gated or private
 _LARGE_NBYTES = 1024  # files from here on are not in git, but on the other host
 _PAGE_ENTRIES = 3
-_NOT_OURS = "/api/agent-harnesses"  # asked by newer versions of huggingface_hub, for themselves, once a process
+AGENTS = "/api/agent-harnesses"  # asked by newer versions of huggingface_hub, for themselves, once a process
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,10 +156,10 @@ class Hub:
             self._oldest_valid = self._num_signed
 
     def take_requests(self) -> list[Request]:
-        """Give the requests since the last call."""
+        """Give the requests since the last call, without those that huggingface_hub sends for itself."""
         with self.lock:
             taken, self.requests = self.requests, []
-            return taken
+        return [request for request in taken if request.path != AGENTS]
 
     def take_fault(self, method: str, path: str) -> Fault:
         with self.lock:
@@ -391,9 +391,8 @@ class Handler(WritingRoutes, BaseHTTPRequestHandler):
             status=status,
             nbytes=len(body),
         )
-        if self.path != _NOT_OURS:
-            with self.hub.lock:
-                self.hub.requests.append(entry)
+        with self.hub.lock:
+            self.hub.requests.append(entry)
         if self.fault.drop:
             self._headers_buffer = []
             self.close_connection = True

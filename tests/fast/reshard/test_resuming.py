@@ -70,7 +70,7 @@ def test_outage_keeps_what_was_verified_and_the_same_command_resumes(
 
 
 def test_outage_before_anything_was_verified_leaves_nothing(served: Hub, tmp_path: Path) -> None:
-    served.fail("/cdn/", after=2 * SHARDS, times=99, status=503)
+    served.fail("/cdn/", after=SHARDS, times=99, status=503)
     assert pack(tmp_path / "out").code == 3
     assert leftovers(tmp_path / "out") == []
 

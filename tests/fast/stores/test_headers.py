@@ -1,4 +1,4 @@
-"""Headers of many files: read eight at a time where that pays, refused as if they were read one by one."""
+"""Headers of many files: read sixteen at a time where that pays, refused as if they were read one by one."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ class FarFile:
         pass
 
 
-def test_headers_are_read_eight_at_a_time_and_returned_in_order() -> None:
+def test_headers_are_read_sixteen_at_a_time_and_returned_in_order() -> None:
     desk = Desk(wanted=NUM_AT_ONCE)
     files = [FarFile(str(number), desk) for number in range(30)]
     assert list(read_file_headers(files)) == files
-    assert desk.most == NUM_AT_ONCE == 8
+    assert desk.most == NUM_AT_ONCE == 16
 
 
 def test_the_first_file_that_is_refused_is_named_and_no_other_is_begun() -> None:

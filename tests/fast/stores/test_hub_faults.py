@@ -79,8 +79,7 @@ def test_passing_fault_is_tried_again(
     hub: Hub, folder: HubFolder, monkeypatch: pytest.MonkeyPatch, path: str, fault: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 1)
-    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 1)
-    hub.fail(path, method="GET" if path == "/cdn/" else "HEAD", **fault)
+    hub.fail(path, **fault)
     assert read_range(folder, 100, 200) == DATA[100:200]
     assert hub.faults[0].times == 0
 
@@ -134,7 +133,7 @@ def test_server_that_stays_busy_is_given_up(hub: Hub, folder: HubFolder) -> None
 
 
 def test_wait_of_minutes_is_not_waited_for(hub: Hub, folder: HubFolder, wording: Callable[[str], None]) -> None:
-    hub.fail("/resolve/", method="HEAD", times=99, status=429, headers={"RateLimit": '"resolvers";r=0;t=172'})
+    hub.fail("/resolve/", times=99, status=429, headers={"RateLimit": '"resolvers";r=0;t=172'})
     error = refusal(lambda: read_range(folder, 0, MIB))
     assert (error.code, error.where) == ("store.busy", PLACE)
     wording(without_ports(error))
@@ -174,7 +173,7 @@ def test_answers_of_one_file_must_have_one_etag(hub: Hub, folder: HubFolder) -> 
     [("X-Linked-Size", "5"), ("X-Linked-Etag", f'"{"0" * 64}"'), ("X-Repo-Commit", "0" * 40)],
 )
 def test_hub_that_contradicts_its_own_listing_is_refused(hub: Hub, folder: HubFolder, header: str, said: str) -> None:
-    hub.fail("/resolve/", method="HEAD", headers={header: said})
+    hub.fail("/resolve/", headers={header: said})
     error = refusal(lambda: read_range(folder, 0, 10))
     assert (error.code, error.where) == ("store.wrong-answer", PLACE)
     assert folder.revision in error.problem
@@ -192,7 +191,7 @@ def test_expired_address_is_asked_for_once_more(hub: Hub, folder: HubFolder) -> 
         reader.join()
     assert read_whole(folder.file(WEIGHTS)) == DATA
     statuses = [(request.method, request.status) for request in hub.take_requests()]
-    assert statuses.count(("HEAD", 302)) == 1
+    assert statuses.count(("GET", 302)) == 1
     assert ("GET", 403) in statuses
 
 
@@ -253,7 +252,7 @@ def test_gated_repository_says_how_to_get_access(
 
 
 def test_file_that_is_listed_and_not_there_is_named(hub: Hub, folder: HubFolder) -> None:
-    hub.fail("/resolve/", method="HEAD", status=404, headers={"X-Error-Code": "EntryNotFound"})
+    hub.fail("/resolve/", status=404, headers={"X-Error-Code": "EntryNotFound"})
     assert refused(lambda: read_range(folder, 0, 5)) == ("store.no-such-file", "hf://org/name")
 
 
@@ -318,8 +317,7 @@ def test_wait_until_a_date_is_the_time_until_then() -> None:
 def test_server_that_sends_a_byte_now_and_then_is_given_up(
     hub: Hub, folder: HubFolder, monkeypatch: pytest.MonkeyPatch, path: str, head: bool
 ) -> None:
-    method = "HEAD" if path == "/resolve/" else "GET"
-    hub.fail(path, method=method, times=99, drip_s=0.02, drips_head=head or method == "HEAD")
+    hub.fail(path, times=99, drip_s=0.02, drips_head=head or path == "/resolve/")
     impatient = Retries(num_attempts=2, first_wait_s=0.01, window_s=0.2, answer_s=0.3)
     file = replace(folder.files[WEIGHTS], retries=impatient)
     error = refusal(lambda: open_hub(folder.address, impatient) if path == "/api/models" else read_whole(file))
@@ -342,8 +340,7 @@ def test_endpoint_that_is_no_address_is_named(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("path", ["/cdn/", "/resolve/"])
 def test_redirect_to_a_metadata_service_is_not_followed(hub: Hub, folder: HubFolder, path: str) -> None:
     place = "http://169.254.169.254/latest/meta-data/"
-    method = "HEAD" if path == "/resolve/" else "GET"
-    hub.fail(path, method=method, status=302, headers={"Location": place, "X-Repo-Commit": folder.revision})
+    hub.fail(path, status=302, headers={"Location": place, "X-Repo-Commit": folder.revision})
     error = refusal(lambda: read_range(folder, 0, 9))
     assert error.code == "store.redirect-refused"
     assert "169.254.169.254" in error.problem

@@ -36,6 +36,21 @@ def test_threads_take_consecutive_items_from_the_ends_of_parts() -> None:
     assert len(set(begun.values())) == 4
 
 
+def test_items_in_order_are_taken_from_the_front_by_all() -> None:
+    found, both = list[int](), threading.Barrier(2)
+
+    def run(take: Take[int], stop: threading.Event) -> None:
+        for _ in range(5):
+            both.wait(10)
+            if (item := take()) is not None:
+                found.append(item)
+            both.wait(10)
+            assert sorted(found) == list(range(len(found)))
+
+    share_out(range(9), run, in_order=True)
+    assert sorted(found) == list(range(9))
+
+
 def test_first_failure_is_raised_not_what_it_stopped() -> None:
     both = threading.Barrier(2)
 
