@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol, Self, runtime_checkable
 
-from stores.base import InputFile, Reader
+from stores.base import InputFile
 from stores.ranges import Fetch, cut
 from stores.streams import Streams
 
@@ -18,6 +18,7 @@ __all__ = [
     "STREAM_NBYTES",
     "Lane",
     "Planned",
+    "PlannedReader",
     "Prefetcher",
     "RemoteFile",
     "join_ranges",
@@ -114,19 +115,19 @@ class Lane:
         self._planned = deque[_Request]()
         self._nbytes = 0  # requested and not yet read to the end
 
-    def plan(self, ranges: Iterable[Planned]) -> dict[InputFile, Reader]:
+    def plan(self, ranges: Iterable[Planned]) -> dict[InputFile, PlannedReader]:
         """Plan ranges in the order in which they will be read; return a reader of each remote file among them."""
-        fetch_of, readers = self._prefetcher.fetch_of, dict[InputFile, _PlannedReader]()
+        fetch_of, readers = self._prefetcher.fetch_of, dict[InputFile, PlannedReader]()
         for file, begin, end in join_ranges(each for each in ranges if fetch_of(each[0]) is not None):
             if file not in readers:
                 fetch = fetch_of(file)
                 assert fetch is not None
-                readers[file] = _PlannedReader(self, fetch)
+                readers[file] = PlannedReader(self, fetch)
             for piece in cut(begin, end, self._prefetcher.request_nbytes):
                 request = _Request(readers[file].fetch, *piece)
                 readers[file].requests.append(request)
                 self._planned.append(request)
-        return dict(readers)
+        return readers
 
     def fill(self) -> None:
         """Begin requests, and plan more, as far as the thread's share of the memory goes."""
@@ -170,17 +171,21 @@ class _Request:
         self.data: Future[memoryview] | None = None
 
 
-class _PlannedReader:
-    """Reads planned ranges of one file, in their order."""
+class PlannedReader:
+    """Reads planned ranges of one file, in their order, and frees their memory."""
 
-    def __init__(self, lane: Lane, fetch: Fetch) -> None:
-        self._lane, self.fetch = lane, fetch
-        self.requests = deque[_Request]()
+    def __init__(self, lane: Lane, fetch: Fetch, requests: Iterable[_Request] = (), *, keeps: bool = False) -> None:
+        self._lane, self.fetch, self._keeps = lane, fetch, keeps
+        self.requests = deque(requests)
+
+    def keeping(self) -> PlannedReader:
+        """Return a reader that leaves the bytes in memory, where this one finds them."""
+        return PlannedReader(self._lane, self.fetch, self.requests, keeps=True)
 
     def read_into(self, part: memoryview, position: int) -> None:
         while part:
             while self.requests and self.requests[0].end <= position:
-                self._lane.release(self.requests.popleft())
+                self._leave()
             request = self.requests[0] if self.requests else None
             if request is None or not request.begin <= position < request.end:
                 self._lane.fetch(self.fetch, part, position)
@@ -189,12 +194,17 @@ class _PlannedReader:
             part[:count] = self._lane.result(request)[first : first + count]
             part, position = part[count:], position + count
             if position == request.end:
-                self._lane.release(self.requests.popleft())
+                self._leave()
                 self._lane.fill()
 
     def close(self) -> None:
         while self.requests:
-            self._lane.release(self.requests.popleft())
+            self._leave()
+
+    def _leave(self) -> None:
+        request = self.requests.popleft()
+        if not self._keeps:
+            self._lane.release(request)
 
 
 def join_ranges(ranges: Iterable[Planned]) -> list[Planned]:

@@ -10,8 +10,8 @@ from reshard.copy.direct_io import OutputFile
 from reshard.copy.journal import Journal
 from reshard.copy.runs import Run
 from reshard.tensors.slices import pieces_of
-from stores.base import InputFile, Reader
-from stores.prefetch import Lane, Prefetcher
+from stores.base import InputFile
+from stores.prefetch import Lane, PlannedReader, Prefetcher
 from stores.workers import Take
 
 __all__ = ["Ahead", "Taken"]
@@ -26,7 +26,7 @@ class Taken(NamedTuple):
 
     run: Run
     known: bytes | None
-    readers: Mapping[InputFile, Reader]
+    readers: Mapping[InputFile, PlannedReader]
 
 
 class Ahead:
@@ -41,6 +41,14 @@ class Ahead:
         while self._taken or self._take_one() is not None:
             self._lane.fill()
             yield self._taken.popleft()
+
+    def read_before(self) -> Iterator[Taken]:
+        """Yield all runs, with readers that keep the bytes in memory, from where `__iter__` reads them again."""
+        while self._take_one() is not None:
+            pass
+        self._lane.fill()
+        for run, known, readers in tuple(self._taken):
+            yield Taken(run, known, {file: reader.keeping() for file, reader in readers.items()})
 
     def _more(self) -> bool:
         """Take another run; return whether yet another may follow: one of local files alone needs nothing ahead."""

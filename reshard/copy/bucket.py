@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from manifests.digest import DigestTable, HashedBlocks, digest_bytes
 from manifests.safetensors import parse_header
 from manifests.schema import AuxiliaryFile
-from reshard.copy.destination import without_digest
-from reshard.copy.engine import WriteOptions, WrittenShard, hash_in_order, is_remote, write_in_order
+from reshard.copy.destination import UploadPlan
+from reshard.copy.engine import InOrder, WriteOptions, WrittenShard
 from reshard.copy.runs import ByteCounter
 from reshard.plans.pack_plan import OutputShard
 from stores.base import Blocks, InputFile
@@ -28,8 +28,9 @@ __all__ = ["BucketTarget", "open_prefix"]
 class BucketTarget:
     """A prefix in a bucket, to which shards are uploaded concurrently, each from its header on.
 
-    Digests in the header that are not known are computed before: those tensors are read twice, and must have the same
-    bytes both times. Memory: that of `Parallelism`, for parts, or half for parts and half for requests to the source.
+    Digests in the header that are not known are computed before. A remote shard that fits into memory is kept there
+    meanwhile; otherwise those tensors are read twice, and must have the same bytes both times. Memory: that of
+    `Parallelism`, for parts, or half for parts and half for requests to the source.
     """
 
     objects: ObjectTarget
@@ -50,41 +51,42 @@ class BucketTarget:
                 raise CancelledError
             options.progress(nbytes)
 
-        parallelism = options.parallelism
-        if is_remote(origin for shard in shards for origin in shard.origins):
-            parallelism = parallelism.halved()
-        num_objects, num_parts = parallelism.uploads_of([shard.nbytes for shard in shards])
+        plan = UploadPlan.of(shards, options.parallelism)
+        num_objects = plan.uploads.num_objects
         with (
             ThreadPoolExecutor(num_objects, thread_name_prefix="upload") as pool,
-            parallelism.prefetcher(num_objects, stop) as prefetcher,
+            plan.reading.prefetcher(num_objects, stop) as prefetcher,
         ):
             try:
-                jobs = [pool.submit(self._upload, shard, num_parts, progress, prefetcher) for shard in shards]
+                jobs = [pool.submit(self._upload, shard, plan, progress, prefetcher) for shard in shards]
                 for job in wait(jobs, return_when=FIRST_EXCEPTION).done:
                     job.result()
             except BaseException:
                 stop.set()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-        parallelism.add(prefetcher)
+        options.parallelism.add(prefetcher)
         return tuple(job.result() for job in jobs)
 
     def commit(self, name: str, data: bytes) -> None:
         self.objects.commit(data, name)
 
     def _upload(
-        self, shard: OutputShard, num_parts: int, progress: ByteCounter, prefetcher: Prefetcher
+        self, shard: OutputShard, plan: UploadPlan, progress: ByteCounter, prefetcher: Prefetcher
     ) -> WrittenShard:
+        path, before = self.objects.place(shard.path), plan.read_before(shard)
         if (header := self._completed(shard)) is not None:
-            progress(sum(tensor.nbytes for tensor in (*without_digest(shard), *shard.origins)))
-            return WrittenShard(path=self.objects.place(shard.path), nbytes=shard.nbytes, digest=digest_bytes(header))
-        path, found = self.objects.place(shard.path), iter(hash_in_order(without_digest(shard), progress, prefetcher))
-        digests = (
-            DigestTable.of(origin.digest or next(found) for origin in shard.origins) if shard.with_digests else None
-        )
+            progress(sum(tensor.nbytes for tensor in (*before, *shard.origins)))
+            return WrittenShard(path=path, nbytes=shard.nbytes, digest=digest_bytes(header))
+        source, digests = InOrder(shard, progress, prefetcher), None
+        if shard.path in plan.kept:
+            digests = source.hash_and_keep()
+        elif shard.with_digests:
+            found = iter(source.hash(before))
+            digests = DigestTable.of(origin.digest or next(found) for origin in shard.origins)
         blocks = HashedBlocks(shard.header_blocks(digests))
-        writer = self.objects.writer(path, shard.nbytes, blocks, num_parts)
-        write_in_order(shard, writer, progress, prefetcher, digests)
+        writer = self.objects.writer(path, shard.nbytes, blocks, plan.uploads.num_parts)
+        source.write(writer, digests)
         writer.finish()
         return WrittenShard(path=path, nbytes=shard.nbytes, digest=blocks.digest)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -11,16 +11,19 @@ from typing import Protocol
 from manifests.errors import OutputError, UsageError
 from manifests.schema import AuxiliaryFile
 from manifests.store import write_file
-from reshard.copy.engine import WriteOptions, WrittenShard, write_shards
+from reshard.copy.engine import WriteOptions, WrittenShard, is_remote, write_shards
 from reshard.copy.journal import Journal
+from reshard.copy.parallelism import Parallelism, Uploads
 from reshard.plans.pack_plan import OutputShard
 from reshard.tensors.checkpoint import Checkpoint, TensorAt
+from reshard.tensors.slices import pieces_of
 from stores.address import is_inside, is_url, place_of
 from stores.base import Blocks, InputFile
 from stores.local import LocalFile
 from stores.manifest_file import Address
+from stores.prefetch import RemoteFile
 
-__all__ = ["FolderTarget", "Target", "check_apart", "check_space", "read_twice", "without_digest"]
+__all__ = ["FolderTarget", "Target", "UploadPlan", "check_apart", "check_space", "read_twice", "without_digest"]
 
 
 class Target(Protocol):
@@ -124,9 +127,45 @@ class FolderTarget:
         self.put(name, data)  # the folder loses its journal later, as it gets its name
 
 
-def read_twice(shards: Iterable[OutputShard], out: Address) -> list[TensorAt]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UploadPlan:
+    """How shards are uploaded: how many at a time, and the memory for reading a remote source meanwhile.
+
+    A shard's header comes first, and has its digests. Shards at the paths `kept` stay in memory from the reading that
+    computes these until they are sent; of others, tensors without a known digest are read twice.
+    """
+
+    uploads: Uploads
+    reading: Parallelism
+    kept: frozenset[str]
+
+    @classmethod
+    def of(cls, shards: Sequence[OutputShard], parallelism: Parallelism) -> UploadPlan:
+        if is_remote(origin for shard in shards for origin in shard.origins):
+            parallelism = parallelism.halved()
+        nbytes = {shard.path: shard.nbytes - shard.header_nbytes for shard in shards if _can_be_kept(shard)}
+        uploads = parallelism.uploads_of([shard.nbytes for shard in shards], list(nbytes.values()))
+        room = parallelism.memory_nbytes // uploads.num_objects
+        kept = frozenset(path for path, count in nbytes.items() if count <= room)
+        return cls(uploads=uploads, reading=parallelism, kept=kept)
+
+    def read_before(self, shard: OutputShard) -> list[TensorAt]:
+        """Return the tensors of a shard that are read twice."""
+        return [] if shard.path in self.kept else without_digest(shard)
+
+
+def read_twice(shards: Sequence[OutputShard], out: Address, parallelism: Parallelism) -> list[TensorAt]:
     """Return the tensors that are read twice when `shards` are written to `out`."""
-    return [tensor for shard in shards for tensor in without_digest(shard)] if is_url(out) else []
+    if not is_url(out):
+        return []
+    plan = UploadPlan.of(shards, parallelism)
+    return [tensor for shard in shards for tensor in plan.read_before(shard)]
+
+
+def _can_be_kept(shard: OutputShard) -> bool:
+    """Return whether a shard must be hashed before it is sent, and all of it is fetched in planned requests."""
+    files = {type(piece.file): piece.file for origin in shard.origins for piece in pieces_of(origin)}
+    return bool(without_digest(shard)) and all(isinstance(file, RemoteFile) for file in files.values())
 
 
 def without_digest(shard: OutputShard) -> list[TensorAt]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import CancelledError
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -25,12 +26,11 @@ from stores.prefetch import Prefetcher, RemoteFile
 from stores.workers import Take, share_out
 
 __all__ = [
+    "InOrder",
     "WriteOptions",
     "WrittenShard",
-    "hash_in_order",
     "hash_tensors",
     "is_remote",
-    "write_in_order",
     "write_shards",
     "write_tensors",
 ]
@@ -114,32 +114,44 @@ def hash_tensors(tensors: Sequence[TensorAt], progress: ByteCounter = lambda nby
     return _execute(tuple(split_run(Run(tensors, 0, verifies=False))), len(tensors), WriteOptions(progress=progress))
 
 
-def hash_in_order(tensors: Sequence[TensorAt], progress: ByteCounter, prefetcher: Prefetcher) -> DigestTable:
-    """Return the hex digest of each tensor's bytes, as `hash_tensors`, in this thread."""
-    runs, digests = iter(split_run(Run(tensors, 0, verifies=False))), bytearray()
-    for run, _, readers in Ahead(lambda: next(runs, None), prefetcher):
-        digests += copy_run(run, readers, progress, prefetcher.stop)
-    return DigestTable(digests)
+class InOrder:
+    """Reads a shard's data sequentially, in this thread: to write it, and before, if asked, to hash it."""
 
+    def __init__(self, shard: OutputShard, progress: ByteCounter, prefetcher: Prefetcher) -> None:
+        self._progress, self._prefetcher = progress, prefetcher
+        self._ahead = self._reading(shard.in_data_order, shard.header_nbytes)
 
-def write_in_order(
-    shard: OutputShard,
-    output: Output,
-    progress: ByteCounter,
-    prefetcher: Prefetcher,
-    digests: DigestTable | None = None,
-) -> None:
-    """Write a shard's data to `output` sequentially, in this thread, and verify the digests if they are passed.
+    def hash(self, tensors: Sequence[TensorAt]) -> DigestTable:
+        """Return the digest of each of these tensors, of which none is verified."""
+        return self._hash(self._reading(tensors), self._progress)
 
-    Raises:
-        InputError: as `write_shards`.
-    """
-    runs = iter(split_run(Run(shard.in_data_order, 0, output, shard.header_nbytes)))
-    for run, _, readers in Ahead(lambda: next(runs, None), prefetcher):
-        found = DigestTable(copy_run(run, readers, progress, prefetcher.stop))
-        if digests is not None:
-            for tensor, digest, expected in zip(run.tensors, found, digests[run.first :], strict=False):
-                check_digest(tensor, digest, expected)
+    def hash_and_keep(self) -> DigestTable:
+        """Return the digests of all tensors, whose bytes stay in memory until they are written."""
+        return self._hash(self._ahead.read_before(), lambda nbytes: None)
+
+    def write(self, output: Output, digests: DigestTable | None = None) -> None:
+        """Write the data to `output`, and verify the digests if they are passed.
+
+        Raises:
+            InputError: as `write_shards`.
+        """
+        for run, _, readers in self._ahead:
+            found = DigestTable(copy_run(replace(run, output=output), readers, self._progress, self._prefetcher.stop))
+            if digests is not None:
+                for tensor, digest, expected in zip(run.tensors, found, digests[run.first :], strict=False):
+                    check_digest(tensor, digest, expected)
+
+    def _hash(self, ahead: Iterable[Taken], progress: ByteCounter) -> DigestTable:
+        digests = bytearray()
+        for run, _, readers in ahead:
+            digests += copy_run(replace(run, verifies=False), readers, progress, self._prefetcher.stop)
+        if self._prefetcher.stop.is_set():
+            raise CancelledError
+        return DigestTable(digests)
+
+    def _reading(self, tensors: Sequence[TensorAt], position: int = 0) -> Ahead:
+        runs = iter(split_run(Run(tensors, 0, position=position)))
+        return Ahead(lambda: next(runs, None), self._prefetcher)
 
 
 def _write_together(shards: Sequence[OutputShard], folder: Path, options: WriteOptions) -> list[WrittenShard]:

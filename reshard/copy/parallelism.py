@@ -53,14 +53,17 @@ class Parallelism:
         """Return one with half of the memory, for one of two uses at a time."""
         return replace(self, memory_nbytes=self.memory_nbytes // 2)
 
-    def uploads_of(self, objects_nbytes: Sequence[int]) -> Uploads:
+    def uploads_of(self, objects_nbytes: Sequence[int], kept_nbytes: Sequence[int] = ()) -> Uploads:
         """Return how many of these objects to upload at a time, and how many parts of each.
 
-        An open upload keeps one part more in memory than it sends.
+        An open upload keeps one part more in memory than it sends. Fewer are open if then as much memory again has room
+        for objects of `kept_nbytes`.
         """
         room = self.memory_nbytes // part_nbytes(max(objects_nbytes, default=0))
         num_parts = max(1, min(self.num_streams or _MOST_PARTS, room))
         num_objects = max(1, min(len(objects_nbytes), num_parts // NUM_PARTS, room // (NUM_PARTS + 1)))
+        if kept_nbytes and (num_kept := self.memory_nbytes // max(kept_nbytes)):
+            num_objects = min(num_objects, num_kept)
         found = Uploads(num_objects=num_objects, num_parts=max(1, min(num_parts, room - num_objects) // num_objects))
         self.used.num_streams = max(self.used.num_streams, found.num_objects * found.num_parts)
         return found

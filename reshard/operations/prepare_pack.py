@@ -86,7 +86,7 @@ class PreparedPack:
     @cached_property
     def read_twice(self) -> list[TensorAt]:
         is_on_hub = hub_output(self.request.out) is not None  # a folder is packed, and pushed
-        return [] if is_on_hub else read_twice(self.shards, self.request.out)
+        return [] if is_on_hub else read_twice(self.shards, self.request.out, self.request.parallelism)
 
     @property
     def planned(self) -> PlanResult:

@@ -79,6 +79,12 @@ def test_uploads_fill_the_streams_and_the_memory(
     assert kept_nbytes <= max(memory_mib << 20, 2 * part_nbytes(0))
 
 
+@pytest.mark.parametrize(("kept_mib", "num_objects"), [([100] * 4, 4), ([160] * 4, 2), ([200, 1], 2), ([9000, 1], 4)])
+def test_fewer_uploads_are_open_if_their_objects_then_fit_into_memory(kept_mib: list[int], num_objects: int) -> None:
+    parallelism = Parallelism(memory_nbytes=400 << 20)
+    assert parallelism.uploads_of([5 << 30] * 4, [count << 20 for count in kept_mib]).num_objects == num_objects
+
+
 def test_reading_and_sending_share_the_memory() -> None:
     asked = Parallelism(memory_nbytes=100)
     assert (asked.halved().memory_nbytes, asked.halved().used is asked.used) == (50, True)

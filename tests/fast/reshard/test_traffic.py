@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFile
 
-from tests.builders import llama_config, random_tensors, reshard, write_model
+from tests.builders import files_in, llama_config, random_tensors, reshard, write_model
 from tests.fast.models.built import read_config
 from tests.fast.reshard.test_dequantize import fp8, write_quantized
 from tests.fast.sliced import CUTS, cut_up
@@ -60,6 +62,32 @@ def test_slices_that_are_merged_on_their_way_are_read_as_they_lie(tmp_path: Path
     asked = ("pack", trained, "--out", tmp_path / "out", "--dry-run", "--json")
     plans = [reshard(*asked, *flags).json for flags in ((), ("--merge-slices",))]
     assert plans[0]["read_nbytes"] == plans[1]["read_nbytes"] == 3 * stored  # weights and two moments
+
+
+@pytest.mark.parametrize(("memory", "times"), [("640MB", 1), ("1MB", 2)])
+def test_a_bucket_is_read_once_into_another_where_shards_fit_into_memory(
+    memory: str, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, received = llama_config(hidden_size=256, intermediate_size=512, vocab_size=1000), list[int]()
+
+    class Counted(MemoryFile):
+        def read(self, size: int | None = -1, /) -> bytes:
+            data = super().read(size)
+            received.append(len(data))
+            return data
+
+    write_model(tmp_path / "source", config, random_tensors(config), num_shards=2)
+    fsspec.filesystem("memory").pipe({f"/source/{name}": data for name, data in files_in(tmp_path / "source").items()})
+    pack = ("pack", "memory://source", "--layout", "pp=2", "--out", "memory://out", "--memory", memory)
+    plan = reshard(*pack, "--dry-run", "--json").json
+    for file in fsspec.filesystem("memory").store.values():
+        file.__class__ = Counted
+    assert reshard(*pack).code == 0
+    nbytes = sum(stage["nbytes"] for stage in plan["stages"])
+    assert plan["read_nbytes"] == times * nbytes
+    assert 0 <= sum(received) - times * nbytes < 3 * 128 << 10  # headers, and what else is small
+    assert reshard("verify", "memory://out", "--against", tmp_path / "source").code == 0
+    fsspec.filesystem("memory").rm("/", recursive=True)
 
 
 def test_parts_read_and_write_what_all_of_it_is(tmp_path: Path) -> None:
