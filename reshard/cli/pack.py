@@ -71,7 +71,8 @@ def pack(
     reshard push.
 
     Machines that share a file system can each pack a --part, which reshard commit merges; --parts N --scheduler slurm
-    submits all of it. The output is the same, byte for byte.
+    submits all of it. The output is the same, byte for byte. With --take-over, parts that are done take over those that
+    were killed or lost their machine.
 
     \b
     Example:
@@ -105,8 +106,10 @@ def pack(
         click.echo(f"{what}, and the Hugging Face hub reads up to 25 MB: use a smaller --max-shard-size", err=True)
     with options.progress("pack", quiet) as progress, options.upload_bars(out, quiet):
         if division.part is not None:
-            part, nbytes = prepared.run_part(progress), prepared.nbytes
-            options.print_result(quiet, as_json, lambda: part_json(part, nbytes), lambda: part_text(part, nbytes, out))
+            part, nbytes, more = division.part, prepared.nbytes, prepared.run_part(progress)
+            options.print_result(
+                quiet, as_json, lambda: part_json(part, nbytes, more), lambda: part_text(part, nbytes, more, out)
+            )
             return
         done = prepared.run(progress)
     for line in () if quiet else hub_lines(done.hub):

@@ -21,6 +21,13 @@ __all__ = ["command_line", "commit", "flags", "submit"]
 
 _FLAGS = (
     click.option("--part", metavar="I/N", help="Pack only part I of N; reshard commit merges the parts."),
+    click.option(
+        "--take-over",
+        "take_over_s",
+        type=click.IntRange(min=1),
+        metavar="SECONDS",
+        help="Then take over parts that no process has worked on for so long, until all are done.",
+    ),
     click.option("--parts", "num_parts", type=click.IntRange(1, 512), metavar="N", help="Submit N parts and a commit."),
     click.option("--scheduler", type=click.Choice(["slurm"]), help="Scheduler to submit them to."),
     click.option("--partition", metavar="NAME", help="Slurm partition."),
@@ -36,8 +43,8 @@ def flags(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     def gathered(
-        *, part: str | None, num_parts: int | None, scheduler: str | None, partition: str | None,
-        account: str | None, time: str | None, sbatch_arg: tuple[str, ...], **others: Any,
+        *, part: str | None, take_over_s: int | None, num_parts: int | None, scheduler: str | None,
+        partition: str | None, account: str | None, time: str | None, sbatch_arg: tuple[str, ...], **others: Any,
     ) -> Any:  # fmt: skip
         from reshard.operations.divide import NAMED_OPTIONS, Division
         from reshard.plans.partition import parse_part
@@ -47,6 +54,7 @@ def flags(command: Callable[..., Any]) -> Callable[..., Any]:
         arguments = command_line()
         division = Division(
             part=None if part is None else parse_part(part, ("reshard", *arguments)),
+            take_over_s=take_over_s,
             num_parts=num_parts,
             scheduler=scheduler,
             sbatch=(*named, *sbatch_arg),

@@ -23,10 +23,12 @@ NAMED_OPTIONS = ("--partition", "--account", "--time")  # of sbatch, which are f
 class Division:
     """One `part` is packed here, or `num_parts` are submitted with options of `sbatch`; or neither.
 
-    `command` has the arguments of reshard without those that divide the pack.
+    Parts that are done take over those that no process has worked on for `take_over_s`. `command` has the arguments of
+    reshard without those that divide the pack.
     """
 
     part: Part | None = None
+    take_over_s: float | None = None
     num_parts: int | None = None
     scheduler: str | None = None
     sbatch: tuple[str, ...] = ()
@@ -55,6 +57,9 @@ class Division:
             flag = flag if flag in NAMED_OPTIONS else "--sbatch-arg"
             raise UsageError(flag, "requires --scheduler slurm", "leave it out", code="options.needs-scheduler")
         if self.part is None and self.num_parts is None:
+            if self.take_over_s is not None:
+                problem, hint = "requires --part", "use --part 1/8, or leave it out"
+                raise UsageError("--take-over", problem, hint, code="options.needs-part")
             return
         if verify_source:
             problem = f"conflicts with {flag}: a part does not read whole files"

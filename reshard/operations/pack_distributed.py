@@ -1,20 +1,21 @@
 """A pack in parts: processes on any machines each write a part to one folder, and a commit merges the parts.
 
-Each part has a record beside that folder, in `.NAME.parts`: a journal while it runs, a JSON file once it is done.
+Each part has a record beside that folder, in `.NAME.parts`: a journal while it runs, a JSON file once it is done. Parts
+that are lost are taken over by those that are done, if they are asked to: see `reshard.operations.part_claims`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
+import logging
 import os
 import shlex
 import shutil
+import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ from reshard.operations.pack import (
     index_file,
     records_folder,
 )
+from reshard.operations.part_claims import Claims, is_locked_for_us, locked_part
 from reshard.plans.pack_plan import OutputShard, PackPlan
 from reshard.plans.partition import Part, partition
 from reshard.plans.references import refer_to_originals
@@ -58,14 +60,19 @@ from stores.local import LocalFile
 
 __all__ = ["commit", "pack_part"]
 
+logger = logging.getLogger(__name__)
+
 _COMMIT_NAME = "commit.json"  # identifies the folder that is about to be renamed to the output
 _BLANK = f"{PREFIX}{'0' * 64}"
 
 
-def pack_part(checkpoint: Checkpoint, plan: PackPlan, part: Part, options: PackOptions) -> None:
-    """Write one part of the bundles, and a record of it.
+def pack_part(
+    checkpoint: Checkpoint, plan: PackPlan, part: Part, options: PackOptions, take_over_s: float | None = None
+) -> tuple[Part, ...]:
+    """Write one part of the bundles, and a record of it; return the other parts that were written.
 
-    A part that was killed is resumed. Part 1 also writes the auxiliary files.
+    A part that was killed is resumed. Part 1 also writes the auxiliary files. With `take_over_s`, this waits until all
+    parts are done, and writes those that no process has worked on for so many seconds.
 
     Raises:
         OutputError: another process writes this part, or the other parts are of another plan.
@@ -78,29 +85,89 @@ def pack_part(checkpoint: Checkpoint, plan: PackPlan, part: Part, options: PackO
     draft = _draft(checkpoint, plan, shards, wanted)
     auxiliary = json.dumps([(item.path, item.file.fingerprint, item.digest) for item in checkpoint.auxiliary]).encode()
     key = digest_bytes(f"{plan_key(shards)} {part.of} ".encode() + encode_manifest(draft) + auxiliary)
-    pieces = partition(shards, part.of)[part.number - 1]
-    with sharing(out, force=options.force, find_owned=files_of_manifest) as folder:
+    work = _Work(checkpoint=checkpoint, shards=shards, draft=draft, key=key, options=options)
+    with sharing(out, force=options.force, find_owned=files_of_manifest) as folder, ExitStack() as stack:
         records = _begin(out, folder, key, part)
-        with _locked(records / f"{part.name}.lock", str(out), f"part {part.number}/{part.of}"):
-            journal = Journal(folder, key, records / f"{part.name}.journal")
-            if not journal.is_begun:
-                check_space(sum(piece.nbytes for piece in pieces), shutil.disk_usage(folder).free, folder)
-            journal.begin()
-            files = None
-            if part.number == 1:
-                check_stored_ties(checkpoint)
-                files = copy_auxiliary_files(checkpoint, FolderTarget(folder))
-            write = replace(options.write, journal=journal)
-            digests = {}
-            for piece in pieces:
-                digests[piece.shard.path] = write_tensors(piece.shard, piece.names, folder, write)
-                if piece.has_start:
-                    _write_header(folder / piece.shard.path, piece.shard.nbytes, piece.shard.header)
-            check_unchanged(shards, checkpoint.auxiliary)
-            record: dict[str, Any] = {"plan": key, "digests": digests}
-            if files is not None:
-                record["manifest"] = encode_manifest(replace(draft, files=files)).decode()
-            write_file(records / f"{part.name}.json", json.dumps(record).encode())
+        claims = Claims(records, records / PLAN_NAME, take_over_s)
+        if take_over_s is None:
+            stack.enter_context(locked_part(records, out, part))
+            is_ours = True
+        else:  # another process may have taken it over
+            is_ours = bool(_unfinished(records, [part])) and is_locked_for_us(stack, records, out, part)
+        if is_ours:
+            stack.enter_context(claims.claimed(part))
+            work.write(part, folder, records)
+    return () if take_over_s is None else tuple(_take_over(work, part, records, claims))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Work:
+    """The plan of which processes write parts."""
+
+    checkpoint: Checkpoint
+    shards: Sequence[OutputShard]
+    draft: Manifest
+    key: str
+    options: PackOptions
+
+    def write(self, part: Part, folder: Path, records: Path) -> None:
+        """Write a part, or what an interrupted process left to write of it, and its record."""
+        pieces = partition(self.shards, part.of)[part.number - 1]
+        journal = Journal(folder, self.key, records / f"{part.name}.journal")
+        if not journal.is_begun:
+            check_space(sum(piece.nbytes for piece in pieces), shutil.disk_usage(folder).free, folder)
+        journal.begin()
+        files = None
+        if part.number == 1:
+            check_stored_ties(self.checkpoint)
+            files = copy_auxiliary_files(self.checkpoint, FolderTarget(folder))
+        write = replace(self.options.write, journal=journal)
+        digests = {}
+        for piece in pieces:
+            digests[piece.shard.path] = write_tensors(piece.shard, piece.names, folder, write)
+            if piece.has_start:
+                _write_header(folder / piece.shard.path, piece.shard.nbytes, piece.shard.header)
+        check_unchanged(self.shards, self.checkpoint.auxiliary)
+        record: dict[str, Any] = {"plan": self.key, "digests": digests}
+        if files is not None:
+            record["manifest"] = encode_manifest(replace(self.draft, files=files)).decode()
+        draft = records / f".{uuid.uuid4().hex}"  # of this process: another one may be writing the same part
+        write_file(draft, json.dumps(record).encode())
+        os.replace(draft, records / f"{part.name}.json")
+
+
+def _take_over(work: _Work, own: Part, records: Path, claims: Claims) -> Iterator[Part]:
+    """Write parts that are lost until all are done, and yield them; `own` is the last one to look at."""
+    silent = replace(work.options.write, progress=lambda nbytes: None)
+    work = replace(work, options=replace(work.options, write=silent))
+    parts = [replace(own, number=(own.number + step) % own.of + 1) for step in range(own.of)]
+    while left := _unfinished(records, parts):
+        if (taken := next((part for part in left if _write_lost(work, part, own, records, claims)), None)) is not None:
+            yield taken
+        else:
+            time.sleep(claims.every_s)
+
+
+def _write_lost(work: _Work, part: Part, own: Part, records: Path, claims: Claims) -> bool:
+    """Write a part if no process has it; return whether it was written."""
+    out = Path(work.options.out)
+    with ExitStack() as stack:
+        if not stack.enter_context(claims.taken_over(part)):
+            return False
+        folder = stack.enter_context(sharing(out, force=work.options.force, find_owned=files_of_manifest))
+        # The owner of a lost part may hang, and have its lock. A commit waits for either.
+        is_locked = any(is_locked_for_us(stack, records, out, each) for each in (part, own))
+        if not is_locked or not _unfinished(records, [part]):
+            return False
+        logger.warning("%s: taking over part %d of %d, which no process is writing", out, part.number, part.of)
+        work.write(part, folder, records)
+        return True
+
+
+def _unfinished(records: Path, parts: Sequence[Part]) -> list[Part]:
+    """Return the parts without a record; none if they are committed."""
+    names = set(os.listdir(records)) if records.exists() else set()
+    return [part for part in parts if f"{part.name}.json" not in names] if PLAN_NAME in names else []
 
 
 def commit(out: Path, *, force: bool = False) -> Manifest | None:
@@ -143,7 +210,7 @@ def _commit(out: Path, force: bool) -> Manifest | None:
     parts = [Part(number=number, of=plan["of"], command=tuple(plan["command"])) for number in range(1, plan["of"] + 1)]
     with ExitStack() as stack:
         for part in parts:
-            stack.enter_context(_locked(records / f"{part.name}.lock", str(out), f"part {part.number}/{part.of}"))
+            stack.enter_context(locked_part(records, out, part))
         if is_fixed(out):
             move_back(out)
         if not partial.exists():
@@ -222,7 +289,7 @@ def _begin(out: Path, folder: Path, key: str, part: Part) -> Path:
     plan = json.dumps({"plan": key, "of": part.of, "command": list(part.command)}).encode()
     draft = records / f".{uuid.uuid4().hex}"
     write_file(draft, plan)
-    with contextlib.suppress(FileExistsError):
+    with suppress(FileExistsError):
         os.link(draft, records / PLAN_NAME)
     draft.unlink()
     if _read(records / PLAN_NAME)["plan"] != key:
@@ -234,24 +301,6 @@ def _begin(out: Path, folder: Path, key: str, part: Part) -> Path:
             code="output.other-plan",
         )
     return records
-
-
-@contextmanager
-def _locked(lock: Path, out: str, what: str) -> Iterator[None]:
-    """Lock a part for this process, by a file: network file systems do not lock folders."""
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            problem = f"another process is writing {what}"
-            raise OutputError(out, problem, "wait for it, or stop it", code="output.in-use") from error
-        except OSError as error:
-            problem, hint = f"cannot be locked: {error.strerror}", "mount the file system with flock"
-            raise OutputError(str(lock), problem, hint, code="output.no-locks") from error
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _write_header(path: Path, nbytes: int, header: bytes) -> None:

@@ -146,12 +146,12 @@ class PreparedPack:
             push_folder(folder, address, options)
         return replace(done, out=self.request.out)
 
-    def run_part(self, progress: Progress | None = None) -> Part:
-        """Write the request's part of the bundles; raises as `pack_part`."""
-        part = self.request.division.part
-        assert part is not None, "requested by --part"
-        pack_part(self.laid.checkpoint, self.laid.plan, part, self._options(progress, report=[]))
-        return part
+    def run_part(self, progress: Progress | None = None) -> tuple[Part, ...]:
+        """Write the request's part of the bundles, and return the parts that were taken over; raises as `pack_part`."""
+        division = self.request.division
+        assert division.part is not None, "requested by --part"
+        options = self._options(progress, report=[])
+        return pack_part(self.laid.checkpoint, self.laid.plan, division.part, options, division.take_over_s)
 
     def _options(self, progress: Progress | None, report: list[HubReport]) -> PackOptions:
         request = self.request

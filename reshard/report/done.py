@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from manifests.errors import printable
@@ -76,12 +77,15 @@ def pack_text(done: PackResult) -> str:
     return "\n".join(lines)
 
 
-def part_json(part: Part, nbytes: int) -> dict[str, Any]:
-    return {"version": 1, "part": part.number, "of": part.of, "nbytes": nbytes}
+def part_json(part: Part, nbytes: int, taken_over: Sequence[Part] = ()) -> dict[str, Any]:
+    numbers = [other.number for other in taken_over]
+    return {"version": 1, "part": part.number, "of": part.of, "nbytes": nbytes, "taken_over": numbers}
 
 
-def part_text(part: Part, nbytes: int, out: Address) -> str:
-    return f"packed part {part.number} of {part.of}: {show_bytes(nbytes)}\nnext, after all parts: reshard commit {out}"
+def part_text(part: Part, nbytes: int, taken_over: Sequence[Part], out: Address) -> str:
+    more = f" and took over {', '.join(str(other.number) for other in taken_over)}" if taken_over else ""
+    packed = f"packed part {part.number} of {part.of}: {show_bytes(nbytes)}{more}"
+    return f"{packed}\nnext, after all parts: reshard commit {out}"
 
 
 def export_json(done: ExportResult, form: str, out: Address) -> dict[str, Any]:

@@ -88,12 +88,8 @@ def open_folder(
     """
     files = folder.names()
     if CONFIG_NAME not in files:
-        raise SourceError(
-            f"{folder}/{CONFIG_NAME}",
-            "no such file",
-            "SOURCE must be a Hugging Face model folder",
-            code="source.no-config",
-        )
+        hint = "SOURCE must be a Hugging Face model folder"
+        raise SourceError(f"{folder}/{CONFIG_NAME}", "no such file", hint, code="source.no-config")
     folder = FolderInPart(folder, [name for name in (CONFIG_NAME, INDEX_NAME, TORCH_INDEX_NAME) if name in files])
     config_file = folder.file(CONFIG_NAME)
     config = read_config(config_file)

@@ -298,6 +298,73 @@ def test_parts_and_commit_killed_at_any_time_and_run_again_give_the_same_bytes(
     assert files_in(out) == whole
 
 
+@pytest.mark.parametrize(
+    "seed", [seed if seed < 3 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(50)]
+)
+def test_parts_finish_what_a_killed_part_left(seed: int, source: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+    out, dice = tmp_path / "out", random.Random(seed)
+    killed = dice.choice((1, 2, 3))
+    pids = {number: _begin(partial(pack_part, source, out, f"{number}/3", "--take-over", "1")) for number in (1, 2, 3)}
+    time.sleep(dice.uniform(0, 0.15))
+    os.kill(pids.pop(killed), signal.SIGKILL)
+    assert [os.waitpid(pid, 0)[1] for pid in pids.values()] == [0, 0]
+    ended = reshard("commit", out)
+    assert ended.code == 0, ended.err
+    assert files_in(out) == whole
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_part_that_hangs_is_taken_over_and_does_no_harm_when_it_goes_on(
+    source: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    out, records = tmp_path / "out", tmp_path / ".out.parts"
+    hangs = _begin(partial(pack_part, source, out, "1/2"), stops_after=records / "part-00001-of-00002.claim-1")
+    assert os.WIFSTOPPED(os.waitpid(hangs, os.WUNTRACED)[1])
+    ended = pack_part(source, out, "2/2", "--take-over", "1", "--json")
+    assert (ended.code, ended.json["taken_over"]) == (0, [1])
+    assert sorted(path.name for path in records.glob("*.claim-*") if "00001" in path.name) == [
+        "part-00001-of-00002.claim-1",
+        "part-00001-of-00002.claim-2",
+    ]
+    assert refusal("commit", out).found == (3, "output.in-use", str(out))
+    os.kill(hangs, signal.SIGCONT)
+    assert os.waitpid(hangs, 0)[1] == 0
+    assert reshard("commit", out).code == 0
+    assert files_in(out) == whole
+
+
+def test_parts_that_nobody_began_are_packed_by_those_that_are_done(
+    source: Path, whole: dict[str, bytes], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended = pack_part(source, tmp_path / "out", "2/3", "--take-over", "1")
+    assert ended.code == 0
+    assert "took over 3, 1" in ended.out
+    assert len(caplog.messages) == 2
+    assert pack_part(source, tmp_path / "out", "3/3", "--take-over", "1", "--json").json["taken_over"] == []
+    assert reshard("commit", tmp_path / "out").code == 0
+    assert files_in(tmp_path / "out") == whole
+
+
+def _begin(work: Callable[[], Ended], stops_after: Path | None = None) -> int:
+    """Do this in a copy of this process, which stops when it opens a file once this one exists."""
+    pid = os.fork()
+    if pid == 0:
+        code, is_stopped = 1, stops_after is None
+
+        def stop(event: str, arguments: tuple[Any, ...]) -> None:
+            nonlocal is_stopped
+            if event == "open" and not is_stopped and stops_after is not None and stops_after.exists():
+                is_stopped = True
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+        try:
+            sys.addaudithook(stop)
+            code = work().code
+        finally:
+            os._exit(code)
+    return pid
+
+
 def _end_in(work: Callable[[], object], num_removed: int) -> None:
     """Do this in a copy of this process, which ends when it has removed so many files of a folder."""
     pid = os.fork()
@@ -354,6 +421,7 @@ SLURM = ("--parts", "4", "--scheduler", "slurm")
         ((*SLURM, "--time", ""), "options.sbatch-argument", "--sbatch-arg"),
         ((*SLURM, "--partition", "a\nb"), "options.sbatch-argument", "--sbatch-arg"),
         (("--part", "1/4", "--out", "s3://bucket/prefix"), "options.parts-in-bucket", "--part"),
+        (("--take-over", "60"), "options.needs-part", "--take-over"),
     ],
 )
 def test_requests_that_make_no_sense_are_refused(
