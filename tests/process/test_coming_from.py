@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,23 +17,14 @@ from tests.builders import reshard
 from tests.fast.reshard.test_dcp_export import Titan
 from tests.fast.reshard.test_deepspeed_source import GOLDEN
 from tests.fast.titans import LLAMA
+from tests.pages import ROOT, SECTIONS_OF, run_blocks
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(600)]
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "coming-from.md"
-_BLOCK = re.compile(r"(?:^    .*\n)+", re.MULTILINE)
-
 
 def run_section(title: str, folder: Path) -> None:
-    """Run the indented blocks below a heading, in order."""
-    section = PAGE.read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    for block in _BLOCK.findall(section):
-        ended = subprocess.run(
-            ["bash", "-euc", block], cwd=folder, env={**os.environ, "PATH": path}, capture_output=True, text=True,
-            timeout=240, check=False,
-        )  # fmt: skip
-        assert ended.returncode == 0, f"{block}\n{ended.stdout}\n{ended.stderr}"
+    """Run the blocks below a heading, in order."""
+    run_blocks((ROOT / SECTIONS_OF).read_text().split(f"\n## {title}\n")[1].split("\n## ")[0], folder)
 
 
 def test_commands_for_torchtitan(tmp_path: Path) -> None:
@@ -68,7 +55,7 @@ def test_commands_for_deepspeed(tmp_path: Path) -> None:
 
 
 def test_commands_for_megatron_core(tmp_path: Path) -> None:
-    saved = Path(__file__).resolve().parents[1] / "data" / "megatron" / "qwen3"
+    saved = ROOT / "tests" / "data" / "megatron" / "qwen3"
     shutil.copytree(saved, tmp_path / "megatron" / "iter_0000003")
     (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").write_text("3")
     run_section("Megatron-Core", tmp_path)

@@ -1,54 +1,188 @@
-"""The commands of docs/start.md and docs/checkpoints.md, run in order as a reader would, on the demo's small model."""
+"""The commands of README and docs, run page by page as a reader would, on small models and servers on loopback."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(900)]
+from tests.builders import files_in, llama_config, random_tensors, reshard, write_model
+from tests.fast.trained import write_trained
+from tests.pages import NOT_RUN, ROOT, RUN, blocks_of, run_blocks
+from tests.servers.hub import MEMBER, serve_hub
+from tests.servers.s3 import MotoServer
 
-ROOT = Path(__file__).resolve().parents[2]
-_BLOCK = re.compile(r"(?:^    .*\n)+", re.MULTILINE)
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+
+SOURCE = "Llama-3.2-1B"
+CONFIGS = ROOT / "tests" / "data" / "configs"
 
 
-def run_page(name: str, folder: Path) -> None:
-    """Run a page's indented blocks, but for the installation."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
-    for block in _BLOCK.findall((ROOT / "docs" / name).read_text()):
-        if "pip install" not in block:
-            ended = subprocess.run(
-                ["bash", "-euc", block], cwd=folder, env=environment, capture_output=True, text=True, timeout=300,
-                check=False,
-            )  # fmt: skip
-            assert ended.returncode == 0, f"{block}\n{ended.stdout}\n{ended.stderr}"
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make the demo's model, its text and a pack in two stages, once for all pages."""
+    place = tmp_path_factory.mktemp("demo")
+    subprocess.run([sys.executable, ROOT / "demo" / "make_model.py", place], check=True, timeout=120)
+    (place / "model").rename(place / SOURCE)
+    pack(place / SOURCE, "pp=2", place / "pp2")
+    return place
+
+
+def pack(source: Path, layout: str, out: Path | str) -> None:
+    ended = reshard("pack", source, "--layout", layout, "--out", out)
+    assert ended.code == 0, ended.err
+
+
+# What a page's reader has, by the names of `Run.needs`
 
 
 @pytest.fixture
-def reader(tmp_path: Path) -> Path:
-    """Return a folder with what the pages assume: a model and a folder of text."""
-    subprocess.run([sys.executable, ROOT / "demo" / "make_model.py", tmp_path], check=True, timeout=120)
-    (tmp_path / "model").rename(tmp_path / "Llama-3.2-1B")
-    return tmp_path
+def model(demo: Path, tmp_path: Path) -> None:
+    for name in (SOURCE, "text"):
+        shutil.copytree(demo / name, tmp_path / name)
+    lines = (demo / "text" / "eval.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "held-out.jsonl").write_text("".join(lines[:3]))
 
 
-def test_ten_minutes(reader: Path) -> None:
-    run_page("start.md", reader)
-    for trained in ("trained", "Llama-trained"):
-        AutoModelForCausalLM.from_pretrained(reader / trained)
-    assert (reader / "report.html").stat().st_size > 10_000
+@pytest.fixture
+def pp2(demo: Path, tmp_path: Path) -> None:
+    for name in ("pp2", f"{SOURCE}-pp2", "packed"):
+        shutil.copytree(demo / "pp2", tmp_path / name)
 
 
-def test_checkpoints_and_other_degrees(reader: Path) -> None:
-    subprocess.run(
-        [Path(sys.executable).parent / "reshard", "pack", "Llama-3.2-1B", "--layout", "pp=2", "--out", "pp2"],
-        cwd=reader, check=True, timeout=60,
+@pytest.fixture
+def tiny_model(tmp_path: Path) -> None:
+    write_model(tmp_path / SOURCE, llama_config(tie_word_embeddings=True))
+    pack(tmp_path / SOURCE, "pp=2", tmp_path / f"{SOURCE}-pp2")
+
+
+@pytest.fixture
+def configs(tmp_path: Path) -> None:
+    """Return what is planned from a config alone, and a layout file for it."""
+    shutil.copy(CONFIGS / "deepseek-v3.json", tmp_path)
+    shutil.copy(CONFIGS / "llama-3.1-70b.json", tmp_path / "config.json")
+    as_file = reshard("plan", tmp_path / "deepseek-v3.json", "--layout", "pp=4", "--as", "toml")
+    (tmp_path / "stages.toml").write_text(as_file.out)
+
+
+@pytest.fixture
+def last_run(tmp_path: Path, pp2: None) -> None:
+    runner = Path(sys.executable).parent / "runner"
+    flags = ("--data", "synthetic", "--steps", "2", "--seq-len", "16", "--global-batch", "2")
+    subprocess.run([runner, "launch", "./pp2", "--", *flags], cwd=tmp_path, check=True, timeout=120)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, moto: MotoServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "Llama-3.1-405B"
+    write_model(source, llama_config(num_hidden_layers=16))
+    for out in (tmp_path / "data" / "405B-pp16", "s3://checkpoints/405B-pp16"):
+        pack(source, "pp=16", out)
+    shutil.copytree(tmp_path / "text", tmp_path / "data" / "text")
+    for name, value in {"HF_HOME": str(tmp_path / "cache"), "USER": "reader"}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def own_model(tmp_path: Path) -> None:
+    config = llama_config(tie_word_embeddings=True, architectures=["MyForCausalLM"], model_type="mine")
+    tensors = random_tensors(config)
+    del config["tie_word_embeddings"]
+    write_model(tmp_path / "my-model", config, tensors)
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    write_trained(tmp_path / "run", "pp=2").rename(tmp_path / "checkpoints" / "step-000100")
+
+
+@pytest.fixture
+def hub(tmp_path: Path, tiny_model: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with serve_hub() as hub:
+        hub.push("meta-llama/Llama-3.2-1B", files_in(tmp_path / SOURCE))
+        place = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "cache"), "HF_TOKEN": MEMBER}
+        # Servers of Xet are not on loopback.
+        for name, value in {**place, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}.items():
+            monkeypatch.setenv(name, value)
+        yield
+        assert set(hub.files("my-org/Llama-3.2-1B-pp2")) >= {"manifest.json", "README.md"}
+        assert "stage-000/exp_avg/model.safetensors" in hub.files("my-org/run", "step-100")
+
+
+@pytest.fixture
+def torchtitan(tmp_path: Path, tiny_model: None) -> None:
+    step, source = tmp_path / "outputs" / "checkpoint" / "step-1000", tmp_path / "models" / "Llama-3.1-8B"
+    titan = ("--to", "dcp", "--for", "torchtitan", "--out", step)
+    assert reshard("export", tmp_path / f"{SOURCE}-pp2", *titan).code == 0
+    shutil.copytree(tmp_path / SOURCE, source)
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.slow] if run.trains else []) for page, run in RUN.items()]
+)
+def test_blocks_of_a_page_do_what_it_says(page: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    run = RUN[page]
+    for need in run.needs:
+        request.getfixturevalue(need)
+    run_blocks((ROOT / page).read_text(), tmp_path, run, NOT_RUN.get(page, ()))
+    for check in CHECKS.get(page, ()):
+        check(tmp_path)
+
+
+def loads(*names: str) -> Callable[[Path], None]:
+    def check(folder: Path) -> None:
+        from transformers import AutoModelForCausalLM  # slow to import, and most pages do without
+
+        for name in names:
+            AutoModelForCausalLM.from_pretrained(folder / name)
+
+    return check
+
+
+def has_report(folder: Path) -> None:
+    assert (folder / "report.html").stat().st_size > 10_000
+
+
+# What a page's commands leave, beyond that they end well.
+CHECKS: Mapping[str, tuple[Callable[[Path], None], ...]] = {
+    "README.md": (loads("trained", "Llama-3.2-1B-trained"),),
+    "docs/checkpoints.md": (loads("hf"),),
+    "docs/start.md": (loads("trained", "Llama-trained"), has_report),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_demo_prints_what_the_readme_shows(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [ROOT / "demo" / "run.sh"], env={**os.environ, "DEMO_DIR": str(tmp_path / "demo")},
+        capture_output=True, text=True, timeout=1100, check=False,
     )  # fmt: skip
-    run_page("checkpoints.md", reader)
-    AutoModelForCausalLM.from_pretrained(reader / "hf")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    printed = _spaced(ended.stdout + ended.stderr).replace(str(tmp_path / "demo"), "build/demo")
+    (shown,) = (block.text for block in blocks_of((ROOT / "README.md").read_text()) if block.text.startswith("$ "))
+    lines = [line.removeprefix("$ ") for line in _spaced(shown).splitlines() if line.strip("… ")]
+    begin = next(n for n, line in enumerate(lines) if line.startswith("runner launch"))
+    # Sizes before the first step are the same anywhere; losses and times are not.
+    assert [line for line in lines[:begin] if line not in printed] == []
+    said = _NUMBER.sub("0", printed)
+    assert [line for line in lines[begin:] if not re.search(_pattern_of(line), said)] == []
+
+
+_NUMBER = re.compile(r"\d[\d,.]*(?:e[+-]\d+)?")
+
+
+def _spaced(text: str) -> str:
+    return re.sub(" +", " ", text)
+
+
+def _pattern_of(line: str) -> str:
+    """Return a pattern for a line that has any numbers and, at each …, any words."""
+    return ".*".join(map(re.escape, _NUMBER.sub("0", line).split("…")))

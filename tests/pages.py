@@ -1,0 +1,186 @@
+"""The command blocks of README.md and docs/*.md: how each page's are run, and the few that are not, with the reason."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+__all__ = ["GENERATED", "NOT_RUN", "PAGES", "ROOT", "RUN", "SECTIONS_OF", "Block", "Run", "blocks_of", "run_blocks"]
+
+ROOT = Path(__file__).resolve().parents[1]
+# Written by tools from code; their examples are run where that code is tested.
+GENERATED = frozenset({"docs/commands.md", "docs/errors.md", "docs/python-api.md"})
+PAGES = tuple(
+    name
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    if (name := path.relative_to(ROOT).as_posix()) not in GENERATED
+)
+SECTIONS_OF = "docs/coming-from.md"  # tests/process/test_coming_from.py runs it, section by section
+_BLOCK = re.compile(r"^```(\w*)\n((?:.*\n)*?)```$|((?:^    .*\n(?:\n(?=    ))*)+)", re.MULTILINE)
+_PROSE = re.compile(r"(?<=\S) {3,}\S.*$", re.MULTILINE)  # what a block says beside a command
+_INSTALL = re.compile(r"^pip install .*\n", re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """A fenced or indented block of a page."""
+
+    text: str
+    language: str = ""
+
+    def named_in(self, names: Iterable[str]) -> str | None:
+        """Return the one of these beginnings that is this block's."""
+        return next((name for name in names if self.text.lstrip().startswith(name)), None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """How a page's blocks are run, in order, in one folder.
+
+    `needs` are what the page's reader has; `instead` replaces what the page leaves to the reader or this machine lacks.
+    Blocks go by how they begin: those of `files` are saved under a name, after which a command may read them, those of
+    `shown` are what a command above printed, and those of `codes` end with another exit code than 0.
+    """
+
+    needs: tuple[str, ...] = ("model",)
+    instead: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    shown: tuple[str, ...] = ()
+    codes: Mapping[str, int] = field(default_factory=dict)
+    trains: bool = True
+
+
+_API = """\
+from examples.load_stage import Stage
+import reshard
+rank, model = 0, Stage(reshard.open("./Llama-3.2-1B-pp2"), "./Llama-3.2-1B-pp2", 0).whole
+exec(open("api.py").read())
+assert not any(weight.is_meta for weight in model.model.layers[0].parameters())
+"""
+
+_PUT_LIFECYCLE = """\
+import boto3, json, sys
+client, (bucket, rule) = boto3.client("s3", region_name="us-east-1"), sys.argv[4::2]
+assert sys.argv[1:3] == ["s3api", "put-bucket-lifecycle-configuration"]
+client.put_bucket_lifecycle_configuration(Bucket=bucket, LifecycleConfiguration=json.loads(rule))
+"""
+
+RUN: Mapping[str, Run] = {
+    "README.md": Run(
+        needs=("model", "configs"),
+        instead={
+            "--steps 100 ": "--steps 2 --seq-len 64 --global-batch 4 ",
+            "plan MODEL": "plan deepseek-v3.json",
+            "launch MANIFEST": "launch ./Llama-3.2-1B-pp2 --dry-run",  # eight ranks
+        },
+        files={"import reshard, runner": ("api.py", f"python -c '{_API}'")},
+    ),
+    "docs/check.md": Run(needs=("tiny_model",), instead={"CHECKPOINT": "./Llama-3.2-1B"}, trains=False),
+    "docs/checkpoints.md": Run(needs=("model", "pp2")),
+    "docs/cluster.md": Run(
+        needs=("model", "last_run", "cluster"),
+        instead={
+            "--scheduler (slurm|jobset)": r"--dry-run --scheduler \1",
+            "s3://bucket": "s3://checkpoints",
+            "-- …": "-- --data text/ --global-batch 32",
+            "(?<![./])/data": "$PWD/data",
+            "(reshard pack .*) --part 1/8": r"for part in 1 2 3 4 5 6 7 8; do \1 --part $part/8; done",
+            r"--out \./405B-pp16 --parts": "--out ./405B-parts --parts",
+        },
+        files={"# job.toml": ("job.toml", "runner launch --job job.toml --dry-run")},
+    ),
+    "docs/layouts.md": Run(
+        needs=("model", "pp2", "configs"),
+        instead={"4096": "64"},
+        files={"num_ranks = 2": ("stages.toml", "reshard layout stages.toml --layers 30")},
+        shown=("DOES NOT FIT: ",),
+    ),
+    "docs/own-models.md": Run(
+        needs=("own_model",),
+        files={"inputs = ": ("model.toml", "")},
+        codes={"reshard plan ./my-model --layout pp=2\n": 3},
+        trains=False,
+    ),
+    "docs/push.md": Run(
+        needs=("tiny_model", "trained", "hub"),
+        # The hub of the tests has no sign-in: HF_TOKEN is set.
+        instead={"^hf auth login\n": "", "--out hf://my-org/Llama-3.2-1B-pp2": "--out hf://my-org/again"},
+        trains=False,
+    ),
+    "docs/signing.md": Run(needs=("tiny_model",), trains=False),
+    "docs/sources.md": Run(
+        needs=("torchtitan", "moto"),
+        instead={"~/": "./", "^aws ": f"python -c '{_PUT_LIFECYCLE}' ", "--bucket BUCKET": "--bucket checkpoints"},
+        trains=False,
+    ),
+    "docs/start.md": Run(),
+    "docs/training.md": Run(
+        needs=("model", "pp2"),
+        instead={"MANIFEST": "./pp2", "2048": "64"},
+    ),
+}
+
+# Blocks that no test of a page runs, by how they begin, and why.
+NOT_RUN: Mapping[str, Mapping[str, str]] = {
+    "README.md": {
+        "make demo": "test_demo runs what `make demo` runs, and `make test` these tests",
+        "$ reshard plan build/demo/model": "test_demo compares it with the output of the demo",
+        "Hugging Face folder": "a drawing",
+        "pip install .  ": "its extras are compared with those of pyproject.toml",
+    },
+    "docs/check.md": {
+        "- run: pip install reshard": "tests/process/test_pre_commit.py runs its last step",
+        "repos:": "tests/process/test_pre_commit.py runs pre-commit with it",
+    },
+    "docs/cluster.md": {"error: rank 2, stage 2": "output; the launcher's tests have its wording"},
+    "docs/folders.md": {"Llama-3.2-1B-pp2/": "compared with the files of a packed folder"},
+    "docs/layouts.md": {'{"version": 1, "modules"': "the form of a file, which the block after it writes and reads"},
+    "docs/own-models.md": {"[project.entry-points": "tests/process/test_own_models.py has such a pyproject.toml"},
+}
+
+
+def blocks_of(text: str) -> Iterator[Block]:
+    """Yield the blocks of a page, or of a part of one, but for its diagrams."""
+    for match in _BLOCK.finditer(text):
+        language, fenced, indented = match.groups()
+        if language != "mermaid":
+            yield Block(text=fenced or textwrap.dedent(indented), language=language or "")
+
+
+def run_blocks(text: str, folder: Path, run: Run = Run(), not_run: Iterable[str] = ()) -> None:
+    """Run the blocks of a page, or of a part of one, in order, but for the installation; each must end as it should."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    own = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    printed = ""
+    for block in blocks_of(text):
+        if block.named_in(not_run):
+            continue
+        if block.named_in(run.shown):
+            assert block.text.strip() in printed
+            continue
+        if name := block.named_in(run.files):
+            file, command = run.files[name]
+            (folder / file).write_text(block.text)
+        else:
+            command = commands_of(block, run)
+        ended = subprocess.run(
+            ["bash", "-euc", command], cwd=folder, env={**os.environ, **own}, capture_output=True,
+            text=True, timeout=300, check=False,
+        )  # fmt: skip
+        code = run.codes.get(block.named_in(run.codes) or "", 0)
+        assert ended.returncode == code, f"{command}\n{ended.stdout}\n{ended.stderr}"
+        printed += ended.stdout
+
+
+def commands_of(block: Block, run: Run) -> str:
+    """Return a block's commands as they are run here, without what the block says beside them."""
+    command = _INSTALL.sub("", _PROSE.sub("", block.text))
+    for pattern, other in run.instead.items():
+        command = re.sub(pattern, other, command, flags=re.MULTILINE)
+    return command
