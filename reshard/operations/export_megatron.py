@@ -65,8 +65,9 @@ def export_megatron(
         checkpoint = cast_checkpoint(checkpoint, dtype)
     config_file = next(item for item in checkpoint.auxiliary if item.path == CONFIG_NAME)
     config = read_config(config_file.file, config_file.digest)
-    model = MegatronModel(config, checkpoint.location)
+    model = MegatronModel(config, masters, checkpoint.location)
     arguments = arguments_of(config, checkpoint.location) | _training_arguments(checkpoint, config)
+    arguments["mtp_num_layers"] = len(model.mtp_layers) or None  # the config may have more than its files
     trained, state = checkpoint.trained, dict[str, object]()
     content: dict[str, object] = {"singleton_local_shards": False, "non_homogeneous_layers": not model.is_stacked}
     if trained is not None and trained.optimizer is not None:
@@ -77,11 +78,13 @@ def export_megatron(
     tag = f"iter_{step:07d}" if state else RELEASE
     saved = SavedState(f"{tag}/")
     for tensor in checkpoint.tensors.values():
-        if not tensor.name.endswith(checkpoint.shape.ignored_suffixes or ("\0",)):
-            saved.add(model.place(tensor), lambda key: (key,))
+        ignored = tensor.name.endswith(checkpoint.shape.ignored_suffixes or ("\0",))
+        if not ignored and (placed := model.place(tensor)):
+            saved.add(placed, lambda key: (key,))
     for kind, tensors in ((MASTERS, masters), *checkpoint.moments.items()) if state else ():
         for fqn in checkpoint.moments[MOMENTS[0]]:
-            saved.add(model.place(cast_tensor(tensors[fqn], "F32")), partial(_state_key, kind=kind))
+            if placed := model.place(cast_tensor(tensors[fqn], "F32")):
+                saved.add(placed, partial(_state_key, kind=kind))
     for key in model.objects():
         saved.add_value((key,), [None])
     mark = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
 
 from manifests.errors import SourceError
-from reshard.sources.megatron_names import EMBEDDING, HEAD, NORM, QKV, megatron_names
+from reshard.sources.megatron_names import EMBEDDING, HEAD, MTP_COPIES, NORM, QKV, megatron_names
 from reshard.sources.rows import Slices, fused_heads, indices_of, rows_of
 from reshard.sources.torchtitan_names import heads_of
 
@@ -15,6 +15,7 @@ __all__ = ["has_megatron_names", "is_megatron_weight", "under_names_of_huggingfa
 
 _OTHERS = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine_state")  # beside the model
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d{1,6})\.)?(.+)")
+_MTP_LAYER = re.compile(r"mtp\.layers\.(\d{1,6})\.(?:(?:transformer_layer|mtp_model_layer)\.)?(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.experts\.(?:(\d{1,6})\.)?linear_(fc[12])\.weight(_[wv])?")
 _HALF = re.compile(r"(.+\.linear_fc1)\.weight(_[wv])?")
 _PARTS = {"_w": "gate", "_v": "up"}
@@ -45,7 +46,7 @@ def under_names_of_huggingface(
         ModelError: Megatron's layout of this architecture is not known.
         SourceError: two different tensors are one of Hugging Face's model, or slices are not contiguous in their files.
     """
-    model = _Model(config, where)
+    model = _Model(config, tensors, where)
     found: dict[str, Slices] = {}
     for name, slices in tensors.items():
         for new, converted in model.converted(name, slices):
@@ -58,14 +59,25 @@ def under_names_of_huggingface(
 
 
 class _Model:
-    def __init__(self, config: Mapping[str, object], where: str) -> None:
+    def __init__(self, config: Mapping[str, object], names: Container[str], where: str) -> None:
         self._config, self._names = config, megatron_names(config, where)
-        self._parameters = _inverse(self._names.parameters)
+        self._parameters = _inverse({**self._names.parameters, **self._names.mtp})
+        self._num_layers = _count(config, "num_hidden_layers")
+        count = _count(config, "num_nextn_predict_layers") if self._names.mtp else 0
+        mtp = [at for at in range(count) if f"mtp.layers.{at}.eh_proj.weight" in names]
+        owners = {part: owner if owner in names else EMBEDDING for part, owner in MTP_COPIES.items()}
+        self._copies = [
+            (f"model.layers.{self._num_layers + at}.{part}", owner) for at in mtp for part, owner in owners.items()
+        ]
 
     def converted(self, name: str, slices: Slices) -> Named:
         if name in _TOP:
-            yield _TOP[name], slices if name == NORM else self._without_padding(slices)
+            whole = slices if name == NORM else self._without_padding(slices)
+            yield _TOP[name], whole
+            yield from ((copy, whole) for copy, owner in self._copies if owner == name)
             return
+        if self._names.mtp and (match := _MTP_LAYER.fullmatch(name)):
+            name = f"decoder.layers.{self._num_layers + int(match[1])}.{match[2]}"
         if (match := _LAYER.fullmatch(name)) is None:
             yield name, slices
             return

@@ -12,8 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from manifests.errors import ModelError, SourceError
+from manifests.errors import SourceError
 from reshard.archives.tensors import read_object
+from reshard.sources.megatron_deepseek import deepseek_arguments, deepseek_config, with_defaults
+from reshard.sources.megatron_fields import ConfigFields
 from stores.base import Folder
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "arguments_of",
     "check_arguments",
     "config_of",
+    "layers_with_experts",
     "num_experts_of",
     "read_common",
 ]
@@ -36,6 +39,7 @@ _REQUIRED = (
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # Megatron's own
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
 }  # fmt: skip
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -68,7 +72,7 @@ def arguments_in(common: Mapping[object, object], where: str) -> dict[str, Any]:
     for name, alias in _ALIASES.items():
         if name not in found and alias in found:
             found[name] = found[alias]
-    return found
+    return with_defaults(found) if found.get("multi_latent_attention") else found
 
 
 def _no_arguments(where: str, found: str) -> SourceError:
@@ -102,7 +106,7 @@ def arguments_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     Raises:
         ModelError: a config of a model that Megatron-Core does not have.
     """
-    read = _Config(config, where)
+    read = ConfigFields(config, where)
     heads, kind = config["num_attention_heads"], config["model_type"]
     groups = config.get("num_key_value_heads") or heads
     read.expect("hidden_act", "silu")
@@ -121,7 +125,7 @@ def arguments_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         "kv_channels": config.get("head_dim") or (128 if kind == "qwen3" else config["hidden_size"] // heads),
         "window_size": None, "heterogeneous_layers_config_path": None,
     }  # fmt: skip
-    return found | _rotary(config, where) | _experts(config)
+    return found | _experts(config) | (deepseek_arguments(read) if kind == "deepseek_v3" else _rotary(read))
 
 
 def config_of(arguments: Mapping[str, Any], dtype: str, where: str) -> dict[str, Any]:
@@ -140,52 +144,41 @@ def config_of(arguments: Mapping[str, Any], dtype: str, where: str) -> dict[str,
     return {"architectures": [_ARCHITECTURES[kind]], **found, "dtype": _DTYPES.get(dtype, "float32")}
 
 
-class _Config:
-    def __init__(self, config: Mapping[str, Any], where: str) -> None:
-        self._config, self._where = config, where
-
-    def expect(self, name: str, allowed: object) -> None:
-        """Raise unless a field is absent, or has the one value that Megatron's models compute."""
-        found = self._config.get(name, allowed)
-        if found != allowed:
-            raise _not_in_megatron(self._where, name, allowed, found)
-
-
-def _not_in_megatron(where: str, name: str, allowed: object, found: object) -> ModelError:
-    problem = f"Megatron-Core's model expects {allowed}, found {str(found)[:80]}"
-    hint = "convert it with Megatron-Bridge, if it knows this model"
-    return ModelError(f"{where}: config.json: {name}", problem, hint, code="model.not-in-megatron")
-
-
-def _rotary(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the arguments of rotary embeddings: transformers 5 has them in `rope_parameters`, 4 in two fields."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    base = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
-    found: dict[str, Any] = {"rotary_base": base, "use_rope_scaling": False}
-    if kind == "default":
+def _rotary(read: ConfigFields) -> dict[str, Any]:
+    rope = read.rope()
+    found: dict[str, Any] = {"rotary_base": rope.base, "use_rope_scaling": False}
+    if rope.kind == "default":
         return found
-    if kind == "llama3" and all(rope.get(name) == value for name, value in _LLAMA3.items()):
-        return found | {"use_rope_scaling": True, "rope_scaling_factor": rope["factor"]}
-    raise _not_in_megatron(where, "rope_parameters", "default rotary embeddings, or Llama 3.1's", dict(rope))
+    if rope.kind == "llama3" and all(rope.fields.get(name) == value for name, value in _LLAMA3.items()):
+        return found | {"use_rope_scaling": True, "rope_scaling_factor": rope.fields["factor"]}
+    raise read.refuse("rope_parameters", "default rotary embeddings, or Llama 3.1's", dict(rope.fields))
 
 
 def num_experts_of(config: Mapping[str, Any]) -> int:
-    """Return the number of experts of a layer, which transformers 4 and 5 name differently; 0 if there are none."""
-    found = config.get("num_experts") or config.get("num_local_experts") or 0
+    """Return the number of experts of a layer, which configs name differently; 0 if there are none."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    found = next((config[name] for name in names if config.get(name)), 0)
     assert isinstance(found, int), "model_shape checked it"
     return found
 
 
-def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
-    if config["model_type"] != "qwen3_moe":
-        return {"num_experts": None}
-    num_layers = config["num_hidden_layers"]
+def layers_with_experts(config: Mapping[str, Any]) -> list[int]:
+    """Return 1 for each decoder layer with experts and 0 for each without."""
+    layers = range(config["num_hidden_layers"])
+    if config["model_type"] == "deepseek_v3":
+        return [int(layer >= config["first_k_dense_replace"]) for layer in layers]
     step, dense = config.get("decoder_sparse_step", 1), set(config.get("mlp_only_layers") or ())
+    return [int(bool(num_experts_of(config)) and layer not in dense and (layer + 1) % step == 0) for layer in layers]
+
+
+def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
+    if not num_experts_of(config):
+        return {"num_experts": None}
+    has_experts = layers_with_experts(config)
     return {
         "num_experts": num_experts_of(config), "moe_ffn_hidden_size": config["moe_intermediate_size"],
         "moe_router_topk": config["num_experts_per_tok"], "moe_router_score_function": "softmax",
-        "moe_layer_freq": [int(index not in dense and (index + 1) % step == 0) for index in range(num_layers)],
+        "moe_layer_freq": 1 if all(has_experts) else has_experts,  # with a list, Megatron-Core does not stack layers
         "moe_router_enable_expert_bias": False, "moe_router_pre_softmax": not config.get("norm_topk_prob", False),
         "moe_router_topk_scaling_factor": None, "moe_router_num_groups": None, "moe_router_group_topk": None,
         "moe_shared_expert_intermediate_size": None,
@@ -198,11 +191,16 @@ def _is_same(name: str, expected: Any, found: Any, all_expected: Mapping[str, An
         case "num_query_groups" if not all_expected["group_query_attention"]:
             return found in (None, 1, expected)  # not looked at
         case "moe_layer_freq":
-            return _pattern(found, len(expected)) == list(expected)
+            num_layers = all_expected["num_layers"]
+            return _pattern(found, num_layers) == _pattern(expected, num_layers)
         case "moe_router_topk_scaling_factor" | "moe_router_num_groups" | "moe_router_group_topk":
-            return found in (None, 1)
+            return bool((found or 1) == (expected or 1))
         case "mtp_num_layers":
-            return found in (None, 0)
+            return found in range((expected or 0) + 1) or found is None  # without some, as files may be
+        case "kv_channels" if all_expected["multi_latent_attention"]:
+            return True  # not looked at
+        case "moe_router_pre_softmax" if all_expected["moe_router_score_function"] == "sigmoid":
+            return True
     return bool(found == expected) or (expected in (None, False) and found in (None, False))
 
 
@@ -253,6 +251,8 @@ def _config_of(found: Mapping[str, Any]) -> dict[str, Any]:
     if not num_experts:
         return {"model_type": "qwen3" if has_norms else "llama", **config}
     freq = _pattern(found.get("moe_layer_freq", 1), found["num_layers"]) or []
+    if found.get("multi_latent_attention"):
+        return {"model_type": "deepseek_v3", **config, **deepseek_config(found, freq)}
     return {
         "model_type": "qwen3_moe", **config, "num_experts": num_experts,
         "num_experts_per_tok": found["moe_router_topk"], "decoder_sparse_step": 1,

@@ -7,14 +7,16 @@ keys that its layer specs for Transformer Engine and for itself ("local") give t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from manifests.errors import ModelError
 
-__all__ = ["EMBEDDING", "HEAD", "NORM", "QKV", "MegatronNames", "megatron_names"]
+__all__ = ["EMBEDDING", "HEAD", "MTP_COPIES", "NORM", "QKV", "MegatronNames", "megatron_names"]
 
 EMBEDDING, HEAD, NORM = "embedding.word_embeddings.weight", "output_layer.weight", "decoder.final_layernorm.weight"
 QKV = "self_attention.linear_qkv.weight"
+# What Hugging Face's MTP layers have of their own, and Megatron's share with the model.
+MTP_COPIES = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": HEAD}
 
 _QKV_LAYER = {
     "input_layernorm.weight": ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
@@ -30,6 +32,28 @@ _MLP = {
 }
 _ROUTER = {"mlp.gate.weight": ("mlp.router.weight",)}
 _GATED = {"mlp.linear_fc1": "mlp.{}_proj.weight"}
+_LATENT = {
+    "input_layernorm.weight": ("input_layernorm.weight",),
+    "self_attn.q_proj.weight": ("self_attention.linear_q_proj.weight",),
+    "self_attn.q_a_proj.weight": ("self_attention.linear_q_down_proj.weight",),
+    "self_attn.q_a_layernorm.weight": (
+        "self_attention.linear_q_up_proj.layer_norm_weight", "self_attention.q_layernorm.weight",
+    ),
+    "self_attn.q_b_proj.weight": ("self_attention.linear_q_up_proj.weight",),
+    "self_attn.kv_a_proj_with_mqa.weight": ("self_attention.linear_kv_down_proj.weight",),
+    "self_attn.kv_a_layernorm.weight": (
+        "self_attention.linear_kv_up_proj.layer_norm_weight", "self_attention.kv_layernorm.weight",
+    ),
+    "self_attn.kv_b_proj.weight": ("self_attention.linear_kv_up_proj.weight",),
+    "self_attn.o_proj.weight": ("self_attention.linear_proj.weight",),
+}  # fmt: skip
+_BALANCED = {"mlp.gate.e_score_correction_bias": ("mlp.router.expert_bias",)}
+_SHARED = {"mlp.shared_experts.down_proj.weight": ("mlp.shared_experts.linear_fc2.weight",)}
+_SHARED_GATED = {"mlp.shared_experts.linear_fc1": "mlp.shared_experts.{}_proj.weight"}
+_MTP = {
+    "enorm.weight": ("enorm.weight",), "hnorm.weight": ("hnorm.weight",), "eh_proj.weight": ("eh_proj.weight",),
+    "shared_head.norm.weight": ("final_layernorm.weight",),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,11 +62,19 @@ class MegatronNames:
 
     `parameters` maps Hugging Face's to Megatron's: one for each layer spec, and the same tensor under any. `gated` maps
     the projections that have a gate's rows and then an up projection's to Hugging Face's name, with {} for either.
+    `mtp` has the names of what an MTP layer has beside a decoder layer; empty if the family has no such layers.
     """
 
     parameters: Mapping[str, tuple[str, ...]]
     gated: Mapping[str, str]
     has_experts: bool = False
+    mtp: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def modules(self) -> set[str]:
+        """The modules of a decoder layer that have parameters."""
+        keys = {key.rpartition(".")[0] for spelled in self.parameters.values() for key in spelled}
+        return keys | set(self.gated)
 
 
 _FAMILIES: Mapping[str, MegatronNames] = {
@@ -50,6 +82,10 @@ _FAMILIES: Mapping[str, MegatronNames] = {
     "qwen3": MegatronNames(parameters=_QKV_LAYER | _QK_NORMS | _MLP, gated=_GATED),
     "qwen3_moe": MegatronNames(
         parameters=_QKV_LAYER | _QK_NORMS | _MLP | _ROUTER, gated=_GATED, has_experts=True
+    ),
+    "deepseek_v3": MegatronNames(
+        parameters=_LATENT | _MLP | _ROUTER | _BALANCED | _SHARED, gated=_GATED | _SHARED_GATED, has_experts=True,
+        mtp=_MTP,
     ),
 }  # fmt: skip
 

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from operator import eq
 from typing import Any
 
 from manifests.errors import ModelError
-from reshard.sources.megatron_arguments import num_experts_of
-from reshard.sources.megatron_names import EMBEDDING, HEAD, NORM, QKV, megatron_names
+from reshard.sources.megatron_arguments import layers_with_experts, num_experts_of
+from reshard.sources.megatron_names import EMBEDDING, HEAD, MTP_COPIES, NORM, QKV, megatron_names
 from reshard.sources.torchtitan_names import heads_of
 from reshard.tensors.checkpoint import TensorAt
-from reshard.transforms.placed import Place, Placed
+from reshard.tensors.lazy import read_blocks
+from reshard.transforms.placed import Place, Placed, in_place
 
 __all__ = ["MegatronModel"]
 
@@ -26,11 +28,7 @@ _HEADS = re.compile(r"self_attn\.([qkv])_proj\.weight")
 _EXPERT = re.compile(r"mlp\.experts\.(\d{1,6})\.(gate|up|down)_proj\.weight")
 _EXPERTS = "mlp.experts.experts.linear_{}"
 _TOP = {"model.embed_tokens.weight": EMBEDDING, "lm_head.weight": HEAD, "model.norm.weight": NORM}
-# Modules with an `_extra_state`, which a loader expects: of Megatron-Core's own layers, and of Transformer Engine's.
-_STATEFUL = (
-    "self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.core_attention",
-    "self_attention.q_layernorm", "self_attention.k_layernorm", "pre_mlp_layernorm", "mlp.linear_fc1", "mlp.linear_fc2",
-)  # fmt: skip
+_MTP_INNER = ("transformer_layer", "mtp_model_layer")  # an MTP layer's decoder layer: of 0.16.1, and of newer releases
 
 
 class MegatronModel:
@@ -40,27 +38,33 @@ class MegatronModel:
         ModelError: Megatron's layout of the architecture is not known.
     """
 
-    def __init__(self, config: Mapping[str, Any], where: str) -> None:
-        self._config, self._where = config, where
+    def __init__(self, config: Mapping[str, Any], weights: Mapping[str, TensorAt], where: str) -> None:
+        self._config, self._weights, self._where = config, weights, where
         self._names = megatron_names(config, where)
         self._num_layers: int = config["num_hidden_layers"]
         self._num_experts = num_experts_of(config)
         self._gated = {hf: own for own, hf in self._names.gated.items()}
-        dense = config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1
-        self.is_stacked = not (self._num_experts and dense)
+        self.is_stacked = not self._num_experts or all(layers_with_experts(config))
+        numbers = {int(match[1]) for match in map(_LAYER.fullmatch, weights) if match} if self._names.mtp else set()
+        self.mtp_layers = sorted(numbers.difference(range(self._num_layers)))
 
-    def place(self, tensor: TensorAt) -> Placed:
-        """Return where a weight is in the model.
+    def place(self, tensor: TensorAt) -> Placed | None:
+        """Return where a weight is in the model; nowhere, if it is a copy that Megatron's MTP layers do without.
 
         Raises:
-            ModelError: Megatron's model has no such tensor.
+            ModelError: Megatron's model has no such tensor, or shares it with the model, whose is another.
         """
         if tensor.name in _TOP:
-            zeros = (0,) * len(tensor.shape)
-            return Placed(tensor, tensor.shape, (Place(_TOP[tensor.name], tensor.shape, (zeros,)),))
+            return in_place(tensor, _TOP[tensor.name])
         if (match := _LAYER.fullmatch(tensor.name)) is None:
             raise self._unknown(tensor.name)
         layer, rest = int(match[1]), match[2]
+        if layer in self.mtp_layers and rest in MTP_COPIES:
+            self._check_copy(tensor, layer, rest)
+            return None
+        if layer in self.mtp_layers and rest in self._names.mtp:
+            (key,) = self._names.mtp[rest]
+            return in_place(tensor, f"mtp.layers.{layer - self._num_layers}.{key}")
         if found := _HEADS.fullmatch(rest):
             return self._heads(tensor, layer, found[1])
         if self._num_experts and (found := _EXPERT.fullmatch(rest)):
@@ -79,15 +83,28 @@ class MegatronModel:
     def objects(self) -> Iterator[str]:
         """Yield the keys of what modules have beside tensors, of which a loader expects a value."""
         yield "decoder.final_layernorm._extra_state/shard_0_1"
-        for layer in range(self._num_layers):
-            key, at = ("decoder.layers.", layer) if self.is_stacked else (f"decoder.layers.{layer}.", 0)
-            num = self._num_layers if self.is_stacked else 1
-            yield from (f"{key}{module}._extra_state/shard_{at}_{num}" for module in _STATEFUL)
-            for expert in range(self._num_experts):
-                region = (
-                    f"{at}.{expert}_{num}.{self._num_experts}" if self.is_stacked else f"{expert}_{self._num_experts}"
-                )
-                yield from (f"{key}{_EXPERTS.format(fc)}._extra_state/shard_{region}" for fc in ("fc1", "fc2"))
+        modules = sorted(self._names.modules | {"self_attention.core_attention"})
+        for layer in (*range(self._num_layers), *self.mtp_layers):
+            at, num = (layer, self._num_layers) if self._is_stacked(layer) else (0, 1)
+            for key in self._prefixes(layer):
+                yield from (f"{key}{module}._extra_state/shard_{at}_{num}" for module in modules)
+                for expert in range(self._num_experts):
+                    shard = f"{expert}_{self._num_experts}"
+                    if self._is_stacked(layer):
+                        shard = f"{at}.{expert}_{num}.{self._num_experts}"
+                    yield from (f"{key}{_EXPERTS.format(fc)}._extra_state/shard_{shard}" for fc in ("fc1", "fc2"))
+        for layer in self.mtp_layers:
+            keys = (f"mtp.layers.{layer - self._num_layers}.{key}" for (key,) in self._names.mtp.values())
+            yield from (f"{key.removesuffix('.weight')}._extra_state/shard_0_1" for key in keys)
+
+    def _is_stacked(self, layer: int) -> bool:
+        return self.is_stacked and layer < self._num_layers
+
+    def _prefixes(self, layer: int) -> tuple[str, ...]:
+        """Return what keys of a layer begin with."""
+        if layer in self.mtp_layers:
+            return tuple(f"mtp.layers.{layer - self._num_layers}.{inner}." for inner in _MTP_INNER)
+        return ("decoder.layers.",) if self.is_stacked else (f"decoder.layers.{layer}.",)
 
     def _heads(self, tensor: TensorAt, layer: int, part: str) -> Placed:
         """Return a projection of heads: for each key head, the rows of its queries, its own and those of its value."""
@@ -115,14 +132,29 @@ class MegatronModel:
         chunk: tuple[int, ...],
     ) -> Placed:
         """Return a tensor of a layer: at an index of a stack of all layers, or in an entry of its own."""
-        if not self.is_stacked:
-            places = (Place(f"decoder.layers.{layer}.{key}", whole, tuple(offsets)) for key in keys)
-            return Placed(tensor, chunk, tuple(places))
-        stacked = tuple((layer, *offset) for offset in offsets)
-        places = (Place(f"decoder.layers.{key}", (self._num_layers, *whole), stacked) for key in keys)
-        return Placed(tensor, (1, *chunk), tuple(places))
+        if self._is_stacked(layer):
+            offsets = [(layer, *offset) for offset in offsets]
+            whole, chunk = (self._num_layers, *whole), (1, *chunk)
+        full = (prefix + key for prefix in self._prefixes(layer) for key in keys)
+        return Placed(tensor, chunk, tuple(Place(key, whole, tuple(offsets)) for key in full))
+
+    def _check_copy(self, tensor: TensorAt, layer: int, part: str) -> None:
+        """Raise unless an MTP layer's embedding or head is the model's."""
+        owners = [fqn for fqn, key in _TOP.items() if key in (MTP_COPIES[part], EMBEDDING) and fqn in self._weights]
+        owner = self._weights[owners[-1]]
+        mine = self._weights[tensor.name]
+        known = mine.digest is not None and owner.digest is not None
+        if mine.digest != owner.digest if known else not _are_equal(mine, owner):
+            problem = f"differs from {owner.name!r}, which Megatron-Core's MTP layers share with the model"
+            hint = f"pack with --drop model.layers.{layer}, without its MTP layer"
+            raise ModelError(f"{self._where}: {tensor.name!r}", problem, hint, code="model.not-in-megatron")
 
     def _unknown(self, fqn: str) -> ModelError:
         problem = "Megatron-Core's model has no such tensor"
         hint = "pack with --dequantize or --drop what is not a weight of the model"
         return ModelError(f"{self._where}: {fqn!r}", problem, hint, code="model.not-in-megatron")
+
+
+def _are_equal(one: TensorAt, other: TensorAt) -> bool:
+    same = (one.dtype, one.shape) == (other.dtype, other.shape)
+    return same and all(map(eq, read_blocks(one), read_blocks(other)))

@@ -25,15 +25,18 @@ from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig, multi_latent_attention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe import moe_utils
 from torch.overrides import TorchFunctionMode
 
-moe_utils.te_general_gemm = None  # of Transformer Engine; megatron-core 0.16 does not look whether it is there
+# megatron-core 0.16 does not look whether Transformer Engine is there.
+moe_utils.te_general_gemm = None
+multi_latent_attention.HAVE_TE = False
 TOKENS = [[1, 5, 2, 7, 3, 0, 6, 4]]
 LR, BATCH = 4e-3, 4
 
@@ -89,7 +92,7 @@ def options(model: dict, tp: int, pp: int) -> tuple[dict, dict]:
         "use_cpu_initialization": True,
         "init_method_std": 0.2,
     }
-    if num_experts := model.get("num_experts"):
+    if num_experts := model.get("num_experts", model.get("n_routed_experts")):
         config |= {
             "num_moe_experts": num_experts,
             "moe_ffn_hidden_size": model["moe_intermediate_size"],
@@ -97,6 +100,8 @@ def options(model: dict, tp: int, pp: int) -> tuple[dict, dict]:
             "moe_router_load_balancing_type": "none",
             "moe_token_dispatcher_type": "allgather",
         }
+    if model["model_type"] == "deepseek_v3":
+        config |= latent(model)
     rope = model.get("rope_parameters") or model
     padded = -(-model["vocab_size"] // (8 * tp)) * 8 * tp
     return config, {
@@ -108,14 +113,54 @@ def options(model: dict, tp: int, pp: int) -> tuple[dict, dict]:
     }
 
 
+def latent(model: dict) -> dict:
+    """Return the arguments of DeepSeek-V3 alone."""
+    layers, num_dense = model["num_hidden_layers"], model["first_k_dense_replace"]
+    rope = model.get("rope_scaling")
+    found = {
+        "q_lora_rank": model["q_lora_rank"],
+        "kv_lora_rank": model["kv_lora_rank"],
+        "qk_head_dim": model["qk_nope_head_dim"],
+        "qk_pos_emb_head_dim": model["qk_rope_head_dim"],
+        "v_head_dim": model["v_head_dim"],
+        "qk_layernorm": True,
+        "rope_type": "yarn" if rope else "rope",
+        "rotary_base": model["rope_theta"],
+        "moe_layer_freq": [int(layer >= num_dense) for layer in range(layers)],
+        "moe_shared_expert_intermediate_size": model["n_shared_experts"] * model["moe_intermediate_size"],
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_num_groups": model["n_group"],
+        "moe_router_group_topk": model["topk_group"],
+        "moe_router_topk_scaling_factor": model["routed_scaling_factor"],
+        "mtp_num_layers": model["num_nextn_predict_layers"] or None,
+    }
+    if rope:
+        names = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+        found |= {name: rope[name] for name in names} | {"rotary_scaling_factor": rope["factor"]}
+    return found
+
+
+class LatentAttention(DotProductAttention):
+    """Megatron-Core's own attention, which does not know the widths of heads that latent attention gives it."""
+
+    def __init__(self, *args, k_channels=0, v_channels=0, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+
 def build(model: dict, tp: int, pp: int) -> GPTModel:
     config, arguments = options(model, tp, pp)
-    made = TransformerConfig(**config)
+    made = (MLATransformerConfig if "kv_lora_rank" in config else TransformerConfig)(**config)
     spec = get_gpt_decoder_block_spec(made, use_transformer_engine=False, normalization="RMSNorm")
+    for layer in spec.layer_specs if "kv_lora_rank" in config else ():
+        layer.submodules.self_attention.submodules.core_attention = LatentAttention
+    mtp = get_gpt_mtp_block_spec(made, spec, use_transformer_engine=False) if config.get("mtp_num_layers") else None
     return GPTModel(
         made,
         spec,
         **arguments,
+        mtp_block_spec=mtp,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
     )
@@ -135,6 +180,7 @@ def arguments_of(model: dict, tp: int, pp: int) -> Namespace:
     }
     left_out = ("activation_func", "gated_linear_unit", "pipeline_dtype", "bias_activation_fusion")
     found = {names.get(name, name): value for name, value in config.items() if name not in left_out}
+    found |= {"multi_latent_attention": "kv_lora_rank" in config, "rotary_base": arguments["rotary_base"]}
     return Namespace(
         **found,
         swiglu=True,
@@ -144,7 +190,6 @@ def arguments_of(model: dict, tp: int, pp: int) -> Namespace:
         vocab_size=model["vocab_size"],
         make_vocab_size_divisible_by=8,
         position_embedding_type="rope",
-        rotary_base=arguments["rotary_base"],
         rotary_percent=1.0,
         rotary_interleaved=False,
         use_rope_scaling=False,
@@ -164,6 +209,9 @@ def save(model: dict, folder: Path, tp: int, pp: int, split: bool, rank: int) ->
     for name, parameter in built.named_parameters():
         if "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    for name, buffer in built.named_buffers():
+        if name.endswith("expert_bias"):
+            torch.nn.init.uniform_(buffer, -0.5, 0.5)
     state = {"model": sharded(built, split), "args": arguments_of(model, tp, pp), "iteration": 3}
     state |= {"checkpoint_version": 3.0, "num_floating_point_operations_so_far": 0}
     dist_checkpointing.save(state, str(folder), content_metadata={"singleton_local_shards": split})
@@ -171,6 +219,8 @@ def save(model: dict, folder: Path, tp: int, pp: int, split: bool, rank: int) ->
 
 def logits(model: dict, folder: Path, tp: int, pp: int) -> object:
     torch.manual_seed(1234)
+    if tp * pp == 1:  # MTP layers compute nothing without labels
+        model = {**model, "num_nextn_predict_layers": 0}
     built = build(model, tp, pp).eval()
     content = dist_checkpointing.load_content_metadata(str(folder)) or {}
     wanted = {"model": sharded(built, content.get("singleton_local_shards", False))}
@@ -258,17 +308,16 @@ def run(rank: int, size: int, meeting: str, asked: Namespace) -> None:
     tracker = tensor_parallel.get_cuda_rng_tracker()
     tracker.fork = lambda *_: nullcontext()  # which has RNG states of GPUs
     model = json.loads(asked.model.read_text())
-    if asked.do == "train":
-        with OnCPU():
-            losses = train(model, asked)
-        if rank == 0:
-            asked.out.write_text(json.dumps(losses))
-    elif asked.do == "save":
-        save(model, asked.folder, asked.tp, asked.pp, asked.split, rank)
-    else:
-        found = logits(model, asked.folder, asked.tp, asked.pp)
-        if rank == 0:
-            asked.out.write_text(json.dumps(found))
+    found = None
+    with OnCPU():
+        if asked.do == "train":
+            found = train(model, asked)
+        elif asked.do == "save":
+            save(model, asked.folder, asked.tp, asked.pp, asked.split, rank)
+        else:
+            found = logits(model, asked.folder, asked.tp, asked.pp)
+    if rank == 0 and asked.out is not None:
+        asked.out.write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 
 

@@ -17,7 +17,10 @@ from manifests.models import model_shape
 from tests.builders import DTYPE_BITS, Tensor, read_safetensors, reshard, write_model
 
 Config = dict[str, Any]
-ARCHITECTURES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "gpt_oss": "GptOss"}
+ARCHITECTURES = {
+    "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "gpt_oss": "GptOss",
+    "deepseek_v3": "DeepseekV3",
+}  # fmt: skip
 TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -43,6 +46,18 @@ def configs(draw: st.DrawFn, families: tuple[str, ...], *, biased: bool) -> Conf
         config |= {"num_experts": draw(st.integers(2, 3)), "num_experts_per_tok": 1, "moe_intermediate_size": 8}
     if family == "gpt_oss":
         config |= {"num_local_experts": draw(st.integers(2, 3)), "num_experts_per_tok": 1}
+    if family == "deepseek_v3":
+        ranks = {"q_lora_rank": draw(st.sampled_from([None, 4])), "kv_lora_rank": 4, "v_head_dim": 6}
+        config |= {
+            **ranks,
+            "qk_nope_head_dim": 4,
+            "qk_rope_head_dim": 2,
+            "num_key_value_heads": 4,
+            "n_shared_experts": 2,
+        }
+        config |= {"n_routed_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_group": 1}
+        config |= {"topk_group": 1, "first_k_dense_replace": draw(st.integers(0, 3))}
+        config["num_nextn_predict_layers"] = draw(st.integers(0, 2))
     if family == "qwen2":
         config["head_dim"] = config["hidden_size"] // 4
     return config
@@ -57,6 +72,10 @@ def tensors_of(config: Config, dtype: str, seed: int) -> dict[str, Tensor]:
         if fqn not in replicas:
             nbytes = torch.Size(sizes).numel() * DTYPE_BITS[dtype] // 8
             found[fqn] = Tensor(dtype=dtype, shape=tuple(sizes), data=noise.randbytes(nbytes))
+    for fqn in found:  # MTP layers have copies of the model's
+        if fqn.endswith((".embed_tokens.weight", ".shared_head.head.weight")):
+            owner = "model.embed_tokens.weight" if "embed" in fqn or shape.ties else "lm_head.weight"
+            found[fqn] = found[owner]
     return found
 
 
@@ -96,7 +115,7 @@ WAYS: dict[str, tuple[Callable[[Path, Mapping[str, Tensor]], Path], tuple[str, .
     "bin": (by_torch, ALL, True, "F32 BF16 F16"),
     "dcp": (by_export("--to", "dcp"), ALL, True, "F32 BF16 F16"),
     "torchtitan": (by_export("--to", "dcp", "--for", "torchtitan"), (*NAMED, "gpt_oss"), False, "F32 BF16"),
-    "megatron": (by_export("--to", "megatron"), NAMED, False, "F32 BF16"),
+    "megatron": (by_export("--to", "megatron"), (*NAMED, "deepseek_v3"), False, "F32 BF16"),
     "deepspeed": (by_export("--to", "deepspeed"), ALL, True, "F32 BF16 F16"),
     "universal": (by_export("--to", "universal"), ALL, True, "F32"),
     "pipeline": (by_export("--to", "universal", "--for", "pipeline"), ALL, True, "F32"),

@@ -8,28 +8,36 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import re
 import warnings
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from shutil import copytree
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from transformers import AutoModelForCausalLM
 
+from manifests.errors import ModelError, SourceError
+from manifests.models import model_shape
+from reshard.sources.megatron_arguments import arguments_in, arguments_of, check_arguments
 from tests.builders import refusal, reshard
+from tests.fast.models.built import read_config
 from tests.fast.reshard.test_dcp_export import state_of
 from tests.fast.reshard.test_dcp_source import assert_equal, huggingface_state
 
 GOLDEN = Path(__file__).parents[2] / "data" / "megatron"
 TOKENS = [[1, 5, 2, 7, 3, 0, 6, 4]]
-FAMILIES = ("llama", "qwen3", "qwen3_moe")
+FAMILIES = ("llama", "qwen3", "qwen3_moe", "deepseek_v3")
 
 
 def run(*args: str | Path) -> None:
@@ -134,6 +142,113 @@ def test_arguments_that_disagree_with_the_config_are_refused(
     exit_code, code, where = refusal("pack", megatron, "--layout", "pp=1", "--out", tmp_path / "out").found
     assert (exit_code, code) == (3, "source.megatron-arguments")
     assert where.endswith(f"common.pt: args.{name}")
+
+
+MTP = {"num_nextn_predict_layers": 2}
+YARN = {
+    "type": "yarn", "factor": 4, "original_max_position_embeddings": 32, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}  # fmt: skip
+
+
+def deepseek_of(place: Path, **changes: Any) -> tuple[dict[str, torch.Tensor], Path]:
+    """Return the tensors of a DeepSeek-V3, and the folder of the release that it is exported to."""
+    state = save_deepseek(place / "model", **changes)
+    run("pack", place / "model", "--layout", "pp=3", "--out", place / "packed")
+    run("export", place / "packed", "--to", "megatron", "--out", place / "megatron")
+    return state, place / "megatron" / "release"
+
+
+def save_deepseek(folder: Path, copies: float = 1.0, **changes: Any) -> dict[str, torch.Tensor]:
+    """Save a random DeepSeek-V3, whose MTP layers have `copies` times the model's embedding and head."""
+    config = read_config("tiny-deepseek-v3", **changes)
+    torch.manual_seed(0)
+    state = {fqn: torch.randn(sizes) / 4 for fqn, sizes in model_shape(config).tensors.items()}
+    for fqn in state:
+        if fqn.endswith((".embed_tokens.weight", ".shared_head.head.weight")) and ".layers." in fqn:
+            state[fqn] = copies * state["model.embed_tokens.weight" if "embed" in fqn else "lm_head.weight"]
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    return state
+
+
+@pytest.mark.parametrize("spelling", ["layer_norm_weight", "layernorm.weight"])
+def test_norms_of_latents_may_be_fused_into_the_next_projection(spelling: str, tmp_path: Path) -> None:
+    state, release = deepseek_of(tmp_path, **MTP)
+    with (release / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    norms = re.compile(rf"\.(linear_)?(q|kv)_(up_proj\.)?{re.escape(spelling)}$")
+    others = {name: one for name, one in metadata.state_dict_metadata.items() if not norms.search(name)}
+    assert len(metadata.state_dict_metadata) - len(others) == 2 * (4 + 2 * 2)  # MTP layers have two names
+    metadata.state_dict_metadata = others
+    (release / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert_equal(load_file(huggingface_of(release, tmp_path) / "model.safetensors"), state)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"rope_scaling": YARN, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}, MTP]
+)
+def test_config_of_deepseek_v3_is_made_from_the_arguments(changes: dict[str, Any], tmp_path: Path) -> None:
+    _, release = deepseek_of(tmp_path, **changes)
+    (release / "config.json").unlink()
+    found = huggingface_of(release, tmp_path)
+    expected, made = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (tmp_path / "model", found)
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(*(model(torch.tensor(TOKENS)).logits for model in (made, expected)), rtol=0, atol=0)
+    config = json.loads((found / "config.json").read_text())
+    assert (config["model_type"], config["n_shared_experts"], config["first_k_dense_replace"]) == ("deepseek_v3", 1, 1)
+
+
+def test_layers_of_mtp_that_share_nothing_are_refused(tmp_path: Path) -> None:
+    save_deepseek(tmp_path / "model", copies=2.0, **MTP)
+    run("pack", tmp_path / "model", "--layout", "pp=2", "--out", tmp_path / "packed")
+    asked = refusal("export", tmp_path / "packed", "--to", "megatron", "--out", tmp_path / "out")
+    exit_code, code, where = asked.found
+    assert (exit_code, code, "model.layers.4.embed_tokens.weight" in where) == (3, "model.not-in-megatron", True)
+    flags = ("--layout", "pp=2", "--drop", "model.layers.4", "--drop", "model.layers.5")
+    run("pack", tmp_path / "model", *flags, "--out", tmp_path / "two")
+    run("export", tmp_path / "two", "--to", "megatron", "--out", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rope_interleave", False), ("norm_topk_prob", False), ("rms_norm_eps", 1e-5), ("topk_group", 2),
+        ("num_key_value_heads", 2), ("rope_scaling", YARN | {"attention_factor": 1.0}), ("scoring_func", "softmax"),
+        ("rope_scaling", YARN | {"mscale": 0}), ("rope_scaling", {"type": "linear", "factor": 2.0}),
+    ],
+)  # fmt: skip
+def test_models_that_megatron_core_does_not_compute_are_refused(name: str, value: object) -> None:
+    config = read_config("tiny-deepseek-v3", n_group=4, topk_group=1) | {name: value}
+    with pytest.raises(ModelError) as raised:
+        arguments_of(config, "here")
+    assert raised.value.code == "model.not-in-megatron"
+    assert raised.value.where.split()[-1] == {"rope_scaling": "rope_parameters"}.get(name, name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({"rope_type": None, "rotary_scaling_factor": 1.0}, None),  # YaRN by default
+        ({"rope_type": None}, "rope_type"),
+        ({"moe_shared_expert_gate": None, "mtp_num_layers": 0, "moe_router_num_groups": 1}, None),
+        ({"mtp_num_layers": 3}, "mtp_num_layers"),
+        ({"moe_router_enable_expert_bias": False}, "moe_router_enable_expert_bias"),
+        ({"moe_layer_freq": 1}, "moe_layer_freq"),
+        ({"q_lora_rank": None}, "q_lora_rank"),
+    ],
+)
+def test_what_arguments_of_deepseek_v3_leave_out_is_megatrons_default(
+    changes: dict[str, Any], refused: str | None
+) -> None:
+    config = read_config("tiny-deepseek-v3", n_group=1, **MTP)
+    saved = SimpleNamespace(fields=arguments_of(config, "here") | changes)
+    with pytest.raises(SourceError) if refused else nullcontext() as raised:
+        check_arguments(arguments_in({"args": saved}, "here"), config, config["vocab_size"], "here")
+    assert refused is None or raised.value.where == f"here/common.pt: args.{refused}"
 
 
 class Payload:
