@@ -13,7 +13,7 @@ from reshard.copy.engine import WriteOptions
 from reshard.copy.parallelism import Parallelism
 from reshard.operations.export import ExportResult, export_huggingface
 from reshard.operations.export_dcp import export_dcp
-from reshard.operations.export_deepspeed import DeepSpeedForm, export_deepspeed
+from reshard.operations.export_deepspeed import TIED_KEY, DeepSpeedForm, export_deepspeed
 from reshard.operations.export_megatron import export_megatron
 from reshard.operations.export_vllm import export_vllm
 from reshard.operations.progress import Progress, counting
@@ -38,6 +38,7 @@ def export(
     *,
     to: ExportForm = "hf",
     names: ExportNames = "hf",
+    tied_key: str = TIED_KEY,
     weights_only: bool = False,
     pp: int = 1,
     tp: int = 1,
@@ -54,7 +55,8 @@ def export(
     folder has `names` of Hugging Face's model or torchtitan's, and the optimizer state and training state if there is
     one, unless `weights_only`. `dtype` is as in the source (in a DCP folder: as trained), or one for all parameters.
     `to="deepspeed"` writes the layers of a PipelineModule, weights alone; `to="universal"` DeepSpeed's Universal
-    Checkpoint, in float32, with optimizer state, and with `names` of Hugging Face's model or of a PipelineModule.
+    Checkpoint, in float32, with optimizer state, and with `names` of Hugging Face's model or of a PipelineModule,
+    the `TiedLayerSpec` of whose tied embedding has the key `tied_key`.
     `to="megatron"` writes what Megatron-LM loads, with optimizer state for its distributed optimizer.
     `to="vllm"` writes the files of vLLM's `sharded_state`, of `pp` pipeline stages of `tp` tensor-parallel ranks.
     `out`, `force`, `io`, `sync` and `parallelism` are those of `pack`.
@@ -73,6 +75,8 @@ def export(
     if names != "hf" and names not in _NAMES_OF.get(to, ()):
         problem = f"--for {names} is not for --to {to}"
         raise UsageError("--for", problem, "leave it out", code="options.conflict")
+    if tied_key != TIED_KEY and names != "pipeline":
+        raise UsageError("--tied-key", "is for --for pipeline", "leave it out", code="options.conflict")
     if weights_only and to not in _HAVE_STATE:
         raise UsageError("--weights-only", f"--to {to} has weights alone", "leave it out", code="options.conflict")
     if to == "universal" and dtype not in ("source", "fp32"):
@@ -102,8 +106,9 @@ def export(
             return export_vllm(checkpoint, address, force=force, pp=pp, tp=tp, dtype=dtype, options=options)
         form: DeepSpeedForm = "layers" if to == "deepspeed" else "universal-pipeline" if names == "pipeline" else to
         return export_deepspeed(
-            checkpoint, address, force=force, form=form, weights_only=weights_only, dtype=dtype, options=options
-        )
+            checkpoint, address, force=force, form=form, tied_key=tied_key, weights_only=weights_only, dtype=dtype,
+            options=options,
+        )  # fmt: skip
     nbytes = sum(tensor.nbytes for tensor in cast_checkpoint(checkpoint, dtype).tensors.values())
     return export_huggingface(
         checkpoint,

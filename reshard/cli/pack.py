@@ -133,6 +133,13 @@ def pack(
     default="hf",
     help="Whose names to use: torchtitan's with --to dcp, a PipelineModule's with --to universal.",
 )
+@click.option(
+    "--tied-key",
+    metavar="KEY",
+    default="embed",
+    show_default=True,
+    help="With --for pipeline: the key of the TiedLayerSpec of a tied embedding.",
+)
 @click.option("--weights-only", is_flag=True, help="With --to dcp, universal, megatron: leave out optimizer state.")
 @click.option("--pp", type=options.WholeNumber(min=1), default=1, help="With --to vllm: pipeline stages.")
 @click.option(
@@ -153,8 +160,9 @@ def pack(
 @options.as_json
 @options.quiet
 def export(
-    manifest: str, form: ExportForm, names: ExportNames, weights_only: bool, pp: int, tp: int, out: Address,
-    dtype: ExportDtype, force: bool, io: Io, sync: bool, parallelism: Parallelism, as_json: bool, quiet: bool,
+    manifest: str, form: ExportForm, names: ExportNames, tied_key: str, weights_only: bool, pp: int, tp: int,
+    out: Address, dtype: ExportDtype, force: bool, io: Io, sync: bool, parallelism: Parallelism, as_json: bool,
+    quiet: bool,
 ) -> None:  # fmt: skip
     """Write a manifest's model as a Hugging Face folder, or as a checkpoint that another trainer loads.
 
@@ -178,8 +186,8 @@ def export(
 
     with options.progress("export", quiet) as progress:
         done = names_flags(run)(
-            manifest, out, to=form, names=names, weights_only=weights_only, pp=pp, tp=tp, dtype=dtype, force=force,
-            io=io, sync=sync, parallelism=parallelism, progress=progress,
+            manifest, out, to=form, names=names, tied_key=tied_key, weights_only=weights_only, pp=pp, tp=tp,
+            dtype=dtype, force=force, io=io, sync=sync, parallelism=parallelism, progress=progress,
         )  # fmt: skip
     options.print_result(
         quiet, as_json, lambda: export_json(done, form, out), lambda: export_text(done, form, names, dtype, out)

@@ -6,13 +6,14 @@ checkpoint/universal_checkpoint.py.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from struct import pack
 from typing import Literal
 
-from manifests.errors import ModelError
+from manifests.errors import ModelError, UsageError
 from manifests.schema import MOMENTS
 from reshard.archives.saved import SavedDict, SavedTensor, saved_value
 from reshard.copy.engine import WriteOptions
@@ -23,10 +24,10 @@ from reshard.plans.pack_plan import OutputShard, without_header
 from reshard.tensors.checkpoint import Checkpoint, TensorAt
 from reshard.tensors.lazy import DerivedFile, MadeFile, read_blocks
 from reshard.transforms.cast import FLOATS, ExportDtype, cast_checkpoint, cast_tensor, casts_in
-from reshard.transforms.pipeline import TIED_KEY, is_tied_input, pipeline_layers
+from reshard.transforms.pipeline import is_tied_input, pipeline_layers
 from stores.manifest_file import Address
 
-__all__ = ["DeepSpeedForm", "export_deepspeed"]
+__all__ = ["TIED_KEY", "DeepSpeedForm", "export_deepspeed"]
 
 DeepSpeedForm = Literal["layers", "universal", "universal-pipeline"]
 
@@ -35,6 +36,8 @@ DeepSpeedForm = Literal["layers", "universal", "universal-pipeline"]
 _NUM_GROUPS = 64
 _DS_VERSION = "0.19.8"  # the reader refuses files without one, and those of before 0.3.17
 _STEP = SavedTensor("F32", ())
+TIED_KEY = "embed"  # of the TiedLayerSpec, as Megatron-DeepSpeed and GPT-NeoX call it
+_KEY = re.compile(r"[A-Za-z0-9_-]{1,100}")  # a name of a ModuleDict, and a part of a file's
 
 
 def export_deepspeed(
@@ -43,6 +46,7 @@ def export_deepspeed(
     *,
     force: bool,
     form: DeepSpeedForm,
+    tied_key: str = TIED_KEY,
     weights_only: bool = False,
     dtype: ExportDtype = "source",
     options: WriteOptions | None = None,
@@ -50,15 +54,20 @@ def export_deepspeed(
     """Write a folder that DeepSpeed loads: `latest`, or `latest_universal`, and the folder of a step.
 
     Layers have weights alone, as the manifest has them unless `dtype` says otherwise. A Universal Checkpoint has them
-    in float32 and AdamW's state, if there is any, under transformers' names or those of a PipelineModule.
+    in float32 and AdamW's state, if there is any, under transformers' names or those of a PipelineModule, whose tied
+    layers have the key `tied_key`.
 
     Raises:
+        UsageError: `tied_key` is not a name of a module.
         OutputError: `out` exists, cannot be written, or is where the model came from.
         ShardError: a bundle's bytes do not match their digests.
         ModelError: a tensor is in no layer.
         CheckpointError: the optimizer state is not what DeepSpeed has of AdamW.
         UserError: see `cast_checkpoint` and `check_export_to`.
     """
+    if not _KEY.fullmatch(tied_key):
+        problem = f"expected letters, digits, _ and -, found {tied_key[:80]!r}"
+        raise UsageError("--tied-key", problem, code="options.invalid-value")
     check_export_to(out, checkpoint, force=force)
     if form != "layers":
         dtype = "fp32"
@@ -72,7 +81,7 @@ def export_deepspeed(
     if form == "layers":
         shards = _layers(checkpoint, tag)
     else:
-        names = _parameter_names(checkpoint, form)
+        names = _parameter_names(checkpoint, form, tied_key)
         shards = _universal(checkpoint, tag, names)
         small[f"{tag}/zero/optimizer_state.pt"] = saved_value(_optimizer_state(checkpoint))
         counted = b"".join(map(bytes, _STEP.blocks(iter((pack("<f", step),)))))
@@ -103,15 +112,18 @@ def _layers(checkpoint: Checkpoint, tag: str) -> Iterator[OutputShard]:
         yield _file(f"{tag}/layer_{number:02d}-model_00-model_states.pt", tensors, {})
 
 
-def _parameter_names(checkpoint: Checkpoint, form: DeepSpeedForm) -> dict[str, str]:
+def _parameter_names(checkpoint: Checkpoint, form: DeepSpeedForm, tied_key: str) -> dict[str, str]:
     """Return the folder of each parameter in a Universal Checkpoint: the name that it has in the trainer's model."""
     if form == "universal":
         return {fqn: fqn for fqn in checkpoint.shape.tensors}
     layers = pipeline_layers(checkpoint.shape)
-    first = f"tied_modules.{TIED_KEY}" if is_tied_input(checkpoint.shape, layers) else "0"
+    first = f"tied_modules.{tied_key}" if is_tied_input(checkpoint.shape, layers) else "0"
     prefixes = (first, *map(str, range(1, len(layers))))
-    placed = zip(prefixes, layers, strict=True)
-    return {fqn: f"{prefix}.{name}" for prefix, layer in placed for fqn, name in layer.items()}
+    names: dict[str, str] = {}
+    for prefix, layer in zip(prefixes, layers, strict=True):
+        for fqn, name in layer.items():
+            names.setdefault(fqn, f"{prefix}.{name}")  # of a tied weight, where it is first
+    return names
 
 
 def _universal(checkpoint: Checkpoint, tag: str, names: Mapping[str, str]) -> Iterator[OutputShard]:

@@ -75,6 +75,8 @@ def open_deepspeed(
         hint = "use DeepSpeed's Universal Checkpoint of transformers' model, or save a Hugging Face folder"
         raise ModelError(str(config_file), problem, hint, code="model.layers-without-names")
     fqns = _fqns_of(saved, shape, where)
+    again = [": ".join(inside) for name, inside in (saved.layers or {}).items() if name not in fqns]
+    saved = replace(saved, weights={name: tensor for name, tensor in saved.weights.items() if name in fqns})
     weights: MutableMapping[str, TensorAt] = _named(saved, saved.weights, fqns, shape)
     dropped = drop_tensors(weights, drop - {_OPTIMIZER}, shape)
     shape = shape or model_shape(config, str(config_file), stored_in(weights, where), description)
@@ -103,7 +105,7 @@ def open_deepspeed(
             kind=root.kind,
             location=root.location,
             revision=root.revision,
-            left_out=(*_left_out(step, set(read), is_trained=trained is not None), *lost),
+            left_out=(*_left_out(step, set(read), is_trained=trained is not None), *lost, *again),
         ),
         originals=OriginalFiles(
             location=root.location, revision=root.revision, files={name: root.file(name) for name in read}
@@ -212,7 +214,7 @@ def _is_numbered(name: str) -> bool:
 
 
 def _fqns_of(saved: Saved, shape: ModelShape | None, where: str) -> dict[str, str]:
-    """Return the FQN of each weight by DeepSpeed's name."""
+    """Return the FQN of each weight by DeepSpeed's name; what a tied layer has once more has none."""
     if saved.layers is None:
         return {name: name for name in saved.weights}
     assert shape is not None, "checked by the caller"
@@ -220,7 +222,7 @@ def _fqns_of(saved: Saved, shape: ModelShape | None, where: str) -> dict[str, st
     for layer, name in saved.layers.values():
         layers.setdefault(layer, []).append(name)
     fqns = fqns_of_layers(layers, shape, where)
-    return {name: fqns[inside] for name, inside in saved.layers.items()}
+    return {name: fqns[inside] for name, inside in saved.layers.items() if inside in fqns}
 
 
 def _named(

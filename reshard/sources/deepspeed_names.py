@@ -1,7 +1,8 @@
 """Names of a PipelineModule's parameters, which are relative to numbered layers, as FQNs of the model.
 
 A PipelineModule is a list of layers in the order they run. What its layers are called, and how many modules of the
-model each is, is its author's choice; the names in a layer decide it, or it is refused.
+model each is, is its author's choice; the names in a layer decide it, or it is refused. A tied head may be a module of
+its own or all of the input layer once more: see Note [Layers that are tied].
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ _TAKEN = "a layer is one module of the model, or several that follow each other,
 def fqns_of_layers(layers: Mapping[str, Collection[str]], shape: ModelShape, where: str) -> dict[tuple[str, str], str]:
     """Return the FQN of each tensor, by layer and by its name in it. `layers` are in the order they run.
 
-    Tensors that the model recomputes keep their names, below the layer's first module.
+    Tensors that the model recomputes keep their names, below the layer's first module. Those beside a tied weight in a
+    second copy of its layer have no FQN.
 
     Raises:
         SourceError: the names of a layer are those of no module that could be there.
@@ -30,7 +32,7 @@ def fqns_of_layers(layers: Mapping[str, Collection[str]], shape: ModelShape, whe
     position = 0
     for layer, names in layers.items():
         wanted = [name for name in names if not name.endswith(ignored)]
-        taken = _match(wanted, modules[position:])
+        taken = _match(wanted, modules[position:]) or _match_tied(wanted, layers, modules[position:], shape, found)
         if taken is None:
             raise _unlike(where, layer, wanted, modules[position : position + 1])
         count, fqns = taken
@@ -56,6 +58,22 @@ def _match(names: Sequence[str], modules: Sequence[tuple[str, Sequence[str]]]) -
         if len(several) == len(names) and (found := _by_ends(names, several)) is not None:
             return count, found
     return None
+
+
+def _match_tied(
+    names: Sequence[str],
+    layers: Mapping[str, Collection[str]],
+    modules: Sequence[tuple[str, Sequence[str]]],
+    shape: ModelShape,
+    found: Mapping[tuple[str, str], str],
+) -> tuple[int, dict[str, str]] | None:
+    """Return the tied weights of a module that is the first layer once more; None if it is not."""
+    first = next(iter(layers))
+    if not modules or set(names) != set(layers[first]):
+        return None
+    replicas = {group[0]: fqn for group in shape.ties for fqn in group[1:] if fqn in modules[0][1]}
+    tied = {name: replicas[found[first, name]] for name in names if found.get((first, name)) in replicas}
+    return (1, tied) if set(tied.values()) == set(modules[0][1]) else None
 
 
 def _below(names: Sequence[str], relative: Mapping[str, str]) -> dict[str, str] | None:

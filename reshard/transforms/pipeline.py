@@ -1,7 +1,7 @@
 """The layers of a DeepSpeed PipelineModule that a model is exported to, and the names of tensors in them.
 
-What runs before the decoder layers is one layer, each decoder layer is one, and so is each module after them. A head
-that is tied to the input embedding is the first layer once more, a `TiedLayerSpec`, and has no tensors of its own.
+What runs before the decoder layers is one layer, each decoder layer is one, and so is each module after them. See
+Note [Layers that are tied].
 """
 
 from __future__ import annotations
@@ -11,25 +11,27 @@ from collections.abc import Mapping, Sequence
 
 from manifests.models import ModelShape
 
-__all__ = ["TIED_KEY", "is_tied_input", "pipeline_layers"]
+__all__ = ["is_tied_input", "pipeline_layers"]
 
-TIED_KEY = "embed"  # of the TiedLayerSpec
+# Note [Layers that are tied]: a head that is tied to the input embedding is a `TiedLayerSpec` with the key of the first
+# layer. With a `forward_fn` it computes with the first layer's module, and DeepSpeed neither saves nor loads a file of
+# it. Without one it is a module that has the weight once more, in a file of its own, and DeepSpeed replaces what it
+# loads from there by the first layer's. Outside of these files, parameters of both are called `tied_modules.KEY.*`.
 _DECODER = re.compile(r"\.\d+$")
 
 
 def pipeline_layers(shape: ModelShape) -> list[Mapping[str, str]]:
-    """Return the layers, in the order they run: the name that each tensor has in its layer, by FQN."""
-    replicas = {fqn for group in shape.ties for fqn in group[1:]}
-    modules = {module: [fqn for fqn in fqns if fqn not in replicas] for module, fqns in shape.by_module().items()}
-    named = {module: fqns for module, fqns in modules.items() if fqns}
+    """Return the layers, in the order they run: the name that each tensor has in its layer, by its owner's FQN."""
+    named = {module: fqns for module, fqns in shape.by_module().items() if fqns}
+    owners = {fqn: group[0] for group in shape.ties for fqn in group}
     before = next(iter([number for number, module in enumerate(named) if _DECODER.search(module)]), 0)
     inputs, rest = list(named)[:before], list(named)[before:]
     first = {fqn: _relative(fqn, module, len(inputs)) for module in inputs for fqn in named[module]}
-    return [first, *({fqn: _relative(fqn, module, 1) for fqn in named[module]} for module in rest)]
+    return [first, *({owners.get(fqn, fqn): _relative(fqn, module, 1) for fqn in named[module]} for module in rest)]
 
 
 def is_tied_input(shape: ModelShape, layers: Sequence[Mapping[str, str]]) -> bool:
-    """Return whether the first layer is used again as the head."""
+    """Return whether the first layer's weights are used again, by the head."""
     return any(group[0] in layers[0] for group in shape.ties)
 
 

@@ -4,9 +4,10 @@ usage: deepspeed_worker.py JOB
 
 JOB is a JSON file: "config" (of a Hugging Face model), "pp" and "dp" (degrees; without "pp" the model is transformers'
 own, else a PipelineModule), "ds_config", "segments" (pairs of a seed and a number of steps to train), and where wanted
-"weights" (safetensors to start from), "undecayed" (ends of the names of parameters without weight decay), "load" (a
-folder, and in "how": "module" or "universal"), "save" (a folder), "dump" (safetensors of the parameters by the names
-that DeepSpeed has for them) and "out" (the losses, as JSON).
+"repeats_input" (whether GPT-2's tied head is the input's module once more, not a function of it), "weights"
+(safetensors to start from), "undecayed" (ends of the names of parameters without weight decay), "load" (a folder, and
+in "how": "module", "module-not-strict" or "universal"), "save" (a folder, and in "save_at" a number of steps), "dump"
+(safetensors of the parameters by the names that DeepSpeed has for them) and "out" (the losses, as JSON).
 
 The data are the runner's synthetic tokens, so that both sides read the same.
 """
@@ -18,6 +19,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.mpt.modeling_mpt import MptBlock, build_mpt_alibi_tensor
 
 from runner.config.schema import BatchOptions, DataOptions
 from runner.data.sequences import read_batches
@@ -62,6 +65,22 @@ class GPT2Embedding(nn.Module):
         return self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1]))
 
 
+class GPT2EmbeddingAndHead(GPT2Embedding):
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(given, self.wte.weight) if given.is_floating_point() else super().forward(given)
+
+
+class MptLayer(MptBlock):
+    def __init__(self, config: Any, number: int) -> None:
+        super().__init__(config, number)
+        self.sizes = (config.n_heads, config.max_seq_len)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        length = hidden.shape[1]
+        later = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+        return super().forward(hidden, build_mpt_alibi_tensor(*self.sizes), later)[0]
+
+
 class GPT2Layer(GPT2Block):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         found = super().forward(hidden)
@@ -76,13 +95,22 @@ def loss_of(found: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(found.flatten(0, 1).float(), labels.flatten())
 
 
-def layers_of(config: Any) -> list[Any]:
+def layers_of(config: Any, *, repeats_input: bool) -> list[Any]:
     if config.model_type == "gpt2":
+        made = GPT2EmbeddingAndHead if repeats_input else GPT2Embedding
+        tied = partial(TiedLayerSpec, "embed", made, config, tied_weight_attr=["wte.weight"])
         return [
-            TiedLayerSpec("embed", GPT2Embedding, config, tied_weight_attr=["wte.weight"]),
+            tied(),
             *(LayerSpec(GPT2Layer, config, number) for number in range(config.n_layer)),
             LayerSpec(nn.LayerNorm, config.n_embd, eps=config.layer_norm_epsilon),
-            TiedLayerSpec("embed", GPT2Embedding, config, forward_fn=logits, tied_weight_attr=["wte.weight"]),
+            tied(forward_fn=None if repeats_input else logits),
+        ]
+    if config.model_type == "mpt":
+        return [
+            TiedLayerSpec("word_embeddings", nn.Embedding, config.vocab_size, config.d_model),
+            *(LayerSpec(MptLayer, config, number) for number in range(config.n_layers)),
+            LayerSpec(nn.LayerNorm, config.d_model, eps=config.layer_norm_epsilon, bias=False),
+            TiedLayerSpec("word_embeddings", nn.Linear, config.d_model, config.vocab_size, bias=False),
         ]
     return [
         LayerSpec(nn.Embedding, config.vocab_size, config.hidden_size),
@@ -101,10 +129,11 @@ def model_of(job: dict[str, Any]) -> nn.Module:
     topology = PipeModelDataParallelTopology(num_pp=job["pp"], num_mp=1, num_dp=job["dp"])
     if not job.get("with_model_axis", True):
         topology = deepspeed.runtime.pipe.topology.PipeDataParallelTopology(num_pp=job["pp"], num_dp=job["dp"])
-    model = PipelineModule(layers_of(config), topology=topology, loss_fn=loss_of)
+    layers = layers_of(config, repeats_input=job.get("repeats_input", False))
+    model = PipelineModule(layers, topology=topology, loss_fn=loss_of)
     model.universal_checkpoint_info = {
         "universal_checkpoint_version": 0.4,
-        "pipeline_replicated_parameter_patterns": [r"tied_modules\..*"] if config.model_type == "gpt2" else [],
+        "pipeline_replicated_parameter_patterns": [r"tied_modules\..*"] if config.tie_word_embeddings else [],
     }
     return model
 
@@ -162,9 +191,14 @@ def run(rank: int, job: dict[str, Any], port: int) -> None:
             parameter.data.copy_(named[name])
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config={**fixed, **job["ds_config"]})
     if "load" in job:
-        module_only = job["how"] == "module"
-        found, _ = engine.load_checkpoint(job["load"], load_module_only=module_only, load_lr_scheduler_states=False)
+        how = {
+            "load_module_only": job["how"].startswith("module"),
+            "load_module_strict": job["how"] != "module-not-strict",
+        }
+        found, _ = engine.load_checkpoint(job["load"], **how, load_lr_scheduler_states=False)
         assert found is not None
+    if job.get("save_at") == 0:
+        engine.save_checkpoint(job["save"])
     losses = []
     data = batches(job, dist.get_rank() % job["dp"])  # the data axis is the innermost
     for _ in range(sum(count for _, count in job["segments"])):

@@ -32,6 +32,10 @@ GPT2 = {
     "n_positions": 16, "vocab_size": 16, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
     "tie_word_embeddings": True,
 }  # fmt: skip
+MPT = {
+    "model_type": "mpt", "architectures": ["MptForCausalLM"], "d_model": 8, "n_layers": 2, "n_heads": 2,
+    "expansion_ratio": 4, "max_seq_len": 32, "vocab_size": 16, "tie_word_embeddings": True,
+}  # fmt: skip
 ODD = {"hidden_size": 6, "num_attention_heads": 3, "head_dim": 2, "vocab_size": 15}  # partitions that are padded
 SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 
@@ -63,6 +67,9 @@ def transformers_name(name: str, config: dict[str, Any]) -> str:
         layer = {"tied_modules": "transformer", "3": "transformer.ln_f"}.get(first, f"transformer.h.{first}")
         layer = f"transformer.h.{int(first) - 1}" if first in ("1", "2") else layer
         return f"{layer}.{rest.removeprefix('embed.')}"
+    if config is MPT:
+        layer = {"tied_modules": "wte", "3": "norm_f"}.get(first) or f"blocks.{int(first) - 1}"
+        return f"transformer.{layer}.{rest.removeprefix('word_embeddings.')}"
     fixed = {"0": "model.embed_tokens", "3": "model.norm", "4": "lm_head"}
     return f"{fixed[first] if first in fixed else f'model.layers.{int(first) - 1}'}.{rest}"
 
@@ -129,6 +136,7 @@ if __name__ == "__main__":
     write("llama", LLAMA, is_universal=False)
     write("gpt2", GPT2, is_universal=False, with_model_axis=False)
     write("gpt2-universal", GPT2, is_universal=True)
+    write("mpt", MPT, is_universal=False)  # whose head is a layer of its own
     write_zero("gpt2-zero1", GPT2, 1, undecayed=("bias", "ln_1.weight", "ln_2.weight", "ln_f.weight"))
     write_zero("llama-zero2", LLAMA | ODD, 2)
     write_llama_deepspeed(GOLDEN / "llama-deepspeed")
