@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from manifests.errors import UserError
+from reshard.layout.wording import counted
 from reshard.tensors.checkpoint import TensorAt
 
 __all__ = ["Contents", "Finding", "Findings", "count_of", "some"]
@@ -56,7 +57,7 @@ class Findings:
 
 def count_of(names: Collection[str], noun: str) -> str:
     """Return a number with its noun: "1 tensor", "2 tensors"."""
-    return f"{len(names)} {noun}" + ("" if len(names) == 1 else "s")
+    return counted(len(names), noun)
 
 
 def some(names: Collection[str]) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from manifests.errors import printable
 from manifests.index import INDEX_NAME, has_index
 from reshard.formatting import show_bytes
+from reshard.layout.wording import counted
 from reshard.operations.hub_check import HubReport
 from reshard.operations.pack_result import PackResult
 from reshard.plans.partition import Part
@@ -37,11 +38,11 @@ def hub_lines(report: HubReport) -> list[str]:
     """Return lines on which weight files were verified against the hub's SHA-256, and which were not."""
     lines = []
     if report.verified:
-        lines.append(f"verified against the hub: {len(report.verified)} weight files (SHA-256)")
+        lines.append(f"verified against the hub: {counted(len(report.verified), 'weight file')} (SHA-256)")
     if report.unverified:
         names = ", ".join(report.unverified[:3]) + (", ..." if len(report.unverified) > 3 else "")
         why = "not all of their bytes are in the output; --verify-source downloads the rest"
-        lines.append(f"not verified against the hub: {len(report.unverified)} weight files ({names}): {why}")
+        lines.append(f"not verified against the hub: {counted(len(report.unverified), 'weight file')} ({names}): {why}")
     return lines
 
 
