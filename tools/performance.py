@@ -28,6 +28,7 @@ SECTIONS = {
     "step": ("A training step", "step"),
     "bubble": ("The pipeline bubble", "bubble"),
     "saving": ("Saving", "saving"),
+    "imports": ("Checkpoints of other trainers", "imports"),
     "deepseek": ("DeepSeek-V3's shape", "deepseek"),
     "tensors": ("Many tensors", "tensors"),
     "startup": ("Start-up", "startup"),
