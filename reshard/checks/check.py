@@ -12,17 +12,20 @@ from manifests.schema import ModelDescription
 from reshard.archives.names import METADATA_NAME, is_deepspeed, is_megatron
 from reshard.checks.against import check_against
 from reshard.checks.dcp import check_dcp
-from reshard.checks.deepspeed import check_deepspeed
 from reshard.checks.digests import check_digests, check_digests_place, write_digests
 from reshard.checks.finding import Contents, Finding, Findings
 from reshard.checks.model import check_model
+from reshard.checks.opened import contents_of
 from reshard.checks.values import check_values
 from reshard.checks.weights import read_weights
 from reshard.operations.verify import VerifyOptions, verify_manifest
 from reshard.sources.dcp import read_dcp_tensors, read_dcp_weights
+from reshard.sources.deepspeed import open_deepspeed
 from reshard.sources.megatron_folder import read_megatron_weights
 from reshard.sources.megatron_tracker import find_iteration
 from reshard.sources.open import open_source
+from reshard.sources.vllm import open_vllm
+from reshard.sources.vllm_names import is_sharded_state
 from reshard.tensors.checkpoint import TensorAt
 from stores.base import Folder
 from stores.manifest_file import find_manifest_file
@@ -30,7 +33,7 @@ from stores.open import open_store
 
 __all__ = ["CheckOptions", "CheckResult", "check_checkpoint"]
 
-CheckpointKind = Literal["huggingface", "manifest", "dcp", "deepspeed"]
+CheckpointKind = Literal["huggingface", "manifest", "dcp", "deepspeed", "vllm"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,9 +71,9 @@ class CheckResult:
 def check_checkpoint(
     address: str, options: CheckOptions | None = None, progress: Callable[[int], object] = lambda nbytes: None
 ) -> CheckResult:
-    """Check a folder of Hugging Face, DCP or DeepSpeed, a packed one, a hub repository or a bucket; report problems.
+    """Check a folder of Hugging Face, DCP, DeepSpeed or vLLM, a packed one, a hub repository or a bucket.
 
-    Digests are written only where nothing else was found.
+    Problems are reported, not raised. Digests are written only where nothing else was found.
 
     Raises:
         SourceError: there is no folder, no file in it, nothing to compare with, or no digests to verify.
@@ -106,7 +109,9 @@ def check_checkpoint(
             if reads_tensors and not findings:
                 contents = replace(contents, tensors=read_dcp_tensors(folder))
         elif kind == "deepspeed":
-            contents = check_deepspeed(folder)
+            contents = contents_of(open_deepspeed(folder))
+        elif kind == "vllm":
+            contents = contents_of(open_vllm(folder))
         else:
             weights = read_weights(folder, findings)
             check_model(folder, weights, findings, count, options.description)
@@ -144,7 +149,9 @@ def _kind(files: Collection[str]) -> CheckpointKind:
         return "manifest"
     if METADATA_NAME in files:
         return "dcp"
-    return "deepspeed" if is_deepspeed(files) else "huggingface"
+    if is_deepspeed(files):
+        return "deepspeed"
+    return "vllm" if is_sharded_state(files) else "huggingface"
 
 
 def _open(address: str) -> Folder:
@@ -183,7 +190,7 @@ def _tensors_of(address: str, *, are_stored: bool) -> Mapping[str, TensorAt]:
         SourceError: it has none that could be read.
     """
     folder = _open(address)
-    if _kind(folder.names()) in ("manifest", "deepspeed"):
+    if _kind(folder.names()) in ("manifest", "deepspeed", "vllm"):
         return open_source(address).tensors
     if _is_dcp(folder):
         return read_dcp_tensors(folder) if are_stored else _dcp_weights(folder)

@@ -15,6 +15,7 @@ from reshard.sources.bundles import open_manifest
 from reshard.sources.huggingface import open_folder
 from reshard.sources.megatron_tracker import find_iteration
 from reshard.sources.model_file import read_model_file
+from reshard.sources.vllm_names import is_sharded_state
 from reshard.tensors.checkpoint import Checkpoint
 from stores.address import is_url
 from stores.base import Folder
@@ -31,14 +32,14 @@ def open_source(
     description: ModelDescription | None = None,
     like: ModelShape | None = None,
 ) -> Checkpoint:
-    """Open a manifest (its file or folder), or a folder of Hugging Face's, DCP's, Megatron's or DeepSpeed's.
+    """Open a manifest (its file or folder), or a folder of Hugging Face's, DCP's, Megatron's, DeepSpeed's or vLLM's.
 
     A manifest has its own description, and `description` is not for it. Manifests and Hugging Face folders of a model
     of the shape `like` share it.
 
     Raises:
         InputError: nothing there, or an invalid checkpoint; see `open_manifest`, `open_folder`,
-            `open_dcp`, `open_megatron` and `open_deepspeed`.
+            `open_dcp`, `open_megatron`, `open_deepspeed` and `open_vllm`.
     """
     if _is_named(source):
         return _open_manifest(find_manifest_file(source), drop, like)
@@ -57,6 +58,10 @@ def open_source(
         from reshard.sources.deepspeed import open_deepspeed
 
         return open_deepspeed(folder, drop, description)
+    if is_sharded_state(folder.names()):
+        from reshard.sources.vllm import open_vllm
+
+        return open_vllm(folder, drop, description)
     return open_folder(folder, drop, description, like)
 
 

@@ -108,7 +108,7 @@ def stored_nbytes(tensor: TensorAt) -> int:
     return sum(map(stored_nbytes, file.origins)) if isinstance(file, DerivedFile) else tensor.nbytes
 
 
-def read_blocks(tensor: TensorAt, step: int = STEP_NBYTES) -> Iterator[memoryview]:
+def read_blocks(tensor: TensorAt, step: int = STEP_NBYTES) -> Generator[memoryview]:
     """Yield a tensor's bytes, `step` at a time and fewer at the end. A block is valid until the next.
 
     Raises:

@@ -72,6 +72,7 @@ def test_commands_for_vllm(tmp_path: Path) -> None:
     run_section("vLLM", tmp_path)
     names = {f"model-pp-{stage}-tp-{rank}-part-0.safetensors" for stage in range(2) for rank in range(2)}
     assert {path.name for path in (tmp_path / "served").glob("*.safetensors")} == names
+    assert reshard("diff", tmp_path / "packed", tmp_path / "again").code == 0
 
 
 def test_commands_for_transformers(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,8 +19,8 @@ from tests.builders import DTYPE_BITS, Tensor, read_safetensors, reshard, write_
 
 Config = dict[str, Any]
 ARCHITECTURES = {
-    "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "gpt_oss": "GptOss",
-    "deepseek_v3": "DeepseekV3",
+    "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral", "qwen3_moe": "Qwen3Moe",
+    "gpt_oss": "GptOss", "deepseek_v3": "DeepseekV3",
 }  # fmt: skip
 TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -103,12 +104,19 @@ def by_export(*flags: str) -> Callable[[Path, Mapping[str, Tensor]], Path]:
     return export
 
 
+def by_ranks_of_vllm(place: Path, tensors: Mapping[str, Tensor]) -> Path:
+    """Export for two stages, if there are as many layers, of four ranks, who share key heads if these are fewer."""
+    num_layers = json.loads((place / "source" / "config.json").read_text())["num_hidden_layers"]
+    return by_export("--to", "vllm", "--pp", str(min(2, num_layers)), "--tp", "4")(place, tensors)
+
+
 def run(*args: str | Path) -> None:
     ended = reshard(*args)
     assert ended.code == 0, ended.err
 
 
 ALL = tuple(ARCHITECTURES)
+OF_VLLM = ("llama", "mistral", "qwen2", "qwen3")
 NAMED = ("llama", "qwen3", "qwen3_moe")  # whose tensors torchtitan and Megatron-Core call otherwise
 # The way there, the families that have one, whether they may have biases, and the dtypes.
 WAYS: dict[str, tuple[Callable[[Path, Mapping[str, Tensor]], Path], tuple[str, ...], bool, str]] = {
@@ -118,6 +126,8 @@ WAYS: dict[str, tuple[Callable[[Path, Mapping[str, Tensor]], Path], tuple[str, .
     "megatron": (by_export("--to", "megatron"), (*NAMED, "deepseek_v3"), False, "F32 BF16"),
     "deepspeed": (by_export("--to", "deepspeed"), ALL, True, "F32 BF16 F16"),
     "universal": (by_export("--to", "universal"), ALL, True, "F32"),
+    "vllm": (by_export("--to", "vllm"), OF_VLLM, True, "F32 BF16 F16"),
+    "vllm-ranks": (by_ranks_of_vllm, OF_VLLM, True, "F32 BF16 F16"),
     "pipeline": (by_export("--to", "universal", "--for", "pipeline"), ALL, True, "F32"),
 }
 

@@ -1,21 +1,15 @@
-"""Checks a DeepSpeed checkpoint: whether its layers or parameters are all of the model that config.json describes."""
+"""Checks a checkpoint by opening it: whether what it has, named and cut in another way, is all of its model."""
 
 from __future__ import annotations
 
 from reshard.checks.finding import Contents
-from reshard.sources.deepspeed import open_deepspeed
-from stores.base import Folder
+from reshard.tensors.checkpoint import Checkpoint
 
-__all__ = ["check_deepspeed"]
+__all__ = ["contents_of"]
 
 
-def check_deepspeed(folder: Folder) -> Contents:
-    """Return what a DeepSpeed checkpoint has.
-
-    Raises:
-        SourceError, ModelError: as `open_deepspeed`.
-    """
-    checkpoint = open_deepspeed(folder)
+def contents_of(checkpoint: Checkpoint) -> Contents:
+    """Return what a checkpoint has."""
     assert checkpoint.originals is not None, "every source has them"
     tensors = [tensor for kind in (checkpoint.tensors, *checkpoint.moments.values()) for tensor in kind.values()]
     return Contents(
