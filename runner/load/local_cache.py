@@ -1,20 +1,30 @@
-"""The local cache of bundles (`--stage-to-local`): a node's ranks copy what they read to its own disk first."""
+"""The local cache of bundles (`--stage-to-local`): a node's ranks copy what they read to its own disk first.
+
+Shards that several nodes need are read from the store by one of them, which gives them to the others.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+import secrets
 import threading
 import time
-from collections.abc import Container
-from dataclasses import dataclass, replace
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-from manifests.errors import ManifestError
+import torch.distributed as dist
+
+from manifests.errors import InputError, ManifestError
 from manifests.schema import MOMENTS, WEIGHTS, Holds, Manifest, Shard
 from manifests.store import parent_of
 from runner.bundle.cache_folder import CacheFolder, assign_shards, check_cacheable, node_folder, shards_of
 from runner.bundle.packed import Packed, open_packed
+from runner.bundle.peers import PeerFile, PeerServer, Wanted, assign_sources, own_address
 from runner.bundle.remote import fetch, name_of
 from runner.config.flags import TrainOptions
 from runner.distributed.fail_together import from_rank_0, together
@@ -28,6 +38,8 @@ __all__ = ["CacheReport", "LocalCache", "fetch_to_cache", "local_cache_of"]
 
 logger = logging.getLogger("runner")
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheReport:
@@ -37,6 +49,7 @@ class CacheReport:
     reused_nbytes: int
     num_damaged: int  # cached shards that were damaged, and copied again
     copy_s: float
+    peer_nbytes: int = 0  # of those that were copied, bytes from other nodes
 
 
 def local_cache_of(
@@ -90,6 +103,23 @@ def _modules_on_node(launched: Manifest, mesh: Mesh, world: World) -> frozenset[
     return frozenset(module for stage in stages for module in launched.stages[stage].modules)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Peers:
+    """Where the shards are that come from other nodes, and the server of those that go there."""
+
+    places: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    token: str = ""
+    server: PeerServer | None = None
+
+    def file(self, shard: Shard, stop: threading.Event) -> PeerFile:
+        host, port = self.places[shard.path]
+        return PeerFile(host=host, port=port, token=self.token, shard=shard, stop=stop)
+
+    def finish(self) -> None:
+        if self.server is not None:
+            self.server.finish()
+
+
 class LocalCache:
     """The shards of one manifest that the ranks of this node read, in a folder on its own disk."""
 
@@ -120,13 +150,15 @@ class LocalCache:
         with together("stage to local"):
             if self._world.local_rank == 0:
                 self._folder.check_room(self._shards)
-        nbytes, reused_nbytes, num_damaged = in_rounds("stage to local", partial(self._ensure_own, verifies))
-        report = CacheReport(
-            nbytes=nbytes,
-            reused_nbytes=reused_nbytes,
-            num_damaged=num_damaged,
-            copy_s=time.perf_counter() - started_s,
-        )
+            wanted = [
+                Wanted(path=shard.path, nbytes=shard.nbytes, is_cached=self._folder.has(shard)) for shard in self._own
+            ]
+        if verifies:
+            report = in_rounds("stage to local", self._verify_own)
+        else:
+            with self._peers(wanted) as peers:
+                report = in_rounds("stage to local", partial(self._ensure_own, peers))
+        report = replace(report, copy_s=time.perf_counter() - started_s)
         self._say(report)
         return report
 
@@ -134,19 +166,58 @@ class LocalCache:
         """Copy damaged shards again, and return whether any node had one. Every rank of the job calls this."""
         return not is_true_for_all(self.ensure(verifies=True).num_damaged == 0)
 
-    def _ensure_own(self, verifies: bool, stop: threading.Event) -> tuple[int, int, int]:
-        """Cache this rank's part; return the bytes copied, the bytes already cached, and the damaged shards."""
-        nbytes, reused_nbytes, num_damaged = 0, 0, 0
-        for shard in assign_shards(self._shards, self._world.local_size)[self._world.local_rank]:
-            if self._ensure(shard, stop):
-                nbytes += shard.nbytes
-            elif verifies and not self._folder.verify(shard, stop):
-                num_damaged += 1
-                nbytes += shard.nbytes
-                self._ensure(shard, stop)
-            else:
-                reused_nbytes += shard.nbytes
-        return nbytes, reused_nbytes, num_damaged
+    @property
+    def _own(self) -> tuple[Shard, ...]:
+        """This rank's part of its node's shards."""
+        return assign_shards(self._shards, self._world.local_size)[self._world.local_rank]
+
+    @contextmanager
+    def _peers(self, wanted: list[Wanted]) -> Iterator[_Peers]:
+        """Agree on who reads each shard from the store, and serve this rank's to the others. Every rank calls this."""
+        sources = assign_sources(dict(enumerate(_gather(wanted))))
+        if not sources:
+            yield _Peers()
+            return
+        token = from_rank_0(secrets.token_hex())
+        bound, told = own_address(os.environ.get("MASTER_ADDR", "localhost"))
+        with together("stage to local"):
+            server = PeerServer(self._folder, self._own, token, bound)
+        with server:
+            places = _gather((told, server.port))
+            others = {path: places[rank] for path, rank in sources.items() if rank != self._world.rank}
+            yield _Peers(places=others, token=token, server=server)
+
+    def _ensure_own(self, peers: _Peers, stop: threading.Event) -> CacheReport:
+        """Cache this rank's part: first what others may wait for, then what this rank waits for."""
+        copied = [shard for shard in self._own if shard.path not in peers.places and self._ensure(shard, stop)]
+        peers.finish()
+        from_peers = list[Shard]()
+        for shard in self._own:
+            if shard.path in peers.places:
+                try:
+                    from_peers += [shard] * self._folder.ensure(peers.file(shard, stop), shard, stop)
+                except InputError as error:
+                    logger.info("[rank %d] %s; reading it from %s", self._world.rank, error, self._origin.root)
+                    copied += [shard] * self._ensure(shard, stop)
+        return self._report([*copied, *from_peers], peer_nbytes=sum(shard.nbytes for shard in from_peers))
+
+    def _verify_own(self, stop: threading.Event) -> CacheReport:
+        """Verify this rank's part, and copy what is missing or damaged."""
+        missing = [shard for shard in self._own if self._ensure(shard, stop)]
+        damaged = [shard for shard in self._own if shard not in missing and not self._folder.verify(shard, stop)]
+        for shard in damaged:
+            self._ensure(shard, stop)
+        return self._report([*missing, *damaged], num_damaged=len(damaged))
+
+    def _report(self, copied: Sequence[Shard], *, num_damaged: int = 0, peer_nbytes: int = 0) -> CacheReport:
+        nbytes = sum(shard.nbytes for shard in copied)
+        return CacheReport(
+            nbytes=nbytes,
+            reused_nbytes=sum(shard.nbytes for shard in self._own) - nbytes,
+            num_damaged=num_damaged,
+            copy_s=0.0,
+            peer_nbytes=peer_nbytes,
+        )
 
     def _ensure(self, shard: Shard, stop: threading.Event) -> bool:
         return self._folder.ensure(self._origin.root.file(shard.path), shard, stop)
@@ -154,7 +225,16 @@ class LocalCache:
     def _say(self, report: CacheReport) -> None:
         if report.nbytes or report.reused_nbytes:
             logger.info(
-                "[rank %d] copied %.2f GiB to %s in %.2f s; %.2f GiB were already cached%s",
-                self._world.rank, report.nbytes / 2**30, self.path, report.copy_s, report.reused_nbytes / 2**30,
+                "[rank %d] copied %.2f GiB to %s in %.2f s%s; %.2f GiB were already cached%s",
+                self._world.rank, report.nbytes / 2**30, self.path, report.copy_s,
+                f", {report.peer_nbytes / 2**30:.2f} GiB of it from other nodes" if report.peer_nbytes else "",
+                report.reused_nbytes / 2**30,
                 f"; {report.num_damaged} damaged shards were copied again" if report.num_damaged else "",
             )  # fmt: skip
+
+
+def _gather(value: T) -> list[T]:
+    """Return the value of each rank; every rank calls this."""
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -73,7 +73,8 @@ class Metrics:
         for each in ranks:
             report, copied = each.report, each.copied
             staged = {} if copied is None else {
-                "staged_nbytes": copied.nbytes, "reused_nbytes": copied.reused_nbytes, "staged_s": copied.copy_s
+                "staged_nbytes": copied.nbytes, "peer_nbytes": copied.peer_nbytes,
+                "reused_nbytes": copied.reused_nbytes, "staged_s": copied.copy_s,
             }  # fmt: skip
             self._write(
                 rank=each.rank,

@@ -163,3 +163,22 @@ def paths_on(stage: int, folder: Path) -> set[str]:
 def hosts_of_ranks(log: Path) -> list[str]:
     beats = sorted((log / "heartbeat").glob("rank-*.json"))
     return [json.loads(beat.read_text())["host"] for beat in beats]
+
+
+@pytest.mark.slow
+def test_nodes_with_the_same_stage_read_it_from_the_store_once(network: Network, packed: Path, tmp_path: Path) -> None:
+    halves = tmp_path / "pp2"
+    assert reshard("pack", packed, "--layout", "pp=2", "--out", halves).code == 0
+    log = tmp_path / "log"
+    flags = ("--stage-to-local", tmp_path / "DISK" / "copies")
+    run_pods(network, container_of(halves, log, *flags, training=("--steps", "1", "--dp-replicate", "2")), tmp_path)
+    read = [path for node in NODES for path in opened_by(node, tmp_path) if path.is_relative_to(halves)]
+    assert sorted(read) == sorted(halves / shard.path for shard in read_manifest(halves).shards)
+    ranks = [
+        line for line in map(json.loads, (log / "metrics.jsonl").read_text().splitlines()) if "peer_nbytes" in line
+    ]
+    nbytes = sum(shard.nbytes for shard in read_manifest(halves).shards)
+    assert [sum(rank[name] for rank in ranks) for name in ("staged_nbytes", "peer_nbytes")] == [2 * nbytes, nbytes]
+    first = folder_of(halves)
+    for number, node in enumerate(NODES):
+        assert copies_on(node, tmp_path) == {f"{first}/{path}" for path in paths_on(number // 2, halves)}

@@ -43,7 +43,7 @@ LOADED = RankLoad(
     report=LoadReport(num_tensors=7, num_parts=7, nbytes=2 << 30, load_s=4.0),
     base_nbytes=100,
     planned_nbytes=200,
-    copied=CacheReport(nbytes=30, reused_nbytes=40, num_damaged=0, copy_s=0.5),
+    copied=CacheReport(nbytes=30, reused_nbytes=40, num_damaged=0, copy_s=0.5, peer_nbytes=20),
 )
 
 
@@ -72,7 +72,8 @@ def test_lines_say_what_happened(tmp_path: Path, capsys: pytest.CaptureFixture[s
     loaded, step, evaluation, checkpoint, failed, *ended = write_all(tmp_path / "log" / "metrics.jsonl", 0.5)
     assert loaded == {
         "rank": 1, "stages": [1, 3], "num_tensors": 7, "load_nbytes": 2 << 30, "load_s": 4.0, "load_gib_per_s": 0.5,
-        "base_nbytes": 100, "planned_nbytes": 200, "staged_nbytes": 30, "reused_nbytes": 40, "staged_s": 0.5,
+        "base_nbytes": 100, "planned_nbytes": 200,
+        "staged_nbytes": 30, "peer_nbytes": 20, "reused_nbytes": 40, "staged_s": 0.5,
     }  # fmt: skip
     assert step == {
         "step": 4, "loss": 2.5, "grad_norm": 1.5, "lr": 1e-3, "num_tokens": 600, "step_s": 2.0,

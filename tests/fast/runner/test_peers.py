@@ -1,0 +1,146 @@
+"""Shards that the nodes of a job give each other."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+from collections.abc import Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from manifests.errors import ShardError, UnreachableError
+from manifests.schema import Shard
+from manifests.store import read_manifest
+from runner.bundle import peers
+from runner.bundle.cache_folder import CacheFolder
+from runner.bundle.peers import PeerFile, PeerServer, Wanted, assign_sources, own_address
+from stores.local import LocalFolder
+from tests.builders import reshard
+from tests.fast.runner.tiny import save_model
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("peers")
+    save_model(folder / "tied", tie_word_embeddings=True)
+    assert reshard("pack", folder / "tied", "--layout", "pp=2", "--out", folder / "pp2").code == 0
+    return folder / "pp2"
+
+
+@pytest.fixture
+def shard(packed: Path) -> Shard:
+    return read_manifest(packed).stages[0].shards[0]
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> CacheFolder:
+    return CacheFolder(path=tmp_path / "there", limit_s=5)
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> CacheFolder:
+    return CacheFolder(path=tmp_path / "here", limit_s=5)
+
+
+@pytest.fixture
+def server(there: CacheFolder, shard: Shard, monkeypatch: pytest.MonkeyPatch) -> Iterator[PeerServer]:
+    monkeypatch.setattr(peers, "_HELD_S", 0.2)
+    with PeerServer(there, [shard], "token", "127.0.0.1") as server:
+        yield server
+
+
+def file_of(server: PeerServer, shard: Shard, token: str = "token") -> PeerFile:
+    return PeerFile(host="127.0.0.1", port=server.port, token=token, shard=shard, stop=threading.Event())
+
+
+def fill(folder: CacheFolder, packed: Path, shard: Shard) -> None:
+    folder.ensure(LocalFolder(packed).file(shard.path), shard, threading.Event())
+
+
+def test_shard_is_waited_for_and_arrives_whole(
+    server: PeerServer, here: CacheFolder, there: CacheFolder, packed: Path, shard: Shard
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        copied = pool.submit(here.ensure, file_of(server, shard), shard, threading.Event())
+        fill(there, packed, shard)
+        assert copied.result(timeout=20)
+    assert (here.path / shard.path).read_bytes() == (packed / shard.path).read_bytes()
+
+
+def test_shard_that_does_not_come_is_not_waited_for(server: PeerServer, here: CacheFolder, shard: Shard) -> None:
+    server.finish()
+    with pytest.raises(UnreachableError) as refused:
+        here.ensure(file_of(server, shard), shard, threading.Event())
+    assert refused.value.code == "store.unreachable"
+    assert not here.has(shard)
+
+
+def test_wait_ends_when_another_rank_fails(server: PeerServer, here: CacheFolder, shard: Shard) -> None:
+    file = file_of(server, shard)
+    file.stop.set()
+    with pytest.raises(CancelledError):
+        here.ensure(file, shard, file.stop)
+
+
+def test_damaged_shard_is_refused_on_arrival(
+    server: PeerServer, here: CacheFolder, there: CacheFolder, packed: Path, shard: Shard
+) -> None:
+    fill(there, packed, shard)
+    data = bytearray((there.path / shard.path).read_bytes())
+    data[-5] ^= 1
+    (there.path / shard.path).write_bytes(data)
+    with pytest.raises(ShardError) as refused:
+        here.ensure(file_of(server, shard), shard, threading.Event())
+    assert refused.value.code == "shard.digest-mismatch"
+    assert list(here.path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("token", "path", "status"),
+    [
+        ("other", None, 403),
+        ("", None, 403),
+        ("token", "/config.json", 403),
+        ("token", "/../../etc/passwd", 403),
+        ("token", None, 206),
+    ],
+)
+def test_only_the_job_reads_and_only_shards(
+    server: PeerServer, there: CacheFolder, packed: Path, shard: Shard, token: str, path: str | None, status: int
+) -> None:
+    fill(there, packed, shard)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=5)
+    connection.request("GET", path or f"/{shard.path}", headers={"X-Job-Token": token, "Range": "bytes=0-7"})
+    answer = connection.getresponse()
+    assert (answer.status, answer.read()) == (
+        status,
+        (packed / shard.path).read_bytes()[:8] if status == 206 else b"",
+    )
+    connection.close()
+
+
+def test_node_that_is_gone_is_unreachable(here: CacheFolder, there: CacheFolder, shard: Shard) -> None:
+    with PeerServer(there, [shard], "token", "127.0.0.1") as server:
+        file = file_of(server, shard)
+    with pytest.raises(UnreachableError):
+        here.ensure(file, shard, threading.Event())
+
+
+def test_each_shard_is_read_by_one_node_and_the_bytes_are_shared_out() -> None:
+    both = [Wanted(path=name, nbytes=nbytes, is_cached=False) for name, nbytes in (("a", 50), ("b", 30), ("c", 20))]
+    own = Wanted(path="d", nbytes=40, is_cached=False)
+    assert assign_sources({0: both, 1: [*both, own]}) == {"a": 0, "b": 1, "c": 0}
+
+
+def test_shard_that_a_node_has_comes_from_there() -> None:
+    shard = Wanted(path="a", nbytes=50, is_cached=False)
+    assert assign_sources({0: [shard], 1: [replace(shard, is_cached=True)], 2: [shard]}) == {"a": 1}
+    assert assign_sources({0: [shard], 1: []}) == {}
+
+
+def test_first_node_is_told_by_name_where_that_is_the_loopback_interface() -> None:
+    assert own_address("localhost") == ("0.0.0.0", "localhost")
+    assert own_address("no-such-host.invalid") == ("0.0.0.0", "no-such-host.invalid")
