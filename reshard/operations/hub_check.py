@@ -61,10 +61,10 @@ class HubCheck:
         }
         self._unverified = tuple(name for name, file in listed.items() if file not in self._ready)
         self._done, self._lock = dict[Path, tuple[Range, ...]](), threading.Lock()
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="hub-check")
+        self._pool = ThreadPoolExecutor(threads_for_ranks(), thread_name_prefix="hub-check")
 
     def written(self, run: Run) -> None:
-        """Hash what follows what is hashed already, in another thread, now that a run is on disk."""
+        """Hash what follows what is hashed already, in other threads, now that a run is on disk."""
         if not self._ready or not isinstance(run.output, OutputFile):
             return
         path, end = run.output.path, run.position + sum(tensor.nbytes for tensor in run.tensors)
@@ -79,10 +79,8 @@ class HubCheck:
         Raises:
             SourceError: a file does not match its SHA-256.
         """
-        self._pool.shutdown()
-        with ThreadPoolExecutor(threads_for_ranks(), thread_name_prefix="hub-check") as pool:
-            for done in [pool.submit(file.verify) for file in self._ready.values()]:
-                done.result()
+        for done in [self._pool.submit(file.verify) for file in self._ready.values()]:
+            done.result()
         return HubReport(verified=tuple(file.name for file in self._ready.values()), unverified=self._unverified)
 
     def __enter__(self) -> Self:
@@ -123,10 +121,20 @@ class _Verified:
 
     def __init__(self, name: str, file: Listed, head: bytes, pieces: Sequence[_Piece]) -> None:
         self.name, self._file, self._head, self._pieces = name, file, head, pieces
+        self._one, self._is_asked = threading.Lock(), False
         self._begin()
 
     def follow(self, until: Callable[[_Piece], int]) -> None:
-        """Hash the next pieces, as far as they are written."""
+        """Hash the next pieces, as far as they are written, unless another thread does."""
+        self._is_asked = True
+        while self._is_asked and self._one.acquire(blocking=False):
+            try:
+                self._is_asked = False
+                self._hash(until)
+            finally:
+                self._one.release()
+
+    def _hash(self, until: Callable[[_Piece], int]) -> None:
         try:
             while self._left and (end := until(self._left[0])) > self._left[0].position:
                 piece = self._left.popleft()
@@ -139,9 +147,11 @@ class _Verified:
 
     def verify(self) -> None:
         """Hash the rest and compare; a file that differs is hashed again, now that all of it is at rest."""
-        if self._finished() != self._file.listed:
-            self._begin()
-        if (found := self._finished()) != self._file.listed:
+        with self._one:
+            if self._finished() != self._file.listed:
+                self._begin()
+            found = self._finished()
+        if found != self._file.listed:
             raise SourceError(
                 str(self._file),
                 f"expected SHA-256 {self._file.listed} (the hub's listing), found {found}",

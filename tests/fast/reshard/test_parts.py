@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -301,12 +302,16 @@ def test_parts_and_commit_killed_at_any_time_and_run_again_give_the_same_bytes(
 @pytest.mark.parametrize(
     "seed", [seed if seed < 3 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(50)]
 )
-def test_parts_finish_what_a_killed_part_left(seed: int, source: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+def test_parts_finish_what_a_killed_part_left(
+    seed: int, num_calls: int, source: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
     out, dice = tmp_path / "out", random.Random(seed)
-    killed = dice.choice((1, 2, 3))
-    pids = {number: _begin(partial(pack_part, source, out, f"{number}/3", "--take-over", "1")) for number in (1, 2, 3)}
-    time.sleep(dice.uniform(0, 0.15))
-    os.kill(pids.pop(killed), signal.SIGKILL)
+    killed, after = dice.choice((1, 2, 3)), dice.randrange(num_calls * 9 // 10)
+    pids = {}
+    for number in (1, 2, 3):
+        work = partial(pack_part, source, out, f"{number}/3", "--take-over", "1")
+        pids[number] = _begin(work, _claim(out, killed, 3), signal.SIGKILL, after) if number == killed else _begin(work)
+    assert os.waitpid(pids.pop(killed), 0)[1] in (signal.SIGKILL, 0)  # 0: on a busy machine, others may be faster
     assert [os.waitpid(pid, 0)[1] for pid in pids.values()] == [0, 0]
     ended = reshard("commit", out)
     assert ended.code == 0, ended.err
@@ -314,11 +319,20 @@ def test_parts_finish_what_a_killed_part_left(seed: int, source: Path, whole: di
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.fixture(scope="module")
+def num_calls(source: Path) -> int:
+    """Return how many functions are called to write a part, once it is claimed."""
+    out, found = source.parent / "counted", source.parent / "calls"
+    pid = _begin(partial(pack_part, source, out, "3/3"), _claim(out, 3, 3), counted=found)
+    assert os.waitpid(pid, 0)[1] == 0
+    return int(found.read_text())
+
+
 def test_part_that_hangs_is_taken_over_and_does_no_harm_when_it_goes_on(
     source: Path, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
     out, records = tmp_path / "out", tmp_path / ".out.parts"
-    hangs = _begin(partial(pack_part, source, out, "1/2"), stops_after=records / "part-00001-of-00002.claim-1")
+    hangs = _begin(partial(pack_part, source, out, "1/2"), _claim(out, 1, 2), signal.SIGSTOP, after=200)
     assert os.WIFSTOPPED(os.waitpid(hangs, os.WUNTRACED)[1])
     ended = pack_part(source, out, "2/2", "--take-over", "1", "--json")
     assert (ended.code, ended.json["taken_over"]) == (0, [1])
@@ -345,22 +359,38 @@ def test_parts_that_nobody_began_are_packed_by_those_that_are_done(
     assert files_in(tmp_path / "out") == whole
 
 
-def _begin(work: Callable[[], Ended], stops_after: Path | None = None) -> int:
-    """Do this in a copy of this process, which stops when it opens a file once this one exists."""
+def _claim(out: Path, number: int, num_parts: int) -> Path:
+    """Return the first claim of a part."""
+    return records_folder(out) / f"part-{number:05}-of-{num_parts:05}.claim-1"
+
+
+def _begin(
+    work: Callable[[], Ended], claim: Path | None = None, sends: int = 0, after: int = 0, counted: Path | None = None
+) -> int:
+    """Do this in a copy of this process, which sends itself a signal so many calls of functions after this claim."""
     pid = os.fork()
     if pid == 0:
-        code, is_stopped = 1, stops_after is None
+        code, num_calls = 1, 0
 
-        def stop(event: str, arguments: tuple[Any, ...]) -> None:
-            nonlocal is_stopped
-            if event == "open" and not is_stopped and stops_after is not None and stops_after.exists():
-                is_stopped = True
-                os.kill(os.getpid(), signal.SIGSTOP)
+        def call(frame: object, event: str, argument: object) -> None:
+            nonlocal num_calls, sends
+            num_calls += 1
+            if sends and num_calls > after:
+                now, sends = sends, 0
+                os.kill(os.getpid(), now)
+
+        def begin(event: str, arguments: tuple[Any, ...]) -> None:
+            if event == "open" and claim is not None and str(arguments[0]) == str(claim):
+                threading.setprofile(call)
+                sys.setprofile(call)
 
         try:
-            sys.addaudithook(stop)
+            sys.addaudithook(begin)
             code = work().code
         finally:
+            sys.setprofile(None)
+            if counted is not None:
+                counted.write_text(str(num_calls))
             os._exit(code)
     return pid
 
