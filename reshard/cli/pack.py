@@ -90,7 +90,7 @@ def pack(
         )
     )  # fmt: skip
     if division.scheduler is not None:  # with a plan that can be packed
-        parts.submit(division, out, force=force, dry_run=dry_run, as_json=as_json)
+        parts.submit(division, source, out, force=force, dry_run=dry_run, as_json=as_json)
         return
     options.name_links(prepared.links, quiet)
     if dry_run:

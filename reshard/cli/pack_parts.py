@@ -15,6 +15,7 @@ from reshard.cli import options
 
 if TYPE_CHECKING:
     from reshard.operations.divide import Division
+    from reshard.operations.kubernetes_job import PackPods
 
 __all__ = ["command_line", "commit", "flags", "submit"]
 
@@ -29,13 +30,34 @@ _FLAGS = (
         help="Then take over parts that no process has worked on for so long, until all are done.",
     ),
     click.option("--parts", "num_parts", type=click.IntRange(1, 512), metavar="N", help="Submit N parts and a commit."),
-    click.option("--scheduler", type=click.Choice(["slurm"]), help="Scheduler to submit them to."),
+    click.option(
+        "--scheduler", type=click.Choice(["slurm", "job"]), help="Submit them to Slurm, or as a Job of Kubernetes."
+    ),
+    click.option("--image", metavar="IMAGE", help="With --scheduler job: image that contains reshard."),
+    click.option(
+        "--mount",
+        "mounts",
+        multiple=True,
+        metavar="X:/FOLDER",
+        help="With --scheduler job: mount a claim, or a node's /FOLDER; may be repeated.",
+    ),
     click.option("--partition", metavar="NAME", help="Slurm partition."),
     click.option("--account", metavar="NAME", help="Slurm account."),
     click.option("--time", metavar="TIME", help="Time limit of each part, such as 1:00:00."),
     click.option("--sbatch-arg", multiple=True, metavar="X", help="Another option for sbatch; may be repeated."),
 )
-_LEFT_OUT = ("part", "num_parts", "scheduler", "partition", "account", "time", "sbatch_arg", "dry_run")
+_LEFT_OUT = (
+    "part",
+    "num_parts",
+    "scheduler",
+    "image",
+    "mounts",
+    "partition",
+    "account",
+    "time",
+    "sbatch_arg",
+    "dry_run",
+)
 
 
 def flags(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,7 +66,8 @@ def flags(command: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(command)
     def gathered(
         *, part: str | None, take_over_s: int | None, num_parts: int | None, scheduler: str | None,
-        partition: str | None, account: str | None, time: str | None, sbatch_arg: tuple[str, ...], **others: Any,
+        image: str | None, mounts: tuple[str, ...], partition: str | None, account: str | None, time: str | None,
+        sbatch_arg: tuple[str, ...], **others: Any,
     ) -> Any:  # fmt: skip
         from reshard.operations.divide import NAMED_OPTIONS, Division
         from reshard.plans.partition import parse_part
@@ -58,6 +81,8 @@ def flags(command: Callable[..., Any]) -> Callable[..., Any]:
             num_parts=num_parts,
             scheduler=scheduler,
             sbatch=(*named, *sbatch_arg),
+            image=image,
+            mounts=mounts,
             command=arguments,
         )
         return command(division=division, **others)
@@ -87,14 +112,18 @@ def command_line() -> tuple[str, ...]:
     return tuple(arguments)
 
 
-def submit(division: Division, out: str | Path, *, force: bool, dry_run: bool, as_json: bool) -> None:
-    """Submit the parts and their commit to Slurm, or print what would be submitted.
+def submit(division: Division, source: str, out: str | Path, *, force: bool, dry_run: bool, as_json: bool) -> None:
+    """Submit the parts and their commit, or print what would be submitted.
 
     Raises:
+        UsageError: see `Division.pods`.
         OutputError: `out` exists or cannot be written.
-        LaunchError: Slurm refuses the jobs.
-        InputError: sbatch is not installed here.
+        LaunchError: the scheduler refuses the jobs.
+        InputError: its command is not installed here.
     """
+    if division.scheduler == "job":
+        _submit_pods(division.pods(source, out, force=force), dry_run=dry_run, as_json=as_json)
+        return
     from reshard.operations import slurm_array as slurm
 
     job = division.job(out, force=force)
@@ -109,6 +138,19 @@ def submit(division: Division, out: str | Path, *, force: bool, dry_run: bool, a
         click.echo(
             f"submitted {job.num_parts} parts as job {parts}\nsubmitted a commit that depends on them as {commit}"
         )
+
+
+def _submit_pods(pods: PackPods, *, dry_run: bool, as_json: bool) -> None:
+    from reshard.operations import kubernetes_job
+
+    text = kubernetes_job.render(pods)
+    if dry_run:
+        document = {"version": 1, "num_parts": pods.num_parts, "script": text}
+        click.echo(json.dumps(document) if as_json else text, nl=as_json)
+        return
+    name = kubernetes_job.submit(pods)
+    done = {"version": 1, "num_parts": pods.num_parts, "parts": {"job": name}}
+    click.echo(json.dumps(done) if as_json else f"submitted {pods.num_parts} parts and their commit as {name}")
 
 
 @click.command()

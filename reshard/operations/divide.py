@@ -1,4 +1,4 @@
-"""How a pack is divided: one part packed here, or all parts and their commit submitted to Slurm."""
+"""How a pack is divided: one part packed here, or all parts and their commit submitted to Slurm or Kubernetes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from stores.address import is_url
 from stores.manifest_file import Address
 
 if TYPE_CHECKING:
+    from reshard.operations.kubernetes_job import PackPods
     from reshard.operations.slurm_array import PackJob
 
 __all__ = ["NAMED_OPTIONS", "Division", "not_in_bucket"]
@@ -21,10 +22,11 @@ NAMED_OPTIONS = ("--partition", "--account", "--time")  # of sbatch, which are f
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Division:
-    """One `part` is packed here, or `num_parts` are submitted with options of `sbatch`; or neither.
+    """One `part` is packed here, or `num_parts` are submitted to a `scheduler`; or neither.
 
-    Parts that are done take over those that no process has worked on for `take_over_s`. `command` has the arguments of
-    reshard without those that divide the pack.
+    Slurm gets options of `sbatch`, a Job of Kubernetes an `image` and `mounts`. Parts that are done take over those
+    that no process has worked on for `take_over_s`. `command` has the arguments of reshard without those that divide
+    the pack.
     """
 
     part: Part | None = None
@@ -32,6 +34,8 @@ class Division:
     num_parts: int | None = None
     scheduler: str | None = None
     sbatch: tuple[str, ...] = ()
+    image: str | None = None
+    mounts: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
 
     def check(self, out: Address, *, virtual: bool, verify_source: bool) -> None:
@@ -52,7 +56,10 @@ class Division:
             given, lacking = ("--parts", "--scheduler") if self.scheduler is None else ("--scheduler", "--parts")
             hint = "use --parts 8 --scheduler slurm, or --part 1/8"
             raise UsageError(given, f"requires {lacking}", hint, code="options.needs-scheduler")
-        if self.sbatch and self.scheduler is None:
+        for lone, value in (("--image", self.image), ("--mount", self.mounts)):
+            if value and self.scheduler != "job":
+                raise UsageError(lone, "requires --scheduler job", "leave it out", code="options.needs-scheduler")
+        if self.sbatch and self.scheduler != "slurm":
             flag = self.sbatch[0].partition("=")[0]
             flag = flag if flag in NAMED_OPTIONS else "--sbatch-arg"
             raise UsageError(flag, "requires --scheduler slurm", "leave it out", code="options.needs-scheduler")
@@ -69,6 +76,31 @@ class Division:
         if virtual:
             problem = "conflicts with --virtual: a virtual pack has no bytes to divide"
             raise UsageError(flag, problem, "leave one of the two out", code="options.conflict")
+
+    def pods(self, source: str, out: Address, *, force: bool) -> PackPods:
+        """Return the Job of all parts, the first of which commits.
+
+        Raises:
+            UsageError: see `PackPods.check`, or `force` is given: a pod that is started again cannot tell old from new.
+            OutputError: `out` exists or cannot be written.
+        """
+        from reshard.operations.kubernetes_job import PackPods
+        from reshard.operations.slurm_array import check_out
+
+        if force:
+            problem, hint = "is not supported with --scheduler job", "remove the old output first"
+            raise UsageError("--force", problem, hint, code="options.conflict")
+        check_out(Path(out), force=False)
+        pods = PackPods(
+            num_parts=self.num_parts or 1,
+            pack=self.command,
+            source=source,
+            out=Path(out),
+            image=self.image,
+            mounts=self.mounts,
+        )
+        pods.check()
+        return pods
 
     def job(self, out: Address, *, force: bool) -> PackJob:
         """Return the jobs of all parts and their commit.

@@ -8,17 +8,14 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from manifests.errors import (
-    InputError,
-    LaunchError,
-    UsageError,
-)
+from manifests.errors import InputError, UsageError
+from manifests.kubernetes import ABSENT, MOUNT, MOUNT_FORM, literal, run_kubectl, said_by_kubectl, volumes_of
 from runner.config.schema import SYNTHETIC
 from runner.launch.decide import FINAL
 from runner.launch.job import Job
@@ -30,14 +27,10 @@ __all__ = ["JobSetState", "cancel", "find_phases", "find_state", "print_logs", "
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _MAX_NAME = 40  # pods are named NAME-node-0-INDEX-xxxxx, within 63 characters
-_MOUNT = re.compile(r"(/[^:]*|[a-z0-9]([-a-z0-9.]*[a-z0-9])?):(?P<target>/[^:/][^:]*)")  # a claim's name is a DNS name
 _PORT = 29500  # every pod has an address of its own
-_LIMIT_S = 60
 _CONTAINER = "runner"
 _SHARED_MEMORY = "/dev/shm"
 _MAX_PODS = 99_999  # as many as --nnodes takes; kubectl's own limit is 5
-_ABSENT = ("not found on this machine", "run this where kubectl reaches the cluster; launch --dry-run does not need it")
-_LOGGED = re.compile(r"[EWI]\d{4} ")  # a line of kubectl's log, as klog writes it
 # A pod that exits with a code that no restart fixes fails its job, and that fails the JobSet without a restart.
 _MISTAKEN = {"action": "FailJob", "onExitCodes": {"containerName": _CONTAINER, "operator": "In", "values": list(FINAL)}}
 _ENDS = {"name": "mistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
@@ -86,7 +79,7 @@ def submit(job: Job) -> JobRecord:
         UserError: there is no kubectl, or the cluster refuses the job.
     """
     create = ["kubectl", "create", "-f", "-", "-o", "jsonpath={.metadata.namespace}"]
-    namespace = _call(create, standard_input=render(job)).strip()
+    namespace = run_kubectl(create, standard_input=render(job)).strip()
     return JobRecord(scheduler="jobset", id=job.name, name=job.name, output="", namespace=namespace)
 
 
@@ -96,7 +89,7 @@ def find_state(record: JobRecord) -> JobSetState:
     Raises:
         UserError: Kubernetes does not answer.
     """
-    shown = _call(["kubectl", "get", "jobset", record.id, *_inside(record), "--ignore-not-found", "-o", "json"])
+    shown = run_kubectl(["kubectl", "get", "jobset", record.id, *_inside(record), "--ignore-not-found", "-o", "json"])
     if not shown.strip():
         return JobSetState(_FORGOTTEN)
     conditions = json.loads(shown).get("status", {}).get("conditions", [])
@@ -106,7 +99,7 @@ def find_state(record: JobRecord) -> JobSetState:
 
 def cancel(record: JobRecord) -> None:
     """Delete a job."""
-    _call(["kubectl", "delete", "jobset", record.id, *_inside(record), "--ignore-not-found", "--wait=false"])
+    run_kubectl(["kubectl", "delete", "jobset", record.id, *_inside(record), "--ignore-not-found", "--wait=false"])
 
 
 def find_phases(record: JobRecord) -> list[str]:
@@ -115,7 +108,7 @@ def find_phases(record: JobRecord) -> list[str]:
     Raises:
         UserError: Kubernetes does not answer.
     """
-    return _call(["kubectl", "get", "pods", *_pods(record), "-o", "jsonpath={.items[*].status.phase}"]).split()
+    return run_kubectl(["kubectl", "get", "pods", *_pods(record), "-o", "jsonpath={.items[*].status.phase}"]).split()
 
 
 def print_logs(record: JobRecord, say: Callable[[str], object], *, follow: bool, since: str = "") -> str:
@@ -135,7 +128,7 @@ def print_logs(record: JobRecord, say: Callable[[str], object], *, follow: bool,
             errors="replace",
         )  # fmt: skip
     except FileNotFoundError as error:
-        raise InputError(command[0], *_ABSENT, code="system.missing-program") from error
+        raise InputError(command[0], *ABSENT, code="system.missing-program") from error
     with running:
         assert running.stdout is not None
         words = []
@@ -144,7 +137,7 @@ def print_logs(record: JobRecord, say: Callable[[str], object], *, follow: bool,
                 say(line)
             else:
                 words.append(line)
-    return _said(words) or (f"exited with code {running.returncode}" if running.returncode else "")
+    return said_by_kubectl(words) or (f"exited with code {running.returncode}" if running.returncode else "")
 
 
 def _refuse(job: Job) -> None:
@@ -159,7 +152,7 @@ def _refuse(job: Job) -> None:
         found = f"expected at most {_MAX_NAME} of a-z, 0-9 and -, starting with a letter, found {job.name!r}"
         near = re.sub(r"[^a-z0-9]+", "-", job.name.lower())[:_MAX_NAME].strip("-")
         raise UsageError("--name", found, f"--name {near}" if _NAME.fullmatch(near) else "", code="launch.job-name")
-    check_mounts(job.mounts, _MOUNT, "CLAIM:/FOLDER or /FOLDER-OF-THE-NODE:/FOLDER")
+    check_mounts(job.mounts, MOUNT, MOUNT_FORM)
     for flag, value in (("--partition", job.partition), ("--account", job.account), ("--qos", job.qos),
                         ("--time", job.time), ("--signal", job.signal), ("--sbatch-arg", job.sbatch_args or None),
                         ("--requeue", job.requeue or None)):  # fmt: skip
@@ -200,10 +193,10 @@ def _container(job: Job) -> dict[str, Any]:
     container: dict[str, Any] = {
         "name": _CONTAINER,
         "image": job.image,
-        "command": [_literal(word) for word in command],
+        "command": [literal(word) for word in command],
         "env": [
             {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}},
-            *({"name": name, "value": _literal(value)} for name, value in (*rendezvous.items(), *job.environment)),
+            *({"name": name, "value": literal(value)} for name, value in (*rendezvous.items(), *job.environment)),
         ],
     }
     if options.device != "cpu":
@@ -213,18 +206,9 @@ def _container(job: Job) -> dict[str, Any]:
     return container
 
 
-def _literal(text: str) -> str:
-    """Escape a text for Kubernetes, which expands $(NAME) and reads $$ as $."""
-    return text.replace("$", "$$")
-
-
 def _volumes(job: Job) -> dict[str, dict[str, Any]]:
     """Return the volumes of a pod by their mount paths."""
-    found: dict[str, dict[str, Any]] = {}
-    for number, mount in enumerate(job.mounts):
-        source, _, target = mount.rpartition(":")
-        kind, key = ("hostPath", "path") if source.startswith("/") else ("persistentVolumeClaim", "claimName")
-        found[target.rstrip("/")] = {"name": f"mount-{number}", kind: {key: source}}
+    found = volumes_of(job.mounts)
     # The default is 64 MiB, and ranks of one node communicate through it: NCCL fails where it is too small.
     found.setdefault(_SHARED_MEMORY, {"name": "shared-memory", "emptyDir": {"medium": "Memory"}})
     return found
@@ -259,22 +243,3 @@ def _inside(record: JobRecord) -> tuple[str, ...]:
 
 def _pods(record: JobRecord) -> tuple[str, ...]:
     return (*_inside(record), "--selector", f"jobset.sigs.k8s.io/jobset-name={record.id}")
-
-
-def _said(lines: Iterable[str]) -> str:
-    return " ".join(" ".join(line for line in lines if not _LOGGED.match(line)).split())
-
-
-def _call(command: Sequence[str], standard_input: str = "") -> str:
-    try:
-        done = subprocess.run(command, input=standard_input, capture_output=True, text=True, timeout=_LIMIT_S)
-    except FileNotFoundError as error:
-        raise InputError(command[0], *_ABSENT, code="system.missing-program") from error
-    except subprocess.TimeoutExpired as error:
-        raise LaunchError(command[0], f"did not answer within {_LIMIT_S} s", code="launch.scheduler-silent") from error
-    if done.returncode:
-        said = _said(done.stderr.splitlines())
-        raise LaunchError(
-            " ".join(command[:2]), said or f"exited with code {done.returncode}", code="launch.scheduler-failed"
-        )
-    return done.stdout

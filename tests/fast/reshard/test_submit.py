@@ -9,9 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import kubernetes_validate
 import pytest
+import yaml
 
-from tests.builders import reshard, write_model
+from tests.builders import files_in, refusal, reshard, write_model
 
 ROOT = Path(__file__).resolve().parents[3]
 ASKED = ("--layout", "pp=2", "--parts", "3", "--scheduler", "slurm", "--account", "us", "--time", "1:00:00")
@@ -51,3 +53,74 @@ def test_submission_gives_the_numbers_of_both_jobs_as_one_object(source: Path, t
     assert json.loads(done.stdout) == {"version": 1, "num_parts": 3, "parts": {"job": "13"}, "commit": {"job": "14"}}
     assert "#SBATCH --array=1-3\n" in (tmp_path / "3.sh").read_text()
     assert "-m reshard commit" in (tmp_path / "4.sh").read_text()
+
+
+def pods(source: Path, *more: str) -> tuple[str | Path, ...]:
+    asked = ("--layout", "pp=2", "--out", source.parent / "out", "--parts", "2", "--scheduler", "job")
+    return ("pack", source, *asked, *more)
+
+
+def test_job_of_kubernetes_has_a_pod_for_each_part(source: Path) -> None:
+    mounts = ("--mount", f"checkpoints:{source.parent}", "--mount", "/scratch:/tmp/x/")
+    text = reshard(*pods(source, "--image", "registry/reshard:1", *mounts, "--dry-run")).out
+    job = yaml.safe_load(text)
+    kubernetes_validate.validate(job, kubernetes_validate.latest_version(), strict=True)
+    spec = job["spec"]
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 2, 2)
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["volumeMounts"] == [
+        {"name": "mount-0", "mountPath": str(source.parent)},
+        {"name": "mount-1", "mountPath": "/tmp/x"},
+    ]
+    assert pod["volumes"] == [
+        {"name": "mount-0", "persistentVolumeClaim": {"claimName": "checkpoints"}},
+        {"name": "mount-1", "hostPath": {"path": "/scratch"}},
+    ]
+    assert "--take-over 60 --part" in container["command"][-1]
+    told = reshard(*pods(source, "--image", "registry/reshard:1", *mounts, "--dry-run", "--json")).json
+    assert (told["num_parts"], told["script"].replace(" --json", "")) == (2, text)
+
+
+def test_what_a_pod_runs_packs_and_commits_and_may_run_again(source: Path, tmp_path: Path) -> None:
+    """The first pod runs alone: it packs what the second did not begin."""
+    mount = ("--image", "i", "--mount", f"c:{tmp_path}", "--take-over", "1", "--dry-run")
+    job = yaml.safe_load(reshard(*pods(source, *mount)).out)
+    command = [word.replace("$$", "$") for word in job["spec"]["template"]["spec"]["containers"][0]["command"]]
+    python = tmp_path / "bin" / "python3"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    environment = {**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    for index in ("0", "0", "1"):
+        done = subprocess.run(
+            command, env={**environment, "JOB_COMPLETION_INDEX": index}, cwd=tmp_path, capture_output=True, text=True,
+            timeout=60,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    assert "took over 2" not in done.stdout
+    assert reshard("pack", source, "--layout", "pp=2", "--out", tmp_path / "whole").code == 0
+    assert files_in(tmp_path / "out") == files_in(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        (("--mount", "c:{place}"), (2, "launch.no-image", "--image")),
+        (("--image", "i", "--mount", "nothing"), (2, "launch.mount", "--mount")),
+        (("--image", "i", "--mount", "c:/elsewhere"), (2, "launch.not-mounted", "--out")),
+        (("--image", "i", "--mount", "c:{place}/out"), (2, "launch.not-mounted", "SOURCE")),
+        (("--image", "i", "--mount", "c:{place}", "--force"), (2, "options.conflict", "--force")),
+        (("--image", "i", "--account", "us"), (2, "options.needs-scheduler", "--account")),
+    ],
+)
+def test_job_that_pods_could_not_run_is_refused(
+    flags: tuple[str, ...], found: tuple[int, str, str], source: Path
+) -> None:
+    asked = [flag.format(place=source.parent) for flag in flags]
+    assert refusal(*pods(source, *asked, "--dry-run")).found == found
+
+
+def test_image_is_for_pods_alone(source: Path) -> None:
+    asked = ("--layout", "pp=2", "--out", source.parent / "out", "--image", "i")
+    assert refusal("pack", source, *asked).found == (2, "options.needs-scheduler", "--image")

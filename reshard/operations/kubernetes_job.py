@@ -1,0 +1,124 @@
+"""A pack in parts on Kubernetes: an indexed Job, each of whose pods packs a part, and the first of which commits.
+
+Pods wait for each other with `--take-over`: a pod that ends well says that all parts are done. Source: batch/v1 Job,
+"Job completion mode" and "Pod failure policy" in Kubernetes' documentation.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from manifests.errors import UsageError
+from manifests.kubernetes import MOUNT, MOUNT_FORM, literal, run_kubectl, volumes_of
+from stores.address import is_url
+
+__all__ = ["PackPods", "render", "submit"]
+
+_TAKE_OVER = ("--take-over", "60")
+_CONTAINER = "reshard"
+_NUM_RETRIES = 3  # of each part
+_MISTAKES = [1, 2, 3, 4]  # exit codes that another attempt would end with, too
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackPods:
+    """The Job to submit. `pack` has the arguments of reshard; pods see `source` and `out` below `mounts`."""
+
+    num_parts: int
+    pack: tuple[str, ...]
+    source: str
+    out: Path
+    image: str | None
+    mounts: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Refuse what pods could not run.
+
+        Raises:
+            UsageError: no image, a malformed mount, or a path that is not below one.
+        """
+        if self.image is None:
+            problem, hint = "is required with --scheduler job", "use an image that contains reshard"
+            raise UsageError("--image", problem, hint, code="launch.no-image")
+        for mount in self.mounts:
+            if MOUNT.fullmatch(mount) is None:
+                raise UsageError("--mount", f"expected {MOUNT_FORM}, found {mount!r}", code="launch.mount")
+        paths = {"--out": self.out} | ({} if is_url(self.source) else {"SOURCE": Path(self.source)})
+        for where, path in paths.items():
+            folder = path if path.is_absolute() else Path.cwd()  # where a pod would look for it
+            if not (self._shows(folder) and self._shows(path.absolute())):
+                problem = f"pods do not see {path.absolute()}"
+                raise UsageError(where, problem, "add --mount CLAIM:/FOLDER above it", code="launch.not-mounted")
+
+    def _shows(self, path: Path) -> bool:
+        return any(path.is_relative_to(mount.rpartition(":")[2]) for mount in self.mounts)
+
+    @property
+    def working_folder(self) -> dict[str, str]:
+        return {"workingDir": str(Path.cwd())} if self._shows(Path.cwd()) else {}
+
+
+def render(pods: PackPods) -> str:
+    """Return the Job as YAML."""
+    volumes = volumes_of(pods.mounts)
+    container = {
+        "name": _CONTAINER,
+        "image": pods.image,
+        "command": ["sh", "-c", literal(_script(pods))],
+        **pods.working_folder,
+        "volumeMounts": [{"name": volume["name"], "mountPath": target} for target, volume in volumes.items()],
+    }
+    mistake = {"containerName": _CONTAINER, "operator": "In", "values": _MISTAKES}
+    document: dict[str, Any] = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"generateName": "reshard-pack-"},
+        "spec": {
+            "completionMode": "Indexed",
+            "completions": pods.num_parts,
+            "parallelism": pods.num_parts,
+            "backoffLimitPerIndex": _NUM_RETRIES,
+            "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": mistake}]},
+            "template": {
+                "spec": {"restartPolicy": "Never", "containers": [container], "volumes": list(volumes.values())}
+            },
+        },
+    }
+    return yaml.safe_dump(document, sort_keys=False, width=1000)
+
+
+def submit(pods: PackPods) -> str:
+    """Submit the Job; return its name, as `job.batch/NAME`.
+
+    Raises:
+        InputError: kubectl is not installed here.
+        LaunchError: the cluster refuses the Job.
+    """
+    return run_kubectl(["kubectl", "create", "-f", "-", "-o", "name"], render(pods)).strip()
+
+
+def _script(pods: PackPods) -> str:
+    """Return what a pod runs; it may be started again at any time, also once all is done."""
+    waiting = () if "--take-over" in pods.pack else _TAKE_OVER
+    out, part = shlex.quote(str(pods.out)), f'--part "$((JOB_COMPLETION_INDEX + 1))/{pods.num_parts}"'
+    return "\n".join(
+        [
+            f"[ ! -e {out}/manifest.json ] || exit 0",
+            f"{_reshard((*pods.pack, *waiting))} {part} || exit",
+            '[ "$JOB_COMPLETION_INDEX" = 0 ] || exit 0',
+            "for seconds in 0 5 10 30 60; do  # other pods may have their last part locked",
+            f"  sleep $seconds; {_reshard(('commit', str(pods.out)))}; code=$?; [ $code = 3 ] || break",
+            "done",
+            "exit $code",
+        ]
+    )
+
+
+def _reshard(arguments: Sequence[str]) -> str:
+    return shlex.join(["python3", "-m", "reshard", *arguments])
