@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from manifests.schedules.csvtext import read_csv, read_lowered_csv, write_csv
     from manifests.schedules.lowering import compute_part, lower
     from manifests.schedules.rules import SCHEDULES, ScheduleName, check_schedule, default_schedule, schedule_named
-    from manifests.schedules.simulation import StageCosts, TimedAction, Timeline, peak_held, simulate
+    from manifests.schedules.simulation import StageCosts, TimedAction, Timeline, in_flight, peak_held, simulate
     from manifests.schedules.tables import schedule_table
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "check_schedule",
     "compute_part",
     "default_schedule",
+    "in_flight",
     "lower",
     "peak_held",
     "read_csv",
@@ -61,7 +62,14 @@ __getattr__, __dir__ = lazy_attributes(
             "default_schedule",
             "schedule_named",
         ),
-        "manifests.schedules.simulation": ("StageCosts", "TimedAction", "Timeline", "peak_held", "simulate"),
+        "manifests.schedules.simulation": (
+            "StageCosts",
+            "TimedAction",
+            "Timeline",
+            "in_flight",
+            "peak_held",
+            "simulate",
+        ),
         "manifests.schedules.tables": ("schedule_table",),
     },
 )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import TypeVar
 
 from manifests.errors import ScheduleError
 from manifests.placement import Placement
 from manifests.schedules.actions import Action, LoweredStep, actions_of
 
-__all__ = ["Result", "in_order", "input_of", "result_of"]
+__all__ = ["Result", "check_finished", "in_order", "input_of", "missing_for", "result_of"]
 
 # Stage, kind and microbatch of a finished action; I counts as B, since it gives the previous stage the same gradient.
 Result = tuple[int, str, int]
@@ -28,34 +28,46 @@ def in_order(ranks: Sequence[Sequence[StepT]], placement: Placement) -> Iterator
         progress = False
         for rank in unfinished:
             step = ranks[rank][at[rank]]
-            if _missing(step, num_stages, done) is None:
+            actions = actions_of(step)
+            if missing_for(actions, num_stages, done) is None:
                 at[rank] += 1
                 progress = True
-                done.update(result_of(action) for action in actions_of(step))
+                done.update(map(result_of, actions))
                 yield rank, step
         if not progress:
-            left = [steps[position:] for steps, position in zip(ranks, at, strict=True)]
-            raise _deadlock(left, num_stages, done)
+            check_finished(ranks, at, placement, done)
+
+
+def check_finished(
+    ranks: Sequence[Sequence[LoweredStep]], at: Sequence[int], placement: Placement, done: Container[Result]
+) -> None:
+    """Check that ranks that cannot continue, each at its position, have no steps left.
+
+    Raises:
+        ScheduleError: they wait for each other, or for something that no rank computes.
+    """
+    left = [steps[position:] for steps, position in zip(ranks, at, strict=True)]
+    if any(left):
+        raise _deadlock(left, placement.num_stages, done)
 
 
 def input_of(action: Action, num_stages: int) -> Result | None:
     """Return the result of an adjacent stage that is the input of an action, if any."""
-    if action.kind == "F" and action.stage > 0:
-        return action.stage - 1, "F", action.microbatch
-    if action.kind in "BI" and action.stage < num_stages - 1:
-        return action.stage + 1, "B", action.microbatch
-    return None
+    stage, kind = action.stage, action.kind
+    if kind == "F":
+        return (stage - 1, "F", action.microbatch) if stage else None
+    return (stage + 1, "B", action.microbatch) if kind != "W" and stage < num_stages - 1 else None
 
 
 def result_of(action: Action) -> Result:
     return action.stage, "B" if action.kind == "I" else action.kind, action.microbatch
 
 
-def _missing(step: LoweredStep, num_stages: int, done: set[Result]) -> Result | None:
-    """Return a result that a step still waits for, if any."""
-    for action in actions_of(step):
-        if action.kind != "F":
-            own = (action.stage, "B" if action.kind == "W" else "F", action.microbatch)
+def missing_for(actions: Sequence[Action], num_stages: int, done: Container[Result]) -> Result | None:
+    """Return a result that the actions of a step still wait for, if any."""
+    for action in actions:
+        if (kind := action.kind) != "F":
+            own = (action.stage, "B" if kind == "W" else "F", action.microbatch)
             if own not in done:
                 return own
         neighbour = input_of(action, num_stages)
@@ -64,7 +76,7 @@ def _missing(step: LoweredStep, num_stages: int, done: set[Result]) -> Result | 
     return None
 
 
-def _deadlock(left: Sequence[Sequence[LoweredStep]], num_stages: int, done: set[Result]) -> ScheduleError:
+def _deadlock(left: Sequence[Sequence[LoweredStep]], num_stages: int, done: Container[Result]) -> ScheduleError:
     """Follow the dependencies from rank to rank to a cycle, or to something that no rank computes."""
     computed_by = {
         result_of(action): rank for rank, steps in enumerate(left) for step in steps for action in actions_of(step)
@@ -72,7 +84,7 @@ def _deadlock(left: Sequence[Sequence[LoweredStep]], num_stages: int, done: set[
     waits: dict[int, str] = {}
     rank = next(rank for rank, steps in enumerate(left) if steps)
     while rank not in waits:
-        missing = _missing(left[rank][0], num_stages, done)
+        missing = missing_for(actions_of(left[rank][0]), num_stages, done)
         assert missing is not None, "a rank that waits for nothing could run"
         stage, kind, microbatch = missing
         waits[rank] = f"rank {rank} waits with {left[rank][0]} for {stage}{kind}{microbatch}"

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 from manifests.errors import ScheduleError
 from manifests.schedules.actions import Action, Table, actions_of
-from manifests.schedules.order import Result, in_order, input_of, result_of
+from manifests.schedules.order import Result, check_finished, input_of, missing_for, result_of
 
-__all__ = ["StageCosts", "TimedAction", "Timeline", "peak_held", "simulate"]
+__all__ = ["StageCosts", "TimedAction", "Timeline", "in_flight", "peak_held", "simulate"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,22 +58,14 @@ class StageCosts:
             hop_s=hop_s,
         )
 
-    def seconds(self, action: Action) -> float:
-        stage = action.stage
-        match action.kind:
-            case "F":
-                return self.forward_s[stage]
-            case "I":
-                return self.input_s[stage]
-            case "W":
-                return self.weight_s[stage]
-            case "B":
-                return self.input_s[stage] + self.weight_s[stage]
+    def by_kind(self) -> dict[str, tuple[float, ...]]:
+        """Return the seconds of each kind of action, by stage."""
+        whole = tuple(map(sum, zip(self.input_s, self.weight_s, strict=True)))
+        return {"F": self.forward_s, "I": self.input_s, "W": self.weight_s, "B": whole}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TimedAction:
-    """One action on the timeline, in seconds from the first action's start."""
+class TimedAction(NamedTuple):
+    """One action on the timeline, in seconds from the first action's start. A step has up to half a million."""
 
     action: Action
     start_s: float
@@ -85,8 +79,6 @@ class Timeline:
     ranks: tuple[tuple[TimedAction, ...], ...]
     makespan_s: float
     busy_s: tuple[float, ...]  # of each rank
-    peak_by_stage: tuple[int, ...]  # most microbatches in flight at once, see `peak_held`
-    peak_by_rank: tuple[int, ...]  # over all stages of the rank
 
     @property
     def bubble(self) -> float:
@@ -108,34 +100,57 @@ def simulate(table: Table, costs: StageCosts, begins_s: Sequence[float] | None =
     if len(costs.forward_s) != placement.num_stages:
         problem = f"expected {placement.num_stages} stages, found {len(costs.forward_s)}"
         raise ScheduleError("costs", problem, code="schedule.invalid-costs")
+    num_stages, seconds_of = placement.num_stages, costs.by_kind()
     spans: list[list[TimedAction]] = [[] for _ in table.ranks]
     free_s, busy_s = list(begins_s or [0.0] * len(spans)), [0.0] * len(spans)
     left_s: dict[Result, tuple[float, int]] = {}  # when each result left its rank, and that rank
-    for rank, step in in_order(table.ranks, placement):
-        actions = actions_of(step)
-        for action in actions:
-            start_s = free_s[rank]
-            needed = input_of(action, placement.num_stages)
-            if needed is not None:
-                ready_s, source = left_s[needed]
-                start_s = max(start_s, ready_s if source == rank else ready_s + costs.hop_s)
-            seconds = costs.seconds(action)
-            spans[rank].append(TimedAction(action=action, start_s=start_s, end_s=start_s + seconds))
-            free_s[rank] = start_s + seconds
-            busy_s[rank] += seconds
-        for action in actions:
-            left_s[result_of(action)] = free_s[rank], rank
-    one_each = [1] * placement.num_stages
-    by_stage: list[list[Action]] = [[] for _ in one_each]
-    for span in (span for rank_spans in spans for span in rank_spans):
-        by_stage[span.action.stage].append(span.action)
+    at, ready, waiting = [0] * len(spans), deque(range(len(spans))), dict[Result, list[int]]()
+    while ready:
+        rank = ready.popleft()
+        steps, time_s = table.ranks[rank], free_s[rank]
+        while at[rank] < len(steps):
+            actions = actions_of(steps[at[rank]])
+            if missing := missing_for(actions, num_stages, left_s):
+                waiting.setdefault(missing, []).append(rank)
+                break
+            at[rank] += 1
+            for action in actions:
+                if needed := input_of(action, num_stages):
+                    ready_s, source = left_s[needed]
+                    time_s = max(time_s, ready_s if source == rank else ready_s + costs.hop_s)
+                start_s, seconds = time_s, seconds_of[action.kind][action.stage]
+                time_s += seconds
+                busy_s[rank] += seconds
+                spans[rank].append(TimedAction(action, start_s, time_s))
+            for action in actions:
+                result = result_of(action)
+                left_s[result] = time_s, rank
+                if result in waiting:
+                    ready.extend(waiting.pop(result))
+        free_s[rank] = time_s
+    check_finished(table.ranks, at, placement, left_s)
     return Timeline(
         ranks=tuple(map(tuple, spans)),
         makespan_s=max(free_s),
         busy_s=tuple(busy_s),
-        peak_by_stage=tuple(_peak(actions, one_each) for actions in by_stage),
-        peak_by_rank=peak_held(table, one_each),
     )
+
+
+def in_flight(table: Table) -> tuple[int, ...]:
+    """Return the most microbatches that each stage has in flight at once; see `peak_held`."""
+    held = [0] * table.placement.num_stages
+    peaks = held.copy()
+    for steps in table.ranks:
+        for step in steps:
+            for action in actions_of(step):
+                stage, kind = action.stage, action.kind
+                if kind == "F":
+                    held[stage] += 1
+                    if held[stage] > peaks[stage]:
+                        peaks[stage] = held[stage]
+                elif kind != "I":
+                    held[stage] -= 1
+    return tuple(peaks)
 
 
 def peak_held(table: Table, stage_sizes: Sequence[int]) -> tuple[int, ...]:
@@ -144,15 +159,18 @@ def peak_held(table: Table, stage_sizes: Sequence[int]) -> tuple[int, ...]:
     A microbatch is in flight on a stage from the start of its F to the end of its B or W. The order of a rank's actions
     determines the peak; times do not matter.
     """
-    return tuple(_peak((action for step in steps for action in actions_of(step)), stage_sizes) for steps in table.ranks)
-
-
-def _peak(actions: Iterable[Action], stage_sizes: Sequence[int]) -> int:
-    held = peak = 0
-    for action in actions:
-        if action.kind == "F":
-            held += stage_sizes[action.stage]
-            peak = max(peak, held)
-        elif action.kind in "BW":
-            held -= stage_sizes[action.stage]
-    return peak
+    placement = table.placement
+    if placement.num_virtual == 1:
+        sizes = [count * size for count, size in zip(in_flight(table), stage_sizes, strict=True)]
+        return tuple(sizes[placement.stages_on(rank)[0]] for rank in range(placement.num_ranks))
+    peaks = []
+    for steps in table.ranks:
+        held = peak = 0
+        for action in (action for step in steps for action in actions_of(step)):
+            if action.kind == "F":
+                held += stage_sizes[action.stage]
+                peak = max(peak, held)
+            elif action.kind != "I":
+                held -= stage_sizes[action.stage]
+        peaks.append(peak)
+    return tuple(peaks)

@@ -57,6 +57,7 @@ def draw_plan(planned: PlanResult, path: Path, theme: str = "auto") -> None:
     from manifests.palette import THEMES
     from reshard.draw.page import html_page
     from reshard.draw.sheet import draw_sheet
+    from reshard.estimate.training_estimate import collector_paused
 
     if planned.forecast.step is None:
         raise UsageError(
@@ -66,12 +67,13 @@ def draw_plan(planned: PlanResult, path: Path, theme: str = "auto") -> None:
             code="options.too-many-microbatches",
         )
     suffix = path.suffix.lower()
-    if suffix == ".html":
-        data = html_page(planned).encode()
-    elif suffix == ".svg":
-        data = draw_sheet(planned, THEMES.get(theme), "svg")
-    else:
-        data = draw_sheet(planned, THEMES.get(theme, THEMES["light"]), "png")
+    with collector_paused():
+        if suffix == ".html":
+            data = html_page(planned).encode()
+        elif suffix == ".svg":
+            data = draw_sheet(planned, THEMES.get(theme), "svg")
+        else:
+            data = draw_sheet(planned, THEMES.get(theme, THEMES["light"]), "png")
     try:
         write_file(path, data)
     except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from manifests.schedules import Action, Timeline
 
@@ -14,8 +15,7 @@ _LEAST_CUT = 4  # microbatches
 _GAP = 0.03  # of what is drawn
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Box:
+class Box(NamedTuple):
     """An action of a rank, or the part of it that is drawn, in seconds from the left edge."""
 
     rank: int
@@ -46,25 +46,28 @@ class View:
 
     def boxes(self, timeline: Timeline) -> Iterator[Box]:
         """Yield what is drawn of every action, rank by rank."""
+        shift_s = self.head_s + self.gap_s - self.tail_s
         for rank, spans in enumerate(timeline.ranks):
-            for span in spans:
-                for first, last in ((0.0, self.head_s), (self.tail_s, self.end_s)):
-                    start, end = max(span.start_s, first), min(span.end_s, last)
-                    if end > start:
-                        yield Box(rank=rank, action=span.action, left=self.place(start), right=self.place(end))
+            for action, start_s, end_s in spans:
+                if start_s < min(end_s, self.head_s):
+                    yield Box(rank, action, start_s, min(end_s, self.head_s))
+                if end_s > max(start_s, self.tail_s):
+                    yield Box(rank, action, max(start_s, self.tail_s) + shift_s, end_s + shift_s)
 
 
 def view_of(timeline: Timeline, num_microbatches: int, most_s: float) -> View:
     """Return the whole step if it takes at most `most_s`; of a longer one, cut the steady state, if it has one."""
     end_s = timeline.makespan_s
     whole = View(head_s=end_s, tail_s=end_s, end_s=end_s)
-    starts = [[span.start_s for span in spans if span.action.kind != "F"] for spans in timeline.ranks]
-    ends = [[span.end_s for span in spans if span.action.kind == "F"] for spans in timeline.ranks]
-    if end_s <= most_s or not all(starts) or not all(ends):
+    backwards = [next((span for span in spans if span.action.kind != "F"), None) for spans in timeline.ranks]
+    forwards = [next((span for span in reversed(spans) if span.action.kind == "F"), None) for spans in timeline.ranks]
+    starts_s = [first.start_s for first in backwards if first]
+    ends_s = [last.end_s for last in forwards if last]
+    if end_s <= most_s or len(starts_s) < len(backwards) or len(ends_s) < len(forwards):
         return whole
     each_s = max(timeline.busy_s) / num_microbatches
     # In between, every rank runs forwards and backwards.
-    head_s, tail_s = (max(map(min, starts)) + _KEPT * each_s, min(map(max, ends)) - _KEPT * each_s)
+    head_s, tail_s = max(starts_s) + _KEPT * each_s, min(ends_s) - _KEPT * each_s
     if tail_s - head_s < _LEAST_CUT * each_s:
         return whole
     shown_s = head_s + end_s - tail_s

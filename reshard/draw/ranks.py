@@ -11,12 +11,12 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from manifests.palette import MEMORY_COLORS, PLAIN, Theme
-from reshard.draw.scale import byte_scale, height_of, ticks
+from reshard.draw.scale import byte_scale, draw_bars, height_of, ticks
 from reshard.draw.theme import SMALLEST_PT
 from reshard.estimate.training_estimate import Forecast
 from reshard.formatting import number_runs, show_bytes
 
-__all__ = ["draw_memory", "draw_work", "number_rows", "put_legend", "row_height"]
+__all__ = ["draw_memory", "draw_work", "number_rows", "put_legend", "row_edges", "row_height"]
 
 MOST_LABELLED = 40  # ranks; with more, rows have no room for a number
 _ROW = 0.82  # filled share of a row
@@ -29,8 +29,9 @@ def draw_work(axes: Axes, forecast: Forecast, theme: Theme) -> None:
     times, marked = forecast.rank_times, forecast.bottleneck
     most = max(times) or 1.0
     shares = [100 * time / most for time in times]
-    colors = [theme.ink if rank in marked else PLAIN for rank in range(len(times))]
-    axes.barh(range(len(times)), shares, height=row_height(len(times)), color=colors, linewidth=0)
+    rows = [(0.0, share, *row_edges(rank, len(times))) for rank, share in enumerate(shares)]
+    for color, is_marked in ((PLAIN, False), (theme.ink, True)):
+        draw_bars(axes, (row for rank, row in enumerate(rows) if (rank in marked) == is_marked), color, linewidth=0)
     mean = sum(shares) / len(shares)
     axes.axvline(mean, color=theme.ink, linewidth=0.9, linestyle=_DASHED)
     if len(times) <= MOST_LABELLED:
@@ -49,9 +50,11 @@ def draw_memory(axes: Axes, forecast: Forecast, theme: Theme) -> None:
     scale = byte_scale(max(most, limit or 0))
     starts = [0.0] * len(ranks)
     for part, color in MEMORY_COLORS.items():
-        sizes = [getattr(memory, part) / scale.unit for memory in ranks]
-        axes.barh(range(len(ranks)), sizes, left=starts, height=row_height(len(ranks)), color=color, linewidth=0)
-        starts = [start + size for start, size in zip(starts, sizes, strict=True)]
+        ends = [start + getattr(memory, part) / scale.unit for start, memory in zip(starts, ranks, strict=True)]
+        edges = [row_edges(rank, len(ranks)) for rank in range(len(ranks))]
+        bars = ((start, end, *edge) for start, end, edge in zip(starts, ends, edges, strict=True) if end > start)
+        draw_bars(axes, bars, color, linewidth=0)
+        starts = ends
     if len(ranks) <= MOST_LABELLED:
         for rank, memory in enumerate(ranks):
             is_over = rank in forecast.ranks_over_limit
@@ -78,6 +81,12 @@ def draw_memory(axes: Axes, forecast: Forecast, theme: Theme) -> None:
 
 def row_height(num_ranks: int) -> float:
     return _ROW if num_ranks <= MOST_LABELLED else 1.0
+
+
+def row_edges(rank: int, num_ranks: int) -> tuple[float, float]:
+    """Return the edges of a rank's row, as far as it is filled."""
+    half = row_height(num_ranks) / 2
+    return rank - half, rank + half
 
 
 def number_rows(axes: Axes, forecast: Forecast, theme: Theme, *, labels: bool = True) -> None:

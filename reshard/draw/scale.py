@@ -1,13 +1,20 @@
-"""Units, ticks and sizes of axes."""
+"""Units, ticks and sizes of axes, and bars on them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.patches import PathPatch
+from matplotlib.path import Path
 
-__all__ = ["Scale", "byte_scale", "height_of", "second_scale", "ticks", "width_of"]
+__all__ = ["Bar", "Scale", "byte_scale", "draw_bars", "height_of", "second_scale", "ticks", "width_of"]
+
+
+Bar = tuple[float, float, float, float]  # left, right, bottom, top
+_CORNERS = (Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,3 +71,13 @@ def height_of(axes: Axes) -> float:
     figure = axes.get_figure(root=True)
     assert figure is not None
     return float(axes.get_position().height * figure.get_figheight() * 72)
+
+
+def draw_bars(axes: Axes, bars: Iterable[Bar], color: str, **style: Any) -> None:
+    """Draw bars of one color as one path, which is faster than a patch for each, and a smaller file."""
+    corners: list[tuple[float, float]] = []
+    for left, right, low, high in bars:
+        corners += (left, low), (right, low), (right, high), (left, high), (left, low)
+    if corners:
+        path = Path(corners, _CORNERS * (len(corners) // len(_CORNERS)))
+        axes.add_patch(PathPatch(path, facecolor=color, **style))

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
-from matplotlib.patches import Patch, PathPatch
-from matplotlib.path import Path
+from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
 
 from manifests.palette import WORK_COLORS, Theme, ink_on, tint
 from reshard.draw.phases import Box, View, view_of
-from reshard.draw.ranks import number_rows, put_legend, row_height
-from reshard.draw.scale import Scale, height_of, second_scale, width_of
+from reshard.draw.ranks import number_rows, put_legend, row_edges, row_height
+from reshard.draw.scale import Scale, draw_bars, height_of, second_scale, width_of
 from reshard.draw.theme import SMALLEST_PT
 from reshard.estimate.training_estimate import Forecast
 
@@ -21,6 +22,7 @@ __all__ = ["draw_schedule"]
 
 _MOST_BOXES = 6000  # with more actions, rows of pixels are drawn
 _NUM_PIXELS = 1000  # of a row
+_LEAST_FILLED = 1e-6  # of a pixel
 _DIGIT_PT = 0.64 * SMALLEST_PT
 _TICK_PT = 45  # between two numbers of the axis, at least
 
@@ -30,8 +32,11 @@ def draw_schedule(axes: Axes, forecast: Forecast, theme: Theme) -> None:
     num_ranks, time = forecast.placement.num_ranks, _time_scale(forecast)
     view = view_of(forecast.timeline, forecast.num_microbatches, _readable_s(forecast, width_of(axes)))
     boxes = list(view.boxes(forecast.timeline))
-    axes.barh(range(num_ranks), view.width_s or 1.0, height=row_height(num_ranks), color=theme.faint, linewidth=0)
-    axes.set_xlim(0, view.width_s or 1.0)
+    width_s = view.width_s or 1.0
+    draw_bars(
+        axes, ((0.0, width_s, *row_edges(rank, num_ranks)) for rank in range(num_ranks)), theme.faint, linewidth=0
+    )
+    axes.set_xlim(0, width_s)
     mixed = len(boxes) > _MOST_BOXES
     if mixed:
         _draw_pixels(axes, forecast, boxes, view.width_s, theme)
@@ -114,46 +119,35 @@ def _color(forecast: Forecast, box: Box) -> str:
 
 def _draw_boxes(axes: Axes, forecast: Forecast, boxes: Iterable[Box], theme: Theme) -> None:
     """Draw a box per action: one path for all of a color, to keep the file small."""
+    point, num_ranks = axes.get_xlim()[1] / width_of(axes), forecast.placement.num_ranks
+    for color, members in _by_color(forecast, boxes).items():
+        shortest_pt = min(box.right - box.left for box in members) / point
+        bars = ((box.left, box.right, *row_edges(box.rank, num_ranks)) for box in members)
+        draw_bars(axes, bars, color, edgecolor=theme.paper, linewidth=min(0.4, shortest_pt / 12))
+
+
+def _by_color(forecast: Forecast, boxes: Iterable[Box]) -> dict[str, list[Box]]:
+    colors: dict[tuple[str, int], str] = {}
     groups: dict[str, list[Box]] = {}
     for box in boxes:
-        groups.setdefault(_color(forecast, box), []).append(box)
-    point = axes.get_xlim()[1] / width_of(axes)
-    for color, members in groups.items():
-        shortest_pt = min(box.right - box.left for box in members) / point
-        path = _outline(members, row_height(forecast.placement.num_ranks))
-        axes.add_patch(PathPatch(path, facecolor=color, edgecolor=theme.paper, linewidth=min(0.4, shortest_pt / 12)))
-
-
-def _outline(members: Iterable[Box], height: float) -> Path:
-    corners, codes = [], []
-    for box in members:
-        left, right = box.left, box.right
-        low, high = box.rank - height / 2, box.rank + height / 2
-        corners += [(left, low), (right, low), (right, high), (left, high), (left, low)]
-        codes += [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY]
-    return Path(corners, codes)
+        key = box.action.kind, box.action.stage
+        if key not in colors:
+            colors[key] = _color(forecast, box)
+        groups.setdefault(colors[key], []).append(box)
+    return groups
 
 
 def _draw_pixels(axes: Axes, forecast: Forecast, boxes: Iterable[Box], width_s: float, theme: Theme) -> None:
     """Draw each rank as a row of pixels: the mean color of the actions in each, transparent where it waits."""
-    num_ranks, per_pixel = forecast.placement.num_ranks, width_s / _NUM_PIXELS
-    colors: dict[tuple[str, int], tuple[float, float, float]] = {}
-    sums = [[[0.0, 0.0, 0.0, 0.0] for _ in range(_NUM_PIXELS)] for _ in range(num_ranks)]
-    for box in boxes:
-        key = box.action.kind, box.action.stage
-        if key not in colors:
-            colors[key] = to_rgb(_color(forecast, box))
-        red, green, blue = colors[key]
-        start, end, row = box.left / per_pixel, box.right / per_pixel, sums[box.rank]
-        first, last = int(start), min(int(end), _NUM_PIXELS - 1)
-        for pixel in range(first, last + 1):
-            weight = (end if pixel == last else pixel + 1) - (start if pixel == first else pixel)
-            cell = row[pixel]
-            cell[0] += weight * red
-            cell[1] += weight * green
-            cell[2] += weight * blue
-            cell[3] += weight
-    rows = [[_mean(*cell) for cell in row] for row in sums]
+    num_ranks = forecast.placement.num_ranks
+    filled = np.zeros((num_ranks, _NUM_PIXELS))
+    colored = np.zeros((num_ranks, _NUM_PIXELS, 3))
+    for color, members in _by_color(forecast, boxes).items():
+        covered = _covered(members, num_ranks, width_s / _NUM_PIXELS)
+        filled += covered
+        colored += covered[..., None] * np.array(to_rgb(color))
+    filled[filled < _LEAST_FILLED] = 0
+    rows = np.dstack((colored / np.maximum(filled, _LEAST_FILLED)[..., None], filled)).clip(0, 1)
     axes.imshow(rows, extent=(0, width_s, num_ranks - 0.5, -0.5), aspect="auto", interpolation="none", zorder=2)
     axes.set_xlim(0, width_s)
     gap_pt = (1 - row_height(num_ranks)) * height_of(axes) / num_ranks
@@ -162,10 +156,21 @@ def _draw_pixels(axes: Axes, forecast: Forecast, boxes: Iterable[Box], width_s: 
         axes.hlines(bounds, 0, width_s, color=theme.paper, linewidth=gap_pt, zorder=3)
 
 
-def _mean(red: float, green: float, blue: float, weight: float) -> tuple[float, float, float, float]:
-    if not weight:
-        return 0.0, 0.0, 0.0, 0.0
-    return min(1.0, red / weight), min(1.0, green / weight), min(1.0, blue / weight), min(1.0, weight)
+def _covered(boxes: Sequence[Box], num_ranks: int, per_pixel: float) -> NDArray[np.float64]:
+    """Return which part of each pixel boxes that do not overlap cover, by rank: what is left of their right edges, but
+    not of their left ones."""
+    ranks = np.array([box.rank for box in boxes])
+
+    def left_of(edges: list[float]) -> NDArray[np.float64]:
+        places = np.array(edges) / per_pixel
+        pixels = np.minimum(places.astype(int), _NUM_PIXELS - 1)
+        cells, shape = ranks * _NUM_PIXELS + pixels, (num_ranks, _NUM_PIXELS)
+        ending = np.bincount(cells, minlength=num_ranks * _NUM_PIXELS).reshape(shape)
+        parts = np.bincount(cells, places - pixels, minlength=num_ranks * _NUM_PIXELS).reshape(shape)
+        until: NDArray[np.float64] = parts + ending[:, ::-1].cumsum(1)[:, ::-1] - ending
+        return until
+
+    return left_of([box.right for box in boxes]) - left_of([box.left for box in boxes])
 
 
 def _number_microbatches(axes: Axes, forecast: Forecast, boxes: Iterable[Box]) -> None:

@@ -11,7 +11,7 @@ from matplotlib.path import Path
 from manifests.models import module_of
 from manifests.palette import KIND_COLORS, Theme
 from manifests.schema import WEIGHTS, TieMember
-from reshard.draw.scale import Scale, byte_scale, height_of, ticks
+from reshard.draw.scale import Scale, byte_scale, draw_bars, height_of, ticks
 from reshard.draw.theme import SMALLEST_PT
 from reshard.formatting import show_numbers
 from reshard.operations.resolve import PlanResult
@@ -34,16 +34,9 @@ def draw_stages(axes: Axes, planned: PlanResult, theme: Theme) -> None:
     few = num_stages <= _MOST_SIZED
     for kind, sizes in by_kind.items():
         parts = [(stage, size / scale.unit) for stage, size in enumerate(sizes) if size]
-        axes.bar(
-            [stage for stage, _ in parts],
-            [height for _, height in parts],
-            width=0.78 if few else 1.0,
-            bottom=[bottoms[stage] for stage, _ in parts],
-            color=KIND_COLORS[kind],
-            label=kind,
-            edgecolor=theme.paper,
-            linewidth=0.5 if few else 0,
-        )
+        half = 0.39 if few else 0.5
+        bars = ((stage - half, stage + half, bottoms[stage], bottoms[stage] + height) for stage, height in parts)
+        draw_bars(axes, bars, KIND_COLORS[kind], label=kind, edgecolor=theme.paper, linewidth=0.5 if few else 0)
         for stage, height in parts:
             bottoms[stage] += height
     lines = (num_stages <= _MOST_SIZED) + (planned.layout.placement.num_virtual > 1) + 1.5 * len(_ties(planned))

@@ -8,7 +8,7 @@ from manifests.errors import UsageError
 from manifests.memory import estimate_memory, memory_of
 from manifests.models import ModelShape
 from manifests.placement import Placement
-from manifests.schedules import StageCosts, schedule_table, simulate
+from manifests.schedules import in_flight, schedule_table
 from reshard.estimate.assumptions import MOST_PASSES, Assumptions, num_passes
 from reshard.estimate.training_estimate import training_of
 from reshard.layout.model import InFlight, StageLayout
@@ -29,12 +29,11 @@ def memory_costs(shape: ModelShape, placed: StageLayout, assumed: Assumptions) -
     num_microbatches = assumed.microbatches_for(placement)
     _check_length(placement, num_microbatches)
     table = schedule_table(assumed.schedule_for(placed), placement, num_microbatches)
-    equal_costs = [1.0] * placement.num_stages
-    in_flight = simulate(table, StageCosts.of(equal_costs, equal_costs)).peak_by_stage
+    microbatches = in_flight(table)
     without, with_one = memory_of(shape, training, 0), memory_of(shape, training, 1)
     ranks = estimate_memory(shape, placed.stages, table, training).ranks
-    return memory_of(shape, training, max(in_flight)), InFlight(
-        microbatches=in_flight,
+    return memory_of(shape, training, max(microbatches)), InFlight(
+        microbatches=microbatches,
         activations={module: with_one[module] - without[module] for module in shape.modules},
         reserved=max(rank.wires + rank.temporary for rank in ranks),
     )

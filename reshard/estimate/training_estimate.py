@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from manifests.memory import POLICIES, MemoryEstimate, Training, estimate_memory
@@ -16,6 +18,7 @@ from reshard.layout.model import StageLayout
 __all__ = [
     "Forecast",
     "StepEstimate",
+    "collector_paused",
     "forecast",
     "imbalance",
     "training_of",
@@ -100,10 +103,11 @@ def forecast(shape: ModelShape, layout: StageLayout, assumed: Assumptions) -> Fo
     times = tuple(_sum_times([of_module[module] for module in modules]) for modules in layout.stages)
     step = None
     if num_passes(placement, num_microbatches) <= MOST_PASSES:
-        table = schedule_table(schedule, placement, num_microbatches)
         costs = StageCosts.of([time.forward for time in times], [time.backward for time in times])
-        memory = estimate_memory(shape, layout.stages, table, training_of(assumed))
-        step = StepEstimate(memory=memory, timeline=simulate(table, costs))
+        with collector_paused():
+            table = schedule_table(schedule, placement, num_microbatches)
+            memory = estimate_memory(shape, layout.stages, table, training_of(assumed))
+            step = StepEstimate(memory=memory, timeline=simulate(table, costs))
     return Forecast(
         assumed=assumed,
         placement=placement,
@@ -113,6 +117,18 @@ def forecast(shape: ModelShape, layout: StageLayout, assumed: Assumptions) -> Fo
         times=times,
         step=step,
     )
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause garbage collection, which visits the million objects of a long step again and again: none is in a cycle."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def training_of(assumed: Assumptions) -> Training:

@@ -22,6 +22,7 @@ from manifests.schedules import (
     Table,
     Timeline,
     actions_of,
+    in_flight,
     peak_held,
     schedule_table,
     simulate,
@@ -107,7 +108,6 @@ def test_1f1b_of_two_ranks_runs_as_by_hand() -> None:
     assert found.makespan_s == 10
     assert found.busy_s == (6, 6)
     assert found.bubble == pytest.approx(0.4)
-    assert found.peak_by_stage == found.peak_by_rank == (2, 1)
 
 
 def test_gradient_of_the_input_leaves_before_that_of_the_weights_is_there() -> None:
@@ -155,13 +155,16 @@ def test_unequal_stages_wait_for_the_slowest() -> None:
     ],
 )
 def test_peak_counts_microbatches_in_flight(name: str, placement: Placement, expected: tuple[int, ...]) -> None:
-    assert run(name, placement, 8).peak_by_rank == expected
+    table = schedule_table(name, placement, 8)
+    assert peak_held(table, [1] * placement.num_stages) == expected
+    if placement.num_virtual == 1:
+        assert in_flight(table) == expected
 
 
 def test_peak_held_weighs_stages_and_keeps_a_microbatch_until_its_w() -> None:
     table = table_of(placed(1, 2), 2, "0F0 1F0 1I0 0I0 0F1 1W0 0W0 1F1 1B1 0B1")
     assert peak_held(table, (10, 1)) == (21,)
-    assert simulate(table, uniform(placed(1, 2))).peak_by_stage == (2, 1)
+    assert in_flight(table) == (2, 1)
 
 
 @st.composite
@@ -280,4 +283,4 @@ def test_deepseek_v3_on_16_ranks_is_simulated_in_few_steps_an_action(name: str) 
     placement = placed(16, 2, "v" if name in V_SHAPED else "loop")
     table, costs = schedule_table(name, placement, 128), uniform(placement)
     num_actions = sum(len(actions) for actions in table.ranks)
-    assert steps_of(lambda: simulate(table, costs)) < 150 * num_actions  # DualPipeV runs two in one
+    assert steps_of(lambda: simulate(table, costs)) < 70 * num_actions  # DualPipeV runs two in one
