@@ -7,6 +7,9 @@ A stage's parameters are divided over tensor-parallel ranks, except those of nor
 parameters and accumulates their gradients whole; what it divides is the weights, gradients and optimizer state of the
 optimizer step. A backward frees the activations of one module after the other, so the temporary memory of a module
 comes on top of the activations of those before it.
+
+On the CPU, oneDNN computes a bfloat16 matrix product in a float32 buffer of its result's size, and then rounds it (2.99
+times the result, measured with torch 2.13). The largest of a module's is the gradient of a weight.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from typing import Literal
 from manifests.errors import UsageError
 from manifests.models import ModelShape, Work, module_of
 from manifests.placement import Placement
-from manifests.schedules import Table, peak_held
+from manifests.schedules import Table, in_flight, peak_held
 
 __all__ = [
     "POLICIES",
@@ -92,7 +95,8 @@ class Training:
     tensor: int = 1  # --tp
     recompute: Recompute = "none"  # --ac
     loss_chunk: int | None = None  # --loss-chunk, in tokens
-    is_fused: bool = True  # norms and the optimizer step: on the CPU they are several operations
+    # Norms, the optimizer step, and the rounding of bfloat16 products: on the CPU they are several operations.
+    is_fused: bool = True
 
     @property
     def num_tokens(self) -> int:
@@ -156,7 +160,7 @@ def estimate_memory(
     sizes = _sizes_of(shape, training)
     costs = _costs_of(shape, training, sizes)
     kept = [sum(costs[module].kept for module in modules) for modules in stages]
-    peaks = _peak_by_stage(table, kept)
+    peaks = [count * nbytes for count, nbytes in zip(in_flight(table), kept, strict=True)]
     followers = _followers(shape, stages, placement)
     wire = table.num_microbatches * training.num_tokens * shape.hidden_size * training.policy.compute
     by_stage = []
@@ -230,7 +234,7 @@ def _layer_cost(work: Work, width: int, training: Training, number: int, largest
     saved = nbytes * _divided(work.saved, norms, training.tensor) + statistics
     saved += _unfused_nbytes(work, training)
     gradients = nbytes * _divided(work.saved, norms, training.tensor) // 4  # of what an MLP's second matrix takes
-    temporary = tokens * gradients + _weight_gradient(largest, training)
+    temporary = tokens * gradients + _weight_gradient(work, largest, training)
     if every == "none" or (isinstance(every, int) and number % every):
         return _Cost(kept=tokens * saved, temporary=temporary)
     kept = nbytes * width  # its input
@@ -249,7 +253,7 @@ def _outer_cost(work: Work, training: Training, largest: int) -> _Cost:
     """
     nbytes, chunk = training.policy.compute, training.loss_chunk
     logits, fp32 = nbytes * work.saved, FP32_NBYTES * work.saved_fp32
-    weight = _weight_gradient(largest, training)
+    weight = _weight_gradient(work, largest, training)
     if work.normed or not work.saved_fp32:
         kept = training.num_tokens * (logits + fp32 + _unfused_nbytes(work, training))
         return _Cost(kept=kept, temporary=weight)
@@ -265,10 +269,12 @@ def _unfused_nbytes(work: Work, training: Training) -> int:
     return 0 if training.is_fused else work.normed * (2 * FP32_NBYTES - training.policy.compute)
 
 
-def _weight_gradient(largest: int, training: Training) -> int:
-    """Return the bytes of a microbatch's gradient of a weight, until it is accumulated."""
+def _weight_gradient(work: Work, largest: int, training: Training) -> int:
+    """Return the bytes of a microbatch's gradient of a weight, until it is accumulated; see Note [Memory of a rank]."""
     policy = training.policy
-    return largest * (policy.compute + (policy.master if policy.has_masters else 0))
+    is_rounded = bool(work.flops) and not training.is_fused and policy.compute < FP32_NBYTES
+    besides = max(policy.master if policy.has_masters else 0, FP32_NBYTES if is_rounded else 0)
+    return largest * (policy.compute + besides)
 
 
 def _temporary(costs: Sequence[_Cost]) -> int:
@@ -323,16 +329,6 @@ def _divided(elements: int, whole: int, tensor: int) -> int:
     """Divide elements over tensor-parallel ranks, except for those that each of them has."""
     whole = min(whole, elements)
     return whole + (elements - whole) // tensor
-
-
-def _peak_by_stage(table: Table, sizes: Sequence[int]) -> list[int]:
-    """Return the activation peak of each stage: one pass over the table for each stage of a rank."""
-    placement, peaks = table.placement, [0] * len(sizes)
-    for virtual in range(placement.num_virtual):
-        own = [size if placement.virtual_of(stage) == virtual else 0 for stage, size in enumerate(sizes)]
-        for rank, peak in enumerate(peak_held(table, own)):
-            peaks[placement.stages_on(rank)[virtual]] = peak
-    return peaks
 
 
 def _followers(shape: ModelShape, stages: Sequence[Sequence[str]], placement: Placement) -> frozenset[str]:

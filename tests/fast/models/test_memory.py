@@ -198,6 +198,19 @@ def test_chunks_of_the_loss_keep_no_logits() -> None:
     assert memory_of(shape, asked, 3)["lm_head"] == memory_of(shape, asked, 0)["lm_head"]
 
 
+@pytest.mark.parametrize(("policy", "nbytes"), [("fp32", 0), ("bf16", 4), ("mixed", 0)])
+def test_cpus_round_a_bfloat16_gradient_of_a_weight_out_of_a_float32_one(policy: str, nbytes: int) -> None:
+    """With master weights, which accumulate a gradient in float32, there are four bytes besides anyhow."""
+    shape, layer = model_shape(read_config("tiny-llama")), "model.layers.0"
+    training = Training(policy=POLICIES[policy], microbatch=1, seq_len=64)
+    table = schedule_table("GPipe", Placement(num_stages=1, num_ranks=1), 1)
+    gpu, cpu = (
+        estimate_memory(shape, [(layer,)], table, replace(training, is_fused=is_fused)).ranks[0].temporary
+        for is_fused in (True, False)
+    )
+    assert cpu - gpu == nbytes * max(map(shape.count_params, shape.by_module()[layer]))
+
+
 def test_wires_are_a_buffer_for_each_microbatch_and_direction() -> None:
     found = estimate(model_shape(read_config("tiny-llama")), "1F1B", Placement(num_stages=3, num_ranks=3), 5)
     one_way = 5 * (2 * 8) * 32 * 4  # microbatches x tokens x width x float32
