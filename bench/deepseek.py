@@ -1,9 +1,11 @@
 """DeepSeek-V3 at its true shape, 689 GB as sparse files: planned, packed virtually, one stage packed for real.
 
     python bench/deepseek.py [--runs 5] [--real] [--folder DIR] [--out bench/results/deepseek.json]
+    python bench/deepseek.py --megatron [--runs 5] [--folder DIR] [--out bench/results/deepseek-megatron.json]
 
 The files have real headers and sparse data: reading them needs no disk, but the kernel must produce the zeros.
 `--real` writes the bundle of one of 32 stages, 23 GB, and compares with `dd`, which copies files of the same kind.
+`--megatron` plans from a `torch_dist` checkpoint of Megatron-Core in BF16, 1.3 TB, and has torch read its metadata.
 """
 
 from __future__ import annotations
@@ -23,23 +25,31 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import measure
 from sparse import write_sparse
 
+from manifests.models import model_shape
+
 CONFIG = measure.ROOT / "tests" / "data" / "configs" / "deepseek-v3.json"
 NUM_SHARDS = 163  # of deepseek-ai/DeepSeek-V3
 NUM_STAGES = 32
 STAGE = 9
+NUM_RANKS = 128  # of the Megatron-Core checkpoint
 LAYOUT = ("--layout", f"pp={NUM_STAGES}")
 
 
 def main() -> None:
     parser = measure.options_of(__doc__)
     parser.add_argument("--real", action="store_true", help="also pack one stage, 23 GB")
+    parser.add_argument("--megatron", action="store_true", help="plan from a checkpoint of Megatron-Core instead")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         name, path = options.child
-        print(json.dumps({"list": list_with_safetensors, "own": read_own_headers}[name](Path(path))))
+        children = {"list": list_with_safetensors, "own": read_own_headers, "metadata": read_metadata_with_torch}
+        print(json.dumps(children[name](Path(path))))
         return
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-deepseek-") as scratch:
+        if options.megatron:
+            measure.write_result(plan_megatron(Path(scratch, "iter_0000001"), options.runs), options.out)
+            return
         source, virtual = Path(scratch, "source"), Path(scratch, "virtual")
         made = write_sparse(source, json.loads(CONFIG.read_text()), NUM_SHARDS)
         pack = [*measure.RESHARD, "pack", str(source), *LAYOUT, "--virtual", "--force", "--out", str(virtual)]
@@ -72,6 +82,42 @@ def main() -> None:
         if options.real:
             result["one_stage"] = pack_one_stage(source, Path(scratch))
     measure.write_result(result, options.out)
+
+
+def plan_megatron(folder: Path, num_turns: int) -> dict[str, Any]:
+    """Return what planning from a checkpoint of Megatron-Core takes, beside what torch takes to read its metadata."""
+    from sparse_megatron import write_sparse_megatron
+
+    config = {key: value for key, value in json.loads(CONFIG.read_text()).items() if key != "quantization_config"}
+    made = write_sparse_megatron(folder, config, NUM_RANKS)
+    pack = [*measure.RESHARD, "pack", str(folder), *LAYOUT, "--out", str(folder.with_name("packed")), "--dry-run"]
+    commands = {
+        "plan": [*measure.RESHARD, "plan", str(folder), *LAYOUT],
+        "pack_dry_run": pack,
+        "torch_reads_metadata": [sys.executable, __file__, "--child", "metadata", str(folder)],
+    }
+    planned = json.loads(subprocess.run([*pack, "--json"], check=True, capture_output=True, text=True).stdout)
+    assert planned["num_tensors"] == len(model_shape(config).tensors), planned
+    runs = {name: partial(measure.run_measured, command) for name, command in commands.items()}
+    turns = measure.take_turns(runs, num_turns)
+    return {
+        "what": f"DeepSeek-V3's true shape as Megatron-Core's torch_dist of {NUM_RANKS} ranks in sparse files, onto "
+        f"{NUM_STAGES} stages; warm cache; torch_reads_metadata: FileSystemReader.read_metadata, with its imports",
+        **measure.circumstances(),
+        "num_tensors": planned["num_tensors"],
+        "num_chunks": made.num_chunks,
+        "nbytes": made.nbytes,
+        "metadata_nbytes": made.metadata_nbytes,
+        "turns": num_turns,
+        "commands": {name: measure.summary([turn[name] for turn in turns]) for name in commands},
+    }
+
+
+def read_metadata_with_torch(folder: Path) -> int:
+    """Return the number of entries that torch found."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    return len(FileSystemReader(folder).read_metadata().state_dict_metadata)
 
 
 def check_spans(virtual: Path, source: Path) -> None:

@@ -8,18 +8,20 @@ Source: torch 2.13.0, torch/distributed/checkpoint/metadata.py, filesystem.py an
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from manifests.errors import InputError, SourceError
 from manifests.headertext import DTYPE_BITS, MAX_DIM
 from manifests.paths import problem_with_path
 from manifests.slices import Slice
+from reshard.archives.alike import TensorReader
 from reshard.archives.names import METADATA_NAME
 from reshard.archives.pickled import BadPickleError, Record, read_pickle
-from reshard.archives.tensors import DTYPES, ArchiveDtype, read_tensor, read_value
+from reshard.archives.tensors import DTYPES, ArchiveDtype, read_value
 from reshard.tensors.checkpoint import TensorAt
-from stores.base import Folder, InputFile, is_hidden, read_range, read_whole
+from stores.base import Folder, InputFile, Range, is_hidden, read_range, read_whole
 
 __all__ = [
     "Chunk",
@@ -28,7 +30,7 @@ __all__ = [
     "DcpValue",
     "bad_metadata",
     "load_metadata",
-    "read_chunk",
+    "read_chunks",
     "read_metadata",
     "read_values",
 ]
@@ -132,20 +134,35 @@ def bad_metadata(file: InputFile, error: Exception) -> SourceError:
     return SourceError(str(file), problem[:300], _AGAIN, code="source.bad-dcp-metadata")
 
 
-def read_chunk(folder: Folder, tensor: DcpTensor, chunk: Chunk) -> TensorAt:
-    """Return the location of a chunk's bytes, under the tensor's name.
+def read_chunks(folder: Folder, tensors: Mapping[str, DcpTensor]) -> dict[str, list[TensorAt]]:
+    """Return the location of each chunk's bytes, tensor by tensor, under the names that the mapping has.
 
     Raises:
-        SourceError: its file is missing or damaged, or has another tensor there than the metadata says.
+        SourceError: a file is missing or damaged, or has another tensor there than the metadata says.
     """
-    file = _file_of(folder, chunk, tensor.name)
-    found = read_tensor(file, tensor.name, (chunk.begin, chunk.begin + chunk.nbytes))
-    if (found.dtype, found.shape) != (tensor.dtype, chunk.region.shape):
+    wanted: dict[str, dict[Range, list[tuple[str, Chunk]]]] = {}
+    for name, tensor in tensors.items():
+        for chunk in tensor.chunks:
+            _file_of(folder, chunk, tensor.name)
+            part = (chunk.begin, chunk.begin + chunk.nbytes)
+            wanted.setdefault(chunk.path, {}).setdefault(part, []).append((name, chunk))
+    reader = TensorReader()
+    found: dict[str, list[TensorAt]] = {name: [] for name in tensors}
+    for path, chunks in wanted.items():
+        names = {part: tensors[sharing[0][0]].name for part, sharing in chunks.items()}
+        for part, at in reader.read(folder.file(path), names):
+            for name, chunk in chunks[part]:
+                found[name].append(_checked(at, name, tensors[name], chunk))
+    return found
+
+
+def _checked(at: TensorAt, name: str, tensor: DcpTensor, chunk: Chunk) -> TensorAt:
+    if (at.dtype, at.shape) != (tensor.dtype, chunk.region.shape):
         expected = f"{tensor.dtype} {list(chunk.region.shape)}"
-        problem = f"expected {expected} ({METADATA_NAME}), found {found.dtype} {list(found.shape)}"
-        raise SourceError(f"{file}: {tensor.name!r}", problem, _AGAIN, code="source.bad-archive")
-    is_whole = chunk.region.shape == chunk.region.whole_shape
-    return found if is_whole else replace(found, part=chunk.region)
+        problem = f"expected {expected} ({METADATA_NAME}), found {at.dtype} {list(at.shape)}"
+        raise SourceError(f"{at.file}: {tensor.name!r}", problem, _AGAIN, code="source.bad-archive")
+    part = None if chunk.region.shape == chunk.region.whole_shape else chunk.region
+    return TensorAt(name, at.dtype, at.shape, at.file, at.begin, at.nbytes, None, part)
 
 
 def read_values(folder: Folder, values: Iterable[DcpValue]) -> list[object]:
@@ -193,12 +210,17 @@ def _item(index: Record) -> tuple[str, tuple[int, ...] | None]:
 
 def _place(info: Record) -> tuple[str, int, int]:
     path, begin, nbytes = info["relative_path"], info["offset"], info["length"]
-    if not isinstance(path, str) or problem_with_path(path) or is_hidden(path):
+    if not isinstance(path, str) or not _is_in_folder(path):
         raise BadPickleError(f"a file named {str(path)[:80]!r}")
     begin, nbytes = _counts((begin, nbytes))
     if info.fields.get("transform_descriptors"):
         raise BadPickleError("items that are compressed or otherwise transformed, which is not supported")
     return path, begin, nbytes
+
+
+@lru_cache(maxsize=4096)  # thousands of chunks are in each file
+def _is_in_folder(path: str) -> bool:
+    return problem_with_path(path) is None and not is_hidden(path)
 
 
 def _tensor(

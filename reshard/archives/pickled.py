@@ -14,6 +14,8 @@ import pickletools
 from collections.abc import Mapping
 from typing import Any, Self
 
+from reshard.archives.opcodes import is_plain
+
 __all__ = ["BadPickleError", "Record", "Reference", "read_pickle"]
 
 _MAX_OBJECTS = 16_000_000  # opcodes; the objects of the worst ones take about 1 GB
@@ -100,7 +102,8 @@ def read_pickle(data: bytes, known: Mapping[str, object], unknown: type[Record] 
     Raises:
         BadPickleError: malformed, too large, or with a name that is neither known nor made a record.
     """
-    _check_opcodes(data)
+    if not is_plain(data, _MAX_OBJECTS):
+        _check_opcodes(data)
     try:
         return _Reader(data, known, unknown).load()
     except BadPickleError:

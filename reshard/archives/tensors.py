@@ -14,7 +14,7 @@ from manifests.errors import SourceError
 from manifests.headertext import DTYPE_BITS, MAX_DIM, MAX_RANK
 from reshard.archives.pickled import BadPickleError, Record, Reference, read_pickle
 from reshard.archives.strides import gathered, is_contiguous
-from reshard.archives.zipped import Archive, ZipEntry, bad_archive, read_entries, read_entry
+from reshard.archives.zipped import Archive, ZipEntry, archives_in, bad_archive, read_entries, read_entry
 from reshard.tensors.checkpoint import TensorAt
 from stores.base import InputFile, Range
 
@@ -104,13 +104,14 @@ def read_archive(file: InputFile) -> list[TensorAt]:
     )
 
 
-def read_tensor(file: InputFile, name: str, part: Range) -> TensorAt:
-    """Return the one tensor that torch.save wrote to a part of a file, under this name.
+def read_tensor(archive: Archive, name: str) -> TensorAt:
+    """Return the one tensor that torch.save wrote, under this name.
 
     Raises:
         SourceError, InputError: as `read_archive`.
     """
-    return _read(file, part, lambda value, entries: _tensor(file, name, _as_view(value, name), entries))
+    file = archive.file
+    return _read_from(archive, lambda value, entries: _tensor(file, name, _as_view(value, name), entries))
 
 
 def read_value(file: InputFile, part: Range) -> object:
@@ -165,7 +166,14 @@ def _read(
     unknown: type[Record] | None = None,
 ) -> T:
     """Return what `tensors_of` finds in the value that was saved and the entries of the file."""
-    archive = Archive(file, part)
+    (archive,) = archives_in(file, [part])
+    return _read_from(archive, tensors_of, unknown)
+
+
+def _read_from(
+    archive: Archive, tensors_of: Callable[[object, Mapping[str, ZipEntry]], T], unknown: type[Record] | None = None
+) -> T:
+    file = archive.file
     _check_magic(archive)
     entries = read_entries(archive)
     if _PICKLE not in entries:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
 from manifests.errors import SourceError
 from stores.base import InputFile, Range, merge_ranges, read_range
 
-__all__ = ["Archive", "ZipEntry", "bad_archive", "read_entries", "read_entry"]
+__all__ = ["Archive", "ZipEntry", "archives_in", "bad_archive", "read_entries", "read_entry"]
 
 _MAX_DIRECTORY_NBYTES = 64 << 20
 _EDGE_NBYTES = 4096  # a file of one tensor has all but its bytes there
+_BATCH = 512  # archives of which these are read at once
 _LOCAL_NBYTES, _LOCAL_MAGIC = 30, b"PK\x03\x04"
+_LISTED_NBYTES = 46  # of an entry in the directory, without its name
 _ENCRYPTED = 1
 _AGAIN = "the file is damaged or truncated; copy or download it again"
 
@@ -46,6 +49,7 @@ def read_entries(archive: Archive) -> dict[str, ZipEntry]:
         with zipfile.ZipFile(archive) as opened:
             infos = sorted(opened.infolist(), key=lambda info: info.header_offset)
             directory_begin = opened.start_dir
+            archive.checksums = list(_checksums(archive, directory_begin, infos))
     except (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError, OverflowError) as error:
         raise bad_archive(file, f"expected a zip file as torch.save writes it: {error}") from error
     for info in infos:
@@ -96,37 +100,83 @@ def _entries(archive: Archive, infos: Sequence[zipfile.ZipInfo]) -> list[ZipEntr
     return found
 
 
-class Archive(io.RawIOBase):
-    """A zip file: all of `file`, or a part of it. What `zipfile` needs to read its directory.
+def _checksums(archive: Archive, directory_begin: int, infos: Sequence[zipfile.ZipInfo]) -> Iterator[Range]:
+    """Yield where the CRCs are that nothing here looks at: in local headers, and in the directory."""
+    at = directory_begin
+    for info in infos:
+        yield info.header_offset + 14, info.header_offset + 18
+        yield at + 16, at + 20
+        lengths = archive.read_range(archive.begin + at + 28, archive.begin + at + 34)  # of name, extra, comment
+        at += _LISTED_NBYTES + sum(struct.unpack("<3H", lengths))
 
-    Its first and its last bytes are read at once and stay in memory.
+
+def archives_in(file: InputFile, parts: Sequence[Range]) -> Iterator[Archive]:
+    """Yield the zip files that are parts of a file, in their order there. The ends of many are read at once.
 
     Raises:
         InputError: they cannot be read.
     """
+    ordered = sorted(parts)
+    for first in range(0, len(ordered), _BATCH):
+        batch = ordered[first : first + _BATCH]
+        ranges = merge_ranges(edge for part in batch for edge in _edges(part))
+        kept = _read_ranges(file, ranges)
+        begins = [begin for begin, _ in kept]
+        for part in batch:
+            yield Archive(file, part, [kept[bisect_right(begins, begin) - 1] for begin, _ in _edges(part)])
 
-    def __init__(self, file: InputFile, part: Range) -> None:
+
+def _edges(part: Range) -> tuple[Range, Range]:
+    begin, end = part
+    return (begin, min(end, begin + _EDGE_NBYTES)), (max(begin, end - _EDGE_NBYTES), end)
+
+
+def _read_ranges(file: InputFile, ranges: Sequence[Range]) -> list[tuple[int, bytes]]:
+    """Return the bytes of ranges in ascending order, which are read as one, each with where it begins."""
+    found = []
+    with closing(file.open(ranges)) as reader:
+        for begin, end in ranges:
+            data = bytearray(end - begin)
+            reader.read_into(memoryview(data), begin)
+            found.append((begin, bytes(data)))
+    return found
+
+
+class Archive(io.RawIOBase):
+    """A zip file: all of `file`, or a part of it. What `zipfile` needs to read its directory.
+
+    `kept` are its first and its last bytes, each with where they begin. It remembers which bytes were `used`, and where
+    `checksums` are, in bytes from its own beginning.
+    """
+
+    def __init__(self, file: InputFile, part: Range, kept: Sequence[tuple[int, bytes]]) -> None:
         self.file, (self.begin, self.end), self._at = file, part, 0
-        edges = [(self.begin, self.begin + _EDGE_NBYTES), (self.end - _EDGE_NBYTES, self.end)]
-        ranges = merge_ranges((max(begin, self.begin), min(end, self.end)) for begin, end in edges)
-        self._kept: list[tuple[int, bytes]] = []
-        self._kept = list(zip((begin for begin, _ in ranges), self.read_ranges(ranges), strict=True))
+        self._kept = kept
+        self.used: list[Range] = []
+        self.checksums: list[Range] = []
 
     def read_range(self, begin: int, end: int) -> bytes:
         """Return bytes `begin` to `end` of the file."""
+        self.used.append((begin - self.begin, end - self.begin))
         kept = self._in_memory(begin, end)
         return read_range(self.file, begin, end) if kept is None else kept
 
     def read_ranges(self, ranges: Sequence[Range]) -> list[bytes]:
         """Return the bytes of ranges in ascending order, which are read as one."""
+        self.used += [(begin - self.begin, end - self.begin) for begin, end in ranges]
         found = {each: kept for each in ranges if (kept := self._in_memory(*each)) is not None}
         if missing := [each for each in ranges if each not in found]:
-            with closing(self.file.open(missing)) as reader:
-                for begin, end in missing:
-                    data = bytearray(end - begin)
-                    reader.read_into(memoryview(data), begin)
-                    found[begin, end] = bytes(data)
+            found |= {(begin, begin + len(data)): data for begin, data in _read_ranges(self.file, missing)}
         return [found[each] for each in ranges]
+
+    def has(self, pieces: Sequence[tuple[int, bytes]]) -> bool:
+        """Return whether it has these bytes, each from a position on, and all of them are in memory."""
+        for at, piece in pieces:
+            first, data = self._kept[at >= _EDGE_NBYTES]
+            position = self.begin + at - first
+            if position < 0 or not data.startswith(piece, position):
+                return False
+        return True
 
     def readable(self) -> bool:
         return True

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from manifests.errors import SourceError
 from manifests.models import is_sized_by_files, model_shape
 from manifests.schema import Holds, ModelDescription, Source
-from reshard.archives.dcp import DcpMetadata, DcpTensor, DcpValue, read_chunk, read_metadata
+from reshard.archives.dcp import DcpMetadata, DcpTensor, DcpValue, read_chunks, read_metadata
 from reshard.archives.names import DATA_SUFFIX, METADATA_NAME
 from reshard.sources.dcp_training import OPTIMIZER, SavedOptimizer, find_optimizer, training_state
 from reshard.sources.huggingface import (
@@ -131,11 +131,7 @@ class _Stored:
 
     def tensors(self, saved: Mapping[str, DcpTensor]) -> dict[str, TensorAt]:
         """Return whole tensors under Hugging Face's names."""
-        slices = join_slices(
-            replace(read_chunk(self.folder, tensor, chunk), name=name)
-            for name, tensor in saved.items()
-            for chunk in tensor.chunks
-        )
+        slices = join_slices(chunk for chunks in read_chunks(self.folder, saved).values() for chunk in chunks)
         if self.config is not None:
             slices = under_huggingface_names(slices, self.config, str(self.folder))
         return {name: merge_slices(parts) for name, parts in slices.items()}

@@ -21,7 +21,7 @@ from manifests.schema import (
     TrainingState,
 )
 from manifests.training_state import LARGEST_RATE
-from reshard.archives.dcp import DcpMetadata, DcpTensor, DcpValue, read_chunk, read_values
+from reshard.archives.dcp import DcpMetadata, DcpTensor, DcpValue, read_chunks, read_values
 from reshard.archives.names import METADATA_NAME
 from stores.base import Folder, read_range
 
@@ -121,7 +121,7 @@ def training_state(
 
 def _num_steps(folder: Folder, tensor: DcpTensor) -> int:
     """Return the steps that a parameter took, which torch counts in a tensor of one float."""
-    at = read_chunk(folder, tensor, tensor.chunks[0])
+    at = read_chunks(folder, {tensor.name: tensor})[tensor.name][0]
     if at.dtype not in _SCALARS or at.nbytes != calcsize(_SCALARS[at.dtype]):
         raise SourceError(str(at.file), f"expected one number as {tensor.name!r}", _LEAVE, code=_BAD)
     (steps,) = unpack(_SCALARS[at.dtype], read_range(at.file, at.begin, at.end))

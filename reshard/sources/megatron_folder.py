@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 
 from manifests.errors import SourceError, UsageError
 from manifests.jsontext import parse_json_object
 from manifests.models import model_shape
 from manifests.schema import MOMENTS, Holds, ModelDescription, Source
-from reshard.archives.dcp import DcpMetadata, DcpTensor, read_chunk, read_metadata
+from reshard.archives.dcp import DcpMetadata, DcpTensor, read_chunks, read_metadata
 from reshard.archives.names import DATA_SUFFIX, MARK_NAME, METADATA_NAME
 from reshard.sources.huggingface import (
     CONFIG_NAME,
@@ -135,10 +134,7 @@ def _read_weights(
 
 
 def _weights(folder: Folder, saved: Mapping[str, DcpTensor], config: Mapping[str, object]) -> dict[str, TensorAt]:
-    slices = {
-        name: tuple(replace(read_chunk(folder, tensor, chunk), name=name) for chunk in tensor.chunks)
-        for name, tensor in saved.items()
-    }
+    slices = {name: tuple(chunks) for name, chunks in read_chunks(folder, saved).items()}
     named = under_names_of_huggingface(slices, config, str(folder))
     joined = join_slices(one for parts in named.values() for one in parts)
     return {name: merge_slices(parts) for name, parts in joined.items()}

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from resource import RUSAGE_CHILDREN, getrusage
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from bench.measure import cpu_s_since
 from manifests.digest import DigestTable, digest_hex
 from manifests.errors import InputError
 from manifests.models import model_shape
@@ -326,3 +328,18 @@ def test_an_index_is_what_json_says(
     raw = json.dumps(document, indent=indent, ensure_ascii=is_ascii).encode()
     index = read_shard_index(raw, "index", {name: name for name in weight_map})
     assert (index.weight_map, index.has_metadata) == (weight_map, metadata is not None)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_deepseek_v3_of_megatron_core_is_planned_in_seconds_and_600_mb(tmp_path: Path) -> None:
+    from bench.sparse_megatron import write_sparse_megatron  # with torch
+
+    config = json.loads((ROOT / "tests" / "data" / "configs" / "deepseek-v3.json").read_text())
+    del config["quantization_config"]
+    made = write_sparse_megatron(tmp_path / "iter_0000001", config, num_ranks=128)
+    assert (made.num_chunks > 45_000, made.nbytes > 1.3e12) == (True, True)
+    for verb, *flags in (["plan"], ["pack", "--out", tmp_path / "out", "--dry-run"]):
+        before = getrusage(RUSAGE_CHILDREN)
+        assert peak_nbytes(verb, tmp_path / "iter_0000001", "--layout", "pp=16", *flags) < MOST_NBYTES
+        assert cpu_s_since(before) < 15, verb  # 9 s at a load of 5; bench/deepseek.py --megatron measures it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
@@ -17,7 +18,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from manifests.errors import SourceError
-from reshard.archives.tensors import read_archive, read_tensor
+from reshard.archives.alike import TensorReader
+from reshard.archives.tensors import read_archive
 from reshard.tensors.lazy import read_blocks
 from stores.base import Range
 from stores.local import LocalFile, LocalReader
@@ -210,9 +212,32 @@ def test_a_file_of_one_tensor_is_opened_once(archive: Path, monkeypatch: pytest.
         return real(self, ranges)
 
     monkeypatch.setattr(LocalFile, "open", counted)
-    found = read_tensor(file, "w", (0, nbytes))
+    ((_, found),) = TensorReader().read(file, {(0, nbytes): "w"})
     assert (found.shape, found.dtype, len(opened)) == ((1 << 16,), "I64", 1)
     assert sum(end - begin for begin, end in opened[0]) < 10_000
+
+
+@pytest.mark.parametrize("count", [6, 60_000])
+def test_archives_of_one_length_are_told_apart(archive: Path, count: int) -> None:
+    values = torch.arange(count, dtype=torch.float32)
+    shapes = [(2, -1), (-1, 2), (2, -1), (3, -1)]
+    tensors = [values.view(shape) + number for number, shape in enumerate(shapes)] + [values.view(2, -1).int()]
+    saved = []
+    for tensor in tensors:
+        torch.save(tensor, archive)
+        saved.append(archive.read_bytes())
+    assert len(set(map(len, saved[:4]))) == 1
+    other = saved[0].replace(b"FloatStorage", b"HalfXStorage")  # which the reader must see, alike as it is
+    ends = list(itertools.accumulate(map(len, [*saved, other])))
+    archive.write_bytes(b"".join([*saved, other]))
+    parts = list(zip([0, *ends], ends, strict=False))
+    found = dict(TensorReader().read(LocalFile(archive), dict.fromkeys(parts[:-1], "w")))
+    for part, tensor in zip(parts, tensors, strict=False):
+        at = found[part]
+        raw = archive.read_bytes()[at.begin : at.end]
+        assert torch.equal(torch.frombuffer(bytearray(raw), dtype=tensor.dtype).view(at.shape), tensor)
+    with pytest.raises(SourceError):
+        list(TensorReader().read(LocalFile(archive), dict.fromkeys(parts, "w")))
 
 
 def test_a_pickle_runs_nothing(archive: Path, tmp_path: Path) -> None:
