@@ -86,12 +86,12 @@ RUN: Mapping[str, Run] = {
     "docs/cluster.md": Run(
         needs=("model", "last_run", "cluster"),
         instead={
-            "--scheduler (slurm|jobset)": r"--dry-run --scheduler \1",
+            "--scheduler (slurm|jobset|job)": r"--dry-run --scheduler \1",
             "s3://bucket": "s3://checkpoints",
             "-- …": "-- --data text/ --global-batch 32",
             "(?<![./])/data": "$PWD/data",
             "(reshard pack .*) --part 1/8": r"for part in 1 2 3 4 5 6 7 8; do \1 --part $part/8; done",
-            r"--out \./405B-pp16 --parts": "--out ./405B-parts --parts",
+            r"--out (\S*)405B-pp16 --parts": r"--out \g<1>405B-parts --parts",
         },
         files={"# job.toml": ("job.toml", "runner launch --job job.toml --dry-run")},
     ),

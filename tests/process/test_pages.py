@@ -81,7 +81,8 @@ def last_run(tmp_path: Path, pp2: None) -> None:
 @pytest.fixture
 def cluster(tmp_path: Path, moto: MotoServer, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "Llama-3.1-405B"
-    write_model(source, llama_config(num_hidden_layers=16))
+    for folder in (source, tmp_path / "data" / source.name):
+        write_model(folder, llama_config(num_hidden_layers=16))
     for out in (tmp_path / "data" / "405B-pp16", "s3://checkpoints/405B-pp16"):
         pack(source, "pp=16", out)
     shutil.copytree(tmp_path / "text", tmp_path / "data" / "text")
