@@ -43,6 +43,10 @@ class FilesystemClient:
         mark = next((str(facts[key]) for key in _MARKS if facts.get(key)), None)
         return ObjectEntry(name=name, nbytes=nbytes, etag=mark)
 
+    def load(self, name: str) -> bytes:
+        entry = self.look_up(name)
+        return b"".join(self.read(entry, 0, entry.nbytes)) if entry.nbytes else b""
+
     def read(self, entry: ObjectEntry, begin: int, end: int) -> Iterator[memoryview]:
         """Yield the bytes of a range, once they are there and the file is found to be as it was."""
         where = f"{self.url}/{entry.name}"

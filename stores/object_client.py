@@ -134,6 +134,11 @@ class ObstoreClient:
                 return
             yield memoryview(chunk)
 
+    def load(self, name: str) -> bytes:
+        """Return a small object, in one request."""
+        with explained(f"{self.url}/{name}"):
+            return bytes(self.quick.get(name).bytes())
+
     def put(self, name: str, data: bytes) -> None:
         """Write or replace a small object."""
         with explained(f"{self.url}/{name}"):
@@ -148,7 +153,7 @@ class ObstoreClient:
                 self.quick.put(name, data, mode="create")
             except AlreadyExistsError:
                 # It is ours if the response to the first request was lost and obstore retried.
-                return bytes(self.quick.get(name).bytes()) == data
+                return self.load(name) == data
             except NotImplementedError:  # AWS_CONDITIONAL_PUT=disabled: the listing did not have it
                 self.quick.put(name, data)
         return True

@@ -26,7 +26,7 @@ from stores.objects import Client, ObjectFile
 
 __all__ = [
     "FindOwnedObjects", "ListedObjects", "Wanted", "check_existing", "lines_of", "new_lock", "objects_of_manifest",
-    "read_lock", "remaining_names",
+    "remaining_names",
 ]  # fmt: skip
 
 _SHOWN_CHARS = 200  # of a lock object's text
@@ -139,17 +139,11 @@ def remaining_names(lock: bytes) -> set[str]:
     return {name for name in lock.decode(errors="replace").split("\n")[_HEAD_LINES:] if name}
 
 
-def read_lock(client: Client) -> bytes:
-    """Return the content of the lock object."""
-    entry = client.look_up(LOCK_NAME)
-    return b"".join(client.read(entry, 0, entry.nbytes)) if entry.nbytes else b""
-
-
 def _not_without_force(client: Client, others: Mapping[str, ObjectEntry], is_unfinished: bool) -> InputError:
     if not is_unfinished:
         hint = "choose another --out, or replace it with --force"
         return OutputError(client.url, "already exists", hint, code="output.exists")
-    text = read_lock(client)[:_SHOWN_CHARS].decode(errors="replace").partition("\n")[0]
+    text = client.load(LOCK_NAME)[:_SHOWN_CHARS].decode(errors="replace").partition("\n")[0]
     nbytes = sum(entry.nbytes for entry in others.values())
     what = f"{len(others)} object{'' if len(others) == 1 else 's'}, {nbytes} bytes, {text}"
     return OutputError(

@@ -24,7 +24,7 @@ from stores.address import OBJECT_SCHEMES, split_url
 from stores.address import SCHEME as HUB_SCHEME
 from stores.base import LOCK_NAME, PROGRESS_NAME, Blocks
 from stores.object_client import ObjectEntry, Upload, open_client
-from stores.object_lock import ListedObjects, Wanted, check_existing, lines_of, new_lock, read_lock, remaining_names
+from stores.object_lock import ListedObjects, Wanted, check_existing, lines_of, new_lock, remaining_names
 from stores.object_progress import CompletedObjects, read_progress
 from stores.object_writer import ObjectWriter
 from stores.objects import Client, list_objects
@@ -63,7 +63,7 @@ def open_output(url: str, *, force: bool = False, wanted: Wanted | None = None, 
     client = open_writable(url)
     listed = list_objects(client)
     is_unfinished = LOCK_NAME in listed and MANIFEST_NAME not in listed
-    before = read_lock(client) if LOCK_NAME in listed else b""
+    before = client.load(LOCK_NAME) if LOCK_NAME in listed else b""
     record = read_progress(client, listed)
     known = remaining_names(before) | (record.names if record else set())
     left = record if record and plan and record.plan == plan else None
@@ -239,7 +239,7 @@ class ObjectTarget:
         for held, content in self._held.items():
             if isinstance(content, Blocks):
                 self._send(held, content)
-            elif held not in listed or self._read(listed[held]) != content:
+            elif held not in listed or self._client.load(held) != content:
                 self._client.put(held, content)
         # Commit point: readers ignore a prefix without manifest.json, and refuse a locked one.
         if self._old:
@@ -283,8 +283,8 @@ class ObjectTarget:
 
     def _remove_mark(self) -> None:
         with self._mutex:
-            if not self._is_unmarked and (mark := self._found.listed.get(self._last)):
-                self._removed_mark = self._read(mark)  # before: a request that fails may have removed it
+            if not self._is_unmarked and self._last in self._found.listed:
+                self._removed_mark = self._client.load(self._last)  # before: a request that fails may have removed it
                 remove_objects(self._client, [self._last])
                 self._is_unmarked = True
 
@@ -326,12 +326,9 @@ class ObjectTarget:
 
     def _check_lock(self) -> None:
         """Raise unless the lock is ours: otherwise nothing may be written here."""
-        if self._read(self._client.look_up(LOCK_NAME)) != self._own_lock:
+        if self._client.load(LOCK_NAME) != self._own_lock:
             problem = "another process took it over with --force"
             raise OutputError(self._client.url, problem, "choose another --out", code="output.contended")
-
-    def _read(self, entry: ObjectEntry) -> bytes:
-        return b"".join(self._client.read(entry, 0, entry.nbytes)) if entry.nbytes else b""
 
 
 def open_writable(url: str) -> WritableClient:

@@ -85,8 +85,7 @@ def read_progress(client: Client, listed: Mapping[str, ObjectEntry]) -> Complete
     """Return the record of an unfinished output, if there is a usable one."""
     if PROGRESS_NAME not in listed:
         return None
-    entry = client.look_up(PROGRESS_NAME)
-    return CompletedObjects.decode(b"".join(client.read(entry, 0, entry.nbytes)) if entry.nbytes else b"")
+    return CompletedObjects.decode(client.load(PROGRESS_NAME))
 
 
 def _facts(entry: ObjectEntry) -> tuple[int, str] | None:

@@ -121,8 +121,8 @@ def test_failure_leaves_nothing_and_no_unfinished_upload(s3: S3Server) -> None:
 def test_interrupt_as_a_small_file_arrives_leaves_nothing(moto: MotoServer) -> None:
     def write_config() -> None:
         with open_output(url_of("interrupted")) as target:
-            # Of three requests that `put` makes, two of which look at the claim, at the last.
-            strike(moto.endpoint, Strike(pid=os.getpid(), act="SIGINT", at=2, is_done=True))
+            # Of two requests that `put` makes, the first of which looks at the lock, at the second.
+            strike(moto.endpoint, Strike(pid=os.getpid(), act="SIGINT", at=1, is_done=True))
             target.put("config.json", CONFIG)
 
     with pytest.raises(KeyboardInterrupt):
