@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import tempfile
 import venv
@@ -35,7 +34,7 @@ _UNPACKED = {
 # Packages with an environment of their own, and what they need besides torch.
 _OWN = {
     "deepspeed": ("deepspeed==0.19.8", ("einops", "hjson", "msgpack", "ninja", "psutil", "py-cpuinfo")),
-    "megatron": ("megatron-core==0.16.1", ("einops", "psutil")),
+    "megatron": ("megatron-core==0.16.1", ("einops==0.8.2", "psutil==7.2.2")),
 }
 
 
@@ -77,7 +76,8 @@ def _install_apart(place: Path, package: str, needs: tuple[str, ...]) -> None:
         made = Path(folder, place.name)
         venv.create(made, with_pip=True)
         (packages,) = made.glob("lib/python*/site-packages")
-        (packages / "shared.pth").write_text(sysconfig.get_path("purelib"))
+        shared = [path for path in sys.path if path.endswith("site-packages")]  # a .venv may borrow from another
+        (packages / "shared.pth").write_text("\n".join(shared))
         built = ("install", "-q", "--no-deps", "--no-build-isolation", package)
         if all(_pip(*args, home=made) for args in (("install", "-q", "wheel", "setuptools", *needs), built)):
             shutil.move(made, place)
