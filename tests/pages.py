@@ -11,7 +11,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["GENERATED", "NOT_RUN", "PAGES", "ROOT", "RUN", "SECTIONS_OF", "Block", "Run", "blocks_of", "run_blocks"]
+__all__ = [
+    "GENERATED",
+    "NOT_RUN",
+    "PAGES",
+    "ROOT",
+    "RUN",
+    "SECTIONS_OF",
+    "Block",
+    "Run",
+    "blocks_of",
+    "run_blocks",
+    "search_path",
+]
 
 ROOT = Path(__file__).resolve().parents[1]
 # Written by tools from code; their examples are run where that code is tested.
@@ -129,8 +141,8 @@ RUN: Mapping[str, Run] = {
 # Blocks that no test of a page runs, by how they begin, and why.
 NOT_RUN: Mapping[str, Mapping[str, str]] = {
     "README.md": {
-        "make demo": "test_demo runs what `make demo` runs, and `make test` these tests",
-        "$ reshard plan build/demo/model": "test_demo compares it with the output of the demo",
+        "make demo": "takes ten minutes on two busy cores, and `make test` runs these tests",
+        "$ reshard plan build/demo/model": "output of `make demo`; test_pages.py compares it up to its first training",
         "Hugging Face folder": "a drawing",
         "pip install .  ": "its extras are compared with those of pyproject.toml",
     },
@@ -155,8 +167,7 @@ def blocks_of(text: str) -> Iterator[Block]:
 
 def run_blocks(text: str, folder: Path, run: Run = Run(), not_run: Iterable[str] = ()) -> None:
     """Run the blocks of a page, or of a part of one, in order, but for the installation; each must end as it should."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    own = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    own = {"PATH": search_path(), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     printed = ""
     for block in blocks_of(text):
         if block.named_in(not_run):
@@ -176,6 +187,11 @@ def run_blocks(text: str, folder: Path, run: Run = Run(), not_run: Iterable[str]
         code = run.codes.get(block.named_in(run.codes) or "", 0)
         assert ended.returncode == code, f"{command}\n{ended.stdout}\n{ended.stderr}"
         printed += ended.stdout
+
+
+def search_path() -> str:
+    """Return a PATH on which the commands are those of this environment."""
+    return f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
 
 def commands_of(block: Block, run: Run) -> str:
