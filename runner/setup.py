@@ -253,7 +253,8 @@ def _resume_optimizer(
         is_restored = restore_rng(training.random, mesh.rank, num_ranks, device)
     if is_restored:
         return start
-    note = f"the checkpoint has no RNG state for {num_ranks} {device.type.upper()} ranks; reseeding from --seed"
+    ranks = f"{num_ranks} {device.type.upper()} {'rank' if num_ranks == 1 else 'ranks'}"
+    note = f"the checkpoint has no RNG state for {ranks}; reseeding from --seed"
     return replace(start, notes=(*start.notes, note))
 
 
