@@ -25,7 +25,7 @@ _FLAGS = (
     click.option(
         "--take-over",
         "take_over_s",
-        type=click.IntRange(min=1),
+        type=click.IntRange(1, 86400),
         metavar="SECONDS",
         help="Then take over parts that no process has worked on for so long, until all are done.",
     ),

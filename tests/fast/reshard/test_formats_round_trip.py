@@ -116,6 +116,7 @@ def run(*args: str | Path) -> None:
 
 
 ALL = tuple(ARCHITECTURES)
+OF_PARAMETERS = tuple(family for family in ALL if family != "deepseek_v3")  # whose router's bias is not trained
 OF_VLLM = ("llama", "mistral", "qwen2", "qwen3")
 NAMED = ("llama", "qwen3", "qwen3_moe")  # whose tensors torchtitan and Megatron-Core call otherwise
 # The way there, the families that have one, whether they may have biases, and the dtypes.
@@ -125,10 +126,10 @@ WAYS: dict[str, tuple[Callable[[Path, Mapping[str, Tensor]], Path], tuple[str, .
     "torchtitan": (by_export("--to", "dcp", "--for", "torchtitan"), (*NAMED, "gpt_oss"), False, "F32 BF16"),
     "megatron": (by_export("--to", "megatron"), (*NAMED, "deepseek_v3"), False, "F32 BF16"),
     "deepspeed": (by_export("--to", "deepspeed"), ALL, True, "F32 BF16 F16"),
-    "universal": (by_export("--to", "universal"), ALL, True, "F32"),
+    "universal": (by_export("--to", "universal"), OF_PARAMETERS, True, "F32"),
     "vllm": (by_export("--to", "vllm"), OF_VLLM, True, "F32 BF16 F16"),
     "vllm-ranks": (by_ranks_of_vllm, OF_VLLM, True, "F32 BF16 F16"),
-    "pipeline": (by_export("--to", "universal", "--for", "pipeline"), ALL, True, "F32"),
+    "pipeline": (by_export("--to", "universal", "--for", "pipeline"), OF_PARAMETERS, True, "F32"),
 }
 
 
