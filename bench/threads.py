@@ -4,7 +4,7 @@
 
 A machine with few cores cannot show how a pack scales, but it can show what one thread keeps from the others: the work
 that holds Python's lock, and locks of our own. Everything else of a block of 1 MiB is simulated by sleeping: hashing at
-4 GB/s, as a core does, reading and writing at 0.8 GB/s each, a thread's part of an array of disks at 50 GB/s. With n
+4 GB/s, as a core does, reading and writing at 0.4 GB/s each, a 64th of an array of disks at 25 GB/s. With n
 threads, efficiency is n times fewer seconds, relative to one thread; 1.0 means that threads keep nothing from others.
 The serial share is the part of one thread's work that, done by one thread at a time, would give the same efficiency.
 """
@@ -30,7 +30,7 @@ from reshard.plans.pack_plan import OutputShard
 from stores.base import Range
 from stores.bundles import TensorAt
 
-HASH_NBYTES_PER_S, DISK_NBYTES_PER_S = 4e9, 0.8e9
+HASH_NBYTES_PER_S, DISK_NBYTES_PER_S = 4e9, 0.4e9
 TENSOR_NBYTES, TENSORS_PER_FILE = 16 << 20, 64
 NUM_THREADS = (1, 2, 4, 8, 16, 32, 64)
 FILES_PER_THREAD = 0.5  # 512 MiB
