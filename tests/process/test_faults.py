@@ -144,7 +144,7 @@ def run_all(command: Sequence[str | Path], environments: Sequence[dict[str, str]
         for environment in environments
     ]  # fmt: skip
     try:
-        said = [process.communicate(timeout=90)[1] for process in running]
+        said = [process.communicate(timeout=150)[1] for process in running]
     finally:
         for process in running:
             process.kill()
