@@ -90,7 +90,7 @@ class PeerServer:
         self.folder, self.token = folder, token
         self.shards = {shard.path: shard for shard in shards}
         self.is_finished = threading.Event()
-        kind = _ServerV6 if ":" in address else ThreadingHTTPServer
+        kind = _ServerV6 if ":" in address else _Server
         self._server = kind((address, 0), lambda *request: _Handler(self, *request))
         self._thread = threading.Thread(target=self._server.serve_forever, name="peers", daemon=True)
 
@@ -111,7 +111,12 @@ class PeerServer:
         self._thread.join()
 
 
-class _ServerV6(ThreadingHTTPServer):
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing of a node that left in the middle, or of a shard that could not be read: who asked does."""
+
+
+class _ServerV6(_Server):
     address_family = socket.AF_INET6
 
 

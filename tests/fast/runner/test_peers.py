@@ -12,11 +12,15 @@ from pathlib import Path
 import pytest
 
 from manifests.errors import ShardError, UnreachableError
-from manifests.schema import Shard
+from manifests.schema import WEIGHTS, Shard
 from manifests.store import read_manifest
 from runner.bundle import peers
 from runner.bundle.cache_folder import CacheFolder
+from runner.bundle.packed import open_packed
 from runner.bundle.peers import PeerFile, PeerServer, Wanted, assign_sources, own_address
+from runner.distributed.world import World
+from runner.load.local_cache import LocalCache, _Peers
+from stores.base import read_range
 from stores.local import LocalFolder
 from tests.builders import reshard
 from tests.fast.runner.tiny import save_model
@@ -144,3 +148,27 @@ def test_shard_that_a_node_has_comes_from_there() -> None:
 def test_first_node_is_told_by_name_where_that_is_the_loopback_interface() -> None:
     assert own_address("localhost") == ("0.0.0.0", "localhost")
     assert own_address("no-such-host.invalid") == ("0.0.0.0", "no-such-host.invalid")
+
+
+def test_what_a_lost_node_was_to_give_is_read_from_the_store(
+    packed: Path, there: CacheFolder, here: CacheFolder
+) -> None:
+    opened = open_packed(packed)
+    modules = {module for stage in opened.manifest.stages for module in stage.modules}
+    cache = LocalCache(opened.bundles, here, modules, (WEIGHTS,), World(rank=0, local_rank=0, size=2))
+    shards = list(opened.manifest.shards)
+    with PeerServer(there, shards, "token", "127.0.0.1") as server:
+        gone = server.port
+    peers = _Peers(places={shards[0].path: ("127.0.0.1", gone)}, token="token")
+    report = cache._ensure_own(peers, threading.Event())
+    assert (report.nbytes, report.peer_nbytes) == (sum(shard.nbytes for shard in shards), 0)
+    assert all((here.path / shard.path).read_bytes() == (packed / shard.path).read_bytes() for shard in shards)
+
+
+def test_shard_that_cannot_be_read_leaves_no_traceback(
+    server: PeerServer, shard: Shard, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(CacheFolder, "has", lambda folder, shard: True)
+    with pytest.raises(UnreachableError):
+        read_range(file_of(server, shard), 0, 8)
+    assert capfd.readouterr().err == ""
