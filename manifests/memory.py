@@ -180,7 +180,7 @@ def estimate_memory(
                 temporary=max(_temporary([costs[module] for module in modules]), in_step - peaks[stage]),
             )
         )
-    at_once = peak_held(table, kept)
+    at_once = peaks if placement.num_virtual == 1 else peak_held(table, kept)
     by_rank = [
         _sum([by_stage[stage] for stage in placement.stages_on(rank)], activations=at_once[rank])
         for rank in range(placement.num_ranks)

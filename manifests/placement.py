@@ -58,4 +58,6 @@ class Placement:
         return stage // self.num_ranks
 
     def stages_on(self, rank: int) -> tuple[int, ...]:
-        return tuple(stage for stage in range(self.num_stages) if self.rank_of(stage) == rank)
+        if self.style == "v":
+            return rank, self.num_stages - 1 - rank
+        return tuple(range(rank, self.num_stages, self.num_ranks))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from manifests.placement import Placement
 
@@ -24,9 +24,8 @@ TransferKind = Literal["SEND_F", "RECV_F", "SEND_B", "RECV_B"]
 UpkeepKind = Literal["UNSHARD", "RESHARD", "REDUCE_GRAD"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Action:
-    """One stage computes one microbatch.
+class Action(NamedTuple):
+    """One stage computes one microbatch. A step has up to half a million.
 
     F is the forward and B the backward. Zero-bubble schedules split B into I, the gradient of the stage's input,
     for which the previous stage waits, and W, the gradients of its weights, which can be delayed.

@@ -9,7 +9,7 @@ from manifests.errors import ScheduleError
 from manifests.placement import Placement
 from manifests.schedules.actions import Action, LoweredStep, actions_of
 
-__all__ = ["Result", "check_finished", "in_order", "input_of", "missing_for", "result_of"]
+__all__ = ["Result", "check_finished", "in_order", "input_of", "inputs_of", "result_of"]
 
 # Stage, kind and microbatch of a finished action; I counts as B, since it gives the previous stage the same gradient.
 Result = tuple[int, str, int]
@@ -29,7 +29,7 @@ def in_order(ranks: Sequence[Sequence[StepT]], placement: Placement) -> Iterator
         for rank in unfinished:
             step = ranks[rank][at[rank]]
             actions = actions_of(step)
-            if missing_for(actions, num_stages, done) is None:
+            if _missing(actions, num_stages, done) is None:
                 at[rank] += 1
                 progress = True
                 done.update(map(result_of, actions))
@@ -59,21 +59,20 @@ def input_of(action: Action, num_stages: int) -> Result | None:
     return (stage + 1, "B", action.microbatch) if kind != "W" and stage < num_stages - 1 else None
 
 
+def inputs_of(action: Action, num_stages: int) -> list[Result]:
+    """Return all results that an action needs, those of its own stage included."""
+    own = {"F": (), "W": ("B",)}.get(action.kind, ("F",))
+    neighbour = input_of(action, num_stages)
+    return [(action.stage, kind, action.microbatch) for kind in own] + ([neighbour] if neighbour else [])
+
+
 def result_of(action: Action) -> Result:
     return action.stage, "B" if action.kind == "I" else action.kind, action.microbatch
 
 
-def missing_for(actions: Sequence[Action], num_stages: int, done: Container[Result]) -> Result | None:
+def _missing(actions: Sequence[Action], num_stages: int, done: Container[Result]) -> Result | None:
     """Return a result that the actions of a step still wait for, if any."""
-    for action in actions:
-        if (kind := action.kind) != "F":
-            own = (action.stage, "B" if kind == "W" else "F", action.microbatch)
-            if own not in done:
-                return own
-        neighbour = input_of(action, num_stages)
-        if neighbour is not None and neighbour not in done:
-            return neighbour
-    return None
+    return next((found for action in actions for found in inputs_of(action, num_stages) if found not in done), None)
 
 
 def _deadlock(left: Sequence[Sequence[LoweredStep]], num_stages: int, done: Container[Result]) -> ScheduleError:
@@ -84,7 +83,7 @@ def _deadlock(left: Sequence[Sequence[LoweredStep]], num_stages: int, done: Cont
     waits: dict[int, str] = {}
     rank = next(rank for rank, steps in enumerate(left) if steps)
     while rank not in waits:
-        missing = missing_for(actions_of(left[rank][0]), num_stages, done)
+        missing = _missing(actions_of(left[rank][0]), num_stages, done)
         assert missing is not None, "a rank that waits for nothing could run"
         stage, kind, microbatch = missing
         waits[rank] = f"rank {rank} waits with {left[rank][0]} for {stage}{kind}{microbatch}"

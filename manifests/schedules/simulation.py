@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from manifests.errors import ScheduleError
-from manifests.schedules.actions import Action, Table, actions_of
-from manifests.schedules.order import Result, check_finished, input_of, missing_for, result_of
+from manifests.placement import Placement
+from manifests.schedules.actions import Action, ComputeKind, Table, actions_of
+from manifests.schedules.order import check_finished, inputs_of
 
 __all__ = ["StageCosts", "TimedAction", "Timeline", "in_flight", "peak_held", "simulate"]
+
+_Row = dict[int, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,40 +104,73 @@ def simulate(table: Table, costs: StageCosts, begins_s: Sequence[float] | None =
     if len(costs.forward_s) != placement.num_stages:
         problem = f"expected {placement.num_stages} stages, found {len(costs.forward_s)}"
         raise ScheduleError("costs", problem, code="schedule.invalid-costs")
-    num_stages, seconds_of = placement.num_stages, costs.by_kind()
+    wires = _wires(placement, costs)
     spans: list[list[TimedAction]] = [[] for _ in table.ranks]
     free_s, busy_s = list(begins_s or [0.0] * len(spans)), [0.0] * len(spans)
-    left_s: dict[Result, tuple[float, int]] = {}  # when each result left its rank, and that rank
-    at, ready, waiting = [0] * len(spans), deque(range(len(spans))), dict[Result, list[int]]()
+    at, ready, waiting = [0] * len(spans), deque(range(len(spans))), set[int]()
     while ready:
         rank = ready.popleft()
-        steps, time_s = table.ranks[rank], free_s[rank]
+        steps = table.ranks[rank]
         while at[rank] < len(steps):
-            actions = actions_of(steps[at[rank]])
-            if missing := missing_for(actions, num_stages, left_s):
-                waiting.setdefault(missing, []).append(rank)
+            end_s, ran = free_s[rank], []
+            for action in actions_of(steps[at[rank]]):
+                stage, kind, microbatch = action
+                wire, start_s = wires[kind][stage], end_s
+                for row, transfer_s in wire.inputs:
+                    arrival_s = row.get(microbatch, inf) + transfer_s
+                    if arrival_s > start_s:
+                        start_s = arrival_s
+                end_s = start_s + wire.seconds
+                ran.append((action, start_s, end_s, wire))
+            if end_s == inf:  # an input has not been computed yet: again when a neighbor's result is there
+                waiting.add(rank)
                 break
             at[rank] += 1
-            for action in actions:
-                if needed := input_of(action, num_stages):
-                    ready_s, source = left_s[needed]
-                    time_s = max(time_s, ready_s if source == rank else ready_s + costs.hop_s)
-                start_s, seconds = time_s, seconds_of[action.kind][action.stage]
-                time_s += seconds
-                busy_s[rank] += seconds
-                spans[rank].append(TimedAction(action, start_s, time_s))
-            for action in actions:
-                result = result_of(action)
-                left_s[result] = time_s, rank
-                if result in waiting:
-                    ready.extend(waiting.pop(result))
-        free_s[rank] = time_s
-    check_finished(table.ranks, at, placement, left_s)
+            free_s[rank] = end_s
+            for action, start_s, action_end_s, wire in ran:
+                spans[rank].append(TimedAction(action, start_s, action_end_s))
+                busy_s[rank] += wire.seconds
+                wire.results[action.microbatch] = end_s
+                if wire.reader in waiting:
+                    waiting.remove(wire.reader)
+                    ready.append(wire.reader)
+    if waiting:
+        done = {(stage, kind, each) for kind in "FB" for stage, wire in enumerate(wires[kind]) for each in wire.results}
+        check_finished(table.ranks, at, placement, done)
     return Timeline(
         ranks=tuple(map(tuple, spans)),
         makespan_s=max(free_s),
         busy_s=tuple(busy_s),
     )
+
+
+@dataclass(kw_only=True, slots=True)
+class _Wire:
+    """What the actions of one kind on one stage take, read and write."""
+
+    seconds: float
+    results: _Row  # when each left the stage; I and B share a row, see `result_of`
+    inputs: list[tuple[_Row, float]]  # the rows that an action needs, each with the seconds of the transfer
+    reader: int | None = None  # the other rank that needs the results
+
+
+def _wires(placement: Placement, costs: StageCosts) -> dict[str, list[_Wire]]:
+    """Return the wires of each kind of action, by stage."""
+    num_stages, rank_of = placement.num_stages, placement.rank_of
+    rows: dict[str, list[_Row]] = {kind: [{} for _ in range(num_stages)] for kind in "FBW"}
+    rows["I"] = rows["B"]
+    wires = {
+        kind: [_Wire(seconds=each, results=row, inputs=[]) for each, row in zip(seconds, rows[kind], strict=True)]
+        for kind, seconds in costs.by_kind().items()
+    }
+    for kind, stage in product(get_args(ComputeKind), range(num_stages)):
+        for source, needed, _ in inputs_of(Action(stage=stage, kind=kind, microbatch=0), num_stages):
+            is_far = rank_of(source) != rank_of(stage)
+            wires[kind][stage].inputs.append((rows[needed][source], costs.hop_s if is_far else 0.0))
+            if is_far:
+                for same in ("F",) if needed == "F" else ("B", "I"):
+                    wires[same][source].reader = rank_of(stage)
+    return wires
 
 
 def in_flight(table: Table) -> tuple[int, ...]:
@@ -159,10 +196,6 @@ def peak_held(table: Table, stage_sizes: Sequence[int]) -> tuple[int, ...]:
     A microbatch is in flight on a stage from the start of its F to the end of its B or W. The order of a rank's actions
     determines the peak; times do not matter.
     """
-    placement = table.placement
-    if placement.num_virtual == 1:
-        sizes = [count * size for count, size in zip(in_flight(table), stage_sizes, strict=True)]
-        return tuple(sizes[placement.stages_on(rank)[0]] for rank in range(placement.num_ranks))
     peaks = []
     for steps in table.ranks:
         held = peak = 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import islice
 
 from manifests.placement import Placement
@@ -101,8 +100,8 @@ def _split_backwards(actions: Iterable[Action], num_kept: int) -> Iterator[Actio
         if action.kind == "F":
             yield action
             continue
-        yield replace(action, kind="I")
-        kept.append(replace(action, kind="W"))
+        yield action._replace(kind="I")
+        kept.append(action._replace(kind="W"))
         if len(kept) > num_kept:
             yield kept.popleft()
     yield from kept

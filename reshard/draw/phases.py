@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 from manifests.schedules import Action, Timeline
@@ -13,6 +15,7 @@ __all__ = ["Box", "View", "view_of"]
 _KEPT = 2  # microbatches of the steady state on either side of the cut
 _LEAST_CUT = 4  # microbatches
 _GAP = 0.03  # of what is drawn
+_START, _END = attrgetter("start_s"), attrgetter("end_s")
 
 
 class Box(NamedTuple):
@@ -48,10 +51,11 @@ class View:
         """Yield what is drawn of every action, rank by rank."""
         shift_s = self.head_s + self.gap_s - self.tail_s
         for rank, spans in enumerate(timeline.ranks):
-            for action, start_s, end_s in spans:
-                if start_s < min(end_s, self.head_s):
+            for action, start_s, end_s in spans[: bisect_left(spans, self.head_s, key=_START)]:
+                if start_s < end_s:
                     yield Box(rank, action, start_s, min(end_s, self.head_s))
-                if end_s > max(start_s, self.tail_s):
+            for action, start_s, end_s in spans[bisect_right(spans, self.tail_s, key=_END) :]:
+                if start_s < end_s:
                     yield Box(rank, action, max(start_s, self.tail_s) + shift_s, end_s + shift_s)
 
 
