@@ -28,7 +28,7 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
 }
 _LINK = re.compile(r"(?<=\]\()(?!https?:|#|mailto:)([^)\s]+)(?=\))")
-_PICTURES = "pictures/*.*"
+_CARRIED = "pictures/*.*", "scripts/*.js"  # as they are
 _ABOUT_WORDS = 40
 
 
@@ -39,8 +39,8 @@ def main() -> int:
     for path, page in sources.items():
         _write(page, _moved(path, (ROOT / path).read_text()))
     _write("adr/index.md", decisions())
-    for picture in sorted((ROOT / "docs").glob(_PICTURES)):
-        _copy(picture, picture.relative_to(ROOT / "docs").as_posix())
+    for path in (path for pattern in _CARRIED for path in sorted((ROOT / "docs").glob(pattern))):
+        _copy(path, path.relative_to(ROOT / "docs").as_posix())
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     _write("llms.txt", "\n".join(_lines_for_models(config)))
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(ROOT / "mkdocs.yml")]

@@ -1,8 +1,10 @@
-"""The plan page and the report page in a real Chromium: what a reader sees, points at and prints."""
+"""The plan page, the report page and the site in a real Chromium: what a reader sees, points at, prints and finds."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +22,8 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="NO CHROMIUM: the pages are not seen in a browser"),
 ]
 
-CONFIG = Path(__file__).parents[1] / "data" / "configs" / "llama-3.1-8b.json"
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "tests" / "data" / "configs" / "llama-3.1-8b.json"
 PAGES = ("plan", "report")
 
 
@@ -125,3 +128,18 @@ def test_tables_are_printed_whole(browser: Page, pages: Path, name: str) -> None
     assert browser.run(f"{cut}.length") == 0
     assert browser.run("document.documentElement.scrollWidth") == 1000
     assert browser.pdf().startswith(b"%PDF-")
+
+
+@pytest.mark.slow
+def test_the_site_is_searched_from_a_folder(browser: Page) -> None:
+    subprocess.run([sys.executable, ROOT / "tools" / "site.py"], check=True, timeout=120)
+    for place in ("index.html", "adr/index.html"):
+        browser.open(ROOT / "build" / "site" / place)
+        browser.run("document.querySelector('[data-md-component=search-query]').focus()")
+        for key in "slurm":
+            browser.press(key)
+        links = "[...document.querySelectorAll('.md-search-result__link')].map(link => link.href)"
+        look = f"const look = left => {links}.length || !left ? done({links}) : setTimeout(look, 100, left - 1)"
+        found = browser.run(f"new Promise(done => {{ {look}; look(100) }})")
+        assert found[:1] == [(ROOT / "build" / "site" / "cluster.html").as_uri() + "?h=slurm"]
+        assert browser.errors == []
