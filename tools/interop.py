@@ -18,6 +18,7 @@ import zipfile
 from pathlib import Path
 
 HOME = Path(__file__).parents[1] / ".venv-interop"
+_CONSTRAINTS = HOME.with_name("constraints.txt")  # the versions of all packages that this file does not name
 _MLX = ("mlx[cpu]==0.32.4", "mlx-lm==0.32.2")
 # A package, how pip downloads it, and where the files that are unpacked are in it.
 _UNPACKED = {
@@ -30,11 +31,15 @@ _UNPACKED = {
         ("/vendor/llama.cpp/conversion/", "/vendor/llama.cpp/gguf-py/gguf/"),
     ),
 }
-# Without CUDA, DeepSpeed is Python alone; its package is a source package that asks for torch while it is built.
-# Packages with an environment of their own, and what they need besides torch.
+_SHARED = ("einops==0.8.2", "psutil==7.2.2")
+# Packages with an environment of their own, and what they need besides torch. Without CUDA, DeepSpeed is Python alone;
+# its package is a source package that asks for torch while it is built.
 _OWN = {
-    "deepspeed": ("deepspeed==0.19.8", ("einops", "hjson", "msgpack", "ninja", "psutil", "py-cpuinfo")),
-    "megatron": ("megatron-core==0.16.1", ("einops==0.8.2", "psutil==7.2.2")),
+    "deepspeed": (
+        "deepspeed==0.19.8",
+        (*_SHARED, "hjson==3.1.0", "msgpack==1.2.4", "ninja==1.13.2", "py-cpuinfo==9.0.0"),
+    ),
+    "megatron": ("megatron-core==0.16.1", _SHARED),
 }
 
 
@@ -79,13 +84,14 @@ def _install_apart(place: Path, package: str, needs: tuple[str, ...]) -> None:
         shared = [path for path in sys.path if path.endswith("site-packages")]  # a .venv may borrow from another
         (packages / "shared.pth").write_text("\n".join(shared))
         built = ("install", "-q", "--no-deps", "--no-build-isolation", package)
-        if all(_pip(*args, home=made) for args in (("install", "-q", "wheel", "setuptools", *needs), built)):
+        if all(_pip(*args, home=made) for args in (("install", "-q", "setuptools", "wheel==0.48.0", *needs), built)):
             shutil.move(made, place)
 
 
 def _pip(*args: str, home: Path = HOME) -> bool:
     command = [home / "bin" / "python", "-m", "pip", "--disable-pip-version-check", *args]
-    return subprocess.run(command, check=False, env={**os.environ, "DS_BUILD_OPS": "0"}).returncode == 0
+    env = {**os.environ, "DS_BUILD_OPS": "0", "PIP_CONSTRAINT": str(_CONSTRAINTS)}
+    return subprocess.run(command, check=False, env=env).returncode == 0
 
 
 if __name__ == "__main__":
