@@ -9,11 +9,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
-from manifests.schema import MOMENTS
+from manifests.errors import CheckpointError
+from manifests.schema import MOMENTS, OptimizerState, TrainingState
 from reshard.archives.names import METADATA_NAME
 from reshard.copy.engine import WriteOptions
 from reshard.operations.export import ExportResult
-from reshard.operations.exported_optimizer import adamw_options
+from reshard.operations.exported_optimizer import WEIGHTS_ALONE, adamw_options
 from reshard.operations.publish_export import ExportPlan, check_export_to, publish_export
 from reshard.operations.saved_state import SavedState
 from reshard.sources.huggingface import CONFIG_NAME
@@ -92,15 +93,16 @@ def _save(checkpoint: Checkpoint, for_torchtitan: bool) -> SavedState:
         return saved
     tied = {fqn for group in checkpoint.shape.ties for fqn in group}
     owners = {next(fqn for fqn in group if fqn in checkpoint.tensors) for group in checkpoint.shape.ties}
+    groups = _Groups(checkpoint, trained, trained.optimizer)
     for holds in MOMENTS:
         for fqn, tensor in checkpoint.moments[holds].items():
             if fqn not in tied or fqn in owners:
-                keys = partial(_state_key, kind=holds)
-                saved.add(place(tensor, is_fused=True), keys)
-    options = {**adamw_options(checkpoint, trained, trained.optimizer), **_GROUP_DEFAULTS}
-    for key in _parameters(saved):
+                placed = place(tensor, is_fused=True)
+                saved.add(placed, partial(_state_key, kind=holds))
+                groups.add(fqn, placed)
+    for key, options in groups.options.items():
         saved.add_step(_state_key(key, "step"), trained.step)
-        for option, value in options.items():
+        for option, value in {**options, **_GROUP_DEFAULTS}.items():
             saved.add_value((_OPTIMIZER, f"{_GROUPS}.{key}.{option}"), value)
     saved.add_value(("train_state", "step"), trained.step)
     saved.add_value(("train_state", "ntokens_seen"), trained.num_tokens)
@@ -108,11 +110,22 @@ def _save(checkpoint: Checkpoint, for_torchtitan: bool) -> SavedState:
     return saved
 
 
-def _parameters(saved: SavedState) -> list[str]:
-    """Return the parameters that have optimizer state."""
-    prefix, suffix = f"{_STATE}.", f".{MOMENTS[0]}"
-    found = (keys[1] for keys in saved.keys if keys[0] == _OPTIMIZER and keys[-1].endswith(suffix))
-    return [key.removeprefix(prefix).removesuffix(suffix) for key in found]
+class _Groups:
+    """The options of each parameter of another trainer, which may be made of several: all with the same options."""
+
+    def __init__(self, checkpoint: Checkpoint, trained: TrainingState, optimizer: OptimizerState) -> None:
+        each = [(group, replace(optimizer, groups=(group,))) for group in optimizer.groups]
+        found = [(group.fqns or ("",), adamw_options(checkpoint, trained, alone)) for group, alone in each]
+        self._by_fqn = {fqn: options for fqns, options in found for fqn in fqns}  # "": of all others
+        self._where = f"{checkpoint.location}: training"
+        self.options: dict[str, dict[str, object]] = {}
+
+    def add(self, fqn: str, placed: Placed) -> None:
+        options = self._by_fqn.get(fqn) or self._by_fqn.get("")
+        for key in (place.key for place in placed.places):
+            if options is None or self.options.setdefault(key, options) != options:
+                problem = f"expected one parameter group of all that {key!r} is made of"
+                raise CheckpointError(self._where, problem, WEIGHTS_ALONE, code="checkpoint.other-optimizer")
 
 
 def _state_key(key: str, kind: str) -> tuple[str, str]:

@@ -7,9 +7,9 @@ from manifests.learning_rate import rate_at
 from manifests.schema import OptimizerState, ParameterGroup, TrainingState
 from reshard.tensors.checkpoint import Checkpoint
 
-__all__ = ["adamw_options"]
+__all__ = ["WEIGHTS_ALONE", "adamw_options"]
 
-_WEIGHTS = "--weights-only exports the weights without it"
+WEIGHTS_ALONE = "--weights-only exports the weights without it"
 
 
 def adamw_options(checkpoint: Checkpoint, trained: TrainingState, optimizer: OptimizerState) -> dict[str, object]:
@@ -21,10 +21,10 @@ def adamw_options(checkpoint: Checkpoint, trained: TrainingState, optimizer: Opt
     rate, where = trained.learning_rate, f"{checkpoint.location}: training"
     if rate is None:
         problem = "has no learning rate, which an optimizer of torch must have"
-        raise CheckpointError(where, problem, _WEIGHTS, code="checkpoint.no-learning-rate")
+        raise CheckpointError(where, problem, WEIGHTS_ALONE, code="checkpoint.no-learning-rate")
     if len(optimizer.groups) > 1 or optimizer.name != "AdamW":
         problem = f"expected AdamW with one parameter group, found {optimizer.name} with {len(optimizer.groups)}"
-        raise CheckpointError(where, problem, _WEIGHTS, code="checkpoint.other-optimizer")
+        raise CheckpointError(where, problem, WEIGHTS_ALONE, code="checkpoint.other-optimizer")
     group: ParameterGroup = optimizer.groups[0]
     return {
         "lr": rate_at(trained.step, rate), "betas": (group.beta1, group.beta2), "eps": group.eps,

@@ -11,7 +11,7 @@ from typing import Any
 
 from manifests.errors import CheckpointError
 from manifests.schema import MOMENTS, OptimizerState, TrainingState
-from reshard.operations.exported_optimizer import adamw_options
+from reshard.operations.exported_optimizer import WEIGHTS_ALONE, adamw_options
 from reshard.sources.megatron_training import OPTIMIZER, RESHARDABLE
 from reshard.tensors.checkpoint import Checkpoint
 
@@ -72,8 +72,6 @@ def _decayed(checkpoint: Checkpoint, optimizer: OptimizerState) -> tuple[Any, ..
     for group in optimizer.groups:
         if group.fqns == lines and (len(rest) != 1 or group != replace(rest[0], weight_decay=0.0, fqns=lines)):
             problem = "expected 1-D parameters without weight decay, and otherwise one set of options"
-            hint = "--weights-only exports the weights without it"
-            raise CheckpointError(
-                f"{checkpoint.location}: training", problem, hint, code="checkpoint.other-optimizer"
-            )  # fmt: skip
+            where = f"{checkpoint.location}: training"
+            raise CheckpointError(where, problem, WEIGHTS_ALONE, code="checkpoint.other-optimizer")
     return rest

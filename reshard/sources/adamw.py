@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from struct import calcsize, unpack
 
 from manifests.errors import SourceError
@@ -11,12 +12,25 @@ from manifests.training_state import LARGEST_RATE
 from reshard.tensors.checkpoint import TensorAt
 from stores.base import read_range
 
-__all__ = ["BAD_OPTIMIZER", "LEAVE", "constant_rate", "group_of", "groups_in", "num_steps_of", "read_number"]
+__all__ = [
+    "ADAMW_FLAGS",
+    "BAD_OPTIMIZER",
+    "LEAVE",
+    "by_options",
+    "check_adamw",
+    "constant_rate",
+    "group_of",
+    "groups_in",
+    "num_steps_of",
+    "read_number",
+]
 
 BAD_OPTIMIZER = "source.bad-optimizer-state"
 LEAVE = "--drop optimizer packs the weights alone"
 _SCALARS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
 _NOT_ADAMW = {"amsgrad": True, "maximize": True, "bias_correction": False}
+_DECOUPLED = "decoupled_weight_decay"
+ADAMW_FLAGS = (*_NOT_ADAMW, _DECOUPLED)  # options that make it another optimizer
 _OPTIONS = ("betas", "eps", "weight_decay")
 
 
@@ -30,12 +44,26 @@ def groups_in(state: Mapping[object, object], where: str) -> list[Mapping[object
     if not isinstance(found, list) or not found or not all(isinstance(group, dict) for group in found):
         raise SourceError(where, "expected param_groups, those of AdamW", LEAVE, code=BAD_OPTIMIZER)
     for group in found:
-        other = [f"{name}={value}" for name, value in _NOT_ADAMW.items() if group.get(name) is value]
-        if group.get("decoupled_weight_decay") is False and group.get("weight_decay"):
-            other.append("decoupled_weight_decay=False")
-        if other:
-            raise SourceError(where, f"expected AdamW, found {', '.join(other)}", LEAVE, code=BAD_OPTIMIZER)
+        check_adamw(group, where)
     return found
+
+
+def check_adamw(options: Mapping[object, object], where: str) -> None:
+    """Raise SourceError for options of another optimizer than AdamW."""
+    other = [f"{name}={value}" for name, value in _NOT_ADAMW.items() if options.get(name) is value]
+    if options.get(_DECOUPLED) is False and options.get("weight_decay"):
+        other.append(f"{_DECOUPLED}=False")
+    if other:
+        raise SourceError(where, f"expected AdamW, found {', '.join(other)}", LEAVE, code=BAD_OPTIMIZER)
+
+
+def by_options(found: Iterable[tuple[ParameterGroup, Iterable[str]]]) -> tuple[ParameterGroup, ...]:
+    """Return a group for each set of options: first, without names, the one of the largest weight decay."""
+    alike: dict[ParameterGroup, set[str]] = {}
+    for options, fqns in found:
+        alike.setdefault(options, set()).update(fqns)
+    most, *others = sorted(alike, key=lambda options: -options.weight_decay)
+    return (most, *(replace(options, fqns=tuple(sorted(alike[options]))) for options in others))
 
 
 def group_of(options: Mapping[object, object], where: str, fqns: tuple[str, ...] = ()) -> ParameterGroup:

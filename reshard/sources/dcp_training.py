@@ -20,9 +20,9 @@ from manifests.schema import (
     TrainedDtype,
     TrainingState,
 )
-from manifests.training_state import LARGEST_RATE
 from reshard.archives.dcp import DcpMetadata, DcpTensor, DcpValue, read_chunks, read_values
 from reshard.archives.names import METADATA_NAME
+from reshard.sources.adamw import ADAMW_FLAGS, BAD_OPTIMIZER, LEAVE, by_options, check_adamw, constant_rate, group_of
 from stores.base import Folder, read_range
 
 __all__ = ["OPTIMIZER", "SavedOptimizer", "find_optimizer", "training_state"]
@@ -38,8 +38,6 @@ _COUNTS = ("train_state.step", "train_state.ntokens_seen", "lr_scheduler.last_ep
 _MAX_NORM = 1.0  # of gradient clipping: torchtitan's default, and no checkpoint has it
 _FLOATS: Mapping[str, TrainedDtype] = {"F64": "F64", "F32": "F32", "F16": "F16", "BF16": "BF16"}
 _SCALARS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
-_BAD = "source.bad-optimizer-state"
-_LEAVE = "--drop optimizer packs the weights alone"
 
 FqnsOf = Callable[[str, DcpTensor], Iterable[str]]
 
@@ -49,7 +47,7 @@ class SavedOptimizer:
     """The optimizer state, by kind and by the name that the parameter has in it, and each parameter's options."""
 
     moments: Mapping[Holds, Mapping[str, DcpTensor]]
-    groups: Mapping[str, tuple[object, ...]]  # the values of `_OPTIONS`, by parameter
+    groups: Mapping[str, Mapping[object, object]]  # the options of AdamW, by parameter
     num_steps: int
 
     @property
@@ -80,12 +78,12 @@ def find_optimizer(folder: Folder, saved: DcpMetadata) -> SavedOptimizer | None:
     for kind, tensors in found.items():
         if lacking := sorted(parameters - tensors.keys()):
             problem = f"{lacking[0]!r} has optimizer state, but no {kind}; {len(lacking)} parameters lack it"
-            raise SourceError(where, problem, _LEAVE, code=_BAD)
+            raise SourceError(where, problem, LEAVE, code=BAD_OPTIMIZER)
     steps = {fqn: _num_steps(folder, tensor) for fqn, tensor in sorted(found["step"].items())}
     if len(set(steps.values())) > 1:
         few, many = min(steps, key=lambda fqn: steps[fqn]), max(steps, key=lambda fqn: steps[fqn])
         problem = f"{few!r} took {steps[few]} optimizer steps, {many!r} took {steps[many]}"
-        raise SourceError(where, problem, _LEAVE, code=_BAD)
+        raise SourceError(where, problem, LEAVE, code=BAD_OPTIMIZER)
     return SavedOptimizer(
         moments=moments, groups=_groups(folder, saved, sorted(parameters)), num_steps=steps.popitem()[1]
     )
@@ -106,16 +104,17 @@ def training_state(
     for name, step in values.items():
         if step != optimizer.num_steps:
             problem = f"{name} is {step}, and the optimizer took {optimizer.num_steps} steps"
-            raise SourceError(f"{folder}/{METADATA_NAME}", problem, _LEAVE, code=_BAD)
+            raise SourceError(f"{folder}/{METADATA_NAME}", problem, LEAVE, code=BAD_OPTIMIZER)
     counted = _numbers(folder, saved, ("train_state.ntokens_seen", "dataloader.world_size"))
     tokens, num_replicas = counted.get("train_state.ntokens_seen", 0), counted.get("dataloader.world_size", 1)
     kinds = set(dtypes)
+    groups = _by_parameter(optimizer, fqns_of, f"{folder}/{METADATA_NAME}")
     return TrainingState(
         step=optimizer.num_steps,
         num_tokens=tokens * num_replicas,
         dtype=_FLOATS.get(kinds.pop()) if len(kinds) == 1 else None,
         learning_rate=_rate(optimizer),
-        optimizer=OptimizerState(name="AdamW", max_norm=_MAX_NORM, groups=_parameter_groups(optimizer, fqns_of)),
+        optimizer=OptimizerState(name="AdamW", max_norm=_MAX_NORM, groups=by_options(groups)),
     )
 
 
@@ -123,62 +122,49 @@ def _num_steps(folder: Folder, tensor: DcpTensor) -> int:
     """Return the steps that a parameter took, which torch counts in a tensor of one float."""
     at = read_chunks(folder, {tensor.name: tensor})[tensor.name][0]
     if at.dtype not in _SCALARS or at.nbytes != calcsize(_SCALARS[at.dtype]):
-        raise SourceError(str(at.file), f"expected one number as {tensor.name!r}", _LEAVE, code=_BAD)
+        raise SourceError(str(at.file), f"expected one number as {tensor.name!r}", LEAVE, code=BAD_OPTIMIZER)
     (steps,) = unpack(_SCALARS[at.dtype], read_range(at.file, at.begin, at.end))
     if not (steps >= 0 and steps == int(steps)):
-        raise SourceError(str(at.file), f"expected a count as {tensor.name!r}, found {steps}", _LEAVE, code=_BAD)
+        raise SourceError(
+            str(at.file), f"expected a count as {tensor.name!r}, found {steps}", LEAVE, code=BAD_OPTIMIZER
+        )
     return int(steps)
 
 
 def _rate(optimizer: SavedOptimizer) -> LearningRate | None:
-    rates = {options[-1] for options in optimizer.groups.values()}
-    if len(rates) > 1 or not isinstance(rate := rates.pop(), int | float) or not 0 <= rate <= LARGEST_RATE:
-        return None
-    return LearningRate(peak=float(rate), warmup_steps=0, decay="constant", decay_steps=0, minimum=0.0)
+    rates = [options.get("lr") for options in optimizer.groups.values()]
+    return constant_rate(rates[0]) if rates and all(rate == rates[0] for rate in rates) else None
 
 
-def _groups(folder: Folder, saved: DcpMetadata, parameters: Sequence[str]) -> Mapping[str, tuple[object, ...]]:
+def _groups(folder: Folder, saved: DcpMetadata, parameters: Sequence[str]) -> Mapping[str, Mapping[object, object]]:
     """Return each parameter's options: saved for each by name, or as the list that torch's optimizers have."""
     if (whole := saved.values.get(_GROUPS)) is not None:
         return dict(_listed(read_values(folder, [whole])[0]))
-    names = [f"{_GROUPS}.{fqn}.{option}" for fqn in parameters for option in _OPTIONS]
-    if lacking := [name for name in names if name not in saved.values]:
+    names = {(fqn, option): f"{_GROUPS}.{fqn}.{option}" for fqn in parameters for option in (*_OPTIONS, *ADAMW_FLAGS)}
+    there = {key: saved.values[name] for key, name in names.items() if name in saved.values}
+    if lacking := [name for key, name in names.items() if key[1] in _OPTIONS and key not in there]:
         problem = f"found no {lacking[0]!r}, the options of the optimizer"
-        raise SourceError(f"{folder}/{METADATA_NAME}", problem, _LEAVE, code=_BAD)
-    values = iter(read_values(folder, (saved.values[name] for name in names)))
-    return {fqn: tuple(next(values) for _ in _OPTIONS) for fqn in parameters}
+        raise SourceError(f"{folder}/{METADATA_NAME}", problem, LEAVE, code=BAD_OPTIMIZER)
+    found: dict[str, dict[object, object]] = {fqn: {} for fqn in parameters}
+    for (fqn, option), value in zip(there, read_values(folder, there.values()), strict=True):
+        found[fqn][option] = value
+    return found
 
 
-def _listed(groups: Any) -> Iterator[tuple[str, tuple[object, ...]]]:
+def _listed(groups: Any) -> Iterator[tuple[str, Mapping[object, object]]]:
     for group in groups if isinstance(groups, list) else ():
-        if isinstance(group, dict):
-            for fqn in group.get("params", ()):
-                yield str(fqn), tuple(group.get(option) for option in _OPTIONS)
+        fqns = group.get("params") if isinstance(group, dict) else None
+        for fqn in fqns if isinstance(fqns, list) else ():
+            yield str(fqn), group
 
 
-def _parameter_groups(optimizer: SavedOptimizer, fqns_of: FqnsOf) -> tuple[ParameterGroup, ...]:
-    """Return a group for all parameters, or one for each set of options that some of them have."""
-    alike: dict[tuple[object, ...], list[str]] = {}
-    tensors = optimizer.moments[MOMENTS[0]]
-    for fqn in tensors:
-        alike.setdefault(optimizer.groups.get(fqn, ())[:-1], []).append(fqn)
-    whole = len(alike) == 1
-    return tuple(
-        _group(
-            options, () if whole else tuple(sorted(new for fqn in fqns for new in fqns_of(fqn, tensors[fqn]))), fqns[0]
-        )
-        for options, fqns in alike.items()
-    )
-
-
-def _group(options: tuple[object, ...], fqns: tuple[str, ...], where: str) -> ParameterGroup:
-    match options:
-        case ((float() as beta1, float() as beta2), int() | float() as eps, int() | float() as weight_decay):
-            return ParameterGroup(
-                beta1=beta1, beta2=beta2, eps=float(eps), weight_decay=float(weight_decay), fqns=fqns
-            )  # fmt: skip
-    problem = f"expected {', '.join(_OPTIONS[:-1])} of AdamW, found {str(options)[:120]}"
-    raise SourceError(f"{_GROUPS} of {where!r}", problem, _LEAVE, code=_BAD)
+def _by_parameter(
+    optimizer: SavedOptimizer, fqns_of: FqnsOf, where: str
+) -> Iterator[tuple[ParameterGroup, Iterable[str]]]:
+    for fqn, tensor in optimizer.moments[MOMENTS[0]].items():
+        options, place = optimizer.groups.get(fqn, {}), f"{where}: {fqn!r}"
+        check_adamw(options, place)
+        yield group_of(options, place), fqns_of(fqn, tensor)
 
 
 def _numbers(folder: Folder, saved: DcpMetadata, names: Iterable[str]) -> dict[str, int]:
@@ -188,5 +174,5 @@ def _numbers(folder: Folder, saved: DcpMetadata, names: Iterable[str]) -> dict[s
     for name, value in found.items():
         if type(value) is not int or not 0 <= value < 1 << 53:
             problem = f"expected a count, found {str(value)[:80]!r}"
-            raise SourceError(f"{folder}/{METADATA_NAME}: {name!r}", problem, _LEAVE, code=_BAD)
+            raise SourceError(f"{folder}/{METADATA_NAME}: {name!r}", problem, LEAVE, code=BAD_OPTIMIZER)
     return {name: value for name, value in found.items() if type(value) is int}

@@ -11,7 +11,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from manifests.errors import SourceError
 from manifests.schema import OptimizerState, ParameterGroup, TrainingState
 from reshard.archives.tensors import read_object
-from reshard.sources.adamw import BAD_OPTIMIZER, LEAVE, constant_rate, group_of, groups_in, num_steps_of, read_number
+from reshard.sources.adamw import (
+    BAD_OPTIMIZER,
+    LEAVE,
+    by_options,
+    constant_rate,
+    group_of,
+    groups_in,
+    num_steps_of,
+    read_number,
+)
 from reshard.sources.deepspeed_step import Saved, Step
 
 __all__ = ["STATE_NAME", "is_rank_file", "training_state"]
@@ -92,16 +101,7 @@ def _by_options(
             "groups of parameters have different options, and mp_rank files do not say which parameter is in which"
         )
         raise SourceError(where, problem, LEAVE, code=BAD_OPTIMIZER)
-    alike: dict[ParameterGroup, list[str]] = {}
-    for group, listed in zip(found, members, strict=True):
-        alike.setdefault(group, []).extend(listed)
-    return tuple(
-        ParameterGroup(
-            beta1=group.beta1, beta2=group.beta2, eps=group.eps, weight_decay=group.weight_decay,
-            fqns=tuple(sorted(listed)),
-        )
-        for group, listed in alike.items()
-    )  # fmt: skip
+    return by_options(zip(found, members, strict=True))
 
 
 def _max_norm(state: Mapping[object, object], ranks: Sequence[Mapping[object, object]], where: str) -> float:

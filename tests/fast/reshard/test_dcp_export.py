@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torchtitan.components.checkpoint import ModelWrapper
-from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, default_adamw
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig, default_adamw
 from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 
-from tests.builders import refusal, reshard
+from tests.builders import llama_shapes, refusal, reshard
 from tests.fast.reshard.test_dcp_source import CONFIGS, assert_equal, huggingface_state, torchtitan_state
 from tests.fast.titans import LLAMA, llama
 
@@ -80,15 +80,22 @@ def test_names_of_hugging_face_are_kept(tmp_path: Path) -> None:
 
 
 class Titan:
-    """The states that torchtitan's trainer saves, of a tiny Llama."""
+    """The states that torchtitan's trainer saves, of a tiny Llama; `decays` are those of norms and of all else."""
 
-    def __init__(self, *, fused: bool, seed: int) -> None:
+    def __init__(self, *, fused: bool, seed: int, decays: tuple[float, float] | None = None) -> None:
         torch.manual_seed(seed)
         self.model = llama(fused=fused).build()
         self.model.init_weights(buffer_device=None)
-        self.optimizers: OptimizersContainer[Any] = default_adamw(lr=0.01, weight_decay=0.02).build(
-            model_parts=[self.model]
-        )
+        config = default_adamw(lr=0.01, weight_decay=0.02)
+        if decays is not None:
+            options = config.param_groups[0].optimizer_kwargs
+            config.param_groups = [
+                ParamGroupConfig(
+                    pattern=each, optimizer_name="AdamW", optimizer_kwargs={**options, "weight_decay": decay}
+                )
+                for each, decay in zip((".*norm.*", ".*"), decays, strict=True)
+            ]
+        self.optimizers: OptimizersContainer[Any] = config.build(model_parts=[self.model])
         schedule = LRSchedulersContainer.Config(warmup_steps=4, total_steps=10)
         self.schedulers = schedule.build(optimizers=self.optimizers, training_steps=10)
         self.counts = {"step": 0, "ntokens_seen": 0}
@@ -147,6 +154,48 @@ def test_optimizer_state_of_torchtitan_goes_there_and_back(fused: bool, tmp_path
         assert (other.schedulers.state_dict(), other.counts["step"]) == ({"last_epoch": 3}, 3)
 
 
+def decays_of(titan: Titan) -> list[float]:
+    return [group["weight_decay"] for group in titan.optimizers.optimizers[0].param_groups]
+
+
+def test_two_parameter_groups_go_there_and_back(tmp_path: Path) -> None:
+    titan = Titan(fused=True, seed=0, decays=(0.0, 0.02))
+    titan.train(3)  # after its warmup
+    run("pack", titan.save(tmp_path / "step-3"), "--layout", "pp=2", "--out", tmp_path / "packed")
+    first, second = json.loads((tmp_path / "packed" / "manifest.json").read_text())["training"]["optimizer"]["groups"]
+    assert (first["weight_decay"], first["fqns"]) == (0.02, [])  # all others: as the runner has it
+    assert second["weight_decay"] == 0.0
+    assert second["fqns"] == sorted(name for name in llama_shapes(LLAMA) if name.endswith("norm.weight"))
+    run("export", tmp_path / "packed", "--to", "dcp", "--for", "torchtitan", "--out", tmp_path / "again")
+    expected = {key: value for key, value in state_of(tmp_path / "step-3").items() if key[0] == "optimizer"}
+    assert_contains(state_of(tmp_path / "again"), expected)
+    other = Titan(fused=True, seed=1, decays=(0.5, 0.7))
+    other.load(tmp_path / "again")
+    assert decays_of(other) == [0.0, 0.02]
+
+
+def test_trainer_with_two_groups_resumes_from_one(tmp_path: Path) -> None:
+    titan = Titan(fused=True, seed=0)
+    titan.train(1)
+    run("pack", titan.save(tmp_path / "step-1"), "--layout", "pp=1", "--out", tmp_path / "packed")
+    run("export", tmp_path / "packed", "--to", "dcp", "--for", "torchtitan", "--out", tmp_path / "again")
+    for saved in ("step-1", "again"):  # what torch does with its own is what it does with ours
+        other = Titan(fused=True, seed=1, decays=(0.0, 0.5))
+        other.load(tmp_path / saved)
+        assert decays_of(other) == [0.02, 0.02]
+
+
+def test_universal_checkpoint_of_two_groups_is_refused(tmp_path: Path) -> None:
+    """DeepSpeed's reader tells groups by their order in the trainer alone, which nobody knows here."""
+    titan = Titan(fused=True, seed=0, decays=(0.0, 0.02))
+    titan.train(1)
+    run("pack", titan.save(tmp_path / "step-1"), "--layout", "pp=1", "--out", tmp_path / "packed")
+    export = ("export", tmp_path / "packed", "--to", "universal", "--out", tmp_path / "out")
+    exit_code, code, _ = refusal(*export).found
+    assert (exit_code, code) == (3, "checkpoint.other-optimizer")
+    run(*export, "--weights-only")
+
+
 def test_moments_are_laid_out_as_the_weights_that_the_adapter_makes(tmp_path: Path) -> None:
     titan = Titan(fused=False, seed=0)
     titan.train(2)
@@ -181,7 +230,15 @@ def lose_betas(states: dict[str, Any]) -> None:
     states["optimizer"]["param_groups.norm.weight.betas"] = 0.9
 
 
-@pytest.mark.parametrize("change", [drop_one, step_elsewhere, count_otherwise, lose_betas])
+def list_betas(states: dict[str, Any]) -> None:
+    states["optimizer"]["param_groups.norm.weight.betas"] = [[0.9], 0.95]
+
+
+def decay_as_adam(states: dict[str, Any]) -> None:
+    states["optimizer"]["param_groups.norm.weight.decoupled_weight_decay"] = False
+
+
+@pytest.mark.parametrize("change", [drop_one, step_elsewhere, count_otherwise, lose_betas, list_betas, decay_as_adam])
 def test_optimizer_state_that_is_not_whole_is_refused_unless_it_is_dropped(change: Any, tmp_path: Path) -> None:
     titan = Titan(fused=True, seed=0)
     titan.train(1)
