@@ -70,7 +70,7 @@ wording: setup  ## Renew the snapshots of messages that tests compare; review th
 
 fuzz: setup  ## Fuzz every decoder, FUZZ_S seconds each; needs a wheel of atheris for this Python
 	$(PIP) 'atheris>=3.0'
-	set -e; for target in header manifest record archive pickle metadata text lines parquet tokenizer job runlog; do \
+	set -e; for target in header manifest record archive alike pickle metadata text lines parquet tokenizer job runlog; do \
 	    $(BIN)/python tests/fuzz/run.py $$target --seconds $(FUZZ_S); \
 	done
 

@@ -69,8 +69,7 @@ def write_sparse_megatron(folder: Path, config: Mapping[str, Any], num_ranks: in
         plans: list[list[WriteItem]] = [[] for _ in range(num_ranks)]
         described: dict[str, Any] = {}
         for entry in entries:
-            properties = dcp.TensorProperties(dtype=entry.dtype)
-            size, chunks = torch.Size(entry.shape), []
+            chunks = []
             for offset, shape in entry.chunks:
                 if (entry.dtype, shape) not in templates:
                     templates[entry.dtype, shape] = _Template.of(shape, entry.dtype, Path(scratch, "template"))
@@ -79,9 +78,10 @@ def write_sparse_megatron(folder: Path, config: Mapping[str, Any], num_ranks: in
                 index = dcp.MetadataIndex(entry.key, chunk.offsets)
                 stored[index] = info
                 chunks.append(chunk)
-                data = TensorWriteData(chunk, properties, size)
+                properties = dcp.TensorProperties(dtype=entry.dtype)  # one for each chunk, as ranks describe them
+                data = TensorWriteData(chunk, properties, torch.Size(entry.shape))
                 plans[rank].append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-            described[entry.key] = dcp.TensorStorageMetadata(properties, size, chunks)
+            described[entry.key] = dcp.TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
         torch.save([None], Path(scratch, "value"))
         value = _Template(Path(scratch, "value").read_bytes(), 0, b"")
         for key in objects:

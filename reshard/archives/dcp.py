@@ -13,13 +13,13 @@ from functools import lru_cache
 from math import prod
 
 from manifests.errors import InputError, SourceError
-from manifests.headertext import DTYPE_BITS, MAX_DIM
+from manifests.headertext import DTYPE_BITS, MAX_DIM, MAX_RANK
 from manifests.paths import problem_with_path
 from manifests.slices import Slice
 from reshard.archives.alike import TensorReader
 from reshard.archives.names import METADATA_NAME
 from reshard.archives.pickled import BadPickleError, Record, read_pickle
-from reshard.archives.tensors import DTYPES, ArchiveDtype, read_value
+from reshard.archives.tensors import VALUES, ArchiveDtype, read_value
 from reshard.tensors.checkpoint import TensorAt
 from stores.base import Folder, InputFile, Range, is_hidden, read_range, read_whole
 
@@ -39,13 +39,6 @@ _MAX_NBYTES = 256 << 20
 _AGAIN = "the checkpoint is incomplete or damaged; copy or save it again"
 
 
-_KNOWN: Mapping[str, object] = {
-    **{f"torch.{name}": ArchiveDtype(dtype) for name, dtype in DTYPES.items()},
-    "torch.Size": tuple,
-    "collections.OrderedDict": dict,
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """A region of a tensor, which is `nbytes` of file `path`, from `begin` on: a file of torch.save by itself."""
@@ -61,7 +54,7 @@ class DcpTensor:
     """A tensor of the checkpoint. `keys` is its place in the nested state dict that was saved."""
 
     name: str
-    keys: tuple[object, ...]
+    keys: tuple[str | int, ...]
     dtype: str
     chunks: tuple[Chunk, ...]
 
@@ -71,7 +64,7 @@ class DcpValue:
     """An entry of another type: a file of torch.save in `nbytes` of file `path`, from `begin` on."""
 
     name: str
-    keys: tuple[object, ...]
+    keys: tuple[str | int, ...]
     path: str
     begin: int
     nbytes: int
@@ -97,8 +90,8 @@ def read_metadata(folder: Folder) -> DcpMetadata:
     try:
         items = {_item(index): _place(info) for index, info in metadata["storage_data"].items()}
         planner = metadata.fields.get("planner_data") or {}
-        keys = {name: tuple(planner.get(name, ())) or (name,) for name in metadata["state_dict_metadata"]}
         entries = metadata["state_dict_metadata"].items()
+        keys = {name: _keys(name, planner.get(name, ())) for name, _ in entries}
         return DcpMetadata(
             tensors=tuple(_tensor(name, keys[name], entry, items) for name, entry in entries if _is_tensor(entry)),
             values={
@@ -120,11 +113,12 @@ def load_metadata(file: InputFile) -> Record:
     """
     raw = read_whole(file, most_nbytes=_MAX_NBYTES)
     try:
-        metadata = read_pickle(raw, _KNOWN, Record)
-    except BadPickleError as error:
+        metadata = read_pickle(raw, VALUES, Record)
+        if not isinstance(metadata, Record):
+            raise BadPickleError(f"found a {type(metadata).__name__}")
+        _check_chunks(metadata["state_dict_metadata"].values())
+    except (BadPickleError, AttributeError, TypeError) as error:
         raise bad_metadata(file, error) from error
-    if not isinstance(metadata, Record):
-        raise bad_metadata(file, ValueError(f"found a {type(metadata).__name__}"))
     return metadata
 
 
@@ -198,20 +192,41 @@ def _file_of(folder: Folder, item: Chunk | DcpValue, name: str) -> InputFile:
     return file
 
 
+def _check_chunks(entries: Iterable[Record]) -> None:
+    """Refuse a chunk that is listed twice: two entries, or many, may have one list of many chunks."""
+    seen: set[int] = set()
+    for entry in entries:
+        for chunk in entry.fields.get("chunks", ()):
+            if id(chunk) in seen:
+                raise BadPickleError("a chunk that is in two places")
+            seen.add(id(chunk))
+
+
+def _keys(name: object, found: object) -> tuple[str | int, ...]:
+    """Return the place of an entry in the nested state dict, which only some planners say."""
+    if not isinstance(name, str):
+        raise BadPickleError(f"an entry whose name is a {type(name).__name__}")
+    if not isinstance(found, tuple) or len(found) > MAX_RANK or not all(isinstance(key, str | int) for key in found):
+        raise BadPickleError(f"{name[:80]!r} has a place in the state dict that is not of keys")
+    return found or (name,)
+
+
 def _is_tensor(entry: Record) -> bool:
     return "chunks" in entry.fields
 
 
 def _item(index: Record) -> tuple[str, tuple[int, ...] | None]:
     """Return which chunk of which entry an item is; only those of tensors have an offset."""
-    offset = index.fields.get("offset")
-    return index["fqn"], None if offset is None else _counts(offset)
+    name, offset = index["fqn"], index.fields.get("offset")
+    if not isinstance(name, str):
+        raise BadPickleError(f"an item whose name is a {type(name).__name__}")
+    return name, None if offset is None else _counts(offset)
 
 
 def _place(info: Record) -> tuple[str, int, int]:
     path, begin, nbytes = info["relative_path"], info["offset"], info["length"]
     if not isinstance(path, str) or not _is_in_folder(path):
-        raise BadPickleError(f"a file named {str(path)[:80]!r}")
+        raise BadPickleError(f"a file named {path[:80]!r}" if isinstance(path, str) else "a file without a name")
     begin, nbytes = _counts((begin, nbytes))
     if info.fields.get("transform_descriptors"):
         raise BadPickleError("items that are compressed or otherwise transformed, which is not supported")
@@ -225,7 +240,7 @@ def _is_in_folder(path: str) -> bool:
 
 def _tensor(
     name: str,
-    keys: tuple[object, ...],
+    keys: tuple[str | int, ...],
     entry: Record,
     items: Mapping[tuple[str, tuple[int, ...] | None], tuple[str, int, int]],
 ) -> DcpTensor:
@@ -250,6 +265,8 @@ def _tensor(
 
 
 def _counts(found: object) -> tuple[int, ...]:
-    if not isinstance(found, tuple | list) or not all(type(count) is int and 0 <= count < MAX_DIM for count in found):
+    if not isinstance(found, tuple | list) or len(found) > MAX_RANK:
+        raise BadPickleError("a size or an offset that is not of few numbers")
+    if not all(type(count) is int and 0 <= count < MAX_DIM for count in found):
         raise BadPickleError("a size or an offset that is not of counts")
     return tuple(found)

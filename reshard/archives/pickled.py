@@ -1,7 +1,7 @@
 """Reads a pickle as data: no name in it is looked up, so none of its code runs.
 
 Before anything is built, the opcodes are scanned: only those that build plain values are allowed, their number is
-bounded, and so is the memo, whose size a pickle could set to anything.
+bounded, and so are the memo, whose size a pickle could set to anything, and the time that hashing tuples takes.
 
 Source: CPython 3.11, Modules/_pickle.c and pickletools.py.
 """
@@ -11,15 +11,15 @@ from __future__ import annotations
 import io
 import pickle
 import pickletools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any, Self
 
-from reshard.archives.opcodes import is_plain
-
-__all__ = ["BadPickleError", "Record", "Reference", "read_pickle"]
+__all__ = ["BadPickleError", "Record", "Reference", "check_repeats", "read_pickle"]
 
 _MAX_OBJECTS = 16_000_000  # opcodes; the objects of the worst ones take about 1 GB
-_MAX_DEPTH = 64  # of tuples in tuples: CPython hashes them recursively, without a limit of its own
+_MAX_HASHED = 50_000_000  # values in tuples, wherever one may be hashed: CPython does it recursively, and each time
+_MAX_SHOWN = 10_000_000  # values in containers, as often as they are there
 _CODES = {opcode.name: ord(opcode.code) for opcode in pickletools.opcodes}
 
 
@@ -35,13 +35,15 @@ def _by_code(**names: str) -> list[str]:
 _EFFECTS = _by_code(
     push="NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 BINFLOAT EMPTY_DICT EMPTY_LIST EMPTY_SET EMPTY_TUPLE",
     text="LONG1 SHORT_BINUNICODE SHORT_BINBYTES BINUNICODE BINBYTES",
-    put="BINPUT LONG_BINPUT MEMOIZE",
+    memoize="MEMOIZE",
+    put="BINPUT LONG_BINPUT",
     get="BINGET LONG_BINGET",
     tuple="TUPLE1 TUPLE2 TUPLE3",
     mark="MARK",
     marked_tuple="TUPLE FROZENSET",
     marked_items="SETITEMS APPENDS ADDITEMS",
-    items="SETITEM APPEND BUILD",
+    items="SETITEM APPEND",
+    build="BUILD",
     call="REDUCE NEWOBJ",
     name="STACK_GLOBAL",
     named="GLOBAL",
@@ -58,8 +60,7 @@ _ARGUMENT_NBYTES = [0] * 256  # of texts, those of their length
 for _name, _width in _WIDTHS.items():
     _ARGUMENT_NBYTES[_CODES[_name]] = _width
 _NUM_TAKEN = {_CODES["TUPLE1"]: 1, _CODES["TUPLE2"]: 2, _CODES["TUPLE3"]: 3}
-_NUM_ITEMS = {_CODES["SETITEM"]: 2, _CODES["APPEND"]: 1, _CODES["BUILD"]: 1}
-_MEMOIZE = _CODES["MEMOIZE"]
+_NUM_ITEMS = {_CODES["SETITEM"]: 2, _CODES["APPEND"]: 1}
 
 
 class BadPickleError(ValueError):
@@ -77,8 +78,8 @@ class Record:
         return made
 
     def __setstate__(self, state: object) -> None:
-        if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
-            state = {**(state[0] or {}), **state[1]}
+        if isinstance(state, tuple) and len(state) == 2 and not state[0] and isinstance(state[1], dict):
+            state = state[1]  # of `__slots__`
         self.fields = state if isinstance(state, dict) else {"state": state}
 
     def __getitem__(self, name: str) -> Any:
@@ -99,17 +100,48 @@ class Reference:
 def read_pickle(data: bytes, known: Mapping[str, object], unknown: type[Record] | None = None) -> Any:
     """Return the value of a pickle. `known` maps `module.name` to a value; other names become records, or are refused.
 
+    What is called returns an object of its own or one of its arguments, and copies none: a pickle can repeat a call of
+    a few bytes with a list of millions.
+
     Raises:
         BadPickleError: malformed, too large, or with a name that is neither known nor made a record.
     """
-    if not is_plain(data, _MAX_OBJECTS):
-        _check_opcodes(data)
+    _check_opcodes(data)
     try:
         return _Reader(data, known, unknown).load()
     except BadPickleError:
         raise
     except Exception as error:  # an unpickler raises whatever it meets
         raise BadPickleError(f"malformed pickle: {type(error).__name__}: {error}"[:200]) from error
+
+
+def check_repeats(value: object) -> None:
+    """Raise BadPickleError if comparing or printing a value would take long: its containers may repeat each other."""
+    try:
+        _work_in(value, {})
+    except RecursionError as error:
+        raise BadPickleError("containers nested too deeply") from error
+
+
+def _work_in(value: object, known: dict[int, int]) -> int:
+    """Return the work of visiting all that is in a value; `known` has that of containers, by their `id`."""
+    if isinstance(value, Record):
+        value = value.fields
+    if not isinstance(value, dict | list | tuple | set | frozenset):
+        return 1
+    if id(value) not in known:
+        known[id(value)] = _MAX_SHOWN  # if it is met again in itself
+        items = chain(value, value.values()) if isinstance(value, dict) else value
+        known[id(value)] = _work_of(_work_in(each, known) for each in items)
+    if known[id(value)] >= _MAX_SHOWN:
+        raise BadPickleError("containers that repeat each other")
+    return known[id(value)]
+
+
+def _work_of(items: Iterable[int]) -> int:
+    """Return the work of a container, given that of its items: an eighth is added, so that few fit in each other."""
+    inner = sum(items)
+    return 1 + inner + inner // 8
 
 
 class _Reader(pickle.Unpickler):
@@ -130,11 +162,12 @@ class _Reader(pickle.Unpickler):
 
 
 def _check_opcodes(data: bytes) -> None:
-    """Raise unless the pickle has only known opcodes, few enough, and nests tuples little.
+    """Raise unless the pickle has only known opcodes, few enough, and tuples that are quickly hashed.
 
-    The stack and the memo are followed, with only the depth of tuples in tuples of each value.
+    The stack and the memo are followed, with only the work of hashing each value: 0 of a name, which is not to be
+    changed, 1 of other values, and of a tuple more than of all that is in it.
     """
-    at, num_left = 0, _MAX_OBJECTS
+    at, num_left, hashes_left = 0, _MAX_OBJECTS, _MAX_HASHED
     stack: list[int] = []
     marks: list[int] = []
     memo: dict[int, int] = {}
@@ -143,28 +176,35 @@ def _check_opcodes(data: bytes) -> None:
             begin = at + 1
             at = begin + _ARGUMENT_NBYTES[opcode]
             num_left -= 1
-            if effect == "push":
-                stack.append(0)
+            if effect == "get":
+                stack.append(memo[int.from_bytes(data[begin:at], "little")])
+                hashes_left -= stack[-1]
+            elif effect == "memoize":
+                memo[len(memo)] = stack[-1]
+            elif effect == "push":
+                stack.append(1)
             elif effect == "put":
-                index = len(memo) if opcode == _MEMOIZE else int.from_bytes(data[begin:at], "little")
+                index = int.from_bytes(data[begin:at], "little")
                 if index > len(memo) + 1:  # 1: older pickles count from 1
                     raise BadPickleError("malformed pickle: a memo with holes")
                 memo[index] = stack[-1]
-            elif effect == "get":
-                stack.append(memo[int.from_bytes(data[begin:at], "little")])
             elif effect == "text":
                 at += int.from_bytes(data[begin:at], "little")
-                stack.append(0)
+                stack.append(1)
             elif effect == "mark":
                 marks.append(len(stack))
             elif effect == "tuple":
-                _nest(stack, len(stack) - _NUM_TAKEN[opcode])
+                hashes_left -= _nest(stack, len(stack) - _NUM_TAKEN[opcode])
             elif effect == "marked_tuple":
-                _nest(stack, marks.pop())
+                hashes_left -= _nest(stack, marks.pop())
             elif effect == "marked_items":
                 del stack[marks.pop() :]
             elif effect == "items":
                 del stack[-_NUM_ITEMS[opcode] :]
+            elif effect == "build":
+                del stack[-1]
+                if not stack[-1]:
+                    raise BadPickleError("changes what it names")
             elif effect == "call":
                 stack[-2:] = [stack[-1]]  # what is made of a tuple may be that tuple
             elif effect == "name":
@@ -173,11 +213,11 @@ def _check_opcodes(data: bytes) -> None:
                 at = data.index(b"\n", data.index(b"\n", begin) + 1) + 1
                 stack.append(0)
             elif effect == "reference":
-                stack[-1] = 0
+                stack[-1] = 1
             elif effect != "none":
                 raise BadPickleError(f"opcode {opcode:#04x} at byte {begin - 1}, which no pickle of tensors has")
-            if not num_left:
-                raise BadPickleError(f"more than {_MAX_OBJECTS} objects")
+            if num_left <= 0 or hashes_left < 0:
+                raise BadPickleError(f"more than {_MAX_OBJECTS} objects, or tuples of tuples that repeat each other")
     except LookupError as error:
         raise BadPickleError("truncated or malformed pickle") from error
     except ValueError as error:
@@ -186,11 +226,10 @@ def _check_opcodes(data: bytes) -> None:
         raise BadPickleError("a pickle with bytes after its end")
 
 
-def _nest(stack: list[int], begin: int) -> None:
-    """Replace the values from `begin` on by a tuple of them."""
+def _nest(stack: list[int], begin: int) -> int:
+    """Replace the values from `begin` on by a tuple of them, and return the work of hashing it."""
     if begin < 0:
         raise LookupError
-    depth = 1 + max(stack[begin:], default=-1)
-    if depth > _MAX_DEPTH:
-        raise BadPickleError(f"tuples nested more than {_MAX_DEPTH} deep")
-    stack[begin:] = [depth]
+    items = stack[begin:]
+    stack[begin:] = [work := len(items) + _work_of(items)]
+    return work

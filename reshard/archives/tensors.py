@@ -6,19 +6,27 @@ Source: torch 2.13.0, torch/_utils.py, torch/storage.py, torch/serialization.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from manifests.errors import SourceError
 from manifests.headertext import DTYPE_BITS, MAX_DIM, MAX_RANK
-from reshard.archives.pickled import BadPickleError, Record, Reference, read_pickle
+from reshard.archives.pickled import BadPickleError, Record, Reference, check_repeats, read_pickle
 from reshard.archives.strides import gathered, is_contiguous
 from reshard.archives.zipped import Archive, ZipEntry, archives_in, bad_archive, read_entries, read_entry
 from reshard.tensors.checkpoint import TensorAt
 from stores.base import InputFile, Range
 
-__all__ = ["DTYPES", "STORAGE_CLASSES", "ArchiveDtype", "read_archive", "read_object", "read_tensor", "read_value"]
+__all__ = [
+    "DTYPES",
+    "STORAGE_CLASSES",
+    "VALUES",
+    "ArchiveDtype",
+    "read_archive",
+    "read_object",
+    "read_tensor",
+    "read_value",
+]
 
 _MAX_PICKLE_NBYTES = 256 << 20
 _PICKLE, _BYTE_ORDER, _STORAGES = "data.pkl", "byteorder", "data/"
@@ -41,15 +49,13 @@ STORAGE_CLASSES = {
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class ArchiveDtype:
+class ArchiveDtype(NamedTuple):  # a pickle can set the attributes of other objects
     """A dtype, or the class of storages of it; `None` of storages of bytes."""
 
     name: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class _View:
+class _View(NamedTuple):
     """What a pickle says of a tensor: a storage, and which of its elements the tensor has."""
 
     storage: Reference
@@ -62,27 +68,43 @@ class _View:
 class _Dict(dict[Any, Any]):
     """An OrderedDict; attributes that a pickle sets, such as the `_metadata` of state dicts, are left out."""
 
+    def __init__(self) -> None:
+        super().__init__()
+
     def __setstate__(self, state: object) -> None:
         pass
 
 
+def _size(counts: object) -> tuple[object, ...]:
+    if not isinstance(counts, tuple):
+        raise BadPickleError("a torch.Size of other things than counts")
+    return counts
+
+
 def _view(storage: Reference, offset: int, shape: Any, strides: Any, *_: object) -> _View:
-    return _View(storage, offset, tuple(shape), tuple(strides))
+    return _View(storage, offset, shape, strides)
 
 
 def _view_of_bytes(storage: Reference, offset: int, shape: Any, strides: Any, grad: object, hooks: object,
                    dtype: ArchiveDtype, *_: object) -> _View:  # fmt: skip
-    return _View(storage, offset, tuple(shape), tuple(strides), dtype)
+    return _View(storage, offset, shape, strides, dtype)
 
 
-_KNOWN: Mapping[str, object] = {
+def _parameter(data: object, *_: object) -> _View:
+    return _as_view(data, "a parameter")
+
+
+VALUES: Mapping[str, object] = {
     "collections.OrderedDict": _Dict,
+    "torch.Size": _size,
+    **{f"torch.{name}": ArchiveDtype(dtype) for name, dtype in DTYPES.items()},
+}
+_KNOWN: Mapping[str, object] = {
+    **VALUES,
     "torch._utils._rebuild_tensor_v2": _view,
     "torch._utils._rebuild_tensor_v3": _view_of_bytes,
-    "torch._utils._rebuild_parameter": lambda data, *_: data,
-    "torch.Size": tuple,
+    "torch._utils._rebuild_parameter": _parameter,
     # Constants, which a pickle names and does not call.
-    **{f"torch.{name}": ArchiveDtype(dtype) for name, dtype in DTYPES.items()},
     **{f"torch.{name}Storage": ArchiveDtype(dtype) for name, dtype in STORAGE_CLASSES.items()},
     "torch.storage.UntypedStorage": ArchiveDtype(None),
 }
@@ -120,7 +142,12 @@ def read_value(file: InputFile, part: Range) -> object:
     Raises:
         SourceError, InputError: as `read_archive`.
     """
-    return _read(file, part, lambda value, entries: value)
+
+    def checked(value: object, entries: Mapping[str, ZipEntry]) -> object:
+        check_repeats(value)
+        return value
+
+    return _read(file, part, checked)
 
 
 def read_object(file: InputFile, name: str, nesting: int = 1) -> object:
@@ -134,6 +161,7 @@ def read_object(file: InputFile, name: str, nesting: int = 1) -> object:
     """
 
     def find(value: object, entries: Mapping[str, ZipEntry]) -> object:
+        check_repeats(value)
         return _located(value, name, nesting, lambda view, key: _tensor(file, key, view, entries), {})
 
     return _read(file, (0, file.nbytes), find, Record)
@@ -224,8 +252,9 @@ def _kind(value: object) -> str:
 
 def _tensor(file: InputFile, name: str, view: _View, entries: Mapping[str, ZipEntry]) -> TensorAt:
     dtype, entry = _storage(view, name, entries)
-    counts = (view.offset, *view.shape, *view.strides)
-    if not all(type(count) is int and 0 <= count < MAX_DIM for count in counts) or len(view.shape) > MAX_RANK:
+    are_short = all(isinstance(each, tuple) and len(each) <= MAX_RANK for each in (view.shape, view.strides))
+    counts = (view.offset, *view.shape, *view.strides) if are_short else ()
+    if not counts or not all(type(count) is int and 0 <= count < MAX_DIM for count in counts):
         raise BadPickleError(f"{name[:80]!r} has a shape, strides or an offset that are not counts")
     if len(view.strides) != len(view.shape):
         raise BadPickleError(f"{name[:80]!r} has {len(view.strides)} strides for {len(view.shape)} dimensions")
@@ -245,12 +274,14 @@ def _tensor(file: InputFile, name: str, view: _View, entries: Mapping[str, ZipEn
 def _storage(view: _View, name: str, entries: Mapping[str, ZipEntry]) -> tuple[str, ZipEntry]:
     """Return the dtype of a tensor, and the entry that has its bytes."""
     key = view.storage.key if isinstance(view.storage, Reference) else None
-    if not isinstance(key, tuple) or len(key) < 3 or key[0] != "storage" or not isinstance(key[1], ArchiveDtype):
-        raise BadPickleError(f"{name[:80]!r} has no storage")
-    dtype = key[1].name or (view.dtype.name if isinstance(view.dtype, ArchiveDtype) else None)
+    match key:
+        case ("storage", ArchiveDtype(stored), str(number), *_):
+            dtype = stored or (view.dtype.name if isinstance(view.dtype, ArchiveDtype) else None)
+        case _:
+            raise BadPickleError(f"{name[:80]!r} has no storage")
     if dtype is None:
         raise BadPickleError(f"{name[:80]!r} has no dtype")
-    entry = entries.get(f"{_STORAGES}{key[2]}")
+    entry = entries.get(f"{_STORAGES}{number}")
     if entry is None:
-        raise BadPickleError(f"the storage of {name[:80]!r}, {str(key[2])[:80]!r}, is not in the file")
+        raise BadPickleError(f"the storage of {name[:80]!r}, {number[:80]!r}, is not in the file")
     return dtype, entry

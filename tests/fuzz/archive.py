@@ -1,4 +1,4 @@
-"""Fuzz targets: a file of torch.save, its pickle, and `.metadata` of DCP.
+"""Fuzz targets: a file of torch.save, one of a tensor after others like it, its pickle, and `.metadata` of DCP.
 
 What the readers accept lies within the files; nothing in a pickle is run.
 """
@@ -8,8 +8,12 @@ from __future__ import annotations
 import io
 import pickle
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, pairwise
+from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -24,15 +28,22 @@ from torch.distributed.checkpoint.metadata import (
 
 from manifests.errors import UserError
 from manifests.paths import problem_with_path
+from reshard.archives.alike import TensorReader
 from reshard.archives.dcp import read_metadata
-from reshard.archives.pickled import BadPickleError, read_pickle
-from reshard.archives.tensors import read_archive
+from reshard.archives.pickled import BadPickleError, Record, check_repeats, read_pickle
+from reshard.archives.tensors import VALUES, read_archive, read_object, read_tensor
+from reshard.archives.zipped import archives_in
+from reshard.checks.dcp import check_dcp
+from reshard.checks.finding import Findings
+from reshard.tensors.checkpoint import TensorAt
 from reshard.tensors.lazy import read_blocks
 from stores.base import Range
 
-__all__ = ["check", "check_metadata", "check_pickle", "metadata", "pickles", "seeds"]
+__all__ = ["alone", "check", "check_alike", "check_metadata", "check_pickle", "metadata", "pickles", "seeds"]
 
 _READ_NBYTES = 1 << 20
+_NAMED = list(VALUES.values())
+_OF_MEGATRON = Path(__file__).parents[1] / "data" / "megatron" / "qwen3" / ".metadata"
 
 
 @dataclass(frozen=True)
@@ -78,6 +89,8 @@ class Alone:
 
 def check(file: bytes) -> None:
     """Raise AssertionError unless the file is refused, or its tensors are read whole, from bytes that are there."""
+    with suppress(UserError):
+        repr(read_object(Bytes(file), "f", nesting=3))
     try:
         tensors = read_archive(Bytes(file))
     except UserError:
@@ -89,17 +102,46 @@ def check(file: bytes) -> None:
             assert 0 <= tensor.begin <= tensor.end <= len(file)
 
 
+def check_alike(file: bytes) -> None:
+    """Raise AssertionError unless a reader that has parsed files of one tensor reads another as if it had not."""
+    before = alone()
+    ends = list(accumulate(map(len, (*before, file)), initial=0))
+    *known, part = pairwise(ends)
+    whole = Bytes(b"".join((*before, file)))
+
+    def parsed() -> TensorAt:
+        (archive,) = archives_in(whole, [part])
+        return read_tensor(archive, "w")
+
+    def after_others() -> TensorAt:
+        return dict(TensorReader().read(whole, dict.fromkeys((*known, part), "w")))[part]
+
+    assert _outcome(after_others) == _outcome(parsed)
+
+
+def _outcome(read: Callable[[], TensorAt]) -> object:
+    try:
+        found = read()
+    except UserError as error:
+        return error.code
+    return found.dtype, found.shape, found.begin, found.nbytes, type(found.file)
+
+
 def check_pickle(data: bytes) -> None:
     """Raise AssertionError unless the pickle is refused, or built of plain values alone."""
-    try:
-        found = read_pickle(data, {"collections.OrderedDict": dict})
-    except BadPickleError:
-        return
-    assert type(found).__module__ in ("builtins", "reshard.archives.pickled")
+    for unknown in (None, Record):
+        with suppress(BadPickleError):
+            found = read_pickle(data, VALUES, unknown)
+            assert type(found).__module__ in ("builtins", "reshard.archives.pickled", "reshard.archives.tensors")
+            check_repeats(found)
+            repr(found)
+    assert list(VALUES.values()) == _NAMED
 
 
 def check_metadata(data: bytes) -> None:
     """Raise AssertionError unless the metadata is refused, or its chunks are regions of tensors, in files inside."""
+    with suppress(UserError):
+        check_dcp(Alone(data), Findings())
     try:
         found = read_metadata(Alone(data))
     except UserError:
@@ -113,7 +155,7 @@ def check_metadata(data: bytes) -> None:
 
 
 def metadata() -> tuple[bytes, ...]:
-    """Return the metadata of a checkpoint of a tensor in two chunks, and of a value, by two protocols."""
+    """Return metadata of a tensor in two chunks and of a value, by two protocols, and what megatron-core wrote."""
     chunks = [ChunkStorageMetadata(torch.Size([row, 0]), torch.Size([1, 3])) for row in range(2)]
     tensor = TensorStorageMetadata(TensorProperties(torch.bfloat16), torch.Size([2, 3]), chunks)
     places = {MetadataIndex("w", chunk.offsets, number): number for number, chunk in enumerate(chunks)}
@@ -125,7 +167,7 @@ def metadata() -> tuple[bytes, ...]:
             for index, number in {**places, MetadataIndex("step"): 2}.items()
         },
     )
-    return pickle.dumps(found), pickle.dumps(found, 2)
+    return pickle.dumps(found), pickle.dumps(found, 2), _OF_MEGATRON.read_bytes()
 
 
 def seeds() -> tuple[bytes, ...]:
@@ -135,13 +177,21 @@ def seeds() -> tuple[bytes, ...]:
     return tuple(map(_saved, states))
 
 
+@cache
+def alone() -> tuple[bytes, ...]:
+    """Return files that torch wrote of a tensor each, one of which is longer than what is read of its ends at once."""
+    values = torch.arange(12, dtype=torch.float32)
+    return tuple(map(_saved, (values, values.view(3, 4), values.view(4, 3).T, values.half(), torch.zeros(4000).half())))
+
+
 def pickles() -> tuple[bytes, ...]:
     """Return the pickles in these files."""
     found = []
     for seed in seeds():
         with zipfile.ZipFile(io.BytesIO(seed)) as archive:
             found += [archive.read(name) for name in archive.namelist() if name.endswith(".pkl")]
-    return (*found, b"\x80\x04}\x94(\x8c\x01a\x94]\x94K\x01au.")
+    doubled = b"\x80\x04K\x01\x85\x94h\x00h\x00\x86\x94h\x01h\x01\x86\x94]\x94(h\x00h\x02e\x94}h\x01h\x03s."
+    return (*found, b"\x80\x04}\x94(\x8c\x01a\x94]\x94K\x01au.", doubled)
 
 
 def _saved(state: object) -> bytes:

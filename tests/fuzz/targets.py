@@ -25,6 +25,7 @@ TARGETS: Mapping[str, Target] = {
     "manifest": Target(manifest.check, manifest.seeds, "json"),
     "record": Target(record.check, record.seeds, "json"),
     "archive": Target(archive.check, archive.seeds, "bytes"),
+    "alike": Target(archive.check_alike, archive.alone, "bytes"),
     "pickle": Target(archive.check_pickle, archive.pickles, "bytes"),
     "metadata": Target(archive.check_metadata, archive.metadata, "bytes"),
     "text": Target(documents.check_text, documents.texts, "bytes"),

@@ -143,6 +143,9 @@ PICKLES: dict[str, bytes] = {
     "a terabyte from bytearray": b"\x80\x02cbuiltins\nbytearray\n\x8a\x06\x00\x00\x00\x00\x00\x01\x85R.",
     "a string that is longer than the file": b"\x80\x02X\xff\xff\xff\x7f",
     "tuples in tuples": b"\x80\x02})" + b"\x85" * 3_000_000 + b"Ns.",
+    "tuples that repeat each other": b"\x80\x04)\x94"
+    + b"".join(b"h%ch%c\x86\x94" % (n, n) for n in range(40))
+    + b"}h(Ns.",
 }
 ARCHIVES: dict[str, Callable[[bytes], bytes]] = {
     "declared bomb": lambda whole: with_directory(whole, b"/data.pkl", 20, HUGE * 2),
@@ -255,6 +258,18 @@ def overlap(metadata: Metadata, fqn: str) -> None:
     metadata.storage_data[replace(index, offset=second, index=1)] = metadata.storage_data[index]
 
 
+def share_chunks(metadata: Metadata, fqn: str) -> None:
+    """Let another tensor have the same list of chunks: a thousand tensors with a list of a thousand are a million."""
+    other = next(
+        name for name, entry in metadata.state_dict_metadata.items() if name != fqn and hasattr(entry, "chunks")
+    )
+    entry_of(metadata, other).chunks = entry_of(metadata, fqn).chunks
+
+
+def place_in_lists(metadata: Metadata, fqn: str) -> None:
+    metadata.planner_data = {fqn: ([[]],)}  # type: ignore[attr-defined]
+
+
 def enlarge(metadata: Metadata, fqn: str) -> None:
     """Claim a tensor of terabytes, of which there is one chunk."""
     entry_of(metadata, fqn).size = torch.Size([1 << 42])
@@ -273,6 +288,8 @@ LIES: dict[str, tuple[Callable[[Metadata, str], object], str]] = {
     "offset beyond the file": (change_place(offset=1 << 40), "source.bad-archive"),
     "length beyond the file": (change_place(length=1 << 40), "source.bad-archive"),
     "no length": (change_place(length=0), "source.bad-archive"),
+    "chunks of two tensors": (share_chunks, "source.bad-dcp-metadata"),
+    "keys that are lists": (place_in_lists, "source.bad-dcp-metadata"),
     "overlapping chunks": (overlap, "shard.inconsistent-slices"),
     "larger than its chunks": (enlarge, "shard.inconsistent-slices"),
     "larger than its bytes": (enlarge_chunk, "source.bad-archive"),

@@ -266,6 +266,8 @@ def test_a_pickle_runs_nothing(archive: Path, tmp_path: Path) -> None:
         b"\x80\x02ctorch\nfloat32\n)R.",  # a constant that is called
         b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n)R.",
         b"\x80\x02}}sK\x01.",
+        b"\x80\x02ctorch\nSize\n]K\x01a\x85R.",
+        b"\x80\x02ctorch._utils\n_rebuild_parameter\n)\x85R.",
         b"\x80\x02c" + b"a" * 100_000,
     ],
 )
