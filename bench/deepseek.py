@@ -97,14 +97,15 @@ def plan_megatron(folder: Path, num_turns: int) -> dict[str, Any]:
         "torch_reads_metadata": [sys.executable, __file__, "--child", "metadata", str(folder)],
     }
     planned = json.loads(subprocess.run([*pack, "--json"], check=True, capture_output=True, text=True).stdout)
-    assert planned["num_tensors"] == len(model_shape(config).tensors), planned
+    shape = model_shape(config)
+    assert sum(stage["params"] for stage in planned["stages"]) == shape.num_params
     runs = {name: partial(measure.run_measured, command) for name, command in commands.items()}
     turns = measure.take_turns(runs, num_turns)
     return {
         "what": f"DeepSeek-V3's true shape as Megatron-Core's torch_dist of {NUM_RANKS} ranks in sparse files, onto "
         f"{NUM_STAGES} stages; warm cache; torch_reads_metadata: FileSystemReader.read_metadata, with its imports",
         **measure.circumstances(),
-        "num_tensors": planned["num_tensors"],
+        "num_tensors": len(shape.tensors),
         "num_chunks": made.num_chunks,
         "nbytes": made.nbytes,
         "metadata_nbytes": made.metadata_nbytes,
