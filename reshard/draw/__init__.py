@@ -54,10 +54,10 @@ def draw_plan(planned: PlanResult, path: Path, theme: str = "auto") -> None:
         UsageError: the step is too long to simulate.
         OutputError: the file cannot be written.
     """
+    from manifests.collector import collector_paused
     from manifests.palette import THEMES
     from reshard.draw.page import html_page
     from reshard.draw.sheet import draw_sheet
-    from reshard.estimate.training_estimate import collector_paused
 
     if planned.forecast.step is None:
         raise UsageError(

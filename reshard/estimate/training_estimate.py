@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from manifests.collector import collector_paused
 from manifests.memory import POLICIES, MemoryEstimate, Training, estimate_memory
 from manifests.models import ModelShape
 from manifests.placement import Placement
@@ -18,7 +17,6 @@ from reshard.layout.model import StageLayout
 __all__ = [
     "Forecast",
     "StepEstimate",
-    "collector_paused",
     "forecast",
     "imbalance",
     "training_of",
@@ -117,18 +115,6 @@ def forecast(shape: ModelShape, layout: StageLayout, assumed: Assumptions) -> Fo
         times=times,
         step=step,
     )
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Pause garbage collection, which visits the million objects of a long step again and again: none is in a cycle."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def training_of(assumed: Assumptions) -> Training:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from manifests.collector import collector_paused
 from manifests.errors import UsageError
 from manifests.invariants import MANIFEST_NAME
 from manifests.models import ModelShape
@@ -149,6 +150,7 @@ def estimate_step(laid: LaidOut) -> PlanResult:
     )
 
 
+@collector_paused()
 def lay_out(
     name: str,
     checkpoint: Checkpoint,

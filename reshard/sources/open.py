@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from manifests.collector import collector_paused
 from manifests.errors import InputError, UsageError
 from manifests.invariants import MANIFEST_NAME
 from manifests.models import ModelShape
@@ -26,6 +27,7 @@ from stores.open import open_store
 __all__ = ["links_of", "names_manifest", "open_both", "open_described", "open_source"]
 
 
+@collector_paused()
 def open_source(
     source: str,
     drop: frozenset[str] = frozenset(),
