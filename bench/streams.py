@@ -149,7 +149,7 @@ print(nbytes, time.perf_counter() - began_s, resource.getrusage(resource.RUSAGE_
 """
 _PACK = f"""
 import sys, time
-import reshard, reshard.operations.pack, stores.objects, stores.hub_file
+import reshard, reshard.copy.bucket, reshard.operations.prepare_pack, obstore.store, stores.hub
 began_s = time.perf_counter()
 nbytes = reshard.pack(sys.argv[1], sys.argv[2], "pp=4", sync=False).nbytes
 {_END}"""

@@ -34,6 +34,7 @@ __all__ = [
     "merge_ranges",
     "read_config",
     "read_file_header",
+    "read_head",
     "read_range",
     "read_whole",
 ]
@@ -194,17 +195,26 @@ class Blocks:
             _check_digest(self.file, self.expected, self.digest)
 
 
-def read_file_header(file: InputFile, names: Mapping[str, str] = NO_NAMES) -> Header:
+def read_head(file: InputFile) -> bytes:
+    """Return the first bytes of a shard, which have all of most headers.
+
+    Raises:
+        InputError: they cannot be read.
+    """
+    return read_range(file, 0, min(_HEAD_NBYTES, file.nbytes))
+
+
+def read_file_header(file: InputFile, names: Mapping[str, str] = NO_NAMES, head: bytes | None = None) -> Header:
     """Read and check the header of a safetensors file: in one request, or two if it is long.
 
-    Names are as in `parse_header`.
+    Names are as in `parse_header`; `head` is what `read_head` returned, if it was called.
 
     Raises:
         ShardError: as `manifests.safetensors.read_header`.
         InputError: it cannot be read.
     """
     where = str(file)
-    first = read_range(file, 0, min(_HEAD_NBYTES, file.nbytes))
+    first = read_head(file) if head is None else head
     raw_nbytes = header_nbytes(first[:LENGTH_NBYTES], file.nbytes, where)
     end = LENGTH_NBYTES + raw_nbytes
     raw = first[LENGTH_NBYTES:end]

@@ -30,14 +30,19 @@ def read_file_headers(files: Iterable[InputFile]) -> dict[InputFile, Header]:
 
 
 def each_file_header(
-    files: Iterable[InputFile], names: Mapping[str, str] = NO_NAMES
+    files: Iterable[InputFile],
+    names: Mapping[str, str] = NO_NAMES,
+    heads: Mapping[InputFile, Future[bytes]] | None = None,
 ) -> Iterator[tuple[InputFile, Header]]:
     """Yield each file and its header without storing them; files on this machine are read one at a time.
+
+    `heads` are those of `read_head` that were read before.
 
     Raises:
         InputError: as `read_file_headers`.
     """
-    return each_of(files, partial(read_file_header, names=names))
+    found = heads or {}
+    return each_of(files, lambda file: read_file_header(file, names, found[file].result() if file in found else None))
 
 
 def each_of(files: Iterable[InputFile], read_one: Callable[[InputFile], T]) -> Iterator[tuple[InputFile, T]]:

@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 
-_CHUNK_NBYTES = 1 << 20  # of a streamed response, to keep obstore's buffers small
+_CHUNK_NBYTES = 1 << 19  # of a streamed response, to keep obstore's buffers small
 _LIST_COUNT = 1000  # names per page
 # With any of these, obstore finds credentials without a profile.
 _OWN_CREDENTIALS = {
@@ -106,7 +106,7 @@ class ObstoreClient:
         return _entry(name, meta["size"], meta["e_tag"])
 
     def read(self, entry: ObjectEntry, begin: int, end: int) -> Iterator[memoryview]:
-        """Stream the bytes of a range.
+        """Stream the bytes of a range, after an empty piece when the response begins.
 
         Raises:
             SourceError: the object changed since it was listed.
@@ -127,6 +127,7 @@ class ObstoreClient:
                 "start again, so that all is read as it is now",
                 code=SOURCE_CHANGED,
             )
+        yield memoryview(b"")
         while True:
             with explained(where):
                 chunk = next(chunks, None)

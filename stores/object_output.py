@@ -13,7 +13,9 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -23,6 +25,7 @@ from manifests.invariants import MANIFEST_NAME
 from stores.address import OBJECT_SCHEMES, split_url
 from stores.address import SCHEME as HUB_SCHEME
 from stores.base import LOCK_NAME, PROGRESS_NAME, Blocks
+from stores.headers import NUM_AT_ONCE
 from stores.object_client import ObjectEntry, Upload, open_client
 from stores.object_lock import ListedObjects, Wanted, check_existing, lines_of, new_lock, remaining_names
 from stores.object_progress import CompletedObjects, read_progress
@@ -35,6 +38,7 @@ __all__ = ["ObjectTarget", "ObjectWriter", "Wanted", "WritableClient", "open_out
 logger = logging.getLogger(__name__)
 
 _SMALL_NBYTES = 8 << 20  # sent, or kept, in one piece
+_MOST_SENT = 8  # such files at a time, beside others
 _EXPORT_MARK = "config.json"  # without it, a folder is not a model
 
 
@@ -133,6 +137,9 @@ class ObjectTarget:
         self._removed_mark: bytes | None = None  # of what is replaced in place, before it is removed
         self._is_unmarked = False
         self._mutex = threading.Lock()
+        self._beside = ThreadPoolExecutor(NUM_AT_ONCE, thread_name_prefix="beside")
+        self._sent = deque[Future[None]]()  # small files, and those that are being sent
+        self._records: list[Future[None]] = []  # of completed objects; nothing waits for them but the end
 
     @property
     def url(self) -> str:
@@ -146,6 +153,7 @@ class ObjectTarget:
     @property
     def is_resumable(self) -> bool:
         """Whether the next run of the same plan can reuse completed objects."""
+        self._settle_records()
         return bool(self._progress.plan) and self._progress.has_work
 
     def forget(self) -> None:
@@ -170,9 +178,15 @@ class ObjectTarget:
             self._client.put(name, data)
 
     def copy(self, name: str, blocks: Blocks) -> None:
-        """Write a file of any length; a long one that must wait for the commit is read once more then."""
+        """Write a file of any length; a long one that must wait for the commit is read once more then.
+
+        A small one is in memory when this returns, and sent while others are. Its failure is raised later: at the next
+        call, by `writer`, or by `commit`.
+        """
         if blocks.nbytes <= _SMALL_NBYTES:
-            self.put(name, b"".join(map(bytes, blocks)))
+            data = b"".join(map(bytes, blocks))
+            self._wait_for_small(_MOST_SENT - 1)
+            self._sent.append(self._beside.submit(self.put, name, data))
         elif self._old:
             for _ in blocks:  # hashed
                 pass
@@ -184,6 +198,9 @@ class ObjectTarget:
     def writer(self, name: str, nbytes: int, header: Iterable[bytes], num_parts: int = NUM_PARTS) -> ObjectWriter:
         """Begin an object of `nbytes`, of which `header`, in blocks, is the start. Several may be open at a time."""
         assert name not in self._old or self._found.is_in_place
+        for sent in tuple(self._sent):
+            if sent.done():
+                sent.result()
         self._check_lock()
         where, upload = f"{self._client.url}/{name}", self._client.upload(name, nbytes, num_parts)
         writer = ObjectWriter(where, upload, nbytes, self._check_finish, lambda: self._completed(name))
@@ -211,8 +228,11 @@ class ObjectTarget:
             InputError: another process took the prefix over or has committed there, or an object is missing.
         """
         assert not any(writer.is_open for writer in self._writers)
-        self._check_lock()
+        self._wait_for_small()
+        is_ours = self._beside.submit(self._check_lock)
         listed = list_objects(self._client)
+        is_ours.result()
+        self._settle_records()  # a later one would stay
         for written, nbytes in self._nbytes.items():
             found = listed[written].nbytes if written in listed else 0
             if written not in listed or found != nbytes:
@@ -246,12 +266,14 @@ class ObjectTarget:
             self._client.put(name, data)
         elif not self._client.create(name, data):
             raise done
-        self._clear_away(gone, is_readable=name == MANIFEST_NAME)
+        working = {PROGRESS_NAME, *self._kept} & listed.keys()
+        self._clear_away([*gone, *working, LOCK_NAME], is_readable=name == MANIFEST_NAME)
 
     def abort(self) -> None:
         """Abandon unfinished uploads, and keep or remove the rest, as far as the store still lets us."""
         for writer in self._writers:
             writer.close()
+        wait(self._sent)
         try:
             self._check_lock()
             if self.is_resumable:
@@ -274,6 +296,7 @@ class ObjectTarget:
     ) -> None:
         if not self._may_be_committed or (error is not None and self.is_resumable):
             self.abort()
+        self._beside.shutdown()
 
     def _check_finish(self) -> None:
         """Check the lock before an object appears; a model that it overwrites stops being readable."""
@@ -299,13 +322,25 @@ class ObjectTarget:
 
     def _completed(self, name: str) -> None:
         if self._progress.plan:
-            self._progress.add(self._client, {name: self._client.look_up(name)})
+            self._records.append(self._beside.submit(self._record, name))
 
-    def _clear_away(self, gone: Iterable[str], *, is_readable: bool) -> None:
+    def _record(self, name: str) -> None:
+        self._progress.add(self._client, {name: self._client.look_up(name)})
+
+    def _wait_for_small(self, most: int = 0) -> None:
+        """Wait until at most so many small files are being sent."""
+        while len(self._sent) > most:
+            self._sent.popleft().result()
+
+    def _settle_records(self) -> None:
+        """Wait until completed objects are recorded. One that could not be is sent again if the output is resumed."""
+        for failed in filter(None, (record.exception() for record in self._records)):
+            logger.debug("%s: a completed object is not recorded: %s", self.url, failed)
+
+    def _clear_away(self, gone: Collection[str], *, is_readable: bool) -> None:
         """Remove what was replaced, then the lock."""
         try:
-            left = {PROGRESS_NAME, *self._kept} & list_objects(self._client).keys()
-            remove_objects(self._client, [*gone, *left, LOCK_NAME])
+            remove_objects(self._client, gone)
         except InputError as error:  # not allowed to, perhaps
             if not is_readable:  # readers would take it for unfinished
                 raise

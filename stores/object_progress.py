@@ -33,7 +33,8 @@ class CompletedObjects:
         self.is_stopped = False
         self._objects: dict[str, tuple[int, str]] = {}
         self._process = _this_process()
-        self._lock = threading.Lock()
+        self._lock, self._writing = threading.Lock(), threading.Lock()
+        self._num_changes = self._num_written = 0  # those that the bucket's record has
 
     @property
     def has_work(self) -> bool:
@@ -49,23 +50,35 @@ class CompletedObjects:
         return {name: listed[name] for name in same}
 
     def add(self, client: _Writable, entries: Mapping[str, ObjectEntry]) -> None:
-        """Record completed objects, in the bucket too, except those without an ETag, which cannot be verified."""
+        """Record completed objects, in the bucket too, except those without an ETag, which cannot be verified.
+
+        Objects that are completed while another thread writes the record are written together, after it.
+        """
         with self._lock:
             self._objects |= {name: facts for name, entry in entries.items() if (facts := _facts(entry))}
-            self._put(client)
+            self._num_changes += 1
+            number = self._num_changes
+        with self._writing:
+            if self._num_written < number:
+                self._put(client)
 
     def stop(self, client: _Writable) -> None:
         """Record that the process has stopped writing."""
-        with self._lock:
+        with self._writing:
             self.is_stopped = True
             self._put(client)
 
     def _put(self, client: _Writable) -> None:
-        document = {
-            "plan": self.plan, "claim": self.lock, "folder": self.folder, "names": sorted(self.names),
-            "stopped": self.is_stopped, "process": self._process, "objects": self._objects,
-        }  # fmt: skip
-        client.put(PROGRESS_NAME, json.dumps(document).encode())
+        with self._lock:
+            number = self._num_changes
+            document = json.dumps(
+                {
+                    "plan": self.plan, "claim": self.lock, "folder": self.folder, "names": sorted(self.names),
+                    "stopped": self.is_stopped, "process": self._process, "objects": self._objects,
+                }
+            )  # fmt: skip
+        client.put(PROGRESS_NAME, document.encode())
+        self._num_written = number
 
     @classmethod
     def decode(cls, data: bytes) -> Self | None:

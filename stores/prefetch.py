@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -27,6 +28,9 @@ __all__ = [
 STREAM_NBYTES = 10 << 20  # a request, and a part of those that wait to be read
 MEMORY_NBYTES = 64 * STREAM_NBYTES
 REQUEST_NBYTES = 8 << 20
+_LEAST_REQUEST_NBYTES = 1 << 20
+_LEAST_STREAM_NBYTES = 5 << 19  # so little for each, if that makes no more streams than
+_MANY_STREAMS = 128
 _GAP_NBYTES = 64 << 10  # read too, in place of another request
 
 Planned = tuple[InputFile, int, int]  # a file, and begin and end of a range in it
@@ -60,9 +64,10 @@ class Prefetcher:
         memory_nbytes: int = MEMORY_NBYTES,
     ) -> None:
         self._fixed = num_streams
-        self.num_streams = num_streams or max(1, memory_nbytes // STREAM_NBYTES)
+        self.num_streams = num_streams or _streams_in(memory_nbytes)
         self.share_nbytes = memory_nbytes // num_lanes
-        self.request_nbytes = min(REQUEST_NBYTES, max(1 << 20, memory_nbytes // self.num_streams))
+        self._streams_of_lane = max(1, self.num_streams // num_lanes)
+        self._request_nbytes = max(_LEAST_REQUEST_NBYTES, min(REQUEST_NBYTES, memory_nbytes // self.num_streams))
         self.stop = stop
         self._fetches: dict[InputFile, Fetch | None] = {}
         self.most_running = 0
@@ -76,6 +81,10 @@ class Prefetcher:
             if isinstance(file, RemoteFile) and self._fixed is not None:
                 file.streams.fix(self._fixed)
         return self._fetches[file]
+
+    def request_nbytes(self, left_nbytes: int) -> int:
+        """Return how long a lane's requests are: the last ones are short, so that all streams end at about one time."""
+        return min(self._request_nbytes, max(_LEAST_REQUEST_NBYTES, left_nbytes // self._streams_of_lane))
 
     def begin(self, fetch: Fetch, begin: int, end: int) -> Future[memoryview]:
         return self._pool.submit(self._run, fetch, begin, end)
@@ -105,13 +114,15 @@ class Prefetcher:
 
 
 class Lane:
-    """The requests of one thread, for several pieces of work that it will do in this order.
+    """The requests of one thread, for several pieces of work that it will do in this order, of about `nbytes` in all.
 
     `more` is called when there is memory for more than is planned; it may plan more, and returns whether it did.
     """
 
-    def __init__(self, prefetcher: Prefetcher, more: Callable[[], bool] = lambda: False) -> None:
-        self._prefetcher, self._more = prefetcher, more
+    def __init__(
+        self, prefetcher: Prefetcher, more: Callable[[], bool] = lambda: False, nbytes: int = sys.maxsize
+    ) -> None:
+        self._prefetcher, self._more, self._left_nbytes = prefetcher, more, nbytes
         self._planned = deque[_Request]()
         self._nbytes = 0  # requested and not yet read to the end
 
@@ -123,10 +134,11 @@ class Lane:
                 fetch = fetch_of(file)
                 assert fetch is not None
                 readers[file] = PlannedReader(self, fetch)
-            for piece in cut(begin, end, self._prefetcher.request_nbytes):
+            for piece in cut(begin, end, self._prefetcher.request_nbytes(self._left_nbytes)):
                 request = _Request(readers[file].fetch, *piece)
                 readers[file].requests.append(request)
                 self._planned.append(request)
+            self._left_nbytes -= end - begin
         return readers
 
     def fill(self) -> None:
@@ -205,6 +217,11 @@ class PlannedReader:
         request = self.requests.popleft()
         if not self._keeps:
             self._lane.release(request)
+
+
+def _streams_in(memory_nbytes: int) -> int:
+    """Return how many streams the memory has room for."""
+    return max(1, min(_MANY_STREAMS, memory_nbytes // _LEAST_STREAM_NBYTES), memory_nbytes // STREAM_NBYTES)
 
 
 def join_ranges(ranges: Iterable[Planned]) -> list[Planned]:

@@ -11,7 +11,9 @@ __all__ = ["LEAST_BYTES_PER_S", "LONGEST_PART_S", "MAX_PARTS", "NUM_PARTS", "Sen
 
 NUM_PARTS = 4  # concurrent parts of one upload, by default
 MAX_PARTS = 10_000  # of one object, in S3 and Google Cloud Storage
+_LEAST_PART_NBYTES = 5 << 20  # that S3 and Google Cloud Storage take, except of the last part
 _PART_NBYTES = 8 << 20
+_SHORTER_PARTS = 64  # objects of fewer parts than this get shorter ones, of which more are sent at a time
 _MIB = 1 << 20
 LEAST_BYTES_PER_S = 16 << 10  # of one part: a slower one counts as stalled
 LONGEST_PART_S = _PART_NBYTES // LEAST_BYTES_PER_S
@@ -20,7 +22,12 @@ _EASY_PART_S = 15.0  # a connection that takes longer for a part, with all parts
 
 def part_nbytes(nbytes: int) -> int:
     """Return the part size for an object of `nbytes`."""
-    return max(_PART_NBYTES, -(-nbytes // MAX_PARTS // _MIB) * _MIB)
+    usual = min(_PART_NBYTES, max(_LEAST_PART_NBYTES, _whole_mib(nbytes // _SHORTER_PARTS)))
+    return max(usual, _whole_mib(-(-nbytes // MAX_PARTS)))
+
+
+def _whole_mib(nbytes: int) -> int:
+    return -(-nbytes // _MIB) * _MIB
 
 
 class Uplink:

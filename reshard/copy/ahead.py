@@ -30,11 +30,14 @@ class Taken(NamedTuple):
 
 
 class Ahead:
-    """Takes runs as long as the thread's share of the memory has room for their requests; yields them in order."""
+    """Takes runs as long as the thread's share of the memory has room for their requests; yields them in order.
 
-    def __init__(self, take: Take[Run], prefetcher: Prefetcher, journal: Journal | None = None) -> None:
+    They are expected to be of `nbytes` in all.
+    """
+
+    def __init__(self, take: Take[Run], prefetcher: Prefetcher, nbytes: int, journal: Journal | None = None) -> None:
         self._take, self._journal = take, journal
-        self._lane = Lane(prefetcher, self._more)
+        self._lane = Lane(prefetcher, self._more, nbytes)
         self._taken = deque[Taken]()
 
     def __iter__(self) -> Iterator[Taken]:

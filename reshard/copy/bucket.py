@@ -14,12 +14,10 @@ from manifests.safetensors import parse_header
 from manifests.schema import AuxiliaryFile
 from reshard.copy.destination import UploadPlan
 from reshard.copy.engine import InOrder, WriteOptions, WrittenShard
-from reshard.copy.runs import ByteCounter
 from reshard.plans.pack_plan import OutputShard
 from stores.base import Blocks, InputFile
 from stores.object_lock import FindOwnedObjects, Wanted, objects_of_manifest
 from stores.object_output import ObjectTarget, open_output
-from stores.prefetch import Prefetcher
 
 __all__ = ["BucketTarget", "open_prefix"]
 
@@ -28,12 +26,15 @@ __all__ = ["BucketTarget", "open_prefix"]
 class BucketTarget:
     """A prefix in a bucket, to which shards are uploaded concurrently, each from its header on.
 
-    Digests in the header that are not known are computed before. A remote shard that fits into memory is kept there
+    Digests in the header that are not known are computed before. Remote shards that fit into memory are kept there
     meanwhile; otherwise those tensors are read twice, and must have the same bytes both times. Memory: that of
-    `Parallelism`, for parts, or half for parts and half for requests to the source.
+    `Parallelism`, for parts, or half for parts and half for requests to the source. Small files are sent beside.
     """
 
     objects: ObjectTarget
+
+    def place(self, path: str) -> str:
+        return self.objects.place(path)
 
     def put(self, name: str, data: bytes) -> None:
         self.objects.put(name, data)
@@ -52,13 +53,17 @@ class BucketTarget:
             options.progress(nbytes)
 
         plan = UploadPlan.of(shards, options.parallelism)
-        num_objects = plan.uploads.num_objects
+        readers = threading.Semaphore(plan.num_readers)
+
+        def upload(shard: OutputShard) -> WrittenShard:
+            return self._upload(shard, plan, InOrder(shard, progress, prefetcher), readers)
+
         with (
-            ThreadPoolExecutor(num_objects, thread_name_prefix="upload") as pool,
-            plan.reading.prefetcher(num_objects, stop) as prefetcher,
+            ThreadPoolExecutor(plan.uploads.num_objects, thread_name_prefix="upload") as pool,
+            plan.reading.prefetcher(plan.num_readers, stop) as prefetcher,
         ):
             try:
-                jobs = [pool.submit(self._upload, shard, plan, progress, prefetcher) for shard in shards]
+                jobs = [pool.submit(upload, shard) for shard in shards]
                 for job in wait(jobs, return_when=FIRST_EXCEPTION).done:
                     job.result()
             except BaseException:
@@ -72,15 +77,15 @@ class BucketTarget:
         self.objects.commit(data, name)
 
     def _upload(
-        self, shard: OutputShard, plan: UploadPlan, progress: ByteCounter, prefetcher: Prefetcher
+        self, shard: OutputShard, plan: UploadPlan, source: InOrder, readers: threading.Semaphore
     ) -> WrittenShard:
-        path, before = self.objects.place(shard.path), plan.read_before(shard)
+        path, before, digests = self.place(shard.path), plan.read_before(shard), None
         if (header := self._completed(shard)) is not None:
-            progress(sum(tensor.nbytes for tensor in (*before, *shard.origins)))
+            source.progress(sum(tensor.nbytes for tensor in (*before, *shard.origins)))
             return WrittenShard(path=path, nbytes=shard.nbytes, digest=digest_bytes(header))
-        source, digests = InOrder(shard, progress, prefetcher), None
-        if shard.path in plan.kept:
-            digests = source.hash_and_keep()
+        if plan.is_kept:
+            with readers:
+                digests = source.hash_and_keep()
         elif shard.with_digests:
             found = iter(source.hash(before))
             digests = DigestTable.of(origin.digest or next(found) for origin in shard.origins)

@@ -29,6 +29,10 @@ __all__ = ["FolderTarget", "Target", "UploadPlan", "check_apart", "check_space",
 class Target(Protocol):
     """An output under construction, to which `commit` writes the last file."""
 
+    def place(self, path: str) -> str:
+        """Return the path at which a shard is written."""
+        ...
+
     def put(self, name: str, data: bytes) -> None:
         """Write a small file."""
         ...
@@ -105,6 +109,9 @@ class FolderTarget:
     folder: Path
     journal: Journal | None = None
 
+    def place(self, path: str) -> str:
+        return path
+
     def put(self, name: str, data: bytes) -> None:
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -131,27 +138,31 @@ class FolderTarget:
 class UploadPlan:
     """How shards are uploaded: how many at a time, and the memory for reading a remote source meanwhile.
 
-    A shard's header comes first, and has its digests. Shards at the paths `kept` stay in memory from the reading that
-    computes these until they are sent; of others, tensors without a known digest are read twice.
+    A shard's header comes first, and has its digests. Shards that are `kept` stay in memory from the reading that
+    computes these until they are sent, while the next `num_readers` are read; otherwise, tensors without a known digest
+    are read twice.
     """
 
     uploads: Uploads
     reading: Parallelism
-    kept: frozenset[str]
+    num_readers: int
+    is_kept: bool = False
 
     @classmethod
     def of(cls, shards: Sequence[OutputShard], parallelism: Parallelism) -> UploadPlan:
+        sizes = [shard.nbytes for shard in shards]
+        if _can_be_kept(shards) and (kept := parallelism.uploads_of_kept(sizes)):
+            num_readers = (kept.num_objects + 1) // 2
+            reading = parallelism.part(num_readers, kept.num_objects)
+            return cls(uploads=kept, reading=reading, num_readers=num_readers, is_kept=True)
         if is_remote(origin for shard in shards for origin in shard.origins):
-            parallelism = parallelism.halved()
-        nbytes = {shard.path: shard.nbytes - shard.header_nbytes for shard in shards if _can_be_kept(shard)}
-        uploads = parallelism.uploads_of([shard.nbytes for shard in shards], list(nbytes.values()))
-        room = parallelism.memory_nbytes // uploads.num_objects
-        kept = frozenset(path for path, count in nbytes.items() if count <= room)
-        return cls(uploads=uploads, reading=parallelism, kept=kept)
+            parallelism = parallelism.part(1, of=2)
+        uploads = parallelism.uploads_of(sizes)
+        return cls(uploads=uploads, reading=parallelism, num_readers=uploads.num_objects)
 
     def read_before(self, shard: OutputShard) -> list[TensorAt]:
         """Return the tensors of a shard that are read twice."""
-        return [] if shard.path in self.kept else without_digest(shard)
+        return [] if self.is_kept else without_digest(shard)
 
 
 def read_twice(shards: Sequence[OutputShard], out: Address, parallelism: Parallelism) -> list[TensorAt]:
@@ -162,10 +173,11 @@ def read_twice(shards: Sequence[OutputShard], out: Address, parallelism: Paralle
     return [tensor for shard in shards for tensor in plan.read_before(shard)]
 
 
-def _can_be_kept(shard: OutputShard) -> bool:
-    """Return whether a shard must be hashed before it is sent, and all of it is fetched in planned requests."""
-    files = {type(piece.file): piece.file for origin in shard.origins for piece in pieces_of(origin)}
-    return bool(without_digest(shard)) and all(isinstance(file, RemoteFile) for file in files.values())
+def _can_be_kept(shards: Sequence[OutputShard]) -> bool:
+    """Return whether shards must be hashed before they are sent, and all of them are fetched in planned requests."""
+    origins = (origin for shard in shards for origin in shard.origins)
+    files = {type(piece.file): piece.file for origin in origins for piece in pieces_of(origin)}
+    return any(map(without_digest, shards)) and all(isinstance(file, RemoteFile) for file in files.values())
 
 
 def without_digest(shard: OutputShard) -> list[TensorAt]:

@@ -118,12 +118,12 @@ class InOrder:
     """Reads a shard's data sequentially, in this thread: to write it, and before, if asked, to hash it."""
 
     def __init__(self, shard: OutputShard, progress: ByteCounter, prefetcher: Prefetcher) -> None:
-        self._progress, self._prefetcher = progress, prefetcher
+        self.progress, self._prefetcher = progress, prefetcher
         self._ahead = self._reading(shard.in_data_order, shard.header_nbytes)
 
     def hash(self, tensors: Sequence[TensorAt]) -> DigestTable:
         """Return the digest of each of these tensors, of which none is verified."""
-        return self._hash(self._reading(tensors), self._progress)
+        return self._hash(self._reading(tensors), self.progress)
 
     def hash_and_keep(self) -> DigestTable:
         """Return the digests of all tensors, whose bytes stay in memory until they are written."""
@@ -136,7 +136,7 @@ class InOrder:
             InputError: as `write_shards`.
         """
         for run, _, readers in self._ahead:
-            found = DigestTable(copy_run(replace(run, output=output), readers, self._progress, self._prefetcher.stop))
+            found = DigestTable(copy_run(replace(run, output=output), readers, self.progress, self._prefetcher.stop))
             if digests is not None:
                 for tensor, digest, expected in zip(run.tensors, found, digests[run.first :], strict=False):
                     check_digest(tensor, digest, expected)
@@ -151,7 +151,7 @@ class InOrder:
 
     def _reading(self, tensors: Sequence[TensorAt], position: int = 0) -> Ahead:
         runs = iter(split_run(Run(tensors, 0, position=position)))
-        return Ahead(lambda: next(runs, None), self._prefetcher)
+        return Ahead(lambda: next(runs, None), self._prefetcher, sum(tensor.nbytes for tensor in tensors))
 
 
 def _write_together(shards: Sequence[OutputShard], folder: Path, options: WriteOptions) -> list[WrittenShard]:
@@ -185,10 +185,11 @@ def _execute(runs: Sequence[Run], num_tensors: int, options: WriteOptions) -> Di
     """
     digests, stop = DigestTable.blank(num_tensors), threading.Event()
     num_threads = options.parallelism.threads_for(len(runs))
+    of_thread_nbytes = sum(tensor.nbytes for run in runs for tensor in run.tensors) // num_threads
     with options.parallelism.prefetcher(num_threads, stop) as prefetcher:
 
         def copy(take: Take[Run], stop: threading.Event) -> None:
-            for taken in Ahead(take, prefetcher, options.journal):
+            for taken in Ahead(take, prefetcher, of_thread_nbytes, options.journal):
                 if stop.is_set():
                     return
                 digests.put(taken.run.first, _copy_or_reuse(taken, options, stop))

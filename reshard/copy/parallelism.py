@@ -49,24 +49,37 @@ class Parallelism:
         self.used.num_threads = max(self.used.num_threads, number)
         return number
 
-    def halved(self) -> Parallelism:
-        """Return one with half of the memory, for one of two uses at a time."""
-        return replace(self, memory_nbytes=self.memory_nbytes // 2)
+    def part(self, number: int, of: int) -> Parallelism:
+        """Return one with a part of the memory, for one of several uses at a time."""
+        return replace(self, memory_nbytes=self.memory_nbytes * number // of)
 
-    def uploads_of(self, objects_nbytes: Sequence[int], kept_nbytes: Sequence[int] = ()) -> Uploads:
+    def uploads_of(self, objects_nbytes: Sequence[int]) -> Uploads:
         """Return how many of these objects to upload at a time, and how many parts of each.
 
-        An open upload keeps one part more in memory than it sends. Fewer are open if then as much memory again has room
-        for objects of `kept_nbytes`.
+        An open upload keeps one part more in memory than it sends.
         """
         room = self.memory_nbytes // part_nbytes(max(objects_nbytes, default=0))
         num_parts = max(1, min(self.num_streams or _MOST_PARTS, room))
         num_objects = max(1, min(len(objects_nbytes), num_parts // NUM_PARTS, room // (NUM_PARTS + 1)))
-        if kept_nbytes and (num_kept := self.memory_nbytes // max(kept_nbytes)):
-            num_objects = min(num_objects, num_kept)
-        found = Uploads(num_objects=num_objects, num_parts=max(1, min(num_parts, room - num_objects) // num_objects))
-        self.used.num_streams = max(self.used.num_streams, found.num_objects * found.num_parts)
-        return found
+        return self._used(num_objects, max(1, min(num_parts, room - num_objects) // num_objects))
+
+    def uploads_of_kept(self, objects_nbytes: Sequence[int]) -> Uploads | None:
+        """Return how many of these objects to have in memory at a time, and how many parts of each to send.
+
+        Half of those are being read, the others sent, in as many parts at a time. None: the longest does not fit.
+        """
+        longest = max(objects_nbytes)
+        num_objects = min(len(objects_nbytes), self.memory_nbytes // (longest + part_nbytes(longest)))
+        if self.num_streams is not None:
+            num_objects = min(num_objects, self.num_streams)
+        if not num_objects:
+            return None
+        num_parts = max(1, (self.num_streams or 2 * _MOST_PARTS) // num_objects)
+        return self._used(num_objects, min(num_parts, _MOST_PARTS))
+
+    def _used(self, num_objects: int, num_parts: int) -> Uploads:
+        self.used.num_streams = max(self.used.num_streams, num_objects * num_parts)
+        return Uploads(num_objects=num_objects, num_parts=num_parts)
 
     def prefetcher(self, num_lanes: int, stop: threading.Event) -> Prefetcher:
         """Return a prefetcher for so many threads."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from manifests.codec import encode_manifest
 from manifests.errors import OutputError, SourceError
-from manifests.index import INDEX_NAME, has_index, index_blocks
+from manifests.index import INDEX_NAME, index_blocks
 from manifests.invariants import MANIFEST_NAME, SOURCE_NAME, check_manifest
 from manifests.publish import partial_of
 from manifests.schema import AuxiliaryFile, Layout, Manifest, Model, Shard, Stage
@@ -78,14 +78,14 @@ def pack(checkpoint: Checkpoint, plan: PackPlan, options: PackOptions) -> Manife
             open_target(options.out, shards, force=options.force, wanted=names, check_free=_check_no_parts)
         )
         files = copy_auxiliary_files(checkpoint, target)
+        if INDEX_NAME in names:
+            target.copy(INDEX_NAME, _index_of(shards, target))
         folder = target.folder if isinstance(target, FolderTarget) else None
         hub = stack.enter_context(HubCheck(checkpoint, shards, folder, fetch=options.verify_source))
         done = target.write_shards(shards, replace(options.write, written=hub.written))
         written = {shard.path: on_disk for shard, on_disk in zip(shards, done, strict=True)}
         manifest = build_manifest(checkpoint, plan, Written(written, references, files))
         check_manifest(manifest)
-        if has_index(manifest):
-            target.copy(INDEX_NAME, _index_of(shards, done))
         options.report(hub.finish())
         check_unchanged(plan.shards_on(), checkpoint.auxiliary)
         # Commit point: readers ignore an output without manifest.json.
@@ -121,8 +121,8 @@ def index_file(weights: Mapping[str, Iterable[str]], total_nbytes: int) -> MadeF
     return MadeFile(INDEX_NAME, sum(map(len, blocks())), blocks)
 
 
-def _index_of(shards: Sequence[OutputShard], written: Sequence[WrittenShard]) -> MadeFile:
-    indexed = {done.path: shard for shard, done in zip(shards, written, strict=True) if shard.is_indexed}
+def _index_of(shards: Sequence[OutputShard], target: Target) -> MadeFile:
+    indexed = {target.place(shard.path): shard for shard in shards if shard.is_indexed}
     weights = {path: [origin.name for origin in shard.origins] for path, shard in indexed.items()}
     return index_file(weights, sum(origin.nbytes for shard in indexed.values() for origin in shard.origins))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from manifests.errors import InputError, ModelError, SourceError
@@ -90,7 +91,8 @@ def open_folder(
     if CONFIG_NAME not in files:
         hint = "SOURCE must be a Hugging Face model folder"
         raise SourceError(f"{folder}/{CONFIG_NAME}", "no such file", hint, code="source.no-config")
-    folder = FolderInPart(folder, [name for name in (CONFIG_NAME, INDEX_NAME, TORCH_INDEX_NAME) if name in files])
+    small = [name for name in (CONFIG_NAME, INDEX_NAME, TORCH_INDEX_NAME) if name in files]
+    folder = FolderInPart(folder, small, [name for name in files if name.endswith(SUFFIX) and not is_beside(name)])
     config_file = folder.file(CONFIG_NAME)
     config = read_config(config_file)
     try:
@@ -101,7 +103,7 @@ def open_folder(
     names = {fqn: fqn for fqn in shape.tensors} if shape else {}
     shards = _find_shards(folder, files, names)
     tensors: MutableMapping[str, TensorAt]
-    tensors, recorded = _read_shards(folder, shards, names)
+    tensors, recorded = _read_shards(folder, shards, names, folder.heads)
     index = index_of(recorded) if shards.are_torch and shards.weight_map is not None else shards.index
     del names
     dropped = drop_tensors(tensors, drop, shape)
@@ -288,12 +290,12 @@ def is_beside(name: str) -> bool:
 
 
 def _read_shards(
-    folder: Folder, shards: _Shards, names: Mapping[str, str]
+    folder: Folder, shards: _Shards, names: Mapping[str, str], heads: Mapping[InputFile, Future[bytes]] | None = None
 ) -> tuple[TensorMap, tuple[RecordedShard, ...]]:
     """Return the tensors of all shards, checked against the index, and each shard's header to record."""
     tensors = TensorMap()
     recorded = []
-    for name, (file, shard, stored) in zip(shards.names, _each_shard(folder, shards, names), strict=True):
+    for name, (file, shard, stored) in zip(shards.names, _each_shard(folder, shards, names, heads), strict=True):
         recorded.append(shard)
         for tensor in stored:
             listed = name if shards.weight_map is None else shards.weight_map.get(tensor.name)
@@ -318,7 +320,7 @@ def _read_shards(
 
 
 def _each_shard(
-    folder: Folder, shards: _Shards, names: Mapping[str, str]
+    folder: Folder, shards: _Shards, names: Mapping[str, str], heads: Mapping[InputFile, Future[bytes]] | None
 ) -> Iterator[tuple[InputFile, RecordedShard, list[TensorAt]]]:
     """Yield each file, what to record of it, and its tensors."""
     files = [folder.file(name) for name in shards.names]
@@ -328,7 +330,7 @@ def _each_shard(
         for name, (file, tensors) in zip(shards.names, each_of(files, read_archive), strict=True):
             yield file, recorded_as_safetensors(name, tensors), tensors
     else:
-        for name, (file, header) in zip(shards.names, each_file_header(files, names), strict=True):
+        for name, (file, header) in zip(shards.names, each_file_header(files, names, heads), strict=True):
             yield file, RecordedShard(name, header.raw), tensors_in(file, header)
 
 

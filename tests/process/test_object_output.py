@@ -312,11 +312,13 @@ def test_manifest_is_the_last_object_that_is_written(moto: MotoServer) -> None:
     write_checkpoint(url_of("order"))
     written = [request.path.removeprefix(f"/{BUCKET}/order/") for request in moto.requests("PUT", "/order/")]
     assert written == [LOCK_NAME, "config.json", "stage-000/model.safetensors", "manifest.json"]
+    listed = [request for request in moto.requests("GET", f"/{BUCKET}") if "prefix=order" in request.query]
+    assert len(listed) == 3  # before and after the lock, and before the commit
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 8 * MIB * MAX_PARTS, 8 * MIB * MAX_PARTS + 1, 345 << 30, 1 << 40])
 def test_object_of_any_length_fits_in_the_parts_that_a_store_takes(nbytes: int) -> None:
-    assert part_nbytes(nbytes) >= 8 * MIB
+    assert part_nbytes(nbytes) >= 5 * MIB  # what S3 takes
     assert part_nbytes(nbytes) % MIB == 0
     assert nbytes <= part_nbytes(nbytes) * MAX_PARTS
 

@@ -76,15 +76,32 @@ def test_uploads_fill_the_streams_and_the_memory(
     assert parallelism.uploads_of(sizes) == expected
     assert parallelism.used.num_streams == expected[0] * expected[1]
     kept_nbytes = expected[0] * (expected[1] + 1) * part_nbytes(max(sizes, default=0))
-    assert kept_nbytes <= max(memory_mib << 20, 2 * part_nbytes(0))
+    assert kept_nbytes <= max(memory_mib << 20, 2 * part_nbytes(max(sizes, default=0)))
 
 
-@pytest.mark.parametrize(("kept_mib", "num_objects"), [([100] * 4, 4), ([160] * 4, 2), ([200, 1], 2), ([9000, 1], 4)])
-def test_fewer_uploads_are_open_if_their_objects_then_fit_into_memory(kept_mib: list[int], num_objects: int) -> None:
-    parallelism = Parallelism(memory_nbytes=400 << 20)
-    assert parallelism.uploads_of([5 << 30] * 4, [count << 20 for count in kept_mib]).num_objects == num_objects
+@pytest.mark.parametrize(
+    ("sizes_mib", "asked", "expected"),
+    [
+        pytest.param([95] * 8, None, (4, 32), id="as many as fit"),
+        pytest.param([95] * 3, None, (3, 42), id="all of them"),
+        pytest.param([10] * 4000, None, (26, 4), id="small shards"),
+        pytest.param([300, 1], None, (1, 64), id="one at a time"),
+        pytest.param([396], None, None, id="no room for another part"),
+        pytest.param([95] * 8, 2, (2, 1), id="--streams 2"),
+    ],
+)
+def test_shards_are_kept_between_reading_and_sending_where_they_fit_into_memory(
+    sizes_mib: list[int], asked: int | None, expected: tuple[int, int] | None
+) -> None:
+    parallelism = Parallelism(num_streams=asked, memory_nbytes=400 << 20)
+    found = parallelism.uploads_of_kept([count << 20 for count in sizes_mib])
+    assert found == expected
+    if found:
+        longest = max(sizes_mib) << 20
+        assert found.num_objects * (longest + part_nbytes(longest)) <= parallelism.memory_nbytes
+        assert parallelism.used.num_streams == found.num_objects * found.num_parts
 
 
-def test_reading_and_sending_share_the_memory() -> None:
+def test_uses_at_a_time_share_the_memory() -> None:
     asked = Parallelism(memory_nbytes=100)
-    assert (asked.halved().memory_nbytes, asked.halved().used is asked.used) == (50, True)
+    assert (asked.part(2, of=3).memory_nbytes, asked.part(2, of=3).used is asked.used) == (66, True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,60 @@ def test_a_bucket_is_read_once_into_another_where_shards_fit_into_memory(
     assert plan["read_nbytes"] == times * nbytes
     assert 0 <= sum(received) - times * nbytes < 3 * 128 << 10  # headers, and what else is small
     assert reshard("verify", "memory://out", "--against", tmp_path / "source").code == 0
+    fsspec.filesystem("memory").rm("/", recursive=True)
+
+
+def test_config_index_and_headers_are_requested_at_the_same_time(tmp_path: Path) -> None:
+    waiting, passed = threading.Barrier(4), set[str]()
+
+    class Late(MemoryFile):
+        def read(self, size: int | None = -1, /) -> bytes:
+            if self.path not in passed:
+                passed.add(self.path)
+                waiting.wait(10)
+            return super().read(size)
+
+    write_model(tmp_path / "source", num_shards=2)
+    fsspec.filesystem("memory").pipe({f"/source/{name}": data for name, data in files_in(tmp_path / "source").items()})
+    for file in fsspec.filesystem("memory").store.values():
+        file.__class__ = Late
+    assert reshard("plan", "memory://source", "--layout", "pp=2").code == 0
+    assert {Path(path).name for path in passed} == {
+        "config.json", "model.safetensors.index.json", "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    }  # fmt: skip
+    fsspec.filesystem("memory").rm("/", recursive=True)
+
+
+def test_shards_are_read_while_earlier_ones_are_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = llama_config(hidden_size=256, intermediate_size=1024, num_hidden_layers=4)
+    tensors = write_model(tmp_path / "source", config, random_tensors(config))
+    left_nbytes, is_all_read = sum(len(tensor.data) for tensor in tensors.values()), threading.Event()
+    write, num_written = MemoryFile.write, 0
+
+    class Counted(MemoryFile):
+        def read(self, size: int | None = -1, /) -> bytes:
+            nonlocal left_nbytes
+            if self.tell() > 0:  # not the header
+                left_nbytes -= size or 0
+                if left_nbytes <= 0:
+                    is_all_read.set()
+            return super().read(size)
+
+    def write_late(file: MemoryFile, data: bytes) -> int:
+        nonlocal num_written
+        if file.path.startswith("/out/model-00001-of-00004"):
+            assert is_all_read.wait(10)
+            num_written += len(data)
+        return write(file, data)
+
+    fsspec.filesystem("memory").pipe({f"/source/{name}": data for name, data in files_in(tmp_path / "source").items()})
+    for file in fsspec.filesystem("memory").store.values():
+        file.__class__ = Counted
+    monkeypatch.setattr(MemoryFile, "write", write_late)
+    pack = ("pack", "memory://source", "--layout", "pp=4", "--out", "memory://out", "--memory", "26MiB")
+    assert reshard(*pack).code == 0
+    assert num_written == fsspec.filesystem("memory").size("/out/model-00001-of-00004.safetensors")
     fsspec.filesystem("memory").rm("/", recursive=True)
 
 
