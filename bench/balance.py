@@ -2,16 +2,18 @@
 
     python bench/balance.py [--out bench/results/balance.json] [--runs 5] [--steps 12] [--folder DIR]
 
-A Llama of 16 narrow layers with a wide vocabulary, in which FLOPs say least about time, on two ranks of one thread
-each. Its times are measured twice: each module alone, and from the traced steps of a run on the split by FLOPs, where
-the ranks share caches and memory bandwidth. Each turn trains on each split for some steps, in rotating order; a step's
-time is the median of those after the third.
+Qwen3.5 0.8B at a quarter of its widths and half of its layers, on two ranks of one thread each: three of four layers
+are Gated DeltaNet, many small operations of few FLOPs, while the head's large products for a vocabulary of tens of
+thousands reach the processor's best rate. Its times are measured twice: each module alone, and from the traced steps of
+a run on the split by FLOPs. `reshard plan` predicts each split's step from the modules measured alone. Each turn trains
+on each split for some steps, in rotating order; a step's time is the median of those after the third.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -22,8 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import measure
 
 CONFIG = {
-    "vocab_size": 16384, "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 16,
-    "num_attention_heads": 12, "num_key_value_heads": 12, "max_position_embeddings": 512, "tie_word_embeddings": False,
+    "vocab_size": 31040, "hidden_size": 256, "num_hidden_layers": 12, "num_attention_heads": 4,
+    "num_key_value_heads": 1, "head_dim": 64, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    "linear_num_key_heads": 8, "linear_num_value_heads": 16, "num_experts": 32, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "tie_word_embeddings": False,
 }  # fmt: skip
 
 
@@ -49,6 +53,7 @@ def main() -> None:
         )
         average.append(measure.load_average())
         modules = {name: modules_of(root / name) for name in names}
+        predicted = {name: predicted_s(root / name, root / "alone.json") for name in names}
     result = {
         "what": "seconds of a training step, split by FLOPs and by measured times",
         **measure.circumstances(),
@@ -56,7 +61,9 @@ def main() -> None:
         "model": CONFIG,
         "seq_len": measure.SEQ_LEN,
         "global_batch": measure.GLOBAL_BATCH,
-        "splits": {name: {"modules": modules[name], **summary(name, turns)} for name in names},
+        "splits": {
+            name: {"modules": modules[name], "predicted_s": predicted[name], **summary(name, turns)} for name in names
+        },
     }
     measure.write_result(result, options.out)
 
@@ -76,12 +83,20 @@ def write_model(folder: Path) -> None:
     import transformers
 
     torch.manual_seed(0)
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG)).save_pretrained(folder)
+    transformers.Qwen3_5MoeForCausalLM(transformers.Qwen3_5MoeTextConfig(**CONFIG)).save_pretrained(folder)
 
 
 def pack(source: Path, out: Path, *layout: str) -> None:
     command = [*measure.RESHARD, "pack", str(source), "--layout", *layout, "--seq-len", str(measure.SEQ_LEN)]
     measure.run_quietly([*command, "--out", str(out)])
+
+
+def predicted_s(packed: Path, times: Path) -> float:
+    """Return the seconds of a step's schedule, simulated with these times."""
+    command = [*measure.RESHARD, "plan", str(packed), "--cost", str(times), "--seq-len", str(measure.SEQ_LEN), "--json"]
+    command += ["--microbatches", str(measure.GLOBAL_BATCH)]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return round(json.loads(said)["step_s"], 4)
 
 
 def modules_of(packed: Path) -> list[int]:

@@ -26,6 +26,8 @@ SECTIONS = {
     "load": ("Loading a stage", "load"),
     "streams": ("Reading from remote stores", "streams"),
     "step": ("A training step", "step"),
+    "trainers": ("Beside torchtitan's trainer", "trainers"),
+    "balance": ("Balanced by measured times", "balance"),
     "bubble": ("The pipeline bubble", "bubble"),
     "saving": ("Saving", "saving"),
     "imports": ("Checkpoints of other trainers", "imports"),
@@ -48,7 +50,8 @@ Written by `make performance` from `bench/results`; `make check` fails when it i
 
 def main() -> int:
     """Write or check the page and the README's figures; return the exit code."""
-    results = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in SECTIONS}
+    files = {name: RESULTS / f"{name}.json" for name in SECTIONS}
+    results = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
     texts = {PAGE: render(results), README: with_figures(README.read_text(), results)}
     if "--check" not in sys.argv[1:]:
         for path, text in texts.items():
@@ -130,7 +133,7 @@ def _link(name: str) -> str:
 
 def render(results: Mapping[str, Any]) -> str:
     """Return the page."""
-    return "\n".join((_HEAD, *(line for name in SECTIONS for line in _section(name, results[name]))))
+    return "\n".join((_HEAD, *(line for name in results for line in _section(name, results[name]))))
 
 
 def _section(name: str, result: Mapping[str, Any]) -> Iterator[str]:
@@ -144,6 +147,8 @@ def _section(name: str, result: Mapping[str, Any]) -> Iterator[str]:
     facts.append(f"load average {min(result['load_average'])}" if "load_average" in result else "")
     facts.append(f"`bench/{script}.py`")
     yield f"{'; '.join(filter(None, facts))}. [All figures](../bench/results/{name}.json)\n"
+    if "left_out" in result:
+        yield f"Left out: {result['left_out']}.\n"
     yield from _tables(result)
 
 

@@ -17,75 +17,27 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torchtitan.components.metrics
-import torchtitan.distributed.utils
-import torchtitan.trainer
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
-from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.config.configs import DebugConfig
 from torchtitan.models.llama3 import model_registry
 from torchtitan.trainer import Trainer
 
+from bench.titans import NoTokenizer, run_on_cpu, take_microbatches
 from examples.titan_start import start_from
 from runner.config.schema import BatchOptions, DataOptions
 from runner.data.sequences import read_batches
 from tests.fast.titans import VOCAB, llama
 
 SEQ_LEN, BATCH = 16, 4
-
-
-def run_on_cpu() -> None:
-    """torchtitan takes the device of the machine's accelerator, or else CUDA's."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("torchtitan.") and getattr(module, "device_type", None) == "cuda":
-            module.device_type = "cpu"
-        if name.startswith("torchtitan.") and getattr(module, "device_module", None) is torch.cuda:
-            module.device_module = torch.cpu
-    torchtitan.distributed.utils.set_pg_timeouts = lambda *_, **__: None  # its barrier names a device by number
-    stats = SimpleNamespace(max_reserved_gib=0, max_reserved_pct=0)
-    monitor = SimpleNamespace(device_name="cpu", get_peak_stats=lambda: stats, reset_peak_stats=lambda: None)
-    torchtitan.components.metrics.build_device_memory_monitor = lambda: monitor
-
-
-def take_microbatches(schedule: Any) -> None:
-    """Let a schedule's step take microbatches, as torchtitan calls it; that of torch 2.13 splits a batch itself."""
-
-    def step(
-        *, arg_mbs: Any, kwarg_mbs: Any, target_mbs: Any, losses: Any, loss_kwargs: Any, return_outputs: bool
-    ) -> None:
-        schedule._stage.has_backward = True
-        schedule._stage.clear_runtime_states()
-        schedule._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs=loss_kwargs)
-
-    schedule.step = step
-
-
-class Tokenizer(BaseTokenizer):
-    @dataclass(kw_only=True, slots=True)
-    class Config(BaseTokenizer.Config):
-        pass
-
-    def __init__(self, config: Any = None, **kwargs: Any) -> None:
-        super().__init__()
-
-    def encode(self, *args: Any, **kwargs: Any) -> list[int]:
-        return []
-
-    def decode(self, *args: Any, **kwargs: Any) -> str:
-        return ""
-
-    def get_vocab_size(self) -> int:
-        return VOCAB
 
 
 class Data(BaseDataLoader):
@@ -124,7 +76,7 @@ def config_of(job: dict[str, Any]) -> Trainer.Config:
     return Trainer.Config(
         model_spec=spec,
         dump_folder=job["folder"],
-        tokenizer=Tokenizer.Config(),
+        tokenizer=NoTokenizer.Config(),
         dataloader=Data.Config(segments=job["data"]),
         loss=CrossEntropyLoss.Config(),
         optimizer=default_adamw(lr=8e-3),
