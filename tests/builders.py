@@ -28,6 +28,7 @@ __all__ = [
     "Tensor",
     "edit_manifest",
     "files_in",
+    "flip",
     "header_of",
     "index_of",
     "leftovers",
@@ -37,6 +38,8 @@ __all__ = [
     "read_safetensors",
     "refusal",
     "reshard",
+    "run",
+    "tensors_in",
     "weights_path",
     "without_digest",
     "without_file",
@@ -96,6 +99,13 @@ def reshard(*args: str | Path) -> Ended:
     finally:
         sys.argv = argv
     return Ended(code=code, out=out.getvalue(), err=err.getvalue())
+
+
+def run(*args: str | Path) -> Ended:
+    """Run the `reshard` command, which must succeed."""
+    ended = reshard(*args)
+    assert ended.code == 0, ended.err
+    return ended
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -285,6 +295,21 @@ def without_file(folder: Path, name: str) -> Iterator[None]:
 def files_in(folder: Path) -> dict[str, bytes]:
     """Return every file below a folder, whole."""
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def flip(path: Path, position: int = -1, bits: int = 1) -> None:
+    """Flip bits of one byte of a file; positions count from the end when negative."""
+    data = bytearray(path.read_bytes())
+    data[position] ^= bits
+    path.write_bytes(data)
+
+
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of all safetensors files in a folder and below it."""
+    found: dict[str, Tensor] = {}
+    for shard in sorted(folder.rglob("*.safetensors")):
+        found |= read_safetensors(shard.read_bytes())
+    return found
 
 
 def leftovers(out: Path) -> list[str]:

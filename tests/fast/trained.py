@@ -17,7 +17,7 @@ from tests.builders import (
     llama_shapes,
     random_tensors,
     read_safetensors,
-    reshard,
+    run,
     write_model,
 )
 from tests.fast.reshard.forged import change_manifest, digest, read_stage, shard_of
@@ -69,8 +69,7 @@ def write_trained(folder: Path, layout: str, *, seed: int = 0, **config: Any) ->
     sizes = llama_config(**config)
     write_model(folder / "source", sizes, random_tensors(sizes, dtypes=["F32"], seed=seed))
     out = folder / "trained"
-    packed = reshard("pack", folder / "source", "--layout", layout, "--out", out)
-    assert packed.code == 0, packed.err
+    run("pack", folder / "source", "--layout", layout, "--out", out)
     for index in range(len(json.loads((out / "manifest.json").read_text())["stages"])):
         for moment, tensors in random_moments(sizes, seed).items():
             write_moments(out, index, moment, {fqn: tensors[fqn] for fqn in sorted(read_stage(out, index))})

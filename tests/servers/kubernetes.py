@@ -123,7 +123,7 @@ def start_kubernetes(folder: Path, lines: dict[str, str], phases: list[str]) -> 
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
         context = {"cluster": "here", "user": "here"}
         known.config.write_text(json.dumps({

@@ -14,6 +14,7 @@ from torch import nn
 
 import reshard
 import runner
+from tests.builders import flip
 from tests.fast.runner.tiny import EMBEDDING, HEAD, SIZES, load_model, save_model
 
 TOKENS = torch.arange(24).view(2, 12) % SIZES["vocab_size"]
@@ -147,9 +148,7 @@ def test_ranks_and_addresses_that_are_not_there_are_refused(model: Path, packed:
 def test_damaged_shard_is_refused(model: Path, tmp_path: Path) -> None:
     reshard.pack(model, tmp_path / "out", "pp=2")
     shard = tmp_path / "out" / reshard.open(tmp_path / "out").stage(0).info.shards[0].path
-    data = bytearray(shard.read_bytes())
-    data[-1] ^= 1
-    shard.write_bytes(data)
+    flip(shard)
     with pytest.raises(runner.InputError) as refused:
         runner.load_stages(tmp_path / "out", 0, stage_of(model, packed=tmp_path / "out", index=0))
     assert str(shard) in refused.value.where

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import reshard
-from tests.builders import EMBEDDING, HEAD, files_in, llama_config, random_tensors, write_model
+from tests.builders import EMBEDDING, HEAD, files_in, flip, llama_config, random_tensors, write_model
 from tests.builders import reshard as command
 from tests.fast.sliced import CUTS, cut_up
 from tests.fast.trained import write_trained
@@ -113,9 +113,7 @@ def test_damage_is_refused_when_a_stage_is_read_and_reported_by_verify(model: Pa
     reshard.pack(model, tmp_path / "out", "pp=2")
     packed = reshard.open(tmp_path / "out")
     shard = tmp_path / "out" / packed.stage(1).info.shards[0].path
-    data = bytearray(shard.read_bytes())
-    data[-1] ^= 1
-    shard.write_bytes(data)
+    flip(shard)
     packed.stage(0).state_dict(framework="torch")
     with pytest.raises(reshard.InputError) as refused:
         packed.stage(1).state_dict(framework="torch")

@@ -59,7 +59,7 @@ def costs_of(inventory: Inventory) -> dict[str, dict[str, float]]:
     return {"params": {module: 3.0 if "layers" in module else 2.0 for module in inventory.modules}}
 
 
-@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(drawn=layouts(), spelling=st.sampled_from(sorted(SPELLINGS)))
 def test_what_is_printed_reads_back_as_the_same_layout(tmp_path, drawn, spelling):
     layout, inventory = drawn

@@ -101,8 +101,8 @@ def check_total(rng: random.Random, count: int) -> int:
     return accepted
 
 
-def test_200_000_short_strings_are_layouts_or_refused():
-    assert check_total(random.Random(0), 200_000) > 0
+def test_40_000_short_strings_are_layouts_or_refused():
+    assert check_total(random.Random(0), 40_000) > 0
 
 
 @pytest.mark.slow
@@ -110,7 +110,7 @@ def test_a_million_short_strings_are_layouts_or_refused():
     assert check_total(random.Random(1), 1_000_000) > 0
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200)
 @given(spec=st.text(max_size=40) | st.lists(st.sampled_from(WORDS), max_size=12).map("".join), strict=st.booleans())
 def test_any_text_is_a_layout_or_refused(spec, strict):
     with contextlib.suppress(UserError):

@@ -108,11 +108,13 @@ def test_decoder_and_schema_refuse_a_spoiled_field_of_any_manifest(manifest: Man
 @pytest.mark.parametrize("golden", [GOLDEN, GOLDEN_DESCRIBED, GOLDEN_VIRTUAL, GOLDEN_TRAINING])
 def test_decoder_and_schema_refuse_every_spoiled_field_of_a_golden_file_by_its_path(golden: Path) -> None:
     document = json.loads(golden.read_bytes())
-    found = list(corruptions(document))
-    assert len(found) > 500
-    assert [one.where for one in found if SCHEMA.is_valid(one.of(document))] == []
-    for one in found:
-        text = json.dumps(one.of(document)).encode()
+    # Of lists, whose items are alike, the last one that has the field.
+    found = {(_field(one.keys), repr(one.value), one.code): one for one in corruptions(document)}
+    assert len(found) > 400
+    for one in found.values():
+        spoiled = one.of(document)
+        assert not SCHEMA.is_valid(spoiled), one
+        text = json.dumps(spoiled).encode()
         assert refused(partial(decode_manifest, text)) == (one.code, one.where), one
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from manifests.models import StoredTensors
 from tools.tiny_models import tiny_config
 
-__all__ = ["DOZEN", "build_meta", "config_of", "save_tiny", "stored_by"]
+__all__ = ["DOZEN", "build_meta", "check_table", "config_of", "save_tiny", "stored_by"]
 
 # What `make test` packs: dense and sparse, tied and untied, hybrids, renamed and stacked tensors, vision towers.
 DOZEN = (
@@ -61,6 +63,17 @@ def save_tiny(folder: Path, architecture: str, **changes: Any) -> None:
     with quiet():
         model = getattr(transformers, architecture)(config_of(architecture, **changes))
         model.save_pretrained(folder, max_shard_size="200KB")
+
+
+def check_table(main: Callable[[], int], *names: str) -> int:
+    """Run what `python tools/NAME.py --check` runs in this process, which has imported torch; return its exit code."""
+    argv, sys.argv = sys.argv, ["", "--check", *names]
+    try:
+        with quiet():
+            return main()
+    finally:
+        sys.argv = argv
+        logging.disable(logging.NOTSET)
 
 
 class quiet(warnings.catch_warnings):  # used as a function

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,11 +15,10 @@ from manifests.errors import UserError
 from manifests.models import model_shape
 from manifests.models.catalogue import catalogued
 from manifests.models.sizes import sizes_of, tensors_of
-from tests.builders import reshard
-from tests.fast.models.catalogued import DOZEN, quiet, stored_by
+from tests.builders import run
+from tests.fast.models.catalogued import DOZEN, check_table, quiet, stored_by
 from tests.fast.models.published import PUBLISHED
 
-ROOT = Path(__file__).parents[3]
 FITTED = tuple(name for name in catalogued() if sizes_of(name) is not None)
 ALL = tuple(pytest.param(name, marks=() if name in DOZEN else pytest.mark.slow) for name in FITTED)
 
@@ -57,8 +54,7 @@ def test_layers_of_several_kinds_follow_the_config() -> None:
 def test_plan_of_a_config_alone_counts_every_parameter(tmp_path: Path) -> None:
     config = dict(PUBLISHED["GLM-4.5-Air"])
     (tmp_path / "config.json").write_text(json.dumps(config))
-    ended = reshard("plan", tmp_path / "config.json", "--layout", "balance:params,pp=4", "--json")
-    assert ended.code == 0, ended.err
+    ended = run("plan", tmp_path / "config.json", "--layout", "balance:params,pp=4", "--json")
     assert sum(stage["params"] for stage in ended.json["stages"]) == count_params(config)
     assert ended.json["assumed"]["work"] == "estimated"
 
@@ -85,9 +81,9 @@ def test_fields_that_no_model_can_have_are_refused(field: str, value: object, co
     "names", [("MiniMaxM2ForCausalLM",), pytest.param((), marks=pytest.mark.slow)], ids=["some", "all"]
 )
 def test_sizes_hold_for_models_of_other_configs(names: tuple[str, ...]) -> None:
-    command = [sys.executable, ROOT / "tools" / "sizes.py", "--check", *names]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=3600, check=False)
-    assert ended.returncode == 0, ended.stderr
+    from tools import sizes
+
+    assert check_table(sizes.main, *names) == 0
 
 
 def count_params(config: Mapping[str, Any]) -> int:

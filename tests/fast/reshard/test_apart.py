@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import files_in, llama_config, random_tensors, refusal, reshard, write_model
+from tests.builders import files_in, llama_config, random_tensors, refusal, reshard, run, write_model
 
 OVERLAPS = "output.overlaps-source"
 
@@ -20,8 +20,7 @@ def place(tmp_path: Path) -> Path:
     write_model(tmp_path / "source", num_shards=2)
     (tmp_path / "link").symlink_to("source")
     for name, flags in (("packed", ()), ("virtual", ("--virtual",))):
-        made = reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / name, *flags)
-        assert made.code == 0, made.err
+        run("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / name, *flags)
     return tmp_path
 
 
@@ -72,8 +71,7 @@ def test_export_removes_no_file_that_a_link_of_the_source_leads_to(tmp_path: Pat
     (tmp_path / "source").mkdir()
     for name in files_in(tmp_path / "elsewhere"):
         (tmp_path / "source" / name).symlink_to(tmp_path / "elsewhere" / name)
-    packed = reshard("pack", tmp_path / "source", "--layout", "pp=2", "--virtual", "--out", tmp_path / "packed")
-    assert packed.code == 0, packed.err
+    run("pack", tmp_path / "source", "--layout", "pp=2", "--virtual", "--out", tmp_path / "packed")
     before, out = files_in(tmp_path / "elsewhere"), tmp_path / "elsewhere"
     refused = refusal("export", tmp_path / "packed", "--to", "hf", "--out", out, "--force")
     assert refused.found == (2, OVERLAPS, "--out")

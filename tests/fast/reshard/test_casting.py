@@ -17,11 +17,13 @@ from tests.builders import (
     INDEX,
     Tensor,
     files_in,
+    flip,
     llama_config,
     random_tensors,
-    read_safetensors,
     refusal,
     reshard,
+    run,
+    tensors_in,
     write_model,
 )
 from tests.fast.reshard.forged import change_manifest, change_stage
@@ -71,17 +73,9 @@ def write_values(folder: Path, dtype: str, after: str) -> dict[str, Tensor]:
     return write_model(folder, config, tensors, num_shards=2)
 
 
-def tensors_in(folder: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for shard in sorted(folder.rglob("*.safetensors")):
-        found |= read_safetensors(shard.read_bytes())
-    return found
-
-
 def export(out: Path, *args: str) -> Path:
     exported = out.parent / "exported"
-    ended = reshard("export", out, "--to", "hf", "--out", exported, *args)
-    assert ended.code == 0, ended.err
+    run("export", out, "--to", "hf", "--out", exported, *args)
     return exported
 
 
@@ -89,10 +83,7 @@ def export(out: Path, *args: str) -> Path:
 @pytest.mark.parametrize("before", ["F64", "F32", "F16", "BF16"])
 def test_values_are_cast_as_torch_casts_them(before: str, after: str, tmp_path: Path) -> None:
     tensors = write_values(tmp_path / "source", before, after)
-    packed = reshard(
-        "pack", tmp_path / "source", "--layout", "pp=2", "--dtype", FLAGS[after], "--out", tmp_path / "out"
-    )
-    assert packed.code == 0, packed.err
+    run("pack", tmp_path / "source", "--layout", "pp=2", "--dtype", FLAGS[after], "--out", tmp_path / "out")
     assert reshard("verify", tmp_path / "out").code == 0
     found = tensors_in(tmp_path / "out")
     assert found.keys() == tensors.keys()
@@ -201,8 +192,7 @@ def test_transformers_loads_trained_weights_in_the_dtype_of_the_source(tmp_path:
     assert reshard("pack", tmp_path / "source", "--layout", "pp=2", "--dtype", "fp32", "--out", out).code == 0
     for dtype, stored in (("source", torch.bfloat16), ("fp32", torch.float32), ("fp16", torch.float16)):
         exported = tmp_path / f"as-{dtype}"
-        ended = reshard("export", out, "--to", "hf", "--dtype", dtype, "--out", exported)
-        assert ended.code == 0, ended.err
+        run("export", out, "--to", "hf", "--dtype", dtype, "--out", exported)
         model, source = (AutoModelForCausalLM.from_pretrained(folder) for folder in (exported, tmp_path / "source"))
         assert {weight.dtype for weight in model.parameters()} == {stored}
         for weight, before in zip(model.parameters(), source.parameters(), strict=True):
@@ -214,9 +204,7 @@ def test_damage_of_what_is_cast_is_named(tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", out).code == 0
     shard = out / "model-00002-of-00002.safetensors"
-    data = bytearray(shard.read_bytes())
-    data[-1] ^= 1
-    shard.write_bytes(data)
+    flip(shard)
     refused = refusal("export", out, "--to", "hf", "--dtype", "fp32", "--out", tmp_path / "exported")
     assert refused.found == (3, "shard.digest-mismatch", f"{shard}: 'model.norm.weight'")
     assert not (tmp_path / "exported").exists()  # what other threads had verified may wait for a rerun beside it

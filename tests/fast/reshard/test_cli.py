@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import EMBEDDING, HEAD, leftovers, llama_config, refusal, reshard, without_digest, write_model
+from tests.builders import EMBEDDING, HEAD, leftovers, llama_config, refusal, reshard, run, without_digest, write_model
 
 ROOT = Path(__file__).parents[3]
 VERBS = ("plan", "pack", "export", "verify", "sign", "inspect")
@@ -90,8 +90,7 @@ def test_misuse_ends_with_code_2_in_text_and_in_json(args: tuple[str, ...], wher
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_of_a_verb_ends_with_an_example(verb: str) -> None:
-    shown = reshard(verb, "--help")
-    assert shown.code == 0
+    shown = run(verb, "--help")
     assert f"reshard {verb} ./Llama-3.2-1B" in shown.out
 
 

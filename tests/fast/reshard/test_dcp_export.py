@@ -18,7 +18,7 @@ from torchtitan.components.checkpoint import ModelWrapper
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig, default_adamw
 from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 
-from tests.builders import llama_shapes, refusal, reshard
+from tests.builders import llama_shapes, refusal, reshard, run
 from tests.fast.reshard.test_dcp_source import CONFIGS, assert_equal, huggingface_state, torchtitan_state
 from tests.fast.titans import LLAMA, llama
 
@@ -48,11 +48,6 @@ def assert_contains(found: Mapping[Key, Any], expected: Mapping[Key, Any]) -> No
 
 def is_same(one: object, other: object) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-
-
-def run(*args: str | Path) -> None:
-    ended = reshard(*args)
-    assert ended.code == 0, ended.err
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

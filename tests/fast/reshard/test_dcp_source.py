@@ -22,7 +22,7 @@ from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
-from tests.builders import refusal, reshard
+from tests.builders import refusal, reshard, run
 
 SIZES = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -101,8 +101,7 @@ def exported(source: Path, layout: str = "pp=2") -> dict[str, torch.Tensor]:
     """Return the tensors of the export of the pack of a source."""
     packed, out = source.parent / "packed", source.parent / "exported"
     for args in (("pack", source, "--layout", layout, "--out", packed), ("export", packed, "--to", "hf", "--out", out)):
-        ended = reshard(*args)
-        assert ended.code == 0, ended.err
+        run(*args)
     return load_file(out / "model.safetensors")
 
 
@@ -133,8 +132,7 @@ def test_checkpoint_with_names_of_hugging_face(nested: bool, tmp_path: Path) -> 
     saved = {"model": state} if nested else state
     source = save(tmp_path / "step-7", "llama", {**saved, **others(state)})
     assert_equal(exported(source), state)
-    plain = reshard("pack", source, "--layout", "pp=1", "--out", tmp_path / "other")
-    assert plain.code == 0
+    run("pack", source, "--layout", "pp=1", "--out", tmp_path / "other")
     manifest = json.loads((tmp_path / "other" / "manifest.json").read_text())
     assert manifest["source"]["left_out"] == ["dataloader", "optimizer"]
 

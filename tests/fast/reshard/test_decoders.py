@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from manifests.models import model_shape
 from reshard.layout.inventory import class_names, inventory_of_modules
-from tests.builders import files_in, leftovers, refusal, reshard
+from tests.builders import files_in, leftovers, refusal, reshard, run
 from tests.fast.models.built import DECODERS, build, perturb, read_config
 from tests.fast.runner.decoders import name_as_openai_did, save_decoder
 
@@ -29,10 +29,8 @@ def save(folder: Path, name: str, **changes: Any) -> None:
 def pack_and_export(source: Path, tmp_path: Path, layout: str = "pp=3") -> dict[str, Any]:
     """Pack, reshard, export, see that every byte came back, and return the first manifest."""
     for origin, out, spec in ((source, "packed", layout), (tmp_path / "packed", "resharded", "balance:params,pp=2")):
-        packed = reshard("pack", origin, "--layout", spec, "--out", tmp_path / out, "--quiet")
-        assert packed.code == 0, packed.err
-    exported = reshard("export", tmp_path / "resharded", "--to", "hf", "--out", tmp_path / "exported", "--quiet")
-    assert exported.code == 0, exported.err
+        run("pack", origin, "--layout", spec, "--out", tmp_path / out, "--quiet")
+    run("export", tmp_path / "resharded", "--to", "hf", "--out", tmp_path / "exported", "--quiet")
     assert files_in(tmp_path / "exported") == files_in(source)
     manifest: dict[str, Any] = json.loads((tmp_path / "packed" / "manifest.json").read_text())
     return manifest
@@ -65,8 +63,7 @@ def test_gpt2_without_prefix_is_packed_under_its_fqns_and_exported_as_it_was(tmp
     assert manifest["stages"][0]["modules"][:3] == ["transformer.wte", "transformer.wpe", "transformer.h.0"]
     packed = load_file(tmp_path / "packed" / manifest["stages"][0]["shards"][0]["path"])
     assert {"transformer.wte.weight", "transformer.h.0.attn.bias", "transformer.h.0.attn.masked_bias"} <= packed.keys()
-    verified = reshard("verify", tmp_path / "packed", "--against", source)
-    assert verified.code == 0, verified.err
+    run("verify", tmp_path / "packed", "--against", source)
     model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "exported")
     assert model.lm_head.weight is model.transformer.wte.weight
 
@@ -138,8 +135,7 @@ def test_layouts_cut_models_of_other_names(name: str, layout: str, cuts: list[in
 def test_file_of_module_lists_takes_short_names_and_ranges(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(read_config("gpt2")))
     (tmp_path / "stages.json").write_text('[["wte", "wpe", "h.0-5"], ["h.6-11", "transformer.ln_f", "lm_head"]]')
-    ended = reshard("plan", tmp_path / "config.json", "--layout", tmp_path / "stages.json")
-    assert ended.code == 0, ended.err
+    ended = run("plan", tmp_path / "config.json", "--layout", tmp_path / "stages.json")
     assert "wte, wpe, h.0-5" in ended.out
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GPT2Config, LlamaConfig, Qwen3Config
 
-from tests.builders import refusal, reshard
+from tests.builders import refusal, run
 from tests.fast.reshard.test_deepspeed_source import GOLDEN, MOMENTS, STEPS, moments_of
 from tests.fast.trained import write_trained
 
@@ -25,11 +25,6 @@ CONFIGS: dict[str, Any] = {
     "qwen3": Qwen3Config(**SIZES, tie_word_embeddings=False),
     "gpt2": GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=32, vocab_size=40),
 }
-
-
-def run(*args: str | Path) -> None:
-    done = reshard(*args)
-    assert done.code == 0, done.err
 
 
 def loaded(path: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.builders import refusal, reshard
+from tests.builders import refusal, reshard, run
 
 GOLDEN = Path(__file__).resolve().parents[2] / "data" / "golden" / "deepspeed"
 STEPS = {
@@ -31,8 +31,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def pack(source: Path, out: Path, *args: str) -> dict[str, torch.Tensor]:
     """Pack over two stages, and return the tensors that an export gives back."""
-    done = reshard("pack", source, "--layout", "pp=2", "--out", out, *args)
-    assert done.code == 0, done.err
+    run("pack", source, "--layout", "pp=2", "--out", out, *args)
     assert reshard("export", out, "--to", "hf", "--out", out.with_name("exported")).code == 0
     return load_file(out.with_name("exported") / "model.safetensors")
 

@@ -21,7 +21,7 @@ from manifests.models import model_shape
 from reshard.tensors.checkpoint import TensorAt
 from reshard.tensors.lazy import MemoryFile
 from reshard.transforms.dequantize import plain_tensors
-from tests.builders import DTYPE_BITS, INDEX, Tensor, files_in, read_safetensors, reshard, write_model
+from tests.builders import DTYPE_BITS, INDEX, Tensor, files_in, reshard, run, tensors_in, write_model
 from tests.fast.models.built import read_config
 from tools.tiny_models import tiny_config
 
@@ -74,16 +74,8 @@ def expect_same(found: Tensor, expected: torch.Tensor) -> None:
     assert torch.equal(got[~got.isnan()], expected[~expected.isnan()])
 
 
-def tensors_in(folder: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for shard in sorted(folder.rglob("*.safetensors")):
-        found |= read_safetensors(shard.read_bytes())
-    return found
-
-
 def pack(source: Path, out: Path, *args: str) -> Path:
-    packed = reshard("pack", source, "--layout", "pp=2", "--out", out, *args)
-    assert packed.code == 0, packed.err
+    run("pack", source, "--layout", "pp=2", "--out", out, *args)
     assert reshard("verify", out).code == 0
     return out
 

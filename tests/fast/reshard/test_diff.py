@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.builders import HEAD, Tensor, llama_config, random_tensors, reshard, write_model
+from tests.builders import HEAD, Tensor, flip, llama_config, random_tensors, reshard, run, write_model
 from tests.fast.trained import read_moments, write_moments, write_trained
 
 UP = "model.layers.3.mlp.up_proj.weight"
@@ -27,8 +27,7 @@ def pack(source: Path, layout: str, out: Path) -> Path:
 def test_same_tensors_on_other_stages_are_equal(tmp_path: Path, wording: Callable[[str], None]) -> None:
     trained = write_trained(tmp_path, "pp=2", tie_word_embeddings=True)
     other = pack(trained, "pp=2,style=v", tmp_path / "v")
-    ended = reshard("diff", trained, other)
-    assert ended.code == 0
+    ended = run("diff", trained, other)
     wording(ended.out)
     found = reshard("diff", trained, other, "--json").json
     assert (found["equal"], found["num_equal"], found["num_moved"]) == (True, 114, 57)
@@ -139,9 +138,7 @@ def test_with_bytes_damage_behind_a_right_digest_is_found(tmp_path: Path) -> Non
     other = pack(trained, "pp=1", tmp_path / "other")
     assert reshard("diff", trained, other, "--bytes").code == 0
     shard = other / "stage-000" / "exp_avg" / "model.safetensors"
-    data = bytearray(shard.read_bytes())
-    data[-1] ^= 64
-    shard.write_bytes(data)
+    flip(shard, -1, 64)
     assert reshard("diff", trained, other).code == 0  # by digests alone
     ended = reshard("diff", trained, other, "--bytes", "--json")
     assert ended.code == 3

@@ -32,6 +32,7 @@ def is_cached(path: Path, position: int) -> bool:
         os.close(descriptor)
 
 
+@pytest.mark.usefixtures("real_fsync")
 def test_what_was_written_and_synced_is_not_in_the_page_cache(tmp_path: Path) -> None:
     kept = write(tmp_path / "kept", "buffered", is_synced=False)
     assert len(kept) > NUM_BLOCKS // 2

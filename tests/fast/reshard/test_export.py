@@ -20,9 +20,10 @@ from tests.builders import (
     header_of,
     llama_config,
     random_tensors,
-    read_safetensors,
     refusal,
     reshard,
+    run,
+    tensors_in,
     write_model,
     write_safetensors,
 )
@@ -36,15 +37,13 @@ SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 def pack(source: Path, *args: str, layout: str = "pp=2") -> Path:
     out = source.parent / "out"
-    packed = reshard("pack", source, "--layout", layout, "--out", out, *args)
-    assert packed.code == 0, packed.err
+    run("pack", source, "--layout", layout, "--out", out, *args)
     return out
 
 
 def export(out: Path, *args: str) -> Path:
     exported = out.parent / "exported"
-    ended = reshard("export", out, "--to", "hf", "--out", exported, *args)
-    assert ended.code == 0, ended.err
+    run("export", out, "--to", "hf", "--out", exported, *args)
     return exported
 
 
@@ -67,13 +66,6 @@ def train(out: Path, *, lose: tuple[str, ...] = ()) -> dict[str, Tensor]:
     change_manifest(out, lambda document: document.update(training={"step": 3, "num_tokens": 96}))
     assert reshard("verify", out).code == 0, reshard("verify", out).out
     return trained
-
-
-def tensors_in(folder: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for shard in sorted(folder.glob("*.safetensors")):
-        found |= read_safetensors(shard.read_bytes())
-    return found
 
 
 def test_trained_weights_are_exported_in_the_files_and_the_order_of_the_source(tmp_path: Path) -> None:
@@ -201,8 +193,7 @@ def test_folder_of_links_like_the_hubs_cache_is_packed_and_exported_as_files(tmp
     source.mkdir(parents=True)
     for name in files_in(tmp_path / "blobs"):
         (source / name).symlink_to(os.path.relpath(tmp_path / "blobs" / name, source))
-    packed = reshard("pack", source, "--layout", "pp=2", "--out", tmp_path / "out")
-    assert packed.code == 0, packed.err
+    run("pack", source, "--layout", "pp=2", "--out", tmp_path / "out")
     exported = export(tmp_path / "out")
     assert files_in(exported) == files_in(tmp_path / "blobs")
     assert not any(path.is_symlink() for path in [*exported.rglob("*"), *(tmp_path / "out").rglob("*")])

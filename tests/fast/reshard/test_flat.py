@@ -26,6 +26,7 @@ from tests.builders import (
     read_safetensors,
     refusal,
     reshard,
+    run,
     write_model,
 )
 from tests.fast.sliced import CUTS, cut_up
@@ -37,8 +38,7 @@ NORM = "model.norm.weight"
 
 
 def pack(source: Path, layout: str, out: Path, *args: str) -> Path:
-    packed = reshard("pack", source, "--layout", layout, "--out", out, *args)
-    assert packed.code == 0, packed.err
+    run("pack", source, "--layout", layout, "--out", out, *args)
     return out
 
 

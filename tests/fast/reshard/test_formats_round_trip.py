@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manifests.models import model_shape
-from tests.builders import DTYPE_BITS, Tensor, read_safetensors, reshard, write_model
+from tests.builders import DTYPE_BITS, Tensor, read_safetensors, run, write_model
 
 Config = dict[str, Any]
 ARCHITECTURES = {
@@ -108,11 +108,6 @@ def by_ranks_of_vllm(place: Path, tensors: Mapping[str, Tensor]) -> Path:
     """Export for two stages, if there are as many layers, of four ranks, who share key heads if these are fewer."""
     num_layers = json.loads((place / "source" / "config.json").read_text())["num_hidden_layers"]
     return by_export("--to", "vllm", "--pp", str(min(2, num_layers)), "--tp", "4")(place, tensors)
-
-
-def run(*args: str | Path) -> None:
-    ended = reshard(*args)
-    assert ended.code == 0, ended.err
 
 
 ALL = tuple(ARCHITECTURES)

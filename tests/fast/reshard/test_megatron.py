@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM
 from manifests.errors import ModelError, SourceError
 from manifests.models import model_shape
 from reshard.sources.megatron_arguments import arguments_in, arguments_of, check_arguments
-from tests.builders import refusal, reshard
+from tests.builders import refusal, reshard, run
 from tests.fast.models.built import read_config
 from tests.fast.reshard.test_dcp_export import state_of
 from tests.fast.reshard.test_dcp_source import assert_equal, huggingface_state
@@ -38,11 +38,6 @@ from tests.fast.reshard.test_dcp_source import assert_equal, huggingface_state
 GOLDEN = Path(__file__).parents[2] / "data" / "megatron"
 TOKENS = [[1, 5, 2, 7, 3, 0, 6, 4]]
 FAMILIES = ("llama", "qwen3", "qwen3_moe", "deepseek_v3")
-
-
-def run(*args: str | Path) -> None:
-    ended = reshard(*args)
-    assert ended.code == 0, ended.err
 
 
 def huggingface_of(source: Path, place: Path) -> Path:

@@ -20,6 +20,7 @@ from tests.builders import (
     random_tensors,
     refusal,
     reshard,
+    run,
     write_model,
 )
 
@@ -84,8 +85,7 @@ def test_export_of_a_resharded_pack_gives_back_every_byte(
         ("check", source, "--model", given),
         ("pack", source, "--layout", "pp=4", "--model", given, "--out", packed),
     ):
-        ended = reshard(*args)
-        assert ended.code == 0, ended.err
+        run(*args)
     given.unlink()  # the manifest has it now
     for args in (
         ("verify", packed, "--against", source),
@@ -94,8 +94,7 @@ def test_export_of_a_resharded_pack_gives_back_every_byte(
         ("check", other),
         ("export", other, "--to", "hf", "--out", exported),
     ):
-        ended = reshard(*args, "--quiet")
-        assert ended.code == 0, ended.err
+        run(*args, "--quiet")
     assert files_in(exported) == files_in(source)
     model = read_manifest(packed).model
     assert (model.architecture, model.num_layers) == ("MyForCausalLM", 4)

@@ -25,7 +25,7 @@ from reshard.plans.partition import partition
 from reshard.tensors.lazy import MemoryFile
 from stores.bundles import TensorAt
 from stores.local import LocalFile
-from tests.builders import Ended, files_in, leftovers, llama_config, random_tensors, refusal, reshard, write_model
+from tests.builders import Ended, files_in, leftovers, llama_config, random_tensors, refusal, reshard, run, write_model
 from tests.steps import steps_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -294,8 +294,7 @@ def test_parts_and_commit_killed_at_any_time_and_run_again_give_the_same_bytes(
         assert not out.exists()
         assert pack_part(source, out, f"{number}/3").code == 0
     _kill_after(dice.uniform(0, 0.02), lambda: reshard("commit", out))
-    ended = reshard("commit", out)
-    assert ended.code == 0, ended.err
+    run("commit", out)
     assert files_in(out) == whole
 
 
@@ -313,8 +312,7 @@ def test_parts_finish_what_a_killed_part_left(
         pids[number] = _begin(work, _claim(out, killed, 3), signal.SIGKILL, after) if number == killed else _begin(work)
     assert os.waitpid(pids.pop(killed), 0)[1] in (signal.SIGKILL, 0)  # 0: on a busy machine, others may be faster
     assert [os.waitpid(pid, 0)[1] for pid in pids.values()] == [0, 0]
-    ended = reshard("commit", out)
-    assert ended.code == 0, ended.err
+    run("commit", out)
     assert files_in(out) == whole
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -518,8 +516,7 @@ def test_commit_that_has_ended_says_so_when_it_is_run_again(tmp_path: Path) -> N
     write_model(tmp_path / "source")
     out = tmp_path / "out"
     for number in (1, 2):
-        packed = reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", out, "--part", f"{number}/2")
-        assert packed.code == 0, packed.err
+        run("pack", tmp_path / "source", "--layout", "pp=2", "--out", out, "--part", f"{number}/2")
     first = reshard("commit", out, "--json")
     before = files_in(out)
     for flags in ((), ("--force",)):
@@ -539,8 +536,7 @@ def test_records_of_parts_without_a_plan_do_not_keep_a_pack_out(left: tuple[str,
         records_folder(out).mkdir()
         for name in left:
             (records_folder(out) / name).touch()
-        packed = reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", out, "--force")
-        assert packed.code == 0, packed.err
+        run("pack", tmp_path / "source", "--layout", "pp=2", "--out", out, "--force")
         assert leftovers(out) == ["out"]
 
 

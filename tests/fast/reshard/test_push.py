@@ -14,7 +14,7 @@ import pytest
 import reshard as api
 from manifests.digest import digest_bytes
 from reshard.tensors.model_card import with_section, without_section
-from tests.builders import edit_manifest, files_in, llama_config, refusal, reshard, write_model
+from tests.builders import edit_manifest, files_in, llama_config, refusal, reshard, run, write_model
 from tests.refusals import refused
 from tests.servers.hub import MEMBER, STRANGER, Hub, serve_hub, set_up
 
@@ -298,8 +298,7 @@ def test_file_larger_than_the_hub_takes_is_refused(hub: Hub, tmp_path: Path, mon
 
 def test_header_above_the_readers_limit_is_named(hub: Hub, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("reshard.operations.push.MOST_READ_HEADER_NBYTES", 100)
-    ended = reshard("push", packed, NAME)
-    assert ended.code == 0
+    ended = run("push", packed, NAME)
     assert f'"{SHARD}"' in ended.err
 
 

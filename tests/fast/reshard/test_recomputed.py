@@ -14,7 +14,7 @@ from runner.bundle.packed import open_packed
 from runner.load.load import load_tensors
 from runner.tensors.local_shard import whole_pieces
 from stores.bundles import Bundles
-from tests.builders import Tensor, files_in, read_safetensors, reshard, write_model
+from tests.builders import Tensor, files_in, read_safetensors, run, write_model
 from tests.fast.models.built import DECODERS, TINY, read_config
 
 WITHOUT = {"tiny-gpt2", "tiny-mpt", "tiny-opt"}  # their positions are learned, or ALiBi's
@@ -36,11 +36,6 @@ def write_with_frequencies(folder: Path, name: str) -> dict[str, Tensor]:
         for fqn, (dtype, dims) in kinds.items()
     }
     return write_model(folder, config, tensors, num_shards=2)
-
-
-def run(*args: str | Path) -> None:
-    ended = reshard(*args)
-    assert ended.code == 0, ended.err
 
 
 @pytest.mark.parametrize("name", ROTARY)

@@ -24,15 +24,11 @@ from tests.builders import (
     random_tensors,
     read_safetensors,
     reshard,
+    run,
     without_digest,
     write_model,
 )
 from tests.fast.reshard.drawn_folders import Folder, folders, specs
-
-
-def run(*args: str | Path) -> None:
-    ended = reshard(*args)
-    assert ended.code == 0, ended.err
 
 
 def digests_in(out: Path) -> dict[str, str]:
@@ -40,7 +36,7 @@ def digests_in(out: Path) -> dict[str, str]:
     return {row["fqn"]: row["blake3"] for row in reshard("inspect", out, "--tensors", "--json").json["tensors"]}
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(folders(), st.data())
 def test_export_of_a_pack_is_the_source_byte_for_byte(folder: Folder, data: st.DataObject) -> None:
     with TemporaryDirectory() as place:
@@ -52,7 +48,7 @@ def test_export_of_a_pack_is_the_source_byte_for_byte(folder: Folder, data: st.D
         assert files_in(exported) == folder.files
 
 
-@settings(max_examples=80)
+@settings(max_examples=30)
 @given(folders(), st.data())
 def test_packing_a_manifest_equals_packing_its_source(folder: Folder, data: st.DataObject) -> None:
     with TemporaryDirectory() as place:

@@ -14,7 +14,7 @@ import pytest
 
 import reshard as api
 from manifests.errors import InputError, SignatureError
-from tests.builders import edit_manifest, llama_config, reshard, write_model
+from tests.builders import edit_manifest, flip, llama_config, reshard, write_model
 from tests.fast.reshard.forged import change_stage
 
 pytest.importorskip("model_signing", reason="pip install 'reshard[sign]'")
@@ -93,9 +93,7 @@ def test_changed_manifest_is_refused_though_it_is_valid(out: Path, wording: Call
 
 
 def test_changed_shard_is_named(out: Path, wording: Callable[[str], None]) -> None:
-    data = bytearray((out / SHARD).read_bytes())
-    data[-1] ^= 1
-    (out / SHARD).write_bytes(data)
+    flip(out / SHARD)
     assert reshard("verify", out, "--public-key", out.parent / "one.pub", "--json").json["code"] == (
         "signature.changed-file"
     )

@@ -23,7 +23,7 @@ from reshard.archives.tensors import read_archive
 from reshard.tensors.lazy import read_blocks
 from stores.base import Range
 from stores.local import LocalFile, LocalReader
-from tests.builders import llama_config, llama_shapes, refusal, reshard
+from tests.builders import llama_config, llama_shapes, refusal, reshard, run
 
 NAME, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 SHARDS = ("pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin")
@@ -64,8 +64,7 @@ def packed_and_exported(source: Path, layout: str = "pp=2") -> Path:
         ("pack", source, "--layout", layout, "--out", packed),
         ("export", packed, "--to", "hf", "--out", exported),
     ):
-        ended = reshard(*args)
-        assert ended.code == 0, ended.err
+        run(*args)
     return exported
 
 

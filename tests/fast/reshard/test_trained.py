@@ -11,7 +11,18 @@ from typing import Any
 
 import pytest
 
-from tests.builders import EMBEDDING, HEAD, Tensor, files_in, llama_config, read_safetensors, refusal, reshard
+from tests.builders import (
+    EMBEDDING,
+    HEAD,
+    Tensor,
+    files_in,
+    flip,
+    llama_config,
+    read_safetensors,
+    refusal,
+    reshard,
+    run,
+)
 from tests.fast.trained import MOMENTS, STATE, random_moments, read_moments, write_moments, write_trained
 
 UP, LAST_UP = "model.layers.1.mlp.up_proj.weight", "model.layers.3.mlp.up_proj.weight"
@@ -19,8 +30,7 @@ LAYOUTS = ("pp=1", "pp=2", "pp=4", "pp=2,vpp=2", "pp=2,style=v", "pp=3")
 
 
 def pack(source: Path, layout: str, out: Path) -> Path:
-    packed = reshard("pack", source, "--layout", layout, "--out", out)
-    assert packed.code == 0, packed.err
+    run("pack", source, "--layout", layout, "--out", out)
     return out
 
 
@@ -90,17 +100,14 @@ def test_export_of_a_training_checkpoint_is_the_model_alone(tmp_path: Path) -> N
 
 def test_verify_says_that_a_model_folder_has_no_optimizer_state(tmp_path: Path) -> None:
     trained = write_trained(tmp_path, "pp=2")
-    done = reshard("verify", trained, "--against", tmp_path / "source")
-    assert done.code == 0
+    done = run("verify", trained, "--against", tmp_path / "source")
     assert re.search(r"\b39\b.*\b78\b", done.out)
 
 
 def test_damaged_optimizer_state_is_listed_by_verify_and_refused_by_pack(tmp_path: Path) -> None:
     trained = write_trained(tmp_path, "pp=2")
     flipped, gone = trained / "stage-000/exp_avg/model.safetensors", trained / "stage-001/exp_avg_sq/model.safetensors"
-    data = bytearray(flipped.read_bytes())
-    data[-1] ^= 1
-    flipped.write_bytes(data)
+    flip(flipped)
     refused = refusal("pack", trained, "--layout", "pp=1", "--out", tmp_path / "out")
     assert refused.found == (3, "shard.digest-mismatch", f"{flipped}: 'model.layers.1.self_attn.v_proj.weight'")
     gone.unlink()

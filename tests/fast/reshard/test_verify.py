@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import Tensor, llama_config, random_tensors, refusal, reshard, write_model
+from tests.builders import Tensor, flip, llama_config, random_tensors, refusal, reshard, run, write_model
 from tests.fast.reshard.forged import digest, read_stage
 
 UP = "model.layers.3.mlp.up_proj.weight"
@@ -19,8 +19,7 @@ FIRST, SHARD = "model-00001-of-00002.safetensors", "model-00002-of-00002.safeten
 def out(tmp_path: Path) -> Path:
     """Pack a tied model into two stages."""
     write_model(tmp_path / "source", llama_config(tie_word_embeddings=True))
-    packed = reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out")
-    assert packed.code == 0, packed.err
+    run("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out")
     return tmp_path / "out"
 
 
@@ -37,18 +36,6 @@ def differences(out: Path) -> list[tuple[str, str]]:
         (found["where"].replace(str(out), "OUT"), found["problem"].replace(str(out), "OUT"))
         for found in shown.json["differences"]
     ]
-
-
-def run(*args: str | Path) -> None:
-    ended = reshard(*args)
-    assert ended.code == 0, ended.err
-
-
-def flip(path: Path, position: int) -> None:
-    """Flip one bit of a file; positions count from the end when negative."""
-    data = bytearray(path.read_bytes())
-    data[position] ^= 1
-    path.write_bytes(data)
 
 
 def test_names_of_files_do_not_control_the_terminal(tmp_path: Path) -> None:

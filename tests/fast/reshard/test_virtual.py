@@ -18,6 +18,7 @@ from manifests.store import read_manifest
 from tests.builders import (
     Tensor,
     files_in,
+    flip,
     leftovers,
     llama_config,
     random_tensors,
@@ -47,7 +48,7 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(folders(), st.data())
 def test_virtual_bundles_become_the_bundles_that_packing_their_source_gives(
     folder: Folder, data: st.DataObject
@@ -68,7 +69,7 @@ def test_virtual_bundles_become_the_bundles_that_packing_their_source_gives(
         assert files_in(exported) == folder.files
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(folders(), st.data())
 def test_resharding_virtual_bundles_equals_packing_their_source(folder: Folder, data: st.DataObject) -> None:
     with TemporaryDirectory() as place:
@@ -131,9 +132,7 @@ def grow(file: Path) -> None:
 
 
 def flip_data(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip(file)
 
 
 def rename_a_tensor(file: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
-from tests.builders import refusal, reshard
+from tests.builders import refusal, run
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5, "num_attention_heads": 8,
@@ -23,11 +23,6 @@ CONFIGS: dict[str, Any] = {
     "qwen3": Qwen3Config(**SIZES, tie_word_embeddings=False),
 }
 SCALES = {f"self_attn.attn.{name}": torch.tensor(1.0) for name in ("_k_scale", "_prob_scale", "_q_scale", "_v_scale")}
-
-
-def run(*args: str | Path) -> None:
-    done = reshard(*args)
-    assert done.code == 0, done.err
 
 
 def exported(kind: str, place: Path, *flags: str) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from tests.builders import refusal, reshard
+from tests.builders import refusal, reshard, run
 from tests.fast.reshard.test_model_file import write_description
 from tests.fast.reshard.test_vllm_export import CONFIGS, rank_of
 
@@ -44,8 +44,7 @@ def served(kind: str, place: Path, pp: int = 1, tp: int = 2, num_parts: int = 1)
 
 def packed_from(source: Path, place: Path) -> State:
     """Pack over two stages, and return the tensors that an export gives back."""
-    done = reshard("pack", source, "--layout", "pp=2", "--out", place / "packed")
-    assert done.code == 0, done.err
+    done = run("pack", source, "--layout", "pp=2", "--out", place / "packed")
     assert "left out: model.layers.*.self_attn.attn.*_scale" in done.err
     assert reshard("export", place / "packed", "--to", "hf", "--out", place / "back").code == 0
     return load_file(place / "back" / "model.safetensors")

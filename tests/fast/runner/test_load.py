@@ -19,7 +19,7 @@ from runner.bundle.packed import Packed, open_packed
 from runner.load.load import load_tensors
 from runner.tensors.local_shard import whole_pieces
 from stores.bundles import Bundles
-from tests.builders import EMBEDDING, HEAD, Tensor, llama_config, random_tensors, reshard
+from tests.builders import EMBEDDING, HEAD, Tensor, flip, llama_config, random_tensors, reshard
 from tests.fast.trained import random_moments, read_moments, write_moments, write_trained
 
 UP = "model.layers.3.mlp.up_proj.weight"
@@ -153,9 +153,7 @@ def test_optimizer_state_that_is_not_the_stages_is_refused(
 def test_flipped_bit_of_optimizer_state_is_named(tmp_path: Path) -> None:
     out = write_trained(tmp_path, "pp=2")
     shard = out / "stage-001/exp_avg_sq/model.safetensors"
-    data = bytearray(shard.read_bytes())
-    data[-1] ^= 128
-    shard.write_bytes(data)
+    flip(shard, -1, 128)
     origin = open_packed(out)
     with pytest.raises(ShardError) as error:
         load_tensors(whole_pieces(room_for(origin, 1)), Bundles(origin.manifest, out), origin.shape, "exp_avg_sq")

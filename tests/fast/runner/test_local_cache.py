@@ -23,7 +23,7 @@ from runner.bundle.remote import fetch, opened
 from runner.rundir.exit_report import code_of
 from stores.local import LocalFolder
 from stores.manifest_file import find_manifest_file
-from tests.builders import files_in, llama_config, reshard, weights_path, write_model
+from tests.builders import files_in, flip, llama_config, reshard, weights_path, write_model
 from tests.fast.trained import write_trained
 from tests.servers.hub import serve_hub, set_up
 
@@ -115,12 +115,6 @@ def test_damaged_copy_is_found_and_removed(trained: Path, folder: CacheFolder) -
     assert not folder.verify(shard, NOBODY_STOPS)
     assert names_in(folder) == []
     assert ensure(folder, trained, shard)
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-5] ^= 1
-    path.write_bytes(data)
 
 
 def test_damaged_shard_is_refused_and_leaves_no_copy(trained: Path, folder: CacheFolder, tmp_path: Path) -> None:
@@ -266,7 +260,7 @@ def test_auxiliary_files_of_a_store_are_downloaded_and_verified(trained: Path, t
     assert names == {"manifest.json", *(file.path for file in found.manifest.files)}
     assert found.bundles.root == LocalFolder(trained)
     shutil.copytree(trained, tmp_path / "bad")
-    flip(tmp_path / "bad" / "config.json")
+    flip(tmp_path / "bad" / "config.json", -5)
     with pytest.raises(InputError) as error:
         fetch(find_manifest_file(tmp_path / "bad"), tmp_path / "there")
     assert error.value.where == f"{tmp_path}/bad/config.json"

@@ -22,7 +22,7 @@ from runner.distributed.world import World
 from runner.load.local_cache import LocalCache, _Peers
 from stores.base import read_range
 from stores.local import LocalFolder
-from tests.builders import reshard
+from tests.builders import flip, reshard
 from tests.fast.runner.tiny import save_model
 
 
@@ -93,9 +93,7 @@ def test_damaged_shard_is_refused_on_arrival(
     server: PeerServer, here: CacheFolder, there: CacheFolder, packed: Path, shard: Shard
 ) -> None:
     fill(there, packed, shard)
-    data = bytearray((there.path / shard.path).read_bytes())
-    data[-5] ^= 1
-    (there.path / shard.path).write_bytes(data)
+    flip(there.path / shard.path, -5)
     with pytest.raises(ShardError) as refused:
         here.ensure(file_of(server, shard), shard, threading.Event())
     assert refused.value.code == "shard.digest-mismatch"

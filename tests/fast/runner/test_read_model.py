@@ -14,7 +14,7 @@ from runner.bundle.packed import open_packed
 from runner.distributed.world import World
 from runner.evaluation.command import parse_generate
 from runner.evaluation.reader import read_model
-from tests.builders import reshard
+from tests.builders import run
 from tests.fast.models.catalogued import save_tiny
 
 
@@ -30,8 +30,7 @@ def test_generic_family_is_compared_with_the_whole_model_before_it_is_read(
     flags: tuple[str, ...], world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_tiny(tmp_path / "source", "Olmo3ForCausalLM")
-    packed = reshard("pack", tmp_path / "source", "--layout", "pp=1", "--out", tmp_path / "packed", "--quiet")
-    assert packed.code == 0, packed.err
+    run("pack", tmp_path / "source", "--layout", "pp=1", "--out", tmp_path / "packed", "--quiet")
     options = parse_generate([str(tmp_path / "packed"), "--tokens", "1,2", *flags]).read
     with caplog.at_level(logging.INFO, "runner"):
         read_model(open_packed(tmp_path / "packed"), options, world, torch.device("cpu"), max_seq_len=8)

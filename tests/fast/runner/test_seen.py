@@ -11,10 +11,16 @@ import pytest
 
 from manifests.errors import InputError
 from manifests.schema import Shard
+from runner.checkpoint import shared_folder
 from runner.checkpoint.shared_folder import check_folder, check_shards
 
 SHARD = Shard(path="stage-001/exp_avg/model.safetensors", nbytes=3, digest="blake3:" + 64 * "0")
 FIRST = replace(SHARD, path="stage-000/model.safetensors")
+
+
+@pytest.fixture
+def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_folder, "_PAUSES_S", (0.0, 0.0))
 
 
 def write(folder: Path, shard: Shard, data: bytes = b"abc") -> None:
@@ -38,6 +44,7 @@ def test_what_is_seen_late_is_waited_for(tmp_path: Path) -> None:
     late.join()
 
 
+@pytest.mark.usefixtures("without_pauses")
 @pytest.mark.parametrize(("data", "code"), [(None, "checkpoint.not-shared"), (b"ab", "checkpoint.not-shared")])
 def test_shard_that_never_comes_is_refused(
     data: bytes | None, code: str, tmp_path: Path, wording: Callable[[str], None]
@@ -51,6 +58,7 @@ def test_shard_that_never_comes_is_refused(
     wording(str(error.value))
 
 
+@pytest.mark.usefixtures("without_pauses")
 def test_folder_that_never_comes_is_refused(tmp_path: Path, wording: Callable[[str], None]) -> None:
     with pytest.raises(InputError) as error:
         check_folder(tmp_path / "gone")

@@ -20,6 +20,7 @@ from runner.checkpoint.save import write_shard
 from runner.load.load import load_tensors
 from runner.tensors.local_shard import Piece, join_pieces, whole_pieces
 from stores.bundles import Bundles
+from tests.builders import flip
 from tests.fast.trained import write_trained
 
 STAGE = 1
@@ -111,9 +112,7 @@ def test_a_flipped_bit_is_found_by_who_reads_a_part_whether_or_not_it_is_there(
     entry = max(header.tensors, key=lambda entry: entry.nbytes)
     tensor = torch.empty(entry.shape)
     box = next(cut(tensor, *wanted))  # the first: it has the first byte, and not the last
-    data = bytearray((whole.root / shard.path).read_bytes())
-    data[header.nbytes + (entry.begin if is_own else entry.end - 1)] ^= 64
-    (whole.root / shard.path).write_bytes(data)
+    flip(whole.root / shard.path, header.nbytes + (entry.begin if is_own else entry.end - 1), 64)
     (piece,) = whole_pieces({entry.name: tensor})
     with pytest.raises(InputError) as error:
         load_tensors([piece.view(box)], Bundles(whole.manifest, whole.root), whole.shape)
@@ -126,9 +125,7 @@ def test_a_flipped_bit_is_found_by_who_reads_a_part_whether_or_not_it_is_there(
 def test_a_flipped_bit_of_a_slice_is_named_by_who_reads_all_of_it(whole: Packed) -> None:
     packed = in_slices(whole, weights_of(whole), 2, 1)
     shard = packed.root / packed.manifest.stages[STAGE].shards[1].path
-    data = bytearray(shard.read_bytes())
-    data[-1] ^= 128
-    shard.write_bytes(data)
+    flip(shard, -1, 128)
     tensors = {fqn: torch.empty_like(tensor) for fqn, tensor in weights_of(whole).items()}
     with pytest.raises(InputError) as error:
         load_tensors(whole_pieces(tensors), Bundles(packed.manifest, packed.root), packed.shape)

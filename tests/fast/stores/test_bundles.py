@@ -21,6 +21,7 @@ from tests.builders import (
     llama_config,
     random_tensors,
     reshard,
+    run,
     weights_path,
     write_model,
     write_safetensors,
@@ -122,8 +123,7 @@ def push_in_order(hub: Hub, folder: Path) -> str:
 def test_virtual_bundles_on_the_hub_are_read_by_their_own_bytes_at_their_commit(hub: Hub, tmp_path: Path) -> None:
     commit = push_in_order(hub, tmp_path / "source")
     headers = 2 * 128 << 10  # of two files, read with what follows them
-    packed = reshard("pack", "hf://org/model", "--layout", "pp=4", "--virtual", "--out", tmp_path / "virtual")
-    assert packed.code == 0, packed.err
+    run("pack", "hf://org/model", "--layout", "pp=4", "--virtual", "--out", tmp_path / "virtual")
     virtual = read_manifest(tmp_path / "virtual").virtual
     assert virtual is not None
     assert (virtual.location, virtual.revision) == ("hf://org/model", commit)
@@ -131,8 +131,7 @@ def test_virtual_bundles_on_the_hub_are_read_by_their_own_bytes_at_their_commit(
     assert sum(request.nbytes for request in weights) == headers
 
     hub.push("org/model", {"config.json": b"{}"})  # the branch moves on
-    part = reshard("pack", tmp_path / "virtual", "--stages", "1", "--out", tmp_path / "part")
-    assert part.code == 0, part.err
+    run("pack", tmp_path / "virtual", "--stages", "1", "--out", tmp_path / "part")
     sent = sum(request.nbytes for request in hub.take_requests())
     stage = read_manifest(tmp_path / "part").stages[1]
     assert stage.nbytes <= sent <= 1.02 * stage.nbytes + headers + 20_000  # and a listing of the commit
@@ -144,8 +143,7 @@ def test_virtual_bundles_on_the_hub_are_read_by_their_own_bytes_at_their_commit(
 
 def test_a_stage_asks_the_hub_for_the_headers_of_its_own_files_alone(hub: Hub, tmp_path: Path) -> None:
     commit = push_in_order(hub, tmp_path / "source")
-    packed = reshard("pack", "hf://org/model", "--layout", "pp=4", "--virtual", "--out", tmp_path / "virtual")
-    assert packed.code == 0, packed.err
+    run("pack", "hf://org/model", "--layout", "pp=4", "--virtual", "--out", tmp_path / "virtual")
     hub.take_requests()
     manifest = read_manifest(tmp_path / "virtual")
     tensors = Bundles(manifest, tmp_path / "virtual").tensors_on(manifest.stages[0])

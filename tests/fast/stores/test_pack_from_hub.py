@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from manifests.safetensors import read_header
-from tests.builders import files_in, llama_config, reshard, write_model
+from tests.builders import files_in, llama_config, reshard, run, write_model
 from tests.servers.hub import AGENTS, Hub, Request, serve_hub, set_up
 
 
@@ -67,8 +67,7 @@ def test_manifest_on_the_hub_keeps_its_layout_however_it_is_named(
         hub.push("org/packed", files_in(tmp_path / "packed"))
         hub.push("org/model", files_in(tmp_path / "source"))
         for number, name in enumerate(("hf://org/packed", "org/packed", "org/packed@main")):
-            ended = reshard("pack", name, "--out", tmp_path / f"out-{number}")
-            assert ended.code == 0, ended.err
+            run("pack", name, "--out", tmp_path / f"out-{number}")
             assert reshard("verify", tmp_path / f"out-{number}", "--against", tmp_path / "packed").code == 0
         for name in ("hf://org/model", "org/model"):
             assert reshard("pack", name, "--out", tmp_path / "refused").err.endswith("Missing option '--layout'.\n")
