@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tests.builders import reshard
+from tests.builders import run
 from tests.process.torchrun import launch
 
 __all__ = ["SEQ_LEN", "VOCAB_SIZE", "Job", "gradients_of", "pack", "run_jobs"]
@@ -38,8 +38,7 @@ def pack(source: Path, num_ranks: int) -> Path:
     """Pack a model for so many pipeline ranks, beside it."""
     out = source.with_name(f"{source.name}-pp{num_ranks}")
     if not out.exists():
-        ended = reshard("pack", source, "--layout", f"pp={num_ranks}", "--out", out, "--quiet")
-        assert ended.code == 0, ended.err
+        run("pack", source, "--layout", f"pp={num_ranks}", "--out", out, "--quiet")
     return out
 
 

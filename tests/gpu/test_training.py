@@ -51,7 +51,10 @@ def families(device: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     return place, run_jobs(jobs, device, place, timeout_s=500)
 
 
-@pytest.mark.parametrize(("device", "family", "num_ranks", "dtype"), on_devices(CASES), indirect=["device"])
+# For a scope of its own, pytest would take what the ranks found apart after each test, and run them again.
+@pytest.mark.parametrize(
+    ("device", "family", "num_ranks", "dtype"), on_devices(CASES), indirect=["device"], scope="module"
+)
 def test_family_trains_as_transformers_does(
     device: str, family: str, num_ranks: int, dtype: str, families: tuple[Path, Found]
 ) -> None:
@@ -116,7 +119,7 @@ def ways(device: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, F
     return place, run_jobs(jobs, device, place, timeout_s=400)
 
 
-@pytest.mark.parametrize(("device", "name"), on_devices(RUN), indirect=["device"])
+@pytest.mark.parametrize(("device", "name"), on_devices(RUN), indirect=["device"], scope="module")
 def test_way_to_compute_gives_the_gradients_of_the_plain_one(device: str, name: str, ways: tuple[Path, Found]) -> None:
     place, found = ways
     ranks, plain = found[str(place / name)], found[str(place / "plain")]

@@ -1,4 +1,4 @@
-"""Servers of buckets, one of a kind for a module; a test that asks for one has its environment on.
+"""A packed model, and servers of buckets, one of a kind for a module; a test that asks for one has its environment on.
 
 What they are made of is imported here only when a test asks: the others need no client of S3.
 """
@@ -6,12 +6,35 @@ What they are made of is imported here only when a test asks: the others need no
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
     from tests.servers.s3 import MotoServer, S3Server
+
+
+# `--dist loadfile` gives a file to one worker: of those that take long, none may be begun last.
+LONGEST = (
+    "test_parity.py", "test_resume.py", "test_faults.py", "test_parallel.py", "test_memory_measured.py",
+    "test_catalogue_trained.py", "test_launch.py", "test_saving_faults.py", "test_reading.py", "test_flipped_bits.py",
+    "test_families.py", "test_compute.py", "test_local_job.py", "test_life.py", "test_lock_files.py",
+    "test_object_pack.py", "test_watching.py", "test_data_resumed.py", "test_pack_resumed.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
+
+
+@pytest.fixture(scope="session")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny tied model, packed for two ranks; tests change copies of it."""
+    from tests.process.local_jobs import pack_tiny
+
+    return pack_tiny(tmp_path_factory.mktemp("models"), 2)
 
 
 @pytest.fixture(scope="module", params=["moto", pytest.param("ceph", marks=pytest.mark.slow)])

@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.builders import reshard
 from tests.fast.runner.tiny import save_model
 
 __all__ = ["ROOT", "SMALL", "Run", "are_gone", "launched", "pack_tiny", "runner", "wait_until_gone"]
@@ -25,26 +26,18 @@ def pack_tiny(folder: Path, num_stages: int) -> Path:
     """Save a tiny tied model in `folder` and pack it in so many stages."""
     save_model(folder / "tied", tie_word_embeddings=True)
     out = folder / f"pp{num_stages}"
-    pack = [
-        sys.executable,
-        "-m",
-        "reshard",
-        "pack",
-        folder / "tied",
-        "--layout",
-        f"pp={num_stages}",
-        "--out",
-        out,
-    ]
-    subprocess.run(pack, cwd=ROOT, check=True, capture_output=True, timeout=60)
+    packed = reshard("pack", folder / "tied", "--layout", f"pp={num_stages}", "--out", out)
+    assert packed.code == 0, packed.err
     return out
 
 
-def runner(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def runner(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the `runner` command to its end."""
+    words = [word if isinstance(word, bytes) else str(word) for word in arguments]
+    command: Sequence[str | bytes] = [sys.executable, "-m", "runner.cli", *words]
     return subprocess.run(
-        [sys.executable, "-m", "runner.cli", *map(str, arguments)],
-        cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=110
+    )
 
 
 class Run:

@@ -3,7 +3,8 @@
 usage: resume_worker.py JOBS
 
 JOBS is a JSON list of {"root": …, "args": […], "log": …}; a job's log gets what rank 0 logs, the code and place of its
-error, and how many stages it has in memory whenever it has loaded some.
+error, and how many stages it has in memory whenever it has loaded some. With "opened", a file of that name and the
+rank's number gets the weight files that a rank opens; "path" is a folder that modules are imported from.
 {rank} in an argument is the rank's number: a path on a disk that is its node's own.
 """
 
@@ -39,11 +40,19 @@ class Log(logging.FileHandler):
             print(f"{chunks} stages in memory", file=self.stream)
 
 
+def note_opened(log: str) -> None:
+    os.environ["OPENED_LOG"] = log
+    import tests.process.opened.sitecustomize  # noqa: F401  # for as long as the process lives
+
+
 def run_job(job: dict[str, Any], world: World) -> None:
     logger = logging.getLogger("runner")
     handler = Log(job["log"]) if world.rank == 0 else logging.NullHandler()
     logger.addHandler(handler)
     args = [arg.replace("{rank}", str(world.rank)) for arg in job["args"]]
+    sys.path[:0] = [job["path"]] if "path" in job else []
+    if "opened" in job:
+        note_opened(job["opened"])
     gc.collect()  # what the job before has left
     try:
         with together("manifest"):

@@ -13,7 +13,7 @@ import transformers
 
 from tests.builders import reshard
 from tests.fast.models.catalogued import quiet, save_tiny
-from tests.process.torchrun import launch
+from tests.process.training_jobs import job, losses_of, run_jobs, said
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
@@ -37,23 +37,23 @@ FLAGS = ("--data", "synthetic", "--seq-len", 16, "--global-batch", 4, "--lr", 1e
 def test_two_ranks_train_as_one_does_and_resume_on_it(tmp_path: Path) -> None:
     for name, changes in TRAINED.items():
         pack(tmp_path / name, name, "pp=1", "pp=2", **changes)
-    run_all(tmp_path, 2, dict.fromkeys(TRAINED, ("pp=2", "two-log", *SAVING, "two")))
-    run_all(tmp_path, 2, dict.fromkeys(TRAINED, ("pp=2", "recomputed-log", "--ac", "full", "--no-self-check")))
-    run_all(tmp_path, 2, {name: ("pp=1", "shared-log", *SHARED[name], *SAVING, "shared") for name in TRAINED})
-    run_all(tmp_path, 1, dict.fromkeys(TRAINED, ("pp=1", "one-log")))
-    run_all(tmp_path, 1, dict.fromkeys(TRAINED, ("pp=1", "resumed-log", "--resume", "shared/step-000002")))
+    two = dict.fromkeys(TRAINED, ("pp=2", "two-log", *SAVING, "two"))
+    recomputed = dict.fromkeys(TRAINED, ("pp=2", "recomputed-log", "--ac", "full", "--no-self-check"))
+    shared = {name: ("pp=1", "shared-log", *SHARED[name], *SAVING, "shared") for name in TRAINED}
+    run_all(tmp_path, 2, two, recomputed, shared)
+    one = dict.fromkeys(TRAINED, ("pp=1", "one-log"))
+    run_all(tmp_path, 1, one, dict.fromkeys(TRAINED, ("pp=1", "resumed-log", "--resume", "shared/step-000002")))
     for name in TRAINED:
         place = tmp_path / name
-        two, one, resumed = (losses_of(place / log) for log in ("two-log", "one-log", "resumed-log"))
-        assert two[0] == pytest.approx(loss_before_training(place), rel=1e-6)
-        assert two == pytest.approx(one, rel=1e-5)
-        assert losses_of(place / "shared-log") == pytest.approx(one, rel=1e-5)
-        has_parts = "--dp-replicate" not in SHARED[name]
-        assert ("to verify parts" in (place / "shared-log.txt").read_text()) == has_parts
-        assert resumed == pytest.approx(one[2:], rel=1e-5)
-        assert losses_of(place / "recomputed-log") == two
-        assert ("on 2 tensor-parallel ranks" in (place / "shared-log.txt").read_text()) == ("--tp" in SHARED[name])
-        checked = ["self-check" in (place / f"{log}.txt").read_text() for log in ("two-log", "recomputed-log")]
+        expected = losses_of(place / "one-log")
+        assert losses_of(place / "two-log")[0] == pytest.approx(loss_before_training(place), rel=1e-6)
+        for log in ("two-log", "shared-log"):
+            assert losses_of(place / log) == pytest.approx(expected, rel=1e-5)
+        assert ("to verify parts" in said(place / "shared-log")) == ("--dp-replicate" not in SHARED[name])
+        assert losses_of(place / "resumed-log") == pytest.approx(expected[2:], rel=1e-5)
+        assert losses_of(place / "recomputed-log") == losses_of(place / "two-log")
+        assert ("on 2 tensor-parallel ranks" in said(place / "shared-log")) == ("--tp" in SHARED[name])
+        checked = ["self-check" in said(place / log) for log in ("two-log", "recomputed-log")]
         assert checked == [True, False]
         exported = reshard("export", place / "two" / "step-000002", "--to", "hf", "--out", place / "hf", "--quiet")
         assert exported.code == 0, exported.err
@@ -76,17 +76,17 @@ def test_tensor_parallel_ranks_that_would_draw_other_numbers_end_before_the_firs
 def test_four_ranks_train_as_one_does(tmp_path: Path) -> None:
     for name in FOUR:
         pack(tmp_path / name, name, "pp=1", "pp=2", "pp=4")
-    for log, layout, flags in (
-        ("tensor-log", "pp=2", ("--tp", 2)),
-        ("both-log", "pp=1", ("--tp", 2, "--dp-shard", 2)),
-        ("shard-log", "pp=2", ("--dp-shard", 2)),
-        ("v-log", "pp=4", ("--schedule", "1F1B")),
-    ):
-        run_all(tmp_path, 4, dict.fromkeys(FOUR, (layout, log, *flags)))
+    ways = (
+        ("pp=2", "tensor-log", "--tp", 2),
+        ("pp=1", "both-log", "--tp", 2, "--dp-shard", 2),
+        ("pp=2", "shard-log", "--dp-shard", 2),
+        ("pp=4", "v-log", "--schedule", "1F1B"),
+    )
+    run_all(tmp_path, 4, *(dict.fromkeys(FOUR, way) for way in ways))
     run_all(tmp_path, 1, dict.fromkeys(FOUR, ("pp=1", "one-log")))
     for name in FOUR:
         one = losses_of(tmp_path / name / "one-log")
-        for log in ("tensor-log", "both-log", "shard-log", "v-log"):
+        for _, log, *_ in ways:
             assert losses_of(tmp_path / name / log) == pytest.approx(one, rel=2e-5), (name, log)
 
 
@@ -112,22 +112,14 @@ def loss_before_training(place: Path) -> float:
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten()).item()
 
 
-def run_all(tmp_path: Path, num_ranks: int, runs: dict[str, tuple[Any, ...]], *, error: str = "") -> None:
-    """Run a job of each architecture; all of them end well, or with `error`."""
-    jobs = []
-    for name, (packed, log, *more) in runs.items():
+def run_all(tmp_path: Path, num_ranks: int, *runs: Mapping[str, tuple[Any, ...]], error: str = "") -> None:
+    """Run jobs of architectures with one launch; all of them end well, or with `error`."""
+    jobs, logs = [], []
+    for name, (packed, log, *flags) in (run for each in runs for run in each.items()):
         place = tmp_path / name
-        more = [place / arg if str(arg).startswith(("two", "shared")) else arg for arg in more]
-        args = [str(arg) for arg in (*FLAGS, "--log-dir", place / log, *more)]
-        jobs.append({"root": str(place / packed), "args": args, "log": str(place / f"{log}.txt")})
-    path = tmp_path / "jobs.json"
-    path.write_text(json.dumps(jobs))
-    launch(num_ranks, "resume_worker.py", path)
-    for job in jobs:
-        said = Path(job["log"]).read_text()
-        assert ("error:" in said, error in said) == (bool(error), True), said
-
-
-def losses_of(log: Path) -> list[float]:
-    lines = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
+        flags = [place / flag if str(flag).startswith(("two", "shared")) else flag for flag in flags]
+        logs.append(place / log)
+        jobs.append(job(place / packed, logs[-1], *FLAGS, *flags))
+    run_jobs(num_ranks, jobs, timeout_s=280)
+    for log in logs:
+        assert ("error:" in said(log), error in said(log)) == (bool(error), True), said(log)

@@ -15,6 +15,7 @@ from tests.builders import reshard
 from tests.fast.runner.tiny import save_model
 from tests.process.compute_cases import COMPILED, REST, SPANNING, Case
 from tests.process.torchrun import launch
+from tests.process.training_jobs import job, run_jobs
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
@@ -44,15 +45,14 @@ def test_masters_are_saved_and_a_resumed_run_ends_with_the_same_bits(model: Path
     flags = "--data synthetic --seq-len 16 --global-batch 4 --lr 1e-3 --dtype bf16 --master-dtype fp32"
     flags += " --ac full --loss-chunk 6"
     jobs = [
-        job(tmp_path / name, root, *flags.split(), "--checkpoint", tmp_path / name / "saved", "--steps", 4, *more)
+        job(root, tmp_path / name, *flags.split(), "--checkpoint", tmp_path / name / "saved", "--steps", 4, *more)
         for name, root, more in (
             ("whole", packed, ("--checkpoint-every", 2)),
             ("resumed", packed, ("--resume", tmp_path / "whole" / "saved" / "step-000002")),
             ("cut anew", interleaved, ("--resume", tmp_path / "whole" / "saved" / "step-000002")),
         )
     ]
-    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
-    launch(2, "resume_worker.py", tmp_path / "jobs.json")
+    run_jobs(2, jobs)
     whole, *others = (tmp_path / name / "saved" / "step-000004" for name in ("whole", "resumed", "cut anew"))
     assert all(digests_in(resumed) == digests_in(whole) for resumed in others)
     training = read_manifest(whole).training
@@ -62,11 +62,6 @@ def test_masters_are_saved_and_a_resumed_run_ends_with_the_same_bits(model: Path
         weight = file.get_tensor("model.layers.0.mlp.up_proj.weight")
     assert weight.dtype == torch.float32
     assert not torch.equal(weight, weight.bfloat16().float())
-
-
-def job(place: Path, root: Path, *args: object) -> dict[str, object]:
-    place.mkdir()
-    return {"root": str(root), "args": [*map(str, args), "--log-dir", str(place)], "log": str(place / "log")}
 
 
 def digests_in(checkpoint: Path) -> dict[tuple[str, str], str]:

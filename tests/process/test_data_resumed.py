@@ -21,7 +21,8 @@ from runner.checkpoint.skipped import read_skipped
 from tests.builders import reshard
 from tests.fast.runner.tiny import save_model
 from tests.fast.runner.words import BOS, EOS, write_documents, write_tokenizer
-from tests.process.test_resume import STEPS, Runs, digests_in, launch_jobs
+from tests.process.test_resume import STEPS, Runs, digests_in
+from tests.process.training_jobs import run_jobs
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
@@ -60,17 +61,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     write_documents(runs.place / "rows.parquet", documents[20:30], group=4)
     spoil(runs.place)
     write_documents(runs.place / "text.txt", documents[50:])
-    for layout in ("pp=2", "pp=4"):
+    for layout in ("pp=1", "pp=2"):
         assert reshard("pack", source, "--layout", layout, "--out", runs.packed("untied", layout)).code == 0
     recipe = ("--skip-bad-documents", "--seq-len", 24, "--global-batch", 8, "--lr", 2e-3, "--checkpoint-every", 6)
     whole = [(f"whole-{name}", data_of(name, runs.place)) for name in NAMES]
-    four, two = runs.packed("untied", "pp=4"), runs.packed("untied", "pp=2")
-    launch_jobs(runs, 4, [runs.job(n, four, *recipe, *data, "--checkpoint", runs.history(n)) for n, data in whole])
-    launch_jobs(runs, 4, [resumed(runs, "same", four, name) for name in NAMES])
+    two, one = runs.packed("untied", "pp=2"), runs.packed("untied", "pp=1")
+    run_jobs(2, [runs.job(n, two, *recipe, *data, "--checkpoint", runs.history(n)) for n, data in whole])
     wrong = ("--data", runs.place / "lines.jsonl", "--no-shuffle", "--resume", runs.checkpoint("whole-packed", 6))
     taken = (*data_of(PACKED, runs.place), "--resume", runs.checkpoint("whole-packed"))
     others = [runs.job("wrong", two, *wrong), runs.job("taken", two, *taken), *attempts(runs, two), stale(runs, two)]
-    launch_jobs(runs, 2, [*(resumed(runs, "fewer", two, name) for name in NAMES), *others])
+    others += [runs.job("not text", two, "--data", runs.place / "lines.jsonl", "--seq-len", 24, "--global-batch", 2)]
+    run_jobs(2, [*(resumed(runs, "same", two, name) for name in NAMES), *others])
+    run_jobs(1, [resumed(runs, "fewer", one, name) for name in NAMES])
     return runs
 
 
@@ -124,7 +126,7 @@ def test_documents_that_are_no_text_are_counted_alike_whether_resumed_or_not(nam
     assert 0 < whole[6] < whole[STEPS]
     assert others == 2 * [{step: whole[step] for step in range(7, STEPS + 1)}]
     repacked = runs.place / f"repacked-{name}"
-    assert reshard("pack", runs.checkpoint(f"whole-{name}", 6), "--layout", "pp=2", "--out", repacked).code == 0
+    assert reshard("pack", runs.checkpoint(f"whole-{name}", 6), "--layout", "pp=1", "--out", repacked).code == 0
     assert [read_skipped(open_packed(folder)) for folder in (repacked, runs.checkpoint(f"fewer-{name}"))] == [
         whole[6],
         whole[STEPS],
@@ -166,6 +168,11 @@ def test_rank_whose_data_is_not_rank_0s_ends_the_run_before_its_first_step(runs:
     where = f"rank 1: --data {runs.place}/node-1/lines.jsonl"
     assert said[said.index("error: ") :].splitlines()[0] == f"error: data.differs-between-ranks at {where}"
     assert not any("loss" in line for line in said.splitlines())
+
+
+def test_line_that_is_no_text_ends_the_run_and_is_named(runs: Runs) -> None:
+    said = runs.said("not text")
+    assert said[said.index("error: ") :] == f"error: data.lone-surrogate at rank 0: {runs.place}/lines.jsonl:2\n"
 
 
 def test_run_that_has_taken_all_its_steps_says_so_and_takes_none(runs: Runs) -> None:

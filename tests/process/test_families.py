@@ -5,7 +5,6 @@ The reference is the model that transformers loads, whole, accumulating the same
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from tests.fast.runner.tiny import HEAD
 from tests.fast.runner.titans import in_files, load, save_titan
 from tests.process.family_cases import LR, MICROBATCH, NORMAL, SLOW, STEPS, Case, batch_of, evaluated_batch
 from tests.process.torchrun import launch
+from tests.process.training_jobs import job, lines_of, run_jobs, said
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(1200)]
 NAMED: dict[str, Any] = {"ids": lambda case: case.name}
@@ -161,52 +161,37 @@ RANDOM = {
 }
 
 
-def test_runs_with_dropout_go_on_as_if_they_had_not_been_interrupted(tmp_path: Path) -> None:
-    jobs = []
-    for name, changes in RANDOM.items():
-        place = tmp_path / name
-        save_decoder(place / "source", name, **changes)
-        packed = reshard("pack", place / "source", "--layout", "pp=2", "--out", place / "packed", "--quiet")
-        assert packed.code == 0, packed.err
-        flags = ("--data", "synthetic", "--seq-len", 16, "--global-batch", 4, "--lr", LR, "--steps", 4)
-        resume = ("--resume", place / "whole" / "step-000002")
-        for run, more in (("whole", ("--checkpoint-every", 2)), ("resumed", resume)):
-            args = (*flags, "--checkpoint", place / run, "--log-dir", place / f"{run}-log", *more)
-            log = tmp_path / f"{name}-{run}.log"
-            jobs.append({"root": str(place / "packed"), "args": [str(arg) for arg in args], "log": str(log)})
-    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
-    launch(2, "resume_worker.py", tmp_path / "jobs.json")
-    for name in RANDOM:
-        whole, resumed = (steps_of(tmp_path / name / f"{run}-log") for run in ("whole", "resumed"))
-        assert list(whole) == [1, 2, 3, 4]
-        assert resumed == {step: whole[step] for step in (3, 4)}, (tmp_path / f"{name}-resumed.log").read_text()
-
-
-def test_run_resumes_on_the_other_implementation(tmp_path: Path) -> None:
-    save_titan(tmp_path / "source", "tiny-qwen3-moe")
-    packed = reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "packed", "--quiet")
+def whole_and_resumed(place: Path, *resumed: str) -> list[dict[str, Any]]:
+    """Pack a model, and describe four steps, and two steps from the middle of those with more flags."""
+    packed = reshard("pack", place / "source", "--layout", "pp=2", "--out", place / "packed", "--quiet")
     assert packed.code == 0, packed.err
-    flags = ("--data", "synthetic", "--seq-len", 16, "--global-batch", 4, "--lr", LR, "--steps", 4)
-    resume = ("--resume", tmp_path / "whole" / "step-000002", "--implementation", "transformers")
-    jobs = [
-        {
-            "root": str(tmp_path / "packed"),
-            "args": [*map(str, (*flags, "--checkpoint", tmp_path / run, "--log-dir", tmp_path / f"{run}-log", *more))],
-            "log": str(tmp_path / f"{run}.log"),
-        }
-        for run, more in (("whole", ("--checkpoint-every", 2)), ("resumed", resume))
+    flags = ("--data", "synthetic", "--seq-len", 16, "--global-batch", 4, "--lr", LR, "--steps", 4, "--checkpoint")
+    resumed = ("--resume", place / "whole" / "step-000002", *resumed)
+    return [
+        job(place / "packed", place / f"{run}-log", *flags, place / run, *more)
+        for run, more in (("whole", ("--checkpoint-every", 2)), ("resumed", resumed))
     ]
-    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
-    launch(2, "resume_worker.py", tmp_path / "jobs.json")
-    whole, resumed = (steps_of(tmp_path / f"{run}-log") for run in ("whole", "resumed"))
-    assert list(resumed) == [3, 4], (tmp_path / "resumed.log").read_text()
-    for step in resumed:
-        assert resumed[step] == pytest.approx(whole[step], rel=1e-5)
 
 
 def steps_of(log: Path) -> dict[int, tuple[float, float]]:
-    lines = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines if "loss" in line}
+    return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines_of(log) if "loss" in line}
+
+
+def test_resumed_runs_go_on_with_dropout_and_on_the_other_implementation(tmp_path: Path) -> None:
+    jobs, other = [], tmp_path / "other"
+    for name, changes in RANDOM.items():
+        save_decoder(tmp_path / name / "source", name, **changes)
+        jobs += whole_and_resumed(tmp_path / name)
+    save_titan(other / "source", "tiny-qwen3-moe")
+    run_jobs(2, [*jobs, *whole_and_resumed(other, "--implementation", "transformers")])
+    for name in RANDOM:
+        whole, resumed = (steps_of(tmp_path / name / f"{run}-log") for run in ("whole", "resumed"))
+        assert list(whole) == [1, 2, 3, 4]
+        assert resumed == {step: whole[step] for step in (3, 4)}, said(tmp_path / name / "resumed-log")
+    whole, resumed = (steps_of(other / f"{run}-log") for run in ("whole", "resumed"))
+    assert list(resumed) == [3, 4], said(other / "resumed-log")
+    for step in resumed:
+        assert resumed[step] == pytest.approx(whole[step], rel=1e-5)
 
 
 @pytest.mark.slow

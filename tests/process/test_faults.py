@@ -1,10 +1,10 @@
-"""One of four ranks fails in various ways: all others end soon, with one message and no process left."""
+"""One of three ranks fails in various ways: all others end soon, with one message and no process left."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -18,12 +18,12 @@ from pathlib import Path
 import pytest
 
 from runner.launch.supervisor import agent_command
-from tests.builders import weights_path
+from tests.builders import flip, weights_path
 from tests.process.local_jobs import ROOT, SMALL, Run, launched, pack_tiny, wait_until_gone
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
-BROKEN = 2  # the rank, and its stage
+NUM_RANKS, BROKEN = 3, 1  # the rank that fails, and its stage
 HOST = re.escape(socket.gethostname())
 PLACE = f"rank {BROKEN}, stage {BROKEN}, node {HOST}"
 MEMORY = Path("/sys/fs/cgroup/memory")
@@ -31,7 +31,7 @@ MEMORY = Path("/sys/fs/cgroup/memory")
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pack_tiny(tmp_path_factory.mktemp("models"), 4)
+    return pack_tiny(tmp_path_factory.mktemp("models"), NUM_RANKS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,27 +111,17 @@ def check_end(run: Run, exit_code: int, where: str, code: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def bad(packed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same bundles, of which one has one flipped bit."""
-    bad = shutil.copytree(packed, tmp_path_factory.mktemp("models") / "bad")
-    shard = bad / weights_path(BROKEN, 4)
-    data = bytearray(shard.read_bytes())
-    data[-5] ^= 1
-    shard.write_bytes(data)
+def bad(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Bundles for two ranks, of which the second has one flipped bit."""
+    bad = pack_tiny(tmp_path_factory.mktemp("bad"), 2)
+    shard = bad / weights_path(BROKEN, 2)
+    flip(shard, -5)
     return bad
 
 
 def damage(bad: Path) -> str:
-    shard = re.escape(f"{bad}/{weights_path(BROKEN, 4)}")
+    shard = re.escape(f"{bad}/{weights_path(BROKEN, 2)}")
     return rf"{PLACE}: {shard}: '.+'"
-
-
-def test_bad_shard_ends_all_ranks_with_one_message_that_names_the_rank(bad: Path, tmp_path: Path) -> None:
-    begun_s = time.monotonic()
-    with launched(bad, tmp_path / "log", "--steps", "3") as run:
-        # A restart would fail the same way, see the exit codes in docs/cluster.md.
-        check_end(run, 3, damage(bad), "shard.digest-mismatch")
-        assert time.monotonic() - begun_s < 60
 
 
 def run_all(command: Sequence[str | Path], environments: Sequence[dict[str, str]]) -> tuple[list[int], list[str]]:
@@ -160,24 +150,28 @@ def free_port() -> str:
 @pytest.mark.slow
 def test_peers_of_a_rank_with_a_bad_shard_exit_with_code_5_and_one_of_them_reports(bad: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "runner.train", bad / "manifest.json", "--steps", "3", *SMALL]
-    meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "WORLD_SIZE": "4"}
-    ranks = [{**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(4)]
+    meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
+    ranks = [{**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
     codes, said = run_all([*command, "--log-dir", tmp_path], ranks)
-    assert codes == [3 if rank == BROKEN else 5 for rank in range(4)], said
+    assert codes == [5, 3], said
     assert re.match(rf"error: {damage(bad)}: ", said[0])
-    assert said[1:] == ["", "", ""]
+    assert said[1] == ""
 
 
 def test_nodes_that_fail_together_print_one_message(bad: Path, tmp_path: Path) -> None:
+    """The second finds the bad shard, and the first hears of it."""
     training = ("--steps", "3", *SMALL, "--log-dir", str(tmp_path))
     agent = agent_command(
-        str(bad / "manifest.json"), training, nnodes=2, nproc_per_node=2, shutdown_s=8, python=sys.executable
+        str(bad / "manifest.json"), training, nnodes=2, nproc_per_node=1, shutdown_s=8, python=sys.executable
     )
     meeting = {"PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": free_port()}
     codes, said = run_all(agent, [{**meeting, "PET_NODE_RANK": str(number)} for number in range(2)])
     assert codes == [3, 3], said
     assert said[0] == ""
     assert re.match(rf"error: {damage(bad)}: ", said[1])
+    state = json.loads((tmp_path / "state.json").read_text())
+    # A restart would fail the same way, see the exit codes in docs/cluster.md.
+    assert (state["ended"], state["code"], state["error_code"]) == ("failed", 3, "shard.digest-mismatch")
 
 
 @pytest.mark.parametrize("verb", ["train", pytest.param("eval", marks=pytest.mark.slow)])
@@ -200,8 +194,8 @@ def test_rank_that_alone_does_not_see_the_manifest_says_who_it_is(tmp_path: Path
 @pytest.mark.slow
 def test_disk_that_fails_under_one_rank_ends_all_with_code_5(packed: Path, tmp_path: Path) -> None:
     # The bytes may be intact, and a restart, or another node, may read them.
-    with failing(packed, tmp_path, BROKEN_DISK=weights_path(BROKEN, 4)) as run:
-        shard = re.escape(f"{packed}/{weights_path(BROKEN, 4)}")
+    with failing(packed, tmp_path, BROKEN_DISK=weights_path(BROKEN, NUM_RANKS)) as run:
+        shard = re.escape(f"{packed}/{weights_path(BROKEN, NUM_RANKS)}")
         check_end(run, 5, f"{PLACE}: {shard}", "store.unreadable")
 
 

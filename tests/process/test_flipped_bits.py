@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.builders import INDEX, reshard
+from tests.builders import INDEX, run
 from tests.fast.runner.tiny import HEAD, save_model
 from tests.fast.runner.words import WORDS, write_tokenizer
 from tests.process.torchrun import launch
@@ -70,8 +70,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tokenizer(source, **json.loads((source / "config.json").read_text()))
     for layout in (1, 2):
         for name, flags in ((f"pp{layout}", ()), (f"virtual{layout}", ("--virtual",))):
-            packed = reshard("pack", source, "--layout", f"pp={layout}", "--out", place / name, *flags)
-            assert packed.code == 0, packed.err
+            run("pack", source, "--layout", f"pp={layout}", "--out", place / name, *flags)
     chosen = random.Random(SEED)
     lines = (" ".join(chosen.choice(WORDS) for _ in range(30)) for _ in range(40))
     (place / "text.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))

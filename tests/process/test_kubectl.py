@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.local_jobs import pack_tiny, runner
+from tests.process.local_jobs import runner
 from tests.servers.kubernetes import Kubernetes, missing_for_kubectl, start_kubernetes
 
 MISSING = missing_for_kubectl()
@@ -30,11 +30,6 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kuberne
         monkeypatch.setenv("KUBECONFIG", str(cluster.config))
         monkeypatch.setenv("HOME", str(tmp_path))
         yield cluster
-
-
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pack_tiny(tmp_path_factory.mktemp("models"), 2)
 
 
 def launch(packed: Path, log: Path, *flags: str, name: str = "tiny") -> tuple[int, str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,10 +23,11 @@ from manifests.store import read_manifest
 from runner.launch.torch_version import TESTED
 from tests.builders import reshard
 from tests.fast.runner.tiny import save_model
+from tests.process.local_jobs import ROOT, runner
+from tests.process.training_jobs import job, lines_of, run_jobs, said
 
 pytestmark = pytest.mark.process
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("--seq-len", "16", "--global-batch", "8", "--microbatch", "2", "--steps", "3", "--lr", "1e-3")
 SECOND = f"rank 1, stage 1, node {socket.gethostname()}"
 WORDS = [f"w{number}" for number in range(300)]
@@ -58,38 +60,12 @@ def text(source: Path) -> Path:
 
 
 def pack(source: Path, layout: str, out: Path) -> Path:
-    command = [sys.executable, "-m", "reshard", "pack", str(source), "--layout", layout, "--out", str(out)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
+    assert reshard("pack", source, "--layout", layout, "--out", out).code == 0
     return out
 
 
 def launch(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "runner.cli", "launch", *map(str, arguments)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-
-
-def copied(folder: Path, out: Path) -> Path:
-    subprocess.run(["cp", "-r", str(folder), str(out)], check=True)
-    return out
-
-
-def test_each_rank_opens_its_own_stages_shards_and_no_other(packed: Path, tmp_path: Path) -> None:
-    log = tmp_path / "opened"
-    opened = os.pathsep.join((str(ROOT / "tests/process/opened"), str(ROOT)))
-    done = launch(
-        packed, "--", "--data", "synthetic", *SMALL, "--log-dir", tmp_path, OPENED_LOG=str(log), PYTHONPATH=opened
-    )
-    assert done.returncode == 0, done.stderr
-    for rank in (0, 1):
-        shards = set(Path(f"{log}.{rank}").read_text().split())
-        assert shards == {str(packed / shard.path) for shard in read_manifest(packed).stages[rank].shards}
-        assert shards >= {str(packed / f"model-0000{rank + 1}-of-00002.safetensors")}
+    return runner("launch", *arguments, **environment)
 
 
 @pytest.mark.slow
@@ -114,13 +90,12 @@ def test_trained_weights_export_to_a_folder_that_transformers_loads_with_the_sam
         "--save", trained, "--log-dir", tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = lines_of(tmp_path)
     check_ranks(lines, packed)
     steps = [line for line in lines if "step" in line]
     assert [step["step"] for step in steps] == [1, 2, 3, 3]
     assert len(done.stdout.splitlines()) == 5
-    command = ["export", str(trained), "--to", "hf", "--out", str(exported)]
-    subprocess.run([sys.executable, "-m", "reshard", *command], cwd=ROOT, check=True, timeout=60)
+    assert reshard("export", trained, "--to", "hf", "--out", exported).code == 0
     for folder in (exported, trained):  # what was saved is a Hugging Face folder too
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         loss, num_tokens = loss_of(model, text)
@@ -140,12 +115,9 @@ def test_slices_are_merged_as_they_are_saved_and_transformers_has_the_same_loss(
     degrees: tuple[str, ...], packed: Path, text: Path, tmp_path: Path
 ) -> None:
     saved, history = tmp_path / "saved", tmp_path / "history"
-    done = launch(
-        packed, "--nproc-per-node", str(8 if "--tp" in degrees else 4), "--", "--data", text, "--eval-data", text,
-        *SMALL, "--no-pack", *degrees, "--save", saved, "--checkpoint", history, "--log-dir", tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "--save merges them" in done.stdout + done.stderr
+    asked = ("--data", text, "--eval-data", text, *SMALL, "--no-pack", "--save", saved, "--checkpoint", history)
+    run_jobs(8 if "--tp" in degrees else 4, [job(packed, tmp_path, *asked, *degrees)])
+    assert "--save merges them" in said(tmp_path)
     (checkpoint,) = history.glob("step-*")
     assert not list(checkpoint.glob("model*"))
     merged = tmp_path / "merged"
@@ -154,8 +126,7 @@ def test_slices_are_merged_as_they_are_saved_and_transformers_has_the_same_loss(
     found, expected = tensors_in(saved), tensors_in(merged)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[fqn], tensor) for fqn, tensor in expected.items())
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    (eval_loss,) = (line["eval_loss"] for line in lines if "eval_loss" in line)
+    (eval_loss,) = (line["eval_loss"] for line in lines_of(tmp_path) if "eval_loss" in line)
     loss, _ = loss_of(AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32), text)
     assert loss == pytest.approx(eval_loss, rel=1e-6)
 
@@ -221,7 +192,7 @@ def test_worker_refuses_a_wrong_world_size_before_any_collective(packed: Path, t
 
 @pytest.mark.slow
 def test_missing_shard_is_named_with_its_rank(packed: Path, tmp_path: Path) -> None:
-    bad = copied(packed, tmp_path / "bad")
+    bad = shutil.copytree(packed, tmp_path / "bad")
     shard = bad / "model-00002-of-00002.safetensors"
     shard.unlink()
     done = launch(bad, "--", "--data", "synthetic", *SMALL, "--log-dir", tmp_path)
@@ -248,13 +219,3 @@ def test_ctrl_c_while_ranks_are_being_started_ends_all_without_a_traceback(
     assert "Traceback" not in said
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
-
-
-def test_line_that_is_no_text_ends_a_run_with_code_3(packed: Path, tmp_path: Path) -> None:
-    data = tmp_path / "text.jsonl"
-    data.write_text('{"text": "w1 w2 w3 w4 w5 w6 w7 w8"}\n' * 4 + '{"text": "w1 \\ud800"}\n' + '{"text": "w9 w8"}\n')
-    done = launch(packed, "--", "--data", data, "--steps", 2, "--seq-len", 16, "--global-batch", 2,
-                  "--log-dir", tmp_path)  # fmt: skip
-    assert done.returncode == 3, done.stderr
-    assert f"{data}:5" in done.stderr
-    assert "Traceback" not in done.stderr

@@ -12,16 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.local_jobs import launched, pack_tiny, wait_until_gone
+from tests.process.local_jobs import launched, wait_until_gone
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
 STEPS = "60"
-
-
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pack_tiny(tmp_path_factory.mktemp("models"), 2)
 
 
 @pytest.mark.slow

@@ -13,14 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.process.local_jobs import ROOT, launched, pack_tiny, runner, wait_until_gone
+from tests.process.local_jobs import ROOT, launched, runner, wait_until_gone
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
-
-
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pack_tiny(tmp_path_factory.mktemp("models"), 2)
 
 
 def status(log: Path) -> dict[str, Any]:

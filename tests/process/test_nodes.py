@@ -18,7 +18,7 @@ from manifests.digest import digest_bytes
 from manifests.store import read_manifest
 from runner.bundle.cache_folder import node_folder
 from tests.builders import reshard
-from tests.fast.runner.tiny import save_model
+from tests.process.local_jobs import pack_tiny
 from tests.servers.network import Network, missing_for_network, start_network
 
 MISSING = missing_for_network()
@@ -41,9 +41,7 @@ def network(tmp_path: Path) -> Iterator[Network]:
 @pytest.fixture
 def packed(tmp_path: Path) -> Path:
     """A model of four stages."""
-    save_model(tmp_path / "tied", tie_word_embeddings=True)
-    assert reshard("pack", tmp_path / "tied", "--layout", "pp=4", "--out", tmp_path / "pp4").code == 0
-    return tmp_path / "pp4"
+    return pack_tiny(tmp_path, 4)
 
 
 def container_of(packed: Path, log: Path, *flags: str | Path, training: tuple[str | Path, ...] = ()) -> dict[str, Any]:

@@ -7,8 +7,6 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -22,8 +20,9 @@ from torch.nn.functional import cross_entropy
 
 from runner.config.flags import parse_training
 from runner.data.sequences import read_batches
-from tests.builders import reshard
-from tests.process.local_jobs import ROOT
+from tests.builders import run
+from tests.process.local_jobs import ROOT, runner
+from tests.process.training_jobs import job, losses_of, run_jobs
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
@@ -84,56 +83,49 @@ def test_example_of_an_own_decoder_trains_on_two_ranks_as_the_whole_model_does(p
     sizes = {name: config[name] for name in ("depth", "dim", "heads", "vocab_size")}
     modules = ("embed", *(f"layers.{number}" for number in range(config["depth"])), "norm", "head")
 
-    def build() -> nn.Module:
-        model: nn.Module = example.Decoder(**sizes, modules=modules)
-        return model
-
-    check_losses(packages, tmp_path, config, described, build, lambda model, tokens: model(tokens))
+    torch.manual_seed(0)
+    model: nn.Module = example.Decoder(**sizes, modules=modules)
+    pack(tmp_path, config, described, model)
+    run_jobs(2, [job(tmp_path / "pp2", tmp_path / "log", *FLAGS, *saving(tmp_path), path=packages)])
+    check_losses(tmp_path, config, model, lambda model, tokens: model(tokens))
 
 
 def test_architecture_that_nothing_knows_trains_through_an_entry_point(packages: Path, tmp_path: Path) -> None:
     new = imported(packages / "new_model.py")
     fields = {name: value for name, value in NEW_CONFIG.items() if name not in ("architectures", "model_type")}
 
-    def build() -> nn.Module:
-        model: nn.Module = new.NewForCausalLM(new.NewConfig(**fields)).eval()
-        return model
-
-    check_losses(
-        packages, tmp_path, NEW_CONFIG, NEW_MODEL, build, lambda model, tokens: model(tokens, use_cache=False).logits
-    )
-
-
-def check_losses(
-    packages: Path,
-    place: Path,
-    config: dict[str, Any],
-    description: str,
-    build: Callable[[], nn.Module],
-    logits_of: Callable[[nn.Module, torch.Tensor], torch.Tensor],
-) -> None:
     torch.manual_seed(0)
-    model, source = build(), place / "source"
+    model: nn.Module = new.NewForCausalLM(new.NewConfig(**fields)).eval()
+    pack(tmp_path, NEW_CONFIG, NEW_MODEL, model)
+    path = os.pathsep.join((str(packages), str(ROOT)))
+    words = (tmp_path / "pp2", "--log-dir", tmp_path / "log", "--", *FLAGS, *saving(tmp_path))
+    done = runner("launch", *words, PYTHONPATH=path)
+    assert done.returncode == 0, done.stderr
+    check_losses(tmp_path, NEW_CONFIG, model, lambda model, tokens: model(tokens, use_cache=False).logits)
+
+
+def pack(place: Path, config: dict[str, Any], description: str, model: nn.Module) -> None:
+    source = place / "source"
     source.mkdir()
     (source / "config.json").write_text(json.dumps(config))
     save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, source / "model.safetensors")
     (place / "model.toml").write_text(description)
-    ended = reshard("pack", source, "--layout", "pp=2", "--model", place / "model.toml", "--out", place / "pp2")
-    assert ended.code == 0, ended.err
-    trained, exported = place / "trained", place / "exported"
-    command = [sys.executable, "-m", "runner.cli", "launch", place / "pp2", "--", *FLAGS]
-    done = subprocess.run(
-        [*command, "--save", trained, "--no-pack", "--log-dir", place / "log"],
-        cwd=ROOT, capture_output=True, text=True, timeout=200,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(packages), str(ROOT)))},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    lines = map(json.loads, (place / "log" / "metrics.jsonl").read_text().splitlines())
+    run("pack", source, "--layout", "pp=2", "--model", place / "model.toml", "--out", place / "pp2")
+
+
+def saving(place: Path) -> tuple[str | Path, ...]:
+    return "--save", place / "trained", "--no-pack"
+
+
+def check_losses(
+    place: Path, config: dict[str, Any], model: nn.Module, logits_of: Callable[[nn.Module, torch.Tensor], torch.Tensor]
+) -> None:
+    """Train `model` as the ranks have, and compare its losses, and its logits with those of what they saved."""
     expected = train(model, config["vocab_size"], place, logits_of)
-    assert [line["loss"] for line in lines if "loss" in line] == pytest.approx(expected, rel=1e-5)
+    assert losses_of(place / "log") == pytest.approx(expected, rel=1e-5)
     assert expected[0] != expected[-1]
-    ended = reshard("export", trained, "--to", "hf", "--out", exported, "--quiet")
-    assert ended.code == 0, ended.err
+    exported = place / "exported"
+    run("export", place / "trained", "--to", "hf", "--out", exported, "--quiet")
     tokens = torch.arange(32).view(2, 16)
     with torch.no_grad():
         expected_logits = logits_of(model, tokens)

@@ -18,10 +18,11 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from manifests.store import open_shard, read_manifest
-from tests.builders import reshard
+from tests.builders import run
 from tests.fast.runner.titans import save_titan
 from tests.process.parallel_cases import LAYOUTS, MODELS, NORMAL, SLOW_4, SLOW_8, SLOW_MIXED, Case
 from tests.process.torchrun import launch
+from tests.process.training_jobs import job, lines_of, run_jobs
 
 # Those that begin with what was packed, and not with a checkpoint.
 ROWS, SLOW_ROWS = (tuple(case for case in cases if case.origin is None) for cases in (NORMAL, SLOW_4 + SLOW_8))
@@ -75,8 +76,7 @@ def pack_model(place: Path, model: str) -> None:
     name, changes = MODELS[model]
     save_titan(place / model, name, **changes)
     for layout in LAYOUTS:
-        packed = reshard("pack", place / model, "--layout", layout, "--out", place / f"{model}-{layout}")
-        assert packed.code == 0, packed.err
+        run("pack", place / model, "--layout", layout, "--out", place / f"{model}-{layout}")
 
 
 def run_cases(place: Path, num_ranks: int, cases: Sequence[Case]) -> None:
@@ -247,7 +247,7 @@ def test_tensors_read_in_part_are_read_once_more_to_be_verified_and_those_sent_o
         assert min(checked) > stage.nbytes / 3  # shared out between the two
 
 
-STEPS = 12
+STEPS, MIDDLE = 6, 3
 TRAINING = ("--seq-len", 24, "--global-batch", 8, "--lr", 2e-3, "--warmup-steps", 3, "--max-norm", 0.5,
             "--data", "synthetic", "--seed", 7)  # fmt: skip
 SHARDED, COPIED, CUT = ("--dp-shard", 2), ("--dp-replicate", 2), ("--tp", 2)
@@ -265,21 +265,18 @@ class Runs:
     def add(self, name: str, root: str, *args: object) -> None:
         home = self.place / "runs" / name
         home.mkdir(parents=True)
-        flags = (*TRAINING, "--steps", STEPS, "--checkpoint", home, "--checkpoint-every", 6, "--log-dir", home, *args)
-        job = {"root": str(self.place / root), "args": [str(flag) for flag in flags], "log": str(home / "log")}
-        self.jobs.append(job)
+        saving = ("--steps", STEPS, "--checkpoint", home, "--checkpoint-every", MIDDLE)
+        self.jobs.append(job(self.place / root, home, *TRAINING, *saving, *args))
 
     def resume(self, name: str, origin: str, root: str, *args: object) -> None:
-        self.add(name, root, "--resume", self.checkpoint(origin, 6), *args)
+        self.add(name, root, "--resume", self.checkpoint(origin, MIDDLE), *args)
 
     def go(self, num_ranks: int = 4) -> None:
-        (self.place / "jobs.json").write_text(json.dumps(self.jobs))
-        launch(num_ranks, "resume_worker.py", self.place / "jobs.json", timeout_s=500)
+        run_jobs(num_ranks, self.jobs, timeout_s=500)
         self.jobs = []
 
     def losses(self, name: str) -> dict[int, float]:
-        lines = map(json.loads, (self.place / "runs" / name / "metrics.jsonl").read_text().splitlines())
-        return {line["step"]: line["loss"] for line in lines if "loss" in line}
+        return {line["step"]: line["loss"] for line in lines_of(self.place / "runs" / name) if "loss" in line}
 
     def tensors(self, name: str, step: int = STEPS) -> dict[tuple[str, str], torch.Tensor]:
         """Give every tensor of a checkpoint, by kind and FQN, as torch's own reader puts slices together."""
@@ -309,7 +306,7 @@ def runs(place: Path) -> Runs:
     return runs
 
 
-def test_six_steps_and_six_resumed_are_twelve_bit_for_bit_where_stages_are_sharded(runs: Runs) -> None:
+def test_steps_and_resumed_steps_are_an_uninterrupted_run_bit_for_bit_where_stages_are_sharded(runs: Runs) -> None:
     assert {**runs.losses("sharded"), **runs.losses("sharded again")} == runs.losses("sharded")
     expected, found = runs.tensors("sharded"), runs.tensors("sharded again")
     assert expected.keys() == found.keys()
@@ -322,7 +319,7 @@ def test_six_steps_and_six_resumed_are_twelve_bit_for_bit_where_stages_are_shard
 )
 def test_training_goes_on_on_other_degrees_with_what_was_saved(name: str, origin: str, runs: Runs) -> None:
     whole_run, resumed = runs.losses(origin), runs.losses(name)
-    assert sorted(resumed) == list(range(7, STEPS + 1))
+    assert sorted(resumed) == list(range(MIDDLE + 1, STEPS + 1))
     assert all(loss == pytest.approx(whole_run[step], rel=1e-5) for step, loss in resumed.items())
     expected, found = runs.tensors(origin), runs.tensors(name)
     weights = [key for key in expected if key[0] == "weights"]
@@ -335,7 +332,7 @@ def test_sharded_ranks_write_slices_of_their_own_that_torch_reads(runs: Runs) ->
     for stage in manifest.stages:
         names = sorted(shard.path for shard in stage.shards if shard.holds == "weights")
         assert names == [f"stage-{stage.index:03d}/model-{part:05d}-of-00002.safetensors" for part in (1, 2)]
-    sharded, pipeline = runs.tensors("sharded", 6), runs.tensors("pipeline", 6)
+    sharded, pipeline = runs.tensors("sharded", MIDDLE), runs.tensors("pipeline", MIDDLE)
     assert sharded.keys() == pipeline.keys()
     assert not any(bool(tensor.isnan().any()) for tensor in sharded.values())
     for key, tensor in pipeline.items():

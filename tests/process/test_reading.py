@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +13,13 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaForCausalLM
 
-from tests.builders import reshard
+from tests.builders import reshard, run
 from tests.fast.models.built import TINY, read_config
 from tests.fast.runner.decoders import VARIANTS, Variant, variant_ids
 from tests.fast.runner.tiny import load_model, save_model
 from tests.fast.runner.titans import TITANS, YARN, load, save_titan
-from tests.process.torchrun import ROOT, launch
+from tests.process.local_jobs import runner
+from tests.process.torchrun import launch
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 
@@ -46,8 +43,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
     end_texts(place / "source", load_model(place / "source"))
     for layout in (layout for layouts in LAYOUTS.values() for layout in layouts):
-        packed = reshard("pack", place / "source", "--layout", layout, "--out", place / layout)
-        assert packed.code == 0, packed.err
+        run("pack", place / "source", "--layout", layout, "--out", place / layout)
     return place
 
 
@@ -60,7 +56,8 @@ def end_texts(folder: Path, model: LlamaForCausalLM) -> None:
 def generate(model: LlamaForCausalLM, prompt: str) -> list[int]:
     ids = torch.tensor([[int(word[1:]) for word in prompt.split()]])
     with torch.no_grad():
-        out = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
+        attended = torch.ones_like(ids)  # 0 is a word, too
+        out = model.generate(ids, attention_mask=attended, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
     return out[0, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
 
 
@@ -182,8 +179,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Path:
             name, changes = case.variant
             save_titan(source, name, **changes, **ENDS)
             tokenizer.save(str(source / "tokenizer.json"))
-            ended = reshard("pack", source, "--layout", f"pp={num_ranks}", "--out", packed)
-            assert ended.code == 0, ended.err
+            run("pack", source, "--layout", f"pp={num_ranks}", "--out", packed)
             text = ["--data", str(place / "text.jsonl"), "--seq-len", "16", "--no-pack"]
             prompt = ["--tokens", ",".join(map(str, case.prompt)), "--max-new-tokens", str(FAMILY_TOKENS)]
             jobs += [{"eval": [str(packed), *text]}, {"generate": [str(packed), *prompt]}]
@@ -281,13 +277,6 @@ def test_prompts_of_several_lengths_are_continued_as_each_alone_where_frequencie
         assert tokens == written[0, length:].tolist(), length
 
 
-def runner(*arguments: object, **changes: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **changes}
-    words = [word if isinstance(word, bytes) else str(word) for word in arguments]
-    command: Sequence[str | bytes] = [sys.executable, "-m", "runner.cli", *words]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-
-
 def test_loss_is_printed_as_one_json_object(place: Path) -> None:
     done = runner("eval", place / "pp=2", "--data", place / "text.jsonl", "--seq-len", 32, "--json")
     assert done.returncode == 0, done.stderr
@@ -297,21 +286,20 @@ def test_loss_is_printed_as_one_json_object(place: Path) -> None:
     assert printed["loss"] == pytest.approx(expected, rel=1e-6)
 
 
-def test_prompt_is_printed_with_what_follows_and_a_bad_one_refused(place: Path) -> None:
-    done = runner("generate", place / "pp=1", "--prompt", PROMPTS[1], "--max-new-tokens", NEW_TOKENS)
+def test_prompt_is_read_and_printed_with_what_follows_in_the_c_locale_too(place: Path) -> None:
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = runner("generate", place / "pp=1", "--prompt", "é w9", "--max-new-tokens", NEW_TOKENS, **ascii_only)
     assert done.returncode == 0, done.stderr
-    written = generate(load_model(place / "source"), PROMPTS[1])
-    assert done.stdout == " ".join([PROMPTS[1], *(WORDS[token] for token in written)]) + "\n"
+    unknown = "w0 w9"  # the tokenizer's word for what it does not know
+    written = generate(load_model(place / "source"), unknown)
+    assert done.stdout == " ".join([unknown, *(WORDS[token] for token in written)]) + "\n"
+    done = runner("generate", place / "pp=1", "--prompt", b"\xff", "--max-new-tokens", 1, "--json", **ascii_only)
+    assert (done.returncode, json.loads(done.stdout)["error"]["code"]) == (2, "options.not-utf8")
+
+
+def test_number_of_tokens_that_a_rank_refuses_is_printed_as_one_json_object(place: Path) -> None:
     done = runner("generate", place / "pp=1", "--tokens", "1,2", "--max-new-tokens", 255, "--json")
     printed = json.loads(done.stdout)
     assert (done.returncode, printed["version"], printed["error"]["code"]) == (2, 1, "options.too-many-tokens")
     assert printed["error"]["where"] == f"rank 0, stage 0, node {socket.gethostname()}: --max-new-tokens"
     assert "254" in printed["error"]["hint"]
-
-
-def test_prompt_is_read_and_printed_in_the_c_locale_too(place: Path) -> None:
-    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = runner("generate", place / "pp=1", "--prompt", "é w1", "--max-new-tokens", 1, **ascii_only)
-    assert done.returncode == 0, done.stderr
-    done = runner("generate", place / "pp=1", "--prompt", b"\xff", "--max-new-tokens", 1, "--json", **ascii_only)
-    assert (done.returncode, json.loads(done.stdout)["error"]["code"]) == (2, "options.not-utf8")

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -23,16 +24,22 @@ from manifests.store import open_shard, read_manifest
 from runner.checkpoint.history import claim_history
 from runner.config.schema import BatchOptions, DataOptions
 from runner.data.sequences import read_batches
-from tests.builders import reshard
+from tests.builders import flip, reshard, run
 from tests.fast.runner.tiny import load_model, save_model
-from tests.process.torchrun import launch
+from tests.process.training_jobs import job, lines_of, run_jobs, said
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
-Weights = Literal["tied", "untied"]
-WEIGHTS: tuple[Weights, ...] = ("tied", "untied")
+WEIGHTS = ("tied", "untied")
 V = "pp=2,vpp=2,style=v"  # on which ZBVZeroBubble runs
 LAYOUTS = {ranks: {"1F1B": f"pp={ranks}", "Interleaved1F1B": f"pp={ranks},vpp=2"} for ranks in (1, 2, 4)}
+NAMES = [f"{ranks}-{schedule}-{weights}" for ranks in LAYOUTS for schedule in LAYOUTS[ranks] for weights in WEIGHTS]
+# Every layout but the plainest, with one kind of weights; `WHOLE` has what other runs go on from, too.
+SAMPLE = [
+    "1-Interleaved1F1B-tied", "2-1F1B-untied", "2-Interleaved1F1B-tied", "4-1F1B-tied", "4-Interleaved1F1B-untied",
+]  # fmt: skip
+WHOLE = [*SAMPLE, "4-1F1B-untied"]
+REST = [name for name in NAMES if name not in SAMPLE]
 STEPS, SEQ_LEN, GLOBAL_BATCH = 12, 24, 8
 LR, WARMUP, MIN_LR, MAX_NORM, WEIGHT_DECAY = 2e-3, 3, 2e-4, 0.5, 0.1
 RECIPE = (
@@ -55,8 +62,7 @@ class Runs:
         return self.history(name) / f"step-{step:06d}"
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        lines = map(json.loads, (self.place / name / "metrics.jsonl").read_text().splitlines())
-        return [line for line in lines if "step" in line]
+        return [line for line in lines_of(self.place / name) if "step" in line]
 
     def losses(self, name: str) -> dict[int, tuple[float, float, float]]:
         """Give loss, norm and learning rate of each step."""
@@ -64,15 +70,13 @@ class Runs:
         return {line["step"]: (line["loss"], line["grad_norm"], line["lr"]) for line in steps}
 
     def said(self, name: str) -> str:
-        return (self.place / name / "log").read_text()
+        return said(self.place / name)
 
     def packed(self, weights: str, layout: str) -> Path:
         return self.place / "packed" / weights / layout
 
     def job(self, name: str, root: Path, *args: object, steps: int = STEPS) -> dict[str, Any]:
-        (self.place / name).mkdir(exist_ok=True)
-        fixed = ("--steps", steps, "--log-dir", self.place / name)
-        return {"root": str(root), "args": [str(arg) for arg in (*args, *fixed)], "log": str(self.place / name / "log")}
+        return job(root, self.place / name, *args, "--steps", steps)
 
 
 def digests_in(checkpoint: Path) -> dict[tuple[str, str], str]:
@@ -88,7 +92,7 @@ def digests_in(checkpoint: Path) -> dict[tuple[str, str], str]:
     return found
 
 
-def data_of(weights: Weights, place: Path) -> tuple[object, ...]:
+def data_of(weights: str, place: Path) -> tuple[object, ...]:
     """Text in whole words for the tied model, random tokens for the other."""
     return ("--data", place / "text.jsonl") if weights == "tied" else ("--data", "synthetic", "--seed", 7)
 
@@ -99,18 +103,34 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     make_sources(runs.place)
     for weights in WEIGHTS:
         for layout in (V, *(layout for layouts in LAYOUTS.values() for layout in layouts.values())):
-            packed = reshard("pack", runs.place / weights, "--layout", layout, "--out", runs.packed(weights, layout))
-            assert packed.code == 0, packed.err
-    launch_jobs(runs, 4, whole(runs, 4))
-    to_v = across(runs, V, "whole-4-1F1B", 6, 9)
-    launch_jobs(runs, 2, [*whole(runs, 2), *across(runs, "pp=2", "whole-4-1F1B", 6, 8), *to_v])
-    launch_jobs(runs, 1, [*whole(runs, 1), *across(runs, "pp=1", "across-pp=2", 8, 10)])
-    from_v = across(runs, "pp=4", f"across-{V}", 9, STEPS)
-    launch_jobs(runs, 4, [*resumed(runs, 4), *across(runs, "pp=4,vpp=2", "across-pp=1", 10, STEPS), *from_v])
+            run("pack", runs.place / weights, "--layout", layout, "--out", runs.packed(weights, layout))
+    run_jobs(4, whole(runs, 4, WHOLE))
+    run_jobs(2, [*whole(runs, 2, WHOLE), *across(runs, "pp=2", "whole-4-1F1B", 6, 8), *to_v(runs, "tied")])
+    run_jobs(1, [*whole(runs, 1, WHOLE), *across(runs, "pp=1", "across-pp=2", 8, 10)])
+    run_jobs(
+        4,
+        [
+            *resumed(runs, 4, SAMPLE),
+            *across(runs, "pp=4,vpp=2", "across-pp=1", 10, STEPS),
+            *from_v(runs, "tied"),
+        ],
+    )
     spoil_copy(runs)
     with claim_history(runs.history("held")):
-        launch_jobs(runs, 2, [*resumed(runs, 2), *offline(runs), *on_two_ranks(runs)])
-    launch_jobs(runs, 1, resumed(runs, 1))
+        run_jobs(2, [*resumed(runs, 2, SAMPLE), offline(runs, "tied"), *on_two_ranks(runs)])
+    run_jobs(1, resumed(runs, 1, SAMPLE))
+    return runs
+
+
+@pytest.fixture(scope="module")
+def rest(runs: Runs) -> Runs:
+    """What `runs` leaves to the slow tests."""
+    for num_ranks in LAYOUTS:
+        run_jobs(num_ranks, whole(runs, num_ranks, [name for name in REST if name not in WHOLE]))
+    run_jobs(4, resumed(runs, 4, REST))
+    run_jobs(2, [*resumed(runs, 2, REST), offline(runs, "untied"), *to_v(runs, "untied")])
+    run_jobs(1, resumed(runs, 1, REST))
+    run_jobs(4, from_v(runs, "untied"))
     return runs
 
 
@@ -125,70 +145,71 @@ def make_sources(place: Path) -> None:
     (place / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
 
 
-def launch_jobs(runs: Runs, num_ranks: int, jobs: list[dict[str, Any]]) -> None:
-    (runs.place / "jobs.json").write_text(json.dumps(jobs))
-    launch(num_ranks, "resume_worker.py", runs.place / "jobs.json")
-
-
-def whole(runs: Runs, num_ranks: int) -> list[dict[str, Any]]:
+def whole(runs: Runs, num_ranks: int, names: Sequence[str]) -> list[dict[str, Any]]:
     """Train without interruption, saving in the middle and at the end."""
     return [
         runs.job(
-            f"whole-{num_ranks}-{schedule}-{weights}", runs.packed(weights, layout), *RECIPE,
-            *data_of(weights, runs.place), "--checkpoint", runs.history(f"whole-{num_ranks}-{schedule}-{weights}"),
+            f"whole-{name}", packed, *RECIPE, *data, "--checkpoint", runs.history(f"whole-{name}"),
             "--checkpoint-every", 6,
         )
-        for schedule, layout in LAYOUTS[num_ranks].items()
-        for weights in WEIGHTS
+        for name, packed, data in on_ranks(runs, num_ranks, names)
     ]  # fmt: skip
 
 
-def resumed(runs: Runs, num_ranks: int) -> list[dict[str, Any]]:
+def resumed(runs: Runs, num_ranks: int, names: Sequence[str]) -> list[dict[str, Any]]:
     """Go on from the middle on the same ranks, knowing nothing of the recipe."""
     return [
         runs.job(
-            f"resumed-{num_ranks}-{schedule}-{weights}", runs.packed(weights, layout), *data_of(weights, runs.place),
-            "--resume", runs.checkpoint(f"whole-{num_ranks}-{schedule}-{weights}", 6),
-            "--checkpoint", runs.history(f"resumed-{num_ranks}-{schedule}-{weights}"), "--checkpoint-sync",
+            f"resumed-{name}", packed, *data, "--resume", runs.checkpoint(f"whole-{name}", 6),
+            "--checkpoint", runs.history(f"resumed-{name}"), "--checkpoint-sync",
         )
-        for schedule, layout in LAYOUTS[num_ranks].items()
-        for weights in WEIGHTS
+        for name, packed, data in on_ranks(runs, num_ranks, names)
     ]  # fmt: skip
 
 
-def across(runs: Runs, layout: str, before: str, first: int, last: int) -> list[dict[str, Any]]:
+def on_ranks(runs: Runs, num_ranks: int, names: Sequence[str]) -> Iterator[tuple[str, Path, tuple[object, ...]]]:
+    """Yield the runs of so many ranks, and what each trains on which data."""
+    for name in names:
+        ranks, schedule, weights = name.split("-")
+        if int(ranks) == num_ranks:
+            yield name, runs.packed(weights, LAYOUTS[num_ranks][schedule]), data_of(weights, runs.place)
+
+
+def across(
+    runs: Runs, layout: str, before: str, first: int, last: int, weights: Sequence[str] = WEIGHTS
+) -> list[dict[str, Any]]:
     """Go on for a few steps on other ranks than those of the run before."""
     return [
         runs.job(
-            f"across-{layout}-{weights}", runs.packed(weights, layout), *data_of(weights, runs.place),
-            "--resume", runs.checkpoint(f"{before}-{weights}", first) / "manifest.json",
-            "--checkpoint", runs.history(f"across-{layout}-{weights}"),
+            f"across-{layout}-{one}", runs.packed(one, layout), *data_of(one, runs.place),
+            "--resume", runs.checkpoint(f"{before}-{one}", first) / "manifest.json",
+            "--checkpoint", runs.history(f"across-{layout}-{one}"),
             steps=last,
         )
-        for weights in WEIGHTS
+        for one in weights
     ]  # fmt: skip
 
 
-def offline(runs: Runs) -> list[dict[str, Any]]:
-    """Cut checkpoints of four ranks for two, without torch, and go on from what came of it."""
-    jobs = []
-    for weights in WEIGHTS:
-        cut = runs.place / f"cut-{weights}"
-        packed = reshard("pack", runs.checkpoint(f"whole-4-1F1B-{weights}", 6), "--layout", "pp=2,vpp=2", "--out", cut)
-        assert packed.code == 0, packed.err
-        name = f"offline-{weights}"
-        data = data_of(weights, runs.place)
-        jobs.append(runs.job(name, cut, *data, "--resume", "auto", "--checkpoint", runs.history(name)))
-    return jobs
+def to_v(runs: Runs, weights: str) -> list[dict[str, Any]]:
+    return across(runs, V, "whole-4-1F1B", 6, 9, [weights])
+
+
+def from_v(runs: Runs, weights: str) -> list[dict[str, Any]]:
+    return across(runs, "pp=4", f"across-{V}", 9, STEPS, [weights])
+
+
+def offline(runs: Runs, weights: str) -> dict[str, Any]:
+    """Cut a checkpoint of four ranks for two, without torch, and go on from what came of it."""
+    cut, name = runs.place / f"cut-{weights}", f"offline-{weights}"
+    run("pack", runs.checkpoint(f"whole-4-1F1B-{weights}", 6), "--layout", "pp=2,vpp=2", "--out", cut)
+    return runs.job(name, cut, *data_of(weights, runs.place), "--resume", "auto", "--checkpoint", runs.history(name))
 
 
 def spoil_copy(runs: Runs) -> None:
     """Copy a run's checkpoints and flip a bit of the newest one's moments."""
     shutil.copytree(runs.history("whole-2-1F1B-untied"), runs.history("spoiled"))
     shard = runs.checkpoint("spoiled") / "stage-001/exp_avg/model.safetensors"
-    data = bytearray(shard.read_bytes())
-    data[-9] ^= 4
-    shard.write_bytes(data)
+    flip(shard, -9, 4)
 
 
 def on_two_ranks(runs: Runs) -> list[dict[str, Any]]:
@@ -205,17 +226,24 @@ def on_two_ranks(runs: Runs) -> list[dict[str, Any]]:
         runs.job("anew", middle, *RECIPE, *data, "--resume-weights-only", "--save", runs.place / "saved", steps=1),
         runs.job("unsaid", middle, *RECIPE, *data),
         runs.job("no moments", packed, *RECIPE, *data, "--resume", runs.place / "saved"),
-        runs.job("other model", packed, *data, "--resume", runs.checkpoint("whole-2-1F1B-tied", 6)),
+        runs.job("other model", packed, *data, "--resume", runs.checkpoint("whole-4-1F1B-tied", 6)),
         runs.job("other data", packed, "--data", "synthetic", "--seed", 8, "--resume", middle),
         runs.job("other rate", packed, *data, "--resume", middle, "--lr", 4e-3, steps=7),
     ]  # fmt: skip
 
 
-SAME = [f"{ranks}-{schedule}-{weights}" for ranks in LAYOUTS for schedule in LAYOUTS[ranks] for weights in WEIGHTS]
-
-
-@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("name", SAMPLE)
 def test_resumed_training_is_bitwise_the_uninterrupted_one(name: str, runs: Runs) -> None:
+    check_resumed(name, runs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REST)
+def test_training_is_resumed_bitwise_on_every_layout(name: str, rest: Runs) -> None:
+    check_resumed(name, rest)
+
+
+def check_resumed(name: str, runs: Runs) -> None:
     expected = runs.losses(f"whole-{name}")
     assert list(expected) == list(range(1, STEPS + 1))
     assert runs.losses(f"resumed-{name}") == {step: expected[step] for step in range(7, STEPS + 1)}
@@ -223,7 +251,7 @@ def test_resumed_training_is_bitwise_the_uninterrupted_one(name: str, runs: Runs
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_four_ranks_to_two_to_one_to_four_are_bitwise_the_uninterrupted_four(weights: Weights, runs: Runs) -> None:
+def test_four_ranks_to_two_to_one_to_four_are_bitwise_the_uninterrupted_four(weights: str, runs: Runs) -> None:
     expected = runs.losses(f"whole-4-1F1B-{weights}")
     found = [runs.losses(f"across-{layout}-{weights}") for layout in ("pp=2", "pp=1", "pp=4,vpp=2")]
     assert [list(part) for part in found] == [[7, 8], [9, 10], [11, 12]]
@@ -236,8 +264,21 @@ def test_four_ranks_to_two_to_one_to_four_are_bitwise_the_uninterrupted_four(wei
     assert (state.step, state.data.num_sequences) == (STEPS, STEPS * GLOBAL_BATCH)
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
-def test_loop_to_v_and_back_is_bitwise_the_uninterrupted_loop(weights: Weights, runs: Runs) -> None:
+def test_loop_to_v_and_back_is_bitwise_the_uninterrupted_loop(runs: Runs) -> None:
+    check_v("tied", runs)
+
+
+def test_checkpoint_that_was_cut_anew_offline_trains_on_bitwise(runs: Runs) -> None:
+    check_cut("tied", runs)
+
+
+@pytest.mark.slow
+def test_untied_weights_go_to_v_and_back_and_are_cut_anew_bitwise(rest: Runs) -> None:
+    check_v("untied", rest)
+    check_cut("untied", rest)
+
+
+def check_v(weights: str, runs: Runs) -> None:
     expected = runs.losses(f"whole-4-1F1B-{weights}")
     found = [runs.losses(f"across-{layout}-{weights}") for layout in (V, "pp=4")]
     assert [list(part) for part in found] == [[7, 8, 9], [10, 11, 12]]
@@ -246,8 +287,7 @@ def test_loop_to_v_and_back_is_bitwise_the_uninterrupted_loop(weights: Weights, 
     assert digests_in(last) == digests_in(runs.checkpoint(f"whole-4-1F1B-{weights}"))
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
-def test_checkpoint_that_was_cut_anew_offline_trains_on_bitwise(weights: Weights, runs: Runs) -> None:
+def check_cut(weights: str, runs: Runs) -> None:
     cut, parent = runs.place / f"cut-{weights}", runs.checkpoint(f"whole-4-1F1B-{weights}", 6)
     assert digests_in(cut) == digests_in(parent)
     assert reshard("verify", cut).code == 0
@@ -260,7 +300,7 @@ def test_checkpoint_that_was_cut_anew_offline_trains_on_bitwise(weights: Weights
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_resumed_training_agrees_with_transformers_and_plain_adamw(weights: Weights, runs: Runs) -> None:
+def test_resumed_training_agrees_with_transformers_and_plain_adamw(weights: str, runs: Runs) -> None:
     losses, parameters = train_outside(runs, weights)
     found = {}
     for name in ("whole-4-1F1B", "across-pp=2", "across-pp=1", "across-pp=4,vpp=2"):
@@ -275,7 +315,7 @@ def test_resumed_training_agrees_with_transformers_and_plain_adamw(weights: Weig
             assert (file.get_tensor(name) - expected).norm() <= 1e-3 * expected.norm(), name
 
 
-def train_outside(runs: Runs, weights: Weights) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train_outside(runs: Runs, weights: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Train the `transformers` model on the same batches, whole, with the schedule as SPEC.md writes it."""
     folder = runs.packed(weights, "pp=1")
     data = DataOptions(sources=(str(runs.place / "text.jsonl"),))
@@ -300,7 +340,7 @@ def train_outside(runs: Runs, weights: Weights) -> tuple[list[float], dict[str, 
 
 
 def test_each_save_says_how_long_training_paused(runs: Runs) -> None:
-    saves = [line for line in runs.lines("whole-2-1F1B-tied") if "checkpoint" in line]
+    saves = [line for line in runs.lines("whole-4-1F1B-tied") if "checkpoint" in line]
     assert [(line["step"], Path(line["checkpoint"]).name) for line in saves] == [
         (6, "step-000006"),
         (12, "step-000012"),
@@ -349,7 +389,7 @@ def test_weights_only_begins_at_step_0_and_says_what_stays_behind(runs: Runs) ->
         ("used", "checkpoint.folder-in-use", "{runs}/whole-2-1F1B-untied/checkpoints"),
         ("unsaid", "resume.undecided", "{runs}/whole-2-1F1B-untied/checkpoints/step-000006/manifest.json"),
         ("no moments", "resume.no-optimizer-state", "{runs}/saved/manifest.json"),
-        ("other model", "resume.other-model", "{runs}/whole-2-1F1B-tied/checkpoints/step-000006/manifest.json"),
+        ("other model", "resume.other-model", "{runs}/whole-4-1F1B-tied/checkpoints/step-000006/manifest.json"),
         ("other data", "resume.other-data", "--data"),
     ],
 )

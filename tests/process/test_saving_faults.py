@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -24,12 +22,13 @@ from manifests.store import read_manifest
 from runner.checkpoint.history import checkpoint_path, find_checkpoints, step_of
 from tests.builders import llama_config, reshard, write_model
 from tests.fast.runner.tiny import save_model
+from tests.process.torchrun import ROOT, Rank, started
+from tests.process.training_jobs import job, lines_of, run_jobs, said
 from tests.sentinels import plant_in
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
-ROOT = Path(__file__).resolve().parents[2]
-ENDLESS = 100_000
+ENDLESS, LAST = 100_000, 60
 SIZES = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 2048}
 KINDS = ("weights", "exp_avg", "exp_avg_sq")
 
@@ -43,33 +42,12 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "packed"
 
 
-def meeting(world_size: int) -> dict[str, str]:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    return {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-
-
-@contextmanager
 def two_savers(
-    packed: Path, history: Path, *args: object, folders: tuple[Path, Path] = (ROOT, ROOT), **environment: str
-) -> Iterator[list[subprocess.Popen[str]]]:
+    packed: Path, history: Path, *args: object, folders: Sequence[Path] = (), **environment: str
+) -> AbstractContextManager[list[Rank]]:
     """Start two ranks, each in its folder, which `history` may be relative to: so nodes have disks of their own."""
-    command = [sys.executable, str(ROOT / "tests/process/save_worker.py"), str(packed), str(history), *map(str, args)]
-    shared = {**os.environ, **meeting(2), "PYTHONPATH": str(ROOT), **environment}
-    ranks = [
-        subprocess.Popen(
-            command, cwd=folder, env={**shared, "RANK": str(rank)}, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True,
-        )
-        for rank, folder in enumerate(folders)
-    ]  # fmt: skip
-    try:
-        yield ranks
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
+    words = (str(word) for word in (packed, history, *args))
+    return started(2, "save_worker.py", *words, folders=folders, **environment)
 
 
 def check(checkpoint: Path) -> None:
@@ -94,10 +72,9 @@ def test_rank_killed_while_saving_leaves_whole_checkpoints_and_the_next_run_goes
     sentinels = plant_in(history)
     for kill in range(num_kills):
         with two_savers(packed, history, ENDLESS) as ranks:
-            assert ranks[0].stdout is not None
-            assert ranks[0].stdout.readline() == f"saved {newest + 1}\n"
+            ranks[0].wait_for(f"saved {newest + 1}\n", timeout_s=60)
             time.sleep(chance.uniform(0, 0.4))
-            ranks[kill % 2].kill()
+            ranks[kill % 2].process.kill()
             assert [rank.wait(30) for rank in ranks] == ([-9, 1] if kill % 2 == 0 else [1, -9])
         sentinels.check()
         left = find_checkpoints(history)
@@ -114,8 +91,8 @@ def test_rank_killed_while_saving_leaves_whole_checkpoints_and_the_next_run_goes
 def test_save_that_fails_on_one_rank_fails_on_all_and_the_next_one_is_whole(packed: Path, tmp_path: Path) -> None:
     history = tmp_path / "history"
     with two_savers(packed, history, 3, 2) as ranks:
-        out, errors = ranks[0].communicate(timeout=60)
-        assert (ranks[0].wait(30), ranks[1].wait(30)) == (0, 0), errors
+        assert (ranks[0].wait(60), ranks[1].wait(30)) == (0, 0), ranks[0].said
+        out = ranks[0].said
     shard = f"{history}/.step-000002.partial/model-00002-of-00002.safetensors"
     assert out.splitlines() == ["saved 1", f"failed 2 output.unwritable at rank 1: {shard}", "saved 3"]
     assert sorted(path.name for path in history.iterdir()) == ["step-000001", "step-000003"]
@@ -138,8 +115,8 @@ def test_save_to_a_folder_that_each_node_has_for_itself_is_never_committed(
     for folder in (*folders, *(folders[1] / name for name in left)):
         folder.mkdir(parents=True)
     with two_savers(packed, Path("history"), 1, folders=folders) as ranks:
-        out, errors = ranks[0].communicate(timeout=60)
-        assert (ranks[0].wait(30), ranks[1].wait(30)) == (0, 0), errors
+        assert (ranks[0].wait(60), ranks[1].wait(30)) == (0, 0), ranks[0].said
+        out = ranks[0].said
     place = f"rank {int(not left)}: history/.step-000001.partial{where}"
     assert out == f"failed 1 checkpoint.not-shared at {place}\n"
     assert list((folders[0] / "history").iterdir()) == []
@@ -150,8 +127,7 @@ def test_save_to_a_folder_that_each_node_has_for_itself_is_never_committed(
 def test_save_on_a_slow_disk_may_take_longer_than_ranks_wait_for_each_other(packed: Path, tmp_path: Path) -> None:
     history = tmp_path / "history"
     with two_savers(packed, history, 1, SLOW_S="1.2", TIMEOUT_S="4") as ranks:
-        out, errors = ranks[0].communicate(timeout=60)
-        assert (ranks[0].wait(30), ranks[1].wait(30), out) == (0, 0, "saved 1\n"), errors
+        assert (ranks[0].wait(60), ranks[1].wait(30), ranks[0].said) == (0, 0, "saved 1\n")
     check(checkpoint_path(history, 1))
 
 
@@ -160,21 +136,18 @@ def test_run_whose_last_save_fails_was_not_stopped_and_saved(tmp_path: Path) -> 
     save_model(tmp_path / "model", num_hidden_layers=1, vocab_size=1 << 13)
     assert reshard("pack", tmp_path / "model", "--layout", "pp=1", "--out", tmp_path / "packed").code == 0
     history = tmp_path / "history"
-    command = [
-        sys.executable, "-m", "runner.train", str(tmp_path / "packed/manifest.json"), "--data", "synthetic",
-        "--seq-len", "16", "--checkpoint", str(history), "--checkpoint-sync", "--log-dir", str(tmp_path / "log"),
-        "--steps", str(ENDLESS),
-    ]  # fmt: skip
-    alone = {**os.environ, **meeting(1), "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    with subprocess.Popen(
-        command, cwd=ROOT, env=alone, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as run:
-        assert run.stdout is not None
-        assert any("step 2/" in line for line in run.stdout)
-        resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
-        run.send_signal(signal.SIGUSR2)
-        said = run.stdout.read()
-        assert run.wait(60) == 3, said
+    words = (
+        tmp_path / "packed/manifest.json", "--data", "synthetic", "--seq-len", "16", "--checkpoint", history,
+        "--checkpoint-sync", "--log-dir", tmp_path / "log", "--steps", str(ENDLESS),
+    )  # fmt: skip
+    with started(1, "../../runner/train.py", *words) as (run,):
+        run.wait_for("step 2/", timeout_s=60)
+        pid = run.process.pid
+        assert pid is not None
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+        os.kill(pid, signal.SIGUSR2)
+        code, said = run.wait(60), run.said
+        assert code == 3, said
     failed = re.search(r"^error: .*/model-00001-of-00001.safetensors: cannot be written: File too large$", said, re.M)
     assert failed is not None, said
     assert "stopped" not in said
@@ -182,25 +155,15 @@ def test_run_whose_last_save_fails_was_not_stopped_and_saved(tmp_path: Path) -> 
     assert find_checkpoints(history) == ()
 
 
-def test_second_run_that_would_save_into_the_same_folder_is_refused(packed: Path, tmp_path: Path) -> None:
-    history = tmp_path / "history"
-    with two_savers(packed, history, ENDLESS) as ranks:
-        assert ranks[0].stdout is not None
-        ranks[0].stdout.readline()
-        with two_savers(packed, history, ENDLESS) as others:
-            _, errors = others[0].communicate(timeout=30)
-        assert others[0].returncode == 1
-        assert errors.startswith(f"rank 0: --checkpoint {history}: process {ranks[0].pid} on ")
-
-
 def test_killed_training_resumes_from_its_newest_checkpoint_and_repeats_the_steps_after_it(tmp_path: Path) -> None:
     save_model(tmp_path / "model", num_hidden_layers=2)
     assert reshard("pack", tmp_path / "model", "--layout", "pp=2", "--out", tmp_path / "packed").code == 0
-    command = [
-        sys.executable, "-m", "runner.cli", "launch", str(tmp_path / "packed"), "--", "--data", "synthetic",
-        "--seq-len", "16", "--checkpoint", str(tmp_path / "history"), "--checkpoint-every", "5", "--keep", "3",
-        "--resume", "auto", "--log-dir", str(tmp_path), "--steps", "80",
-    ]  # fmt: skip
+    history, log = tmp_path / "history", tmp_path / "log"
+    training = (
+        "--data", "synthetic", "--seq-len", "16", "--checkpoint", history, "--checkpoint-every", "5", "--keep", "3",
+        "--resume", "auto", "--steps", str(LAST),
+    )  # fmt: skip
+    command = [sys.executable, "-m", "runner.cli", "launch", tmp_path / "packed", "--", *training, "--log-dir", log]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True) as run:
         assert run.stdout is not None
         next(line for line in run.stdout if "saved" in line)
@@ -208,15 +171,13 @@ def test_killed_training_resumes_from_its_newest_checkpoint_and_repeats_the_step
         os.kill(worker_of(run.pid), signal.SIGKILL)
         run.stdout.read()
         assert run.wait(60) == 5
-    newest = step_of(find_checkpoints(tmp_path / "history")[0])
+    newest = step_of(find_checkpoints(history)[0])
     assert newest is not None
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert f"resuming from {tmp_path}/history/step-{newest:06d} at step {newest} " in done.stderr
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    losses = [(line["step"], line["loss"]) for line in lines if "loss" in line]
-    assert [step for step, _ in losses][newest - 80 :] == list(range(newest + 1, 81))
-    assert len(set(losses)) == 80  # a step that was taken twice had the same loss
+    run_jobs(2, [job(tmp_path / "packed", log, *training)])
+    assert f"resuming from {history}/step-{newest:06d} at step {newest} " in said(log)
+    losses = [(line["step"], line["loss"]) for line in lines_of(log) if "loss" in line]
+    assert [step for step, _ in losses][newest - LAST :] == list(range(newest + 1, LAST + 1))
+    assert len(set(losses)) == LAST  # a step that was taken twice had the same loss
 
 
 def worker_of(agent: int) -> int:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from manifests.schema import WEIGHTS
 from manifests.store import read_manifest
-from tests.builders import reshard
+from tests.builders import reshard, run
 from tests.process.test_parallel import Runs, pack_model
 
 pytestmark = [
@@ -37,10 +37,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     for name in NAMES:
         for way in WAYS:
             merge = ("--merge-slices",) if way == "merged" else ()
-            packed = reshard(
-                "pack", runs.checkpoint(name, 6), "--layout", "pp=4", *merge, "--out", cut(runs, name, way)
-            )
-            assert packed.code == 0, packed.err
+            run("pack", runs.checkpoint(name, 6), "--layout", "pp=4", *merge, "--out", cut(runs, name, way))
             runs.add(f"{name} {way}", cut(runs, name, way).name, "--resume", "auto")
     runs.go()
     for name, (model, _) in SHARED.items():
@@ -79,8 +76,7 @@ def test_merged_slices_are_the_tensors_that_torchs_reader_puts_together(name: st
 @pytest.mark.parametrize("origin", ["itself", *WAYS])
 def test_export_loads_in_transformers_with_the_same_weights(name: str, origin: str, runs: Runs, tmp_path: Path) -> None:
     folder = runs.checkpoint(name, 6) if origin == "itself" else cut(runs, name, origin)
-    exported = reshard("export", folder, "--to", "hf", "--out", tmp_path / "exported")
-    assert exported.code == 0, exported.err
+    run("export", folder, "--to", "hf", "--out", tmp_path / "exported")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
     model.save_pretrained(tmp_path / "again")  # experts, that transformers has in one tensor, get their names back
     with safe_open(tmp_path / "again" / "model.safetensors", "pt") as file:

@@ -13,16 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.local_jobs import ROOT, SMALL, pack_tiny, runner
+from tests.process.local_jobs import ROOT, SMALL, runner
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
 NUMBERS = [signal.SIGINT, signal.SIGTERM]
-
-
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pack_tiny(tmp_path_factory.mktemp("models"), 2)
 
 
 def commands(packed: Path, folder: Path) -> dict[str, tuple[str | Path, ...]]:

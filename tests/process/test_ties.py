@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.builders import reshard
+from tests.builders import run
 from tests.fast.runner.tiny import EMBEDDING, SIZES, save_model
 from tests.process.ties_worker import QUERY, UP
 from tests.process.torchrun import launch
@@ -90,8 +90,7 @@ def test_gradient_that_is_not_finite_is_named_on_all_ranks_alike(ranks: list[dic
 def test_tie_that_breaks_in_a_run_ends_it_at_the_next_check(every: int, num_steps: int, tmp_path: Path) -> None:
     """Step 2 of 4 leaves rank 1 with another weight, as a fault of its memory would."""
     save_model(tmp_path / "model", tie_word_embeddings=True, num_hidden_layers=2)
-    packed = reshard("pack", tmp_path / "model", "--layout", "pp=2", "--out", tmp_path / "packed", "--quiet")
-    assert packed.code == 0, packed.err
+    run("pack", tmp_path / "model", "--layout", "pp=2", "--out", tmp_path / "packed", "--quiet")
     flags = ("--data", "synthetic", "--seq-len", 8, "--global-batch", 2, "--steps", 4, "--check-ties-every", every)
     flags = (*flags, "--checkpoint", tmp_path / "history", "--log-dir", tmp_path / "log")
     job = {"root": str(tmp_path / "packed"), "args": [str(flag) for flag in flags], "log": str(tmp_path / "said")}

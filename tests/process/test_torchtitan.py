@@ -17,6 +17,7 @@ from runner.data.sequences import read_batches
 from tests.fast.reshard.test_dcp_export import assert_contains, run, state_of
 from tests.fast.titans import LLAMA
 from tests.process.torchrun import launch
+from tests.process.training_jobs import job, lines_of, run_jobs
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -49,12 +50,9 @@ def test_training_goes_from_torchtitan_to_the_runner_and_back(
     kept.pop(("train_state", "ntokens_seen"))  # of one data-parallel rank there, of all of them here
     assert_contains(state_of(tmp_path / "again"), kept)
 
-    args = [*SCHEDULE, *BATCH, "--resume", "auto", "--steps", "6", "--checkpoint", str(tmp_path / "history")]
-    job = {"root": str(tmp_path / "packed"), "args": [*args, "--log-dir", str(tmp_path / "log")]}
-    (tmp_path / "jobs.json").write_text(json.dumps([{**job, "log": str(tmp_path / "runner.log")}]))
-    launch(2, "resume_worker.py", tmp_path / "jobs.json")
-    lines = [json.loads(line) for line in (tmp_path / "log" / "metrics.jsonl").read_text().splitlines()]
-    ours = {line["step"]: line["loss"] for line in lines if "loss" in line}
+    args = (*SCHEDULE, *BATCH, "--resume", "auto", "--steps", "6", "--checkpoint", tmp_path / "history")
+    run_jobs(2, [job(tmp_path / "packed", tmp_path / "log", *args)])
+    ours = {line["step"]: line["loss"] for line in lines_of(tmp_path / "log") if "loss" in line}
 
     back = tmp_path / "back" / "checkpoint" / "step-6"
     run("export", tmp_path / "history" / "step-000006", "--to", "dcp", "--for", "torchtitan", "--out", back)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,10 +11,10 @@ from torch.nn.functional import cross_entropy
 
 import reshard
 from tests.fast.runner.tiny import SIZES, load_model, save_model
+from tests.process.torchrun import launch
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS, MICROBATCHES, BATCH, SEQ_LEN = 3, 4, 8, 32
 
 
@@ -40,13 +37,6 @@ def expected_losses(model: Path) -> list[float]:
 def test_example_trains_two_ranks_to_the_losses_of_one_process(tmp_path: Path) -> None:
     save_model(tmp_path / "model")
     reshard.pack(tmp_path / "model", tmp_path / "pp2", "pp=2")
-    script = ROOT / "examples" / "train.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ended = subprocess.run(
-        [*command, script, tmp_path / "pp2", "--steps", str(STEPS)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        cwd=tmp_path, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
-    losses = [float(loss) for loss in re.findall(r"^step \d+  loss ([\d.]+)$", ended.stdout, re.MULTILINE)]
+    printed = "".join(launch(2, "../../examples/train.py", tmp_path / "pp2", "--steps", str(STEPS)))
+    losses = [float(loss) for loss in re.findall(r"^step \d+  loss ([\d.]+)$", printed, re.MULTILINE)]
     assert losses == pytest.approx(expected_losses(tmp_path / "model"), abs=2e-5)

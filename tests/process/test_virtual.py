@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 
 import pytest
 
+from manifests.store import read_manifest
+from tests.builders import INDEX, reshard, run
 from tests.fast.runner.tiny import EMBEDDING, HEAD, save_model
+from tests.process.buckets import become
+from tests.process.local_jobs import runner
+from tests.process.training_jobs import job, losses_of, run_jobs, said
 from tests.servers.s3 import start_moto
 
 pytestmark = pytest.mark.process
 
-ROOT = Path(__file__).resolve().parents[2]
-INDEX = "model.safetensors.index.json"
 TRAINING = (
     "--data", "synthetic", "--seq-len", "16", "--global-batch", "8", "--microbatch", "2", "--steps", "3", "--lr", "1e-3"
 )  # fmt: skip
@@ -32,41 +33,27 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(module: str, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", module, *map(str, arguments)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-
-
-def pack(source: str | Path, out: Path, *flags: str, **environment: str) -> Path:
-    done = run("reshard", "pack", source, "--layout", "pp=2", "--out", out, *flags, **environment)
-    assert done.returncode == 0, done.stderr
+def pack(source: str | Path, out: Path, *flags: str) -> Path:
+    run("pack", source, "--layout", "pp=2", "--out", out, *flags)
     return out
 
 
 @pytest.fixture(scope="module")
 def trained(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Training on copies and on virtual bundles of one source: what was packed, logged, opened and saved."""
-    out = tmp_path_factory.mktemp("trained")
-    opened = os.pathsep.join((str(ROOT / "tests/process/opened"), str(ROOT)))
+    """Training on copies and on virtual bundles of one source, and on a source that changed since it was packed."""
+    out, jobs = tmp_path_factory.mktemp("trained"), []
     for name, flags in (("copies", ()), ("virtual", ("--virtual",))):
-        packed = pack(source, out / name / "packed", *flags)
-        done = run(
-            "runner.cli", "launch", packed, "--", *TRAINING, "--save", out / name / "saved", "--log-dir", out / name,
-            OPENED_LOG=str(out / name / "opened"), PYTHONPATH=opened,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
+        packed, opened = pack(source, out / name / "packed", *flags), out / name / "opened"
+        jobs.append(job(packed, out / name, *TRAINING, "--save", out / name / "saved", opened=opened))
+    changed = shutil.copytree(source, out / "changed" / "source")
+    packed = pack(changed, out / "changed" / "packed", "--virtual")
+    os.utime(file_of_rank_1_alone(changed))
+    run_jobs(2, [job(packed, out / "changed", *TRAINING), *jobs])
     return out
 
 
-def losses(log_dir: Path) -> list[float]:
-    lines = [json.loads(line) for line in (log_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
+def opened_by(rank: int, log_dir: Path) -> set[str]:
+    return {path for path in (log_dir / f"opened.{rank}").read_text().split() if "saved" not in path}
 
 
 def files_of_rank(source: Path, rank: int) -> set[str]:
@@ -81,16 +68,27 @@ def files_of_rank(source: Path, rank: int) -> set[str]:
     return {str(source / weight_map[fqn]) for fqn in mine}
 
 
+def file_of_rank_1_alone(source: Path) -> str:
+    return max(files_of_rank(source, 1) - files_of_rank(source, 0))
+
+
 def test_training_on_virtual_bundles_gives_the_losses_of_copies(trained: Path) -> None:
     assert not list((trained / "virtual" / "packed").rglob("*.safetensors"))
-    assert len(losses(trained / "virtual")) == 3
-    assert losses(trained / "virtual") == losses(trained / "copies")
+    assert len(losses_of(trained / "virtual")) == 3
+    assert losses_of(trained / "virtual") == losses_of(trained / "copies")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_rank_opens_its_own_stages_shards_and_no_other(rank: int, trained: Path) -> None:
+    packed = trained / "copies" / "packed"
+    shards = {str(packed / shard.path) for shard in read_manifest(packed).stages[rank].shards}
+    assert opened_by(rank, trained / "copies") == shards
+    assert shards >= {str(packed / f"model-0000{rank + 1}-of-00002.safetensors")}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_each_rank_opens_only_the_files_of_its_spans(rank: int, source: Path, trained: Path) -> None:
-    opened = set((trained / "virtual" / f"opened.{rank}").read_text().split())
-    assert {path for path in opened if path.startswith(str(source))} == files_of_rank(source, rank)
+    assert opened_by(rank, trained / "virtual") == files_of_rank(source, rank)
     assert len(files_of_rank(source, rank)) < len(list(source.glob("*.safetensors"))) - 2
 
 
@@ -99,37 +97,33 @@ def test_weights_trained_on_virtual_bundles_are_saved_as_copies(trained: Path) -
     assert len(shards[0]) == len(shards[1]) >= 2
     for copied, virtual in zip(*shards, strict=True):
         assert copied.read_bytes() == virtual.read_bytes()
-    verified = run("reshard", "verify", trained / "virtual" / "saved")
-    assert (verified.returncode, verified.stderr) == (0, "")
-    assert verified.stdout.endswith(": all digests match the manifest\n")
+    verified = reshard("verify", trained / "virtual" / "saved")
+    assert (verified.code, verified.err) == (0, "")
+    assert verified.out.endswith(": all digests match the manifest\n")
 
 
 @pytest.mark.slow
 def test_training_on_originals_in_a_bucket_gives_the_losses_of_copies(
-    source: Path, trained: Path, tmp_path: Path
+    source: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with start_moto(tmp_path) as server:
         server.bucket("models")
         for path in source.iterdir():
             server.client().put_object(Bucket="models", Key=f"tied/{path.name}", Body=path.read_bytes())
         environment = {"AWS_CONFIG_FILE": "/nowhere", "AWS_SHARED_CREDENTIALS_FILE": "/nowhere", **server.environment()}
-        packed = pack("s3://models/tied", tmp_path / "virtual", "--virtual", **environment)
+        become(monkeypatch, environment)
+        packed = pack("s3://models/tied", tmp_path / "virtual", "--virtual")
         before = len(server.requests("GET", "models/tied/"))
-        done = run("runner.cli", "launch", packed, "--", *TRAINING, "--log-dir", tmp_path, **environment)
+        done = runner("launch", packed, "--", *TRAINING, "--log-dir", tmp_path)
         assert done.returncode == 0, done.stderr
         sent = server.requests("GET", "models/tied/")[before:]
-    assert losses(tmp_path) == losses(trained / "copies")
+    assert losses_of(tmp_path) == losses_of(trained / "copies")
     files = [file for rank in (0, 1) for file in files_of_rank(source, rank)]
     heads = sum(min(os.path.getsize(file), 128 << 10) for file in files)  # read with the header
     assert sum(request.sent_nbytes for request in sent) <= heads + sum(os.path.getsize(file) for file in files)
 
 
-def test_changed_original_ends_all_ranks_with_one_message_that_names_it(source: Path, tmp_path: Path) -> None:
-    packed = pack(source, tmp_path / "virtual", "--virtual")
-    changed = max(files_of_rank(source, 1) - files_of_rank(source, 0))
-    os.utime(changed)
-    done = run("runner.cli", "launch", packed, "--", *TRAINING, "--log-dir", tmp_path)
-    assert (done.returncode, done.stdout) == (3, "")
-    (message,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
-    assert message.startswith(f"error: rank 1, stage 1, node {socket.gethostname()}: {changed}: expected ")
-    assert "Traceback" not in done.stderr
+def test_changed_original_ends_all_ranks_with_one_message_that_names_it(trained: Path) -> None:
+    changed = file_of_rank_1_alone(trained / "changed" / "source")
+    (message,) = (line for line in said(trained / "changed").splitlines() if line.startswith("error: "))
+    assert message == f"error: source.changed at rank 1: {changed}"

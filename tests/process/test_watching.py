@@ -9,14 +9,9 @@ from pathlib import Path
 import pytest
 from torch.distributed.flight_recorder.components.loader import read_dump
 
-from tests.process.local_jobs import launched, pack_tiny, runner
+from tests.process.local_jobs import launched, runner
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
-
-
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pack_tiny(tmp_path_factory.mktemp("models"), 2)
 
 
 def test_run_that_is_watched_leaves_event_files_an_offline_run_and_a_page(packed: Path, tmp_path: Path) -> None:

@@ -7,16 +7,22 @@ torchrun itself does, `tests/process/test_launch.py` and others see through `run
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
 import sys
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing import connection, forkserver, get_context
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from torch.distributed import TCPStore
+
+from tests.no_fsync import stop_fsync
 
 ROOT = Path(__file__).resolve().parents[2]
 _HOST = "localhost"
@@ -36,34 +42,71 @@ _IMPORTED = (
 )
 
 
-def launch(num_ranks: int, script: str, *arguments: str | Path, timeout_s: float = 150) -> None:
-    """Run a script of this folder on so many gloo ranks, and see that all of them end well.
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """A process, and the file that it prints to."""
 
-    On a busy machine, TEST_PATIENCE in the environment is a factor for its time.
-    """
-    timeout_s *= float(os.environ.get("TEST_PATIENCE", "1"))
+    process: ForkServerProcess
+    log: Path
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Return the exit code; None if it still runs."""
+        self.process.join(timeout_s)
+        return self.process.exitcode
+
+    def wait_for(self, text: str, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while text not in self.said:
+            assert self.process.is_alive(), self.said
+            assert time.monotonic() < deadline, self.said
+            time.sleep(0.01)
+
+
+@contextmanager
+def started(
+    num_ranks: int, script: str, *arguments: str | Path, folders: Sequence[Path] = (), **environment: str
+) -> Iterator[list[Rank]]:
+    """Start a script of this folder on so many gloo ranks, each in its folder or in ROOT, and leave none of them."""
     context = get_context("forkserver")
     context.set_forkserver_preload(list(_IMPORTED))
     _start_server()
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
-    with TemporaryDirectory() as folder:
-        logs = [Path(folder, f"rank{rank}") for rank in range(num_ranks)]
-        argv = (str(ROOT / "tests" / "process" / script), *map(str, arguments))
-        processes = [
-            context.Process(target=_run, args=(argv, rank, num_ranks, store.port, log), daemon=True)
-            for rank, log in enumerate(logs)
-        ]
-        for process in processes:
-            process.start()
+    argv = (str(ROOT / "tests" / "process" / script), *map(str, arguments))
+    shared = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_PORT": str(store.port)}
+    ranks = []
+    with TemporaryDirectory() as place:
+        try:
+            for rank, folder in enumerate(folders or num_ranks * [ROOT]):
+                own, log = {"RANK": str(rank), "LOCAL_RANK": str(rank)}, Path(place, f"rank{rank}")
+                target = (argv, {**environment, **shared, **own}, folder, log)
+                ranks.append(Rank(context.Process(target=_run, args=target, daemon=True), log))
+                ranks[-1].process.start()
+            yield ranks
+        finally:
+            for started_rank in ranks:
+                started_rank.process.kill()
+                started_rank.process.join()
+                started_rank.process.close()
+
+
+def launch(num_ranks: int, script: str, *arguments: str | Path, timeout_s: float = 150) -> list[str]:
+    """Run a script of this folder on so many gloo ranks, see that all of them end well, and return what each printed.
+
+    On a busy machine, TEST_PATIENCE in the environment is a factor for its time.
+    """
+    timeout_s *= float(os.environ.get("TEST_PATIENCE", "1"))
+    with started(num_ranks, script, *arguments) as ranks:
+        processes = [rank.process for rank in ranks]
         is_done = _wait(processes, time.monotonic() + timeout_s)
-        codes = [process.exitcode for process in processes]
-        for process in processes:
-            process.kill()
-            process.join()
-            process.close()
-        said = "\n".join(f"rank {rank}: {log.read_text()[-4000:]}" for rank, log in enumerate(logs) if log.exists())
+        codes, printed = [process.exitcode for process in processes], [rank.said for rank in ranks]
+    said = "\n".join(f"rank {rank}: {text[-4000:]}" for rank, text in enumerate(printed))
     assert is_done, f"not done after {timeout_s} s\n{said}"
     assert codes == [0] * num_ranks, f"ended with {codes}\n{said}"
+    return printed
 
 
 def _start_server() -> None:
@@ -91,20 +134,15 @@ def _wait(processes: list[ForkServerProcess], until_s: float) -> bool:
     return True
 
 
-def _run(argv: tuple[str, ...], rank: int, num_ranks: int, port: int, log: Path) -> None:
-    file = os.open(log, os.O_WRONLY | os.O_CREAT)
+def _run(argv: tuple[str, ...], environment: Mapping[str, str], folder: Path, log: Path) -> None:
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(num_ranks),
-        LOCAL_WORLD_SIZE=str(num_ranks),
-        MASTER_ADDR=_HOST,
-        MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True",
-        TORCHELASTIC_RESTART_COUNT="0",
-    )
-    os.chdir(ROOT)
-    sys.argv = list(argv)
+    sys.stdout = os.fdopen(1, "w", buffering=1)
+    os.environ.update(environment)
+    os.environ.update(MASTER_ADDR=_HOST, TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
+    stop_fsync()
+    gc.freeze()  # no collection goes through what was imported
+    os.chdir(folder)
+    sys.argv, sys.path[:0] = list(argv), [str(Path(argv[0]).parent)]  # as Python does
     runpy.run_path(argv[0], run_name="__main__")
