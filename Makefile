@@ -39,10 +39,10 @@ check: setup  ## Format, lint, types, arrows, fast tests
 	$(BIN)/python tools/performance.py --check
 	$(BIN)/python tools/site.py
 	$(BIN)/python tools/compatibility.py --check
-	$(BIN)/python -m pytest -q -n 2 -m "not process and not slow"
+	$(BIN)/python -m pytest -q -n 2 -m "not process and not slow" --ignore tests/process --ignore tests/gpu
 
 test: check  ## check, and the tests that start processes
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "process and not slow and not gpu"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "process and not slow and not gpu" tests/process tests/gpu
 
 test-all: test interop  ## test, and the slow tests
 	$(BIN)/python -m pytest -q -m "slow and not gpu" || test $$? -eq 5  # pytest's 5: none is slow

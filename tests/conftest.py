@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,15 +12,29 @@ import pytest
 from hypothesis import settings
 from syrupy.assertion import SnapshotAssertion
 
+from tests.no_fsync import FSYNC, stop_fsync
+
 # Before anything imports torch, tokenizers or huggingface_hub; processes that tests start inherit it.
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
+
+# Hundreds of processes start, and each would compile our sources, and each of pytest's workers all tests, for itself.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # A shell's background jobs ignore Ctrl-C, and so would all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+stop_fsync()
+
 # A shared machine stalls now and then: an example may take long, a test may not (`timeout`, pyproject.toml).
-settings.register_profile("house", deadline=None)
+settings.register_profile("house", deadline=None, max_examples=60)
 settings.load_profile("house")
+
+
+@pytest.fixture
+def real_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flush files to disk after all."""
+    monkeypatch.setattr(os, "fsync", FSYNC)
 
 
 @pytest.fixture

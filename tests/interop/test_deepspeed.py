@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.builders import reshard
+from tests.builders import run
 from tests.interop.make_deepspeed_golden import GPT2, LLAMA, MPT, transformers_name
 from tests.interop.test_readers import part_of_interop
 from tests.process.torchrun import launch
@@ -22,11 +22,6 @@ from tests.process.torchrun import launch
 ROOT = Path(__file__).parents[2]
 MODELS = {"llama": LLAMA, "gpt2": GPT2, "mpt": MPT}
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(600)]
-
-
-def run(*args: str | Path) -> None:
-    done = reshard(*args)
-    assert done.code == 0, done.err
 
 
 def deepspeed(*args: str | Path) -> None:
