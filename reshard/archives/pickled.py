@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import pickle
 import pickletools
+import struct
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any, Self
@@ -19,46 +20,39 @@ __all__ = ["BadPickleError", "Record", "Reference", "check_repeats", "read_pickl
 
 _MAX_OBJECTS = 16_000_000  # opcodes; the objects of the worst ones take about 1 GB
 _MAX_HASHED = 50_000_000  # values in tuples, wherever one may be hashed: CPython does it recursively, and each time
+_REPEATS = "tuples that repeat each other"
 _MAX_SHOWN = 10_000_000  # values in containers, as often as they are there
+_index = struct.Struct("<I").unpack_from
 _CODES = {opcode.name: ord(opcode.code) for opcode in pickletools.opcodes}
-
-
-def _by_code(**names: str) -> list[str]:
-    """Return for each opcode the key whose words name it, or ""."""
-    found = [""] * 256
-    for key, listed in names.items():
-        for name in listed.split():
-            found[_CODES[name]] = key
-    return found
-
-
-_EFFECTS = _by_code(
-    push="NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 BINFLOAT EMPTY_DICT EMPTY_LIST EMPTY_SET EMPTY_TUPLE",
-    text="LONG1 SHORT_BINUNICODE SHORT_BINBYTES BINUNICODE BINBYTES",
-    memoize="MEMOIZE",
-    put="BINPUT LONG_BINPUT",
-    get="BINGET LONG_BINGET",
-    tuple="TUPLE1 TUPLE2 TUPLE3",
-    mark="MARK",
-    marked_tuple="TUPLE FROZENSET",
-    marked_items="SETITEMS APPENDS ADDITEMS",
-    items="SETITEM APPEND",
-    build="BUILD",
-    call="REDUCE NEWOBJ",
-    name="STACK_GLOBAL",
-    named="GLOBAL",
-    reference="BINPERSID",
-    none="PROTO FRAME",
-    stop="STOP",
-)
+_EFFECTS = {
+    "push": "NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 BINFLOAT EMPTY_DICT EMPTY_LIST EMPTY_SET EMPTY_TUPLE",
+    "text": "LONG1 SHORT_BINUNICODE SHORT_BINBYTES BINUNICODE BINBYTES",
+    "memoize": "MEMOIZE",
+    "put": "BINPUT LONG_BINPUT",
+    "get": "BINGET LONG_BINGET",
+    "tuple": "TUPLE1 TUPLE2 TUPLE3",
+    "mark": "MARK",
+    "marked_tuple": "TUPLE FROZENSET",
+    "marked_items": "SETITEMS APPENDS ADDITEMS",
+    "items": "SETITEM APPEND",
+    "build": "BUILD",
+    "call": "REDUCE NEWOBJ",
+    "name": "STACK_GLOBAL",
+    "named": "GLOBAL",
+    "reference": "BINPERSID",
+    "none": "PROTO FRAME",
+    "stop": "STOP",
+}
 _WIDTHS = {
     "PROTO": 1, "FRAME": 8, "BININT": 4, "BININT1": 1, "BININT2": 2, "BINFLOAT": 8, "BINPUT": 1, "LONG_BINPUT": 4,
     "BINGET": 1, "LONG_BINGET": 4,
     "LONG1": 1, "SHORT_BINUNICODE": 1, "SHORT_BINBYTES": 1, "BINUNICODE": 4, "BINBYTES": 4,
 }  # fmt: skip
-_ARGUMENT_NBYTES = [0] * 256  # of texts, those of their length
-for _name, _width in _WIDTHS.items():
-    _ARGUMENT_NBYTES[_CODES[_name]] = _width
+# By opcode: what it does, and the bytes of its argument; of texts, those of their length.
+_OPCODES: list[tuple[str, int]] = [("", 0)] * 256
+for _effect, _names in _EFFECTS.items():
+    for _name in _names.split():
+        _OPCODES[_CODES[_name]] = _effect, _WIDTHS.get(_name, 0)
 _NUM_TAKEN = {_CODES["TUPLE1"]: 1, _CODES["TUPLE2"]: 2, _CODES["TUPLE3"]: 3}
 _NUM_ITEMS = {_CODES["SETITEM"]: 2, _CODES["APPEND"]: 1}
 
@@ -167,18 +161,19 @@ def _check_opcodes(data: bytes) -> None:
     The stack and the memo are followed, with only the work of hashing each value: 0 of a name, which is not to be
     changed, 1 of other values, and of a tuple more than of all that is in it.
     """
-    at, num_left, hashes_left = 0, _MAX_OBJECTS, _MAX_HASHED
+    at, hashes_left = 0, _MAX_HASHED
     stack: list[int] = []
     marks: list[int] = []
     memo: dict[int, int] = {}
     try:
-        while (effect := _EFFECTS[opcode := data[at]]) != "stop":
+        for _ in range(_MAX_OBJECTS):
+            effect, nbytes = _OPCODES[opcode := data[at]]
             begin = at + 1
-            at = begin + _ARGUMENT_NBYTES[opcode]
-            num_left -= 1
+            at = begin + nbytes
             if effect == "get":
-                stack.append(memo[int.from_bytes(data[begin:at], "little")])
-                hashes_left -= stack[-1]
+                stack.append(work := memo[_index(data, begin)[0] if nbytes == 4 else data[begin]])
+                if (hashes_left := hashes_left - work) < 0:
+                    raise BadPickleError(_REPEATS)
             elif effect == "memoize":
                 memo[len(memo)] = stack[-1]
             elif effect == "push":
@@ -194,9 +189,9 @@ def _check_opcodes(data: bytes) -> None:
             elif effect == "mark":
                 marks.append(len(stack))
             elif effect == "tuple":
-                hashes_left -= _nest(stack, len(stack) - _NUM_TAKEN[opcode])
+                hashes_left = _nest(stack, len(stack) - _NUM_TAKEN[opcode], hashes_left)
             elif effect == "marked_tuple":
-                hashes_left -= _nest(stack, marks.pop())
+                hashes_left = _nest(stack, marks.pop(), hashes_left)
             elif effect == "marked_items":
                 del stack[marks.pop() :]
             elif effect == "items":
@@ -214,22 +209,26 @@ def _check_opcodes(data: bytes) -> None:
                 stack.append(0)
             elif effect == "reference":
                 stack[-1] = 1
+            elif effect == "stop":
+                break
             elif effect != "none":
                 raise BadPickleError(f"opcode {opcode:#04x} at byte {begin - 1}, which no pickle of tensors has")
-            if num_left <= 0 or hashes_left < 0:
-                raise BadPickleError(f"more than {_MAX_OBJECTS} objects, or tuples of tuples that repeat each other")
-    except LookupError as error:
+        else:
+            raise BadPickleError(f"more than {_MAX_OBJECTS} objects")
+    except (LookupError, struct.error) as error:
         raise BadPickleError("truncated or malformed pickle") from error
     except ValueError as error:
         raise error if isinstance(error, BadPickleError) else BadPickleError("truncated pickle") from error
-    if at + 1 != len(data):
+    if at != len(data):
         raise BadPickleError("a pickle with bytes after its end")
 
 
-def _nest(stack: list[int], begin: int) -> int:
-    """Replace the values from `begin` on by a tuple of them, and return the work of hashing it."""
+def _nest(stack: list[int], begin: int, hashes_left: int) -> int:
+    """Replace the values from `begin` on by a tuple of them; return what is left after the work of hashing it."""
     if begin < 0:
         raise LookupError
     items = stack[begin:]
     stack[begin:] = [work := len(items) + _work_of(items)]
-    return work
+    if work > hashes_left:
+        raise BadPickleError(_REPEATS)
+    return hashes_left - work

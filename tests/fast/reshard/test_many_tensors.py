@@ -342,4 +342,4 @@ def test_deepseek_v3_of_megatron_core_is_planned_in_seconds_and_600_mb(tmp_path:
     for verb, *flags in (["plan"], ["pack", "--out", tmp_path / "out", "--dry-run"]):
         before = getrusage(RUSAGE_CHILDREN)
         assert peak_nbytes(verb, tmp_path / "iter_0000001", "--layout", "pp=16", *flags) < MOST_NBYTES
-        assert cpu_s_since(before) < 15, verb  # 9 s at a load of 5; bench/deepseek.py --megatron measures it
+        assert cpu_s_since(before) < 20, verb  # 14 s at a load of 27; bench/deepseek.py --megatron measures it
