@@ -67,13 +67,13 @@ class Run:
 
 def run_quietly(command: Sequence[str]) -> None:
     """Run a command that must succeed, and discard its output."""
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=_environment())
 
 
 def run_measured(command: Sequence[str], out: Path | None = None) -> Run:
     """Run a command that must succeed; what it wrote to `out` is removed afterwards, and nothing is left to flush."""
     began_s, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=_environment())
     most = 0
     while process.poll() is None:
         most = max(most, _anonymous_nbytes(process.pid))
@@ -191,6 +191,11 @@ def write_result(result: Mapping[str, Any], out: str | None) -> None:
     print(text, end="")
     if out:
         Path(out).write_text(text)
+
+
+def _environment() -> dict[str, str]:
+    """Return this process's, with which Python keeps what it compiled: or each run would compile all modules again."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
 def _anonymous_nbytes(pid: int) -> int:
