@@ -19,7 +19,7 @@ from pathlib import Path
 
 HOME = Path(__file__).parents[1] / ".venv-interop"
 _CONSTRAINTS = HOME.with_name("constraints.txt")  # the versions of all packages that this file does not name
-_MLX = ("mlx[cpu]==0.32.4", "mlx-lm==0.32.2")
+_MLX = ("mlx[cpu]==0.32.4", "mlx-lm==0.32.2", "sentencepiece==0.2.3")
 # A package, how pip downloads it, and where the files that are unpacked are in it.
 _UNPACKED = {
     "vllm": ("vllm==0.33.0", ("--only-binary", ":all:"), ("vllm/model_executor/model_loader/",)),
