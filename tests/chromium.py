@@ -64,10 +64,6 @@ class Page:
             text = {"text": key} if len(key) == 1 and kind == "keyDown" else {}
             self._call("Input.dispatchKeyEvent", type=kind, key=key, **text)
 
-    def screenshot(self, path: Path) -> None:
-        found = self._call("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(found["data"]))
-
     def pdf(self) -> bytes:
         found = self._call("Page.printToPDF", preferCSSPageSize=True, printBackground=True)
         return base64.b64decode(found["data"])

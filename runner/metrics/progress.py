@@ -44,6 +44,8 @@ class StepProgress:
         self._print(line)
 
     def _print(self, line: str) -> None:
+        if self._quiet:
+            return
         try:
             if self._bar is not None:
                 self._bar.write(line, file=sys.stdout)
