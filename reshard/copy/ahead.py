@@ -54,7 +54,9 @@ class Ahead:
             yield Taken(run, known, {file: reader.keeping() for file, reader in readers.items()})
 
     def _more(self) -> bool:
-        """Take another run; return whether yet another may follow: one of local files alone needs nothing ahead."""
+        """Take another run, unless the last is one of local files alone; return whether yet another may follow."""
+        if self._taken and self._taken[-1].known is None and not self._taken[-1].readers:
+            return False  # what nobody needs ahead is left to other threads
         taken = self._take_one()
         return taken is not None and bool(taken.readers)
 

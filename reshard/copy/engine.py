@@ -20,6 +20,7 @@ from reshard.copy.direct_io import Io, OutputFile
 from reshard.copy.journal import Journal
 from reshard.copy.parallelism import Parallelism
 from reshard.copy.runs import ByteCounter, Output, Run, copy_run, on_disk, split_run
+from reshard.copy.team import SharedRun, with_teams
 from reshard.plans.pack_plan import OutputShard
 from reshard.tensors.checkpoint import TensorAt, check_digest
 from stores.prefetch import Prefetcher, RemoteFile
@@ -184,6 +185,10 @@ def _execute(runs: Sequence[Run], num_tensors: int, options: WriteOptions) -> Di
     What an interrupted run has written, by the journal, is read and hashed, and written again only if it differs.
     """
     digests, stop = DigestTable.blank(num_tensors), threading.Event()
+    # In order, a remote file is complete soon after its first bytes, and can be hashed meanwhile.
+    in_order = is_remote(tensor for run in runs for tensor in run.tensors)
+    if not in_order:
+        runs = with_teams(runs, options.parallelism.most_threads)
     num_threads = options.parallelism.threads_for(len(runs))
     of_thread_nbytes = sum(tensor.nbytes for run in runs for tensor in run.tensors) // num_threads
     with options.parallelism.prefetcher(num_threads, stop) as prefetcher:
@@ -192,28 +197,32 @@ def _execute(runs: Sequence[Run], num_tensors: int, options: WriteOptions) -> Di
             for taken in Ahead(take, prefetcher, of_thread_nbytes, options.journal):
                 if stop.is_set():
                     return
-                digests.put(taken.run.first, _copy_or_reuse(taken, options, stop))
+                found = _copy_or_reuse(taken, options, stop)
+                if found is None:  # others of its team have not finished, or have done it all
+                    continue
+                digests.put(taken.run.first, found)
                 if not stop.is_set():
                     options.written(taken.run)
 
-        # In order, a remote file is complete soon after its first bytes, and can be hashed meanwhile.
-        in_order = is_remote(tensor for run in runs for tensor in run.tensors)
         share_out(runs, copy, num_threads, stop, in_order=in_order)
     options.parallelism.add(prefetcher)
     return digests
 
 
-def _copy_or_reuse(taken: Taken, options: WriteOptions, stop: threading.Event) -> bytes:
-    """Copy a run, unless the journal has it and the bytes on disk match."""
+def _copy_or_reuse(taken: Taken, options: WriteOptions, stop: threading.Event) -> bytes | None:
+    """Copy a run, unless the journal has it and the bytes on disk match.
+
+    Return its digests, or None if another thread of its team does.
+    """
     run, known, readers = taken
-    output, journal = run.output, options.journal
-    if (
-        isinstance(output, OutputFile)
-        and known is not None
-        and copy_run(on_disk(run, output), {}, options.progress, stop) == known
-    ):
-        return known
-    digests = copy_run(run, readers, options.progress, stop)
-    if journal is not None and isinstance(output, OutputFile) and not stop.is_set():
+    output, journal, team = run.output, options.journal, run.team if isinstance(run, SharedRun) else None
+    if known is not None:
+        if team is not None and not team.lead():
+            return None
+        if isinstance(output, OutputFile) and copy_run(on_disk(run, output), {}, options.progress, stop) == known:
+            return known
+        team = None
+    digests = copy_run(run, readers, options.progress, stop) if team is None else team.help(options.progress, stop)
+    if digests is not None and journal is not None and isinstance(output, OutputFile) and not stop.is_set():
         journal.record(output.path.relative_to(journal.folder).as_posix(), run.position, digests)
     return digests

@@ -43,9 +43,14 @@ class Parallelism:
     memory_nbytes: int = MEMORY_NBYTES
     used: Used = field(default_factory=Used, compare=False)
 
+    @property
+    def most_threads(self) -> int:
+        """How many threads to start at most."""
+        return self.num_threads or threads_for_ranks()
+
     def threads_for(self, num_items: int) -> int:
         """Return how many threads to start for so many pieces of work."""
-        number = min(self.num_threads or threads_for_ranks(), max(1, num_items))
+        number = min(self.most_threads, max(1, num_items))
         self.used.num_threads = max(self.used.num_threads, number)
         return number
 

@@ -16,7 +16,18 @@ from reshard.tensors.slices import pieces_of
 from stores.base import InputFile, Range, Reader, merge_ranges
 from stores.local import LocalFile
 
-__all__ = ["ByteCounter", "Output", "Run", "copy_run", "on_disk", "split_run"]
+__all__ = [
+    "ByteCounter",
+    "Chunk",
+    "Output",
+    "Run",
+    "Sources",
+    "blocks_of",
+    "copy_run",
+    "merged_reads",
+    "on_disk",
+    "split_run",
+]
 
 _RUN_NBYTES = 64 << 20  # of a run, which is one thread's unit of work: whole tensors
 _RUN_TENSORS = 1 << 12
@@ -73,11 +84,11 @@ def copy_run(run: Run, readers: Mapping[InputFile, Reader], progress: ByteCounte
     buffer, output, hasher = aligned_buffer(), run.output, Hasher()
     digests = bytearray()
     with ExitStack() as stack:
-        sources = _Sources(run.tensors, readers, stack)
-        for position, parts in _blocks(run):
+        sources = Sources(run.tensors, readers, stack)
+        for position, parts in blocks_of(run):
             if stop.is_set():
                 return b""
-            for file, where, begin, end in _merged_reads(parts):
+            for file, where, begin, end in merged_reads(parts):
                 sources[file].read_into(buffer[begin:end], where)
             for part in parts:
                 hasher.update(buffer[part.begin : part.end])
@@ -93,7 +104,7 @@ def copy_run(run: Run, readers: Mapping[InputFile, Reader], progress: ByteCounte
     return bytes(digests)
 
 
-class _Chunk(NamedTuple):
+class Chunk(NamedTuple):
     """The part of a block, from `begin` to `end`, whose bytes are at `position` in a file."""
 
     file: InputFile
@@ -103,7 +114,7 @@ class _Chunk(NamedTuple):
     ended: TensorAt | None  # the tensor whose last bytes these are
 
 
-def _blocks(run: Run) -> Iterator[tuple[int, list[_Chunk]]]:
+def blocks_of(run: Run) -> Iterator[tuple[int, list[Chunk]]]:
     """Split a run into blocks; yield each block's position in the output, and its parts in order.
 
     A block's positions in the buffer and in the file are equal modulo its size, so that whole sectors can be written
@@ -111,7 +122,7 @@ def _blocks(run: Run) -> Iterator[tuple[int, list[_Chunk]]]:
     """
     position = run.position
     begin = end = position % BLOCK_NBYTES
-    parts: list[_Chunk] = []
+    parts: list[Chunk] = []
     for origin in run.tensors:
         pieces = pieces_of(origin)
         for piece in pieces:
@@ -120,7 +131,7 @@ def _blocks(run: Run) -> Iterator[tuple[int, list[_Chunk]]]:
                 count = min(BLOCK_NBYTES - end, piece.end - at)
                 is_last = at + count == piece.end
                 ended = origin if is_last and piece is pieces[-1] else None
-                parts.append(_Chunk(piece.file, at, end, end + count, ended))
+                parts.append(Chunk(piece.file, at, end, end + count, ended))
                 at, end = at + count, end + count
                 if end == BLOCK_NBYTES:
                     yield position, parts
@@ -129,7 +140,7 @@ def _blocks(run: Run) -> Iterator[tuple[int, list[_Chunk]]]:
         yield position, parts
 
 
-def _merged_reads(parts: list[_Chunk]) -> Iterator[tuple[InputFile, int, int, int]]:
+def merged_reads(parts: list[Chunk]) -> Iterator[tuple[InputFile, int, int, int]]:
     """Yield the reads that fill a block, adjacent ones merged: file, position in it, begin and end in the block."""
     first, last = parts[0], parts[0]
     for part in parts[1:]:
@@ -140,7 +151,7 @@ def _merged_reads(parts: list[_Chunk]) -> Iterator[tuple[InputFile, int, int, in
     yield first.file, first.position, first.begin, last.end
 
 
-class _Sources(dict[InputFile, Reader]):
+class Sources(dict[InputFile, Reader]):
     """The readers of one run, each opened with the ranges that will be read."""
 
     def __init__(self, tensors: Iterable[TensorAt], opened: Mapping[InputFile, Reader], stack: ExitStack) -> None:
