@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import sys
 import threading
 from collections import deque
@@ -29,8 +30,7 @@ STREAM_NBYTES = 10 << 20  # a request, and a part of those that wait to be read
 MEMORY_NBYTES = 64 * STREAM_NBYTES
 REQUEST_NBYTES = 8 << 20
 _LEAST_REQUEST_NBYTES = 1 << 20
-_LEAST_STREAM_NBYTES = 5 << 19  # so little for each, if that makes no more streams than
-_MANY_STREAMS = 128
+_LAST_REQUEST_NBYTES = 2 << 20  # a response from the hub takes some ms of Python's time
 _GAP_NBYTES = 64 << 10  # read too, in place of another request
 
 Planned = tuple[InputFile, int, int]  # a file, and begin and end of a range in it
@@ -62,9 +62,10 @@ class Prefetcher:
         *,
         num_streams: int | None = None,
         memory_nbytes: int = MEMORY_NBYTES,
+        stream_nbytes: int = STREAM_NBYTES,
     ) -> None:
         self._fixed = num_streams
-        self.num_streams = num_streams or _streams_in(memory_nbytes)
+        self.num_streams = num_streams or max(1, memory_nbytes // stream_nbytes)
         self.share_nbytes = memory_nbytes // num_lanes
         self._streams_of_lane = max(1, self.num_streams // num_lanes)
         self._request_nbytes = max(_LEAST_REQUEST_NBYTES, min(REQUEST_NBYTES, memory_nbytes // self.num_streams))
@@ -84,7 +85,7 @@ class Prefetcher:
 
     def request_nbytes(self, left_nbytes: int) -> int:
         """Return how long a lane's requests are: the last ones are short, so that all streams end at about one time."""
-        return min(self._request_nbytes, max(_LEAST_REQUEST_NBYTES, left_nbytes // self._streams_of_lane))
+        return min(self._request_nbytes, max(_LAST_REQUEST_NBYTES, left_nbytes // self._streams_of_lane))
 
     def begin(self, fetch: Fetch, begin: int, end: int) -> Future[memoryview]:
         return self._pool.submit(self._run, fetch, begin, end)
@@ -105,7 +106,7 @@ class Prefetcher:
             self._running += 1
             self.most_running = max(self.most_running, self._running)
         try:
-            memory = memoryview(bytearray(end - begin))
+            memory = _memory_of(end - begin)
             fetch(memory, begin, self.stop)
             return memory
         finally:
@@ -219,9 +220,11 @@ class PlannedReader:
             self._lane.release(request)
 
 
-def _streams_in(memory_nbytes: int) -> int:
-    """Return how many streams the memory has room for."""
-    return max(1, min(_MANY_STREAMS, memory_nbytes // _LEAST_STREAM_NBYTES), memory_nbytes // STREAM_NBYTES)
+def _memory_of(nbytes: int) -> memoryview:
+    """Return memory that the system gets back at once when it is freed; malloc would keep it for this thread."""
+    if nbytes < _LEAST_REQUEST_NBYTES:
+        return memoryview(bytearray(nbytes))
+    return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def join_ranges(ranges: Iterable[Planned]) -> list[Planned]:

@@ -60,7 +60,7 @@ class BucketTarget:
 
         with (
             ThreadPoolExecutor(plan.uploads.num_objects, thread_name_prefix="upload") as pool,
-            plan.reading.prefetcher(plan.num_readers, stop) as prefetcher,
+            plan.reading.prefetcher(plan.num_readers, stop, plan.stream_nbytes) as prefetcher,
         ):
             try:
                 jobs = [pool.submit(upload, shard) for shard in shards]
@@ -90,7 +90,7 @@ class BucketTarget:
             found = iter(source.hash(before))
             digests = DigestTable.of(origin.digest or next(found) for origin in shard.origins)
         blocks = HashedBlocks(shard.header_blocks(digests))
-        writer = self.objects.writer(path, shard.nbytes, blocks, plan.uploads.num_parts)
+        writer = self.objects.writer(path, shard.nbytes, blocks, plan.uploads.num_parts(shard.nbytes))
         source.write(writer, digests)
         writer.finish()
         return WrittenShard(path=path, nbytes=shard.nbytes, digest=blocks.digest)

@@ -21,9 +21,12 @@ from stores.address import is_inside, is_url, place_of
 from stores.base import Blocks, InputFile
 from stores.local import LocalFile
 from stores.manifest_file import Address
-from stores.prefetch import RemoteFile
+from stores.prefetch import STREAM_NBYTES, RemoteFile
 
 __all__ = ["FolderTarget", "Target", "UploadPlan", "check_apart", "check_space", "read_twice", "without_digest"]
+
+_MANY_STREAMS = 128
+_LEAST_STREAM_NBYTES = 2 << 20
 
 
 class Target(Protocol):
@@ -148,15 +151,21 @@ class UploadPlan:
     num_readers: int
     is_kept: bool = False
 
+    @property
+    def stream_nbytes(self) -> int:
+        """The memory for each request: shorter ones where a few shards are read whole, each as fast as can be."""
+        share = self.reading.memory_nbytes // _MANY_STREAMS
+        return min(STREAM_NBYTES, max(_LEAST_STREAM_NBYTES, share)) if self.is_kept else STREAM_NBYTES
+
     @classmethod
     def of(cls, shards: Sequence[OutputShard], parallelism: Parallelism) -> UploadPlan:
         sizes = [shard.nbytes for shard in shards]
         if _can_be_kept(shards) and (kept := parallelism.uploads_of_kept(sizes)):
             num_readers = (kept.num_objects + 1) // 2
-            reading = parallelism.part(num_readers, kept.num_objects)
+            reading = parallelism.within(num_readers * max(sizes))
             return cls(uploads=kept, reading=reading, num_readers=num_readers, is_kept=True)
         if is_remote(origin for shard in shards for origin in shard.origins):
-            parallelism = parallelism.part(1, of=2)
+            parallelism = parallelism.within(parallelism.memory_nbytes // 2)
         uploads = parallelism.uploads_of(sizes)
         return cls(uploads=uploads, reading=parallelism, num_readers=uploads.num_objects)
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 from stores.cores import threads_for_ranks
-from stores.prefetch import MEMORY_NBYTES, Prefetcher
+from stores.prefetch import MEMORY_NBYTES, STREAM_NBYTES, Prefetcher
 from stores.uplink import NUM_PARTS, part_nbytes
 
 __all__ = ["Parallelism", "Uploads", "Used"]
 
-_MOST_PARTS = 64  # sent at a time: on a link of less than 1 MiB/s, each of them would count as stalled
+_MOST_SENT_NBYTES = 512 << 20  # in parts at a time: on a link of less than 1 MiB/s, each would count as stalled
 
 
 @dataclass(slots=True)
@@ -25,10 +26,18 @@ class Used:
 
 
 class Uploads(NamedTuple):
-    """How many objects are uploaded at a time, and how many parts of each."""
+    """How many objects are uploaded at a time, and in how many rounds the parts of each are sent."""
 
     num_objects: int
-    num_parts: int
+    num_rounds: int
+
+    def num_parts(self, nbytes: int) -> int:
+        """Return how many parts of an object of `nbytes` to send at a time."""
+        return max(1, -(-_parts_of(nbytes) // self.num_rounds))
+
+
+def _parts_of(nbytes: int) -> int:
+    return -(-nbytes // part_nbytes(nbytes))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,41 +63,45 @@ class Parallelism:
         self.used.num_threads = max(self.used.num_threads, number)
         return number
 
-    def part(self, number: int, of: int) -> Parallelism:
-        """Return one with a part of the memory, for one of several uses at a time."""
-        return replace(self, memory_nbytes=self.memory_nbytes * number // of)
+    def within(self, memory_nbytes: int) -> Parallelism:
+        """Return one with this part of the memory, for one of several uses at a time."""
+        return replace(self, memory_nbytes=memory_nbytes)
 
     def uploads_of(self, objects_nbytes: Sequence[int]) -> Uploads:
-        """Return how many of these objects to upload at a time, and how many parts of each.
+        """Return how many of these objects to upload at a time, so that all have as many rounds of parts.
 
         An open upload keeps one part more in memory than it sends.
         """
-        room = self.memory_nbytes // part_nbytes(max(objects_nbytes, default=0))
-        num_parts = max(1, min(self.num_streams or _MOST_PARTS, room))
+        longest = part_nbytes(max(objects_nbytes, default=0))
+        room = self.memory_nbytes // longest
+        num_parts = max(1, min(self.num_streams or _MOST_SENT_NBYTES // longest, room))
         num_objects = max(1, min(len(objects_nbytes), num_parts // NUM_PARTS, room // (NUM_PARTS + 1)))
-        return self._used(num_objects, max(1, min(num_parts, room - num_objects) // num_objects))
+        return self._uploads(objects_nbytes, num_objects, max(num_objects, min(num_parts, room - num_objects)))
 
     def uploads_of_kept(self, objects_nbytes: Sequence[int]) -> Uploads | None:
-        """Return how many of these objects to have in memory at a time, and how many parts of each to send.
+        """Return how many of these objects to have in memory at a time, while they are read, then sent.
 
-        Half of those are being read, the others sent, in as many parts at a time. None: the longest does not fit.
+        None: not even the longest one fits.
         """
-        longest = max(objects_nbytes)
-        num_objects = min(len(objects_nbytes), self.memory_nbytes // (longest + part_nbytes(longest)))
-        if self.num_streams is not None:
-            num_objects = min(num_objects, self.num_streams)
+        nbytes = accumulate(sorted(objects_nbytes, reverse=True))
+        num_objects = sum(total <= self.memory_nbytes for total in nbytes)
         if not num_objects:
             return None
-        num_parts = max(1, (self.num_streams or 2 * _MOST_PARTS) // num_objects)
-        return self._used(num_objects, min(num_parts, _MOST_PARTS))
+        most = self.num_streams or 2 * _MOST_SENT_NBYTES // part_nbytes(max(objects_nbytes))  # half are being read
+        return self._uploads(objects_nbytes, min(num_objects, most), most)
 
-    def _used(self, num_objects: int, num_parts: int) -> Uploads:
-        self.used.num_streams = max(self.used.num_streams, num_objects * num_parts)
-        return Uploads(num_objects=num_objects, num_parts=num_parts)
+    def _uploads(self, objects_nbytes: Sequence[int], num_objects: int, most_parts: int) -> Uploads:
+        counts = [_parts_of(nbytes) for nbytes in sorted(objects_nbytes, reverse=True)[:num_objects]]
+        num_rounds = max(1, sum(counts) // most_parts)
+        while (num_parts := sum(-(-count // num_rounds) for count in counts)) > most_parts:
+            num_rounds += 1
+        self.used.num_streams = max(self.used.num_streams, num_parts)
+        return Uploads(num_objects=num_objects, num_rounds=num_rounds)
 
-    def prefetcher(self, num_lanes: int, stop: threading.Event) -> Prefetcher:
-        """Return a prefetcher for so many threads."""
-        return Prefetcher(num_lanes, stop, num_streams=self.num_streams, memory_nbytes=self.memory_nbytes)
+    def prefetcher(self, num_lanes: int, stop: threading.Event, stream_nbytes: int = STREAM_NBYTES) -> Prefetcher:
+        """Return a prefetcher for so many threads, with a stream for each `stream_nbytes` of memory."""
+        num_streams, nbytes = self.num_streams, self.memory_nbytes
+        return Prefetcher(num_lanes, stop, num_streams=num_streams, memory_nbytes=nbytes, stream_nbytes=stream_nbytes)
 
     def add(self, prefetcher: Prefetcher) -> None:
         """Record what a prefetcher used."""

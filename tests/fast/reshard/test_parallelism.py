@@ -60,33 +60,36 @@ def test_number_of_threads_is_kept_and_never_above_the_work() -> None:
     ("sizes", "asked", "memory_mib", "expected"),
     [
         pytest.param([5 << 30] * 4, None, 640, (4, 16), id="large shards"),
-        pytest.param([10 << 20] * 4000, None, 640, (16, 4), id="small shards"),
+        pytest.param([10 << 20] * 4000, None, 640, (25, 2), id="small shards"),
         pytest.param([5 << 30], None, 640, (1, 64), id="one shard"),
         pytest.param([200 << 30] * 8, None, 640, (6, 4), id="parts of 21 MiB"),
         pytest.param([5 << 30] * 4, 8, 640, (2, 4), id="--streams 8"),
         pytest.param([5 << 30] * 4, None, 80, (2, 4), id="little memory"),
         pytest.param([5 << 30] * 4, None, 4, (1, 1), id="least memory"),
-        pytest.param([], None, 640, (1, 64), id="nothing"),
+        pytest.param([198_000_000, 138_000_000, 138_000_000, 175_000_000], None, 640, (4, 19), id="two rounds"),
+        pytest.param([], None, 640, (1, 1), id="nothing"),
     ],
 )
 def test_uploads_fill_the_streams_and_the_memory(
     sizes: list[int], asked: int | None, memory_mib: int, expected: tuple[int, int]
 ) -> None:
     parallelism = Parallelism(num_streams=asked, memory_nbytes=memory_mib << 20)
-    assert parallelism.uploads_of(sizes) == expected
-    assert parallelism.used.num_streams == expected[0] * expected[1]
-    kept_nbytes = expected[0] * (expected[1] + 1) * part_nbytes(max(sizes, default=0))
+    found = parallelism.uploads_of(sizes)
+    assert (found.num_objects, found.num_parts(max(sizes, default=0))) == expected
+    num_parts = sum(map(found.num_parts, sorted(sizes)[-found.num_objects :]))
+    assert parallelism.used.num_streams == num_parts <= (asked or 102)
+    kept_nbytes = (num_parts + found.num_objects) * part_nbytes(max(sizes, default=0))
     assert kept_nbytes <= max(memory_mib << 20, 2 * part_nbytes(max(sizes, default=0)))
 
 
 @pytest.mark.parametrize(
     ("sizes_mib", "asked", "expected"),
     [
-        pytest.param([95] * 8, None, (4, 32), id="as many as fit"),
-        pytest.param([95] * 3, None, (3, 42), id="all of them"),
-        pytest.param([10] * 4000, None, (26, 4), id="small shards"),
-        pytest.param([300, 1], None, (1, 64), id="one at a time"),
-        pytest.param([396], None, None, id="no room for another part"),
+        pytest.param([95] * 8, None, (4, 19), id="as many as fit"),
+        pytest.param([95] * 3, None, (3, 19), id="all of them"),
+        pytest.param([10] * 4000, None, (40, 2), id="small shards"),
+        pytest.param([300, 101, 1], None, (1, 60), id="one at a time"),
+        pytest.param([401], None, None, id="too long"),
         pytest.param([95] * 8, 2, (2, 1), id="--streams 2"),
     ],
 )
@@ -95,13 +98,9 @@ def test_shards_are_kept_between_reading_and_sending_where_they_fit_into_memory(
 ) -> None:
     parallelism = Parallelism(num_streams=asked, memory_nbytes=400 << 20)
     found = parallelism.uploads_of_kept([count << 20 for count in sizes_mib])
-    assert found == expected
-    if found:
-        longest = max(sizes_mib) << 20
-        assert found.num_objects * (longest + part_nbytes(longest)) <= parallelism.memory_nbytes
-        assert parallelism.used.num_streams == found.num_objects * found.num_parts
+    assert (found and (found.num_objects, found.num_parts(max(sizes_mib) << 20))) == expected
 
 
 def test_uses_at_a_time_share_the_memory() -> None:
     asked = Parallelism(memory_nbytes=100)
-    assert (asked.part(2, of=3).memory_nbytes, asked.part(2, of=3).used is asked.used) == (66, True)
+    assert (asked.within(66).memory_nbytes, asked.within(66).used is asked.used) == (66, True)

@@ -124,7 +124,7 @@ def test_last_requests_are_short_so_that_all_streams_end_together() -> None:
     lengths = {begin: end - begin for begin, end in file.asked}
     assert lengths[0] == pytest.approx(40 / 10 * MIB, rel=0.2)
     assert lengths[10 * MIB] == pytest.approx(30 / 10 * MIB, rel=0.2)
-    assert all(MIB / 2 < lengths[begin] <= MIB for begin in lengths if begin >= 30 * MIB)
+    assert all(MIB < lengths[begin] <= 2 * MIB for begin in lengths if begin >= 20 * MIB)
 
 
 def test_failure_of_a_request_is_that_of_the_read() -> None:
