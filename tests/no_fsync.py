@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 __all__ = ["FSYNC", "stop_fsync"]
 
@@ -12,7 +13,7 @@ FSYNC = os.fsync
 def stop_fsync() -> None:
     """Make `os.fsync` of this process return at once, for any descriptor that is open."""
 
-    def only_open(descriptor: int) -> None:
-        os.fstat(descriptor)
+    def only_open(descriptor: Any) -> None:
+        os.fstat(descriptor if isinstance(descriptor, int) else descriptor.fileno())
 
     os.fsync = only_open  # type: ignore[assignment]
