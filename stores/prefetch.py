@@ -30,7 +30,7 @@ STREAM_NBYTES = 10 << 20  # a request, and a part of those that wait to be read
 MEMORY_NBYTES = 64 * STREAM_NBYTES
 REQUEST_NBYTES = 8 << 20
 _LEAST_REQUEST_NBYTES = 1 << 20
-_LAST_REQUEST_NBYTES = 2 << 20  # a response from the hub takes some ms of Python's time
+_LAST_REQUEST_NBYTES = 4 << 20  # a response from the hub takes some ms of Python's time
 _GAP_NBYTES = 64 << 10  # read too, in place of another request
 
 Planned = tuple[InputFile, int, int]  # a file, and begin and end of a range in it
