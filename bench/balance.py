@@ -1,12 +1,12 @@
 """Train on the split that FLOPs give, and on those that `runner measure` gives, and compare the time of a step.
 
-    python bench/balance.py [--out bench/results/balance.json] [--runs 5] [--steps 12] [--folder DIR]
+    python bench/balance.py [--out bench/results/balance.json] [--runs 3] [--steps 8] [--folder DIR]
 
-Qwen3.5 0.8B at a quarter of its widths and half of its layers, on two ranks of one thread each: three of four layers
-are Gated DeltaNet, many small operations of few FLOPs, while the head's large products for a vocabulary of tens of
-thousands reach the processor's best rate. Its times are measured twice: each module alone, and from the traced steps of
-a run on the split by FLOPs. `reshard plan` predicts each split's step from the modules measured alone. Each turn trains
-on each split for some steps, in rotating order; a step's time is the median of those after the third.
+Qwen3.5 35B-A3B at an eighth of its widths, experts and vocabulary, with 12 of its 40 layers, on two ranks of one thread
+each: experts and, in three of four layers, Gated DeltaNet are many small operations, while the head's large products
+reach the processor's best rate. Its times are measured twice: each module alone, and from the traced steps of a run on
+the split by FLOPs. `reshard plan` predicts each split's step from the modules measured alone. Each turn trains on each
+split for some steps, in rotating order; a step's time is the median of those after the third.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import measure
 
 CONFIG = {
-    "vocab_size": 31040, "hidden_size": 256, "num_hidden_layers": 12, "num_attention_heads": 4,
+    "vocab_size": 31040, "hidden_size": 256, "num_hidden_layers": 12, "num_attention_heads": 8,
     "num_key_value_heads": 1, "head_dim": 64, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
     "linear_num_key_heads": 8, "linear_num_value_heads": 16, "num_experts": 32, "num_experts_per_tok": 8,
     "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "tie_word_embeddings": False,
@@ -32,8 +32,8 @@ CONFIG = {
 
 
 def main() -> None:
-    parser = measure.options_of(__doc__, runs=5)
-    parser.add_argument("--steps", type=int, default=12)
+    parser = measure.options_of(__doc__, runs=3)
+    parser.add_argument("--steps", type=int, default=8)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-balance-") as scratch:
         root = Path(scratch)
