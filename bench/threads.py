@@ -30,6 +30,7 @@ from reshard.copy.parallelism import Parallelism
 from reshard.plans.pack_plan import OutputShard
 from stores.base import Range
 from stores.bundles import TensorAt
+from stores.local import LocalFile
 
 HASH_NBYTES_PER_S, DISK_NBYTES_PER_S = 4e9, 0.4e9
 TENSOR_NBYTES, TENSORS_PER_FILE = 16 << 20, 64
@@ -64,12 +65,13 @@ class Waiting:
     def close(self) -> None: ...
 
 
-class SimulatedFile:
+class SimulatedFile(LocalFile):
     """A source file."""
 
-    nbytes, fingerprint = TENSOR_NBYTES * TENSORS_PER_FILE, ""
+    nbytes = TENSOR_NBYTES * TENSORS_PER_FILE
+    fingerprint = ""
 
-    def open(self, ranges: Sequence[Range]) -> Waiting:
+    def open(self, ranges: Sequence[Range]) -> Waiting:  # type: ignore[override]
         return Waiting()
 
 
@@ -129,7 +131,7 @@ def copy_s_per_mib(num_threads: int, folder: Path, tensor_nbytes: int | None = N
 
 
 def tensors_of(tensor_nbytes: int, num_tensors: int = TENSORS_PER_FILE) -> tuple[TensorAt, ...]:
-    file = SimulatedFile()
+    file = SimulatedFile(Path())
     return tuple(
         TensorAt(
             name=f"t{number}",

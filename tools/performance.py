@@ -22,6 +22,7 @@ BEGIN, END = "<!-- benchmarks: written by make performance -->\n", "<!-- end of 
 # The pages' sections: result files, each with its title and its script in bench/.
 SECTIONS = {
     "pack-4gb": ("Packing", "pack"),
+    "pack-4gb-full-cache": ("Packing with a full page cache", "pack"),
     "reshard-4gb": ("Resharding with optimizer state", "resharding"),
     "load": ("Loading a stage", "load"),
     "streams": ("Reading from remote stores", "streams"),
@@ -32,6 +33,8 @@ SECTIONS = {
     "saving": ("Saving", "saving"),
     "imports": ("Checkpoints of other trainers", "imports"),
     "deepseek": ("DeepSeek-V3's shape", "deepseek"),
+    "deepseek-megatron": ("DeepSeek-V3 as Megatron-Core saves it", "deepseek"),
+    "threads": ("Threads, where cores and disks are simulated", "threads"),
     "tensors": ("Many tensors", "tensors"),
     "startup": ("Start-up", "startup"),
     "paired": ("Beside an older commit", "paired"),

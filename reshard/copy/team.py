@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from manifests.digest import Hasher
 from reshard.copy.direct_io import BLOCK_NBYTES, aligned_buffer
 from reshard.copy.runs import ByteCounter, Chunk, Run, Sources, blocks_of, merged_reads
-from reshard.tensors.checkpoint import check_digest
+from reshard.tensors.checkpoint import TensorAt, check_digest
+from reshard.tensors.slices import pieces_of
+from stores.local import LocalFile
 
 __all__ = ["SharedRun", "Team", "with_teams"]
 
@@ -101,13 +103,18 @@ class SharedRun(Run):
 
 
 def with_teams(runs: Sequence[Run], num_threads: int) -> list[Run]:
-    """Return runs for threads to take: one of a large tensor as often as threads may work on it, with a team."""
+    """Return runs for threads to take: one of a large stored tensor as often as threads may copy it, with a team."""
     found = []
     for run in runs:
         nbytes = sum(tensor.nbytes for tensor in run.tensors)
-        if num_threads < 2 or nbytes < _LARGE_NBYTES or len(run.tensors) > 1:
+        if num_threads < 2 or nbytes < _LARGE_NBYTES or len(run.tensors) > 1 or not _is_stored(run.tensors[0]):
             found.append(run)
         else:
             shared = SharedRun(run.tensors, run.first, run.output, run.position, run.verifies, team=Team(run))
             found += [shared] * min(num_threads, nbytes // _SHARE_NBYTES)
     return found
+
+
+def _is_stored(tensor: TensorAt) -> bool:
+    """Return whether a tensor's bytes can be read in any order: computed ones are made from front to back."""
+    return all(isinstance(piece.file, LocalFile) for piece in pieces_of(tensor))

@@ -20,6 +20,7 @@ from reshard.estimate.assumptions import Assumptions
 from reshard.operations.resolve import LayoutRequest, lay_out
 from reshard.plans.pack_plan import OutputShard
 from reshard.sources.open import open_source
+from reshard.tensors.lazy import derive
 from tests.builders import files_in, llama_config, reshard, write_model
 
 EMBEDDING, MIB, NUM_THREADS = "model.embed_tokens.weight", 1 << 20, 3
@@ -98,3 +99,10 @@ def test_thread_that_fails_ends_the_others_and_the_rest_is_resumed(tmp_path: Pat
         target.write_shards(shards, WriteOptions(progress=fail, parallelism=options))
     resumed = pack(tmp_path, "out", "--threads", str(NUM_THREADS))
     assert files_in(resumed) == files_in(pack(tmp_path, "alone", "--threads", "1"))
+
+
+@pytest.mark.usefixtures("embedding")
+def test_computed_bytes_are_made_in_order_by_one_thread(tmp_path: Path) -> None:
+    tensor = open_source(str(tmp_path / "source")).tensors[EMBEDDING]
+    cast = derive(tensor, "F32", "cast", (tensor,), lambda: iter(()))
+    assert len(with_teams([Run([cast], 0)], NUM_THREADS)) == 1
