@@ -45,7 +45,7 @@ test: check  ## check, and the tests that start processes
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "process and not slow and not gpu" tests/process tests/gpu
 
 test-all: test interop  ## test, and the slow tests
-	$(BIN)/python -m pytest -q -m "slow and not gpu" || test $$? -eq 5  # pytest's 5: none is slow
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not gpu"
 
 test-gpu: setup  ## Run what needs a GPU, and write bench/results/gpu-*.json; without one, say what it would run
 	@$(BIN)/python tools/gpu.py

@@ -38,6 +38,8 @@ _NO_PLAN = "transformers has no plan for its layers"
 def why_not_tensor_parallel(entries: Collection[CatalogueEntry]) -> dict[str, str]:
     """Return why tensor-parallel ranks do not train each of these architectures, or nothing where they do."""
     planned = [entry for entry in entries if _has_plan(entry)]
+    if not planned:
+        return {entry.architecture: _NO_PLAN for entry in entries}
     with TemporaryDirectory() as folder:
         out = Path(folder, "found.json")
         cases = [(entry, "tensor", {}) for entry in planned]

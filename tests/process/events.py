@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -21,6 +22,7 @@ __all__ = [
     "NUM_PUSH_EVENTS",
     "NUM_SAVE_EVENTS",
     "Worker",
+    "acts_of",
     "chunks_of",
     "emptied",
     "is_planted",
@@ -28,8 +30,9 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
-# 1,200 seeded events in all: `make test` runs the first few of each kind, `make test-all` all.
-NUM_LOCAL_EVENTS, NUM_BUCKET_EVENTS, NUM_SAVE_EVENTS, NUM_PUSH_EVENTS = 700, 300, 120, 80
+Act = TypeVar("Act")
+# `make test` runs the first few of each kind, `make test-all` all: each act on each operation, here several times.
+NUM_LOCAL_EVENTS, NUM_BUCKET_EVENTS, NUM_SAVE_EVENTS, NUM_PUSH_EVENTS = 192, 66, 64, 22
 ACTS = ("SIGKILL", "SIGKILL", "SIGKILL", "SIGTERM", "SIGINT", "full", "broken", "refused")  # on this machine
 
 
@@ -69,6 +72,12 @@ def start_worker(said: Path, environment: Mapping[str, str], *args: str) -> Iter
         yield Worker(process, said)
         assert process.stdin is not None
         process.stdin.close()
+
+
+def acts_of(seed: int, operations: Sequence[str], acts: Sequence[Act], chance: random.Random) -> list[Act]:
+    """Return one act or two; with the seed, each operation has each act as its first in turn."""
+    first = acts[(seed // len(operations) + seed) % len(acts)]
+    return [first, chance.choice(acts)][: chance.randint(1, 2)]
 
 
 def chunks_of(num_events: int, num_sampled: int, num_together: int) -> list[Any]:

@@ -19,7 +19,7 @@ from runner.models import family_for
 from runner.pipeline.chunk import StageChunk, build_chunks, hf_constants, hf_pieces
 from tests.fast.runner.decoders import fill_pieces, tied_name
 from tests.fast.runner.tiny import HEAD, read_config
-from tests.process.parity_cases import BATCH, COMPARED, OPTIM, SEQ_LEN, STEPS, batch_of, texts
+from tests.process.parity_cases import BATCH, COMPARED, OPTIM, SEQ_LEN, batch_of, texts
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -93,7 +93,7 @@ def accumulate(model: nn.Module, batch: Batch, order: Sequence[int]) -> list[flo
     return losses
 
 
-def train_transformers(folder: Path, steps: int = STEPS) -> Run:
+def train_transformers(folder: Path, steps: int) -> Run:
     """Train the `transformers` model on whole batches, by its book."""
     from tests.fast.runner.titans import in_files, load  # slow to import, and ranks do without
 

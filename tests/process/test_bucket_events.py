@@ -16,7 +16,7 @@ from tests.bucket_sentinels import ObjectSentinels, is_planted, plant_objects
 from tests.builders import INDEX, files_in, llama_config, random_tensors, without_digest, write_model
 from tests.fast.trained import write_trained
 from tests.process.buckets import BUCKET, url_of
-from tests.process.events import NUM_BUCKET_EVENTS, NUM_PUSH_EVENTS, Worker, chunks_of, start_worker
+from tests.process.events import NUM_BUCKET_EVENTS, NUM_PUSH_EVENTS, Worker, acts_of, chunks_of, start_worker
 from tests.servers.s3 import MotoServer
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(1200)]
@@ -157,8 +157,7 @@ def strike(
     old, whole = output.readable(), place.expected(operation)
     expected = {name: data for name, data in whole.items() if name != INDEX or "manifest.json" not in whole}
     command, context, kept, num_saved = place.command(operation, output.url), "", {}, 0
-    for _ in range(chance.randint(1, 2)):
-        act, times = chance.choice(ACTS)
+    for act, times in acts_of(seed, operations, ACTS, chance):
         at, is_done, since = chance.randrange(last), chance.random() < 0.5, output.log_length()
         struck = {"act": act, "at": at, "times": times, "is_done": is_done}
         code, _ = worker.run(*command, strike=struck, endpoint=moto.endpoint)
@@ -210,7 +209,7 @@ def strike_all(seeds: range, place: Place, worker: Worker, moto: MotoServer, ope
     return num_saved
 
 
-@pytest.mark.parametrize("seeds", chunks_of(NUM_BUCKET_EVENTS, NUM_EVENTS, 49))
+@pytest.mark.parametrize("seeds", chunks_of(NUM_BUCKET_EVENTS, NUM_EVENTS, 33))
 def test_struck_command_touches_nothing_of_others_and_resumes_when_it_is_run_again(
     seeds: range, place: Place, worker: Worker, moto: MotoServer
 ) -> None:

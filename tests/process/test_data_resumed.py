@@ -21,7 +21,7 @@ from runner.checkpoint.skipped import read_skipped
 from tests.builders import reshard
 from tests.fast.runner.tiny import save_model
 from tests.fast.runner.words import BOS, EOS, write_documents, write_tokenizer
-from tests.process.test_resume import STEPS, Runs, digests_in
+from tests.process.test_resume import MIDDLE, STEPS, Runs, after_middle, digests_in
 from tests.process.training_jobs import run_jobs
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
@@ -32,7 +32,7 @@ NAMES = (PACKED, PADDED)
 
 def data_of(name: str, place: Path) -> tuple[object, ...]:
     """Lines and rows by weight, end to end; or text and rows as one source, a document in each sequence."""
-    shuffled = ("--shuffle", "--seed", 5)
+    shuffled = ("--shuffle", "--seed", 5, "--microbatch", 4)
     if name == PADDED:
         return ("--data", place / "rows.parquet", "--data", place / "lines.jsonl", "--no-pack", *shuffled)
     sources = {"lines.jsonl": 3, "rows.parquet": 1, "text.txt": 0.5}
@@ -54,20 +54,20 @@ def spoil(place: Path) -> None:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     runs = Runs(tmp_path_factory.mktemp("data"))
     source = runs.place / "untied"
-    save_model(source, bos_token_id=BOS, eos_token_id=EOS)
+    save_model(source, num_hidden_layers=2, bos_token_id=BOS, eos_token_id=EOS)
     write_tokenizer(source, **json.loads((source / "config.json").read_text()))
     documents = [[number % 8, *((number * i * i) % 8 for i in range(3 + 5 * number % 17))] for number in range(60)]
     write_documents(runs.place / "lines.jsonl", documents[:20])
-    write_documents(runs.place / "rows.parquet", documents[20:30], group=4)
+    write_documents(runs.place / "rows.parquet", documents[20:26], group=4)
     spoil(runs.place)
-    write_documents(runs.place / "text.txt", documents[50:])
+    write_documents(runs.place / "text.txt", documents[57:])
     for layout in ("pp=1", "pp=2"):
         assert reshard("pack", source, "--layout", layout, "--out", runs.packed("untied", layout)).code == 0
-    recipe = ("--skip-bad-documents", "--seq-len", 24, "--global-batch", 8, "--lr", 2e-3, "--checkpoint-every", 6)
+    recipe = ("--skip-bad-documents", "--seq-len", 24, "--global-batch", 8, "--lr", 2e-3, "--checkpoint-every", MIDDLE)
     whole = [(f"whole-{name}", data_of(name, runs.place)) for name in NAMES]
     two, one = runs.packed("untied", "pp=2"), runs.packed("untied", "pp=1")
     run_jobs(2, [runs.job(n, two, *recipe, *data, "--checkpoint", runs.history(n)) for n, data in whole])
-    wrong = ("--data", runs.place / "lines.jsonl", "--no-shuffle", "--resume", runs.checkpoint("whole-packed", 6))
+    wrong = ("--data", runs.place / "lines.jsonl", "--no-shuffle", "--resume", runs.checkpoint("whole-packed", MIDDLE))
     taken = (*data_of(PACKED, runs.place), "--resume", runs.checkpoint("whole-packed"))
     others = [runs.job("wrong", two, *wrong), runs.job("taken", two, *taken), *attempts(runs, two), stale(runs, two)]
     others += [runs.job("not text", two, "--data", runs.place / "lines.jsonl", "--seq-len", 24, "--global-batch", 2)]
@@ -79,10 +79,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 def attempts(runs: Runs, root: Path) -> list[dict[str, object]]:
     """Begin other data at a checkpoint, and start the same job again, as a scheduler does, a step further each time."""
     history = runs.history("attempts")
-    shutil.copytree(runs.checkpoint("whole-packed", 6), history / "step-000006")
+    shutil.copytree(runs.checkpoint("whole-packed", MIDDLE), history / "step-000003")
     data = ("--data", runs.place / "lines.jsonl", "--skip-bad-documents")
     words = (*data, "--restart-data", "--resume", "auto", "--checkpoint", history)
-    return [runs.job(f"attempt-{steps}", root, *words, steps=steps) for steps in (7, 8, 9)]
+    return [runs.job(f"attempt-{steps}", root, *words, steps=steps) for steps in (4, 5, 6)]
 
 
 def stale(runs: Runs, root: Path) -> dict[str, object]:
@@ -96,7 +96,7 @@ def stale(runs: Runs, root: Path) -> dict[str, object]:
 
 
 def resumed(runs: Runs, how: str, root: Path, name: str) -> dict[str, object]:
-    job, middle = f"{how}-{name}", runs.checkpoint(f"whole-{name}", 6)
+    job, middle = f"{how}-{name}", runs.checkpoint(f"whole-{name}", MIDDLE)
     data = data_of(name, runs.place)
     return runs.job(job, root, *data, "--skip-bad-documents", "--resume", middle, "--checkpoint", runs.history(job))
 
@@ -112,7 +112,7 @@ def state_of(checkpoint: Path) -> TrainingState:
 def test_shuffled_and_weighted_data_go_on_bitwise(how: str, name: str, runs: Runs) -> None:
     expected = runs.losses(f"whole-{name}")
     assert list(expected) == list(range(1, STEPS + 1))
-    assert runs.losses(f"{how}-{name}") == {step: expected[step] for step in range(7, STEPS + 1)}
+    assert runs.losses(f"{how}-{name}") == after_middle(expected)
     last, whole = runs.checkpoint(f"{how}-{name}"), runs.checkpoint(f"whole-{name}")
     assert digests_in(last) == digests_in(whole)
     assert state_of(last).data == state_of(whole).data
@@ -123,12 +123,12 @@ def test_documents_that_are_no_text_are_counted_alike_whether_resumed_or_not(nam
     whole, *others = (skipped(runs, f"{how}-{name}") for how in ("whole", "same", "fewer"))
     counts = list(whole.values())
     assert counts == sorted(counts)
-    assert 0 < whole[6] < whole[STEPS]
-    assert others == 2 * [{step: whole[step] for step in range(7, STEPS + 1)}]
+    assert 0 < whole[MIDDLE] < whole[STEPS]
+    assert others == 2 * [after_middle(whole)]
     repacked = runs.place / f"repacked-{name}"
-    assert reshard("pack", runs.checkpoint(f"whole-{name}", 6), "--layout", "pp=1", "--out", repacked).code == 0
+    assert reshard("pack", runs.checkpoint(f"whole-{name}", MIDDLE), "--layout", "pp=1", "--out", repacked).code == 0
     assert [read_skipped(open_packed(folder)) for folder in (repacked, runs.checkpoint(f"fewer-{name}"))] == [
-        whole[6],
+        whole[MIDDLE],
         whole[STEPS],
     ]
 
@@ -139,12 +139,12 @@ def skipped(runs: Runs, name: str) -> dict[int, int]:
 
 
 def test_checkpoint_says_where_each_source_was_left(runs: Runs) -> None:
-    middle, last = (state_of(runs.checkpoint("whole-packed", step)).data for step in (6, STEPS))
+    middle, last = (state_of(runs.checkpoint("whole-packed", step)).data for step in (MIDDLE, STEPS))
     assert middle is not None
     assert last is not None
     assert middle.cursor is not None
     assert last.cursor is not None
-    assert (middle.num_sequences, last.num_sequences) == (48, 96)
+    assert (middle.num_sequences, last.num_sequences) == (24, 48)
     assert middle.cursor.num_documents < last.cursor.num_documents
     assert len(last.cursor.sources) == 3
     assert all(position.epoch > 0 for position in last.cursor.sources)
@@ -156,11 +156,11 @@ def test_data_in_another_order_is_refused(runs: Runs) -> None:
 
 
 def test_other_data_is_begun_once_and_gone_on_with_by_later_attempts(runs: Runs) -> None:
-    left = [state_of(runs.checkpoint("attempts", step)).data for step in (6, 7, 8, 9)]
-    assert [data.num_sequences for data in left if data is not None] == [48, 8, 16, 24]
-    assert [list(runs.losses(f"attempt-{step}")) for step in (7, 8, 9)] == [[7], [8], [9]]
-    assert "note: --restart-data: starting this data from its first sequence" in runs.said("attempt-7")
-    assert "note: --restart-data has no effect: the checkpoint consumed 16 " in runs.said("attempt-9")
+    left = [state_of(runs.checkpoint("attempts", step)).data for step in (3, 4, 5, 6)]
+    assert [data.num_sequences for data in left if data is not None] == [24, 8, 16, 24]
+    assert [list(runs.losses(f"attempt-{step}")) for step in (4, 5, 6)] == [[4], [5], [6]]
+    assert "note: --restart-data: starting this data from its first sequence" in runs.said("attempt-4")
+    assert "note: --restart-data has no effect: the checkpoint consumed 16 " in runs.said("attempt-6")
 
 
 def test_rank_whose_data_is_not_rank_0s_ends_the_run_before_its_first_step(runs: Runs) -> None:

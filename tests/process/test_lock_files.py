@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -15,7 +14,8 @@ import pytest
 
 from manifests.errors import InputError
 from manifests.lockfile import birth_of, locking
-from tests.process.local_jobs import ROOT, SMALL, launched, pack_tiny, runner
+from tests.process.local_jobs import ROOT, SMALL, pack_tiny, runner
+from tests.process.torchrun import started
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
@@ -178,9 +178,10 @@ def test_two_launches_into_one_log_folder_at_once_start_one_job(packed: Path, tm
 def test_second_run_that_would_save_to_the_same_place_is_refused_before_it_trains(
     flag: str, packed: Path, tmp_path: Path
 ) -> None:
-    with launched(packed, tmp_path / "log", "--steps", "100000", flag, tmp_path / "out") as first:
-        first.wait_for_step(1)
-        second = runner("launch", packed, "--log-dir", tmp_path / "other", "--", *SMALL, flag, tmp_path / "out")
-        assert second.returncode == 3, second.stderr
-        assert f"{flag} {tmp_path / 'out'}: process {first.ranks()[0]} on " in second.stderr
-        assert not re.search(r"^step ", second.stdout, re.M)
+    words = (packed / "manifest.json", *SMALL, "--steps", "100000", flag, tmp_path / "out", "--log-dir")
+    with started(1, "../../runner/train.py", *words, tmp_path / "log") as (first,):
+        first.wait_for("step 1/", 60)
+        with started(1, "../../runner/train.py", *words, tmp_path / "other") as (second,):
+            assert second.wait(60) == 3, second.said
+            assert f"{flag} {tmp_path / 'out'}: process {first.process.pid} on " in second.said
+            assert "step 1/" not in second.said

@@ -89,7 +89,7 @@ def same_bytes(left: Path, right: Path) -> bool:
     return subprocess.run(["diff", "-r", "--exclude=manifest.json", str(left), str(right)]).returncode == 0
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 220))])
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 40))])
 def test_killed_pack_resumes_to_the_bytes_of_an_uninterrupted_one(
     source: Path, whole: Path, tmp_path: Path, seed: int
 ) -> None:
@@ -103,7 +103,7 @@ def test_killed_pack_resumes_to_the_bytes_of_an_uninterrupted_one(
     assert same_bytes(whole, out)
     assert json.loads((out / "manifest.json").read_text()) == json.loads((whole / "manifest.json").read_text())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
-    shutil.rmtree(out)  # pytest would keep all 220 of them
+    shutil.rmtree(out)  # pytest would keep all of them
 
 
 def test_resumed_pack_does_not_copy_again_what_is_done(source: Path, whole: Path, tmp_path: Path) -> None:

@@ -140,12 +140,12 @@ def test_pipeline_is_bitwise_one_process(case: Case, runs: Path, models: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SLOW, **NAMED)
-def test_whole_matrix_is_bitwise_one_process_and_equals_transformers(
+def test_every_pair_of_a_family_a_schedule_and_ranks_is_bitwise_one_process_and_equals_transformers(
     case: Case, slow_runs: Callable[[str], Path], models: Path
 ) -> None:
     found = read_run(slow_runs(case.family), case)
     assert differences(found, reference(models, case)) == []
-    check_transformers(case, found, hugging_face(folder_of(models, case.family, case.weights)))
+    check_transformers(case, found, hugging_face(folder_of(models, case.family, case.weights), case.steps))
 
 
 @pytest.mark.parametrize("case", CORRECT, **NAMED)

@@ -138,12 +138,12 @@ class Case:
 
 
 def cases_of() -> tuple[Case, ...]:
-    """Give every form on two ranks, and every family, tied and untied, on four."""
+    """Give a model's forms on two ranks and on four in turn."""
     forms = (*TITANS, *VARIANTS, *FORMS)
-    plain = [(name, changes) for name, changes in forms if changes.keys() <= {"tie_word_embeddings"}]
-    ranks = [*((form, 2) for form in forms), *((form, 4) for form in plain)]
+    turns = [sum(name == form[0] for name, _ in forms[:number]) for number, form in enumerate(forms)]
     return tuple(
-        Case(number=number, variant=form, num_ranks=num_ranks) for number, (form, num_ranks) in enumerate(ranks)
+        Case(number=number, variant=form, num_ranks=(2, 4)[turn % 2])
+        for number, (form, turn) in enumerate(zip(forms, turns, strict=True))
     )
 
 

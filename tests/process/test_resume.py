@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,9 @@ SAMPLE = [
 ]  # fmt: skip
 WHOLE = [*SAMPLE, "4-1F1B-untied"]
 REST = [name for name in NAMES if name not in SAMPLE]
-STEPS, SEQ_LEN, GLOBAL_BATCH = 12, 24, 8
-LR, WARMUP, MIN_LR, MAX_NORM, WEIGHT_DECAY = 2e-3, 3, 2e-4, 0.5, 0.1
+STEPS, MIDDLE = 6, 3
+SEQ_LEN, GLOBAL_BATCH = 24, 4
+LR, WARMUP, MIN_LR, MAX_NORM, WEIGHT_DECAY = 2e-3, 2, 2e-4, 0.5, 0.1
 RECIPE = (
     "--seq-len", SEQ_LEN, "--global-batch", GLOBAL_BATCH, "--lr", LR, "--warmup-steps", WARMUP, "--decay", "cosine",
     "--decay-steps", STEPS, "--min-lr", MIN_LR, "--max-norm", MAX_NORM, "--weight-decay", WEIGHT_DECAY,
@@ -105,13 +106,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         for layout in (V, *(layout for layouts in LAYOUTS.values() for layout in layouts.values())):
             run("pack", runs.place / weights, "--layout", layout, "--out", runs.packed(weights, layout))
     run_jobs(4, whole(runs, 4, WHOLE))
-    run_jobs(2, [*whole(runs, 2, WHOLE), *across(runs, "pp=2", "whole-4-1F1B", 6, 8), *to_v(runs, "tied")])
-    run_jobs(1, [*whole(runs, 1, WHOLE), *across(runs, "pp=1", "across-pp=2", 8, 10)])
+    run_jobs(2, [*whole(runs, 2, WHOLE), *across(runs, "pp=2", "whole-4-1F1B", MIDDLE, 4), *to_v(runs, "tied")])
+    run_jobs(1, [*whole(runs, 1, WHOLE), *across(runs, "pp=1", "across-pp=2", 4, 5)])
     run_jobs(
         4,
         [
             *resumed(runs, 4, SAMPLE),
-            *across(runs, "pp=4,vpp=2", "across-pp=1", 10, STEPS),
+            *across(runs, "pp=4,vpp=2", "across-pp=1", 5, STEPS),
             *from_v(runs, "tied"),
         ],
     )
@@ -150,7 +151,7 @@ def whole(runs: Runs, num_ranks: int, names: Sequence[str]) -> list[dict[str, An
     return [
         runs.job(
             f"whole-{name}", packed, *RECIPE, *data, "--checkpoint", runs.history(f"whole-{name}"),
-            "--checkpoint-every", 6,
+            "--checkpoint-every", MIDDLE,
         )
         for name, packed, data in on_ranks(runs, num_ranks, names)
     ]  # fmt: skip
@@ -160,7 +161,7 @@ def resumed(runs: Runs, num_ranks: int, names: Sequence[str]) -> list[dict[str, 
     """Go on from the middle on the same ranks, knowing nothing of the recipe."""
     return [
         runs.job(
-            f"resumed-{name}", packed, *data, "--resume", runs.checkpoint(f"whole-{name}", 6),
+            f"resumed-{name}", packed, *data, "--resume", runs.checkpoint(f"whole-{name}", MIDDLE),
             "--checkpoint", runs.history(f"resumed-{name}"), "--checkpoint-sync",
         )
         for name, packed, data in on_ranks(runs, num_ranks, names)
@@ -191,17 +192,17 @@ def across(
 
 
 def to_v(runs: Runs, weights: str) -> list[dict[str, Any]]:
-    return across(runs, V, "whole-4-1F1B", 6, 9, [weights])
+    return across(runs, V, "whole-4-1F1B", MIDDLE, 5, [weights])
 
 
 def from_v(runs: Runs, weights: str) -> list[dict[str, Any]]:
-    return across(runs, "pp=4", f"across-{V}", 9, STEPS, [weights])
+    return across(runs, "pp=4", f"across-{V}", 5, STEPS, [weights])
 
 
 def offline(runs: Runs, weights: str) -> dict[str, Any]:
     """Cut a checkpoint of four ranks for two, without torch, and go on from what came of it."""
     cut, name = runs.place / f"cut-{weights}", f"offline-{weights}"
-    run("pack", runs.checkpoint(f"whole-4-1F1B-{weights}", 6), "--layout", "pp=2,vpp=2", "--out", cut)
+    run("pack", runs.checkpoint(f"whole-4-1F1B-{weights}", MIDDLE), "--layout", "pp=2,vpp=2", "--out", cut)
     return runs.job(name, cut, *data_of(weights, runs.place), "--resume", "auto", "--checkpoint", runs.history(name))
 
 
@@ -214,8 +215,8 @@ def spoil_copy(runs: Runs) -> None:
 
 def on_two_ranks(runs: Runs) -> list[dict[str, Any]]:
     packed, data = runs.packed("untied", "pp=2"), data_of("untied", runs.place)
-    middle = runs.checkpoint("whole-2-1F1B-untied", 6)
-    (runs.place / "spoiled" / "checkpoints" / ".step-000003.partial").mkdir()
+    middle = runs.checkpoint("whole-2-1F1B-untied", MIDDLE)
+    (runs.place / "spoiled" / "checkpoints" / ".step-000001.partial").mkdir()
     return [
         runs.job(
             "spoiled", packed, *data, "--resume", "auto", "--checkpoint", runs.history("spoiled"),
@@ -226,9 +227,9 @@ def on_two_ranks(runs: Runs) -> list[dict[str, Any]]:
         runs.job("anew", middle, *RECIPE, *data, "--resume-weights-only", "--save", runs.place / "saved", steps=1),
         runs.job("unsaid", middle, *RECIPE, *data),
         runs.job("no moments", packed, *RECIPE, *data, "--resume", runs.place / "saved"),
-        runs.job("other model", packed, *data, "--resume", runs.checkpoint("whole-4-1F1B-tied", 6)),
+        runs.job("other model", packed, *data, "--resume", runs.checkpoint("whole-4-1F1B-tied", MIDDLE)),
         runs.job("other data", packed, "--data", "synthetic", "--seed", 8, "--resume", middle),
-        runs.job("other rate", packed, *data, "--resume", middle, "--lr", 4e-3, steps=7),
+        runs.job("other rate", packed, *data, "--resume", middle, "--lr", 4e-3, steps=4),
     ]  # fmt: skip
 
 
@@ -243,10 +244,14 @@ def test_training_is_resumed_bitwise_on_every_layout(name: str, rest: Runs) -> N
     check_resumed(name, rest)
 
 
+def after_middle(losses: Mapping[int, Any]) -> dict[int, Any]:
+    return {step: losses[step] for step in range(MIDDLE + 1, STEPS + 1)}
+
+
 def check_resumed(name: str, runs: Runs) -> None:
     expected = runs.losses(f"whole-{name}")
     assert list(expected) == list(range(1, STEPS + 1))
-    assert runs.losses(f"resumed-{name}") == {step: expected[step] for step in range(7, STEPS + 1)}
+    assert runs.losses(f"resumed-{name}") == after_middle(expected)
     assert digests_in(runs.checkpoint(f"resumed-{name}")) == digests_in(runs.checkpoint(f"whole-{name}"))
 
 
@@ -254,8 +259,8 @@ def check_resumed(name: str, runs: Runs) -> None:
 def test_four_ranks_to_two_to_one_to_four_are_bitwise_the_uninterrupted_four(weights: str, runs: Runs) -> None:
     expected = runs.losses(f"whole-4-1F1B-{weights}")
     found = [runs.losses(f"across-{layout}-{weights}") for layout in ("pp=2", "pp=1", "pp=4,vpp=2")]
-    assert [list(part) for part in found] == [[7, 8], [9, 10], [11, 12]]
-    assert {step: line for part in found for step, line in part.items()} == {s: expected[s] for s in range(7, 13)}
+    assert [list(part) for part in found] == [[4], [5], [6]]
+    assert {step: line for part in found for step, line in part.items()} == after_middle(expected)
     last = runs.checkpoint(f"across-pp=4,vpp=2-{weights}")
     assert digests_in(last) == digests_in(runs.checkpoint(f"whole-4-1F1B-{weights}"))
     state = read_manifest(last).training
@@ -281,18 +286,18 @@ def test_untied_weights_go_to_v_and_back_and_are_cut_anew_bitwise(rest: Runs) ->
 def check_v(weights: str, runs: Runs) -> None:
     expected = runs.losses(f"whole-4-1F1B-{weights}")
     found = [runs.losses(f"across-{layout}-{weights}") for layout in (V, "pp=4")]
-    assert [list(part) for part in found] == [[7, 8, 9], [10, 11, 12]]
-    assert {step: line for part in found for step, line in part.items()} == {s: expected[s] for s in range(7, 13)}
+    assert [list(part) for part in found] == [[4, 5], [6]]
+    assert {step: line for part in found for step, line in part.items()} == after_middle(expected)
     last = runs.checkpoint(f"across-pp=4-{weights}")
     assert digests_in(last) == digests_in(runs.checkpoint(f"whole-4-1F1B-{weights}"))
 
 
 def check_cut(weights: str, runs: Runs) -> None:
-    cut, parent = runs.place / f"cut-{weights}", runs.checkpoint(f"whole-4-1F1B-{weights}", 6)
+    cut, parent = runs.place / f"cut-{weights}", runs.checkpoint(f"whole-4-1F1B-{weights}", MIDDLE)
     assert digests_in(cut) == digests_in(parent)
     assert reshard("verify", cut).code == 0
     expected = runs.losses(f"whole-4-1F1B-{weights}")
-    assert runs.losses(f"offline-{weights}") == {step: expected[step] for step in range(7, STEPS + 1)}
+    assert runs.losses(f"offline-{weights}") == after_middle(expected)
     last = runs.checkpoint(f"offline-{weights}")
     assert digests_in(last) == digests_in(runs.checkpoint(f"whole-4-1F1B-{weights}"))
     locations = [Path(parent.location) for parent in read_manifest(last).parents]
@@ -341,10 +346,7 @@ def train_outside(runs: Runs, weights: str) -> tuple[list[float], dict[str, torc
 
 def test_each_save_says_how_long_training_paused(runs: Runs) -> None:
     saves = [line for line in runs.lines("whole-4-1F1B-tied") if "checkpoint" in line]
-    assert [(line["step"], Path(line["checkpoint"]).name) for line in saves] == [
-        (6, "step-000006"),
-        (12, "step-000012"),
-    ]
+    assert [(line["step"], Path(line["checkpoint"]).name) for line in saves] == [(3, "step-000003"), (6, "step-000006")]
     for line in saves:
         shards = list(read_manifest(Path(line["checkpoint"])).shards)
         assert line["save_nbytes"] == sum(shard.nbytes for shard in shards)
@@ -357,9 +359,9 @@ def test_auto_names_what_is_damaged_and_resumes_from_the_checkpoint_before(runs:
     assert (
         f"warning: {newest} cannot be resumed: rank 1: {newest}/stage-001/exp_avg/model.safetensors: "
     ) in runs.said("spoiled")
-    assert f"resuming from {runs.checkpoint('spoiled', 6)} at step 6 " in runs.said("spoiled")
+    assert f"resuming from {runs.checkpoint('spoiled', MIDDLE)} at step 3 " in runs.said("spoiled")
     # The damaged one was replaced on the way, and older ones were taken away.
-    assert sorted(path.name for path in runs.history("spoiled").iterdir()) == ["step-000010", "step-000012"]
+    assert sorted(path.name for path in runs.history("spoiled").iterdir()) == ["step-000004", "step-000006"]
     assert reshard("verify", newest).code == 0
     assert digests_in(newest) == digests_in(runs.checkpoint("whole-2-1F1B-untied"))
 
@@ -367,15 +369,15 @@ def test_auto_names_what_is_damaged_and_resumes_from_the_checkpoint_before(runs:
 def test_flags_that_are_written_win_and_are_said(runs: Runs) -> None:
     assert "note: --lr 0.004 overrides 0.002 of the checkpoint" in runs.said("other rate")
     (line,) = runs.losses("other rate").values()
-    loss, norm, rate = runs.losses("whole-2-1F1B-untied")[7]
+    loss, norm, rate = runs.losses("whole-2-1F1B-untied")[4]
     assert line[:2] == (loss, norm)
     assert line[2] > 1.9 * rate
 
 
 def test_weights_only_begins_at_step_0_and_says_what_stays_behind(runs: Runs) -> None:
-    middle = runs.checkpoint("whole-2-1F1B-untied", 6)
+    middle = runs.checkpoint("whole-2-1F1B-untied", MIDDLE)
     assert f"starting at step 0 with the weights of {middle}; " in runs.said("anew")
-    assert "not resumed: AdamW state at step 6" in runs.said("anew")
+    assert "not resumed: AdamW state at step 3" in runs.said("anew")
     assert [line["step"] for line in runs.lines("anew")] == [1]
     state = read_manifest(runs.place / "saved").training
     assert state is not None
@@ -387,9 +389,9 @@ def test_weights_only_begins_at_step_0_and_says_what_stays_behind(runs: Runs) ->
     [
         ("held", "launch.folder-in-use", "--checkpoint {runs}/held/checkpoints"),
         ("used", "checkpoint.folder-in-use", "{runs}/whole-2-1F1B-untied/checkpoints"),
-        ("unsaid", "resume.undecided", "{runs}/whole-2-1F1B-untied/checkpoints/step-000006/manifest.json"),
+        ("unsaid", "resume.undecided", "{runs}/whole-2-1F1B-untied/checkpoints/step-000003/manifest.json"),
         ("no moments", "resume.no-optimizer-state", "{runs}/saved/manifest.json"),
-        ("other model", "resume.other-model", "{runs}/whole-4-1F1B-tied/checkpoints/step-000006/manifest.json"),
+        ("other model", "resume.other-model", "{runs}/whole-4-1F1B-tied/checkpoints/step-000003/manifest.json"),
         ("other data", "resume.other-data", "--data"),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 
 from runner.checkpoint.history import checkpoint_path, find_checkpoints
 from tests.builders import files_in, llama_config, reshard, write_model
-from tests.process.events import ACTS, NUM_SAVE_EVENTS, Worker, chunks_of, emptied, is_planted, start_worker
+from tests.process.events import ACTS, NUM_SAVE_EVENTS, Worker, acts_of, chunks_of, emptied, is_planted, start_worker
 from tests.sentinels import plant_in
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(1200)]
@@ -77,12 +77,13 @@ def check_history(place: Place, history: Path, context: str) -> list[int]:
     return steps
 
 
-def strike_history(place: Place, worker: Worker, chance: random.Random, folder: Path, context: str) -> None:
+def strike_history(place: Place, worker: Worker, seed: int, folder: Path) -> None:
+    chance, context = random.Random(seed), f"seed {seed}"
     history, newest = folder / "history", 2
     shutil.copytree(place.history, history)
     sentinels = [plant_in(folder), plant_in(history)]
-    for _ in range(chance.randint(1, 2)):
-        act, at = chance.choice(ACTS), chance.randrange(place.num_changes["history"])
+    for act in acts_of(seed, KINDS, ACTS, chance):
+        at = chance.randrange(place.num_changes["history"])
         code, _ = worker.run("history", place.packed, history, newest + 1, act=act, at=at)
         context += f", {act} at change {at}, code {code}: {worker.said.read_text()}"
         assert code in (0, 3, 130, -9, -15), context
@@ -103,7 +104,8 @@ def strike_history(place: Place, worker: Worker, chance: random.Random, folder: 
         each.check()
 
 
-def strike_save(place: Place, worker: Worker, chance: random.Random, folder: Path, kind: str, context: str) -> None:
+def strike_save(place: Place, worker: Worker, seed: int, folder: Path, kind: str) -> None:
+    chance, context = random.Random(seed), f"seed {seed}: {kind}"
     out, old, new = folder / "out", None, place.expected[kind, 3]
     sentinels = [plant_in(folder)]
     if kind == "forced save":
@@ -116,8 +118,8 @@ def strike_save(place: Place, worker: Worker, chance: random.Random, folder: Pat
     def ours() -> dict[str, bytes] | None:
         return {name: data for name, data in files_in(out).items() if not is_planted(name)} if out.exists() else None
 
-    for _ in range(chance.randint(1, 2)):
-        act, at = chance.choice(ACTS), chance.randrange(place.num_changes[kind] + 20 * (kind == "forced save"))
+    for act in acts_of(seed, KINDS, ACTS, chance):
+        at = chance.randrange(place.num_changes[kind] + 20 * (kind == "forced save"))
         code, _ = worker.run(kind, place.packed, out, 3, act=act, at=at)
         context += f", {act} at change {at}, code {code}: {worker.said.read_text()}"
         assert code in (0, 3, 130, -9, -15), context
@@ -139,14 +141,14 @@ def strike_save(place: Place, worker: Worker, chance: random.Random, folder: Pat
 
 def strike(place: Place, worker: Worker, seed: int, folder: Path) -> None:
     """Strike a save once or twice, and save again as the next run does."""
-    kind, chance = KINDS[seed % len(KINDS)], random.Random(seed)
+    kind = KINDS[seed % len(KINDS)]
     if kind == "history":
-        strike_history(place, worker, chance, folder, f"seed {seed}")
+        strike_history(place, worker, seed, folder)
     else:
-        strike_save(place, worker, chance, folder, kind, f"seed {seed}: {kind}")
+        strike_save(place, worker, seed, folder, kind)
 
 
-@pytest.mark.parametrize("seeds", chunks_of(NUM_SAVE_EVENTS, NUM_EVENTS, 56))
+@pytest.mark.parametrize("seeds", chunks_of(NUM_SAVE_EVENTS, NUM_EVENTS, 60))
 def test_struck_save_leaves_every_checkpoint_whole_and_the_next_one_is_saved(
     seeds: range, place: Place, worker: Worker, tmp_path: Path
 ) -> None:

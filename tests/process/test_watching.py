@@ -9,18 +9,23 @@ from pathlib import Path
 import pytest
 from torch.distributed.flight_recorder.components.loader import read_dump
 
-from tests.process.local_jobs import launched, runner
+from tests.process.local_jobs import SMALL, launched, runner
+from tests.process.torchrun import started
+from tests.process.training_jobs import losses_of
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
 
 def test_run_that_is_watched_leaves_event_files_an_offline_run_and_a_page(packed: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    asked = ("--steps", "6", "--trace", "3-5", "--log-every", "4", "--tensorboard", "--wandb")
-    with launched(packed, log, *asked, WANDB_MODE="offline", WANDB_SILENT="true") as run:
-        assert run.process.wait(timeout=120) == 0, run.said
-    assert [line.split()[1] for line in run.said.splitlines() if line.startswith("step ")] == ["4/6", "6/6"]
-    assert len(run.losses()) == 6
+    asked = ("--steps", "6", "--trace", "3-5", "--log-every", "4", "--tensorboard", "--wandb", "--log-dir", log)
+    words, silent = (packed / "manifest.json", *SMALL, *asked), {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    with started(2, "../../runner/train.py", *words, **silent) as ranks:
+        assert [rank.wait(120) for rank in ranks] == [0, 0], ranks[0].said
+        said = ranks[0].said
+    assert [line.split()[1] for line in said.splitlines() if line.startswith("step ")] == ["4/6", "6/6"]
+    losses = losses_of(log)
+    assert len(losses) == 6
     (events,) = (log / "tensorboard").iterdir()
     (offline,) = (log / "wandb").glob("offline-run-*/run-*.wandb")
     for path in (events, offline):
@@ -29,7 +34,7 @@ def test_run_that_is_watched_leaves_event_files_an_offline_run_and_a_page(packed
     page = tmp_path / "page.html"
     done = runner("report", log, "--out", page)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"{page}: 6 steps, last loss {run.losses()[-1]:.6f}; bubble ")
+    assert done.stdout.startswith(f"{page}: 6 steps, last loss {losses[-1]:.6f}; bubble ")
     for heading in ("Loss", "Throughput", "Where the time of a step goes", "Memory"):
         assert f"<h2>{heading}" in page.read_text()
 
