@@ -215,12 +215,15 @@ def _is_tensor(entry: Record) -> bool:
     return "chunks" in entry.fields
 
 
-def _item(index: Record) -> tuple[str, tuple[int, ...] | None]:
-    """Return which chunk of which entry an item is; only those of tensors have an offset."""
+def _item(index: Record) -> tuple[str, str | None]:
+    """Return which chunk of which entry an item is; only those of tensors have an offset.
+
+    The offset is a text since Python hashes numbers without a secret: they could be chosen to collide.
+    """
     name, offset = index["fqn"], index.fields.get("offset")
     if not isinstance(name, str):
         raise BadPickleError(f"an item whose name is a {type(name).__name__}")
-    return name, None if offset is None else _counts(offset)
+    return name, None if offset is None else str(_counts(offset))
 
 
 def _place(info: Record) -> tuple[str, int, int]:
@@ -242,7 +245,7 @@ def _tensor(
     name: str,
     keys: tuple[str | int, ...],
     entry: Record,
-    items: Mapping[tuple[str, tuple[int, ...] | None], tuple[str, int, int]],
+    items: Mapping[tuple[str, str | None], tuple[str, int, int]],
 ) -> DcpTensor:
     whole, properties = _counts(entry["size"]), entry["properties"]["state"]
     dtype = properties[0].name if isinstance(properties, tuple) and isinstance(properties[0], ArchiveDtype) else None
@@ -255,10 +258,10 @@ def _tensor(
         offset, shape = _counts(chunk["offsets"]), _counts(chunk["sizes"])
         if not len(offset) == len(shape) == len(whole):
             raise BadPickleError(f"{name[:80]!r} has a chunk with another number of dimensions")
-        if (name, offset) not in items:
+        if (item := (name, str(offset))) not in items:
             raise BadPickleError(f"a chunk of {name[:80]!r}, at {list(offset)}, is stored in no file")
         region = Slice(offset=offset, shape=shape, whole_shape=whole)
-        chunks.append(Chunk(region, *items[name, offset]))
+        chunks.append(Chunk(region, *items[item]))
     if not chunks:
         raise BadPickleError(f"{name[:80]!r} has no chunks")
     return DcpTensor(name, keys, dtype, tuple(chunks))

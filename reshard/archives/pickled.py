@@ -1,7 +1,7 @@
 """Reads a pickle as data: no name in it is looked up, so none of its code runs.
 
 Before anything is built, the opcodes are scanned: only those that build plain values are allowed, their number is
-bounded, and so are the memo, whose size a pickle could set to anything, and the time that hashing tuples takes.
+bounded, and so are the memo, whose size a pickle could set to anything, and the time that hashing takes.
 
 Source: CPython 3.11, Modules/_pickle.c and pickletools.py.
 """
@@ -12,7 +12,7 @@ import io
 import pickle
 import pickletools
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, Self
 
@@ -21,6 +21,8 @@ __all__ = ["BadPickleError", "Record", "Reference", "check_repeats", "read_pickl
 _MAX_OBJECTS = 16_000_000  # opcodes; the objects of the worst ones take about 1 GB
 _MAX_HASHED = 50_000_000  # values in tuples, wherever one may be hashed: CPython does it recursively, and each time
 _REPEATS = "tuples that repeat each other"
+_MAX_TUPLE_KEYS = 5_000  # of dicts and sets: numbers are hashed without a secret, and may be chosen to collide
+_MANY_KEYS = f"more than {_MAX_TUPLE_KEYS} tuples or large numbers as keys"
 _MAX_SHOWN = 10_000_000  # values in containers, as often as they are there
 _index = struct.Struct("<I").unpack_from
 _CODES = {opcode.name: ord(opcode.code) for opcode in pickletools.opcodes}
@@ -32,9 +34,12 @@ _EFFECTS = {
     "get": "BINGET LONG_BINGET",
     "tuple": "TUPLE1 TUPLE2 TUPLE3",
     "mark": "MARK",
-    "marked_tuple": "TUPLE FROZENSET",
-    "marked_items": "SETITEMS APPENDS ADDITEMS",
-    "items": "SETITEM APPEND",
+    "marked_tuple": "TUPLE",
+    "marked_set": "FROZENSET",
+    "marked_items": "APPENDS",
+    "marked_keys": "SETITEMS ADDITEMS",
+    "item": "APPEND",
+    "key": "SETITEM",
     "build": "BUILD",
     "call": "REDUCE NEWOBJ",
     "name": "STACK_GLOBAL",
@@ -54,7 +59,8 @@ for _effect, _names in _EFFECTS.items():
     for _name in _names.split():
         _OPCODES[_CODES[_name]] = _effect, _WIDTHS.get(_name, 0)
 _NUM_TAKEN = {_CODES["TUPLE1"]: 1, _CODES["TUPLE2"]: 2, _CODES["TUPLE3"]: 3}
-_NUM_ITEMS = {_CODES["SETITEM"]: 2, _CODES["APPEND"]: 1}
+_LONG1 = _CODES["LONG1"]
+_STEPS = {_CODES["SETITEMS"]: 2, _CODES["ADDITEMS"]: 1}  # from key to key
 
 
 class BadPickleError(ValueError):
@@ -159,9 +165,9 @@ def _check_opcodes(data: bytes) -> None:
     """Raise unless the pickle has only known opcodes, few enough, and tuples that are quickly hashed.
 
     The stack and the memo are followed, with only the work of hashing each value: 0 of a name, which is not to be
-    changed, 1 of other values, and of a tuple more than of all that is in it.
+    changed, 1 of other values, 2 of a large number, and of a tuple more than of all that is in it.
     """
-    at, hashes_left = 0, _MAX_HASHED
+    at, hashes_left, keys_left = 0, _MAX_HASHED, _MAX_TUPLE_KEYS
     stack: list[int] = []
     marks: list[int] = []
     memo: dict[int, int] = {}
@@ -184,18 +190,27 @@ def _check_opcodes(data: bytes) -> None:
                     raise BadPickleError("malformed pickle: a memo with holes")
                 memo[index] = stack[-1]
             elif effect == "text":
-                at += int.from_bytes(data[begin:at], "little")
-                stack.append(1)
+                at += (length := int.from_bytes(data[begin:at], "little"))
+                stack.append(2 if opcode == _LONG1 and length > 8 else 1)
             elif effect == "mark":
                 marks.append(len(stack))
             elif effect == "tuple":
                 hashes_left = _nest(stack, len(stack) - _NUM_TAKEN[opcode], hashes_left)
             elif effect == "marked_tuple":
                 hashes_left = _nest(stack, marks.pop(), hashes_left)
+            elif effect == "marked_set":
+                keys_left = _keys_left(keys_left, stack[marks[-1] :])
+                hashes_left = _nest(stack, marks.pop(), hashes_left)
             elif effect == "marked_items":
                 del stack[marks.pop() :]
-            elif effect == "items":
-                del stack[-_NUM_ITEMS[opcode] :]
+            elif effect == "marked_keys":
+                keys_left = _keys_left(keys_left, stack[marks[-1] :: _STEPS[opcode]])
+                del stack[marks.pop() :]
+            elif effect == "item":
+                del stack[-1]
+            elif effect == "key":
+                keys_left = _keys_left(keys_left, stack[-2:-1])
+                del stack[-2:]
             elif effect == "build":
                 del stack[-1]
                 if not stack[-1]:
@@ -221,6 +236,14 @@ def _check_opcodes(data: bytes) -> None:
         raise error if isinstance(error, BadPickleError) else BadPickleError("truncated pickle") from error
     if at != len(data):
         raise BadPickleError("a pickle with bytes after its end")
+
+
+def _keys_left(left: int, keys: Sequence[int]) -> int:
+    """Return how many more keys may be tuples or large numbers after these, given the work of hashing each."""
+    left -= sum(work > 1 for work in keys) if max(keys, default=0) > 1 else 0
+    if left < 0:
+        raise BadPickleError(_MANY_KEYS)
+    return left
 
 
 def _nest(stack: list[int], begin: int, hashes_left: int) -> int:

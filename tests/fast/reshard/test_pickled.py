@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 import tracemalloc
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,27 @@ def test_tuples_in_tuples_that_are_few_are_read() -> None:
         read_pickle(b"\x80\x04}" + b")" + b"\x85" * 5000 + b"Ns.", VALUES)
     with pytest.raises(BadPickleError):
         read_pickle(b"\x80\x04)\x94" + b"h\x00\x85\x94" * 200 + b"}" + b")" + b"\x85" * 5000 + b"Ns.", VALUES)
+
+
+def alike(count: int) -> list[int]:
+    return [number * sys.hash_info.modulus for number in range(count)]
+
+
+@pytest.mark.parametrize(
+    "keys_of",
+    [
+        lambda count: dict.fromkeys(alike(count)),
+        lambda count: set(alike(count)),
+        lambda count: frozenset(alike(count)),
+        lambda count: dict.fromkeys((number, 0) for number in range(count)),
+        lambda count: [{(number, 0): 0} for number in range(count)],
+    ],
+)
+def test_keys_that_may_collide_are_few(keys_of: Callable[[int], object]) -> None:
+    assert set(map(hash, alike(9))) == {0}
+    assert read_pickle(pickle.dumps(keys_of(500), 4), VALUES) == keys_of(500)
+    with pytest.raises(BadPickleError):
+        read_pickle(pickle.dumps(keys_of(6_000), 4), VALUES)
 
 
 LONG = b"](" + b"K\x01" * 20_000 + b"e\x94"
