@@ -6,6 +6,7 @@ Megatron-LM, megatron/training/checkpointing.py.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,8 @@ from reshard.sources.megatron_training import OPTIMIZER, RESHARDABLE
 from reshard.tensors.checkpoint import Checkpoint
 
 __all__ = ["optimizer_metadata", "optimizer_of", "samples_of"]
+
+logger = logging.getLogger(__name__)
 
 # Note [Groups of Megatron]: a loader finds each of its trainer's groups by the factors of its weight decay and learning
 # rate, and by whether its parameters are of experts. Its own rule says which parameters are in which; it fails if a
@@ -74,4 +77,10 @@ def _decayed(checkpoint: Checkpoint, optimizer: OptimizerState) -> tuple[Any, ..
             problem = "expected 1-D parameters without weight decay, and otherwise one set of options"
             where = f"{checkpoint.location}: training"
             raise CheckpointError(where, problem, WEIGHTS_ALONE, code="checkpoint.other-optimizer")
+    if lines and len(rest) == len(optimizer.groups) and rest[0].weight_decay:
+        logger.warning(
+            "%s: 1-D parameters had a weight decay of %g; in Megatron they have none by default",
+            checkpoint.location,
+            rest[0].weight_decay,
+        )
     return rest

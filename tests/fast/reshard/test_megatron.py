@@ -14,6 +14,7 @@ import warnings
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from shutil import copytree
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from transformers import AutoModelForCausalLM
 
 from manifests.errors import ModelError, SourceError
 from manifests.models import model_shape
+from manifests.store import read_manifest, write_manifest
 from reshard.sources.megatron_arguments import arguments_in, arguments_of, check_arguments
 from tests.builders import refusal, reshard, run
 from tests.fast.models.built import read_config
@@ -343,6 +345,21 @@ def test_optimizer_state_of_megatron_core_comes_and_goes_with_every_bit(tmp_path
 
     run("export", tmp_path / "packed", "--to", "megatron", "--weights-only", "--out", tmp_path / "weights")
     assert not any("optimizer" in name for name in tensors_of(tmp_path / "weights" / "release"))
+
+
+def test_one_weight_decay_of_all_parameters_is_named_as_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    packed = tmp_path / "packed"
+    run("pack", TRAINED, "--layout", "pp=2", "--out", packed)
+    manifest = read_manifest(packed)
+    trained = manifest.training
+    assert trained is not None
+    assert trained.optimizer is not None
+    one_group = replace(trained.optimizer, groups=trained.optimizer.groups[:1])
+    for number, training in enumerate((trained, replace(trained, optimizer=one_group))):
+        write_manifest(packed, replace(manifest, training=training))
+        run("export", packed, "--to", "megatron", "--out", tmp_path / f"back-{number}")
+        assert len(caplog.records) == number
+    assert caplog.records[0].args == (str(packed), 0.1)
 
 
 @pytest.mark.parametrize(
