@@ -1,4 +1,4 @@
-"""One of three ranks fails in various ways: all others end soon, with one message and no process left."""
+"""One rank fails in various ways: all others end soon, with one message and no process left."""
 
 from __future__ import annotations
 
@@ -20,18 +20,14 @@ import pytest
 from runner.launch.supervisor import agent_command
 from tests.builders import flip, weights_path
 from tests.process.local_jobs import ROOT, SMALL, Run, launched, pack_tiny, wait_until_gone
+from tests.process.torchrun import started
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
-NUM_RANKS, BROKEN = 3, 1  # the rank that fails, and its stage
+BROKEN = 1  # the rank that fails, and its stage
 HOST = re.escape(socket.gethostname())
 PLACE = f"rank {BROKEN}, stage {BROKEN}, node {HOST}"
 MEMORY = Path("/sys/fs/cgroup/memory")
-
-
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pack_tiny(tmp_path_factory.mktemp("models"), NUM_RANKS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +40,7 @@ class Fault:
     does: str = ""  # at SIGUSR1: a function of tests/process/failing
     training: tuple[str, ...] = ()
     limit_s: float = 30
+    num_ranks: int = 2
 
 
 @contextmanager
@@ -61,7 +58,7 @@ def limited(pid: int) -> Iterator[None]:
 
 
 FAULTS = (
-    Fault(name="killed", number=signal.SIGKILL, code="rank.killed"),
+    Fault(name="killed", number=signal.SIGKILL, code="rank.killed", num_ranks=3),  # two survive it
     Fault(name="hangs in Python", does="sleep", limit_s=8 + 30, code="rank.stuck"),
 )
 # A process that does not react to SIGTERM gets SIGKILL from torchrun after 30 s.
@@ -82,10 +79,8 @@ SLOW_FAULTS = (
     [*FAULTS, *(pytest.param(fault, marks=pytest.mark.slow) for fault in SLOW_FAULTS)],
     ids=lambda fault: fault.name.replace(" ", "-"),
 )
-def test_rank_that_fails_ends_all_with_one_message_and_no_process_left(
-    packed: Path, tmp_path: Path, fault: Fault
-) -> None:
-    with failing(packed, tmp_path, *fault.training, FAULT=fault.does) as run:
+def test_rank_that_fails_ends_all_with_one_message_and_no_process_left(tmp_path: Path, fault: Fault) -> None:
+    with failing(pack_tiny(tmp_path, fault.num_ranks), tmp_path, *fault.training, FAULT=fault.does) as run:
         run.wait_for_step(3)
         pids = run.ranks()
         begun_s = time.monotonic()
@@ -174,28 +169,24 @@ def test_nodes_that_fail_together_print_one_message(bad: Path, tmp_path: Path) -
     assert (state["ended"], state["code"], state["error_code"]) == ("failed", 3, "shard.digest-mismatch")
 
 
-@pytest.mark.parametrize("verb", ["train", pytest.param("eval", marks=pytest.mark.slow)])
-def test_rank_that_alone_does_not_see_the_manifest_says_who_it_is(tmp_path: Path, verb: str) -> None:
-    module, flags = {
-        "train": ("runner.train", (*SMALL, "--log-dir", str(tmp_path))),
-        "eval": ("runner.evaluation.evaluate", ("--data", str(tmp_path))),
-    }[verb]
-    alone = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        [sys.executable, "-m", module, str(tmp_path / "none.json"), *flags],
-        cwd=ROOT, env={**os.environ, **alone}, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert (ended.returncode, ended.stdout) == (3, "")
-    assert re.fullmatch(
-        rf"error: rank 5, node {HOST}: {re.escape(str(tmp_path))}/none\.json: .+\nhint: .+\n", ended.stderr
-    )
+@pytest.mark.parametrize(
+    ("script", "flags"), [("train.py", (*SMALL, "--log-dir")), ("evaluation/evaluate.py", ("--data",))]
+)
+def test_rank_that_alone_does_not_see_the_manifest_says_who_it_is(
+    tmp_path: Path, script: str, flags: tuple[str, ...]
+) -> None:
+    alone = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}
+    with started(1, f"../../runner/{script}", tmp_path / "none.json", *flags, tmp_path, **alone) as (rank,):
+        assert rank.wait(60) == 3, rank.said
+        said = rank.said
+    assert re.fullmatch(rf"error: rank 5, node {HOST}: {re.escape(str(tmp_path))}/none\.json: .+\nhint: .+\n", said)
 
 
 @pytest.mark.slow
 def test_disk_that_fails_under_one_rank_ends_all_with_code_5(packed: Path, tmp_path: Path) -> None:
     # The bytes may be intact, and a restart, or another node, may read them.
-    with failing(packed, tmp_path, BROKEN_DISK=weights_path(BROKEN, NUM_RANKS)) as run:
-        shard = re.escape(f"{packed}/{weights_path(BROKEN, NUM_RANKS)}")
+    with failing(packed, tmp_path, BROKEN_DISK=weights_path(BROKEN, 2)) as run:
+        shard = re.escape(f"{packed}/{weights_path(BROKEN, 2)}")
         check_end(run, 5, f"{PLACE}: {shard}", "store.unreadable")
 
 

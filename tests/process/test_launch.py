@@ -24,6 +24,7 @@ from runner.launch.torch_version import TESTED
 from tests.builders import reshard
 from tests.fast.runner.tiny import save_model
 from tests.process.local_jobs import ROOT, runner
+from tests.process.torchrun import started
 from tests.process.training_jobs import job, lines_of, run_jobs, said
 
 pytestmark = pytest.mark.process
@@ -177,17 +178,11 @@ def test_tied_weight_stored_once_trains_on_one_rank(source: Path, tmp_path: Path
 
 
 def test_worker_refuses_a_wrong_world_size_before_any_collective(packed: Path, tmp_path: Path) -> None:
-    # RANK 1 of 3 alone: a collective would wait for the others until the timeout.
-    done = subprocess.run(
-        [sys.executable, "-m", "runner.train", packed / "manifest.json", "--data", "synthetic", "--log-dir", tmp_path],
-        cwd=ROOT,
-        env={**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 3
-    assert "error: manifest needs 2 ranks, " in done.stderr
+    # Rank 0 of 3 alone: a collective would wait for the others until the timeout.
+    words = (packed / "manifest.json", "--data", "synthetic", "--log-dir", tmp_path)
+    with started(1, "../../runner/train.py", *words, WORLD_SIZE="3") as (rank,):
+        assert rank.wait(60) == 3, rank.said
+        assert "error: manifest needs 2 ranks, " in rank.said
 
 
 @pytest.mark.slow

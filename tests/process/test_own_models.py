@@ -98,9 +98,9 @@ def test_architecture_that_nothing_knows_trains_through_an_entry_point(packages:
     model: nn.Module = new.NewForCausalLM(new.NewConfig(**fields)).eval()
     pack(tmp_path, NEW_CONFIG, NEW_MODEL, model)
     path = os.pathsep.join((str(packages), str(ROOT)))
-    words = (tmp_path / "pp2", "--log-dir", tmp_path / "log", "--", *FLAGS, *saving(tmp_path))
-    done = runner("launch", *words, PYTHONPATH=path)
-    assert done.returncode == 0, done.stderr
+    launched = runner("launch", tmp_path / "pp2", "--dry-run", "--", *FLAGS, PYTHONPATH=path)
+    assert launched.returncode == 0, launched.stderr
+    run_jobs(2, [job(tmp_path / "pp2", tmp_path / "log", *FLAGS, *saving(tmp_path), path=packages)])
     check_losses(tmp_path, NEW_CONFIG, model, lambda model, tokens: model(tokens, use_cache=False).logits)
 
 

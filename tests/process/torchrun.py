@@ -82,7 +82,7 @@ def started(
         try:
             for rank, folder in enumerate(folders or num_ranks * [ROOT]):
                 own, log = {"RANK": str(rank), "LOCAL_RANK": str(rank)}, Path(place, f"rank{rank}")
-                target = (argv, {**environment, **shared, **own}, folder, log)
+                target = (argv, {**shared, **own, **environment}, folder, log)
                 ranks.append(Rank(context.Process(target=_run, args=target, daemon=True), log))
                 ranks[-1].process.start()
             yield ranks

@@ -59,7 +59,7 @@ def costs_of(inventory: Inventory) -> dict[str, dict[str, float]]:
     return {"params": {module: 3.0 if "layers" in module else 2.0 for module in inventory.modules}}
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(drawn=layouts(), spelling=st.sampled_from(sorted(SPELLINGS)))
 def test_what_is_printed_reads_back_as_the_same_layout(tmp_path, drawn, spelling):
     layout, inventory = drawn
@@ -78,7 +78,6 @@ def test_what_is_printed_reads_back_as_the_same_layout(tmp_path, drawn, spelling
         assert [again.placement.rank_of(s) for s in ranks] == [layout.placement.rank_of(s) for s in ranks]
 
 
-@settings(max_examples=200, deadline=None)
 @given(drawn=layouts())
 def test_megatron_string_is_one_that_megatron_reads(drawn):
     layout, inventory = drawn
@@ -90,7 +89,7 @@ def test_megatron_string_is_one_that_megatron_reads(drawn):
     assert strict.stages == layout.stages
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(
     ranks=st.integers(1, 6),
     virtual=st.integers(1, 2),

@@ -36,7 +36,7 @@ def digests_in(out: Path) -> dict[str, str]:
     return {row["fqn"]: row["blake3"] for row in reshard("inspect", out, "--tensors", "--json").json["tensors"]}
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(folders(), st.data())
 def test_export_of_a_pack_is_the_source_byte_for_byte(folder: Folder, data: st.DataObject) -> None:
     with TemporaryDirectory() as place:
@@ -48,7 +48,7 @@ def test_export_of_a_pack_is_the_source_byte_for_byte(folder: Folder, data: st.D
         assert files_in(exported) == folder.files
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(folders(), st.data())
 def test_packing_a_manifest_equals_packing_its_source(folder: Folder, data: st.DataObject) -> None:
     with TemporaryDirectory() as place:

@@ -48,7 +48,7 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(folders(), st.data())
 def test_virtual_bundles_become_the_bundles_that_packing_their_source_gives(
     folder: Folder, data: st.DataObject
