@@ -18,6 +18,7 @@ from manifests.errors import InputError, StoreError
 from manifests.paths import problem_with_path
 from stores.address import SCHEME, HubAddress
 from stores.base import InputFile, Range, Reader, is_hidden
+from stores.connections import Connections
 from stores.hub_calls import asking, check_endpoint, check_token, headers_of_requests, offline_error
 from stores.hub_file import HubFile
 from stores.local import LocalFolder
@@ -53,9 +54,9 @@ def open_hub(address: HubAddress, retries: Retries | None = None) -> HubFolder:
     if info.sha is None or not _COMMIT.fullmatch(info.sha):
         problem = f"expected a commit hash from {constants.ENDPOINT}, found {info.sha!r}"
         raise StoreError(str(address), problem, code="store.not-a-hub")
-    streams = Streams()
+    streams, connections = Streams(), Connections()
     files = [
-        _listed(address, info.sha, sibling, retries, streams)
+        _listed(address, info.sha, sibling, retries, streams, connections)
         for sibling in info.siblings or ()
         if not is_hidden(sibling.rfilename)
     ]
@@ -124,7 +125,9 @@ def _list(address: HubAddress) -> ModelInfo:
     return ModelInfo(**response.json())  # type: ignore[no-untyped-call]
 
 
-def _listed(address: HubAddress, commit: str, sibling: RepoSibling, retries: Retries, streams: Streams) -> HubFile:
+def _listed(
+    address: HubAddress, commit: str, sibling: RepoSibling, retries: Retries, streams: Streams, connections: Connections
+) -> HubFile:
     """Check the hub's listing of a file, which is untrusted input."""
     name, nbytes = sibling.rfilename, sibling.size
     if problem := problem_with_path(name):
@@ -143,6 +146,7 @@ def _listed(address: HubAddress, commit: str, sibling: RepoSibling, retries: Ret
         listed=etag or "",
         retries=retries,
         streams=streams,
+        connections=connections,
     )
 
 

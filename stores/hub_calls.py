@@ -21,6 +21,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.utils import _http
 
 from manifests.errors import InputError, StoreError
 from stores.address import HubAddress
@@ -37,6 +38,7 @@ __all__ = [
     "check_endpoint",
     "check_token",
     "configured_token",
+    "has_default_client",
     "headers_of_requests",
     "is_endpoint",
     "is_passing",
@@ -106,6 +108,12 @@ def headers_of_requests(url: str) -> dict[str, str]:
     if is_endpoint(url) and (token := configured_token()):
         headers["Authorization"] = f"Bearer {token}"
     return headers
+
+
+def has_default_client() -> bool:
+    """Return whether huggingface_hub has no client of the user's, who may have set proxies or certificates in it."""
+    chosen = getattr(_http, "_GLOBAL_CLIENT_FACTORY", None)
+    return chosen is not None and chosen is getattr(_http, "default_client_factory", None)
 
 
 def is_endpoint(url: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import ssl
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
@@ -19,10 +20,12 @@ from huggingface_hub import constants, get_session, hf_hub_url, hf_raise_for_sta
 from manifests.errors import InputError, SourceError, StoreError
 from stores.address import HubAddress
 from stores.base import SOURCE_CHANGED, Range, Reader
+from stores.connections import Answer, ConnectionFailure, Connections, is_direct
 from stores.hub_calls import (
     ClientError,
     asking,
     busy,
+    has_default_client,
     headers_of_requests,
     is_endpoint,
     is_passing,
@@ -61,6 +64,7 @@ class HubFile:
     listed: str = ""  # the same, if listed by the hub or its cache
     retries: Retries = field(default_factory=Retries, compare=False, repr=False)
     streams: Streams = field(default_factory=Streams, compare=False, repr=False)  # of the repository
+    connections: Connections = field(default_factory=Connections, compare=False, repr=False)  # likewise
     _route: _Route = field(default_factory=lambda: _Route(), compare=False, repr=False)
 
     def __str__(self) -> str:
@@ -114,20 +118,19 @@ class HubFile:
         with self._answer(asked) as (place, response):
             status = response.status_code
             if status >= 400 and place.is_endpoint and not is_passing(status):
-                asking(self.address, lambda: hf_raise_for_status(response))
+                asking(self.address, lambda: hf_raise_for_status(response))  # httpx's, see `_get_directly`
             self._check_status(status, response.headers, place)
             if not is_whole or status != HTTPStatus.OK:
                 self._check_range(response.headers, place, wanted)
             self._check_body(response.headers, place, wanted)
             pace = Pace(place.host, self.retries.window_s)
             try:
-                for piece in response.iter_raw():
+                for nbytes in wanted.pieces(response):
                     if stop.is_set():
                         raise CancelledError
-                    wanted.take(piece)
-                    pace.take(len(piece))
-                    stream.take(len(piece))
-            except ClientError as error:
+                    pace.take(nbytes)
+                    stream.take(nbytes)
+            except (ClientError, *ConnectionFailure) as error:
                 raise unreachable(place.host, error) from error
             if wanted.begin < wanted.end:
                 raise PassingError(f"{place.host} ended its response early, at byte {wanted.begin}")
@@ -145,8 +148,27 @@ class HubFile:
                     if response.status_code < 400:
                         self._route.place = place
             if response is None:
-                _, response = self._get(place.url, asked, stack)
+                response = self._get_directly(place, asked, stack) or self._get(place.url, asked, stack)[1]
             yield place, response
+
+    def _get_directly(self, place: _Place, asked: Mapping[str, str], stack: ExitStack) -> Answer | None:
+        """Send a GET without httpx; None if it is for httpx to send, with its settings, and to explain the response."""
+        if not place.is_direct or not has_default_client():
+            return None
+        headers = {**headers_of_requests(place.url), "Accept-Encoding": "identity", **asked}
+        limits = constants.HF_HUB_DOWNLOAD_TIMEOUT, self.retries.answer_s
+        try:
+            answer = stack.enter_context(self.connections.get(place.url, headers, *limits))
+        except ssl.SSLCertVerificationError:  # httpx may trust other authorities
+            place.is_direct = False
+            return None
+        except ConnectionFailure as error:
+            raise unreachable(place.host, error) from error
+        status = answer.status_code
+        if status >= 400 and (is_passing(status) or not place.is_endpoint):
+            return answer
+        place.is_direct = status in (HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT) and answer.left_nbytes is not None
+        return answer if place.is_direct else None
 
     def _get(
         self, url: str, asked: Mapping[str, str], stack: ExitStack, *, is_listed: bool = False
@@ -248,7 +270,7 @@ class _Place:
     def __init__(self, url: str) -> None:
         self.url, self.etag = url, ""
         self.host = urlsplit(url).netloc
-        self.is_endpoint = is_endpoint(url)
+        self.is_endpoint, self.is_direct = is_endpoint(url), is_direct(url)
 
 
 def _is_redirect(response: Any) -> bool:
@@ -270,9 +292,20 @@ class _Wanted:
         self._into = into
         self.begin, self.end = position, position + len(into)
 
-    def take(self, piece: bytes) -> None:
-        first = len(self._into) - (self.end - self.begin)
-        if len(piece) > self.end - self.begin:
-            raise PassingError("received more bytes than requested")
-        self._into[first : first + len(piece)] = piece
-        self.begin += len(piece)
+    def pieces(self, response: Any) -> Iterator[int]:
+        """Take the body of a response; yield the length of each piece that arrives."""
+        if isinstance(response, Answer):
+            while self.begin < self.end and (nbytes := response.read_into(self._rest)):
+                self.begin += nbytes
+                yield nbytes
+            return
+        for piece in response.iter_raw():
+            if len(piece) > self.end - self.begin:
+                raise PassingError("received more bytes than requested")
+            self._rest[: len(piece)] = piece
+            self.begin += len(piece)
+            yield len(piece)
+
+    @property
+    def _rest(self) -> memoryview:
+        return self._into[len(self._into) - (self.end - self.begin) :]
