@@ -34,10 +34,18 @@ class ObjectWriter:
         self._position = 0
         self.is_open = True
 
+    @property
+    def is_aligned(self) -> bool:
+        return False
+
     def write(self, buffer: memoryview, begin: int, end: int, position: int) -> None:
-        """Write `buffer[begin:end]` at `position`, the end of the previous piece; it may be reused afterwards."""
+        """Write `buffer[begin:end]` at `position`, the end of the previous piece.
+
+        Memory may be used for other bytes afterwards, unless it is read-only: then it is sent without a copy.
+        """
         assert position == self._position, f"{self._where}: {position} after {self._position}"
-        self._upload.write(bytes(buffer[begin:end]))  # a copy: it is sent later
+        piece = buffer[begin:end]
+        self._upload.write(piece if piece.readonly else bytes(piece))
         self._position += end - begin
 
     def finish(self) -> None:

@@ -26,11 +26,12 @@ __all__ = [
     "join_ranges",
 ]
 
-STREAM_NBYTES = 10 << 20  # a request, and a part of those that wait to be read
-MEMORY_NBYTES = 64 * STREAM_NBYTES
-REQUEST_NBYTES = 8 << 20
+STREAM_NBYTES = 5 << 20  # a request, and a part of those that wait to be read
+MEMORY_NBYTES = 128 * STREAM_NBYTES
+REQUEST_NBYTES = 4 << 20
 _LEAST_REQUEST_NBYTES = 1 << 20
-_LAST_REQUEST_NBYTES = 4 << 20  # a response from the hub takes some ms of Python's time
+_LAST_REQUEST_NBYTES = 2 << 20
+_MOST_SPARE = 16  # requests' memory that waits to be used again
 _GAP_NBYTES = 64 << 10  # read too, in place of another request
 
 Planned = tuple[InputFile, int, int]  # a file, and begin and end of a range in it
@@ -52,7 +53,8 @@ class Prefetcher:
     """The requests of several threads, each with a `lane` of its own and its share of the memory.
 
     `num_streams` fixes the number of concurrent requests; otherwise that is found by trying, as far as the memory goes.
-    Whoever sets `stop` cancels them.
+    Whoever sets `stop` cancels them. What was read of a response is overwritten by a later one if it `reuses` memory,
+    which new memory takes long: the system clears it page by page.
     """
 
     def __init__(
@@ -63,7 +65,9 @@ class Prefetcher:
         num_streams: int | None = None,
         memory_nbytes: int = MEMORY_NBYTES,
         stream_nbytes: int = STREAM_NBYTES,
+        reuses: bool = True,
     ) -> None:
+        self._reuses, self._spare = reuses, list[memoryview]()
         self._fixed = num_streams
         self.num_streams = num_streams or max(1, memory_nbytes // stream_nbytes)
         self.share_nbytes = memory_nbytes // num_lanes
@@ -106,12 +110,28 @@ class Prefetcher:
             self._running += 1
             self.most_running = max(self.most_running, self._running)
         try:
-            memory = _memory_of(end - begin)
+            memory = self._memory_of(end - begin)
             fetch(memory, begin, self.stop)
             return memory
         finally:
             with self._lock:
                 self._running -= 1
+
+    def reuse(self, memory: memoryview) -> None:
+        """Take memory back that nobody reads any more."""
+        if self._reuses and isinstance(memory.obj, mmap.mmap) and len(self._spare) < _MOST_SPARE:
+            self._spare.append(memoryview(memory.obj))
+
+    def _memory_of(self, nbytes: int) -> memoryview:
+        """Return memory that the system gets back at once when it is freed; malloc would keep it for this thread."""
+        if nbytes < _LEAST_REQUEST_NBYTES:
+            return memoryview(bytearray(nbytes))
+        try:
+            found = self._spare.pop()
+        except IndexError:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            found = memoryview(mmap.mmap(-1, self._request_nbytes, flags=flags))
+        return found[:nbytes]
 
 
 class Lane:
@@ -162,7 +182,8 @@ class Lane:
         if request.data is None:
             self._planned.remove(request)
             return
-        request.data.cancel()
+        if not request.data.cancel() and request.data.done() and request.data.exception() is None:
+            self._prefetcher.reuse(request.data.result())
         request.data = None
         self._nbytes -= request.end - request.begin
 
@@ -210,6 +231,17 @@ class PlannedReader:
                 self._leave()
                 self._lane.fill()
 
+    def lend(self, position: int, nbytes: int) -> memoryview | None:
+        """Return at most so many bytes where they are in memory, until the next call; None if they are not planned."""
+        while self.requests and self.requests[0].end <= position:
+            self._leave()
+            self._lane.fill()
+        request = self.requests[0] if self.requests else None
+        if request is None or position < request.begin:
+            return None
+        first = position - request.begin
+        return self._lane.result(request)[first : first + nbytes].toreadonly()
+
     def close(self) -> None:
         while self.requests:
             self._leave()
@@ -218,13 +250,6 @@ class PlannedReader:
         request = self.requests.popleft()
         if not self._keeps:
             self._lane.release(request)
-
-
-def _memory_of(nbytes: int) -> memoryview:
-    """Return memory that the system gets back at once when it is freed; malloc would keep it for this thread."""
-    if nbytes < _LEAST_REQUEST_NBYTES:
-        return memoryview(bytearray(nbytes))
-    return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def join_ranges(ranges: Iterable[Planned]) -> list[Planned]:

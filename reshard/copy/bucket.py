@@ -60,7 +60,8 @@ class BucketTarget:
 
         with (
             ThreadPoolExecutor(plan.uploads.num_objects, thread_name_prefix="upload") as pool,
-            plan.reading.prefetcher(plan.num_readers, stop, plan.stream_nbytes) as prefetcher,
+            # Parts are sent from the memory of responses, without a copy.
+            plan.reading.prefetcher(plan.num_readers, stop, plan.stream_nbytes, reuses=False) as prefetcher,
         ):
             try:
                 jobs = [pool.submit(upload, shard) for shard in shards]

@@ -142,8 +142,8 @@ class UploadPlan:
     """How shards are uploaded: how many at a time, and the memory for reading a remote source meanwhile.
 
     A shard's header comes first, and has its digests. Shards that are `kept` stay in memory from the reading that
-    computes these until they are sent, while the next `num_readers` are read; otherwise, tensors without a known digest
-    are read twice.
+    computes these until they are sent, while the next `num_readers` are read, half of them if not all fit at a time;
+    otherwise, tensors without a known digest are read twice.
     """
 
     uploads: Uploads
@@ -161,7 +161,8 @@ class UploadPlan:
     def of(cls, shards: Sequence[OutputShard], parallelism: Parallelism) -> UploadPlan:
         sizes = [shard.nbytes for shard in shards]
         if _can_be_kept(shards) and (kept := parallelism.uploads_of_kept(sizes)):
-            num_readers = (kept.num_objects + 1) // 2
+            is_one_round = kept.num_objects == len(shards)
+            num_readers = kept.num_objects if is_one_round else (kept.num_objects + 1) // 2
             reading = parallelism.within(num_readers * max(sizes))
             return cls(uploads=kept, reading=reading, num_readers=num_readers, is_kept=True)
         if is_remote(origin for shard in shards for origin in shard.origins):

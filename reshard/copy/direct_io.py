@@ -37,8 +37,12 @@ class OutputFile:
         self._direct = _open_direct(path) if io == "direct" else None
         self._is_open = True
 
+    @property
+    def is_aligned(self) -> bool:
+        return self._direct is not None
+
     def write(self, buffer: memoryview, begin: int, end: int, position: int) -> None:
-        """Write `buffer[begin:end]` at `position`; begin and position are equal modulo a sector."""
+        """Write `buffer[begin:end]` at `position`; if it is aligned, both are equal modulo a sector."""
         first = begin + -begin % _SECTOR_NBYTES
         last = end - end % _SECTOR_NBYTES
         if self._direct is None or first >= last:

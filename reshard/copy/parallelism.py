@@ -98,10 +98,18 @@ class Parallelism:
         self.used.num_streams = max(self.used.num_streams, num_parts)
         return Uploads(num_objects=num_objects, num_rounds=num_rounds)
 
-    def prefetcher(self, num_lanes: int, stop: threading.Event, stream_nbytes: int = STREAM_NBYTES) -> Prefetcher:
+    def prefetcher(
+        self, num_lanes: int, stop: threading.Event, stream_nbytes: int = STREAM_NBYTES, *, reuses: bool = True
+    ) -> Prefetcher:
         """Return a prefetcher for so many threads, with a stream for each `stream_nbytes` of memory."""
-        num_streams, nbytes = self.num_streams, self.memory_nbytes
-        return Prefetcher(num_lanes, stop, num_streams=num_streams, memory_nbytes=nbytes, stream_nbytes=stream_nbytes)
+        return Prefetcher(
+            num_lanes,
+            stop,
+            num_streams=self.num_streams,
+            memory_nbytes=self.memory_nbytes,
+            stream_nbytes=stream_nbytes,
+            reuses=reuses,
+        )
 
     def add(self, prefetcher: Prefetcher) -> None:
         """Record what a prefetcher used."""

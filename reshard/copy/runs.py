@@ -15,6 +15,7 @@ from reshard.tensors.checkpoint import TensorAt, check_digest
 from reshard.tensors.slices import pieces_of
 from stores.base import InputFile, Range, Reader, merge_ranges
 from stores.local import LocalFile
+from stores.prefetch import PlannedReader
 
 __all__ = [
     "ByteCounter",
@@ -38,8 +39,16 @@ ByteCounter = Callable[[int], object]  # called with the bytes of each step
 class Output(Protocol):
     """A file under construction."""
 
+    @property
+    def is_aligned(self) -> bool:
+        """Whether the address and `begin` must equal the position modulo a sector."""
+        ...
+
     def write(self, buffer: memoryview, begin: int, end: int, position: int) -> None:
-        """Write `buffer[begin:end]` at `position`; begin and position are equal modulo a sector."""
+        """Write `buffer[begin:end]` at `position`.
+
+        Afterwards, memory may be used for other bytes, unless it is read-only.
+        """
         ...
 
 
@@ -81,17 +90,15 @@ def on_disk(run: Run, output: OutputFile) -> Run:
 
 def copy_run(run: Run, readers: Mapping[InputFile, Reader], progress: ByteCounter, stop: threading.Event) -> bytes:
     """Read, hash and write one block after the other; return the digests. `readers` are those that are open."""
-    buffer, output, hasher = aligned_buffer(), run.output, Hasher()
+    output, hasher = run.output, Hasher()
     digests = bytearray()
     with ExitStack() as stack:
         sources = Sources(run.tensors, readers, stack)
-        for position, parts in blocks_of(run):
+        for memory, gone, position, parts in _filled(run, sources):
             if stop.is_set():
                 return b""
-            for file, where, begin, end in merged_reads(parts):
-                sources[file].read_into(buffer[begin:end], where)
             for part in parts:
-                hasher.update(buffer[part.begin : part.end])
+                hasher.update(memory[part.begin - gone : part.end - gone])
                 if part.ended is not None:
                     digests += hasher.digest()
                     if run.verifies and part.ended.blake3 is not None:
@@ -99,9 +106,49 @@ def copy_run(run: Run, readers: Mapping[InputFile, Reader], progress: ByteCounte
                     hasher = Hasher()
             begin, end = parts[0].begin, parts[-1].end
             if output is not None:
-                output.write(buffer, begin, end, position)
+                output.write(memory, begin - gone, end - gone, position)
             progress(end - begin)
     return bytes(digests)
+
+
+def _filled(run: Run, sources: Sources) -> Iterator[tuple[memoryview, int, int, list[Chunk]]]:
+    """Yield a run's blocks: memory, where in a block that begins, the position in the output, and the parts.
+
+    The memory is that of a response where one has the bytes, of all of a block or of the rest of it, else a buffer.
+    """
+    buffer, is_aligned = aligned_buffer(), run.output is not None and run.output.is_aligned
+    for position, parts in blocks_of(run):
+        while parts:
+            begin, reads = parts[0].begin, list(merged_reads(parts))
+            lent = _lent(reads, sources) if len(reads) == 1 and not is_aligned else None
+            if lent is None:
+                for file, where, first, last in reads:
+                    sources[file].read_into(buffer[first:last], where)
+                yield buffer, 0, position, parts
+                break
+            now, parts = _split(parts, begin + len(lent))
+            yield lent, begin, position, now
+            position += len(lent)
+
+
+def _lent(reads: list[tuple[InputFile, int, int, int]], sources: Sources) -> memoryview | None:
+    ((file, position, begin, end),) = reads
+    reader = sources[file]
+    return reader.lend(position, end - begin) if isinstance(reader, PlannedReader) else None
+
+
+def _split(parts: list[Chunk], at: int) -> tuple[list[Chunk], list[Chunk]]:
+    """Split the parts of a block at a place in it."""
+    before, after = list[Chunk](), list[Chunk]()
+    for part in parts:
+        if part.end <= at:
+            before.append(part)
+        elif part.begin >= at:
+            after.append(part)
+        else:
+            before.append(part._replace(end=at, ended=None))
+            after.append(part._replace(position=part.position + at - part.begin, begin=at))
+    return before, after
 
 
 class Chunk(NamedTuple):

@@ -6,12 +6,16 @@ import threading
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import pytest
+from blake3 import blake3
 
 from manifests.errors import StoreError
+from reshard.copy.runs import Run, copy_run
+from reshard.tensors.checkpoint import TensorAt
 from stores.base import InputFile
-from stores.prefetch import Lane, Planned, Prefetcher
+from stores.prefetch import Lane, Planned, PlannedReader, Prefetcher
 from stores.ranges import Fetch, RangeReader
 from stores.streams import Streams
 
@@ -91,7 +95,7 @@ def test_requests_run_ahead_within_the_memory() -> None:
 
     file = Remote(pattern(40 * MIB, 1), before=before)
     more: list[list[Planned]] = [[(file, at * 10 * MIB, (at + 1) * 10 * MIB)] for at in range(4)]
-    taken = []
+    taken = list[dict[InputFile, PlannedReader]]()
 
     with Prefetcher(1, threading.Event(), num_streams=20, memory_nbytes=20 * MIB) as prefetcher:
 
@@ -119,10 +123,45 @@ def test_last_requests_are_short_so_that_all_streams_end_together() -> None:
     nbytes = 40 * MIB
     file = Remote(pattern(nbytes, 1))
     ranges: list[list[Planned]] = [[(file, at, at + 10 * MIB)] for at in range(0, nbytes, 10 * MIB)]
-    with Prefetcher(1, threading.Event(), num_streams=5, memory_nbytes=80 * MIB) as prefetcher:
+    with Prefetcher(1, threading.Event(), num_streams=10, memory_nbytes=80 * MIB) as prefetcher:
         read_all(Lane(prefetcher, nbytes=nbytes), ranges)
     asked = [sum(at <= begin < at + 10 * MIB for begin, _ in file.asked) for at in range(0, nbytes, 10 * MIB)]
-    assert asked == [2, 2, 3, 3]  # of at most 8, 6, 4 and 4 MiB
+    assert asked == [3, 4, 5, 5]  # of at most 4, 3, 2 and 2 MiB
+
+
+@dataclass(slots=True)
+class Written:
+    """An output in memory, and how many bytes were written to it without a copy of the response."""
+
+    is_aligned: bool
+    data: bytearray = field(default_factory=bytearray)
+    lent_nbytes: int = 0
+
+    def write(self, buffer: memoryview, begin: int, end: int, position: int) -> None:
+        assert position == 4864 + len(self.data)
+        self.data += buffer[begin:end]
+        self.lent_nbytes += (end - begin) * buffer.readonly
+
+
+@pytest.mark.parametrize("is_aligned", [False, True])
+@pytest.mark.parametrize("reuses", [False, True])
+def test_run_is_written_from_the_memory_of_responses_unless_it_must_be_aligned(is_aligned: bool, reuses: bool) -> None:
+    file, sizes = Remote(pattern(20 * MIB, 1)), [5 * MIB + 4096, 0, 6 * MIB, 512, 3 * MIB - 512, 0]
+    begins = list(accumulate(sizes, initial=8192))
+    tensors = [
+        TensorAt(f"{begin}", "U8", (size,), file, begin, size, blake3(file.data[begin : begin + size]).digest())
+        for begin, size in zip(begins, sizes, strict=False)
+    ]
+    stop, output, sent = threading.Event(), Written(is_aligned), list[int]()
+    with Prefetcher(1, stop, num_streams=8, memory_nbytes=16 * MIB, reuses=reuses) as prefetcher:
+        lane = Lane(prefetcher)
+        readers = lane.plan([(file, tensor.begin, tensor.begin + tensor.nbytes) for tensor in tensors])
+        lane.fill()
+        digests = copy_run(Run(tensors, 0, output, position=4864), readers, sent.append, stop)
+    assert output.data == file.data[8192 : begins[-1]]
+    assert digests == b"".join(tensor.blake3 or b"" for tensor in tensors)
+    assert output.lent_nbytes == (0 if is_aligned else sum(sizes))
+    assert sum(sent) == sum(sizes)
 
 
 def test_failure_of_a_request_is_that_of_the_read() -> None:
