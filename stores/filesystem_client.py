@@ -64,6 +64,10 @@ class FilesystemClient:
             )
         yield memoryview(data)
 
+    @property
+    def is_atomic(self) -> bool:
+        return False
+
     def settled(self) -> FilesystemClient:
         return self
 
@@ -107,7 +111,7 @@ class _FileUpload:
     filesystem: Any
     file: Any
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | memoryview) -> None:
         with _explained(self.where, "written"):
             self.file.write(data)
 

@@ -57,7 +57,7 @@ class ObjectEntry:
 class Upload(Protocol):
     """An upload of an object, written sequentially."""
 
-    def write(self, data: bytes) -> None: ...
+    def write(self, data: bytes | memoryview) -> None: ...
 
     def finish(self) -> None:
         """Complete the upload; if this raises, the upload was abandoned."""
@@ -80,6 +80,10 @@ class ObstoreClient:
     reading: ObjectStore = field(repr=False)
     patient: ObjectStore = field(repr=False)
     uplink: Uplink = field(repr=False, compare=False)
+
+    @property
+    def is_atomic(self) -> bool:
+        return True
 
     def settled(self) -> ObstoreClient:
         """Return the client with long retries for all requests, for use once the address is known to be right."""
@@ -180,7 +184,7 @@ class _MultipartUpload:
     file: WritableFile
     sent: Sent
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | memoryview) -> None:
         with explained(self.where), self.sent.sending(len(data)):
             self.file.write(data)
 

@@ -93,9 +93,9 @@ def check_existing(
     listed: Mapping[str, ObjectEntry],
     wanted: Wanted,
     *,
-    known: Collection[str],
-    is_unfinished: bool,
-    force: bool,
+    known: Collection[str] = (),
+    is_unfinished: bool = False,
+    force: bool = False,
 ) -> ListedObjects:
     """Determine what an output may replace; `known` are names that earlier writers left for removal.
 

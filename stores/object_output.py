@@ -14,40 +14,30 @@ import logging
 import threading
 import uuid
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from manifests.digest import digest_bytes
 from manifests.errors import InputError, OutputError
 from manifests.invariants import MANIFEST_NAME
-from stores.address import OBJECT_SCHEMES, split_url
-from stores.address import SCHEME as HUB_SCHEME
 from stores.base import LOCK_NAME, PROGRESS_NAME, Blocks
 from stores.headers import NUM_AT_ONCE
-from stores.object_client import ObjectEntry, Upload, open_client
+from stores.object_client import ObjectEntry
 from stores.object_lock import ListedObjects, Wanted, check_existing, lines_of, new_lock, remaining_names
 from stores.object_progress import CompletedObjects, read_progress
 from stores.object_writer import ObjectWriter
-from stores.objects import Client, list_objects
+from stores.objects import list_objects
 from stores.uplink import NUM_PARTS
+from stores.writable import WritableClient, open_writable, remove_objects
 
-__all__ = ["ObjectTarget", "ObjectWriter", "Wanted", "WritableClient", "open_output", "open_writable"]
+__all__ = ["ObjectTarget", "ObjectWriter", "Wanted", "open_output"]
 
 logger = logging.getLogger(__name__)
 
 _SMALL_NBYTES = 8 << 20  # sent, or kept, in one piece
 _MOST_SENT = 8  # such files at a time, beside others
-_EXPORT_MARK = "config.json"  # without it, a folder is not a model
-
-
-class WritableClient(Client, Protocol):
-    def put(self, name: str, data: bytes) -> None: ...
-    def create(self, name: str, data: bytes) -> bool: ...
-    def upload(self, name: str, nbytes: int, num_parts: int = NUM_PARTS) -> Upload: ...
-    def remove(self, names: Collection[str]) -> None: ...
-    def settled(self) -> WritableClient: ...
 
 
 def open_output(url: str, *, force: bool = False, wanted: Wanted | None = None, plan: str = "") -> ObjectTarget:
@@ -85,6 +75,11 @@ def open_output(url: str, *, force: bool = False, wanted: Wanted | None = None, 
         problem = "another process has begun to write here"
         raise OutputError(client.url, problem, "choose another --out", code="output.contended")
     client = client.settled()
+    if not listed and client.is_atomic:
+        names = ListedObjects(listed={}).names_to_write(wanted, "")
+        target = ObjectTarget(client, lock, progress=CompletedObjects(plan, lock, names=names), last=wanted.last)
+        target.open_beside(lambda: check_existing(client, list_objects(client), wanted))
+        return target
     target = ObjectTarget(client, lock)
     try:
         found = found_in(list_objects(client))  # some may have come before the lock
@@ -140,6 +135,19 @@ class ObjectTarget:
         self._beside = ThreadPoolExecutor(NUM_AT_ONCE, thread_name_prefix="beside")
         self._sent = deque[Future[None]]()  # small files, and those that are being sent
         self._records: list[Future[None]] = []  # of completed objects; nothing waits for them but the end
+        self._opening = Future[None]()  # until then, no object may appear
+        self._opening.set_result(None)
+
+    def open_beside(self, check: Callable[[], object]) -> None:
+        """Check what came before the lock, and record the names, while the first parts are sent."""
+
+        def open_now() -> None:
+            check()
+            if self._progress.names:
+                self._progress.add(self._client, {})
+
+        self._opening = self._beside.submit(open_now)
+        self._sent.append(self._opening)
 
     @property
     def url(self) -> str:
@@ -201,7 +209,6 @@ class ObjectTarget:
         for sent in tuple(self._sent):
             if sent.done():
                 sent.result()
-        self._check_lock()
         where, upload = f"{self._client.url}/{name}", self._client.upload(name, nbytes, num_parts)
         writer = ObjectWriter(where, upload, nbytes, self._check_finish, lambda: self._completed(name))
         self._nbytes[name] = nbytes
@@ -232,7 +239,6 @@ class ObjectTarget:
         is_ours = self._beside.submit(self._check_lock)
         listed = list_objects(self._client)
         is_ours.result()
-        self._settle_records()  # a later one would stay
         for written, nbytes in self._nbytes.items():
             found = listed[written].nbytes if written in listed else 0
             if written not in listed or found != nbytes:
@@ -248,6 +254,7 @@ class ObjectTarget:
         # Small files of the new manifest are beside the old one until it is written.
         if left := [*gone, *(held for held in self._held if held not in listed)]:
             self._check_lock()
+            self._settle_records()
             lock = self._own_lock + lines_of(left)
             self._client.put(LOCK_NAME, lock)
             self._own_lock = lock
@@ -267,6 +274,7 @@ class ObjectTarget:
         elif not self._client.create(name, data):
             raise done
         working = {PROGRESS_NAME, *self._kept} & listed.keys()
+        self._settle_records()  # a later one would stay
         self._clear_away([*gone, *working, LOCK_NAME], is_readable=name == MANIFEST_NAME)
 
     def abort(self) -> None:
@@ -274,6 +282,10 @@ class ObjectTarget:
         for writer in self._writers:
             writer.close()
         wait(self._sent)
+        if self._opening.exception() is not None:  # then all that is there but the lock is of others
+            self._nbytes.clear()
+            self._opening = Future()
+            self._opening.set_result(None)
         try:
             self._check_lock()
             if self.is_resumable:
@@ -360,29 +372,8 @@ class ObjectTarget:
             writer.close()
 
     def _check_lock(self) -> None:
-        """Raise unless the lock is ours: otherwise nothing may be written here."""
+        """Raise unless the lock is ours, and the prefix: otherwise nothing may be written here."""
+        self._opening.result()
         if self._client.load(LOCK_NAME) != self._own_lock:
             problem = "another process took it over with --force"
             raise OutputError(self._client.url, problem, "choose another --out", code="output.contended")
-
-
-def open_writable(url: str) -> WritableClient:
-    """Open a prefix for writing. In a bucket, no request is sent yet."""
-    if url.startswith(HUB_SCHEME):
-        hint = "give a folder as --out, then hf upload REPO FOLDER"
-        raise OutputError(url, "writing to the hub is not supported", hint, code="output.unwritable")
-    if split_url(url)[0] in OBJECT_SCHEMES:
-        return open_client(url)
-    from stores.filesystem_client import open_filesystem
-
-    client = open_filesystem(url)
-    client.make_folder()
-    return client
-
-
-def remove_objects(client: WritableClient, names: Collection[str]) -> None:
-    """Remove objects, those first that make an output one; the lock and the record beside it last, in one request."""
-    order = {MANIFEST_NAME: 0, _EXPORT_MARK: 0, PROGRESS_NAME: 2, LOCK_NAME: 2}
-    for turn in range(3):
-        if batch := [name for name in names if order.get(name, 1) == turn]:
-            client.remove(batch)

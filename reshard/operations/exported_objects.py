@@ -16,8 +16,9 @@ from manifests.jsontext import parse_json_object
 from reshard.operations.exported import DATA_SUFFIXES, EXPORT_FORMAT
 from stores.address import split_url
 from stores.object_client import ObjectEntry
-from stores.object_output import ObjectTarget, WritableClient, open_writable
+from stores.object_output import ObjectTarget
 from stores.objects import Client
+from stores.writable import WritableClient, open_writable
 
 __all__ = ["objects_of_export", "record_exported_objects"]
 

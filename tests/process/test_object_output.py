@@ -13,8 +13,10 @@ import pytest
 
 from manifests.codec import encode_manifest
 from manifests.errors import InputError
+from stores import object_output
 from stores.base import LOCK_NAME, read_whole
-from stores.object_output import ObjectTarget, open_output
+from stores.object_lock import new_lock
+from stores.object_output import ObjectTarget, Wanted, open_output
 from stores.objects import open_objects
 from stores.uplink import MAX_PARTS, NUM_PARTS, part_nbytes
 from tests.fast.manifests.drawn_manifests import full_manifest
@@ -121,6 +123,7 @@ def test_failure_leaves_nothing_and_no_unfinished_upload(s3: S3Server) -> None:
 def test_interrupt_as_a_small_file_arrives_leaves_nothing(moto: MotoServer) -> None:
     def write_config() -> None:
         with open_output(url_of("interrupted")) as target:
+            target.written()  # no request of its opening is left
             # Of two requests that `put` makes, the first of which looks at the lock, at the second.
             strike(moto.endpoint, Strike(pid=os.getpid(), act="SIGINT", at=1, is_done=True))
             target.put("config.json", CONFIG)
@@ -166,6 +169,25 @@ def test_objects_of_others_are_never_replaced(s3: S3Server) -> None:
     assert s3.objects(BUCKET, "theirs/") == {"theirs/data.csv": b"1,2"}
 
 
+def test_objects_that_came_before_the_lock_are_refused_and_kept(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, theirs = url_of("between"), {"between/config.json": b"theirs", "between/model.safetensors": b"theirs too"}
+
+    def lock_of_the_later() -> bytes:  # listed before, created afterwards
+        for key, data in theirs.items():
+            s3.client().put_object(Bucket=BUCKET, Key=key, Body=data)
+        return new_lock()
+
+    monkeypatch.setattr(object_output, "new_lock", lock_of_the_later)
+
+    def write_beside() -> None:
+        wanted = Wanted(shards=("model.safetensors",), small=("config.json",))
+        with open_output(url, wanted=wanted, plan="plan") as target:
+            write(target, "model.safetensors", shard(MIB))
+
+    assert refusal(write_beside) == ("output.exists", url)
+    assert s3.objects(BUCKET, "between/") == theirs
+
+
 def test_second_writer_is_refused_until_the_first_has_ended(s3: S3Server) -> None:
     url = url_of("contended")
     with open_output(url) as target:
@@ -204,7 +226,7 @@ def test_writer_that_was_taken_over_writes_over_nothing(s3: S3Server) -> None:
     first = open_output(url)
     late = first.writer("stage-000/model.safetensors", len(data), [data])
     second = write_checkpoint(url, seed=1, force=True)
-    for act in (late.finish, lambda: first.put("config.json", b"late"), lambda: first.writer("config.json", 1, [b"l"])):
+    for act in (late.finish, lambda: first.put("config.json", b"late"), first.writer("config.json", 1, [b"l"]).finish):
         assert refusal(act) == ("store.no-such-file", f"{url}/{LOCK_NAME}")
     first.abort()
     assert s3.objects(BUCKET, "late/") == {

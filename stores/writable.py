@@ -1,0 +1,53 @@
+"""Prefixes that can be written."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Protocol
+
+from manifests.errors import OutputError
+from manifests.invariants import MANIFEST_NAME
+from stores.address import OBJECT_SCHEMES, split_url
+from stores.address import SCHEME as HUB_SCHEME
+from stores.base import LOCK_NAME, PROGRESS_NAME
+from stores.object_client import Upload, open_client
+from stores.objects import Client
+from stores.uplink import NUM_PARTS
+
+__all__ = ["WritableClient", "open_writable", "remove_objects"]
+
+_EXPORT_MARK = "config.json"  # without it, a folder is not a model
+
+
+class WritableClient(Client, Protocol):
+    def put(self, name: str, data: bytes) -> None: ...
+    def create(self, name: str, data: bytes) -> bool: ...
+    def upload(self, name: str, nbytes: int, num_parts: int = NUM_PARTS) -> Upload: ...
+    def remove(self, names: Collection[str]) -> None: ...
+    def settled(self) -> WritableClient: ...
+    @property
+    def is_atomic(self) -> bool:
+        """Whether an object appears only when its upload is finished."""
+        ...
+
+
+def open_writable(url: str) -> WritableClient:
+    """Open a prefix for writing. In a bucket, no request is sent yet."""
+    if url.startswith(HUB_SCHEME):
+        hint = "give a folder as --out, then hf upload REPO FOLDER"
+        raise OutputError(url, "writing to the hub is not supported", hint, code="output.unwritable")
+    if split_url(url)[0] in OBJECT_SCHEMES:
+        return open_client(url)
+    from stores.filesystem_client import open_filesystem
+
+    client = open_filesystem(url)
+    client.make_folder()
+    return client
+
+
+def remove_objects(client: WritableClient, names: Collection[str]) -> None:
+    """Remove objects, those first that make an output one; the lock and the record beside it last, in one request."""
+    order = {MANIFEST_NAME: 0, _EXPORT_MARK: 0, PROGRESS_NAME: 2, LOCK_NAME: 2}
+    for turn in range(3):
+        if batch := [name for name in names if order.get(name, 1) == turn]:
+            client.remove(batch)
