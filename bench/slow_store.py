@@ -30,7 +30,7 @@ class Store:
         self.put: dict[str, tuple[int, str]] = {}
         self.kept: dict[str, bytes] = {}
         self.digests = {path: _digest(path) for path in root.rglob("*") if path.is_file()}
-        self.sent_nbytes = self.received_nbytes = 0
+        self.sent_nbytes = self.num_requests = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -40,6 +40,7 @@ class Store:
                 while header := (await reader.readline()).decode().strip():
                     name, _, value = header.partition(":")
                     headers[name.lower()] = value.strip()
+                self.num_requests += target != "/counts"
                 await asyncio.sleep(self.latency_s)
                 await self._answer(method, target, headers, reader, writer)
                 await writer.drain()
@@ -56,7 +57,7 @@ class Store:
         query = parse_qs(split.query, keep_blank_values=True)
         key = unquote(split.path).removeprefix("/bench").lstrip("/")
         if method == "GET" and split.path == "/counts":
-            _send(writer, 200, {}, f"{self.sent_nbytes} {self.received_nbytes}".encode())
+            _send(writer, 200, {}, f"{self.sent_nbytes} {self.num_requests}".encode())
         elif split.path.startswith("/api/models/bench/"):
             parts = split.path.split("/")
             found = self._tree(parts[4]) if "tree" in parts[5:] else self._repository(parts[4])
@@ -170,7 +171,6 @@ class Store:
             if nbytes < 1 << 20:
                 small += piece
             await asyncio.sleep(max(0.0, begun + received / self.bytes_per_s - loop.time()))
-        self.received_nbytes += nbytes
         if "partNumber" in query:
             self.put[key] = (self.put.get(key, (0, ""))[0] + nbytes, "1")
             etag = "1"

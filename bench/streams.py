@@ -5,6 +5,10 @@
 The store is a server on loopback with a latency and a limited speed of each connection, so that only concurrency
 helps. The output is a folder in memory, if /dev/shm is there. `hub` is compared with `hf download` too, whose files are
 left whole. A first run of each compares the result with the source.
+
+What this machine can do at most is measured, too: `bare client, SHA-256` also hashes each file, as the hub's listing
+requires, and `bare httpx client` reads from the hub with huggingface_hub's own client, and keeps nothing.
+`cpu_s_per_gb` is that of the client's process, without the server's.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ import measure
 from checkpoints import llama_of, write_checkpoint
 
 NUM_STREAMS = 64
-BARE_PUT = "bare client, PUTs"
+BARE, BARE_PUT, BARE_SHA = "bare client", "bare client, PUTs", "bare client, SHA-256"
 REQUEST_NBYTES = 8 << 20
 LINKS = {"40 ms, 8 MB/s": (0.04, 8e6), "5 ms, 1 GB/s": (0.005, 1e9)}
 PAUSE_S = 2.0
@@ -68,7 +72,9 @@ def compare(root: Path, scratch: Path, port: int, runs: int) -> dict[str, object
     for source in ("model", "shuffled"):
         check(f"s3://bench/{source}", root / source, out, environment)
     contenders = {
-        "bare client": partial(bare, port),
+        BARE: partial(bare, port),
+        BARE_SHA: partial(bare, port, _BARE, "sha256"),
+        "bare httpx client": partial(bare, port, _BARE_HTTPX),
         "bucket": partial(pack, "s3://bench/model", out, environment, port),
         "bucket, tensors shuffled over shards": partial(pack, "s3://bench/shuffled", out, environment, port),
         "hub": partial(pack, "hf://bench/model", out, environment, port),
@@ -78,20 +84,25 @@ def compare(root: Path, scratch: Path, port: int, runs: int) -> dict[str, object
         "bucket to bucket": partial(send, "s3://bench/model", environment, port),
     }
     turns = measure.take_turns(contenders, runs, pause_s=PAUSE_S)
+    found = {name: [turn[name] for turn in turns] for name in contenders}
+    speeds = {name: [turn["mb_per_s"] for turn in of_name] for name, of_name in found.items()}
     return {
         name: {
-            "mb_per_s": round(statistics.median(turn[name]["mb_per_s"] for turn in turns)),
-            "of_bare_client": round(
-                statistics.median(turn[name]["mb_per_s"] / turn[peer_of(name)]["mb_per_s"] for turn in turns), 2
+            "mb_per_s": round(statistics.median(speeds[name])),
+            "of_bare_client": measure.median_ratio(speeds[name], speeds[peer_of(name)], 2),
+            **(
+                {"of_bare_client_sha256": measure.median_ratio(speeds[name], speeds[BARE_SHA], 2)}
+                if name == "hub"
+                else {}
             ),
-            **{key: max(turn[name][key] for turn in turns) for key in turns[0][name] if key != "mb_per_s"},
+            **{key: max(turn[key] for turn in found[name]) for key in found[name][0] if key != "mb_per_s"},
         }
         for name in contenders
     }
 
 
 def peer_of(name: str) -> str:
-    return BARE_PUT if name.endswith(("PUTs", "to bucket")) else "bare client"
+    return BARE_PUT if name.endswith(("PUTs", "to bucket")) else BARE
 
 
 def check(source: str, local: Path, out: Path, environment: Mapping[str, str]) -> None:
@@ -104,76 +115,117 @@ def check(source: str, local: Path, out: Path, environment: Mapping[str, str]) -
 
 def pack(source: str, out: Path, environment: Mapping[str, str], port: int) -> dict[str, float]:
     """Pack in a fresh process, whose imports are not counted; everything else is."""
-    sent = counts(port)
-    found = child(environment, _PACK, source, str(out))
+    found = counted(environment, port, source, str(out))
     shutil.rmtree(out)
-    return found | {"times_read": round((counts(port) - sent) / found.pop("nbytes"), 3)}
+    return found
 
 
 def send(source: str, environment: Mapping[str, str], port: int) -> dict[str, float]:
     """Pack into a new prefix of the bucket."""
-    sent = counts(port)
-    found = child(environment, _PACK, source, f"s3://bench/out-{uuid.uuid4().hex}")
-    return found | {"times_read": round((counts(port) - sent) / found.pop("nbytes"), 3)}
+    return counted(environment, port, source, f"s3://bench/out-{uuid.uuid4().hex}")
 
 
 def download(out: Path, environment: Mapping[str, str]) -> dict[str, float]:
     found = child(environment, _DOWNLOAD, str(out))
     shutil.rmtree(out)
-    found.pop("nbytes")
     return found
 
 
-def bare(port: int, script: str | None = None) -> dict[str, float]:
-    found = child(os.environ, script or _BARE, str(port))
-    found.pop("nbytes")
-    return found
+def bare(port: int, script: str | None = None, *args: str) -> dict[str, float]:
+    return child({**os.environ, "HF_HUB_OFFLINE": "0"}, script or _BARE, str(port), *args)
+
+
+def counted(environment: Mapping[str, str], port: int, source: str, out: str) -> dict[str, float]:
+    """Pack, and count how often the bytes were read and the requests."""
+    before = counts(port)
+    found = child(environment, _PACK, source, out)
+    sent_nbytes, num_requests = (now - then for now, then in zip(counts(port), before, strict=True))
+    nbytes = found["mb_per_s"] * found["wall_s"] * 1e6
+    return found | {"times_read": round(sent_nbytes / nbytes, 3), "requests": num_requests}
 
 
 def child(environment: Mapping[str, str], script: str, *args: str) -> dict[str, float]:
-    """Run a script in a process, and return what it measured: bytes, seconds and peak memory."""
+    """Run a script in a process, and return what it measured: speed, seconds, processor time and peak memory."""
+    environment = {name: value for name, value in environment.items() if name != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.run([sys.executable, "-c", script, *args], env=environment, check=True, stdout=subprocess.PIPE)
-    nbytes, wall_s, peak_kib = map(float, done.stdout.split()[-3:])
-    return {"nbytes": nbytes, "mb_per_s": nbytes / wall_s / 1e6, "peak_mb": round(peak_kib / 1e3)}
+    nbytes, wall_s, cpu_s, peak_kib = map(float, done.stdout.split()[-4:])
+    return {
+        "mb_per_s": nbytes / wall_s / 1e6,
+        "wall_s": round(wall_s, 3),
+        "cpu_s_per_gb": round(cpu_s / nbytes * 1e9, 2),
+        "peak_mb": round(peak_kib / 1e3),
+    }
 
 
-def counts(port: int) -> int:
-    """Return the bytes that the server has sent of files."""
+def counts(port: int) -> tuple[int, int]:
+    """Return the bytes that the server has sent of files, and the requests that it had."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/counts") as answer:
-        return int(answer.read().split()[0])
+        sent_nbytes, num_requests = map(int, answer.read().split())
+    return sent_nbytes, num_requests
 
 
-_END = """
+_BEGIN = """
 import resource
-print(nbytes, time.perf_counter() - began_s, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+began_s, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
+"""
+_END = """
+wall_s, after = time.perf_counter() - began_s, resource.getrusage(resource.RUSAGE_SELF)
+cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+print(nbytes, wall_s, cpu_s, after.ru_maxrss)
 """
 _PACK = f"""
 import sys, time
 import reshard, reshard.copy.bucket, reshard.operations.prepare_pack, obstore.store, stores.hub
-began_s = time.perf_counter()
+{_BEGIN}
 nbytes = reshard.pack(sys.argv[1], sys.argv[2], "pp=4", sync=False).nbytes
 {_END}"""
 _DOWNLOAD = f"""
 import sys, time
 from pathlib import Path
 from huggingface_hub import snapshot_download
-began_s = time.perf_counter()
+{_BEGIN}
 snapshot_download("bench/model", local_dir=sys.argv[1], max_workers=8)
 nbytes = sum(path.stat().st_size for path in Path(sys.argv[1]).glob("*.safetensors"))
 {_END}"""
 _BARE = f"""
-import sys, time
+import hashlib, os, sys, time
 from concurrent.futures import ThreadPoolExecutor
 import obstore
 from obstore.store import S3Store
-began_s = time.perf_counter()
+{_BEGIN}
 options = dict(skip_signature=True, region="x", virtual_hosted_style_request=False)
 options |= dict(endpoint="http://127.0.0.1:" + sys.argv[1], client_options={{"allow_http": True}})
 store = S3Store("bench", prefix="model", **options)
 files = [file for page in store.list() for file in page]
 size = {REQUEST_NBYTES}
-pieces = [(file["path"], at, min(at + size, file["size"])) for file in files for at in range(0, file["size"], size)]
-get = lambda piece: len(obstore.get_range(store, piece[0], start=piece[1], end=piece[2]))
+pieces = [[(file["path"], at, min(at + size, file["size"])) for at in range(0, file["size"], size)] for file in files]
+get = lambda piece: obstore.get_range(store, piece[0], start=piece[1], end=piece[2])
+def take(requests):
+    hasher, nbytes = hashlib.sha256(), 0
+    while requests:
+        data = requests.pop(0).result()
+        nbytes += len(data)
+        if "sha256" in sys.argv:
+            hasher.update(data)
+    return nbytes
+with ThreadPoolExecutor({NUM_STREAMS}) as pool, ThreadPoolExecutor(os.cpu_count()) as takers:
+    requests = [[pool.submit(get, piece) for piece in of_file] for of_file in pieces]
+    nbytes = sum(takers.map(take, requests))
+{_END}"""
+_BARE_HTTPX = f"""
+import sys, time
+from concurrent.futures import ThreadPoolExecutor
+from huggingface_hub import get_session
+hub = "http://127.0.0.1:" + sys.argv[1]
+{_BEGIN}
+files = get_session().get(hub + "/api/models/bench/model?blobs=true").json()["siblings"]
+size = {REQUEST_NBYTES}
+pieces = [(file["rfilename"], at, file["size"]) for file in files for at in range(0, file["size"], size)]
+def get(piece):
+    name, begin, end = piece[0], piece[1], min(piece[1] + size, piece[2])
+    url, headers = hub + "/bench/model/resolve/main/" + name, {{"Range": f"bytes={{begin}}-{{end - 1}}"}}
+    with get_session().stream("GET", url, headers=headers) as answer:
+        return sum(map(len, answer.iter_raw()))
 with ThreadPoolExecutor({NUM_STREAMS}) as pool:
     nbytes = sum(pool.map(get, pieces))
 {_END}"""
@@ -185,7 +237,7 @@ from obstore.store import S3Store
 options = dict(skip_signature=True, region="x", virtual_hosted_style_request=False)
 options |= dict(endpoint="http://127.0.0.1:" + sys.argv[1], client_options={{"allow_http": True}})
 store, data = S3Store("bench", prefix="put", **options), bytes({REQUEST_NBYTES})
-began_s = time.perf_counter()
+{_BEGIN}
 put = lambda number: obstore.put(store, str(number), data, use_multipart=False) and len(data)
 with ThreadPoolExecutor({NUM_STREAMS}) as pool:
     nbytes = sum(pool.map(put, range({NUM_STREAMS + NUM_STREAMS // 4})))
