@@ -137,7 +137,7 @@ def _is_same(run: Mapping[str, Any] | None, options: TrainOptions, log_dir: Path
             return str(history) == theirs and bool(find_checkpoints(Path(theirs)))
         except InputError:  # a disk that does not answer now
             return str(history) == theirs
-    return Path(os.path.abspath(resume.source)).is_relative_to(theirs)
+    return history is None and Path(os.path.abspath(resume.source)).is_relative_to(theirs)
 
 
 def _history(options: TrainOptions) -> Path | None:

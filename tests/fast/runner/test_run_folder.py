@@ -120,6 +120,7 @@ def test_resume_of_its_own_checkpoints_is_the_same_run_in_the_same_folder(place:
         (("--resume", "history/step-000003", "--checkpoint", "history"), True),
         (("--resume", "history/step-000003"), True),
         (("--resume", "auto", "--checkpoint", "other"), False),
+        (("--resume", "history/step-000003", "--checkpoint", "other"), False),
         (("--resume", "history/step-000003", "--resume-weights-only"), False),
         (("--resume", "other/step-000003"), False),
         (("--checkpoint", "history"), False),
