@@ -57,6 +57,7 @@ def main() -> None:
 
 def _run(endings: Path) -> int:
     """Run the ranks, report what ended them, and return the exit code."""
+    options, begun = _training(sys.argv), time.time()
     try:
         note = check_torch()
     except UserError as error:
@@ -67,7 +68,6 @@ def _run(endings: Path) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    options, begun = _training(sys.argv), time.time()
     log_dir = options.log_dir if options else None
     if log_dir is not None and _number("--node-rank", "PET_NODE_RANK") == 0:
         with contextlib.suppress(OSError):  # the ranks report a folder that cannot be written
@@ -77,7 +77,9 @@ def _run(endings: Path) -> int:
     shows_waiting = options is not None and not options.quiet and _LOCAL in sys.argv
     num_ranks = _number("--nproc-per-node")
     try:
-        with saying_what_is_awaited(log_dir, num_ranks) if shows_waiting and log_dir else contextlib.nullcontext():
+        with (
+            saying_what_is_awaited(log_dir, num_ranks, begun) if shows_waiting and log_dir else contextlib.nullcontext()
+        ):
             torchrun.main(sys.argv[1:])
         return 0
     except ChildFailedError as error:

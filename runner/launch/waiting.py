@@ -18,20 +18,21 @@ _POLL_S = 1.0
 
 
 @contextlib.contextmanager
-def saying_what_is_awaited(log_dir: Path, num_ranks: int) -> Iterator[None]:
-    """Print every ten seconds what the ranks are waiting for, until the first step or the end of the block."""
-    ended, begun = threading.Event(), time.time()
+def saying_what_is_awaited(log_dir: Path, num_ranks: int, begun: float) -> Iterator[None]:
+    """Print what the ranks are waiting for, every ten seconds since `begun` until the first step or the block's end."""
+    ended = threading.Event()
     position = _size(log_dir / "metrics.jsonl")
 
     def watch() -> None:
-        said_s = time.monotonic()
+        said = begun
         while not ended.wait(_POLL_S):
             what = awaited(log_dir, num_ranks, since=begun, position=position)
             if what is None:
                 return
-            if time.monotonic() - said_s >= _EVERY_S:
-                said_s = time.monotonic()
-                print(f"{time.time() - begun:.0f} s: waiting for {what}", file=sys.stderr, flush=True)
+            now = time.time()
+            if now - said >= _EVERY_S:
+                said = now
+                print(f"{now - begun:.0f} s: waiting for {what}", file=sys.stderr, flush=True)
 
     watcher = threading.Thread(target=watch, name="waiting", daemon=True)
     watcher.start()
@@ -42,7 +43,10 @@ def saying_what_is_awaited(log_dir: Path, num_ranks: int) -> Iterator[None]:
 
 
 def awaited(log_dir: Path, num_ranks: int, *, since: float, position: int) -> str | None:
-    """Return what a run that started at `since` waits for; None once metrics have a step after `position`."""
+    """Return what a run that started at `since` waits for.
+
+    None once metrics have a step after `position`, or if no step follows.
+    """
     try:
         with open(log_dir / "metrics.jsonl", "rb") as metrics:
             metrics.seek(position)
@@ -55,8 +59,10 @@ def awaited(log_dir: Path, num_ranks: int, *, since: float, position: int) -> st
     num_logging = sum(_is_since(path, since) for path in log_dir.glob("rank-*.log"))
     if num_logging < num_ranks:
         return f"{num_ranks - num_logging} of {num_ranks} ranks to import torch"
-    num_ready = len(read_beats(log_dir, since=since))
-    if num_ready < num_ranks:
+    beats = read_beats(log_dir, since=since)
+    if any(beat.phase == "end" for beat in beats):  # no step was left to run
+        return None
+    if (num_ready := len(beats)) < num_ranks:
         return f"{num_ranks - num_ready} of {num_ranks} ranks to meet and load their stages"
     return "the first step to end"
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.launch.waiting import awaited
+from runner.launch import waiting
+from runner.launch.waiting import awaited, saying_what_is_awaited
 from runner.rundir.heartbeat import Beat, heartbeat_path, log_path, write_beat
 
 BEGUN = 1_000_000.0
@@ -19,11 +20,11 @@ def log(folder: Path, rank: int, at: float = BEGUN + 5) -> None:
     os.utime(log_path(folder, rank), (at, at))
 
 
-def beat(folder: Path, rank: int) -> None:
+def beat(folder: Path, rank: int, phase: str = "train") -> None:
     heartbeat_path(folder, rank).parent.mkdir(exist_ok=True)
     write_beat(
         heartbeat_path(folder, rank),
-        Beat(rank=rank, stages=(rank,), host="h", pid=1, step=0, phase="train", time=BEGUN + 9),
+        Beat(rank=rank, stages=(rank,), host="h", pid=1, step=0, phase=phase, time=BEGUN + 9),
     )
 
 
@@ -53,6 +54,24 @@ def test_ranks_are_followed_from_import_to_the_first_step(folder: Path) -> None:
     with open(folder / "metrics.jsonl", "ab") as metrics:
         metrics.write(b'{"step": 1, "loss": 2.0}\n')
     assert waits_for(folder) is None
+
+
+def test_run_without_a_step_left_waits_for_none(folder: Path) -> None:
+    for rank in range(2):
+        log(folder, rank)
+        beat(folder, rank, "end")
+    assert waits_for(folder) is None
+
+
+def test_ten_seconds_count_from_the_launch_and_not_from_the_import_of_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(waiting, "_POLL_S", 0.001)
+    with saying_what_is_awaited(tmp_path, 2, time.time() - 12):
+        until = time.monotonic() + 5
+        while not (said := capsys.readouterr().err) and time.monotonic() < until:
+            time.sleep(0.001)
+    assert said.startswith("12 s: waiting for 2 of 2 ranks")
 
 
 def test_run_that_has_left_nothing_yet_imports(tmp_path: Path) -> None:
