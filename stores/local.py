@@ -177,10 +177,11 @@ class LocalFolder:
 
 
 def _files_below(folder: Path) -> Iterator[str]:
+    root = folder.resolve()
     for parent, folders, names in os.walk(folder, onerror=_refuse):
         folders[:] = sorted(name for name in folders if name not in HIDDEN_FOLDERS)
         for path in (Path(parent, name) for name in folders):
-            if path.is_symlink():
+            if path.is_symlink() and not _is_listed(path.resolve(), root):
                 hint = "replace the link with the folder, or remove it"
                 raise SourceError(str(path), "is a link to a folder", hint, code="source.linked-folder")
         for name in sorted(names):
@@ -190,6 +191,11 @@ def _files_below(folder: Path) -> Iterator[str]:
                 raise StoreError(str(path), "is not a regular file", hint, code="store.not-a-file")
             _check_unicode(str(path))
             yield path.relative_to(folder).as_posix()
+
+
+def _is_listed(target: Path, root: Path) -> bool:
+    """Whether what a link points to is listed under its own name, as that of `runner-log/latest` is."""
+    return target.is_relative_to(root) and set(HIDDEN_FOLDERS).isdisjoint(target.relative_to(root).parts)
 
 
 def _state_of(path: Path) -> _State:

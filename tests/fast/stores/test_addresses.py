@@ -104,3 +104,18 @@ def test_links_and_relative_paths_have_the_form_of_what_they_lead_to(
 )
 def test_place_is_inside_a_folder_by_whole_parts(place: str, folder: str, inside: bool) -> None:
     assert is_inside(place, folder) is inside
+
+
+@pytest.mark.parametrize(("target", "is_listed"), [("runs/one", True), (".cache", False), ("..", False)])
+def test_link_to_a_folder_is_passed_over_if_what_it_points_to_is_listed(
+    tmp_path: Path, target: str, is_listed: bool
+) -> None:
+    for name in ("model/runs/one", "model/.cache"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "model" / "runs" / "one" / "run.json").touch()
+    (tmp_path / "model" / "latest").symlink_to(target)
+    folder = LocalFolder(tmp_path / "model")
+    if is_listed:
+        assert folder.names() == ("runs/one/run.json",)
+    else:
+        assert refused(folder.names)[0] == "source.linked-folder"
