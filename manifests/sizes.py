@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from manifests.errors import UsageError
 
-__all__ = ["parse_size", "read_size", "write_size"]
+__all__ = ["parse_size", "read_size", "show_bytes", "write_size"]
 
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _LEAST_BARE = 1 << 20  # a smaller number is missing its unit
@@ -49,3 +49,13 @@ def write_size(nbytes: int) -> str:
     units = [(1024**power, f"{letter}iB") for letter, power in _POWERS.items() if power]
     unit, name = max([(size, name) for size, name in units if nbytes % size == 0], default=(1, "B"))
     return f"{nbytes // unit}{name}"
+
+
+def show_bytes(nbytes: int) -> str:
+    """Return a size in the unit that leaves one to four digits before the point."""
+    size, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{nbytes} B" if unit == "B" else f"{size:.2f} {unit}"

@@ -1,4 +1,4 @@
-"""Formats sizes, counts and lists of numbers, and parses such lists."""
+"""Formats counts and lists of numbers, and parses such lists."""
 
 from __future__ import annotations
 
@@ -6,19 +6,9 @@ import re
 from collections.abc import Iterable
 from itertools import groupby
 
-__all__ = ["number_runs", "parse_numbers", "show_bytes", "show_count", "show_numbers"]
+__all__ = ["number_runs", "parse_numbers", "show_count", "show_numbers"]
 
 _MOST_RUNS = 8
-
-
-def show_bytes(nbytes: int) -> str:
-    """Return a size in the unit that leaves one to four digits before the point."""
-    size, unit = float(nbytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{nbytes} B" if unit == "B" else f"{size:.2f} {unit}"
 
 
 def show_count(count: float) -> str:

@@ -13,6 +13,7 @@ import torch
 
 from manifests.errors import InputError, UnreachableError
 from manifests.schema import MOMENTS, WEIGHTS, Holds, TrainingState
+from manifests.sizes import show_bytes
 from manifests.store import parent_of
 from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.resume import Origin, check_fits, override_notes, remembered, resumed_state, schedule_notes
@@ -320,10 +321,10 @@ def _moment(optimizer: Optimizer, parameter: torch.nn.Parameter, *, holds: Holds
 def _log_loaded(report: LoadReport, chunks: Sequence[StageChunk], mesh: Mesh) -> None:
     stages = ", ".join(str(chunk.stage) for chunk in chunks)
     logger.info(
-        "[rank %d stage %s] loaded %d tensors, %.2f GiB in %.2f s, %.2f GiB/s%s",
-        mesh.rank, stages, report.num_tensors, report.nbytes / 2**30, report.load_s,
-        report.nbytes / 2**30 / report.load_s,
-        f"; read {report.verified_nbytes / 2**30:.2f} GiB to verify parts" if report.verified_nbytes else "",
+        "[rank %d stage %s] loaded %d tensors, %s in %.2f s, %s/s%s",
+        mesh.rank, stages, report.num_tensors, show_bytes(report.nbytes), report.load_s,
+        show_bytes(int(report.nbytes / report.load_s)),
+        f"; read {show_bytes(report.verified_nbytes)} to verify parts" if report.verified_nbytes else "",
     )  # fmt: skip
     if report.num_unverified:
         logger.warning(

@@ -11,10 +11,11 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from manifests.palette import MEMORY_COLORS, PLAIN, Theme
+from manifests.sizes import show_bytes
 from reshard.draw.scale import byte_scale, draw_bars, height_of, ticks
 from reshard.draw.theme import SMALLEST_PT
 from reshard.estimate.training_estimate import Forecast
-from reshard.formatting import number_runs, show_bytes
+from reshard.formatting import number_runs
 
 __all__ = ["draw_memory", "draw_work", "number_rows", "put_legend", "row_edges", "row_height"]
 

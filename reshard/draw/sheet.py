@@ -10,11 +10,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from manifests.palette import THEMES, Theme
+from manifests.sizes import show_bytes
 from reshard.draw.ranks import draw_memory, draw_work
 from reshard.draw.schedule import draw_schedule
 from reshard.draw.stages import draw_stages
 from reshard.draw.theme import describe, drawing, follow_reader
-from reshard.formatting import show_bytes
 from reshard.layout.wording import shorten
 from reshard.operations.resolve import PlanResult
 from reshard.plans.pack_plan import traffic_of

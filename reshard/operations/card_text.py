@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from manifests.schema import Manifest, Source
-from reshard.formatting import show_bytes
+from manifests.sizes import show_bytes
 from stores.address import SCHEME, parse_hub_address
 
 __all__ = ["base_model_of", "card_section"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from manifests.errors import printable
+from manifests.sizes import show_bytes
 from reshard.checks.check import CheckResult
-from reshard.formatting import show_bytes
 
 __all__ = ["check_json", "check_text"]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from manifests.errors import printable
 from manifests.index import INDEX_NAME, has_index
-from reshard.formatting import show_bytes
+from manifests.sizes import show_bytes
 from reshard.layout.wording import counted
 from reshard.operations.hub_check import HubReport
 from reshard.operations.pack_result import PackResult

@@ -10,7 +10,8 @@ from typing import Any
 from manifests.codec import manifest_document
 from manifests.errors import printable
 from manifests.schema import Manifest
-from reshard.formatting import show_bytes, show_numbers
+from manifests.sizes import show_bytes
+from reshard.formatting import show_numbers
 from reshard.layout.model import compress_modules
 from reshard.report.text import table, table_lines, tie_lines
 from stores.bundles import Bundles, TensorAt

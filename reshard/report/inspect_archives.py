@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from manifests.errors import printable
 from manifests.safetensors import nbytes_of
+from manifests.sizes import show_bytes
 from reshard.archives.dcp import read_metadata
 from reshard.archives.names import METADATA_NAME, is_deepspeed, is_megatron
 from reshard.archives.tensors import read_archive
-from reshard.formatting import show_bytes
 from reshard.report.text import table
 from reshard.sources.deepspeed import read_step
 from reshard.sources.deepspeed_step import find_step

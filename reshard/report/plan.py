@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 from manifests.memory import Memory
 from manifests.schedules import Timeline
 from manifests.schema import TieGroup
+from manifests.sizes import show_bytes
 from reshard.estimate.assumptions import Assumptions
 from reshard.estimate.training_estimate import Forecast, imbalance
-from reshard.formatting import show_bytes, show_count, show_numbers
+from reshard.formatting import show_count, show_numbers
 from reshard.operations.fit import smallest_fit
 from reshard.operations.resolve import PlanResult
 from reshard.plans.pack_plan import StagePlan, Traffic, traffic_of

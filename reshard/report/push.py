@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from reshard.formatting import show_bytes
+from manifests.sizes import show_bytes
 from reshard.operations.push import PushResult
 
 __all__ = ["push_json", "push_text", "warning_lines"]

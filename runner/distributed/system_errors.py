@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from manifests.errors import InputError, RankError, UnreachableError, refused_by_system
+from manifests.sizes import show_bytes
 
 __all__ = ["ExhaustedError", "causes", "exhausted", "unreachable"]
 
@@ -66,5 +67,5 @@ def _used(error: BaseException) -> str:
     if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         used = torch.cuda.memory_allocated()
-        return f"this rank uses {used / 2**30:.2f} GiB, {free / 2**30:.2f} of {total / 2**30:.2f} GiB are free"
-    return f"peak memory of its process: {(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) / 2**30:.2f} GiB"
+        return f"this rank uses {show_bytes(used)}, {show_bytes(free)} of {show_bytes(total)} are free"
+    return f"peak memory of its process: {show_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)}"

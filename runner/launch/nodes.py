@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from manifests.errors import LaunchError, UsageError
 from manifests.memory import MemoryEstimate
 from manifests.schema import Manifest
+from manifests.sizes import show_bytes
 from runner.config.parallel_dims import ParallelDims
 
 __all__ = ["NodePlan", "check_groups", "check_memory", "check_ranks", "parse_nnodes", "plan_nodes", "printed"]
@@ -143,20 +144,14 @@ def check_memory(planned: MemoryEstimate, gpu_nbytes: int, where: str = "--gpu-m
     if states[rank] > gpu_nbytes:
         raise LaunchError(
             where,
-            f"pipeline rank {rank} needs {_gib(states[rank])} GiB for weights, gradients and optimizer state, "
-            f"its GPU has {gpu_nbytes / 2**30:g} GiB",
+            f"pipeline rank {rank} needs {show_bytes(states[rank])} for weights, gradients and optimizer state, "
+            f"its GPU has {show_bytes(gpu_nbytes)}",
             more,
             code="launch.gpu-memory",
         )
     if totals[fullest] <= gpu_nbytes:
         return ""
     return (
-        f"pipeline rank {fullest} is estimated to need {_gib(totals[fullest])} GiB, its GPU has "
-        f"{gpu_nbytes / 2**30:g} GiB ({where}); {more}, --ac full or a lower --microbatch or --seq-len"
+        f"pipeline rank {fullest} is estimated to need {show_bytes(totals[fullest])}, its GPU has "
+        f"{show_bytes(gpu_nbytes)} ({where}); {more}, --ac full or a lower --microbatch or --seq-len"
     )
-
-
-def _gib(nbytes: int) -> str:
-    """Return a size in GiB with the digits that show it as more than 0."""
-    gib = nbytes / 2**30
-    return f"{gib:.{1 if gib >= 0.1 else 2 - math.floor(math.log10(gib))}f}"

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from manifests.errors import InputError, UserError
+from manifests.sizes import show_bytes
 from runner.distributed.rounds import in_rounds
 from runner.load.local_cache import LocalCache
 from runner.load.verify_parts import ToVerify, verify_whole
@@ -88,8 +89,8 @@ class DeferredVerification:
         self._is_finished = True
         nbytes = sum(tensor.at.nbytes for tensor in self._tensors)
         logger.info(
-            "[%s] verified %d tensors, %.2f GiB, in the background",
-            rank_label(dist.get_rank()), len(self._tensors), nbytes / 2**30,
+            "[%s] verified %d tensors, %s, in the background",
+            rank_label(dist.get_rank()), len(self._tensors), show_bytes(nbytes),
         )  # fmt: skip
 
     @contextmanager

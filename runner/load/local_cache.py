@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from manifests.errors import InputError, ManifestError
 from manifests.schema import MOMENTS, WEIGHTS, Holds, Manifest, Shard
+from manifests.sizes import show_bytes
 from manifests.store import parent_of
 from runner.bundle.cache_folder import CacheFolder, assign_shards, check_cacheable, node_folder, shards_of
 from runner.bundle.packed import Packed, open_packed
@@ -225,10 +226,10 @@ class LocalCache:
     def _say(self, report: CacheReport) -> None:
         if report.nbytes or report.reused_nbytes:
             logger.info(
-                "[rank %d] copied %.2f GiB to %s in %.2f s%s; %.2f GiB were already cached%s",
-                self._world.rank, report.nbytes / 2**30, self.path, report.copy_s,
-                f", {report.peer_nbytes / 2**30:.2f} GiB of it from other nodes" if report.peer_nbytes else "",
-                report.reused_nbytes / 2**30,
+                "[rank %d] copied %s to %s in %.2f s%s; %s were already cached%s",
+                self._world.rank, show_bytes(report.nbytes), self.path, report.copy_s,
+                f", {show_bytes(report.peer_nbytes)} of it from other nodes" if report.peer_nbytes else "",
+                show_bytes(report.reused_nbytes),
                 f"; {report.num_damaged} damaged shards were copied again" if report.num_damaged else "",
             )  # fmt: skip
 

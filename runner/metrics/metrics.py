@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from manifests.sizes import show_bytes
 from runner.checkpoint.async_save import SaveReport
 from runner.load.load import LoadReport
 from runner.load.local_cache import CacheReport
@@ -136,7 +137,7 @@ class Metrics:
             save_s=report.save_s,
         )
         self._say(
-            f"after step {report.step}: saved {report.path}, {report.nbytes / 2**30:.2f} GiB in {report.save_s:.2f} s;"
+            f"after step {report.step}: saved {report.path}, {show_bytes(report.nbytes)} in {report.save_s:.2f} s;"
             f" training paused for {report.stall_s:.3f} s"
         )
 
