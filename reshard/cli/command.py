@@ -33,7 +33,23 @@ def cli() -> None:
     """
 
 
-for verb in (plan, layout, pack, commit, export, verify, check, sign, push, inspect, diff, completion):
+# Each verb's line in the list of verbs; the help of the verb itself says more.
+_VERBS = {
+    plan: "Show a layout's stages, memory, balance and pipeline bubble.",
+    layout: "Show what a layout means, without a model.",
+    pack: "Write a checkpoint as one bundle per pipeline stage.",
+    commit: "Merge the parts that reshard pack --part has written.",
+    export: "Write a Hugging Face folder, or another trainer's format.",
+    verify: "Compare every byte with the manifest's digests.",
+    check: "Check that any checkpoint is complete and consistent.",
+    sign: "Sign a manifest with a private key.",
+    push: "Upload a packed model to the Hugging Face hub.",
+    inspect: "Show what a checkpoint contains, from headers alone.",
+    diff: "List what differs between two checkpoints.",
+    completion: "Print the shell completion script of bash, zsh or fish.",
+}
+for verb, said in _VERBS.items():
+    verb.short_help = said
     cli.add_command(verb)
 
 

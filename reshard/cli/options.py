@@ -64,6 +64,8 @@ T = TypeVar("T")
 class WholeNumber(click.IntRange):
     """An integer from `min` to `most`. Help shows the lower bound alone."""
 
+    name = "integer"
+
     def __init__(self, min: int, most: int = (1 << 31) - 1) -> None:
         super().__init__(min=min)
         self.most = most

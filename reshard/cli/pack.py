@@ -150,7 +150,7 @@ def pack(
     "--dtype",
     type=click.Choice(options.DTYPES),
     default="source",
-    help="ExportDtype of the weights: as in the source, or one for all parameters.",
+    help="Dtype of the weights: as in the source, or one for all parameters.",
 )
 @options.force
 @options.io

@@ -8,15 +8,21 @@ from typing import Any, TypeVar
 
 import click
 
-__all__ = ["MOST", "WholeNumber", "build", "flag", "group", "parameters_of"]
+__all__ = ["MOST", "Number", "WholeNumber", "build", "flag", "group", "parameters_of"]
 
 T = TypeVar("T")
 _SAME: Any = object()
 MOST = (1 << 31) - 1  # of whole numbers: no memory, table or clock needs more
 
 
+class Number(click.FloatRange):
+    name = "number"
+
+
 class WholeNumber(click.IntRange):
     """An integer from `min` to `MOST`. Help shows the lower bound alone."""
+
+    name = "integer"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         found = int(super().convert(value, param, ctx))

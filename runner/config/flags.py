@@ -213,7 +213,7 @@ training_command = click.Command(
     callback=_training,
     help=_training.__doc__,
     context_settings={"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 100},
-    epilog="Example: runner launch DIR/manifest.json -- --steps 100 --seq-len 512 --global-batch 16 --data text/",
+    epilog="\b\nExample:\n  runner launch ./Llama-3.2-1B-pp2 -- --steps 100 --global-batch 16 --data text/",
 )
 
 

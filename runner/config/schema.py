@@ -16,7 +16,7 @@ from manifests.memory import Recompute, parse_recompute
 from manifests.schema import Decay, LearningRate
 from manifests.training_state import LARGEST_RATE
 from runner.config.architectures import Implementation
-from runner.config.declared import WholeNumber, flag, group
+from runner.config.declared import Number, WholeNumber, flag, group
 
 __all__ = [
     "SYNTHETIC",
@@ -35,8 +35,8 @@ Dtype = Literal["fp32", "bf16"]
 SYNTHETIC = "synthetic"  # as a data source: random tokens
 _LEAST_EPS = 1e-30  # of AdamW: well above the smallest float32
 _DTYPES = click.Choice(get_args(Dtype))
-_POSITIVE = click.FloatRange(min=0)
-_BETA = click.FloatRange(0, 1, max_open=True)
+_POSITIVE = Number(min=0)
+_BETA = Number(0, 1, max_open=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

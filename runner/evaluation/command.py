@@ -17,7 +17,7 @@ from manifests.probe import check_stdout
 from manifests.store import find_manifest, read_manifest
 from runner.bundle.packed import check_tokenizer, open_packed
 from runner.config.architectures import check_trainable
-from runner.config.declared import WholeNumber
+from runner.config.declared import Number, WholeNumber
 from runner.config.flags import Device
 from runner.config.schema import SYNTHETIC, DataOptions, Dtype, FramingOptions
 from runner.data.files import find_files
@@ -203,12 +203,10 @@ def eval_command(context: click.Context, /, dry_run: bool, **values: Any) -> Non
 @click.option("--prompt", multiple=True, metavar="TEXT", help="Text to continue. May be repeated.")
 @click.option("--tokens", multiple=True, metavar="1,2,3", help="Token ids to continue; requires no tokenizer.")
 @click.option("--max-new-tokens", type=WholeNumber(min=1), default=32, help="Most tokens to generate.")
-@click.option(
-    "--temperature", type=click.FloatRange(min=0), default=0.0, help="Sampling temperature; 0: the most likely token."
-)
+@click.option("--temperature", type=Number(min=0), default=0.0, help="Sampling temperature; 0: the most likely token.")
 @click.option(
     "--top-p",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=Number(0, 1, min_open=True),
     default=1.0,
     help="Sample from tokens of this total probability.",
 )

@@ -92,7 +92,8 @@ class _BeforeTraining(click.Command):
 @click.option(
     "--gpu-memory",
     metavar="SIZE",
-    help="Memory of each GPU, such as 80GB (which is 80GiB); refuse stages that do not fit.",
+    help="Memory of each GPU, such as 80GB (which is 80GiB): refuse stages whose weights and optimizer state "
+    "exceed it, note those that exceed it with activations.",
 )
 @click.option(
     "--env", multiple=True, metavar="K[=V]", help="Environment variable for the ranks; without V, its value here."

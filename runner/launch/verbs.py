@@ -22,7 +22,14 @@ _LOG_DIR = click.argument(
 @_LOG_DIR
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def status(log_dir: Path, as_json: bool) -> None:
-    """Show the state of a launched job, its progress, and why it failed."""
+    """Show the state of a launched job, its progress, and why it failed.
+
+    LOG_DIR is the log folder of a run, by default the latest in runner-log.
+
+    \b
+    Example:
+      runner status runner-log/latest
+    """
     from runner.launch import follow as watch
 
     found = watch.status(log_dir)
@@ -48,7 +55,14 @@ def status(log_dir: Path, as_json: bool) -> None:
 @click.option("-f", "--follow", is_flag=True, help="Print new output until the job ends.")
 @click.option("--rank", type=WholeNumber(min=0), metavar="R", help="Show only the log of this rank.")
 def logs(log_dir: Path, follow: bool, rank: int | None) -> None:
-    """Print the output of a launched job; for a job on this machine, that of rank 0."""
+    """Print the output of a launched job; for a job on this machine, that of rank 0.
+
+    LOG_DIR is the log folder of a run, by default the latest in runner-log.
+
+    \b
+    Example:
+      runner logs --follow
+    """
     from runner.launch import follow as watch
 
     watch.show_logs(log_dir, lambda text: click.echo(text, nl=False), rank=rank, is_followed=follow)
@@ -58,7 +72,14 @@ def logs(log_dir: Path, follow: bool, rank: int | None) -> None:
 @_LOG_DIR
 @click.option("--force", is_flag=True, help="Kill a job of this machine at once, without saving.")
 def cancel(log_dir: Path, force: bool) -> None:
-    """Cancel a launched job; if it saves checkpoints, it saves one first."""
+    """Cancel a launched job; if it saves checkpoints, it saves one first.
+
+    LOG_DIR is the log folder of a run, by default the latest in runner-log.
+
+    \b
+    Example:
+      runner cancel runner-log/latest
+    """
     from runner.launch import follow as watch
 
     record, was_running = watch.cancel(log_dir, is_forced=force)
@@ -68,7 +89,9 @@ def cancel(log_dir: Path, force: bool) -> None:
 
 @click.command()
 @_LOG_DIR
-@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", show_default="LOG_DIR/report.html")
+@click.option(
+    "--out", type=click.Path(path_type=Path), metavar="FILE", show_default="LOG_DIR/report.html", help="Page to write."
+)
 @click.option("--compare", type=click.Path(path_type=Path), metavar="LOG_DIR", help="Draw this run beside it.")
 @click.option(
     "--trace",
@@ -79,6 +102,8 @@ def cancel(log_dir: Path, force: bool) -> None:
 @click.option("--force", is_flag=True, help="Replace files that exist.")
 def report(log_dir: Path, out: Path | None, compare: Path | None, trace: Path | None, force: bool) -> None:
     """Write a run as one HTML page: loss, throughput and, for steps with --trace, the pipeline.
+
+    LOG_DIR is the log folder of a run, by default the latest in runner-log.
 
     \b
     Example:

@@ -81,3 +81,10 @@ def test_every_verb_that_works_long_can_be_quiet(group: click.Group) -> None:
         command = group.get_command(context, name)
         assert command is not None
         assert "--quiet" in {flag for option in command.params for flag in option.opts}, name
+
+
+@pytest.mark.parametrize("group", [reshard_cli, runner_cli], ids=["reshard", "runner"])
+def test_list_of_verbs_says_what_each_does_in_a_whole_line(group: click.Group) -> None:
+    listed = CliRunner().invoke(group, ["--help"], terminal_width=80).output.partition("Commands:\n")[2].splitlines()
+    assert len(listed) == len(group.list_commands(click.Context(group)))
+    assert all(line.endswith(".") and not line.endswith("...") for line in listed)

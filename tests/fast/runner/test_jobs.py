@@ -345,10 +345,7 @@ def test_bad_job_file_is_refused_where_it_is_bad(tmp_path: Path, text: str, wher
 def test_value_of_a_job_file_that_no_flag_takes_is_said_to_be_of_it(packed: Path, tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text(f'manifest = "{packed}"\nscheduler = "slurm"\nrestarts = "x"\n[training]\ndata = "synthetic"\n')
-    assert (
-        "Invalid value for '--restarts': 'x' is not a valid integer range. (the job file)"
-        in launch("--job", path).stderr
-    )
+    assert "Invalid value for '--restarts': 'x' is not a valid integer. (the job file)" in launch("--job", path).stderr
 
 
 def test_training_flags_are_listed_without_a_manifest() -> None:
