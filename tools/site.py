@@ -28,6 +28,8 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
 }
 _LINK = re.compile(r"(?<=\]\()(?!https?:|#|mailto:)([^)\s]+)(?=\))")
+ROW = re.compile(r"^\|.*$", re.MULTILINE)
+_CODE = re.compile(r"`[^`]*`")
 _CARRIED = "pictures/*.*", "scripts/*.js"  # as they are
 _ABOUT_WORDS = 40
 
@@ -76,7 +78,12 @@ def _moved(source: str, text: str) -> str:
         place = posixpath.normpath(posixpath.join(posixpath.dirname(source), path)) if path else source
         return posixpath.relpath(_target(place), posixpath.dirname(page) or ".") + mark + anchor
 
-    return _LINK.sub(moved, text)
+    return ROW.sub(plain_pipes, _LINK.sub(moved, text))
+
+
+def plain_pipes(row: re.Match[str]) -> str:
+    """Return a table's row with `|` in its code, where GitHub needs a backslash that Python-Markdown would show."""
+    return _CODE.sub(lambda code: code[0].replace("\\|", "|"), row[0])
 
 
 def _target(place: str) -> str:
