@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import random
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from huggingface_hub import constants, get_session, set_client_factory
 from huggingface_hub.utils import _http
 
@@ -139,6 +146,53 @@ def test_other_bytes_than_asked_for_are_refused(hub: Hub, file: HubFile, fault: 
     hub.fail("/cdn/", times=9, **fault)
     impatient = replace(file, retries=replace(QUICK, num_attempts=2, answer_s=0.3))
     assert refused(lambda: read_range(impatient, 10, 100)) == (f"store.{code}", PLACE)
+
+
+@pytest.fixture
+def secure(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """A server with TLS, and its certificate, which no authority signed."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name, now = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")]), datetime.now(UTC)
+    signed = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number(), now, now + timedelta(1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    certificate, pem = tmp_path / "certificate.pem", serialization.Encoding.PEM
+    certificate.write_bytes(signed.public_bytes(pem))
+    unencrypted = serialization.NoEncryption()
+    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, unencrypted)
+    (tmp_path / "key.pem").write_bytes(private)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, tmp_path / "key.pem")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with suppress(OSError), context.wrap_socket(server.accept()[0], server_side=True) as connection:
+                while connection.recv(1 << 16):
+                    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nab")
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"https://localhost:{server.getsockname()[1]}/file", certificate
+        thread.join(10)
+
+
+@pytest.mark.parametrize("is_trusted", [True, False])
+def test_certificates_are_verified_by_the_authorities_of_the_system(
+    secure: tuple[str, Path], monkeypatch: pytest.MonkeyPatch, is_trusted: bool
+) -> None:
+    url, certificate = secure
+    if is_trusted:
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    connections, found = Connections(), bytearray(2)
+    try:
+        for _ in range(2 if is_trusted else 1):
+            with connections.get(url, {}, 5.0, 5.0) as answer:
+                assert answer.read_into(memoryview(found)) == 2
+    except ssl.SSLCertVerificationError:
+        assert not is_trusted
+    assert found == (b"ab" if is_trusted else bytes(2))
 
 
 @pytest.fixture
