@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 
-_CHUNK_NBYTES = 1 << 19  # of a streamed response, to keep obstore's buffers small
+_CHUNK_NBYTES = 1 << 18  # of a streamed response, to keep obstore's buffers small
 _LIST_COUNT = 1000  # names per page
 # With any of these, obstore finds credentials without a profile.
 _OWN_CREDENTIALS = {

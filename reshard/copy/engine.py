@@ -121,31 +121,34 @@ class InOrder:
     def __init__(self, shard: OutputShard, progress: ByteCounter, prefetcher: Prefetcher) -> None:
         self.progress, self._prefetcher = progress, prefetcher
         self._ahead = self._reading(shard.in_data_order, shard.header_nbytes)
+        self._is_hashed = False
 
     def hash(self, tensors: Sequence[TensorAt]) -> DigestTable:
         """Return the digest of each of these tensors, of which none is verified."""
         return self._hash(self._reading(tensors), self.progress)
 
     def hash_and_keep(self) -> DigestTable:
-        """Return the digests of all tensors, whose bytes stay in memory until they are written."""
-        return self._hash(self._ahead.read_before(), lambda nbytes: None)
+        """Verify known digests and return those of all tensors, whose bytes stay in memory until they are written."""
+        self._is_hashed = True
+        return self._hash(self._ahead.read_before(), lambda nbytes: None, verifies=True)
 
     def write(self, output: Output, digests: DigestTable | None = None) -> None:
-        """Write the data to `output`, and verify the digests if they are passed.
+        """Write the data to `output`, and verify the digests if they are passed and were not computed from memory.
 
         Raises:
             InputError: as `write_shards`.
         """
         for run, _, readers in self._ahead:
-            found = DigestTable(copy_run(replace(run, output=output), readers, self.progress, self._prefetcher.stop))
-            if digests is not None:
+            run = replace(run, output=output, is_hashed=self._is_hashed)
+            found = DigestTable(copy_run(run, readers, self.progress, self._prefetcher.stop))
+            if digests is not None and not self._is_hashed:
                 for tensor, digest, expected in zip(run.tensors, found, digests[run.first :], strict=False):
                     check_digest(tensor, digest, expected)
 
-    def _hash(self, ahead: Iterable[Taken], progress: ByteCounter) -> DigestTable:
+    def _hash(self, ahead: Iterable[Taken], progress: ByteCounter, *, verifies: bool = False) -> DigestTable:
         digests = bytearray()
         for run, _, readers in ahead:
-            digests += copy_run(replace(run, verifies=False), readers, progress, self._prefetcher.stop)
+            digests += copy_run(replace(run, verifies=verifies), readers, progress, self._prefetcher.stop)
         if self._prefetcher.stop.is_set():
             raise CancelledError
         return DigestTable(digests)

@@ -56,7 +56,8 @@ class Output(Protocol):
 class Run:
     """Consecutive whole tensors of one file, from tensor `first` of all that are written on.
 
-    Their bytes begin at `position` of `output`, or are only hashed if it is None. A run `verifies` known digests.
+    Their bytes begin at `position` of `output`, or are only hashed if it is None. A run `verifies` known digests; bytes
+    in memory that were hashed before need not be again.
     """
 
     tensors: Sequence[TensorAt]
@@ -64,6 +65,7 @@ class Run:
     output: Output | None = None
     position: int = 0
     verifies: bool = True
+    is_hashed: bool = False
 
 
 def split_run(run: Run) -> Iterator[Run]:
@@ -97,7 +99,7 @@ def copy_run(run: Run, readers: Mapping[InputFile, Reader], progress: ByteCounte
         for memory, gone, position, parts in _filled(run, sources):
             if stop.is_set():
                 return b""
-            for part in parts:
+            for part in () if run.is_hashed else parts:
                 hasher.update(memory[part.begin - gone : part.end - gone])
                 if part.ended is not None:
                     digests += hasher.digest()

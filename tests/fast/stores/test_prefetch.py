@@ -11,8 +11,10 @@ from itertools import accumulate
 import pytest
 from blake3 import blake3
 
-from manifests.errors import StoreError
+from manifests.errors import ShardError, StoreError
+from reshard.copy.engine import InOrder
 from reshard.copy.runs import Run, copy_run
+from reshard.plans.pack_plan import OutputShard
 from reshard.tensors.checkpoint import TensorAt
 from stores.base import InputFile
 from stores.prefetch import Lane, Planned, PlannedReader, Prefetcher
@@ -162,6 +164,30 @@ def test_run_is_written_from_the_memory_of_responses_unless_it_must_be_aligned(i
     assert digests == b"".join(tensor.blake3 or b"" for tensor in tensors)
     assert output.lent_nbytes == (0 if is_aligned else sum(sizes))
     assert sum(sent) == sum(sizes)
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_shard_that_is_kept_is_verified_before_it_is_written_and_requested_once(is_damaged: bool) -> None:
+    file = Remote(pattern(9 * MIB, 1))
+    digests = [blake3(file.data[:MIB]).digest(), blake3(file.data[MIB:]).digest()]
+    known = bytes(32) if is_damaged else digests[0]
+    tensors = (
+        TensorAt("a", "U8", (MIB,), file, 0, MIB, known),
+        TensorAt("b", "U8", (8 * MIB,), file, MIB, 8 * MIB),
+    )
+    shard = OutputShard(path="s", origins=tensors, header_nbytes=4864)
+    output, written = Written(is_aligned=False), list[int]()
+    with Prefetcher(1, threading.Event(), memory_nbytes=9 * MIB, reuses=False) as prefetcher:
+        source = InOrder(shard, written.append, prefetcher)
+        if is_damaged:
+            with pytest.raises(ShardError):
+                source.hash_and_keep()
+            return
+        found = source.hash_and_keep()
+        source.write(output, found)
+    assert [found.raw(number) for number in range(2)] == digests
+    assert output.data == file.data
+    assert sum(written) == sum(end - begin for begin, end in file.asked) == len(file.data)
 
 
 def test_failure_of_a_request_is_that_of_the_read() -> None:
