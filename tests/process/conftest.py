@@ -37,6 +37,14 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return pack_tiny(tmp_path_factory.mktemp("models"), 2)
 
 
+@pytest.fixture(scope="session")
+def packed_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same for one rank: each takes seven seconds of processor time to import what it needs."""
+    from tests.process.local_jobs import pack_tiny
+
+    return pack_tiny(tmp_path_factory.mktemp("models"), 1)
+
+
 @pytest.fixture(scope="module", params=["moto", pytest.param("ceph", marks=pytest.mark.slow)])
 def s3_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     from tests.process.buckets import BUCKET, start_server

@@ -59,9 +59,9 @@ def test_job_is_watched_and_cancelled_by_its_log_folder_and_saves(packed: Path, 
     assert runner("cancel", log).returncode == 0  # it has ended, and stays as it is
 
 
-def test_forced_cancel_kills_launcher_and_ranks_at_once(packed: Path, tmp_path: Path) -> None:
+def test_forced_cancel_kills_launcher_and_ranks_at_once(packed_alone: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with launched(packed, log, "--steps", "100000", "--checkpoint", tmp_path / "history") as run:
+    with launched(packed_alone, log, "--steps", "100000", "--checkpoint", tmp_path / "history") as run:
         run.wait_for_step(3)
         pids = run.ranks()
         begun_s = time.monotonic()

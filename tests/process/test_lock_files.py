@@ -14,7 +14,7 @@ import pytest
 
 from manifests.errors import InputError
 from manifests.lockfile import birth_of, locking
-from tests.process.local_jobs import ROOT, SMALL, pack_tiny, runner
+from tests.process.local_jobs import ROOT, SMALL, runner
 from tests.process.torchrun import started
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
@@ -158,13 +158,8 @@ def test_process_with_the_number_of_a_dead_holder_is_not_taken_for_it(tmp_path: 
         pass
 
 
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pack_tiny(tmp_path_factory.mktemp("models"), 1)
-
-
-def test_two_launches_into_one_log_folder_at_once_start_one_job(packed: Path, tmp_path: Path) -> None:
-    words = ["launch", str(packed), "--log-dir", str(tmp_path / "log"), "--", *SMALL, "--steps", "2"]
+def test_two_launches_into_one_log_folder_at_once_start_one_job(packed_alone: Path, tmp_path: Path) -> None:
+    words = ["launch", str(packed_alone), "--log-dir", str(tmp_path / "log"), "--", *SMALL, "--steps", "2"]
     with ThreadPoolExecutor(2) as pool:
         done = list(pool.map(lambda _: runner(*words), range(2)))
     codes = sorted(each.returncode for each in done)
@@ -176,9 +171,9 @@ def test_two_launches_into_one_log_folder_at_once_start_one_job(packed: Path, tm
 
 @pytest.mark.parametrize("flag", ["--save", pytest.param("--checkpoint", marks=pytest.mark.slow)])
 def test_second_run_that_would_save_to_the_same_place_is_refused_before_it_trains(
-    flag: str, packed: Path, tmp_path: Path
+    flag: str, packed_alone: Path, tmp_path: Path
 ) -> None:
-    words = (packed / "manifest.json", *SMALL, "--steps", "100000", flag, tmp_path / "out", "--log-dir")
+    words = (packed_alone / "manifest.json", *SMALL, "--steps", "100000", flag, tmp_path / "out", "--log-dir")
     with started(1, "../../runner/train.py", *words, tmp_path / "log") as (first,):
         first.wait_for("step 1/", 60)
         with started(1, "../../runner/train.py", *words, tmp_path / "other") as (second,):
