@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from manifests.collector import collector_paused
 from reshard.cli import options
 from reshard.cli.io_flags import io_flags
 
@@ -38,6 +39,7 @@ __all__ = ["layout", "plan"]
 @options.allow_remote
 @options.as_json
 @options.quiet
+@collector_paused()  # a step has up to half a million actions, which it would visit whenever it resumes
 def plan(
     source: str, asked: LayoutRequest, assumed: Assumptions, links: Links | None, drop: tuple[str, ...],
     model: Path | None, spelling: str | None, draw: Path | None, theme: str, force: bool, as_json: bool, quiet: bool,

@@ -80,4 +80,4 @@ def draw_bars(axes: Axes, bars: Iterable[Bar], color: str, **style: Any) -> None
         corners += (left, low), (right, low), (right, high), (left, high), (left, low)
     if corners:
         path = Path(corners, _CORNERS * (len(corners) // len(_CORNERS)))
-        axes.add_patch(PathPatch(path, facecolor=color, **style))
+        axes.add_artist(PathPatch(path, facecolor=color, **style))  # add_patch would look for limits in each corner
