@@ -26,8 +26,8 @@ __all__ = [
     "join_ranges",
 ]
 
-STREAM_NBYTES = 5 << 20  # a request, and a part of those that wait to be read
-MEMORY_NBYTES = 128 * STREAM_NBYTES
+STREAM_NBYTES = 10 << 20  # a request, and those that wait to be read
+MEMORY_NBYTES = 64 * STREAM_NBYTES
 REQUEST_NBYTES = 4 << 20
 _LEAST_REQUEST_NBYTES = 1 << 20
 _LAST_REQUEST_NBYTES = 2 << 20
@@ -53,8 +53,8 @@ class Prefetcher:
     """The requests of several threads, each with a `lane` of its own and its share of the memory.
 
     `num_streams` fixes the number of concurrent requests; otherwise that is found by trying, as far as the memory goes.
-    Whoever sets `stop` cancels them. What was read of a response is overwritten by a later one if it `reuses` memory,
-    which new memory takes long: the system clears it page by page.
+    Whoever sets `stop` cancels them. If it `reuses` memory, what was read of a response is overwritten by a later one;
+    new memory is slow, since the system clears it page by page.
     """
 
     def __init__(
