@@ -174,13 +174,9 @@ class _Reader:
         if letter == "*":
             return error_at(self.spec, at, "expected a letter or group before *", code="layout.bad-repeat")
         if letter.isdecimal():
-            return error_at(
-                self.spec,
-                at,
-                "expected a letter, found a number",
-                "write t*3 for three layers",
-                code="layout.bad-repeat",
-            )
+            count = self.spec.strip()
+            hint = f"write pp={count} for {count} stages" if count.isdecimal() else "write t*3 for three layers"
+            raise error_at(self.spec, at, "expected a letter, found a number", hint, code="layout.bad-repeat")
         hint = "E embedding, t decoder layer, m MTP layer, L norm and head, | next stage"
         if letter in CASES:
             hint = f"did you mean {CASES[letter]}? {hint}"

@@ -98,11 +98,12 @@ def _check_layers(request: Request, expansion: Expansion, num_stages: int) -> No
         found = text.count(letter)
         if found != expected:
             place = _place_of_count(text, letter, expected)
+            num_filled = min(num_stages, max(inventory.num_layers, 1))  # none without a layer
             raise error_at(
                 spec,
                 expansion.origins[place],
                 f"expected {expected} {letter} (the model's {LAYERS[letter]}s), found {found}",
-                f"for {counted(num_stages, 'stage')} write {_even_layout(num_stages, inventory)}",
+                f"for {counted(num_filled, 'stage')} write {_even_layout(num_filled, inventory)}",
                 code="layout.layer-count",
             )
     first_mtp = text.find("m")

@@ -160,6 +160,11 @@ def test_bad_layout_strings_are_pointed_at(strict, case, wording):
     wording(str(error))
 
 
+@pytest.mark.parametrize(("spec", "meant"), [("Et|(t|)*9L", "Et|t|t|tL"), ("4", "pp=4")])
+def test_hint_has_a_layout_that_fits(spec, meant):
+    assert f" {meant}" in refusal(spec, None, 4, 0).hint
+
+
 @pytest.mark.parametrize(("spec", "num_mtp"), [("Et|t|m|mL", 2), ("Et|tm||L", 1)])
 def test_mtp_layers_may_be_on_several_or_early_stages(spec, num_mtp):
     assert letters(read(spec, 2, 2, num_mtp), 2) == spec
