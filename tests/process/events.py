@@ -11,12 +11,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
 __all__ = [
-    "ACTS",
     "NUM_BUCKET_EVENTS",
     "NUM_LOCAL_EVENTS",
     "NUM_PUSH_EVENTS",
@@ -30,7 +29,6 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
-Act = TypeVar("Act")
 # `make test` runs the first few of each kind, `make test-all` all: each act on each operation, here several times.
 NUM_LOCAL_EVENTS, NUM_BUCKET_EVENTS, NUM_SAVE_EVENTS, NUM_PUSH_EVENTS = 192, 66, 64, 22
 ACTS = ("SIGKILL", "SIGKILL", "SIGKILL", "SIGTERM", "SIGINT", "full", "broken", "refused")  # on this machine
@@ -74,7 +72,7 @@ def start_worker(said: Path, environment: Mapping[str, str], *args: str) -> Iter
         process.stdin.close()
 
 
-def acts_of(seed: int, operations: Sequence[str], acts: Sequence[Act], chance: random.Random) -> list[Act]:
+def acts_of(seed: int, operations: Sequence[str], chance: random.Random, acts: Sequence[Any] = ACTS) -> list[Any]:
     """Return one act or two; with the seed, each operation has each act as its first in turn."""
     first = acts[(seed // len(operations) + seed) % len(acts)]
     return [first, chance.choice(acts)][: chance.randint(1, 2)]

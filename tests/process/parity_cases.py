@@ -195,10 +195,7 @@ ONE_EACH = tuple(
 )
 HALF = (Case(schedule="ZBVZeroBubble", num_ranks=2, weights="tied", dtype=torch.bfloat16),)
 THROUGH_HOST = (Case(schedule="ZBVZeroBubble", num_ranks=2, weights="tied", plant="through_host"),)
-FROM_CSV = (
-    Case(schedule="ZBVZeroBubble", num_ranks=2, weights="tied", is_csv=True),
-    _CSV,
-)
+FROM_CSV = (Case(schedule="ZBVZeroBubble", num_ranks=2, weights="tied", is_csv=True), _CSV)
 PLANTED = (
     Case(schedule="1F1B", num_ranks=2, weights="tied", plant="scale_grads"),
     Case(schedule="1F1B", num_ranks=2, plant="mean_per_microbatch"),

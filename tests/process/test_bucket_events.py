@@ -157,7 +157,7 @@ def strike(
     old, whole = output.readable(), place.expected(operation)
     expected = {name: data for name, data in whole.items() if name != INDEX or "manifest.json" not in whole}
     command, context, kept, num_saved = place.command(operation, output.url), "", {}, 0
-    for act, times in acts_of(seed, operations, ACTS, chance):
+    for act, times in acts_of(seed, operations, chance, ACTS):
         at, is_done, since = chance.randrange(last), chance.random() < 0.5, output.log_length()
         struck = {"act": act, "at": at, "times": times, "is_done": is_done}
         code, _ = worker.run(*command, strike=struck, endpoint=moto.endpoint)

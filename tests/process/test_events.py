@@ -13,16 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.builders import files_in, leftovers, llama_config, reshard, write_model
-from tests.process.events import (
-    ACTS,
-    NUM_LOCAL_EVENTS,
-    Worker,
-    acts_of,
-    chunks_of,
-    emptied,
-    is_planted,
-    start_worker,
-)
+from tests.process.events import NUM_LOCAL_EVENTS, Worker, acts_of, chunks_of, emptied, is_planted, start_worker
 from tests.sentinels import Sentinels, plant_in
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(1200)]
@@ -119,7 +110,7 @@ def strike(place: Place, worker: Worker, seed: int, folder: Path) -> int:
     struck, kept = chance.randrange(len(commands)), set[tuple[str, int]]()
     for command in commands[:struck]:
         assert worker.run(*command)[0] == 0, worker.said.read_text()
-    for act in acts_of(seed, OPERATIONS, ACTS, chance):
+    for act in acts_of(seed, OPERATIONS, chance):
         at = int(chance.paretovariate(0.6)) - 1 if chance.random() < 0.5 else chance.randrange(120)
         code, _ = worker.run(*commands[struck], act=act, at=at)
         context = f"seed {seed}: {operation}, {act} at change {at}, code {code}: {worker.said.read_text()}"

@@ -12,7 +12,7 @@ import pytest
 
 from runner.checkpoint.history import checkpoint_path, find_checkpoints
 from tests.builders import files_in, llama_config, reshard, write_model
-from tests.process.events import ACTS, NUM_SAVE_EVENTS, Worker, acts_of, chunks_of, emptied, is_planted, start_worker
+from tests.process.events import NUM_SAVE_EVENTS, Worker, acts_of, chunks_of, emptied, is_planted, start_worker
 from tests.sentinels import plant_in
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(1200)]
@@ -82,7 +82,7 @@ def strike_history(place: Place, worker: Worker, seed: int, folder: Path) -> Non
     history, newest = folder / "history", 2
     shutil.copytree(place.history, history)
     sentinels = [plant_in(folder), plant_in(history)]
-    for act in acts_of(seed, KINDS, ACTS, chance):
+    for act in acts_of(seed, KINDS, chance):
         at = chance.randrange(place.num_changes["history"])
         code, _ = worker.run("history", place.packed, history, newest + 1, act=act, at=at)
         context += f", {act} at change {at}, code {code}: {worker.said.read_text()}"
@@ -118,7 +118,7 @@ def strike_save(place: Place, worker: Worker, seed: int, folder: Path, kind: str
     def ours() -> dict[str, bytes] | None:
         return {name: data for name, data in files_in(out).items() if not is_planted(name)} if out.exists() else None
 
-    for act in acts_of(seed, KINDS, ACTS, chance):
+    for act in acts_of(seed, KINDS, chance):
         at = chance.randrange(place.num_changes[kind] + 20 * (kind == "forced save"))
         code, _ = worker.run(kind, place.packed, out, 3, act=act, at=at)
         context += f", {act} at change {at}, code {code}: {worker.said.read_text()}"
