@@ -41,6 +41,7 @@ from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import choose_timetable
 from runner.profiling.clock import Clock
 from runner.tensors.dtypes import FLAG_DTYPES
+from runner.tensors.heap import return_large_blocks
 from runner.training.compute import apply_compute_options
 from runner.training.gradient_norm import StepTotals
 from runner.training.mixed_precision import keep_masters, kept, round_masters
@@ -116,6 +117,7 @@ def begin(
     """
     with together("ranks"):
         degrees = options.degrees.resolve(launched.manifest.layout.num_ranks, world.size)
+    return_large_blocks(is_sharded=degrees.shard * degrees.tensor > 1)
     mesh = build_mesh(degrees, world.rank, device, timedelta(seconds=options.timeout_s))
     if world.rank == 0 and degrees.per_stage > 1:
         logger.info("%d ranks: %s", world.size, degrees)

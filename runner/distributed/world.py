@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from manifests.errors import LaunchError
 from runner.config.flags import Device
-from runner.tensors.huge_pages import return_freed_memory
 
 __all__ = ["World", "device_of", "exchange_device", "join_world"]
 
@@ -61,7 +60,6 @@ def join_world(device: torch.device, timeout_s: int, *, shares_gpu: bool = False
 
     NCCL refuses ranks that share a GPU (`shares_gpu`): they use gloo, through host memory.
     """
-    return_freed_memory()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     backend = "gloo"
     if device.type == "cuda":

@@ -17,6 +17,7 @@ from runner.pipeline.runtime import Pipeline
 from runner.pipeline.stage_metadata import StageMetadata
 from runner.pipeline.timetable import Timetable
 from runner.profiling.trace import Recorder
+from runner.tensors.heap import return_holes
 
 __all__ = ["Schedule", "build_schedule"]
 
@@ -98,10 +99,12 @@ class _Plain:
             for chunk in self._chunks:
                 with recorder.action("F", chunk.stage, number):
                     crossing = chunk(crossing)
+                return_holes(self._device)
             with recorder.action("L", last, number):
                 loss = loss_fn(crossing, labels, num_tokens=num_tokens)
             with recorder.action("B", last, number):  # of all stages at once
                 torch.autograd.backward(loss)
+            return_holes(self._device)
             losses.append(loss.detach())
         return total(losses)
 

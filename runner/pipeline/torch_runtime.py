@@ -26,6 +26,7 @@ from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRun
 from manifests.schedules import LoweredTable
 from runner.distributed.world import exchange_device
 from runner.profiling.trace import RanKind, Recorder
+from runner.tensors.heap import return_holes
 
 __all__ = ["ADAPTER", "ADAPTERS", "Adapter", "RuntimeStage", "runtime_of"]
 
@@ -75,6 +76,7 @@ class RuntimeStage(PipelineStage):
         self._from_host("F", fwd_chunk_id)
         with self._timed("F", fwd_chunk_id):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        return_holes(self.device)
         if self.is_last and not self.has_backward:
             getattr(self, ADAPTER.forwards).clear()  # neither a send nor a backward needs them
         return output
@@ -85,10 +87,12 @@ class RuntimeStage(PipelineStage):
         self._from_host("B", bwd_chunk_id)
         with self._timed("B" if full_backward else "I", bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        return_holes(self.device)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         with self._timed("W", bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        return_holes(self.device)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return self._receive("F", fwd_chunk_id, super().get_fwd_recv_ops(fwd_chunk_id))
