@@ -136,6 +136,7 @@ RUN: Mapping[str, Run] = {
         needs=("model", "pp2"),
         instead={"MANIFEST": "./pp2", "2048": "64"},
     ),
+    "docs/your-model.md": Run(instead={"4096": "64", "--steps 100": "--steps 2"}),
 }
 
 # Blocks that no test of a page runs, by how they begin, and why.
