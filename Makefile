@@ -77,19 +77,18 @@ fuzz: setup  ## Fuzz every decoder, FUZZ_S seconds each; needs a wheel of atheri
 demo: setup  ## From a Hugging Face folder to a training pipeline and back
 	@./demo/run.sh
 
-bench: setup  ## Time pack against cp
-	$(BIN)/python bench/pack.py
+bench: setup  ## Run all benchmarks without peers' packages on a quiet machine, and write bench/results
+	$(BIN)/python bench/all.py
 
 # Peers have an environment of their own, with the torch and transformers of .venv.
 PEERS = accelerate==1.15.0 fastsafetensors==0.5.0 humanize==4.17.0 mergekit==0.1.5 runai-model-streamer==0.17.0
-bench-peers: setup  ## Time pack and load beside other libraries, and write bench/results
+bench-peers: setup  ## Time pack and load beside other libraries on a quiet machine, and write bench/results
 	test -x .venv-peers/bin/python || $(BIN)/python -m venv .venv-peers
 	@for packages in .venv-peers/lib/python*/site-packages; do \
 	    printf '%s\n' "$$PWD" "$$(echo "$$PWD"/.venv/lib/python*/site-packages)" >"$$packages/shared.pth"; \
 	done
 	.venv-peers/bin/python -m pip install -qq --no-deps $(PEERS)
-	.venv-peers/bin/python bench/pack.py --gb 4 --peers --out bench/results/pack-4gb.json
-	.venv-peers/bin/python bench/load.py --out bench/results/load.json
+	.venv-peers/bin/python bench/all.py --peers
 
 api: setup  ## Write docs/python-api.md from the docstrings
 	$(BIN)/python tools/api.py

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 __all__ = [
     "GLOBAL_BATCH",
+    "LLAMA",
     "RESHARD",
     "ROOT",
     "SEQ_LEN",
@@ -43,6 +44,7 @@ __all__ = [
     "summary",
     "take_turns",
     "train",
+    "write_llama",
     "write_result",
 ]
 
@@ -50,6 +52,11 @@ ROOT = Path(__file__).resolve().parents[1]
 RESHARD = (sys.executable, "-m", "reshard")
 SEQ_LEN, GLOBAL_BATCH = 256, 8  # of a timed step
 WARM_STEPS = 3  # before those that count
+LLAMA: dict[str, Any] = {
+    "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": SEQ_LEN,
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
+}  # fmt: skip
 
 _LOOK_S = 0.005  # between samples of a command's memory
 
@@ -108,6 +115,15 @@ def run_runner(*arguments: object, checkout: Path = ROOT, **environment: str) ->
     subprocess.run(
         command, cwd=checkout, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
     )
+
+
+def write_llama(folder: Path) -> None:
+    """Write a small Llama as Hugging Face has it."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).save_pretrained(folder)
 
 
 def train(packed: Path, log: Path, num_steps: int, *flags: object, checkout: Path = ROOT, **environment: str) -> None:

@@ -3,7 +3,8 @@
     python bench/pack.py --gb 4 --peers --out bench/results/pack-4gb.json [--runs 5] [--folder DIR]
 
 Like is compared with like: a pack that waits for the disk with `cp` and a flush of what it wrote, one that leaves
-flushing to the kernel (--no-sync) with a bare `cp`. The peers flush nothing; mergekit is one where it is installed.
+flushing to the kernel (--no-sync) with a bare `cp`; the export gives the source's bytes back. The peers flush nothing;
+mergekit is one where it is installed.
 """
 
 from __future__ import annotations
@@ -36,13 +37,20 @@ def main() -> None:
         root = Path(scratch)
         source = root / "source"
         nbytes = write_checkpoint(source, llama_of(options.gb * 1e9 / 2, WIDTH, least_layers=4), num_shards=4)
-        packed, copied = root / "packed", root / "copied"
+        packed, copied, back = root / "packed", root / "copied", root / "back"
         pack = [*measure.RESHARD, "pack", str(source), "--layout", "pp=4", "--out", str(packed), "--quiet"]
         copy = ["cp", "-r", str(source), str(copied)]
-        check(pack, source, root)
+        kept = root / "kept"
+        export = [*measure.RESHARD, "export", str(kept), "--to", "hf", "--out", str(back), "--quiet"]
+        measure.run_quietly(pack)
+        packed.rename(kept)
+        measure.run_quietly(export)
+        subprocess.run(["diff", "-r", str(source), str(back)], check=True)
+        shutil.rmtree(back)
         commands = {
             "pack": (pack, packed),
             "cp_and_sync": (["sh", "-c", 'cp -r "$0" "$1" && sync "$1"/* "$1"', str(source), str(copied)], copied),
+            "export": (export, back),
             "pack_buffered": ([*pack, "--io", "buffered"], packed),
             "pack_no_sync": ([*pack, "--no-sync"], packed),
             "pack_no_sync_buffered": ([*pack, "--no-sync", "--io", "buffered"], packed),
@@ -57,8 +65,8 @@ def main() -> None:
         measures = {name: partial(run, full, *command) for name, command in commands.items()}
         turns = measure.take_turns(measures, options.runs)
     result = {
-        "what": "reshard pack, 4 shards to 4 stages with digests, and cp -r, in turn; warm cache; medians of ratios "
-        "within a turn",
+        "what": "reshard pack, 4 shards to 4 stages with digests, its export, and cp -r, in turn; warm cache; medians "
+        "of ratios within a turn",
         **measure.circumstances(),
         "nbytes": nbytes,
         "page_cache": "full" if options.full_cache else "free memory",
@@ -67,6 +75,7 @@ def main() -> None:
         "pack_gib_per_s": round(nbytes / 2**30 / statistics.median(turn["pack"].wall_s for turn in turns), 2),
         "ratios": {
             "pack to cp_and_sync": _ratio("pack", "cp_and_sync", turns),
+            "export to cp_and_sync": _ratio("export", "cp_and_sync", turns),
             "pack_buffered to cp_and_sync": _ratio("pack_buffered", "cp_and_sync", turns),
             "pack_no_sync to cp": _ratio("pack_no_sync", "cp", turns),
             "pack_no_sync_buffered to cp": _ratio("pack_no_sync_buffered", "cp", turns),
@@ -88,16 +97,6 @@ def run(full: Path | None, command: list[str], out: Path) -> measure.Run:
         os.truncate(full, nbytes)
         measure.run_quietly(["cat", str(full)])
     return measure.run_measured(command, out)
-
-
-def check(pack: list[str], source: Path, root: Path) -> None:
-    """Check the result first: an export of the pack equals the source, byte for byte."""
-    measure.run_quietly(pack)
-    back = root / "back"
-    measure.run_quietly([*measure.RESHARD, "export", str(root / "packed"), "--to", "hf", "--out", str(back), "--quiet"])
-    subprocess.run(["diff", "-r", str(source), str(back)], check=True)
-    shutil.rmtree(back)
-    shutil.rmtree(root / "packed")
 
 
 def _ratio(name: str, other: str, turns: list[dict[str, measure.Run]]) -> float:

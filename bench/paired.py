@@ -28,7 +28,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import measure
-from balance import write_model
 from checkpoints import llama_of, write_checkpoint
 
 WIDTH = 1024
@@ -59,7 +58,7 @@ def main() -> None:
         loads: dict[str, Callable[[], Taken]] = {
             name: partial(load, checkout, source, packed) for name, checkout in checkouts.items()
         }
-        write_model(root / "small")
+        measure.write_llama(root / "small")
         run(
             [*COMMAND, "pack", str(root / "small"), "--layout", "pp=2", "--out", str(root / "small-packed")],
             measure.ROOT,

@@ -59,7 +59,7 @@ def main() -> None:
         "turns": options.runs,
         **small,
         "bytes": {
-            f"{size / 1e9:.1f} GB": {
+            f"{size / 1e9:.2f} GB": {
                 "pack_to_cp_and_sync": measure.median_ratio(
                     *([turn[f"{name} {gb}"].wall_s for turn in turns] for name in ("pack", "cp"))
                 ),
@@ -137,8 +137,6 @@ def pack_once(source: Path, num_stages: int) -> dict[str, float]:
 
 
 def pack_here(source: str, out: Path, num_stages: int) -> dict[str, float]:
-    import resource
-
     from reshard.copy.engine import WriteOptions
     from reshard.estimate.assumptions import Assumptions
     from reshard.operations.pack import PackOptions, pack
@@ -153,8 +151,14 @@ def pack_here(source: str, out: Path, num_stages: int) -> dict[str, float]:
         "wall_s": time.perf_counter() - began_s,
         "cpu_s": time.process_time() - cpu_s,
         "num": len(checkpoint.tensors),
-        "peak_nbytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_nbytes": peak_nbytes(),
     }
+
+
+def peak_nbytes() -> int:
+    """Return the peak memory of this process; getrusage has that of the parent, if it is larger."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) << 10
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
 """Processor time of `--help`, of this checkout and of another one (a git worktree), in turn in one run.
 
-git worktree add ../before 8edc073
-.venv/bin/python bench/startup.py ../before
+git worktree add /tmp/old COMMIT
+python bench/startup.py /tmp/old [--runs 25] [--out bench/results/startup.json]
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import resource
 import statistics
@@ -16,9 +14,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from measure import ROOT, circumstances, median_ratio, take_turns
+import measure
 
-RESULTS = ROOT / "bench" / "results" / "startup.json"
 COMMANDS = ("reshard", "runner")
 
 
@@ -30,8 +27,7 @@ def cpu_s(tree: Path, command: str) -> float:
     environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": ""}
     ended = subprocess.run([sys.executable, "-c", code], cwd=tree, env=environment, capture_output=True, check=True)
     assert b"Usage: " + command.encode() in ended.stdout
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return measure.cpu_s_since(before)
 
 
 def commit_of(tree: Path) -> str:
@@ -40,26 +36,24 @@ def commit_of(tree: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("before", type=Path, help="checkout to compare with")
-    parser.add_argument("--turns", type=int, default=25, help="runs of each command (default: 25)")
+    parser = measure.options_of(__doc__, runs=25)
+    parser.add_argument("old", type=Path, help="checkout of the older commit")
     options = parser.parse_args()
-    trees = {"before": options.before.resolve(), "now": ROOT}
+    trees = {"old": options.old.resolve(), "now": measure.ROOT}
     measures = {
         f"{command} {which}": partial(cpu_s, tree, command) for command in COMMANDS for which, tree in trees.items()
     }
-    turns = take_turns(measures, options.turns)
+    turns = measure.take_turns(measures, options.runs)
     found = {name: [turn[name] for turn in turns] for name in measures}
     result = {
         "what": "processor seconds, user and system, of --help: medians, and the medians of ratios within a turn",
-        **circumstances(),
-        "before": commit_of(trees["before"]),
-        "turns": options.turns,
+        **measure.circumstances(),
+        "old_commit": commit_of(trees["old"]),
+        "turns": options.runs,
         "cpu_s": {name: round(statistics.median(times), 4) for name, times in found.items()},
-        "ratio": {name: median_ratio(found[f"{name} now"], found[f"{name} before"]) for name in COMMANDS},
+        "ratio": {name: measure.median_ratio(found[f"{name} now"], found[f"{name} old"]) for name in COMMANDS},
     }
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    measure.write_result(result, options.out)
 
 
 if __name__ == "__main__":

@@ -30,11 +30,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import measure
 
-CONFIG = {
-    "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": measure.SEQ_LEN,
-    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
-}  # fmt: skip
 STEPS, LR = 9, 1e-3
 # What torchtitan's warmup_steps=2, total_steps=10, decay_ratio=0.6 and decay_type="cosine" are in the runner.
 SCHEDULE = ("--lr", LR, "--warmup-steps", 2, "--stable-steps", 2, "--decay", "cosine", "--decay-steps", 10)
@@ -96,7 +91,7 @@ def main() -> None:
         "left_out": LEFT_OUT,
         "turns": options.runs,
         "load_average": average,
-        "model": CONFIG,
+        "model": measure.LLAMA,
         "trainers": {
             name: {
                 f"{what}{suffix}": value
@@ -117,19 +112,17 @@ def main() -> None:
 def write_inputs(root: Path) -> None:
     """Write the model, as Hugging Face has it and packed, and the tokens that the runner will train on."""
     import torch
-    import transformers
 
     from runner.config.schema import BatchOptions, DataOptions
     from runner.data.sequences import read_batches
 
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG)).save_pretrained(root / "model")
+    measure.write_llama(root / "model")
     measure.run_quietly(
         [*measure.RESHARD, "pack", str(root / "model"), "--layout", "pp=2", "--out", str(root / "packed")]
     )
     batch = BatchOptions(seq_len=measure.SEQ_LEN, global_batch=1, microbatch=1)
     data = DataOptions(sources=("synthetic",))
-    sequences = read_batches(data, batch, folder=root, vocab_size=CONFIG["vocab_size"])
+    sequences = read_batches(data, batch, folder=root, vocab_size=measure.LLAMA["vocab_size"])
     pairs = [next(sequences) for _ in range(STEPS * measure.GLOBAL_BATCH)]
     torch.save([(each.tokens, each.labels) for each in pairs], root / "tokens.pt")
 
@@ -209,7 +202,7 @@ def trainer_config(job: Mapping[str, Any]) -> Any:
             pass
 
     spec = model_registry("debugmodel", attn_backend="flex")
-    spec.model = titans.llama(CONFIG, fused=True)
+    spec.model = titans.llama(measure.LLAMA, fused=True)
     stages = [
         [name.removeprefix("model.").replace("embed_tokens", "tok_embeddings") for name in modules]
         for modules in job["stages"]

@@ -13,32 +13,14 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from bench.all import SECTIONS
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 PAGE = ROOT / "docs" / "performance.md"
 README = ROOT / "README.md"
 _FACTS = ("nbytes", "turns")  # which are said in a line, not in a table
 BEGIN, END = "<!-- benchmarks: written by make performance -->\n", "<!-- end of benchmarks -->\n"
-# The pages' sections: result files, each with its title and its script in bench/.
-SECTIONS = {
-    "pack-4gb": ("Packing", "pack"),
-    "pack-4gb-full-cache": ("Packing with a full page cache", "pack"),
-    "reshard-4gb": ("Resharding with optimizer state", "resharding"),
-    "load": ("Loading a stage", "load"),
-    "streams": ("Reading from remote stores", "streams"),
-    "step": ("A training step", "step"),
-    "trainers": ("Beside torchtitan's trainer", "trainers"),
-    "balance": ("Balanced by measured times", "balance"),
-    "bubble": ("The pipeline bubble", "bubble"),
-    "saving": ("Saving", "saving"),
-    "imports": ("Checkpoints of other trainers", "imports"),
-    "deepseek": ("DeepSeek-V3's shape", "deepseek"),
-    "deepseek-megatron": ("DeepSeek-V3 as Megatron-Core saves it", "deepseek"),
-    "threads": ("Threads, where cores and disks are simulated", "threads"),
-    "tensors": ("Many tensors", "tensors"),
-    "startup": ("Start-up", "startup"),
-    "paired": ("Beside an older commit", "paired"),
-}
 _HEAD = """\
 # Performance
 
@@ -53,8 +35,7 @@ Written by `make performance` from `bench/results`; `make check` fails when it i
 
 def main() -> int:
     """Write or check the page and the README's figures; return the exit code."""
-    files = {name: RESULTS / f"{name}.json" for name in SECTIONS}
-    results = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
+    results = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in SECTIONS}
     texts = {PAGE: render(results), README: with_figures(README.read_text(), results)}
     if "--check" not in sys.argv[1:]:
         for path, text in texts.items():
@@ -100,14 +81,25 @@ def _sentences(results: Mapping[str, Any]) -> Iterator[str]:
     yield (
         f"- From a server with 40 ms a request and 8 MB/s a connection, packing a bucket reaches "
         f"{link['bucket']['of_bare_client']:.2f} of what a bare client with 64 requests reads, and the hub "
-        f"{link['hub']['of_bare_client']:.2f}, where `hf download` reaches {link['hf download']['of_bare_client']:.2f} "
-        f"{_link('streams')}."
+        f"{link['hub']['of_bare_client']:.2f} ({link['hub']['of_bare_client_sha256']:.2f} of one that hashes, "
+        f"too), where `hf download` reaches {link['hf download']['of_bare_client']:.2f}; writing a bucket reaches "
+        f"{link['local to bucket']['of_bare_client']:.2f} of 64 bare uploads, and bucket to bucket "
+        f"{link['bucket to bucket']['of_bare_client']:.2f} {_link('streams')}."
     )
+    runner = results["trainers"]["trainers"]["runner"]
     four = results["bubble"]["cases"]["four ranks"]
     yield (
-        f"- A step of the runner takes {results['step']['ratio_to_plain']:.2f} times as long as a plain loop over "
-        f"torch's schedule and AdamW, with bitwise equal weights {_link('step')}; four ranks with simulated "
-        f"accelerator times had {four['bubble_ratio']:.2f} times the simulated bubble {_link('bubble')}."
+        f"- On CPUs, where the runner returns freed memory after each action, a step takes "
+        f"{results['step']['ratio_to_plain']:.2f} times as long as a plain loop over torch's schedule and AdamW, with "
+        f"bitwise equal weights {_link('step')}, and {runner['step_s, ratio to torchtitan']:.2f} times as long as in "
+        f"torchtitan's trainer, with equal losses; from the launch to the end of the first step it is "
+        f"{runner['launch_to_first_step_s, ratio to torchtitan']:.2f} times {_link('trainers')}. Four ranks with "
+        f"simulated accelerator times had {four['bubble_ratio']:.2f} times the simulated bubble {_link('bubble')}."
+    )
+    yield (
+        f"- Where FLOPs misjudge a model (experts and linear attention), the split by `balance:time` takes "
+        f"{results['balance']['splits']['alone']['ratio_to_flops']:.2f} times as long a step as the split by FLOPs "
+        f"{_link('balance')}."
     )
     yield (
         f"- An asynchronous save pauses training for {results['saving']['1 ranks'][0]['ratio']:.2f} times as long as a "
@@ -136,19 +128,19 @@ def _link(name: str) -> str:
 
 def render(results: Mapping[str, Any]) -> str:
     """Return the page."""
-    return "\n".join((_HEAD, *(line for name in results for line in _section(name, results[name]))))
+    return "\n".join((_HEAD, *(line for name in SECTIONS for line in _section(name, results[name]))))
 
 
 def _section(name: str, result: Mapping[str, Any]) -> Iterator[str]:
-    title, script = SECTIONS[name]
+    section = SECTIONS[name]
     what = result["what"]
-    yield f"## {title}\n"
+    yield f"## {section.title}\n"
     yield f"{what[0].upper()}{what[1:]}.\n"
     facts = [f"{result['date']}", f"commit {result['commit']}" if "commit" in result else "", result["machine"]]
     facts.append(f"{result['turns']} turns" if "turns" in result else "")
     facts.append(f"{_gb(result)}" if "nbytes" in result else "")
     facts.append(f"load average {min(result['load_average'])}" if "load_average" in result else "")
-    facts.append(f"`bench/{script}.py`")
+    facts.append(f"`bench/{section.command}`")
     yield f"{'; '.join(filter(None, facts))}. [All figures](../bench/results/{name}.json)\n"
     if "left_out" in result:
         yield f"Left out: {result['left_out']}.\n"
