@@ -28,7 +28,8 @@ _index = struct.Struct("<I").unpack_from
 _CODES = {opcode.name: ord(opcode.code) for opcode in pickletools.opcodes}
 _EFFECTS = {
     "push": "NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 BINFLOAT EMPTY_DICT EMPTY_LIST EMPTY_SET EMPTY_TUPLE",
-    "text": "LONG1 SHORT_BINUNICODE SHORT_BINBYTES BINUNICODE BINBYTES",
+    "long": "LONG1",
+    "text": "SHORT_BINUNICODE SHORT_BINBYTES BINUNICODE BINBYTES",
     "memoize": "MEMOIZE",
     "put": "BINPUT LONG_BINPUT",
     "get": "BINGET LONG_BINGET",
@@ -59,7 +60,6 @@ for _effect, _names in _EFFECTS.items():
     for _name in _names.split():
         _OPCODES[_CODES[_name]] = _effect, _WIDTHS.get(_name, 0)
 _NUM_TAKEN = {_CODES["TUPLE1"]: 1, _CODES["TUPLE2"]: 2, _CODES["TUPLE3"]: 3}
-_LONG1 = _CODES["LONG1"]
 _STEPS = {_CODES["SETITEMS"]: 2, _CODES["ADDITEMS"]: 1}  # from key to key
 
 
@@ -190,27 +190,21 @@ def _check_opcodes(data: bytes) -> None:
                     raise BadPickleError("malformed pickle: a memo with holes")
                 memo[index] = stack[-1]
             elif effect == "text":
-                at += (length := int.from_bytes(data[begin:at], "little"))
-                stack.append(2 if opcode == _LONG1 and length > 8 else 1)
+                at += int.from_bytes(data[begin:at], "little")
+                stack.append(1)
             elif effect == "mark":
                 marks.append(len(stack))
             elif effect == "tuple":
                 hashes_left = _nest(stack, len(stack) - _NUM_TAKEN[opcode], hashes_left)
             elif effect == "marked_tuple":
                 hashes_left = _nest(stack, marks.pop(), hashes_left)
-            elif effect == "marked_set":
-                keys_left = _keys_left(keys_left, stack[marks[-1] :])
-                hashes_left = _nest(stack, marks.pop(), hashes_left)
             elif effect == "marked_items":
                 del stack[marks.pop() :]
             elif effect == "marked_keys":
-                keys_left = _keys_left(keys_left, stack[marks[-1] :: _STEPS[opcode]])
-                del stack[marks.pop() :]
-            elif effect == "item":
-                del stack[-1]
-            elif effect == "key":
-                keys_left = _keys_left(keys_left, stack[-2:-1])
-                del stack[-2:]
+                mark = marks.pop()
+                if max(keys := stack[mark :: _STEPS[opcode]], default=0) > 1:
+                    keys_left = _keys_left(keys_left, keys)
+                del stack[mark:]
             elif effect == "build":
                 del stack[-1]
                 if not stack[-1]:
@@ -224,6 +218,17 @@ def _check_opcodes(data: bytes) -> None:
                 stack.append(0)
             elif effect == "reference":
                 stack[-1] = 1
+            elif effect == "long":
+                at += data[begin]
+                stack.append(2 if data[begin] > 8 else 1)
+            elif effect == "marked_set":
+                keys_left = _keys_left(keys_left, stack[marks[-1] :])
+                hashes_left = _nest(stack, marks.pop(), hashes_left)
+            elif effect == "item":
+                del stack[-1]
+            elif effect == "key":
+                keys_left = _keys_left(keys_left, stack[-2:-1])
+                del stack[-2:]
             elif effect == "stop":
                 break
             elif effect != "none":
@@ -240,7 +245,7 @@ def _check_opcodes(data: bytes) -> None:
 
 def _keys_left(left: int, keys: Sequence[int]) -> int:
     """Return how many more keys may be tuples or large numbers after these, given the work of hashing each."""
-    left -= sum(work > 1 for work in keys) if max(keys, default=0) > 1 else 0
+    left -= sum(work > 1 for work in keys)
     if left < 0:
         raise BadPickleError(_MANY_KEYS)
     return left
