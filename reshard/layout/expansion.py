@@ -176,7 +176,7 @@ class _Reader:
         if letter.isdecimal():
             count = self.spec.strip()
             hint = f"write pp={count} for {count} stages" if count.isdecimal() else "write t*3 for three layers"
-            raise error_at(self.spec, at, "expected a letter, found a number", hint, code="layout.bad-repeat")
+            return error_at(self.spec, at, "expected a letter, found a number", hint, code="layout.bad-repeat")
         hint = "E embedding, t decoder layer, m MTP layer, L norm and head, | next stage"
         if letter in CASES:
             hint = f"did you mean {CASES[letter]}? {hint}"
