@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tests.covering import covering
-
 __all__ = ["PIPELINE", "SAMPLE", "SHARED", "SIZES", "WARM_UP", "Case"]
 
 Case = Mapping[str, Any]
@@ -46,18 +44,14 @@ def _case(dtype: str, degrees: str, recompute: str, seq_len: int = 192) -> Case:
     return {"name": f"{dtype}-{degrees}-{recompute}-{seq_len}", "args": ["--seq-len", str(seq_len), *flags]}
 
 
-_SAMPLED = (("mixed", "pp", "none"),)
-_WAYS = [
-    (dtype, degrees, recompute)
+PIPELINE = [_case(dtype, "pp", recompute) for dtype in _DTYPES for recompute in _RECOMPUTE]
+SHARED = [
+    _case(dtype, degrees, recompute)
     for dtype in _DTYPES
-    for degrees in _DEGREES
-    for recompute in _RECOMPUTE
-    if degrees == "pp" or recompute in ("none", "full")
+    for degrees in ("fsdp", "tp")
+    for recompute in ("none", "full")
 ]
-_PAIRS = covering(_WAYS, tuple, _SAMPLED)
-PIPELINE = [_case(*way) for way in _PAIRS if "pp" in way]
-SHARED = [_case(*way) for way in _PAIRS if "pp" not in way]
-SAMPLE = [_case(*way) for way in _SAMPLED]
+SAMPLE = [_case("fp32", "pp", "none"), _case("mixed", "pp", "full")]
 # What torch, gloo and oneDNN allocate at their first use stays out of the figures.
 WARM_UP = {
     2: [_case("bf16", "pp", "full", 64)],

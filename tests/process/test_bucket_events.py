@@ -209,7 +209,7 @@ def strike_all(seeds: range, place: Place, worker: Worker, moto: MotoServer, ope
     return num_saved
 
 
-@pytest.mark.parametrize("seeds", chunks_of(NUM_BUCKET_EVENTS, NUM_EVENTS, 33))
+@pytest.mark.parametrize("seeds", chunks_of(NUM_BUCKET_EVENTS, NUM_EVENTS, 49))
 def test_struck_command_touches_nothing_of_others_and_resumes_when_it_is_run_again(
     seeds: range, place: Place, worker: Worker, moto: MotoServer
 ) -> None:

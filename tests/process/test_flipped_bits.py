@@ -222,9 +222,9 @@ def test_background_digests_end_a_job_as_foreground_does_and_nothing_is_saved(
 
 @pytest.mark.slow
 def test_flipped_bits_are_found_however_two_ranks_read(place: Path) -> None:
-    check_flips(place, TWO, 6)
+    check_flips(place, TWO, 13)
 
 
 @pytest.mark.slow
 def test_flipped_bits_are_found_however_four_ranks_read(place: Path) -> None:
-    check_flips(place, FOUR, 6)
+    check_flips(place, FOUR, 12)

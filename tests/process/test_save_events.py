@@ -148,7 +148,7 @@ def strike(place: Place, worker: Worker, seed: int, folder: Path) -> None:
         strike_save(place, worker, seed, folder, kind)
 
 
-@pytest.mark.parametrize("seeds", chunks_of(NUM_SAVE_EVENTS, NUM_EVENTS, 60))
+@pytest.mark.parametrize("seeds", chunks_of(NUM_SAVE_EVENTS, NUM_EVENTS, 56))
 def test_struck_save_leaves_every_checkpoint_whole_and_the_next_one_is_saved(
     seeds: range, place: Place, worker: Worker, tmp_path: Path
 ) -> None:
