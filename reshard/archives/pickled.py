@@ -23,6 +23,7 @@ _MAX_HASHED = 50_000_000  # values in tuples, wherever one may be hashed: CPytho
 _REPEATS = "tuples that repeat each other"
 _MAX_TUPLE_KEYS = 5_000  # of dicts and sets: numbers are hashed without a secret, and may be chosen to collide
 _MANY_KEYS = f"more than {_MAX_TUPLE_KEYS} tuples or large numbers as keys"
+_HOLES = "malformed pickle: a memo with holes"
 _MAX_SHOWN = 10_000_000  # values in containers, as often as they are there
 _index = struct.Struct("<I").unpack_from
 _CODES = {opcode.name: ord(opcode.code) for opcode in pickletools.opcodes}
@@ -170,7 +171,8 @@ def _check_opcodes(data: bytes) -> None:
     at, hashes_left, keys_left = 0, _MAX_HASHED, _MAX_TUPLE_KEYS
     stack: list[int] = []
     marks: list[int] = []
-    memo: dict[int, int] = {}
+    memo: list[int] = []
+    has_hole = False
     try:
         for _ in range(_MAX_OBJECTS):
             effect, nbytes = _OPCODES[opcode := data[at]]
@@ -181,14 +183,19 @@ def _check_opcodes(data: bytes) -> None:
                 if (hashes_left := hashes_left - work) < 0:
                     raise BadPickleError(_REPEATS)
             elif effect == "memoize":
-                memo[len(memo)] = stack[-1]
+                if has_hole:
+                    raise BadPickleError(_HOLES)
+                memo.append(stack[-1])
             elif effect == "push":
                 stack.append(1)
             elif effect == "put":
                 index = int.from_bytes(data[begin:at], "little")
-                if index > len(memo) + 1:  # 1: older pickles count from 1
-                    raise BadPickleError("malformed pickle: a memo with holes")
-                memo[index] = stack[-1]
+                if index == 1 and not memo:  # older pickles count from 1
+                    memo.append(0)
+                    has_hole = True
+                if index > len(memo):
+                    raise BadPickleError(_HOLES)
+                memo[index : index + 1] = (stack[-1],)
             elif effect == "text":
                 at += int.from_bytes(data[begin:at], "little")
                 stack.append(1)
@@ -210,7 +217,7 @@ def _check_opcodes(data: bytes) -> None:
                 if not stack[-1]:
                     raise BadPickleError("changes what it names")
             elif effect == "call":
-                stack[-2:] = [stack[-1]]  # what is made of a tuple may be that tuple
+                del stack[-2]  # what is made of a tuple may be that tuple
             elif effect == "name":
                 stack[-2:] = [0]
             elif effect == "named":

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import replace
 
 from manifests.errors import SourceError
 from reshard.sources.megatron_names import EMBEDDING, HEAD, MTP_COPIES, NORM, QKV, megatron_names
 from reshard.sources.rows import Slices, fused_heads, indices_of, rows_of
 from reshard.sources.torchtitan_names import heads_of
+from reshard.tensors.checkpoint import TensorAt
 
 __all__ = ["has_megatron_names", "is_megatron_weight", "under_names_of_huggingface"]
 
@@ -50,7 +50,10 @@ def under_names_of_huggingface(
     found: dict[str, Slices] = {}
     for name, slices in tensors.items():
         for new, converted in model.converted(name, slices):
-            named = tuple(replace(one, name=new) for one in converted)
+            named = tuple(
+                TensorAt(new, one.dtype, one.shape, one.file, one.begin, one.nbytes, one.blake3, one.part)
+                for one in converted
+            )
             if found.setdefault(new, named) != named:  # keys of several layer specs may share a place
                 problem = f"is {new!r} of Hugging Face's model, which another tensor is too"
                 hint = "save the checkpoint again with the layers of one release of Megatron-Core"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from manifests.errors import SourceError
 from manifests.slices import Slice
@@ -37,7 +36,7 @@ def rows_of(slices: Slices, ranges: Sequence[tuple[int, int]]) -> Slices:
                 whole = (num_rows, *one.whole_shape[1:])
                 region = Slice(offset=(position + first - begin, *one.offset[1:]), shape=shape, whole_shape=whole)
                 at = one.begin + (first - one.offset[0]) * row
-                found.append(replace(one, shape=shape, begin=at, nbytes=num * row, part=region))
+                found.append(TensorAt(one.name, one.dtype, shape, one.file, at, num * row, None, region))
         position += count
     return tuple(found)
 
@@ -57,7 +56,8 @@ def indices_of(slices: Slices) -> list[Slices]:
         region = Slice(offset=one.offset[1:], shape=one.shape[1:], whole_shape=one.whole_shape[1:])
         part = None if region.shape == region.whole_shape else region
         for at in range(one.shape[0]):
-            new = replace(one, shape=region.shape, begin=one.begin + at * nbytes, nbytes=nbytes, part=part)
+            begin = one.begin + at * nbytes
+            new = TensorAt(one.name, one.dtype, region.shape, one.file, begin, nbytes, None, part)
             found[one.offset[0] + at].append(new)
     return list(map(tuple, found))
 
