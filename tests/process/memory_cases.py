@@ -44,13 +44,12 @@ def _case(dtype: str, degrees: str, recompute: str, seq_len: int = 192) -> Case:
     return {"name": f"{dtype}-{degrees}-{recompute}-{seq_len}", "args": ["--seq-len", str(seq_len), *flags]}
 
 
-PIPELINE = [_case(dtype, "pp", recompute) for dtype in _DTYPES for recompute in _RECOMPUTE]
-SHARED = [
-    _case(dtype, degrees, recompute)
+# By dtype, each of which gets ranks of its own: the heap of a rank keeps the shape that blocks of another size gave it.
+PIPELINE = {dtype: [_case(dtype, "pp", recompute) for recompute in _RECOMPUTE] for dtype in _DTYPES}
+SHARED = {
+    dtype: [_case(dtype, degrees, recompute) for degrees in ("fsdp", "tp") for recompute in ("none", "full")]
     for dtype in _DTYPES
-    for degrees in ("fsdp", "tp")
-    for recompute in ("none", "full")
-]
+}
 SAMPLE = [_case("fp32", "pp", "none"), _case("mixed", "pp", "full")]
 # What torch, gloo and oneDNN allocate at their first use stays out of the figures.
 WARM_UP = {

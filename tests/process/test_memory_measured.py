@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -47,8 +47,9 @@ def test_peak_of_each_rank_is_within_a_tenth_of_the_plan(packed: Path, tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", PIPELINE)
 @pytest.mark.parametrize(("num_ranks", "cases"), [(2, PIPELINE), (4, SHARED)], ids=["pp", "fsdp and tp"])
 def test_peak_is_within_a_tenth_of_the_plan_in_every_dtype(
-    packed: Path, tmp_path: Path, num_ranks: int, cases: Sequence[Case]
+    packed: Path, tmp_path: Path, num_ranks: int, cases: Mapping[str, Sequence[Case]], dtype: str
 ) -> None:
-    check(packed, tmp_path, num_ranks, cases)
+    check(packed, tmp_path, num_ranks, cases[dtype])

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from manifests.schema import WEIGHTS
 from manifests.store import read_manifest
 from tests.builders import reshard, run
-from tests.process.test_parallel import Runs, pack_model
+from tests.process.test_parallel import MIDDLE, STEPS, Runs, pack_model
 
 pytestmark = [
     pytest.mark.process,
@@ -37,7 +37,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     for name in NAMES:
         for way in WAYS:
             merge = ("--merge-slices",) if way == "merged" else ()
-            run("pack", runs.checkpoint(name, 6), "--layout", "pp=4", *merge, "--out", cut(runs, name, way))
+            run("pack", runs.checkpoint(name, MIDDLE), "--layout", "pp=4", *merge, "--out", cut(runs, name, way))
             runs.add(f"{name} {way}", cut(runs, name, way).name, "--resume", "auto")
     runs.go()
     for name, (model, _) in SHARED.items():
@@ -52,7 +52,7 @@ def cut(runs: Runs, name: str, way: str) -> Path:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_checkpoint_of_slices_is_verified_and_cut_anew_without_a_change(name: str, runs: Runs) -> None:
-    parent = runs.checkpoint(name, 6)
+    parent = runs.checkpoint(name, MIDDLE)
     assert reshard("verify", parent).code == 0
     for way in WAYS:
         assert reshard("verify", cut(runs, name, way)).code == 0
@@ -63,7 +63,7 @@ def test_checkpoint_of_slices_is_verified_and_cut_anew_without_a_change(name: st
 
 @pytest.mark.parametrize("name", NAMES)
 def test_merged_slices_are_the_tensors_that_torchs_reader_puts_together(name: str, runs: Runs) -> None:
-    expected, folder = runs.tensors(name, 6), cut(runs, name, "merged")
+    expected, folder = runs.tensors(name, MIDDLE), cut(runs, name, "merged")
     found = dict[tuple[str, str], torch.Tensor]()
     for shard in read_manifest(folder).shards:
         with safe_open(folder / shard.path, "pt") as file:
@@ -75,13 +75,13 @@ def test_merged_slices_are_the_tensors_that_torchs_reader_puts_together(name: st
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("origin", ["itself", *WAYS])
 def test_export_loads_in_transformers_with_the_same_weights(name: str, origin: str, runs: Runs, tmp_path: Path) -> None:
-    folder = runs.checkpoint(name, 6) if origin == "itself" else cut(runs, name, origin)
+    folder = runs.checkpoint(name, MIDDLE) if origin == "itself" else cut(runs, name, origin)
     run("export", folder, "--to", "hf", "--out", tmp_path / "exported")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
     model.save_pretrained(tmp_path / "again")  # experts, that transformers has in one tensor, get their names back
     with safe_open(tmp_path / "again" / "model.safetensors", "pt") as file:
         found = {fqn: file.get_tensor(fqn) for fqn in file.keys()}  # noqa: SIM118
-    weights = {fqn: tensor for (holds, fqn), tensor in runs.tensors(name, 6).items() if holds == WEIGHTS}
+    weights = {fqn: tensor for (holds, fqn), tensor in runs.tensors(name, MIDDLE).items() if holds == WEIGHTS}
     assert weights.keys() - found.keys() <= {"lm_head.weight"}  # which is tied
     assert all(weights[fqn].equal(tensor) for fqn, tensor in found.items())
 
@@ -90,7 +90,7 @@ def test_export_loads_in_transformers_with_the_same_weights(name: str, origin: s
 @pytest.mark.parametrize("way", [*WAYS, "alone"])
 def test_training_goes_on_on_four_stages_and_on_one(name: str, way: str, runs: Runs) -> None:
     expected, found = runs.losses(name), runs.losses(f"{name} {way}")
-    assert sorted(found) == list(range(7, 13))
+    assert sorted(found) == list(range(MIDDLE + 1, STEPS + 1))
     assert all(loss == pytest.approx(expected[step], rel=1e-5) for step, loss in found.items())
 
 
