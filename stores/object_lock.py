@@ -73,6 +73,7 @@ class ListedObjects:
     listed: Mapping[str, ObjectEntry]
     ours: frozenset[str] = frozenset()
     old: frozenset[str] = frozenset()
+    is_unfinished: bool = False  # a writer had left it locked
 
     @property
     def has_manifest(self) -> bool:
@@ -119,7 +120,7 @@ def check_existing(
         problem = "was not written by this command, and the new output has an object of this name"
         hint = "move it elsewhere, or choose another --out"
         raise OutputError(f"{client.url}/{in_the_way[0]}", problem, hint, code="output.foreign-file")
-    return ListedObjects(listed=listed, ours=ours, old=old)
+    return ListedObjects(listed=listed, ours=ours, old=old, is_unfinished=is_unfinished)
 
 
 def new_lock() -> bytes:

@@ -296,6 +296,12 @@ class ObjectTarget:
             if self._found.is_in_place and not self._restore_mark(listed):
                 self._progress.stop(self._client)
                 return
+            working = {PROGRESS_NAME, LOCK_NAME}
+            if self._found.is_unfinished and listed.keys() - written - working:
+                # Unlocked, it would be others' objects alone, to which nothing may be added.
+                remove_objects(self._client, [*(written & listed.keys())])
+                self._progress.stop(self._client)
+                return
             remove_objects(self._client, [*({*written, PROGRESS_NAME} & listed.keys()), LOCK_NAME])
         except InputError as error:
             logger.warning("%s: what was written of it may have been left there: %s", self._client.url, error.problem)

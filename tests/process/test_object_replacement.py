@@ -129,7 +129,12 @@ def test_unfinished_output_is_removed_without_another_inside(s3: S3Server, name:
     put(s3, f"{first}/{name}")
     with open_output(url, force=True, wanted=WANTED):
         assert objects_in(s3, first).keys() == {name, LOCK_NAME, PROGRESS_NAME}
-    assert objects_in(s3, first) == {name: b"theirs"}
+    # It is not committed, and still unfinished: otherwise all that is there would be another's, and refused.
+    assert objects_in(s3, first).keys() == {name, LOCK_NAME, PROGRESS_NAME}
+    with open_output(url, force=True, wanted=WANTED) as target:
+        commit(target, b"new")
+    assert objects_in(s3, first).keys() == {name, SHARD, "config.json", "manifest.json"}
+    assert objects_in(s3, first)[name] == b"theirs"
 
 
 def test_export_never_removes_the_model_that_it_is_made_of(s3: S3Server, tmp_path: Path) -> None:
