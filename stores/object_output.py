@@ -15,7 +15,7 @@ import threading
 import uuid
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
@@ -281,7 +281,7 @@ class ObjectTarget:
         """Abandon unfinished uploads, and keep or remove the rest, as far as the store still lets us."""
         for writer in self._writers:
             writer.close()
-        wait(self._sent)
+        self._beside.shutdown()  # what is sent after the rest was removed would stay
         if self._opening.exception() is not None:  # then all that is there but the lock is of others
             self._nbytes.clear()
             self._opening = Future()

@@ -7,18 +7,24 @@ import json
 import os
 import random
 import re
+import signal
 import socket
+import threading
+from collections.abc import Collection
 
 import pytest
 
 from manifests.codec import encode_manifest
 from manifests.errors import InputError
+from reshard.tensors.lazy import MemoryFile
 from stores import object_output
-from stores.base import LOCK_NAME, read_whole
+from stores.base import LOCK_NAME, Blocks, read_whole
+from stores.object_client import ObstoreClient
 from stores.object_lock import new_lock
 from stores.object_output import ObjectTarget, Wanted, open_output
 from stores.objects import open_objects
 from stores.uplink import MAX_PARTS, NUM_PARTS, part_nbytes
+from stores.writable import WritableClient
 from tests.fast.manifests.drawn_manifests import full_manifest
 from tests.process.buckets import BUCKET, MIB, become, measured, problem, refusal, url_of
 from tests.servers.s3 import Fault, MotoServer, S3Server, Strike, strike
@@ -133,6 +139,33 @@ def test_interrupt_as_a_small_file_arrives_leaves_nothing(moto: MotoServer) -> N
     moto.settle()
     assert [request.path for request in moto.requests("PUT", "interrupted/config.json")] != []
     assert moto.objects(BUCKET, "interrupted/") == {}
+
+
+def test_interrupt_while_a_small_file_is_sent_beside_leaves_nothing(
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_removed, remove, put = threading.Event(), object_output.remove_objects, ObstoreClient.put
+
+    def remove_and_tell(client: WritableClient, names: Collection[str]) -> None:
+        remove(client, names)
+        is_removed.set()
+
+    def put_late(client: ObstoreClient, name: str, data: bytes) -> None:
+        if name == "config.json":
+            os.kill(os.getpid(), signal.SIGINT)
+            is_removed.wait(1)
+        put(client, name, data)
+
+    def write_config() -> None:
+        with open_output(url_of("beside")) as target:
+            target.copy("config.json", Blocks(MemoryFile("config.json", CONFIG)))
+            target.commit(MANIFEST)  # waits for it
+
+    monkeypatch.setattr(object_output, "remove_objects", remove_and_tell)
+    monkeypatch.setattr(ObstoreClient, "put", put_late)
+    with pytest.raises(KeyboardInterrupt):
+        write_config()
+    assert s3.objects(BUCKET, "beside/") == {}
 
 
 def test_checkpoint_that_is_being_replaced_stays_readable_until_the_new_one_is_committed(s3: S3Server) -> None:
