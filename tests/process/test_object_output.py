@@ -24,7 +24,7 @@ from stores.object_lock import new_lock
 from stores.object_output import ObjectTarget, Wanted, open_output
 from stores.objects import open_objects
 from stores.uplink import MAX_PARTS, NUM_PARTS, part_nbytes
-from stores.writable import WritableClient
+from stores.writable import WritableClient, remove_objects
 from tests.fast.manifests.drawn_manifests import full_manifest
 from tests.process.buckets import BUCKET, MIB, become, measured, problem, refusal, url_of
 from tests.servers.s3 import Fault, MotoServer, S3Server, Strike, strike
@@ -144,10 +144,10 @@ def test_interrupt_as_a_small_file_arrives_leaves_nothing(moto: MotoServer) -> N
 def test_interrupt_while_a_small_file_is_sent_beside_leaves_nothing(
     s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_removed, remove, put = threading.Event(), object_output.remove_objects, ObstoreClient.put
+    is_removed, put = threading.Event(), ObstoreClient.put
 
     def remove_and_tell(client: WritableClient, names: Collection[str]) -> None:
-        remove(client, names)
+        remove_objects(client, names)
         is_removed.set()
 
     def put_late(client: ObstoreClient, name: str, data: bytes) -> None:
@@ -161,7 +161,7 @@ def test_interrupt_while_a_small_file_is_sent_beside_leaves_nothing(
             target.copy("config.json", Blocks(MemoryFile("config.json", CONFIG)))
             target.commit(MANIFEST)  # waits for it
 
-    monkeypatch.setattr(object_output, "remove_objects", remove_and_tell)
+    monkeypatch.setattr("stores.object_output.remove_objects", remove_and_tell)
     monkeypatch.setattr(ObstoreClient, "put", put_late)
     with pytest.raises(KeyboardInterrupt):
         write_config()
