@@ -21,6 +21,7 @@ __all__ = [
     "HUB_MISMATCH",
     "LOCK_NAME",
     "MAX_WHOLE_NBYTES",
+    "PART_NAME",
     "PROGRESS_NAME",
     "SOURCE_CHANGED",
     "Blocks",
@@ -43,6 +44,7 @@ SOURCE_CHANGED = "source.changed"  # error code: the file changed since it was l
 HUB_MISMATCH = "source.hub-digest"  # error code: the file differs from the hub's listing
 LOCK_NAME = ".reshard-unfinished"  # exists in a prefix from before the first write until the commit
 PROGRESS_NAME = ".reshard-progress"  # beside the lock: the completed objects
+PART_NAME = ".reshard-part"  # completes an attempt at a part of a pack
 HIDDEN_FOLDERS = (".git", ".cache")  # folders of tools beside a model
 
 MAX_WHOLE_NBYTES = 1 << 30

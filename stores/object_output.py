@@ -32,11 +32,11 @@ from stores.objects import list_objects
 from stores.uplink import NUM_PARTS
 from stores.writable import WritableClient, open_writable, remove_objects
 
-__all__ = ["ObjectTarget", "ObjectWriter", "Wanted", "open_output"]
+__all__ = ["SMALL_NBYTES", "ObjectTarget", "ObjectWriter", "Wanted", "open_output"]
 
 logger = logging.getLogger(__name__)
 
-_SMALL_NBYTES = 8 << 20  # sent, or kept, in one piece
+SMALL_NBYTES = 8 << 20  # sent, or kept, in one piece
 _MOST_SENT = 8  # such files at a time, beside others
 
 
@@ -95,6 +95,7 @@ def open_output(url: str, *, force: bool = False, wanted: Wanted | None = None, 
             target.abort()
         raise
     target = ObjectTarget(client, lock, found, progress, kept, wanted.last)
+    target.check_lock()  # another process may have resumed it meanwhile, and written some of these again
     # If this fails halfway, the lock stays: the prefix is unfinished now.
     remove_objects(client, found.ours - kept.keys() - found.old)
     return target
@@ -181,7 +182,7 @@ class ObjectTarget:
         if self._old:
             self._held[name] = data
         else:
-            self._check_lock()
+            self.check_lock()
             self._nbytes[name] = len(data)  # an interrupt may come right after the object has
             self._client.put(name, data)
 
@@ -191,7 +192,7 @@ class ObjectTarget:
         A small one is in memory when this returns, and sent while others are. Its failure is raised later: at the next
         call, by `writer`, or by `commit`.
         """
-        if blocks.nbytes <= _SMALL_NBYTES:
+        if blocks.nbytes <= SMALL_NBYTES:
             data = b"".join(map(bytes, blocks))
             self._wait_for_small(_MOST_SENT - 1)
             self._sent.append(self._beside.submit(self.put, name, data))
@@ -225,7 +226,7 @@ class ObjectTarget:
         Raises:
             InputError: another process took the prefix over, or it cannot be listed.
         """
-        self._check_lock()
+        self.check_lock()
         return {name: entry for name, entry in list_objects(self._client).items() if name in self._nbytes}
 
     def commit(self, data: bytes, name: str = MANIFEST_NAME) -> None:
@@ -236,7 +237,7 @@ class ObjectTarget:
         """
         assert not any(writer.is_open for writer in self._writers)
         self._wait_for_small()
-        is_ours = self._beside.submit(self._check_lock)
+        is_ours = self._beside.submit(self.check_lock)
         listed = list_objects(self._client)
         is_ours.result()
         for written, nbytes in self._nbytes.items():
@@ -253,7 +254,7 @@ class ObjectTarget:
         gone = [old for old in self._old if old in listed and old not in kept]
         # Small files of the new manifest are beside the old one until it is written.
         if left := [*gone, *(held for held in self._held if held not in listed)]:
-            self._check_lock()
+            self.check_lock()
             self._settle_records()
             lock = self._own_lock + lines_of(left)
             self._client.put(LOCK_NAME, lock)
@@ -287,7 +288,7 @@ class ObjectTarget:
             self._opening = Future()
             self._opening.set_result(None)
         try:
-            self._check_lock()
+            self.check_lock()
             if self.is_resumable:
                 self._progress.stop(self._client)
                 return
@@ -318,7 +319,7 @@ class ObjectTarget:
 
     def _check_finish(self) -> None:
         """Check the lock before an object appears; a model that it overwrites stops being readable."""
-        self._check_lock()
+        self.check_lock()
         if self._found.is_in_place:
             self._remove_mark()
 
@@ -366,18 +367,11 @@ class ObjectTarget:
 
     def _send(self, name: str, blocks: Blocks) -> None:
         """Upload a long file in parts, from its first byte to its last."""
-        self._check_lock()
+        self.check_lock()
         where, upload = f"{self._client.url}/{name}", self._client.upload(name, blocks.nbytes)
-        writer, position = ObjectWriter(where, upload, blocks.nbytes, self._check_lock), 0
-        try:
-            for block in blocks:
-                writer.write(block, 0, len(block), position)
-                position += len(block)
-            writer.finish()
-        finally:
-            writer.close()
+        ObjectWriter(where, upload, blocks.nbytes, self.check_lock).write_all(blocks)
 
-    def _check_lock(self) -> None:
+    def check_lock(self) -> None:
         """Raise unless the lock is ours, and the prefix: otherwise nothing may be written here."""
         self._opening.result()
         if self._client.load(LOCK_NAME) != self._own_lock:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from manifests.errors import InputError
 from stores.object_client import Upload
@@ -47,6 +47,15 @@ class ObjectWriter:
         piece = buffer[begin:end]
         self._upload.write(piece if piece.readonly else bytes(piece))
         self._position += end - begin
+
+    def write_all(self, blocks: Iterable[memoryview | bytes]) -> None:
+        """Write the whole object from these blocks, and complete it; if that fails, the upload is abandoned."""
+        try:
+            for block in blocks:
+                self.write(memoryview(block), 0, len(block), self._position)
+            self.finish()
+        finally:
+            self.close()
 
     def finish(self) -> None:
         """Complete the upload, so that the object exists."""

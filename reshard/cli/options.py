@@ -99,7 +99,7 @@ quiet = click.option(
 )
 force = click.option("--force", is_flag=True, help="Replace an existing output, in one step.")
 out = click.option(
-    "--out", type=click.Path(), required=True, metavar="DIR|URL", callback=lambda _, __, text: _address(text),
+    "--out", type=click.Path(), required=True, metavar="DIR|URL", callback=lambda _, __, text: address(text),
     help="Folder to write, s3://BUCKET/PREFIX (gs://, az://, another fsspec URL) or, of pack, hf://org/name.",
 )  # fmt: skip
 drop = click.option(
@@ -366,11 +366,12 @@ def _size(flag: str, text: str) -> int:
     return read_size(flag, text)
 
 
-def _address(text: str) -> str | Path:
+def address(text: str, where: str = "--out") -> str | Path:
+    """Return a URL as it is, and anything else as a path; errors name `where`."""
     from manifests.paths import is_unicode
 
     if not is_unicode(text):
-        raise UsageError("--out", f"{text!r} is not valid UTF-8", "choose another name", code="options.not-utf8")
+        raise UsageError(where, f"{text!r} is not valid UTF-8", "choose another name", code="options.not-utf8")
     return text if is_url(text) else Path(text)
 
 

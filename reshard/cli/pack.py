@@ -70,9 +70,10 @@ def pack(
     With --out hf://org/name[@branch], the model is packed below HF_HOME, pushed in one commit, and removed there; see
     reshard push.
 
-    Machines that share a file system can each pack a --part, which reshard commit merges; --parts N --scheduler slurm
-    submits all of it. The output is the same, byte for byte. With --take-over, parts that are done take over those that
-    were killed or lost their machine.
+    Machines that share a file system or a bucket can each pack a --part, which reshard commit merges; --parts N
+    --scheduler slurm submits all of it. In a folder, the output is the same, byte for byte; in a bucket, parts write
+    whole shards, which stay below parts-KEY. With --take-over, parts that are done take over those that were killed or
+    lost their machine.
 
     \b
     Example:

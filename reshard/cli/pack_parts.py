@@ -6,7 +6,6 @@ import functools
 import json
 import shlex
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,6 +15,7 @@ from reshard.cli import options
 if TYPE_CHECKING:
     from reshard.operations.divide import Division
     from reshard.operations.kubernetes_job import PackPods
+    from stores.manifest_file import Address
 
 __all__ = ["command_line", "commit", "flags", "submit"]
 
@@ -112,7 +112,7 @@ def command_line() -> tuple[str, ...]:
     return tuple(arguments)
 
 
-def submit(division: Division, source: str, out: str | Path, *, force: bool, dry_run: bool, as_json: bool) -> None:
+def submit(division: Division, source: str, out: Address, *, force: bool, dry_run: bool, as_json: bool) -> None:
     """Submit the parts and their commit, or print what would be submitted.
 
     Raises:
@@ -154,14 +154,15 @@ def _submit_pods(pods: PackPods, *, dry_run: bool, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(), callback=lambda _, __, text: options.address(text, "OUT"))
 @options.force
 @options.as_json
 @options.quiet
-def commit(out: Path, force: bool, as_json: bool, quiet: bool) -> None:
+def commit(out: Address, force: bool, as_json: bool, quiet: bool) -> None:
     """Merge the parts that reshard pack --part has written to OUT into a checkpoint.
 
-    It requires only OUT and copies no tensors. If it is killed, run it again.
+    OUT is a folder or s3://BUCKET/PREFIX, and all that is required. No tensors are copied. If it is killed, run it
+    again. --force is not supported in a bucket.
 
     \b
     Example:
@@ -169,14 +170,14 @@ def commit(out: Path, force: bool, as_json: bool, quiet: bool) -> None:
       reshard pack ./Llama-3.2-1B --layout pp=2 --out ./Llama-3.2-1B-pp2 --part 2/2
       reshard commit ./Llama-3.2-1B-pp2
     """
-    from manifests.store import read_manifest
     from reshard.operations.pack_distributed import commit as run
     from reshard.operations.pack_result import PackResult
     from reshard.report.done import pack_json, pack_text
+    from stores.manifest_file import find_manifest_file
 
     manifest = run(out, force=force)
     if manifest is None:
-        manifest = read_manifest(out)
+        manifest = find_manifest_file(out).read()[0]
         if not quiet:
             click.echo(f"{out} is committed already; there are no parts to merge", err=True)
     done = PackResult(manifest=manifest, out=out)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from manifests.digest import DigestTable, Hasher
 from reshard.plans.pack_plan import OutputShard
-from stores.base import LOCK_NAME, PROGRESS_NAME
+from stores.base import LOCK_NAME, PART_NAME, PROGRESS_NAME
 
 __all__ = ["JOURNAL_NAME", "Journal", "is_working_name", "plan_key"]
 
@@ -22,7 +22,9 @@ _ITEMS_IN_BLOCK = 4096
 def is_working_name(path: str) -> bool:
     """Whether a path is reserved for files under construction: an auxiliary file of that name would be lost."""
     name = path.rpartition("/")[2]
-    return path in (JOURNAL_NAME, LOCK_NAME, PROGRESS_NAME) or (name.startswith(".") and name.endswith(".partial"))
+    return path in (JOURNAL_NAME, LOCK_NAME, PART_NAME, PROGRESS_NAME) or (
+        name.startswith(".") and name.endswith(".partial")
+    )
 
 
 def plan_key(shards: Sequence[OutputShard]) -> str:

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from manifests.errors import UsageError
 from reshard.plans.partition import Part
-from stores.address import is_url
+from stores.address import OBJECT_SCHEMES, is_url, split_url
 from stores.manifest_file import Address
 
 if TYPE_CHECKING:
     from reshard.operations.kubernetes_job import PackPods
     from reshard.operations.slurm_array import PackJob
 
-__all__ = ["NAMED_OPTIONS", "Division", "not_in_bucket"]
+__all__ = ["NAMED_OPTIONS", "Division"]
 
 NAMED_OPTIONS = ("--partition", "--account", "--time")  # of sbatch, which are flags of reshard, too
 
@@ -38,7 +38,7 @@ class Division:
     mounts: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
 
-    def check(self, out: Address, *, virtual: bool, verify_source: bool) -> None:
+    def check(self, out: Address, *, virtual: bool, verify_source: bool, force: bool) -> None:
         """Refuse options that conflict, before a source is opened.
 
         Raises:
@@ -72,7 +72,13 @@ class Division:
             problem = f"conflicts with {flag}: a part does not read whole files"
             raise UsageError("--verify-source", problem, f"pack without {flag}", code="options.conflict")
         if is_url(out):
-            raise not_in_bucket(flag, "pack into a folder, then pack its manifest into the bucket")
+            if split_url(out)[0] not in OBJECT_SCHEMES:
+                problem = "needs an --out in a folder, or a bucket of S3, Google Cloud Storage or Azure"
+                raise UsageError(flag, problem, "pack into a folder, and copy it", code="options.parts-store")
+            if force:
+                problem = f"conflicts with {flag} and an --out in a bucket"
+                hint = "remove the old output first, or choose another --out"
+                raise UsageError("--force", problem, hint, code="options.conflict")
         if virtual:
             problem = "conflicts with --virtual: a virtual pack has no bytes to divide"
             raise UsageError(flag, problem, "leave one of the two out", code="options.conflict")
@@ -90,12 +96,13 @@ class Division:
         if force:
             problem, hint = "is not supported with --scheduler job", "remove the old output first"
             raise UsageError("--force", problem, hint, code="options.conflict")
-        check_out(Path(out), force=False)
+        if not is_url(out):
+            check_out(Path(out), force=False)
         pods = PackPods(
             num_parts=self.num_parts or 1,
             pack=self.command,
             source=source,
-            out=Path(out),
+            out=out if is_url(out) else Path(out),
             image=self.image,
             mounts=self.mounts,
         )
@@ -110,16 +117,11 @@ class Division:
         """
         from reshard.operations.slurm_array import PackJob, check_out
 
-        check_out(Path(out), force=force)
+        if not is_url(out):
+            check_out(Path(out), force=force)
         return PackJob(
             num_parts=self.num_parts or 1,
             pack=self.command,
             commit=("commit", str(out), *(["--force"] if force else [])),
             options=self.sbatch,
         )
-
-
-def not_in_bucket(where: str, hint: str) -> UsageError:
-    """Return the error for parts in a bucket."""
-    problem = "parts can only be written to a folder, not to a bucket"
-    return UsageError(where, problem, hint, code="options.parts-in-bucket")

@@ -17,6 +17,7 @@ import yaml
 from manifests.errors import UsageError
 from manifests.kubernetes import MOUNT, MOUNT_FORM, literal, run_kubectl, volumes_of
 from stores.address import is_url
+from stores.manifest_file import Address
 
 __all__ = ["PackPods", "render", "submit"]
 
@@ -33,7 +34,7 @@ class PackPods:
     num_parts: int
     pack: tuple[str, ...]
     source: str
-    out: Path
+    out: Address
     image: str | None
     mounts: tuple[str, ...] = ()
 
@@ -49,7 +50,8 @@ class PackPods:
         for mount in self.mounts:
             if MOUNT.fullmatch(mount) is None:
                 raise UsageError("--mount", f"expected {MOUNT_FORM}, found {mount!r}", code="launch.mount")
-        paths = {"--out": self.out} | ({} if is_url(self.source) else {"SOURCE": Path(self.source)})
+        addresses = {"--out": self.out, "SOURCE": self.source}
+        paths = {where: Path(address) for where, address in addresses.items() if not is_url(address)}
         for where, path in paths.items():
             folder = path if path.is_absolute() else Path.cwd()  # where a pod would look for it
             if not (self._shows(folder) and self._shows(path.absolute())):
@@ -109,7 +111,7 @@ def _script(pods: PackPods) -> str:
     out, part = shlex.quote(str(pods.out)), f'--part "$((JOB_COMPLETION_INDEX + 1))/{pods.num_parts}"'
     return "\n".join(
         [
-            f"[ ! -e {out}/manifest.json ] || exit 0",
+            *([] if is_url(pods.out) else [f"[ ! -e {out}/manifest.json ] || exit 0"]),
             f"{_reshard((*pods.pack, *waiting))} {part} || exit",
             '[ "$JOB_COMPLETION_INDEX" = 0 ] || exit 0',
             "for seconds in 0 5 10 30 60; do  # other pods may have their last part locked",

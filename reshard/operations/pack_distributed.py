@@ -1,7 +1,8 @@
 """A pack in parts: processes on any machines each write a part to one folder, and a commit merges the parts.
 
 Each part has a record beside that folder, in `.NAME.parts`: a journal while it runs, a JSON file once it is done. Parts
-that are lost are taken over by those that are done, if they are asked to: see `reshard.operations.part_claims`.
+that are lost are taken over by those that are done, if they are asked to: see `reshard.operations.part_claims`. For
+parts in a bucket see `reshard.operations.bucket_parts`.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from manifests.codec import decode_manifest, encode_manifest
-from manifests.digest import PREFIX, digest_bytes
+from manifests.digest import digest_bytes
 from manifests.errors import OutputError, refused_by_system
 from manifests.fixed import is_fixed, move_back
 from manifests.index import INDEX_NAME, has_index, is_indexed
@@ -33,37 +34,34 @@ from manifests.schema import Manifest, Shard
 from manifests.store import read_manifest, read_small_file, write_file, write_manifest
 from reshard.copy.destination import FolderTarget, check_space
 from reshard.copy.direct_io import OutputFile
-from reshard.copy.engine import WrittenShard, write_tensors
-from reshard.copy.journal import Journal, plan_key
+from reshard.copy.engine import write_tensors
+from reshard.copy.journal import Journal
 from reshard.copy.resumable import keep_only
 from reshard.copy.unchanged import check_unchanged
-from reshard.operations.divide import not_in_bucket
 from reshard.operations.pack import (
     PLAN_NAME,
     PackOptions,
-    Written,
-    build_manifest,
     check_stored_ties,
     copy_auxiliary_files,
     index_file,
     records_folder,
 )
 from reshard.operations.part_claims import Claims, is_locked_for_us, locked_part
-from reshard.plans.pack_plan import OutputShard, PackPlan
+from reshard.operations.parts_plan import PartsPlan, parts_plan
+from reshard.plans.pack_plan import PackPlan
 from reshard.plans.partition import Part, partition
-from reshard.plans.references import refer_to_originals
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.lazy import MadeFile
 from stores.address import is_url
 from stores.base import check_whole
 from stores.local import LocalFile
+from stores.manifest_file import Address
 
 __all__ = ["commit", "pack_part"]
 
 logger = logging.getLogger(__name__)
 
 _COMMIT_NAME = "commit.json"  # identifies the folder that is about to be renamed to the output
-_BLANK = f"{PREFIX}{'0' * 64}"
 
 
 def pack_part(
@@ -78,16 +76,14 @@ def pack_part(
         OutputError: another process writes this part, or the other parts are of another plan.
         InputError: as `pack`.
     """
-    assert not is_url(options.out), "refused by the command"
+    work = parts_plan(checkpoint, plan, part, options)
+    if is_url(options.out):
+        from reshard.operations.bucket_parts import pack_part_to_bucket  # clients of object stores
+
+        return pack_part_to_bucket(work, part, take_over_s)
     out = Path(options.out)
-    wanted = range(len(plan.stages)) if options.stages is None else options.stages
-    shards = [shard for stage in plan.stages if stage.index in wanted for shard in stage.shards]
-    draft = _draft(checkpoint, plan, shards, wanted)
-    auxiliary = json.dumps([(item.path, item.file.fingerprint, item.digest) for item in checkpoint.auxiliary]).encode()
-    key = digest_bytes(f"{plan_key(shards)} {part.of} ".encode() + encode_manifest(draft) + auxiliary)
-    work = _Work(checkpoint=checkpoint, shards=shards, draft=draft, key=key, options=options)
     with sharing(out, force=options.force, find_owned=files_of_manifest) as folder, ExitStack() as stack:
-        records = _begin(out, folder, key, part)
+        records = _begin(out, folder, work.key, part)
         claims = Claims(records, records / PLAN_NAME, take_over_s)
         if take_over_s is None:
             stack.enter_context(locked_part(records, out, part))
@@ -96,47 +92,37 @@ def pack_part(
             is_ours = bool(_unfinished(records, [part])) and is_locked_for_us(stack, records, out, part)
         if is_ours:
             stack.enter_context(claims.claimed(part))
-            work.write(part, folder, records)
+            _write(work, part, folder, records)
     return () if take_over_s is None else tuple(_take_over(work, part, records, claims))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Work:
-    """The plan of which processes write parts."""
-
-    checkpoint: Checkpoint
-    shards: Sequence[OutputShard]
-    draft: Manifest
-    key: str
-    options: PackOptions
-
-    def write(self, part: Part, folder: Path, records: Path) -> None:
-        """Write a part, or what an interrupted process left to write of it, and its record."""
-        pieces = partition(self.shards, part.of)[part.number - 1]
-        journal = Journal(folder, self.key, records / f"{part.name}.journal")
-        if not journal.is_begun:
-            check_space(sum(piece.nbytes for piece in pieces), shutil.disk_usage(folder).free, folder)
-        journal.begin()
-        files = None
-        if part.number == 1:
-            check_stored_ties(self.checkpoint)
-            files = copy_auxiliary_files(self.checkpoint, FolderTarget(folder))
-        write = replace(self.options.write, journal=journal)
-        digests = {}
-        for piece in pieces:
-            digests[piece.shard.path] = write_tensors(piece.shard, piece.names, folder, write)
-            if piece.has_start:
-                _write_header(folder / piece.shard.path, piece.shard.nbytes, piece.shard.header)
-        check_unchanged(self.shards, self.checkpoint.auxiliary)
-        record: dict[str, Any] = {"plan": self.key, "digests": digests}
-        if files is not None:
-            record["manifest"] = encode_manifest(replace(self.draft, files=files)).decode()
-        draft = records / f".{uuid.uuid4().hex}"  # of this process: another one may be writing the same part
-        write_file(draft, json.dumps(record).encode())
-        os.replace(draft, records / f"{part.name}.json")
+def _write(plan: PartsPlan, part: Part, folder: Path, records: Path) -> None:
+    """Write a part, or what an interrupted process left to write of it, and its record."""
+    pieces = partition(plan.shards, part.of)[part.number - 1]
+    journal = Journal(folder, plan.key, records / f"{part.name}.journal")
+    if not journal.is_begun:
+        check_space(sum(piece.nbytes for piece in pieces), shutil.disk_usage(folder).free, folder)
+    journal.begin()
+    files = None
+    if part.number == 1:
+        check_stored_ties(plan.checkpoint)
+        files = copy_auxiliary_files(plan.checkpoint, FolderTarget(folder))
+    write = replace(plan.options.write, journal=journal)
+    digests = {}
+    for piece in pieces:
+        digests[piece.shard.path] = write_tensors(piece.shard, piece.names, folder, write)
+        if piece.has_start:
+            _write_header(folder / piece.shard.path, piece.shard.nbytes, piece.shard.header)
+    check_unchanged(plan.shards, plan.checkpoint.auxiliary)
+    record: dict[str, Any] = {"plan": plan.key, "digests": digests}
+    if files is not None:
+        record["manifest"] = encode_manifest(replace(plan.draft, files=files)).decode()
+    draft = records / f".{uuid.uuid4().hex}"  # of this process: another one may be writing the same part
+    write_file(draft, json.dumps(record).encode())
+    os.replace(draft, records / f"{part.name}.json")
 
 
-def _take_over(work: _Work, own: Part, records: Path, claims: Claims) -> Iterator[Part]:
+def _take_over(work: PartsPlan, own: Part, records: Path, claims: Claims) -> Iterator[Part]:
     """Write parts that are lost until all are done, and yield them; `own` is the last one to look at."""
     silent = replace(work.options.write, progress=lambda nbytes: None)
     work = replace(work, options=replace(work.options, write=silent))
@@ -148,7 +134,7 @@ def _take_over(work: _Work, own: Part, records: Path, claims: Claims) -> Iterato
             time.sleep(claims.every_s)
 
 
-def _write_lost(work: _Work, part: Part, own: Part, records: Path, claims: Claims) -> bool:
+def _write_lost(work: PartsPlan, part: Part, own: Part, records: Path, claims: Claims) -> bool:
     """Write a part if no process has it; return whether it was written."""
     out = Path(work.options.out)
     with ExitStack() as stack:
@@ -160,7 +146,7 @@ def _write_lost(work: _Work, part: Part, own: Part, records: Path, claims: Claim
         if not is_locked or not _unfinished(records, [part]):
             return False
         logger.warning("%s: taking over part %d of %d, which no process is writing", out, part.number, part.of)
-        work.write(part, folder, records)
+        _write(work, part, folder, records)
         return True
 
 
@@ -170,7 +156,7 @@ def _unfinished(records: Path, parts: Sequence[Part]) -> list[Part]:
     return [part for part in parts if f"{part.name}.json" not in names] if PLAN_NAME in names else []
 
 
-def commit(out: Path, *, force: bool = False) -> Manifest | None:
+def commit(out: Address, *, force: bool = False) -> Manifest | None:
     """Merge what all parts have written into a checkpoint, byte for byte that of a single pack.
 
     It can be killed at any point and run again. It reads headers and auxiliary files; `reshard verify` reads all.
@@ -182,12 +168,14 @@ def commit(out: Path, *, force: bool = False) -> Manifest | None:
     by its inode, which renaming does not change.
 
     Raises:
-        UsageError: `out` is a URL.
         OutputError: parts are missing, running or damaged, or `out` exists or cannot be written.
         InputError: files were changed since their parts wrote them.
     """
-    if is_url(str(out).replace(":/", "://", 1)):
-        raise not_in_bucket("OUT", "name the folder that the parts were packed into")
+    if is_url(out):
+        from reshard.operations.bucket_commit import commit_in_bucket
+
+        return commit_in_bucket(out, force=force)
+    out = Path(out)
     try:
         return _commit(out, force)
     except OSError as error:  # it can be run again
@@ -264,15 +252,6 @@ def _remove_records(records: Path) -> None:
         if path.name != _COMMIT_NAME:
             path.unlink(missing_ok=True)
     shutil.rmtree(records, ignore_errors=True)
-
-
-def _draft(
-    checkpoint: Checkpoint, plan: PackPlan, shards: Sequence[OutputShard], wanted: Sequence[int] | frozenset[int]
-) -> Manifest:
-    """Return the manifest as far as it is known before a byte is read: without digests and auxiliary files."""
-    references = refer_to_originals([stage for stage in plan.stages if stage.index not in wanted], checkpoint)
-    unread = {shard.path: WrittenShard(path=shard.path, nbytes=shard.nbytes, digest=_BLANK) for shard in shards}
-    return build_manifest(checkpoint, plan, Written(unread, references, ()))
 
 
 def _begin(out: Path, folder: Path, key: str, part: Part) -> Path:

@@ -11,16 +11,16 @@ import fcntl
 import os
 import threading
 import uuid
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from manifests.errors import OutputError
+from manifests.errors import InputError, OutputError
 from reshard.plans.partition import Part
 
-__all__ = ["Claims", "is_locked_for_us", "locked_part"]
+__all__ = ["RENEWED_S", "Claims", "is_locked_for_us", "locked_part", "renewing"]
 
-_RENEWED_S = 5.0
+RENEWED_S = 5.0
 _IN_USE = "output.in-use"
 
 
@@ -30,7 +30,7 @@ class Claims:
     def __init__(self, records: Path, begun: Path, lost_after_s: float | None) -> None:
         self._records, self._begun = records, begun  # a file from when the first part began
         self._lost_after_s = lost_after_s
-        self.every_s = _RENEWED_S if lost_after_s is None else min(_RENEWED_S, lost_after_s / 3)
+        self.every_s = RENEWED_S if lost_after_s is None else min(RENEWED_S, lost_after_s / 3)
 
     @contextmanager
     def claimed(self, part: Part) -> Iterator[None]:
@@ -75,22 +75,27 @@ class Claims:
         except FileExistsError:
             return None
 
-    @contextmanager
-    def _renewed(self, claim: Path) -> Iterator[None]:
-        is_over = threading.Event()
+    def _renewed(self, claim: Path) -> AbstractContextManager[None]:
+        return renewing(lambda: os.utime(claim), self.every_s)
 
-        def renew() -> None:
-            while not is_over.wait(self.every_s):
-                with suppress(OSError):  # without a new time, another process may write the part, too
-                    os.utime(claim)
 
-        thread = threading.Thread(target=renew, name="claim", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            is_over.set()
-            thread.join()
+@contextmanager
+def renewing(renew: Callable[[], None], every_s: float) -> Iterator[None]:
+    """Renew a claim in the background; where that fails, another process may write the part, too."""
+    is_over = threading.Event()
+
+    def renew_until_over() -> None:
+        while not is_over.wait(every_s):
+            with suppress(OSError, InputError):
+                renew()
+
+    thread = threading.Thread(target=renew_until_over, name="claim", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 @contextmanager

@@ -22,12 +22,12 @@ from reshard.operations.pack_result import PackResult
 from reshard.operations.progress import Progress, counting
 from reshard.operations.resolve import LaidOut, LayoutRequest, PlanResult, estimate_step, lay_out, model_name
 from reshard.plans.pack_plan import OutputShard, Sharding, Traffic, plan_pack, traffic_of
-from reshard.plans.partition import Part, part_nbytes, part_traffic
+from reshard.plans.partition import Part, part_nbytes, part_traffic, shards_of_part
 from reshard.plans.references import choose_stages
 from reshard.sources.open import open_described
 from reshard.tensors.checkpoint import TensorAt
 from reshard.transforms.conversion import Conversion, convert
-from stores.address import HubAddress, hub_output
+from stores.address import HubAddress, hub_output, is_url
 from stores.manifest_file import Address
 
 __all__ = ["PackRequest", "PreparedPack", "prepare_pack"]
@@ -60,7 +60,7 @@ class PackRequest:
         Raises:
             UsageError: naming the flag.
         """
-        self.division.check(self.out, virtual=self.virtual, verify_source=self.verify_source)
+        self.division.check(self.out, virtual=self.virtual, verify_source=self.verify_source, force=self.force)
         if self.conversion.changes_bytes and (self.virtual or self.stages is not None):
             flag = "--virtual" if self.virtual else "--stages"
             problem = "virtual bundles refer to the source's bytes, which cannot be converted"
@@ -84,9 +84,15 @@ class PreparedPack:
         return self.laid.plan.shards_on(self.stages)
 
     @cached_property
+    def written(self) -> tuple[OutputShard, ...]:
+        """The shards to write: all, or in a bucket those of the part; in a folder, a part has pieces of all."""
+        part = self.request.division.part
+        return shards_of_part(self.shards, part) if part and is_url(self.request.out) else self.shards
+
+    @cached_property
     def read_twice(self) -> list[TensorAt]:
         is_on_hub = hub_output(self.request.out) is not None  # a folder is packed, and pushed
-        return [] if is_on_hub else read_twice(self.shards, self.request.out, self.request.parallelism)
+        return [] if is_on_hub else read_twice(self.written, self.request.out, self.request.parallelism)
 
     @property
     def planned(self) -> PlanResult:
@@ -96,16 +102,20 @@ class PreparedPack:
     @property
     def traffic(self) -> Traffic:
         """The bytes that this pack, or its part, reads and writes."""
-        part = self.request.division.part
-        return part_traffic(self.shards, part) if part else traffic_of(self.shards, self.read_twice)
+        part = self._part_in_folder
+        return part_traffic(self.shards, part) if part else traffic_of(self.written, self.read_twice)
 
     @cached_property
     def nbytes(self) -> int:
         """The bytes that progress counts."""
-        if (part := self.request.division.part) is not None:
+        if (part := self._part_in_folder) is not None:
             return part_nbytes(self.shards, part)
-        origins = (origin for shard in self.shards for origin in shard.origins)
+        origins = (origin for shard in self.written for origin in shard.origins)
         return sum(tensor.nbytes for tensor in (*self.read_twice, *origins))
+
+    @property
+    def _part_in_folder(self) -> Part | None:
+        return None if is_url(self.request.out) else self.request.division.part
 
     @property
     def links(self) -> tuple[tuple[str, str], ...]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from manifests.errors import UsageError
 from manifests.safetensors import ALIGNMENT
 from reshard.plans.pack_plan import OutputShard, Traffic
 from reshard.tensors.lazy import stored_nbytes
 
-__all__ = ["Part", "PartOfShard", "parse_part", "part_nbytes", "part_traffic", "partition"]
+__all__ = ["Part", "PartOfShard", "parse_part", "part_nbytes", "part_traffic", "partition", "shards_of_part"]
+
+T = TypeVar("T")
 
 _MAX_PARTS = 512  # a commit locks a file of each, and many systems limit a process to 1024 open files
 _FORM = re.compile(r"([0-9]{1,5})/([0-9]{1,5})", re.ASCII)
@@ -60,15 +63,26 @@ def partition(shards: Sequence[OutputShard], num_parts: int) -> tuple[tuple[Part
     A piece is the tensors between two sector boundaries of a shard: machines that share a file system must not
     write to the same sector of a file, since each may write back the other's bytes as it read them before.
     """
-    pieces = [piece for shard in shards for piece in _pieces(shard)]
-    total, before = max(1, sum(piece.nbytes for piece in pieces)), 0
     parts: list[dict[str, list[PartOfShard]]] = [{} for _ in range(num_parts)]
-    for piece in pieces:
-        # The part that the piece's middle falls into: neighbors stay together, and reads stay in order.
-        part = parts[min(num_parts - 1, (2 * before + piece.nbytes) * num_parts // (2 * total))]
-        part.setdefault(piece.shard.path, []).append(piece)
-        before += piece.nbytes
+    pieces = [piece for shard in shards for piece in _pieces(shard)]
+    for number, piece in _spread(pieces, lambda piece: piece.nbytes, num_parts):
+        parts[number].setdefault(piece.shard.path, []).append(piece)
     return tuple(tuple(map(_join, by_shard.values())) for by_shard in parts)
+
+
+def shards_of_part(shards: Sequence[OutputShard], part: Part) -> tuple[OutputShard, ...]:
+    """Return the shards that a part writes where each is written by one process, as an object in a bucket is."""
+    spread = _spread(shards, lambda shard: shard.nbytes, part.of)
+    return tuple(shard for number, shard in spread if number == part.number - 1)
+
+
+def _spread(items: Sequence[T], nbytes_of: Callable[[T], int], num_parts: int) -> Iterator[tuple[int, T]]:
+    """Yield each item with the part that its middle falls into: neighbors stay together, and reads stay in order."""
+    total, before = max(1, sum(map(nbytes_of, items))), 0
+    for item in items:
+        nbytes = nbytes_of(item)
+        yield min(num_parts - 1, (2 * before + nbytes) * num_parts // (2 * total)), item
+        before += nbytes
 
 
 def part_nbytes(shards: Sequence[OutputShard], part: Part) -> int:

@@ -446,7 +446,8 @@ SLURM = ("--parts", "4", "--scheduler", "slurm")
         ((*SLURM, "--sbatch-arg", "--exclusive # x"), "options.sbatch-argument", "--sbatch-arg"),
         ((*SLURM, "--time", ""), "options.sbatch-argument", "--sbatch-arg"),
         ((*SLURM, "--partition", "a\nb"), "options.sbatch-argument", "--sbatch-arg"),
-        (("--part", "1/4", "--out", "s3://bucket/prefix"), "options.parts-in-bucket", "--part"),
+        (("--part", "1/4", "--out", "hf://org/name"), "options.parts-store", "--part"),
+        (("--part", "1/4", "--out", "s3://b/p", "--force"), "options.conflict", "--force"),
         (("--take-over", "60"), "options.needs-part", "--take-over"),
     ],
 )
@@ -481,10 +482,6 @@ def test_pack_that_would_fail_is_not_submitted(
 def test_source_that_is_not_there_is_not_submitted(tmp_path: Path) -> None:
     asked = ("--layout", "pp=2", "--out", tmp_path / "out", *SLURM, "--dry-run")
     assert refusal("pack", tmp_path / "absent", *asked).found[::2] == (3, f"{tmp_path}/absent")
-
-
-def test_commit_of_a_bucket_is_refused() -> None:
-    assert refusal("commit", "s3://bucket/pp2").found == (2, "options.parts-in-bucket", "OUT")
 
 
 def test_dry_run_prints_an_array_and_the_commit_that_waits_for_it(source: Path, tmp_path: Path) -> None:

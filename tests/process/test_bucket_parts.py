@@ -1,0 +1,292 @@
+"""A pack in parts to a bucket: processes each write some of the shards, and a commit lists them all."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.builders import Ended, files_in, llama_config, random_tensors, reshard, weights_path, write_model
+from tests.process.buckets import BUCKET, url_of
+from tests.servers.s3 import Fault, MotoServer
+
+pytestmark = pytest.mark.process
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "source"
+    config = llama_config(hidden_size=256, intermediate_size=512, vocab_size=2000)
+    write_model(folder, config, random_tensors(config), num_shards=2)
+    (folder / "empty.txt").write_bytes(b"")
+    with open(folder / "long.dat", "wb") as file:
+        file.truncate(20 << 20)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def packed(source: Path) -> Path:
+    out = source.with_name("packed")
+    assert reshard("pack", source, "--layout", "pp=4", "--out", out).code == 0
+    return out
+
+
+def arguments(source: Path, name: str, part: str, *more: str) -> tuple[str, ...]:
+    return ("pack", str(source), "--layout", "pp=4", "--out", url_of(name), "--part", part, *more)
+
+
+def pack(source: Path, name: str, part: str, *more: str) -> Ended:
+    return reshard(*arguments(source, name, part, *more))
+
+
+def begin(source: Path, name: str, part: str, *more: str) -> subprocess.Popen[bytes]:
+    command = (sys.executable, "-m", "reshard", *arguments(source, name, part, *more))
+    return subprocess.Popen(command, cwd=ROOT, env={**os.environ}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+def objects_in(moto: MotoServer, name: str) -> dict[str, bytes]:
+    return {key.removeprefix(f"{name}/"): data for key, data in moto.objects(BUCKET, f"{name}/").items()}
+
+
+def names_in(client: Any, name: str) -> list[str]:
+    return [each["Key"] for each in client.list_objects_v2(Bucket=BUCKET, Prefix=f"{name}/").get("Contents", ())]
+
+
+def wait_for(moto: MotoServer, name: str, end: str, *processes: subprocess.Popen[bytes]) -> None:
+    """Wait until there is an object whose name ends so."""
+    deadline, client = time.monotonic() + 60, moto.client()
+    while not any(path.endswith(end) for path in names_in(client, name)):
+        assert all(process.poll() is None for process in processes)
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def check(moto: MotoServer, name: str, source: Path, packed: Path) -> None:
+    """Check that a committed prefix is the pack in a folder, with its shards elsewhere, and nothing more."""
+    found, expected = objects_in(moto, name), files_in(packed)
+    shards = {path.rpartition("/")[2]: data for path, data in found.items() if path.endswith(".safetensors")}
+    assert shards == {path: data for path, data in expected.items() if path.endswith(".safetensors")}
+    others = {path for path in found if not path.endswith(".safetensors")}
+    assert others == {path for path in expected if not path.endswith(".safetensors")}
+    assert found["config.json"] == expected["config.json"]
+    assert moto.uploads(BUCKET, f"{name}/") == []
+    assert reshard("verify", url_of(name), "--against", source).code == 0
+
+
+def error_of(ended: Ended) -> Any:
+    return (ended.code, ended.json["error"]["code"])
+
+
+def test_parts_in_a_bucket_are_the_pack_in_a_folder(
+    moto: MotoServer, source: Path, packed: Path, tmp_path: Path
+) -> None:
+    for part in ("3/3", "1/3"):
+        assert pack(source, "parts", part).code == 0
+        assert pack(source, "parts", part).code == 0  # done already
+        assert reshard("plan", url_of("parts"), "--layout", "pp=1").code == 3
+    refused = reshard("commit", url_of("parts"), "--json")
+    assert error_of(refused) == (3, "output.missing-parts")
+    assert "--part 2/3" in refused.json["error"]["hint"]
+    assert pack(source, "parts", "2/3").code == 0
+    assert reshard("commit", url_of("parts")).code == 0
+    check(moto, "parts", source, packed)
+    before = objects_in(moto, "parts")
+    assert reshard("commit", url_of("parts")).code == 0
+    assert pack(source, "parts", "2/3", "--take-over", "1").code == 0  # as a pod that is started again
+    assert objects_in(moto, "parts") == before
+    assert reshard("pack", url_of("parts"), "--layout", "pp=4", "--out", tmp_path / "here").code == 0
+    here, expected = files_in(tmp_path / "here"), files_in(packed)
+    assert {path: here[path] for path in here if path.endswith(".safetensors")} == {
+        path: data for path, data in expected.items() if path.endswith(".safetensors")
+    }
+    assert here["model.safetensors.index.json"] == expected["model.safetensors.index.json"]
+
+
+def test_more_parts_than_shards_leave_some_empty(moto: MotoServer, source: Path, packed: Path) -> None:
+    for number in range(1, 8):
+        assert pack(source, "many", f"{number}/7").code == 0
+    assert reshard("commit", url_of("many")).code == 0
+    check(moto, "many", source, packed)
+
+
+def test_part_that_was_killed_is_resumed_on_its_machine(moto: MotoServer, source: Path, packed: Path) -> None:
+    last = weights_path(3, 4)
+    moto.fail(Fault(method="PUT", address=last, what="status", status=503, times=10_000))
+    worker = begin(source, "killed", "2/2")
+    wait_for(moto, "killed", weights_path(2, 4), worker)
+    assert error_of(pack(source, "killed", "2/2", "--json")) == (3, "output.in-use")  # it is alive
+    worker.kill()
+    worker.communicate(timeout=10)
+    moto.fail()
+    assert [pack(source, "killed", part).code for part in ("2/2", "1/2")] == [0, 0]
+    assert reshard("commit", url_of("killed")).code == 0
+    check(moto, "killed", source, packed)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_lost_part_is_taken_over(moto: MotoServer, source: Path, packed: Path, how: signal.Signals) -> None:
+    name, last = f"lost-{how.name.lower()}", weights_path(3, 4)
+    moto.fail(Fault(method="PUT", address=last, what="status", status=503, times=10_000))
+    worker = begin(source, name, "2/2")
+    try:
+        wait_for(moto, name, weights_path(2, 4), worker)
+        worker.send_signal(how)
+        moto.fail()
+        ended = pack(source, name, "1/2", "--take-over", "1", "--json")
+        assert (ended.code, ended.json["taken_over"]) == (0, [2])
+        assert reshard("commit", url_of(name)).code == 0
+        check(moto, name, source, packed)
+        worker.send_signal(signal.SIGCONT)  # it goes on, and finds that its part is done
+        worker.communicate(timeout=60)
+        assert worker.returncode == (-9 if how == signal.SIGKILL else 0)
+        assert reshard("commit", url_of(name)).code == 0  # removes what it was just sending
+        check(moto, name, source, packed)
+    finally:
+        worker.kill()
+        worker.communicate(timeout=10)
+
+
+def test_other_plans_and_other_outputs_are_refused(moto: MotoServer, source: Path) -> None:
+    assert reshard("pack", source, "--layout", "pp=2", "--out", url_of("old")).code == 0
+    assert error_of(pack(source, "old", "1/2", "--json")) == (3, "output.exists")
+    assert pack(source, "two", "1/2").code == 0
+    assert error_of(pack(source, "two", "1/3", "--json")) == (3, "output.other-plan")
+    assert error_of(reshard("commit", url_of("two"), "--force", "--json")) == (2, "options.conflict")
+    assert error_of(reshard("commit", url_of("none"), "--json")) == (3, "output.no-parts")
+
+
+def test_object_of_another_is_not_written_over(moto: MotoServer, source: Path) -> None:
+    assert [pack(source, "foreign", part).code for part in ("1/2", "2/2")] == [0, 0]
+    moto.client().put_object(Bucket=BUCKET, Key="foreign/config.json", Body=b"{}")
+    refused = reshard("commit", url_of("foreign"), "--json")
+    assert error_of(refused) == (3, "output.foreign-file")
+    assert refused.json["error"]["where"] == url_of("foreign/config.json")
+    assert objects_in(moto, "foreign")["config.json"] == b"{}"
+
+
+def test_shard_that_another_wrote_over_is_not_committed(moto: MotoServer, source: Path) -> None:
+    assert [pack(source, "meddled", part).code for part in ("1/2", "2/2")] == [0, 0]
+    path, data = next((path, data) for path, data in objects_in(moto, "meddled").items() if path.endswith("tensors"))
+    moto.client().put_object(Bucket=BUCKET, Key=f"meddled/{path}", Body=data[:-1] + bytes([data[-1] ^ 1]))
+    refused = reshard("commit", url_of("meddled"), "--json")
+    assert error_of(refused) == (3, "output.damaged-parts")
+    assert refused.json["error"]["where"] == url_of(f"meddled/{path}")
+
+
+@pytest.mark.parametrize(
+    ("method", "address"),
+    [
+        ("PUT", "cut/config.json"),
+        ("PUT", "cut/model.safetensors.index.json"),
+        ("PUT", "cut/manifest.json"),
+        ("POST", "?delete"),
+    ],
+)
+def test_commit_that_was_cut_short_is_run_again(
+    moto: MotoServer, source: Path, packed: Path, method: str, address: str
+) -> None:
+    for key in [f"cut/{path}" for path in objects_in(moto, "cut")]:
+        moto.client().delete_object(Bucket=BUCKET, Key=key)
+    assert [pack(source, "cut", part).code for part in ("1/2", "2/2")] == [0, 0]
+    before = len(moto.requests(method, address.removeprefix("?delete")))
+    moto.fail(Fault(method=method, address=address, what="status", status=503, times=10_000))
+    command = (sys.executable, "-m", "reshard", "commit", url_of("cut"))
+    worker = subprocess.Popen(command, cwd=ROOT, env={**os.environ}, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while len(moto.requests(method, address.removeprefix("?delete"))) == before:
+        assert worker.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    worker.kill()
+    worker.wait(10)
+    moto.fail()
+    assert reshard("commit", url_of("cut")).code == 0
+    check(moto, "cut", source, packed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_parts_killed_at_random_are_finished_by_the_others(
+    moto: MotoServer, source: Path, packed: Path, seed: int
+) -> None:
+    chosen, name = random.Random(seed), f"random-{seed}"
+    workers = [begin(source, name, f"{number}/3", "--take-over", "1") for number in (1, 2, 3)]
+    try:
+        time.sleep(chosen.uniform(0.2, 2.5))
+        for worker in chosen.sample(workers, 2):
+            worker.kill()
+        for worker in workers:
+            worker.communicate(timeout=120)
+        assert sorted(worker.returncode for worker in workers) in ([-9, -9, 0], [-9, 0, 0], [0, 0, 0])
+        assert reshard("commit", url_of(name)).code == 0
+        check(moto, name, source, packed)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.communicate(timeout=10)
+
+
+def test_what_a_pod_runs_packs_into_a_bucket_and_may_run_again(
+    moto: MotoServer, source: Path, packed: Path, tmp_path: Path
+) -> None:
+    asked = ("--parts", "2", "--scheduler", "job", "--image", "i", "--mount", f"c:{source.parent}", "--take-over", "1")
+    job = yaml.safe_load(reshard("pack", source, "--layout", "pp=4", "--out", url_of("pods"), *asked, "--dry-run").out)
+    command = [word.replace("$$", "$") for word in job["spec"]["template"]["spec"]["containers"][0]["command"]]
+    python = tmp_path / "python3"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    for index in ("0", "0", "1"):  # the first pod runs alone: it packs what the second did not begin
+        done = subprocess.run(
+            command, env={**environment, "JOB_COMPLETION_INDEX": index}, cwd=tmp_path, capture_output=True, text=True,
+            timeout=60,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    check(moto, "pods", source, packed)
+
+
+def test_store_that_writes_over_what_it_should_only_create_is_refused(
+    moto: MotoServer, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_CONDITIONAL_PUT", "disabled")
+    assert error_of(pack(source, "disabled", "1/2", "--json")) == (2, "options.parts-store")
+    assert objects_in(moto, "disabled") == {}
+
+
+def test_commit_keeps_to_the_attempts_that_one_before_it_has_chosen(
+    moto: MotoServer, source: Path, packed: Path
+) -> None:
+    """A part that was taken over is completed by its first owner, too, after a commit that was cut short."""
+    name, last = "chosen", weights_path(3, 4)
+    moto.fail(Fault(method="PUT", address=last, what="status", status=503, times=10_000))
+    owner = begin(source, name, "2/2")
+    try:
+        wait_for(moto, name, weights_path(2, 4), owner)
+        owner.send_signal(signal.SIGSTOP)
+        moto.fail()
+        assert pack(source, name, "1/2", "--take-over", "1").code == 0
+        moto.fail(Fault(method="PUT", address=f"{name}/manifest.json", what="status", status=403, times=99))
+        assert reshard("commit", url_of(name)).code == 3
+        moto.fail()
+        owner.send_signal(signal.SIGCONT)
+        owner.communicate(timeout=60)
+        assert owner.returncode == 0
+        assert {path.split("/")[1] for path in objects_in(moto, name) if path.endswith(".reshard-part")} == {
+            "part-00001-of-00002.1", "part-00002-of-00002.1", "part-00002-of-00002.2"
+        }  # fmt: skip
+        assert reshard("commit", url_of(name)).code == 0
+        assert any("part-00002-of-00002.2" in path for path in objects_in(moto, name))
+        check(moto, name, source, packed)
+    finally:
+        owner.kill()
+        owner.communicate(timeout=10)
