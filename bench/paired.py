@@ -4,14 +4,14 @@
     python bench/paired.py /tmp/old --gb 1 --out bench/results/paired.json [--runs 7] [--folder DIR]
 
 Both commits run with this Python and these packages, each command in a process of its own. Each turn begins with
-another contender. A load is what `bench/load.py` times: one stage of four, read, verified and copied, imports not
-timed. A step is the median of those of a small Llama on two ranks, one thread each. Ratios are medians of ratios within
-a turn; CPU time is reported too, which other work affects less.
+another contender. Large tensors are two of 512 MiB, each of which several threads of this commit share. A load is what
+`bench/load.py` times: one stage of four, read, verified and copied, imports not timed. A step is the median of those
+of a small Llama on two ranks, one thread each. Ratios are medians of ratios within a turn; CPU time is reported too,
+which other work affects less.
 """
 
 from __future__ import annotations
 
-import filecmp
 import json
 import os
 import resource
@@ -28,9 +28,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import measure
-from checkpoints import llama_of, write_checkpoint
+from checkpoints import llama_config, llama_of, write_checkpoint
 
 WIDTH = 1024
+LARGE = {"vocab_size": 256 << 10}  # so that the embedding and the head have 512 MiB each
 NUM_STEPS = 10  # of the timed training
 CACHE = os.path.join(tempfile.gettempdir(), "bench-paired-compiled")
 COMMAND = (sys.executable, "-c", "from reshard.cli import main; main()")  # of either commit
@@ -52,9 +53,12 @@ def main() -> None:
         source, packed = root / "source", root / "packed"
         nbytes = write_checkpoint(source, llama_of(options.gb * 1e9 / 2, WIDTH, least_layers=4), num_shards=4)
         check(checkouts, source, root)
-        packs: dict[str, Callable[[], Taken]] = {
-            name: partial(pack, checkout, source, root / f"packed-{name}") for name, checkout in checkouts.items()
-        }
+        large = root / "large"
+        write_checkpoint(large, llama_config(4, WIDTH) | LARGE, num_shards=4)
+        packs, packs_of_large = (
+            {name: partial(pack, checkout, each, root / f"packed-{name}") for name, checkout in checkouts.items()}
+            for each in (source, large)
+        )
         loads: dict[str, Callable[[], Taken]] = {
             name: partial(load, checkout, source, packed) for name, checkout in checkouts.items()
         }
@@ -69,6 +73,7 @@ def main() -> None:
         average = [measure.load_average()]
         found = {
             "pack": measure.take_turns({**packs, "cp": partial(copy, source, root / "copied")}, options.runs),
+            "pack large tensors": measure.take_turns(packs_of_large, options.runs),
             "load": measure.take_turns(loads, options.runs),
             "step": measure.take_turns(steps, options.runs),
         }
@@ -86,6 +91,7 @@ def main() -> None:
             "ratios": {
                 "pack, new to old": ratio(found["pack"], "new", "old"),
                 "pack, new to cp": ratio(found["pack"], "new", "cp"),
+                "pack large tensors, new to old": ratio(found["pack large tensors"], "new", "old"),
                 "load, new to old": ratio(found["load"], "new", "old"),
                 "step, new to old": ratio(found["step"], "new", "old"),
             },
@@ -98,14 +104,10 @@ def main() -> None:
 
 
 def check(checkouts: Mapping[str, Path], source: Path, root: Path) -> None:
-    """Check the result first: both commits write the same bytes, and `root/packed` stays to be loaded."""
+    """Check the result first: both commits write the same tensors, and `root/packed` stays to be loaded."""
     for name, checkout in checkouts.items():
         run(pack_command(source, root / f"check-{name}"), checkout)
-    compared = filecmp.dircmp(root / "check-new", root / "check-old")
-    for stage in sorted(compared.subdirs):
-        shard = f"{stage}/model.safetensors"
-        if not filecmp.cmp(root / "check-new" / shard, root / "check-old" / shard, shallow=False):
-            raise SystemExit(f"{shard} differs between the two commits")
+    run([*COMMAND, "verify", str(root / "check-new"), "--against", str(root / "check-old"), "--quiet"], measure.ROOT)
     shutil.rmtree(root / "check-old")
     (root / "check-new").rename(root / "packed")
 

@@ -99,8 +99,8 @@ def _with_moments(stage: Stage, trained: Path) -> Stage:
     (weights,) = stage.shards
     shards = [weights]
     for holds in MOMENTS:
-        path = Path(weights.path).parent / holds / "model.safetensors"
-        (trained / path).parent.mkdir()
+        path = Path(holds, weights.path)
+        (trained / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(trained / weights.path, trained / path)
         shards.append(replace(weights, path=path.as_posix(), holds=holds))
     return replace(stage, shards=tuple(shards))

@@ -81,7 +81,7 @@ def rank(packed: Path, turns: int, out: Path, device: str) -> None:
 
         def save(step: int) -> None:
             data = DataPosition(num_sequences=step, digest="blake3:" + 64 * "0")
-            saver.save(held, remember(options, step=step, num_tokens=step, data=data))
+            saver.save(held, remember(options, found.shape, step=step, num_tokens=step, data=data))
 
         def timed(what: Callable[[], None]) -> float:
             if is_gpu:

@@ -7,7 +7,8 @@ helps. The output is a folder in memory, if /dev/shm is there. `hub` is compared
 left whole. A first run of each compares the result with the source.
 
 What this machine can do at most is measured, too: `bare client, SHA-256` also hashes each file, as the hub's listing
-requires, and `bare httpx client` reads from the hub with huggingface_hub's own client, and keeps nothing.
+requires, and `bare httpx client` reads from the hub with huggingface_hub's own client, and keeps nothing. The peer of
+`bucket to bucket` reads with 64 requests and sends with 64 others, in objects of 8 MiB, hashing nothing.
 `cpu_s_per_gb` is that of the client's process, without the server's.
 """
 
@@ -32,6 +33,7 @@ from checkpoints import llama_of, write_checkpoint
 
 NUM_STREAMS = 64
 BARE, BARE_PUT, BARE_SHA = "bare client", "bare client, PUTs", "bare client, SHA-256"
+BARE_COPY = "bare client, GETs and PUTs"
 REQUEST_NBYTES = 8 << 20
 LINKS = {"40 ms, 8 MB/s": (0.04, 8e6), "5 ms, 1 GB/s": (0.005, 1e9)}
 PAUSE_S = 2.0
@@ -80,6 +82,7 @@ def compare(root: Path, scratch: Path, port: int, runs: int) -> dict[str, object
         "hub": partial(pack, "hf://bench/model", out, environment, port),
         "hf download": partial(download, out, environment),
         BARE_PUT: partial(bare, port, _BARE_PUT),
+        BARE_COPY: partial(bare, port, _BARE_COPY),
         "local to bucket": partial(send, str(root / "model"), environment, port),
         "bucket to bucket": partial(send, "s3://bench/model", environment, port),
     }
@@ -102,6 +105,8 @@ def compare(root: Path, scratch: Path, port: int, runs: int) -> dict[str, object
 
 
 def peer_of(name: str) -> str:
+    if name in (BARE_COPY, "bucket to bucket"):
+        return BARE_COPY
     return BARE_PUT if name.endswith(("PUTs", "to bucket")) else BARE
 
 
@@ -211,6 +216,27 @@ def take(requests):
 with ThreadPoolExecutor({NUM_STREAMS}) as pool, ThreadPoolExecutor(os.cpu_count()) as takers:
     requests = [[pool.submit(get, piece) for piece in of_file] for of_file in pieces]
     nbytes = sum(takers.map(take, requests))
+{_END}"""
+_BARE_COPY = f"""
+import sys, time
+from concurrent.futures import ThreadPoolExecutor
+import obstore
+from obstore.store import S3Store
+{_BEGIN}
+options = dict(skip_signature=True, region="x", virtual_hosted_style_request=False)
+options |= dict(endpoint="http://127.0.0.1:" + sys.argv[1], client_options={{"allow_http": True}})
+source, target = (S3Store("bench", prefix=prefix, **options) for prefix in ("model", "put"))
+files = [file for page in source.list() for file in page]
+size = {REQUEST_NBYTES}
+pieces = [(file["path"], at, min(at + size, file["size"])) for file in files for at in range(0, file["size"], size)]
+get = lambda piece: obstore.get_range(source, piece[0], start=piece[1], end=piece[2])
+def put(number, got):
+    data = got.result()
+    obstore.put(target, str(number), data, use_multipart=False)
+    return len(data)
+with ThreadPoolExecutor({NUM_STREAMS}) as getters, ThreadPoolExecutor({NUM_STREAMS}) as putters:
+    requests = [getters.submit(get, piece) for piece in pieces]
+    nbytes = sum(putters.map(put, range(len(pieces)), requests))
 {_END}"""
 _BARE_HTTPX = f"""
 import sys, time

@@ -84,7 +84,7 @@ def _sentences(results: Mapping[str, Any]) -> Iterator[str]:
         f"{link['hub']['of_bare_client']:.2f} ({link['hub']['of_bare_client_sha256']:.2f} of one that hashes, "
         f"too), where `hf download` reaches {link['hf download']['of_bare_client']:.2f}; writing a bucket reaches "
         f"{link['local to bucket']['of_bare_client']:.2f} of 64 bare uploads, and bucket to bucket "
-        f"{link['bucket to bucket']['of_bare_client']:.2f} {_link('streams')}."
+        f"{link['bucket to bucket']['of_bare_client']:.2f} of 64 bare requests and 64 uploads {_link('streams')}."
     )
     runner = results["trainers"]["trainers"]["runner"]
     four = results["bubble"]["cases"]["four ranks"]
