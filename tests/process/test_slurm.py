@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.fast.runner.tiny import save_model
-from tests.servers.slurm import REQUEUE_S, Slurm, missing_for_slurm, start_slurm
+from tests.servers.slurm import REQUEUE_S, SAFE_REQUEUE_S, Slurm, missing_for_slurm, start_slurm
 
 MISSING = missing_for_slurm()
 pytestmark = [
@@ -96,7 +96,7 @@ def test_job_over_two_nodes_trains_and_is_watched_by_its_log_folder(
     assert sorted(losses(log)) == [1, 2, 3]
     said = runner(slurm, "logs", log).stdout
     assert "step 3/3" in said
-    assert runner(slurm, "status", log).stdout.splitlines()[1] == f"step 3, loss {losses(log)[3]:.6f}"
+    assert runner(slurm, "status", log).stdout.splitlines()[1] == f"step 3 of 3, loss {losses(log)[3]:.6f}"
 
 
 def test_more_nodes_than_there_are_and_a_partition_that_is_none_are_refused(
@@ -105,10 +105,7 @@ def test_more_nodes_than_there_are_and_a_partition_that_is_none_are_refused(
     asked = ("launch", packed, "--scheduler", "slurm", "--log-dir", tmp_path)
     done = runner(slurm, *asked, "--nnodes", "4", "--", *TRAINING, check=False)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-2:] == [
-        "error: --nnodes: 4 nodes are asked for, and partition main has 2",
-        "hint: fewer nodes, or another --partition",
-    ]
+    assert "found 4: partition main has 2" in done.stderr
     done = runner(slurm, *asked, "--partition", "absent", "--", *TRAINING, check=False)
     assert done.returncode == 3
     assert "invalid partition specified: absent" in done.stderr
@@ -120,8 +117,8 @@ def test_job_that_slurm_has_forgotten_is_known_by_what_it_left(slurm: Slurm, tmp
     (tmp_path / "job.json").write_text(json.dumps(record))
     assert state(slurm, tmp_path)["state"] == "FORGOTTEN"
     (tmp_path / "state.json").write_text(json.dumps({"version": 1, "step": 3, "ended": "done"}))
-    said = runner(slurm, "status", tmp_path).stdout
-    assert said == "tiny: slurm job 999999 is COMPLETED (it ended long ago)\n"
+    found = state(slurm, tmp_path)
+    assert (found["id"], found["state"]) == ("999999", "COMPLETED")
 
 
 @pytest.fixture(scope="module")
@@ -222,8 +219,14 @@ def test_job_that_is_told_to_stop_before_its_ranks_have_begun_is_queued_again(
 
 @pytest.mark.slow
 def test_job_whose_node_dies_is_queued_again_and_loses_nothing(
-    slurm: Slurm, packed: Path, tmp_path: Path, uninterrupted: dict[int, float]
+    packed: Path, tmp_path: Path, uninterrupted: dict[int, float]
 ) -> None:
+    (tmp_path / "slurm").mkdir()
+    with start_slurm(tmp_path / "slurm", ("node2", "node10"), requeue_s=SAFE_REQUEUE_S) as slurm:
+        lose_a_node(slurm, packed, tmp_path, uninterrupted)
+
+
+def lose_a_node(slurm: Slurm, packed: Path, tmp_path: Path, uninterrupted: dict[int, float]) -> None:
     log = begin_long(slurm, packed, tmp_path, "--requeue")
     slurm.network.kill("node10")
     wait_until(lambda: state(slurm, log)["requeues"] == 1, slurm, log, limit_s=120)

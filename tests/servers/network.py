@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ __all__ = ["CONTROL", "Network", "call", "missing_for_network", "start_network"]
 
 CONTROL = "ctl"  # a machine more, which all others reach
 _PROGRAMS = ("ip", "nsenter", "unshare")
+_numbers = itertools.count()  # two networks of one process do not share their names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +65,7 @@ def missing_for_network() -> str | None:
 def start_network(folder: Path, nodes: Sequence[str], aliases: Sequence[str] = ()) -> Iterator[Network]:
     """Hold the machines until the block ends, and whatever runs on them; `aliases` are more names of the first."""
     # Namespaces are the machine's: their names carry this process's number.
-    network = Network(folder=folder, tag=f"rs{os.getpid()}", nodes=tuple(nodes))
+    network = Network(folder=folder, tag=f"rs{os.getpid()}n{next(_numbers)}", nodes=tuple(nodes))
     names = [" ".join((node, *aliases)) if number == 1 else node for number, node in enumerate(nodes, 1)]
     (folder / "hosts").write_text(
         "127.0.0.1 localhost\n10.77.0.254 ctl\n"

@@ -15,9 +15,10 @@ from pathlib import Path
 
 from tests.servers.network import CONTROL, Network, call, missing_for_network, start_network
 
-__all__ = ["REQUEUE_S", "Slurm", "missing_for_slurm", "start_slurm"]
+__all__ = ["REQUEUE_S", "SAFE_REQUEUE_S", "Slurm", "missing_for_slurm", "start_slurm"]
 
 REQUEUE_S = 15  # for so long a job that is queued again waits; by default 120
+SAFE_REQUEUE_S = 75  # above the 60 s after which Slurm repeats a signal to a node that did not answer
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 _CONF = """\
 ClusterName={tag}
@@ -88,7 +89,9 @@ def missing_for_slurm() -> str | None:
 
 
 @contextmanager
-def start_slurm(folder: Path, nodes: Sequence[str] = ("n1", "n2"), cpus: int = 4) -> Iterator[Slurm]:
+def start_slurm(
+    folder: Path, nodes: Sequence[str] = ("n1", "n2"), cpus: int = 4, requeue_s: int = REQUEUE_S
+) -> Iterator[Slurm]:
     """Run a cluster until the block ends; everything it writes lies below `folder`."""
     for name in ("state", "log", "run", *(f"spool.{node}" for node in nodes)):
         (folder / name).mkdir()
@@ -97,7 +100,7 @@ def start_slurm(folder: Path, nodes: Sequence[str] = ("n1", "n2"), cpus: int = 4
     with start_network(folder, nodes) as network:
         slurm = Slurm(folder=folder, network=network)
         (folder / "slurm.conf").write_text(
-            _CONF.format(tag=network.tag, folder=folder, requeue_s=REQUEUE_S)
+            _CONF.format(tag=network.tag, folder=folder, requeue_s=requeue_s)
             + "".join(
                 f"NodeName={node} NodeAddr=10.77.0.{number} CPUs={cpus} RealMemory=4000 State=UNKNOWN\n"
                 for number, node in enumerate(nodes, 1)
