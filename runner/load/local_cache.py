@@ -52,6 +52,16 @@ class CacheReport:
     copy_s: float
     peer_nbytes: int = 0  # of those that were copied, bytes from other nodes
 
+    def followed_by(self, repair: CacheReport) -> CacheReport:
+        """Return what was copied altogether, once what a repair copied is included."""
+        return replace(
+            self,
+            nbytes=self.nbytes + repair.nbytes,
+            reused_nbytes=max(0, self.reused_nbytes - repair.nbytes),
+            num_damaged=self.num_damaged + repair.num_damaged,
+            copy_s=self.copy_s + repair.copy_s,
+        )
+
 
 def local_cache_of(
     launched: Packed, origin: Packed, options: TrainOptions, mesh: Mesh, world: World, *, has_moments: bool
@@ -129,6 +139,7 @@ class LocalCache:
     ) -> None:
         self._origin, self._folder, self._world = origin, folder, world
         self._shards = shards_of(origin.manifest, modules, holds)
+        self.report: CacheReport | None = None  # of all that this rank has copied
 
     @property
     def path(self) -> Path:
@@ -161,6 +172,7 @@ class LocalCache:
                 report = in_rounds("stage to local", partial(self._ensure_own, peers))
         report = replace(report, copy_s=time.perf_counter() - started_s)
         self._say(report)
+        self.report = report if self.report is None else self.report.followed_by(report)
         return report
 
     def repair(self) -> bool:
