@@ -180,7 +180,8 @@ def _begin(
         base_nbytes = memory_nbytes(device)
         chunks = _build(family, launched, options, mesh, device)
         weights = [piece for chunk in chunks for piece in (*hf_pieces(chunk, kept), *hf_constants(chunk))]
-    copied = cache.ensure() if cache else None  # the loader verifies what it reads
+    if cache:
+        cache.ensure()  # the loader verifies what it reads
     loaded = stored.load(weights, WEIGHTS)
     with deferred.comes_first(), together("load"):
         round_masters(parameter for chunk in chunks for parameter in chunk.parameters())
@@ -203,7 +204,7 @@ def _begin(
         chunks=chunks,
         engine=engine,
         save_context=save_context,
-        copied=copied,
+        copied=cache.report if cache else None,
         loaded=loaded,
         deferred=deferred,
         mesh=mesh,

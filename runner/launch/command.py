@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 from click.core import ParameterSource
+from click.shell_completion import CompletionItem, ShellComplete
 
 from manifests.codec import encode_manifest
 from manifests.digest import digest_bytes
@@ -19,7 +20,7 @@ from runner.bundle.cache_folder import check_cacheable
 from runner.bundle.packed import Packed
 from runner.bundle.remote import name_of, opened
 from runner.config.declared import WholeNumber
-from runner.config.flags import TrainOptions, flag_of, is_training_flag, parse_training, unwritten
+from runner.config.flags import TrainOptions, flag_of, is_training_flag, parse_training, training_command, unwritten
 from runner.config.memory import planned_memory
 from runner.config.parallel_dims import ParallelDims
 from runner.launch.combinations import share_of
@@ -58,7 +59,8 @@ class _BeforeTraining(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         own = args[: args.index("--")] if "--" in args else args
         ctx.meta["training"] = training = tuple(args[len(own) + 1 :])
-        if {"--help", "-h"} & set(training):
+        ctx.meta["is_past_own"] = len(own) < len(args)
+        if {"--help", "-h"} & set(training) and not ctx.resilient_parsing:
             parse_training(("--help",))
         try:
             return super().parse_args(ctx, own)
@@ -72,6 +74,11 @@ class _BeforeTraining(click.Command):
                 hint = f"put it after --: runner launch MANIFEST … -- {error.option_name} …"
                 raise UsageError(error.option_name, "is a training flag", hint, code="launch.flag-order") from error
             raise
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        if not ctx.meta["is_past_own"]:
+            return super().shell_complete(ctx, incomplete)
+        return ShellComplete(training_command, {}, "", "").get_completions([*ctx.meta["training"]], incomplete)
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
         return [*super().collect_usage_pieces(ctx), "-- [TRAINING OPTIONS]"]

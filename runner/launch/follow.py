@@ -20,6 +20,7 @@ from runner.report.lines import check_types, read_object
 from runner.rundir.heartbeat import SKEWED_S, log_path, read_beats
 from runner.rundir.job_record import JobRecord, read_record
 from runner.rundir.rank_label import place_of
+from runner.rundir.run_record import config_of, read_record_of
 from runner.rundir.state import RunState, read_state
 
 __all__ = ["cancel", "follow", "show_logs", "status"]
@@ -53,7 +54,8 @@ def status(log_dir: Path) -> dict[str, Any]:
     found["error"] = ended.error if ended and has_failed else None
     found["error_code"] = ended.error_code if ended and has_failed else None
     found["silent_ranks"] = _silent(log_dir) if found["state"].upper() == "RUNNING" else []
-    return found | _progress(log_dir / "metrics.jsonl")
+    num_steps = config_of(read_record_of(log_dir)).get("steps")
+    return found | _progress(log_dir / "metrics.jsonl") | {"num_steps": num_steps}
 
 
 def show_logs(log_dir: Path, say: Callable[[str], object], *, rank: int | None, is_followed: bool) -> None:

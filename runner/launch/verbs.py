@@ -43,7 +43,8 @@ def status(log_dir: Path, as_json: bool) -> None:
     if found["last_step"] is not None:
         loss = f", loss {found['last_loss']:.6f}" if found["last_loss"] is not None else ""
         saved = f", last checkpoint {found['last_checkpoint']}" if found["last_checkpoint"] else ""
-        click.echo(f"step {found['last_step']}{loss}{saved}")
+        of = f" of {found['num_steps']}" if found["num_steps"] is not None else ""
+        click.echo(f"step {found['last_step']}{of}{loss}{saved}")
     for rank in found["silent_ranks"]:
         click.echo(f"no heartbeat from {rank}")
     if found["error"]:

@@ -32,6 +32,9 @@ def asked(program: str, *words: str) -> list[str]:
         ("runner", ("launch", "--sched"), ["plain,--scheduler"]),
         ("runner", ("launch", "--scheduler", "s"), ["plain,slurm"]),
         ("runner", ("launch", "--job", "j"), ["file,j"]),
+        ("runner", ("launch", "x", "--", "--global"), ["plain,--global-batch"]),
+        ("runner", ("launch", "x", "--", "--quiet", "--load", "r"), ["plain,rows"]),
+        ("runner", ("launch", "x", "--", "--data", "t"), ["file,t"]),
     ],
 )
 def test_verbs_flags_choices_and_paths_are_completed(program: str, words: tuple[str, ...], answers: list[str]) -> None:

@@ -16,6 +16,7 @@ from runner.commands import cli
 from runner.launch import follow as watch
 from runner.rundir.heartbeat import log_path
 from runner.rundir.job_record import JobRecord, write_record
+from runner.rundir.run_record import write_run
 from runner.rundir.state import Ended, RunState, write_state
 
 LOAD: dict[str, Any] = {"rank": 0, "load_s": 0.1}
@@ -52,6 +53,14 @@ def test_status_is_of_the_last_run_alone(log: Path, lines: tuple[dict[str, Any],
     (log / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = watch.status(log)
     assert (found["last_step"], found["last_loss"], found["last_checkpoint"]) == last
+
+
+def test_status_has_the_steps_of_the_whole_run(log: Path) -> None:
+    (log / "metrics.jsonl").write_text(json.dumps(step(3)) + "\n")
+    assert watch.status(log)["num_steps"] is None
+    write_run(log, {"id": "x", "launches": [{"options": {"steps": 10}, "resolved": {"steps": 12}}]})
+    assert watch.status(log)["num_steps"] == 12
+    assert CliRunner().invoke(cli, ["status", str(log)]).stdout.splitlines()[1] == "step 3 of 12, loss 2.000000"
 
 
 @pytest.mark.parametrize("flags", [(), ("--force",)])
