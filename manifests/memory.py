@@ -119,7 +119,7 @@ class Memory:
     gradients: int = 0
     optimizer: int = 0  # its state, and what FSDP keeps sharded or a master copy
     activations: int = 0
-    wires: int = 0  # buffers that torch's pipelining receives activations and gradients into
+    receive_buffers: int = 0  # that torch's pipelining receives activations and gradients into
     temporary: int = 0  # of the operation or the optimizer step that needs the most besides
 
     @property
@@ -129,7 +129,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        return self.state + self.activations + self.wires + self.temporary
+        return self.state + self.activations + self.receive_buffers + self.temporary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,7 +150,7 @@ def estimate_memory(
 
     Tied parameters on one rank are one parameter with a gradient per name; each other rank has a copy.
     Activations: see `manifests.models.shape.Work`, for as many microbatches as the schedule has in flight.
-    Receive buffers (`wires`): torch 2.13 keeps one per microbatch of a step for the input of each stage but the
+    Receive buffers: torch 2.13 keeps one per microbatch of a step for the input of each stage but the
     first, and one for the output gradient of each stage but the last.
 
     Source: torch 2.13, `distributed/pipelining/stage.py`, `_setup_forward_recv_info`,
@@ -162,7 +162,7 @@ def estimate_memory(
     kept = [sum(costs[module].kept for module in modules) for modules in stages]
     peaks = [count * nbytes for count, nbytes in zip(in_flight(table), kept, strict=True)]
     followers = _followers(shape, stages, placement)
-    wire = table.num_microbatches * training.num_tokens * shape.hidden_size * training.policy.compute
+    one_way = table.num_microbatches * training.num_tokens * shape.hidden_size * training.policy.compute
     by_stage = []
     for stage, modules in enumerate(stages):
         num_params = sum(sum(sizes[module].values()) for module in modules)
@@ -175,7 +175,7 @@ def estimate_memory(
                 gradients=gradients,
                 optimizer=optimizer,
                 activations=peaks[stage],
-                wires=wire * ((stage > 0) + (stage < placement.num_stages - 1)),
+                receive_buffers=one_way * ((stage > 0) + (stage < placement.num_stages - 1)),
                 # The optimizer steps when no activations are left.
                 temporary=max(_temporary([costs[module] for module in modules]), in_step - peaks[stage]),
             )
@@ -349,6 +349,6 @@ def _sum(parts: Sequence[Memory], *, activations: int) -> Memory:
         gradients=sum(part.gradients for part in parts),
         optimizer=sum(part.optimizer for part in parts),
         activations=activations,
-        wires=sum(part.wires for part in parts),
+        receive_buffers=sum(part.receive_buffers for part in parts),
         temporary=max((part.temporary for part in parts), default=0),
     )

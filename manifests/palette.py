@@ -49,7 +49,7 @@ MEMORY_COLORS: Mapping[str, str] = {
     "gradients": "#4a9cbc",
     "optimizer": "#a9d6e5",
     "activations": "#d9822b",
-    "wires": PLAIN,
+    "receive_buffers": PLAIN,
     "temporary": "#f2c38b",
 }
 

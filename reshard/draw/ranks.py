@@ -74,7 +74,9 @@ def draw_memory(axes: Axes, forecast: Forecast, theme: Theme) -> None:
     )
     axes.set_title(title, color=limit_color)
     number_rows(axes, forecast, theme, labels=False)
-    handles: list[Artist] = [Patch(color=color, label=part) for part, color in MEMORY_COLORS.items()]
+    handles: list[Artist] = [
+        Patch(color=color, label=part.removeprefix("receive_")) for part, color in MEMORY_COLORS.items()
+    ]
     if limit:
         handles.append(Line2D([], [], color=limit_color, linewidth=1.4, label=f"limit, {show_bytes(limit)}"))
     put_legend(axes, handles)

@@ -35,7 +35,7 @@ def memory_costs(shape: ModelShape, placed: StageLayout, assumed: Assumptions) -
     return memory_of(shape, training, max(microbatches)), InFlight(
         microbatches=microbatches,
         activations={module: with_one[module] - without[module] for module in shape.modules},
-        reserved=max(rank.wires + rank.temporary for rank in ranks),
+        reserved=max(rank.receive_buffers + rank.temporary for rank in ranks),
     )
 
 

@@ -33,6 +33,7 @@ _READERS: Mapping[str, Callable[[Request], StageLayout]] = {
     "balance:": read_balance,
     "type:": read_balance,
 }
+_RUN_TOGETHER = re.compile(rf"\b({'|'.join(SPLIT_KEYS)})[ :-]?(\d+)")
 _FIRST_WORD = re.compile(r"\s*([A-Za-z-]+)\s*([=:]|(?=,|$))")
 
 
@@ -96,6 +97,7 @@ def _reader(spec: str) -> Callable[[Request], StageLayout]:
     if "|" in text or text[0] in "E(" or set(text) <= set(LETTERS + "*(),0123456789 "):
         return read_megatron
     first = word[1] + word[2] if word else text
-    nearest = nearest_word(first, _READERS)
+    separated = _RUN_TOGETHER.sub(r"\1=\2", text)
+    nearest = separated if separated != text else nearest_word(first, _READERS)
     hint = f"did you mean {nearest}? {HINT}" if nearest else HINT
     raise SpecError("layout", f"unknown layout {shorten(spec)!r}", hint, code="layout.unknown-spelling")

@@ -15,7 +15,7 @@ from reshard.layout.model import StageLayout
 from reshard.layout.spelling import parse_layout
 from reshard.operations.resolve import LaidOut
 
-__all__ = ["Fit", "smallest_fit"]
+__all__ = ["Fit", "largest_tried", "smallest_fit"]
 
 _DOUBLINGS = 6  # of each degree, at most
 _MOST_TENSOR = 8  # the GPUs of a node, usually
@@ -33,13 +33,24 @@ class Fit:
         return ",".join(self.changes)
 
 
-@lru_cache(maxsize=1)  # the text, the JSON and the picture of a plan all show it
 def smallest_fit(laid: LaidOut) -> Fit | None:
     """Return the change with the fewest ranks, and of those the fewest values, that fits; None: none was found.
 
     Tried are activation checkpointing, more pipeline ranks, with the layers spread evenly, data-parallel shards and
     tensor-parallel ranks.
     """
+    return _search(laid)[0]
+
+
+def largest_tried(laid: LaidOut) -> tuple[str, ...]:
+    """Return the largest value of each flag that `smallest_fit` has tried where nothing fits: `pp=64`."""
+    return _search(laid)[1]
+
+
+@lru_cache(maxsize=1)  # the text, the JSON and the picture of a plan all show it
+def _search(laid: LaidOut) -> tuple[Fit | None, tuple[str, ...]]:
+    """Return what fits, and of what was tried the change that needs the least memory a rank."""
+    largest = laid.layout.placement.num_ranks, laid.assumed
     tables: dict[int, _Table | None] = {}
     hopeful: dict[object, bool] = {}  # whether the most shards fit: fewer need no less memory
     for num_pipeline, assumed in sorted(_candidates(laid), key=lambda found: _cost(laid, *found)):
@@ -47,6 +58,7 @@ def smallest_fit(laid: LaidOut) -> Fit | None:
             tables[num_pipeline] = _table(laid, num_pipeline)
         if (table := tables[num_pipeline]) is None:
             continue
+        largest = num_pipeline, replace(assumed, recompute="full")
         if assumed.shard > 1:
             others = num_pipeline, assumed.tensor, assumed.recompute
             if others not in hopeful:
@@ -56,8 +68,8 @@ def smallest_fit(laid: LaidOut) -> Fit | None:
                 continue
         if _fits(laid, *table, assumed):
             changes = _changes(laid, num_pipeline, assumed)
-            return Fit(num_ranks=num_pipeline * assumed.num_per_stage, changes=changes)
-    return None
+            return Fit(num_ranks=num_pipeline * assumed.num_per_stage, changes=changes), changes
+    return None, _changes(laid, *largest)
 
 
 def _candidates(laid: LaidOut) -> Iterator[tuple[int, Assumptions]]:

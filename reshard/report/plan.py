@@ -12,7 +12,7 @@ from manifests.sizes import show_bytes
 from reshard.estimate.assumptions import Assumptions
 from reshard.estimate.training_estimate import Forecast, imbalance
 from reshard.formatting import show_count, show_numbers
-from reshard.operations.fit import smallest_fit
+from reshard.operations.fit import largest_tried, smallest_fit
 from reshard.operations.resolve import PlanResult
 from reshard.plans.pack_plan import StagePlan, Traffic, traffic_of
 from reshard.report.layout import placement_json, placement_line
@@ -155,7 +155,11 @@ def not_fitting(planned: PlanResult) -> tuple[str, ...]:
     most = show_bytes(max(memory.total for memory in forecast.memory.ranks))
     named = f"rank {over[0]} needs" if len(over) == 1 else f"ranks {show_numbers(over)} need up to"
     fit = smallest_fit(planned)
-    what = "nothing tried fits" if fit is None else f"{fit} fits, on {fit.num_ranks:,} ranks"
+    if fit is not None:
+        what = f"{fit} fits, on {fit.num_ranks:,} ranks"
+    else:
+        tried = ", ".join(largest_tried(planned))
+        what = f"nothing fits of what was tried, up to {tried}" if tried else "nothing else can be tried"
     return (f"DOES NOT FIT: {named} {most} of {show_bytes(limit)}; {what}",)
 
 
@@ -265,7 +269,7 @@ def _memory_json(memory: Memory) -> dict[str, int]:
         "gradients": memory.gradients,
         "optimizer": memory.optimizer,
         "activations": memory.activations,
-        "wires": memory.wires,
+        "receive_buffers": memory.receive_buffers,
         "temporary": memory.temporary,
         "total": memory.total,
     }

@@ -27,13 +27,14 @@ COSTS = {name: dict.fromkeys(INVENTORY.modules, 1.0) for name in ("params", "mem
         ("", "layout.empty"),
         (" \n", "layout.empty"),
         ("pp8", "layout.unknown-spelling"),
+        ("pp8,vpp2", "layout.unknown-spelling"),
         ("balnce:params", "layout.unknown-spelling"),
         ("ngpu=4", "layout.unknown-spelling"),
         ("4", "layout.bad-repeat"),
         ("\udcff", "layout.unknown-spelling"),
         ("E" * 20_000, "layout.too-long"),
     ],
-    ids=["empty", "blank", "pp8", "balnce", "ngpu", "number", "surrogate", "long"],
+    ids=["empty", "blank", "pp8", "pp8,vpp2", "balnce", "ngpu", "number", "surrogate", "long"],
 )
 def test_what_is_not_a_layout_is_answered_with_what_is(spec, code, wording):
     with pytest.raises(LayoutError) as error:

@@ -132,7 +132,7 @@ def test_rank_may_hold_less_at_once_than_its_stages_one_by_one() -> None:
         stages = [found.stages[rank], found.stages[7 - rank]]
         assert max(stage.activations for stage in stages) <= memory.activations
         assert memory.activations <= sum(stage.activations for stage in stages)
-        parts = ("weights", "gradients", "optimizer", "wires")
+        parts = ("weights", "gradients", "optimizer", "receive_buffers")
         for part in parts:
             assert getattr(memory, part) == sum(getattr(stage, part) for stage in stages)
         assert memory.temporary == max(stage.temporary for stage in stages)
@@ -145,7 +145,7 @@ def test_policy_says_the_bytes_of_a_parameter(policy: str, nbytes: int) -> None:
     training = Training(policy=POLICIES[policy], microbatch=1, seq_len=4)
     (rank,) = estimate(shape, "GPipe", Placement(num_stages=1, num_ranks=1), 1, training).ranks
     assert rank.weights + rank.gradients + rank.optimizer == nbytes * shape.num_params
-    assert rank.wires == 0
+    assert rank.receive_buffers == 0
 
 
 @pytest.mark.parametrize(("policy", "nbytes"), [("fp32", 8 + 12 / 4), ("bf16", 4 + 6 / 4), ("mixed", 6 + 12 / 4)])
@@ -211,10 +211,10 @@ def test_cpus_round_a_bfloat16_gradient_of_a_weight_out_of_a_float32_one(policy:
     assert cpu - gpu == nbytes * max(map(shape.count_params, shape.by_module()[layer]))
 
 
-def test_wires_are_a_buffer_for_each_microbatch_and_direction() -> None:
+def test_receive_buffers_are_one_for_each_microbatch_and_direction() -> None:
     found = estimate(model_shape(read_config("tiny-llama")), "1F1B", Placement(num_stages=3, num_ranks=3), 5)
     one_way = 5 * (2 * 8) * 32 * 4  # microbatches x tokens x width x float32
-    assert [stage.wires for stage in found.stages] == [one_way, 2 * one_way, one_way]
+    assert [stage.receive_buffers for stage in found.stages] == [one_way, 2 * one_way, one_way]
 
 
 def test_tied_weight_is_one_on_its_rank_with_a_gradient_for_each_name() -> None:

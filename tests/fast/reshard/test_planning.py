@@ -186,6 +186,12 @@ def test_loss_chunks_of_tensor_parallel_ranks_are_refused_as_in_training() -> No
     assert (ended.code, ended.json["error"]["code"]) == (2, "options.tp-loss-chunk")
 
 
+def test_where_nothing_fits_the_headline_has_the_largest_degrees_that_were_tried() -> None:
+    asked = ("plan", TRUE / "llama-3.1-8b.json", "--dtype-policy", "mixed", "--memory-limit", "20MB")
+    assert reshard(*asked, "--layout", "pp=4").out.splitlines()[2].endswith("up to pp=32, dp-shard=32, tp=8, ac=full")
+    assert reshard(*asked, "--layout", "pp=4", "--json").json["smallest_fit"] is None
+
+
 @pytest.mark.parametrize("given", [(), ("--ac", "full"), ("--tp", "2"), ("--dp-shard", "4", "--ac", "full")])
 def test_smallest_change_that_fits_is_the_headline_and_fits(given: tuple[str, ...]) -> None:
     asked = ("plan", TRUE / "llama-3.1-8b.json", "--dtype-policy", "mixed", "--memory-limit", "20GB")

@@ -23,7 +23,7 @@ from tests.fast.reshard.configs import modules_of, write_config, write_times
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "tests" / "data" / "configs"
 TRUE_CONFIGS = sorted(path.stem for path in CONFIGS.glob("*.json") if not path.stem.startswith("tiny"))
-PARTS = ("weights", "gradients", "optimizer", "activations", "wires", "temporary", "total")
+PARTS = ("weights", "gradients", "optimizer", "activations", "receive_buffers", "temporary", "total")
 
 
 def nbytes(*parts: int) -> dict[str, int]:
