@@ -30,6 +30,7 @@ from runner.pipeline.chunk import StageChunk, build_chunks, materialize
 from runner.pipeline.microbatches import token_loss
 from runner.profiling.trace import Recorder
 from runner.tensors.dtypes import FLAG_DTYPES
+from runner.tensors.heap import return_holes, return_large_blocks
 from runner.training.activation_checkpoint import recompute_layers
 
 __all__ = ["Setting", "measure_modules"]
@@ -61,7 +62,8 @@ def measure_modules(
     Raises:
         UserError: the model cannot be trained, or a module and its activations do not fit into memory.
     """
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as a rank does
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # this and the next line as a rank does
+    return_large_blocks(is_sharded=False)
     device = device_of(World(rank=0, local_rank=0, size=1), setting.device)
     family = family_for(
         packed.config, max_seq_len=setting.seq_len, implementation=setting.implementation, shape=packed.shape,
@@ -117,7 +119,8 @@ def _fill(chunk: StageChunk) -> None:
 
 def _time(chunk: nn.Module, crossing: Any, labels: torch.Tensor | None, num_repeats: int) -> tuple[ModuleSeconds, Any]:
     """Return the median seconds of a chunk for a microbatch, and what leaves it."""
-    recorder = Recorder(next(iter(pytree.tree_leaves(crossing))).device)
+    device = next(iter(pytree.tree_leaves(crossing))).device
+    recorder = Recorder(device)
     chunk.train()
     left: Any = None
     recorder.start()
@@ -127,10 +130,12 @@ def _time(chunk: nn.Module, crossing: Any, labels: torch.Tensor | None, num_repe
             left = chunk(arrived)
             if labels is not None:
                 left = token_loss(left, labels, num_tokens=labels.numel())
+        return_holes(device)
         trained = [leaf for leaf in pytree.tree_leaves(left) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         gradients = [torch.ones_like(leaf) if leaf.dim() == 0 else torch.randn_like(leaf) for leaf in trained]
         with recorder.action("B", 0, repeat):
             torch.autograd.backward(trained, gradients)
+        return_holes(device)
     recorder.stop()
     ran = [action for action in recorder.take() if action.microbatch >= _WARMUP]
     seconds = [median(action.end_s - action.begin_s for action in ran if action.kind == kind) for kind in "FB"]
