@@ -13,6 +13,7 @@ __all__ = ["INTERRUPTED", "STOPPING", "deferred", "end_at_signals", "interrupts"
 
 INTERRUPTED = 130
 STOPPING = (signal.SIGINT, signal.SIGTERM)
+_SOON_S = 5  # by when a command has usually cleaned up
 
 
 @contextlib.contextmanager
@@ -20,7 +21,9 @@ def interrupts() -> Iterator[Callable[[], None]]:
     """Handle the signals that stop a command; those that the parent process ignores stay ignored.
 
     While modules are imported, a signal exits at once. Once the block calls the function that it receives, a signal
-    raises KeyboardInterrupt, so that the command cleans up.
+    raises KeyboardInterrupt, so that the command cleans up. That may have to wait for a store that does not answer: a
+    second Ctrl-C ends the command as SIGKILL would, which every output survives. A second SIGTERM does not: schedulers
+    repeat it, and send SIGKILL anyway.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
@@ -30,6 +33,8 @@ def interrupts() -> Iterator[Callable[[], None]]:
         end_at_signals()
         yield lambda: _handle(_interrupt)
     finally:
+        if signal.getsignal(signal.SIGALRM) is _say_waiting:
+            signal.alarm(0)
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -69,4 +74,14 @@ def _handle(handler: Callable[[int, FrameType | None], None]) -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, _say_waiting)
+    signal.alarm(_SOON_S)
     raise KeyboardInterrupt
+
+
+def _say_waiting(number: int, frame: FrameType | None) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, b"waiting for what is being written; Ctrl-C again ends this at once\n")

@@ -136,11 +136,12 @@ def open_prefix(
 @contextmanager
 def _interrupted_by_sigterm() -> Iterator[None]:
     """Let SIGTERM, as from a scheduler, interrupt: uploads that are not aborted take space, and are not listed."""
-    if threading.current_thread() is not threading.main_thread():  # only that one may set handlers
+    is_main = threading.current_thread() is threading.main_thread()  # only that one may set handlers
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -98,6 +98,31 @@ def test_killed_pack_is_resumed_on_its_machine_without_force(moto: MotoServer, s
     assert objects_in(moto, "dead") == files_in(packed)
 
 
+def test_interrupt_that_must_wait_for_the_store_says_so_and_a_second_one_ends_at_once(
+    moto: MotoServer, source: Path, packed: Path
+) -> None:
+    url = url_of("waiting")
+    moto.fail(Fault(method="PUT", address=LAST, what="status", status=503, times=10_000))
+    command = (sys.executable, "-m", "reshard", "pack", source, "--layout", "pp=4", "--out", url)
+    with subprocess.Popen(command, cwd=ROOT, env={**os.environ}, stderr=subprocess.PIPE) as worker:
+        assert worker.stderr is not None
+        try:
+            deadline = time.monotonic() + 60
+            while not any(path.endswith(LAST) for path in sent(moto, "waiting")):
+                assert worker.poll() is None
+                assert time.monotonic() < deadline
+            worker.terminate()
+            assert worker.stderr.readline() != b""  # it waits
+            worker.terminate()  # as some schedulers do
+            worker.send_signal(signal.SIGINT)
+            assert worker.wait(10) == -signal.SIGINT
+        finally:
+            worker.kill()
+            moto.fail()
+    assert pack(source, url).code == 0
+    assert objects_in(moto, "waiting") == files_in(packed)
+
+
 def test_export_whose_replacement_was_cut_short_is_refused_with_a_code_until_the_same_command_has_finished(
     moto: MotoServer, source: Path, packed: Path
 ) -> None:
