@@ -25,6 +25,10 @@ _TAKE_OVER = ("--take-over", "60")
 _CONTAINER = "reshard"
 _NUM_RETRIES = 3  # of each part
 _MISTAKES = [1, 2, 3, 4]  # exit codes that another attempt would end with, too
+# The shell is the pod's first process, the only one that gets SIGTERM at an eviction, and passes it on.
+_RUN = """\
+run() { "$@" & child=$!; wait $child; }
+trap 'kill -TERM $child; wait $child; exit 143' TERM"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,11 +115,12 @@ def _script(pods: PackPods) -> str:
     out, part = shlex.quote(str(pods.out)), f'--part "$((JOB_COMPLETION_INDEX + 1))/{pods.num_parts}"'
     return "\n".join(
         [
+            _RUN,
             *([] if is_url(pods.out) else [f"[ ! -e {out}/manifest.json ] || exit 0"]),
-            f"{_reshard((*pods.pack, *waiting))} {part} || exit",
+            f"run {_reshard((*pods.pack, *waiting))} {part} || exit",
             '[ "$JOB_COMPLETION_INDEX" = 0 ] || exit 0',
             "for seconds in 0 5 10 30 60; do  # other pods may have their last part locked",
-            f"  sleep $seconds; {_reshard(('commit', str(pods.out)))}; code=$?; [ $code = 3 ] || break",
+            f"  run sleep $seconds; run {_reshard(('commit', str(pods.out)))}; code=$?; [ $code = 3 ] || break",
             "done",
             "exit $code",
         ]

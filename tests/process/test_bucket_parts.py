@@ -242,13 +242,7 @@ def test_parts_killed_at_random_are_finished_by_the_others(
 def test_what_a_pod_runs_packs_into_a_bucket_and_may_run_again(
     moto: MotoServer, source: Path, packed: Path, tmp_path: Path
 ) -> None:
-    asked = ("--parts", "2", "--scheduler", "job", "--image", "i", "--mount", f"c:{source.parent}", "--take-over", "1")
-    job = yaml.safe_load(reshard("pack", source, "--layout", "pp=4", "--out", url_of("pods"), *asked, "--dry-run").out)
-    command = [word.replace("$$", "$") for word in job["spec"]["template"]["spec"]["containers"][0]["command"]]
-    python = tmp_path / "python3"
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    python.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    command, environment = pod(source, "pods", tmp_path)
     for index in ("0", "0", "1"):  # the first pod runs alone: it packs what the second did not begin
         done = subprocess.run(
             command, env={**environment, "JOB_COMPLETION_INDEX": index}, cwd=tmp_path, capture_output=True, text=True,
@@ -256,6 +250,37 @@ def test_what_a_pod_runs_packs_into_a_bucket_and_may_run_again(
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
     check(moto, "pods", source, packed)
+
+
+def test_pod_that_is_evicted_tells_what_it_runs(moto: MotoServer, source: Path, tmp_path: Path) -> None:
+    """A shell that is a pod's first process passes no signal on by itself."""
+    last = weights_path(3, 4)
+    moto.fail(Fault(method="PUT", address=last, what="status", status=503, times=10_000))
+    command, environment = pod(source, "evicted", tmp_path)
+    environment |= {"JOB_COMPLETION_INDEX": "1"}
+    shell = subprocess.Popen(command, env=environment, cwd=tmp_path, stderr=subprocess.PIPE)
+    try:
+        wait_for(moto, "evicted", weights_path(2, 4), shell)
+        shell.terminate()
+        moto.fail()
+        _, said = shell.communicate(timeout=60)  # its standard error ends once the worker has ended, too
+        assert shell.returncode == 143, said
+        assert moto.uploads(BUCKET, "evicted/") == []
+    finally:
+        moto.fail()
+        shell.kill()
+        shell.communicate(timeout=60)
+
+
+def pod(source: Path, name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
+    """Return what each of two pods runs, and its environment but for its index."""
+    asked = ("--parts", "2", "--scheduler", "job", "--image", "i", "--mount", f"c:{source.parent}", "--take-over", "1")
+    job = yaml.safe_load(reshard("pack", source, "--layout", "pp=4", "--out", url_of(name), *asked, "--dry-run").out)
+    command = [word.replace("$$", "$") for word in job["spec"]["template"]["spec"]["containers"][0]["command"]]
+    python = folder / "python3"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    return command, {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
 
 
 def test_store_that_writes_over_what_it_should_only_create_is_refused(
