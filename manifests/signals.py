@@ -1,11 +1,20 @@
-"""Handling of Ctrl-C and SIGTERM from startup on: one line on stderr and exit code 130."""
+"""Handling of Ctrl-C and SIGTERM from startup on: one line on stderr and exit code 130.
+
+# Note [A second Ctrl-C]
+What is interrupted cleans up, which may have to wait for a store that does not answer, as may the main thread, whose
+request returns before Python runs a handler. So a thread watches, too: after a few seconds it says what to do, and a
+second Ctrl-C ends the process as SIGKILL would, which every output survives. A second SIGTERM does not: schedulers
+repeat it, and send SIGKILL anyway.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -14,6 +23,7 @@ __all__ = ["INTERRUPTED", "STOPPING", "deferred", "end_at_signals", "interrupts"
 INTERRUPTED = 130
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 _SOON_S = 5  # by when a command has usually cleaned up
+_SAME_S = 1  # for so long after a signal, another one is the same: programs that start others send it on to them
 
 
 @contextlib.contextmanager
@@ -21,22 +31,67 @@ def interrupts() -> Iterator[Callable[[], None]]:
     """Handle the signals that stop a command; those that the parent process ignores stay ignored.
 
     While modules are imported, a signal exits at once. Once the block calls the function that it receives, a signal
-    raises KeyboardInterrupt, so that the command cleans up. That may have to wait for a store that does not answer: a
-    second Ctrl-C ends the command as SIGKILL would, which every output survives. A second SIGTERM does not: schedulers
-    repeat it, and send SIGKILL anyway.
+    raises KeyboardInterrupt, so that the command cleans up. See Note [A second Ctrl-C].
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return
     before = {number: signal.getsignal(number) for number in STOPPING}
-    try:
-        end_at_signals()
-        yield lambda: _handle(_interrupt)
-    finally:
-        if signal.getsignal(signal.SIGALRM) is _say_waiting:
-            signal.alarm(0)
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with contextlib.ExitStack() as stack:
+        try:
+            end_at_signals()
+            yield lambda: stack.enter_context(_Interrupts().handled())
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class _Interrupts:
+    """Raises KeyboardInterrupt at the first signal, and ends the process at a second Ctrl-C."""
+
+    @contextlib.contextmanager
+    def handled(self) -> Iterator[None]:
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        watcher = threading.Thread(target=self._watch, args=(reader,), name="signals", daemon=True)
+        watcher.start()
+        _handle(self._interrupt)
+        try:
+            yield
+        finally:
+            if (others := signal.set_wakeup_fd(before)) not in (writer, -1):
+                signal.set_wakeup_fd(others)
+            os.close(writer)
+            watcher.join()
+            os.close(reader)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        _handle(self._again)
+        raise KeyboardInterrupt
+
+    def _again(self, number: int, frame: FrameType | None) -> None:
+        """Leave it to the watcher."""
+
+    def _watch(self, reader: int) -> None:
+        """Say what the first signal waits for, and end the process at a second Ctrl-C."""
+        since_s, is_said = float("inf"), False
+        while True:
+            is_waiting = since_s < float("inf") and not is_said
+            if not select.select([reader], [], [], _SOON_S if is_waiting else None)[0]:
+                with contextlib.suppress(OSError):
+                    os.write(2, b"waiting for what is being read or written; Ctrl-C again ends this at once\n")
+                is_said = True
+                continue
+            if not (arrived := os.read(reader, 64)):
+                return
+            for number in arrived:
+                if number not in STOPPING or signal.getsignal(number) not in (self._interrupt, self._again):
+                    continue  # someone else's now
+                if number == signal.SIGINT and time.monotonic() > since_s + _SAME_S:
+                    say_interrupted(number)
+                    os._exit(INTERRUPTED)
+                since_s = min(since_s, time.monotonic())
 
 
 def end_at_signals(clear_up: Callable[[int], object] = lambda number: None) -> None:
@@ -71,17 +126,3 @@ def _handle(handler: Callable[[int, FrameType | None], None]) -> None:
     for number in STOPPING:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGALRM, _say_waiting)
-    signal.alarm(_SOON_S)
-    raise KeyboardInterrupt
-
-
-def _say_waiting(number: int, frame: FrameType | None) -> None:
-    with contextlib.suppress(OSError):
-        os.write(2, b"waiting for what is being written; Ctrl-C again ends this at once\n")

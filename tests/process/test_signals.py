@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -108,6 +109,24 @@ def test_signal_while_a_job_begins_ends_it_with_a_word_and_it_counts_as_stopped(
     check_word(process)
     found = json.loads(runner("status", tmp_path / "log", "--json").stdout)
     assert found["state"] == "STOPPED"
+
+
+def test_second_ctrl_c_ends_a_command_that_waits_for_a_store_without_an_answer() -> None:
+    """The main thread is in a request, from which Python's handlers are not run."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        environment = {**os.environ, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{silent.getsockname()[1]}",
+                       "AWS_ALLOW_HTTP": "true", "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b",
+                       "AWS_REGION": "us-east-1"}  # fmt: skip
+        process = subprocess.Popen(
+            [sys.executable, "-m", "reshard", "inspect", "s3://bucket/model"], cwd=ROOT, env=environment,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        with silent.accept()[0], process:
+            process.send_signal(signal.SIGINT)
+            assert process.stderr is not None
+            assert process.stderr.readline() != ""  # it says what it waits for
+            process.send_signal(signal.SIGINT)
+            check_word(process)
 
 
 @pytest.mark.parametrize("number", NUMBERS)
