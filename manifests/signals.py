@@ -40,58 +40,59 @@ def interrupts() -> Iterator[Callable[[], None]]:
     with contextlib.ExitStack() as stack:
         try:
             end_at_signals()
-            yield lambda: stack.enter_context(_Interrupts().handled())
+            yield lambda: stack.enter_context(_interrupted_at_signals())
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
 
-class _Interrupts:
-    """Raises KeyboardInterrupt at the first signal, and ends the process at a second Ctrl-C."""
+@contextlib.contextmanager
+def _interrupted_at_signals() -> Iterator[None]:
+    """Raise KeyboardInterrupt at the first signal until the block ends, and end the process at a second Ctrl-C."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    watcher = threading.Thread(target=_watch, args=(reader,), name="signals", daemon=True)
+    watcher.start()
+    _handle(_interrupt)
+    try:
+        yield
+    finally:
+        if (others := signal.set_wakeup_fd(before)) not in (writer, -1):
+            signal.set_wakeup_fd(others)
+        os.close(writer)
+        watcher.join()
+        os.close(reader)
 
-    @contextlib.contextmanager
-    def handled(self) -> Iterator[None]:
-        reader, writer = os.pipe()
-        os.set_blocking(writer, False)
-        before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        watcher = threading.Thread(target=self._watch, args=(reader,), name="signals", daemon=True)
-        watcher.start()
-        _handle(self._interrupt)
-        try:
-            yield
-        finally:
-            if (others := signal.set_wakeup_fd(before)) not in (writer, -1):
-                signal.set_wakeup_fd(others)
-            os.close(writer)
-            watcher.join()
-            os.close(reader)
 
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        _handle(self._again)
-        raise KeyboardInterrupt
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    _handle(_again)
+    raise KeyboardInterrupt
 
-    def _again(self, number: int, frame: FrameType | None) -> None:
-        """Leave it to the watcher."""
 
-    def _watch(self, reader: int) -> None:
-        """Say what the first signal waits for, and end the process at a second Ctrl-C."""
-        since_s, is_said = float("inf"), False
-        while True:
-            is_waiting = since_s < float("inf") and not is_said
-            if not select.select([reader], [], [], _SOON_S if is_waiting else None)[0]:
-                with contextlib.suppress(OSError):
-                    os.write(2, b"waiting for what is being read or written; Ctrl-C again ends this at once\n")
-                is_said = True
-                continue
-            if not (arrived := os.read(reader, 64)):
-                return
-            for number in arrived:
-                if number not in STOPPING or signal.getsignal(number) not in (self._interrupt, self._again):
-                    continue  # someone else's now
-                if number == signal.SIGINT and time.monotonic() > since_s + _SAME_S:
-                    say_interrupted(number)
-                    os._exit(INTERRUPTED)
-                since_s = min(since_s, time.monotonic())
+def _again(number: int, frame: FrameType | None) -> None:
+    """Leave it to the watcher."""
+
+
+def _watch(reader: int) -> None:
+    """Say what the first signal waits for, and end the process at a second Ctrl-C."""
+    since_s, is_said = float("inf"), False
+    while True:
+        is_waiting = since_s < float("inf") and not is_said
+        if not select.select([reader], [], [], _SOON_S if is_waiting else None)[0]:
+            with contextlib.suppress(OSError):
+                os.write(2, b"waiting for what is being read or written; Ctrl-C again ends this at once\n")
+            is_said = True
+            continue
+        if not (arrived := os.read(reader, 64)):
+            return
+        for number in arrived:
+            if number not in STOPPING or signal.getsignal(number) not in (_interrupt, _again):
+                continue  # someone else's now
+            if number == signal.SIGINT and time.monotonic() > since_s + _SAME_S:
+                say_interrupted(number)
+                os._exit(INTERRUPTED)
+            since_s = min(since_s, time.monotonic())
 
 
 def end_at_signals(clear_up: Callable[[int], object] = lambda number: None) -> None:
