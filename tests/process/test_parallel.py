@@ -134,8 +134,9 @@ def check_against_one_rank(place: Path, case: Case) -> None:
         assert rank["reports"] == ranks[0]["reports"]
         for step, (report, other) in enumerate(zip(rank["reports"], reference["reports"], strict=True)):
             assert report[2] == other[2]
-            # AdamW divides by gradients that cancel out to a rounding: what follows agrees to fewer digits.
-            assert report == pytest.approx(other, rel=case.tolerance * (5 if step else 1))
+            assert report[::3] == pytest.approx(other[::3], rel=case.tolerance)
+            # AdamW divides by gradients that cancel out to a rounding: the next norm agrees to fewer digits.
+            assert report[1] == pytest.approx(other[1], rel=case.tolerance * (3 if step else 1))
 
 
 def check_goes_on(place: Path, case: Case, origin: Case) -> None:

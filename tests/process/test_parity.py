@@ -115,7 +115,7 @@ def read_run(runs: Path, case: Case) -> Run:
 def check_transformers(case: Case, found: Run, expected: Run) -> None:
     for ours, theirs in zip(found.logits, expected.logits, strict=True):
         assert (ours - theirs).abs().max() <= 5e-6
-    assert found.losses[0] == pytest.approx(expected.losses[0], rel=5e-7)  # a few roundings, which differ by processor
+    assert found.losses[0] == pytest.approx(expected.losses[0], rel=3e-7)  # 2.5 roundings, which differ by processor
     assert found.norms[0] == pytest.approx(expected.norms[0], rel=1e-5)
     assert expected.norms[0] > OPTIM.max_norm
     assert worst(found.gradients[0], expected.gradients[0]) <= 1e-5
