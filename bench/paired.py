@@ -33,6 +33,7 @@ from checkpoints import llama_config, llama_of, write_checkpoint
 WIDTH = 1024
 LARGE = {"vocab_size": 256 << 10}  # so that the embedding and the head have 512 MiB each
 NUM_STEPS = 10  # of the timed training
+LOADS_PER_PACK = 4  # a load takes a fifth of a second, in which other work and the placement of pages show most
 CACHE = os.path.join(tempfile.gettempdir(), "bench-paired-compiled")
 COMMAND = (sys.executable, "-c", "from reshard.cli import main; main()")  # of either commit
 
@@ -74,7 +75,7 @@ def main() -> None:
         found = {
             "pack": measure.take_turns({**packs, "cp": partial(copy, source, root / "copied")}, options.runs),
             "pack large tensors": measure.take_turns(packs_of_large, options.runs),
-            "load": measure.take_turns(loads, options.runs),
+            "load": measure.take_turns(loads, LOADS_PER_PACK * options.runs),
             "step": measure.take_turns(steps, options.runs),
         }
     measure.write_result(
@@ -164,6 +165,7 @@ def ratio(turns: Sequence[Mapping[str, Taken]], ours: str, theirs: str) -> dict[
     """Return the medians of the ratios within a turn, and the lowest and highest of the wall times'."""
     walls = [turn[ours].wall_s / turn[theirs].wall_s for turn in turns]
     return {
+        "turns": len(turns),
         "wall": round(statistics.median(walls), 3),
         "lowest": round(min(walls), 3),
         "highest": round(max(walls), 3),
