@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -107,10 +109,14 @@ def _locations(checkpoint: Checkpoint) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class FolderTarget:
-    """A folder that appears when its `publishing` block ends; with a journal, an interrupted run can be resumed."""
+    """A folder that appears when its `publishing` block ends; with a journal, an interrupted run can be resumed.
+
+    If it `is_shared`, other processes may copy the same files at the same time.
+    """
 
     folder: Path
     journal: Journal | None = None
+    is_shared: bool = False
 
     def place(self, path: str) -> str:
         return path
@@ -123,7 +129,12 @@ class FolderTarget:
     def copy(self, name: str, file: InputFile, digest: str | None = None) -> AuxiliaryFile:
         path, blocks = self.folder / name, Blocks(file, digest)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, blocks)
+        if self.is_shared:
+            draft = path.with_name(f".{uuid.uuid4().hex}.partial")
+            write_file(draft, blocks)
+            os.replace(draft, path)
+        else:
+            write_file(path, blocks)
         return AuxiliaryFile(path=name, nbytes=blocks.nbytes, digest=blocks.digest)
 
     def write_shards(self, shards: Sequence[OutputShard], options: WriteOptions) -> tuple[WrittenShard, ...]:

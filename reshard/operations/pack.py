@@ -37,6 +37,7 @@ __all__ = [
     "PackOptions",
     "Written",
     "build_manifest",
+    "check_no_parts",
     "check_stored_ties",
     "copy_auxiliary_files",
     "copy_files",
@@ -75,7 +76,7 @@ def pack(checkpoint: Checkpoint, plan: PackPlan, options: PackOptions) -> Manife
     names |= {INDEX_NAME} if any(shard.is_indexed for shard in shards) else set()
     with ExitStack() as stack:
         target = stack.enter_context(
-            open_target(options.out, shards, force=options.force, wanted=names, check_free=_check_no_parts)
+            open_target(options.out, shards, force=options.force, wanted=names, check_free=check_no_parts)
         )
         files = copy_auxiliary_files(checkpoint, target)
         if INDEX_NAME in names:
@@ -132,7 +133,7 @@ def records_folder(out: Path) -> Path:
     return partial_of(out).with_suffix(".parts")
 
 
-def _check_no_parts(out: Path) -> None:
+def check_no_parts(out: Path) -> None:
     """Refuse to remove packed parts that are not committed. Records without a plan belong to no part."""
     records = records_folder(out)
     if (records / PLAN_NAME).exists():

@@ -15,7 +15,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,11 @@ from manifests.errors import OutputError, refused_by_system
 from manifests.fixed import is_fixed, move_back
 from manifests.index import INDEX_NAME, has_index, is_indexed
 from manifests.invariants import MANIFEST_NAME, check_manifest
-from manifests.jsontext import parse_json_object
 from manifests.owned import files_in, files_of_manifest
 from manifests.publish import partial_of, publishing, sharing
 from manifests.safetensors import DIGESTS_KEY, encode_header, read_header
 from manifests.schema import Manifest, Shard
-from manifests.store import read_manifest, read_small_file, write_file, write_manifest
+from manifests.store import read_manifest, write_file, write_manifest
 from reshard.copy.destination import FolderTarget, check_space
 from reshard.copy.direct_io import OutputFile
 from reshard.copy.engine import write_tensors
@@ -47,6 +46,17 @@ from reshard.operations.pack import (
     records_folder,
 )
 from reshard.operations.part_claims import Claims, is_locked_for_us, locked_part
+from reshard.operations.part_records import (
+    COMMIT_NAME,
+    begin_part,
+    check_mark,
+    identify,
+    is_identified,
+    mark_of,
+    read_record,
+    remove_records,
+    unfinished,
+)
 from reshard.operations.parts_plan import PartsPlan, parts_plan
 from reshard.plans.pack_plan import PackPlan
 from reshard.plans.partition import Part, partition
@@ -60,8 +70,6 @@ from stores.manifest_file import Address
 __all__ = ["commit", "pack_part"]
 
 logger = logging.getLogger(__name__)
-
-_COMMIT_NAME = "commit.json"  # identifies the folder that is about to be renamed to the output
 
 
 def pack_part(
@@ -83,13 +91,13 @@ def pack_part(
         return pack_part_to_bucket(work, part, take_over_s)
     out = Path(options.out)
     with sharing(out, force=options.force, find_owned=files_of_manifest) as folder, ExitStack() as stack:
-        records = _begin(out, folder, work.key, part)
-        claims = Claims(records, records / PLAN_NAME, take_over_s)
+        records = begin_part(out, folder, work.key, part)
+        claims = Claims(records, records.parent / PLAN_NAME, take_over_s)
         if take_over_s is None:
             stack.enter_context(locked_part(records, out, part))
             is_ours = True
         else:  # another process may have taken it over
-            is_ours = bool(_unfinished(records, [part])) and is_locked_for_us(stack, records, out, part)
+            is_ours = bool(unfinished(records, [part])) and is_locked_for_us(stack, records, out, part)
         if is_ours:
             stack.enter_context(claims.claimed(part))
             _write(work, part, folder, records)
@@ -106,7 +114,7 @@ def _write(plan: PartsPlan, part: Part, folder: Path, records: Path) -> None:
     files = None
     if part.number == 1:
         check_stored_ties(plan.checkpoint)
-        files = copy_auxiliary_files(plan.checkpoint, FolderTarget(folder))
+        files = copy_auxiliary_files(plan.checkpoint, FolderTarget(folder, is_shared=True))
     write = replace(plan.options.write, journal=journal)
     digests = {}
     for piece in pieces:
@@ -126,12 +134,16 @@ def _take_over(work: PartsPlan, own: Part, records: Path, claims: Claims) -> Ite
     """Write parts that are lost until all are done, and yield them; `own` is the last one to look at."""
     silent = replace(work.options.write, progress=lambda nbytes: None)
     work = replace(work, options=replace(work.options, write=silent))
-    parts = [replace(own, number=(own.number + step) % own.of + 1) for step in range(own.of)]
-    while left := _unfinished(records, parts):
+    parts, is_said = [replace(own, number=(own.number + step) % own.of + 1) for step in range(own.of)], False
+    while left := unfinished(records, parts):
         if (taken := next((part for part in left if _write_lost(work, part, own, records, claims)), None)) is not None:
             yield taken
-        else:
-            time.sleep(claims.every_s)
+            continue
+        if not is_said:
+            numbers = ", ".join(str(number) for number in sorted(part.number for part in left))
+            logger.warning("%s: waiting for part%s %s of %d", work.options.out, "s"[: len(left) > 1], numbers, own.of)
+            is_said = True
+        time.sleep(claims.every_s)
 
 
 def _write_lost(work: PartsPlan, part: Part, own: Part, records: Path, claims: Claims) -> bool:
@@ -140,20 +152,20 @@ def _write_lost(work: PartsPlan, part: Part, own: Part, records: Path, claims: C
     with ExitStack() as stack:
         if not stack.enter_context(claims.taken_over(part)):
             return False
-        folder = stack.enter_context(sharing(out, force=work.options.force, find_owned=files_of_manifest))
+        try:
+            folder = stack.enter_context(sharing(out, force=work.options.force, find_owned=files_of_manifest))
+        except OutputError:
+            if not unfinished(records, [part]):  # its owner has finished it, and a commit all of them
+                return False
+            raise
         # The owner of a lost part may hang, and have its lock. A commit waits for either.
         is_locked = any(is_locked_for_us(stack, records, out, each) for each in (part, own))
-        if not is_locked or not _unfinished(records, [part]):
+        if not is_locked or not unfinished(records, [part]):
             return False
+        check_mark(folder, records)
         logger.warning("%s: taking over part %d of %d, which no process is writing", out, part.number, part.of)
         _write(work, part, folder, records)
         return True
-
-
-def _unfinished(records: Path, parts: Sequence[Part]) -> list[Part]:
-    """Return the parts without a record; none if they are committed."""
-    names = set(os.listdir(records)) if records.exists() else set()
-    return [part for part in parts if f"{part.name}.json" not in names] if PLAN_NAME in names else []
 
 
 def commit(out: Address, *, force: bool = False) -> Manifest | None:
@@ -184,26 +196,29 @@ def commit(out: Address, *, force: bool = False) -> Manifest | None:
 
 
 def _commit(out: Path, force: bool) -> Manifest | None:
-    records, partial = records_folder(out), partial_of(out)
-    if _was_renamed(out, records):
+    beside, partial = records_folder(out), partial_of(out)
+    if is_identified(out, out, beside):
         shutil.rmtree(partial, ignore_errors=True)
-        _remove_records(records)
+        remove_records(beside)
         return read_manifest(out)
-    if not (records / PLAN_NAME).is_file():
+    if not (beside / PLAN_NAME).is_file():
         if (out / MANIFEST_NAME).is_file():
             return None
         problem = "there are no packed parts to commit"
         raise OutputError(str(out), problem, "run reshard pack --part first", code="output.no-parts")
-    plan = _read(records / PLAN_NAME)
+    plan = read_record(beside / PLAN_NAME)
+    records = beside / plan["id"]
+    records.mkdir(exist_ok=True)
     parts = [Part(number=number, of=plan["of"], command=tuple(plan["command"])) for number in range(1, plan["of"] + 1)]
     with ExitStack() as stack:
         for part in parts:
             stack.enter_context(locked_part(records, out, part))
         if is_fixed(out):
             move_back(out)
-        if not partial.exists():
-            hint = f"remove {records} and run the parts again"
-            raise OutputError(str(partial), "the output of the parts is missing", hint, code="output.damaged-parts")
+        if is_identified(partial, out, beside):  # a commit was killed right before it renamed the folder
+            write_file(mark_of(partial, records), b"")
+            (beside / COMMIT_NAME).unlink()
+        check_mark(partial, records)
         manifest, digests = _gather(out, records, parts, plan["plan"])
         headers = {shard.path: _header(partial, shard, digests.get(shard.path, {})) for shard in manifest.shards}
         for auxiliary in manifest.files:
@@ -218,68 +233,17 @@ def _commit(out: Path, force: bool) -> Manifest | None:
             wanted=names,
             is_resumable=lambda _: True,
             outlives_errors=True,
+            journal=mark_of(partial, records).name,
         ) as folder:
-            keep_only(folder, names - {MANIFEST_NAME})
+            keep_only(folder, {*names - {MANIFEST_NAME}, mark_of(folder, records).name})
             for shard in manifest.shards:
                 _write_header(folder / shard.path, shard.nbytes, headers[shard.path])
             if has_index(manifest):
                 FolderTarget(folder).copy(INDEX_NAME, _index_of(manifest, headers, digests))
             write_manifest(folder, manifest)
-            write_file(records / _COMMIT_NAME, json.dumps(_identify(folder, out)).encode())
-        _remove_records(records)
+            write_file(beside / COMMIT_NAME, json.dumps(identify(folder, out)).encode())
+        remove_records(beside)
     return manifest
-
-
-def _was_renamed(out: Path, records: Path) -> bool:
-    """Whether a commit was killed after the rename to `out`: see Note [A commit that was killed]."""
-    commit_file = records / _COMMIT_NAME
-    return commit_file.is_file() and _identify(out, out) == _read(commit_file)
-
-
-def _identify(folder: Path, out: Path) -> dict[str, Any]:
-    """Identify a folder with a manifest regardless of its path; without the inode if `out` is fixed, as files move."""
-    if not (folder / MANIFEST_NAME).is_file():
-        return {}
-    return {
-        "inode": 0 if is_fixed(out) else folder.stat().st_ino,
-        "manifest": digest_bytes(read_small_file(folder / MANIFEST_NAME)),
-    }
-
-
-def _remove_records(records: Path) -> None:
-    """Remove the records, commit.json last: until then, a commit can be run again."""
-    for path in records.iterdir():
-        if path.name != _COMMIT_NAME:
-            path.unlink(missing_ok=True)
-    shutil.rmtree(records, ignore_errors=True)
-
-
-def _begin(out: Path, folder: Path, key: str, part: Part) -> Path:
-    """Return the folder of the records; the first part writes there the plan that all others must have."""
-    records = records_folder(out)
-    if _was_renamed(out, records):
-        problem, hint = "a commit was killed before it had finished", f"run reshard commit {out}"
-        raise OutputError(str(out), problem, hint, code="output.unfinished-commit")
-    if not records.exists() and any(folder.iterdir()):
-        problem = "an interrupted pack without --part was writing here"
-        hint = f"resume it by running its command again, or remove {folder}"
-        raise OutputError(str(out), problem, hint, code="output.not-parts")
-    records.mkdir(exist_ok=True)
-    plan = json.dumps({"plan": key, "of": part.of, "command": list(part.command)}).encode()
-    draft = records / f".{uuid.uuid4().hex}"
-    write_file(draft, plan)
-    with suppress(FileExistsError):
-        os.link(draft, records / PLAN_NAME)
-    draft.unlink()
-    if _read(records / PLAN_NAME)["plan"] != key:
-        raise OutputError(
-            str(out),
-            "other parts here have another plan: their source, layout, number of parts or reshard version differs, or "
-            "the source was changed",
-            f"run all parts with the same arguments, or remove {folder} and {records}",
-            code="output.other-plan",
-        )
-    return records
 
 
 def _write_header(path: Path, nbytes: int, header: bytes) -> None:
@@ -288,7 +252,7 @@ def _write_header(path: Path, nbytes: int, header: bytes) -> None:
 
 def _gather(out: Path, records: Path, parts: Sequence[Part], key: str) -> tuple[Manifest, dict[str, dict[str, str]]]:
     """Return the drafted manifest and all tensors' digests, from the records of all parts."""
-    done = {part.number: _read(path) for part in parts if (path := records / f"{part.name}.json").is_file()}
+    done = {part.number: read_record(path) for part in parts if (path := records / f"{part.name}.json").is_file()}
     missing = [part for part in parts if part.number not in done]
     if missing:
         numbers = ", ".join(str(part.number) for part in missing)
@@ -310,7 +274,7 @@ def _header(folder: Path, shard: Shard, digests: Mapping[str, str]) -> bytes:
     path = folder / shard.path
 
     def damaged(problem: str) -> OutputError:
-        return OutputError(str(path), problem, "run the parts again", code="output.damaged-parts")
+        return OutputError(str(path), problem, "run the parts again, without --take-over", code="output.damaged-parts")
 
     if not path.is_file() or path.stat().st_size != shard.nbytes:
         raise damaged(f"expected a file of {shard.nbytes} bytes")
@@ -342,7 +306,3 @@ def _with_digests(manifest: Manifest, headers: Mapping[str, bytes]) -> Manifest:
             for stage in manifest.stages
         ),
     )
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return parse_json_object(read_small_file(path), str(path))

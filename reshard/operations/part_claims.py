@@ -68,7 +68,9 @@ class Claims:
 
     def _next(self, part: Part) -> Path | None:
         """Create the next claim of a part; None if another process was faster."""
-        path = self._records / f"{part.name}.claim-{len(self._claims(part)) + 1}"
+        last = self._claims(part)[-1:]
+        number = int(last[0].name.rpartition("-")[2]) + 1 if last else 1
+        path = self._records / f"{part.name}.claim-{number}"
         try:
             with open(path, "xb"):
                 return path

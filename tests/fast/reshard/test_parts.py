@@ -12,17 +12,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from manifests import fixed
+from manifests.fixed import WORK_NAME
+from reshard.copy.destination import FolderTarget
 from reshard.operations.pack import records_folder
 from reshard.plans.pack_plan import OutputShard, lay_out_shard
 from reshard.plans.partition import partition
-from reshard.tensors.lazy import MemoryFile
+from reshard.tensors.lazy import MadeFile, MemoryFile
 from stores.bundles import TensorAt
 from stores.local import LocalFile
 from tests.builders import Ended, files_in, leftovers, llama_config, random_tensors, refusal, reshard, run, write_model
@@ -60,6 +63,11 @@ def part_of(source: Path, out: Path, part: str, *flags: str) -> tuple[str | Path
 
 def pack_part(*args: Any) -> Ended:
     return reshard(*part_of(*args))
+
+
+def records_of(out: Path) -> Path:
+    """Return the folder of the parts' records, once the first part has begun."""
+    return records_folder(out) / str(json.loads((records_folder(out) / "plan.json").read_text())["id"])
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 5, 40])
@@ -157,7 +165,7 @@ def test_same_part_twice_at_once_is_refused_and_others_are_not(
 ) -> None:
     out = tmp_path / "out"
     assert pack_part(source, out, "1/2").code == 0
-    with open(tmp_path / ".out.parts" / "part-00001-of-00002.lock") as lock:
+    with open(records_of(out) / "part-00001-of-00002.lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         refused = refusal(*part_of(source, out, "1/2"))
         assert refused.found == (3, "output.in-use", str(out))
@@ -243,8 +251,8 @@ def test_shards_of_another_pack_are_not_given_the_digests_of_this_one(
     write_model(tmp_path / "old", CONFIG, random_tensors(CONFIG, dtypes=["F32"], seed=1), num_shards=3)
     assert reshard("pack", tmp_path / "old", "--layout", "pp=2", "--out", tmp_path / "other").code == 0
     assert pack_part(source, out, "1/1").code == 0
-    shutil.rmtree(partial)
-    (tmp_path / "other").rename(partial)
+    for file in files_in(tmp_path / "other"):
+        shutil.copy(tmp_path / "other" / file, partial / file)
     refused = refusal("commit", out)
     assert refused.found == (3, "output.damaged-parts", f"{partial}/model-00001-of-00002.safetensors")
     wording(refused.text)
@@ -307,7 +315,7 @@ def test_parts_finish_what_a_killed_part_left(
     pids = {}
     for number in (1, 2, 3):
         work = partial(pack_part, source, out, f"{number}/3", "--take-over", "1")
-        pids[number] = _begin(work, _claim(out, killed, 3), signal.SIGKILL, after) if number == killed else _begin(work)
+        pids[number] = _begin(work, _claim(killed, 3), signal.SIGKILL, after) if number == killed else _begin(work)
     assert os.waitpid(pids.pop(killed), 0)[1] in (signal.SIGKILL, 0)  # 0: on a busy machine, others may be faster
     assert [os.waitpid(pid, 0)[1] for pid in pids.values()] == [0, 0]
     run("commit", out)
@@ -319,7 +327,7 @@ def test_parts_finish_what_a_killed_part_left(
 def num_calls(source: Path) -> int:
     """Return how many functions are called to write a part, once it is claimed."""
     out, found = source.parent / "counted", source.parent / "calls"
-    pid = _begin(partial(pack_part, source, out, "3/3"), _claim(out, 3, 3), counted=found)
+    pid = _begin(partial(pack_part, source, out, "3/3"), _claim(3, 3), counted=found)
     assert os.waitpid(pid, 0)[1] == 0
     return int(found.read_text())
 
@@ -327,12 +335,12 @@ def num_calls(source: Path) -> int:
 def test_part_that_hangs_is_taken_over_and_does_no_harm_when_it_goes_on(
     source: Path, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
-    out, records = tmp_path / "out", tmp_path / ".out.parts"
-    hangs = _begin(partial(pack_part, source, out, "1/2"), _claim(out, 1, 2), signal.SIGSTOP, after=200)
+    out = tmp_path / "out"
+    hangs = _begin(partial(pack_part, source, out, "1/2"), _claim(1, 2), signal.SIGSTOP, after=200)
     assert os.WIFSTOPPED(os.waitpid(hangs, os.WUNTRACED)[1])
     ended = pack_part(source, out, "2/2", "--take-over", "1", "--json")
     assert (ended.code, ended.json["taken_over"]) == (0, [1])
-    assert sorted(path.name for path in records.glob("*.claim-*") if "00001" in path.name) == [
+    assert sorted(path.name for path in records_of(out).glob("*.claim-*") if "00001" in path.name) == [
         "part-00001-of-00002.claim-1",
         "part-00001-of-00002.claim-2",
     ]
@@ -349,19 +357,19 @@ def test_parts_that_nobody_began_are_packed_by_those_that_are_done(
     ended = pack_part(source, tmp_path / "out", "2/3", "--take-over", "1")
     assert ended.code == 0
     assert "took over 3, 1" in ended.out
-    assert len(caplog.messages) == 2
+    assert sum("taking over" in message for message in caplog.messages) == 2
     assert pack_part(source, tmp_path / "out", "3/3", "--take-over", "1", "--json").json["taken_over"] == []
     assert reshard("commit", tmp_path / "out").code == 0
     assert files_in(tmp_path / "out") == whole
 
 
-def _claim(out: Path, number: int, num_parts: int) -> Path:
-    """Return the first claim of a part."""
-    return records_folder(out) / f"part-{number:05}-of-{num_parts:05}.claim-1"
+def _claim(number: int, num_parts: int) -> str:
+    """Return the name of a part's first claim."""
+    return f"part-{number:05}-of-{num_parts:05}.claim-1"
 
 
 def _begin(
-    work: Callable[[], Ended], claim: Path | None = None, sends: int = 0, after: int = 0, counted: Path | None = None
+    work: Callable[[], Ended], claim: str = "", sends: int = 0, after: int = 0, counted: Path | None = None
 ) -> int:
     """Do this in a copy of this process, which sends itself a signal so many calls of functions after this claim."""
     pid = os.fork()
@@ -376,7 +384,7 @@ def _begin(
                 os.kill(os.getpid(), now)
 
         def begin(event: str, arguments: tuple[Any, ...]) -> None:
-            if event == "open" and claim is not None and str(arguments[0]) == str(claim):
+            if event == "open" and claim and str(arguments[0]).endswith(claim):
                 threading.setprofile(call)
                 sys.setprofile(call)
 
@@ -393,21 +401,26 @@ def _begin(
 
 def _end_in(work: Callable[[], object], num_removed: int) -> None:
     """Do this in a copy of this process, which ends when it has removed so many files of a folder."""
+    _end_at(work, "unlink", lambda path: path.endswith((".safetensors", ".json", ".lock")), num_removed)
+
+
+def _end_at(work: Callable[[], object], name: str, counts: Callable[[str], bool], number: int) -> None:
+    """Do this in a copy of this process, which ends before the call of this function of os, counted from 0."""
     pid = os.fork()
     if pid == 0:
-        remove = os.unlink
+        function = getattr(os, name)
 
-        def unlink(path: str, *rest: object, **where: int) -> None:
-            nonlocal num_removed
-            if str(path).endswith((".safetensors", ".json", ".lock")):
-                if num_removed == 0:
+        def counted(path: str, *rest: object, **where: int) -> None:
+            nonlocal number
+            if counts(str(path)):
+                if number == 0:
                     os._exit(0)
-                num_removed -= 1
-            remove(path, *rest, **where)
+                number -= 1
+            function(path, *rest, **where)
 
-        os.unlink = unlink  # type: ignore[assignment]
+        setattr(os, name, counted)
         work()
-        os._exit(1)
+        os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
 
 
@@ -520,6 +533,104 @@ def test_commit_that_has_ended_says_so_when_it_is_run_again(tmp_path: Path) -> N
     assert files_in(out) == before
     nothing = reshard("commit", tmp_path / "nothing", "--json")
     assert (nothing.code, nothing.json["error"]["code"]) == (3, "output.no-parts")
+
+
+def test_parts_whose_folder_was_removed_are_not_committed(source: Path, tmp_path: Path) -> None:
+    """The rest of the parts would make a folder of the right names and lengths, with zeros."""
+    out, partial = tmp_path / "out", tmp_path / ".out.partial"
+    assert pack_part(source, out, "2/2").code == 0
+    shutil.rmtree(partial)
+    for flags in ((), ("--take-over", "1")):
+        assert refusal(*part_of(source, out, "1/2", *flags)).found == (3, "output.damaged-parts", str(partial))
+    assert refusal("commit", out).found == (3, "output.damaged-parts", str(partial))
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("num_removed", [0, 1, 3])
+def test_records_that_a_killed_commit_left_are_not_taken_for_those_of_new_parts(
+    num_removed: int, source: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    out, partial = tmp_path / "out", tmp_path / ".out.partial"
+    for part in ("1/2", "2/2"):
+        assert pack_part(source, out, part).code == 0
+    _end_in(lambda: reshard("commit", out), num_removed)  # the plan is the first to go
+    out.rename(tmp_path / "moved")
+    if num_removed == 0:
+        assert refusal(*part_of(source, out, "1/2")).found == (3, "output.damaged-parts", str(partial))
+        return
+    assert pack_part(source, out, "1/2").code == 0
+    assert refusal("commit", out).found == (3, "output.missing-parts", str(out))
+    assert pack_part(source, out, "2/2").code == 0
+    assert reshard("commit", out).code == 0
+    assert files_in(out) == whole
+
+
+def test_export_does_not_remove_parts_that_wait(source: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+    out, other = tmp_path / "out", tmp_path / "other"
+    assert reshard("pack", source, "--layout", "pp=2", "--out", other).code == 0
+    assert pack_part(source, out, "2/2").code == 0
+    refused = refusal("export", other, "--to", "hf", "--out", out)
+    assert refused.found == (3, "output.parts-waiting", str(out))
+    assert pack_part(source, out, "1/2").code == 0
+    assert reshard("commit", out).code == 0
+    assert files_in(out) == whole
+
+
+@pytest.mark.parametrize("num_moved", [0, 1, 3, 100])
+def test_commit_in_a_mount_point_that_was_killed_is_ended_by_a_commit_alone(
+    num_moved: int, source: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    monkeypatch.setattr(fixed, "_is_mounted", lambda folder: folder == out)
+    for part in ("1/2", "2/2"):
+        assert pack_part(source, out, part).code == 0
+    _end_at(lambda: reshard("commit", out), "rename", lambda path: path.startswith(f"{out}/{WORK_NAME}/"), num_moved)
+    if num_moved < 100:
+        assert refusal(*part_of(source, out, "1/2")).found == (3, "output.unfinished-commit", str(out))
+    assert reshard("commit", out).code == 0
+    assert files_in(out) == whole
+    assert leftovers(out) == ["out"]
+
+
+@pytest.mark.parametrize("num_removed", range(4))
+@pytest.mark.parametrize("again", [0, 1, 2])
+def test_commit_that_was_killed_twice_ends(
+    num_removed: int, again: int, source: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    for part in ("1/2", "2/2"):
+        assert pack_part(source, out, part).code == 0
+    for number in (num_removed, again):
+        _end_at(lambda: reshard("commit", out), "unlink", lambda path: True, number)
+    assert reshard("commit", out).code == 0
+    assert files_in(out) == whole
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_claims_with_a_gap_do_not_keep_a_part_from_being_claimed(
+    source: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert pack_part(source, out, "1/2").code == 0
+    (records_of(out) / "part-00002-of-00002.claim-2").touch()
+    assert pack_part(source, out, "2/2").code == 0
+    assert (records_of(out) / "part-00002-of-00002.claim-3").exists()
+    assert reshard("commit", out).code == 0
+    assert files_in(out) == whole
+
+
+def test_small_file_that_two_processes_copy_at_the_same_time_is_whole(tmp_path: Path) -> None:
+    """A process that writes part 1 is paused in the file; another one takes the part over; the first continues."""
+    target, data = FolderTarget(tmp_path, is_shared=True), b"{}" * 1000
+
+    def make() -> Iterator[bytes]:
+        target.copy("config.json", MemoryFile("config.json", data))
+        yield data
+
+    copied = target.copy("config.json", MadeFile("config.json", len(data), make))
+    assert copied == target.copy("config.json", MemoryFile("config.json", data))
+    assert files_in(tmp_path) == {"config.json": data}
 
 
 @pytest.mark.parametrize("left", [(), ("part-1-of-2.lock", ".0123abcd"), ("commit.json",)], ids=len)
