@@ -6,13 +6,12 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urljoin
 
 from manifests.errors import InputError, SourceError, StoreError
 from stores.base import SOURCE_CHANGED
 from stores.object_client import ObjectEntry
-from stores.redirects import check_redirect
 from stores.uplink import NUM_PARTS
+from stores.web_session import open_session
 
 __all__ = ["FilesystemClient", "open_filesystem"]
 
@@ -148,24 +147,10 @@ def open_filesystem(url: str) -> FilesystemClient:
     except ImportError as error:
         problem = f"{scheme}:// is read with fsspec"
         raise StoreError(url, problem, "pip install fsspec", code="store.missing-package") from error
-    options = {"get_client": _http_client} if scheme in ("http", "https") else {}
+    options = {"get_client": open_session} if scheme in ("http", "https") else {}
     with _explained(url):
         filesystem, root = url_to_fs(url, use_listings_cache=False, **options)
     return FilesystemClient(url=url.rstrip("/"), root=root.rstrip("/"), filesystem=filesystem)
-
-
-async def _http_client(**options: Any) -> Any:
-    """Make fsspec's HTTP client, which follows no redirect into this machine or to a metadata service."""
-    import aiohttp
-
-    async def check(session: Any, context: Any, asked: Any) -> None:
-        headers = asked.response.headers
-        target = urljoin(str(asked.url), headers.get("Location") or headers.get("URI") or "")
-        check_redirect(str(asked.url), str(asked.url), target)
-
-    trace = aiohttp.TraceConfig()
-    trace.on_request_redirect.append(check)
-    return aiohttp.ClientSession(trace_configs=[trace], **options)
 
 
 @contextmanager

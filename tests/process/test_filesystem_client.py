@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -113,9 +114,60 @@ def test_web_server_without_ranges_never_gives_wrong_bytes(tmp_path: Path) -> No
     (tmp_path / "a.safetensors").write_bytes(bytes(range(256)) * 8192)
     with serve(tmp_path, _WithoutRanges) as address:
         assert read(address, "a.safetensors", 0, 1000) == (bytes(range(256)) * 4)[:1000]
-        assert problem(lambda: read(address, "a.safetensors", 1000, 2000)).startswith(
-            f"{address}/a.safetensors: cannot be read: The HTTP server doesn't appear to support range requests."
-        )
+        wrong = ("store.wrong-answer", f"{address}/a.safetensors")
+        assert refusal(lambda: read(address, "a.safetensors", 1000, 2000)) == wrong
+
+
+class _Wrong(WithRanges):
+    """Answers each range request with `status`, `headers` and `body`, then with more of it for `num_more` times."""
+
+    status: int
+    headers_sent: Mapping[str, str]
+    body: bytes
+    num_more = 0
+    num_sent = 0
+
+    def do_GET(self) -> None:
+        self.send_response(self.status)
+        for name, value in self.headers_sent.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.close_connection = True
+        with contextlib.suppress(OSError):  # the client has hung up
+            self.wfile.write(self.body)
+            for number in range(self.num_more):
+                self.wfile.write(self.body)
+                type(self).num_sent = number + 1
+
+
+@pytest.mark.parametrize(
+    ("status", "headers"),
+    [
+        (206, {"Content-Range": "bytes 0-39/1024", "Content-Length": "40"}),  # as of a cache without Range in its key
+        (206, {"Content-Range": "bytes 100-138/1024", "Content-Length": "40"}),
+        (206, {"Content-Range": "items 100-139/1024", "Content-Length": "40"}),
+        (206, {"Content-Length": "40"}),
+        (206, {"Content-Range": "bytes 100-139/1024"}),
+        (206, {"Content-Range": "bytes 100-139/1024", "Content-Length": "40", "Content-Encoding": "deflate"}),
+        (200, {"Content-Length": "40"}),
+        (200, {"Content-Range": "bytes 100-139/1024", "Content-Length": "40"}),
+    ],
+)
+def test_answer_that_is_not_the_range_is_refused(status: int, headers: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(bytes(range(256)) * 4)
+    handler = type("Handler", (_Wrong,), {"status": status, "headers_sent": headers, "body": bytes(40)})
+    with serve(tmp_path, handler) as address:
+        assert refusal(lambda: read(address, "a", 100, 140)) == ("store.wrong-answer", f"{address}/a")
+
+
+def test_endless_answer_does_not_fill_memory(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(bytes(1024))
+    headers = {"Content-Range": "bytes 100-139/1024"}  # and no length: until the connection ends
+    facts = {"status": 206, "headers_sent": headers, "body": bytes(MIB), "num_more": 64}
+    handler: Any = type("Handler", (_Wrong,), facts)
+    with serve(tmp_path, handler) as address:
+        assert refusal(lambda: read(address, "a", 100, 140)) == ("store.wrong-answer", f"{address}/a")
+    assert handler.num_sent < 32  # what fits into the system's buffers
 
 
 def test_server_that_does_not_answer_is_named() -> None:
