@@ -21,12 +21,14 @@ __all__ = [
     "parse_hub_address",
     "place_of",
     "split_url",
+    "without_queries",
 ]
 
 SCHEME = "hf://"
 OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss")  # of buckets; fsspec opens the others
 _PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 _REPO = re.compile(rf"(?:{_PART}/)?{_PART}")  # a few old repositories, such as gpt2, have no organization
+_QUERY = re.compile(r"\?\S*?(?='?(?:\s|$))")
 _ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "local": "file"}
 
 
@@ -52,6 +54,11 @@ def split_url(url: str) -> tuple[str, str, str]:
     scheme, _, rest = url.partition("://")
     bucket, _, prefix = rest.partition("/")
     return scheme.lower(), bucket, prefix.strip("/")
+
+
+def without_queries(message: str) -> str:
+    """Remove the query strings of URLs, which may contain a signature."""
+    return _QUERY.sub("", message)
 
 
 def place_of(address: str | Path) -> str:

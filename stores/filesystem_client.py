@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from manifests.errors import InputError, SourceError, StoreError
+from stores.address import without_queries
 from stores.base import SOURCE_CHANGED
 from stores.object_client import ObjectEntry
 from stores.uplink import NUM_PARTS
@@ -166,10 +167,10 @@ def _explained(where: str, verb: str = "read") -> Iterator[None]:
             raise cause from error
         if cause is None or getattr(cause, "status", None) == 404:
             raise StoreError(where, "there is no such file", code="store.no-such-file") from error
-        raise StoreError(where, f"cannot be {verb}: {cause}", code="store.refused") from error
+        raise StoreError(where, f"cannot be {verb}: {without_queries(str(cause))}", code="store.refused") from error
     except NotImplementedError as error:
         problem = f"cannot be {verb}: this kind of store does not support that"
         raise StoreError(where, problem, code="store.unsupported") from error
     except Exception as error:  # file systems from anywhere, each with errors of its own
-        problem = f"cannot be {verb}: {error or type(error).__name__}"
+        problem = f"cannot be {verb}: {without_queries(str(error)) or type(error).__name__}"
         raise StoreError(where, problem, code="store.refused") from error

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from manifests.errors import InputError, SourceError, StoreError, UnreachableError
+from stores.address import without_queries
 from stores.base import SOURCE_CHANGED
 
 __all__ = ["explained", "explanation"]
@@ -120,7 +121,7 @@ def explanation(where: str, error: Exception) -> InputError:
         return StoreError(where, problem, code="store.wrong-answer")
     if status is None and "HTTP error: " in text:
         problem = f"no answer from {endpoint}" if endpoint else "the connection broke"
-        why = text.partition("HTTP error: ")[2]
+        why = without_queries(text.partition("HTTP error: ")[2])
         hint = f"check the network, and {cloud.endpoint}"
         if "TimedOut" in str(error):
             hint += f"; over a slow line, set {cloud.timeout}=5min"
@@ -134,7 +135,7 @@ def explanation(where: str, error: Exception) -> InputError:
             hint = "the store asks for fewer requests: try again later, or with less at the same time"
         kind_of = "store.busy" if is_busy else "store.refused" if kind is InputError else "store.unreachable"
         return kind(where, f"the store answers {status}" + (f" ({said})" if said else ""), hint, code=kind_of)
-    return StoreError(where, re.sub(r"\?\S*", "", text.partition("\n")[0]), code="store.refused")
+    return StoreError(where, without_queries(text.partition("\n")[0]), code="store.refused")
 
 
 def _first(pattern: re.Pattern[str], text: str) -> str | None:

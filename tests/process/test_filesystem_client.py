@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -168,6 +168,40 @@ def test_endless_answer_does_not_fill_memory(tmp_path: Path) -> None:
     with serve(tmp_path, handler) as address:
         assert refusal(lambda: read(address, "a", 100, 140)) == ("store.wrong-answer", f"{address}/a")
     assert handler.num_sent < 32  # what fits into the system's buffers
+
+
+class _Signing(WithRanges):
+    """Redirects to a signed URL of itself, which it refuses: to everybody, or to those who ask for a range."""
+
+    refuses: tuple[str, ...]
+
+    def do_HEAD(self) -> None:
+        self._answer("HEAD", super().do_HEAD)
+
+    def do_GET(self) -> None:
+        self._answer("GET", super().do_GET)
+
+    def _answer(self, method: str, answer: Callable[[], None]) -> None:
+        if "?" in self.path and method in self.refuses:
+            self.send_error(403)
+        elif "?" in self.path:
+            answer()
+        else:
+            self.send_response(302)
+            self.send_header("Location", f"{self.path}?X-Amz-Credential=KEY&x='y'&X-Amz-Signature=SECRET")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+
+@pytest.mark.parametrize("refuses", [("GET",), ("HEAD", "GET")])
+def test_signature_of_a_redirect_is_not_in_the_message(refuses: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(bytes(1024))
+    with serve(tmp_path, type("Handler", (_Signing,), {"refuses": refuses})) as address:
+        with pytest.raises(InputError) as refused:
+            read(address, "a", 100, 140)
+        assert (refused.value.code, refused.value.where) == ("store.refused", f"{address}/a")
+        assert "403" in str(refused.value)
+        assert "X-Amz" not in str(refused.value)
 
 
 def test_server_that_does_not_answer_is_named() -> None:
