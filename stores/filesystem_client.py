@@ -19,6 +19,10 @@ __all__ = ["FilesystemClient", "open_filesystem"]
 # What changes when a file does, as the file systems of fsspec call it.
 _MARKS = ("ETag", "etag", "Last-Modified", "last_modified", "LastModified", "mtime", "updated", "created")
 
+# More than any checkpoint has. A web server may make up folders in folders for ever.
+_MOST_FOLDERS = 100_000
+_MOST_LEVELS = 32
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FilesystemClient:
@@ -27,11 +31,31 @@ class FilesystemClient:
     filesystem: Any = field(repr=False)  # fsspec ships no types
 
     def entries(self) -> Iterator[ObjectEntry]:
-        """Yield every file below the folder, each looked up: listings say other things of a file, or too little."""
-        with _explained(self.url):
-            paths = self.filesystem.find(self.root)
-        for path in paths:
-            yield self.look_up(str(path).removeprefix(self.root).lstrip("/"))
+        """Yield every file below the folder, each looked up: listings say other things of a file, or too little.
+
+        Raises:
+            StoreError: it cannot be listed, or has too many folders; whoever counts the files need not take them all.
+        """
+        for path in self._paths():
+            yield self.look_up(path.removeprefix(self.root).lstrip("/"))
+
+    def _paths(self) -> Iterator[str]:
+        """Yield the files' paths, folder by folder: `find` would end only after all, on some servers never."""
+        walk = iter(self.filesystem.walk(self.root, detail=True))
+        num_folders, root_depth = 0, None
+        while True:
+            with _explained(self.url):
+                found = next(walk, None)
+            if found is None:
+                return
+            path, folders, files = found
+            depth = path.count("/")
+            root_depth = depth if root_depth is None else root_depth
+            num_folders += len(folders)
+            if depth - root_depth > _MOST_LEVELS or num_folders > _MOST_FOLDERS:
+                problem = f"contains more than {_MOST_FOLDERS} folders, or more than {_MOST_LEVELS} levels of them"
+                raise StoreError(self.url, problem, "name the folder of one checkpoint", code="store.too-many-files")
+            yield from (str(info["name"]) for info in files.values())
 
     def look_up(self, name: str) -> ObjectEntry:
         where = f"{self.url}/{name}"

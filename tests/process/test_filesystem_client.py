@@ -230,6 +230,34 @@ def test_checkpoint_goes_through_a_folder_that_only_fsspec_knows(tmp_path: Path)
             fsspec.filesystem(url.partition(":")[0]).rm(name, recursive=True)
 
 
+class _Folders(WithRanges):
+    """Has an index of folders at every address, until it has answered enough to end a test that fails."""
+
+    names: tuple[str, ...]
+    num_asked = 0
+
+    def do_GET(self) -> None:
+        type(self).num_asked += 1
+        if self.num_asked > 500:
+            self.send_error(404)
+            return
+        index = "".join(f'<a href="{name}/">{name}</a>\n' for name in self.names).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.send_header("Content-Length", str(len(index)))
+        self.end_headers()
+        self.wfile.write(index)
+
+
+@pytest.mark.parametrize("num_folders", [2, 100_001])
+def test_folders_without_end_are_refused(num_folders: int, tmp_path: Path) -> None:
+    names = tuple(f"{number:x}" for number in range(num_folders))
+    handler: Any = type("Handler", (_Folders,), {"names": names})
+    with serve(tmp_path, handler) as address:
+        assert refusal(open_objects(f"{address}/model").names) == ("store.too-many-files", f"{address}/model")
+    assert handler.num_asked < 100
+
+
 def test_failure_leaves_no_file(tmp_path: Path) -> None:
     def write() -> None:
         with open_output(f"file://{tmp_path}/out") as target:
