@@ -14,9 +14,10 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from http.client import HTTPConnection, HTTPException, HTTPResponse
+from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import quote, unquote
 
@@ -24,12 +25,17 @@ from manifests.errors import UnreachableError
 from manifests.schema import Shard
 from runner.bundle.cache_folder import CacheFolder
 from stores.base import Range
+from stores.connections import Answer, ConnectionFailure, Connections
+from stores.pace import Pace
+from stores.retries import PassingError
 
 __all__ = ["PeerFile", "PeerServer", "Wanted", "assign_sources", "own_address"]
 
 _POLL_S = 0.1
 _HELD_S = 5.0  # a request for a shard that is not there yet
-_SILENT_S = 30.0
+_SILENT_S = 30.0  # of single reads and writes
+_ANSWER_S = 30.0  # from a request to the headers of its response, for some of which `_HELD_S` passes
+_WINDOW_S = 30.0  # of the minimum speed in `stores.pace`
 _TOKEN = "X-Job-Token"
 
 
@@ -167,7 +173,7 @@ class PeerFile:
     port: int
     token: str = field(repr=False)
     shard: Shard
-    stop: threading.Event = field(compare=False)  # ends the wait for it
+    stop: threading.Event = field(compare=False)  # ends the wait for it and for its bytes
     fingerprint: str = ""
 
     @property
@@ -186,40 +192,45 @@ class _PeerReader:
 
     def __init__(self, file: PeerFile, end: int) -> None:
         self._file, self._end = file, end
-        self._connection: HTTPConnection | None = None
-        self._response: HTTPResponse | None = None
+        self._opened = ExitStack()  # the connection
+        self._answer: Answer | None = None
         self._at = -1
 
     def read_into(self, part: memoryview, position: int) -> None:
+        file = self._file
         try:
+            if self._answer is None or position != self._at:
+                self._answer, self._at = self._ask(position), position
+            # A new one for each block: the time that the caller takes between two blocks does not count.
+            pace = Pace(f"{file.host}:{file.port}", _WINDOW_S)
             while part:
-                if self._response is None or position != self._at:
-                    self._ask(position)
-                assert self._response is not None
-                count = self._response.readinto(part)
+                count = self._answer.read_into(part)
+                if file.stop.is_set():
+                    raise CancelledError
                 if not count:
                     raise HTTPException("the connection was closed")
-                part, position, self._at = part[count:], position + count, self._at + count
-        except (OSError, HTTPException) as error:
-            raise UnreachableError(str(self._file), f"cannot be read: {error}", code="store.unreachable") from error
+                pace.take(count)
+                part, self._at = part[count:], self._at + count
+        except PassingError as error:
+            raise UnreachableError(str(file), error.problem, code=error.code) from error
+        except ConnectionFailure as error:
+            raise UnreachableError(str(file), f"cannot be read: {error}", code="store.unreachable") from error
 
     def close(self) -> None:
-        for opened in (self._response, self._connection):
-            if opened is not None:
-                opened.close()
+        self._opened.close()
 
-    def _ask(self, position: int) -> None:
+    def _ask(self, position: int) -> Answer:
         """Ask for the bytes from a position on, until they are there."""
-        file, self._at = self._file, position
+        file = self._file
         headers = {_TOKEN: file.token, "Range": f"bytes={position}-{self._end - 1}"}
+        host = f"[{file.host}]" if ":" in file.host else file.host
+        url = f"http://{host}:{file.port}{quote(f'/{file.shard.path}')}"
         while True:
             self.close()
-            self._connection = HTTPConnection(file.host, file.port, timeout=_SILENT_S)
-            self._connection.request("GET", quote(f"/{file.shard.path}"), headers=headers)
-            self._response = self._connection.getresponse()
-            if self._response.status == HTTPStatus.PARTIAL_CONTENT:
-                return
-            if self._response.status != HTTPStatus.SERVICE_UNAVAILABLE:
-                raise HTTPException(f"it answers {self._response.status}")
+            answer = self._opened.enter_context(Connections().get(url, headers, _SILENT_S, _ANSWER_S))
+            if answer.status_code == HTTPStatus.PARTIAL_CONTENT and answer.left_nbytes is not None:
+                return answer
+            if answer.status_code != HTTPStatus.SERVICE_UNAVAILABLE:
+                raise HTTPException(f"it answers {answer.status_code}")
             if file.stop.is_set():
                 raise CancelledError

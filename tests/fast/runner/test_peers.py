@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import http.client
+import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -24,6 +28,9 @@ from stores.base import read_range
 from stores.local import LocalFolder
 from tests.builders import flip, reshard
 from tests.fast.runner.tiny import save_model
+
+HEAD = "HTTP/1.0 206 Partial Content\r\nX-Long: "
+BODY = "HTTP/1.0 206 Partial Content\r\nContent-Length: 1000000\r\n\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +71,30 @@ def fill(folder: CacheFolder, packed: Path, shard: Shard) -> None:
     folder.ensure(LocalFolder(packed).file(shard.path), shard, threading.Event())
 
 
+@contextmanager
+def trickling(text: str, then: Callable[[], None] = lambda: None) -> Iterator[int]:
+    """A server that responds with `text` and then 100 bytes/s, for 10 s at most; yields its port."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.wfile.write(text.encode())
+            until_s = time.monotonic() + 10
+            with suppress(OSError):
+                while time.monotonic() < until_s:
+                    self.wfile.write(b"x")
+                    then()
+                    time.sleep(0.01)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            thread.join()
+
+
 def test_shard_is_waited_for_and_arrives_whole(
     server: PeerServer, here: CacheFolder, there: CacheFolder, packed: Path, shard: Shard
 ) -> None:
@@ -87,6 +118,25 @@ def test_wait_ends_when_another_rank_fails(server: PeerServer, here: CacheFolder
     file.stop.set()
     with pytest.raises(CancelledError):
         here.ensure(file, shard, file.stop)
+
+
+def test_read_from_a_trickling_node_ends_when_another_rank_fails(here: CacheFolder, shard: Shard) -> None:
+    stop = threading.Event()
+    with trickling(BODY, then=stop.set) as port, pytest.raises(CancelledError):
+        here.ensure(PeerFile(host="127.0.0.1", port=port, token="token", shard=shard, stop=stop), shard, stop)
+
+
+@pytest.mark.parametrize("text", [BODY, HEAD], ids=["body", "head"])
+def test_node_that_trickles_is_too_slow(
+    here: CacheFolder, shard: Shard, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setattr(peers, "_WINDOW_S", 0.3)
+    monkeypatch.setattr(peers, "_ANSWER_S", 0.3 if text == HEAD else 30.0)
+    stop = threading.Event()
+    with trickling(text) as port, pytest.raises(UnreachableError) as refused:
+        here.ensure(PeerFile(host="127.0.0.1", port=port, token="token", shard=shard, stop=stop), shard, stop)
+    assert refused.value.code == "store.too-slow"
+    assert not here.has(shard)
 
 
 def test_damaged_shard_is_refused_on_arrival(
@@ -148,19 +198,32 @@ def test_first_node_is_told_by_name_where_that_is_the_loopback_interface() -> No
     assert own_address("no-such-host.invalid") == ("0.0.0.0", "no-such-host.invalid")
 
 
-def test_what_a_lost_node_was_to_give_is_read_from_the_store(
-    packed: Path, there: CacheFolder, here: CacheFolder
+@pytest.mark.parametrize("is_lost", [True, False], ids=["lost", "trickling"])
+def test_what_a_node_fails_to_give_is_read_from_the_store(
+    packed: Path, there: CacheFolder, here: CacheFolder, monkeypatch: pytest.MonkeyPatch, is_lost: bool
 ) -> None:
+    monkeypatch.setattr(peers, "_WINDOW_S", 0.3)
     opened = open_packed(packed)
     modules = {module for stage in opened.manifest.stages for module in stage.modules}
     cache = LocalCache(opened.bundles, here, modules, (WEIGHTS,), World(rank=0, local_rank=0, size=2))
     shards = list(opened.manifest.shards)
     with PeerServer(there, shards, "token", "127.0.0.1") as server:
         gone = server.port
-    peers = _Peers(places={shards[0].path: ("127.0.0.1", gone)}, token="token")
-    report = cache._ensure_own(peers, threading.Event())
+    with trickling(BODY) as slow:
+        places = {shards[0].path: ("127.0.0.1", gone if is_lost else slow)}
+        report = cache._ensure_own(_Peers(places=places, token="token"), threading.Event())
     assert (report.nbytes, report.peer_nbytes) == (sum(shard.nbytes for shard in shards), 0)
     assert all((here.path / shard.path).read_bytes() == (packed / shard.path).read_bytes() for shard in shards)
+
+
+def test_node_may_have_an_ipv6_address(there: CacheFolder, packed: Path, shard: Shard) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"no IPv6: {error}")
+    fill(there, packed, shard)
+    with PeerServer(there, [shard], "token", "::1") as server:
+        assert read_range(replace(file_of(server, shard), host="::1"), 0, 8) == (packed / shard.path).read_bytes()[:8]
 
 
 def test_shard_that_cannot_be_read_leaves_no_traceback(
