@@ -19,6 +19,7 @@ from manifests.paths import problem_with_path
 from stores.address import split_url
 from stores.base import SOURCE_CHANGED
 from stores.object_errors import explained
+from stores.retries import Retries
 from stores.uplink import LONGEST_PART_S, NUM_PARTS, Sent, Uplink, part_nbytes
 
 if TYPE_CHECKING:
@@ -197,8 +198,10 @@ class _MultipartUpload:
             self.file.__exit__(KeyboardInterrupt, None, None)  # leaving its block with an error aborts the upload
 
 
-def open_client(url: str) -> ObstoreClient:
+def open_client(url: str, retries: Retries | None = None) -> ObstoreClient:
     """Open a prefix of a bucket, without sending a request.
+
+    A request that reads a range is ended after `retries.request_s`: the caller resumes it, or gives up.
 
     Raises:
         StoreError: obstore is not installed, or the address or an environment variable is malformed.
@@ -222,8 +225,12 @@ def open_client(url: str) -> ObstoreClient:
     quoted = f"{scheme}://{bucket}/{quote(prefix)}"
     with explained(address):
         quick, reading, patient = (
-            from_url(quoted, retry_config=retries, client_options=_limits(scheme, limits), **options)
-            for retries, limits in ((_QUICK, None), (_READING, _READING_LIMITS), (_PATIENT, _PATIENT_LIMITS))
+            from_url(quoted, retry_config=config, client_options=_limits(scheme, limits), **options)
+            for config, limits in (
+                (_QUICK, None),
+                (_READING, _reading_limits(retries or Retries())),
+                (_PATIENT, _PATIENT_LIMITS),
+            )
         )
     return ObstoreClient(url=address, quick=quick, reading=reading, patient=patient, uplink=Uplink())
 
@@ -237,8 +244,7 @@ _PATIENT: RetryConfig = {
     "retry_timeout": timedelta(seconds=LONGEST_PART_S + 300),  # it counts from the start of a request
     "backoff": _BACKOFF,
 }
-# Responses are timed by their progress (`stores.pace`). The progress of an upload is not known: a whole part is timed.
-_READING_LIMITS: ClientConfig = {"timeout": timedelta(hours=1), "read_timeout": timedelta(seconds=30)}
+# The progress of an upload is not known: a whole part is timed.
 _PATIENT_LIMITS: ClientConfig = {"timeout": timedelta(seconds=LONGEST_PART_S)}
 _PREFIXES = {"gs": "GOOGLE_", "az": "AZURE_", "abfs": "AZURE_", "abfss": "AZURE_"}
 # Environment settings that obstore ignores once it is passed options.
@@ -247,6 +253,15 @@ _CLIENT_SETTINGS = (
     "pool_max_idle_per_host", "proxy_ca_certificate", "proxy_excludes", "proxy_url", "randomize_addresses",
     "read_timeout", "timeout", "user_agent",
 )  # fmt: skip
+
+
+def _reading_limits(retries: Retries) -> ClientConfig:
+    """Return the timeouts of reading.
+
+    `stores.pace` sees a response only once a chunk of it is complete, and every byte resets `read_timeout`: at a byte
+    per second, neither would ever end it.
+    """
+    return {"timeout": timedelta(seconds=retries.request_s), "read_timeout": timedelta(seconds=30)}
 
 
 def _limits(scheme: str, limits: ClientConfig | None) -> Any:

@@ -44,7 +44,7 @@ def open_objects(url: str, retries: Retries | None = None) -> ObjectFolder:
         StoreError: the address is malformed, or the client for its scheme is not installed.
     """
     if split_url(url)[0] in OBJECT_SCHEMES:
-        return ObjectFolder(open_client(url), retries)
+        return ObjectFolder(open_client(url, retries), retries)
     from stores.filesystem_client import open_filesystem
 
     return ObjectFolder(open_filesystem(url), retries)

@@ -34,6 +34,7 @@ class Retries:
     longest_wait_s: float = 300.0  # gives up if a server asks for a longer wait
     window_s: float = 30.0  # of the minimum speed in `stores.pace`
     answer_s: float = 60.0  # from a request to the headers of its response
+    request_s: float = 120.0  # of a bucket, whose client tells of no progress between its chunks; then resumed
 
 
 class PassingError(Exception):
