@@ -180,7 +180,8 @@ class CacheFolder:
         """Lock a shard that is being copied, until the returned descriptor is closed."""
         seen, since_s = -1, time.monotonic()
         while True:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            # O_NONBLOCK: opening a pipe (FIFO) that nobody reads fails, and does not wait for a reader.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
             descriptor = os.open(partial, flags, 0o666)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

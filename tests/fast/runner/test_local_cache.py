@@ -229,6 +229,24 @@ def test_link_that_leads_out_of_the_folder_is_not_followed(trained: Path, folder
     assert list(elsewhere.iterdir()) == []
 
 
+@pytest.mark.parametrize("is_read", [False, True])
+def test_pipe_in_place_of_a_partial_copy_is_not_waited_for(trained: Path, folder: CacheFolder, is_read: bool) -> None:
+    shard = shard_of(trained)
+    partial = (folder.path / shard.path).with_name(f".{Path(shard.path).name}.partial")
+    partial.parent.mkdir(parents=True)
+    os.mkfifo(partial)
+    reader = os.open(partial, os.O_RDONLY | os.O_NONBLOCK) if is_read else None
+    # Frees a writer that waits for a reader, so that this test fails and does not hang.
+    rescue = threading.Timer(20, lambda: os.close(os.open(partial, os.O_RDONLY | os.O_NONBLOCK)))
+    rescue.start()
+    with pytest.raises(UserError) as error:
+        ensure(folder, trained, shard)
+    assert (error.value.code, rescue.is_alive()) == ("store.cache-unwritable", True)
+    rescue.cancel()
+    if reader is not None:
+        os.close(reader)
+
+
 def test_folder_is_named_by_the_manifest_and_may_have_variables_of_the_node(
     monkeypatch: pytest.MonkeyPatch, wording: Callable[[str], None]
 ) -> None:
