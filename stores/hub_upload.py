@@ -30,6 +30,7 @@ from manifests.schema import MODEL_CARD_NAME
 from stores.address import HubAddress
 from stores.hub import HubFolder, open_hub
 from stores.hub_calls import AGENT, LOG_IN, asking, check_endpoint, configured_token, without_token
+from stores.hub_client import uploading
 from stores.retries import PassingError, Retries, keep_trying
 
 __all__ = ["Commit", "HubUpload", "open_upload", "showing_bars", "staging_folder"]
@@ -221,7 +222,12 @@ def _open(address: HubAddress, create: Callable[[HfApi], object], retries: Retri
 
 def _keep_asking(address: HubAddress, call: Callable[[HfApi], Answer], retries: Retries) -> Answer:
     api = HfApi(library_name=AGENT)
-    return keep_trying(lambda: asking(address, lambda: call(api)), str(address), retries, threading.Event())
+
+    def attempt() -> Answer:
+        with uploading(retries.idle_s):
+            return asking(address, lambda: call(api))
+
+    return keep_trying(attempt, str(address), retries, threading.Event())
 
 
 def _unsent(error: Exception) -> PassingError:

@@ -67,6 +67,7 @@ class Fault:
     take: int | None = None  # bytes of the request's body after which the connection breaks
     ignore_range: bool = False
     delay_s: float = 0.0
+    late_s: float = 0.0  # between the request being carried out and the answer
     drip_s: float = 0.0  # between any two bytes that are sent, those of the head too where `drips_head`
     drips_head: bool = False
 
@@ -105,6 +106,7 @@ class Hub:
         self.endpoint = ""
         self.part_nbytes: int | None = None  # of uploads in parts; None: in one piece
         self.parts: dict[tuple[str, int], bytes] = {}
+        self.upload_query = ""  # of the URLs to which large files are sent
         self.gitignore = ""
         self.messages: list[str] = []  # of commits that clients made
         self._repos: dict[str, _Repo] = {}
@@ -393,6 +395,7 @@ class Handler(WritingRoutes, BaseHTTPRequestHandler):
         )
         with self.hub.lock:
             self.hub.requests.append(entry)
+        time.sleep(self.fault.late_s)
         if self.fault.drop:
             self._headers_buffer = []
             self.close_connection = True

@@ -109,9 +109,9 @@ class WritingRoutes(Base):
             return entry
         place = self.hub.endpoint.replace("127.0.0.1", "localhost") + f"/lfs/{oid}"
         if self.hub.part_nbytes is None or nbytes <= self.hub.part_nbytes:
-            return {**entry, "actions": {"upload": {"href": place}}}
+            return {**entry, "actions": {"upload": {"href": place + self.hub.upload_query}}}
         num_parts = -(-nbytes // self.hub.part_nbytes)
-        parts = {f"{number:05}": f"{place}/{number}" for number in range(1, num_parts + 1)}
+        parts = {f"{number:05}": f"{place}/{number}{self.hub.upload_query}" for number in range(1, num_parts + 1)}
         header = {"chunk_size": str(self.hub.part_nbytes), **parts}
         return {**entry, "actions": {"upload": {"href": f"{place}/complete", "header": header}}}
 

@@ -1,0 +1,53 @@
+"""The HTTP client of huggingface_hub during uploads: requests that stall time out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from huggingface_hub import get_session
+from huggingface_hub.utils import _http
+
+__all__ = ["uploading"]
+
+_CONNECT_S = 30.0
+
+
+@contextmanager
+def uploading(idle_s: float) -> Iterator[None]:
+    """Let requests time out that send and receive no byte for `idle_s`, until the block ends.
+
+    huggingface_hub uploads without timeouts. Those that a client of the user's has are kept.
+    """
+    _limit(get_session(), idle_s)  # for good: another thread may be uploading with it
+    chosen = getattr(_http, "_GLOBAL_CLIENT_FACTORY", None)
+    # After a failure to connect, huggingface_hub goes on with a new client.
+    limiting = None if chosen is None or isinstance(chosen, _Limiting) else _Limiting(chosen, idle_s)
+    if limiting is not None:
+        _http._GLOBAL_CLIENT_FACTORY = limiting
+    try:
+        yield
+    finally:
+        if limiting is not None and _http._GLOBAL_CLIENT_FACTORY is limiting:
+            _http._GLOBAL_CLIENT_FACTORY = limiting.factory
+
+
+@dataclass(frozen=True, slots=True)
+class _Limiting:
+    """A factory of clients that time out."""
+
+    factory: Callable[[], Any]
+    idle_s: float
+
+    def __call__(self) -> Any:
+        client = self.factory()
+        _limit(client, self.idle_s)
+        return client
+
+
+def _limit(client: Any, idle_s: float) -> None:
+    own, connect_s = client.timeout, min(idle_s, _CONNECT_S)
+    limits = ((own.connect, connect_s), (own.read, idle_s), (own.write, idle_s))
+    client.timeout = (*(limit if set_s is None else set_s for set_s, limit in limits), own.pool)
