@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from huggingface_hub import constants, get_token
+from huggingface_hub import constants, get_token, hf_raise_for_status
 from huggingface_hub.errors import (
     DisabledRepoError,
     EntryNotFoundError,
@@ -36,6 +37,7 @@ __all__ = [
     "asking",
     "busy",
     "check_endpoint",
+    "check_refusal",
     "check_token",
     "configured_token",
     "has_default_client",
@@ -50,6 +52,8 @@ __all__ = [
 # huggingface_hub 1.x uses httpx and 2.x httpx2; in both, this is the client's base error.
 ClientError: type[BaseException] = HfHubHTTPError.__bases__[0]
 
+_REFUSAL_NBYTES = 64 << 10  # read of the body of a refusal
+_REFUSAL_CHARS = 1000  # shown of what the hub says
 _WINDOW_IS_USED_UP = re.compile(r";\s*r=0\s*;\s*t=(\d+)")  # RateLimit: "resolvers";r=0;t=172
 AGENT = "reshard"
 LOG_IN = "hf auth login, or set HF_TOKEN"
@@ -80,6 +84,32 @@ def asking(address: HubAddress, call: Callable[[], Answer], within_s: float | No
         problem = f"unexpected response from {constants.ENDPOINT}: {type(error).__name__}"
         hint = "check HF_ENDPOINT; a login page may be answering"
         raise StoreError(str(address), problem, hint, code="store.not-a-hub") from error
+
+
+def check_refusal(address: HubAddress, response: Any, limit_s: float) -> None:
+    """Raise the error of a response whose body is unread, and of which only the beginning is read, in `limit_s`.
+
+    Raises:
+        PassingError: the hub is busy or temporarily unreachable.
+        StoreError: the hub refuses the request.
+    """
+    pieces: list[bytes] = []
+
+    def read() -> None:
+        nbytes = 0
+        for piece in response.iter_raw():
+            pieces.append(piece)
+            nbytes += len(piece)
+            if nbytes >= _REFUSAL_NBYTES:
+                return
+
+    with suppress(PassingError, ClientError):  # the head says enough
+        answered_within(limit_s, constants.ENDPOINT, read)
+    headers = response.headers.copy()
+    headers.pop("content-encoding", None)  # not asked for, and a few bytes may become many
+    body = b"".join(pieces)[:_REFUSAL_NBYTES]
+    begun = type(response)(response.status_code, headers=headers, content=body, request=response.request)
+    asking(address, lambda: hf_raise_for_status(begun))
 
 
 def check_endpoint() -> None:
@@ -197,7 +227,8 @@ def _refusal(address: HubAddress, error: HfHubHTTPError) -> InputError:
     if status == HTTPStatus.UNAUTHORIZED:
         problem, hint = "invalid token (401)", f"{LOG_IN} to a valid one"
         return StoreError(where, problem, hint, code="store.invalid-token")
-    problem = f"the hub responded with {status}: {without_token(error.server_message or 'no reason given')}"
+    said = without_token(error.server_message or "no reason given")[:_REFUSAL_CHARS]
+    problem = f"the hub responded with {status}: {said}"
     if status == HTTPStatus.FORBIDDEN:
         hint = f"use a token that may write there, see {constants.ENDPOINT}/settings/tokens"
         return StoreError(where, problem, hint if has_token else LOG_IN, code="store.denied")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
-from huggingface_hub import constants, get_session, hf_hub_url, hf_raise_for_status, try_to_load_from_cache
+from huggingface_hub import constants, get_session, hf_hub_url, try_to_load_from_cache
 
 from manifests.errors import InputError, SourceError, StoreError
 from stores.address import HubAddress
@@ -23,8 +23,8 @@ from stores.base import SOURCE_CHANGED, Range, Reader
 from stores.connections import Answer, ConnectionFailure, Connections, is_direct
 from stores.hub_calls import (
     ClientError,
-    asking,
     busy,
+    check_refusal,
     has_default_client,
     headers_of_requests,
     is_endpoint,
@@ -118,7 +118,7 @@ class HubFile:
         with self._answer(asked) as (place, response):
             status = response.status_code
             if status >= 400 and place.is_endpoint and not is_passing(status):
-                asking(self.address, lambda: hf_raise_for_status(response))  # httpx's, see `_get_directly`
+                check_refusal(self.address, response, self.retries.answer_s)  # httpx's, see `_get_directly`
             self._check_status(status, response.headers, place)
             if not is_whole or status != HTTPStatus.OK:
                 self._check_range(response.headers, place, wanted)
