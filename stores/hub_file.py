@@ -115,7 +115,7 @@ class HubFile:
     def _ask(self, wanted: _Wanted, stop: threading.Event, stream: Stream) -> None:
         is_whole = wanted.begin == 0 and wanted.end == self.nbytes  # then a server need not support ranges
         asked = {} if is_whole else {"Range": f"bytes={wanted.begin}-{wanted.end - 1}"}
-        with self._answer(asked) as (place, response):
+        with self._answer(asked, stop) as (place, response):
             status = response.status_code
             if status >= 400 and place.is_endpoint and not is_passing(status):
                 check_refusal(self.address, response, self.retries.answer_s)  # httpx's, see `_get_directly`
@@ -136,11 +136,13 @@ class HubFile:
                 raise PassingError(f"{place.host} ended its response early, at byte {wanted.begin}")
 
     @contextmanager
-    def _answer(self, asked: Mapping[str, str]) -> Iterator[tuple[_Place, Any]]:
+    def _answer(self, asked: Mapping[str, str], stop: threading.Event) -> Iterator[tuple[_Place, Any]]:
         """Yield where the bytes are, and the response to a GET there, with its body unread."""
         with ExitStack() as stack:
             response = None
             with self._route.lock:  # while one request finds the place, others wait for it
+                if stop.is_set():  # meanwhile
+                    raise CancelledError
                 place = self._route.place
                 if place is None:
                     url = hf_hub_url(self.address.repo, self.name, revision=self.commit, endpoint=constants.ENDPOINT)

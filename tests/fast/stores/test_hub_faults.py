@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from dataclasses import replace
 from typing import Any
 
@@ -82,6 +83,16 @@ def test_passing_fault_is_tried_again(
     hub.fail(path, **fault)
     assert read_range(folder, 100, 200) == DATA[100:200]
     assert hub.faults[0].times == 0
+
+
+def test_canceled_fetch_that_waited_for_the_place_asks_nothing(hub: Hub, folder: HubFolder) -> None:
+    file, stop = folder.files[WEIGHTS], threading.Event()
+    fetch = file.fetching()
+    assert fetch is not None
+    stop.set()
+    with pytest.raises(CancelledError):
+        fetch(memoryview(bytearray(9)), 0, stop)
+    assert not hub.take_requests()
 
 
 def test_listing_is_tried_again(hub: Hub, folder: HubFolder) -> None:
