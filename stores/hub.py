@@ -51,8 +51,8 @@ def open_hub(address: HubAddress, retries: Retries | None = None) -> HubFolder:
     info = keep_trying(
         lambda: asking(address, lambda: _list(address), retries.answer_s), str(address), few, threading.Event()
     )
-    if info.sha is None or not _COMMIT.fullmatch(info.sha):
-        problem = f"expected a commit hash from {constants.ENDPOINT}, found {info.sha!r}"
+    if not isinstance(info.sha, str) or not _COMMIT.fullmatch(info.sha):
+        problem = f"expected a commit hash from {constants.ENDPOINT}, found {repr(info.sha)[:80]}"
         raise StoreError(str(address), problem, code="store.not-a-hub")
     streams, connections = Streams(), Connections()
     files = [
@@ -122,7 +122,12 @@ def _list(address: HubAddress) -> ModelInfo:
     url = f"{constants.ENDPOINT}/api/models/{address.repo}{revision}?blobs=true"
     response = get_session().get(url, headers=headers_of_requests(url), timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT)
     hf_raise_for_status(response)
-    return ModelInfo(**response.json())  # type: ignore[no-untyped-call]
+    info = ModelInfo(**response.json())  # type: ignore[no-untyped-call]
+    for sibling in info.siblings or ():  # whose types huggingface_hub does not check
+        named: tuple[object, object] = sibling.rfilename, _etag(sibling) or ""
+        if not all(isinstance(each, str) for each in named):
+            raise TypeError(f"expected a name and a digest, found {named}")
+    return info
 
 
 def _listed(
@@ -136,7 +141,7 @@ def _listed(
     if not isinstance(nbytes, int) or nbytes < 0:
         problem = f"expected a size from {constants.ENDPOINT}, found {nbytes!r}"
         raise StoreError(f"{address}/{name}", problem, code="store.not-a-hub")
-    etag = sibling.lfs.sha256 if sibling.lfs else sibling.blob_id
+    etag = _etag(sibling)
     return HubFile(
         address=address,
         commit=commit,
@@ -148,6 +153,10 @@ def _listed(
         streams=streams,
         connections=connections,
     )
+
+
+def _etag(sibling: RepoSibling) -> str | None:
+    return sibling.lfs.sha256 if sibling.lfs else sibling.blob_id
 
 
 def _open_cached(address: HubAddress) -> HubFolder:

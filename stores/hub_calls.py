@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -51,6 +52,7 @@ __all__ = [
 
 # huggingface_hub 1.x uses httpx and 2.x httpx2; in both, this is the client's base error.
 ClientError: type[BaseException] = HfHubHTTPError.__bases__[0]
+_InvalidURL: type[BaseException] = getattr(sys.modules[ClientError.__module__], "InvalidURL", ValueError)  # not one
 
 _REFUSAL_NBYTES = 64 << 10  # read of the body of a refusal
 _REFUSAL_CHARS = 1000  # shown of what the hub says
@@ -80,7 +82,7 @@ def asking(address: HubAddress, call: Callable[[], Answer], within_s: float | No
     except HFValidationError as error:
         problem = "invalid repository name"
         raise StoreError(str(address), problem, str(error), code="store.malformed-address") from error
-    except (AttributeError, FileMetadataError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, FileMetadataError, KeyError, TypeError, ValueError, _InvalidURL, RecursionError) as error:
         problem = f"unexpected response from {constants.ENDPOINT}: {type(error).__name__}"
         hint = "check HF_ENDPOINT; a login page may be answering"
         raise StoreError(str(address), problem, hint, code="store.not-a-hub") from error
@@ -118,8 +120,12 @@ def check_endpoint() -> None:
     Raises:
         InputError: naming HF_ENDPOINT.
     """
-    parts = urlsplit(constants.ENDPOINT)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(constants.ENDPOINT)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # an invalid port or IPv6 address
+        is_url = False
+    if not is_url:
         problem = f"expected https://HOST, found {constants.ENDPOINT!r}"
         raise InputError("HF_ENDPOINT", problem, "unset it to use huggingface.co", code="options.hf-endpoint")
 

@@ -45,7 +45,9 @@ _SHA256_CHARS = 64
 _MAX_REDIRECTS = 6
 _REDIRECTS = (301, 302, 303, 307, 308)
 _UNREAD_NBYTES = 64 << 10  # of a redirect: longer ones end the connection
-_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+_MAX_DIGITS = 19  # of 8 EiB; Python refuses to convert thousands
+_SHOWN_CHARS = 80
+_CONTENT_RANGE = re.compile(rf"bytes (\d{{1,{_MAX_DIGITS}}})-(\d{{1,{_MAX_DIGITS}}})/(\d{{1,{_MAX_DIGITS}}})")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,9 +189,11 @@ class HubFile:
                 response = answered_within(self.retries.answer_s, place.host, partial(_begin, call), leave)
             except ClientError as error:
                 raise unreachable(place.host, error) from error
+            except ValueError as error:  # such as a host name that is too long
+                raise self._wrong(place, f"invalid URL or response: {error}"[:_SHOWN_CHARS]) from error
             with ExitStack() as opened:
                 opened.push(call.__exit__)
-                target = _Place(urljoin(url, response.headers["location"])) if _is_redirect(response) else None
+                target = self._target(place, response.headers["location"]) if _is_redirect(response) else None
                 leaves = target is None or not target.is_endpoint
                 if is_listed and place.is_endpoint and leaves and response.status_code < 400:
                     self._check_listed(response.headers)
@@ -202,10 +206,17 @@ class HubFile:
             url = target.url
         raise PassingError(f"too many redirects from {place.host}")
 
+    def _target(self, place: _Place, location: str) -> _Place:
+        try:
+            return _Place(urljoin(place.url, location))
+        except ValueError as error:
+            problem = f"expected a URL to redirect to, found {location[:_SHOWN_CHARS]!r}"
+            raise self._wrong(place, problem) from error
+
     def _check_listed(self, headers: Mapping[str, str]) -> None:
         """Raise unless the hub says of the file what it listed."""
         self._expect("commit", self.commit, headers.get("x-repo-commit"))
-        size = headers.get("x-linked-size", "")
+        size = headers.get("x-linked-size", "")[:_MAX_DIGITS]  # a longer one differs, too
         self._expect("size", self.nbytes, int(size) if size.isdecimal() else None)
         if len(self.etag) == _SHA256_CHARS and (etag := headers.get("x-linked-etag") or headers.get("etag")):
             self._expect("SHA-256", self.etag, etag.removeprefix("W/").strip('"'))
@@ -228,13 +239,13 @@ class HubFile:
         said = headers.get("content-range", "the whole file")
         found = _CONTENT_RANGE.fullmatch(said)
         if found is None or tuple(map(int, found.groups())) != asked:
-            raise self._wrong(place, f"expected bytes {asked[0]}-{asked[1]}/{asked[2]}, found {said}")
+            raise self._wrong(place, f"expected bytes {asked[0]}-{asked[1]}/{asked[2]}, found {said[:_SHOWN_CHARS]}")
 
     def _check_body(self, headers: Mapping[str, str], place: _Place, wanted: _Wanted) -> None:
         """Raise unless the response has the requested length, no encoding, and the ETag of earlier ones."""
         nbytes = str(wanted.end - wanted.begin)
         if (found := headers.get("content-length", nbytes)) != nbytes:
-            raise self._wrong(place, f"expected {nbytes} bytes, found {found}")
+            raise self._wrong(place, f"expected {nbytes} bytes, found {found[:_SHOWN_CHARS]}")
         if (encoding := headers.get("content-encoding", "identity")) != "identity":
             raise self._wrong(place, f"expected no encoding, found {encoding!r}")
         with self._route.lock:  # responses may arrive concurrently

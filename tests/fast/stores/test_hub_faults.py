@@ -342,9 +342,10 @@ def test_wait_that_is_no_number_of_seconds_is_not_said_to_be_infinite(hub: Hub, 
     assert "inf" not in error.problem
 
 
-def test_endpoint_that_is_no_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("endpoint", ["", "http://a]b", "http://127.0.0.1:b"])
+def test_endpoint_that_is_no_address_is_named(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", "")  # HF_ENDPOINT=""
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
     assert refused(open_repo) == ("options.hf-endpoint", "HF_ENDPOINT")
 
 

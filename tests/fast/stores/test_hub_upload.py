@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ from stores.hub_calls import has_default_client
 from stores.hub_client import uploading
 from stores.hub_upload import Commit, open_upload
 from stores.retries import Retries
+from tests.refusals import refused
 from tests.servers.hub import MEMBER, Hub
 
 # huggingface_hub 1.33 passes files to httpx in the old way.
@@ -64,6 +67,16 @@ def test_commit_whose_answer_never_arrives_is_found(hub: Hub) -> None:
     assert time.monotonic() - start < FOREVER_S / 2
     assert (done.is_new, hub.messages) == (True, ["by a test"])
     assert hub.repo(NAME).refs["main"] == done.revision  # type: ignore[union-attr]
+
+
+def test_invalid_url_to_upload_to_is_refused(hub: Hub) -> None:
+    wanted = {
+        "oid": hashlib.sha256(bytes(2000)).hexdigest(),
+        "size": 2000,
+        "actions": {"upload": {"href": "http://localhost:b/"}},
+    }
+    hub.fail("/batch", method="POST", body=json.dumps({"objects": [wanted]}).encode())
+    assert refused(push) == ("store.not-a-hub", "hf://org/tiny")
 
 
 def test_clients_time_out_unless_the_user_chose_other_timeouts() -> None:
