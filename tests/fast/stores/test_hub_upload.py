@@ -1,12 +1,14 @@
-"""Uploads to a hub that stalls: its requests time out and are retried."""
+"""Uploads to a hub that stalls or fails: its requests time out and are retried, and no signature is logged."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import close_session, get_session
@@ -77,6 +79,24 @@ def test_invalid_url_to_upload_to_is_refused(hub: Hub) -> None:
     }
     hub.fail("/batch", method="POST", body=json.dumps({"objects": [wanted]}).encode())
     assert refused(push) == ("store.not-a-hub", "hf://org/tiny")
+
+
+@pytest.mark.parametrize("fault", [{"status": 503}, {"drop": True}], ids=str)
+def test_signature_of_an_upload_url_is_not_logged(
+    hub: Hub,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fault: dict[str, Any],
+) -> None:
+    monkeypatch.setattr(logging.getLogger("huggingface_hub"), "propagate", True)
+    hub.upload_query = "?X-Amz-Signature=secret&partNumber=1"
+    hub.fail("^/lfs/", method="PUT", **fault)
+    assert push().is_new
+    sent = [request.path for request in hub.take_requests() if request.method == "PUT"]
+    assert sent
+    assert "secret" in sent[-1]
+    assert "/lfs/" in caplog.text
+    assert "secret" not in caplog.text
 
 
 def test_clients_time_out_unless_the_user_chose_other_timeouts() -> None:
