@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,10 +11,11 @@ from typing import Any
 from huggingface_hub import get_session
 from huggingface_hub.utils import _http
 
+from stores.address import without_queries
+
 __all__ = ["uploading"]
 
 _CONNECT_S = 30.0
-_QUERY = re.compile(r"(https?://[^\s?]+)\?[^\s'\"]*")
 
 
 @contextmanager
@@ -57,7 +57,7 @@ class _StripQueries(logging.Filter):
     """Strip URLs of their queries: whoever has the signature in them may write there."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        record.msg, record.args = _QUERY.sub(r"\1", record.getMessage()), None
+        record.msg, record.args = without_queries(record.getMessage()), None
         return True
 
 

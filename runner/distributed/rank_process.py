@@ -39,6 +39,7 @@ def run_rank(act: Callable[[World], None], *, is_json: bool = False, is_quiet: b
     logging.getLogger("torch.distributed.pipelining").setLevel(
         logging.CRITICAL
     )  # it logs its whole schedule at any failure
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs each request, with the signature of a signed URL
     _end_with_agent()
     world, code = World.from_environment(os.environ), 0
     set_rank_label(world.rank)
