@@ -50,8 +50,8 @@ def printable(text: str, *, lines: bool = True) -> str:
 class UserError(Exception):
     """Something the user can fix. Anything else that escapes is our bug and keeps its traceback.
 
-    `code` is a stable name for the kind of error (`source.missing-tensor`), for scripts and tests; `where` names a
-    file, a flag or a path into a document (`stages[2].shards[0].digest`).
+    `code` is a stable name for the kind of error (`source.missing-tensor`), which docs/errors.md explains; `where`
+    names a file, a flag or a path into a document (`stages[2].shards[0].digest`).
     """
 
     exit_code = 3
@@ -63,9 +63,11 @@ class UserError(Exception):
         super().__init__(where, problem, hint)
 
     def __str__(self) -> str:
-        problem = printable(self.problem)
-        head = f"{printable(self.where, lines=False)}: {problem}" if self.where else problem
-        return f"{head}\nhint: {printable(self.hint)}" if self.hint else head
+        """Return the message, with the code at the end of its first line."""
+        first, line_end, more = printable(self.problem).partition("\n")
+        head = f"{printable(self.where, lines=False)}: {first}" if self.where else first
+        problem = f"{head} [{self.code}]{line_end}{more}" if self.code else f"{head}{line_end}{more}"
+        return f"{problem}\nhint: {printable(self.hint)}" if self.hint else problem
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle with the code, which is keyword-only: errors are sent between ranks."""

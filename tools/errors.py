@@ -41,9 +41,9 @@ CODE = re.compile(r"[a-z]+\.[a-z0-9]+(-[a-z0-9]+)*")
 _HEAD = """\
 # Errors
 
-Every error that a user can fix has a stable code. `--json` prints it as `error.code`; scripts and tests may rely on
-it; the wording may change. Exit codes: 2 for the command line, 3 for bad input, 4 for a signature that does not verify,
-5 for a rank that failed.
+Every error that a user can fix has a stable code, in brackets after the first line of the message. `--json` prints it
+as `error.code`; scripts and tests may rely on it; the wording may change. Exit codes: 2 for the command line, 3 for bad
+input, 4 for a signature that does not verify, 5 for a rank that failed.
 
 Written by `make errors` from `docs/errors/*.toml`; `make check` fails when it is out of date.
 """

@@ -66,7 +66,8 @@ def join_failures(failed: Mapping[str, UserError]) -> UserError:
     said = first.on_rank(place)
     # An error that a group of ranks has already joined is the same on all of them.
     rest = [error.on_rank(place) for place, error in others if str(error) != str(first)]
-    return said.changed(problem=said.problem + "".join(f"\n{each.where}: {each.problem}" for each in rest))
+    more = "".join(f"\n{each.where}: {each.problem} [{each.code}]" for each in rest)
+    return said.changed(problem=said.problem + more)
 
 
 def from_rank_0(value: T) -> T:

@@ -144,8 +144,8 @@ def test_work_folder_that_is_a_link_is_refused(source: Path, tmp_path: Path) -> 
     (victim / "thesis.tex").write_text("years of work")
     (tmp_path / ".out.partial").symlink_to(victim)
     ended = reshard("pack", source, "--layout", "pp=2", "--out", tmp_path / "out")
-    sentence = f"error: {tmp_path}/out: {tmp_path}/.out.partial cannot be locked: Not a directory\n"
-    assert (ended.code, ended.err) == (3, sentence)
+    sentence = f"error: {tmp_path}/out: {tmp_path}/.out.partial cannot be locked: Not a directory"
+    assert (ended.code, ended.err) == (3, f"{sentence} [output.cannot-lock]\n")
     assert files_in(victim) == {"thesis.tex": b"years of work"}
     assert not (tmp_path / "out").exists()
 

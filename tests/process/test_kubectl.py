@@ -87,7 +87,8 @@ def test_logs_without_kubectl_or_without_pods_are_a_sentence(cluster: Kubernetes
     log = tmp_path / "log"
     assert launch(packed, log)[0] == 0
     done = runner("logs", log)
-    assert (done.returncode, done.stderr) == (3, "error: kubectl logs: No resources found in team namespace.\n")
+    problem = "kubectl logs: No resources found in team namespace."
+    assert (done.returncode, done.stderr) == (3, f"error: {problem} [launch.scheduler-failed]\n")
     done = runner("logs", log, PATH=str(tmp_path))
     assert done.returncode == 3
     assert done.stderr.startswith("error: kubectl: ")

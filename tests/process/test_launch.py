@@ -192,7 +192,7 @@ def test_missing_shard_is_named_with_its_rank(packed: Path, tmp_path: Path) -> N
     shard.unlink()
     done = launch(bad, "--", "--data", "synthetic", *SMALL, "--log-dir", tmp_path)
     assert (done.returncode, done.stdout) == (3, "")
-    assert f"error: {SECOND}: {shard}: missing shard (manifest.json)\n" in done.stderr
+    assert f"error: {SECOND}: {shard}: missing shard (manifest.json) [shard.missing]\n" in done.stderr
     assert "Traceback" not in done.stderr
 
 

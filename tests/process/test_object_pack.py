@@ -142,7 +142,7 @@ def test_damage_in_a_bucket_is_found(s3: S3Server, packed: Path) -> None:
     )
     s3.client().delete_object(Bucket=BUCKET, Key=f"damaged/{STAGE_0}")
     assert run("export", url, "--to", "hf", "--out", url_of("undamaged"), code=3) == (
-        f"error: {url}/{STAGE_0}: there is no such object\n"
+        f"error: {url}/{STAGE_0}: there is no such object [store.no-such-file]\n"
     )
 
 
@@ -174,7 +174,7 @@ def test_virtual_bundles_lie_in_a_bucket_and_refer_to_one(
 
 def test_manifest_is_replaced_by_force_in_one_step(s3: S3Server, source: Path, packed: Path, tmp_path: Path) -> None:
     url = upload(s3, packed, "replaced")
-    assert run("pack", source, "--layout", "pp=4", "--out", url, code=3).startswith(f"error: {url}: already exists\n")
+    assert run("pack", source, "--layout", "pp=4", "--out", url, code=3).startswith(f"error: {url}: already exists [")
     assert objects_in(s3, "replaced") == files_in(packed)
     run("pack", url, "--layout", "pp=4", "--out", url, "--force")  # it reads what it replaces
     found = objects_in(s3, "replaced")

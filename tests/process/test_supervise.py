@@ -209,7 +209,7 @@ def test_job_is_queued_again_although_slurm_does_not_say_whether_it_was_cancelle
 )
 def test_nodes_that_slurm_does_not_name_end_the_job_in_a_sentence(names: str, problem: str, tmp_path: Path) -> None:
     ended = supervise(tmp_path, ":", "--requeue", names=names)
-    assert (ended.code, ended.attempts, ended.said) == (LOST, [], f"error: {problem}\n")
+    assert (ended.code, ended.attempts, ended.said) == (LOST, [], f"error: {problem} [launch.scheduler-failed]\n")
     assert ended.state is not None
     assert (ended.state["ended"], ended.state["code"]) == ("failed", LOST)
     assert ended.state["error_code"] == "launch.scheduler-failed"

@@ -150,7 +150,7 @@ def test_text_says_what_json_does(tmp_path: Path) -> None:
     command = ("plan", tmp_path / "none", "--layout", "pp=2")
     ended, error = reshard(*command), reshard(*command, "--json").json["error"]
     assert (ended.code, ended.out) == (3, "")
-    assert ended.err == f"error: {error['where']}: {error['problem']}\nhint: {error['hint']}\n"
+    assert ended.err == f"error: {error['where']}: {error['problem']} [{error['code']}]\nhint: {error['hint']}\n"
 
 
 @pytest.mark.parametrize("name", ["none", f"source/{SINGLE}"])

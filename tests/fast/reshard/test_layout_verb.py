@@ -119,8 +119,10 @@ def test_failures_are_the_same_in_text_and_in_json(args: tuple[str, ...], exit_c
     ended = reshard("layout", *args, "--json")
     assert ended.refusal == (exit_code, code, "layout")
     error, printed = ended.json["error"], reshard("layout", *args)
+    first, *more = error["problem"].split("\n")
+    problem = "\n".join((f"error: layout: {first} [{code}]", *more))
     hint = f"\nhint: {error['hint']}" if error["hint"] else ""
-    assert (printed.code, printed.out, printed.err) == (exit_code, "", f"error: layout: {error['problem']}{hint}\n")
+    assert (printed.code, printed.out, printed.err) == (exit_code, "", f"{problem}{hint}\n")
 
 
 def test_measured_times_balance_a_layout_without_a_model(tmp_path: Path) -> None:

@@ -250,12 +250,15 @@ def test_error_that_a_restart_cannot_fix_comes_first_and_has_the_code() -> None:
     joined = join_failures(met)
     assert code_of(joined) == 3
     assert str(joined) == (
-        "rank 2: shard: is damaged\nrank 0: out of memory\nrank 1: disk: cannot be read\nhint: download it again"
+        "rank 2: shard: is damaged [shard.digest-mismatch]\nrank 0: out of memory [system.out-of-memory]\n"
+        "rank 1: disk: cannot be read [system.io]\nhint: download it again"
     )
     del met["rank 2"], met["rank 3"]
     joined = join_failures(met)
     assert code_of(joined) == 5
-    assert str(joined) == "rank 0: out of memory\nrank 1: disk: cannot be read\nhint: take less"
+    assert str(joined) == (
+        "rank 0: out of memory [system.out-of-memory]\nrank 1: disk: cannot be read [system.io]\nhint: take less"
+    )
 
 
 def test_step_after_a_save_has_the_grace_of_the_step_before_and_the_first_that_of_the_step_timeout(

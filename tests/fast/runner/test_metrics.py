@@ -84,7 +84,8 @@ def test_lines_say_what_happened(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert checkpoint == {
         "step": 4, "checkpoint": "step-000004", "save_nbytes": 100, "stall_s": 0.1, "save_s": 0.2,
     }  # fmt: skip
-    assert failed == {"step": 4, "checkpoint": "step-000004", "save_error": "rank 1: the disk is full"}
+    problem = "rank 1: the disk is full [output.disk-full]"
+    assert failed == {"step": 4, "checkpoint": "step-000004", "save_error": problem}
     assert ended == [{"rank": 0, "peak_nbytes": 10}, {"rank": 1, "peak_nbytes": 20}]
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "step 4/9  loss 2.500000  grad norm 1.5000  lr 0.001  300 tokens/s  MFU 25.0%"

@@ -257,7 +257,7 @@ def test_environment_of_huggingface_hub_is_respected(hub: Hub, tmp_path: Path, i
     env["HF_HUB_OFFLINE"] = "1" if is_offline else "0"
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, timeout=60)
     if is_offline:
-        assert b"HF_HUB_OFFLINE is set\nhint: unset it" in ended.stderr
+        assert b"HF_HUB_OFFLINE is set [store.offline]\nhint: unset it" in ended.stderr
         assert hub.take_requests() == []
     else:
         assert json.loads(ended.stdout) == json.loads(CONFIG)
