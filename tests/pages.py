@@ -148,7 +148,7 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
         "pip install .  ": "its extras are compared with those of pyproject.toml",
     },
     "docs/check.md": {
-        "- run: pip install reshard": "tests/process/test_pre_commit.py runs its last step",
+        "- run: pip install ./reshard": "tests/process/test_pre_commit.py runs its last step",
         "repos:": "tests/process/test_pre_commit.py runs pre-commit with it",
     },
     "docs/cluster.md": {"error: rank 2, stage 2": "output; the launcher's tests have its wording"},
