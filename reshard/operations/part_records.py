@@ -63,7 +63,7 @@ def begin_part(out: Path, folder: Path, key: str, part: Part) -> Path:
             f"run all parts with the same arguments, or remove {folder} and {beside}",
             code="output.other-plan",
         )
-    records = beside / plan["id"]
+    records = beside / str(plan["id"])
     records.mkdir(exist_ok=True)
     check_mark(folder, records)
     return records
