@@ -27,7 +27,7 @@ def uploading(idle_s: float) -> Iterator[None]:
     _limit(get_session(), idle_s)  # for good: another thread may be uploading with it
     strip, logger = _StripQueries(), logging.getLogger(_http.__name__)
     chosen = getattr(_http, "_GLOBAL_CLIENT_FACTORY", None)
-    # After a failure to connect, huggingface_hub goes on with a new client.
+    # After a failure to connect, huggingface_hub makes a new client.
     limiting = None if chosen is None or isinstance(chosen, _Limiting) else _Limiting(chosen, idle_s)
     logger.addFilter(strip)
     if limiting is not None:
