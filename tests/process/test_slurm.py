@@ -219,10 +219,10 @@ def test_job_that_is_told_to_stop_before_its_ranks_have_begun_is_queued_again(
 
 @pytest.mark.slow
 def test_job_whose_node_dies_is_queued_again_and_loses_nothing(
-    packed: Path, tmp_path: Path, uninterrupted: dict[int, float]
+    packed: Path, tmp_path: Path, uninterrupted: dict[int, float], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    (tmp_path / "slurm").mkdir()
-    with start_slurm(tmp_path / "slurm", ("node2", "node10"), requeue_s=SAFE_REQUEUE_S) as slurm:
+    place = tmp_path_factory.mktemp("slurm")  # a short name: below it are sockets, whose paths have 108 bytes at most
+    with start_slurm(place, ("node2", "node10"), requeue_s=SAFE_REQUEUE_S) as slurm:
         lose_a_node(slurm, packed, tmp_path, uninterrupted)
 
 
