@@ -22,9 +22,9 @@ _HEAD = """\
 
 Written by `make architecture` from the imports and the docstrings; `make check` fails when it is out of date.
 
-An arrow means "imports". Arrows implied by others are omitted: where A imports B and B imports C, there is no arrow
-from A to C. Modules that `runner.cli` imports by name when a command runs are omitted, too. There are no
-import cycles, and import-linter checks the layers (`pyproject.toml`).
+A room is a subpackage. An arrow means "imports". Arrows implied by others are omitted: where A imports B and B imports
+C, there is no arrow from A to C. Modules that `runner.cli` imports by name when a command runs are omitted, too. There
+are no import cycles, and import-linter checks the layers (`pyproject.toml`).
 """
 
 
