@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -129,12 +127,7 @@ class FolderTarget:
     def copy(self, name: str, file: InputFile, digest: str | None = None) -> AuxiliaryFile:
         path, blocks = self.folder / name, Blocks(file, digest)
         path.parent.mkdir(parents=True, exist_ok=True)
-        if self.is_shared:
-            draft = path.with_name(f".{uuid.uuid4().hex}.partial")
-            write_file(draft, blocks)
-            os.replace(draft, path)
-        else:
-            write_file(path, blocks)
+        write_file(path, blocks, is_shared=self.is_shared)
         return AuxiliaryFile(path=name, nbytes=blocks.nbytes, digest=blocks.digest)
 
     def write_shards(self, shards: Sequence[OutputShard], options: WriteOptions) -> tuple[WrittenShard, ...]:

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shlex
 import shutil
 import time
-import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -50,6 +48,7 @@ from reshard.operations.part_records import (
     COMMIT_NAME,
     begin_part,
     check_mark,
+    forget_lost,
     identify,
     is_identified,
     mark_of,
@@ -107,6 +106,7 @@ def pack_part(
 def _write(plan: PartsPlan, part: Part, folder: Path, records: Path) -> None:
     """Write a part, or what an interrupted process left to write of it, and its record."""
     pieces = partition(plan.shards, part.of)[part.number - 1]
+    forget_lost(records, folder, [piece.shard for piece in pieces])
     journal = Journal(folder, plan.key, records / f"{part.name}.journal")
     if not journal.is_begun:
         check_space(sum(piece.nbytes for piece in pieces), shutil.disk_usage(folder).free, folder)
@@ -125,9 +125,7 @@ def _write(plan: PartsPlan, part: Part, folder: Path, records: Path) -> None:
     record: dict[str, Any] = {"plan": plan.key, "digests": digests}
     if files is not None:
         record["manifest"] = encode_manifest(replace(plan.draft, files=files)).decode()
-    draft = records / f".{uuid.uuid4().hex}"  # of this process: another one may be writing the same part
-    write_file(draft, json.dumps(record).encode())
-    os.replace(draft, records / f"{part.name}.json")
+    write_file(records / f"{part.name}.json", json.dumps(record).encode(), is_shared=True)
 
 
 def _take_over(work: PartsPlan, own: Part, records: Path, claims: Claims) -> Iterator[Part]:

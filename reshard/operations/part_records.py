@@ -14,6 +14,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,14 @@ from manifests.invariants import MANIFEST_NAME
 from manifests.jsontext import parse_json_object
 from manifests.store import read_small_file, write_file
 from reshard.operations.pack import PLAN_NAME, records_folder
+from reshard.plans.pack_plan import OutputShard
 from reshard.plans.partition import Part
 
 __all__ = [
     "COMMIT_NAME",
     "begin_part",
     "check_mark",
+    "forget_lost",
     "identify",
     "is_identified",
     "mark_of",
@@ -102,6 +105,23 @@ def check_mark(folder: Path, records: Path) -> None:
         problem = "what the parts wrote is not there any more"
         hint = f"remove {folder} and {records.parent}, and run the parts again"
         raise OutputError(str(folder), problem, hint, code="output.damaged-parts")
+
+
+def forget_lost(records: Path, folder: Path, shards: Sequence[OutputShard]) -> None:
+    """Remove the records of finished parts that wrote to one of these shards, if the shard was removed or cut since.
+
+    It is about to get its length again. Then only a record could say which of its bytes were written.
+    """
+    finished = sorted(records.glob("part-*.json"))  # before the shards are looked at: theirs have their lengths
+    lost = {shard.path for shard in shards if not _is_whole(folder / shard.path, shard.nbytes)} if finished else set()
+    for record in finished if lost else ():
+        with suppress(FileNotFoundError):  # another process has found it, too
+            if not lost.isdisjoint(read_record(record)["digests"]):
+                record.unlink()
+
+
+def _is_whole(path: Path, nbytes: int) -> bool:
+    return path.is_file() and path.stat().st_size == nbytes
 
 
 def is_identified(folder: Path, out: Path, beside: Path) -> bool:

@@ -66,8 +66,7 @@ def join_failures(failed: Mapping[str, UserError]) -> UserError:
     said = first.on_rank(place)
     # An error that a group of ranks has already joined is the same on all of them.
     rest = [error.on_rank(place) for place, error in others if str(error) != str(first)]
-    more = "".join(f"\n{each.where}: {each.problem} [{each.code}]" for each in rest)
-    return said.changed(problem=said.problem + more)
+    return said.changed(problem="\n".join((said.problem, *(str(each.changed(hint="")) for each in rest))))
 
 
 def from_rank_0(value: T) -> T:

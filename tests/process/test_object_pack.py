@@ -174,7 +174,9 @@ def test_virtual_bundles_lie_in_a_bucket_and_refer_to_one(
 
 def test_manifest_is_replaced_by_force_in_one_step(s3: S3Server, source: Path, packed: Path, tmp_path: Path) -> None:
     url = upload(s3, packed, "replaced")
-    assert run("pack", source, "--layout", "pp=4", "--out", url, code=3).startswith(f"error: {url}: already exists [")
+    assert run("pack", source, "--layout", "pp=4", "--out", url, code=3).startswith(
+        f"error: {url}: already exists [output.exists]\n"
+    )
     assert objects_in(s3, "replaced") == files_in(packed)
     run("pack", url, "--layout", "pp=4", "--out", url, "--force")  # it reads what it replaces
     found = objects_in(s3, "replaced")

@@ -357,7 +357,7 @@ def test_parts_that_nobody_began_are_packed_by_those_that_are_done(
     ended = pack_part(source, tmp_path / "out", "2/3", "--take-over", "1")
     assert ended.code == 0
     assert "took over 3, 1" in ended.out
-    assert sum("taking over" in message for message in caplog.messages) == 2
+    assert [record.funcName for record in caplog.records if record.funcName != "_take_over"] == ["_write_lost"] * 2
     assert pack_part(source, tmp_path / "out", "3/3", "--take-over", "1", "--json").json["taken_over"] == []
     assert reshard("commit", tmp_path / "out").code == 0
     assert files_in(tmp_path / "out") == whole
@@ -401,11 +401,11 @@ def _begin(
 
 def _end_in(work: Callable[[], object], num_removed: int) -> None:
     """Do this in a copy of this process, which ends when it has removed so many files of a folder."""
-    _end_at(work, "unlink", lambda path: path.endswith((".safetensors", ".json", ".lock")), num_removed)
+    assert _end_at(work, "unlink", lambda path: path.endswith((".safetensors", ".json", ".lock")), num_removed)
 
 
-def _end_at(work: Callable[[], object], name: str, counts: Callable[[str], bool], number: int) -> None:
-    """Do this in a copy of this process, which ends before the call of this function of os, counted from 0."""
+def _end_at(work: Callable[[], object], name: str, counts: Callable[[str], bool], number: int) -> bool:
+    """Do this in a copy of this process, which ends before such a call of os, counted from 0; return whether it did."""
     pid = os.fork()
     if pid == 0:
         function = getattr(os, name)
@@ -419,9 +419,13 @@ def _end_at(work: Callable[[], object], name: str, counts: Callable[[str], bool]
             function(path, *rest, **where)
 
         setattr(os, name, counted)
-        work()
-        os._exit(0)
-    assert os.waitpid(pid, 0)[1] == 0
+        try:
+            work()
+        finally:
+            os._exit(1)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code in (0, 1)
+    return code == 0
 
 
 def _kill_after(seconds: float, work: Callable[[], object]) -> None:
@@ -546,6 +550,25 @@ def test_parts_whose_folder_was_removed_are_not_committed(source: Path, tmp_path
     assert not out.exists()
 
 
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_parts_that_wrote_to_a_shard_that_was_removed_or_cut_are_packed_again(
+    is_cut: bool, source: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    for part in ("1/3", "2/3", "3/3"):
+        assert pack_part(source, out, part).code == 0
+    shard = tmp_path / ".out.partial" / "model-00001-of-00002.safetensors"
+    if is_cut:
+        os.truncate(shard, shard.stat().st_size // 2)
+    else:
+        shard.unlink()
+    assert pack_part(source, out, "1/3").code == 0
+    assert refusal("commit", out).found == (3, "output.missing-parts", str(out))
+    assert pack_part(source, out, "2/3", "--take-over", "1").code == 0
+    assert reshard("commit", out).code == 0
+    assert files_in(out) == whole
+
+
 @pytest.mark.parametrize("num_removed", [0, 1, 3])
 def test_records_that_a_killed_commit_left_are_not_taken_for_those_of_new_parts(
     num_removed: int, source: Path, whole: dict[str, bytes], tmp_path: Path
@@ -585,8 +608,11 @@ def test_commit_in_a_mount_point_that_was_killed_is_ended_by_a_commit_alone(
     monkeypatch.setattr(fixed, "_is_mounted", lambda folder: folder == out)
     for part in ("1/2", "2/2"):
         assert pack_part(source, out, part).code == 0
-    _end_at(lambda: reshard("commit", out), "rename", lambda path: path.startswith(f"{out}/{WORK_NAME}/"), num_moved)
-    if num_moved < 100:
+    is_up = _end_at(
+        lambda: reshard("commit", out), "rename", lambda path: path.startswith(f"{out}/{WORK_NAME}/"), num_moved
+    )
+    assert is_up == (num_moved < 100)
+    if is_up:
         assert refusal(*part_of(source, out, "1/2")).found == (3, "output.unfinished-commit", str(out))
     assert reshard("commit", out).code == 0
     assert files_in(out) == whole
@@ -601,8 +627,8 @@ def test_commit_that_was_killed_twice_ends(
     out = tmp_path / "out"
     for part in ("1/2", "2/2"):
         assert pack_part(source, out, part).code == 0
-    for number in (num_removed, again):
-        _end_at(lambda: reshard("commit", out), "unlink", lambda path: True, number)
+    assert _end_at(lambda: reshard("commit", out), "unlink", lambda path: True, num_removed)
+    assert _end_at(lambda: reshard("commit", out), "unlink", lambda path: True, again)
     assert reshard("commit", out).code == 0
     assert files_in(out) == whole
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -140,7 +140,8 @@ def test_package_that_is_not_installed_is_named_before_anything_starts(
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UsageError) as error:
         check_sinks(options)
-    assert (error.value.where, error.value.hint) == (f"--{name}", f"pip install 'reshard[{name}]'")
+    found = (error.value.code, error.value.where, error.value.hint)
+    assert found == ("system.missing-package", f"--{name}", f"pip install 'reshard[{name}]'")
     check_sinks(parse_training(["--data", "synthetic"]))
 
 

@@ -90,7 +90,7 @@ def test_text_without_a_tokenizer_is_refused_before_any_rank_starts(
     tokenizer = packed / "tokenizer.json"
     with without_file(packed, tokenizer.name), pytest.raises(SystemExit):
         run(["eval", packed, "--data", "a.txt", "--dry-run"], monkeypatch, capsys)
-    assert capsys.readouterr().err.startswith(f"error: {tokenizer}: no such file [")
+    assert capsys.readouterr().err.startswith(f"error: {tokenizer}: no such file [tokenizer.missing]\n")
 
 
 def test_endless_data_cannot_be_evaluated() -> None:
