@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from contextlib import closing
 from dataclasses import replace
 
@@ -39,11 +38,9 @@ def folder(hub: Hub) -> HubFolder:
 
 
 def test_refusal_that_arrives_byte_by_byte_is_not_waited_for(hub: Hub, folder: HubFolder) -> None:
-    hub.fail("/resolve/", status=404, headers={"X-Error-Code": "EntryNotFound"}, body=b"{}" * 150, drip_s=0.1)
+    hub.fail("/resolve/", status=404, headers={"X-Error-Code": "EntryNotFound"}, body=b"{}" * 1000, drip_s=0.1)  # 200 s
     file = replace(folder.files[WEIGHTS], retries=replace(QUICK, answer_s=0.5))
-    start = time.monotonic()
     assert refused(lambda: read_whole(file)) == ("store.no-such-file", "hf://org/name")
-    assert time.monotonic() - start < 15
 
 
 def test_long_refusal_is_read_in_part(hub: Hub, folder: HubFolder) -> None:
