@@ -28,6 +28,7 @@ from runner.launch.preflight import notes
 from runner.load.deferred import DeferredVerification
 from runner.load.load import LoadReport, Reading
 from runner.load.local_cache import CacheReport, local_cache_of
+from runner.load.same_manifest import check_same_manifest
 from runner.load.stored import StageLoader
 from runner.metrics.gauges import memory_nbytes
 from runner.models import Family, family_for
@@ -168,6 +169,7 @@ def _begin(
         )
         if options.self_check and mesh.rank == 0:
             self_check(family, launched.stage_modules)
+    check_same_manifest(origin.where, save_context.parents[-1].digest)
     if options.self_check and mesh.degrees.tensor > 1 and isinstance(family, SelfChecked):
         pair = pair_mesh(mesh.rank)
         with together("self-check"):

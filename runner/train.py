@@ -15,10 +15,12 @@ from typing import NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
+from manifests.errors import UserError
 from manifests.schema import TrainingState
 from manifests.store import locate_manifest
 from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.async_save import Saver
+from runner.checkpoint.data_position import check_same_files, digests_of
 from runner.checkpoint.history import claim_history, claim_output
 from runner.checkpoint.outputs import check_outputs, check_space
 from runner.checkpoint.resume import Origin, find_origins
@@ -36,7 +38,9 @@ from runner.distributed.watchdog import StallTimer, StoppedError, Watchdog, log_
 from runner.distributed.world import World, device_of, join_world
 from runner.evaluation.evaluate import cut_as, mean_loss
 from runner.launch.combinations import check_combination, check_sinks, share_of, tensor_parallel
+from runner.launch.preflight import check_evaluable, check_texts
 from runner.load.local_cache import fetch_to_cache
+from runner.load.same_manifest import check_same_manifest
 from runner.metrics.gauges import least_step_s, peak_memory_nbytes
 from runner.metrics.metrics import Metrics, RankLoad
 from runner.metrics.progress import StepProgress
@@ -75,6 +79,7 @@ def train(address: str, options: TrainOptions, world: World) -> None:
     if is_url(address):
         launched = fetch_to_cache(file, manifest, digest, options, world)
     else:
+        check_same_manifest(str(file), digest)
         with together("manifest"):
             launched = open_packed(locate_manifest(Path(address)).parent, manifest)
     run(launched, options, world, device)
@@ -86,6 +91,7 @@ def run(launched: Packed, options: TrainOptions, world: World, device: torch.dev
         if world.rank == 0:
             check_sinks(options)
             check_apart(options, launched.root)
+    check_evaluation(launched, options)
     with claim_outputs(options, world):
         ready = begin(launched, find_start(launched, options, world), options, world, device)
         check_writes(ready, world)
@@ -125,7 +131,7 @@ def find_start(launched: Packed, options: TrainOptions, world: World) -> tuple[O
 
 
 def _train_and_save(ready: Ready, metrics: Metrics, world: World, device: torch.device) -> None:
-    """Take all steps, evaluate, and save; or stop at a signal with a checkpoint."""
+    """Take all steps, save, and evaluate; or stop at a signal with a checkpoint."""
     options, saving = ready.options, StallTimer()
     with _watchdog(ready, world, saving) as watchdog, _saver(ready, saving) as saver:
         # The saver is left first, and waits for its save while the watchdog watches that the disk answers.
@@ -137,15 +143,15 @@ def _train_and_save(ready: Ready, metrics: Metrics, world: World, device: torch.
         check_equal(ready.engine.ties)
         if is_stopped:
             _stop(saver, metrics, trained, options, world)
+        # The weights are written first: neither a failed checkpoint nor what follows may lose them.
+        failure = _finish_saving(saver, metrics)
+        if options.save is not None:
+            _save_weights(ready, trained, options.save, saving)
+            metrics.saved(options.save)
         if options.eval_data is not None:
             metrics.evaluation(trained.step, *evaluate(ready))
-        if saver is not None:
-            _finish_saving(saver, metrics)
-        if options.save is not None:
-            weights_only = TrainingState(step=trained.step, num_tokens=trained.num_tokens, dtype=trained.dtype)
-            held, context = ready.whole_weights()
-            save(held, context, options.save, weights_only, force=options.force, timer=saving)
-            metrics.saved(options.save)
+        if failure is not None:
+            raise failure
         metrics.ended(_from_all(peak_memory_nbytes(device), world))
         if world.rank == 0:
             _note_end(options.log_dir, RunState(step=trained.step, ended="done"))
@@ -162,6 +168,21 @@ def check_writes(ready: Ready, world: World) -> None:
     with together("outputs"):
         if world.rank == 0:
             check_space(options, checkpoint_nbytes=0 if is_done else state_nbytes, weights_nbytes=weights_nbytes)
+
+
+def check_evaluation(launched: Packed, options: TrainOptions) -> None:
+    """Check before the first step that every rank finds the same evaluation data, and a tokenizer."""
+    data = options.eval_data
+    if data is None:
+        return
+    found: tuple[str, ...] = ()
+    with together("evaluation data"):
+        check_evaluable(data)
+        check_texts(launched, options)
+        found = digests_of(data)
+    shared = from_rank_0(found)
+    with together("evaluation data"):
+        check_same_files("--eval-data", data, found, shared)
 
 
 def open_metrics(ready: Ready, world: World, device: torch.device) -> Metrics:
@@ -217,12 +238,20 @@ def main() -> None:
     run_rank(lambda world: train(path, parse_training(training), world), is_quiet="--quiet" in training)
 
 
-def _finish_saving(saver: Saver, metrics: Metrics) -> None:
-    """Wait for the save in flight; the run fails if the last save has failed."""
+def _finish_saving(saver: Saver | None, metrics: Metrics) -> UserError | None:
+    """Wait for the checkpoint in flight; return the error of the last one, which makes the run fail."""
+    if saver is None:
+        return None
     for ended in saver.reports(wait=True):
         metrics.checkpoint(ended)
-    if saver.failure is not None:
-        raise saver.failure
+    return saver.failure
+
+
+def _save_weights(ready: Ready, trained: TrainingState, out: Path, timer: StallTimer) -> None:
+    """Write the trained weights, without optimizer state."""
+    weights_only = TrainingState(step=trained.step, num_tokens=trained.num_tokens, dtype=trained.dtype)
+    held, context = ready.whole_weights()
+    save(held, context, out, weights_only, force=ready.options.force, timer=timer)
 
 
 def _watchdog(ready: Ready, world: World, saving: StallTimer) -> Watchdog:
@@ -250,7 +279,8 @@ def _stop(
 ) -> NoReturn:
     """End a run that was asked to stop, once its checkpoint is on disk and `state.json` is written."""
     assert saver is not None, "only a run that saves can be asked to stop"
-    _finish_saving(saver, metrics)
+    if (failure := _finish_saving(saver, metrics)) is not None:
+        raise failure
     with together("stop"):
         if world.rank == 0:
             _note_end(options.log_dir, RunState(step=trained.step, ended="stopped"))

@@ -16,7 +16,7 @@ from runner.config.schema import SYNTHETIC, DataOptions
 from runner.data.files import find_files
 from runner.data.framing import Framing, document_framing, load_tokenizer
 
-__all__ = ["FoundData", "check_alike", "find_data"]
+__all__ = ["FoundData", "check_alike", "check_same_files", "digests_of", "find_data"]
 
 _Files = Sequence[tuple[str, int]]  # by name and size
 
@@ -45,7 +45,6 @@ def find_data(
     listed, framing = _list(options.data), _framing(options.data, folder)
     digest = _digest(options, listed, tokenizer, framing)
     notes = [] if framing is None or framing.note is None else [framing.note]
-    sources = tuple(digest_bytes(json.dumps(files).encode()) for files in listed)
     if left is not None and options.resume.restart_data:
         left, note = _restart(left, digest)
         notes.append(note)
@@ -67,7 +66,7 @@ def find_data(
             code="resume.other-data",
         )
     position = left or DataPosition(num_sequences=0, digest=digest)
-    return FoundData(position=position, sources=sources, notes=tuple(notes))
+    return FoundData(position=position, sources=_each_digest(listed), notes=tuple(notes))
 
 
 def check_alike(data: DataOptions, found: FoundData, on_rank_0: FoundData) -> None:
@@ -78,16 +77,38 @@ def check_alike(data: DataOptions, found: FoundData, on_rank_0: FoundData) -> No
     """
     if found.position == on_rank_0.position:
         return
-    for source, own, other in zip(data.sources, found.sources, on_rank_0.sources, strict=False):
+    check_same_files("--data", data, found.sources, on_rank_0.sources)
+    problem = "does not match the data of rank 0: the data flags or the tokenizer differ"
+    raise DataError("--data", problem, code="data.differs-between-ranks")
+
+
+def digests_of(data: DataOptions) -> tuple[str, ...]:
+    """Return a digest of the names and sizes of the files of each source.
+
+    Raises:
+        DataError: a source that matches no file.
+    """
+    return _each_digest(_list(data))
+
+
+def check_same_files(flag: str, data: DataOptions, found: Sequence[str], on_rank_0: Sequence[str]) -> None:
+    """Check that each source has the digest that it has on rank 0; `flag` names the data.
+
+    Raises:
+        DataError: naming the first source whose files differ.
+    """
+    for source, own, other in zip(data.sources, found, on_rank_0, strict=False):
         if own != other:
             raise DataError(
-                f"--data {source}",
+                f"{flag} {source}",
                 "has files with other names or sizes than on rank 0",
                 "every node must see the same files: a copy on the node's own disk may be outdated",
                 code="data.differs-between-ranks",
             )
-    problem = "does not match the data of rank 0: the data flags or the tokenizer differ"
-    raise DataError("--data", problem, code="data.differs-between-ranks")
+
+
+def _each_digest(listed: Sequence[_Files]) -> tuple[str, ...]:
+    return tuple(digest_bytes(json.dumps(files).encode()) for files in listed)
 
 
 def _restart(left: DataPosition, digest: str) -> tuple[DataPosition | None, str]:

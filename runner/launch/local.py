@@ -13,7 +13,6 @@ import click
 
 from manifests.errors import (
     LaunchError,
-    UsageError,
 )
 from manifests.schema import Manifest
 from manifests.signals import deferred
@@ -24,12 +23,10 @@ from runner.checkpoint.resume import Origin, check_fits, find_origins, remembere
 from runner.checkpoint.save_paths import check_apart
 from runner.config.flags import TrainOptions, recall
 from runner.config.parallel_dims import ParallelDims
-from runner.config.schema import SYNTHETIC
-from runner.data.files import find_files
 from runner.launch.combinations import check_combination, check_divides, check_sinks, combine, share_of, tensor_parallel
 from runner.launch.local_processes import record_here
 from runner.launch.log_folder import claim_log_dir
-from runner.launch.preflight import check_length, check_model, check_places, check_texts
+from runner.launch.preflight import check_evaluable, check_length, check_model, check_places, check_texts
 from runner.launch.run_folder import RunFolder
 from runner.launch.supervisor import stopping
 from runner.launch.torch_version import check_torch
@@ -127,14 +124,7 @@ def check_beginning(launched: Packed, options: TrainOptions, degrees: ParallelDi
         _check_step(launched.manifest, options, degrees)
         check_length(launched, options)
     if options.eval_data is not None:
-        if SYNTHETIC in options.eval_data.sources:
-            raise UsageError(
-                "--eval-data",
-                f"expected files, found {SYNTHETIC}, which is endless",
-                "choose files to evaluate on",
-                code="options.needs-documents",
-            )
-        find_files(options.eval_data.sources)
+        check_evaluable(options.eval_data)
     find_data(options, training.data if training else None, launched.tokenizer, launched.root)
     check_texts(launched, options)
 

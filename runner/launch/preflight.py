@@ -12,13 +12,13 @@ from runner.bundle.packed import Packed, check_tokenizer
 from runner.checkpoint.resume import remembered
 from runner.config.architectures import TORCHTITAN, Implementation, choose_implementation, generic_entry
 from runner.config.flags import TrainOptions, flag_of
-from runner.config.schema import SYNTHETIC
-from runner.data.files import SUFFIXES
+from runner.config.schema import SYNTHETIC, DataOptions
+from runner.data.files import SUFFIXES, find_files
 from runner.models.decoders import DECODERS, decoder_of, refuse_mtp
 from runner.models.generic_limits import check_fields, check_modules
 from runner.models.titan_fields import TITAN_FIELDS
 
-__all__ = ["check_length", "check_model", "check_places", "check_texts", "notes"]
+__all__ = ["check_evaluable", "check_length", "check_model", "check_places", "check_texts", "notes"]
 
 
 def check_places(options: TrainOptions) -> None:
@@ -48,6 +48,23 @@ def check_places(options: TrainOptions) -> None:
             "choose a folder: each checkpoint is a subfolder of it",
             code="output.not-a-folder",
         )
+
+
+def check_evaluable(data: DataOptions) -> None:
+    """Check that evaluation data has an end, and is there.
+
+    Raises:
+        UsageError: it is synthetic.
+        DataError: a source that matches no file.
+    """
+    if SYNTHETIC in data.sources:
+        raise UsageError(
+            "--eval-data",
+            f"expected files, found {SYNTHETIC}, which is endless",
+            "choose files to evaluate on",
+            code="options.needs-documents",
+        )
+    find_files(data.sources)
 
 
 def check_texts(launched: Packed, options: TrainOptions) -> None:

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from manifests.errors import InputError, ManifestError
+from manifests.errors import InputError
 from manifests.schema import MOMENTS, WEIGHTS, Holds, Manifest, Shard
 from manifests.sizes import show_bytes
 from manifests.store import parent_of
@@ -31,6 +31,7 @@ from runner.config.flags import TrainOptions
 from runner.distributed.fail_together import from_rank_0, together
 from runner.distributed.rounds import in_rounds, is_true_for_all
 from runner.distributed.world import World
+from runner.load.same_manifest import check_same_manifest
 from runner.parallel.mesh import Mesh
 from stores.bundles import Bundles
 from stores.manifest_file import ManifestFile
@@ -90,15 +91,8 @@ def fetch_to_cache(file: ManifestFile, manifest: Manifest, digest: str, options:
         UserError: on all ranks, whichever failed.
     """
     assert options.stage_to_local is not None, "checked by the launcher"
-    expected = from_rank_0(digest)
+    check_same_manifest(str(file), digest)
     with together("manifest"):
-        if digest != expected:
-            raise ManifestError(
-                str(file),
-                "differs from what rank 0 read",
-                "it was replaced in the meantime: start again",
-                code="manifest.replaced",
-            )
         folder = node_folder(options.stage_to_local, name_of(file.folder.location), digest).resolve()
         if world.local_rank == 0:
             fetch(file, folder, (manifest, digest))
