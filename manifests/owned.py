@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from manifests.errors import InputError, OutputError, UnreachableError
+from manifests.errors import InputError, OutputError, UnreachableError, refused_by_system
 from manifests.index import INDEX_NAME, has_index
 from manifests.invariants import MANIFEST_NAME
 from manifests.schema import Manifest
@@ -156,7 +156,11 @@ def remove_tree(entry: Path) -> None:
 
 
 def _others(out: Path, owned: Collection[str]) -> Iterator[tuple[str, bool]]:
-    """Yield the paths in a folder that are not `owned`, and whether each is a folder; folders before their contents."""
+    """Yield the paths in a folder that are not `owned`, and whether each is a folder; folders before their contents.
+
+    Raises:
+        OutputError: a folder that cannot be listed, or where another file system is mounted.
+    """
     above, device = {parent for path in owned for parent in _parents(path)}, os.stat(out).st_dev
     for path, is_folder in _walk(out):
         if is_folder and os.lstat(out / path).st_dev != device:
@@ -166,10 +170,14 @@ def _others(out: Path, owned: Collection[str]) -> Iterator[tuple[str, bool]]:
 
 
 def _walk(folder: Path) -> Iterator[tuple[str, bool]]:
-    """Yield every path below a folder, and whether it is a folder; links are not."""
+    """Yield every path below a folder, and whether it is a folder; links are not.
+
+    Raises:
+        OutputError: a folder that cannot be listed.
+    """
 
     def refuse(error: OSError) -> None:
-        raise error
+        raise refused_by_system(str(error.filename or folder), error, code="output.unreadable") from error
 
     for parent, folders, files in os.walk(folder, onerror=refuse):
         below = os.path.relpath(parent, folder)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from manifests.errors import refused_by_system
+from manifests.errors import InputError, refused_by_system
 from manifests.invariants import MANIFEST_NAME
 from manifests.lockfile import locking
 from manifests.owned import files_of_manifest, foreign_files, remove_tree
@@ -66,15 +66,20 @@ def _is_whole(checkpoint: Path) -> bool:
 def claim_history(history: Path) -> Iterator[None]:
     """Keep other runs from saving here while the block runs, and remove what killed runs have left.
 
+    What cannot be removed is logged and left: on NFS, a file that another process still reads.
+
     Raises:
-        InputError: another run saves here, or the folder cannot be created or cleaned up.
+        InputError: another run saves here, or the folder cannot be created.
     """
     where = f"--checkpoint {history}"
     _make(history, where)
     with locking(history / _CLAIM, where, "saves checkpoints there"):
         for path in history.iterdir():
             if _LEFT.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
-                _remove(path)
+                try:
+                    remove_tree(path)
+                except OSError as error:
+                    logger.warning("%s: left by an earlier run, cannot be removed: %s", path, error.strerror)
         yield
 
 
@@ -107,8 +112,8 @@ def prune(
 ) -> None:
     """Remove all but the last `keep` checkpoints up to `newest`, after reading that one back.
 
-    Kept in any case: those that are `spared`, by whatever path; later ones, which are not this run's; and those to
-    which somebody has added files, each with a warning.
+    Kept in any case, and not counted: those that are `spared`, by whatever path, and later ones, which are not this
+    run's. Those to which somebody has added files, or that cannot be looked through, are kept with a warning.
 
     Raises:
         InputError: `newest` cannot be read back, and nothing was removed; or one cannot be removed.
@@ -118,14 +123,10 @@ def prune(
         open_shard(newest, shard)
     last = step_of(newest)
     assert last is not None
-    past = [path for path in find_checkpoints(history) if (step_of(path) or 0) <= last]
     kept = {path.resolve() for path in spared if path is not None}
+    past = [path for path in find_checkpoints(history) if (step_of(path) or 0) <= last and path.resolve() not in kept]
     for path in past[keep:]:
-        if path.resolve() in kept:
-            continue
-        files = files_of_manifest(path)
-        if files is None or (others := foreign_files(path, files)):
-            reason = "its manifest cannot be read" if files is None else f"{others[0]} in it was not written by the run"
+        if (reason := _why_kept(path)) is not None:
             logger.warning("%s: kept beyond --keep: %s", path, reason)
             continue
         beat()
@@ -139,6 +140,20 @@ def prune(
         except OSError as error:
             raise refused_by_system(str(path), error, "cannot be removed", code="checkpoint.not-pruned") from error
         _remove(removed)
+
+
+def _why_kept(path: Path) -> str | None:
+    """Return why a checkpoint must not be removed; None: it has nothing but what the run wrote."""
+    files = files_of_manifest(path)
+    if files is None:
+        return "its manifest cannot be read"
+    try:
+        others = foreign_files(path, files)
+    except InputError as error:
+        return f"{error.where}: {error.problem}"
+    except OSError as error:  # somebody is removing it
+        return f"cannot be looked through: {error.strerror}"
+    return f"{others[0]} in it was not written by the run" if others else None
 
 
 def set_aside(path: Path) -> None:

@@ -105,6 +105,46 @@ def test_what_the_run_was_told_to_begin_with_stays_however_it_is_called(trained:
     assert names_in(history) == ["step-000020", "step-000040"]
 
 
+def test_what_the_run_was_told_to_begin_with_is_not_counted(trained: Path, tmp_path: Path) -> None:
+    fill(tmp_path, trained, 10, 20, 30)
+    prune(tmp_path, checkpoint_path(tmp_path, 30), keep=2, spared=(checkpoint_path(tmp_path, 20),))
+    assert names_in(tmp_path) == ["step-000010", "step-000020", "step-000030"]
+
+
+def test_what_cannot_be_removed_of_an_earlier_run_is_named_and_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """NFS keeps a file that another process reads, and so its folder."""
+    left = tmp_path / ".step-000001.removed"
+    (left / "stage-000").mkdir(parents=True)
+
+    def rmtree(path: Path) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    with claim_history(tmp_path):
+        assert names_in(tmp_path) == [".lock", left.name]
+    assert [record.getMessage().partition(": ")[0] for record in caplog.records] == [str(left)]
+
+
+def test_checkpoint_that_cannot_be_looked_through_stays_and_older_ones_go(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(tmp_path, trained, 10, 20, 30)
+    closed, scandir = checkpoint_path(tmp_path, 20) / "results", os.scandir
+    closed.mkdir()
+
+    def listed(path: str | int) -> object:
+        if path == str(closed):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", listed)
+    prune(tmp_path, checkpoint_path(tmp_path, 30), keep=1)
+    assert names_in(tmp_path) == ["step-000020", "step-000030"]
+    assert [record.getMessage().partition(": ")[0] for record in caplog.records] == [str(closed.parent)]
+
+
 def test_checkpoint_with_files_of_others_in_it_is_not_pruned(
     trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
