@@ -49,7 +49,7 @@ def train_steps(ready: Ready, metrics: Metrics, saver: Saver | None, watchdog: W
         report = steps.train(batch, trained.step)
         steps.report(trained.step + 1, report, started_s)
         trained = steps.advance(trained, report, batch)
-        steps.check_ties(trained)
+        steps.check_ties(trained, is_last=report.is_last)
         steps.save(trained, is_last=report.is_last)
         is_last = report.is_last
     return trained, trained.step < ready.options.steps
@@ -116,9 +116,9 @@ class _Steps:
             cursor=cursor.plain if cursor is not None else None,
         )
 
-    def check_ties(self, trained: TrainingState) -> None:
-        """Compare the replicas of tied weights, if that is due."""
-        if self.ready.options.checks_ties_after(trained.step):
+    def check_ties(self, trained: TrainingState, *, is_last: bool) -> None:
+        """Compare the replicas of tied weights, if that is due; a checkpoint follows the last step."""
+        if self.ready.options.checks_ties_after(trained.step) or is_last:
             with self.ready.deferred.comes_first():
                 check_equal(self.ready.engine.ties)
 

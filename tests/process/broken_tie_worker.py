@@ -2,14 +2,16 @@
 
 usage: broken_tie_worker.py JOB
 
-JOB is one of `resume_worker.py`'s.
+JOB is one of `resume_worker.py`'s; with "stops", rank 1 is asked to stop then.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -24,19 +26,22 @@ from tests.process.resume_worker import CPU, run_job
 _STEPS = count(1)
 
 
-def break_tie(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def break_tie(optimizer: torch.optim.Optimizer, *_: Any, stops: bool) -> None:
     """Flip the lowest bit of one element, which no loss would show."""
     if next(_STEPS) == 2:
         head = max((parameter for group in optimizer.param_groups for parameter in group["params"]), key=torch.numel)
         head.data.view(torch.int32)[0, 0] ^= 1
+        if stops:
+            os.kill(os.getpid(), signal.SIGUSR2)
 
 
-def main(job: Path) -> None:
+def main(path: Path) -> None:
+    job = json.loads(path.read_text())
     world = World.from_environment(os.environ)
     join_world(CPU, timeout_s=60)
     if world.rank == 1:
-        register_optimizer_step_post_hook(break_tie)
-    run_job(json.loads(job.read_text()), world)
+        register_optimizer_step_post_hook(partial(break_tie, stops="stops" in job))
+    run_job(job, world)
     dist.barrier()
     dist.destroy_process_group()
 

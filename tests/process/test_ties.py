@@ -13,6 +13,7 @@ from tests.builders import run
 from tests.fast.runner.tiny import EMBEDDING, SIZES, save_model
 from tests.process.ties_worker import QUERY, UP
 from tests.process.torchrun import launch
+from tests.process.training_jobs import job, lines_of, said
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
 
@@ -91,13 +92,22 @@ def test_tie_that_breaks_in_a_run_ends_it_at_the_next_check(every: int, num_step
     """Step 2 of 4 leaves rank 1 with another weight, as a fault of its memory would."""
     save_model(tmp_path / "model", tie_word_embeddings=True, num_hidden_layers=2)
     run("pack", tmp_path / "model", "--layout", "pp=2", "--out", tmp_path / "packed", "--quiet")
-    flags = ("--data", "synthetic", "--seq-len", 8, "--global-batch", 2, "--steps", 4, "--check-ties-every", every)
-    flags = (*flags, "--checkpoint", tmp_path / "history", "--log-dir", tmp_path / "log")
-    job = {"root": str(tmp_path / "packed"), "args": [str(flag) for flag in flags], "log": str(tmp_path / "said")}
-    (tmp_path / "job.json").write_text(json.dumps(job))
-    launch(2, "broken_tie_worker.py", tmp_path / "job.json")
-    said = (tmp_path / "said").read_text()
-    assert f"error: rank.tied-weights-differ at {EMBEDDING}\n" in said
-    lines = [json.loads(line) for line in (tmp_path / "log" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "loss" in line] == list(range(1, num_steps + 1))
-    assert not list((tmp_path / "history").glob("step-*"))  # nothing that is wrong was saved
+    assert steps_with_a_broken_tie(tmp_path, "--steps", 4, "--check-ties-every", every) == list(range(1, num_steps + 1))
+
+
+def test_tie_that_breaks_is_found_before_the_checkpoint_of_a_run_that_is_stopped(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", tie_word_embeddings=True, num_hidden_layers=2)
+    run("pack", tmp_path / "model", "--layout", "pp=2", "--out", tmp_path / "packed", "--quiet")
+    steps = steps_with_a_broken_tie(tmp_path, "--steps", 1000, "--check-ties-every", 1000, stops=True)
+    assert len(steps) < 1000
+
+
+def steps_with_a_broken_tie(place: Path, *flags: object, **more: object) -> list[int]:
+    """Train until the tie's check ends the run, see that nothing wrong was saved, and return the steps taken."""
+    fixed = ("--data", "synthetic", "--seq-len", 8, "--global-batch", 2, "--checkpoint", place / "history")
+    described = job(place / "packed", place / "log", *fixed, *flags, **more)
+    (place / "job.json").write_text(json.dumps(described))
+    launch(2, "broken_tie_worker.py", place / "job.json")
+    assert f"error: rank.tied-weights-differ at {EMBEDDING}\n" in said(place / "log")
+    assert not list((place / "history").glob("step-*"))
+    return [line["step"] for line in lines_of(place / "log") if "loss" in line]
