@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         UserError,
     )
     from runner.load.own_module import LoadResult, StateDictAdapter, load_stages
-    from runner.models import Family
+    from runner.models.family import Family
     from runner.models.own import FamilyRequest, NamedFamily, generic_family
     from runner.tensors.local_shard import Piece
 
@@ -90,7 +90,7 @@ __getattr__, __dir__ = lazy_attributes(
             "UserError",
         ),
         "runner.load.own_module": ("LoadResult", "StateDictAdapter", "load_stages"),
-        "runner.models": ("Family",),
+        "runner.models.family": ("Family",),
         "runner.models.own": ("FamilyRequest", "NamedFamily", "generic_family"),
         "runner.tensors.local_shard": ("Piece",),
     },

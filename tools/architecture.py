@@ -1,6 +1,7 @@
 """Write docs/architecture.md: the subpackages of each package and their dependencies, from the imports.
 
-`python tools/architecture.py` writes the page; `--check` exits with 1 where the page differs from the code.
+`python tools/architecture.py` writes the page; `--check` exits with 1 where the page differs from the code. Both refuse
+files that import each other, those imported inside functions and under `TYPE_CHECKING` included.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import importlib
 import sys
 import tomllib
 from collections.abc import Iterable, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import grimp
@@ -30,7 +32,11 @@ are no import cycles, and import-linter checks the layers (`pyproject.toml`).
 
 def main() -> int:
     """Write or check the page; return the exit code."""
-    page = render()
+    graph = grimp.build_graph(*PACKAGES)
+    if cycle := find_cycle(graph):
+        print(f"files import each other: {' -> '.join(cycle)}\nhint: move what both need to a third", file=sys.stderr)
+        return 1
+    page = render(graph)
     if "--check" not in sys.argv[1:]:
         PAGE.write_text(page)
         return 0
@@ -40,9 +46,19 @@ def main() -> int:
     return 1
 
 
-def render() -> str:
+def find_cycle(graph: grimp.ImportGraph) -> list[str]:
+    """Return modules of which each imports the next, the last one being the first again; empty where there are none."""
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        cycle: list[str] = error.args[1]
+        return cycle[::-1]
+    return []
+
+
+def render(graph: grimp.ImportGraph) -> str:
     """Return the page as Markdown with Mermaid figures."""
-    graph = grimp.build_graph(*PACKAGES)
     arrows = {(a, b) for a, b in _imports(graph) if a.split(".")[0] != b.split(".")[0]}
     whole = {(a.split(".")[0], b.split(".")[0]) for a, b in arrows}
     sections = [_HEAD, "## Packages\n", _figure(PACKAGES, whole), _table({name: name for name in PACKAGES})]

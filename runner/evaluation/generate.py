@@ -27,8 +27,8 @@ from runner.distributed.world import World
 from runner.evaluation.command import GenerateOptions, Sampling, parse_generate
 from runner.evaluation.reader import ReadModel, meet, read_model
 from runner.evaluation.sampling import draw, generators_of
-from runner.models import Family
 from runner.models.decoders import DECODERS
+from runner.models.family import Family
 
 __all__ = ["Completion", "complete", "completions_of", "generate", "main", "stop_tokens"]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import EntryPoint
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,10 +18,8 @@ from manifests.models.by_catalogue import described_entry
 from manifests.models.catalogue import entry_of
 from manifests.schema import ModelDescription
 from runner.config.own_families import GROUP
+from runner.models.family import Family
 from runner.tensors.local_shard import Piece
-
-if TYPE_CHECKING:
-    from runner.models import Family
 
 __all__ = ["FamilyRequest", "NamedFamily", "WholeOwn", "generic_family", "load_family", "request_of"]
 

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from runner.models import Family
+from runner.models.family import Family
 from runner.pipeline.chunk import StageChunk, layers_of
 
 __all__ = ["Planned", "shard_matrices", "summed_over_heads"]

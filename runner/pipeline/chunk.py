@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from manifests.models import module_of
-from runner.models import Family
+from runner.models.family import Family
 from runner.pipeline.chunked_head import ChunkedHead
 from runner.pipeline.stage_io import StageIO
 from runner.tensors.dtensor import local_of, local_regions

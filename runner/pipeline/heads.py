@@ -10,7 +10,7 @@ from torch.func import functional_call
 
 from manifests.errors import UsageError
 from runner.config.parallel_dims import TENSOR
-from runner.models import Family
+from runner.models.family import Family
 from runner.pipeline.chunk import StageChunk, build_chunks, part_of
 from runner.pipeline.chunked_head import ChunkedHead, width_of
 from runner.pipeline.microbatches import token_loss

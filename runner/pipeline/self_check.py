@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from manifests.errors import ModelError, UserError
-from runner.models import Family
+from runner.models.family import Family
 from runner.pipeline.chunk import StageChunk, build_chunks, hf_constants, hf_pieces, materialize
 from runner.pipeline.microbatches import token_loss
 from runner.pipeline.stage_io import StageIO

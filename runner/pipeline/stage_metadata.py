@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from manifests.errors import ManifestError
-from runner.models import Family
+from runner.models.family import Family
 from runner.pipeline.chunk import StageChunk, build_chunks
 from runner.pipeline.stage_io import Form, form_of
 

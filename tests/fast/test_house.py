@@ -8,9 +8,12 @@ import sys
 import tomllib
 from pathlib import Path
 
+import grimp
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from tools.architecture import find_cycle
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("manifests", "reshard", "runner", "stores")
@@ -78,6 +81,20 @@ def test_no_source_file_is_longer_than_400_lines() -> None:
 def test_import_brings_in_neither_torch_nor_other_heavy_packages(module: str) -> None:
     loaded = run_python(f"import sys, {module}; print(*{{name.partition('.')[0] for name in sys.modules}})")
     assert set(loaded.split()) & HEAVY == set()
+
+
+def test_import_for_types_alone_closes_a_cycle_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "cyclic_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("def load():\n    from cyclic_package.inner import load\n")
+    (package / "inner.py").write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import cyclic_package\n"
+    )
+    (package / "other.py").write_text("import cyclic_package.inner\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    cycle = find_cycle(grimp.build_graph("cyclic_package", cache_dir=None))
+    assert cycle[0] == cycle[-1]
+    assert set(cycle) == {"cyclic_package", "cyclic_package.inner"}
 
 
 @pytest.mark.parametrize("command", ["reshard", "runner"])

@@ -1,0 +1,63 @@
+"""What the pipeline asks of a model family."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from runner.tensors.local_shard import Piece
+
+__all__ = ["Family"]
+
+
+class Family(Protocol):
+    """A model that can be built one stage at a time.
+
+    `modules` lists the whole model in the order it runs: the first turns tokens into activations of
+    `hidden_size`, the last turns those into `vocab_size` logits.
+    """
+
+    @property
+    def architecture(self) -> str: ...
+    @property
+    def modules(self) -> tuple[str, ...]: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+    def build(self, modules: tuple[str, ...]) -> nn.Module:
+        """Build these modules, and no others, on the meta device.
+
+        Shapes: what is built takes tokens (B, L) or hidden (B, L, D), and returns hidden or logits (B, L, V).
+        """
+        ...
+
+    def init_buffers(self, module: nn.Module, device: torch.device) -> None:
+        """Compute the buffers that are in no file, such as the rotary cache, on `device`.
+
+        Shapes: as `module`, which `build` returned, has them on the meta device.
+        """
+        ...
+
+    def to_hf(self, name: str) -> str:
+        """Return the Hugging Face FQN of a parameter that `build` made; the first of several."""
+        ...
+
+    def pieces(self, name: str, memory: torch.Tensor, offset: tuple[int, ...]) -> tuple[Piece, ...]:
+        """Return the parts of Hugging Face tensors that are in `memory`.
+
+        Shapes: `memory` is a region, which begins at `offset`, of the parameter `name`, of its optimizer state, or of
+        a buffer that is in files.
+        """
+        ...
+
+    def padded_length(self, length: int, most: int) -> int:
+        """Return how many tokens, at most `most`, a row of `length` can be padded to on the right without a change.
+
+        See Note [Padding under RoPE that depends on length] in lengths.py.
+        """
+        ...
