@@ -152,17 +152,17 @@ class Bundles:
             ManifestError: a span cuts a tensor, or has a tensor of another stage that is not tied.
             InputError: a file cannot be read.
         """
-        return [tensor for read in self.parts_of(stage, (holds,)) for tensor in read()]
+        return [tensor for read in self.file_readers(stage, (holds,)) for tensor in read()]
 
     def drain(self, stage: Stage, holds: Holds) -> Iterator[TensorAt]:
         """Yield what `tensors_on` returns, one object at a time, and forget each shard's table after it."""
         for shard in (shard for shard in stage.shards if shard.holds == holds):
             yield from self._in_shard(shard)
             del self._shards[shard]
-        for read in self.parts_of(replace(stage, shards=()), (holds,)):
+        for read in self.file_readers(replace(stage, shards=()), (holds,)):
             yield from read()
 
-    def parts_of(self, stage: Stage, holds: Container[Holds]) -> Iterator[Callable[[], Iterable[TensorAt]]]:
+    def file_readers(self, stage: Stage, holds: Container[Holds]) -> Iterator[Callable[[], Iterable[TensorAt]]]:
         """Yield a function for each file of a stage's bundle, which yields its tensors as `tensors_on`."""
         for shard in stage.shards:
             if shard.holds in holds:

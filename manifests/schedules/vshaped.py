@@ -21,7 +21,7 @@ def zbv(placement: Placement, num_microbatches: int, rank: int) -> Iterator[Acti
     num_ranks = placement.num_ranks
     num_full = max(num_microbatches, 2 * num_ranks - 1)
     num_ahead = 2 * num_ranks - 1 - rank  # forwards on the way down before the first backward there
-    (f0, i0, w0), (f1, i1, w1) = map(_parts, placement.stages_on(rank))  # 0 on the way down, 1 on the way up
+    (f0, i0, w0), (f1, i1, w1) = map(_actions_on, placement.stages_on(rank))  # 0 on the way down, 1 on the way up
 
     pattern = [f0] * (num_ahead - rank) + [f1, f0] * rank + [f1, i1, w1] * (num_ranks - rank)
     for number in range(num_full - num_ranks):
@@ -84,10 +84,10 @@ def dualpipev(placement: Placement, num_microbatches: int, rank: int) -> Iterato
     yield from kept
 
 
-_Part = tuple[ComputeKind, int]  # what is computed, on which stage
+_StageAction = tuple[ComputeKind, int]  # an action on a stage, before it has a microbatch
 
 
-def _parts(stage: int) -> tuple[_Part, _Part, _Part]:
+def _actions_on(stage: int) -> tuple[_StageAction, _StageAction, _StageAction]:
     return ("F", stage), ("I", stage), ("W", stage)
 
 

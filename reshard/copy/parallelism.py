@@ -33,10 +33,10 @@ class Uploads(NamedTuple):
 
     def num_parts(self, nbytes: int) -> int:
         """Return how many parts of an object of `nbytes` to send at a time."""
-        return max(1, -(-_parts_of(nbytes) // self.num_rounds))
+        return max(1, -(-_num_upload_parts(nbytes) // self.num_rounds))
 
 
-def _parts_of(nbytes: int) -> int:
+def _num_upload_parts(nbytes: int) -> int:
     return -(-nbytes // part_nbytes(nbytes))
 
 
@@ -91,7 +91,7 @@ class Parallelism:
         return self._uploads(objects_nbytes, min(num_objects, most), most)
 
     def _uploads(self, objects_nbytes: Sequence[int], num_objects: int, most_parts: int) -> Uploads:
-        counts = [_parts_of(nbytes) for nbytes in sorted(objects_nbytes, reverse=True)[:num_objects]]
+        counts = [_num_upload_parts(nbytes) for nbytes in sorted(objects_nbytes, reverse=True)[:num_objects]]
         num_rounds = max(1, sum(counts) // most_parts)
         while (num_parts := sum(-(-count // num_rounds) for count in counts)) > most_parts:
             num_rounds += 1

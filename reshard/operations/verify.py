@@ -26,7 +26,7 @@ from stores.manifest_file import Address, find_manifest_file
 
 __all__ = ["VerifyOptions", "VerifyResult", "nbytes_to_read", "verify_manifest"]
 
-_Part = Callable[[], Iterable[TensorAt]]  # yields the tensors of a file of a bundle
+_FileReader = Callable[[], Iterable[TensorAt]]  # yields the tensors of a file of a bundle
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,13 +91,13 @@ def verify_manifest(
     index = read_own_index(manifest, file.folder, bundles.names)
     bundles.read_ahead(stages, (WEIGHTS, *MOMENTS))
     differences: list[Difference] = []
-    parts = {holds: _readable_parts(bundles, stages, holds, differences) for holds in (WEIGHTS, *MOMENTS)}
+    readers_by_kind = {holds: _intact_readers(bundles, stages, holds, differences) for holds in (WEIGHTS, *MOMENTS)}
     of_index = [index] if isinstance(index, Difference) else []
     if isinstance(index, ShardIndex) and not differences:
-        of_index += index_differences(index, manifest, file.folder, stages, _each(parts[WEIGHTS]))
+        of_index += index_differences(index, manifest, file.folder, stages, _each(readers_by_kind[WEIGHTS]))
     index, bundles.names = None, NO_NAMES
     counts, of_source = _Counts(), list[Difference]()
-    for holds, readers in parts.items():
+    for holds, readers in readers_by_kind.items():
         expected = None if options.against is None else _expected(options.against, holds)
         names = _compare(readers, expected, manifest.ties, options, progress, counts, (differences, of_source))
         if options.against is not None and expected is None:  # a source without optimizer state
@@ -156,22 +156,22 @@ class _Counts:
     num_beyond: int = 0
 
 
-def _readable_parts(
+def _intact_readers(
     bundles: Bundles, stages: Sequence[Stage], holds: Holds, differences: list[Difference]
-) -> list[_Part]:
+) -> list[_FileReader]:
     """Read the headers of these stages; return what yields the tensors of each file whose header is intact."""
-    parts = []
-    for read in (part for stage in stages for part in bundles.parts_of(stage, (holds,))):
+    readers = []
+    for read in (read for stage in stages for read in bundles.file_readers(stage, (holds,))):
         try:
             read()
-            parts.append(read)
+            readers.append(read)
         except InputError as error:
             differences.append(Difference(error.where, error.problem))
-    return parts
+    return readers
 
 
-def _each(parts: Iterable[_Part]) -> Iterator[TensorAt]:
-    return (tensor for read in parts for tensor in read())
+def _each(readers: Iterable[_FileReader]) -> Iterator[TensorAt]:
+    return (tensor for read in readers for tensor in read())
 
 
 def _expected(source: Checkpoint, holds: Holds) -> Mapping[str, TensorAt] | None:
@@ -179,7 +179,7 @@ def _expected(source: Checkpoint, holds: Holds) -> Mapping[str, TensorAt] | None
 
 
 def _compare(
-    parts: Sequence[_Part],
+    readers: Sequence[_FileReader],
     expected: Mapping[str, TensorAt] | None,
     ties: Sequence[TieGroup],
     options: VerifyOptions,
@@ -195,7 +195,7 @@ def _compare(
     are_whole: dict[str, bool] = {}
     sliced: dict[TensorAt, str | None] = {}
     twice: set[str] = set()
-    for tensors in in_batches(_each(parts)):
+    for tensors in in_batches(_each(readers)):
         compared = [tensor for tensor in tensors if options.against or (tensor.blake3 and not options.quick)]
         digests = hash_each(compared, progress, of_bytes)
         of_bytes += _unlike_their_digests(compared, digests)
@@ -213,7 +213,7 @@ def _compare(
             of_source += differences_from(expected, found, ties, progress)
     counts.num_tensors += len(are_whole)
     if expected is not None:
-        sliced |= {tensor: None for tensor in _each(parts) if tensor.name in twice} if twice else {}
+        sliced |= {tensor: None for tensor in _each(readers) if tensor.name in twice} if twice else {}
         of_source += differences_from(expected, _merged(sliced, of_source, progress), ties, progress)
     return are_whole
 

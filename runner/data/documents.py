@@ -80,21 +80,21 @@ class _Shuffled:
     def __init__(self, name: str, files: Sequence[Path], text_field: str, key: tuple[int, ...]) -> None:
         self.name = name
         self._files, self._text_field, self._key = files, text_field, key
-        self._parts = tuple(_parts_of(file) for file in files)
-        self._ends = list(accumulate(map(len, self._parts)))
+        self._items = tuple(_items_in(file) for file in files)
+        self._ends = list(accumulate(map(len, self._items)))
         self.num_items = self._ends[-1]
 
     def read(self, position: SourcePosition) -> Iterator[PlacedDocument]:
         key = (*self._key, position.epoch)
         item = shuffled(position.item, self.num_items, *key)
         number = bisect_right(self._ends, item)
-        file, parts = self._files[number], self._parts[number]
-        part = item - self._ends[number] + len(parts)
+        file, items = self._files[number], self._items[number]
+        index = item - self._ends[number] + len(items)
         after = replace(position, item=position.item + 1, offset=0)
         if file.suffix == ROWS:
-            yield from self._read_group(position, file, part, parts[part], (*key, item))
+            yield from self._read_group(position, file, index, items[index], (*key, item))
         elif file.suffix == LINES:
-            for document in islice(read_documents(file, self._text_field, parts[part]), 1):
+            for document in islice(read_documents(file, self._text_field, items[index]), 1):
                 yield PlacedDocument(document=document, begin=replace(position, offset=0), after=after)
         else:
             for document in read_documents(file, self._text_field, position.offset):
@@ -111,8 +111,8 @@ class _Shuffled:
             yield PlacedDocument(document=document, begin=begin, after=after)
 
 
-def _parts_of(file: Path) -> Sequence[int]:
-    """Return the parts of a file that can be read separately: line offsets, sizes of row groups, or one part."""
+def _items_in(file: Path) -> Sequence[int]:
+    """Return the items of a file: the offset of each line, the number of rows of each row group, or one item."""
     if file.suffix == LINES:
         return line_offsets(file)
     return group_sizes(file) if file.suffix == ROWS else (0,)
