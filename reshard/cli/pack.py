@@ -95,7 +95,7 @@ def pack(
         return
     options.name_links(prepared.links, quiet)
     if dry_run:
-        from reshard.report.plan import plan_json, plan_text
+        from reshard.report.plan_summary import plan_json, plan_text
 
         planned, traffic = prepared.planned, prepared.traffic
         click.echo(json.dumps(plan_json(planned, traffic)) if as_json else plan_text(planned, traffic))

@@ -55,7 +55,7 @@ def plan(
     from reshard.layout.printing import print_layout
     from reshard.operations.resolve import plan_source
     from reshard.report.layout import spelling_json
-    from reshard.report.plan import plan_json, plan_text
+    from reshard.report.plan_summary import plan_json, plan_text
 
     if draw:
         from reshard.draw import check_picture

@@ -9,7 +9,7 @@ from string import Template
 from manifests.palette import THEMES
 from reshard.draw.sheet import draw_sheet, facts, headline
 from reshard.operations.resolve import PlanResult
-from reshard.report.plan import not_fitting, plan_text
+from reshard.report.plan_summary import not_fitting, plan_text
 
 __all__ = ["html_page"]
 

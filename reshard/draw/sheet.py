@@ -19,7 +19,7 @@ from reshard.layout.wording import shorten
 from reshard.operations.resolve import PlanResult
 from reshard.plans.pack_plan import traffic_of
 from reshard.report.layout import placement_line
-from reshard.report.plan import bottleneck, memory_line, not_fitting, schedule_line
+from reshard.report.plan_summary import bottleneck, memory_line, not_fitting, schedule_line
 
 __all__ = ["draw_sheet", "facts", "headline", "sheet_of"]
 
