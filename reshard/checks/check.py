@@ -15,7 +15,6 @@ from reshard.checks.dcp import check_dcp
 from reshard.checks.digests import check_digests, check_digests_place, write_digests
 from reshard.checks.finding import Contents, Finding, Findings
 from reshard.checks.model import check_model
-from reshard.checks.opened import contents_of
 from reshard.checks.values import check_values
 from reshard.checks.weights import read_weights
 from reshard.operations.verify import VerifyOptions, verify_manifest
@@ -26,7 +25,7 @@ from reshard.sources.megatron_tracker import find_iteration
 from reshard.sources.open import open_source
 from reshard.sources.vllm import open_vllm
 from reshard.sources.vllm_names import is_sharded_state
-from reshard.tensors.checkpoint import TensorAt
+from reshard.tensors.checkpoint import Checkpoint, TensorAt
 from stores.base import Folder
 from stores.manifest_file import find_manifest_file
 from stores.open import open_store
@@ -109,9 +108,9 @@ def check_checkpoint(
             if reads_tensors and not findings:
                 contents = replace(contents, tensors=read_dcp_tensors(folder))
         elif kind == "deepspeed":
-            contents = contents_of(open_deepspeed(folder))
+            contents = _contents_of(open_deepspeed(folder))
         elif kind == "vllm":
-            contents = contents_of(open_vllm(folder))
+            contents = _contents_of(open_vllm(folder))
         else:
             weights = read_weights(folder, findings)
             check_model(folder, weights, findings, count, options.description)
@@ -200,3 +199,15 @@ def _tensors_of(address: str, *, are_stored: bool) -> Mapping[str, TensorAt]:
         first = next(iter(broken))
         raise SourceError(first.where, first.problem, first.hint, code="source.nothing-to-compare")
     return weights.contents.tensors
+
+
+def _contents_of(checkpoint: Checkpoint) -> Contents:
+    """Return what a checkpoint has."""
+    assert checkpoint.originals is not None, "every source has them"
+    tensors = [tensor for kind in (checkpoint.tensors, *checkpoint.moments.values()) for tensor in kind.values()]
+    return Contents(
+        num_tensors=len(tensors),
+        num_files=len(checkpoint.originals.files),
+        nbytes=sum(tensor.nbytes for tensor in tensors),
+        tensors=checkpoint.tensors,
+    )

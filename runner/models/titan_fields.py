@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from manifests.models import ConfigReader, model_shape
 from runner.models.decoders import refuse_mtp
 from runner.models.rope_fields import Rope, positive_number, read_rope
-from runner.models.sliding_window import windows_of
 
 __all__ = [
     "TITAN_FIELDS",
@@ -117,7 +116,7 @@ class Qwen3Fields(TitanFields):
         window = self.read_window()
         first = self.read.count("max_window_layers", self._default_full, least=0)
         usual = [window is not None and layer >= first for layer in range(self.num_layers)]
-        return windows_of(self.read, window, usual)
+        return _windows_of(self.read, window, usual)
 
     def read_window(self) -> int | None:
         if not self.read.flag("use_sliding_window", False):
@@ -222,13 +221,41 @@ class GptOssFields(TitanFields):
         window: int | None = None
         if "sliding_window" not in read.config or read.has("sliding_window"):
             window = read.count("sliding_window", self._default_window)
-        self.windows = windows_of(read, window, [layer % 2 == 0 for layer in range(self.num_layers)])
+        self.windows = _windows_of(read, window, [layer % 2 == 0 for layer in range(self.num_layers)])
 
     def read_rope(self) -> Rope:
         config = dict(self.read.config)
         if not config.get("rope_parameters") and not config.get("rope_scaling"):
             config["rope_parameters"] = self._default_rope
         return read_rope(config, head_dim=self.head_dim, where=self.read.where, theta=self.default_theta)
+
+
+def _windows_of(read: ConfigReader, window: int | None, usual: Sequence[bool]) -> tuple[int | None, ...]:
+    """Return each layer's window: as in `layer_types`, or the usual ones where the config lacks it.
+
+    Raises:
+        InputError: an unknown kind of layer, a wrong number of layers, or windows without a width.
+    """
+    kinds = read.names("layer_types") or tuple(_LAYER_TYPES[is_sliding] for is_sliding in usual)
+    if len(kinds) != len(usual):
+        raise read.error(
+            "layer_types", f"expected {len(usual)}, one for each layer, found {len(kinds)}", code="config.invalid-field"
+        )
+    if unknown := sorted(set(kinds).difference(_LAYER_TYPES)):
+        raise read.error(
+            "layer_types",
+            f"{unknown[0]!r} is not supported",
+            f"known: {', '.join(_LAYER_TYPES)}",
+            code="config.not-modelled",
+        )
+    if window is None and _LAYER_TYPES[1] in kinds:
+        raise read.error(
+            "sliding_window",
+            "expected a positive integer, found nothing",
+            "layer_types asks for windows",
+            code="config.invalid-field",
+        )
+    return tuple(window if kind == _LAYER_TYPES[1] else None for kind in kinds)
 
 
 def _padding_row(read: ConfigReader, vocab_size: int) -> int | None:
@@ -249,6 +276,7 @@ def _padding_row(read: ConfigReader, vocab_size: int) -> int | None:
     return found % vocab_size
 
 
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 _MODELLED: Mapping[str, tuple[object, ...]] = {
     "attention_bias": (False,),
     "mlp_bias": (False,),
