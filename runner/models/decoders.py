@@ -15,7 +15,7 @@ __all__ = ["DECODERS", "TITAN_DECODERS", "Decoder", "decoder_of", "refuse_mtp"]
 class Decoder:
     """An architecture of transformers.
 
-    `modelled` lists the allowed values of fields that transformers ignores, or that need more than one tensor
+    `supported` lists the allowed values of fields that transformers ignores, or that need more than one tensor
     between stages; a dotted field is in a section.
     """
 
@@ -25,7 +25,7 @@ class Decoder:
     layers_give_tuples: bool = False
     length: tuple[str, int] | None = None  # the field that limits sequences, and transformers' default
     narrow: str = ""  # a module with less than the hidden width before it, in models that have it
-    modelled: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    supported: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     renamed: tuple[str, str] = (".", ".")  # in names: as in memory, as in files
     stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # one tensor for all experts: its parts
 
@@ -36,12 +36,14 @@ class Decoder:
             InputError: naming the field.
             UsageError: sequences longer than the model has positions.
         """
-        for path, allowed in self.modelled.items():
+        for path, allowed in self.supported.items():
             section, _, name = path.rpartition(".")
             reader = config.section(section) if section else config
             if reader is not None and (found := reader.config.get(name)) is not None and found not in allowed:
                 raise reader.error(
-                    name, f"{found!r} is not supported; expected {allowed[0]!r} or nothing", code="config.not-modelled"
+                    name,
+                    f"{found!r} is not supported; expected {allowed[0]!r} or nothing",
+                    code="config.unsupported-value",
                 )
         if self.length is not None and seq_len > (most := self.positions_in(config)):
             problem = f"expected at most {most}, which is {self.length[0]} of the model's config, found {seq_len}"
@@ -83,10 +85,10 @@ DECODERS: Mapping[str, Decoder] = {
         dropouts={"transformer.drop": "transformer.wpe"},
         length=("n_positions", 1024),
     ),
-    "Gemma2ForCausalLM": Decoder(modelled={"use_bidirectional_attention": (False,)}),
-    "Gemma3ForCausalLM": Decoder(modelled={"use_bidirectional_attention": (False,)}),
+    "Gemma2ForCausalLM": Decoder(supported={"use_bidirectional_attention": (False,)}),
+    "Gemma3ForCausalLM": Decoder(supported={"use_bidirectional_attention": (False,)}),
     "MixtralForCausalLM": Decoder(
-        modelled={"output_router_logits": (False,)},  # the loss that balances experts needs every stage's logits
+        supported={"output_router_logits": (False,)},  # the loss that balances experts needs every stage's logits
         renamed=(".mlp.", ".block_sparse_moe."),
         stacked={"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)},
     ),
@@ -94,7 +96,7 @@ DECODERS: Mapping[str, Decoder] = {
         base="transformer",
         layers_give_tuples=True,
         length=("max_seq_len", 2048),
-        modelled={  # transformers reads none of these
+        supported={  # transformers reads none of these
             "attn_config.alibi_bias_max": (8,),
             "attn_config.attn_uses_sequence_id": (False,),
             "attn_config.prefix_lm": (False,),
@@ -109,7 +111,7 @@ DECODERS: Mapping[str, Decoder] = {
         positions="model.decoder.embed_positions",
         length=("max_position_embeddings", 2048),
         narrow="model.decoder.project_in",
-        modelled={"layerdrop": (0,)},  # would leave whole stages without gradients
+        supported={"layerdrop": (0,)},  # would leave whole stages without gradients
     ),
     "Phi3ForCausalLM": Decoder(),
     "PhiForCausalLM": Decoder(dropouts={"model.embed_dropout": "model.embed_tokens"}),
@@ -119,15 +121,15 @@ _EXPERTS: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_pro
 # Those that torchtitan has modules for: what transformers' need to be known of them.
 TITAN_DECODERS: Mapping[str, Decoder] = {
     "DeepseekV3ForCausalLM": Decoder(
-        modelled={"is_causal": (True,), "output_router_logits": (False,), "scoring_func": ("sigmoid",)},
+        supported={"is_causal": (True,), "output_router_logits": (False,), "scoring_func": ("sigmoid",)},
         stacked=_EXPERTS,
     ),
-    "GptOssForCausalLM": Decoder(modelled={"is_causal": (True,), "output_router_logits": (False,)}),
-    "LlamaForCausalLM": Decoder(modelled={"is_causal": (True,), "pretraining_tp": (1,)}),
-    "MistralForCausalLM": Decoder(modelled={"is_causal": (True,)}),
-    "Qwen3ForCausalLM": Decoder(modelled={"is_causal": (True,)}),
+    "GptOssForCausalLM": Decoder(supported={"is_causal": (True,), "output_router_logits": (False,)}),
+    "LlamaForCausalLM": Decoder(supported={"is_causal": (True,), "pretraining_tp": (1,)}),
+    "MistralForCausalLM": Decoder(supported={"is_causal": (True,)}),
+    "Qwen3ForCausalLM": Decoder(supported={"is_causal": (True,)}),
     "Qwen3MoeForCausalLM": Decoder(
-        modelled={"is_causal": (True,), "output_router_logits": (False,)},
+        supported={"is_causal": (True,), "output_router_logits": (False,)},
         stacked=_EXPERTS,
     ),
 }

@@ -26,10 +26,10 @@ class TitanFields(ABC):
     """The fields of a config that a family computes with.
 
     Raises:
-        InputError: naming the field that it does not model.
+        InputError: naming the field whose value it does not support.
     """
 
-    modelled: ClassVar[Mapping[str, tuple[object, ...]]] = {}  # besides those below
+    supported: ClassVar[Mapping[str, tuple[object, ...]]] = {}  # besides those below
     default_eps: ClassVar[float] = 1e-6
     default_theta: ClassVar[float] = 10000.0
     default_head: ClassVar[int | None] = None  # None: the hidden size over the number of heads
@@ -37,10 +37,10 @@ class TitanFields(ABC):
     def __init__(self, config: Mapping[str, object], where: str = "config.json") -> None:
         plain = {name: found for name, found in config.items() if name != "quantization_config"}
         self.read = read = ConfigReader(plain, where)
-        for field, allowed in {**_MODELLED, **self.modelled}.items():
+        for field, allowed in {**_SUPPORTED, **self.supported}.items():
             if (found := config.get(field)) is not None and found not in allowed:
                 problem = f"{found!r} is not supported; expected {allowed[0]!r} or nothing"
-                raise read.error(field, problem, code="config.not-modelled")
+                raise read.error(field, problem, code="config.unsupported-value")
         shape = model_shape(plain, where)
         self.architecture, self.shapes, self._extra = shape.architecture, shape.tensors, shape.optional
         self.modules = tuple(module for module in shape.modules if module not in shape.optional)
@@ -154,7 +154,7 @@ class Qwen3MoeFields(Qwen3Fields):
 class DeepSeekV3Fields(TitanFields):
     """`DeepseekV3ForCausalLM`."""
 
-    modelled: ClassVar[Mapping[str, tuple[object, ...]]] = {"scoring_func": ("sigmoid",)}
+    supported: ClassVar[Mapping[str, tuple[object, ...]]] = {"scoring_func": ("sigmoid",)}
     _default_groups, _default_chosen = 8, 4  # DeepseekV3Config
 
     def read_layers(self) -> None:
@@ -163,7 +163,7 @@ class DeepSeekV3Fields(TitanFields):
         self.num_dense = read.count("first_k_dense_replace", least=0)
         if self.num_kv_heads != self.num_heads:
             problem = f"expected num_attention_heads {self.num_heads}, found {self.num_kv_heads}"
-            raise read.error("num_key_value_heads", problem, code="config.not-modelled")
+            raise read.error("num_key_value_heads", problem, code="config.unsupported-value")
         self.plain_dim, self.rotary_dim = read.count("qk_nope_head_dim"), read.count("qk_rope_head_dim")
         self.value_dim, self.kv_rank = read.count("v_head_dim"), read.count("kv_lora_rank")
         self.q_rank = read.count("q_lora_rank", 0)
@@ -179,7 +179,7 @@ class DeepSeekV3Fields(TitanFields):
         self.num_experts, self.num_groups = read.count("n_routed_experts"), read.count("n_group", self._default_groups)
         if self.num_experts % self.num_groups or self.num_experts // self.num_groups < 2:
             problem = f"expected groups of equally many experts, 2 or more, found {self.num_groups}"
-            raise read.error("n_group", problem, code="config.not-modelled")
+            raise read.error("n_group", problem, code="config.unsupported-value")
         self.num_chosen = read.count("topk_group", self._default_chosen, most=self.num_groups)
         self.top_k = read.count("num_experts_per_tok", most=self.num_chosen * (self.num_experts // self.num_groups))
         self.is_normed = self._flag("norm_topk_prob")
@@ -196,7 +196,7 @@ class DeepSeekV3Fields(TitanFields):
 class GptOssFields(TitanFields):
     """`GptOssForCausalLM`."""
 
-    modelled: ClassVar[Mapping[str, tuple[object, ...]]] = {"attention_bias": (True, False)}
+    supported: ClassVar[Mapping[str, tuple[object, ...]]] = {"attention_bias": (True, False)}
     default_eps = 1e-5
     default_theta = 150000.0
     default_head = 64
@@ -246,7 +246,7 @@ def _windows_of(read: ConfigReader, window: int | None, usual: Sequence[bool]) -
             "layer_types",
             f"{unknown[0]!r} is not supported",
             f"known: {', '.join(_LAYER_TYPES)}",
-            code="config.not-modelled",
+            code="config.unsupported-value",
         )
     if window is None and _LAYER_TYPES[1] in kinds:
         raise read.error(
@@ -277,7 +277,7 @@ def _padding_row(read: ConfigReader, vocab_size: int) -> int | None:
 
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-_MODELLED: Mapping[str, tuple[object, ...]] = {
+_SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "attention_bias": (False,),
     "mlp_bias": (False,),
     "hidden_act": ("silu", "swish"),

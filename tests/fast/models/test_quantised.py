@@ -105,7 +105,7 @@ def test_mxfp4_unpacks_to_the_parameters() -> None:
          "num_key_value_heads"),
     ],
 )  # fmt: skip
-def test_config_that_is_not_modelled_is_refused_by_its_field(
+def test_config_that_is_not_supported_is_refused_by_its_field(
     name: str, changes: dict[str, Any], where: str, wording: Callable[[str], None]
 ) -> None:
     with pytest.raises(InputError) as error:

@@ -85,7 +85,7 @@ def by_stages(folder: Path) -> Computed:
     """
     config = json.loads((folder / "config.json").read_text())
     if not saved_tensors(folder).items() <= model_shape(config).tensors.items():
-        raise InputError("", "`reshard pack` refuses it", code="config.not-modelled")
+        raise InputError("", "`reshard pack` refuses it", code="config.unsupported-value")
     family = family_for(config, max_seq_len=SEQ_LEN)
     chunks = build_chunks(family, split_evenly(family.modules, 3), range(3))
     fill_pieces(chunks, folder)

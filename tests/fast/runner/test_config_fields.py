@@ -152,4 +152,4 @@ def test_flag_of_deepseek_v3_that_is_null_is_off_as_for_transformers(field: str,
 def test_model_that_is_not_causal_is_refused(name: str) -> None:
     with pytest.raises(UserError) as error:
         family_for(read_config(name, is_causal=False), max_seq_len=8)
-    assert (error.value.code, error.value.where) == ("config.not-modelled", "config.json: is_causal")
+    assert (error.value.code, error.value.where) == ("config.unsupported-value", "config.json: is_causal")

@@ -125,7 +125,7 @@ def test_rotary_cache_holds_the_training_length_in_float32() -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_field_that_is_not_modelled_is_refused_by_name(
+def test_field_that_is_not_supported_is_refused_by_name(
     fields: dict[str, Any], where: str, wording: Callable[[str], None]
 ) -> None:
     with pytest.raises(InputError) as error:

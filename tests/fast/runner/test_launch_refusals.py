@@ -173,7 +173,7 @@ def test_request_that_can_begin_is_not(training: Words, place: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "where", "code"),
     [
-        ({"attention_dropout": 0.1}, "attention_dropout", "config.not-modelled"),
+        ({"attention_dropout": 0.1}, "attention_dropout", "config.unsupported-value"),
         ({"rope_scaling": {"type": "dynamic"}}, "rope_scaling.rope_type", "config.unsupported-rope"),
         ({"rms_norm_eps": -1}, "rms_norm_eps", "config.unsupported-rope"),
     ],

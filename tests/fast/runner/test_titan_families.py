@@ -274,7 +274,7 @@ def test_rank_of_deepseek_v3_is_built_in_few_steps_a_module_and_300_mb() -> None
         ("tiny-gpt-oss", {"hidden_act": "gelu"}, "hidden_act"),
     ],
 )  # fmt: skip
-def test_field_that_is_not_modelled_is_refused_by_name(
+def test_field_that_is_not_supported_is_refused_by_name(
     name: str, changes: dict[str, Any], where: str, wording: Callable[[str], None]
 ) -> None:
     config = read_config(name, **changes)

@@ -110,7 +110,7 @@ def test_torchtitan_is_refused_for_a_family_that_it_lacks(name: str) -> None:
 def test_field_that_transformers_ignores_is_refused(name: str, field: str, value: object) -> None:
     with pytest.raises(UserError) as error:
         family_for(read_config(name, **{field: value}), max_seq_len=8, implementation="transformers")
-    assert (error.value.code, error.value.where) == ("config.not-modelled", f"config.json: {field}")
+    assert (error.value.code, error.value.where) == ("config.unsupported-value", f"config.json: {field}")
 
 
 def test_layers_for_further_tokens_are_refused() -> None:
