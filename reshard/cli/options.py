@@ -45,6 +45,7 @@ __all__ = [
     "model",
     "name_links",
     "out",
+    "out_or_hub",
     "parallelism_flags",
     "print_result",
     "progress",
@@ -98,10 +99,12 @@ quiet = click.option(
     "--quiet", is_flag=True, help="Print only errors, differences and requested output; no progress, no notes."
 )
 force = click.option("--force", is_flag=True, help="Replace an existing output, in one step.")
-out = click.option(
-    "--out", type=click.Path(), required=True, metavar="DIR|URL", callback=lambda _, __, text: address(text),
-    help="Folder to write, s3://BUCKET/PREFIX (gs://, az://, another fsspec URL) or, of pack, hf://org/name.",
+_output = functools.partial(
+    click.option, "--out", type=click.Path(), required=True, metavar="DIR|URL",
+    callback=lambda _, __, text: address(text),
 )  # fmt: skip
+out = _output(help="Folder to write, or s3://BUCKET/PREFIX (gs://, az://, another fsspec URL).")
+out_or_hub = _output(help="Folder to write, s3://BUCKET/PREFIX (gs://, az://, another fsspec URL) or hf://org/name.")
 drop = click.option(
     "--drop", multiple=True, metavar="FQN", help="Leave this tensor, or all of this module, out; may be repeated."
 )

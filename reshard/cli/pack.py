@@ -29,7 +29,7 @@ __all__ = ["export", "pack"]
 @click.command()
 @click.argument("source", type=click.Path(), metavar="SOURCE")
 @options.layout_flags
-@options.out
+@options.out_or_hub
 @options.drop
 @options.model
 @click.option("--virtual", is_flag=True, help="Copy no tensors; bundles refer to the bytes in SOURCE.")

@@ -25,7 +25,7 @@ __all__ = ["sign"]
 def sign(
     manifest: str, key: str, ask_password: bool, out: Path | None, force: bool, as_json: bool, quiet: bool
 ) -> None:  # fmt: skip
-    """Sign MANIFEST, whose digests root every byte of its checkpoint; reshard verify --public-key verifies it.
+    """Sign MANIFEST, which has digests of all bytes of its checkpoint; reshard verify --public-key verifies both.
 
     The signature is a Sigstore bundle of model-signing, made with a key and without a network. Shards are not read: run
     reshard verify first. Needs pip install 'reshard[sign]'.

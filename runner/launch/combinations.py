@@ -57,7 +57,7 @@ class Combination:
     has_loss_chunks: bool = False
     whole_because: str = ""  # why matrices of the architecture are not sharded
     is_generic: bool = False  # trained by the catalogue, or by a family of another package
-    is_unproven: bool = False  # by a family of another package, or with more than the hidden state between stages
+    is_unverified: bool = False  # by a family of another package, or with more than the hidden state between stages
     num_shards: int = 1  # data-parallel ranks that share each parameter
 
 
@@ -120,29 +120,29 @@ REFUSED = (
     Refusal(
         where="--dp-shard",
         code="options.catalogue-combination",
-        applies=lambda found: found.is_unproven and found.num_shards > 1,
-        problem="sharding the parameters of {architecture} is not known to be right",
+        applies=lambda found: found.is_unverified and found.num_shards > 1,
+        problem="is not verified for {architecture}",
         hint="leave --dp-shard out; --dp-replicate and more stages work",
     ),
     Refusal(
         where="--compile",
         code="options.catalogue-combination",
         applies=lambda found: found.is_generic and found.is_compiled,
-        problem="compiled layers of {architecture} are not known to train right",
+        problem="is not verified for {architecture}",
         hint="leave --compile out",
     ),
     Refusal(
         where="--loss-chunk",
         code="options.catalogue-combination",
-        applies=lambda found: found.is_unproven and found.has_loss_chunks,
+        applies=lambda found: found.is_unverified and found.has_loss_chunks,
         problem="{architecture} may change its logits after the head, which chunks would leave out",
         hint="leave --loss-chunk out",
     ),
     Refusal(
         where="--schedule",
         code="options.catalogue-combination",
-        applies=lambda found: found.is_unproven and found.splits_backward,
-        problem="{schedule} goes through a backward in two parts, which is not known to train {architecture} right",
+        applies=lambda found: found.is_unverified and found.splits_backward,
+        problem="{schedule} splits the backward, which is not verified for {architecture}",
         hint=f"take {_UNSPLIT}",
     ),
     Refusal(
@@ -211,7 +211,7 @@ def combine(
         implementation=choose_implementation(architecture, options.compute.implementation),
         whole_because=why_not_tensor_parallel(architecture, is_own=is_own),
         is_generic=is_own or is_generic(architecture),
-        is_unproven=is_own or hands_on_trees(architecture),
+        is_unverified=is_own or hands_on_trees(architecture),
         num_shards=degrees.shard,
         has_loss_chunks=options.compute.loss_chunk is not None,
         num_mtp_layers=sum(number >= manifest.model.num_layers for number in numbers),

@@ -19,7 +19,7 @@ from tests.builders import run, write_model
 
 ZERO_BUBBLE: dict[str, Any] = {"schedule": "ZBVZeroBubble", "splits_backward": True}
 GENERIC: dict[str, Any] = {"is_generic": True, "architecture": "Olmo3ForCausalLM"}
-OWN: dict[str, Any] = {"is_unproven": True, "architecture": "MineForCausalLM"}
+OWN: dict[str, Any] = {"is_unverified": True, "architecture": "MineForCausalLM"}
 REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({**ZERO_BUBBLE, "recompute": "selective"}, "--ac", "schedule.selective-recomputation"),
     ({**ZERO_BUBBLE, "is_compiled": True}, "--compile", "schedule.compiled-layers"),
