@@ -105,7 +105,7 @@ def export_text(done: ExportResult, form: str, names: str, dtype: ExportDtype, o
     if form == "dcp":
         lines = [f"exported {done.num_files} files, {show_bytes(done.nbytes)}, for torch.distributed.checkpoint: {out}"]
         if names == "torchtitan":
-            lines.append("torchtitan's data loader starts afresh: --checkpoint.exclude_from_loading dataloader")
+            lines.append("torchtitan's data loader starts from scratch: --checkpoint.exclude_from_loading dataloader")
         return "\n".join(lines + [f"cast {num} tensors from {a} to {b}" for (a, b), num in done.casts.items()])
     if form in ("deepspeed", "universal"):
         lines = [f"exported {done.num_files} files, {show_bytes(done.nbytes)}, for DeepSpeed: {out}"]

@@ -39,7 +39,7 @@ class StageOfAny(nn.Module):
     """Some modules of a model; see Note [A stage of any decoder].
 
     Shapes: tokens (B, L) or hidden (B, L, D) in, hidden or logits (B, L, V) out. Where the family `hands_on_trees`,
-    hidden is a dict: the hidden state in the shape that layers have, B and L, and what is carried with it.
+    hidden is a dict: the hidden state in the shape that layers have, B and L, and what is passed on with it.
     """
 
     def __init__(

@@ -128,6 +128,12 @@ def test_standard_terms_are_said_where_people_search(term: str, place: str) -> N
         ("Give the sum", 1),
         ("hint: give the sum", 0),
         ("whatever threshold", 0),
+        ("the step is carried", 1),
+        ("the plan is carried out", 0),
+        ("what the rank held, and held-out text", 1),
+        ("it starts afresh", 1),
+        ("RNG state is seeded again", 1),
+        ("is left out, and said so", 1),
     ],
 )
 def test_words_are_found_but_not_within_others(text: str, num_found: int) -> None:
