@@ -115,7 +115,7 @@ def _tensors(checkpoint: Checkpoint, holds: Holds) -> Mapping[str, TensorAt]:
 def _are_same_slices(a: TensorAt, b: TensorAt) -> bool:
     """Whether two tensors are sliced alike with equal digests, so that neither must be read."""
     left, right = ([(one.dtype, one.part, one.blake3) for one in slices_of(tensor)] for tensor in (a, b))
-    return len(left) > 1 and left == right
+    return len(left) > 1 and left == right and all(digest is not None for *_, digest in left)
 
 
 def _boxes(tensor: TensorAt) -> list[Slice | None]:

@@ -6,6 +6,7 @@ import json
 import pickle
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,6 +91,26 @@ def save(folder: Path, kind: str, state: Mapping[str, object]) -> Path:
     CONFIGS[kind].save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architectures": [architecture_of(kind)]}))
+    return folder
+
+
+def save_in_halves(folder: Path, kind: str, state: Mapping[str, torch.Tensor]) -> Path:
+    """Save each tensor in two slices, as two ranks that share its rows do."""
+    halves = {f"{name}#{half}": rows for name in state for half, rows in enumerate(state[name].tensor_split(2))}
+    save(folder, kind, halves)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    entries, items = metadata.state_dict_metadata, {index.fqn: index for index in metadata.storage_data}
+    for name, tensor in state.items():
+        offset = torch.Size(len(tensor.shape) * (0,))
+        for half in range(2):
+            entry, index = entries.pop(f"{name}#{half}"), items[f"{name}#{half}"]
+            begun = entries.setdefault(name, replace(entry, size=tensor.shape, chunks=[]))
+            begun.chunks.append(replace(entry.chunks[0], offsets=offset))
+            info = metadata.storage_data.pop(index)
+            metadata.storage_data[replace(index, fqn=name, offset=offset, index=half)] = info
+            offset = torch.Size((entry.size[0], *offset[1:]))
+    metadata.planner_data = {name: (name,) for name in state}
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     return folder
 
 

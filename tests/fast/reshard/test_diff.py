@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.builders import HEAD, Tensor, flip, llama_config, random_tensors, reshard, run, write_model
+from tests.fast.reshard.test_dcp_source import huggingface_state, save_in_halves
 from tests.fast.trained import read_moments, write_moments, write_trained
 
 UP = "model.layers.3.mlp.up_proj.weight"
@@ -144,3 +145,16 @@ def test_with_bytes_damage_behind_a_right_digest_is_found(tmp_path: Path) -> Non
     assert ended.code == 3
     assert ended.json["error"]["where"].startswith(f"{shard}: ")
     assert ended.json["error"]["code"] == "shard.digest-mismatch"
+
+
+def test_slices_without_digests_are_read(tmp_path: Path) -> None:
+    state = huggingface_state("llama", tmp_path / "model")
+    one, same = (save_in_halves(tmp_path / name, "llama", state) for name in ("one", "same"))
+    differs = [fqn for fqn in state if "proj" in fqn]
+    other = save_in_halves(tmp_path / "other", "llama", state | {fqn: state[fqn] + 1 for fqn in differs})
+    for flags in ((), ("--bytes",)):
+        equal = reshard("diff", one, same, *flags, "--json")
+        assert (equal.code, equal.json["num_equal"]) == (0, len(state))
+        ended = reshard("diff", one, other, *flags, "--json")
+        assert (ended.code, ended.json["num_equal"]) == (4, len(state) - len(differs))
+        assert sorted(found["fqn"] for found in ended.json["differences"]) == sorted(differs)
