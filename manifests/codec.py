@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass, replace
@@ -15,6 +14,7 @@ from manifests.jsontext import kind_of, parse_json_object
 from manifests.paths import is_unicode
 from manifests.schema import FORMAT, VERSION, Manifest
 from manifests.selfdigest import BLANK, check_own_digest, mark, own_digest, split_mark
+from manifests.training_state import COUNT_LIMIT, LARGEST_NUMBER
 
 __all__ = ["decode_manifest", "encode_manifest", "manifest_document"]
 
@@ -100,7 +100,7 @@ def _decode(found: Any, wanted: Any, path: str) -> Any:
         return _number(found, path)
     if type(found) is not wanted:
         raise _invalid(path, f"expected {_NAMES[wanted]}, found {kind_of(found)}")
-    if wanted is int and not 0 <= found < _COUNT_LIMIT:
+    if wanted is int and not 0 <= found < COUNT_LIMIT:
         raise _invalid(path, f"expected a count below 2^63, found {str(found)[:80]}")
     return found
 
@@ -108,7 +108,7 @@ def _decode(found: Any, wanted: Any, path: str) -> Any:
 def _number(found: Any, path: str) -> float:
     if isinstance(found, bool) or not isinstance(found, (int, float)):
         raise _invalid(path, f"expected a number, found {kind_of(found)}")
-    if not 0 <= found <= _LARGEST:
+    if not 0 <= found <= LARGEST_NUMBER:
         raise _invalid(path, f"expected a number of 0 or more, found {str(found)[:80]}")
     return float(found)
 
@@ -136,6 +136,4 @@ def _invalid(path: str, problem: str) -> ManifestError:
     return ManifestError(path, problem, code="manifest.invalid-field")
 
 
-_COUNT_LIMIT = 1 << 63
-_LARGEST = sys.float_info.max
 _NAMES = {str: "a string", int: "a count", bool: "true or false"}

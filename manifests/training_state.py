@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 import binascii
+import sys
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 from manifests.digest import is_digest
 from manifests.schema import (
@@ -18,8 +21,10 @@ from manifests.schema import (
     TrainingState,
 )
 
-__all__ = ["LARGEST_RATE", "training_problems"]
+__all__ = ["COUNT_LIMIT", "LARGEST_NUMBER", "LARGEST_RATE", "state_problems", "training_problems"]
 
+COUNT_LIMIT = 1 << 63  # of integers in a manifest
+LARGEST_NUMBER = sys.float_info.max
 LARGEST_RATE = 3.4028234663852886e38  # the largest float32: an optimizer sees a larger one as infinite
 
 
@@ -34,10 +39,16 @@ def training_problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
                     yield f"stages[{i}].shards[{j}].holds", "optimizer state requires training.optimizer, found null"
     if training is None:
         return
+    for moment in MOMENTS if training.optimizer is not None else ():
+        if moment not in stored:
+            yield "training.optimizer", f"expected null: no shard has {moment}"
+    yield from state_problems(training)
+
+
+def state_problems(training: TrainingState) -> Iterator[tuple[str, str]]:
+    """Yield each violation that does not depend on the shards, as (path, message)."""
+    yield from _number_problems(training, "training")
     if training.optimizer is not None:
-        for moment in MOMENTS:
-            if moment not in stored:
-                yield "training.optimizer", f"expected null: no shard has {moment}"
         yield from _group_problems(training.optimizer)
     if training.learning_rate is not None:
         yield from _rate_problems(training.learning_rate)
@@ -45,6 +56,20 @@ def training_problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
         yield from _batch_problems(training.batch)
     yield from _data_problems(training)
     yield from _random_problems(training.random)
+
+
+def _number_problems(found: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Yield the numbers that the decoder refuses."""
+    for field in fields(found):
+        value, place = getattr(found, field.name), f"{path}.{field.name}"
+        if isinstance(value, float) and not 0 <= value <= LARGEST_NUMBER:
+            yield place, f"expected a number of 0 or more, found {value}"
+        elif isinstance(value, int) and not 0 <= value < COUNT_LIMIT:
+            shown = value if value.bit_length() < 256 else "a larger one"
+            yield place, f"expected a count below 2^63, found {shown}"
+        for index, item in enumerate(value if isinstance(value, tuple) else (value,)):
+            if is_dataclass(item):
+                yield from _number_problems(item, f"{place}[{index}]" if isinstance(value, tuple) else place)
 
 
 def _rate_problems(rate: LearningRate) -> Iterator[tuple[str, str]]:
@@ -97,7 +122,7 @@ def _group_problems(optimizer: OptimizerState) -> Iterator[tuple[str, str]]:
         yield where, "expected at most one group without fqns (for all other parameters)"
     for position, group in enumerate(optimizer.groups):
         for name in ("beta1", "beta2"):
-            if not getattr(group, name) < 1:
+            if getattr(group, name) >= 1:
                 yield f"{where}[{position}].{name}", f"expected a number below 1, found {getattr(group, name)}"
         for fqn in group.fqns:
             if fqn in seen:

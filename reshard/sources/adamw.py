@@ -7,8 +7,8 @@ from dataclasses import replace
 from struct import calcsize, unpack
 
 from manifests.errors import SourceError
-from manifests.schema import LearningRate, ParameterGroup
-from manifests.training_state import LARGEST_RATE
+from manifests.schema import LearningRate, ParameterGroup, TrainingState
+from manifests.training_state import LARGEST_NUMBER, LARGEST_RATE, state_problems
 from reshard.tensors.checkpoint import TensorAt
 from stores.base import read_range
 
@@ -18,6 +18,7 @@ __all__ = [
     "LEAVE",
     "by_options",
     "check_adamw",
+    "checked_state",
     "constant_rate",
     "group_of",
     "groups_in",
@@ -57,6 +58,17 @@ def check_adamw(options: Mapping[object, object], where: str) -> None:
         raise SourceError(where, f"expected AdamW, found {', '.join(other)}", LEAVE, code=BAD_OPTIMIZER)
 
 
+def checked_state(found: TrainingState, where: str) -> TrainingState:
+    """Return the training state of a source, which a manifest may have.
+
+    Raises:
+        SourceError: one of its numbers is negative, not finite or too large, or groups contradict each other.
+    """
+    for path, problem in state_problems(found):
+        raise SourceError(f"{where}: {path}", problem, LEAVE, code=BAD_OPTIMIZER)
+    return found
+
+
 def by_options(found: Iterable[tuple[ParameterGroup, Iterable[str]]]) -> tuple[ParameterGroup, ...]:
     """Return a group for each set of options: first, without names, the one of the largest weight decay."""
     alike: dict[ParameterGroup, set[str]] = {}
@@ -77,7 +89,7 @@ def group_of(options: Mapping[object, object], where: str, fqns: tuple[str, ...]
             (float() as beta1, float() as beta2) | [float() as beta1, float() as beta2],
             int() | float() as eps,
             int() | float() as decay,
-        ):
+        ) if max(abs(eps), abs(decay)) <= LARGEST_NUMBER:
             return ParameterGroup(beta1=beta1, beta2=beta2, eps=float(eps), weight_decay=float(decay), fqns=fqns)
     problem = f"expected {', '.join(_OPTIONS)} of AdamW, found {str(dict(options))[:120]}"
     raise SourceError(f"{where}: param_groups", problem, LEAVE, code=BAD_OPTIMIZER)
@@ -106,7 +118,7 @@ def constant_rate(rate: object) -> LearningRate | None:
 
 
 def read_number(value: object, where: str) -> float:
-    """Return a number, or the one that a tensor has.
+    """Return a finite number, or the one that a tensor has.
 
     Raises:
         SourceError: it is neither.
@@ -114,5 +126,7 @@ def read_number(value: object, where: str) -> float:
     if isinstance(value, TensorAt) and value.dtype in _SCALARS and value.nbytes == calcsize(_SCALARS[value.dtype]):
         (value,) = unpack(_SCALARS[value.dtype], read_range(value.file, value.begin, value.end))
     if type(value) is int or type(value) is float:
-        return value
+        if abs(value) <= LARGEST_NUMBER:
+            return value
+        raise SourceError(where, "expected a finite number", LEAVE, code=BAD_OPTIMIZER)
     raise SourceError(where, f"expected one number, found a {type(value).__name__}", LEAVE, code=BAD_OPTIMIZER)

@@ -22,7 +22,16 @@ from manifests.schema import (
 )
 from reshard.archives.dcp import DcpMetadata, DcpTensor, DcpValue, read_chunks, read_values
 from reshard.archives.names import METADATA_NAME
-from reshard.sources.adamw import ADAMW_FLAGS, BAD_OPTIMIZER, LEAVE, by_options, check_adamw, constant_rate, group_of
+from reshard.sources.adamw import (
+    ADAMW_FLAGS,
+    BAD_OPTIMIZER,
+    LEAVE,
+    by_options,
+    check_adamw,
+    checked_state,
+    constant_rate,
+    group_of,
+)
 from stores.base import Folder, read_range
 
 __all__ = ["OPTIMIZER", "SavedOptimizer", "find_optimizer", "training_state"]
@@ -108,14 +117,16 @@ def training_state(
     counted = _numbers(folder, saved, ("train_state.ntokens_seen", "dataloader.world_size"))
     tokens, num_replicas = counted.get("train_state.ntokens_seen", 0), counted.get("dataloader.world_size", 1)
     kinds = set(dtypes)
-    groups = _by_parameter(optimizer, fqns_of, f"{folder}/{METADATA_NAME}")
-    return TrainingState(
+    where = f"{folder}/{METADATA_NAME}"
+    groups = _by_parameter(optimizer, fqns_of, where)
+    found = TrainingState(
         step=optimizer.num_steps,
         num_tokens=tokens * num_replicas,
         dtype=_FLOATS.get(kinds.pop()) if len(kinds) == 1 else None,
         learning_rate=_rate(optimizer),
         optimizer=OptimizerState(name="AdamW", max_norm=_MAX_NORM, groups=by_options(groups)),
     )
+    return checked_state(found, where)
 
 
 def _num_steps(folder: Folder, tensor: DcpTensor) -> int:
@@ -124,7 +135,7 @@ def _num_steps(folder: Folder, tensor: DcpTensor) -> int:
     if at.dtype not in _SCALARS or at.nbytes != calcsize(_SCALARS[at.dtype]):
         raise SourceError(str(at.file), f"expected one number as {tensor.name!r}", LEAVE, code=BAD_OPTIMIZER)
     (steps,) = unpack(_SCALARS[at.dtype], read_range(at.file, at.begin, at.end))
-    if not (steps >= 0 and steps == int(steps)):
+    if not (0 <= steps < 1 << 53 and steps == int(steps)):
         raise SourceError(
             str(at.file), f"expected a count as {tensor.name!r}, found {steps}", LEAVE, code=BAD_OPTIMIZER
         )

@@ -15,6 +15,7 @@ from reshard.sources.adamw import (
     BAD_OPTIMIZER,
     LEAVE,
     by_options,
+    checked_state,
     constant_rate,
     group_of,
     groups_in,
@@ -64,7 +65,7 @@ def training_state(step: Step, saved: Saved, fqns: Mapping[str, str]) -> tuple[T
         ),
     )
     lost = ("lr_scheduler",) if any(rank.get("lr_scheduler") is not None for rank in ranks) else ()
-    return found, lost
+    return checked_state(found, where), lost
 
 
 def _num_steps(
@@ -110,7 +111,7 @@ def _max_norm(state: Mapping[object, object], ranks: Sequence[Mapping[object, ob
     for config in _configs(ranks) if value is None else ():
         value = config.get("gradient_clipping", 0.0)
     found = read_number(value or 0.0, f"{where}: clip_grad")
-    if not 0 <= found < float("inf"):
+    if found < 0:
         raise SourceError(f"{where}: clip_grad", f"expected a norm, found {found}", LEAVE, code=BAD_OPTIMIZER)
     return float(found)
 

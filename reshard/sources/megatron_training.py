@@ -17,7 +17,16 @@ from typing import Any
 from manifests.errors import SourceError
 from manifests.schema import MOMENTS, BatchSizes, OptimizerState, ParameterGroup, TrainedDtype, TrainingState
 from reshard.archives.dcp import DcpTensor
-from reshard.sources.adamw import BAD_OPTIMIZER, LEAVE, constant_rate, group_of, groups_in, num_steps_of, read_number
+from reshard.sources.adamw import (
+    BAD_OPTIMIZER,
+    LEAVE,
+    checked_state,
+    constant_rate,
+    group_of,
+    groups_in,
+    num_steps_of,
+    read_number,
+)
 from reshard.sources.megatron_arguments import COMMON_NAME
 from reshard.tensors.checkpoint import TensorAt
 
@@ -81,22 +90,24 @@ def training_state(
     counted = [read_number(group["step"], f"{place}: step") for group in groups if group.get("step") is not None]
     if not counted:
         raise SourceError(place, "found no count of its steps", LEAVE, code=BAD_OPTIMIZER)
-    rates = {group.get("lr") for group in groups}
+    rates = {rate if isinstance(rate := group.get("lr"), int | float) else None for group in groups}
     batch = _batch(arguments)
     samples = arguments.get("consumed_train_samples")
-    return TrainingState(
+    clip = float(read_number(arguments.get("clip_grad", 1.0), f"{where}/{COMMON_NAME}: args.clip_grad"))
+    found = TrainingState(
         step=num_steps_of(counted, place),
         num_tokens=samples * batch.seq_len if batch and type(samples) is int and samples > 0 else 0,
         dtype="F32",
         compute_dtype=_DTYPES.get(weights_dtype) if weights_dtype != "F32" else None,
         optimizer=OptimizerState(
             name="AdamW",
-            max_norm=float(read_number(arguments.get("clip_grad", 1.0), f"{where}/{COMMON_NAME}: args.clip_grad")),
+            max_norm=max(clip, 0.0),  # Megatron clips to a norm above 0
             groups=_groups(groups, moments, bool(arguments.get("apply_wd_to_qk_layernorm")), place),
         ),
         learning_rate=constant_rate(rates.pop()) if len(rates) == 1 else None,
         batch=batch,
     )
+    return checked_state(found, place)
 
 
 def _optimizers(common: Mapping[object, object], where: str) -> list[Mapping[object, object]]:

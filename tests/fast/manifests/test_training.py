@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -48,6 +49,11 @@ def with_first_group(**changes: Any) -> Manifest:
         (with_optimizer(groups=(FIRST, FIRST)), "training.optimizer.groups"),
         (with_optimizer(groups=(FIRST, SECOND, SECOND)), "training.optimizer.groups[2].fqns"),
         (with_first_group(beta2=1.0), "training.optimizer.groups[0].beta2"),
+        (with_first_group(weight_decay=math.nan), "training.optimizer.groups[0].weight_decay"),
+        (with_optimizer(max_norm=-1.0), "training.optimizer.max_norm"),
+        (with_optimizer(max_norm=math.inf), "training.optimizer.max_norm"),
+        (with_training(step=1 << 63), "training.step"),
+        (with_training(num_tokens=-1), "training.num_tokens"),
         (with_training(random=2 * TRAINED.training.random[:1]), "training.random[1]"),
         (with_training(data=replace(DATA, digest="7")), "training.data.digest"),
         (

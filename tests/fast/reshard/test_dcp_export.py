@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -233,7 +234,36 @@ def decay_as_adam(states: dict[str, Any]) -> None:
     states["optimizer"]["param_groups.norm.weight.decoupled_weight_decay"] = False
 
 
-@pytest.mark.parametrize("change", [drop_one, step_elsewhere, count_otherwise, lose_betas, list_betas, decay_as_adam])
+def count_without_end(states: dict[str, Any]) -> None:
+    for name in states["optimizer"]:
+        if name.endswith(".step"):
+            states["optimizer"][name] += math.inf
+
+
+def count_too_many_tokens(states: dict[str, Any]) -> None:
+    states["train_state"] = {"step": 1, "ntokens_seen": 1 << 52}
+    states["dataloader"] = {"world_size": 1 << 20}
+
+
+def grow_weights(states: dict[str, Any]) -> None:
+    states["optimizer"]["param_groups.norm.weight.weight_decay"] = -0.1
+
+
+def decay_by_nothing_known(states: dict[str, Any]) -> None:
+    states["optimizer"]["param_groups.norm.weight.weight_decay"] = math.nan
+
+
+def divide_by_too_much(states: dict[str, Any]) -> None:
+    states["optimizer"]["param_groups.norm.weight.eps"] = 10**400
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        drop_one, step_elsewhere, count_otherwise, lose_betas, list_betas, decay_as_adam, count_without_end,
+        count_too_many_tokens, grow_weights, decay_by_nothing_known, divide_by_too_much,
+    ],
+)  # fmt: skip
 def test_optimizer_state_that_is_not_whole_is_refused_unless_it_is_dropped(change: Any, tmp_path: Path) -> None:
     titan = Titan(fused=True, seed=0)
     titan.train(1)
@@ -246,5 +276,6 @@ def test_optimizer_state_that_is_not_whole_is_refused_unless_it_is_dropped(chang
     pack = ("pack", tmp_path / "step-1", "--layout", "pp=1", "--out", tmp_path / "out")
     exit_code, code, _ = refusal(*pack).found
     assert (exit_code, code) == (3, "source.bad-optimizer-state")
+    assert not (tmp_path / "out").exists()
     run(*pack, "--drop", "optimizer")
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["training"] is None

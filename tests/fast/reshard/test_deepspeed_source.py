@@ -133,10 +133,10 @@ def swap_layers(step: Path) -> None:
     rename(step, "09-model_00", "04-model_00")
 
 
-def change_options(step: Path, **options: Any) -> None:
+def change_options(step: Path, clip_grad: float = 1.0, **options: Any) -> None:
     """Write an optimizer's options, as DeepSpeed does beside objects of its own."""
     group = {"lr": 4e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "params": [0], **options}
-    torch.save({"ds_version": "0.19.8", "clip_grad": 1.0, "param_groups": [group]}, step / STATE)
+    torch.save({"ds_version": "0.19.8", "clip_grad": clip_grad, "param_groups": [group]}, step / STATE)
 
 
 LAYER = "layer_01-model_00-model_states.pt"
@@ -293,6 +293,13 @@ UNIVERSAL_FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no options": (lambda step: (step / STATE).unlink(), "source.bad-optimizer-state"),
     "another optimizer": (lambda step: change_options(step, betas=0.9), "source.bad-optimizer-state"),
     "Adam with L2": (lambda step: change_options(step, decoupled_weight_decay=False), "source.bad-optimizer-state"),
+    "growing weights": (lambda step: change_options(step, weight_decay=-0.1), "source.bad-optimizer-state"),
+    "eps of any size": (lambda step: change_options(step, eps=10**400), "source.bad-optimizer-state"),
+    "clipping to any norm": (lambda step: change_options(step, clip_grad=10**400), "source.bad-optimizer-state"),
+    "clipping to less": (lambda step: change_options(step, clip_grad=-1.0), "source.bad-optimizer-state"),
+    "infinite steps": (
+        lambda step: torch.save(torch.tensor(torch.inf), step / f"{EMBEDDING}/step.pt"), "source.bad-optimizer-state"
+    ),
     "different steps": (
         lambda step: torch.save(torch.tensor(5.0), step / f"{EMBEDDING}/step.pt"), "source.bad-optimizer-state"
     ),

@@ -7,6 +7,7 @@ tests/interop lets it write other models, and read ours.
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import re
@@ -392,7 +393,48 @@ def without_groups(common: dict[str, Any]) -> None:
     del common["optimizer"]["optimizer"]
 
 
-@pytest.mark.parametrize("change", [other_decays, other_steps, without_groups])
+def decay_below_zero(common: dict[str, Any]) -> None:
+    for group in common["optimizer"]["optimizer"]["param_groups"]:
+        group["weight_decay"] = -0.1
+
+
+def endless_steps(common: dict[str, Any]) -> None:
+    for group in common["optimizer"]["optimizer"]["param_groups"]:
+        group["step"] = math.inf
+
+
+def clip_to_nothing_known(common: dict[str, Any]) -> None:
+    common["args"].clip_grad = math.nan
+
+
+def clip_to_too_much(common: dict[str, Any]) -> None:
+    common["args"].clip_grad = 10**400
+
+
+def too_many_tokens(common: dict[str, Any]) -> None:
+    common["args"].consumed_train_samples = 1 << 63
+
+
+def test_clipping_that_is_switched_off_is_a_norm_of_zero(tmp_path: Path) -> None:
+    saved = copytree(TRAINED, tmp_path / "saved")
+    common = torch.load(saved / "common.pt", weights_only=False)
+    common["args"].clip_grad = -1.0
+    common["optimizer"]["optimizer"]["param_groups"][0]["lr"] = [0.1]
+    torch.save(common, saved / "common.pt")
+    run("pack", saved, "--layout", "pp=1", "--out", tmp_path / "out")
+    trained = read_manifest(tmp_path / "out").training
+    assert trained is not None
+    assert trained.optimizer is not None
+    assert (trained.optimizer.max_norm, trained.learning_rate) == (0.0, None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        other_decays, other_steps, without_groups, decay_below_zero, endless_steps, clip_to_nothing_known,
+        clip_to_too_much, too_many_tokens,
+    ],
+)  # fmt: skip
 def test_optimizers_that_the_runner_does_not_have_are_refused(
     change: Callable[[dict[str, Any]], None], tmp_path: Path
 ) -> None:
