@@ -15,6 +15,7 @@ from stores.base import read_range
 __all__ = [
     "ADAMW_FLAGS",
     "BAD_OPTIMIZER",
+    "DECOUPLED",
     "LEAVE",
     "by_options",
     "check_adamw",
@@ -30,8 +31,8 @@ BAD_OPTIMIZER = "source.bad-optimizer-state"
 LEAVE = "--drop optimizer packs the weights alone"
 _SCALARS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
 _NOT_ADAMW = {"amsgrad": True, "maximize": True, "bias_correction": False}
-_DECOUPLED = "decoupled_weight_decay"
-ADAMW_FLAGS = (*_NOT_ADAMW, _DECOUPLED)  # options that make it another optimizer
+DECOUPLED = "decoupled_weight_decay"
+ADAMW_FLAGS = (*_NOT_ADAMW, DECOUPLED)  # options that make it another optimizer
 _OPTIONS = ("betas", "eps", "weight_decay")
 
 
@@ -52,8 +53,8 @@ def groups_in(state: Mapping[object, object], where: str) -> list[Mapping[object
 def check_adamw(options: Mapping[object, object], where: str) -> None:
     """Raise SourceError for options of another optimizer than AdamW."""
     other = [f"{name}={value}" for name, value in _NOT_ADAMW.items() if options.get(name) is value]
-    if options.get(_DECOUPLED) is False and options.get("weight_decay"):
-        other.append(f"{_DECOUPLED}=False")
+    if options.get(DECOUPLED) is False and options.get("weight_decay"):
+        other.append(f"{DECOUPLED}=False")
     if other:
         raise SourceError(where, f"expected AdamW, found {', '.join(other)}", LEAVE, code=BAD_OPTIMIZER)
 

@@ -1,6 +1,6 @@
 """How far a Universal Checkpoint was trained, and the options of its AdamW.
 
-Source: DeepSpeed 0.19.8, checkpoint/ds_to_universal.py, runtime/zero/stage_1_and_2.py, ops/adam.
+Source: DeepSpeed 0.19.8, checkpoint/ds_to_universal.py, runtime/engine.py, runtime/zero/stage_1_and_2.py, ops/adam.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from manifests.schema import OptimizerState, ParameterGroup, TrainingState
 from reshard.archives.tensors import read_object
 from reshard.sources.adamw import (
     BAD_OPTIMIZER,
+    DECOUPLED,
     LEAVE,
     by_options,
+    check_adamw,
     checked_state,
     constant_rate,
     group_of,
@@ -53,6 +55,8 @@ def training_state(step: Step, saved: Saved, fqns: Mapping[str, str]) -> tuple[T
     files = [step.file(name) for name in step.names() if is_rank_file(name)]
     ranks = [_dict(read_object(file, "state"), str(file)) for file in files]
     groups = groups_in(state, where)
+    for group in groups if _decays_as_l2(ranks) else ():
+        check_adamw({DECOUPLED: False, **group}, where)  # a trainer's own optimizer says it itself
     rates = {group.get("lr") for group in groups if isinstance(group.get("lr"), int | float)}
     rate = rates.pop() if len(rates) == 1 else None
     found = TrainingState(
@@ -114,6 +118,15 @@ def _max_norm(state: Mapping[object, object], ranks: Sequence[Mapping[object, ob
     if found < 0:
         raise SourceError(f"{where}: clip_grad", f"expected a norm, found {found}", LEAVE, code=BAD_OPTIMIZER)
     return float(found)
+
+
+def _decays_as_l2(ranks: Sequence[Mapping[object, object]]) -> bool:
+    """Return whether the config asks for Adam with L2 decay: "Adam" is AdamW, with torch_adam too, by default."""
+    for config in _configs(ranks):
+        match config.get("optimizer"):
+            case {"type": str(kind), "params": {"adam_w_mode": mode}} if kind.lower() == "adam" and not mode:
+                return True
+    return False
 
 
 def _configs(ranks: Sequence[Mapping[object, object]]) -> Iterator[Mapping[object, object]]:

@@ -139,6 +139,36 @@ def change_options(step: Path, clip_grad: float = 1.0, **options: Any) -> None:
     torch.save({"ds_version": "0.19.8", "clip_grad": clip_grad, "param_groups": [group]}, step / STATE)
 
 
+def configure(step: Path, kind: str, **params: object) -> None:
+    """Let the config of DeepSpeed name an optimizer."""
+    for rank in step.glob("mp_rank_*_model_states.pt"):
+        change(rank, lambda state: {**state, "ds_config": {"optimizer": {"type": kind, "params": params}}})
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "own", "is_refused"),
+    [
+        ("Adam", {"adam_w_mode": False}, {}, True),
+        ("adam", {"adam_w_mode": False, "torch_adam": True}, {}, True),
+        ("Adam", {"adam_w_mode": False}, {"weight_decay": 0.0}, False),
+        ("Adam", {"adam_w_mode": False}, {"decoupled_weight_decay": True}, False),  # the trainer's own optimizer
+        ("Adam", {"torch_adam": True}, {}, False),
+        ("Adam", {}, {}, False),
+        ("AdamW", {"adam_w_mode": False}, {}, False),
+    ],
+)
+def test_adam_is_adamw_unless_its_decay_is_not_decoupled(
+    kind: str, params: dict[str, Any], own: dict[str, Any], is_refused: bool, tmp_path: Path
+) -> None:
+    _, step = copy("gpt2-universal", tmp_path)
+    configure(step, kind, **params)
+    change_options(step, **own)  # a group of DeepSpeed's own optimizers, which says less
+    if is_refused:
+        assert refused(step, tmp_path) == "source.bad-optimizer-state"
+    else:
+        pack(step, tmp_path / "packed")
+
+
 LAYER = "layer_01-model_00-model_states.pt"
 LAYER_FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no head": (lambda step: (step / "layer_04-model_00-model_states.pt").unlink(), "source.missing-tensor"),
