@@ -110,9 +110,9 @@ def _in_halves(slices: Slices, part: str, names: TitanNames, config: Mapping[str
     """Return a query or key projection with the rows of each head as in Hugging Face's files: the even ones first."""
     if not names.is_rotated or part not in ("q", "k"):
         return slices
-    weight = merge_slices(slices)
-    make = partial(_halves, weight, heads_of(config)[part == "k"])
-    return (derive(weight, weight.dtype, "in Hugging Face's order of rows", (weight,), make),)
+    weight, num_heads = merge_slices(slices), heads_of(config)[part == "k"]
+    how = f"in Hugging Face's order of rows of {num_heads} heads"
+    return (derive(weight, weight.dtype, how, (weight,), partial(_halves, weight, num_heads)),)
 
 
 def _halves(weight: TensorAt, num_heads: int) -> Iterator[Buffer]:

@@ -37,7 +37,7 @@ class DerivedFile:
     Its origins are read once, and verified against their digests if they have any.
     """
 
-    how: str  # in messages: `as BF16`
+    how: str  # in messages, and in the journal of what was written: `as BF16`; with numbers that config.json has
     origins: tuple[TensorAt, ...]
     nbytes: int
     make: Make = field(compare=False)  # yields the bytes; determined by the other fields

@@ -116,7 +116,7 @@ def _from_fp8(weight: TensorAt, scale: TensorAt, section: Mapping[str, object], 
     if len(weight.shape) != 2 or scale.shape != grid:
         raise _unfit(scale, f"expected scales of {list(weight.shape)} in blocks of {sizes}, found {list(scale.shape)}")
     make = partial(fp8_blocks, weight, scale, (sizes[0], sizes[1]), dtype)
-    return derive(weight, dtype, f"dequantized to {dtype}", (weight, scale), make)
+    return derive(weight, dtype, f"dequantized to {dtype} in blocks of {sizes}", (weight, scale), make)
 
 
 def _from_fp4(packed: TensorAt, scale: TensorAt, dtype: str) -> TensorAt:

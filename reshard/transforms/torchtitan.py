@@ -98,8 +98,8 @@ class TitanModel:
         queries, keys = heads_of(self._config)
         if self._names.is_rotated and part != "v":
             num_heads = queries if part == "q" else keys
-            make = partial(_interleaved, tensor, num_heads)
-            tensor = derive(tensor, tensor.dtype, "in torchtitan's order of rows", (tensor,), make)
+            how, make = f"in torchtitan's order of rows of {num_heads} heads", partial(_interleaved, tensor, num_heads)
+            tensor = derive(tensor, tensor.dtype, how, (tensor,), make)
         if fused is None:
             return in_place(tensor, key)
         per_key, rest = queries // keys, (0,) * (len(tensor.shape) - 1)

@@ -23,6 +23,9 @@ from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
+from reshard.copy.journal import plan_key
+from reshard.operations.prepare_pack import PackRequest, prepare_pack
+from reshard.operations.resolve import LayoutRequest
 from tests.builders import refusal, reshard, run
 
 SIZES = {
@@ -237,6 +240,17 @@ def swap_items(items: dict[Any, object]) -> None:
     indexes = {index.fqn: index for index in items}
     one, other = indexes["model.norm.weight"], indexes["lm_head.weight"]
     items[one], items[other] = items[other], items[one]
+
+
+def test_journal_of_a_pack_is_not_that_of_another_number_of_heads(tmp_path: Path) -> None:
+    native = torchtitan_state("llama", huggingface_state("llama", tmp_path / "model"))
+    source, keys = save(tmp_path / "step-7", "llama", native), []
+    config = json.loads((source / "config.json").read_text())
+    for heads in ({}, {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}, {}):
+        (source / "config.json").write_text(json.dumps(config | heads))
+        asked = PackRequest(source=str(source), out=tmp_path / "out", asked=LayoutRequest(spec="pp=2"))
+        keys.append(plan_key(prepare_pack(asked).shards))
+    assert keys[0] == keys[2] != keys[1]
 
 
 def test_two_names_of_one_weight_are_refused(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from manifests.errors import SourceError
 from manifests.models import model_shape
+from reshard.copy.journal import plan_key
+from reshard.plans.pack_plan import lay_out_shard
 from reshard.tensors.checkpoint import TensorAt
 from reshard.tensors.lazy import MemoryFile
 from reshard.transforms.dequantize import plain_tensors
@@ -262,3 +264,16 @@ def test_config_names_the_dtype_of_the_dequantized_weights(key: str, flag: str, 
     assert reshard("export", out, "--to", "hf", "--out", tmp_path / "plain").code == 0
     for folder in (out, tmp_path / "plain"):
         assert json.loads((folder / "config.json").read_text()) == {**config, key: name}
+
+
+def test_journal_of_a_pack_is_not_that_of_another_size_of_blocks() -> None:
+    weight = TensorAt("a.weight", "F8_E4M3", (6, 6), MemoryFile("shard", bytes(36)), 0, 36)
+    scale = TensorAt("a.weight_scale_inv", "F32", (2, 2), MemoryFile("scales", bytes(16)), 0, 16)
+    keys = [
+        plan_key([lay_out_shard("out", [tensor])])
+        for size in (4, 5)
+        for _, tensor in plain_tensors(
+            {one.name: one for one in (weight, scale)}, {"weight_block_size": 2 * [size]}, "BF16"
+        )
+    ]
+    assert len(set(keys)) == 2
