@@ -9,13 +9,16 @@ transformer/transformer_config.py and models/common/embeddings/rotary_pos_embedd
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from manifests.errors import SourceError
+from manifests.models.config import MAX_LAYERS
 from reshard.archives.tensors import read_object
 from reshard.sources.megatron_deepseek import deepseek_arguments, deepseek_config, with_defaults
 from reshard.sources.megatron_fields import ConfigFields
+from reshard.sources.megatron_names import megatron_names
 from stores.base import Folder
 
 __all__ = [
@@ -105,16 +108,19 @@ def arguments_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
     Raises:
         ModelError: a config of a model that Megatron-Core does not have.
+        InputError: a field of it is malformed.
     """
+    megatron_names(config, where)
     read = ConfigFields(config, where)
-    heads, kind = config["num_attention_heads"], config["model_type"]
-    groups = config.get("num_key_value_heads") or heads
+    count, kind = read.typed.count, config["model_type"]
+    heads, width = count("num_attention_heads"), count("hidden_size")
+    groups = count("num_key_value_heads", heads)
     read.expect("hidden_act", "silu")
     for name in ("attention_bias", "mlp_bias", "use_sliding_window"):
         read.expect(name, False)
     found: dict[str, Any] = {
-        "num_layers": config["num_hidden_layers"], "hidden_size": config["hidden_size"], "num_attention_heads": heads,
-        "ffn_hidden_size": config["intermediate_size"], "swiglu": True, "squared_relu": False, "quick_geglu": False,
+        "num_layers": count("num_hidden_layers"), "hidden_size": width, "num_attention_heads": heads,
+        "ffn_hidden_size": count("intermediate_size"), "swiglu": True, "squared_relu": False, "quick_geglu": False,
         "normalization": "RMSNorm", "norm_epsilon": config.get("rms_norm_eps", 1e-6), "apply_layernorm_1p": False,
         "apply_residual_connection_post_layernorm": False, "add_bias_linear": False, "add_qkv_bias": False,
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False), "qk_l2_norm": False,
@@ -122,10 +128,10 @@ def arguments_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         "rotary_interleaved": False, "attention_output_gate": False, "multi_latent_attention": False,
         "mtp_num_layers": None,
         "group_query_attention": groups != heads, "num_query_groups": groups,
-        "kv_channels": config.get("head_dim") or (128 if kind == "qwen3" else config["hidden_size"] // heads),
+        "kv_channels": count("head_dim", 128 if kind == "qwen3" else width // heads),
         "window_size": None, "heterogeneous_layers_config_path": None,
     }  # fmt: skip
-    return found | _experts(config) | (deepseek_arguments(read) if kind == "deepseek_v3" else _rotary(read))
+    return found | _experts(read) | (deepseek_arguments(read) if kind == "deepseek_v3" else _rotary(read))
 
 
 def config_of(arguments: Mapping[str, Any], dtype: str, where: str) -> dict[str, Any]:
@@ -136,7 +142,8 @@ def config_of(arguments: Mapping[str, Any], dtype: str, where: str) -> dict[str,
     """
     try:
         found = _config_of(arguments)
-    except (KeyError, TypeError, ValueError) as error:
+        json.dumps(found, allow_nan=False)  # arguments may be of any type
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         problem = f"expected arguments that describe a model: {type(error).__name__} {error}"[:200]
         hint = "copy the config.json of the Hugging Face model into the folder"
         raise SourceError(f"{where}/{COMMON_NAME}: args", problem, hint, code="source.megatron-arguments") from error
@@ -149,7 +156,11 @@ def _rotary(read: ConfigFields) -> dict[str, Any]:
     found: dict[str, Any] = {"rotary_base": rope.base, "use_rope_scaling": False}
     if rope.kind == "default":
         return found
-    if rope.kind == "llama3" and all(rope.fields.get(name) == value for name, value in _LLAMA3.items()):
+    if (
+        rope.kind == "llama3"
+        and rope.fields.get("factor")
+        and all(rope.fields.get(name) == value for name, value in _LLAMA3.items())
+    ):
         return found | {"use_rope_scaling": True, "rope_scaling_factor": rope.fields["factor"]}
     raise read.refuse("rope_parameters", "default rotary embeddings, or Llama 3.1's", dict(rope.fields))
 
@@ -162,22 +173,29 @@ def num_experts_of(config: Mapping[str, Any]) -> int:
     return found
 
 
-def layers_with_experts(config: Mapping[str, Any]) -> list[int]:
-    """Return 1 for each decoder layer with experts and 0 for each without."""
-    layers = range(config["num_hidden_layers"])
+def layers_with_experts(config: Mapping[str, Any], where: str) -> list[int]:
+    """Return 1 for each decoder layer with experts and 0 for each without.
+
+    Raises:
+        InputError: a field of the config is malformed.
+    """
+    read = ConfigFields(config, where).typed
+    layers = range(read.count("num_hidden_layers", most=MAX_LAYERS))
     if config["model_type"] == "deepseek_v3":
-        return [int(layer >= config["first_k_dense_replace"]) for layer in layers]
-    step, dense = config.get("decoder_sparse_step", 1), set(config.get("mlp_only_layers") or ())
+        num_dense = read.count("first_k_dense_replace", least=0)
+        return [int(layer >= num_dense) for layer in layers]
+    step, dense = read.count("decoder_sparse_step", 1), set(read.counts("mlp_only_layers"))
     return [int(bool(num_experts_of(config)) and layer not in dense and (layer + 1) % step == 0) for layer in layers]
 
 
-def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
+def _experts(read: ConfigFields) -> dict[str, Any]:
+    config, count = read.config, read.typed.count
     if not num_experts_of(config):
         return {"num_experts": None}
-    has_experts = layers_with_experts(config)
+    has_experts = layers_with_experts(config, read.where)
     return {
-        "num_experts": num_experts_of(config), "moe_ffn_hidden_size": config["moe_intermediate_size"],
-        "moe_router_topk": config["num_experts_per_tok"], "moe_router_score_function": "softmax",
+        "num_experts": num_experts_of(config), "moe_ffn_hidden_size": count("moe_intermediate_size"),
+        "moe_router_topk": count("num_experts_per_tok"), "moe_router_score_function": "softmax",
         "moe_layer_freq": 1 if all(has_experts) else has_experts,  # with a list, Megatron-Core does not stack layers
         "moe_router_enable_expert_bias": False, "moe_router_pre_softmax": not config.get("norm_topk_prob", False),
         "moe_router_topk_scaling_factor": None, "moe_router_num_groups": None, "moe_router_group_topk": None,
@@ -230,12 +248,14 @@ def _check_vocabulary(arguments: Mapping[str, Any], vocab: int, num_rows: int, p
 
 
 def _config_of(found: Mapping[str, Any]) -> dict[str, Any]:
-    heads = found["num_attention_heads"]
+    heads, num_layers = found["num_attention_heads"], found["num_layers"]
+    if type(num_layers) is not int or not 0 < num_layers <= MAX_LAYERS:
+        raise ValueError(f"num_layers {num_layers!r:.80}")
     num_experts = found.get("num_experts")
     has_norms = bool(found.get("qk_layernorm"))
     config: dict[str, Any] = {
         "hidden_size": found["hidden_size"], "intermediate_size": found["ffn_hidden_size"],
-        "num_hidden_layers": found["num_layers"], "num_attention_heads": heads, "hidden_act": "silu",
+        "num_hidden_layers": num_layers, "num_attention_heads": heads, "hidden_act": "silu",
         "rms_norm_eps": found["norm_epsilon"], "vocab_size": found.get("vocab_size") or found["padded_vocab_size"],
         "max_position_embeddings": found["max_position_embeddings"],
         "tie_word_embeddings": not found["untie_embeddings_and_output_weights"], "attention_bias": False,
@@ -250,7 +270,7 @@ def _config_of(found: Mapping[str, Any]) -> dict[str, Any]:
         config["rope_scaling"] = {"rope_type": "llama3", "factor": found["rope_scaling_factor"], **_LLAMA3}
     if not num_experts:
         return {"model_type": "qwen3" if has_norms else "llama", **config}
-    freq = _pattern(found.get("moe_layer_freq", 1), found["num_layers"]) or []
+    freq = _pattern(found.get("moe_layer_freq", 1), num_layers) or []
     if found.get("multi_latent_attention"):
         return {"model_type": "deepseek_v3", **config, **deepseek_config(found, freq)}
     return {

@@ -41,27 +41,28 @@ def deepseek_arguments(read: ConfigFields) -> dict[str, Any]:
 
     Raises:
         ModelError: a config of a model that Megatron-Core does not have.
+        InputError: a field of it is malformed.
     """
-    config = read.config
-    per_token, groups, chosen = config["num_experts_per_tok"], config.get("n_group", 8), config.get("topk_group", 4)
+    config, count = read.config, read.typed.count
+    per_token, groups, chosen = count("num_experts_per_tok"), count("n_group", 8), count("topk_group", 4)
     read.expect("rope_interleave", True)
     read.expect("scoring_func", "sigmoid")
     read.expect("norm_topk_prob", per_token > 1)
     read.expect("rms_norm_eps", 1e-6)  # transformers has it in the norms of latents, whatever the field says
-    read.expect("num_key_value_heads", config["num_attention_heads"])
+    read.expect("num_key_value_heads", count("num_attention_heads"))
     if chosen < groups and per_token // chosen != _SCORED:
         raise read.refuse("topk_group", f"{per_token} / {_SCORED} groups for each token", chosen)
-    width = config["moe_intermediate_size"]
     return {
-        "multi_latent_attention": True, "kv_channels": config["v_head_dim"], "q_lora_rank": config.get("q_lora_rank"),
-        "kv_lora_rank": config["kv_lora_rank"], "qk_head_dim": config["qk_nope_head_dim"],
-        "qk_pos_emb_head_dim": config["qk_rope_head_dim"], "v_head_dim": config["v_head_dim"],
+        "multi_latent_attention": True, "kv_channels": count("v_head_dim"), "q_lora_rank": config.get("q_lora_rank"),
+        "kv_lora_rank": count("kv_lora_rank"), "qk_head_dim": count("qk_nope_head_dim"),
+        "qk_pos_emb_head_dim": count("qk_rope_head_dim"), "v_head_dim": count("v_head_dim"),
         "mtp_num_layers": config.get("num_nextn_predict_layers"),
         "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
         "moe_router_topk_scaling_factor": config.get("routed_scaling_factor", 2.5),
         "moe_router_num_groups": groups if chosen < groups else None,
         "moe_router_group_topk": chosen if chosen < groups else None,
-        "moe_shared_expert_intermediate_size": width * config["n_shared_experts"], "moe_shared_expert_gate": False,
+        "moe_shared_expert_intermediate_size": count("moe_intermediate_size") * count("n_shared_experts"),
+        "moe_shared_expert_gate": False,
         **_rotary(read),
     }  # fmt: skip
 
@@ -70,7 +71,7 @@ def deepseek_config(found: Mapping[str, Any], has_experts: Sequence[int]) -> dic
     """Return the fields of a config that `with_defaults` arguments describe, beside those of every model.
 
     Raises:
-        KeyError, ValueError: they are not of such a model.
+        KeyError, ValueError, ArithmeticError: they are not of such a model.
     """
     width = found["moe_ffn_hidden_size"]
     groups = found.get("moe_router_num_groups") or 1

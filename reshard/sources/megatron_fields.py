@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from manifests.errors import ModelError
+from manifests.models import ConfigReader
 
 __all__ = ["ConfigFields", "Rope"]
 
@@ -22,7 +23,8 @@ class Rope:
 
 class ConfigFields:
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
-        self.config, self._where = config, where
+        self.config, self.where = config, where
+        self.typed = ConfigReader(config, f"{where}: config.json")
 
     def expect(self, name: str, allowed: object) -> None:
         """Raise unless a field is absent, or has the one value that Megatron's models compute."""
@@ -33,10 +35,15 @@ class ConfigFields:
     def refuse(self, name: str, allowed: object, found: object) -> ModelError:
         problem = f"Megatron-Core's model expects {allowed}, found {str(found)[:80]}"
         hint = "convert it with Megatron-Bridge, if it knows this model"
-        return ModelError(f"{self._where}: config.json: {name}", problem, hint, code="model.not-in-megatron")
+        return ModelError(f"{self.where}: config.json: {name}", problem, hint, code="model.not-in-megatron")
 
     def rope(self) -> Rope:
-        """Return the rotary embeddings, which transformers 5 has in `rope_parameters`, 4 in two fields."""
-        fields = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
+        """Return the rotary embeddings, which transformers 5 has in `rope_parameters`, 4 in two fields.
+
+        Raises:
+            InputError: they are no object.
+        """
+        sections = map(self.typed.section, ("rope_parameters", "rope_scaling"))
+        fields = next((section.config for section in sections if section is not None and section.config), {})
         kind = fields.get("rope_type") or fields.get("type") or "default"
         return Rope(kind, fields.get("rope_theta") or self.config.get("rope_theta") or 10000.0, fields)

@@ -44,7 +44,7 @@ class MegatronModel:
         self._num_layers: int = config["num_hidden_layers"]
         self._num_experts = num_experts_of(config)
         self._gated = {hf: own for own, hf in self._names.gated.items()}
-        self.is_stacked = not self._num_experts or all(layers_with_experts(config))
+        self.is_stacked = not self._num_experts or all(layers_with_experts(config, where))
         numbers = {int(match[1]) for match in map(_LAYER.fullmatch, weights) if match} if self._names.mtp else set()
         self.mtp_layers = sorted(numbers.difference(range(self._num_layers)))
 

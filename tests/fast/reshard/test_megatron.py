@@ -29,10 +29,10 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from transformers import AutoModelForCausalLM
 
-from manifests.errors import ModelError, SourceError
+from manifests.errors import ModelError, SourceError, UserError
 from manifests.models import model_shape
 from manifests.store import read_manifest, write_manifest
-from reshard.sources.megatron_arguments import arguments_in, arguments_of, check_arguments
+from reshard.sources.megatron_arguments import arguments_in, arguments_of, check_arguments, config_of
 from tests.builders import refusal, reshard, run
 from tests.fast.models.built import read_config
 from tests.fast.reshard.test_dcp_export import state_of
@@ -225,6 +225,53 @@ def test_models_that_megatron_core_does_not_compute_are_refused(name: str, value
         arguments_of(config, "here")
     assert raised.value.code == "model.not-in-megatron"
     assert raised.value.where.split()[-1] == {"rope_scaling": "rope_parameters"}.get(name, name)
+
+
+LLAMA3 = {
+    "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "code", "field"),
+    [
+        ("tiny-qwen3-moe", {"decoder_sparse_step": None}, None, ""),
+        ("tiny-deepseek-v3", {"n_group": None, "topk_group": 8}, None, ""),  # 8, transformers' default
+        ("tiny-deepseek-v3", {"topk_group": 0}, "config.invalid-field", "topk_group"),
+        ("tiny-deepseek-v3", {"n_group": "1"}, "config.invalid-field", "n_group"),
+        ("tiny-deepseek-v3", {"num_experts_per_tok": 0.5}, "config.invalid-field", "num_experts_per_tok"),
+        ("tiny-llama", {"rope_scaling": [1]}, "config.invalid-field", "rope_scaling"),
+        ("tiny-llama", {"rope_parameters": "x"}, "config.invalid-field", "rope_parameters"),
+        ("tiny-llama", {"rope_scaling": LLAMA3}, "model.not-in-megatron", "rope_parameters"),
+        ("tiny-llama", {"rope_scaling": {}}, None, ""),
+        ("tiny-llama", {"model_type": None}, "model.unknown-megatron-layout", "here"),
+        ("tiny-llama", {"model_type": "deepseek_v3"}, "config.invalid-field", "num_experts_per_tok"),
+    ],
+)
+def test_fields_of_a_config_are_read_or_refused(
+    name: str, changes: dict[str, Any], code: str | None, field: str
+) -> None:
+    config = read_config(name) | changes
+    with pytest.raises(UserError) if code else nullcontext() as raised:
+        arguments_of(config, "here")
+    if code:
+        assert (raised.value.code, raised.value.where.split()[-1]) == (code, field)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_attention_heads": 0}, {"num_attention_heads": 0.0, "kv_channels": None}, {"num_layers": 10**12},
+        {"num_layers": 10**5000}, {"moe_ffn_hidden_size": 0}, {"rotary_base": float("inf")}, {"rotary_base": object()},
+    ],
+)  # fmt: skip
+def test_arguments_that_describe_no_model_are_refused(changes: dict[str, Any]) -> None:
+    described = arguments_of(read_config("tiny-deepseek-v3", n_group=1), "here")
+    saved = described | {"vocab_size": 40, "max_position_embeddings": 64}
+    assert config_of(saved, "F32", "here")["num_attention_heads"] == described["num_attention_heads"]
+    with pytest.raises(SourceError) as raised:
+        config_of({**saved, "kv_channels": None, **changes}, "F32", "here")
+    assert raised.value.code == "source.megatron-arguments"
 
 
 @pytest.mark.parametrize(
