@@ -15,7 +15,7 @@ from stores.base import Folder, read_whole
 from stores.local import LocalFolder
 from stores.open import open_store
 
-__all__ = ["Address", "ManifestFile", "find_manifest_file"]
+__all__ = ["Address", "ManifestFile", "ReadManifest", "find_manifest_file", "read_manifest_file"]
 
 Address = str | Path
 
@@ -44,6 +44,15 @@ class ManifestFile:
         return manifest, digest_bytes(data)
 
 
+@dataclass(frozen=True, slots=True)
+class ReadManifest:
+    """A manifest that was read, for all that need it: over a network, its bytes take a request and its size."""
+
+    file: ManifestFile
+    manifest: Manifest
+    digest: str
+
+
 def find_manifest_file(address: Address) -> ManifestFile:
     """Find a manifest by its file or its folder. Only a `scheme://` is off this machine.
 
@@ -61,3 +70,9 @@ def find_manifest_file(address: Address) -> ManifestFile:
     if not path.exists():
         raise no_manifest(str(address), Path(address))
     return ManifestFile(LocalFolder(path.parent), path.name)
+
+
+def read_manifest_file(address: Address) -> ReadManifest:
+    """Find a manifest and read it; raises as `find_manifest_file` and `ManifestFile.read`."""
+    file = find_manifest_file(address)
+    return ReadManifest(file, *file.read())

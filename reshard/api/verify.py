@@ -11,8 +11,7 @@ from reshard.operations.progress import Progress, counting
 from reshard.operations.signature import Signature
 from reshard.operations.verify import VerifyOptions, VerifyResult, nbytes_to_read, verify_manifest
 from reshard.sources.open import open_source
-from reshard.tensors.checkpoint import Checkpoint
-from stores.manifest_file import find_manifest_file
+from stores.manifest_file import read_manifest_file
 
 __all__ = ["verify"]
 
@@ -55,15 +54,11 @@ def verify(
         problem, hint = "is verified with a public key", "name its file with --public-key"
         raise UsageError("--signature", problem, hint, code="options.conflict")
     path = None if signature is None else Path(signature)
+    read = read_manifest_file(manifest)
     options = VerifyOptions(
         signature=None if public_key is None else Signature(public_key=Path(public_key), path=path),
         quick=quick,
-        against=None if against is None else _open_source(str(against), manifest),
+        against=None if against is None else open_source(str(against), description=read.manifest.model.description),
         stages=None if stages is None else frozenset(stages),
     )
-    return verify_manifest(manifest, options, counting(progress, nbytes_to_read(manifest, options)))
-
-
-def _open_source(source: str, manifest: str | Path) -> Checkpoint:
-    described, _ = find_manifest_file(manifest).read()
-    return open_source(source, description=described.model.description)
+    return verify_manifest(read, options, counting(progress, nbytes_to_read(read.manifest, options)))

@@ -27,7 +27,7 @@ from reshard.sources.vllm import open_vllm
 from reshard.sources.vllm_names import is_sharded_state
 from reshard.tensors.checkpoint import Checkpoint, TensorAt
 from stores.base import Folder
-from stores.manifest_file import find_manifest_file
+from stores.manifest_file import find_manifest_file, read_manifest_file
 from stores.open import open_store
 
 __all__ = ["CheckOptions", "CheckResult", "check_checkpoint"]
@@ -161,14 +161,14 @@ def _open(address: str) -> Folder:
 
 def _check_manifest(folder: Folder, findings: Findings, *, reads_tensors: bool) -> Contents:
     """Check a packed folder by its manifest: sizes, headers, names, and digests of its auxiliary files."""
-    done = verify_manifest(str(folder), VerifyOptions(quick=True))
+    read = read_manifest_file(str(folder))
+    done = verify_manifest(read, VerifyOptions(quick=True))
     for where, problem in done.differences:
         hint = "copy the files that differ once more, or pack again; reshard verify reads every byte"
         findings.add(where, problem, hint, code="check.manifest")
-    manifest, _ = find_manifest_file(str(folder)).read()
     return Contents(
         num_tensors=done.num_tensors,
-        num_files=sum(len(stage.shards) for stage in manifest.stages),
+        num_files=sum(len(stage.shards) for stage in read.manifest.stages),
         nbytes=done.nbytes,
         tensors=open_source(str(folder)).tensors if reads_tensors and not done.differences else {},
     )

@@ -28,7 +28,7 @@ from stores.base import Folder, read_file_header, read_whole
 from stores.hub import HubFolder
 from stores.hub_upload import HubUpload, open_upload, staging_folder
 from stores.local import LocalFolder
-from stores.manifest_file import find_manifest_file
+from stores.manifest_file import ReadManifest, find_manifest_file, read_manifest_file
 
 __all__ = ["PushOptions", "PushResult", "check_free", "push_folder", "staged"]
 
@@ -76,9 +76,9 @@ def push_folder(
         ShardError: a file is too large for the hub.
         StoreError, UnreachableError, OutputError: as `open_upload` and `HubUpload.commit`.
     """
-    file = find_manifest_file(folder)
-    manifest, digest = file.read()
-    local = _check_whole(file.folder, manifest, str(file))
+    read = read_manifest_file(folder)
+    manifest, digest = read.manifest, read.digest
+    local = _check_whole(read)
     files = _files_of(local, manifest)
     upload = open_upload(address, is_public=options.is_public)
     content: dict[str, Path | bytes] = dict(files)
@@ -133,12 +133,13 @@ def staged(address: HubAddress) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def _check_whole(folder: Folder, manifest: Manifest, where: str) -> LocalFolder:
+def _check_whole(read: ReadManifest) -> LocalFolder:
+    folder, virtual = read.file.folder, read.manifest.virtual
     assert isinstance(folder, LocalFolder), "a path"
-    if manifest.virtual is not None:
-        problem = f"references bytes in {manifest.virtual.location}, which would not be uploaded"
-        raise ManifestError(where, problem, "pack without --virtual first", code="manifest.unrooted-bytes")
-    differences = verify_manifest(folder.location, VerifyOptions(quick=True)).differences
+    if virtual is not None:
+        problem = f"references bytes in {virtual.location}, which would not be uploaded"
+        raise ManifestError(str(read.file), problem, "pack without --virtual first", code="manifest.unrooted-bytes")
+    differences = verify_manifest(read, VerifyOptions(quick=True)).differences
     if differences:
         first, more = differences[0], f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
         hint = f"reshard verify {folder.location} lists all of them"

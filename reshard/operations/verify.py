@@ -22,7 +22,7 @@ from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, TensorAt
 from reshard.tensors.slices import merge_slices
 from stores.base import Blocks, Folder, check_whole
 from stores.bundles import Bundles, join_slices
-from stores.manifest_file import Address, find_manifest_file
+from stores.manifest_file import ReadManifest
 
 __all__ = ["VerifyOptions", "VerifyResult", "nbytes_to_read", "verify_manifest"]
 
@@ -67,7 +67,7 @@ class VerifyResult:
 
 
 def verify_manifest(
-    address: Address, options: VerifyOptions | None = None, progress: ByteCounter = lambda nbytes: None
+    read: ReadManifest, options: VerifyOptions | None = None, progress: ByteCounter = lambda nbytes: None
 ) -> VerifyResult:
     """Verify every file of a manifest: sizes, headers, source fingerprints, digests and the index.
 
@@ -75,14 +75,11 @@ def verify_manifest(
     there is a source to compare them with.
 
     Raises:
-        ManifestError: the manifest is damaged.
-        InputError: there is no manifest, or it cannot be read.
         SignatureError: its signature, if it is asked for, is not of this manifest and that key.
         UsageError: it has no such stage.
     """
     options = options or VerifyOptions()
-    file = find_manifest_file(address)
-    manifest, digest = file.read()
+    file, manifest, digest = read.file, read.manifest, read.digest
     signature = None if options.signature is None else check_signature(file, digest, options.signature)
     stages, described = _choose(manifest, options.stages), None
     with suppress(InputError):  # reported at the end, if nothing else is
@@ -127,9 +124,9 @@ def verify_manifest(
     )
 
 
-def nbytes_to_read(address: Address, options: VerifyOptions) -> int:
-    """Return an estimate of the bytes to read; raises as `verify_manifest`."""
-    stages = _choose(find_manifest_file(address).read()[0], options.stages)
+def nbytes_to_read(manifest: Manifest, options: VerifyOptions) -> int:
+    """Return an estimate of the bytes to read; refuses stages that do not exist, as `verify_manifest`."""
+    stages = _choose(manifest, options.stages)
     own = 0 if options.quick else sum(shard.nbytes for stage in stages for shard in stage.shards)
     return own if options.against is None else own + sum(stage.nbytes * (2 if stage.spans else 1) for stage in stages)
 
