@@ -20,7 +20,8 @@ _HEAD = """\
 
 `import reshard` packs, exports, verifies, compares and reads checkpoints, without torch. `import runner` loads a rank's
 stages into your own module, and has the classes that a model family of your own is written with
-([own-models.md](own-models.md)). The commands call the same functions. The names in `__all__` of the two packages are
+([own-models.md](own-models.md)). The commands of `reshard` call the same functions; `reshard pack`, which also shows,
+divides and submits packs, calls the operation that `reshard.pack` calls. The names in `__all__` of the two packages are
 public, all others are private; both packages have type hints (`py.typed`). Importing them is cheap: each name is
 loaded when it is first used.
 

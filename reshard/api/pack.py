@@ -27,6 +27,7 @@ def pack(
     layout: str | None = None,
     *,
     pp: int | None = None,
+    strict_megatron: bool = False,
     drop: Collection[str] = (),
     model: str | Path | None = None,
     conversion: Conversion | None = None,
@@ -47,8 +48,9 @@ def pack(
     tensors of at most `max_shard_nbytes`. It has no index, and its shards are in folders, if bundles are virtual or
     tensors are in slices.
 
-    `source`, `layout`, `pp`, `drop`, `model` and `assumed` are those of `plan`; the manifest records what `model` says.
-    With a manifest as `source` this reshards it, optimizer state included. `out` is a folder or an object-store URL.
+    `source`, `layout`, `pp`, `strict_megatron`, `drop`, `model` and `assumed` are those of `plan`; the manifest records
+    what `model` says. With a manifest as `source` this reshards it, optimizer state included. `out` is a folder or an
+    object-store URL.
     `conversion` casts, dequantizes or merges slices. With `virtual`, bundles refer to the source's bytes instead of
     copying them; `stages` (`0-3,7`) packs only these, and the others become virtual. `force` replaces an existing
     output in one step. `io` selects direct or buffered writes, `sync` flushes them to disk; `parallelism` sets threads,
@@ -75,7 +77,7 @@ def pack(
     request = PackRequest(
         source=str(source),
         out=str(out) if is_url(out) else Path(out),
-        asked=LayoutRequest(spec=layout, num_ranks=pp),
+        asked=LayoutRequest(spec=layout, num_ranks=pp, strict_megatron=strict_megatron),
         assumed=assumed or Assumptions(),
         conversion=conversion or Conversion(),
         drop=drop,

@@ -52,8 +52,9 @@ def plan(
     Example:
       reshard plan ./Llama-3.2-1B --layout pp=4 --memory-limit 80GB --draw plan.html
     """
+    from reshard.api.arguments import names_flags
+    from reshard.api.plan import plan as run
     from reshard.layout.printing import print_layout
-    from reshard.operations.resolve import plan_source
     from reshard.report.layout import spelling_json
     from reshard.report.plan_summary import plan_json, plan_text
 
@@ -61,7 +62,10 @@ def plan(
         from reshard.draw import check_picture
 
         check_picture(draw, force)
-    planned = plan_source(source, asked, assumed, drop, model)
+    planned = names_flags(run)(
+        source, asked.spec, pp=asked.num_ranks, strict_megatron=asked.strict_megatron, drop=drop, model=model,
+        assumed=assumed,
+    )  # fmt: skip
     options.name_links(planned.links, quiet)
     if spelling:
         text = print_layout(spelling, planned.layout, planned.inventory, planned.costs)
