@@ -42,7 +42,7 @@ def check_remote(location: str, named: str) -> None:
     raise SourceError(
         f"{named}: virtual.location",
         f"reading these bundles would send requests to {_server_of(location)} ({location})",
-        f"if you trust that server, pass --allow-remote, or set {ALLOW_VARIABLE}=1 for runner",
+        f"if you trust that server, set {ALLOW_VARIABLE}=1, or pass --allow-remote to a command that has it",
         code="source.remote-not-allowed",
     )
 

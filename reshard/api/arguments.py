@@ -15,7 +15,13 @@ __all__ = ["names_flags", "names_parameters"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_FLAG = re.compile(r"(?<![\w/-])--([a-z][a-z-]*)")
+# What a text is taken apart into: a command line or quoted text, which stay as they are; a flag, perhaps with a value.
+_PIECE = re.compile(
+    r"(?<![\w/.-])(?:reshard|runner|hf|python|vllm) [a-z-][^;\n]*"
+    r"|(?<!\w)'[^'\n]*'"
+    r"|(?<![\w/-])--(?P<flag>[a-z][a-z-]*)(?!\.?[\w-])(?: (?!--)(?P<value>[^\s,;:)]+))?"
+)
+_WHERE = re.compile(r"--(?P<flag>[a-z][a-z-]*)(?: (?P<value>.+))?", re.DOTALL)
 # Flags that are not called like a parameter.
 _NAMES = {
     "ac": "assumed.recompute",
@@ -27,6 +33,8 @@ _NAMES = {
     "dequantize": "conversion.dequantize",
     "dtype": "conversion.dtype",
     "dtype-policy": "assumed.policy",
+    "drop": "drop",  # of `pack`, also where another function says to pack again
+    "for": "names",
     "loss-chunk": "assumed.loss_chunk",
     "memory-limit": "assumed.memory_limit",
     "merge-slices": "conversion.merge_slices",
@@ -38,26 +46,74 @@ _NAMES = {
     "stage": "stages",
     "tp": "assumed.tensor",
 }
+# Flags without a value, whose parameters are True.
+_SWITCHES = frozenset(
+    ("bytes", "force", "merge-slices", "norms", "public", "quick", "strict-megatron", "values", "verify-source",
+     "virtual", "weights-only")
+)  # fmt: skip
+# What follows a flag and is its value, not the next word.
+_VALUES = {
+    "cost": r"\S+\.json",
+    "dequantize": "bf16|fp32",
+    "digests": "write|verify",
+    "drop": r"(?!out\b)\S+",
+    "dtype": "source|fp32|bf16|fp16",
+    "for": "hf|torchtitan|pipeline",
+    "layout": r"\S+=\S+",
+    "model": r"\S+\.toml",
+    "out": r"\w+://\S+",
+    "to": "hf|dcp|deepspeed|universal|vllm|megatron",
+}
 
 
 def names_parameters(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function's errors name its parameters instead of the command's flags."""
+    """Let a function's errors name its parameters instead of the command's flags.
+
+    `where` becomes the parameter, `force`; in a sentence, "replace it with --force" becomes "with `force=True`", and
+    "pack it with --out hf://org/name" becomes "with `out='hf://org/name'`". Command lines stay whole, and flags that no
+    parameter has, too.
+    """
     parameters = inspect.signature(function).parameters
 
-    def parameter(flag: re.Match[str]) -> str:
-        name = flag[1].replace("-", "_")
-        return name if name in parameters else _NAMES.get(flag[1], flag[0])
+    def parameter(flag: str) -> str | None:
+        name = flag.replace("-", "_")
+        return name if name in parameters else _NAMES.get(flag, name if flag in _SWITCHES else None)
+
+    def in_sentence(piece: re.Match[str]) -> str:
+        flag, value = piece["flag"], piece["value"]
+        name = parameter(flag) if flag else None
+        if name is None:
+            return piece[0]
+        if flag in _SWITCHES:
+            name = f"{name}=True"
+        if value is None or re.fullmatch(_VALUES.get(flag, "(?!)"), value) is None:
+            return f"`{name}`" if value is None else f"`{name}` {value}"
+        return f"`{_with_value(name, value)}`"
+
+    def in_place(where: str) -> str:
+        found = _WHERE.fullmatch(where)
+        name = parameter(found["flag"]) if found else None
+        if found is None or name is None:
+            return _PIECE.sub(in_sentence, where)
+        return name if found["value"] is None else _with_value(name, found["value"])
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
         except UserError as error:
-            texts = error.where, error.problem, error.hint
-            error.where, error.problem, error.hint = (_FLAG.sub(parameter, text) for text in texts)
+            error.where = in_place(error.where)
+            error.problem, error.hint = (_PIECE.sub(in_sentence, text) for text in (error.problem, error.hint))
             raise
 
     return call
+
+
+def _with_value(name: str, value: str) -> str:
+    """Return how a parameter gets the value that its flag has; times that a file has are read by the caller."""
+    if name == "assumed.measured":
+        return name
+    return f"{name}={[value] if name == 'drop' else value!r}"
 
 
 def names_flags(function: Callable[P, R]) -> Callable[P, R]:

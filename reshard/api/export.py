@@ -73,7 +73,7 @@ def export(
         (True, True)
     """
     if names != "hf" and names not in _NAMES_OF.get(to, ()):
-        problem = f"--for {names} is not for --to {to}"
+        problem = f"{names} is not for --to {to}"
         raise UsageError("--for", problem, "leave it out", code="options.conflict")
     if tied_key != TIED_KEY and names != "pipeline":
         raise UsageError("--tied-key", "is for --for pipeline", "leave it out", code="options.conflict")

@@ -51,8 +51,8 @@ def push(
         ('hf://org/model-pp2', True)
     """
     if is_url(folder):
-        problem, hint = "is not a folder on this machine", "copy it to one, or pack it with --out hf://org/name"
-        raise StoreError(str(folder), problem, hint, code="store.unsupported")
+        hint = "copy it to one, or pack to the hub: reshard pack SOURCE --out hf://org/name"
+        raise StoreError(str(folder), "is not a folder on this machine", hint, code="store.unsupported")
     address = parse_hub_address(repository if repository.startswith(SCHEME) else SCHEME + repository)
     assert address is not None, "hf:// is parsed or refused"
     if revision is not None and address.revision not in (None, revision):

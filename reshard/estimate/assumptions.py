@@ -15,7 +15,7 @@ from reshard.layout.model import StageLayout
 if TYPE_CHECKING:
     from manifests.memory import Recompute
 
-__all__ = ["MOST_PASSES", "Assumptions", "num_passes"]
+__all__ = ["MOST_PASSES", "Assumptions", "check_assumptions", "num_passes"]
 
 _MICROBATCHES_PER_RANK = 4  # the default, which every schedule supports
 MOST_PASSES = 1 << 19  # forward and backward, of the longest step to simulate
@@ -38,15 +38,6 @@ class Assumptions:
     memory_limit: int | None = None  # bytes per rank
     measured: Mapping[str, ModuleTime] | None = None
 
-    def __post_init__(self) -> None:
-        if self.tensor > 1 and self.loss_chunk is not None:
-            raise UsageError(
-                "--loss-chunk",
-                "conflicts with --tp: a tensor-parallel LM head computes the logits of all tokens at once",
-                "remove --loss-chunk",
-                code="options.tp-loss-chunk",
-            )
-
     @property
     def num_per_stage(self) -> int:
         """The number of ranks that share each stage."""
@@ -59,6 +50,21 @@ class Assumptions:
     def microbatches_for(self, placement: Placement) -> int:
         """Return the number of microbatches per step to assume."""
         return self.num_microbatches or _MICROBATCHES_PER_RANK * placement.num_ranks
+
+
+def check_assumptions(assumed: Assumptions) -> None:
+    """Refuse assumptions that conflict, before a source is opened.
+
+    Raises:
+        UsageError: a tensor-parallel degree and chunks of the loss.
+    """
+    if assumed.tensor > 1 and assumed.loss_chunk is not None:
+        raise UsageError(
+            "--loss-chunk",
+            "conflicts with --tp: a tensor-parallel LM head computes the logits of all tokens at once",
+            "remove --loss-chunk",
+            code="options.tp-loss-chunk",
+        )
 
 
 def num_passes(placement: Placement, num_microbatches: int) -> int:

@@ -69,7 +69,7 @@ def parse_layout(
         raise UsageError(
             "--strict-megatron",
             f"expected a Megatron string, found {shorten(spec)}",
-            "remove the flag",
+            "leave it out",
             code="layout.not-megatron",
         )
     layout = reader(

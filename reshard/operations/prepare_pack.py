@@ -13,7 +13,7 @@ from reshard.copy.destination import check_apart, read_twice
 from reshard.copy.direct_io import Io
 from reshard.copy.engine import WriteOptions
 from reshard.copy.parallelism import Parallelism
-from reshard.estimate.assumptions import Assumptions
+from reshard.estimate.assumptions import Assumptions, check_assumptions
 from reshard.operations.divide import Division
 from reshard.operations.hub_check import HubReport
 from reshard.operations.pack import PackOptions, pack
@@ -60,6 +60,7 @@ class PackRequest:
         Raises:
             UsageError: naming the flag.
         """
+        check_assumptions(self.assumed)
         self.division.check(self.out, virtual=self.virtual, verify_source=self.verify_source, force=self.force)
         if self.conversion.changes_bytes and (self.virtual or self.stages is not None):
             flag = "--virtual" if self.virtual else "--stages"

@@ -15,7 +15,7 @@ from manifests.models import ModelShape
 from manifests.schedules import check_schedule
 from manifests.schema import Manifest, TieGroup
 from manifests.sizes import parse_size, write_size
-from reshard.estimate.assumptions import Assumptions
+from reshard.estimate.assumptions import Assumptions, check_assumptions
 from reshard.estimate.costs import ModuleTime, costs_of
 from reshard.layout import StageLayout, parse_layout
 from reshard.layout.balance import balances_memory, balances_time, unsolved
@@ -111,9 +111,7 @@ def open_model(source: str, drop: frozenset[str] = frozenset(), model: Path | No
         problem = f"{source} is a config without weights, whose sizes no description says"
         raise UsageError("--model", problem, "give the folder with its safetensors", code="options.conflict")
     if drop:
-        raise UsageError(
-            "--drop", f"{source} is a config without weights", "leave --drop out", code="options.unknown-drop"
-        )
+        raise UsageError("--drop", f"{source} is a config without weights", "leave it out", code="options.unknown-drop")
     return open_config(config)
 
 
@@ -135,8 +133,9 @@ def plan_source(
     """Open a source, read or solve for the layout, lay the tensors out on it and estimate a training step.
 
     Raises:
-        UserError: see `open_model` and `lay_out`.
+        UserError: see `check_assumptions`, `open_model` and `lay_out`.
     """
+    check_assumptions(assumed)
     return estimate_step(lay_out(model_name(source), open_model(source, frozenset(drop), model), asked, assumed))
 
 

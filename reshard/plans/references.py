@@ -141,6 +141,6 @@ def _no_original(tensor: TensorAt, checkpoint: Checkpoint) -> InputError:
     return InputError(
         str(tensor.file),
         "is not a weight file of a Hugging Face folder, which virtual bundles require",
-        f"use its own source ({checkpoint.source.location}) as SOURCE, or pack without --virtual",
+        f"pack its own source ({checkpoint.source.location}), or pack without --virtual",
         code="options.cannot-be-virtual",
     )

@@ -47,7 +47,7 @@ def convert(checkpoint: Checkpoint, asked: Conversion) -> Checkpoint:
             raise UsageError(
                 "--dtype",
                 problem,
-                "remove the flag; reshard export --dtype casts",
+                "leave it out; reshard export --dtype casts",
                 code="options.dtype-with-optimizer-state",
             )
         checkpoint = cast_checkpoint(checkpoint, asked.dtype)

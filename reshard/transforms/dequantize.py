@@ -43,7 +43,7 @@ def dequantize(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
         raise UsageError(
             _FLAG,
             f"{config_at.file} has no {_SECTION}",
-            "the weights are not quantized; remove the flag",
+            "the weights are not quantized; leave it out",
             code="options.not-quantized",
         )
     tensors = {tensor.name: (old, tensor) for old, tensor in plain_tensors(checkpoint.tensors, section, dtype)}

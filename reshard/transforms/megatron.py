@@ -146,12 +146,12 @@ class MegatronModel:
         known = mine.digest is not None and owner.digest is not None
         if mine.digest != owner.digest if known else not _are_equal(mine, owner):
             problem = f"differs from {owner.name!r}, which Megatron-Core's MTP layers share with the model"
-            hint = f"pack with --drop model.layers.{layer}, without its MTP layer"
+            hint = f"pack without its MTP layer: reshard pack SOURCE --drop model.layers.{layer}"
             raise ModelError(f"{self._where}: {tensor.name!r}", problem, hint, code="model.not-in-megatron")
 
     def _unknown(self, fqn: str) -> ModelError:
         problem = "Megatron-Core's model has no such tensor"
-        hint = "pack with --dequantize or --drop what is not a weight of the model"
+        hint = "reshard pack SOURCE --dequantize bf16, or --drop it if it is not a weight of the model"
         return ModelError(f"{self._where}: {fqn!r}", problem, hint, code="model.not-in-megatron")
 
 

@@ -1,0 +1,115 @@
+"""Errors of `import reshard`: parameters where the command has flags, and command lines as they are typed."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from syrupy.assertion import SnapshotAssertion
+
+import reshard
+from tests.builders import llama_config, write_model
+
+Call = Callable[[Path], object]
+A, C = reshard.Assumptions, reshard.Conversion
+
+CALLS: dict[tuple[str, str], tuple[Call, ...]] = {
+    ("layout", "options.missing-layout"): (lambda at: reshard.plan(at / "model"),),
+    ("pp", "options.needs-layout"): (
+        lambda at: reshard.pack(at / "packed", at / "new", pp=2),
+        lambda at: reshard.plan(at / "packed", pp=2),
+    ),
+    ("strict_megatron", "options.needs-layout"): (lambda at: reshard.plan(at / "packed", strict_megatron=True),),
+    ("strict_megatron", "layout.not-megatron"): (
+        lambda at: reshard.pack(at / "model", at / "new", "pp=2", strict_megatron=True),
+    ),
+    ("stages", "options.unknown-stage"): (lambda at: reshard.verify(at / "packed", stages=[2]),),
+    ("stages", "options.bad-stages"): (lambda at: reshard.pack(at / "model", at / "new", "pp=2", stages="x"),),
+    ("stages", "options.conflict"): (
+        lambda at: reshard.pack(at / "model", at / "new", "pp=2", stages="0", virtual=True),
+    ),
+    ("virtual", "options.conflict"): (
+        lambda at: reshard.pack(at / "model", at / "new", "pp=2", virtual=True, conversion=C(dtype="bf16")),
+    ),
+    ("quick", "options.conflict"): (lambda at: reshard.verify(at / "packed", quick=True, against=at / "model"),),
+    ("signature", "options.conflict"): (lambda at: reshard.verify(at / "packed", signature=at / "manifest.sig"),),
+    ("reads_bytes", "options.conflict"): (lambda at: reshard.check(at / "model", reads_bytes=True),),
+    ("model='AT/none.toml'", "model.no-file"): (lambda at: reshard.plan(at / "model", model=at / "none.toml"),),
+    ("drop", "options.drop-from-manifest"): (lambda at: reshard.plan(at / "packed", drop=["model.norm"]),),
+    ("drop", "options.unknown-drop"): (lambda at: reshard.plan(at / "model/config.json", "pp=2", drop=["x"]),),
+    ("out", "output.overlaps-source"): (lambda at: reshard.export(at / "packed", at / "packed/inside"),),
+    ("AT/packed", "output.exists"): (lambda at: reshard.pack(at / "model", at / "packed", "pp=2"),),
+    ("AT/packed", "output.overlaps-source"): (lambda at: reshard.export(at / "packed", at / "packed", force=True),),
+    ("names", "options.conflict"): (lambda at: reshard.export(at / "packed", at / "new", names="torchtitan"),),
+    ("tied_key", "options.conflict"): (lambda at: reshard.export(at / "packed", at / "new", tied_key="wte"),),
+    ("weights_only", "options.conflict"): (lambda at: reshard.export(at / "packed", at / "new", weights_only=True),),
+    ("dtype", "options.conflict"): (
+        lambda at: reshard.export(at / "packed", at / "new", to="universal", dtype="bf16"),
+    ),
+    ("tp", "options.conflict"): (lambda at: reshard.export(at / "packed", at / "new", tp=2),),
+    ("pp", "options.conflict"): (lambda at: reshard.export(at / "packed", at / "new", pp=2),),
+    ("tp", "options.uneven-degree"): (lambda at: reshard.export(at / "packed", at / "new", to="vllm", tp=7),),
+    ("assumed.memory_limit", "options.conflict"): (
+        lambda at: reshard.plan(at / "model", "balance:params,pp=2,limit=1GB", assumed=A(memory_limit=1)),
+    ),
+    ("assumed.loss_chunk", "options.tp-loss-chunk"): (
+        lambda at: reshard.plan(at / "model", "pp=2", assumed=A(tensor=2, loss_chunk=5)),
+        lambda at: reshard.pack(at / "model", at / "new", "pp=2", assumed=A(tensor=2, loss_chunk=5)),
+    ),
+    ("assumed.schedule", "schedule.unknown"): (
+        lambda at: reshard.plan(at / "model", "pp=2", assumed=A(schedule="none")),
+    ),
+    ("layout", "layout.unknown-cost"): (lambda at: reshard.plan(at / "model", "balance:none,pp=2"),),
+    ("conversion.dequantize", "options.not-quantized"): (
+        lambda at: reshard.pack(at / "model", at / "new", "pp=2", conversion=C(dequantize="bf16")),
+    ),
+    ("AT/model", "manifest.not-packed"): (
+        lambda at: reshard.verify(at / "model"),
+        lambda at: reshard.export(at / "model", at / "new"),
+    ),
+    ("AT/virtual/manifest.json", "manifest.unrooted-bytes"): (
+        lambda at: reshard.push(at / "virtual", "org/name"),
+        lambda at: reshard.sign(at / "virtual", key=at / "key.pem"),
+    ),
+    ("s3://bucket/packed", "store.unsupported"): (lambda at: reshard.push("s3://bucket/packed", "org/name"),),
+    ("revision", "options.conflict"): (lambda at: reshard.push(at / "packed", "org/name@a", revision="b"),),
+    ("AT/model/digests.json", "source.no-digests"): (lambda at: reshard.check(at / "model", digests="verify"),),
+}
+ROWS = [(*row, call) for row, calls in CALLS.items() for call in calls]
+
+
+@pytest.fixture(scope="module")
+def at(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("errors")
+    write_model(folder / "model", llama_config())
+    reshard.pack(folder / "model", folder / "packed", "pp=2")
+    reshard.pack(folder / "model", folder / "virtual", "pp=2", virtual=True)
+    return folder
+
+
+@pytest.mark.parametrize(("where", "code", "call"), ROWS)
+def test_errors_name_parameters_or_a_command_line(
+    where: str, code: str, call: Call, at: Path, snapshot: SnapshotAssertion
+) -> None:
+    with pytest.raises(reshard.UserError) as refused:
+        call(at)
+    error = refused.value
+    assert (error.where.replace(str(at), "AT"), error.code) == (where, code)
+    text = f"{error.problem}\n{error.hint}"
+    no_command = re.sub(r"\breshard [a-z]+ [^;\n]*", "", text)
+    assert "--" not in no_command
+    assert all("`" not in line for line in re.findall(r"\breshard [a-z]+ --[^;\n]*", text))
+    for name in re.findall(r"`([a-z_]+)[^`]*`", text):
+        assert name in PARAMETERS
+    assert str(error).replace(str(at), "AT") == snapshot
+
+
+PARAMETERS = {
+    name
+    for function in (getattr(reshard, name) for name in reshard.__all__)
+    if inspect.isfunction(function)
+    for name in inspect.signature(function).parameters
+}
