@@ -110,8 +110,9 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """Bytes in use at the peak of a step.
+    """Memory in use at the peak of a step; `state` is what is in use at any time.
 
+    Units: bytes.
     Not included: buffers such as the rotary cache, the network's own, and allocator fragmentation.
     """
 

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
         UsageError,
         UserError,
     )
-    from manifests.schema import Layout, Manifest, Stage
+    from manifests.memory import Memory, MemoryEstimate
+    from manifests.placement import Placement
+    from manifests.schema import Layout, Manifest, Stage, TieGroup, TieMember
     from reshard.api.check import check
     from reshard.api.diff import diff
     from reshard.api.export import export
@@ -39,14 +41,19 @@ if TYPE_CHECKING:
     from reshard.checks.finding import Finding
     from reshard.copy.parallelism import Parallelism
     from reshard.estimate.assumptions import Assumptions
+    from reshard.estimate.costs import ModuleTime
+    from reshard.estimate.training_estimate import Forecast, StepEstimate
+    from reshard.layout.model import StageLayout
     from reshard.operations.compare import Difference
     from reshard.operations.diff import DiffResult, TensorDifference
     from reshard.operations.export import ExportResult
+    from reshard.operations.hub_check import HubReport
     from reshard.operations.pack_result import PackResult
     from reshard.operations.progress import Progress
     from reshard.operations.push import PushResult
     from reshard.operations.resolve import PlanResult
     from reshard.operations.verify import VerifyResult
+    from reshard.plans.pack_plan import StagePlan
     from reshard.transforms.conversion import Conversion
 
     __version__: str
@@ -59,17 +66,23 @@ __all__ = [
     "Difference",
     "ExportResult",
     "Finding",
+    "Forecast",
+    "HubReport",
     "InputError",
     "Layout",
     "LayoutError",
     "Manifest",
     "ManifestError",
+    "Memory",
+    "MemoryEstimate",
     "ModelError",
+    "ModuleTime",
     "OutputError",
     "PackResult",
     "PackedModel",
     "PackedStage",
     "Parallelism",
+    "Placement",
     "PlanResult",
     "Progress",
     "PushResult",
@@ -78,9 +91,14 @@ __all__ = [
     "SignatureError",
     "SourceError",
     "Stage",
+    "StageLayout",
+    "StagePlan",
+    "StepEstimate",
     "StoreError",
     "TensorDifference",
     "TensorInfo",
+    "TieGroup",
+    "TieMember",
     "UnreachableError",
     "UsageError",
     "UserError",
@@ -115,7 +133,9 @@ __getattr__, __dir__ = lazy_attributes(
             "UsageError",
             "UserError",
         ),
-        "manifests.schema": ("Layout", "Manifest", "Stage"),
+        "manifests.memory": ("Memory", "MemoryEstimate"),
+        "manifests.placement": ("Placement",),
+        "manifests.schema": ("Layout", "Manifest", "Stage", "TieGroup", "TieMember"),
         "reshard.api.check": ("check",),
         "reshard.api.diff": ("diff",),
         "reshard.api.export": ("export",),
@@ -129,14 +149,19 @@ __getattr__, __dir__ = lazy_attributes(
         "reshard.checks.finding": ("Finding",),
         "reshard.copy.parallelism": ("Parallelism",),
         "reshard.estimate.assumptions": ("Assumptions",),
+        "reshard.estimate.costs": ("ModuleTime",),
+        "reshard.estimate.training_estimate": ("Forecast", "StepEstimate"),
+        "reshard.layout.model": ("StageLayout",),
         "reshard.operations.compare": ("Difference",),
         "reshard.operations.diff": ("DiffResult", "TensorDifference"),
         "reshard.operations.export": ("ExportResult",),
+        "reshard.operations.hub_check": ("HubReport",),
         "reshard.operations.pack_result": ("PackResult",),
         "reshard.operations.progress": ("Progress",),
         "reshard.operations.push": ("PushResult",),
         "reshard.operations.resolve": ("PlanResult",),
         "reshard.operations.verify": ("VerifyResult",),
+        "reshard.plans.pack_plan": ("StagePlan",),
         "reshard.transforms.conversion": ("Conversion",),
     },
 )

@@ -9,11 +9,33 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "python-api.md"
 PACKAGES = ("reshard", "runner")
+
+# Attributes of public classes that only the packages use: they lead to types that are not public.
+_INTERNAL = {
+    "Assumptions": {"num_per_stage", "schedule_for", "microbatches_for"},
+    "Forecast": {"timeline"},
+    "PackResult": {"used"},
+    "PackedModel": {"bundles"},
+    "Parallelism": {
+        "used",
+        "most_threads",
+        "threads_for",
+        "within",
+        "uploads_of",
+        "uploads_of_kept",
+        "prefetcher",
+        "add",
+    },
+    "PlanResult": {"checkpoint", "inventory", "costs", "plan", "shape"},
+    "StagePlan": {"shards"},
+    "StepEstimate": {"timeline"},
+}
 
 _HEAD = """\
 # Python API
@@ -22,8 +44,9 @@ _HEAD = """\
 stages into your own module, and has the classes that a model family of your own is written with
 ([own-models.md](own-models.md)). The commands of `reshard` call the same functions; `reshard pack`, which also shows,
 divides and submits packs, calls the operation that `reshard.pack` calls. The names in `__all__` of the two packages are
-public, all others are private; both packages have type hints (`py.typed`). Importing them is cheap: each name is
-loaded when it is first used.
+public; all others are private, and so are attributes that this page does not list. Types of the fields of a `Manifest`
+and a `Stage` are those of the format ([SPEC.md](../manifests/SPEC.md)), in `manifests/schema.py`. Both packages have
+type hints (`py.typed`). Importing them is cheap: each name is loaded when it is first used.
 
     import reshard, runner
 
@@ -84,20 +107,30 @@ def _package(package: str) -> Iterator[str]:
             if fields := _fields(member):
                 yield f"Fields: {', '.join(fields)}.\n"
             for attribute, method in vars(member).items():
-                if inspect.isfunction(method) and (attribute == "__call__" or not attribute.startswith("_")):
+                if inspect.isfunction(method) and (attribute == "__call__" or _is_listed(member, attribute)):
                     yield from _entry(f"{name}.{attribute}", attribute, method)
 
 
 def _fields(member: type) -> list[str]:
     fields = getattr(member, "__dataclass_fields__", {})
-    kept = [f"`{name}: {field.type}`" for name, field in fields.items() if not name.startswith("_")]
+    kept = [f"`{name}: {field.type}`" for name, field in fields.items() if _is_listed(member, name)]
     kept += [f"`{name}`" for name in getattr(member, "_fields", ())]
-    properties = [f"`{name}`" for name, found in vars(member).items() if not name.startswith("_") and _is_read(found)]
+    inherited = {name: found for base in reversed(member.__mro__) for name, found in vars(base).items()}
+    properties = [
+        f"`{name}: {_type_of(found)}`"
+        for name, found in inherited.items()
+        if isinstance(found, property | cached_property) and _is_listed(member, name)
+    ]
     return kept + properties
 
 
-def _is_read(found: object) -> bool:
-    return isinstance(found, property) or type(found).__name__ == "cached_property"
+def _is_listed(member: type, name: str) -> bool:
+    return not name.startswith("_") and name not in _INTERNAL.get(member.__name__, ())
+
+
+def _type_of(found: property | cached_property[object]) -> str:
+    getter = found.fget if isinstance(found, property) else found.func
+    return str(inspect.signature(getter).return_annotation) if getter else "object"
 
 
 def _entry(title: str, name: str, function: Callable[..., object]) -> Iterator[str]:

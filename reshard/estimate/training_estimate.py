@@ -35,9 +35,12 @@ class StepEstimate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
-    """Estimates of stages, ranks and one step; `step` is None if it has more than `MOST_PASSES` passes.
+    """Estimates of stages, ranks and one step, which is simulated.
 
-    Times are of one microbatch: in seconds if measured, else in FLOPs per token.
+    `step` is None, and there is no `memory`, if the step has more than 524,288 forward and backward passes. Tuples are
+    by stage, and `rank_times` by rank; `bottleneck` has the slowest ranks, if most of the others wait for them.
+
+    Units: `flops` per token of a forward pass; times of one microbatch in seconds if measured, else FLOPs per token.
     """
 
     assumed: Assumptions

@@ -145,7 +145,10 @@ class OutputShard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagePlan:
-    """A stage and its shards; `nbytes` counts its weights."""
+    """A stage and its shards: its index, its rank, its place among the stages of that rank, and its modules.
+
+    Units: `nbytes` in bytes of weights.
+    """
 
     index: int
     rank: int

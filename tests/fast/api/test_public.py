@@ -47,6 +47,20 @@ def test_every_public_name_exists_and_is_listed_once(package: str) -> None:
         module.no_such_name  # noqa: B018
 
 
+def test_fields_on_the_page_have_types_that_are_public() -> None:
+    """Following attributes never leads to a private class; the fields of a manifest are those of the format."""
+    import manifests.schema
+    import reshard
+
+    aliases = {"Address", "CheckpointKind", "ExportDtype", "Holds", "Plain", "Policy", "Recompute", "Style"}
+    standard = {"Any", "Iterator", "Mapping", "None"}
+    text = (ROOT / "docs/python-api.md").read_text().partition("\n## runner\n")[0]
+    fields = "".join(re.findall("^Fields: .*$", text, re.MULTILINE))
+    types = {name for kind in re.findall(r"`\w+: ([^`]+)`", fields) for name in re.findall(r"\b[A-Z]\w+", kind)}
+    assert types - aliases - standard - set(manifests.schema.__all__) <= set(reshard.__all__)
+    assert {"`stages: tuple[StagePlan, ...]`", "`layout: StageLayout`"} <= set(re.findall("`[^`]+`", fields))
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_room_has_a_public_name(package: str) -> None:
     """Python binds a subpackage's name to it when it is imported, over the function of that name."""
