@@ -18,6 +18,7 @@ from stores.address import hub_output, is_url
 
 if TYPE_CHECKING:
     from manifests.memory import Recompute
+    from reshard.estimate.assumptions import Policy
     from reshard.operations.progress import Progress
     from reshard.transforms.cast import ExportDtype
     from reshard.transforms.conversion import Plain
@@ -267,7 +268,7 @@ def training_flags(command: Command) -> Command:
 
     @functools.wraps(command)
     def gathered(
-        *, schedule: str | None, microbatches: int | None, microbatch: int, seq_len: int, dtype_policy: str,
+        *, schedule: str | None, microbatches: int | None, microbatch: int, seq_len: int, dtype_policy: Policy,
         dp_replicate: int, dp_shard: int, tp: int, ac: str, loss_chunk: int | None,
         memory_limit: str | None, cost: Path | None, **others: Any,
     ) -> Any:  # fmt: skip

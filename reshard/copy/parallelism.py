@@ -44,7 +44,9 @@ def _num_upload_parts(nbytes: int) -> int:
 class Parallelism:
     """How many threads copy, how many requests to remote stores run at a time, and the memory that those take.
 
-    Without numbers, there are as many threads as cores, and as many requests as are found to help.
+    None: as many threads (`num_threads`) as cores, and as many requests (`num_streams`) as are found to help.
+
+    Units: `memory_nbytes` in bytes.
     """
 
     num_threads: int | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from manifests.errors import UsageError
 from manifests.placement import Placement
@@ -15,27 +15,39 @@ from reshard.layout.model import StageLayout
 if TYPE_CHECKING:
     from manifests.memory import Recompute
 
-__all__ = ["MOST_PASSES", "Assumptions", "check_assumptions", "num_passes"]
+__all__ = ["MOST_PASSES", "Assumptions", "Policy", "check_assumptions", "num_passes"]
 
+Policy = Literal["fp32", "bf16", "mixed"]
 _MICROBATCHES_PER_RANK = 4  # the default, which every schedule supports
 MOST_PASSES = 1 << 19  # forward and backward, of the longest step to simulate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assumptions:
-    """What to assume about a training run; None: the layout's value, or a default that supports its stages."""
+    """What to assume about a training run; None: the layout's value, or a default that supports its stages.
+
+    `schedule` is the name of a pipeline schedule, such as "1F1B". A step has `num_microbatches` on each data-parallel
+    replica (default: 4 per pipeline rank), of `microbatch` sequences of `seq_len` tokens. `policy` is the dtype of
+    weights, gradients and optimizer state: "fp32", "bf16", or "mixed", with weights in bf16 and gradients, master
+    weights and optimizer state in fp32. `replicate` is the number of data-parallel replicas of each stage (DDP, HSDP),
+    `shard` that of the ranks that shard it (FSDP), and `tensor` the tensor-parallel degree. `recompute` is activation
+    checkpointing: "none", "full", "selective" (all but matrix products), or N for every Nth layer. Logits and loss are
+    computed in chunks of `loss_chunk` tokens; None: of a whole microbatch. `measured` has the time of each module.
+
+    Units: `memory_limit` in bytes per rank, `measured` in seconds per microbatch.
+    """
 
     schedule: str | None = None
     num_microbatches: int | None = None
-    microbatch: int = 1  # sequences
-    seq_len: int = 4096  # tokens
-    policy: str = "fp32"  # or "bf16" or "mixed": see `--dtype-policy`
-    replicate: int = 1  # data-parallel replicas, as `--dp-replicate`
-    shard: int = 1  # data-parallel shards, as `--dp-shard`
-    tensor: int = 1  # tensor-parallel degree, as `--tp`
-    recompute: Recompute = "none"  # activation checkpointing, as `--ac`
-    loss_chunk: int | None = None  # tokens, as `--loss-chunk`
-    memory_limit: int | None = None  # bytes per rank
+    microbatch: int = 1
+    seq_len: int = 4096
+    policy: Policy = "fp32"
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+    recompute: Recompute = "none"
+    loss_chunk: int | None = None
+    memory_limit: int | None = None
     measured: Mapping[str, ModuleTime] | None = None
 
     @property

@@ -18,13 +18,13 @@ __all__ = ["PackResult"]
 class PackResult:
     """What was written: the manifest, its address, and which source files were verified against the hub's SHA-256.
 
-    `used` says how many threads copied, and how many requests ran at a time.
+    Units: `nbytes` and `virtual_nbytes` in bytes.
     """
 
     manifest: Manifest
     out: Address
     hub: HubReport = field(default_factory=HubReport)
-    used: Used = field(default_factory=Used)
+    used: Used = field(default_factory=Used)  # threads that copied, and requests that ran at a time
 
     @property
     def path(self) -> str:
