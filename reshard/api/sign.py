@@ -20,7 +20,7 @@ def sign(
     password: str | None = None,
     force: bool = False,
 ) -> Path:
-    """Sign a manifest, whose digests root every byte of its checkpoint; return the file of the signature.
+    """Sign a manifest, which has digests of all bytes of its checkpoint; return the file of the signature.
 
     `key` is a PEM file: a private key on the curve P-256, P-384 or P-521, encrypted with `password` or not. The
     signature is a Sigstore bundle, `manifest.sig` beside the manifest unless `out` names another file. Shards are not
