@@ -19,6 +19,7 @@ from reshard.archives.saved import SavedDict, SavedTensor, saved_value
 from reshard.copy.engine import WriteOptions
 from reshard.operations.export import ExportResult
 from reshard.operations.exported_optimizer import adamw_options
+from reshard.operations.owned_tensors import owned_tensors
 from reshard.operations.publish_export import ExportPlan, check_export_to, publish_export
 from reshard.plans.pack_plan import OutputShard, without_header
 from reshard.tensors.checkpoint import Checkpoint, TensorAt
@@ -85,7 +86,7 @@ def export_deepspeed(
         shards = _universal(checkpoint, tag, names)
         small[f"{tag}/zero/optimizer_state.pt"] = saved_value(_optimizer_state(checkpoint))
         counted = b"".join(map(bytes, _STEP.blocks(iter((pack("<f", step),)))))
-        for fqn in _owned(checkpoint, checkpoint.moments[MOMENTS[0]]) if checkpoint.moments else ():
+        for fqn in owned_tensors(checkpoint, checkpoint.moments[MOMENTS[0]]) if checkpoint.moments else ():
             small[f"{tag}/zero/{names[fqn]}/step.pt"] = counted
     plan = ExportPlan(
         copied=checkpoint.auxiliary,
@@ -103,7 +104,7 @@ def export_deepspeed(
 
 
 def _layers(checkpoint: Checkpoint, tag: str) -> Iterator[OutputShard]:
-    weights = _owned(checkpoint, checkpoint.tensors)
+    weights = owned_tensors(checkpoint, checkpoint.tensors)
     names = pipeline_layers(checkpoint.shape)
     _check_all_placed(weights, {fqn for layer in names for fqn in layer}, checkpoint)
     for number, layer in enumerate(names):
@@ -129,7 +130,7 @@ def _parameter_names(checkpoint: Checkpoint, form: DeepSpeedForm, tied_key: str)
 def _universal(checkpoint: Checkpoint, tag: str, names: Mapping[str, str]) -> Iterator[OutputShard]:
     untrained = checkpoint.shape.untrained_suffixes or ("\0",)
     for kind, tensors in (("fp32", checkpoint.tensors), *checkpoint.moments.items()):
-        owned = _owned(checkpoint, tensors)
+        owned = owned_tensors(checkpoint, tensors)
         _check_all_placed(owned, names, checkpoint)
         for fqn, tensor in owned.items():
             if tensor.dtype not in FLOATS or fqn.endswith(untrained):
@@ -161,17 +162,6 @@ def _optimizer_state(checkpoint: Checkpoint) -> dict[str, object]:
 
 def _once(data: bytes) -> Iterator[bytes]:
     yield data
-
-
-def _owned(checkpoint: Checkpoint, tensors: Mapping[str, TensorAt]) -> dict[str, TensorAt]:
-    """Return the tensors, each tied one once, under its owner's name, and none that the model recomputes."""
-    owners = {fqn: group[0] for group in checkpoint.shape.ties for fqn in group}
-    ignored = checkpoint.shape.ignored_suffixes or ("\0",)
-    found: dict[str, TensorAt] = {}
-    for fqn, tensor in tensors.items():
-        if not fqn.endswith(ignored):
-            found.setdefault(owners.get(fqn, fqn), tensor)
-    return found
 
 
 def _check_all_placed(weights: Mapping[str, TensorAt], placed: Iterable[str], checkpoint: Checkpoint) -> None:

@@ -18,6 +18,7 @@ from reshard.archives.saved import saved_value, torch_dtype
 from reshard.copy.engine import WriteOptions
 from reshard.operations.export import ExportResult
 from reshard.operations.megatron_optimizer import optimizer_metadata, optimizer_of, samples_of
+from reshard.operations.owned_tensors import owned_tensors
 from reshard.operations.publish_export import ExportPlan, check_export_to, publish_export
 from reshard.operations.saved_state import SavedState
 from reshard.sources.huggingface import CONFIG_NAME
@@ -60,9 +61,11 @@ def export_megatron(
     check_export_to(out, checkpoint, force=force)
     if weights_only:
         checkpoint = replace(checkpoint, trained=None)
-    masters = checkpoint.tensors
+    masters = owned_tensors(checkpoint, checkpoint.tensors)
     if dtype != "source":
         checkpoint = cast_checkpoint(checkpoint, dtype)
+    moments = {kind: owned_tensors(checkpoint, tensors) for kind, tensors in checkpoint.moments.items()}
+    checkpoint = replace(checkpoint, tensors=owned_tensors(checkpoint, checkpoint.tensors), moments=moments)
     config_file = next(item for item in checkpoint.auxiliary if item.path == CONFIG_NAME)
     config = read_config(config_file.file, config_file.digest)
     model = MegatronModel(config, masters, checkpoint.location)
@@ -78,8 +81,7 @@ def export_megatron(
     tag = f"iter_{step:07d}" if state else RELEASE
     saved = SavedState(f"{tag}/")
     for tensor in checkpoint.tensors.values():
-        ignored = tensor.name.endswith(checkpoint.shape.ignored_suffixes or ("\0",))
-        if not ignored and (placed := model.place(tensor)):
+        if placed := model.place(tensor):
             saved.add(placed, lambda key: (key,))
     for kind, tensors in ((MASTERS, masters), *checkpoint.moments.items()) if state else ():
         for fqn in checkpoint.moments[MOMENTS[0]]:

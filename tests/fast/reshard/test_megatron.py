@@ -33,10 +33,12 @@ from manifests.errors import ModelError, SourceError, UserError
 from manifests.models import model_shape
 from manifests.store import read_manifest, write_manifest
 from reshard.sources.megatron_arguments import arguments_in, arguments_of, check_arguments, config_of
-from tests.builders import refusal, reshard, run
+from tests.builders import EMBEDDING, HEAD, llama_config, random_tensors, refusal, reshard, run, write_model
 from tests.fast.models.built import read_config
+from tests.fast.reshard.forged import change_manifest
 from tests.fast.reshard.test_dcp_export import state_of
 from tests.fast.reshard.test_dcp_source import assert_equal, huggingface_state
+from tests.fast.trained import STATE, random_moments, write_moments
 
 GOLDEN = Path(__file__).parents[2] / "data" / "megatron"
 TOKENS = [[1, 5, 2, 7, 3, 0, 6, 4]]
@@ -393,6 +395,32 @@ def test_optimizer_state_of_megatron_core_comes_and_goes_with_every_bit(tmp_path
 
     run("export", tmp_path / "packed", "--to", "megatron", "--weights-only", "--out", tmp_path / "weights")
     assert not any("optimizer" in name for name in tensors_of(tmp_path / "weights" / "release"))
+
+
+@pytest.mark.parametrize("dtype", ["source", "bf16"])
+def test_tied_weight_that_is_stored_as_the_head_is_the_embedding(dtype: str, tmp_path: Path) -> None:
+    sizes = llama_config(tie_word_embeddings=True)
+    weights = random_tensors(sizes, dtypes=["F32"])
+    weights[HEAD] = weights.pop(EMBEDDING)
+    write_model(tmp_path / "source", sizes, weights)
+    packed = tmp_path / "packed"
+    run("pack", tmp_path / "source", "--layout", "pp=1", "--out", packed)
+    moments = {
+        kind: {fqn: one for fqn, one in tensors.items() if fqn in weights}
+        for kind, tensors in random_moments(sizes).items()
+    }
+    for kind, tensors in moments.items():
+        write_moments(packed, 0, kind, tensors)
+    change_manifest(packed, lambda document: document.update(training=dict(STATE)))
+    run("export", packed, "--to", "megatron", "--dtype", dtype, "--out", tmp_path / "out")
+    found = tensors_of(tmp_path / "out" / "iter_0000060")
+    name = "embedding.word_embeddings.weight"
+    tied = {"param": weights[HEAD], **{kind: tensors[HEAD] for kind, tensors in moments.items()}}
+    states = {f"optimizer.state.{kind}.{name}": tensor.data for kind, tensor in tied.items()}
+    assert {key: found[key].view(torch.uint8).numpy().tobytes() for key in states} == states
+    expected = found[f"optimizer.state.param.{name}"]
+    assert torch.equal(found[name], expected.bfloat16() if dtype == "bf16" else expected)
+    assert not any("output_layer" in key for key in found)
 
 
 def test_one_weight_decay_of_all_parameters_is_named_as_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
