@@ -44,6 +44,7 @@ class ConfigFields:
             InputError: they are no object.
         """
         sections = map(self.typed.section, ("rope_parameters", "rope_scaling"))
-        fields = next((section.config for section in sections if section is not None and section.config), {})
+        found = (section.config for section in sections if section is not None and section.config)
+        fields: Mapping[str, Any] = next(found, {})
         kind = fields.get("rope_type") or fields.get("type") or "default"
         return Rope(kind, fields.get("rope_theta") or self.config.get("rope_theta") or 10000.0, fields)
