@@ -163,12 +163,15 @@ def read_values(folder: Folder, values: Iterable[DcpValue]) -> list[object]:
     """Return numbers, strings, and tuples, lists and dicts of them.
 
     Raises:
-        SourceError: a file is missing or damaged, or a value is of another type.
+        SourceError: a file is missing or damaged, or a value is of another type or too large.
     """
     found: dict[bytes, object] = {}  # those of the parameters are alike
     read = []
     for value in values:
         file = _file_of(folder, value, value.name)
+        if value.nbytes > _MAX_NBYTES:
+            problem = f"expected at most {_MAX_NBYTES} bytes, found {value.nbytes} ({METADATA_NAME})"
+            raise SourceError(f"{file}: {value.name[:80]!r}", problem, _AGAIN, code="source.bad-archive")
         raw = read_range(file, value.begin, value.begin + value.nbytes)
         if raw not in found:
             found[raw] = read_value(file, (value.begin, value.begin + value.nbytes))

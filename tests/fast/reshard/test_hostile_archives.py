@@ -20,6 +20,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
+from manifests.errors import SourceError
+from reshard.archives.dcp import DcpValue, read_values
+from stores.local import LocalFolder
 from tests.builders import llama_config, llama_shapes, reshard
 from tests.fast.reshard.test_dcp_source import huggingface_state, save, torchtitan_state
 
@@ -302,6 +305,16 @@ def test_metadata_that_lies_is_refused(name: str, kind: str, good: Path, tmp_pat
     source, (change, code) = copied(good, name, tmp_path), LIES[kind]
     change_metadata(source, lambda metadata: change(metadata, CONTAINERS[name].chunk))
     assert code_of(source) == code
+
+
+def test_value_of_any_length_is_not_read(tmp_path: Path) -> None:
+    file = tmp_path / "0.distcp"
+    file.touch()
+    os.truncate(file, (256 << 20) + 1)
+    value = DcpValue("extra", ("extra",), file.name, 0, (256 << 20) + 1)
+    with pytest.raises(SourceError) as raised:
+        read_values(LocalFolder(tmp_path), [value])
+    assert (raised.value.code, raised.value.where) == ("source.bad-archive", f"{file}: 'extra'")
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
