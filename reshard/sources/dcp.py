@@ -81,7 +81,9 @@ def open_dcp(
     trained = None
     if optimizer is not None:
         dtypes = {ordered[fqn].dtype for found in moments.values() for fqn in found}
-        trained = training_state(folder, saved, optimizer, dtypes, stored.fqns_of)
+        trained = training_state(
+            folder, saved, optimizer, dtypes, lambda name, tensor: map(shape.fqn_of, stored.fqns_of(name, tensor))
+        )
     shards = recorded_anew(list(ordered.values()))
     data = [name for name in files if name.endswith(DATA_SUFFIX)]
     return Checkpoint(

@@ -21,7 +21,16 @@ from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 from torchtitan.models.gpt_oss.state_dict_adapter import GptOssStateDictAdapter
 from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
-from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    GPT2Config,
+    GptOssConfig,
+    LlamaConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from reshard.copy.journal import plan_key
 from reshard.operations.prepare_pack import PackRequest, prepare_pack
@@ -251,6 +260,31 @@ def test_journal_of_a_pack_is_not_that_of_another_number_of_heads(tmp_path: Path
         asked = PackRequest(source=str(source), out=tmp_path / "out", asked=LayoutRequest(spec="pp=2"))
         keys.append(plan_key(prepare_pack(asked).shards))
     assert keys[0] == keys[2] != keys[1]
+
+
+def test_parameter_groups_have_the_names_of_the_whole_model(tmp_path: Path) -> None:
+    """A GPT-2 without its head, whose files omit `transformer.`, with two groups of parameters."""
+    config = GPT2Config(n_embd=8, n_layer=2, n_head=2, n_positions=16, vocab_size=40, bos_token_id=0, eos_token_id=0)
+    torch.manual_seed(0)
+    state = AutoModel.from_config(config).state_dict()
+    common = {"betas": (0.9, 0.95), "eps": 1e-8, "lr": 0.01}
+    options = {
+        f"param_groups.{name}.{option}": value
+        for name in state
+        for option, value in {**common, "weight_decay": 0.1 if state[name].dim() > 1 else 0.0}.items()
+    }
+    kinds = {"exp_avg": torch.zeros_like, "exp_avg_sq": torch.ones_like, "step": lambda tensor: torch.tensor(3.0)}
+    moments = {f"state.{name}.{kind}": make(state[name]) for name in state for kind, make in kinds.items()}
+    optimizer = {**moments, **options}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({**state, "optimizer": optimizer}, checkpoint_id=tmp_path / "step-3", no_dist=True)
+    written = config.to_dict() | {"architectures": ["GPT2LMHeadModel"]}
+    (tmp_path / "step-3" / "config.json").write_text(json.dumps(written))
+    run("pack", tmp_path / "step-3", "--layout", "pp=1", "--out", tmp_path / "out")
+    found = json.loads((tmp_path / "out" / "manifest.json").read_text())["training"]["optimizer"]["groups"]
+    lines = sorted(f"transformer.{name}" for name in state if state[name].dim() == 1)
+    assert [(group["weight_decay"], group["fqns"]) for group in found] == [(0.1, []), (0.0, lines)]
 
 
 def test_two_names_of_one_weight_are_refused(tmp_path: Path) -> None:
