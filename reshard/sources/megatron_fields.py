@@ -41,7 +41,7 @@ class ConfigFields:
         """Return the rotary embeddings, which transformers 5 has in `rope_parameters`, 4 in two fields.
 
         Raises:
-            InputError: they are no object.
+            InputError: they are not an object.
         """
         sections = map(self.typed.section, ("rope_parameters", "rope_scaling"))
         found = (section.config for section in sections if section is not None and section.config)
