@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
+from manifests.arguments import check_choice
 from manifests.errors import UsageError
 from reshard.api.arguments import names_parameters
 from reshard.copy.direct_io import Io
@@ -72,6 +73,10 @@ def export(
         >>> done.identical, (Path("model-again/config.json").read_bytes() == Path("model/config.json").read_bytes())
         (True, True)
     """
+    check_choice("--to", to, get_args(ExportForm))
+    check_choice("--for", names, get_args(ExportNames))
+    check_choice("--dtype", dtype, get_args(ExportDtype))
+    check_choice("--io", io, get_args(Io))
     if names != "hf" and names not in _NAMES_OF.get(to, ()):
         problem = f"{names} is not for --to {to}"
         raise UsageError("--for", problem, "leave it out", code="options.conflict")

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, get_args
 
+from manifests.arguments import check_choice, check_count
 from manifests.errors import UsageError
+from manifests.memory import Recompute
 from manifests.placement import Placement
 from manifests.schedules import default_schedule
 from reshard.estimate.costs import ModuleTime
 from reshard.layout.model import StageLayout
-
-if TYPE_CHECKING:
-    from manifests.memory import Recompute
 
 __all__ = ["MOST_PASSES", "Assumptions", "Policy", "check_assumptions", "num_passes"]
 
@@ -65,11 +64,29 @@ class Assumptions:
 
 
 def check_assumptions(assumed: Assumptions) -> None:
-    """Refuse assumptions that conflict, before a source is opened.
+    """Refuse assumptions that are invalid or conflict, before a source is opened.
 
     Raises:
-        UsageError: a tensor-parallel degree and chunks of the loss.
+        UsageError: an unknown dtype policy or kind of activation checkpointing, a number below 1; or a tensor-parallel
+            degree and chunks of the loss.
     """
+    check_choice("--dtype-policy", assumed.policy, get_args(Policy))
+    kinds, *_ = get_args(Recompute)
+    if type(assumed.recompute) is not int:
+        check_choice("--ac", assumed.recompute, get_args(kinds))
+    counts = {
+        "--microbatches": assumed.num_microbatches,
+        "--microbatch": assumed.microbatch,
+        "--seq-len": assumed.seq_len,
+        "--dp-replicate": assumed.replicate,
+        "--dp-shard": assumed.shard,
+        "--tp": assumed.tensor,
+        "--loss-chunk": assumed.loss_chunk,
+        "--ac": assumed.recompute if type(assumed.recompute) is int else None,
+    }
+    for flag, count in counts.items():
+        if count is not None:
+            check_count(flag, count)
     if assumed.tensor > 1 and assumed.loss_chunk is not None:
         raise UsageError(
             "--loss-chunk",

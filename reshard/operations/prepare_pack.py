@@ -6,7 +6,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import get_args
 
+from manifests.arguments import check_choice
 from manifests.errors import UsageError
 from manifests.index import MAX_SHARD_NBYTES, MOST_READ_HEADER_NBYTES
 from reshard.copy.destination import check_apart, read_twice
@@ -61,6 +63,8 @@ class PackRequest:
             UsageError: naming the flag.
         """
         check_assumptions(self.assumed)
+        self.conversion.check()
+        check_choice("--io", self.io, get_args(Io))
         self.division.check(self.out, virtual=self.virtual, verify_source=self.verify_source, force=self.force)
         if self.conversion.changes_bytes and (self.virtual or self.stages is not None):
             flag = "--virtual" if self.virtual else "--stages"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
+from manifests.arguments import check_choice
 from manifests.errors import UsageError
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.transforms.cast import STORED, ExportDtype, cast_checkpoint
@@ -24,6 +25,13 @@ class Conversion:
     dtype: ExportDtype | None = None
     dequantize: Plain | None = None
     merge_slices: bool = False
+
+    def check(self) -> None:
+        """Raise UsageError for a dtype that does not exist."""
+        if self.dtype is not None:
+            check_choice("--dtype", self.dtype, get_args(ExportDtype))
+        if self.dequantize is not None:
+            check_choice("--dequantize", self.dequantize, get_args(Plain))
 
     @property
     def changes_bytes(self) -> bool:

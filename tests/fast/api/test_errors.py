@@ -62,6 +62,24 @@ CALLS: dict[tuple[str, str], tuple[Call, ...]] = {
     ("assumed.schedule", "schedule.unknown"): (
         lambda at: reshard.plan(at / "model", "pp=2", assumed=A(schedule="none")),
     ),
+    ("to", "options.invalid-value"): (lambda at: reshard.export(at / "packed", at / "new", to="nemo"),),
+    ("names", "options.invalid-value"): (lambda at: reshard.export(at / "packed", at / "new", names="nemo"),),
+    ("io", "options.invalid-value"): (
+        lambda at: reshard.export(at / "packed", at / "new", io="mmap"),
+        lambda at: reshard.pack(at / "model", at / "new", "pp=2", io="mmap"),
+    ),
+    ("conversion.dtype", "options.invalid-value"): (
+        lambda at: reshard.pack(at / "model", at / "new", "pp=2", conversion=C(dtype="fp8")),
+    ),
+    ("assumed.policy", "options.invalid-value"): (
+        lambda at: reshard.plan(at / "model", "pp=2", assumed=A(policy="fp8")),
+    ),
+    ("assumed.recompute", "options.invalid-value"): (
+        lambda at: reshard.plan(at / "model", "pp=2", assumed=A(recompute="some")),
+    ),
+    ("assumed.seq_len", "options.invalid-value"): (
+        lambda at: reshard.plan(at / "model", "pp=2", assumed=A(seq_len=0)),
+    ),
     ("layout", "layout.unknown-cost"): (lambda at: reshard.plan(at / "model", "balance:none,pp=2"),),
     ("conversion.dequantize", "options.not-quantized"): (
         lambda at: reshard.pack(at / "model", at / "new", "pp=2", conversion=C(dequantize="bf16")),

@@ -1,0 +1,22 @@
+"""Check the values of a function's arguments, which a command's parser has checked already."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from manifests.errors import UsageError
+
+__all__ = ["check_choice", "check_count"]
+
+
+def check_choice(flag: str, value: object, allowed: Collection[str]) -> None:
+    """Raise UsageError unless the value is one of those that are allowed."""
+    if value not in allowed:
+        problem = f"expected one of {', '.join(allowed)}, found {str(value)[:80]!r}"
+        raise UsageError(flag, problem, code="options.invalid-value")
+
+
+def check_count(flag: str, value: object) -> None:
+    """Raise UsageError unless the value is a positive integer."""
+    if type(value) is not int or value < 1:
+        raise UsageError(flag, f"expected a number from 1 up, found {str(value)[:80]}", code="options.invalid-value")
