@@ -167,7 +167,7 @@ def test_a_kill_after_the_last_shard_loses_nothing_until_the_rename(
     assert found.count("lost") == 2, found
 
 
-@pytest.mark.parametrize("seeds", chunks_of(NUM_LOCAL_EVENTS, NUM_EVENTS, 113))
+@pytest.mark.parametrize("seeds", chunks_of(NUM_LOCAL_EVENTS, NUM_EVENTS, 116))
 def test_struck_command_touches_nothing_of_others_and_ends_well_when_it_is_run_again(
     seeds: range, place: Place, worker: Worker, tmp_path: Path
 ) -> None:

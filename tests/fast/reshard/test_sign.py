@@ -180,12 +180,12 @@ def test_keys_of_other_kinds_are_refused(out: Path, tmp_path: Path) -> None:
     for path in (curve, tmp_path / "rsa.pem", encrypted, tmp_path / "one.pub", tmp_path / "none"):
         with pytest.raises(InputError) as caught:
             api.sign(out, key=path, out=tmp_path / "sig")
-        assert (caught.value.code, caught.value.where) == ("options.unreadable-key", f"key {path}")
+        assert (caught.value.code, caught.value.where) == ("options.unreadable-key", f"key={str(path)!r}")
         assert not (tmp_path / "sig").exists()
     for path in (tmp_path / "curve.pub", tmp_path / "one.pem"):
         with pytest.raises(InputError) as caught:
             api.verify(out, public_key=path)
-        assert (caught.value.code, caught.value.where) == ("options.unreadable-key", f"public_key {path}")
+        assert (caught.value.code, caught.value.where) == ("options.unreadable-key", f"public_key={str(path)!r}")
     assert api.sign(out, key=encrypted, password="secret", out=tmp_path / "sig") == tmp_path / "sig"
     api.verify(out, public_key=tmp_path / "encrypted.pub", signature=tmp_path / "sig")
     assert reshard("verify", out, "--signature", tmp_path / "sig", "--json").refusal[:2] == (2, "options.conflict")
