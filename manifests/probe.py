@@ -16,7 +16,6 @@ from pathlib import Path
 from manifests.console import STDOUT, check_open
 from manifests.digest import PREFIX, digest_bytes
 from manifests.errors import InputError, OutputError, refused_by_system
-from manifests.fixed import is_fixed
 from manifests.lockfile import birth_of, pid_namespace
 from manifests.store import write_file
 
@@ -43,7 +42,7 @@ def nearest_folder(path: Path) -> Path:
 
 def folder_of(out: Path) -> Path:
     """Return the folder on whose disk an output takes space, whether the output exists or not."""
-    return nearest_folder(out if is_fixed(out) else Path(os.path.abspath(out)).parent)
+    return nearest_folder(Path(os.path.abspath(out)).parent)
 
 
 def check_writable(

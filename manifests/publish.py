@@ -12,16 +12,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from manifests.errors import InputError, OutputError, refused_by_system
-from manifests.fixed import WORK_NAME, is_fixed, is_free, move_back, move_up
-from manifests.invariants import MANIFEST_NAME
 from manifests.owned import FindOwned, check_room, keep_others, remove_replaced, remove_tree
 from manifests.probe import check_writable
 from manifests.store import sync_folder, write_file
 
-__all__ = ["check_target", "exchange", "partial_of", "publishing", "sharing"]
+__all__ = ["check_not_mounted", "check_target", "exchange", "partial_of", "publishing", "sharing"]
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_MOUNTS = "/proc/self/mountinfo"
 
 
 @contextmanager
@@ -31,7 +30,6 @@ def publishing(
     force: bool,
     find_owned: FindOwned,
     wanted: Collection[str] = (),
-    last: str = MANIFEST_NAME,
     is_resumable: Callable[[Path], bool] = lambda partial: False,
     outlives_errors: bool = False,
     journal: str = "",
@@ -43,8 +41,6 @@ def publishing(
     for which `find_owned` returns files is replaced atomically: these files are removed, all others are kept (see
     Note [Files of others in an output]). If a `wanted` file would replace somebody else's, nothing is written. The file
     `journal`, from which a run resumes, is removed right before the folder becomes `out`.
-
-    A folder that cannot be replaced is filled instead, the file `last` at the end: see Note [Outputs in a mount point].
 
     Raises:
         OutputError: `out` exists and may not be replaced, or another process is writing it.
@@ -59,27 +55,17 @@ def publishing(
     except BaseException:  # the folder belongs to another command
         os.close(lock)
         raise
-    fixed = is_fixed(out)
     try:
-        if fixed:
-            move_back(out)
         _drop_links(partial)
         if not is_resumed:
             for entry in partial.iterdir():
                 remove_tree(entry)
-        if not is_free(out):  # to be replaced: check it now rather than after writing everything
+        if not _is_free(out):  # to be replaced: check it now rather than after writing everything
             check_writable(out.parent, str(out), exchange=exchange)
         yield partial
         check_target(out, force, find_owned)  # it may have appeared since
-        if fixed:
-            _sync_tree(partial)
-            move_up(partial, out, last, journal)
-        else:
-            _swap_in(partial, out, find_owned, journal)
+        _swap_in(partial, out, find_owned, journal)
     except BaseException as error:
-        if fixed and partial.exists():
-            with suppress(OSError, InputError):
-                move_back(out)
         hint = _space_hint(error, out.parent)
         if not ((outlives_errors or isinstance(error, KeyboardInterrupt)) and is_resumable(partial)):
             with suppress(OSError):
@@ -119,15 +105,13 @@ def check_target(out: Path, force: bool, find_owned: FindOwned, wanted: Collecti
     """Check that `out` can be written: it does not exist, is empty, or may be replaced.
 
     Raises:
-        OutputError: it exists and may not be replaced, or has others' files at the paths of `wanted` ones.
+        OutputError: it is a mount point, exists and may not be replaced, or has others' files at the paths of `wanted`
+            ones.
     """
-    if is_free(out):
+    check_not_mounted(out)
+    if _is_free(out):
         return
     files = find_owned(out) if out.is_dir() and not out.is_symlink() else None
-    if files is not None and is_fixed(out):
-        problem = "already exists and cannot be replaced: it is a mount point, or its parent is not writable"
-        hint = "choose a subfolder, or empty it"
-        raise OutputError(str(out), problem, hint, code="output.exists" if not force else "output.cannot-replace")
     if not force:
         otherwise = "replace it with --force" if files is not None else "remove it"
         raise OutputError(str(out), "already exists", f"choose another folder, or {otherwise}", code="output.exists")
@@ -141,10 +125,38 @@ def check_target(out: Path, force: bool, find_owned: FindOwned, wanted: Collecti
     check_room(out, files, wanted)
 
 
+def check_not_mounted(out: Path) -> None:
+    """Refuse an output that nothing can be renamed to.
+
+    Raises:
+        OutputError: it is a mount point.
+    """
+    if not out.is_symlink() and out.is_dir() and _is_mounted(out):
+        problem = "is a mount point: an output is written beside its folder, and renamed when it is complete"
+        raise OutputError(str(out), problem, f"use a subfolder, such as {out / 'packed'}", code="output.mount-point")
+
+
+def _is_free(out: Path) -> bool:
+    """Return whether `out` does not exist or is an empty folder."""
+    return not os.path.lexists(out) or (out.is_dir() and not out.is_symlink() and not any(out.iterdir()))
+
+
+def _is_mounted(folder: Path) -> bool:
+    if os.path.ismount(folder):
+        return True
+    try:
+        lines = Path(_MOUNTS).read_bytes().splitlines()  # a bind mount can be on its parent's file system
+    except OSError:
+        return False
+    mounted = os.fsencode(os.path.realpath(folder))
+    escaped = b"".join(b"\\%03o" % byte if byte in b" \t\n\\" else bytes((byte,)) for byte in mounted)
+    return any(line.split(b" ")[4] == escaped for line in lines)
+
+
 def partial_of(out: Path) -> Path:
     """Return the folder in which `out` is written before it is renamed."""
     out = out.resolve() if out.name in ("", "..") else out
-    return out / WORK_NAME if is_fixed(out) else out.parent / f".{out.name}.partial"
+    return out.parent / f".{out.name}.partial"
 
 
 def _make_partial(out: Path) -> Path:
@@ -194,7 +206,7 @@ def _swap_in(partial: Path, out: Path, find_owned: FindOwned, journal: str) -> N
     # Commit point: one rename, so that readers see either the old folder or the new one.
     if out.exists():
         _take_after(out, partial)
-    if is_free(out):
+    if _is_free(out):
         _sync_tree(partial)
         with _removed(partial, journal):
             _rename_for_good(lambda: os.rename(partial, out), lambda: os.rename(out, partial), out.parent)

@@ -79,7 +79,6 @@ def open_target(
             force=force,
             find_owned=find_owned,
             wanted=wanted,
-            last=last,
             outlives_errors=True,
             is_resumable=is_resumable,
             journal=JOURNAL_NAME,

@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from manifests.errors import InputError
-from manifests.fixed import is_fixed
 from manifests.jsontext import parse_json_object
 from manifests.store import read_small_file, write_file
 from reshard.archives.names import DATA_SUFFIX
@@ -33,8 +32,6 @@ def files_of_export(out: Path) -> Collection[str] | None:
 
 def record_export(out: Path, folder: Path, names: Iterable[str], *, is_published: bool) -> None:
     """Record the files of `folder`, which becomes `out`; until it is published, those of the earlier `out` as well."""
-    if is_fixed(out):  # never replaced
-        return
     files = {name: _state(folder / name) for name in sorted(names)}
     earlier = [] if is_published else [files for files in _recorded(out) if _describes(files, out)]
     body = {"format": EXPORT_FORMAT, "version": 1, "exports": [files, *earlier]}

@@ -21,7 +21,6 @@ from typing import Any
 from manifests.codec import decode_manifest, encode_manifest
 from manifests.digest import digest_bytes
 from manifests.errors import OutputError, refused_by_system
-from manifests.fixed import is_fixed, move_back
 from manifests.index import INDEX_NAME, has_index, is_indexed
 from manifests.invariants import MANIFEST_NAME, check_manifest
 from manifests.owned import files_in, files_of_manifest
@@ -211,8 +210,6 @@ def _commit(out: Path, force: bool) -> Manifest | None:
     with ExitStack() as stack:
         for part in parts:
             stack.enter_context(locked_part(records, out, part))
-        if is_fixed(out):
-            move_back(out)
         if is_identified(partial, out, beside):  # a commit was killed right before it renamed the folder
             write_file(mark_of(partial, records), b"")
             (beside / COMMIT_NAME).unlink()

@@ -20,7 +20,6 @@ from typing import Any
 
 from manifests.digest import digest_bytes
 from manifests.errors import OutputError
-from manifests.fixed import is_fixed
 from manifests.invariants import MANIFEST_NAME
 from manifests.jsontext import parse_json_object
 from manifests.store import read_small_file, write_file
@@ -131,11 +130,11 @@ def is_identified(folder: Path, out: Path, beside: Path) -> bool:
 
 
 def identify(folder: Path, out: Path) -> dict[str, Any]:
-    """Identify a folder with a manifest regardless of its path; without the inode if `out` is fixed, as files move."""
+    """Identify a folder with a manifest regardless of its path."""
     if not (folder / MANIFEST_NAME).is_file():
         return {}
     return {
-        "inode": 0 if is_fixed(out) else folder.stat().st_ino,
+        "inode": folder.stat().st_ino,
         "manifest": digest_bytes(read_small_file(folder / MANIFEST_NAME)),
     }
 

@@ -11,6 +11,7 @@ from typing import get_args
 from manifests.arguments import check_choice
 from manifests.errors import UsageError
 from manifests.index import MAX_SHARD_NBYTES, MOST_READ_HEADER_NBYTES
+from manifests.publish import check_not_mounted
 from reshard.copy.destination import check_apart, read_twice
 from reshard.copy.direct_io import Io
 from reshard.copy.engine import WriteOptions
@@ -61,7 +62,10 @@ class PackRequest:
 
         Raises:
             UsageError: naming the flag.
+            OutputError: `out` is a mount point.
         """
+        if not is_url(self.out):
+            check_not_mounted(Path(self.out))
         check_assumptions(self.assumed)
         self.conversion.check()
         check_choice("--io", self.io, get_args(Io))

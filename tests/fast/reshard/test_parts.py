@@ -19,8 +19,6 @@ from typing import Any
 
 import pytest
 
-from manifests import fixed
-from manifests.fixed import WORK_NAME
 from reshard.copy.destination import FolderTarget
 from reshard.operations.pack import records_folder
 from reshard.plans.pack_plan import OutputShard, lay_out_shard
@@ -597,26 +595,6 @@ def test_export_does_not_remove_parts_that_wait(source: Path, whole: dict[str, b
     assert pack_part(source, out, "1/2").code == 0
     assert reshard("commit", out).code == 0
     assert files_in(out) == whole
-
-
-@pytest.mark.parametrize("num_moved", [0, 1, 3, 100])
-def test_commit_in_a_mount_point_that_was_killed_is_ended_by_a_commit_alone(
-    num_moved: int, source: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    monkeypatch.setattr(fixed, "_is_mounted", lambda folder: folder == out)
-    for part in ("1/2", "2/2"):
-        assert pack_part(source, out, part).code == 0
-    is_up = _end_at(
-        lambda: reshard("commit", out), "rename", lambda path: path.startswith(f"{out}/{WORK_NAME}/"), num_moved
-    )
-    assert is_up == (num_moved < 100)
-    if is_up:
-        assert refusal(*part_of(source, out, "1/2")).found == (3, "output.unfinished-commit", str(out))
-    assert reshard("commit", out).code == 0
-    assert files_in(out) == whole
-    assert leftovers(out) == ["out"]
 
 
 @pytest.mark.parametrize("num_removed", range(4))
