@@ -21,7 +21,7 @@ from manifests.store import locate_manifest
 from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.async_save import Saver
 from runner.checkpoint.data_position import check_same_files, digests_of
-from runner.checkpoint.history import claim_history, claim_output
+from runner.checkpoint.history import claim_history, claim_output, find_misnamed
 from runner.checkpoint.outputs import check_outputs, check_space
 from runner.checkpoint.resume import Origin, find_origins
 from runner.checkpoint.save import save
@@ -126,6 +126,8 @@ def find_start(launched: Packed, options: TrainOptions, world: World) -> tuple[O
             clear_state(options.log_dir)
             clear_beats(options.log_dir)
             origins = find_origins(Origin(launched.root, launched.manifest), options)
+            for folder, step in find_misnamed(options.checkpoint.history) if options.checkpoint else ():
+                logger.warning("warning: %s: its manifest says step %d: not a checkpoint of this run", folder, step)
     folders = from_rank_0(tuple(origin.folder for origin in origins))
     return origins or tuple(map(Origin, folders))
 

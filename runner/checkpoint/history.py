@@ -1,4 +1,9 @@
-"""The checkpoints of one training run: a folder of them, `step-000100` the one after 100 steps. No torch."""
+"""The checkpoints of one training run: a folder of them, `step-000100` the one after 100 steps. No torch.
+
+# Note [Misnamed checkpoints]
+A checkpoint is of the step in its manifest. One under the name of another step, such as a copy, is never resumed,
+counted or pruned: by its name it would be the newest, and a restart would lose steps.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +15,22 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from manifests.errors import InputError, refused_by_system
+from manifests.errors import InputError, UnreachableError, refused_by_system
 from manifests.invariants import MANIFEST_NAME
 from manifests.lockfile import locking
 from manifests.owned import files_of_manifest, foreign_files, remove_tree
 from manifests.store import open_shard, read_manifest, sync_folder
 
-__all__ = ["checkpoint_path", "claim_history", "claim_output", "find_checkpoints", "prune", "set_aside", "step_of"]
+__all__ = [
+    "checkpoint_path",
+    "claim_history",
+    "claim_output",
+    "find_checkpoints",
+    "find_misnamed",
+    "prune",
+    "set_aside",
+    "step_of",
+]
 
 logger = logging.getLogger("runner")
 
@@ -38,20 +52,46 @@ def step_of(checkpoint: Path) -> int | None:
 def find_checkpoints(history: Path) -> tuple[Path, ...]:
     """Return the checkpoints of a folder, the one with the most steps first; timestamps are not used.
 
+    Those whose manifest cannot be read are included, misnamed ones are not: see Note [Misnamed checkpoints].
+
     Raises:
         InputError: the folder exists and cannot be read.
     """
-    found = {}
+    return tuple(path for path, step in _stored_steps(history) if step in (None, step_of(path)))
+
+
+def find_misnamed(history: Path) -> tuple[tuple[Path, int], ...]:
+    """Return the folders with the name of another step than their manifest's, and that step; 0: of no training.
+
+    Raises:
+        InputError: as `find_checkpoints`.
+    """
+    return tuple((path, step) for path, step in _stored_steps(history) if step not in (None, step_of(path)))
+
+
+def _stored_steps(history: Path) -> list[tuple[Path, int | None]]:
+    """Return each folder with the name of a step and the step in its manifest, by name, the latest first."""
+    paths = []
     try:
         for name in os.listdir(history):
-            step = step_of(history / name)
-            if step is not None and _is_whole(history / name):
-                found[step] = history / name
+            if step_of(history / name) is not None and _is_whole(history / name):
+                paths.append(history / name)
     except (FileNotFoundError, NotADirectoryError):
-        return ()
+        return []
     except OSError as error:
         raise refused_by_system(str(error.filename or history), error, code="checkpoint.unreadable") from error
-    return tuple(found[step] for step in sorted(found, reverse=True))
+    return [(path, _stored_step(path)) for path in sorted(paths, key=lambda path: step_of(path) or 0, reverse=True)]
+
+
+def _stored_step(checkpoint: Path) -> int | None:
+    """Return the step in a checkpoint's manifest, 0 for a model without training; None if it cannot be read."""
+    try:
+        training = read_manifest(checkpoint).training
+    except UnreachableError:
+        raise
+    except InputError:
+        return None
+    return 0 if training is None else training.step
 
 
 def _is_whole(checkpoint: Path) -> bool:
@@ -157,24 +197,25 @@ def _why_kept(path: Path) -> str | None:
 
 
 def set_aside(path: Path) -> None:
-    """Make room for a checkpoint at `path`: rename a folder there whose manifest cannot be read, with its contents.
+    """Make room for a checkpoint at `path`: rename a folder there that is none of its step, with its contents.
 
     Raises:
         InputError: it cannot be renamed.
     """
     try:
-        if path.is_symlink() or not _is_whole(path) or files_of_manifest(path) is not None:
+        if path.is_symlink() or not _is_whole(path) or (step := _stored_step(path)) == step_of(path):
             return
         number = next(number for number in range(1, 1000) if not os.path.lexists(_aside(path, number)))
         os.rename(path, _aside(path, number))
         sync_folder(path.parent)
     except OSError as error:
         raise refused_by_system(str(path), error, "cannot be renamed", code="checkpoint.not-set-aside") from error
-    logger.warning("%s: its manifest cannot be read; renamed to %s", path, _aside(path, number))
+    problem = "its manifest cannot be read" if step is None else f"is a checkpoint of step {step}"
+    logger.warning("%s: %s; renamed to %s", path, problem, _aside(path, number))
 
 
 def _aside(path: Path, number: int) -> Path:
-    return path.with_name(f"{path.name}.unreadable-{number}")
+    return path.with_name(f"{path.name}.set-aside-{number}")
 
 
 def _remove(folder: Path) -> None:

@@ -24,7 +24,7 @@ from manifests.schema import (
 )
 from manifests.store import read_manifest, read_small_file
 from runner.bundle.packed import Packed
-from runner.checkpoint.history import checkpoint_path, find_checkpoints, step_of
+from runner.checkpoint.history import checkpoint_path, find_checkpoints, find_misnamed, step_of
 from runner.config.flags import TrainOptions, flag_of
 from runner.config.schema import Dtype, ResumeOptions
 
@@ -260,6 +260,10 @@ def _named(source: str, history: Path | None) -> Path:
         raise CheckpointError(
             f"--resume {source}", f"no {MANIFEST_NAME} in {folder}", hint, code="resume.no-checkpoint"
         )
+    if history and (step := dict(find_misnamed(history)).get(folder)) is not None:
+        problem = f"{folder} is not of the step that its name says: its manifest says step {step}"
+        hint = f"move it out of {history}; --resume DIR resumes it there, under any name"
+        raise CheckpointError(f"--resume {source}", problem, hint, code="resume.other-step")
     return folder
 
 

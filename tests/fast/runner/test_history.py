@@ -11,8 +11,17 @@ from pathlib import Path
 import pytest
 
 from manifests.errors import InputError, UnreachableError
-from runner.checkpoint.history import checkpoint_path, claim_history, find_checkpoints, prune, set_aside, step_of
+from runner.checkpoint.history import (
+    checkpoint_path,
+    claim_history,
+    find_checkpoints,
+    find_misnamed,
+    prune,
+    set_aside,
+    step_of,
+)
 from tests.builders import files_in
+from tests.fast.reshard.forged import change_manifest
 from tests.fast.trained import write_trained
 from tests.sentinels import plant_in
 
@@ -25,6 +34,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fill(history: Path, trained: Path, *steps: int) -> None:
     for step in steps:
         shutil.copytree(trained, checkpoint_path(history, step))
+        change_manifest(
+            checkpoint_path(history, step), lambda document, step=step: document["training"].update(step=step)
+        )
 
 
 def names_in(folder: Path) -> list[str]:
@@ -53,6 +65,21 @@ def test_newest_is_the_one_of_the_most_steps_whatever_the_clock_says(trained: Pa
     (tmp_path / "notes").mkdir()
     assert [step_of(path) for path in find_checkpoints(tmp_path)] == [1_000_000, 999_999, 20, 3]
     assert find_checkpoints(tmp_path / "nowhere") == ()
+
+
+def test_copy_under_the_name_of_another_step_is_no_checkpoint_and_does_not_push_out_the_newest(
+    trained: Path, tmp_path: Path
+) -> None:
+    fill(tmp_path, trained, 2, 4)
+    copied = checkpoint_path(tmp_path, 10)
+    shutil.copytree(checkpoint_path(tmp_path, 2), copied)
+    before = files_in(copied)
+    assert [step_of(path) for path in find_checkpoints(tmp_path)] == [4, 2]
+    assert find_misnamed(tmp_path) == ((copied, 2),)
+    prune(tmp_path, checkpoint_path(tmp_path, 4), keep=1)
+    assert names_in(tmp_path) == ["step-000004", "step-000010"]
+    set_aside(copied)  # a run that reaches step 10 saves it, and loses nothing
+    assert files_in(tmp_path / "step-000010.set-aside-1") == before
 
 
 def test_disk_that_fails_is_not_taken_for_one_without_checkpoints(
@@ -163,12 +190,12 @@ def test_checkpoint_whose_manifest_cannot_be_read_gives_way_whole(trained: Path,
     fill(tmp_path, trained, 10, 20)
     damaged = checkpoint_path(tmp_path, 20)
     (damaged / "manifest.json").write_text('{"format": "reshard-mani')
-    (tmp_path / "step-000020.unreadable-1").touch()
+    (tmp_path / "step-000020.set-aside-1").touch()
     before = files_in(damaged)
     for step in (10, 20, 30):
         set_aside(checkpoint_path(tmp_path, step))
-    assert files_in(tmp_path / "step-000020.unreadable-2") == before
-    assert names_in(tmp_path) == ["step-000010", "step-000020.unreadable-1", "step-000020.unreadable-2"]
+    assert files_in(tmp_path / "step-000020.set-aside-2") == before
+    assert names_in(tmp_path) == ["step-000010", "step-000020.set-aside-1", "step-000020.set-aside-2"]
     assert [step_of(path) for path in find_checkpoints(tmp_path)] == [10]
 
 

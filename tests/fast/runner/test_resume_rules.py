@@ -87,6 +87,17 @@ def test_auto_is_the_newest_then_the_ones_before_then_what_is_launched(packed: P
     assert origins(packed, auto) == tuple(checkpoint_path(history, step) for step in (40, 10, 5))
 
 
+def test_copy_under_the_name_of_a_later_step_is_not_resumed(packed: Path, trained: Path, wording: Wording) -> None:
+    history = history_of(trained, 2, 4)
+    shutil.copytree(checkpoint_path(history, 2), checkpoint_path(history, 10))
+    auto = options("--resume", "auto", "--checkpoint", history)
+    assert origins(packed, auto) == tuple(checkpoint_path(history, step) for step in (4, 2))
+    with pytest.raises(InputError) as error:
+        origins(packed, options("--resume", "step-10", "--checkpoint", history))
+    assert (error.value.code, error.value.where) == ("resume.other-step", "--resume step-10")
+    wording(str(error.value).replace(str(history), "HISTORY"))
+
+
 def test_auto_that_never_finds_anything_is_refused(packed: Path, trained: Path, wording: Wording) -> None:
     with pytest.raises(UsageError) as error:
         origins(packed, options("--resume", "auto"))
