@@ -62,7 +62,7 @@ _VALUES = {
     "layout": r"\S+=\S+",
     "model": r"\S+\.toml",
     "out": r"\w+://\S+",
-    "to": "hf|dcp|deepspeed|universal|vllm|megatron",
+    "to": "hf|dcp|deepspeed|universal|megatron",
 }
 
 

@@ -16,7 +16,6 @@ from reshard.operations.export import ExportResult, export_huggingface
 from reshard.operations.export_dcp import export_dcp
 from reshard.operations.export_deepspeed import TIED_KEY, DeepSpeedForm, export_deepspeed
 from reshard.operations.export_megatron import export_megatron
-from reshard.operations.export_vllm import export_vllm
 from reshard.operations.progress import Progress, counting
 from reshard.sources.bundles import open_manifest
 from reshard.transforms.cast import ExportDtype, cast_checkpoint
@@ -24,7 +23,7 @@ from stores.address import is_url
 
 __all__ = ["ExportForm", "ExportNames", "export"]
 
-ExportForm = Literal["hf", "dcp", "deepspeed", "universal", "vllm", "megatron"]
+ExportForm = Literal["hf", "dcp", "deepspeed", "universal", "megatron"]
 ExportNames = Literal["hf", "torchtitan", "pipeline"]
 
 _HAVE_STATE = ("dcp", "universal", "megatron")  # optimizer state, if there is any
@@ -41,8 +40,6 @@ def export(
     names: ExportNames = "hf",
     tied_key: str = TIED_KEY,
     weights_only: bool = False,
-    pp: int = 1,
-    tp: int = 1,
     dtype: ExportDtype = "source",
     force: bool = False,
     io: Io = "direct",
@@ -59,7 +56,6 @@ def export(
     Checkpoint, in float32, with optimizer state, and with `names` of Hugging Face's model or of a PipelineModule,
     the `TiedLayerSpec` of whose tied embedding has the key `tied_key`.
     `to="megatron"` writes what Megatron-LM loads, with optimizer state for its distributed optimizer.
-    `to="vllm"` writes the files of vLLM's `sharded_state`, of `pp` pipeline stages of `tp` tensor-parallel ranks.
     `out`, `force`, `io`, `sync` and `parallelism` are those of `pack`.
 
     Units: `nbytes` in bytes; progress is called with bytes done and bytes in total.
@@ -87,8 +83,6 @@ def export(
     if to == "universal" and dtype not in ("source", "fp32"):
         problem = f"--to universal has float32 weights, not {dtype}"
         raise UsageError("--dtype", problem, "leave it out", code="options.conflict")
-    if to != "vllm" and (pp, tp) != (1, 1):
-        raise UsageError("--tp" if pp == 1 else "--pp", "is for --to vllm", "leave it out", code="options.conflict")
     checkpoint = open_manifest(manifest)
     address = str(out) if is_url(out) else Path(out)
     if to != "hf":
@@ -107,8 +101,6 @@ def export(
             return export_megatron(
                 checkpoint, address, force=force, weights_only=weights_only, dtype=dtype, options=options
             )
-        if to == "vllm":
-            return export_vllm(checkpoint, address, force=force, pp=pp, tp=tp, dtype=dtype, options=options)
         form: DeepSpeedForm = "layers" if to == "deepspeed" else "universal-pipeline" if names == "pipeline" else to
         return export_deepspeed(
             checkpoint, address, force=force, form=form, tied_key=tied_key, weights_only=weights_only, dtype=dtype,

@@ -23,8 +23,6 @@ from reshard.sources.deepspeed import open_deepspeed
 from reshard.sources.megatron_folder import read_megatron_weights
 from reshard.sources.megatron_tracker import find_iteration
 from reshard.sources.open import open_source
-from reshard.sources.vllm import open_vllm
-from reshard.sources.vllm_names import is_sharded_state
 from reshard.tensors.checkpoint import Checkpoint, TensorAt
 from stores.base import Folder
 from stores.manifest_file import find_manifest_file, read_manifest_file
@@ -32,7 +30,7 @@ from stores.open import open_store
 
 __all__ = ["CheckOptions", "CheckResult", "check_checkpoint"]
 
-CheckpointKind = Literal["huggingface", "manifest", "dcp", "deepspeed", "vllm"]
+CheckpointKind = Literal["huggingface", "manifest", "dcp", "deepspeed"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +68,7 @@ class CheckResult:
 def check_checkpoint(
     address: str, options: CheckOptions | None = None, progress: Callable[[int], object] = lambda nbytes: None
 ) -> CheckResult:
-    """Check a folder of Hugging Face, DCP, DeepSpeed or vLLM, a packed one, a hub repository or a bucket.
+    """Check a folder of Hugging Face, DCP or DeepSpeed, a packed one, a hub repository or a bucket.
 
     Problems are reported, not raised. Digests are written only where nothing else was found.
 
@@ -109,8 +107,6 @@ def check_checkpoint(
                 contents = replace(contents, tensors=read_dcp_tensors(folder))
         elif kind == "deepspeed":
             contents = _contents_of(open_deepspeed(folder))
-        elif kind == "vllm":
-            contents = _contents_of(open_vllm(folder))
         else:
             weights = read_weights(folder, findings)
             check_model(folder, weights, findings, count, options.description)
@@ -148,9 +144,7 @@ def _kind(files: Collection[str]) -> CheckpointKind:
         return "manifest"
     if METADATA_NAME in files:
         return "dcp"
-    if is_deepspeed(files):
-        return "deepspeed"
-    return "vllm" if is_sharded_state(files) else "huggingface"
+    return "deepspeed" if is_deepspeed(files) else "huggingface"
 
 
 def _open(address: str) -> Folder:
@@ -189,7 +183,7 @@ def _tensors_of(address: str, *, are_stored: bool) -> Mapping[str, TensorAt]:
         SourceError: it has none that could be read.
     """
     folder = _open(address)
-    if _kind(folder.names()) in ("manifest", "deepspeed", "vllm"):
+    if _kind(folder.names()) in ("manifest", "deepspeed"):
         return open_source(address).tensors
     if _is_dcp(folder):
         return read_dcp_tensors(folder) if are_stored else _dcp_weights(folder)

@@ -14,7 +14,7 @@ from reshard.checks.finding import Contents, Findings, count_of, some
 from reshard.checks.numbering import find_missing
 from reshard.sources.huggingface import OTHER_WEIGHTS, is_beside
 from reshard.sources.torch_files import TORCH_INDEX_NAME, TORCH_SUFFIX, is_torch_shard
-from reshard.sources.weight_map import read_shard_index
+from reshard.sources.weight_map import read_shard_index, refuse_ranks_of_vllm
 from reshard.tensors.checkpoint import TensorAt, tensors_in
 from reshard.tensors.source_index import SUFFIX
 from stores.base import Folder, InputFile, read_file_header, read_whole
@@ -69,6 +69,11 @@ def _format_of(files: Iterable[str]) -> _Format:
 
 def read_weights(folder: Folder, findings: Findings) -> Weights:
     """Read the index and the table of tensors of every shard; report what disagrees."""
+    try:
+        refuse_ranks_of_vllm(folder)
+    except UserError as error:
+        findings.add_error(error)
+        return Weights(is_whole=False)
     files = folder.names()
     kind = _format_of(files)
     found = [name for name in files if kind.is_shard(name)]

@@ -123,7 +123,7 @@ def pack(
 @click.option(
     "--to",
     "form",
-    type=click.Choice(["hf", "dcp", "deepspeed", "universal", "vllm", "megatron"]),
+    type=click.Choice(["hf", "dcp", "deepspeed", "universal", "megatron"]),
     required=True,
     help="Format to write.",
 )
@@ -142,10 +142,6 @@ def pack(
     help="With --for pipeline: the key of the TiedLayerSpec of a tied embedding.",
 )
 @click.option("--weights-only", is_flag=True, help="With --to dcp, universal, megatron: leave out optimizer state.")
-@click.option("--pp", type=options.WholeNumber(min=1), default=1, help="With --to vllm: pipeline stages.")
-@click.option(
-    "--tp", type=options.WholeNumber(min=1), default=1, show_default=True, help="With --to vllm: ranks of a stage."
-)
 @options.out
 @click.option(
     "--dtype",
@@ -161,19 +157,17 @@ def pack(
 @options.as_json
 @options.quiet
 def export(
-    manifest: str, form: ExportForm, names: ExportNames, tied_key: str, weights_only: bool, pp: int, tp: int,
-    out: Address, dtype: ExportDtype, force: bool, io: Io, sync: bool, parallelism: Parallelism, as_json: bool,
-    quiet: bool,
+    manifest: str, form: ExportForm, names: ExportNames, tied_key: str, weights_only: bool, out: Address,
+    dtype: ExportDtype, force: bool, io: Io, sync: bool, parallelism: Parallelism, as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
     """Write a manifest's model as a Hugging Face folder, or as a checkpoint that another trainer loads.
 
-    In a Hugging Face folder, untrained tensors are restored byte for byte, in the files that they came from. Tensors
-    that were trained in a dtype other than the source's are rounded to the source's, unless --dtype says otherwise. A
-    DCP folder (--to dcp) has weights as they were trained and, if there is any, optimizer state. --to deepspeed writes
-    the layers of DeepSpeed's PipelineModule, and --to universal its Universal Checkpoint, in float32. --to vllm writes
-    the files of its --load-format sharded_state, one for each rank, and --to megatron what Megatron-LM loads, with
-    the state of its distributed optimizer. A bucket cannot replace the files of a model in one step: there, --force
-    removes the old ones first.
+    In a Hugging Face folder, untrained tensors are restored byte for byte, in the files that they came from.
+    Tensors that were trained in a dtype other than the source's are rounded to the source's, unless --dtype says
+    otherwise. A DCP folder (--to dcp) has weights as they were trained and, if there is any, optimizer state. --to
+    deepspeed writes the layers of DeepSpeed's PipelineModule, and --to universal its Universal Checkpoint, in
+    float32. --to megatron writes what Megatron-LM loads, with the state of its distributed optimizer. A bucket
+    cannot replace the files of a model in one step: there, --force removes the old ones first.
 
     \b
     Example:
@@ -187,8 +181,8 @@ def export(
 
     with options.progress("export", quiet) as progress:
         done = names_flags(run)(
-            manifest, out, to=form, names=names, tied_key=tied_key, weights_only=weights_only, pp=pp, tp=tp,
-            dtype=dtype, force=force, io=io, sync=sync, parallelism=parallelism, progress=progress,
+            manifest, out, to=form, names=names, tied_key=tied_key, weights_only=weights_only, dtype=dtype,
+            force=force, io=io, sync=sync, parallelism=parallelism, progress=progress,
         )  # fmt: skip
     options.print_result(
         quiet, as_json, lambda: export_json(done, form, out), lambda: export_text(done, form, names, dtype, out)

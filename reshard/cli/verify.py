@@ -65,7 +65,7 @@ def verify(
 @options.as_json
 @options.quiet
 def inspect(manifest: str, tensors: bool, as_json: bool, quiet: bool) -> None:
-    """Show what a manifest, pytorch_model*.bin files or a folder of DCP, DeepSpeed or vLLM contain, from headers alone.
+    """Show what a manifest, pytorch_model*.bin files or a folder of DCP or DeepSpeed contain, from headers alone.
 
     \b
     Example:

@@ -115,10 +115,6 @@ def export_text(done: ExportResult, form: str, names: str, dtype: ExportDtype, o
     if form == "megatron":
         lines = [f"exported {done.num_files} files, {show_bytes(done.nbytes)}, for Megatron-LM: --load {out}"]
         return "\n".join(lines + [f"cast {num} tensors from {a} to {b}" for (a, b), num in done.casts.items()])
-    if form == "vllm":
-        lines = [f"exported {done.num_files} files, {show_bytes(done.nbytes)}, for vLLM: {out}"]
-        lines.append(f"next: vllm serve {out} --load-format sharded_state, with the same parallel sizes")
-        return "\n".join(lines + [f"cast {num} tensors from {a} to {b}" for (a, b), num in done.casts.items()])
     how = "headers as in the source" if done.identical else "new headers: dtypes or tensors differ from the source"
     lines = [f"exported {done.num_files} files, {show_bytes(done.nbytes)} of weights ({how}): {out}"]
     why = ", as in the source; --dtype fp32 casts losslessly" if dtype == "source" else ""

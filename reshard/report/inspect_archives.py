@@ -1,4 +1,4 @@
-"""The output of `reshard inspect` for DCP, DeepSpeed, vLLM and pytorch_model*.bin: what their tables say."""
+"""The output of `reshard inspect` for DCP, DeepSpeed and pytorch_model*.bin: what their tables say."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from reshard.sources.deepspeed import read_step
 from reshard.sources.deepspeed_step import find_step
 from reshard.sources.megatron_tracker import find_iteration
 from reshard.sources.torch_files import is_torch_shard
-from reshard.sources.vllm import stored_by_ranks
-from reshard.sources.vllm_names import RANK_FILE, is_sharded_state
 from reshard.tensors.checkpoint import TensorAt
 from stores.base import Folder
 from stores.open import open_store
@@ -31,7 +29,6 @@ _KINDS = {
     "bin": "torch.save files",
     "deepspeed": "DeepSpeed",
     "megatron": "Megatron-Core's torch_dist",
-    "vllm": "vLLM's sharded_state",
 }
 
 
@@ -53,7 +50,7 @@ class Archive:
     """A checkpoint's tensors, and the parts of its state dict that have other values."""
 
     location: str
-    format: Literal["dcp", "bin", "deepspeed", "megatron", "vllm"]
+    format: Literal["dcp", "bin", "deepspeed", "megatron"]
     num_files: int
     tensors: tuple[_Tensor, ...]
     others: tuple[str, ...] = ()
@@ -72,8 +69,6 @@ def find_archive(source: str) -> Archive | None:
         return _read_dcp(folder, source)
     if is_deepspeed(names):
         return _read_deepspeed(folder, source)
-    if is_sharded_state(names):
-        return _read_vllm(folder, source)
     shards = sorted(filter(is_torch_shard, names))
     if not shards:
         return None
@@ -141,16 +136,6 @@ def _read_deepspeed(folder: Folder, source: str) -> Archive:
         for name, tensor in by_name.items()
     )
     return Archive(location=source, format="deepspeed", num_files=len(saved.files), tensors=tensors)
-
-
-def _read_vllm(folder: Folder, source: str) -> Archive:
-    tensors = tuple(
-        _Tensor(name=one.name, part=f"stage {stage}, rank {rank}", dtype=one.dtype, shape=one.shape, num_chunks=1)
-        for (stage, rank), stored in stored_by_ranks(folder).items()
-        for one in stored
-    )
-    num_files = sum(RANK_FILE.fullmatch(name) is not None for name in folder.names())
-    return Archive(location=source, format="vllm", num_files=num_files, tensors=tensors)
 
 
 def _parts(found: Archive) -> list[tuple[str, int, int]]:

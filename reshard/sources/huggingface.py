@@ -23,7 +23,7 @@ from reshard.sources.torch_files import (
     is_torch_shard,
     recorded_as_safetensors,
 )
-from reshard.sources.weight_map import read_shard_index
+from reshard.sources.weight_map import read_shard_index, refuse_ranks_of_vllm
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles, TensorAt, tensors_in
 from reshard.tensors.read_together import FolderInPart
 from reshard.tensors.source_index import SUFFIX, KeptText, RecordedShard, SourceRecord
@@ -88,6 +88,7 @@ def open_folder(
         ShardError: an invalid header.
     """
     files = folder.names()
+    refuse_ranks_of_vllm(folder)
     if CONFIG_NAME not in files:
         hint = "SOURCE must be a Hugging Face model folder"
         raise SourceError(f"{folder}/{CONFIG_NAME}", "no such file", hint, code="source.no-config")

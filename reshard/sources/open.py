@@ -16,7 +16,6 @@ from reshard.sources.bundles import open_manifest
 from reshard.sources.huggingface import open_folder
 from reshard.sources.megatron_tracker import find_iteration
 from reshard.sources.model_file import read_model_file
-from reshard.sources.vllm_names import is_sharded_state
 from reshard.tensors.checkpoint import Checkpoint
 from stores.address import is_url
 from stores.base import Folder
@@ -34,14 +33,14 @@ def open_source(
     description: ModelDescription | None = None,
     like: ModelShape | None = None,
 ) -> Checkpoint:
-    """Open a manifest (its file or folder), or a folder of Hugging Face's, DCP's, Megatron's, DeepSpeed's or vLLM's.
+    """Open a manifest (its file or folder), or a folder of Hugging Face's, DCP's, Megatron's or DeepSpeed's.
 
     A manifest has its own description, and `description` is not for it. Manifests and Hugging Face folders of a model
     of the shape `like` share it.
 
     Raises:
         InputError: nothing there, or an invalid checkpoint; see `open_manifest`, `open_folder`,
-            `open_dcp`, `open_megatron`, `open_deepspeed` and `open_vllm`.
+            `open_dcp`, `open_megatron` and `open_deepspeed`.
     """
     if _is_named(source):
         return _open_manifest(find_manifest_file(source), drop, like)
@@ -60,10 +59,6 @@ def open_source(
         from reshard.sources.deepspeed import open_deepspeed
 
         return open_deepspeed(folder, drop, description)
-    if is_sharded_state(folder.names()):
-        from reshard.sources.vllm import open_vllm
-
-        return open_vllm(folder, drop, description)
     return open_folder(folder, drop, description, like)
 
 

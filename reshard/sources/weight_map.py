@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from manifests.errors import SourceError
 from manifests.headertext import PAIR, STRING, read_string
 from manifests.jsontext import kind_of, parse_json_object
+from reshard.tensors.source_index import SUFFIX
+from stores.base import Folder
 
-__all__ = ["ShardIndex", "read_shard_index"]
+__all__ = ["ShardIndex", "read_shard_index", "refuse_ranks_of_vllm"]
 
 _S = rb"[ \t\n\r]*+"
 _SCALAR = rb"(?:" + STRING + rb"|[0-9][0-9.eE+-]*+|true|false|null)"
@@ -21,6 +23,8 @@ _METADATA = rb'"metadata"' + _S + rb":" + _S + rb"(?P<metadata>" + _FLAT + rb")"
 _MAP = rb'"weight_map"' + _S + rb":" + _S + rb"\{" + _S
 _BEFORE = re.compile(_S + rb"\{" + _S + rb"(?:" + _METADATA + rb"," + _S + rb")?" + _MAP)
 _AFTER = re.compile(rb"(?:," + _S + _METADATA + rb")?\}" + _S + rb"\Z")
+
+_RANK_OF_VLLM = re.compile(r"model-(?:pp-\d+-tp|rank)-\d+-part-\d+\.safetensors")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,3 +90,16 @@ def _read_pairs(raw: bytes, where: str, names: Mapping[str, str]) -> ShardIndex 
     metadata = before["metadata"] or after["metadata"]
     said = None if metadata is None else parse_json_object(metadata, f"{where}: metadata")
     return ShardIndex(weight_map=found, metadata=said)
+
+
+def refuse_ranks_of_vllm(folder: Folder) -> None:
+    """Raise if the weights are in vLLM's `sharded_state`: fused, sliced by rank, and padded.
+
+    Raises:
+        SourceError: they are.
+    """
+    shards = [name for name in folder.names() if name.endswith(SUFFIX) and "/" not in name]
+    if shards and all(map(_RANK_OF_VLLM.fullmatch, shards)):
+        problem = "is of vLLM's sharded_state, which is not supported: expected the weights of the model"
+        hint = "name the Hugging Face model that vLLM loaded; vLLM reads a packed folder as it is"
+        raise SourceError(str(folder.file(shards[0])), problem, hint, code="source.vllm-sharded-state")

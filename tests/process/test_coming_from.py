@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from reshard import open as open_packed
 from reshard import pack
-from tests.builders import reshard
 from tests.fast.reshard.test_dcp_export import Titan
 from tests.fast.reshard.test_deepspeed_source import GOLDEN
 from tests.fast.titans import LLAMA
@@ -64,15 +63,6 @@ def test_commands_for_megatron_core(tmp_path: Path) -> None:
     again = open_packed(tmp_path / "again").stage(0).state_dict()
     assert trained.keys() <= again.keys()
     assert all((again[name] == tensor).all() for name, tensor in trained.items())
-
-
-def test_commands_for_vllm(tmp_path: Path) -> None:
-    AutoModelForCausalLM.from_config(LlamaConfig(**LLAMA)).save_pretrained(tmp_path / "model")
-    assert reshard("pack", tmp_path / "model", "--layout", "pp=2", "--out", tmp_path / "packed").code == 0
-    run_section("vLLM", tmp_path)
-    names = {f"model-pp-{stage}-tp-{rank}-part-0.safetensors" for stage in range(2) for rank in range(2)}
-    assert {path.name for path in (tmp_path / "served").glob("*.safetensors")} == names
-    assert reshard("diff", tmp_path / "packed", tmp_path / "again").code == 0
 
 
 def test_commands_for_transformers(tmp_path: Path) -> None:

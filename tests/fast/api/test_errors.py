@@ -49,9 +49,6 @@ CALLS: dict[tuple[str, str], tuple[Call, ...]] = {
     ("dtype", "options.conflict"): (
         lambda at: reshard.export(at / "packed", at / "new", to="universal", dtype="bf16"),
     ),
-    ("tp", "options.conflict"): (lambda at: reshard.export(at / "packed", at / "new", tp=2),),
-    ("pp", "options.conflict"): (lambda at: reshard.export(at / "packed", at / "new", pp=2),),
-    ("tp", "options.uneven-degree"): (lambda at: reshard.export(at / "packed", at / "new", to="vllm", tp=7),),
     ("assumed.memory_limit", "options.conflict"): (
         lambda at: reshard.plan(at / "model", "balance:params,pp=2,limit=1GB", assumed=A(memory_limit=1)),
     ),

@@ -77,6 +77,7 @@ def index(change: Callable[[dict[str, object]], object]) -> Callable[[Path], obj
     return spoil
 
 
+RANK = "model-rank-0-part-0.safetensors"
 UP = "model.layers.1.mlp.up_proj.weight"
 CASES = (
     Bad(name="no config", spoil=lambda source: (source / "config.json").unlink(),
@@ -93,6 +94,12 @@ CASES = (
         found=("source.no-shards", "")),
     Bad(name="shards without an index", spoil=lambda source: (source / INDEX).unlink(), num_shards=2,
         found=("source.no-index", "")),
+    Bad(name="files of vLLM's ranks", spoil=lambda source: (source / SINGLE).rename(source / RANK),
+        found=("source.vllm-sharded-state", f"/{RANK}")),
+    Bad(name="files of vLLM's ranks beside the model's index", num_shards=2,
+        spoil=lambda source: [(source / name).rename(source / f"model-pp-0-tp-{i}-part-0.safetensors")
+                              for i, name in enumerate(SHARDS)],
+        found=("source.vllm-sharded-state", "/model-pp-0-tp-0-part-0.safetensors")),
     Bad(name="index names a missing shard", spoil=lambda source: (source / SHARDS[1]).unlink(), num_shards=2,
         found=("source.missing-shard", f"/{INDEX}: weight_map")),
     Bad(name="stray shard", spoil=lambda source: (source / "adapter.safetensors").write_bytes(b""), num_shards=2,

@@ -209,6 +209,11 @@ FAULTS: dict[str, tuple[Change, str, str, str]] = {
     "a shard that the index does not have": (add_stray("x.weight"), "", "check.stray-shard", "more.safetensors"),
     "a stray shard with a tensor of it": (add_stray(NORM), "", "check.override", "more.safetensors"),
     "no index": (remove(INDEX), "", "check.no-index", ""),
+    "files of vLLM's ranks": (
+        lambda folder: [path.rename(folder / f"model-rank-{i}-part-0.safetensors")
+                        for i, path in enumerate(sorted(folder.glob("model-*")))],
+        "", "source.vllm-sharded-state", "model-rank-0-part-0.safetensors",
+    ),
     "no weights": (lambda folder: [path.unlink() for path in folder.glob("model*")], "", "check.no-weights", ""),
     "an index without metadata": (edit_index(lambda index: index.pop("metadata")), "", "check.index-metadata", INDEX),
     "an index cut short": (truncate(INDEX), "", "source.not-json", INDEX),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -104,15 +103,8 @@ def by_export(*flags: str) -> Callable[[Path, Mapping[str, Tensor]], Path]:
     return export
 
 
-def by_ranks_of_vllm(place: Path, tensors: Mapping[str, Tensor]) -> Path:
-    """Export for two stages, if there are as many layers, of four ranks, who share key heads if these are fewer."""
-    num_layers = json.loads((place / "source" / "config.json").read_text())["num_hidden_layers"]
-    return by_export("--to", "vllm", "--pp", str(min(2, num_layers)), "--tp", "4")(place, tensors)
-
-
 ALL = tuple(ARCHITECTURES)
 OF_PARAMETERS = tuple(family for family in ALL if family != "deepseek_v3")  # whose router's bias is not trained
-OF_VLLM = ("llama", "mistral", "qwen2", "qwen3")
 NAMED = ("llama", "qwen3", "qwen3_moe")  # whose tensors torchtitan and Megatron-Core call otherwise
 # The way there, the families that have one, whether they may have biases, and the dtypes.
 WAYS: dict[str, tuple[Callable[[Path, Mapping[str, Tensor]], Path], tuple[str, ...], bool, str]] = {
@@ -122,8 +114,6 @@ WAYS: dict[str, tuple[Callable[[Path, Mapping[str, Tensor]], Path], tuple[str, .
     "megatron": (by_export("--to", "megatron"), (*NAMED, "deepseek_v3"), False, "F32 BF16"),
     "deepspeed": (by_export("--to", "deepspeed"), ALL, True, "F32 BF16 F16"),
     "universal": (by_export("--to", "universal"), OF_PARAMETERS, True, "F32"),
-    "vllm": (by_export("--to", "vllm"), OF_VLLM, True, "F32 BF16 F16"),
-    "vllm-ranks": (by_ranks_of_vllm, OF_VLLM, True, "F32 BF16 F16"),
     "pipeline": (by_export("--to", "universal", "--for", "pipeline"), OF_PARAMETERS, True, "F32"),
 }
 

@@ -139,7 +139,7 @@ def test_verify_of_no_checkpoint_is_bad_input(tmp_path: Path) -> None:
     "command",
     [
         "pack --layout pp=1", "export --to hf", "export --to hf --dtype fp32", "export --to dcp",
-        "export --to dcp --for torchtitan", "export --to deepspeed", "export --to vllm", "export --to megatron",
+        "export --to dcp --for torchtitan", "export --to deepspeed", "export --to megatron",
     ],
 )  # fmt: skip
 def test_damaged_bundle_is_neither_packed_nor_exported(command: str, fqn: str, out: Path) -> None:
