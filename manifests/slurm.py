@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Sequence
 
 from manifests.errors import InputError, LaunchError
+from manifests.interpreter import safe_environment
 
 __all__ = ["run_slurm"]
 
@@ -21,7 +22,9 @@ def run_slurm(command: Sequence[str], standard_input: str = "", *, limit_s: floa
     """
     where = command[0]
     try:
-        done = subprocess.run(command, input=standard_input, capture_output=True, text=True, timeout=limit_s)
+        done = subprocess.run(
+            command, input=standard_input, capture_output=True, text=True, timeout=limit_s, env=safe_environment()
+        )  # a job gets the environment of sbatch
     except FileNotFoundError as error:
         hint = "run this on a login node, where Slurm's commands are installed"
         raise InputError(where, "not found on this machine", hint, code="system.missing-program") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from manifests.interpreter import leave_out_working_folder
 from manifests.signals import interrupts
 
 __all__ = ["main"]
@@ -9,6 +10,7 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run the command; end with its exit code."""
+    leave_out_working_folder()
     with interrupts() as begin:
         from runner.commands import run
 

@@ -1,5 +1,6 @@
 """The reshard command: flags in, text out. What a command needs is imported when it runs."""
 
+from manifests.interpreter import leave_out_working_folder
 from manifests.signals import interrupts
 
 __all__ = ["main"]
@@ -7,6 +8,7 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run the command, signals first; end with its exit code."""
+    leave_out_working_folder()
     with interrupts() as begin:
         from reshard.cli.command import run
 

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from manifests.errors import UsageError
+from manifests.interpreter import module_command
 from manifests.kubernetes import MOUNT, MOUNT_FORM, literal, run_kubectl, volumes_of
 from stores.address import is_url
 from stores.manifest_file import Address
@@ -128,4 +129,4 @@ def _script(pods: PackPods) -> str:
 
 
 def _reshard(arguments: Sequence[str]) -> str:
-    return shlex.join(["python3", "-m", "reshard", *arguments])
+    return shlex.join(module_command("reshard", *arguments, python="python3"))

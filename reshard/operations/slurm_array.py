@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from manifests.errors import OutputError, UsageError, UserError
+from manifests.interpreter import module_command
 from manifests.owned import files_of_manifest
 from manifests.publish import check_target
 from manifests.slurm import run_slurm
@@ -130,4 +130,4 @@ def _script(name: str, options: Sequence[str], command: str, job: PackJob) -> st
 
 
 def _reshard(arguments: Sequence[str]) -> str:
-    return shlex.join([sys.executable, "-m", "reshard", *arguments])
+    return shlex.join(module_command("reshard", *arguments))

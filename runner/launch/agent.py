@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from manifests.console import open_streams
 from manifests.errors import RankError, UserError, error_json
+from manifests.interpreter import leave_out_working_folder, safe_environment
 from manifests.signals import INTERRUPTED, end_at_signals, say_interrupted
 from manifests.store import read_manifest
 from runner.config.flags import TrainOptions, parse_training
@@ -46,11 +47,12 @@ _WORKER = "runner.train"
 
 def main() -> None:
     """Run torchrun on this process's arguments."""
+    leave_out_working_folder()
     open_streams()
     with TemporaryDirectory(prefix="runner-", ignore_cleanup_errors=True) as endings:
         # torchrun handles signals itself once it starts ranks.
         end_at_signals(lambda number: _stop_early(endings))
-        os.environ.update({AGENT: str(os.getpid()), REPORTS: endings})
+        os.environ.update({**safe_environment(), AGENT: str(os.getpid()), REPORTS: endings})
         code = _run(Path(endings))
     sys.exit(code)
 

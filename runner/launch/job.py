@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from manifests.errors import LaunchError, UsageError
+from manifests.interpreter import relative_entries
 from runner.config.flags import TrainOptions, parse_training
 from runner.launch.scheduler_checks import check_texts
 
@@ -107,6 +108,10 @@ def read_environment(given: Sequence[str]) -> tuple[tuple[str, str], ...]:
             )
         if "\0" in value:
             raise UsageError("--env", f"the value of {name} contains a zero byte", code="launch.environment")
+        if name == "PYTHONPATH" and relative_entries(value):
+            problem = f"PYTHONPATH has an entry that depends on the working folder: {value!r}"
+            hint = "use absolute paths, without empty entries, or code of that folder would run"
+            raise UsageError("--env", problem, hint, code="launch.environment")
         if not equals and name not in os.environ:
             raise UsageError("--env", f"{name} is not set here", f"use --env {name}=VALUE", code="launch.environment")
         found[name] = value if equals else os.environ[name]

@@ -14,6 +14,7 @@ import click
 from manifests.errors import (
     LaunchError,
 )
+from manifests.interpreter import module_command, safe_environment
 from manifests.schema import Manifest
 from manifests.signals import deferred
 from runner.bundle.packed import Packed, open_packed
@@ -62,7 +63,7 @@ def launch_here(
     """
     check_torch()
     command = [
-        sys.executable, "-m", "runner.launch.agent", "--standalone", "--nproc-per-node", str(nproc_per_node),
+        *module_command("runner.launch.agent"), "--standalone", "--nproc-per-node", str(nproc_per_node),
         *(stopping(job.shutdown_s) if job else ()), "-m", worker, *arguments,
     ]  # fmt: skip
     if dry_run:
@@ -80,9 +81,9 @@ def launch_here(
             ranks = "1 rank" if nproc_per_node == 1 else f"{nproc_per_node} ranks"
             click.echo(f"starting {ranks}" + (f"; log in {job.log_dir}" if job is not None else ""), err=True)
         sys.stdout.flush()
-        os.environ[AGENT] = str(os.getpid())  # which stays
-        os.environ["PYTHONUTF8"] = "1"  # torch and others read their own files in the encoding of the locale
-        os.execv(sys.executable, command)
+        # The process stays. torch and others read their own files in the encoding of the locale.
+        environment = {**safe_environment(), AGENT: str(os.getpid()), "PYTHONUTF8": "1"}
+        os.execve(sys.executable, command, environment)
 
 
 def check_request(launched: Packed, options: TrainOptions, world_size: int) -> ParallelDims:

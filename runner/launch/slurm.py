@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from manifests.errors import UsageError, UserError
+from manifests.interpreter import module_command
 from manifests.slurm import run_slurm
 from runner.launch.job import Job
 from runner.launch.scheduler_checks import check_mounts, check_sbatch_args, parse_signal, parse_time
@@ -177,7 +177,7 @@ def _output(job: Job) -> str:
 
 def _supervisor(job: Job) -> list[str]:
     command = [
-        sys.executable, "-m", "runner.launch.supervisor",
+        *module_command("runner.launch.supervisor"),
         "--nnodes", str(job.nnodes), "--nproc-per-node", str(job.nproc_per_node), "--restarts", str(job.restarts),
     ]  # fmt: skip
     if job.requeue:

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 
 from manifests.errors import RankError, UnreachableError, UserError
+from manifests.interpreter import leave_out_working_folder, module_command, safe_environment
 from manifests.signals import INTERRUPTED
 from manifests.slurm import run_slurm
 from runner.checkpoint.history import find_checkpoints, step_of
@@ -46,7 +47,7 @@ def agent_command(
 ) -> list[str]:
     """Return the command that runs one node's ranks; it reads PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT."""
     return [
-        python, "-m", "runner.launch.agent",
+        *module_command("runner.launch.agent", python=python),
         "--nnodes", str(nnodes), "--nproc-per-node", str(nproc_per_node), "--max-restarts", "0",
         *stopping(shutdown_s), "-m", "runner.train", manifest, *training,
     ]  # fmt: skip
@@ -68,6 +69,7 @@ def srun_command(agent: Sequence[str], nnodes: int, extra: Sequence[str]) -> lis
 
 def main() -> None:
     """Run the attempts of one allocation, and exit with the code of the last one."""
+    leave_out_working_folder()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     parser = argparse.ArgumentParser(prog="runner.launch.supervisor")
     parser.add_argument("--nnodes", type=int, required=True)
@@ -184,7 +186,11 @@ class _Supervisor:
             stale = read_state(self._options.log_dir)
         # A port that the attempt before has not used, on a node that other jobs may share.
         port = 20000 + (self._job * 7 + self._num_requeues * 101 + attempt) % 20000
-        environment = {**self._environment, "PET_MASTER_ADDR": self._first_node(), "PET_MASTER_PORT": str(port)}
+        environment = {
+            **safe_environment(self._environment),
+            "PET_MASTER_ADDR": self._first_node(),
+            "PET_MASTER_PORT": str(port),
+        }
         if "SLURM_CPUS_PER_TASK" in environment:  # which srun does not read, from Slurm 22.05 on
             environment.setdefault("SRUN_CPUS_PER_TASK", environment["SLURM_CPUS_PER_TASK"])
         try:

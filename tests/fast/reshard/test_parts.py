@@ -508,9 +508,9 @@ def test_dry_run_prints_an_array_and_the_commit_that_waits_for_it(source: Path, 
     assert f"{sbatch} --dependency=afterok:ARRAY_JOB_ID" in said.splitlines()
     assert said.count("#SBATCH --account=us\n#SBATCH --time=1:00:00\n#SBATCH --mem=8G\n") == 2
     assert "#SBATCH --array=1-8\n" in said
-    again = f"-m reshard pack {source} --layout pp=2 --out '{out}' --no-sync"
+    again = f"-P -m reshard pack {source} --layout pp=2 --out '{out}' --no-sync"
     assert f'  {sys.executable} {again} --part "$SLURM_ARRAY_TASK_ID/8"\n' in said
-    assert f"exec {sys.executable} -m reshard commit '{out}'\n" in said
+    assert f"exec {sys.executable} -P -m reshard commit '{out}'\n" in said
     assert not out.parent.joinpath(".the out.partial").exists()
 
 

@@ -52,7 +52,7 @@ def test_submission_gives_the_numbers_of_both_jobs_as_one_object(source: Path, t
     )
     assert json.loads(done.stdout) == {"version": 1, "num_parts": 3, "parts": {"job": "13"}, "commit": {"job": "14"}}
     assert "#SBATCH --array=1-3\n" in (tmp_path / "3.sh").read_text()
-    assert "-m reshard commit" in (tmp_path / "4.sh").read_text()
+    assert "-P -m reshard commit" in (tmp_path / "4.sh").read_text()
 
 
 def pods(source: Path, *more: str) -> tuple[str | Path, ...]:

@@ -70,7 +70,7 @@ def test_batch_script_is_bash_and_says_what_was_asked(packed: Path, tmp_path: Pa
     exported = subprocess.run(["bash", "-c", script.partition("exec")[0] + 'printf %s "$A"'], capture_output=True)
     assert exported.stdout.decode() == "1,2 'x'"
     command = shlex.split(script.splitlines()[-1])
-    assert command[:4] == ["exec", command[1], "-m", "runner.launch.supervisor"]
+    assert command[:5] == ["exec", command[1], "-P", "-m", "runner.launch.supervisor"]
     assert command[command.index("--") + 1 :] == [*TRAINING, *SAVING, "--log-dir", str(tmp_path)]
 
 

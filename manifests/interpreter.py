@@ -1,0 +1,46 @@
+"""How our commands start Python: nothing is imported from the working folder, which may be a stranger's checkpoint.
+
+# Note [Code of the working folder]
+`python -m` puts the working folder before the standard library, and so does an empty or a relative entry of
+PYTHONPATH: a torch.py or json.py there would run. Absolute entries, such as those of a cluster's modules, stay.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+__all__ = ["leave_out_working_folder", "module_command", "relative_entries", "safe_environment"]
+
+_PATH = "PYTHONPATH"
+
+
+def module_command(module: str, *arguments: str, python: str = sys.executable) -> Sequence[str]:
+    """Return the command that runs a module, see Note [Code of the working folder]."""
+    return (python, "-P", "-m", module, *arguments)
+
+
+def safe_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the environment for processes that may start Python, see Note [Code of the working folder]."""
+    safe = {**environment, "PYTHONSAFEPATH": "1"}
+    if relative := relative_entries(safe.get(_PATH, "")):
+        safe[_PATH] = os.pathsep.join(entry for entry in safe[_PATH].split(os.pathsep) if entry not in relative)
+    return safe
+
+
+def leave_out_working_folder() -> None:
+    """Import nothing more from the working folder in this process if an entry of PYTHONPATH led there."""
+    if not (relative := relative_entries(os.environ.get(_PATH, ""))):
+        return
+    absolute = set(os.environ[_PATH].split(os.pathsep)).difference(relative)
+    try:
+        dropped = {os.path.abspath(entry) for entry in relative} - {os.path.abspath(entry) for entry in absolute}
+    except OSError:  # the working folder was deleted, and its entries with it
+        return
+    sys.path[:] = [entry for entry in sys.path if os.path.isabs(entry) and entry not in dropped]
+
+
+def relative_entries(text: str) -> frozenset[str]:
+    """Return the entries of a PYTHONPATH that depend on the working folder; an empty one is the folder itself."""
+    return frozenset(entry for entry in text.split(os.pathsep) if not os.path.isabs(entry)) if text else frozenset()
