@@ -74,7 +74,7 @@ CASES = [
     *group("launch.mount", "--mount", *((*JOBSET, "--mount", text) for text in (
         "", "claim", "claim:folder", "Claim:/b", "a/b:/c", ":/b", "/a:", "/a/../b:/c", "a:/b:ro", "a:/"))),
     *group("launch.mount", "--mount", (*JOBSET, "--mount", "a:/c", "--mount", "b:/c")),
-    *group("launch.environment", "--env", *slurm("--env", "", "=1", "1A=2", "PYTHONPATH=:/a", "PYTHONPATH=src")),
+    *group("launch.environment", "--env", *slurm("--env", "", "=1", "1A=2")),
     *group("launch.environment", "--env", *slurm("--env", *(f"{name}=1" for name in (
         "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "PET_NNODES")))),
     *group("launch.nodes", "--nnodes", *slurm("--nnodes", "0", "-1", "2-4", "", "1.5", "\u0663", "100000")),
@@ -89,6 +89,7 @@ CASES = [
     *group(SBATCH, "--sbatch-arg", *slurm("--sbatch-arg", "--comment=a b", "--comment a b", "-Cgpu b",
                                           "--exclusive # all of it", "--exclusive #all", "--exclusive --nodes=3", "-")),
     *group("options.relative-cache", "--stage-to-local scratch", ("--stage-to-local", "scratch")),
+    *group("launch.environment", "--env", *slurm("--env", "PYTHONPATH=:/a", "PYTHONPATH=src")),
 ]  # fmt: skip
 
 
