@@ -19,9 +19,13 @@ from typing import Any
 from manifests.errors import InputError, UsageError, UserError, error_json, refused_by_system
 from manifests.signals import INTERRUPTED
 
-__all__ = ["STDOUT", "check_open", "open_streams", "run_cli", "run_command", "utf8_argument"]
+__all__ = ["MOVED", "STDOUT", "check_open", "open_streams", "run_cli", "run_command"]
 
 STDOUT = "standard output"
+# What was removed, as it was typed, and what to use instead.
+MOVED = {
+    "runner generate": "a packed folder opens in transformers: AutoModelForCausalLM.from_pretrained(DIR).generate(...)",
+}
 _BROKEN_PIPE = 141  # 128 + SIGPIPE, as in shells
 
 
@@ -64,6 +68,8 @@ def run_cli(
             cli()
         except refusal as caught:
             error: Any = caught
+            if (moved := _moved(error)) is not None:
+                raise moved from None
             if is_json:
                 problem = error.format_message()
                 raise UsageError(_parameter(error), problem, "see --help", code="usage.arguments") from caught
@@ -75,6 +81,14 @@ def run_cli(
         return 0
 
     run_command(act, is_json=is_json)
+
+
+def _moved(error: Any) -> UsageError | None:
+    """Return the refusal of a verb or a flag that was removed, if the error of click is about one."""
+    context = getattr(error, "ctx", None)
+    word = getattr(error, "option_name", None) or sys.argv[1]
+    where = f"{context.command_path if context else ''} {word}"
+    return UsageError(where, "was removed", MOVED[where], code="usage.moved") if where in MOVED else None
 
 
 def _parameter(error: Any) -> str:
@@ -119,15 +133,6 @@ def check_open() -> None:
     if (error := _unwritable()) is not None:
         _discard()
         raise _unprinted(error) from error
-
-
-def utf8_argument(text: str) -> str:
-    """Return a command-line argument decoded as UTF-8: in the C locale, Python may have decoded it otherwise.
-
-    Raises:
-        UnicodeDecodeError: not UTF-8.
-    """
-    return text if text.isascii() else os.fsencode(text).decode("utf-8")
 
 
 class _Stdout(io.TextIOWrapper):

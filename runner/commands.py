@@ -22,7 +22,6 @@ _VERBS = {
     "measure": ("runner.measure.command:measure", "Measure the seconds of each module, for reshard's --cost."),
     "report": ("runner.launch.verbs:report", "Write a run as one HTML page."),
     "eval": ("runner.evaluation.command:eval_command", "Print a packed model's loss over a text."),
-    "generate": ("runner.evaluation.command:generate_command", "Print what a packed model generates after a prompt."),
     "completion": ("runner.commands:completion", "Print the shell completion script of bash, zsh or fish."),
 }
 

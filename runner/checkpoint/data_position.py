@@ -135,7 +135,7 @@ def _framing(data: DataOptions, folder: Path | None) -> Framing | None:
     """Return the tokens put around each document; None: the data has no documents."""
     if folder is None or data.sources == (SYNTHETIC,):
         return None
-    return document_framing(folder, load_tokenizer(folder, "train on --data synthetic"), data.framing)
+    return document_framing(folder, load_tokenizer(folder), data.framing)
 
 
 def _framed_otherwise(framing: Framing) -> InputError:

@@ -3,8 +3,8 @@
 # Note [Framing]
 transformers' `tokenizer(text)` adds the tokens of the post-processor in tokenizer.json, and no others: it ignores
 `add_bos_token` and `add_eos_token` of tokenizer_config.json if there is a tokenizer.json, and always ignores
-`bos_token_id` of config.json. Training, evaluation and generation follow the same rule; flags override it. One thing is
-different in training and evaluation: a document, unlike a prompt, ends with EOS even if the tokenizer adds none.
+`bos_token_id` of config.json. Training and evaluation follow the same rule; flags override it. One thing is different:
+a document ends with EOS even if the tokenizer adds none.
 Source: transformers 5.23, `tokenization_utils_tokenizers.py`, `tokenization_utils_base.py`.
 """
 
@@ -26,7 +26,7 @@ from runner.config.schema import FramingOptions
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
-__all__ = ["Frame", "Framing", "document_framing", "encode", "load_tokenizer", "prompt_frame", "special_id"]
+__all__ = ["Frame", "Framing", "document_framing", "encode", "load_tokenizer", "special_id"]
 
 _CONFIG = "tokenizer_config.json"
 
@@ -58,13 +58,13 @@ class Framing:
         return self.frame == self.former
 
 
-def load_tokenizer(folder: Path, otherwise: str = "pass --tokens") -> Tokenizer:
+def load_tokenizer(folder: Path) -> Tokenizer:
     """Read the tokenizer of a checkpoint folder, with truncation and padding off.
 
     Raises:
-        DataError: it is missing or invalid; the hint says what can be done `otherwise`.
+        DataError: it is missing or invalid.
     """
-    file = check_tokenizer(folder, otherwise)
+    file = check_tokenizer(folder, "train on --data synthetic")
     from tokenizers import Tokenizer
 
     tokenizer: Tokenizer = _guarded(str(file), "is not a tokenizer", Tokenizer.from_file, str(file), is_muted=True)
@@ -115,19 +115,6 @@ def _muted(is_muted: bool) -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(null)
-
-
-def prompt_frame(folder: Path, tokenizer: Tokenizer, asked: FramingOptions) -> Frame:
-    """Return the special tokens around a prompt; see Note [Framing].
-
-    Raises:
-        DataError: a token is required, and no file defines it.
-    """
-    own = _tokenizer_frame(folder, tokenizer)
-    after = own.after if asked.eos is None else ()
-    if asked.eos:
-        after = _ended(own.after, _needed(folder, tokenizer, "eos"))
-    return Frame(_begun(folder, tokenizer, own.before, asked), after)
 
 
 def document_framing(folder: Path, tokenizer: Tokenizer, asked: FramingOptions) -> Framing:

@@ -65,7 +65,7 @@ def load_vocabulary(folder: Path, size: int, asked: FramingOptions | None = None
     Raises:
         DataError: it is missing or invalid, defines no EOS, or has special tokens beyond the vocabulary.
     """
-    tokenizer = load_tokenizer(folder, "train on --data synthetic")
+    tokenizer = load_tokenizer(folder)
     frame = document_framing(folder, tokenizer, asked or FramingOptions()).frame
     eos = special_id(folder, tokenizer, "eos")
     filler = eos if eos is not None and eos < size else 0

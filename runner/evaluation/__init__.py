@@ -1,1 +1,1 @@
-"""runner eval and runner generate: a packed model that is only read."""
+"""runner eval: a packed model that is only read."""

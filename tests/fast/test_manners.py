@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import click
@@ -9,7 +10,10 @@ import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
+from manifests.console import MOVED
+from reshard.cli import main as reshard_main
 from reshard.cli.command import cli as reshard_cli
+from runner.cli import main as runner_main
 from runner.commands import cli as runner_cli
 from runner.config.flags import training_command
 from tests.builders import llama_config, reshard, write_model
@@ -21,7 +25,7 @@ WORDS = {
         ("verify", "x", "--against"), ("inspect",), ("diff",), ("diff", "a"), ("commit",), ("plan", "x", "--draw"),
     ],
     "runner": [
-        ("launch",), ("launch", "--job"), ("launch", "--log-dir"), ("eval",), ("eval", "x", "--data"), ("generate",),
+        ("launch",), ("launch", "--job"), ("launch", "--log-dir"), ("eval",), ("eval", "x", "--data"),
         ("status",), ("logs",), ("cancel",), ("report",), ("report", "x", "--out"),
     ],
 }  # fmt: skip
@@ -40,6 +44,18 @@ def test_flags_of_training_that_name_paths_are_paths() -> None:
     names = {"data", "eval_data", "checkpoint", "resume", "save", "log_dir", "stage_to_local", "schedule"}
     paths = {option.name for option in training_command.params if isinstance(option.type, click.Path)}
     assert paths == names
+
+
+@pytest.mark.parametrize("removed", MOVED)
+def test_what_was_removed_is_refused_with_what_to_use_instead(
+    removed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, *words = removed.split()
+    monkeypatch.setattr("sys.argv", [command, *words, "--json"])
+    with pytest.raises(SystemExit) as ended:
+        (reshard_main if command == "reshard" else runner_main)()
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert (ended.value.code, error["code"], error["where"]) == (2, "usage.moved", removed)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ INPUTS = {
     "reshard plan --model",
     "reshard plan source", "reshard push folder", "reshard sign --key", "reshard sign manifest",
     "reshard verify --against", "reshard verify --public-key", "reshard verify --signature", "reshard verify manifest",
-    "runner cancel log_dir", "runner eval --data", "runner eval manifest", "runner generate manifest",
+    "runner cancel log_dir", "runner eval --data", "runner eval manifest",
     "runner launch --job", "runner launch manifest", "runner logs log_dir", "runner measure --run",
     "runner measure manifest", "runner report --compare", "runner report log_dir", "runner status log_dir",
     "training --data", "training --eval-data", "training --resume", "training --schedule",

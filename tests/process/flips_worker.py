@@ -2,7 +2,7 @@
 
 usage: flips_worker.py JOBS OUT
 
-JOBS is a JSON list of {"name": …, "kind": "train", "eval" or "generate", "root": …, "args": […], "flip": null or
+JOBS is a JSON list of {"name": …, "kind": "train" or "eval", "root": …, "args": […], "flip": null or
 [file, position, bit]}. OUT/NAME.json is how a job ended: the code and place of its refusal, or null, and its exit code.
 """
 
@@ -22,9 +22,8 @@ from manifests.errors import UserError
 from runner.bundle.packed import open_packed
 from runner.config.flags import parse_training
 from runner.distributed.world import World, join_world
-from runner.evaluation.command import parse_eval, parse_generate
+from runner.evaluation.command import parse_eval
 from runner.evaluation.evaluate import loss_over
-from runner.evaluation.generate import completions_of
 from runner.train import run
 
 CPU = torch.device("cpu")
@@ -43,10 +42,8 @@ def run_job(job: dict[str, Any], world: World) -> dict[str, Any]:
     try:
         if job["kind"] == "train":
             run(open_packed(root), parse_training(args), world, CPU)
-        elif job["kind"] == "eval":
-            loss_over(parse_eval([str(root), *args]), open_packed(root), world, CPU)
         else:
-            completions_of(parse_generate([str(root), *args]), open_packed(root), world, CPU)
+            loss_over(parse_eval([str(root), *args]), open_packed(root), world, CPU)
     except UserError as error:
         return {"code": error.code, "where": error.where, "exit_code": error.exit_code}
     return {"code": None, "where": None, "exit_code": 0}

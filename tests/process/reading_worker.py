@@ -1,8 +1,8 @@
-"""A rank that evaluates and generates with packed models, one job after the other.
+"""A rank that evaluates packed models, one job after the other.
 
 usage: reading_worker.py JOBS OUT
 
-JOBS is a JSON list of {"eval": [args]} and {"generate": [args]}; rank 0 writes a line of JSON for each to OUT.
+JOBS is a JSON list of the arguments of `runner eval`; rank 0 writes a line of JSON for each to OUT.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -19,20 +18,15 @@ from torch import distributed as dist
 from manifests.store import find_manifest
 from runner.bundle.packed import open_packed
 from runner.distributed.world import World, join_world
-from runner.evaluation.command import parse_eval, parse_generate
+from runner.evaluation.command import parse_eval
 from runner.evaluation.evaluate import loss_over
-from runner.evaluation.generate import completions_of
 
 CPU = torch.device("cpu")
 
 
-def run_job(job: dict[str, list[str]], world: World) -> Any:
-    if "eval" in job:
-        evaluated = parse_eval(job["eval"])
-        return loss_over(evaluated, open_packed(find_manifest(evaluated.read.manifest).parent), world, CPU)
-    options = parse_generate(job["generate"])
-    found, _ = completions_of(options, open_packed(find_manifest(options.read.manifest).parent), world, CPU)
-    return [(one.tokens, one.stopped) for one in found]
+def run_job(args: list[str], world: World) -> tuple[float, int]:
+    evaluated = parse_eval(args)
+    return loss_over(evaluated, open_packed(find_manifest(evaluated.read.manifest).parent), world, CPU)
 
 
 def main(jobs: Path, out: Path) -> None:

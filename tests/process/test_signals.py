@@ -24,7 +24,7 @@ NUMBERS = [signal.SIGINT, signal.SIGTERM]
 def commands(packed: Path, folder: Path) -> dict[str, tuple[str | Path, ...]]:
     return {
         "launch": ("runner", "launch", packed, "--", *SMALL, "--steps", "100000", "--log-dir", folder / "log"),
-        "generate": ("runner", "generate", packed, "--tokens", "1,2"),
+        "eval": ("runner", "eval", packed, "--data", packed / "config.json"),
         "pack": ("reshard", "pack", packed, "--layout", "pp=1", "--out", folder / "out"),
     }
 
@@ -48,10 +48,10 @@ def check_word(process: subprocess.Popen[str]) -> None:
     ("verb", "number"),
     [
         ("launch", signal.SIGINT),
-        ("generate", signal.SIGTERM),
+        ("eval", signal.SIGTERM),
         ("pack", signal.SIGINT),
         pytest.param("launch", signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param("generate", signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param("eval", signal.SIGINT, marks=pytest.mark.slow),
         pytest.param("pack", signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )

@@ -125,15 +125,6 @@ def test_ranks_refuse_what_they_cannot_write_before_the_first_step(
     assert not any(path.suffix == ".safetensors" for path in disk.rglob("*"))
 
 
-def test_answer_that_cannot_be_printed_is_said_in_a_sentence(packed_alone: Path) -> None:
-    command = [sys.executable, "-m", "runner.cli", "generate", packed_alone, "--tokens", "1,2", "--max-new-tokens", "1"]
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
-    assert done.returncode == 3, done.stderr
-    assert "standard output: " in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 @pytest.mark.parametrize("verb", ["verify", "diff", "check"])
 def test_checkpoint_is_not_opened_where_its_report_is_on_a_full_disk(verb: str, disk: Path) -> None:
     (disk / "report").touch()
@@ -151,7 +142,7 @@ def test_checkpoint_is_not_opened_where_its_report_is_on_a_full_disk(verb: str, 
 def test_answer_is_not_computed_where_its_file_is_on_a_full_disk(packed: Path, disk: Path) -> None:
     (disk / "answer").touch()
     fill(disk)
-    command = [sys.executable, "-m", "runner.cli", "generate", packed, "--tokens", "1,2"]
+    command = [sys.executable, "-m", "runner.cli", "eval", packed, "--data", "a.txt"]
     with open(disk / "answer", "w") as full:
         done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
     assert (done.returncode, done.stderr.startswith("error: standard output: ")) == (3, True), done.stderr

@@ -33,7 +33,6 @@ _IMPORTED = (
     "transformers",
     "runner.train",
     "runner.evaluation.evaluate",
-    "runner.evaluation.generate",
     "runner.models.deepseek_v3",
     "runner.models.gpt_oss",
     "runner.models.llama",

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from manifests.errors import InputError
 from runner.config.schema import BatchOptions, DataOptions, FramingOptions
-from runner.data.framing import Frame, document_framing, encode, load_tokenizer, prompt_frame
+from runner.data.framing import Frame, document_framing, load_tokenizer
 from runner.data.sequences import read_batches
 
 BOS, EOS, SIZE = 0, 1, 5
@@ -65,20 +65,18 @@ def documents(folder: Path, asked: FramingOptions = NONE) -> list[int]:
 def test_text_is_framed_as_transformers_frames_it(post: str, config: dict[str, Any], tmp_path: Path) -> None:
     folder = write(tmp_path, post, **config)
     expected = AutoTokenizer.from_pretrained(folder)("ab", truncation=False)["input_ids"]
-    tokenizer = load_tokenizer(folder)
-    assert list(prompt_frame(folder, tokenizer, NONE).around(encode(tokenizer, "ab", ""))) == expected
-    document = expected if expected[-1] == EOS else [*expected, EOS]  # a document ends, and a prompt does not
+    document = expected if expected[-1] == EOS else [*expected, EOS]
     assert documents(folder) == (7 * document)[:7]
 
 
 @pytest.mark.parametrize("post", POSTS)
 def test_flags_override_the_tokenizer(post: str, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write(tmp_path, post))
-    bare = prompt_frame(tmp_path, tokenizer, FramingOptions(bos=False, eos=False))
-    assert bare == Frame((), ()) == document_framing(tmp_path, tokenizer, FramingOptions(bos=False, eos=False)).frame
+    bare = FramingOptions(bos=False, eos=False)
+    assert document_framing(tmp_path, tokenizer, bare).frame == Frame((), ())
     full = FramingOptions(bos=True, eos=True)
     expected = Frame((BOS, BOS) if post == "twice" else (BOS,), (EOS,))
-    assert prompt_frame(tmp_path, tokenizer, full) == expected == document_framing(tmp_path, tokenizer, full).frame
+    assert document_framing(tmp_path, tokenizer, full).frame == expected
     assert documents(tmp_path, FramingOptions(bos=False)) == (3 * [3, 4, EOS])[:7]
 
 
@@ -107,7 +105,7 @@ def test_tokenizer_that_panics_is_refused_without_a_word_of_its_library(
     found = json.loads(file.read_text())
     file.write_text(json.dumps({**found, "post_processor": {**found["post_processor"], "special_tokens": {}}}))
     with pytest.raises(InputError) as error:
-        prompt_frame(tmp_path, load_tokenizer(tmp_path), NONE)
+        document_framing(tmp_path, load_tokenizer(tmp_path), NONE)
     assert (error.value.where, error.value.code) == (str(file), "tokenizer.broken")
     assert capfd.readouterr().err == ""
 

@@ -169,7 +169,7 @@ def test_request_that_can_begin_is_not(training: Words, place: Path) -> None:
     assert done.exception is None, done.exception
 
 
-@pytest.mark.parametrize("verb", ["launch", "eval", "generate"])
+@pytest.mark.parametrize("verb", ["launch", "eval"])
 @pytest.mark.parametrize(
     ("changes", "where", "code"),
     [
@@ -187,7 +187,6 @@ def test_config_that_no_family_models_is_refused_before_ranks_are_started_or_sub
     words = {
         "launch": ["--scheduler", "slurm", "--dry-run", "--", "--data", "synthetic"],
         "eval": ["--dry-run", "--data", str(tmp_path / "a.txt")],
-        "generate": ["--dry-run", "--tokens", "1"],
     }[verb]
     done = CliRunner().invoke(cli, [verb, str(tmp_path / "packed"), *words])
     assert isinstance(done.exception, InputError), done.output
@@ -216,8 +215,8 @@ def test_what_the_catalogue_says_is_not_trained_is_refused_before_ranks_are_star
     assert (done.exception.where, done.exception.code) == (where, code)
 
 
-def test_reading_verbs_refuse_quantized_weights_at_once(place: Path) -> None:
-    done = CliRunner().invoke(cli, ["generate", str(place / "quantized"), "--tokens", "1", "--dry-run"])
+def test_eval_refuses_quantized_weights_at_once(place: Path) -> None:
+    done = CliRunner().invoke(cli, ["eval", str(place / "quantized"), "--data", "a.txt", "--dry-run"])
     assert isinstance(done.exception, UserError)
     assert done.exception.code == "model.quantized"
 

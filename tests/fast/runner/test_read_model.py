@@ -1,4 +1,4 @@
-"""A packed model opened for `runner eval` and `runner generate`, by one rank in this process."""
+"""A packed model opened for `runner eval`, by one rank in this process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import distributed as dist
 
 from runner.bundle.packed import open_packed
 from runner.distributed.world import World
-from runner.evaluation.command import parse_generate
+from runner.evaluation.command import parse_eval
 from runner.evaluation.reader import read_model
 from tests.builders import run
 from tests.fast.models.catalogued import save_tiny
@@ -31,7 +31,7 @@ def test_generic_family_is_compared_with_the_whole_model_before_it_is_read(
 ) -> None:
     save_tiny(tmp_path / "source", "Olmo3ForCausalLM")
     run("pack", tmp_path / "source", "--layout", "pp=1", "--out", tmp_path / "packed", "--quiet")
-    options = parse_generate([str(tmp_path / "packed"), "--tokens", "1,2", *flags]).read
+    options = parse_eval([str(tmp_path / "packed"), "--data", "a.txt", *flags]).read
     with caplog.at_level(logging.INFO, "runner"):
         read_model(open_packed(tmp_path / "packed"), options, world, torch.device("cpu"), max_seq_len=8)
     assert ("self-check: a tiny Olmo3ForCausalLM" in caplog.text) == (not flags)

@@ -1,4 +1,4 @@
-"""What `runner eval` and `runner generate` take, and what they refuse before any rank starts."""
+"""What `runner eval` takes, and what it refuses before any rank starts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import pytest
 from manifests.errors import UsageError
 from runner.cli import main
 from runner.config.schema import DataOptions
-from runner.evaluation.command import Sampling, parse_eval, parse_generate
-from runner.evaluation.generate import stop_tokens
+from runner.evaluation.command import parse_eval
 from tests.builders import without_file
 from tests.fast.trained import write_trained
 
@@ -33,12 +32,14 @@ def run(arguments: Sequence[object], monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_ranks_get_the_flags_as_they_were_written(
     packed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--prompt", "two words", "--top-k", "3", "--temperature", "0.5"]
-    command = shlex.split(run(["generate", packed, *flags, "--dry-run"], monkeypatch, capsys))
+    flags = ["--data", "two words.txt", "--seq-len", "3", "--dtype", "bf16"]
+    (packed.parent / "two words.txt").write_text("a")
+    monkeypatch.chdir(packed.parent)
+    command = shlex.split(run(["eval", packed, *flags, "--dry-run"], monkeypatch, capsys))
     assert command[command.index("--nproc-per-node") + 1] == "2"
-    assert command[command.index("runner.evaluation.generate") + 1 :] == [str(packed), *flags]
-    options = parse_generate(command[command.index("runner.evaluation.generate") + 1 :])
-    assert (options.prompts, options.sampling) == (("two words",), Sampling(temperature=0.5, top_k=3))
+    assert command[command.index("runner.evaluation.evaluate") + 1 :] == [str(packed), *flags]
+    options = parse_eval(command[command.index("runner.evaluation.evaluate") + 1 :])
+    assert (options.data.sources, options.seq_len, options.read.dtype) == (("two words.txt",), 3, "bf16")
     assert options.read.manifest == packed
 
 
@@ -51,28 +52,10 @@ def test_two_dashes_before_the_flags_mean_nothing(
     assert parse_eval([str(packed), *flags]).data == DataOptions(sources=("a.txt",), pack=False)
 
 
-def test_ids_may_be_given_in_place_of_text() -> None:
-    options = parse_generate(["folder", "--tokens", "1,2,3", "--tokens", "4 5"])
-    assert options.tokens == ((1, 2, 3), (4, 5))
-
-
-@pytest.mark.parametrize(
-    ("args", "where", "code"),
-    [
-        ((), "--prompt", "options.no-prompt"),
-        (("--prompt", ""), "--prompt", "options.no-prompt"),
-        (("--tokens", "1,x"), "--tokens", "options.invalid-value"),
-        (("--tokens", ","), "--tokens", "options.invalid-value"),
-        (("--prompt", "a", "--top-p", "0.5"), "--top-p", "options.needs-temperature"),
-        (("--prompt", "a", "--seed", "1"), "--seed", "options.needs-temperature"),
-        (("--prompt", "a", "--temperature", "nan"), "--temperature", "options.invalid-value"),
-        (("--prompts", "a"), "runner generate", "usage.arguments"),
-    ],
-)
-def test_prompts_and_draws_that_make_no_sense_are_refused(args: tuple[str, ...], where: str, code: str) -> None:
+def test_flag_that_does_not_exist_is_refused() -> None:
     with pytest.raises(UsageError) as error:
-        parse_generate(["folder", *args])
-    assert (error.value.where, error.value.code) == (where, code)
+        parse_eval(["folder", "--data", "a.txt", "--prompts", "a"])
+    assert (error.value.where, error.value.code) == ("runner eval", "usage.arguments")
 
 
 def test_text_that_is_not_there_is_said_once_and_before_any_rank_starts(
@@ -106,20 +89,3 @@ def test_refusal_is_one_json_object_where_that_was_asked_for(
     assert exit_.value.code == 3
     printed = json.loads(capsys.readouterr().out)
     assert (printed["version"], str(tmp_path / "nothing") in printed["error"]["where"]) == (1, True)
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({"config.json": {}}, set()),
-        ({"config.json": {"eos_token_id": 0}}, {0}),
-        ({"config.json": {"eos_token_id": 2}, "generation_config.json": {"eos_token_id": [7, 8]}}, {7, 8}),
-        ({"config.json": {"eos_token_id": 2}, "generation_config.json": {"do_sample": True}}, {2}),
-    ],
-)
-def test_text_ends_where_transformers_ends_it(
-    files: dict[str, dict[str, object]], expected: set[int], tmp_path: Path
-) -> None:
-    for name, fields in files.items():
-        (tmp_path / name).write_text(json.dumps(fields))
-    assert stop_tokens(tmp_path) == expected
